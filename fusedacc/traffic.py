@@ -1,0 +1,121 @@
+"""Bytes moved per parameter and micro-batch, by part, counted from what each loop reads and writes.
+
+    bytes_per_micro_batch(param_dtype, grad_dtype, accumulate_dtype, *, loop="fusedacc",
+                          scale_is_one=False, first=False) -> tuple[Part, ...]
+    total(parts) -> float
+    bytes_per_window(..., steps) -> tuple[Part, ...]        the average over a window of `steps` micro-batches
+
+This is arithmetic on dtypes, not a measurement: each pass reads and writes every element, and no cache helps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+LOOPS = {
+    "stock": "autograd adds into .grad, after a cast where the dtypes differ (grad_dtype, autocast)",
+    "by_hand": "acc += grad.to(acc.dtype) * scale",
+    "mixed_add": "acc.add_(grad, alpha=scale) in a hook, one call per parameter",
+    "fusedacc": "one pass: read the gradient, read and write the sum",
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One pass over the parameter: bytes read and written per element (a window's average may be a fraction)."""
+
+    name: str
+    read: float
+    write: float
+
+    @property
+    def bytes(self) -> float:
+        return self.read + self.write
+
+
+def total(parts: Sequence[Part]) -> float:
+    """Bytes per element over all parts."""
+    return sum(part.bytes for part in parts)
+
+
+def bytes_per_micro_batch(
+    param_dtype: torch.dtype,
+    grad_dtype: torch.dtype,
+    accumulate_dtype: torch.dtype,
+    *,
+    loop: str = "fusedacc",
+    scale_is_one: bool = False,
+    first: bool = False,
+) -> tuple[Part, ...]:
+    """What one micro-batch reads and writes per element of one parameter, the weight-gradient write included.
+
+    Arguments:
+        param_dtype: dtype of the parameter, in which its gradient reaches autograd's accumulation.
+        grad_dtype: dtype in which the backward's matrix product writes the gradient; under autocast it
+            differs from `param_dtype`, and autograd casts it before anybody can take it.
+        accumulate_dtype: dtype of the sum.
+        loop: one of `LOOPS`.
+        scale_is_one: whether the pass multiplies by 1. Stock loops scale the loss, which moves no bytes; the
+            wrapper's `mean` with a fixed k scales by 1/k.
+        first: the window's first micro-batch, which has no sum to read.
+
+    Raises ValueError for an unknown `loop`.
+    """
+    if loop not in LOOPS:
+        raise ValueError(f"loop must be one of {', '.join(LOOPS)}; got {loop!r}")
+    grad, param, acc = grad_dtype.itemsize, param_dtype.itemsize, accumulate_dtype.itemsize
+    same_dtype = param_dtype == accumulate_dtype
+    parts = [Part("weight-gradient write", 0, grad)]
+    if grad_dtype != param_dtype:
+        parts.append(Part("cast", grad, param))
+
+    if loop == "fusedacc":
+        if not first:
+            parts.append(Part("add", param + acc, acc))
+        elif not same_dtype:
+            parts.append(Part("first write", param, acc))
+        elif not scale_is_one:
+            parts.append(Part("first scale", acc, acc))
+    elif loop == "mixed_add":
+        if first:
+            parts.append(Part("zero", 0, acc))
+        parts.append(Part("add", param + acc, acc))
+    else:
+        if not same_dtype:
+            parts.append(Part("cast", param, acc))
+        if loop == "by_hand" and not scale_is_one:
+            parts.append(Part("scale", acc, acc))
+        if not first:
+            parts.append(Part("add", acc + acc, acc))
+    return tuple(parts)
+
+
+def bytes_per_window(
+    param_dtype: torch.dtype,
+    grad_dtype: torch.dtype,
+    accumulate_dtype: torch.dtype,
+    steps: int,
+    *,
+    loop: str = "fusedacc",
+    scale_is_one: bool = False,
+) -> tuple[Part, ...]:
+    """`bytes_per_micro_batch` averaged over a window of `steps` micro-batches, the first touch included.
+
+    Parts of the same name are merged. Raises ValueError if `steps` is below 1 or `loop` is unknown.
+    """
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1; got {steps}")
+    merged: dict[str, Part] = {}
+    for first, times in ((True, 1), (False, steps - 1)):
+        parts = bytes_per_micro_batch(
+            param_dtype, grad_dtype, accumulate_dtype, loop=loop, scale_is_one=scale_is_one, first=first
+        )
+        for part in parts:
+            share, old = times / steps, merged.get(part.name, Part(part.name, 0, 0))
+            merged[part.name] = replace(
+                old, read=old.read + share * part.read, write=old.write + share * part.write
+            )
+    return tuple(part for part in merged.values() if part.bytes)
