@@ -25,7 +25,7 @@ LOOPS = {
 
 @dataclass(frozen=True)
 class Part:
-    """One pass over the parameter: bytes read and written per element (a window's average may be a fraction)."""
+    """One pass over the parameter: bytes read and written per element (fractions in a window's average)."""
 
     name: str
     read: float

@@ -1,0 +1,67 @@
+# `make help` lists the targets. SYSTEM_PYTHON=1 uses the current interpreter: no virtual environment, no network.
+.DEFAULT_GOAL := help
+.PHONY: help build demo test test-full lint format bench clean
+
+SOURCES := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
+
+ifdef SYSTEM_PYTHON
+PYTHON ?= python3
+DEPENDENCIES :=
+BUILT := build/system.stamp
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+else
+BASE_PYTHON ?= python3
+override PYTHON := .venv/bin/python
+DEPENDENCIES := .venv/dependencies.stamp
+BUILT := .venv/built.stamp
+# nvcc, ninja and clang-format are looked up on PATH by the build and the linters.
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+endif
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1|/' | awk -F"|" '{printf "  %-10s %s\n", $$1, $$2}'
+
+build: $(BUILT)  ## virtual environment, pinned dependencies, the extension; does nothing when up to date
+
+# torch goes first and alone, so that no later requirement can pull another release.
+.venv/dependencies.stamp: requirements.txt constraints.txt
+	test -x .venv/bin/python || $(BASE_PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet -c constraints.txt torch
+	.venv/bin/python -m pip install --quiet -c constraints.txt -r requirements.txt
+	touch $@
+
+.venv/built.stamp: $(DEPENDENCIES) $(SOURCES)
+	.venv/bin/python -m pip install --quiet --no-build-isolation --no-deps --editable .
+	touch $@
+
+build/system.stamp: $(SOURCES)
+	$(PYTHON) setup.py --quiet build_ext --inplace
+	mkdir -p build && touch $@
+
+demo: $(BUILT)  ## train a small byte-level transformer by the stock loop and wrapped: table and plot in build/demo
+	$(PYTHON) examples/byte_transformer.py $(DEMO)
+
+test: $(BUILT)  ## the test suite with a fixed few hundred random cases (TEST=... passes options to pytest)
+	$(PYTHON) -m pytest -q $(TEST)
+
+test-full: $(BUILT)  ## the same with thousands of random cases
+	FUSEDACC_FULL_TESTS=1 $(PYTHON) -m pytest -q $(TEST)
+
+lint: $(BUILT)  ## ruff, clang-format, mypy
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	clang-format --dry-run -Werror $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+	$(PYTHON) -m mypy fusedacc
+
+format: $(BUILT)  ## rewrite the sources as `make lint` wants them
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+	clang-format -i $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+
+bench: $(BUILT)  ## the CPU figures; one line per row is appended to benchmarks/results/*.csv
+	$(PYTHON) benchmarks/run_all.py $(BENCH)
+
+clean:  ## remove everything the other targets made
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -f fusedacc/*.so
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
