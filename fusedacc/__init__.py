@@ -1,0 +1,7 @@
+"""Gradient scaling and accumulation for PyTorch in one fused pass."""
+
+from __future__ import annotations
+
+from . import functional
+
+__all__ = ["functional"]

@@ -1,0 +1,151 @@
+"""Which backend runs what: selection is a value, decided once per (device, dtypes) and kept.
+
+An explicit choice is honoured or refused with the reason; `auto` takes the first backend in the device's order that
+can run there. `FUSEDACC_BACKEND` overrides `auto`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+#: The backends, the preferred first.
+NAMES = ("cuda", "triton", "cpu", "eager")
+#: The environment variable that replaces `backend="auto"`.
+VARIABLE = "FUSEDACC_BACKEND"
+#: The backends whose operators check every tensor themselves, before anything is modified.
+SELF_CHECKING = frozenset({"cuda", "cpu"})
+
+Run = Callable[[Sequence[Tensor], "float | Tensor", "bool | Sequence[bool]"], None]
+
+
+class Backend(Protocol):
+    """Who runs an accumulation pass. Methods that answer "why not" return None where nothing stands in the way."""
+
+    @property
+    def name(self) -> str: ...
+
+    def unavailable(self) -> str | None:
+        """Why it cannot run on this machine at all."""
+
+    def unsupported(
+        self, device: torch.device, accumulator_dtype: torch.dtype, gradient_dtype: torch.dtype
+    ) -> str | None:
+        """Why it cannot take such a pair of tensors."""
+
+    def accumulate_(
+        self,
+        accumulators: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        scale: float | Tensor,
+        overwrite: bool | Sequence[bool],
+    ) -> None:
+        """One pass over tensors of one device and any mix of dtype pairs; does not bump autograd's versions."""
+
+    def prepare(self, accumulators: Sequence[Tensor]) -> Run:
+        """The same with the accumulators' part done in advance."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A backend, and in words why it was chosen: what stood before it in the order, and why that cannot run."""
+
+    backend: Backend
+    reason: str
+
+
+@functools.cache
+def get(name: str) -> Backend:
+    """The backend of that name; its module is imported on the first call."""
+    if name in SELF_CHECKING:
+        return getattr(importlib.import_module("fusedacc.backends.native"), name)
+    return importlib.import_module(f"fusedacc.backends.{name}").backend
+
+
+def order(device: torch.device) -> tuple[str, ...]:
+    """What `auto` tries on a device: Triton's interpreter would run on a CPU too, but only on request."""
+    return tuple(name for name in NAMES if name != "triton" or device.type != "cpu")
+
+
+def obstacle(
+    name: str, device: torch.device, accumulator_dtype: torch.dtype, gradient_dtype: torch.dtype
+) -> str | None:
+    """Why the backend cannot run such a pair of tensors on this machine; None if it can."""
+    try:
+        chosen = get(name)
+    except ModuleNotFoundError as error:
+        return str(error)
+    return chosen.unavailable() or chosen.unsupported(device, accumulator_dtype, gradient_dtype)
+
+
+@functools.cache
+def _explicit(
+    name: str, source: str, device: torch.device, accumulator: torch.dtype, gradient: torch.dtype
+) -> Selection:
+    problem = obstacle(name, device, accumulator, gradient)
+    if problem is not None:
+        can = [n for n in NAMES if obstacle(n, device, accumulator, gradient) is None]
+        pair = f"{str(gradient)[6:]} into {str(accumulator)[6:]} on {device}"
+        raise RuntimeError(
+            f"{source} cannot run {pair}: {problem}. Allowed here: {', '.join(repr(n) for n in ('auto', *can))}"
+        )
+    return Selection(get(name), f"chosen by {source}")
+
+
+@functools.cache
+def _automatic(device: torch.device, accumulator: torch.dtype, gradient: torch.dtype) -> Selection:
+    passed = []
+    for name in order(device):
+        problem = obstacle(name, device, accumulator, gradient)
+        if problem is None:
+            reason = "; ".join([f"first of {', '.join(order(device))} that can run here", *passed])
+            return Selection(get(name), reason)
+        passed.append(f"not {name}: {problem}")
+    raise RuntimeError(f"no backend can run on {device}: {'; '.join(passed)}")
+
+
+def requested(backend: str) -> tuple[str, str]:
+    """The name asked for, by argument or, under "auto", by the environment, and which of the two asked.
+
+    Raises:
+        ValueError: the name, or the value of `FUSEDACC_BACKEND`, is neither "auto" nor one of `NAMES`.
+    """
+    source = "backend"
+    if backend == "auto":
+        backend = os.environ.get(VARIABLE) or "auto"
+        source = VARIABLE
+    if backend not in ("auto", *NAMES):
+        allowed = ", ".join(repr(name) for name in ("auto", *NAMES))
+        raise ValueError(f"{source}={backend!r} is no backend; allowed: {allowed}")
+    return backend, source
+
+
+def select(
+    device: torch.device,
+    accumulator_dtype: torch.dtype,
+    gradient_dtype: torch.dtype,
+    backend: str = "auto",
+) -> Selection:
+    """The backend for one dtype pair on one device, and why.
+
+    Args:
+        device: where the tensors are.
+        accumulator_dtype: a supported pair with `gradient_dtype` (see `checks.PAIRS`).
+        gradient_dtype: dtype of the gradients.
+        backend: "auto" or one of `NAMES`. "auto" gives way to the environment variable `FUSEDACC_BACKEND`.
+
+    Raises:
+        ValueError: the name, or the value of `FUSEDACC_BACKEND`, is none of those.
+        RuntimeError: the backend that was asked for cannot run there.
+    """
+    name, source = requested(backend)
+    if name == "auto":
+        return _automatic(device, accumulator_dtype, gradient_dtype)
+    return _explicit(name, f"{source}={name!r}", device, accumulator_dtype, gradient_dtype)

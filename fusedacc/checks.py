@@ -1,0 +1,251 @@
+"""What a call may be given, and the errors that say which tensor is wrong and why.
+
+The compiled operators make the same checks for memory safety on every call; this module runs when one of them has
+refused, to name the reason in the words of the public API, and ahead of the backends that check nothing themselves.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+_SAME = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+#: The (gradient dtype, accumulator dtype) pairs that every backend supports.
+PAIRS: frozenset[tuple[torch.dtype, torch.dtype]] = frozenset(
+    [(dtype, dtype) for dtype in _SAME]
+    + [(torch.bfloat16, torch.float32), (torch.float16, torch.float32)]
+    + [(torch.float32, torch.bfloat16), (torch.float32, torch.float16)]
+)
+
+
+def allowed_pairs() -> str:
+    """The supported dtype pairs in one line, for error messages."""
+    names = sorted((str(acc)[6:], str(grad)[6:]) for grad, acc in PAIRS)
+    return ", ".join(f"{grad} into {acc}" for acc, grad in names)
+
+
+def computation_dtype(accumulator_dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a sum is computed: float64 for float64 accumulators, else float32."""
+    return torch.float64 if accumulator_dtype == torch.float64 else torch.float32
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether `tensor` is an ordinary dense tensor with memory of its own (no wrapper subclass, no meta tensor)."""
+    kind = type(tensor)
+    ordinary = kind is Tensor or kind is torch.nn.Parameter or kind is torch.nn.Buffer
+    return ordinary and tensor.layout == torch.strided and tensor.device.type != "meta"
+
+
+def memory_range(tensor: Tensor) -> tuple[int, int]:
+    """First byte and one past the last byte that `tensor` can touch; an empty range for an empty tensor."""
+    start = tensor.data_ptr()
+    if tensor.numel() == 0:
+        return start, start
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (reach + 1) * tensor.element_size()
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether two indices of `tensor` can name one element.
+
+    Decided by the sufficient rule that each stride, taken from the smallest, must step over everything that the
+    smaller ones reach. It accepts every view that slicing, transposing and permuting can make; some hand-made
+    `as_strided` layouts that interleave without meeting are refused too.
+    """
+    if tensor.is_contiguous():
+        return False
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 0:
+            return False
+        if size == 1:
+            continue
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
+def same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether both tensors are one: same first byte, dtype, sizes and strides."""
+    return (
+        a.data_ptr() == b.data_ptr()
+        and a.dtype == b.dtype
+        and a.shape == b.shape
+        and a.stride() == b.stride()
+    )
+
+
+class MemoryMap:
+    """The byte ranges of a list of accumulators, in order, to find what overlaps them."""
+
+    def __init__(self, accumulators: Sequence[Tensor]) -> None:
+        spans = []
+        for index, tensor in enumerate(accumulators):
+            if is_plain(tensor) and tensor.numel() > 0:
+                start, end = memory_range(tensor)
+                spans.append((str(tensor.device), start, end, index))
+        spans.sort()
+        for (device, _, end, first), (next_device, start, _, second) in zip(spans, spans[1:], strict=False):
+            if device == next_device and start < end:
+                low, high = sorted((first, second))
+                raise ValueError(
+                    f"accumulators[{low}] and accumulators[{high}] share memory; accumulators must not overlap"
+                )
+        self._spans = spans
+        self._keys = [(device, start) for device, start, _, _ in spans]
+
+    def overlapping(self, tensor: Tensor) -> list[int]:
+        """The accumulators whose byte range meets that of `tensor`."""
+        start, end = memory_range(tensor)
+        device = str(tensor.device)
+        found = []
+        position = bisect_left(self._keys, (device, end)) - 1
+        while start < end and position >= 0:
+            owner, _, last, index = self._spans[position]
+            if owner != device or last <= start:
+                break
+            found.append(index)
+            position -= 1
+        return found
+
+
+def is_scale_tensor(scale: Any) -> TypeGuard[Tensor]:
+    return isinstance(scale, Tensor)
+
+
+def check_scale(scale: Any, accumulators: Sequence[Tensor]) -> None:
+    """Raise unless `scale` is a real number or a 0-dim floating tensor on the accumulators' device.
+
+    Raises:
+        TypeError: `scale` is neither a real number nor a floating tensor.
+        ValueError: a tensor scale has dimensions or is on another device.
+    """
+    if not is_scale_tensor(scale):
+        try:
+            float(scale)
+        except (TypeError, ValueError):
+            kind = type(scale).__name__
+            raise TypeError(f"scale is {scale!r} ({kind}); allowed: a float or a 0-dim tensor") from None
+        if isinstance(scale, str):
+            raise TypeError(f"scale is the string {scale!r}; allowed: a float or a 0-dim tensor")
+        return
+    if scale.dim() != 0:
+        raise ValueError(f"scale has shape {tuple(scale.shape)}; a tensor scale must be 0-dim")
+    if not scale.is_floating_point():
+        raise TypeError(f"scale has dtype {scale.dtype}; a tensor scale must be floating-point")
+    for index, tensor in enumerate(accumulators):
+        if tensor.device != scale.device:
+            raise ValueError(
+                f"scale is on {scale.device}, but accumulators[{index}] is on {tensor.device}; "
+                "a tensor scale must be on the accumulators' device (a float goes with any)"
+            )
+
+
+def check_overwrite(overwrite: Any, count: int) -> None:
+    """Raise unless `overwrite` is a bool or a sequence of `count` bools.
+
+    Raises:
+        TypeError: `overwrite`, or one of its entries, is no bool.
+        ValueError: its length is not the number of tensors.
+    """
+    if isinstance(overwrite, bool):
+        return
+    if not isinstance(overwrite, (list, tuple)):
+        raise TypeError(f"overwrite is {overwrite!r}; allowed: a bool, or a list of one bool per tensor")
+    if len(overwrite) != count:
+        raise ValueError(f"overwrite has {len(overwrite)} entries for {count} tensors")
+    for index, value in enumerate(overwrite):
+        if not isinstance(value, bool):
+            raise TypeError(f"overwrite[{index}] is {value!r}; allowed: True or False")
+
+
+def overwrite_flags(overwrite: bool | Sequence[bool], count: int) -> Sequence[bool]:
+    """`overwrite` as one flag per tensor."""
+    return [overwrite] * count if isinstance(overwrite, bool) else overwrite
+
+
+def _check_list(name: str, tensors: Any) -> None:
+    if not isinstance(tensors, (list, tuple)):
+        raise TypeError(f"{name} is {type(tensors).__name__}; allowed: a list or tuple of tensors")
+    for index, tensor in enumerate(tensors):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}[{index}] is {type(tensor).__name__}, not a tensor")
+        if tensor.layout != torch.strided:
+            layout = str(tensor.layout)[6:]
+            raise TypeError(f"{name}[{index}] is sparse ({layout}); only dense tensors can be accumulated")
+        if not tensor.is_floating_point():
+            kind = "complex" if tensor.is_complex() else "not floating-point"
+            raise TypeError(f"{name}[{index}] is {kind} ({tensor.dtype}); allowed: {allowed_pairs()}")
+
+
+def check_accumulators(accumulators: Any) -> MemoryMap:
+    """Raise unless `accumulators` is a list of dense floating tensors that overlap neither themselves nor each other.
+
+    Returns:
+        Where they lie, for `check_gradients`.
+
+    Raises:
+        TypeError: not a list of tensors; a sparse, complex or integer tensor; an unsupported dtype.
+        ValueError: memory that overlaps.
+    """
+    _check_list("accumulators", accumulators)
+    for index, tensor in enumerate(accumulators):
+        if tensor.dtype not in _SAME:
+            raise TypeError(f"accumulators[{index}] is {tensor.dtype}; allowed: {allowed_pairs()}")
+        if overlaps_itself(tensor):
+            raise ValueError(
+                f"accumulators[{index}] overlaps itself: shape {tuple(tensor.shape)}, "
+                f"strides {tuple(tensor.stride())}; every element must have a place of its own"
+            )
+    return MemoryMap(accumulators)
+
+
+def check_gradients(
+    accumulators: Sequence[Tensor], gradients: Any, scale: Any, overwrite: Any, memory: MemoryMap
+) -> None:
+    """Raise unless `gradients`, `scale` and `overwrite` fit accumulators that `check_accumulators` has passed.
+
+    Raises:
+        TypeError: not a list of dense tensors; a dtype pair outside `PAIRS`; a wrong kind of scale or overwrite.
+        ValueError: a wrong number of tensors, shape or device; a gradient that partly overlaps an accumulator.
+    """
+    _check_list("gradients", gradients)
+    if len(gradients) != len(accumulators):
+        raise ValueError(f"{len(accumulators)} accumulators, but {len(gradients)} gradients")
+    check_overwrite(overwrite, len(accumulators))
+    for index, (accumulator, gradient) in enumerate(zip(accumulators, gradients, strict=True)):
+        if (gradient.dtype, accumulator.dtype) not in PAIRS:
+            raise TypeError(
+                f"gradients[{index}] is {gradient.dtype} and accumulators[{index}] is {accumulator.dtype}; "
+                f"allowed: {allowed_pairs()}"
+            )
+        if gradient.shape != accumulator.shape:
+            raise ValueError(
+                f"gradients[{index}] has shape {tuple(gradient.shape)}, "
+                f"but accumulators[{index}] has {tuple(accumulator.shape)}"
+            )
+        if gradient.device != accumulator.device:
+            raise ValueError(
+                f"gradients[{index}] is on {gradient.device}, "
+                f"but accumulators[{index}] is on {accumulator.device}"
+            )
+        if not is_plain(gradient):
+            continue
+        for owner in memory.overlapping(gradient):
+            if owner != index or not same_memory(gradient, accumulator):
+                raise ValueError(
+                    f"gradients[{index}] shares memory with accumulators[{owner}]; "
+                    "a gradient may be its own accumulator, and nothing else may overlap"
+                )
+    check_scale(scale, accumulators)
+
+
+def check_lists(accumulators: Any, gradients: Any, scale: Any, overwrite: Any) -> None:
+    """Raise what `check_accumulators` and `check_gradients` raise; reads no element and modifies nothing."""
+    check_gradients(accumulators, gradients, scale, overwrite, check_accumulators(accumulators))

@@ -1,0 +1,130 @@
+"""The list-level API: one fused pass over lists of tensors, for people with a loop of their own.
+
+The calls stay thin on purpose. A check per tensor written in Python costs more than the whole pass over small tensors,
+so the compiled operators check, and only what they refuse is looked at again here to say in full what was wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import backends, checks, reference
+from .plan import Plan, bump_versions, split
+
+__all__ = ["prepare", "scale_accumulate_"]
+
+
+def scale_accumulate_(
+    accumulators: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    scale: float | Tensor = 1.0,
+    *,
+    overwrite: bool | Sequence[bool] = False,
+    backend: str = "auto",
+) -> None:
+    """accumulator <- beta * accumulator + scale * gradient for each pair, in one pass per device.
+
+    beta is 1, or 0 where `overwrite` is true. Computed in float32 (float64 for float64 accumulators) by one fused
+    multiply-add, then rounded to nearest even to the accumulator's dtype. Not recorded by autograd; the
+    accumulators' versions are bumped.
+
+    Args:
+        accumulators: floating tensors, modified in place. Any strides that give each element its own place; no
+            memory shared between two of them.
+        gradients: one per accumulator, of the same shape and device and any strides; dtype pairs as in
+            `checks.PAIRS`, which may be mixed in one call, as may devices. A gradient may be its accumulator
+            (in-place scaling) and share memory with no other.
+        scale: a float, or a 0-dim floating tensor on the accumulators' device, read there without a
+            synchronisation. Rounded to the computation's dtype.
+        overwrite: whether accumulators are written without being read: a bool, or one per tensor.
+        backend: "auto", "cuda", "triton", "cpu" or "eager". "auto" takes the first that can run, or what the
+            environment variable FUSEDACC_BACKEND names.
+
+    Raises:
+        TypeError: something is no dense floating tensor, a dtype pair is not supported, or scale or overwrite is of
+            the wrong kind. The message names the argument and the index.
+        ValueError: counts, shapes or devices do not match, memory overlaps, or there is no such backend.
+        RuntimeError: the backend that was asked for cannot run here.
+        Nothing is modified when one of these is raised.
+    """
+    if torch.compiler.is_compiling():
+        _traced(accumulators, gradients, scale, overwrite, backend)
+        return
+    refused, chosen = None, None
+    try:
+        first = accumulators[0]
+        chosen = backends.select(first.device, first.dtype, gradients[0].dtype, backend).backend
+        direct = chosen.name in backends.SELF_CHECKING
+        if direct:
+            chosen.accumulate_(accumulators, gradients, scale, overwrite)
+    except Exception as error:
+        refused = error
+    else:
+        if direct:
+            bump_versions(accumulators)
+            return
+    checks.check_lists(accumulators, gradients, scale, overwrite)
+    parts = split(accumulators, gradients, backend)
+    if refused is not None and [part.backend for part in parts] == [chosen]:
+        # Not for anything the checks know, and perhaps not before the first write: never tried twice.
+        raise refused
+    for part in parts:
+        part.backend.accumulate_(part.of(accumulators), part.of(gradients), scale, part.flags(overwrite))
+    bump_versions(accumulators)
+
+
+@torch.compiler.assume_constant_result
+def _traced_backend(
+    device: torch.device, accumulator_dtype: torch.dtype, gradient_dtype: torch.dtype, backend: str
+) -> str:
+    name = backends.select(device, accumulator_dtype, gradient_dtype, backend).backend.name
+    if name == "triton" and backend == "triton":
+        raise RuntimeError(
+            "backend='triton' cannot be traced by torch.compile; allowed: 'auto', 'cuda', 'cpu', 'eager'"
+        )
+    return name
+
+
+def _traced(
+    accumulators: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    scale: float | Tensor,
+    overwrite: bool | Sequence[bool],
+    backend: str,
+) -> None:
+    """The graph under `torch.compile`: one operator per device, or plain torch for the compiler to fuse.
+
+    Tracing reads no data and no addresses, so overlap is found only when the compiled operator runs.
+    """
+    flags = checks.overwrite_flags(overwrite, len(accumulators))
+    for device in dict.fromkeys(tensor.device for tensor in accumulators):
+        chosen = [index for index, tensor in enumerate(accumulators) if tensor.device == device]
+        sums = [accumulators[index] for index in chosen]
+        fresh = [gradients[index] for index in chosen]
+        written = [flags[index] for index in chosen]
+        name = _traced_backend(device, sums[0].dtype, fresh[0].dtype, backend)
+        if name in ("cuda", "cpu"):
+            tensor_scale = scale if checks.is_scale_tensor(scale) else None
+            number = 1.0 if checks.is_scale_tensor(scale) else float(scale)
+            torch.ops.fusedacc.scale_accumulate_(sums, fresh, tensor_scale, number, written)
+        else:
+            reference.scale_accumulate_(sums, fresh, scale, written)
+
+
+def prepare(accumulators: Sequence[Tensor], *, backend: str = "auto") -> Plan:
+    """Bind accumulators that stay to their backends: `plan(gradients, scale=1.0, *, overwrite=False)`.
+
+    The plan does what `scale_accumulate_` does, with the accumulators' checks, pointers and groups cached.
+
+    Args:
+        accumulators: as for `scale_accumulate_`. Their memory is kept alive, and written to, until the plan goes;
+            after a swap of storage (`.data = ...`, `resize_`) prepare again.
+        backend: as for `scale_accumulate_`, decided now.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `scale_accumulate_`.
+    """
+    return Plan(accumulators, backend)

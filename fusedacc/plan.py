@@ -1,0 +1,107 @@
+"""Who accumulates which tensors: lists split by device and backend, frozen once for accumulators that stay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from . import backends, checks
+
+
+@dataclass(frozen=True)
+class Part:
+    """The tensors, by index in the caller's lists, that one backend takes on one device."""
+
+    backend: backends.Backend
+    indices: tuple[int, ...]
+
+    def of(self, values: Sequence) -> list:
+        return [values[index] for index in self.indices]
+
+    def flags(self, overwrite: bool | Sequence[bool]) -> bool | list[bool]:
+        return overwrite if isinstance(overwrite, bool) else self.of(overwrite)
+
+
+def split(accumulators: Sequence[Tensor], gradients: Sequence[Tensor], backend: str) -> list[Part]:
+    """Parts of lists that `checks.check_lists` has passed, each of one device and backend, in order of appearance.
+
+    Under "auto", tensors that are no ordinary tensors (wrapper subclasses, meta tensors) go to the eager backend,
+    whose operations they implement.
+
+    Raises:
+        ValueError, RuntimeError: as `backends.select`.
+    """
+    backends.requested(backend)
+    found: dict[tuple[torch.device, str], list[int]] = {}
+    for index, (accumulator, gradient) in enumerate(zip(accumulators, gradients, strict=True)):
+        plain = checks.is_plain(accumulator) and checks.is_plain(gradient)
+        name = backend if plain or backend != "auto" else "eager"
+        chosen = backends.select(accumulator.device, accumulator.dtype, gradient.dtype, name).backend
+        found.setdefault((accumulator.device, chosen.name), []).append(index)
+    return [Part(backends.get(name), tuple(indices)) for (_, name), indices in found.items()]
+
+
+def bump_versions(tensors: Sequence[Tensor]) -> None:
+    """Tell autograd that the tensors were written. Inference tensors keep no version and are passed over."""
+    try:
+        increment_version(tensors)
+    except RuntimeError:
+        increment_version([tensor for tensor in tensors if not tensor.is_inference()])
+
+
+def owners(accumulators: Sequence[Tensor]) -> list[Tensor]:
+    """One tensor for each version counter among `accumulators`: views of one base share the base's."""
+    bases = (tensor if tensor._base is None else tensor._base for tensor in accumulators)
+    return list({id(tensor): tensor for tensor in bases}.values())
+
+
+class Plan:
+    """An accumulation into accumulators that stay: checked, split and bound to their backends once.
+
+    Made by `functional.prepare`. A plan keeps the accumulators' memory alive and keeps writing to it: after an
+    accumulator's storage was swapped or resized (`.data = ...`, `resize_`), prepare again.
+    """
+
+    def __init__(self, accumulators: Sequence[Tensor], backend: str = "auto") -> None:
+        self._memory = checks.check_accumulators(accumulators)
+        # Detached, so that a later `.data = ...` cannot take the memory away that the backends' pointers name.
+        self._accumulators = [tensor.detach() for tensor in accumulators]
+        self._versions = owners(accumulators)
+        self._parts = split(self._accumulators, self._accumulators, backend)
+        self._runs = [part.backend.prepare(part.of(self._accumulators)) for part in self._parts]
+        self._direct = len(self._parts) == 1 and self._parts[0].backend.name in backends.SELF_CHECKING
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """The names of the backends that run, one per part."""
+        return tuple(part.backend.name for part in self._parts)
+
+    def check(
+        self, gradients: Sequence[Tensor], scale: float | Tensor, overwrite: bool | Sequence[bool]
+    ) -> None:
+        """Raise what a call with these arguments would (see `checks.check_gradients`)."""
+        checks.check_gradients(self._accumulators, gradients, scale, overwrite, self._memory)
+
+    def __call__(
+        self,
+        gradients: Sequence[Tensor],
+        scale: float | Tensor = 1.0,
+        *,
+        overwrite: bool | Sequence[bool] = False,
+    ) -> None:
+        """accumulator <- beta * accumulator + scale * gradient; arguments and errors as `scale_accumulate_`."""
+        if self._direct:
+            try:
+                self._runs[0](gradients, scale, overwrite)
+            except Exception:
+                self.check(gradients, scale, overwrite)
+                raise
+        else:
+            self.check(gradients, scale, overwrite)
+            for part, run in zip(self._parts, self._runs, strict=True):
+                run(part.of(gradients), scale, part.flags(overwrite))
+        bump_versions(self._versions)
