@@ -1,14 +1,16 @@
 """What a call may be given, and the errors that say which tensor is wrong and why.
 
-The compiled operators make the same checks for memory safety on every call; this module runs when one of them has
-refused, to name the reason in the words of the public API, and ahead of the backends that check nothing themselves.
+The compiled operators make the same checks for memory safety on every call; this module runs when one of them
+has refused, to name the reason in the words of the public API, and ahead of the backends that check nothing
+themselves.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Any, TypeGuard
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +37,7 @@ def computation_dtype(accumulator_dtype: torch.dtype) -> torch.dtype:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether `tensor` is an ordinary dense tensor with memory of its own (no wrapper subclass, no meta tensor)."""
+    """Whether `tensor` is dense, with memory of its own: no wrapper subclass, no meta tensor."""
     kind = type(tensor)
     ordinary = kind is Tensor or kind is torch.nn.Parameter or kind is torch.nn.Buffer
     return ordinary and tensor.layout == torch.strided and tensor.device.type != "meta"
@@ -53,9 +55,9 @@ def memory_range(tensor: Tensor) -> tuple[int, int]:
 def overlaps_itself(tensor: Tensor) -> bool:
     """Whether two indices of `tensor` can name one element.
 
-    Decided by the sufficient rule that each stride, taken from the smallest, must step over everything that the
-    smaller ones reach. It accepts every view that slicing, transposing and permuting can make; some hand-made
-    `as_strided` layouts that interleave without meeting are refused too.
+    Decided by the sufficient rule that each stride, taken from the smallest, must step over everything that
+    the smaller ones reach. It accepts every view that slicing, transposing and permuting can make; some
+    hand-made `as_strided` layouts that interleave without meeting are refused too.
     """
     if tensor.is_contiguous():
         return False
@@ -91,11 +93,11 @@ class MemoryMap:
                 start, end = memory_range(tensor)
                 spans.append((str(tensor.device), start, end, index))
         spans.sort()
-        for (device, _, end, first), (next_device, start, _, second) in zip(spans, spans[1:], strict=False):
+        for (device, _, end, first), (next_device, start, _, second) in pairwise(spans):
             if device == next_device and start < end:
                 low, high = sorted((first, second))
                 raise ValueError(
-                    f"accumulators[{low}] and accumulators[{high}] share memory; accumulators must not overlap"
+                    f"accumulators[{low}] and accumulators[{high}] share memory; they must not overlap"
                 )
         self._spans = spans
         self._keys = [(device, start) for device, start, _, _ in spans]
@@ -115,10 +117,6 @@ class MemoryMap:
         return found
 
 
-def is_scale_tensor(scale: Any) -> TypeGuard[Tensor]:
-    return isinstance(scale, Tensor)
-
-
 def check_scale(scale: Any, accumulators: Sequence[Tensor]) -> None:
     """Raise unless `scale` is a real number or a 0-dim floating tensor on the accumulators' device.
 
@@ -126,7 +124,7 @@ def check_scale(scale: Any, accumulators: Sequence[Tensor]) -> None:
         TypeError: `scale` is neither a real number nor a floating tensor.
         ValueError: a tensor scale has dimensions or is on another device.
     """
-    if not is_scale_tensor(scale):
+    if not isinstance(scale, Tensor):
         try:
             float(scale)
         except (TypeError, ValueError):
@@ -185,7 +183,7 @@ def _check_list(name: str, tensors: Any) -> None:
 
 
 def check_accumulators(accumulators: Any) -> MemoryMap:
-    """Raise unless `accumulators` is a list of dense floating tensors that overlap neither themselves nor each other.
+    """Raise unless `accumulators` is a list of dense floating tensors without overlap.
 
     Returns:
         Where they lie, for `check_gradients`.
@@ -209,11 +207,13 @@ def check_accumulators(accumulators: Any) -> MemoryMap:
 def check_gradients(
     accumulators: Sequence[Tensor], gradients: Any, scale: Any, overwrite: Any, memory: MemoryMap
 ) -> None:
-    """Raise unless `gradients`, `scale` and `overwrite` fit accumulators that `check_accumulators` has passed.
+    """Raise unless gradients, scale and overwrite fit accumulators that `check_accumulators` passed.
 
     Raises:
-        TypeError: not a list of dense tensors; a dtype pair outside `PAIRS`; a wrong kind of scale or overwrite.
-        ValueError: a wrong number of tensors, shape or device; a gradient that partly overlaps an accumulator.
+        TypeError: not a list of dense tensors; a dtype pair outside `PAIRS`; a wrong kind of scale or
+            overwrite.
+        ValueError: a wrong number of tensors, shape or device; a gradient that partly overlaps an
+            accumulator.
     """
     _check_list("gradients", gradients)
     if len(gradients) != len(accumulators):

@@ -1,7 +1,8 @@
 """The list-level API: one fused pass over lists of tensors, for people with a loop of their own.
 
-The calls stay thin on purpose. A check per tensor written in Python costs more than the whole pass over small tensors,
-so the compiled operators check, and only what they refuse is looked at again here to say in full what was wrong.
+The calls stay thin on purpose. A check per tensor written in Python costs more than the whole pass over small
+tensors, so the compiled operators check, and only what they refuse is looked at again here to say in full
+what was wrong.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ def scale_accumulate_(
 ) -> None:
     """accumulator <- beta * accumulator + scale * gradient for each pair, in one pass per device.
 
-    beta is 1, or 0 where `overwrite` is true. Computed in float32 (float64 for float64 accumulators) by one fused
-    multiply-add, then rounded to nearest even to the accumulator's dtype. Not recorded by autograd; the
+    beta is 1, or 0 where `overwrite` is true. Computed in float32 (float64 for float64 accumulators) by one
+    fused multiply-add, then rounded to nearest even to the accumulator's dtype. Not recorded by autograd; the
     accumulators' versions are bumped.
 
     Args:
-        accumulators: floating tensors, modified in place. Any strides that give each element its own place; no
-            memory shared between two of them.
+        accumulators: floating tensors, modified in place. Any strides that give each element its own place;
+            no memory shared between two of them.
         gradients: one per accumulator, of the same shape and device and any strides; dtype pairs as in
             `checks.PAIRS`, which may be mixed in one call, as may devices. A gradient may be its accumulator
             (in-place scaling) and share memory with no other.
@@ -44,8 +45,8 @@ def scale_accumulate_(
             environment variable FUSEDACC_BACKEND names.
 
     Raises:
-        TypeError: something is no dense floating tensor, a dtype pair is not supported, or scale or overwrite is of
-            the wrong kind. The message names the argument and the index.
+        TypeError: something is no dense floating tensor, a dtype pair is not supported, or scale or overwrite
+            is of the wrong kind. The message names the argument and the index.
         ValueError: counts, shapes or devices do not match, memory overlaps, or there is no such backend.
         RuntimeError: the backend that was asked for cannot run here.
         Nothing is modified when one of these is raised.
@@ -107,8 +108,8 @@ def _traced(
         written = [flags[index] for index in chosen]
         name = _traced_backend(device, sums[0].dtype, fresh[0].dtype, backend)
         if name in ("cuda", "cpu"):
-            tensor_scale = scale if checks.is_scale_tensor(scale) else None
-            number = 1.0 if checks.is_scale_tensor(scale) else float(scale)
+            tensor_scale = scale if isinstance(scale, Tensor) else None
+            number = 1.0 if isinstance(scale, Tensor) else float(scale)
             torch.ops.fusedacc.scale_accumulate_(sums, fresh, tensor_scale, number, written)
         else:
             reference.scale_accumulate_(sums, fresh, scale, written)
@@ -120,8 +121,8 @@ def prepare(accumulators: Sequence[Tensor], *, backend: str = "auto") -> Plan:
     The plan does what `scale_accumulate_` does, with the accumulators' checks, pointers and groups cached.
 
     Args:
-        accumulators: as for `scale_accumulate_`. Their memory is kept alive, and written to, until the plan goes;
-            after a swap of storage (`.data = ...`, `resize_`) prepare again.
+        accumulators: as for `scale_accumulate_`. Their memory is kept alive, and written to, until the plan
+            goes; after a swap of storage (`.data = ...`, `resize_`) prepare again.
         backend: as for `scale_accumulate_`, decided now.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Who accumulates which tensors: lists split by device and backend, frozen once for accumulators that stay."""
+"""Who accumulates which tensors: lists split by device and backend, once for accumulators that stay."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Part:
 
 
 def split(accumulators: Sequence[Tensor], gradients: Sequence[Tensor], backend: str) -> list[Part]:
-    """Parts of lists that `checks.check_lists` has passed, each of one device and backend, in order of appearance.
+    """Parts of lists that `checks.check_lists` has passed, each of one device and backend.
 
-    Under "auto", tensors that are no ordinary tensors (wrapper subclasses, meta tensors) go to the eager backend,
-    whose operations they implement.
+    Under "auto", tensors that are no ordinary tensors (wrapper subclasses, meta tensors) go to the eager
+    backend, whose operations they implement.
 
     Raises:
         ValueError, RuntimeError: as `backends.select`.
@@ -62,13 +62,13 @@ def owners(accumulators: Sequence[Tensor]) -> list[Tensor]:
 class Plan:
     """An accumulation into accumulators that stay: checked, split and bound to their backends once.
 
-    Made by `functional.prepare`. A plan keeps the accumulators' memory alive and keeps writing to it: after an
-    accumulator's storage was swapped or resized (`.data = ...`, `resize_`), prepare again.
+    Made by `functional.prepare`. A plan keeps the accumulators' memory alive and keeps writing to it: after
+    an accumulator's storage was swapped or resized (`.data = ...`, `resize_`), prepare again.
     """
 
     def __init__(self, accumulators: Sequence[Tensor], backend: str = "auto") -> None:
         self._memory = checks.check_accumulators(accumulators)
-        # Detached, so that a later `.data = ...` cannot take the memory away that the backends' pointers name.
+        # Detached, so that a later `.data = ...` cannot free the memory that the backends' pointers name.
         self._accumulators = [tensor.detach() for tensor in accumulators]
         self._versions = owners(accumulators)
         self._parts = split(self._accumulators, self._accumulators, backend)
@@ -93,13 +93,16 @@ class Plan:
         *,
         overwrite: bool | Sequence[bool] = False,
     ) -> None:
-        """accumulator <- beta * accumulator + scale * gradient; arguments and errors as `scale_accumulate_`."""
+        """Accumulate once; arguments and errors as `functional.scale_accumulate_`."""
         if self._direct:
+            refused = None
             try:
                 self._runs[0](gradients, scale, overwrite)
-            except Exception:
+            except Exception as error:
+                refused = error
+            if refused is not None:
                 self.check(gradients, scale, overwrite)
-                raise
+                raise refused
         else:
             self.check(gradients, scale, overwrite)
             for part, run in zip(self._parts, self._runs, strict=True):

@@ -1,13 +1,14 @@
-"""The semantics of an accumulation pass in plain torch: what the other backends are held to, and the eager backend.
+"""The semantics of an accumulation pass in plain torch: the oracle, and the eager backend's arithmetic.
 
-Rounding. float32 and float64 sums are one fused multiply-add: torch's own `add_(alpha=)` and `addcmul_` contract to
-one on every device with the instruction (all CUDA devices, CPUs with AVX2). 16-bit sums are computed in float32 and
-rounded once to the accumulator. On a CPU without fused multiply-add, the product is rounded before it is added: one
-more rounding, and the only place where this path differs from the compiled backends by more than nothing.
+Rounding. float32 and float64 sums are one fused multiply-add: torch's own `add_(alpha=)` and `addcmul_`
+contract to one on every device with the instruction (all CUDA devices, CPUs with AVX2). 16-bit sums are
+computed in float32 and rounded once to the accumulator. On a CPU without fused multiply-add, the product is
+rounded before it is added: one more rounding, and the only place where this path differs from the compiled
+backends by more than nothing.
 
-Memory. Nothing is allocated for float32 and float64 accumulators beyond the cast copy that torch makes on a CPU of a
-16-bit gradient (one tensor at a time); a 16-bit accumulator with a scale other than 1 takes a float32 temporary of its
-size, since torch would round the scale and the product to 16 bits.
+Memory. Nothing is allocated for float32 and float64 accumulators beyond the cast copy that torch makes on a
+CPU of a 16-bit gradient (one tensor at a time); a 16-bit accumulator with a scale other than 1 takes a
+float32 temporary of its size, since torch would round the scale and the product to 16 bits.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .checks import computation_dtype, is_scale_tensor, overwrite_flags
+from .checks import computation_dtype, overwrite_flags
 
 
 def _overwrite(accumulator: Tensor, gradient: Tensor, scale: float | Tensor) -> None:
     wide = computation_dtype(accumulator.dtype)
-    if not is_scale_tensor(scale) and scale == 1.0:
+    if not isinstance(scale, Tensor) and scale == 1.0:
         accumulator.copy_(gradient)
     elif accumulator.dtype == wide:
         accumulator.copy_(gradient)
@@ -32,12 +33,12 @@ def _overwrite(accumulator: Tensor, gradient: Tensor, scale: float | Tensor) -> 
 
 
 def _add(accumulator: Tensor, gradient: Tensor, scale: float | Tensor) -> None:
-    wide = computation_dtype(accumulator.dtype)
-    if not is_scale_tensor(scale) and scale == 1.0:
+    if not isinstance(scale, Tensor) and scale == 1.0:
         accumulator.add_(gradient)
         return
-    total = accumulator.to(wide)  # the accumulator itself where it is wide already
-    if is_scale_tensor(scale):
+    # The accumulator itself where it is wide already.
+    total = accumulator.to(computation_dtype(accumulator.dtype))
+    if isinstance(scale, Tensor):
         total.addcmul_(gradient, scale)
     else:
         total.add_(gradient, alpha=scale)
@@ -51,12 +52,13 @@ def scale_accumulate_(
     scale: float | Tensor,
     overwrite: bool | Sequence[bool],
 ) -> None:
-    """accumulator <- beta * accumulator + scale * gradient for each pair, with beta = 0 where `overwrite` is true.
+    """accumulator <- beta * accumulator + scale * gradient for each pair; beta = 0 where overwritten, else 1.
 
     Args:
         accumulators: tensors that do not overlap, of any strides; float64, float32, bfloat16 or float16.
         gradients: one of the same shape and device for each, in a dtype that `checks.PAIRS` pairs with it.
-        scale: a float, or a 0-dim floating tensor on the tensors' device (read on the device: no synchronisation).
+        scale: a float, or a 0-dim floating tensor on the tensors' device (read on the device: no
+            synchronisation).
         overwrite: one flag for all or one per tensor; an overwritten accumulator is not read.
 
     No input is checked here: see `checks.check_lists`.
@@ -68,7 +70,7 @@ def scale_accumulate_(
         ):
             wide = computation_dtype(accumulator.dtype)
             if wide not in scales:
-                scales[wide] = scale.to(wide) if is_scale_tensor(scale) else float(scale)
+                scales[wide] = scale.to(wide) if isinstance(scale, Tensor) else float(scale)
             if flag:
                 _overwrite(accumulator, gradient, scales[wide])
             else:

@@ -1,7 +1,7 @@
 """Which backend runs what: selection is a value, decided once per (device, dtypes) and kept.
 
-An explicit choice is honoured or refused with the reason; `auto` takes the first backend in the device's order that
-can run there. `FUSEDACC_BACKEND` overrides `auto`.
+An explicit choice is honoured or refused with the reason; `auto` takes the first backend in the device's
+order that can run there. `FUSEDACC_BACKEND` overrides `auto`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Run = Callable[[Sequence[Tensor], "float | Tensor", "bool | Sequence[bool]"], No
 
 
 class Backend(Protocol):
-    """Who runs an accumulation pass. Methods that answer "why not" return None where nothing stands in the way."""
+    """Who runs an accumulation pass. Methods that answer "why not" return None where it can."""
 
     @property
     def name(self) -> str: ...
@@ -47,7 +47,7 @@ class Backend(Protocol):
         scale: float | Tensor,
         overwrite: bool | Sequence[bool],
     ) -> None:
-        """One pass over tensors of one device and any mix of dtype pairs; does not bump autograd's versions."""
+        """One pass over tensors of one device, dtype pairs mixed; bumps no version counters."""
 
     def prepare(self, accumulators: Sequence[Tensor]) -> Run:
         """The same with the accumulators' part done in advance."""
@@ -55,7 +55,7 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class Selection:
-    """A backend, and in words why it was chosen: what stood before it in the order, and why that cannot run."""
+    """A backend, and why it was chosen: what came before it in the order, and why that cannot run."""
 
     backend: Backend
     reason: str
@@ -91,17 +91,16 @@ def _explicit(
 ) -> Selection:
     problem = obstacle(name, device, accumulator, gradient)
     if problem is not None:
-        can = [n for n in NAMES if obstacle(n, device, accumulator, gradient) is None]
+        can = [other for other in NAMES if obstacle(other, device, accumulator, gradient) is None]
         pair = f"{str(gradient)[6:]} into {str(accumulator)[6:]} on {device}"
-        raise RuntimeError(
-            f"{source} cannot run {pair}: {problem}. Allowed here: {', '.join(repr(n) for n in ('auto', *can))}"
-        )
+        allowed = ", ".join(repr(name) for name in ("auto", *can))
+        raise RuntimeError(f"{source} cannot run {pair}: {problem}. Allowed here: {allowed}")
     return Selection(get(name), f"chosen by {source}")
 
 
 @functools.cache
 def _automatic(device: torch.device, accumulator: torch.dtype, gradient: torch.dtype) -> Selection:
-    passed = []
+    passed: list[str] = []
     for name in order(device):
         problem = obstacle(name, device, accumulator, gradient)
         if problem is None:

@@ -1,4 +1,4 @@
-"""The eager backend: plain torch, on any device that torch has. Oracle, fallback, and path for tensor subclasses."""
+"""The eager backend: plain torch on any device. Fallback, and path for tensor subclasses."""
 
 from __future__ import annotations
 
