@@ -1,0 +1,1 @@
+"""The parts of the byte-level transformer demo: model, loops, measurements, report."""
