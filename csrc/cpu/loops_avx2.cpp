@@ -1,0 +1,7 @@
+#include "loops_impl.h"
+
+namespace fusedacc::cpu {
+
+const Loops kAvx2Loops = loops_of_this_file("avx2");
+
+}  // namespace fusedacc::cpu

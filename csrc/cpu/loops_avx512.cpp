@@ -1,0 +1,7 @@
+#include "loops_impl.h"
+
+namespace fusedacc::cpu {
+
+const Loops kAvx512Loops = loops_of_this_file("avx512");
+
+}  // namespace fusedacc::cpu

@@ -1,0 +1,7 @@
+#include "loops_impl.h"
+
+namespace fusedacc::cpu {
+
+const Loops kBaselineLoops = loops_of_this_file("baseline");
+
+}  // namespace fusedacc::cpu

@@ -1,0 +1,13 @@
+// The operators as the dispatcher calls them: arguments and results are words on a stack, owned by the callee.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+
+namespace fusedacc {
+
+void scale_accumulate_(StableIValue* stack, uint64_t inputs, uint64_t outputs);
+void prepare(StableIValue* stack, uint64_t inputs, uint64_t outputs);
+void accumulate_prepared_(StableIValue* stack, uint64_t inputs, uint64_t outputs);
+void build_info(StableIValue* stack, uint64_t inputs, uint64_t outputs);
+
+}  // namespace fusedacc

@@ -1,0 +1,67 @@
+// The allowed (gradient, accumulator) dtypes, and the way from their run-time number to C++ types. Torch-free.
+#pragma once
+
+#include <cstdint>
+
+#include "functors.h"
+
+namespace fusedacc {
+
+enum class Dtype : int32_t { kFloat32, kBFloat16, kFloat16, kFloat64, kOther };
+
+constexpr int64_t element_size(Dtype dtype) {
+    return dtype == Dtype::kFloat64 ? 8 : dtype == Dtype::kFloat32 ? 4 : 2;
+}
+
+constexpr const char* dtype_name(Dtype dtype) {
+    constexpr const char* names[] = {"float32", "bfloat16", "float16", "float64", "another dtype"};
+    return names[static_cast<int32_t>(dtype)];
+}
+
+struct DtypePair {
+    Dtype gradient, accumulator;
+};
+
+constexpr DtypePair kPairs[] = {
+    {Dtype::kFloat32, Dtype::kFloat32},   {Dtype::kBFloat16, Dtype::kFloat32}, {Dtype::kFloat16, Dtype::kFloat32},
+    {Dtype::kFloat64, Dtype::kFloat64},   {Dtype::kBFloat16, Dtype::kBFloat16}, {Dtype::kFloat16, Dtype::kFloat16},
+    {Dtype::kFloat32, Dtype::kBFloat16}, {Dtype::kFloat32, Dtype::kFloat16},
+};
+constexpr int32_t kPairCount = sizeof(kPairs) / sizeof(kPairs[0]);
+constexpr const char* kAllowedPairs =
+    "float32, bfloat16 or float16 into float32; float64, bfloat16 and float16 into their own; "
+    "float32 into bfloat16 and float16";
+
+// The index in kPairs, or -1.
+constexpr int32_t find_pair(Dtype gradient, Dtype accumulator) {
+    for (int32_t i = 0; i < kPairCount; ++i) {
+        if (kPairs[i].gradient == gradient && kPairs[i].accumulator == accumulator) return i;
+    }
+    return -1;
+}
+
+template <Dtype dtype>
+struct ElementOf;
+template <>
+struct ElementOf<Dtype::kFloat32> {
+    using type = float;
+};
+template <>
+struct ElementOf<Dtype::kBFloat16> {
+    using type = BFloat16;
+};
+template <>
+struct ElementOf<Dtype::kFloat16> {
+    using type = Float16;
+};
+template <>
+struct ElementOf<Dtype::kFloat64> {
+    using type = double;
+};
+
+template <int32_t pair>
+using GradientOf = typename ElementOf<kPairs[pair].gradient>::type;
+template <int32_t pair>
+using AccumulatorOf = typename ElementOf<kPairs[pair].accumulator>::type;
+
+}  // namespace fusedacc

@@ -1,0 +1,184 @@
+"""Builds fusedacc/libfusedacc.so, a plain shared library on the LibTorch stable ABI, and the package around it.
+
+Environment: CXX, FUSEDACC_CXX_FLAGS; FORCE_CUDA=1 (fail without nvcc) or 0 (no CUDA); CUDACXX or CUDA_HOME (where nvcc
+is); TORCH_CUDA_ARCH_LIST (default "8.0;9.0;10.0+PTX"); MAX_JOBS. Needs no GPU and no network.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import hashlib
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+SOURCES = ROOT / "csrc"
+OBJECTS = ROOT / "build" / "native"
+NAME = "libfusedacc.so"
+DEFAULT_ARCHITECTURES = "8.0;9.0;10.0+PTX"
+STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # torch 2.10
+
+# What makes results the same everywhere: multiplications and additions are fused only where the source says so.
+EXACT = ["-ffp-contract=off"]
+VECTOR_FLAGS = {
+    "cpu/loops_avx2.cpp": ["-mavx2", "-mfma"],
+    "cpu/loops_avx512.cpp": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"],
+}
+
+
+def find_cxx() -> list[str] | None:
+    if os.environ.get("CXX"):
+        command = shlex.split(os.environ["CXX"])
+        return command if shutil.which(command[0]) else None
+    return next(([name] for name in ("g++", "c++", "clang++") if shutil.which(name)), None)
+
+
+def find_nvcc() -> str | None:
+    """nvcc's path, or None to build without CUDA."""
+    choice = os.environ.get("FORCE_CUDA", "")
+    if choice not in ("", "0", "1"):
+        raise SystemExit(f"FORCE_CUDA={choice}: allowed are 0 (no CUDA) and 1 (fail without nvcc)")
+    if choice == "0":
+        return None
+    candidates = [os.environ.get("CUDACXX"), shutil.which("nvcc")]
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    candidates[1:1] = [f"{home}/bin/nvcc" for home in homes[:2] if home]
+    candidates.append(f"{homes[2]}/bin/nvcc")
+    found = next((path for path in candidates if path and shutil.which(path)), None)
+    if found is None and choice == "1":
+        raise SystemExit("FORCE_CUDA=1 but nvcc was not found: set CUDA_HOME or CUDACXX, or put nvcc on PATH")
+    return found
+
+
+def architecture_flags(architectures: str) -> list[str]:
+    """`8.0;9.0+PTX` as nvcc wants it."""
+    flags = []
+    for entry in re.split(r"[;, ]+", architectures.strip()):
+        match = re.fullmatch(r"(\d+)\.(\d+[af]?)(\+PTX)?", entry)
+        if match is None:
+            raise SystemExit(f"TORCH_CUDA_ARCH_LIST={architectures!r}: {entry!r} is not like 9.0 or 9.0+PTX")
+        number = match[1] + match[2]
+        flags.append(f"-gencode=arch=compute_{number},code=sm_{number}")
+        if match[3]:
+            flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
+    return flags
+
+
+class Toolchain:
+    """The commands that compile and link; an object is made again only if its command or any source it may
+    include has changed."""
+
+    def __init__(self, cxx: list[str], nvcc: str | None) -> None:
+        # torch is a build requirement of the extension only: without a compiler the package installs without it.
+        import torch
+
+        package = Path(torch.__file__).parent
+        self.libraries = package / "lib"
+        self.nvcc = nvcc
+        architectures = os.environ.get("TORCH_CUDA_ARCH_LIST") or DEFAULT_ARCHITECTURES
+        common = ["-std=c++17", "-O3", STABLE_ABI, f'-DFUSEDACC_TORCH_VERSION="{torch.__version__}"']
+        if nvcc is not None:
+            common += ["-DFUSEDACC_CUDA", f'-DFUSEDACC_CUDA_ARCHITECTURES="{architectures}"']
+        warnings = ["-Wall", "-Wextra"]
+        host = ["-fPIC", "-fvisibility=hidden", *EXACT]
+        include = ["-isystem", str(package / "include")]
+        self.cxx = [*cxx, *common, *warnings, *host, *include, *shlex.split(os.environ.get("FUSEDACC_CXX_FLAGS", ""))]
+        if nvcc is None:
+            self.linker = [*cxx, "-shared"]
+        else:
+            host_options = ",".join([*warnings, *host])
+            self.cuda = [nvcc, *common, "-ccbin", cxx[0], "-Werror", "all-warnings", "-fmad=false", "-Xptxas", "-warn-spills"]
+            self.cuda += [*architecture_flags(architectures), "-Xcompiler", host_options, "--threads", "0"]
+            self.linker = [nvcc, "-ccbin", cxx[0], "-shared", "-cudart", "static", "-Xlinker", "--exclude-libs=ALL"]
+        headers = sorted(path for path in SOURCES.rglob("*") if path.suffix in (".h", ".cuh"))
+        self.headers = hashlib.sha256(b"".join(path.read_bytes() for path in headers)).hexdigest()
+
+    def sources(self) -> list[Path]:
+        suffixes = [".cpp", ".cu"] if self.nvcc else [".cpp"]
+        found = sorted(path for path in SOURCES.rglob("*") if path.suffix in suffixes)
+        if self.nvcc is None:
+            found = [path for path in found if path.parent.name != "cuda"]
+        if platform.machine().lower() not in ("x86_64", "amd64"):
+            found = [path for path in found if path.relative_to(SOURCES).as_posix() not in VECTOR_FLAGS]
+        return found
+
+    def compile(self, source: Path) -> Path:
+        relative = source.relative_to(SOURCES).as_posix()
+        target = OBJECTS / f"{relative.replace('/', '_')}.o"
+        command = self.cuda if source.suffix == ".cu" else self.cxx + VECTOR_FLAGS.get(relative, [])
+        self.run([*command, "-c", str(source), "-o", str(target)], target, [source])
+        return target
+
+    def link(self, objects: list[Path], target: Path) -> None:
+        # libtorch.so brings libtorch_cuda.so where torch has one: its symbols are weak here, and null without it.
+        torch = ["-L", str(self.libraries), "-Xlinker", "--no-as-needed", "-ltorch", "-ltorch_cpu"]
+        self.run([*self.linker, *map(str, objects), *torch, "-o", str(target)], target, objects)
+
+    def run(self, command: list[str], target: Path, inputs: list[Path]) -> None:
+        digest = hashlib.sha256("\0".join([*command, self.headers]).encode())
+        for path in inputs:
+            digest.update(path.read_bytes())
+        stamp = OBJECTS / f"{target.name}.stamp"
+        if target.exists() and stamp.exists() and stamp.read_text() == digest.hexdigest():
+            return
+        print(shlex.join(command), flush=True)
+        subprocess.run(command, check=True, cwd=ROOT)
+        stamp.write_text(digest.hexdigest())
+
+
+class BuildLibrary(build_ext):
+    """Compiles with plain commands: what is built is no Python module."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return str(Path(*fullname.split(".")[:-1], NAME))
+
+    def build_extension(self, extension: Extension) -> None:
+        OBJECTS.mkdir(parents=True, exist_ok=True)
+        toolchain = Toolchain(find_cxx() or [], find_nvcc())
+        jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
+        try:
+            with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+                objects = list(pool.map(toolchain.compile, toolchain.sources()))
+            built = OBJECTS / NAME
+            toolchain.link(objects, built)
+        except subprocess.CalledProcessError as error:
+            hint = "" if toolchain.nvcc is None else "; FORCE_CUDA=0 builds without CUDA"
+            raise SystemExit(f"fusedacc: a build command failed (exit status {error.returncode}){hint}") from error
+        target = Path(self.get_ext_fullpath(extension.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Replaced, not rewritten: a process that has the old library mapped keeps it.
+        shutil.copyfile(built, target.with_suffix(".new"))
+        target.with_suffix(".new").replace(target)
+        print(f"fusedacc: built {target} {'with' if toolchain.nvcc else 'without'} CUDA", flush=True)
+
+
+class AnyPythonWheel(bdist_wheel):
+    """The library uses no CPython API: the wheel depends on the platform only, or on nothing without it."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+if find_cxx() is None:
+    wanted = os.environ.get("CXX", "g++, c++ or clang++")
+    print(
+        f"fusedacc: no C++ compiler ({wanted} not found): installing without the native library; "
+        "Triton and plain torch will be used instead",
+        file=sys.stderr,
+        flush=True,
+    )
+    extensions = []
+else:
+    extensions = [Extension("fusedacc.libfusedacc", sources=[])]
+
+setup(ext_modules=extensions, cmdclass={"build_ext": BuildLibrary, "bdist_wheel": AnyPythonWheel})
