@@ -1,0 +1,287 @@
+"""The Triton backend: the CUDA backend's contract by a table of addresses in device memory.
+
+A call uploads one small table (16 bytes per tensor) from pinned memory without waiting for it; a plan uploads
+the accumulators' part once, and nothing at all while the same gradients come with the same scale.
+Accumulators that are dense, with gradients in the same layout, go to the kernel as they are. A gradient in
+another layout is first copied into the accumulator's (its size read and written once more); an accumulator
+with gaps takes the eager path.
+
+CUDA graphs. A captured call replays its upload from the pinned memory that it was captured with, so that
+memory must live as long as the graph: a plan keeps it, and a call without a plan keeps it with its first
+accumulator. Prepare plans before the capture, and keep the plan and the gradients' memory as long as the
+graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import os
+import shutil
+import struct
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .. import reference
+from ..checks import computation_dtype, overwrite_flags
+
+_MINIMUM_CAPABILITY = (8, 0)
+
+
+@functools.cache
+def _load() -> tuple[ModuleType | None, str | None]:
+    """The kernels, or why they cannot be had. A Triton that is there and fails to import warns, once."""
+    if importlib.util.find_spec("triton") is None:
+        return None, "Triton is not installed (pip install triton)"
+    try:
+        from . import triton_kernels
+    except Exception as error:
+        problem = f"Triton fails to import ({type(error).__name__}: {error}); reinstall it"
+        warnings.warn(f"fusedacc: {problem}. Another backend is used instead.", stacklevel=2)
+        return None, problem
+    return triton_kernels, None
+
+
+def _kernels() -> ModuleType:
+    kernels, problem = _load()
+    if kernels is None:
+        raise RuntimeError(problem)
+    return kernels
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one stretch of memory (given that none overlap)."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.numel() == 0 or reach + 1 == tensor.numel()
+
+
+def _same_order(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape lay their elements out alike."""
+    if a.stride() == b.stride():
+        return True
+    strides = zip(a.shape, a.stride(), b.stride(), strict=True)
+    return all(size <= 1 or first == second for size, first, second in strides)
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _upload(words: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The table on the device and the pinned host memory that it is copied from (itself, on a CPU)."""
+    if device.type == "cpu":
+        return words, words
+    pinned = words.pin_memory()
+    return pinned.to(device, non_blocking=True), pinned
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a call adds to the table, as it was last uploaded."""
+
+    words: list[int]
+    stream: int
+    table: Tensor
+
+
+class _Group:
+    """Dense accumulators of one device and one dtype pair, and their part of the table."""
+
+    def __init__(self, indices: Sequence[int], accumulators: Sequence[Tensor], gradient_dtype: torch.dtype):
+        kernels = _kernels()
+        self.indices = indices
+        self.accumulators = [accumulators[index] for index in indices]
+        self._gradient_dtype = gradient_dtype
+        self._addresses = [tensor.data_ptr() for tensor in self.accumulators]
+        sizes = torch.tensor([tensor.numel() for tensor in self.accumulators], dtype=torch.int64)
+        programs = (sizes + kernels.CHUNK - 1) // kernels.CHUNK
+        first = programs.cumsum(0) - programs
+        rows = torch.stack([torch.tensor(self._addresses, dtype=torch.int64), sizes, first], dim=1)
+        owner = torch.repeat_interleave(torch.arange(len(sizes)), programs)
+        self._programs = len(owner)
+        self._device = self.accumulators[0].device
+        self._words = torch.cat([rows.flatten(), owner])
+        self._table: Tensor | None = None
+        self._last: _Call | None = None
+
+    def upload(self) -> None:
+        """Put the accumulators' part on the device for good, visible to every stream."""
+        if self._table is None:
+            self._table = self._words.to(self._device)
+
+    def _call_table(
+        self, gradients: Sequence[Tensor], flags: Sequence[bool], scale: float, kept: list[Tensor]
+    ) -> Tensor:
+        kernels = _kernels()
+        words = []
+        for address, gradient, overwrite in zip(self._addresses, gradients, flags, strict=True):
+            pointer = gradient.data_ptr()
+            misaligned = kernels.MISALIGNED if (address | pointer) % 16 else 0
+            words += [pointer, (kernels.OVERWRITE if overwrite else 0) | misaligned]
+        words += struct.unpack("q", struct.pack("d", scale))
+        capturing = _capturing(self._device)
+        stream = torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else 0
+        last = self._last
+        # A table uploaded on another stream may not have arrived yet; one from outside a graph may be freed
+        # before the graph is.
+        if last is not None and last.words == words and last.stream == stream and not capturing:
+            return last.table
+        table, pinned = _upload(torch.tensor(words, dtype=torch.int64), self._device)
+        if capturing:
+            kept.append(pinned)
+        else:
+            self._last = _Call(words, stream, table)
+        return table
+
+    def run(
+        self, gradients: Sequence[Tensor], scale: float | Tensor, flags: Sequence[bool], kept: list[Tensor]
+    ) -> None:
+        """Launch once. In a graph capture, host memory that the graph reads is appended to `kept`."""
+        if self._programs == 0:
+            return
+        import triton.language as tl
+
+        ready = [
+            gradient if _same_order(gradient, accumulator) else _relayout(gradient, accumulator)
+            for gradient, accumulator in zip(gradients, self.accumulators, strict=True)
+        ]
+        number = 1.0 if isinstance(scale, Tensor) else float(scale)
+        accumulator_dtype = self.accumulators[0].dtype
+        guard = torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext()
+        with guard:
+            table = self._table
+            if table is None:
+                table, pinned = _upload(self._words, self._device)
+                if _capturing(self._device):
+                    kept.append(pinned)
+            calls = self._call_table(ready, flags, number, kept)
+            kernels = _kernels()
+            kernels.scale_accumulate[(self._programs,)](
+                table,
+                calls,
+                scale if isinstance(scale, Tensor) else calls[2 * len(ready) :].view(torch.float64),
+                len(ready),
+                accumulator_dtype=_triton_dtype(tl, accumulator_dtype),
+                gradient_dtype=_triton_dtype(tl, self._gradient_dtype),
+                wide=_triton_dtype(tl, computation_dtype(accumulator_dtype)),
+                num_warps=kernels.WARPS,
+            )
+
+
+def _triton_dtype(tl: ModuleType, dtype: torch.dtype) -> Any:
+    return getattr(tl, str(dtype).removeprefix("torch."))
+
+
+def _relayout(gradient: Tensor, accumulator: Tensor) -> Tensor:
+    """A copy of the gradient with the accumulator's strides."""
+    return torch.empty_strided(
+        accumulator.shape, accumulator.stride(), dtype=gradient.dtype, device=gradient.device
+    ).copy_(gradient.detach())
+
+
+class _Bound:
+    """Accumulators of one device, grouped by dtype pair; groups are kept per sequence of gradient dtypes."""
+
+    def __init__(self, accumulators: Sequence[Tensor], keep_tables: bool):
+        self._accumulators = accumulators
+        self._keep_tables = keep_tables
+        self._groups: dict[tuple[torch.dtype, ...], tuple[list[_Group], list[int]]] = {}
+        #: Pinned memory that captured graphs read when they are replayed.
+        self.captured: list[Tensor] = []
+
+    def _grouped(self, dtypes: tuple[torch.dtype, ...]) -> tuple[list[_Group], list[int]]:
+        """Groups for gradients of these dtypes, and the indices of accumulators with gaps."""
+        if dtypes not in self._groups:
+            pairs: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
+            gaps = []
+            for index, (accumulator, dtype) in enumerate(zip(self._accumulators, dtypes, strict=True)):
+                if _is_dense(accumulator):
+                    pairs.setdefault((accumulator.dtype, dtype), []).append(index)
+                else:
+                    gaps.append(index)
+            groups = [_Group(found, self._accumulators, pair[1]) for pair, found in pairs.items()]
+            self._groups[dtypes] = (groups, gaps)
+        return self._groups[dtypes]
+
+    def __call__(
+        self, gradients: Sequence[Tensor], scale: float | Tensor, overwrite: bool | Sequence[bool]
+    ) -> None:
+        flags = overwrite_flags(overwrite, len(gradients))
+        groups, gaps = self._grouped(tuple(gradient.dtype for gradient in gradients))
+        for group in groups:
+            if self._keep_tables and not _capturing(self._accumulators[0].device):
+                group.upload()
+            group.run(
+                [gradients[index] for index in group.indices],
+                scale,
+                [flags[index] for index in group.indices],
+                self.captured,
+            )
+        if gaps:
+            reference.scale_accumulate_(
+                [self._accumulators[index] for index in gaps],
+                [gradients[index] for index in gaps],
+                scale,
+                [flags[index] for index in gaps],
+            )
+
+
+class TritonBackend:
+    """`triton_kernels.scale_accumulate` as a backend."""
+
+    name = "triton"
+
+    def __init__(self) -> None:
+        # For calls without a plan: what their captured graphs read, as long as the accumulator lives.
+        self._captured: Any = WeakTensorKeyDictionary()
+
+    def unavailable(self) -> str | None:
+        kernels, problem = _load()
+        if kernels is None:
+            return problem
+        if kernels.INTERPRETED:
+            return None
+        if not torch.cuda.is_available():
+            return "no CUDA GPU (set TRITON_INTERPRET=1 before Python starts to run it interpreted, slowly)"
+        if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+            return "no C compiler, which Triton needs at run time (install gcc, or set CC)"
+        return None
+
+    def unsupported(
+        self, device: torch.device, accumulator_dtype: torch.dtype, gradient_dtype: torch.dtype
+    ) -> str | None:
+        kernels = _kernels()
+        if device.type != ("cpu" if kernels.INTERPRETED else "cuda"):
+            where = "interpreted, it takes CPU tensors" if kernels.INTERPRETED else "it takes CUDA tensors"
+            return f"{where}, not {device.type}"
+        if device.type == "cuda" and torch.version.hip is None:
+            capability = torch.cuda.get_device_capability(device)
+            if capability < _MINIMUM_CAPABILITY:
+                return f"compute capability {capability[0]}.{capability[1]} is below 8.0"
+        return None
+
+    def accumulate_(
+        self,
+        accumulators: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        scale: float | Tensor,
+        overwrite: bool | Sequence[bool],
+    ) -> None:
+        bound = _Bound(accumulators, keep_tables=False)
+        bound(gradients, scale, overwrite)
+        if bound.captured:
+            self._captured.setdefault(accumulators[0], []).extend(bound.captured)
+
+    def prepare(self, accumulators: Sequence[Tensor]) -> _Bound:
+        return _Bound(accumulators, keep_tables=True)
+
+
+backend = TritonBackend()
