@@ -3,5 +3,7 @@
 from __future__ import annotations
 
 from . import functional
+from .optimizer import AccumulatingOptimizer
 
-__all__ = ["functional"]
+__all__ = ["AccumulatingOptimizer", "functional"]
+__version__ = "0.1.0"

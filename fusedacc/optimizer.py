@@ -1,0 +1,477 @@
+"""The drop-in wrapper: what users call. It commands the window and the capture, and does no arithmetic."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from . import backends, checkpoint
+from .arena import Arena
+from .capture import Capture
+from .checks import PAIRS, allowed_pairs
+from .explain import explain
+from .slot import Slot, default_accumulate_dtype
+from .window import MicroBatch, Schedule, Window, fresh_window
+
+
+class AccumulatingOptimizer(Optimizer):
+    """Any torch optimizer, with gradients accumulated over micro-batches in fused passes.
+
+    In a **counted loop** (`gradient_accumulation_steps=k`) the training loop looks as if there were no
+    accumulation: every k-th `step()` updates, the others return at once, and the loss is not divided by k.
+    In a **manual loop** (None, the default) an existing accumulation loop runs unchanged: `step()` updates,
+    `zero_grad()` clears, and `p.grad` is the accumulator.
+
+    Args:
+        optimizer: the inner optimizer. `param_groups`, `state` and `defaults` are its own.
+        gradient_accumulation_steps: micro-batches per update: an int >= 1, a callable of the number of
+            updates so far that returns one, or None for the manual loop.
+        reduction: "mean": the sum of the gradients divided by the number of micro-batches (default when
+            counted); "sum" (default when manual); "weighted": sum(w * g) / sum(w), for losses that are means
+            over w tokens or samples; "normalized": sum(g) / sum(w), for losses that are sums over w.
+        accumulate_dtype: dtype of the sums; None for float32 for bfloat16 and float16 parameters, else the
+            parameter's dtype.
+        backend: "auto", "cuda", "triton", "cpu" or "eager". The environment variable FUSEDACC_BACKEND
+            overrides "auto".
+
+    Raises:
+        TypeError: `optimizer` is no `torch.optim.Optimizer`, or an argument is of the wrong kind.
+        ValueError: an argument has a value that is not allowed, a parameter is in another live wrapper, or an
+            L-BFGS is to be counted (it evaluates its closure many times per step).
+        RuntimeError: the backend asked for cannot run here.
+    """
+
+    #: GradScaler must not hand its scale to an optimizer that would not apply it.
+    _step_supports_amp_scaling = False
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        gradient_accumulation_steps: Schedule = None,
+        *,
+        reduction: str | None = None,
+        accumulate_dtype: torch.dtype | None = None,
+        backend: str = "auto",
+    ) -> None:
+        # Optimizer.__init__ is not called: it would wrap step() so that hooks fire on every call.
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        if isinstance(optimizer, AccumulatingOptimizer):
+            raise TypeError("optimizer is an AccumulatingOptimizer already; wrap the inner optimizer once")
+        window = Window(gradient_accumulation_steps, reduction)
+        if window.counted and isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError(
+                f"gradient_accumulation_steps={gradient_accumulation_steps!r} cannot count the micro-batches of "
+                "L-BFGS, which evaluates its closure many times per step; allowed: None (the manual loop)"
+            )
+        backends.requested(backend)
+        self._build(optimizer, window, accumulate_dtype, backend)
+
+    def _build(
+        self, optimizer: Optimizer, window: Window, accumulate_dtype: torch.dtype | None, backend: str
+    ) -> None:
+        self._accumulate_dtype = accumulate_dtype
+        slots = [
+            slot
+            for index, group in enumerate(optimizer.param_groups)
+            for slot in self._slots_of(group, index, backend)
+        ]
+        self.optimizer = optimizer
+        self._window = window
+        self._slots = slots
+        self._arena = Arena(slots, not window.counted, backend)
+        self._capture = Capture(slots, window, self._arena)
+        self._closed = False
+
+    def _slots_of(self, group: dict[str, Any], index: int, backend: str) -> list[Slot]:
+        dtype = self._accumulate_dtype
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(f"accumulate_dtype must be a torch.dtype or None, got {dtype!r}")
+        names = group.get("param_names") or [f"{index}.{i}" for i in range(len(group["params"]))]
+        slots = []
+        for param, name in zip(group["params"], names, strict=True):
+            wanted = dtype or default_accumulate_dtype(param)
+            if dtype is not None and (param.dtype, dtype) not in PAIRS and param.is_floating_point():
+                raise ValueError(
+                    f"accumulate_dtype={dtype} does not go with parameter {name!r} of {param.dtype}; allowed "
+                    f"(gradient into sum): {allowed_pairs()}"
+                )
+            if (param.dtype, wanted) in PAIRS and param.device.type != "meta":
+                backends.select(param.device, wanted, param.dtype, backend)
+            slots.append(Slot(param, index, name, dtype))
+        return slots
+
+    # What an Optimizer is
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The inner optimizer's, live."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The inner optimizer's, live."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The inner optimizer's, live."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizer.defaults = defaults
+
+    def __getattr__(self, name: str) -> Any:
+        # Hooks registered here, train() and eval() of schedule-free optimizers, and the like.
+        if name == "optimizer" or (name.startswith("__") and name.endswith("__")):
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        window = self._window
+        loop = "manual" if window.schedule is None else f"gradient_accumulation_steps={window.schedule}"
+        return f"{type(self).__name__}({loop}, reduction={window.reduction!r})\n{self.optimizer!r}"
+
+    # State
+
+    @property
+    def micro_step(self) -> int:
+        """Micro-batches that have ended in this window (manual loop: those inside `accumulate()`)."""
+        return self._window.micro_step
+
+    @property
+    def num_updates(self) -> int:
+        """Updates attempted so far."""
+        return self._window.num_updates
+
+    @property
+    def num_skipped(self) -> int:
+        """Updates among `num_updates` that were dropped, because all weights of their window were 0."""
+        return self._window.num_skipped
+
+    @property
+    def has_updated(self) -> bool:
+        """Whether the last `step()` or `flush()` attempted an update: when to step a scheduler."""
+        return self._window.has_updated
+
+    @property
+    def will_update(self) -> bool:
+        """Whether the next `step()` after a backward updates."""
+        return self._window.will_update
+
+    @property
+    def accumulator_bytes(self) -> int:
+        """Bytes of memory that the sums take now, buffers kept for the next window included."""
+        return self._arena.nbytes
+
+    # The loop
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """End a micro-batch and, if it was the window's last, update (counted); update (manual).
+
+        A `step()` with no backward since the last does not count. `closure` is run with gradients enabled:
+        once in a counted loop; in a manual loop the inner optimizer runs it, as often as it likes.
+
+        Returns:
+            What the closure returned; None without one.
+
+        Raises:
+            RuntimeError: a weight is missing (nothing is changed: set it and call again), or an exception has
+                left part of a micro-batch in the sums (see `discard`).
+        """
+        window = self._window
+        if not window.counted:
+            return self._step_manually(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._capture.settle()
+        window.check_untainted()
+        window.has_updated = False
+        if self._is_initialising():
+            self.optimizer.step()
+            return loss
+        self._arena.acknowledge()
+        if not window.micro.deferred and self._capture.collect(self._slots):
+            self._capture.refresh()
+        if not window.micro.ran:
+            return loss
+        window.end_micro_batch()
+        if window.micro_step >= window.steps:
+            self._update(partial=False)
+        return loss
+
+    def _is_initialising(self) -> bool:
+        """Whether this is distributed checkpoint's way of making an empty optimizer's state appear.
+
+        It assigns zero gradients by hand, sets every lr to 0 and calls step() once
+        (torch.distributed.checkpoint.state_dict, `_init_optim_state`).
+        """
+        window = self._window
+        if self.optimizer.state or not window.empty or window.num_updates or self._arena.any_delivered:
+            return False
+        rates = [group.get("lr", 1.0) for group in self.param_groups]
+        return all(float(rate) == 0.0 for rate in rates) and any(
+            s.param.grad is not None for s in self._slots
+        )
+
+    def _step_manually(self, closure: Callable[[], Any] | None) -> Any:
+        self._capture.settle()
+        window = self._window
+        window.has_updated = False
+
+        def finish_gradients() -> None:
+            window.check_untainted()
+            if window.reduction != "sum":
+                self._capture.deliver(ending=False)
+            self._arena.present()
+
+        def evaluate() -> Any:
+            with torch.enable_grad():
+                loss = closure()  # type: ignore[misc]
+            self._capture.settle()
+            finish_gradients()
+            return loss
+
+        if closure is None:
+            skipped = window.weighs and window.micro_step > 0 and window.weight_total == 0
+            finish_gradients()
+            loss = None if skipped else self.optimizer.step()
+        else:
+            skipped = False
+            loss = self.optimizer.step(evaluate)
+        self._arena.withdraw()
+        window.end_update(skipped)
+        self._capture.refresh()
+        return loss
+
+    def _update(self, partial: bool) -> None:
+        """One update of the inner optimizer from the window's sums."""
+        window = self._window
+        skipped = not self._capture.deliver(ending=False, partial=partial)
+        if skipped:
+            self._arena.clear()
+        else:
+            self._arena.present()
+            self.optimizer.step()
+            self._arena.withdraw()
+        window.end_update(skipped)
+        self._capture.refresh()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients: of the last update (counted; nothing in mid-window), or all (manual).
+
+        With `set_to_none=False` zeros stay visible in `p.grad` where there was a gradient, and parameters
+        without one in the next window are updated with zeros, as in stock.
+
+        Raises:
+            RuntimeError: counted loop: a backward has not been ended by `step()`; its gradients are in the
+                sums and cannot be taken back (see `ignore` and `discard`).
+        """
+        self._capture.settle()
+        window = self._window
+        if window.counted:
+            if window.tainted is not None:
+                return
+            if window.micro.ran:
+                raise RuntimeError(
+                    "zero_grad() after a backward that no step() has ended: its gradients are in the window's "
+                    "sums and cannot be taken back. Put a backward that shall not count inside "
+                    "optimizer.ignore(), or call optimizer.discard() to throw the window away"
+                )
+            if window.micro_step > 0:
+                self._arena.clear_ignored()
+                return
+        else:
+            in_context, has_updated = window.in_context, window.has_updated
+            window.reset()
+            window.in_context, window.has_updated = in_context, has_updated
+        if set_to_none:
+            self._arena.clear()
+        else:
+            self._arena.zero()
+        self._capture.refresh()
+
+    @contextlib.contextmanager
+    def accumulate(
+        self, model: torch.nn.Module | None = None, weight: float | None = None
+    ) -> Iterator[MicroBatch]:
+        """Context around one micro-batch: its weight, and no gradient synchronisation before the last.
+
+        Args:
+            model: a DistributedDataParallel (or whatever has `no_sync()`), which is told not to synchronise
+                gradients before the window's last micro-batch. With reduction "weighted", and in a manual
+                loop, where the last is not known, it synchronises every time.
+            weight: tokens or samples in this micro-batch, for "weighted" and "normalized"; 0 adds nothing. It
+                may also be set later on the object that is yielded (see `MicroBatch.weight`).
+
+        Raises:
+            ValueError: a weight where the reduction takes none, or a negative or infinite one.
+            TypeError: a weight that is no number.
+            RuntimeError: contexts are nested.
+        """
+        window = self._window
+        micro = window.open(weight)
+        silent: contextlib.AbstractContextManager = contextlib.nullcontext()
+        if hasattr(model, "no_sync") and window.counted and window.reduction != "weighted":
+            micro.deferred = not window.will_update
+            if micro.deferred:
+                silent = model.no_sync()  # type: ignore[union-attr, operator]
+        try:
+            with silent:
+                yield micro
+            if not window.counted and window.micro.ran:
+                window.end_micro_batch()
+        finally:
+            window.in_context = False
+
+    @contextlib.contextmanager
+    def ignore(self) -> Iterator[None]:
+        """Context: a backward inside is left to stock and does not count.
+
+        For a generator's pass through a discriminator: the gradients land in `p.grad`, and `zero_grad()` of
+        this optimizer clears them, in mid-window too.
+        """
+        before, self._capture.ignoring = self._capture.ignoring, True
+        try:
+            yield
+        finally:
+            self._capture.ignoring = before
+
+    def flush(self) -> None:
+        """Update from a part-filled window; a no-op if it is empty.
+
+        "mean" divides by the micro-batches that the window holds. A backward that no `step()` has ended counts
+        as a micro-batch of its own. In a manual loop this is `step()` if any gradient has come since the last.
+
+        Raises:
+            RuntimeError: as `step`.
+        """
+        window = self._window
+        self._capture.settle()
+        window.check_untainted()
+        window.has_updated = False
+        if not window.counted:
+            if not window.empty:
+                self.step()
+            return
+        self._arena.acknowledge()
+        if self._capture.collect(self._slots):
+            self._capture.refresh()
+        if window.micro.ran:
+            window.end_micro_batch()
+        if not window.empty:
+            self._update(partial=True)
+
+    def discard(self) -> None:
+        """Throw the window away: its sums, its count, and what is in `p.grad`."""
+        self._capture.forget()
+        self._arena.clear()
+        self._window.reset()
+        self._capture.refresh()
+
+    def close(self) -> None:
+        """Restore stock completely: no hooks, each parameter's `grad_dtype` as it was.
+
+        What is in `p.grad` stays there, in the parameter's dtype; a part-filled counted window is dropped.
+        The inner optimizer goes on alone. Closing twice does nothing.
+        """
+        if self._closed:
+            return
+        self._capture.settle()
+        self._capture.release()
+        for slot in self._slots:
+            slot.sum = slot.cast = slot.buffer = slot.ignored = None
+        self._closed = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, as torch does; they join the window at hand.
+
+        Raises:
+            ValueError, TypeError: as torch and `__init__`; nothing is added then.
+        """
+        groups = self.optimizer.param_groups
+        self.optimizer.add_param_group(param_group)
+        try:
+            slots = self._slots_of(groups[-1], len(groups) - 1, self._arena.backend)
+            self._capture.claim(slots)
+        except Exception:
+            groups.pop()
+            raise
+        self._slots.extend(slots)
+        self._capture.refresh()
+
+    def explain(self) -> str:
+        """A table: each parameter's path, backend, dtypes, bytes per micro-batch, and why."""
+        self._capture.refresh()
+        return explain(self._slots, self._window, self._arena)
+
+    # Checkpoints
+
+    def state_dict(self, include_partial: bool = True) -> dict[str, Any]:  # type: ignore[override]
+        """The inner optimizer's state, and with `include_partial` a part-filled window's sums and counters.
+
+        Without a part-filled window the result loads into the bare inner optimizer too.
+
+        Raises:
+            RuntimeError: the window holds part of a micro-batch after an exception (see `discard`).
+        """
+        self._capture.settle()
+        self._window.check_untainted()
+        self._arena.acknowledge()
+        return checkpoint.save(self.optimizer, self._window, self._arena, include_partial)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned, from here or from the bare inner optimizer.
+
+        Raises:
+            ValueError, TypeError: the checkpoint does not fit; everything is left as it was.
+        """
+        self._capture.settle()
+        checkpoint.load(self.optimizer, self._window, self._arena, state_dict)
+        self._capture.refresh()
+
+    def __getstate__(self) -> dict[str, Any]:  # type: ignore[override]
+        self._capture.settle()
+        self._arena.acknowledge()
+        own = {name: value for name, value in self.__dict__.items() if name not in _REBUILT}
+        return own | {
+            "schedule": self._window.schedule,
+            "reduction": self._window.reduction,
+            "window": self._window.state(),
+            "backend": self._arena.backend,
+            # A manual loop's sums are its parameters' p.grad, which torch does not copy either.
+            "sums": [
+                None if self._arena.visible or self._window.empty else (slot.sum, slot.delivered)
+                for slot in self._slots
+            ],
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        own = dict(state)
+        window = Window(own.pop("schedule"), own.pop("reduction"))
+        counters, sums = own.pop("window"), own.pop("sums")
+        self._build(own.pop("optimizer"), window, own.pop("_accumulate_dtype"), own.pop("backend"))
+        self.__dict__.update(own)
+        window.restore(counters if window.counted else fresh_window(counters))
+        for slot, kept in zip(self._slots, sums, strict=True):
+            if kept is not None and kept[0] is not None:
+                self._arena.restore(slot, *kept)
+
+
+#: What unpickling makes anew. A scheduler's patch of step() belongs to the scheduler's own optimizer.
+_REBUILT = ("_window", "_slots", "_arena", "_capture", "_closed", "step")

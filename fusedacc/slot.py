@@ -1,0 +1,133 @@
+"""One parameter's place in the accumulation: its sum, its dtypes, and what became of p.grad."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .checks import PAIRS
+
+#: (device, gradient dtype, accumulate dtype): what one launch may hold.
+Lane = tuple[torch.device, torch.dtype, torch.dtype]
+_lane_keys: dict[Lane, int] = {}
+
+
+def default_accumulate_dtype(param: Tensor) -> torch.dtype:
+    """float32 for bfloat16 and float16 parameters, else the parameter's own dtype."""
+    return torch.float32 if param.dtype in (torch.bfloat16, torch.float16) else param.dtype
+
+
+class Slot:
+    """One parameter of the wrapped optimizer. A record: who changes what is said in arena.py and capture.py."""
+
+    __slots__ = (
+        "__weakref__",
+        "buffer",
+        "cast",
+        "delivered",
+        "former_grad_dtype",
+        "group",
+        "handle",
+        "ignored",
+        "lane",
+        "lane_key",
+        "name",
+        "nbytes",
+        "node",
+        "odd",
+        "param",
+        "requested_dtype",
+        "signature",
+        "strides",
+        "sum",
+        "widened",
+    )
+
+    def __init__(self, param: Tensor, group: int, name: str, accumulate_dtype: torch.dtype | None) -> None:
+        self.param = param
+        self.group = group
+        self.name = name
+        #: The window's sum; None before its first gradient. In a manual loop p.grad is the truth.
+        self.sum: Tensor | None = None
+        #: Memory kept from window to window, where gradient and sum differ in dtype.
+        self.buffer: Tensor | None = None
+        #: Whether p.grad holds the sum.
+        self.delivered = False
+        #: The sum in the parameter's dtype, while it stands in p.grad for an update.
+        self.cast: Tensor | None = None
+        #: What a backward inside `ignore()` left in p.grad.
+        self.ignored: Tensor | None = None
+        #: Whether no kernel takes the gradients: complex dtypes, and once a sparse one or a subclass came.
+        self.odd: bool
+        #: The AccumulateGrad node, kept alive because its hook dies with it, and the hook's handle.
+        self.node: Any = None
+        self.handle: Any = None
+        #: What `grad_dtype` was before it was set to None, if it was.
+        self.widened = False
+        self.former_grad_dtype: torch.dtype | None = None
+        #: The accumulate dtype that was asked for; None for the default.
+        self.requested_dtype = accumulate_dtype
+        self.describe()
+
+    def describe(self) -> None:
+        """Take the parameter's present dtype, device and layout."""
+        param, dtype = self.param, self.requested_dtype
+        if dtype is None or (param.dtype, dtype) not in PAIRS:
+            dtype = default_accumulate_dtype(param)
+        self.lane: Lane = (param.device, param.dtype, dtype)
+        #: A small number that stands for the lane where a hash of it would cost too much.
+        self.lane_key = _lane_keys.setdefault(self.lane, len(_lane_keys) + 1)
+        self.odd = (param.dtype, dtype) not in PAIRS
+        self.nbytes = param.numel() * param.element_size()
+        kept = torch.empty_like(param, device="meta").stride()
+        # AccumulateGrad's layout contract: a dense parameter's own strides, else row-major
+        # (ATen grad_layout_contract.h). empty_like keeps strides only where they are dense.
+        dense = kept == param.stride()
+        self.strides = kept if dense else torch.empty(param.shape, device="meta").stride()
+        self.signature = self.current_signature()
+
+    def current_signature(self) -> tuple:
+        """What must not have changed since `describe`, for the hook and the sum to fit."""
+        param = self.param
+        return param.dtype, param.device, param.requires_grad, param.stride()
+
+    @property
+    def accumulate_dtype(self) -> torch.dtype:
+        return self.lane[2]
+
+    def shows_sum(self) -> bool:
+        """Whether autograd allows the sum to stand in p.grad."""
+        total = self.sum
+        return total is None or total.dtype == self.param.dtype or self.param.grad_dtype is None
+
+    def is_foreign(self, gradient: Tensor) -> bool:
+        """Whether what stands in p.grad was put there by somebody else, and counts."""
+        return not (self.delivered or gradient is self.cast or gradient is self.ignored)
+
+    def obeys_layout(self, gradient: Tensor) -> bool:
+        """Whether a gradient's strides let it become p.grad as it is; dimensions of size 1 do not count."""
+        strides = gradient.stride()
+        return strides == self.strides or all(
+            size == 1 or have == want
+            for size, have, want in zip(gradient.shape, strides, self.strides, strict=True)
+        )
+
+
+def is_sole(gradients: list[Tensor], index: int) -> bool:
+    """Whether nothing but the list refers to a gradient or its memory, so that it may be kept and written.
+
+    Stricter than AccumulateGrad, which counts the tensor's references only and can hand one memory to two
+    parameters (two views of one gradient). A view keeps its base alive: then the base must have no other user.
+    """
+    gradient = gradients[index]
+    # Three references: the list's, this variable's, the argument's.
+    if sys.getrefcount(gradient) > 3 or gradient._use_count() != 1:
+        return False
+    base = gradient._base
+    storage_users = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
+    if base is None:
+        return storage_users == 2  # the tensor, and the storage object just made
+    return sys.getrefcount(base) == 2 and base._use_count() == 2 and storage_users == 3

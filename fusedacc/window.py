@@ -1,0 +1,299 @@
+"""The accumulation window: what counts, what it weighs and when it is full. No tensors here.
+
+Sums are kept in a unit, `factor`: every sum is `factor` times what was put in. It is 1 until the final scale
+of the window is known and applied (`target`), and what arrives later in the same window is added in the same
+unit, so that a sum is rescaled at most once and never wrong in between.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from numbers import Real
+from typing import Any
+
+REDUCTIONS = ("mean", "sum", "weighted", "normalized")
+Schedule = int | Callable[[int], int] | None
+
+
+def check_weight(weight: Any) -> float:
+    """`weight` as a float.
+
+    Raises:
+        TypeError: not a real number (a tensor is one if it is 0-dim and on the CPU).
+        ValueError: negative, infinite or nan.
+    """
+    if (
+        getattr(weight, "ndim", None) == 0
+        and getattr(getattr(weight, "device", None), "type", "cpu") == "cpu"
+    ):
+        weight = weight.item()
+    if not isinstance(weight, Real):
+        raise TypeError(
+            f"weight must be a real number or a 0-dim CPU tensor, got {type(weight).__name__}; a tensor on "
+            "another device would have to be waited for: count tokens on the host"
+        )
+    value = float(weight)
+    if not math.isfinite(value) or value < 0:
+        raise ValueError(f"weight must be finite and at least 0, got {value}")
+    return value
+
+
+def check_schedule(schedule: Any) -> Schedule:
+    """`gradient_accumulation_steps` as given, if it is an int >= 1, a callable or None.
+
+    Raises:
+        TypeError: something else. ValueError: an int below 1.
+    """
+    if schedule is None or (callable(schedule) and not isinstance(schedule, type)):
+        return schedule
+    if isinstance(schedule, bool) or not isinstance(schedule, int):
+        raise TypeError(
+            "gradient_accumulation_steps must be an int, a callable of the number of updates, or None, got "
+            f"{schedule!r}"
+        )
+    if schedule < 1:
+        raise ValueError(f"gradient_accumulation_steps must be at least 1, got {schedule}")
+    return schedule
+
+
+class MicroBatch:
+    """What is known of the micro-batch at hand; `accumulate()` yields it, so that `weight` may be set late."""
+
+    def __init__(self, reduction: str, weight: float | None = None) -> None:
+        self._reduction = reduction
+        self._weight: float | None = None
+        #: Whether a backward has ended in this micro-batch.
+        self.ran = False
+        #: Whether its gradients were left unsynchronised in `p.grad`, to be collected with a later one's.
+        self.deferred = False
+        if weight is not None:
+            self.weight = weight
+
+    @property
+    def weight(self) -> float | None:
+        """The weight of this micro-batch: tokens or samples; None until set.
+
+        Settable before the backward for "weighted", before `step()` for "normalized". Setting raises
+        ValueError where the reduction takes no weight or the value is negative or not finite, TypeError for
+        what is no number, RuntimeError when it comes too late.
+        """
+        return self._weight
+
+    @weight.setter
+    def weight(self, weight: float) -> None:
+        if self._reduction not in ("weighted", "normalized"):
+            raise ValueError(
+                f"weight={weight!r} was given, but reduction={self._reduction!r} takes none; allowed with "
+                "'weighted' and 'normalized'"
+            )
+        value = check_weight(weight)
+        if self.ran and value != self._weight and self._reduction == "weighted":
+            raise RuntimeError(
+                f"weight={value} came after the backward; with reduction='weighted' it scales the gradients as "
+                "they arrive, so set it before"
+            )
+        if self.ran and value == 0 and self._weight != 0:
+            raise ValueError(
+                "weight=0 came after the backward, whose gradients can no longer be left out; set a weight of "
+                "0 before the backward"
+            )
+        self._weight = value
+
+
+class Window:
+    """Counts micro-batches and updates, and says by what each gradient is scaled.
+
+    Args:
+        schedule: `gradient_accumulation_steps`; None for the manual loop.
+        reduction: one of `REDUCTIONS`; None for "mean" when counted and "sum" when manual.
+
+    Raises:
+        TypeError, ValueError: an argument is none of those.
+    """
+
+    def __init__(self, schedule: Schedule, reduction: str | None) -> None:
+        self.schedule = check_schedule(schedule)
+        if reduction is None:
+            reduction = "sum" if schedule is None else "mean"
+        if reduction not in REDUCTIONS:
+            raise ValueError(
+                f"reduction must be one of {', '.join(map(repr, REDUCTIONS))} or None, got {reduction!r}"
+            )
+        self.reduction = reduction
+        self.num_updates = 0
+        self.num_skipped = 0
+        self.has_updated = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Open an empty window."""
+        self.micro_step = 0
+        self.weight_total = 0.0
+        self.factor = 1.0
+        self.tainted: str | None = None
+        self.micro = MicroBatch(self.reduction)
+        self.in_context = False
+        self._steps: int | None = None
+
+    @property
+    def counted(self) -> bool:
+        return self.schedule is not None
+
+    @property
+    def weighs(self) -> bool:
+        """Whether micro-batches have weights."""
+        return self.reduction in ("weighted", "normalized")
+
+    @property
+    def steps(self) -> int:
+        """Micro-batches in this window (1 in a manual loop); a schedule is asked once per window.
+
+        Raises:
+            TypeError, ValueError: the schedule returned something that is no int >= 1.
+        """
+        if self._steps is None:
+            steps = self.schedule(self.num_updates) if callable(self.schedule) else self.schedule
+            if callable(self.schedule) and (steps is None or callable(steps)):
+                raise TypeError(
+                    f"gradient_accumulation_steps({self.num_updates}) must return an int, got {steps!r}"
+                )
+            self._steps = 1 if steps is None else int(check_schedule(steps))  # type: ignore[arg-type]
+        return self._steps
+
+    @property
+    def empty(self) -> bool:
+        return self.micro_step == 0 and not self.micro.ran
+
+    @property
+    def will_update(self) -> bool:
+        return not self.counted or self.micro_step + 1 >= self.steps
+
+    @property
+    def base_scale(self) -> float:
+        """By what a gradient is multiplied as it is added, before the unit of the sums.
+
+        Raises:
+            RuntimeError: a weight is needed and not set, or a manual loop that counts is outside
+                `accumulate()`.
+        """
+        if not self.counted and self.reduction != "sum" and not self.in_context:
+            raise RuntimeError(
+                f"reduction={self.reduction!r} in a manual loop needs `with optimizer.accumulate():` around "
+                "each micro-batch, to count it"
+            )
+        if self.reduction == "weighted":
+            if self.micro.weight is None:
+                raise RuntimeError(
+                    "reduction='weighted' needs a weight before the backward: `with "
+                    "optimizer.accumulate(weight=...):` around the micro-batch"
+                )
+            return self.micro.weight
+        return 1.0 / self.steps if self.counted and self.reduction == "mean" else 1.0
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether the micro-batch at hand has weight 0 and adds nothing."""
+        return self.weighs and self.micro.weight == 0
+
+    def target(self, ending: bool = False, partial: bool = False) -> float | None:
+        """The final factor of the window's sums, or None where it is not known or all weights are 0.
+
+        Args:
+            ending: count the micro-batch at hand in.
+            partial: the window ends here, full or not.
+        """
+        if self.reduction == "sum":
+            return 1.0
+        count = self.micro_step + ending
+        if self.reduction == "mean":
+            if not self.counted:
+                return 1.0 / max(count, 1)
+            return self.steps / count if partial and 0 < count < self.steps else 1.0
+        if ending and self.micro.weight is None:
+            return None
+        total = self.weight_total + (self.micro.weight or 0.0 if ending else 0.0)
+        return 1.0 / total if total > 0 else None
+
+    def open(self, weight: float | None) -> MicroBatch:
+        """Enter `accumulate()`.
+
+        Raises:
+            RuntimeError: entered twice. ValueError, TypeError: as `MicroBatch.weight`.
+        """
+        if self.in_context:
+            raise RuntimeError("accumulate() is already entered; contexts do not nest: one per micro-batch")
+        if weight is not None:
+            if self.micro.ran or self.micro.weight is None:
+                self.micro.weight = weight
+            else:
+                self.micro = MicroBatch(self.reduction, weight)
+        self.in_context = True
+        return self.micro
+
+    def end_micro_batch(self) -> None:
+        """Count the micro-batch at hand and open the next.
+
+        Raises:
+            RuntimeError: it needs a weight and has none; nothing is changed, so that it may be set.
+        """
+        if self.weighs:
+            if self.micro.weight is None:
+                raise RuntimeError(
+                    f"reduction={self.reduction!r} needs a weight for each micro-batch, and this one has none: "
+                    "set it with `with optimizer.accumulate(weight=...) as micro_batch:` or `micro_batch.weight = ...`"
+                )
+            self.weight_total += self.micro.weight
+        self.micro_step += 1
+        self.micro = MicroBatch(self.reduction)
+
+    def end_update(self, skipped: bool = False) -> None:
+        """Count an attempted update and open the next window."""
+        self.num_updates += 1
+        self.num_skipped += skipped
+        in_context = self.in_context
+        self.reset()
+        self.in_context = in_context
+        self.has_updated = True
+
+    def check_untainted(self) -> None:
+        """Raise RuntimeError if an exception has left a part of a micro-batch in the sums."""
+        if self.tainted is not None:
+            raise RuntimeError(
+                f"{self.tainted}: a part of a micro-batch is in the sums and cannot be taken back; call "
+                "discard() to throw the window away"
+            )
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint carries, plain numbers only."""
+        return {
+            "num_updates": self.num_updates,
+            "num_skipped": self.num_skipped,
+            "micro_step": self.micro_step,
+            "weight_total": self.weight_total,
+            "factor": self.factor,
+            "steps": self._steps,
+            "tainted": self.tainted,
+            "ran": self.micro.ran,
+            "weight": self.micro.weight,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take over what `state` has returned."""
+        self.reset()
+        self.has_updated = False
+        self.num_updates = state["num_updates"]
+        self.num_skipped = state["num_skipped"]
+        self.micro_step = state["micro_step"]
+        self.weight_total = state["weight_total"]
+        self.factor = state["factor"]
+        self._steps = state["steps"]
+        self.tainted = state["tainted"]
+        self.micro = MicroBatch(self.reduction, state["weight"])
+        self.micro.ran = state["ran"]
+
+
+def fresh_window(state: dict[str, Any]) -> dict[str, Any]:
+    """A window's state as it would be had the window just begun: only the updates counted."""
+    fresh = Window(None, None).state()
+    return fresh | {name: state[name] for name in ("num_updates", "num_skipped")}
