@@ -11,6 +11,9 @@ from torch.autograd.graph import increment_version
 
 from . import backends, checks
 
+#: `kMaxDims` of csrc/work.h.
+_MOST_DIMENSIONS = 16
+
 
 @dataclass(frozen=True)
 class Part:
@@ -29,8 +32,8 @@ class Part:
 def split(accumulators: Sequence[Tensor], gradients: Sequence[Tensor], backend: str) -> list[Part]:
     """Parts of lists that `checks.check_lists` has passed, each of one device and backend.
 
-    Under "auto", tensors that are no ordinary tensors (wrapper subclasses, meta tensors) go to the eager
-    backend, whose operations they implement.
+    Under "auto", tensors that are no ordinary tensors (wrapper subclasses, meta tensors) or have more
+    dimensions than the compiled operators loop over go to the eager backend.
 
     Raises:
         ValueError, RuntimeError: as `backends.select`.
@@ -38,11 +41,18 @@ def split(accumulators: Sequence[Tensor], gradients: Sequence[Tensor], backend: 
     backends.requested(backend)
     found: dict[tuple[torch.device, str], list[int]] = {}
     for index, (accumulator, gradient) in enumerate(zip(accumulators, gradients, strict=True)):
-        plain = checks.is_plain(accumulator) and checks.is_plain(gradient)
+        plain = (
+            checks.is_plain(accumulator) and checks.is_plain(gradient) and gradient.dim() <= _MOST_DIMENSIONS
+        )
         name = backend if plain or backend != "auto" else "eager"
         chosen = backends.select(accumulator.device, accumulator.dtype, gradient.dtype, name).backend
         found.setdefault((accumulator.device, chosen.name), []).append(index)
     return [Part(backends.get(name), tuple(indices)) for (_, name), indices in found.items()]
+
+
+def fits(overwrite: bool | Sequence[bool], accumulators: Sequence[Tensor]) -> bool:
+    """Whether `overwrite` has a flag for each; the compiled operators would take a single one for all."""
+    return isinstance(overwrite, bool) or len(overwrite) == len(accumulators)
 
 
 def bump_versions(tensors: Sequence[Tensor]) -> None:
@@ -94,7 +104,7 @@ class Plan:
         overwrite: bool | Sequence[bool] = False,
     ) -> None:
         """Accumulate once; arguments and errors as `functional.scale_accumulate_`."""
-        if self._direct:
+        if self._direct and fits(overwrite, self._accumulators):
             refused = None
             try:
                 self._runs[0](gradients, scale, overwrite)

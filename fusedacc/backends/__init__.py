@@ -78,10 +78,7 @@ def obstacle(
     name: str, device: torch.device, accumulator_dtype: torch.dtype, gradient_dtype: torch.dtype
 ) -> str | None:
     """Why the backend cannot run such a pair of tensors on this machine; None if it can."""
-    try:
-        chosen = get(name)
-    except ModuleNotFoundError as error:
-        return str(error)
+    chosen = get(name)
     return chosen.unavailable() or chosen.unsupported(device, accumulator_dtype, gradient_dtype)
 
 

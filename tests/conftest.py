@@ -1,0 +1,60 @@
+"""What all tests share: seeds, the skip of GPU tests with its reason, and the backends that can run here."""
+
+from __future__ import annotations
+
+import os
+import zlib
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Before anything imports Triton: its kernels then run on CPU tensors, interpreted.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def cpu_backends() -> list[str]:
+    """The backends that can run on CPU tensors in this process."""
+    from fusedacc import backends
+
+    device = torch.device("cpu")
+    return [
+        name
+        for name in backends.NAMES
+        if backends.obstacle(name, device, torch.float32, torch.float32) is None
+    ]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA GPU: torch.cuda.is_available() is false")
+    for item in items:
+        if item.get_closest_marker("cuda") is not None:
+            item.add_marker(skip)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "cpu_backend" in metafunc.fixturenames:
+        metafunc.parametrize("cpu_backend", cpu_backends())
+
+
+def _seed(node: str) -> int:
+    return zlib.crc32(node.encode())
+
+
+@pytest.fixture(autouse=True)
+def _seeded(request: pytest.FixtureRequest) -> None:
+    """Seed torch's global generator by the test's own name: the same numbers whatever ran before."""
+    torch.manual_seed(_seed(request.node.nodeid))
+
+
+@pytest.fixture
+def generator(request: pytest.FixtureRequest) -> torch.Generator:
+    """A CPU generator of the test's own."""
+    return torch.Generator().manual_seed(_seed(request.node.nodeid))
+
+
+@pytest.fixture(autouse=True)
+def _no_backend_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FUSEDACC_BACKEND", raising=False)
