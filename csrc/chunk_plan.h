@@ -12,13 +12,13 @@
 
 namespace fusedacc {
 
-// The last i with first[i] <= position; first[0] must be 0 and first ascending. Tables have no empty entries.
-template <typename Index, typename Position>
-FUSEDACC_INLINE int32_t find_segment(const Index* first, int32_t count, Position position) {
+// The last i with first(i) <= position; first(0) must be 0 and first ascend.
+template <typename Position, typename First>
+FUSEDACC_INLINE int32_t find_segment(int32_t count, Position position, First first) {
     int32_t low = 0, high = count;
     while (high - low > 1) {
         const int32_t middle = low + (high - low) / 2;
-        if (static_cast<Position>(first[middle]) <= position) {
+        if (first(middle) <= position) {
             low = middle;
         } else {
             high = middle;
@@ -137,37 +137,22 @@ void for_each_batch(const Work& work, int32_t pair, bool strided, Batch& batch, 
     flush();
 }
 
-// The elements of all tasks laid end to end, for cutting into parts of equal size whatever the tensors' sizes.
-class ElementLine {
-   public:
-    explicit ElementLine(const std::vector<Task>& tasks) : tasks_(tasks), first_(tasks.size()) {
-        for (size_t i = 0; i < tasks.size(); ++i) {
-            first_[i] = total_;
-            total_ += tasks[i].numel;
-        }
+// All tasks' elements lie on one line, to be cut into parts of equal size whatever the tensors' sizes: calls
+// visit(task, begin, end) for each piece of [begin, end) of it. Cuts within a tensor are rounded up to whole cache
+// lines of the narrowest element, so that no two parts write to one line of an aligned tensor.
+template <typename Visit>
+void visit_part(const std::vector<Task>& tasks, int64_t begin, int64_t end, Visit&& visit) {
+    constexpr int64_t kLine = 32;
+    const auto cut = [](const Task& task, int64_t position) {
+        const int64_t offset = (position - task.first + kLine - 1) / kLine * kLine;
+        return std::min(std::max<int64_t>(offset, 0), task.numel);
+    };
+    const int32_t count = static_cast<int32_t>(tasks.size());
+    int32_t i = find_segment(count, begin, [&](int32_t k) { return tasks[k].first; });
+    for (; i < count && tasks[i].first < end; ++i) {
+        const int64_t from = cut(tasks[i], begin), to = cut(tasks[i], end);
+        if (from < to) visit(tasks[i], from, to);
     }
-    int64_t total() const { return total_; }
-
-    // visit(task, begin, end) for each piece of [begin, end). Inner cuts are rounded up to whole cache lines of the
-    // widest element, so that no two parts write to one line of an aligned tensor.
-    template <typename Visit>
-    void visit(int64_t begin, int64_t end, Visit&& visit) const {
-        constexpr int64_t kLine = 64;
-        const auto cut = [&](size_t i, int64_t position) {
-            const int64_t offset = (position - first_[i] + kLine - 1) / kLine * kLine;
-            return std::min(std::max<int64_t>(offset, 0), tasks_[i].numel);
-        };
-        const int32_t count = static_cast<int32_t>(tasks_.size());
-        for (int32_t i = find_segment(first_.data(), count, begin); i < count && first_[i] < end; ++i) {
-            const int64_t from = cut(i, begin), to = cut(i, end);
-            if (from < to) visit(tasks_[i], from, to);
-        }
-    }
-
-   private:
-    const std::vector<Task>& tasks_;
-    std::vector<int64_t> first_;
-    int64_t total_ = 0;
-};
+}
 
 }  // namespace fusedacc

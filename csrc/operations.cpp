@@ -32,7 +32,9 @@ ScaleArgument scale_argument(const AccumulatorTable& table, AtenTensorHandle ten
 
 void run(const AccumulatorTable& table, const TensorList& gradients, AtenTensorHandle scale_tensor, double scale,
          const std::vector<bool>& overwrite) {
-    const Work work = table.match(gradients, overwrite);
+    // Kept from call to call: freeing blocks of this size makes malloc tidy up all the small ones.
+    static thread_local Work work;
+    table.match(gradients, overwrite, work);
     if (table.size() == 0) return;
     const ScaleArgument argument = scale_argument(table, scale_tensor, scale);
     if (table.on_cpu()) {
@@ -59,14 +61,16 @@ void scale_accumulate_(StableIValue* stack, uint64_t, uint64_t) {
     const TensorList gradients(stack[1]);
     const OwnedTensor scale_tensor(take_optional(stack[2]));
     const std::vector<bool> overwrite = take_flags(stack[4]);
-    const std::vector<int64_t> words = AccumulatorTable::pack(accumulators);
+    static thread_local std::vector<int64_t> words;
+    AccumulatorTable::pack(accumulators, words);
     run(AccumulatorTable(words.data(), static_cast<int64_t>(words.size())), gradients, scale_tensor.get(),
         number(stack[3]), overwrite);
 }
 
 void prepare(StableIValue* stack, uint64_t, uint64_t) {
     const TensorList accumulators(stack[0]);
-    const std::vector<int64_t> words = AccumulatorTable::pack(accumulators);
+    std::vector<int64_t> words;
+    AccumulatorTable::pack(accumulators, words);
     const int64_t size = static_cast<int64_t>(words.size()), stride = 1;
     AtenTensorHandle handle = nullptr;
     FUSEDACC_SHIM(aoti_torch_empty_strided(1, &size, &stride, aoti_torch_dtype_int64(), aoti_torch_device_type_cpu(),
@@ -88,7 +92,7 @@ void accumulate_prepared_(StableIValue* stack, uint64_t, uint64_t) {
         view.dims != 1 || view.strides[0] != 1) {
         throw std::runtime_error("fusedacc: plan was not made by fusedacc::prepare");
     }
-    run(AccumulatorTable(static_cast<const int64_t*>(view.data), view.numel), gradients, scale_tensor.get(),
+    run(AccumulatorTable(static_cast<const int64_t*>(view.data), view.sizes[0]), gradients, scale_tensor.get(),
         number(stack[3]), overwrite);
 }
 

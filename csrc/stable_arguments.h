@@ -30,9 +30,7 @@ class TensorList {
         }
         torch_delete_list(list);
     }
-    ~TensorList() {
-        for (size_t i = 0; i < size_; ++i) aoti_torch_delete_tensor_object(handles_[i]);
-    }
+    ~TensorList() { drop(std::move(handles_), size_); }
     TensorList(const TensorList&) = delete;
     TensorList& operator=(const TensorList&) = delete;
 
@@ -40,6 +38,9 @@ class TensorList {
     AtenTensorHandle operator[](int64_t i) const { return handles_[i]; }
 
    private:
+    // Deletes them, or puts them by until fusedacc_drop_references().
+    static void drop(std::unique_ptr<AtenTensorHandle[]> handles, size_t size);
+
     std::unique_ptr<AtenTensorHandle[]> handles_;
     size_t size_ = 0;
 };

@@ -50,20 +50,18 @@ std::string device_name(int32_t type, int32_t index) {
 }
 
 TensorView view_of(AtenTensorHandle tensor, Place place) {
-    static const int32_t strided = aoti_torch_layout_strided();
+    static const int32_t strided = aoti_torch_layout_strided(), cpu = aoti_torch_device_type_cpu();
     TensorView view;
     int32_t layout = 0;
     int64_t *sizes = nullptr, *strides = nullptr;
     aoti_torch_get_layout(tensor, &layout);
     if (layout != strided) fail(place, "is sparse or of another special layout; only strided tensors can be used");
-    const bool read = aoti_torch_get_device_type(tensor, &view.device_type) == 0 &&
-                      aoti_torch_get_device_index(tensor, &view.device_index) == 0 &&
-                      aoti_torch_get_dtype(tensor, &view.dtype) == 0 &&
-                      aoti_torch_get_dim(tensor, &view.dims) == 0 &&
-                      aoti_torch_get_numel(tensor, &view.numel) == 0 &&
-                      aoti_torch_get_sizes(tensor, &sizes) == 0 &&
-                      aoti_torch_get_strides(tensor, &strides) == 0 &&
-                      aoti_torch_get_data_ptr(tensor, &view.data) == 0;
+    bool read = aoti_torch_get_device_type(tensor, &view.device_type) == 0 &&
+                aoti_torch_get_dtype(tensor, &view.dtype) == 0 &&
+                aoti_torch_get_dim(tensor, &view.dims) == 0 && aoti_torch_get_sizes(tensor, &sizes) == 0 &&
+                aoti_torch_get_strides(tensor, &strides) == 0 && aoti_torch_get_data_ptr(tensor, &view.data) == 0;
+    view.device_index = -1;
+    if (view.device_type != cpu) read = read && aoti_torch_get_device_index(tensor, &view.device_index) == 0;
     if (!read) fail(place, "has no memory that can be read");
     view.sizes = sizes;
     view.strides = strides;
@@ -79,14 +77,13 @@ Dtype dtype_of(const TensorView& view) {
     return Dtype::kOther;
 }
 
-std::vector<int64_t> AccumulatorTable::pack(const TensorList& accumulators) {
+void AccumulatorTable::pack(const TensorList& accumulators, std::vector<int64_t>& words) {
     static_assert(sizeof(Header) == 7 * 8 && sizeof(Entry) == 5 * 8 && sizeof(Range) == 3 * 8);
     const int64_t count = accumulators.size();
     Header header{kMagic, 0, count, aoti_torch_device_type_cpu(), -1, 0, 0};
-    std::vector<int64_t> words(7 + 5 * count);
-    words.reserve(words.size() + (3 + 2 * 4) * count);
-    std::vector<Range> ranges;
-    ranges.reserve(count);
+    words.resize(7 + 5 * count);
+    static thread_local std::vector<Range> ranges;
+    ranges.clear();
     for (int64_t i = 0; i < count; ++i) {
         const TensorView view = view_of(accumulators[i], accumulator_at(i));
         const Dtype dtype = dtype_of(view);
@@ -100,7 +97,9 @@ std::vector<int64_t> AccumulatorTable::pack(const TensorList& accumulators) {
                                         device_name(header.device_type, header.device_index));
         }
         bool dense = true;
-        if (view.numel > 0) {
+        int64_t numel = 1;
+        for (int64_t d = 0; d < view.dims; ++d) numel *= view.sizes[d];
+        if (numel > 0) {
             if (!strides_nest(view.dims, view.sizes, view.strides, dense)) {
                 fail(accumulator_at(i), "overlaps itself: strides " + shape_name(view.strides, view.dims) +
                                             " for shape " + shape_name(view.sizes, view.dims));
@@ -108,7 +107,7 @@ std::vector<int64_t> AccumulatorTable::pack(const TensorList& accumulators) {
             const int64_t begin = reinterpret_cast<int64_t>(view.data);
             ranges.push_back({begin, begin + span_bytes(view, element_size(dtype)), i});
         }
-        const Entry entry{reinterpret_cast<int64_t>(view.data), view.numel, view.dims,
+        const Entry entry{reinterpret_cast<int64_t>(view.data), numel, view.dims,
                           static_cast<int64_t>(dtype) | static_cast<int64_t>(dense) << 8,
                           static_cast<int64_t>(words.size())};
         std::memcpy(&words[7 + 5 * i], &entry, sizeof(entry));
@@ -129,7 +128,6 @@ std::vector<int64_t> AccumulatorTable::pack(const TensorList& accumulators) {
     words.insert(words.end(), range_words, range_words + 3 * ranges.size());
     header.word_count = static_cast<int64_t>(words.size());
     std::memcpy(words.data(), &header, sizeof(header));
-    return words;
 }
 
 AccumulatorTable::AccumulatorTable(const int64_t* words, int64_t count) : words_(words) {
@@ -168,7 +166,7 @@ void AccumulatorTable::check_overlap(const TensorView& gradient, int64_t size, i
     }
 }
 
-Work AccumulatorTable::match(const TensorList& gradients, const std::vector<bool>& overwrite) const {
+void AccumulatorTable::match(const TensorList& gradients, const std::vector<bool>& overwrite, Work& work) const {
     const int64_t count = size();
     if (gradients.size() != count) {
         throw std::runtime_error("fusedacc: " + std::to_string(count) + " accumulators but " +
@@ -179,8 +177,9 @@ Work AccumulatorTable::match(const TensorList& gradients, const std::vector<bool
         throw std::runtime_error("fusedacc: overwrite has " + std::to_string(flags) + " values for " +
                                  std::to_string(count) + " accumulators");
     }
-    Work work;
-    work.tasks.reserve(count);
+    work.tasks.clear();
+    work.layouts.clear();
+    work.elements = 0;
     int64_t hint = 0;
     for (int64_t i = 0; i < count; ++i) {
         const Entry& own = entries_[i];
@@ -199,11 +198,11 @@ Work AccumulatorTable::match(const TensorList& gradients, const std::vector<bool
             fail(gradient_at(i), std::string("has ") + dtype_name(dtype) + " and its accumulator " +
                                      dtype_name(own.dtype()) + "; allowed: " + kAllowedPairs);
         }
-        if (view.numel == 0) continue;
-        Task task{reinterpret_cast<void*>(own.data), view.data, view.numel, pair, -1,
+        if (own.numel == 0) continue;
+        Task task{reinterpret_cast<void*>(own.data), view.data, own.numel, work.elements, pair, -1,
                   flags == 0 ? false : static_cast<bool>(overwrite[flags == 1 ? 0 : i])};
         if (own.dense() && equal(view.strides, strides(own), own.dims)) {
-            check_overlap(view, view.numel * element_size(dtype), i, hint);
+            check_overlap(view, own.numel * element_size(dtype), i, hint);
         } else {
             check_overlap(view, span_bytes(view, element_size(dtype)), i, hint);
             StridedLayout layout;
@@ -220,8 +219,8 @@ Work AccumulatorTable::match(const TensorList& gradients, const std::vector<bool
             }
         }
         work.tasks.push_back(task);
+        work.elements += own.numel;
     }
-    return work;
 }
 
 }  // namespace fusedacc

@@ -20,10 +20,9 @@ struct TensorView {
     const int64_t* sizes;
     const int64_t* strides;
     int64_t dims;
-    int64_t numel;
     int32_t dtype;  // as the shims number it
     int32_t device_type;
-    int32_t device_index;
+    int32_t device_index;  // -1 on the CPU
 };
 
 // Where a tensor stands among the arguments, for error messages; index < 0: not in a list.
@@ -56,8 +55,9 @@ class AccumulatorTable {
         int64_t begin, end, index;
     };
 
-    // Checks the accumulators by themselves: dtypes, one device, no overlap within or between them.
-    static std::vector<int64_t> pack(const TensorList& accumulators);
+    // Checks the accumulators by themselves (dtypes, one device, no overlap within or between them) and writes
+    // their table to `words`.
+    static void pack(const TensorList& accumulators, std::vector<int64_t>& words);
     // Throws if the words are not a table.
     AccumulatorTable(const int64_t* words, int64_t count);
 
@@ -69,8 +69,8 @@ class AccumulatorTable {
     const int64_t* sizes(const Entry& entry) const { return words_ + entry.shape; }
     const int64_t* strides(const Entry& entry) const { return words_ + entry.shape + entry.dims; }
 
-    // Checks the gradients against the accumulators and returns what to do; overwrite: 0, 1 or size() flags.
-    Work match(const TensorList& gradients, const std::vector<bool>& overwrite) const;
+    // Checks the gradients against the accumulators and writes what to do to `work`; overwrite: 0, 1 or size() flags.
+    void match(const TensorList& gradients, const std::vector<bool>& overwrite, Work& work) const;
 
    private:
     struct Header {

@@ -20,15 +20,17 @@ struct StridedLayout {
 struct Task {
     void* accumulator;
     const void* gradient;
-    int64_t numel;  // never 0
-    int32_t pair;   // an index into kPairs
-    int32_t layout; // an index into Work::layouts; negative: both are flat, element i belongs to element i
+    int64_t numel;   // never 0
+    int64_t first;   // the elements of all tasks before
+    int32_t pair;    // an index into kPairs
+    int32_t layout;  // an index into Work::layouts; negative: both are flat, element i belongs to element i
     bool overwrite;
 };
 
 struct Work {
     std::vector<Task> tasks;
     std::vector<StridedLayout> layouts;
+    int64_t elements = 0;  // of all tasks
 };
 
 enum class Merged { kFlat, kStrided, kTooManyDims };

@@ -45,14 +45,13 @@ const Loops& loops() {
 
 struct Context {
     const Work& work;
-    const ElementLine line;
     const Loops& loops;
     double scale;
 };
 
 void run_part(int64_t begin, int64_t end, void* opaque) {
     const Context& context = *static_cast<const Context*>(opaque);
-    context.line.visit(begin, end, [&](const Task& task, int64_t from, int64_t to) {
+    visit_part(context.work.tasks, begin, end, [&](const Task& task, int64_t from, int64_t to) {
         if (task.layout < 0) {
             context.loops.flat[task.pair](task.accumulator, task.gradient, from, to, context.scale, task.overwrite);
         } else {
@@ -66,10 +65,10 @@ void run_part(int64_t begin, int64_t end, void* opaque) {
 
 void run(const Work& work, double scale) {
     if (work.tasks.empty()) return;
-    Context context{work, ElementLine(work.tasks), loops(), scale};
-    if (context.line.total() <= kGrain) {
-        run_part(0, context.line.total(), &context);
-    } else if (torch_parallel_for(0, context.line.total(), kGrain, run_part, &context) != 0) {
+    Context context{work, loops(), scale};
+    if (work.elements <= kGrain) {
+        run_part(0, work.elements, &context);
+    } else if (torch_parallel_for(0, work.elements, kGrain, run_part, &context) != 0) {
         throw std::runtime_error("fusedacc: torch's thread pool failed");
     }
 }

@@ -46,9 +46,8 @@ class NativeBackend:
         scale: float | Tensor,
         overwrite: bool | Sequence[bool],
     ) -> None:
-        torch.ops.fusedacc.scale_accumulate_.default(
-            accumulators, gradients, *_scale_arguments(scale), _flags(overwrite)
-        )
+        operator = torch.ops.fusedacc.scale_accumulate_.default
+        ops.call(operator, accumulators, gradients, *_scale_arguments(scale), _flags(overwrite, accumulators))
 
     def prepare(
         self, accumulators: Sequence[Tensor]
@@ -57,7 +56,7 @@ class NativeBackend:
         accumulate = torch.ops.fusedacc.accumulate_prepared_.default
 
         def run(gradients: Sequence[Tensor], scale: float | Tensor, overwrite: bool | Sequence[bool]) -> None:
-            accumulate(plan, gradients, *_scale_arguments(scale), _flags(overwrite))
+            ops.call(accumulate, plan, gradients, *_scale_arguments(scale), _flags(overwrite, gradients))
 
         return run
 
@@ -66,13 +65,12 @@ def _scale_arguments(scale: float | Tensor) -> tuple[Tensor | None, float]:
     return (scale, 1.0) if isinstance(scale, Tensor) else (None, scale)
 
 
-def _flags(overwrite: bool | Sequence[bool]) -> Sequence[bool]:
+def _flags(overwrite: bool | Sequence[bool], tensors: Sequence[Tensor]) -> Sequence[bool]:
     """As the operators take it: none for all False, one for all, or one per tensor."""
     if isinstance(overwrite, bool):
         return (True,) if overwrite else ()
-    if len(overwrite) == 1:
-        # A single flag would stand for all; for one tensor that is the same, for more it is an error.
-        return list(overwrite)
+    if len(overwrite) != len(tensors):
+        raise ValueError(f"overwrite has {len(overwrite)} values for {len(tensors)} tensors")
     return overwrite
 
 
