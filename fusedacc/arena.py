@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from . import backends, checks
-from .slot import Lane, Slot, is_sole
+from .slot import Lane, Slot, is_sole, tensor_references
 
 #: Views in a segment start at multiples of this many bytes: a cache line, and the widest vector load.
 ALIGNMENT = 128
@@ -55,11 +55,11 @@ class Arena:
         return (slot.param.grad if self.visible else slot.sum) is None
 
     def add(self, slots: Sequence[Slot], gradients: list[Tensor], scale: float, adopt: bool = False) -> None:
-        """sum += scale * gradient for each slot, in one pass. Every gradient is of its slot's lane and strided.
+        """sum += scale * gradient for each slot, in one pass.
 
         Args:
             slots: none twice, all of one lane.
-            gradients: one per slot; the list is emptied.
+            gradients: one per slot, strided and of its lane; the list is emptied.
             scale: what each gradient is multiplied by.
             adopt: a first gradient of the sum's dtype that nobody else refers to becomes the sum.
         """
@@ -342,7 +342,11 @@ class Arena:
 
     def _is_free(self, slot: Slot) -> bool:
         """Whether the slot's buffer may be written: a user may still hold the p.grad that it was."""
-        return slot.buffer is not None and sys.getrefcount(slot.buffer) == 2 and slot.buffer._use_count() == 1
+        return (
+            slot.buffer is not None
+            and sys.getrefcount(slot.buffer) == 2
+            and tensor_references(slot.buffer) == 1
+        )
 
     def _extend(self, lane: Lane, slots: Sequence[Slot]) -> None:
         """One more segment, cut into buffers for these slots."""

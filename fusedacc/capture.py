@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .arena import Arena
-from .slot import Slot
+from .slot import Slot, tensor_references
 from .window import Window
 
 #: Pending gradients are added when a bucket holds this many bytes.
@@ -28,7 +28,7 @@ BUCKET_BYTES = 25 * 2**20
 LARGE_BYTES = 2**20
 
 _LET_THROUGH = None
-_SWALLOWED = (None,)
+_SWALLOWED: tuple[None] = (None,)
 _task_id = torch._C._current_graph_task_id
 
 #: Which live capture holds a parameter.
@@ -78,7 +78,7 @@ def _references() -> tuple[int, int]:
     class Probe:
         def receive(self, slot: Any, gradients: Any) -> Any:
             gradient = gradients[0]
-            seen.append((sys.getrefcount(gradient), gradient._use_count()))
+            seen.append((sys.getrefcount(gradient), tensor_references(gradient)))
             return _SWALLOWED
 
     probe, slot = Probe(), Probe()
@@ -206,8 +206,9 @@ class Capture:
         task = self._tasks.get(_task_id())
         if task is None:
             task = self._begin()
-        if not task.captures or slot.param._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
-            return self._leave(task, slot)
+        if not task.captures or slot.param._post_accumulate_grad_hooks:
+            self._leave(task, slot)
+            return _LET_THROUGH
         if gradient is None or task.swallows:
             return _SWALLOWED
         if gradient.dtype is not slot.lane[1] or gradient.layout is not torch.strided or slot.odd:
@@ -216,7 +217,7 @@ class Capture:
         adopting = first and gradient.dtype is slot.lane[2]
         shared = (
             sys.getrefcount(gradient) > self._python_references
-            or gradient._use_count() > self._tensor_references
+            or tensor_references(gradient) > self._tensor_references
         )
         if shared or type(gradient) is not Tensor or (slot.nbytes >= LARGE_BYTES and not adopting):
             if type(gradient) is not Tensor:
@@ -261,7 +262,7 @@ class Capture:
             task = Task(not stock, scale, window.leaves_out)
             if window.counted and window.empty:
                 self.arena.retract()
-        torch.autograd.Variable._execution_engine.queue_callback(  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(
             functools.partial(_finish, weakref.ref(self), identity)
         )
         self._tasks[identity] = task
@@ -311,7 +312,7 @@ class Capture:
     # Between backwards
 
     def settle(self) -> None:
-        """Deal with backwards that an exception has ended: forget them where nothing was added, else taint."""
+        """Forget backwards that an exception has ended; taint the window where they have added something."""
         active = _task_id()
         for identity in [key for key in self._tasks if key != active]:
             task = self._tasks.pop(identity)
@@ -327,7 +328,7 @@ class Capture:
                 slot.ignored = slot.param.grad
 
     def collect(self, slots: Sequence[Slot]) -> bool:
-        """Counted loop: add gradients that autograd has stored as this micro-batch's; whether there were any."""
+        """Counted loop: add what autograd has stored as this micro-batch's gradient; False if nothing."""
         foreign = []
         for slot in slots:
             gradient = slot.param.grad

@@ -30,7 +30,7 @@ def _slots_by_index(optimizer: Optimizer, arena: Arena) -> dict[int, Slot]:
 
 
 def save(optimizer: Optimizer, window: Window, arena: Arena, include_partial: bool) -> dict[str, Any]:
-    """The inner state_dict with the window's counters and, if it is part-filled, compact copies of its sums."""
+    """The inner state_dict, the counters and, of a part-filled window, compact copies of the sums."""
     result = dict(optimizer.state_dict())
     partial = include_partial and not window.empty
     kept: dict[str, Any] = {"version": VERSION, "counted": window.counted, "reduction": window.reduction}
@@ -96,15 +96,14 @@ def _check(kept: Any, sums: dict[int, Tensor], slots: dict[int, Slot], window: W
     if not isinstance(kept, dict) or not required <= kept.keys():
         raise ValueError(f"state_dict[{OWN!r}] is damaged: it needs {', '.join(sorted(required))}")
     if kept["version"] != VERSION:
-        raise ValueError(
-            f"state_dict[{OWN!r}] has version {kept['version']!r}; this fusedacc reads {VERSION}"
-        )
+        raise ValueError(f"state_dict[{OWN!r}] is of version {kept['version']!r}; allowed: {VERSION}")
     missing = window.state().keys() - kept["window"].keys()
     if missing:
         raise ValueError(f"state_dict[{OWN!r}]['window'] is damaged: it lacks {', '.join(sorted(missing))}")
     if sorted(sums) != kept.get("sums", []):
         raise ValueError(
-            f"state_dict[{OWN!r}] speaks of sums of parameters {kept.get('sums', [])}, found are {sorted(sums)}"
+            f"state_dict[{OWN!r}] speaks of sums of parameters {kept.get('sums', [])}, but holds those of "
+            f"{sorted(sums)}"
         )
     if sums and (kept["counted"], kept["reduction"]) != (window.counted, window.reduction):
         loops = {True: "counted", False: "manual"}
@@ -115,9 +114,7 @@ def _check(kept: Any, sums: dict[int, Tensor], slots: dict[int, Slot], window: W
         )
     for index, total in sums.items():
         if index not in slots:
-            raise ValueError(
-                f"state_dict holds a sum for parameter {index}, but there are {len(slots)} parameters"
-            )
+            raise ValueError(f"state_dict holds a sum of parameter {index}, of {len(slots)} parameters")
         param = slots[index].param
         if (
             not isinstance(total, Tensor)

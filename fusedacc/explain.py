@@ -39,9 +39,6 @@ def _row(slot: Slot, window: Window, arena: Arena) -> tuple[str, ...]:
         return slot.name, shape, path, backend, *dtypes, "0", "0", why
     if param.is_complex() or slot.odd:
         return slot.name, shape, path, backend, *dtypes, "-", "-", why
-    scale_is_one = not (
-        window.reduction == "weighted" or (window.counted and window.reduction == "mean" and window.steps > 1)
-    )
     counts = [
         traffic.total(
             traffic.bytes_per_micro_batch(
@@ -49,7 +46,7 @@ def _row(slot: Slot, window: Window, arena: Arena) -> tuple[str, ...]:
                 param.dtype,
                 slot.accumulate_dtype,
                 loop="fusedacc" if path == "multi_tensor" or window.counted else "mixed_add",
-                scale_is_one=scale_is_one,
+                scale_is_one=not window.scales,
                 first=first,
             )
         )
@@ -64,12 +61,12 @@ def _route(slot: Slot, arena: Arena) -> tuple[str, str, str]:
     if not param.requires_grad:
         return "none", "-", "frozen: requires_grad is False"
     if multi_process():
-        return "eager", "stock", "a process group of several ranks: autograd fills p.grad, step() collects it"
+        return "eager", "stock", "a process group of several ranks: autograd fills p.grad"
     if _hooks(param):
         return (
             "eager",
             "stock",
-            "a post-accumulate-grad hook needs p.grad: autograd fills it, step() collects it",
+            "a post-accumulate-grad hook needs p.grad: autograd fills it",
         )
     if (param.dtype, slot.accumulate_dtype) not in checks.PAIRS:
         return "eager", "eager", f"no kernel takes {str(param.dtype)[6:]}: plain torch adds"
@@ -80,4 +77,4 @@ def _route(slot: Slot, arena: Arena) -> tuple[str, str, str]:
 
 
 def _hooks(param: Tensor) -> bool:
-    return bool(param._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+    return bool(param._post_accumulate_grad_hooks)

@@ -65,7 +65,7 @@ class AccumulatingOptimizer(Optimizer):
         window = Window(gradient_accumulation_steps, reduction)
         if window.counted and isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError(
-                f"gradient_accumulation_steps={gradient_accumulation_steps!r} cannot count the micro-batches of "
+                f"gradient_accumulation_steps={gradient_accumulation_steps!r} cannot count micro-batches of "
                 "L-BFGS, which evaluates its closure many times per step; allowed: None (the manual loop)"
             )
         backends.requested(backend)
@@ -108,7 +108,7 @@ class AccumulatingOptimizer(Optimizer):
     # What an Optimizer is
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """The inner optimizer's, live."""
         return self.optimizer.param_groups
 
@@ -117,7 +117,7 @@ class AccumulatingOptimizer(Optimizer):
         self.optimizer.param_groups = groups
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """The inner optimizer's, live."""
         return self.optimizer.state
 
@@ -126,7 +126,7 @@ class AccumulatingOptimizer(Optimizer):
         self.optimizer.state = state
 
     @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+    def defaults(self) -> dict[str, Any]:
         """The inner optimizer's, live."""
         return self.optimizer.defaults
 
@@ -179,7 +179,7 @@ class AccumulatingOptimizer(Optimizer):
 
     # The loop
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """End a micro-batch and, if it was the window's last, update (counted); update (manual).
 
         A `step()` with no backward since the last does not count. `closure` is run with gradients enabled:
@@ -289,8 +289,8 @@ class AccumulatingOptimizer(Optimizer):
                 return
             if window.micro.ran:
                 raise RuntimeError(
-                    "zero_grad() after a backward that no step() has ended: its gradients are in the window's "
-                    "sums and cannot be taken back. Put a backward that shall not count inside "
+                    "zero_grad() after a backward that no step() has ended: its gradients are in the "
+                    "window's sums and cannot be taken back. Put a backward that shall not count inside "
                     "optimizer.ignore(), or call optimizer.discard() to throw the window away"
                 )
             if window.micro_step > 0:
@@ -355,8 +355,8 @@ class AccumulatingOptimizer(Optimizer):
     def flush(self) -> None:
         """Update from a part-filled window; a no-op if it is empty.
 
-        "mean" divides by the micro-batches that the window holds. A backward that no `step()` has ended counts
-        as a micro-batch of its own. In a manual loop this is `step()` if any gradient has come since the last.
+        "mean" divides by the micro-batches that the window holds. A backward that no `step()` has ended
+        counts as a micro-batch. In a manual loop this is `step()` if any gradient has come since the last.
 
         Raises:
             RuntimeError: as `step`.
@@ -422,7 +422,7 @@ class AccumulatingOptimizer(Optimizer):
 
     # Checkpoints
 
-    def state_dict(self, include_partial: bool = True) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self, include_partial: bool = True) -> dict[str, Any]:
         """The inner optimizer's state, and with `include_partial` a part-filled window's sums and counters.
 
         Without a part-filled window the result loads into the bare inner optimizer too.
@@ -445,7 +445,7 @@ class AccumulatingOptimizer(Optimizer):
         checkpoint.load(self.optimizer, self._window, self._arena, state_dict)
         self._capture.refresh()
 
-    def __getstate__(self) -> dict[str, Any]:  # type: ignore[override]
+    def __getstate__(self) -> dict[str, Any]:
         self._capture.settle()
         self._arena.acknowledge()
         own = {name: value for name, value in self.__dict__.items() if name not in _REBUILT}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ from .checks import PAIRS
 Lane = tuple[torch.device, torch.dtype, torch.dtype]
 _lane_keys: dict[Lane, int] = {}
 
+#: References to the C++ tensor, of which all of Python's together are one.
+tensor_references: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
+
 
 def default_accumulate_dtype(param: Tensor) -> torch.dtype:
     """float32 for bfloat16 and float16 parameters, else the parameter's own dtype."""
@@ -21,7 +25,7 @@ def default_accumulate_dtype(param: Tensor) -> torch.dtype:
 
 
 class Slot:
-    """One parameter of the wrapped optimizer. A record: who changes what is said in arena.py and capture.py."""
+    """One parameter of the wrapped optimizer; a record that the arena and the capture keep."""
 
     __slots__ = (
         "__weakref__",
@@ -120,14 +124,14 @@ def is_sole(gradients: list[Tensor], index: int) -> bool:
     """Whether nothing but the list refers to a gradient or its memory, so that it may be kept and written.
 
     Stricter than AccumulateGrad, which counts the tensor's references only and can hand one memory to two
-    parameters (two views of one gradient). A view keeps its base alive: then the base must have no other user.
+    parameters (two views of one gradient). A view keeps its base alive, which must have no other user then.
     """
     gradient = gradients[index]
     # Three references: the list's, this variable's, the argument's.
-    if sys.getrefcount(gradient) > 3 or gradient._use_count() != 1:
+    if sys.getrefcount(gradient) > 3 or tensor_references(gradient) != 1:
         return False
     base = gradient._base
     storage_users = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
     if base is None:
         return storage_users == 2  # the tensor, and the storage object just made
-    return sys.getrefcount(base) == 2 and base._use_count() == 2 and storage_users == 3
+    return sys.getrefcount(base) == 2 and tensor_references(base) == 2 and storage_users == 3

@@ -58,7 +58,7 @@ def check_schedule(schedule: Any) -> Schedule:
 
 
 class MicroBatch:
-    """What is known of the micro-batch at hand; `accumulate()` yields it, so that `weight` may be set late."""
+    """What is known of the micro-batch at hand; `accumulate()` yields it, and `weight` may be set late."""
 
     def __init__(self, reduction: str, weight: float | None = None) -> None:
         self._reduction = reduction
@@ -90,13 +90,13 @@ class MicroBatch:
         value = check_weight(weight)
         if self.ran and value != self._weight and self._reduction == "weighted":
             raise RuntimeError(
-                f"weight={value} came after the backward; with reduction='weighted' it scales the gradients as "
-                "they arrive, so set it before"
+                f"weight={value} came after the backward; with reduction='weighted' it scales the gradients "
+                "as they arrive: set it before"
             )
         if self.ran and value == 0 and self._weight != 0:
             raise ValueError(
-                "weight=0 came after the backward, whose gradients can no longer be left out; set a weight of "
-                "0 before the backward"
+                "weight=0 came after the backward, whose gradients can no longer be left out: set a weight "
+                "of 0 before"
             )
         self._weight = value
 
@@ -144,6 +144,11 @@ class Window:
     def weighs(self) -> bool:
         """Whether micro-batches have weights."""
         return self.reduction in ("weighted", "normalized")
+
+    @property
+    def scales(self) -> bool:
+        """Whether gradients are multiplied by anything but 1 as they are added."""
+        return self.reduction == "weighted" or (self.counted and self.reduction == "mean" and self.steps > 1)
 
     @property
     def steps(self) -> int:
@@ -240,8 +245,8 @@ class Window:
         if self.weighs:
             if self.micro.weight is None:
                 raise RuntimeError(
-                    f"reduction={self.reduction!r} needs a weight for each micro-batch, and this one has none: "
-                    "set it with `with optimizer.accumulate(weight=...) as micro_batch:` or `micro_batch.weight = ...`"
+                    f"reduction={self.reduction!r} needs a weight for each micro-batch; this one has none: "
+                    "use `with optimizer.accumulate(weight=...) as micro_batch:` or set `micro_batch.weight`"
                 )
             self.weight_total += self.micro.weight
         self.micro_step += 1
