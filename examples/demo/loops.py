@@ -27,12 +27,12 @@ class Config:
     steps: int = 8
     backend: str = "auto"
     seed: int = 0
+    width: int = 256
 
     def model(self) -> nn.Module:
         torch.manual_seed(self.seed)
-        return ByteTransformer().to(
-            self.device, torch.bfloat16 if self.dtype == "bfloat16" else torch.float32
-        )
+        dtype = torch.bfloat16 if self.dtype == "bfloat16" else torch.float32
+        return ByteTransformer(self.width).to(self.device, dtype)
 
     def loss(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
         autocast = torch.autocast(self.device.type, torch.bfloat16)
@@ -42,8 +42,8 @@ class Config:
 
 
 class StockLoop:
-    """Plain PyTorch. With bfloat16 parameters the sum is kept in float32 by `grad_dtype`, and cast at the update
-    because no torch optimizer takes float32 gradients with bfloat16 parameters."""
+    """Plain PyTorch. With bfloat16 parameters the sum is kept in float32 by `grad_dtype` and cast at the
+    update, because no torch optimizer takes float32 gradients with bfloat16 parameters."""
 
     name = "stock"
 
