@@ -23,8 +23,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """To be `at_least` so many times as fast as the variant `against` (0: no goal, only the ratio), in bytes per
-    second if `by_bandwidth`, else in calls per second."""
+    """To be `at_least` so many times as fast as the variant `against` (0: no goal, only the ratio),
+    in bytes per second if `by_bandwidth`, else in calls per second."""
 
     against: str
     at_least: float = 0.0
@@ -33,8 +33,8 @@ class Goal:
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One way to do the work. `bytes`: read and written by one call, each operand counted once (0: do not show
-    a bandwidth)."""
+    """One way to do the work. `bytes`: read and written by one call, each operand counted once
+    (0: do not show a bandwidth)."""
 
     name: str
     run: Callable[[], object]
@@ -44,8 +44,9 @@ class Variant:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One figure against at most one goal. `speedup` is the median over rounds of the ratio within a round, so
-    that a busy machine, which slows neighbours alike, moves it little. `unit`: of `median`, `p20` and `p80`."""
+    """One figure against at most one goal. `speedup` is the median over rounds of the ratio within a
+    round, so that a busy machine, which slows neighbours alike, moves it little. `unit` is that of
+    `median`, `p20` and `p80`."""
 
     case: str
     variant: str
