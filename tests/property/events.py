@@ -1,0 +1,168 @@
+"""Random cases: a model, an optimizer, a loop and a list of events, all from one seed."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from .models import ModelSpec, random_model
+from .oracle import Loop
+from .world import Case, Event, OptimizerSpec
+
+VARIANTS = {
+    "plain": 12,
+    "inputs": 2,
+    "create_graph": 1,
+    "penalty": 1,
+    "retain": 1,
+    "assign": 1,
+    "thread": 1,
+    "stashed": 2,
+    "adversarial": 3,
+}
+NO_REENTRANT = ("inputs", "create_graph", "penalty", "assign", "retain")
+BETWEEN = {
+    "freeze": 3,
+    "hook": 2,
+    "unhook": 1,
+    "cast": 2,
+    "copy": 3,
+    "save": 2,
+    "restore": 2,
+    "rate": 1,
+    "add_group": 2,
+    "grad": 1,
+    "stash": 2,
+    "swap": 1,
+    "model_copy": 1,
+    "inspect": 2,
+    "ignored": 2,
+    "set_grad": 1,
+    "step": 1,
+    "flush": 2,
+    "discard": 1,
+    "raising": 2,
+    "critic": 3,
+    "zero_grad": 1,
+}
+OPTIMIZERS = (
+    ("SGD", {"lr": 0.1}),
+    ("SGD", {"lr": 0.02, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    ("SGD", {"lr": 0.02, "momentum": 0.9, "foreach": True}),
+    ("Adam", {"lr": 0.01}),
+    ("AdamW", {"lr": 0.01, "foreach": True}),
+    ("AdamW", {"lr": 0.01, "foreach": False}),
+    ("AdamW", {"lr": 0.01, "fused": True}),
+    ("Adagrad", {"lr": 0.05}),
+    ("RMSprop", {"lr": 0.01, "momentum": 0.9}),
+    ("NAdam", {"lr": 0.01}),
+    ("Adafactor", {"lr": 0.01}),
+)
+DTYPES = ("float32", "float64", "bfloat16")
+
+
+def random_optimizer(rng: random.Random, model: ModelSpec) -> OptimizerSpec:
+    name, options = rng.choice(OPTIMIZERS)
+    plain = model.front == "sparse" or model.dtype == "float16" or rng.random() < 0.25
+    plain = plain or (name == "Adafactor" and "expanded" in model.blocks)  # it divides by an empty one's size
+    if plain or (model.dtype != "float32" and options.get("fused")):
+        name, options = OPTIMIZERS[0]
+    return OptimizerSpec(name, tuple(options.items()), groups=rng.choice([1, 1, 2]))
+
+
+def random_loop(rng: random.Random, dtype: str) -> Loop:
+    if rng.random() < 0.3:
+        reduction = rng.choices(["sum", "mean", "weighted", "normalized"], [5, 1, 1, 1])[0]
+        steps = None
+    else:
+        reduction = rng.choices(["mean", "sum", "weighted", "normalized"], [5, 2, 2, 2])[0]
+        ragged = tuple(rng.randint(1, 4) for _ in range(3))
+        steps = rng.choice([1, 2, 2, 3, 4, ragged])
+    low = dtype == "bfloat16" and rng.random() < 0.15
+    return Loop(steps, reduction, torch.bfloat16 if low else None)
+
+
+def random_backward(rng: random.Random, loop: Loop, odd: float) -> dict[str, object]:
+    variant = rng.choices(list(VARIANTS), list(VARIANTS.values()))[0] if rng.random() < odd else "plain"
+    mode = rng.choices([None, "nonreentrant", "reentrant"], [4, 1, 1])[0]
+    args: dict[str, object] = {
+        "seed": rng.randrange(1000),
+        "variant": variant,
+        "depth": rng.choice([0, 1, 2, 9, 9]),
+    }
+    if mode and not (mode == "reentrant" and variant in NO_REENTRANT):
+        args["mode"] = mode
+    args["calls"] = 2 if variant not in ("stashed", "assign") and rng.random() < 0.15 else 1
+    if rng.random() < 0.2:
+        args["accumulate"] = True
+    if loop.weighs:
+        args["weight"] = rng.choice([1.0, 2.0, 0.5, 3.0, 7.0])
+        late = loop.reduction == "normalized" and rng.random() < 0.5
+        if late:
+            args["late"] = True
+        elif rng.random() < 0.15:
+            args |= {"weight": 0.0, "nan": variant != "adversarial"}
+    return args
+
+
+def random_event(rng: random.Random, kind: str, loop: Loop) -> Event:
+    args: dict[str, object] = {}
+    if kind in ("grad", "stash", "model_copy", "ignored", "raising", "critic"):
+        args["seed"] = rng.randrange(1000)
+    if kind in ("grad", "stash", "model_copy", "ignored"):
+        args["depth"] = rng.choice([0, 1, 9])
+    if kind == "raising":
+        args |= {"early": rng.random() < 0.3, "weight": 2.0 if loop.weighs else None}
+    if kind in ("freeze", "hook", "swap", "set_grad"):
+        args["index"] = rng.randrange(20)
+    if kind == "freeze":
+        args["on"] = rng.random() < 0.5
+    if kind == "hook":
+        args["action"] = rng.choice(["scale", "keep", "post_see", "post_halve"])
+    if kind == "set_grad":
+        args["none"] = rng.random() < 0.5
+    if kind == "cast":
+        args["dtype"] = rng.choice(DTYPES)
+    if kind == "copy":
+        args |= {"how": rng.choice(["deepcopy", "pickle", "state_dict"]), "keep": rng.random() < 0.7}
+    if kind == "zero_grad":
+        args |= {"set_to_none": rng.random() < 0.7, "model": rng.random() < 0.3}
+    return Event(kind, args)
+
+
+def random_case(seed: int) -> Case:
+    """Every quantity from `seed`; how odd the case is, too: a quarter of them are plain training."""
+    rng = random.Random(seed)
+    model = random_model(rng)
+    loop = random_loop(rng, model.dtype)
+    odd = rng.choice([0.1, 0.3, 0.6, 0.9])
+    critic_loop = Loop(rng.choice([None, 1, 2, 3]), "sum")
+    events: list[Event] = []
+    for _ in range(rng.randint(5, 12)):
+        while rng.random() < odd * 0.6:
+            events.append(random_event(rng, rng.choices(list(BETWEEN), list(BETWEEN.values()))[0], loop))
+        closure = rng.random() < 0.15
+        backwards = 2 if rng.random() < 0.15 else 1
+        if closure:
+            events.append(Event("closure", random_backward(rng, loop, odd) | {"zero": rng.random() < 0.5}))
+        else:
+            for _ in range(backwards):
+                events.append(Event("backward", random_backward(rng, loop, odd)))
+            if rng.random() < odd * 0.15:
+                events.append(
+                    random_event(
+                        rng, rng.choice(["grad", "inspect", "model_copy", "raising", "unhook"]), loop
+                    )
+                )
+            if rng.random() < odd * 0.3:
+                events.append(Event("edit"))
+            if loop.counted or rng.random() < 0.4:
+                events.append(Event("step"))
+        if loop.counted or rng.random() < 0.5:
+            events.append(
+                Event("zero_grad", {"set_to_none": rng.random() < 0.85, "model": rng.random() < 0.1})
+            )
+    if loop.counted:
+        events.append(Event("flush"))
+    return Case(seed, model, random_optimizer(rng, model), loop, critic_loop, tuple(events))

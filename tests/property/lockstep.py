@@ -1,0 +1,282 @@
+"""Run one case on the wrapper and on stock at once, compare after every event, and shrink what fails."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .oracle import LOW, Collector, Loop, Mismatch, StockManual, dense
+from .world import Case, Event, Make, World
+
+BACKWARD = ("backward", "closure")
+
+
+def exact(case: Case) -> bool:
+    """Whether stock's own loop gives the bits that the wrapper must give."""
+    loop = case.loop
+    plain = loop.reduction == "sum" and loop.accumulate_dtype is None
+    return not loop.counted and plain and case.model.dtype in ("float32", "float64")
+
+
+def stock(case: Case) -> Make:
+    def make(inner: torch.optim.Optimizer, loop: Loop) -> StockManual:
+        return StockManual(inner, loop) if loop is case.loop and exact(case) else Collector(inner, loop)
+
+    return make
+
+
+def legal(case: Case, world: World, event: Event) -> bool:
+    """Whether the contract says what this event does now. Judged on the stock side; others are left out."""
+    opt, kind, counted = world.opt, event.kind, case.loop.counted
+    variant = event.get("variant", "plain")
+    if variant == "stashed" and world.stash is None:
+        return False
+    if (kind == "critic" or variant == "adversarial") and world.critic is None:
+        return False
+    if kind in ("critic", "unhook"):
+        return True
+    if kind == "cast":
+        stateless = not any(opt.inner.state.values())
+        if exact(case):
+            return stateless and event.get("dtype") in ("float32", "float64")
+        return stateless and not opt.dirty and not opt.stale and (counted or not opt.mid_window)
+    if kind == "restore" and (world.saved is None or world.saved_groups != len(opt.param_groups)):
+        return False
+    if isinstance(opt, Collector):
+        return legal_collected(case, opt, event)
+    if kind in ("copy", "save", "restore"):
+        fresh = all(p.grad is None for p in world.params)
+        return not opt.stale if kind != "copy" or event.get("how") == "state_dict" else fresh
+    return kind not in ("edit", "flush", "ignored")
+
+
+def legal_collected(case: Case, opt: Collector, event: Event) -> bool:
+    kind, loop = event.kind, case.loop
+    if kind in BACKWARD or kind == "raising":
+        heavy = event.get("weight") != 0 or opt.window.weight > 0
+        single = not loop.needs_context or not opt.dirty
+        assigns = event.get("variant") == "assign" and (opt.dirty or not loop.counted)
+        return not opt.stale and heavy and single and not assigns and not (kind == "closure" and opt.dirty)
+    if kind == "step":
+        fresh = not opt.stale and all(p.grad is None for p in opt.params)
+        return bool(opt.dirty or (fresh and loop.counted) or (not loop.counted and opt.window.count))
+    if kind == "zero_grad":
+        return not opt.dirty if loop.counted else not (event.get("model") and loop.needs_context)
+    if kind == "flush":
+        return loop.counted and not opt.dirty and not opt.stale
+    if kind == "discard":
+        return not opt.stale
+    if kind == "edit":
+        return loop.counted and opt.dirty and opt.will_update and opt.edits == 1.0
+    if kind == "set_grad":
+        return False
+    if kind in ("copy", "save", "restore", "ignored", "add_group", "freeze", "hook"):
+        clean = not opt.dirty and not opt.stale
+        return clean and (loop.counted or not opt.mid_window) and (kind != "ignored" or loop.counted)
+    return kind in ("grad", "stash", "swap", "rate", "model_copy", "inspect")
+
+
+class Lockstep:
+    def __init__(self, case: Case, make: Make, exposes: bool = True) -> None:
+        self.case, self.exposes = case, exposes
+        self.stock = World(case, stock(case))
+        self.subject = World(case, make)
+        self.diverged = False  # no number is left that could differ
+        self.rough = False  # p.grad may hold raw gradients until the next step
+
+    def play(self, event: Event) -> None:
+        unseen = (
+            event.kind == "zero_grad" and event.get("model") and not (self.exposes or self.case.loop.counted)
+        )
+        if (
+            unseen
+            or not legal(self.case, self.stock, event)
+            or (event.kind == "edit" and not self.editable())
+        ):
+            return
+        self.note(event)
+        self.subject.perform(event)
+        for mine, its in (
+            (self.stock.opt, self.subject.owned),
+            (self.stock.critic_opt, list(self.subject.critic.parameters()) if self.subject.critic else []),
+        ):
+            if mine is not None:
+                mine.witness = [p.grad for p in its]
+        self.stock.perform(event)
+        self.compare(event)
+        if event.kind in ("step", "closure", "flush", "discard") and not self.stock.opt.stale:
+            self.rough = False
+
+    def note(self, event: Event) -> None:
+        odd = event.get("variant") in ("create_graph", "assign")
+        zeroed = event.kind == "zero_grad" and not event.get("set_to_none", True)
+        moved = event.kind in ("freeze", "cast", "restore", "hook", "copy", "add_group", "swap", "ignored")
+        self.rough = self.rough or odd or zeroed or moved
+
+    def editable(self) -> bool:
+        return self.exposes and self.plain() and self.case.loop.reduction in ("mean", "sum")
+
+    def plain(self) -> bool:
+        return not self.rough and not any(p._post_accumulate_grad_hooks for p in self.stock.owned)
+
+    def compare(self, event: Event) -> None:
+        stock, subject = self.stock, self.subject
+        equal(stock.observed, subject.observed, "what hooks and calls showed", self.case)
+        stock.observed.clear(), subject.observed.clear()
+        equal(stock.params, subject.params, "parameter", self.case)
+        for name in ("num_updates", "has_updated"):
+            mine, its = getattr(stock.opt, name), getattr(subject.opt, name)
+            if mine != its:
+                raise Mismatch(f"{name} is {its} and must be {mine}")
+        if self.case.loop.counted:
+            mine, its = stock.opt.window.count, subject.opt.micro_step
+            if mine != its:
+                raise Mismatch(f"micro_step is {its} and must be {mine}")
+            if not stock.opt.dirty and subject.opt.will_update != stock.opt.will_update:
+                raise Mismatch(f"will_update is {subject.opt.will_update}")
+        equal(flat(stock.opt.inner), flat(subject.opt.optimizer), "optimizer state", self.case)
+        self.compare_gradients(event)
+        self.diverged = not all(bool(p.isfinite().all()) for p in stock.params)
+
+    def compare_gradients(self, event: Event) -> None:
+        stock, subject = self.stock, self.subject
+        known = {id(p) for p in stock.owned}
+        strangers = [
+            (a.grad, b.grad)
+            for a, b in zip(stock.params, subject.params, strict=True)
+            if id(a) not in known or exact(self.case)
+        ]
+        equal([a for a, _ in strangers], [b for _, b in strangers], "p.grad", self.case)
+        if exact(self.case) or not self.exposes:
+            return
+        opt = stock.opt
+        if opt.stale:
+            equal(finals(stock), finals(subject), "final p.grad", self.case)
+        elif self.case.loop.counted and event.kind in BACKWARD and opt.dirty and self.plain():
+            self.check_visible(opt.will_update and self.case.loop.reduction != "normalized")
+        elif self.case.loop.counted and not opt.dirty and not self.rough:
+            self.check_visible(False)
+        elif not self.case.loop.counted and self.case.loop.reduction == "sum" and opt.dirty and self.plain():
+            self.check_visible(True)
+
+    def check_visible(self, expected: bool) -> None:
+        """`p.grad` of every owned parameter: None, or the final gradient where there is one."""
+        opt = self.stock.opt
+        if expected is False and self.case.loop.reduction == "normalized" and opt.will_update and opt.dirty:
+            return  # it may or may not be final yet: its weight can still be set
+        for index, p in enumerate(self.subject.owned):
+            total, scale = opt.preview(index) if expected else (None, 1.0)
+            weightless = total is not None and not total.magnitude.any() and self.case.loop.weighs
+            if (p.grad is None) != (total is None) and not weightless:
+                shown = "None" if p.grad is None else "there"
+                raise Mismatch(f"p.grad of parameter {index} is {shown} and must not be")
+            if p.grad is not None and total is not None:
+                total.check(p.grad, scale, f"visible p.grad of parameter {index}")
+
+
+def flat(inner: torch.optim.Optimizer) -> list[Any]:
+    """The bare optimizer's state and options in the order of its parameters."""
+    state = inner.state_dict()
+    found: list[Any] = []
+    for index in sorted(state["state"]):
+        for key in sorted(state["state"][index]):
+            found += [f"{index}.{key}", state["state"][index][key]]
+    return [*found, [{k: v for k, v in group.items() if k != "params"} for group in state["param_groups"]]]
+
+
+def equal(mine: list[Any], its: list[Any], what: str, case: Case) -> None:
+    if len(mine) != len(its):
+        raise Mismatch(f"{what}: {len(its)} and must be {len(mine)}")
+    for index, (a, b) in enumerate(zip(mine, its, strict=True)):
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            low = what.startswith("what hooks") and (a.dtype in LOW or not exact(case))
+            a, b = dense(a), dense(b)
+            same = a.shape == b.shape and (low or (a.dtype == b.dtype and identical(a, b)))
+        else:
+            same = type(a) is type(b) and a == b
+        if not same:
+            raise Mismatch(f"{what} {index}:\n got {b}\n not {a}")
+
+
+def finals(world: World) -> list[Tensor | None]:
+    """The gradients that an update left, in the parameters' dtype: a low-precision one's may show its sum."""
+    return [None if p.grad is None else p.grad.to(p.dtype) for p in world.owned]
+
+
+def identical(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*create_graph=True.*")
+        warnings.filterwarnings("ignore", message=".*None of the inputs have requires_grad.*")
+        yield
+    torch.set_num_threads(threads)
+
+
+def run(case: Case, make: Make, exposes: bool = True) -> None:
+    """Raises at the first event after which the two differ."""
+    with quiet():
+        pair = Lockstep(case, make, exposes)
+        for position, event in enumerate(case.events):
+            if pair.diverged:
+                break
+            try:
+                pair.play(event)
+            except Exception as error:
+                error.args = (f"at event {position} {event}: {type(error).__name__}: {error}",)
+                raise
+        pair.subject.opt.close()
+
+
+def failure(case: Case, make: Make, exposes: bool = True) -> Exception | None:
+    try:
+        run(case, make, exposes)
+    except Exception as error:
+        return error
+    return None
+
+
+def shrink(case: Case, make: Make, exposes: bool = True, budget: int = 400) -> Case:
+    """Fewer events, then fewer oddities, that still fail: greedy, within `budget` runs."""
+    chunk = max(1, len(case.events) // 2)
+    while chunk and budget > 0:
+        start = 0
+        while start < len(case.events) and budget > 0:
+            fewer = replace(case, events=case.events[:start] + case.events[start + chunk :])
+            budget -= 1
+            if failure(fewer, make, exposes) is not None:
+                case = fewer
+            else:
+                start += chunk
+        chunk //= 2
+    for position, event in enumerate(case.events):
+        for name in list(event.args):
+            if name in ("seed", "how", "action", "dtype", "weight", "index"):
+                continue
+            slimmer = Event(event.kind, {k: v for k, v in event.args.items() if k != name})
+            events = (*case.events[:position], slimmer, *case.events[position + 1 :])
+            budget -= 1
+            if budget > 0 and failure(replace(case, events=events), make, exposes) is not None:
+                case, event = replace(case, events=events), slimmer
+    return case
+
+
+def report(case: Case, make: Make, exposes: bool = True) -> str:
+    small = shrink(case, make, exposes)
+    lines = [
+        f"seed {case.seed} fails; run it again with FUSEDACC_SEED={case.seed}",
+        str(failure(small, make, exposes)),
+    ]
+    lines += [f"  {small.model}", f"  {small.optimizer}", f"  {small.loop}", "  events:"]
+    return "\n".join(lines + [f"    {event}" for event in small.events])

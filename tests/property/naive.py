@@ -1,0 +1,270 @@
+"""A hand-written wrapper of the obvious kind, which proves the harness: it must pass, and each broken copy fail.
+
+It collects `p.grad` at `step()`, so it cannot show the final gradient before that (`exposes=False`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .oracle import LOW, Loop
+
+
+class Naive:
+    def __init__(self, optimizer: torch.optim.Optimizer, loop: Loop) -> None:
+        self.optimizer, self.loop = optimizer, loop
+        self.sums: dict[int, Tensor] = {}
+        self.micro_step = self.num_updates = 0
+        self.weight = 0.0
+        self.has_updated = False
+        self.context: SimpleNamespace | None = None
+        self.final: list[Tensor | None] = []  # the gradients that the last update left in p.grad
+
+    def close(self) -> None:
+        """There is nothing to restore."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    @property
+    def params(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    @property
+    def size(self) -> int:
+        return self.loop.size(self.num_updates)
+
+    @property
+    def accumulator_bytes(self) -> int:
+        return sum(s.numel() * s.element_size() for s in self.sums.values())
+
+    @property
+    def will_update(self) -> bool:
+        return not self.loop.counted or self.micro_step == self.size - 1
+
+    @contextmanager
+    def accumulate(self, weight: float | None = None) -> Iterator[SimpleNamespace]:
+        self.context = SimpleNamespace(weight=weight)
+        yield self.context
+        if not self.loop.counted:
+            self.end_micro_batch()
+
+    @contextmanager
+    def ignore(self) -> Iterator[None]:
+        yield
+
+    def ran(self) -> bool:
+        shown = {id(gradient) for gradient in self.final}
+        return any(p.grad is not None and id(p.grad) not in shown for p in self.params)
+
+    def collect(self, weight: float) -> None:
+        factor = weight if self.loop.reduction == "weighted" else 1.0
+        for index, p in enumerate(self.params):
+            if p.grad is None:
+                continue
+            gradient = p.grad.detach().to_dense() if p.grad.is_sparse else p.grad.detach()
+            gradient = gradient.to(torch.float32 if p.dtype in LOW else p.dtype) * factor
+            p.grad = None
+            if weight == 0 and self.loop.weighs:
+                continue
+            self.sums[index] = gradient if index not in self.sums else self.sums[index] + gradient
+
+    def end_micro_batch(self) -> None:
+        weight = self.context.weight if self.loop.weighs and self.context is not None else 1.0
+        self.collect(weight)
+        self.micro_step += 1
+        self.weight += weight
+        self.context = None
+
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.has_updated = False
+        if self.loop.counted:
+            if not self.ran():
+                return loss
+            self.end_micro_batch()
+        elif not self.loop.needs_context:
+            self.end_micro_batch()
+        if not self.loop.counted or self.micro_step == self.size:
+            self.update()
+        return loss
+
+    def flush(self) -> None:
+        self.has_updated = False
+        if self.micro_step:
+            self.update()
+
+    def reduced(self, total: Tensor) -> Tensor:
+        divisor = {"mean": self.micro_step, "sum": 1}.get(self.loop.reduction, self.weight)
+        return total / divisor
+
+    def update(self) -> None:
+        for index, p in enumerate(self.params):
+            total = self.sums.get(index)
+            p.grad = None if total is None else torch.empty_like(p).copy_(self.reduced(total))
+        self.optimizer.step()
+        self.num_updates += 1
+        self.has_updated = True
+        self.final = [p.grad for p in self.params]
+        self.clear()
+
+    def clear(self) -> None:
+        self.sums, self.micro_step, self.weight = {}, 0, 0.0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none or not self.final)
+        if not self.loop.counted and not self.final:
+            self.clear()
+        self.final = []
+
+    def discard(self) -> None:
+        self.optimizer.zero_grad()
+        self.clear()
+        self.context = None
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        self.optimizer.add_param_group(group)
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {"sums": dict(self.sums), "counts": [self.micro_step, self.num_updates, self.weight]}
+        return {"inner": self.optimizer.state_dict(), **own}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["inner"])
+        self.sums = dict(state["sums"])
+        self.micro_step, self.num_updates, self.weight = state["counts"]
+        self.final, self.has_updated = [], False
+
+
+class ForgetsTheRemainder(Naive):
+    """Divides a part-filled window by the full window's size."""
+
+    def reduced(self, total: Tensor) -> Tensor:
+        return (
+            total / self.size
+            if self.loop.counted and self.loop.reduction == "mean"
+            else super().reduced(total)
+        )
+
+
+class FillsWithZeros(Naive):
+    """Gives zeros to parameters that had no gradient."""
+
+    def update(self) -> None:
+        for index, p in enumerate(self.params):
+            self.sums.setdefault(index, torch.zeros_like(p))
+        super().update()
+
+
+class ClearsTooSoon(Naive):
+    """Its `zero_grad` drops a counted window's sums."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self.sums = {}
+
+
+class CountsEmptySteps(Naive):
+    def ran(self) -> bool:
+        return True
+
+
+class KeepsTheGradient(Naive):
+    """Leaves the last window's sums in the next."""
+
+    def clear(self) -> None:
+        sums = self.sums
+        super().clear()
+        self.sums = sums
+
+
+class SumsInLowPrecision(Naive):
+    def collect(self, weight: float) -> None:
+        super().collect(weight)
+        for index, p in enumerate(self.params):
+            if index in self.sums:
+                self.sums[index] = self.sums[index].to(p.dtype).float()
+
+
+class IgnoresWeights(Naive):
+    def reduced(self, total: Tensor) -> Tensor:
+        return total / max(self.micro_step, 1) if self.loop.weighs else super().reduced(total)
+
+
+class AddsWeightlessNan(Naive):
+    def collect(self, weight: float) -> None:
+        super().collect(weight if weight else 1e-30)
+
+
+class SkipsFrozen(Naive):
+    """Drops what a parameter had summed before it was frozen."""
+
+    def update(self) -> None:
+        for index, p in enumerate(self.params):
+            if not p.requires_grad:
+                self.sums.pop(index, None)
+        super().update()
+
+
+class LosesOnRestart(Naive):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state | {"sums": {}})
+
+
+class LosesOnCopy(Naive):
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state | {"sums": {}})
+
+
+class AddsIgnored(Naive):
+    """Takes a backward under `ignore()` for a micro-batch."""
+
+    @contextmanager
+    def ignore(self) -> Iterator[None]:
+        yield
+        self.collect(1.0)
+
+
+class KeepsDiscarded(Naive):
+    def discard(self) -> None:
+        self.optimizer.zero_grad()
+
+
+class MissesNewGroups(Naive):
+    def __init__(self, optimizer: torch.optim.Optimizer, loop: Loop) -> None:
+        super().__init__(optimizer, loop)
+        self.first_groups = len(optimizer.param_groups)
+
+    def collect(self, weight: float) -> None:
+        for group in self.param_groups[self.first_groups :]:
+            for p in group["params"]:
+                p.grad = None
+        super().collect(weight)
+
+
+BROKEN = (
+    ForgetsTheRemainder,
+    FillsWithZeros,
+    ClearsTooSoon,
+    CountsEmptySteps,
+    KeepsTheGradient,
+    SumsInLowPrecision,
+    IgnoresWeights,
+    AddsWeightlessNan,
+    SkipsFrozen,
+    LosesOnRestart,
+    LosesOnCopy,
+    AddsIgnored,
+    KeepsDiscarded,
+    MissesNewGroups,
+)

@@ -1,0 +1,38 @@
+"""The property test tested: an honest wrapper passes it, and each of the broken ones is found out."""
+
+from __future__ import annotations
+
+import pytest
+
+from .events import random_case
+from .lockstep import exact, failure, run, stock
+from .naive import BROKEN, Naive
+
+CASES = [case for case in map(random_case, range(200)) if not exact(case)]
+
+
+def stand_in(case):
+    """The case's own oracle, looking like a wrapper."""
+
+    def make(inner, loop):
+        subject = stock(case)(inner, loop)
+        subject.optimizer = inner
+        return subject
+
+    return make
+
+
+def test_an_honest_wrapper_passes():
+    for case in CASES[:60]:
+        run(case, Naive, exposes=False)
+
+
+def test_two_stock_interpreters_never_differ():
+    """What the harness compares is deterministic."""
+    for case in map(random_case, range(60)):
+        run(case, stand_in(case), exposes=exact(case))
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
+def test_a_broken_wrapper_is_found_out(broken):
+    assert any(failure(case, broken, exposes=False) is not None for case in CASES)

@@ -1,0 +1,357 @@
+"""One network, its optimizer (wrapped, or an oracle) and what a user does to them."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .models import Network, build, loss_of
+from .oracle import Loop
+
+
+@dataclass(frozen=True)
+class Event:
+    kind: str
+    args: dict[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"Event({self.kind!r}, {self.args})"
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.args.get(name, default)
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    name: str
+    options: tuple[tuple[str, Any], ...]
+    groups: int = 1
+
+    def make(self, groups: list[list[Tensor]]) -> torch.optim.Optimizer:
+        factory = getattr(torch.optim, self.name)
+        return factory([{"params": group} for group in groups], **dict(self.options))
+
+
+@dataclass(frozen=True)
+class Case:
+    seed: int
+    model: Any
+    optimizer: OptimizerSpec
+    loop: Loop
+    critic_loop: Loop
+    events: tuple[Event, ...]
+
+
+class Halt(RuntimeError):
+    """Raised by a hook in mid-backward."""
+
+
+Make = Callable[[torch.optim.Optimizer, Loop], Any]
+
+
+class World:
+    """`observed` collects what hooks and calls showed the user, for comparison."""
+
+    def __init__(self, case: Case, make: Make) -> None:
+        self.case, self.make = case, make
+        self.model, self.critic = build(case.model)
+        spare = {id(p) for i in case.model.spare for p in self.model.blocks[i].parameters()}
+        owned = [p for p in self.model.parameters() if id(p) not in spare]
+        half = (len(owned) + 1) // 2
+        groups = [owned] if case.optimizer.groups == 1 else [owned[:half], owned[half:]]
+        self.opt = make(case.optimizer.make(groups), case.loop)
+        self.critic_opt = None
+        if self.critic is not None:
+            inner = torch.optim.SGD(self.critic.parameters(), lr=0.1, momentum=0.9)
+            self.critic_opt = make(inner, case.critic_loop)
+        self.observed: list[Tensor | None] = []
+        self.handles: list[Any] = []
+        self.saved: tuple[dict[str, Any], bytes] | None = None
+        self.saved_groups = 0
+        self.stash: Tensor | None = None
+
+    # What the comparison reads.
+
+    @property
+    def params(self) -> list[Tensor]:
+        return list(self.model.parameters())
+
+    @property
+    def owned(self) -> list[Tensor]:
+        return [p for group in self.opt.param_groups for p in group["params"]]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.head.bias.dtype
+
+    # Forward and backward.
+
+    def loss(self, event: Event, model: Network | None = None) -> Tensor:
+        model = self.model if model is None else model
+        inputs = model.inputs(event.get("seed"))
+        output = model(inputs, event.get("depth", 9), event.get("mode"))
+        return loss_of(output, event.get("seed"), event.get("loss", "mean"))
+
+    def backward(self, event: Event) -> None:
+        variant = event.get("variant", "plain")
+        loss = self.stash if variant == "stashed" else self.loss(event)
+        self.stash = None
+        if event.get("nan"):
+            loss = loss * float("nan")
+        if variant == "inputs":
+            picked = [
+                p for i, p in enumerate(self.params) if p.requires_grad and i % 2 == event.get("seed") % 2
+            ]
+            loss.backward(inputs=[*picked, self.model.head.bias])
+        elif variant == "create_graph":
+            loss.backward(create_graph=True)
+        elif variant == "penalty":
+            leaves = [p for p in self.params if p.requires_grad]
+            gradients = torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)
+            (loss + 0.01 * sum(g.pow(2).sum() for g in gradients if g is not None)).backward()
+        elif variant == "retain":
+            loss.backward(retain_graph=True)
+            self.finished(True)
+            loss.backward()
+        elif variant == "assign":
+            for p, gradient in zip(self.owned, self.gradients(loss, self.owned), strict=True):
+                if gradient is not None:
+                    p.grad = gradient
+        elif variant == "thread":
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(loss.backward).result()
+        elif variant == "adversarial":
+            with self.critic_opt.ignore():
+                self.critic(self.model(self.model.inputs(event.get("seed")), 9, None)).mean().backward()
+        else:
+            loss.backward()
+        self.finished(event.get("mode") == "reentrant" or variant in ("assign", "create_graph"))
+
+    @staticmethod
+    def gradients(loss: Tensor, params: list[Tensor]) -> list[Tensor | None]:
+        leaves = [p for p in params if p.requires_grad]
+        found = iter(torch.autograd.grad(loss, leaves, allow_unused=True))
+        return [next(found) if p.requires_grad else None for p in params]
+
+    def finished(self, several: bool) -> None:
+        """Oracles collect after each backward."""
+        if hasattr(self.opt, "after_backward"):
+            self.opt.after_backward(several)
+
+    def context(self, event: Event) -> AbstractContextManager[Any]:
+        if not self.case.loop.needs_context and not event.get("accumulate"):
+            return nullcontext()
+        return self.opt.accumulate() if event.get("late") else self.opt.accumulate(weight=event.get("weight"))
+
+    def perform(self, event: Event) -> None:
+        torch.manual_seed(0)
+        getattr(self, f"do_{event.kind}")(event)
+
+    # The user's actions.
+
+    def do_backward(self, event: Event) -> None:
+        with self.context(event) as micro_batch:
+            for _ in range(event.get("calls", 1)):
+                self.backward(event)
+            if event.get("late"):
+                micro_batch.weight = event.get("weight")
+
+    def do_closure(self, event: Event) -> None:
+        def closure() -> Tensor:
+            if event.get("zero"):
+                self.opt.zero_grad()
+            self.do_backward(event)
+            return torch.tensor(float(event.get("seed")))
+
+        self.observed.append(self.opt.step(closure))
+
+    def do_raising(self, event: Event) -> None:
+        """early: before any gradient has arrived, so that the micro-batch can simply be repeated."""
+
+        def halt(*_: Any) -> None:
+            raise Halt
+
+        loss = self.loss(event)
+        handle = (loss if event.get("early") else self.model.front.weight).register_hook(halt)
+        try:
+            with self.context(event):
+                loss.backward()
+        except Halt:
+            self.observed.append(torch.ones(()))
+        else:
+            self.observed.append(torch.zeros(()))
+        handle.remove()
+        if not event.get("early"):
+            self.opt.discard()
+
+    def do_step(self, event: Event) -> None:
+        self.opt.step()
+
+    def do_zero_grad(self, event: Event) -> None:
+        if event.get("model"):
+            self.model.zero_grad()
+            if hasattr(self.opt, "after_backward"):
+                self.opt.zero_grad()
+        else:
+            self.opt.zero_grad(set_to_none=event.get("set_to_none", True))
+
+    def do_flush(self, event: Event) -> None:
+        self.opt.flush()
+
+    def do_discard(self, event: Event) -> None:
+        self.opt.discard()
+
+    def do_ignored(self, event: Event) -> None:
+        with self.opt.ignore():
+            self.loss(event).backward()
+        self.opt.zero_grad()
+
+    def do_critic(self, event: Event) -> None:
+        self.critic_opt.zero_grad()
+        with torch.no_grad():
+            sample = self.model(self.model.inputs(event.get("seed")), 9, None)
+        self.critic(sample).pow(2).mean().backward()
+        if hasattr(self.critic_opt, "after_backward"):
+            self.critic_opt.after_backward(False)
+        self.critic_opt.step()
+
+    def do_grad(self, event: Event) -> None:
+        self.observed += self.gradients(self.loss(event), self.params)
+
+    def do_stash(self, event: Event) -> None:
+        self.stash = self.loss(event)
+
+    def do_edit(self, event: Event) -> None:
+        if hasattr(self.opt, "edits"):
+            self.opt.edits *= 0.5
+        else:
+            for p in self.owned:
+                if p.grad is not None:
+                    p.grad.mul_(0.5)
+
+    def do_hook(self, event: Event) -> None:
+        p = self.params[event.get("index") % len(self.params)]
+        if not p.requires_grad:
+            return
+        actions: dict[str, Callable[[Any], Any]] = {
+            "scale": lambda g: g * 1.5,
+            "keep": lambda g: self.observed.append(g),
+            "post_see": lambda q: self.observed.append(q.grad.detach().clone()),
+            "post_halve": halve,
+        }
+        action = event.get("action")
+        if action.startswith("post"):
+            self.handles.append(p.register_post_accumulate_grad_hook(actions[action]))
+        else:
+            self.handles.append(p.register_hook(actions[action]))
+
+    def do_unhook(self, event: Event) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.handles = []
+
+    def do_freeze(self, event: Event) -> None:
+        blocks = self.model.blocks
+        blocks[event.get("index") % len(blocks)].requires_grad_(event.get("on", False))
+
+    def do_cast(self, event: Event) -> None:
+        self.stash = None
+        self.model.to(getattr(torch, event.get("dtype")))
+        if self.critic is not None:
+            self.critic.to(getattr(torch, event.get("dtype")))
+
+    def do_swap(self, event: Event) -> None:
+        """A parameter gets new storage, as after loading in place of copying."""
+        p = self.params[event.get("index") % len(self.params)]
+        p.data = p.data.clone()
+
+    def do_rate(self, event: Event) -> None:
+        for group in self.opt.param_groups:
+            group["lr"] *= 0.5
+
+    def do_add_group(self, event: Event) -> None:
+        known = {id(p) for p in self.owned}
+        new = [p for p in self.params if id(p) not in known]
+        for p in new:
+            p.grad = None
+        if new:
+            self.opt.add_param_group({"params": new})
+
+    def do_set_grad(self, event: Event) -> None:
+        p = self.owned[event.get("index") % len(self.owned)]
+        if not (p.grad is not None and p.grad.is_sparse):
+            p.grad = None if event.get("none") else torch.full_like(p, 0.25)
+
+    def do_model_copy(self, event: Event) -> None:
+        """A deep-copied model is stock: training it shows in its own `p.grad` and nowhere else."""
+        twin = copy.deepcopy(self.model)
+        for _ in range(2):
+            self.loss(event, twin).backward()
+        self.observed += [None if p.grad is None else dense(p.grad) for p in twin.parameters()]
+
+    def do_inspect(self, event: Event) -> None:
+        repr(self.opt)
+        if hasattr(self.opt, "explain"):
+            str(self.opt.explain())
+            _ = (self.opt.accumulator_bytes, self.opt.micro_step, self.opt.will_update)
+
+    # Copies, files and restarts.
+
+    def do_copy(self, event: Event) -> None:
+        self.stash = None
+        how = event.get("how")
+        if how == "state_dict":
+            model, opt = self.restarted()
+        elif how == "deepcopy":
+            model, opt = copy.deepcopy((self.model, self.opt))
+        else:
+            model, opt = pickle.loads(pickle.dumps((self.model, self.opt)))
+        if event.get("keep", True):
+            self.model, self.opt, self.handles = model, opt, []
+
+    def restarted(self) -> tuple[Network, Any]:
+        file = io.BytesIO()
+        state = self.opt.state_dict()
+        torch.save({"model": self.model.state_dict(), "optimizer": state}, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=not hasattr(self.opt, "after_backward"))
+        model, _ = build(self.case.model)
+        model.to(self.dtype).load_state_dict(loaded["model"])
+        for new, old in zip(model.parameters(), self.params, strict=True):
+            new.requires_grad_(old.requires_grad)
+        twin = {id(old): new for old, new in zip(self.params, model.parameters(), strict=True)}
+        groups = [[twin[id(p)] for p in group["params"]] for group in self.opt.param_groups]
+        opt = self.make(self.case.optimizer.make(groups), self.case.loop)
+        opt.load_state_dict(loaded["optimizer"])
+        return model, opt
+
+    def do_save(self, event: Event) -> None:
+        file = io.BytesIO()
+        torch.save(self.opt.state_dict(), file)
+        self.saved = copy.deepcopy(self.model.state_dict()), file.getvalue()
+        self.saved_groups = len(self.opt.param_groups)
+
+    def do_restore(self, event: Event) -> None:
+        self.stash = None
+        model, optimizer = self.saved
+        self.model.load_state_dict(model)
+        stock = hasattr(self.opt, "after_backward")
+        self.opt.load_state_dict(torch.load(io.BytesIO(optimizer), weights_only=not stock))
+
+
+def halve(p: Tensor) -> None:
+    if not p.grad.requires_grad:
+        p.grad.mul_(0.5)
+
+
+def dense(tensor: Tensor) -> Tensor:
+    return tensor.to_dense() if tensor.is_sparse else tensor
