@@ -91,6 +91,13 @@ def _check_fake(accumulators: Sequence[Tensor], gradients: Sequence[Tensor]) -> 
                 )
 
 
+def _check_not_meta(plan: Tensor, gradients: Sequence[Tensor], scale_tensor: Tensor | None) -> None:
+    """A meta tensor among real ones brings a call here; without this it would return with nothing done."""
+    others = [scale_tensor] if scale_tensor is not None else []
+    if plan.device.type != "meta" and any(tensor.device.type == "meta" for tensor in (*gradients, *others)):
+        raise RuntimeError("fusedacc: a gradient or the scale is on meta")
+
+
 def _register_fakes() -> None:
     @torch.library.register_fake("fusedacc::scale_accumulate_")
     def _(
@@ -101,6 +108,8 @@ def _register_fakes() -> None:
         overwrite: Sequence[bool] = (),
     ) -> None:
         _check_fake(accumulators, gradients)
+        if accumulators:
+            _check_not_meta(accumulators[0], gradients, scale_tensor)
 
     @torch.library.register_fake("fusedacc::prepare")
     def _(accumulators: list[Tensor]) -> Tensor:
@@ -116,7 +125,7 @@ def _register_fakes() -> None:
         scale: float = 1.0,
         overwrite: Sequence[bool] = (),
     ) -> None:
-        return None
+        _check_not_meta(plan, gradients, scale_tensor)
 
 
 load_error()

@@ -2,9 +2,8 @@
 
 Rounding. float32 and float64 sums are one fused multiply-add: torch's own `add_(alpha=)` and `addcmul_`
 contract to one on every device with the instruction (all CUDA devices, CPUs with AVX2). 16-bit sums are
-computed in float32 and rounded once to the accumulator. On a CPU without fused multiply-add, the product is
-rounded before it is added: one more rounding, and the only place where this path differs from the compiled
-backends by more than nothing.
+computed in float32 and rounded once to the accumulator. Two exceptions, where the product is rounded before
+it is added: a CPU without the instruction, and, in torch's CPU loops, an expanded gradient.
 
 Memory. Nothing is allocated for float32 and float64 accumulators beyond the cast copy that torch makes on a
 CPU of a 16-bit gradient (one tensor at a time); a 16-bit accumulator with a scale other than 1 takes a

@@ -107,7 +107,8 @@ def tolerance(
         allowed = allowed + value * torch.finfo(wide).eps
     if not fused:
         allowed = allowed + product * (torch.finfo(wide).eps / 2) * (1 + torch.finfo(dtype).eps)
-    return allowed + largest * torch.finfo(torch.float64).eps + torch.finfo(dtype).smallest_normal * 2**-10
+    subnormal = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    return allowed + largest * torch.finfo(torch.float64).eps + subnormal
 
 
 def assert_matches_oracle(

@@ -1,0 +1,248 @@
+"""The list-level API on a CPU: what it computes, on every backend that can run here."""
+
+from __future__ import annotations
+
+import itertools
+
+import hypothesis
+import pytest
+import torch
+from cases import (
+    GRADIENT_LAYOUTS,
+    LAYOUTS,
+    PAIR_IDS,
+    PAIRS,
+    assert_matches_oracle,
+    copies,
+    random_lists,
+    random_tensor,
+)
+from hypothesis import strategies as st
+
+from fusedacc import functional
+
+# Around the widths of vector registers, of the kernels' blocks and of one program's chunk.
+SHAPES = [(), (0,), (1,), (7,), (3, 5), (4, 0, 2), (2, 3, 4, 5), (1023,), (1024,), (16385,)]
+
+
+def fused(backend: str) -> bool:
+    """Whether a multiply-add is always rounded once: never by Triton's interpreter, and not by torch's own
+    loops where an operand is expanded."""
+    return backend in ("cuda", "cpu")
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=PAIR_IDS)
+@pytest.mark.parametrize("overwrite", [False, True, "some"])
+@pytest.mark.parametrize("scale", [1.0, 0.37, torch.tensor(-1.7), torch.tensor(0.3, dtype=torch.float64)])
+def test_matches_the_oracle(pair, overwrite, scale, cpu_backend, generator):
+    accumulators, gradients = random_lists([pair], SHAPES, generator)
+    if overwrite == "some":
+        overwrite = [index % 3 == 0 for index in range(len(accumulators))]
+    before = copies(accumulators)
+    functional.scale_accumulate_(accumulators, gradients, scale, overwrite=overwrite, backend=cpu_backend)
+    assert_matches_oracle(accumulators, before, gradients, scale, overwrite, fused=fused(cpu_backend))
+
+
+@pytest.mark.parametrize(
+    ("layout", "gradient_layout"), list(itertools.product(LAYOUTS, GRADIENT_LAYOUTS)), ids=str
+)
+def test_any_strides(layout, gradient_layout, cpu_backend, generator):
+    shapes = [(3, 5), (2, 3, 4, 5), (9, 33), (6,), (1, 4), (0, 3)]
+    accumulators, gradients = random_lists(
+        PAIRS, shapes, generator, layout=layout, gradient_layout=gradient_layout
+    )
+    strides = [tensor.stride() for tensor in accumulators]
+    before = copies(accumulators)
+    functional.scale_accumulate_(accumulators, gradients, 0.7, backend=cpu_backend)
+    assert [tensor.stride() for tensor in accumulators] == strides
+    assert_matches_oracle(accumulators, before, gradients, 0.7, False, fused=fused(cpu_backend))
+
+
+def test_gaps_between_elements_are_not_written(cpu_backend):
+    room = torch.zeros(4, 10)
+    functional.scale_accumulate_([room[:, 1::3]], [torch.ones(4, 3)], backend=cpu_backend)
+    expected = torch.zeros(4, 10)
+    expected[:, 1::3] = 1
+    assert torch.equal(room, expected)
+
+
+def test_one_is_exactly_a_sum(cpu_backend, generator):
+    accumulators, gradients = random_lists(PAIRS, [(1000,)], generator)
+    expected = [
+        (accumulator.to(wide) + gradient.to(wide)).to(accumulator.dtype)
+        for accumulator, gradient in zip(accumulators, gradients, strict=True)
+        for wide in [torch.float64 if accumulator.dtype == torch.float64 else torch.float32]
+    ]
+    functional.scale_accumulate_(accumulators, gradients, backend=cpu_backend)
+    assert all(map(torch.equal, accumulators, expected))
+
+
+def test_ties_round_to_even(cpu_backend):
+    for dtype in (torch.bfloat16, torch.float16):
+        step = torch.finfo(dtype).eps
+        # 1 and 1 + step, each with half a step added: down to the even 1, up to the even 1 + 2 * step.
+        accumulators = [torch.tensor([1.0, 1.0 + step], dtype=dtype)]
+        functional.scale_accumulate_(accumulators, [torch.full((2,), step / 2)], backend=cpu_backend)
+        assert accumulators[0].tolist() == [1.0, 1.0 + 2 * step]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # the interpreter's numpy says so
+def test_inf_nan_overflow_and_signed_zero(cpu_backend):
+    inf, nan = float("inf"), float("nan")
+    for gradient_dtype, accumulator_dtype in PAIRS:
+        accumulators = [torch.tensor([1.0, inf, 1.0, inf, -0.0, 0.0], dtype=accumulator_dtype)]
+        gradients = [torch.tensor([inf, -inf, nan, 1.0, -0.0, -0.0], dtype=gradient_dtype)]
+        functional.scale_accumulate_(accumulators, gradients, 2.0, backend=cpu_backend)
+        expected = torch.tensor([inf, nan, nan, inf, -0.0, 0.0], dtype=torch.float64)
+        torch.testing.assert_close(accumulators[0].double(), expected, rtol=0, atol=0, equal_nan=True)
+        assert accumulators[0].signbit()[4:].tolist() == [True, False]
+        # An overwritten accumulator is not read, and a product of -0 keeps its sign.
+        accumulators = [torch.full((4,), nan, dtype=accumulator_dtype)]
+        gradients = [torch.tensor([1.0, -0.0, inf, -2.0], dtype=gradient_dtype)]
+        functional.scale_accumulate_(accumulators, gradients, 0.5, overwrite=True, backend=cpu_backend)
+        assert accumulators[0].tolist() == [0.5, 0.0, inf, -1.0]
+        assert accumulators[0].signbit().tolist() == [False, True, False, True]
+    large = [torch.tensor([60000.0], dtype=torch.float16)]
+    functional.scale_accumulate_(large, [torch.tensor([60000.0])], backend=cpu_backend)
+    assert large[0].item() == inf
+
+
+def test_a_gradient_may_be_its_accumulator(cpu_backend, generator):
+    for layout in LAYOUTS:
+        accumulators = [random_tensor((3, 5, 7), dtype, generator, layout) for dtype, _ in PAIRS[:4]]
+        before = copies(accumulators)
+        functional.scale_accumulate_(
+            accumulators, accumulators, 0.25, overwrite=[True, False, True, False], backend=cpu_backend
+        )
+        for index, (result, old) in enumerate(zip(accumulators, before, strict=True)):
+            assert torch.equal(result, old * (0.25 if index % 2 == 0 else 1.25))
+
+
+def test_empty_lists(cpu_backend):
+    functional.scale_accumulate_([], [], backend=cpu_backend)
+    functional.prepare([], backend=cpu_backend)([])
+    functional.scale_accumulate_((), (), torch.tensor(2.0), overwrite=[], backend=cpu_backend)
+
+
+def test_many_dimensions(generator):
+    shape = (2, 1) * 10
+    accumulator = random_tensor(shape, torch.float32, generator)
+    gradient = random_tensor(shape, torch.float32, generator, "transposed")
+    before = copies([accumulator])
+    functional.scale_accumulate_([accumulator], [gradient], 0.3)
+    assert_matches_oracle([accumulator], before, [gradient], 0.3, False)
+    # Nothing can be merged here: more dimensions than a compiled loop takes.
+    room = torch.zeros((3,) * 17, dtype=torch.float16)
+    corner = (slice(None, None, 2),) * 17
+    other = torch.zeros((2,) * 17, dtype=torch.float16)
+    functional.scale_accumulate_([other], [room[corner] + 1])
+    functional.scale_accumulate_([room[corner]], [other], 2.0)
+    assert (room[corner] == 2).all()
+    assert room.sum(dtype=torch.float64).item() == 2**18
+
+
+def test_plan_equals_fresh_bit_for_bit(cpu_backend, generator):
+    accumulators, gradients = random_lists(PAIRS, [(), (0,), (3, 5), (1500,)], generator)
+    fresh = copies(accumulators)
+    plan = functional.prepare(accumulators, backend=cpu_backend)
+    assert plan.backends == (cpu_backend,)
+    flags = [index % 2 == 0 for index in range(len(fresh))]
+    for scale, overwrite in [(0.3, False), (0.3, flags), (torch.tensor(0.6), True), (0.3, False)]:
+        plan(gradients, scale, overwrite=overwrite)
+        functional.scale_accumulate_(fresh, gradients, scale, overwrite=overwrite, backend=cpu_backend)
+        assert all(map(torch.equal, accumulators, fresh))
+    for gradient in gradients:
+        gradient.mul_(3)
+    other = [gradient.clone() for gradient in gradients]
+    plan(gradients, 0.3)
+    plan(other, 0.5)
+    functional.scale_accumulate_(fresh, gradients, 0.3, backend=cpu_backend)
+    functional.scale_accumulate_(fresh, other, 0.5, backend=cpu_backend)
+    assert all(map(torch.equal, accumulators, fresh))
+
+
+def test_plan_takes_other_gradient_dtypes_call_by_call(cpu_backend, generator):
+    accumulators = [torch.zeros(5), torch.zeros(2000)]
+    plan = functional.prepare(accumulators, backend=cpu_backend)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float32):
+        plan([torch.ones(5, dtype=dtype), torch.ones(2000)])
+    assert [tensor.unique().tolist() for tensor in accumulators] == [[4.0], [4.0]]
+
+
+def test_a_plan_keeps_the_memory_it_was_prepared_with(cpu_backend):
+    accumulator = torch.zeros(1000)
+    old = accumulator.detach()
+    plan = functional.prepare([accumulator], backend=cpu_backend)
+    accumulator.data = torch.zeros(1000)
+    plan([torch.ones(1000)])
+    assert old.eq(1).all()
+    assert accumulator.eq(0).all()
+
+
+def test_versions_are_bumped(cpu_backend):
+    leaf = torch.ones(3, requires_grad=True)
+    saved = torch.ones(3)
+    loss = (leaf * saved).sum()
+    functional.scale_accumulate_([saved], [torch.ones(3)], backend=cpu_backend)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    arena = torch.zeros(8)
+    accumulators = [arena[:4], arena[4:], torch.zeros(2)]
+    plan = functional.prepare(accumulators, backend=cpu_backend)
+    versions = [tensor._version for tensor in accumulators]
+    plan([torch.ones(4), torch.ones(4), torch.ones(2)])
+    assert all(now._version > then for now, then in zip(accumulators, versions, strict=True))
+
+
+def test_nothing_is_recorded_by_autograd(cpu_backend):
+    accumulator = torch.zeros(3, requires_grad=True)
+    gradient = torch.ones(3, requires_grad=True)
+    functional.scale_accumulate_([accumulator], [gradient * 2], 0.5, backend=cpu_backend)
+    assert accumulator.is_leaf
+    assert accumulator.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_meta_tensors_and_subclasses_take_the_eager_path():
+    class Tagged(torch.Tensor):
+        pass
+
+    sums = [torch.zeros(3, device="meta"), torch.zeros(3).as_subclass(Tagged), torch.zeros(3)]
+    fresh = [torch.ones(3, device="meta"), torch.ones(3).as_subclass(Tagged), torch.ones(3)]
+    functional.scale_accumulate_(sums, fresh, 0.5)
+    assert type(sums[1]) is Tagged
+    assert sums[1].tolist() == sums[2].tolist() == [0.5] * 3
+
+
+@st.composite
+def lists(draw):
+    """Accumulators and gradients of random shapes, layouts and dtype pairs, a scale and overwrite flags."""
+    seed = draw(st.integers(0, 2**32 - 1))
+    generator = torch.Generator().manual_seed(seed)
+    accumulators, gradients = [], []
+    for _ in range(draw(st.integers(0, 6))):
+        gradient_dtype, accumulator_dtype = draw(st.sampled_from(PAIRS))
+        shape = draw(st.lists(st.integers(0, 9), max_size=4))
+        accumulators.append(
+            random_tensor(shape, accumulator_dtype, generator, draw(st.sampled_from(LAYOUTS)))
+        )
+        gradients.append(
+            random_tensor(shape, gradient_dtype, generator, draw(st.sampled_from(GRADIENT_LAYOUTS)))
+        )
+    number = draw(st.one_of(st.sampled_from([0.0, 1.0, -1.0, 1 / 3]), st.floats(-8, 8)))
+    dtype = draw(st.sampled_from([None, torch.float64, torch.float32, torch.bfloat16, torch.float16]))
+    scale = number if dtype is None else torch.tensor(number, dtype=dtype)
+    count = len(accumulators)
+    overwrite = draw(st.one_of(st.booleans(), st.lists(st.booleans(), min_size=count, max_size=count)))
+    return accumulators, gradients, scale, overwrite
+
+
+@hypothesis.settings(max_examples=40, deadline=None, derandomize=True)
+@hypothesis.given(case=lists(), prepared=st.booleans())
+def test_random_lists(cpu_backend, case, prepared):
+    accumulators, gradients, scale, overwrite = case
+    before = copies(accumulators)
+    if prepared:
+        functional.prepare(accumulators, backend=cpu_backend)(gradients, scale, overwrite=overwrite)
+    else:
+        functional.scale_accumulate_(accumulators, gradients, scale, overwrite=overwrite, backend=cpu_backend)
+    assert_matches_oracle(accumulators, before, gradients, scale, overwrite, fused=fused(cpu_backend))
