@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .oracle import LOW, Collector, Loop, Mismatch, StockManual, dense
+from .oracle import LOW, Collector, Loop, Mismatch, StockManual, dense, difference
 from .world import Case, Event, Make, World
 
 BACKWARD = ("backward", "closure")
@@ -194,23 +195,26 @@ def equal(mine: list[Any], its: list[Any], what: str, case: Case) -> None:
     if len(mine) != len(its):
         raise Mismatch(f"{what}: {len(its)} and must be {len(mine)}")
     for index, (a, b) in enumerate(zip(mine, its, strict=True)):
-        if isinstance(a, Tensor) and isinstance(b, Tensor):
-            low = what.startswith("what hooks") and (a.dtype in LOW or not exact(case))
-            a, b = dense(a), dense(b)
-            same = a.shape == b.shape and (low or (a.dtype == b.dtype and identical(a, b)))
-        else:
-            same = type(a) is type(b) and a == b
-        if not same:
-            raise Mismatch(f"{what} {index}:\n got {b}\n not {a}")
+        if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+            if type(a) is not type(b) or a != b:
+                shown = [tuple(x.shape) if isinstance(x, Tensor) else x for x in (a, b)]
+                raise Mismatch(f"{what} {index} is {shown[1]} and must be {shown[0]}")
+            continue
+        loose = what.startswith("what hooks") and (a.dtype in LOW or not exact(case))
+        a, b = dense(a), dense(b)
+        if a.shape != b.shape or (a.dtype != b.dtype and not loose):
+            raise Mismatch(
+                f"{what} {index} is {b.dtype} {tuple(b.shape)} and must be {a.dtype} {tuple(a.shape)}"
+            )
+        if not loose and not torch.equal(a, b):
+            wrong = ~((a == b) | (a.isnan() & b.isnan()))
+            if wrong.any():
+                raise Mismatch(f"{what} {index} {tuple(a.shape)} {difference(a, b, wrong)}")
 
 
 def finals(world: World) -> list[Tensor | None]:
     """The gradients that an update left, in the parameters' dtype: a low-precision one's may show its sum."""
     return [None if p.grad is None else p.grad.to(p.dtype) for p in world.owned]
-
-
-def identical(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 @contextmanager
@@ -247,15 +251,24 @@ def failure(case: Case, make: Make, exposes: bool = True) -> Exception | None:
     return None
 
 
+def manner(error: Exception | None) -> str | None:
+    """What went wrong, without where and by how much."""
+    if error is None:
+        return None
+    text = str(error).split("}): ", 1)[-1].split("most at")[0]
+    return f"{type(error).__name__} {re.sub('[0-9]+', '', text)}"
+
+
 def shrink(case: Case, make: Make, exposes: bool = True, budget: int = 400) -> Case:
-    """Fewer events, then fewer oddities, that still fail: greedy, within `budget` runs."""
+    """Fewer events, then fewer oddities, that fail in the same way: greedy, within `budget` runs."""
+    way = manner(failure(case, make, exposes))
     chunk = max(1, len(case.events) // 2)
     while chunk and budget > 0:
         start = 0
         while start < len(case.events) and budget > 0:
             fewer = replace(case, events=case.events[:start] + case.events[start + chunk :])
             budget -= 1
-            if failure(fewer, make, exposes) is not None:
+            if manner(failure(fewer, make, exposes)) == way:
                 case = fewer
             else:
                 start += chunk
@@ -267,7 +280,7 @@ def shrink(case: Case, make: Make, exposes: bool = True, budget: int = 400) -> C
             slimmer = Event(event.kind, {k: v for k, v in event.args.items() if k != name})
             events = (*case.events[:position], slimmer, *case.events[position + 1 :])
             budget -= 1
-            if budget > 0 and failure(replace(case, events=events), make, exposes) is not None:
+            if budget > 0 and manner(failure(replace(case, events=events), make, exposes)) == way:
                 case, event = replace(case, events=events), slimmer
     return case
 

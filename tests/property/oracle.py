@@ -83,12 +83,20 @@ class ExactSum:
         settled = exact.abs() < info.max / 2  # a sum that overflows has diverged: nothing is left to compare
         error = (dense(got).double() - exact).abs().where(settled, 0.0)
         if not bool((error <= bound).all()):
-            raise Mismatch(f"{where}: gradient is off by {error.max():.3g}:\n got {got}\n not {exact}")
+            raise Mismatch(f"{where}: gradient {difference(exact, dense(got).double(), ~(error <= bound))}")
 
 
 def dense(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     return tensor.to_dense() if tensor.is_sparse else tensor
+
+
+def difference(must: Tensor, got: Tensor, wrong: Tensor) -> str:
+    """Where two tensors differ: how many elements, and the worst."""
+    error = (got - must).abs().nan_to_num(float("inf")).where(wrong, -1.0)
+    worst = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
+    share = f"{int(wrong.sum())} of {wrong.numel()} elements"
+    return f"differs in {share}, most at {worst}: {got[worst].item():.9g} must be {must[worst].item():.9g}"
 
 
 class StockManual:
@@ -111,7 +119,7 @@ class StockManual:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.inner.zero_grad(set_to_none)
-        self.stale = False
+        self.stale = not set_to_none
 
     def step(self, closure: Callable[[], Tensor] | None = None) -> Any:
         loss = self.inner.step() if closure is None else self.inner.step(closure)
@@ -198,13 +206,13 @@ class Collector(StockManual):
         return not self.loop.counted or self.window.count == self.size - 1
 
     def take(self, index: int, p: Tensor, gradient: Tensor) -> None:
-        gradient = dense(gradient).double()
+        gradient = dense(gradient.double())
         if index not in self.micro:
             self.micro[index] = ExactSum.like(gradient)
         kept = self.loop.accumulate_dtype or (torch.float32 if p.dtype in LOW else p.dtype)
         eps = max(torch.finfo(kept).eps, torch.finfo(torch.float32).eps if p.dtype in LOW else 0.0)
         coarse = 0.0
-        if self.several and p.dtype in LOW and gradient.numel():
+        if self.several and gradient.numel():
             coarse = 4 * torch.finfo(p.dtype).eps * gradient.abs().max().item()  # summed in p.grad itself
         self.micro[index].add(gradient, gradient.abs(), 1, eps, coarse)
 
