@@ -6,6 +6,8 @@ backward ends; then they are delivered: p.grad is the sum, and again the truth, 
 
 from __future__ import annotations
 
+import itertools
+import operator
 import sys
 import threading
 from collections.abc import Iterable, Sequence
@@ -54,50 +56,63 @@ class Arena:
         """Whether the slot has no sum yet."""
         return (slot.param.grad if self.visible else slot.sum) is None
 
-    def add(self, slots: Sequence[Slot], gradients: list[Tensor], scale: float, adopt: bool = False) -> None:
+    def add(self, slots: Sequence[Slot], gradients: list[Tensor], scale: float) -> None:
         """sum += scale * gradient for each slot, in one pass.
+
+        A first gradient of the sum's dtype that nobody else refers to becomes the sum.
 
         Args:
             slots: none twice, all of one lane.
             gradients: one per slot, strided and of its lane; the list is emptied.
             scale: what each gradient is multiplied by.
-            adopt: a first gradient of the sum's dtype that nobody else refers to becomes the sum.
         """
         if not slots:
             return
+        with self._lock:
+            sums = [slot.sum for slot in slots]
+            if self.visible:
+                known, sums = sums, [slot.param.grad for slot in slots]
+                settled = all(map(operator.is_, sums, known))
+            else:
+                settled = True
+            if settled and all(map(operator.is_not, sums, itertools.repeat(None))):
+                self._run(sums, gradients, scale, False)  # type: ignore[arg-type]
+                gradients.clear()
+            else:
+                self._add_some_first(slots, gradients, scale)
+
+    def _add_some_first(self, slots: Sequence[Slot], gradients: list[Tensor], scale: float) -> None:
+        """`add` where some slot has no sum yet, or the user has put one into p.grad."""
         sums: list[Tensor] = []
         terms: list[Tensor] = []
         first: list[bool] = []
         fresh: list[Slot] = []
-        with self._lock:
-            adopt = adopt and slots[0].lane[1] == slots[0].lane[2]
-            for index, slot in enumerate(slots):
-                total = self.current(slot)
-                if total is None:
-                    if adopt and slot.obeys_layout(gradients[index]) and is_sole(gradients, index):
-                        total = gradients[index]
-                        if scale == 1.0:
-                            self._put(slot, total)
-                            continue
-                    else:
-                        total = self._buffer(slot, slots)
-                    fresh.append(slot)
-                    first.append(True)
-                elif self.visible and not self._fits(slot, total):
-                    self.add_odd(slot, gradients[index], scale)
-                    continue
+        same_dtype = slots[0].lane[1] == slots[0].lane[2]
+        for index, slot in enumerate(slots):
+            total = self.current(slot)
+            if total is None:
+                if same_dtype and slot.obeys_layout(gradients[index]) and is_sole(gradients, index):
+                    total = gradients[index]
+                    if scale == 1.0:
+                        self._put(slot, total)
+                        continue
                 else:
-                    first.append(False)
-                sums.append(total)
-                terms.append(gradients[index])
-            gradients.clear()
-            if sums:
-                overwrite = first if fresh and len(fresh) < len(sums) else bool(fresh)
-                self._run(sums, terms, scale, overwrite)
-            if fresh:
-                written = (total for total, new in zip(sums, first, strict=True) if new)
-                for slot, total in zip(fresh, written, strict=True):
-                    self._put(slot, total)
+                    total = self._buffer(slot, slots)
+                fresh.append(slot)
+                first.append(True)
+            elif self.visible and not self._fits(slot, total):
+                self.add_odd(slot, gradients[index], scale)
+                continue
+            else:
+                first.append(False)
+            sums.append(total)
+            terms.append(gradients[index])
+        gradients.clear()
+        if sums:
+            self._run(sums, terms, scale, first if len(fresh) < len(sums) and fresh else bool(fresh))
+        written = (total for total, new in zip(sums, first, strict=True) if new)
+        for slot, total in zip(fresh, written, strict=True):
+            self._put(slot, total)
 
     def add_mixed(self, slots: Iterable[Slot], gradients: Iterable[Tensor], scale: float) -> None:
         """As `add`, for gradients of any kind and lane."""
@@ -150,7 +165,10 @@ class Arena:
     def deliver(self) -> None:
         """Put every sum into p.grad where it stands as it is (see `Slot.shows_sum`)."""
         for slot in self.slots:
-            if slot.sum is not None and not slot.delivered and slot.shows_sum():
+            if slot.sum is None or slot.delivered or not slot.shows_sum():
+                continue
+            present = slot.param.grad
+            if present is None or not slot.is_foreign(present):
                 slot.param.grad = slot.sum
                 slot.delivered = True
                 slot.ignored = None

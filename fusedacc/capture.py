@@ -36,13 +36,12 @@ _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 class Bucket:
-    """Gradients of one lane and stream that wait to be added."""
+    """Gradients of one lane, taken on one stream, that wait to be added."""
 
-    __slots__ = ("adopting", "gradients", "nbytes", "slots", "stream")
+    __slots__ = ("gradients", "nbytes", "slots", "stream")
 
-    def __init__(self, stream: int, adopting: bool) -> None:
+    def __init__(self, stream: int) -> None:
         self.stream = stream
-        self.adopting = adopting
         self.slots: list[Slot] = []
         self.gradients: list[Tensor] = []
         self.nbytes = 0
@@ -51,16 +50,14 @@ class Bucket:
 class Task:
     """What one call of the engine has delivered so far."""
 
-    __slots__ = ("added", "buckets", "captures", "ignored", "scale", "stored", "swallows")
+    __slots__ = ("added", "buckets", "captures", "ignored", "scale", "stored")
 
-    def __init__(self, captures: bool, scale: float = 1.0, swallows: bool = False, ignored: bool = False):
+    def __init__(self, captures: bool, scale: float = 1.0, ignored: bool = False) -> None:
         #: Whether gradients are taken; else all are left to autograd, and if ignored, do not count.
         self.captures = captures
         self.ignored = ignored
         self.scale = scale
-        #: Whether gradients are dropped: a micro-batch of weight 0.
-        self.swallows = swallows
-        self.buckets: dict[Any, Bucket] = {}
+        self.buckets: dict[int, Bucket] = {}
         #: Whether any gradient is in a sum already, and whose gradients autograd was left to store.
         self.added = False
         self.stored: list[Slot] = []
@@ -68,42 +65,80 @@ class Task:
 
 @functools.cache
 def _references() -> tuple[int, int]:
-    """References to a fresh gradient inside `Capture.receive`: Python's count, and the tensor's own.
+    """References to a fresh gradient inside a hook: Python's count, and the C++ tensor's.
 
     More of either means that somebody else holds the gradient and may change it. Measured once by a real
     backward, since they differ between torch releases.
     """
     seen: list[tuple[int, int]] = []
 
-    class Probe:
-        def receive(self, slot: Any, gradients: Any) -> Any:
-            gradient = gradients[0]
-            seen.append((sys.getrefcount(gradient), tensor_references(gradient)))
-            return _SWALLOWED
+    def hook(gradients: tuple) -> tuple:
+        (gradient,) = gradients
+        seen.append((sys.getrefcount(gradient), tensor_references(gradient)))
+        return _SWALLOWED
 
-    probe, slot = Probe(), Probe()
     with torch.enable_grad():
         leaf = torch.zeros(2, requires_grad=True)
         node = accumulate_grad_node(leaf)
-        node.register_prehook(_hook(weakref.ref(probe), weakref.ref(slot)))
+        node.register_prehook(hook)
         (leaf * 2.0).sum().backward()
     return seen[0]
 
 
-def _hook(capture: weakref.ref, slot: weakref.ref) -> Callable[[tuple], tuple | None]:
-    """A pre-hook that keeps nothing alive, and lets gradients through when its capture is gone."""
+def _hook(capture: weakref.ref, tasks: dict[int, Task], slot: Slot) -> Callable[[tuple], tuple | None]:
+    """The pre-hook of one parameter: it holds no capture, and lets gradients through when that is gone.
+
+    The ordinary case is spelled out here and everything else left to `Capture.receive`, because a call per
+    parameter and micro-batch costs as much as autograd's own addition of a small gradient.
+    """
+    param, key, nbytes = slot.param, slot.lane_key, slot.nbytes
+    dtype, plain = slot.lane[1], not slot.odd and nbytes < LARGE_BYTES
+    task_id, references, tensor_count = _task_id, sys.getrefcount, tensor_references
+    python_limit, tensor_limit = _references()
+    on_cuda, strided = slot.lane[0].type == "cuda", torch.strided
 
     def hook(gradients: tuple) -> tuple | None:
+        (gradient,) = gradients
+        task = tasks.get(task_id())
+        if task is not None and plain and not param._post_accumulate_grad_hooks:
+            bucket = task.buckets.get(key)
+            if (
+                bucket is not None
+                and type(gradient) is Tensor
+                and gradient.dtype is dtype
+                and gradient.layout is strided
+                and references(gradient) <= python_limit
+                and tensor_count(gradient) <= tensor_limit
+                and not (on_cuda and _raw_stream(gradient) != bucket.stream)
+            ):
+                bucket.slots.append(slot)
+                bucket.gradients.append(gradient)
+                bucket.nbytes += nbytes
+                if bucket.nbytes < BUCKET_BYTES:
+                    return _SWALLOWED
+                owner = capture()
+                if owner is not None:
+                    owner.flush_bucket(task, bucket)
+                return _SWALLOWED
         owner = capture()
-        return _LET_THROUGH if owner is None else owner.receive(slot(), gradients)
+        return _LET_THROUGH if owner is None else owner.receive(slot, gradient)
 
     return hook
+
+
+def _raw_stream(gradient: Tensor) -> int:
+    """The stream that is current where the gradient is."""
+    return torch._C._cuda_getCurrentRawStream(gradient.device.index) if gradient.is_cuda else 0
 
 
 def accumulate_grad_node(param: Tensor) -> Any:
     """The AccumulateGrad node of a leaf that requires a gradient; new ones are made when none is alive."""
     with torch.enable_grad():
         return param.view_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
+def _given(gradient: Tensor | None) -> bool:
+    return gradient is not None
 
 
 def multi_process() -> bool:
@@ -130,7 +165,6 @@ class Capture:
         self.arena = arena
         self.ignoring = False
         self._tasks: dict[int, Task] = {}
-        self._python_references, self._tensor_references = _references()
         self.claim(slots)
         self.refresh()
 
@@ -175,7 +209,7 @@ class Capture:
         if node is not slot.node:
             self._disarm(slot)
             slot.node = node
-            slot.handle = node.register_prehook(_hook(weakref.ref(self), weakref.ref(slot)))
+            slot.handle = node.register_prehook(_hook(weakref.ref(self), self._tasks, slot))
 
     @staticmethod
     def _disarm(slot: Slot) -> None:
@@ -200,49 +234,40 @@ class Capture:
 
     # A backward runs
 
-    def receive(self, slot: Slot, gradients: tuple[Tensor | None]) -> tuple[None] | None:
-        """The pre-hook's body: `(None,)` where the gradient was taken, None to leave it to autograd."""
-        gradient = gradients[0]
+    def receive(self, slot: Slot, gradient: Tensor | None) -> tuple[None] | None:
+        """One gradient, whatever it is: `(None,)` where it was taken, None to leave it to autograd."""
         task = self._tasks.get(_task_id())
         if task is None:
             task = self._begin()
         if not task.captures or slot.param._post_accumulate_grad_hooks:
             self._leave(task, slot)
             return _LET_THROUGH
-        if gradient is None or task.swallows:
+        if gradient is None or task.scale == 0.0:
             return _SWALLOWED
-        if gradient.dtype is not slot.lane[1] or gradient.layout is not torch.strided or slot.odd:
-            return self._receive_odd(task, slot, gradient)
-        first = self.arena.is_first(slot)
-        adopting = first and gradient.dtype is slot.lane[2]
-        shared = (
-            sys.getrefcount(gradient) > self._python_references
-            or tensor_references(gradient) > self._tensor_references
-        )
-        if shared or type(gradient) is not Tensor or (slot.nbytes >= LARGE_BYTES and not adopting):
-            if type(gradient) is not Tensor:
-                return self._receive_odd(task, slot, gradient)
+        plain = type(gradient) is Tensor and gradient.layout is torch.strided
+        if not plain or slot.odd or gradient.dtype is not slot.lane[1]:
+            slot.odd = slot.odd or not plain
+            task.added = True
+            self.arena.add_odd(slot, gradient, task.scale * self.window.factor)
+            return _SWALLOWED
+        # The hook's caller, the hook and this call refer to it; a flush that has begun would find it shared.
+        python_limit, tensor_limit = _references()
+        shared = sys.getrefcount(gradient) > python_limit + 1 or tensor_references(gradient) > tensor_limit
+        may_adopt = gradient.dtype is slot.lane[2] and self.arena.is_first(slot)
+        if shared or (slot.nbytes >= LARGE_BYTES and not may_adopt):
             self._add(task, [slot], [gradient])
             return _SWALLOWED
-        stream = torch._C._cuda_getCurrentRawStream(slot.lane[0].index) if gradient.is_cuda else 0
-        key = (slot.lane_key, adopting, stream)
-        bucket = task.buckets.get(key)
+        stream = _raw_stream(gradient)
+        bucket = task.buckets.get(slot.lane_key)
         if bucket is None:
-            bucket = task.buckets[key] = Bucket(stream, adopting)
+            bucket = task.buckets[slot.lane_key] = Bucket(stream)
+        elif bucket.stream != stream:
+            self.flush_bucket(task, bucket)
+            bucket.stream = stream
         bucket.slots.append(slot)
         bucket.gradients.append(gradient)
-        if not adopting:
+        if slot.nbytes < LARGE_BYTES:
             bucket.nbytes += slot.nbytes
-            if bucket.nbytes >= BUCKET_BYTES:
-                self._flush(task, bucket)
-        return _SWALLOWED
-
-    def _receive_odd(self, task: Task, slot: Slot, gradient: Tensor) -> tuple[None]:
-        """Add what no kernel takes, at once."""
-        if gradient.layout is not torch.strided or type(gradient) is not Tensor:
-            slot.odd = True
-        task.added = True
-        self.arena.add_odd(slot, gradient, task.scale * self.window.factor)
         return _SWALLOWED
 
     def _begin(self) -> Task:
@@ -259,7 +284,7 @@ class Capture:
         else:
             scale = window.base_scale
             stock = torch.is_grad_enabled() or multi_process()
-            task = Task(not stock, scale, window.leaves_out)
+            task = Task(not stock, 0.0 if window.leaves_out else scale)
             if window.counted and window.empty:
                 self.arena.retract()
         torch.autograd.Variable._execution_engine.queue_callback(
@@ -274,11 +299,12 @@ class Capture:
             self.arena.make_way(slot)
         task.stored.append(slot)
 
-    def _add(self, task: Task, slots: list[Slot], gradients: list[Tensor], adopt: bool = False) -> None:
+    def _add(self, task: Task, slots: list[Slot], gradients: list[Tensor]) -> None:
         task.added = True
-        self.arena.add(slots, gradients, task.scale * self.window.factor, adopt)
+        self.arena.add(slots, gradients, task.scale * self.window.factor)
 
-    def _flush(self, task: Task, bucket: Bucket) -> None:
+    def flush_bucket(self, task: Task, bucket: Bucket) -> None:
+        """Add what a bucket holds."""
         slots, gradients, bucket.slots, bucket.gradients = bucket.slots, bucket.gradients, [], []
         bucket.nbytes = 0
         if slots and slots[0].lane[0].type == "cuda":
@@ -287,7 +313,7 @@ class Capture:
                 # The engine has made this stream wait for the other; the allocator does not know.
                 for gradient in gradients:
                     gradient.record_stream(stream)
-        self._add(task, slots, gradients, bucket.adopting)
+        self._add(task, slots, gradients)
 
     def finish(self, identity: int) -> None:
         """The end of a graph task: add what is pending, and deliver if this was the window's last."""
@@ -296,7 +322,7 @@ class Capture:
             return
         if not task.ignored:
             for bucket in task.buckets.values():
-                self._flush(task, bucket)
+                self.flush_bucket(task, bucket)
             window = self.window
             window.micro.ran = True
             if window.counted and window.will_update and not window.micro.deferred:
@@ -329,9 +355,9 @@ class Capture:
 
     def collect(self, slots: Sequence[Slot]) -> bool:
         """Counted loop: add what autograd has stored as this micro-batch's gradient; False if nothing."""
+        present = [slot.param.grad for slot in slots]
         foreign = []
-        for slot in slots:
-            gradient = slot.param.grad
+        for slot, gradient in zip(slots, present, strict=True) if any(map(_given, present)) else ():
             if gradient is not None and slot.is_foreign(gradient):
                 foreign.append((slot, gradient.detach()))
                 slot.param.grad = None

@@ -70,7 +70,7 @@ def load(optimizer: Optimizer, window: Window, arena: Arena, state_dict: dict[st
         inner["state"][index] = entry
     slots = _slots_by_index(optimizer, arena)
     kept = state_dict.get(OWN)
-    counters = fresh_window({"num_updates": 0, "num_skipped": 0})
+    counters = Window(None, None).state()
     if kept is not None:
         _check(kept, sums, slots, window)
         counters = kept["window"]

@@ -274,6 +274,7 @@ class Window:
         return {
             "num_updates": self.num_updates,
             "num_skipped": self.num_skipped,
+            "has_updated": self.has_updated,
             "micro_step": self.micro_step,
             "weight_total": self.weight_total,
             "factor": self.factor,
@@ -286,7 +287,7 @@ class Window:
     def restore(self, state: dict[str, Any]) -> None:
         """Take over what `state` has returned."""
         self.reset()
-        self.has_updated = False
+        self.has_updated = state["has_updated"]
         self.num_updates = state["num_updates"]
         self.num_skipped = state["num_skipped"]
         self.micro_step = state["micro_step"]
@@ -301,4 +302,4 @@ class Window:
 def fresh_window(state: dict[str, Any]) -> dict[str, Any]:
     """A window's state as it would be had the window just begun: only the updates counted."""
     fresh = Window(None, None).state()
-    return fresh | {name: state[name] for name in ("num_updates", "num_skipped")}
+    return fresh | {name: state[name] for name in ("num_updates", "num_skipped", "has_updated")}
