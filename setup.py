@@ -92,14 +92,40 @@ class Toolchain:
         warnings = ["-Wall", "-Wextra"]
         host = ["-fPIC", "-fvisibility=hidden", *EXACT]
         include = ["-isystem", str(package / "include")]
-        self.cxx = [*cxx, *common, *warnings, *host, *include, *shlex.split(os.environ.get("FUSEDACC_CXX_FLAGS", ""))]
+        self.cxx = [
+            *cxx,
+            *common,
+            *warnings,
+            *host,
+            *include,
+            *shlex.split(os.environ.get("FUSEDACC_CXX_FLAGS", "")),
+        ]
         if nvcc is None:
             self.linker = [*cxx, "-shared"]
         else:
             host_options = ",".join([*warnings, *host])
-            self.cuda = [nvcc, *common, "-ccbin", cxx[0], "-Werror", "all-warnings", "-fmad=false", "-Xptxas", "-warn-spills"]
+            self.cuda = [
+                nvcc,
+                *common,
+                "-ccbin",
+                cxx[0],
+                "-Werror",
+                "all-warnings",
+                "-fmad=false",
+                "-Xptxas",
+                "-warn-spills",
+            ]
             self.cuda += [*architecture_flags(architectures), "-Xcompiler", host_options, "--threads", "0"]
-            self.linker = [nvcc, "-ccbin", cxx[0], "-shared", "-cudart", "static", "-Xlinker", "--exclude-libs=ALL"]
+            self.linker = [
+                nvcc,
+                "-ccbin",
+                cxx[0],
+                "-shared",
+                "-cudart",
+                "static",
+                "-Xlinker",
+                "--exclude-libs=ALL",
+            ]
         headers = sorted(path for path in SOURCES.rglob("*") if path.suffix in (".h", ".cuh"))
         self.headers = hashlib.sha256(b"".join(path.read_bytes() for path in headers)).hexdigest()
 
@@ -153,7 +179,9 @@ class BuildLibrary(build_ext):
             toolchain.link(objects, built)
         except subprocess.CalledProcessError as error:
             hint = "" if toolchain.nvcc is None else "; FORCE_CUDA=0 builds without CUDA"
-            raise SystemExit(f"fusedacc: a build command failed (exit status {error.returncode}){hint}") from error
+            raise SystemExit(
+                f"fusedacc: a build command failed (exit status {error.returncode}){hint}"
+            ) from error
         target = Path(self.get_ext_fullpath(extension.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         # Replaced, not rewritten: a process that has the old library mapped keeps it.

@@ -1,6 +1,7 @@
-// Sizes -> launches. Tensors are cut into chunks; a launch covers as many tensors as fit its kernel arguments, and a
-// block finds its tensor by searching the table of first chunks. 64-bit, pure host, torch-free; the search is shared
-// with the kernels, and with the CPU, which cuts the line of all elements into equal parts.
+// Sizes -> launches. Tensors are cut into chunks; a launch covers as many tensors as fit its kernel
+// arguments, and a block finds its tensor by searching the table of first chunks. 64-bit, pure host,
+// torch-free; the search is shared with the kernels, and with the CPU, which cuts the line of all elements
+// into equal parts.
 #pragma once
 
 #include <cstddef>
@@ -15,16 +16,16 @@ namespace fusedacc {
 // The last i with first(i) <= position; first(0) must be 0 and first ascend.
 template <typename Position, typename First>
 FUSEDACC_INLINE int32_t find_segment(int32_t count, Position position, First first) {
-    int32_t low = 0, high = count;
-    while (high - low > 1) {
-        const int32_t middle = low + (high - low) / 2;
-        if (first(middle) <= position) {
-            low = middle;
-        } else {
-            high = middle;
-        }
+  int32_t low = 0, high = count;
+  while (high - low > 1) {
+    const int32_t middle = low + (high - low) / 2;
+    if (first(middle) <= position) {
+      low = middle;
+    } else {
+      high = middle;
     }
-    return low;
+  }
+  return low;
 }
 
 constexpr int64_t kChunkElements = 8192;
@@ -32,127 +33,128 @@ constexpr int64_t kMaxChunks = 0x7fffffff;  // a grid's limit in x
 
 // The scale as a kernel gets it: a number, or where to read one on the device.
 struct ScaleArgument {
-    const void* tensor;  // null: use value
-    double value;
-    int32_t dtype;  // a Dtype, of tensor
+  const void* tensor;  // null: use value
+  double value;
+  int32_t dtype;  // a Dtype, of tensor
 };
 
 template <typename Compute>
 FUSEDACC_INLINE Compute read_scale(const ScaleArgument& scale) {
-    if (scale.tensor == nullptr) return static_cast<Compute>(scale.value);
-    switch (static_cast<Dtype>(scale.dtype)) {
-        case Dtype::kFloat64:
-            return static_cast<Compute>(*static_cast<const double*>(scale.tensor));
-        case Dtype::kBFloat16:
-            return widen(*static_cast<const BFloat16*>(scale.tensor));
-        case Dtype::kFloat16:
-            return widen(*static_cast<const Float16*>(scale.tensor));
-        default:
-            return *static_cast<const float*>(scale.tensor);
-    }
+  if (scale.tensor == nullptr) return static_cast<Compute>(scale.value);
+  switch (static_cast<Dtype>(scale.dtype)) {
+    case Dtype::kFloat64:
+      return static_cast<Compute>(*static_cast<const double*>(scale.tensor));
+    case Dtype::kBFloat16:
+      return widen(*static_cast<const BFloat16*>(scale.tensor));
+    case Dtype::kFloat16:
+      return widen(*static_cast<const Float16*>(scale.tensor));
+    default:
+      return *static_cast<const float*>(scale.tensor);
+  }
 }
 
-// One launch over tensors whose elements lie alike. 28 bytes a tensor, so that a thousand fit 32 KB of arguments.
+// One launch over tensors whose elements lie alike. 28 bytes a tensor, so that a thousand fit 32 KB of
+// arguments.
 template <int32_t capacity>
 struct FlatBatch {
-    static constexpr int32_t kCapacity = capacity;
+  static constexpr int32_t kCapacity = capacity;
 
-    ScaleArgument scale;
-    int32_t count;
-    void* accumulators[capacity];
-    const void* gradients[capacity];
-    int64_t sizes[capacity];  // ~size where the accumulator is overwritten
-    uint32_t first_chunk[capacity];
+  ScaleArgument scale;
+  int32_t count;
+  void* accumulators[capacity];
+  const void* gradients[capacity];
+  int64_t sizes[capacity];  // ~size where the accumulator is overwritten
+  uint32_t first_chunk[capacity];
 
-    void clear() { count = 0; }
-    bool push(const Task& task, const StridedLayout*, int64_t chunk) {
-        if (count == capacity) return false;
-        accumulators[count] = task.accumulator;
-        gradients[count] = task.gradient;
-        sizes[count] = task.overwrite ? ~task.numel : task.numel;
-        first_chunk[count++] = static_cast<uint32_t>(chunk);
-        return true;
-    }
+  void clear() { count = 0; }
+  bool push(const Task& task, const StridedLayout*, int64_t chunk) {
+    if (count == capacity) return false;
+    accumulators[count] = task.accumulator;
+    gradients[count] = task.gradient;
+    sizes[count] = task.overwrite ? ~task.numel : task.numel;
+    first_chunk[count++] = static_cast<uint32_t>(chunk);
+    return true;
+  }
 };
 
 // The same for tensors that need a loop nest; their dimensions stand in one pool, since most have few.
 template <int32_t capacity, int32_t pool_capacity>
 struct StridedBatch {
-    static constexpr int32_t kCapacity = capacity;
+  static constexpr int32_t kCapacity = capacity;
 
-    ScaleArgument scale;
-    int32_t count;
-    void* accumulators[capacity];
-    const void* gradients[capacity];
-    int64_t sizes[capacity];
-    uint32_t first_chunk[capacity];
-    uint32_t first_dim[capacity + 1];
-    int64_t dim_sizes[pool_capacity];
-    int64_t accumulator_strides[pool_capacity];
-    int64_t gradient_strides[pool_capacity];
+  ScaleArgument scale;
+  int32_t count;
+  void* accumulators[capacity];
+  const void* gradients[capacity];
+  int64_t sizes[capacity];
+  uint32_t first_chunk[capacity];
+  uint32_t first_dim[capacity + 1];
+  int64_t dim_sizes[pool_capacity];
+  int64_t accumulator_strides[pool_capacity];
+  int64_t gradient_strides[pool_capacity];
 
-    void clear() {
-        count = 0;
-        first_dim[0] = 0;
+  void clear() {
+    count = 0;
+    first_dim[0] = 0;
+  }
+  bool push(const Task& task, const StridedLayout* layout, int64_t chunk) {
+    const uint32_t first = first_dim[count];
+    if (count == capacity || first + layout->dims > pool_capacity) return false;
+    for (int32_t d = 0; d < layout->dims; ++d) {
+      dim_sizes[first + d] = layout->sizes[d];
+      accumulator_strides[first + d] = layout->accumulator_strides[d];
+      gradient_strides[first + d] = layout->gradient_strides[d];
     }
-    bool push(const Task& task, const StridedLayout* layout, int64_t chunk) {
-        const uint32_t first = first_dim[count];
-        if (count == capacity || first + layout->dims > pool_capacity) return false;
-        for (int32_t d = 0; d < layout->dims; ++d) {
-            dim_sizes[first + d] = layout->sizes[d];
-            accumulator_strides[first + d] = layout->accumulator_strides[d];
-            gradient_strides[first + d] = layout->gradient_strides[d];
-        }
-        accumulators[count] = task.accumulator;
-        gradients[count] = task.gradient;
-        sizes[count] = task.overwrite ? ~task.numel : task.numel;
-        first_chunk[count++] = static_cast<uint32_t>(chunk);
-        first_dim[count] = first + layout->dims;
-        return true;
-    }
+    accumulators[count] = task.accumulator;
+    gradients[count] = task.gradient;
+    sizes[count] = task.overwrite ? ~task.numel : task.numel;
+    first_chunk[count++] = static_cast<uint32_t>(chunk);
+    first_dim[count] = first + layout->dims;
+    return true;
+  }
 };
 
 // Fills batches with the tasks of one pair, flat or strided, in their order, and hands each full one to
 // launch(batch, chunks).
 template <typename Batch, typename Launch>
 void for_each_batch(const Work& work, int32_t pair, bool strided, Batch& batch, Launch&& launch) {
-    int64_t chunks = 0;
-    const auto flush = [&] {
-        if (batch.count > 0) launch(batch, chunks);
-        batch.clear();
-        chunks = 0;
-    };
+  int64_t chunks = 0;
+  const auto flush = [&] {
+    if (batch.count > 0) launch(batch, chunks);
     batch.clear();
-    for (const Task& task : work.tasks) {
-        if (task.pair != pair || (task.layout >= 0) != strided) continue;
-        const StridedLayout* layout = strided ? &work.layouts[task.layout] : nullptr;
-        const int64_t needed = (task.numel + kChunkElements - 1) / kChunkElements;
-        if (chunks + needed > kMaxChunks) flush();
-        if (!batch.push(task, layout, chunks)) {
-            flush();
-            batch.push(task, layout, chunks);
-        }
-        chunks += needed;
+    chunks = 0;
+  };
+  batch.clear();
+  for (const Task& task : work.tasks) {
+    if (task.pair != pair || (task.layout >= 0) != strided) continue;
+    const StridedLayout* layout = strided ? &work.layouts[task.layout] : nullptr;
+    const int64_t needed = (task.numel + kChunkElements - 1) / kChunkElements;
+    if (chunks + needed > kMaxChunks) flush();
+    if (!batch.push(task, layout, chunks)) {
+      flush();
+      batch.push(task, layout, chunks);
     }
-    flush();
+    chunks += needed;
+  }
+  flush();
 }
 
 // All tasks' elements lie on one line, to be cut into parts of equal size whatever the tensors' sizes: calls
-// visit(task, begin, end) for each piece of [begin, end) of it. Cuts within a tensor are rounded up to whole cache
-// lines of the narrowest element, so that no two parts write to one line of an aligned tensor.
+// visit(task, begin, end) for each piece of [begin, end) of it. Cuts within a tensor are rounded up to whole
+// cache lines of the narrowest element, so that no two parts write to one line of an aligned tensor.
 template <typename Visit>
 void visit_part(const std::vector<Task>& tasks, int64_t begin, int64_t end, Visit&& visit) {
-    constexpr int64_t kLine = 32;
-    const auto cut = [](const Task& task, int64_t position) {
-        const int64_t offset = (position - task.first + kLine - 1) / kLine * kLine;
-        return std::min(std::max<int64_t>(offset, 0), task.numel);
-    };
-    const int32_t count = static_cast<int32_t>(tasks.size());
-    int32_t i = find_segment(count, begin, [&](int32_t k) { return tasks[k].first; });
-    for (; i < count && tasks[i].first < end; ++i) {
-        const int64_t from = cut(tasks[i], begin), to = cut(tasks[i], end);
-        if (from < to) visit(tasks[i], from, to);
-    }
+  constexpr int64_t kLine = 32;
+  const auto cut = [](const Task& task, int64_t position) {
+    const int64_t offset = (position - task.first + kLine - 1) / kLine * kLine;
+    return std::min(std::max<int64_t>(offset, 0), task.numel);
+  };
+  const int32_t count = static_cast<int32_t>(tasks.size());
+  int32_t i = find_segment(count, begin, [&](int32_t k) { return tasks[k].first; });
+  for (; i < count && tasks[i].first < end; ++i) {
+    const int64_t from = cut(tasks[i], begin), to = cut(tasks[i], end);
+    if (from < to) visit(tasks[i], from, to);
+  }
 }
 
 }  // namespace fusedacc

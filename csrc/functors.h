@@ -1,8 +1,9 @@
 // The arithmetic of one element: acc <- acc + s*g or acc <- s*g, rounded once to the accumulator's dtype.
 //
-// Torch-free, for host and device. The CPU loops are compiled several times for different vector instructions and
-// linked together, so everything here is always inlined: a copy emitted by the AVX-512 file must never be the one
-// that the baseline file calls. All branches are selects, so that compilers vectorise the loops around them.
+// Torch-free, for host and device. The CPU loops are compiled several times for different vector instructions
+// and linked together, so everything here is always inlined: a copy emitted by the AVX-512 file must never be
+// the one that the baseline file calls. All branches are selects, so that compilers vectorise the loops
+// around them.
 #pragma once
 
 #include <cstdint>
@@ -18,56 +19,58 @@
 namespace fusedacc {
 
 struct BFloat16 {
-    uint16_t bits;
+  uint16_t bits;
 };
 struct Float16 {
-    uint16_t bits;
+  uint16_t bits;
 };
 
 FUSEDACC_INLINE float float_from_bits(uint32_t bits) {
 #if defined(__CUDA_ARCH__)
-    return __uint_as_float(bits);
+  return __uint_as_float(bits);
 #else
-    float value;
-    std::memcpy(&value, &bits, sizeof(value));
-    return value;
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
 #endif
 }
 
 FUSEDACC_INLINE uint32_t bits_of(float value) {
 #if defined(__CUDA_ARCH__)
-    return __float_as_uint(value);
+  return __float_as_uint(value);
 #else
-    uint32_t bits;
-    std::memcpy(&bits, &value, sizeof(bits));
-    return bits;
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits;
 #endif
 }
 
 // Arithmetic is in float32; in float64 for float64 accumulators.
 template <typename Accumulator>
 struct ComputeType {
-    using type = float;
+  using type = float;
 };
 template <>
 struct ComputeType<double> {
-    using type = double;
+  using type = double;
 };
 
 FUSEDACC_INLINE double widen(double value) { return value; }
 FUSEDACC_INLINE float widen(float value) { return value; }
-FUSEDACC_INLINE float widen(BFloat16 value) { return float_from_bits(static_cast<uint32_t>(value.bits) << 16); }
+FUSEDACC_INLINE float widen(BFloat16 value) {
+  return float_from_bits(static_cast<uint32_t>(value.bits) << 16);
+}
 FUSEDACC_INLINE float widen(Float16 value) {
 #if defined(__CUDA_ARCH__)
-    return __half2float(__ushort_as_half(value.bits));
+  return __half2float(__ushort_as_half(value.bits));
 #else
-    const uint32_t magnitude = value.bits & 0x7fffu;
-    const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000u) << 16;
-    const uint32_t subnormal = bits_of(static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f);
-    const uint32_t normal = (magnitude << 13) + (112u << 23);
-    const uint32_t inf_or_nan = (magnitude << 13) | 0x7f800000u;
-    const uint32_t finite = magnitude < 0x400u ? subnormal : normal;
-    return float_from_bits(sign | (magnitude >= 0x7c00u ? inf_or_nan : finite));
+  const uint32_t magnitude = value.bits & 0x7fffu;
+  const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000u) << 16;
+  const uint32_t subnormal = bits_of(static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f);
+  const uint32_t normal = (magnitude << 13) + (112u << 23);
+  const uint32_t inf_or_nan = (magnitude << 13) | 0x7f800000u;
+  const uint32_t finite = magnitude < 0x400u ? subnormal : normal;
+  return float_from_bits(sign | (magnitude >= 0x7c00u ? inf_or_nan : finite));
 #endif
 }
 
@@ -77,71 +80,71 @@ FUSEDACC_INLINE T narrow(Compute value);
 
 template <>
 FUSEDACC_INLINE double narrow<double, double>(double value) {
-    return value;
+  return value;
 }
 
 template <>
 FUSEDACC_INLINE float narrow<float, float>(float value) {
-    return value;
+  return value;
 }
 
 template <>
 FUSEDACC_INLINE BFloat16 narrow<BFloat16, float>(float value) {
-    const uint32_t bits = bits_of(value);
-    const uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
-    const uint32_t quiet = bits | 0x400000u;
-    const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
-    return {static_cast<uint16_t>((is_nan ? quiet : rounded) >> 16)};
+  const uint32_t bits = bits_of(value);
+  const uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+  const uint32_t quiet = bits | 0x400000u;
+  const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+  return {static_cast<uint16_t>((is_nan ? quiet : rounded) >> 16)};
 }
 
 template <>
 FUSEDACC_INLINE Float16 narrow<Float16, float>(float value) {
 #if defined(__CUDA_ARCH__)
-    return {__half_as_ushort(__float2half_rn(value))};
+  return {__half_as_ushort(__float2half_rn(value))};
 #else
-    const uint32_t bits = bits_of(value);
-    const uint32_t sign = (bits >> 16) & 0x8000u;
-    const uint32_t magnitude = bits & 0x7fffffffu;
-    const uint32_t normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-    // One unit in the last place of 0.5 is the smallest float16, so the addition does the rounding.
-    const uint32_t subnormal = bits_of(float_from_bits(magnitude) + 0.5f) - 0x3f000000u;
-    const uint32_t nan = 0x7e00u | ((magnitude >> 13) & 0x3ffu);
-    const uint32_t small = magnitude < 0x38800000u ? subnormal : normal;
-    const uint32_t finite = magnitude >= 0x477ff000u ? 0x7c00u : small;
-    return {static_cast<uint16_t>(sign | (magnitude > 0x7f800000u ? nan : finite))};
+  const uint32_t bits = bits_of(value);
+  const uint32_t sign = (bits >> 16) & 0x8000u;
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  const uint32_t normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+  // One unit in the last place of 0.5 is the smallest float16, so the addition does the rounding.
+  const uint32_t subnormal = bits_of(float_from_bits(magnitude) + 0.5f) - 0x3f000000u;
+  const uint32_t nan = 0x7e00u | ((magnitude >> 13) & 0x3ffu);
+  const uint32_t small = magnitude < 0x38800000u ? subnormal : normal;
+  const uint32_t finite = magnitude >= 0x477ff000u ? 0x7c00u : small;
+  return {static_cast<uint16_t>(sign | (magnitude > 0x7f800000u ? nan : finite))};
 #endif
 }
 
 // One rounding. Spelled out, so that every backend rounds alike whatever its compiler's habits.
 FUSEDACC_INLINE float fused_multiply_add(float a, float b, float c) {
 #if defined(__CUDA_ARCH__)
-    return __fmaf_rn(a, b, c);
+  return __fmaf_rn(a, b, c);
 #else
-    return __builtin_fmaf(a, b, c);
+  return __builtin_fmaf(a, b, c);
 #endif
 }
 FUSEDACC_INLINE double fused_multiply_add(double a, double b, double c) {
 #if defined(__CUDA_ARCH__)
-    return __fma_rn(a, b, c);
+  return __fma_rn(a, b, c);
 #else
-    return __builtin_fma(a, b, c);
+  return __builtin_fma(a, b, c);
 #endif
 }
 
 template <typename Gradient, typename Accumulator>
 struct ScaleAccumulate {
-    using Compute = typename ComputeType<Accumulator>::type;
+  using Compute = typename ComputeType<Accumulator>::type;
 
-    Compute scale;
+  Compute scale;
 
-    FUSEDACC_INLINE explicit ScaleAccumulate(double s) : scale(static_cast<Compute>(s)) {}
+  FUSEDACC_INLINE explicit ScaleAccumulate(double s) : scale(static_cast<Compute>(s)) {}
 
-    FUSEDACC_INLINE Accumulator add(Gradient gradient, Accumulator accumulator) const {
-        return narrow<Accumulator, Compute>(fused_multiply_add(scale, widen(gradient), widen(accumulator)));
-    }
-    FUSEDACC_INLINE Accumulator overwrite(Gradient gradient) const {
-        return narrow<Accumulator, Compute>(scale * widen(gradient));
-    }
+  FUSEDACC_INLINE Accumulator add(Gradient gradient, Accumulator accumulator) const {
+    return narrow<Accumulator, Compute>(fused_multiply_add(scale, widen(gradient), widen(accumulator)));
+  }
+  FUSEDACC_INLINE Accumulator overwrite(Gradient gradient) const {
+    return narrow<Accumulator, Compute>(scale * widen(gradient));
+  }
 };
 
 }  // namespace fusedacc

@@ -1,4 +1,5 @@
-// The operators as the dispatcher calls them: arguments and results are words on a stack, owned by the callee.
+// The operators as the dispatcher calls them: arguments and results are words on a stack, owned by the
+// callee.
 #pragma once
 
 #include <torch/csrc/stable/library.h>

@@ -1,4 +1,5 @@
-// The allowed (gradient, accumulator) dtypes, and the way from their run-time number to C++ types. Torch-free.
+// The allowed (gradient, accumulator) dtypes, and the way from their run-time number to C++ types.
+// Torch-free.
 #pragma once
 
 #include <cstdint>
@@ -10,22 +11,23 @@ namespace fusedacc {
 enum class Dtype : int32_t { kFloat32, kBFloat16, kFloat16, kFloat64, kOther };
 
 constexpr int64_t element_size(Dtype dtype) {
-    return dtype == Dtype::kFloat64 ? 8 : dtype == Dtype::kFloat32 ? 4 : 2;
+  return dtype == Dtype::kFloat64 ? 8 : dtype == Dtype::kFloat32 ? 4 : 2;
 }
 
 constexpr const char* dtype_name(Dtype dtype) {
-    constexpr const char* names[] = {"float32", "bfloat16", "float16", "float64", "another dtype"};
-    return names[static_cast<int32_t>(dtype)];
+  constexpr const char* names[] = {"float32", "bfloat16", "float16", "float64", "another dtype"};
+  return names[static_cast<int32_t>(dtype)];
 }
 
 struct DtypePair {
-    Dtype gradient, accumulator;
+  Dtype gradient, accumulator;
 };
 
 constexpr DtypePair kPairs[] = {
-    {Dtype::kFloat32, Dtype::kFloat32},   {Dtype::kBFloat16, Dtype::kFloat32}, {Dtype::kFloat16, Dtype::kFloat32},
-    {Dtype::kFloat64, Dtype::kFloat64},   {Dtype::kBFloat16, Dtype::kBFloat16}, {Dtype::kFloat16, Dtype::kFloat16},
-    {Dtype::kFloat32, Dtype::kBFloat16}, {Dtype::kFloat32, Dtype::kFloat16},
+    {Dtype::kFloat32, Dtype::kFloat32},   {Dtype::kBFloat16, Dtype::kFloat32},
+    {Dtype::kFloat16, Dtype::kFloat32},   {Dtype::kFloat64, Dtype::kFloat64},
+    {Dtype::kBFloat16, Dtype::kBFloat16}, {Dtype::kFloat16, Dtype::kFloat16},
+    {Dtype::kFloat32, Dtype::kBFloat16},  {Dtype::kFloat32, Dtype::kFloat16},
 };
 constexpr int32_t kPairCount = sizeof(kPairs) / sizeof(kPairs[0]);
 constexpr const char* kAllowedPairs =
@@ -34,29 +36,29 @@ constexpr const char* kAllowedPairs =
 
 // The index in kPairs, or -1.
 constexpr int32_t find_pair(Dtype gradient, Dtype accumulator) {
-    for (int32_t i = 0; i < kPairCount; ++i) {
-        if (kPairs[i].gradient == gradient && kPairs[i].accumulator == accumulator) return i;
-    }
-    return -1;
+  for (int32_t i = 0; i < kPairCount; ++i) {
+    if (kPairs[i].gradient == gradient && kPairs[i].accumulator == accumulator) return i;
+  }
+  return -1;
 }
 
 template <Dtype dtype>
 struct ElementOf;
 template <>
 struct ElementOf<Dtype::kFloat32> {
-    using type = float;
+  using type = float;
 };
 template <>
 struct ElementOf<Dtype::kBFloat16> {
-    using type = BFloat16;
+  using type = BFloat16;
 };
 template <>
 struct ElementOf<Dtype::kFloat16> {
-    using type = Float16;
+  using type = Float16;
 };
 template <>
 struct ElementOf<Dtype::kFloat64> {
-    using type = double;
+  using type = double;
 };
 
 template <int32_t pair>

@@ -6,34 +6,37 @@ namespace fusedacc {
 namespace {
 
 struct Kept {
-    bool keep = false;
-    std::vector<std::pair<std::unique_ptr<AtenTensorHandle[]>, size_t>> lists;
+  bool keep = false;
+  std::vector<std::pair<std::unique_ptr<AtenTensorHandle[]>, size_t>> lists;
 };
 thread_local Kept kept;
 
 void delete_all(const AtenTensorHandle* handles, size_t size) {
-    for (size_t i = 0; i < size; ++i) aoti_torch_delete_tensor_object(handles[i]);
+  for (size_t i = 0; i < size; ++i) aoti_torch_delete_tensor_object(handles[i]);
 }
 
 }  // namespace
 
 void TensorList::drop(std::unique_ptr<AtenTensorHandle[]> handles, size_t size) {
-    if (kept.keep) {
-        kept.lists.emplace_back(std::move(handles), size);
-    } else {
-        delete_all(handles.get(), size);
-    }
+  if (kept.keep) {
+    kept.lists.emplace_back(std::move(handles), size);
+  } else {
+    delete_all(handles.get(), size);
+  }
 }
 
 }  // namespace fusedacc
 
-// Recent releases of torch take the GIL whenever the last reference but Python's goes: once per tensor if that
-// happens inside an operator, which runs without the GIL, and at half of the cost of a whole call over small
-// tensors. A caller that holds the GIL brackets its call with these two and has it happen in the second.
-extern "C" __attribute__((visibility("default"))) void fusedacc_keep_references() { fusedacc::kept.keep = true; }
+// Recent releases of torch take the GIL whenever the last reference but Python's goes: once per tensor if
+// that happens inside an operator, which runs without the GIL, and at half of the cost of a whole call over
+// small tensors. A caller that holds the GIL brackets its call with these two and has it happen in the
+// second.
+extern "C" __attribute__((visibility("default"))) void fusedacc_keep_references() {
+  fusedacc::kept.keep = true;
+}
 
 extern "C" __attribute__((visibility("default"))) void fusedacc_drop_references() {
-    fusedacc::kept.keep = false;
-    for (const auto& [handles, size] : fusedacc::kept.lists) fusedacc::delete_all(handles.get(), size);
-    fusedacc::kept.lists.clear();
+  fusedacc::kept.keep = false;
+  for (const auto& [handles, size] : fusedacc::kept.lists) fusedacc::delete_all(handles.get(), size);
+  fusedacc::kept.lists.clear();
 }

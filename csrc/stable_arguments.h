@@ -12,64 +12,64 @@
 namespace fusedacc {
 
 inline void check_shim(AOTITorchError code, const char* call) {
-    if (code != 0) throw std::runtime_error(std::string("fusedacc: ") + call + " failed");
+  if (code != 0) throw std::runtime_error(std::string("fusedacc: ") + call + " failed");
 }
 #define FUSEDACC_SHIM(call) ::fusedacc::check_shim((call), #call)
 
 // Owns the tensors of a `Tensor[]` argument.
 class TensorList {
-   public:
-    explicit TensorList(StableIValue argument) {
-        const auto list = reinterpret_cast<StableListHandle>(argument);
-        size_t size = 0;
-        torch_list_size(list, &size);
-        handles_ = std::make_unique<AtenTensorHandle[]>(size);
-        StableIValue element;
-        while (size_ < size && torch_list_get_item(list, size_, &element) == 0) {
-            handles_[size_++] = reinterpret_cast<AtenTensorHandle>(element);
-        }
-        torch_delete_list(list);
+ public:
+  explicit TensorList(StableIValue argument) {
+    const auto list = reinterpret_cast<StableListHandle>(argument);
+    size_t size = 0;
+    torch_list_size(list, &size);
+    handles_ = std::make_unique<AtenTensorHandle[]>(size);
+    StableIValue element;
+    while (size_ < size && torch_list_get_item(list, size_, &element) == 0) {
+      handles_[size_++] = reinterpret_cast<AtenTensorHandle>(element);
     }
-    ~TensorList() { drop(std::move(handles_), size_); }
-    TensorList(const TensorList&) = delete;
-    TensorList& operator=(const TensorList&) = delete;
+    torch_delete_list(list);
+  }
+  ~TensorList() { drop(std::move(handles_), size_); }
+  TensorList(const TensorList&) = delete;
+  TensorList& operator=(const TensorList&) = delete;
 
-    int64_t size() const { return static_cast<int64_t>(size_); }
-    AtenTensorHandle operator[](int64_t i) const { return handles_[i]; }
+  int64_t size() const { return static_cast<int64_t>(size_); }
+  AtenTensorHandle operator[](int64_t i) const { return handles_[i]; }
 
-   private:
-    // Deletes them, or puts them by until fusedacc_drop_references().
-    static void drop(std::unique_ptr<AtenTensorHandle[]> handles, size_t size);
+ private:
+  // Deletes them, or puts them by until fusedacc_drop_references().
+  static void drop(std::unique_ptr<AtenTensorHandle[]> handles, size_t size);
 
-    std::unique_ptr<AtenTensorHandle[]> handles_;
-    size_t size_ = 0;
+  std::unique_ptr<AtenTensorHandle[]> handles_;
+  size_t size_ = 0;
 };
 
 // Owns a `Tensor` argument, or none for a `Tensor?` that is None.
 class OwnedTensor {
-   public:
-    explicit OwnedTensor(AtenTensorHandle handle) : handle_(handle) {}
-    ~OwnedTensor() {
-        if (handle_ != nullptr) aoti_torch_delete_tensor_object(handle_);
-    }
-    OwnedTensor(const OwnedTensor&) = delete;
-    OwnedTensor& operator=(const OwnedTensor&) = delete;
+ public:
+  explicit OwnedTensor(AtenTensorHandle handle) : handle_(handle) {}
+  ~OwnedTensor() {
+    if (handle_ != nullptr) aoti_torch_delete_tensor_object(handle_);
+  }
+  OwnedTensor(const OwnedTensor&) = delete;
+  OwnedTensor& operator=(const OwnedTensor&) = delete;
 
-    AtenTensorHandle get() const { return handle_; }
-    AtenTensorHandle release() { return std::exchange(handle_, nullptr); }
+  AtenTensorHandle get() const { return handle_; }
+  AtenTensorHandle release() { return std::exchange(handle_, nullptr); }
 
-   private:
-    AtenTensorHandle handle_;
+ private:
+  AtenTensorHandle handle_;
 };
 
 // An optional argument is null or points to a word on the heap.
 inline AtenTensorHandle take_optional(StableIValue argument) {
-    const auto inner = torch::stable::detail::to<std::optional<AtenTensorHandle>>(argument);
-    return inner.value_or(nullptr);
+  const auto inner = torch::stable::detail::to<std::optional<AtenTensorHandle>>(argument);
+  return inner.value_or(nullptr);
 }
 
 inline std::vector<bool> take_flags(StableIValue argument) {
-    return torch::stable::detail::to<std::vector<bool>>(argument);
+  return torch::stable::detail::to<std::vector<bool>>(argument);
 }
 
 }  // namespace fusedacc

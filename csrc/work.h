@@ -11,84 +11,85 @@ constexpr int32_t kMaxDims = 16;  // after merging; more than the 64 of a tensor
 
 // A loop nest over both tensors, outermost dimension first; strides in elements.
 struct StridedLayout {
-    int32_t dims;
-    int64_t sizes[kMaxDims];
-    int64_t accumulator_strides[kMaxDims];
-    int64_t gradient_strides[kMaxDims];
+  int32_t dims;
+  int64_t sizes[kMaxDims];
+  int64_t accumulator_strides[kMaxDims];
+  int64_t gradient_strides[kMaxDims];
 };
 
 struct Task {
-    void* accumulator;
-    const void* gradient;
-    int64_t numel;   // never 0
-    int64_t first;   // the elements of all tasks before
-    int32_t pair;    // an index into kPairs
-    int32_t layout;  // an index into Work::layouts; negative: both are flat, element i belongs to element i
-    bool overwrite;
+  void* accumulator;
+  const void* gradient;
+  int64_t numel;   // never 0
+  int64_t first;   // the elements of all tasks before
+  int32_t pair;    // an index into kPairs
+  int32_t layout;  // an index into Work::layouts; negative: both are flat, element i belongs to element i
+  bool overwrite;
 };
 
 struct Work {
-    std::vector<Task> tasks;
-    std::vector<StridedLayout> layouts;
-    int64_t elements = 0;  // of all tasks
+  std::vector<Task> tasks;
+  std::vector<StridedLayout> layouts;
+  int64_t elements = 0;  // of all tasks
 };
 
 enum class Merged { kFlat, kStrided, kTooManyDims };
 
-// Orders the dimensions by the accumulator's strides and merges those that both tensors walk as one, so that most
-// views become flat or nearly so.
+// Orders the dimensions by the accumulator's strides and merges those that both tensors walk as one, so that
+// most views become flat or nearly so.
 inline Merged merge_dims(int64_t dims, const int64_t* sizes, const int64_t* accumulator_strides,
                          const int64_t* gradient_strides, StridedLayout& layout) {
-    struct Dim {
-        int64_t size, accumulator, gradient;
-    };
-    Dim kept[64];
-    int64_t count = 0;
-    for (int64_t d = 0; d < dims; ++d) {
-        if (sizes[d] != 1) kept[count++] = {sizes[d], accumulator_strides[d], gradient_strides[d]};
+  struct Dim {
+    int64_t size, accumulator, gradient;
+  };
+  Dim kept[64];
+  int64_t count = 0;
+  for (int64_t d = 0; d < dims; ++d) {
+    if (sizes[d] != 1) kept[count++] = {sizes[d], accumulator_strides[d], gradient_strides[d]};
+  }
+  std::stable_sort(kept, kept + count,
+                   [](const Dim& a, const Dim& b) { return a.accumulator > b.accumulator; });
+  int64_t merged = 0;
+  for (int64_t d = 1; d < count; ++d) {
+    Dim& outer = kept[merged];
+    const Dim& inner = kept[d];
+    if (outer.accumulator == inner.size * inner.accumulator &&
+        outer.gradient == inner.size * inner.gradient) {
+      outer = {outer.size * inner.size, inner.accumulator, inner.gradient};
+    } else {
+      kept[++merged] = inner;
     }
-    std::stable_sort(kept, kept + count,
-                     [](const Dim& a, const Dim& b) { return a.accumulator > b.accumulator; });
-    int64_t merged = 0;
-    for (int64_t d = 1; d < count; ++d) {
-        Dim& outer = kept[merged];
-        const Dim& inner = kept[d];
-        if (outer.accumulator == inner.size * inner.accumulator &&
-            outer.gradient == inner.size * inner.gradient) {
-            outer = {outer.size * inner.size, inner.accumulator, inner.gradient};
-        } else {
-            kept[++merged] = inner;
-        }
-    }
-    if (count > 0) count = merged + 1;
-    if (count == 0 || (count == 1 && kept[0].accumulator == 1 && kept[0].gradient == 1)) return Merged::kFlat;
-    if (count > kMaxDims) return Merged::kTooManyDims;
-    layout.dims = static_cast<int32_t>(count);
-    for (int64_t d = 0; d < count; ++d) {
-        layout.sizes[d] = kept[d].size;
-        layout.accumulator_strides[d] = kept[d].accumulator;
-        layout.gradient_strides[d] = kept[d].gradient;
-    }
-    return Merged::kStrided;
+  }
+  if (count > 0) count = merged + 1;
+  if (count == 0 || (count == 1 && kept[0].accumulator == 1 && kept[0].gradient == 1)) return Merged::kFlat;
+  if (count > kMaxDims) return Merged::kTooManyDims;
+  layout.dims = static_cast<int32_t>(count);
+  for (int64_t d = 0; d < count; ++d) {
+    layout.sizes[d] = kept[d].size;
+    layout.accumulator_strides[d] = kept[d].accumulator;
+    layout.gradient_strides[d] = kept[d].gradient;
+  }
+  return Merged::kStrided;
 }
 
-// Whether every element has an address of its own, shown by strides that nest: each at least the span of those
-// below it. `dense` is set if they also leave no gap. Layouts that interleave without nesting are refused.
+// Whether every element has an address of its own, shown by strides that nest: each at least the span of
+// those below it. `dense` is set if they also leave no gap. Layouts that interleave without nesting are
+// refused.
 inline bool strides_nest(int64_t dims, const int64_t* sizes, const int64_t* strides, bool& dense) {
-    int64_t order[64];
-    int64_t count = 0;
-    for (int64_t d = 0; d < dims; ++d) {
-        if (sizes[d] != 1) order[count++] = d;
-    }
-    std::sort(order, order + count, [&](int64_t a, int64_t b) { return strides[a] < strides[b]; });
-    int64_t span = 1, numel = 1;
-    for (int64_t i = 0; i < count; ++i) {
-        if (strides[order[i]] < span) return false;
-        span += (sizes[order[i]] - 1) * strides[order[i]];
-        numel *= sizes[order[i]];
-    }
-    dense = span == numel;
-    return true;
+  int64_t order[64];
+  int64_t count = 0;
+  for (int64_t d = 0; d < dims; ++d) {
+    if (sizes[d] != 1) order[count++] = d;
+  }
+  std::sort(order, order + count, [&](int64_t a, int64_t b) { return strides[a] < strides[b]; });
+  int64_t span = 1, numel = 1;
+  for (int64_t i = 0; i < count; ++i) {
+    if (strides[order[i]] < span) return false;
+    span += (sizes[order[i]] - 1) * strides[order[i]];
+    numel *= sizes[order[i]];
+  }
+  dense = span == numel;
+  return true;
 }
 
 }  // namespace fusedacc

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -51,7 +52,12 @@ def built_with() -> dict[str, Any]:
     problem = load_error()
     if problem is not None:
         raise RuntimeError(problem)
-    return {"path": str(LIBRARY), **json.loads(torch.ops.fusedacc.build_info())}
+    info = json.loads(torch.ops.fusedacc.build_info())
+    return {
+        "path": str(LIBRARY),
+        **info,
+        "cuda_architectures": re.findall(r"[^; ,]+", info["cuda_architectures"]),
+    }
 
 
 @functools.cache

@@ -1,5 +1,5 @@
-// The loops themselves, left to the compiler to vectorise. Each loops_*.cpp includes this file once and is compiled
-// for its own instructions; the unnamed namespace keeps the copies apart.
+// The loops themselves, left to the compiler to vectorise. Each loops_*.cpp includes this file once and is
+// compiled for its own instructions; the unnamed namespace keeps the copies apart.
 #pragma once
 
 #include <utility>
@@ -19,84 +19,84 @@ namespace {
 
 template <int32_t pair>
 struct PairLoops {
-    using Gradient = GradientOf<pair>;
-    using Accumulator = AccumulatorOf<pair>;
-    using Functor = ScaleAccumulate<Gradient, Accumulator>;
+  using Gradient = GradientOf<pair>;
+  using Accumulator = AccumulatorOf<pair>;
+  using Functor = ScaleAccumulate<Gradient, Accumulator>;
 
-    static void row(Accumulator* accumulator, const Gradient* gradient, int64_t count, Functor functor,
-                    bool overwrite) {
-        if (overwrite) {
-            FUSEDACC_INDEPENDENT
-            for (int64_t i = 0; i < count; ++i) accumulator[i] = functor.overwrite(gradient[i]);
-        } else {
-            FUSEDACC_INDEPENDENT
-            for (int64_t i = 0; i < count; ++i) accumulator[i] = functor.add(gradient[i], accumulator[i]);
-        }
+  static void row(Accumulator* accumulator, const Gradient* gradient, int64_t count, Functor functor,
+                  bool overwrite) {
+    if (overwrite) {
+      FUSEDACC_INDEPENDENT
+      for (int64_t i = 0; i < count; ++i) accumulator[i] = functor.overwrite(gradient[i]);
+    } else {
+      FUSEDACC_INDEPENDENT
+      for (int64_t i = 0; i < count; ++i) accumulator[i] = functor.add(gradient[i], accumulator[i]);
     }
+  }
 
-    static void strided_row(Accumulator* accumulator, const Gradient* gradient, int64_t accumulator_stride,
-                            int64_t gradient_stride, int64_t count, Functor functor, bool overwrite) {
-        for (int64_t i = 0; i < count; ++i) {
-            Accumulator& element = accumulator[i * accumulator_stride];
-            const Gradient value = gradient[i * gradient_stride];
-            element = overwrite ? functor.overwrite(value) : functor.add(value, element);
-        }
+  static void strided_row(Accumulator* accumulator, const Gradient* gradient, int64_t accumulator_stride,
+                          int64_t gradient_stride, int64_t count, Functor functor, bool overwrite) {
+    for (int64_t i = 0; i < count; ++i) {
+      Accumulator& element = accumulator[i * accumulator_stride];
+      const Gradient value = gradient[i * gradient_stride];
+      element = overwrite ? functor.overwrite(value) : functor.add(value, element);
     }
+  }
 
-    static void flat(void* accumulator, const void* gradient, int64_t begin, int64_t end, double scale,
-                     bool overwrite) {
-        row(static_cast<Accumulator*>(accumulator) + begin, static_cast<const Gradient*>(gradient) + begin,
-            end - begin, Functor(scale), overwrite);
-    }
+  static void flat(void* accumulator, const void* gradient, int64_t begin, int64_t end, double scale,
+                   bool overwrite) {
+    row(static_cast<Accumulator*>(accumulator) + begin, static_cast<const Gradient*>(gradient) + begin,
+        end - begin, Functor(scale), overwrite);
+  }
 
-    static void strided(void* accumulator, const void* gradient, const StridedLayout& layout, int64_t begin,
-                        int64_t end, double scale, bool overwrite) {
-        auto* target = static_cast<Accumulator*>(accumulator);
-        auto* source = static_cast<const Gradient*>(gradient);
-        const int32_t inner = layout.dims - 1;
-        int64_t index[kMaxDims];
-        int64_t rest = begin;
-        for (int32_t d = inner; d >= 0; --d) {
-            index[d] = rest % layout.sizes[d];
-            rest /= layout.sizes[d];
-            target += index[d] * layout.accumulator_strides[d];
-            source += index[d] * layout.gradient_strides[d];
-        }
-        const Functor functor(scale);
-        const int64_t target_step = layout.accumulator_strides[inner];
-        const int64_t source_step = layout.gradient_strides[inner];
-        for (int64_t position = begin; position < end;) {
-            const int64_t left = layout.sizes[inner] - index[inner];
-            const int64_t count = left < end - position ? left : end - position;
-            if (target_step == 1 && source_step == 1) {
-                row(target, source, count, functor, overwrite);
-            } else {
-                strided_row(target, source, target_step, source_step, count, functor, overwrite);
-            }
-            position += count;
-            // To the start of the next row.
-            target -= index[inner] * target_step;
-            source -= index[inner] * source_step;
-            index[inner] = 0;
-            for (int32_t d = inner - 1; d >= 0; --d) {
-                target += layout.accumulator_strides[d];
-                source += layout.gradient_strides[d];
-                if (++index[d] < layout.sizes[d]) break;
-                target -= index[d] * layout.accumulator_strides[d];
-                source -= index[d] * layout.gradient_strides[d];
-                index[d] = 0;
-            }
-        }
+  static void strided(void* accumulator, const void* gradient, const StridedLayout& layout, int64_t begin,
+                      int64_t end, double scale, bool overwrite) {
+    auto* target = static_cast<Accumulator*>(accumulator);
+    auto* source = static_cast<const Gradient*>(gradient);
+    const int32_t inner = layout.dims - 1;
+    int64_t index[kMaxDims];
+    int64_t rest = begin;
+    for (int32_t d = inner; d >= 0; --d) {
+      index[d] = rest % layout.sizes[d];
+      rest /= layout.sizes[d];
+      target += index[d] * layout.accumulator_strides[d];
+      source += index[d] * layout.gradient_strides[d];
     }
+    const Functor functor(scale);
+    const int64_t target_step = layout.accumulator_strides[inner];
+    const int64_t source_step = layout.gradient_strides[inner];
+    for (int64_t position = begin; position < end;) {
+      const int64_t left = layout.sizes[inner] - index[inner];
+      const int64_t count = left < end - position ? left : end - position;
+      if (target_step == 1 && source_step == 1) {
+        row(target, source, count, functor, overwrite);
+      } else {
+        strided_row(target, source, target_step, source_step, count, functor, overwrite);
+      }
+      position += count;
+      // To the start of the next row.
+      target -= index[inner] * target_step;
+      source -= index[inner] * source_step;
+      index[inner] = 0;
+      for (int32_t d = inner - 1; d >= 0; --d) {
+        target += layout.accumulator_strides[d];
+        source += layout.gradient_strides[d];
+        if (++index[d] < layout.sizes[d]) break;
+        target -= index[d] * layout.accumulator_strides[d];
+        source -= index[d] * layout.gradient_strides[d];
+        index[d] = 0;
+      }
+    }
+  }
 };
 
 template <int32_t... pairs>
 constexpr Loops make_loops(const char* name, std::integer_sequence<int32_t, pairs...>) {
-    return {name, {PairLoops<pairs>::flat...}, {PairLoops<pairs>::strided...}};
+  return {name, {PairLoops<pairs>::flat...}, {PairLoops<pairs>::strided...}};
 }
 
 constexpr Loops loops_of_this_file(const char* name) {
-    return make_loops(name, std::make_integer_sequence<int32_t, kPairCount>());
+  return make_loops(name, std::make_integer_sequence<int32_t, kPairCount>());
 }
 
 }  // namespace

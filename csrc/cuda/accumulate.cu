@@ -1,0 +1,99 @@
+// The kernels and their launcher.
+#include <cuda_runtime.h>
+
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "multi_tensor.h"
+#include "run.h"
+
+namespace fusedacc::cuda {
+namespace {
+
+// From CUDA 12.1 on, Volta and later take 32,764 bytes of arguments; all that is built for here is later.
+#if CUDART_VERSION >= 12010
+constexpr int32_t kArgumentBytes = 32764;
+#else
+constexpr int32_t kArgumentBytes = 4096;
+#endif
+
+using Flat = FlatBatchOf<kArgumentBytes>;
+using Strided = StridedBatchOf<kArgumentBytes>;
+static_assert(sizeof(Flat) <= kArgumentBytes && sizeof(Strided) <= kArgumentBytes);
+
+template <int32_t pair>
+__global__ void __launch_bounds__(kThreads) flat_kernel(const __grid_constant__ Flat batch) {
+  PairKernels<pair>::flat_block(batch, blockIdx.x, static_cast<int32_t>(threadIdx.x));
+}
+
+template <int32_t pair>
+__global__ void __launch_bounds__(kThreads) strided_kernel(const __grid_constant__ Strided batch) {
+  PairKernels<pair>::strided_block(batch, blockIdx.x, static_cast<int32_t>(threadIdx.x));
+}
+
+void check(cudaError_t error, const char* what) {
+  if (error != cudaSuccess) {
+    throw std::runtime_error(std::string("fusedacc: ") + what + ": " + cudaGetErrorString(error));
+  }
+}
+
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int32_t device) {
+    check(cudaGetDevice(&previous_), "cudaGetDevice");
+    if (previous_ != device) check(cudaSetDevice(device), "cudaSetDevice");
+    changed_ = previous_ != device;
+  }
+  ~DeviceGuard() {
+    if (changed_) cudaSetDevice(previous_);
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int previous_ = 0;
+  bool changed_ = false;
+};
+
+template <int32_t pair>
+void launch_pair(const Work& work, const ScaleArgument& scale, bool strided, cudaStream_t stream) {
+  if (strided) {
+    Strided batch;
+    batch.scale = scale;
+    for_each_batch(work, pair, true, batch, [&](const Strided& full, int64_t chunks) {
+      strided_kernel<pair><<<static_cast<uint32_t>(chunks), kThreads, 0, stream>>>(full);
+      check(cudaGetLastError(), "launch of strided_kernel");
+    });
+  } else {
+    Flat batch;
+    batch.scale = scale;
+    for_each_batch(work, pair, false, batch, [&](const Flat& full, int64_t chunks) {
+      flat_kernel<pair><<<static_cast<uint32_t>(chunks), kThreads, 0, stream>>>(full);
+      check(cudaGetLastError(), "launch of flat_kernel");
+    });
+  }
+}
+
+template <int32_t... pairs>
+void launch_present(const Work& work, const ScaleArgument& scale, const bool (&present)[2][kPairCount],
+                    cudaStream_t stream, std::integer_sequence<int32_t, pairs...>) {
+  for (const bool strided : {false, true}) {
+    ((present[strided][pairs] ? launch_pair<pairs>(work, scale, strided, stream) : void()), ...);
+  }
+}
+
+}  // namespace
+
+void launch(const Work& work, const ScaleArgument& scale, int32_t device_index, void* stream) {
+  if (work.tasks.empty()) return;
+  const DeviceGuard guard(device_index);
+  bool present[2][kPairCount] = {};
+  for (const Task& task : work.tasks) present[task.layout >= 0][task.pair] = true;
+  launch_present(work, scale, present, static_cast<cudaStream_t>(stream),
+                 std::make_integer_sequence<int32_t, kPairCount>());
+}
+
+int32_t toolkit_version() { return CUDART_VERSION; }
+
+}  // namespace fusedacc::cuda

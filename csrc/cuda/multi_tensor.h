@@ -1,0 +1,194 @@
+// What one block does, for any block: finds its tensor and chunk in a batch, and applies the functor to it.
+// Host and device, torch-free: the tests run these very functions on the CPU, block by block and thread by
+// thread.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "../chunk_plan.h"
+#include "../pairs.h"
+
+#if defined(__CUDA_ARCH__)
+#define FUSEDACC_UNROLL _Pragma("unroll")
+#define FUSEDACC_ROLLED _Pragma("unroll 1")
+#else
+#define FUSEDACC_UNROLL
+#define FUSEDACC_ROLLED
+#endif
+
+namespace fusedacc::cuda {
+
+constexpr int32_t kThreads = 256;
+constexpr int32_t kVectorBytes = 16;
+
+// `count` neighbours moved together, 16 bytes at a time.
+template <typename T, int32_t count>
+struct alignas(kVectorBytes) Packed {
+  T values[count];
+};
+
+template <int32_t count, typename T>
+FUSEDACC_INLINE Packed<T, count> load(const T* from) {
+  static_assert(sizeof(T) * count % kVectorBytes == 0);
+  Packed<T, count> packed;
+#if defined(__CUDA_ARCH__)
+#pragma unroll
+  for (int32_t i = 0; i < static_cast<int32_t>(sizeof(packed) / kVectorBytes); ++i) {
+    reinterpret_cast<uint4*>(&packed)[i] = reinterpret_cast<const uint4*>(from)[i];
+  }
+#else
+  std::memcpy(&packed, from, sizeof(packed));
+#endif
+  return packed;
+}
+
+template <int32_t count, typename T>
+FUSEDACC_INLINE void store(T* to, const Packed<T, count>& packed) {
+#if defined(__CUDA_ARCH__)
+#pragma unroll
+  for (int32_t i = 0; i < static_cast<int32_t>(sizeof(packed) / kVectorBytes); ++i) {
+    reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(&packed)[i];
+  }
+#else
+  std::memcpy(to, &packed, sizeof(packed));
+#endif
+}
+
+FUSEDACC_INLINE int32_t misalignment(const void* pointer) {
+  return static_cast<int32_t>(reinterpret_cast<uintptr_t>(pointer) % kVectorBytes);
+}
+
+template <int32_t pair>
+struct PairKernels {
+  using Gradient = GradientOf<pair>;
+  using Accumulator = AccumulatorOf<pair>;
+  using Functor = ScaleAccumulate<Gradient, Accumulator>;
+  using Compute = typename Functor::Compute;
+
+  // Elements of one step: one vector of the narrower side.
+  static constexpr int32_t kNarrow =
+      sizeof(Gradient) < sizeof(Accumulator) ? sizeof(Gradient) : sizeof(Accumulator);
+  static constexpr int32_t kStep = kVectorBytes / kNarrow;
+  // Steps whose loads are all issued before the first is used: about 100 bytes a thread in flight.
+  static constexpr int32_t kUnroll =
+      128 / (kStep * static_cast<int32_t>(sizeof(Gradient) + sizeof(Accumulator)));
+
+  static FUSEDACC_INLINE void element(Accumulator* accumulator, const Gradient* gradient, Functor functor,
+                                      bool overwrite) {
+    *accumulator = overwrite ? functor.overwrite(*gradient) : functor.add(*gradient, *accumulator);
+  }
+
+  template <bool overwrite, int32_t unroll>
+  static FUSEDACC_INLINE void steps(Accumulator* accumulator, const Gradient* gradient, int32_t distance,
+                                    Functor functor) {
+    Packed<Gradient, kStep> fresh[unroll];
+    Packed<Accumulator, kStep> sums[unroll];
+    FUSEDACC_UNROLL
+    for (int32_t u = 0; u < unroll; ++u) {
+      fresh[u] = load<kStep>(gradient + u * distance);
+      if (!overwrite) sums[u] = load<kStep>(static_cast<const Accumulator*>(accumulator) + u * distance);
+    }
+    FUSEDACC_UNROLL
+    for (int32_t u = 0; u < unroll; ++u) {
+      FUSEDACC_UNROLL
+      for (int32_t i = 0; i < kStep; ++i) {
+        const Gradient value = fresh[u].values[i];
+        sums[u].values[i] = overwrite ? functor.overwrite(value) : functor.add(value, sums[u].values[i]);
+      }
+      store(accumulator + u * distance, sums[u]);
+    }
+  }
+
+  // How many elements to pass singly until both sides are aligned; `count` if that never happens.
+  static FUSEDACC_INLINE int32_t head_of(const Accumulator* accumulator, const Gradient* gradient,
+                                         int32_t count) {
+    constexpr int32_t size = sizeof(Accumulator);
+    int32_t head = (kVectorBytes - misalignment(accumulator)) % kVectorBytes / size;
+    for (; head < kStep; head += kVectorBytes / size) {
+      if (misalignment(gradient + head) == 0) return head < count ? head : count;
+    }
+    return count;
+  }
+
+  template <bool overwrite>
+  static FUSEDACC_INLINE void chunk(Accumulator* accumulator, const Gradient* gradient, int32_t count,
+                                    Functor functor, int32_t thread) {
+    const int32_t head = head_of(accumulator, gradient, count);
+    const int32_t body = (count - head) / kStep * kStep;
+    constexpr int32_t kDistance = kThreads * kStep;
+    int32_t i = head + thread * kStep;
+    for (; i + (kUnroll - 1) * kDistance < head + body; i += kUnroll * kDistance) {
+      steps<overwrite, kUnroll>(accumulator + i, gradient + i, kDistance, functor);
+    }
+    FUSEDACC_ROLLED
+    for (; i < head + body; i += kDistance) steps<overwrite, 1>(accumulator + i, gradient + i, 0, functor);
+    // What stands before and after the vectors.
+    FUSEDACC_ROLLED
+    for (int32_t single = thread; single < count - body; single += kThreads) {
+      const int32_t at = single < head ? single : single + body;
+      element(accumulator + at, gradient + at, functor, overwrite);
+    }
+  }
+
+  template <typename Batch>
+  static FUSEDACC_INLINE void flat_block(const Batch& batch, uint32_t block, int32_t thread) {
+    const int32_t tensor = find_segment(batch.count, block, [&](int32_t i) { return batch.first_chunk[i]; });
+    const int64_t first = (block - batch.first_chunk[tensor]) * kChunkElements;
+    const int64_t marked = batch.sizes[tensor];
+    const int64_t left = (marked < 0 ? ~marked : marked) - first;
+    const int32_t count = static_cast<int32_t>(left < kChunkElements ? left : kChunkElements);
+    auto* accumulator = static_cast<Accumulator*>(batch.accumulators[tensor]) + first;
+    auto* gradient = static_cast<const Gradient*>(batch.gradients[tensor]) + first;
+    const Functor functor(read_scale<Compute>(batch.scale));
+    if (marked < 0) {
+      chunk<true>(accumulator, gradient, count, functor, thread);
+    } else {
+      chunk<false>(accumulator, gradient, count, functor, thread);
+    }
+  }
+
+  // Index: 32-bit division is several times faster, and enough for all but huge tensors.
+  template <typename Index, typename Batch>
+  static FUSEDACC_INLINE void strided_chunk(const Batch& batch, int32_t tensor, int64_t first, int64_t end,
+                                            bool overwrite, int32_t thread) {
+    const Functor functor(read_scale<Compute>(batch.scale));
+    const uint32_t outermost = batch.first_dim[tensor];
+    FUSEDACC_ROLLED
+    for (int64_t position = first + thread; position < end; position += kThreads) {
+      Index rest = static_cast<Index>(position);
+      int64_t to = 0, from = 0;
+      for (uint32_t d = batch.first_dim[tensor + 1]; d-- > outermost;) {
+        const Index size = static_cast<Index>(batch.dim_sizes[d]);
+        const Index index = rest % size;
+        rest /= size;
+        to += index * batch.accumulator_strides[d];
+        from += index * batch.gradient_strides[d];
+      }
+      element(static_cast<Accumulator*>(batch.accumulators[tensor]) + to,
+              static_cast<const Gradient*>(batch.gradients[tensor]) + from, functor, overwrite);
+    }
+  }
+
+  template <typename Batch>
+  static FUSEDACC_INLINE void strided_block(const Batch& batch, uint32_t block, int32_t thread) {
+    const int32_t tensor = find_segment(batch.count, block, [&](int32_t i) { return batch.first_chunk[i]; });
+    const int64_t first = (block - batch.first_chunk[tensor]) * kChunkElements;
+    const int64_t marked = batch.sizes[tensor];
+    const int64_t size = marked < 0 ? ~marked : marked;
+    const int64_t end = size - first < kChunkElements ? size : first + kChunkElements;
+    if (size <= 0x7fffffff) {
+      strided_chunk<uint32_t>(batch, tensor, first, end, marked < 0, thread);
+    } else {
+      strided_chunk<uint64_t>(batch, tensor, first, end, marked < 0, thread);
+    }
+  }
+};
+
+// The batches' capacities for a toolkit's limit on kernel arguments: a thousand flat tensors need 32 KB.
+template <int32_t bytes>
+using FlatBatchOf = FlatBatch<(bytes - 40) / 28>;
+template <int32_t bytes>
+using StridedBatchOf = StridedBatch<bytes / 128, (bytes - 48 - bytes / 128 * 32) / 24>;
+
+}  // namespace fusedacc::cuda

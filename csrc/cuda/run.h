@@ -1,0 +1,23 @@
+// Runs checked work on a GPU. run.cpp finds torch's stream; accumulate.cu, which knows no torch, launches.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "../chunk_plan.h"
+
+namespace fusedacc::cuda {
+
+// On torch's current stream of that device. Asynchronous; copies nothing; can be captured in a graph.
+void run(const Work& work, const ScaleArgument& scale, int32_t device_index);
+
+// One launch per dtype pair and layout kind, of up to about a thousand tensors each. Throws on a launch
+// error.
+void launch(const Work& work, const ScaleArgument& scale, int32_t device_index, void* stream);
+
+int32_t toolkit_version();  // as CUDART_VERSION: 13000 for 13.0
+
+// The fields "cuda" and "cuda_architectures" of a JSON object.
+std::string build_info();
+
+}  // namespace fusedacc::cuda
