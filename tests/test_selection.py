@@ -1,0 +1,148 @@
+"""Which backend runs: the order, the environment variable, explicit choices, and the words of a refusal."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from fusedacc import backends, functional
+
+CPU = torch.device("cpu")
+FLOAT = torch.float32
+
+
+def select(backend="auto", device=CPU):
+    return backends.select(device, FLOAT, FLOAT, backend)
+
+
+def in_fresh_python(code, tmp_path, **environment):
+    """Standard output of a program run in a process of its own, where nothing is imported or cached yet."""
+    script = tmp_path / "program.py"
+    script.write_text(textwrap.dedent(code))
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    root = os.path.dirname(os.path.dirname(backends.__file__))
+    path = os.pathsep.join(filter(None, [environment.pop("path", ""), os.path.dirname(root)]))
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**kept, "PYTHONPATH": path, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_auto_takes_the_first_that_can_run():
+    possible = [name for name in ("cpu", "eager") if backends.obstacle(name, CPU, FLOAT, FLOAT) is None]
+    chosen = select()
+    assert chosen.backend.name == possible[0]
+    assert "first of cuda, cpu, eager that can run here" in chosen.reason
+    assert "not cuda: " in chosen.reason
+    assert select() is chosen
+
+
+def test_every_other_device_has_the_eager_backend():
+    chosen = select(device=torch.device("meta"))
+    assert chosen.backend.name == "eager"
+    assert all(f"not {name}: " in chosen.reason for name in ("cuda", "triton", "cpu"))
+
+
+def test_explicit_choice_is_honoured():
+    chosen = select("eager")
+    assert chosen.backend.name == "eager"
+    assert chosen.reason == "chosen by backend='eager'"
+
+
+def test_explicit_choice_that_cannot_run_names_reason_and_alternatives():
+    with pytest.raises(RuntimeError) as caught:
+        select("cuda")
+    message = str(caught.value)
+    assert message.startswith("backend='cuda' cannot run float32 into float32 on cpu: ")
+    assert backends.obstacle("cuda", CPU, FLOAT, FLOAT) in message
+    assert "Allowed here: 'auto'" in message
+    assert "'eager'" in message
+
+
+def test_unknown_names_list_the_allowed():
+    with pytest.raises(ValueError, match="backend='fast' is no backend") as caught:
+        select("fast")
+    assert str(caught.value).endswith("allowed: 'auto', 'cuda', 'triton', 'cpu', 'eager'")
+
+
+def test_variable_overrides_auto_only(monkeypatch):
+    monkeypatch.setenv("FUSEDACC_BACKEND", "eager")
+    assert select().backend.name == "eager"
+    assert select().reason == "chosen by FUSEDACC_BACKEND='eager'"
+    monkeypatch.setenv("FUSEDACC_BACKEND", "cuda")
+    assert select("eager").backend.name == "eager"
+    with pytest.raises(RuntimeError, match="FUSEDACC_BACKEND='cuda' cannot run float32 into float32 on cpu"):
+        functional.scale_accumulate_([torch.zeros(1)], [torch.ones(1)])
+    for unset in ("", "auto"):
+        monkeypatch.setenv("FUSEDACC_BACKEND", unset)
+        assert select().reason.startswith("first of ")
+
+
+def test_variable_errors_name_variable_value_and_allowed(monkeypatch):
+    monkeypatch.setenv("FUSEDACC_BACKEND", "CUDA ")
+    expected = "FUSEDACC_BACKEND='CUDA ' is no backend; allowed: 'auto', 'cuda', 'triton', 'cpu', 'eager'"
+    for call in (
+        lambda: select(),
+        lambda: functional.scale_accumulate_([torch.zeros(1)], [torch.ones(1)]),
+        lambda: functional.scale_accumulate_([], []),
+        lambda: functional.prepare([]),
+    ):
+        with pytest.raises(ValueError, match="FUSEDACC_BACKEND") as caught:
+            call()
+        assert str(caught.value) == expected
+
+
+SELECT_CUDA_TWICE = """
+    import torch, warnings
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        from fusedacc import backends
+        for dtype in (torch.float32, torch.float64):
+            chosen = backends.select(torch.device("cuda", 0), dtype, dtype)
+    print(chosen.backend.name)
+    print(chosen.reason)
+    print(sum("Triton fails to import" in str(warning.message) for warning in caught))
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, cuda is chosen before Triton is looked at")
+def test_broken_triton_warns_once_and_another_serves(tmp_path):
+    broken = tmp_path / "triton"
+    broken.mkdir()
+    (broken / "__init__.py").write_text("raise ImportError('libtriton.so: wrong ELF class')")
+    name, reason, warned = in_fresh_python(SELECT_CUDA_TWICE, tmp_path, path=str(tmp_path)).splitlines()
+    assert name == "eager"
+    assert "not triton: Triton fails to import (ImportError: libtriton.so: wrong ELF class)" in reason
+    assert warned == "1"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, cuda is chosen before Triton is looked at")
+def test_absent_triton_is_no_warning(tmp_path):
+    hidden = "import importlib.util as u; f = u.find_spec; "
+    hidden += "u.find_spec = lambda name, *a: None if name == 'triton' else f(name, *a)"
+    name, reason, warned = in_fresh_python(
+        hidden + "\n" + textwrap.dedent(SELECT_CUDA_TWICE), tmp_path
+    ).splitlines()
+    assert name == "eager"
+    assert "not triton: Triton is not installed (pip install triton)" in reason
+    assert warned == "0"
+
+
+def test_triton_is_not_imported_for_cpu_tensors(tmp_path):
+    code = """
+        import sys, torch
+        from fusedacc import functional
+        functional.scale_accumulate_([torch.zeros(1)], [torch.ones(1)])
+        print("triton" in sys.modules)
+    """
+    assert in_fresh_python(code, tmp_path).strip() == "False"
