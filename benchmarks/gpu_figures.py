@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_figures.py [--quick] [--results build/gpu]
 
-Times are CUDA events around several calls, in turns, medians: a loop of small launches that the host cannot keep
-up with shows as the time it takes. The large tensor exceeds every cache; the models' lists are hot for all alike.
+Times are CUDA events around several calls, in turns, medians; a loop of launches that the host cannot keep up
+with shows as the time it takes. The large tensor exceeds every cache; the models' lists may be in one.
 """
 
 from __future__ import annotations

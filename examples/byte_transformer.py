@@ -37,6 +37,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--updates", type=int, default=80, help="optimizer updates of each loop (%(default)s)"
     )
     parser.add_argument("--steps", type=int, default=8, help="micro-batches per update (%(default)s)")
+    parser.add_argument("--width", type=int, default=256, help="of the model (%(default)s)")
     parser.add_argument(
         "--rounds", type=int, default=11, help="timed updates of each loop, in turns (%(default)s)"
     )
@@ -78,7 +79,7 @@ def main(arguments: list[str] | None = None) -> Result:
     options = parse(arguments)
     device = torch.device(options.device)
     dtype = options.dtype or default_dtype(device)
-    config = Config(dtype, device, options.steps, options.backend, options.seed)
+    config = Config(dtype, device, options.steps, options.backend, options.seed, options.width)
     text = load_text(options.text)
 
     peaks = {kind.name: peak_memory(kind, config, text) for kind in LOOPS}

@@ -1,0 +1,90 @@
+"""The examples, run as a user runs them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="the examples draw with matplotlib")
+pytest.importorskip("sklearn", reason="the examples read scikit-learn's digits")
+pytest.importorskip("tqdm", reason="the examples show progress by tqdm")
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+@pytest.fixture
+def byte_transformer(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return importlib.import_module("byte_transformer")
+
+
+def test_digits_are_learnt():
+    script = [sys.executable, "digits.py"]
+    found = subprocess.run(
+        script, cwd=EXAMPLES, env=with_package(), capture_output=True, text=True, timeout=300
+    )
+    assert found.returncode == 0, found.stderr
+    updates, accuracy = re.search(r"(\d+) updates, accuracy .*: ([\d.]+)%", found.stdout).groups()
+    assert int(updates) == 20 * 24  # 47 micro-batches are 23 windows of two, and one of one
+    assert float(accuracy) > 85
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "autocast"])
+def test_demo_trains_both_loops_alike(byte_transformer, dtype, tmp_path, capsys):
+    arguments = ["--dtype", dtype, "--updates", "6", "--steps", "4", "--rounds", "1", "--width", "64"]
+    result = byte_transformer.main([*arguments, "--device", "cpu", "--out", str(tmp_path)])
+
+    # Scaling by 1/4 is exact, so both loops do the same arithmetic in the same order.
+    assert result.losses["fusedacc"] == result.losses["stock"]
+    assert len(result.losses["stock"]) == 6
+    assert result.losses["stock"][-1] < result.losses["stock"][0] - 0.1
+
+    assert result.calls["fusedacc"] < result.calls["stock"] / 4
+    parameter_bytes = result.parameters * (2 if dtype == "bfloat16" else 4)
+    assert min(result.peaks.values()) > 4 * parameter_bytes  # parameters, sums and AdamW's two states
+    assert result.peaks["fusedacc"] <= result.peaks["stock"] + 25_000_000
+
+    shown = capsys.readouterr().out
+    for row in (
+        "loss of update 6",
+        "largest difference",
+        "time per update",
+        "peak memory",
+        "calls",
+        "bytes per",
+    ):
+        assert row in shown
+    numbers = json.loads((tmp_path / f"byte_transformer-{dtype}.json").read_text())
+    assert numbers["losses"] == result.losses
+    assert_drawn(tmp_path / f"byte_transformer-{dtype}.png")
+
+
+def test_demo_reads_any_text_and_refuses_too_short_a_one(byte_transformer, tmp_path):
+    model = importlib.import_module("demo.model")
+    text = tmp_path / "text"
+    text.write_bytes(bytes(range(256)) * 4)
+    assert model.load_text(text).tolist() == list(range(256)) * 4
+    text.write_bytes(b"short")
+    with pytest.raises(ValueError, match="at least"):
+        model.load_text(text)
+
+
+def assert_drawn(path: Path) -> None:
+    from matplotlib.image import imread
+
+    pixels = imread(path)
+    assert pixels.shape[1] >= 1000
+    assert (pixels[..., :3].reshape(-1, 3) != 1).any(axis=1).mean() > 0.02, "the plot is blank"
+
+
+def with_package() -> dict[str, str]:
+    import os
+
+    root = str(EXAMPLES.parent)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
