@@ -1,7 +1,7 @@
-"""Builds fusedacc/libfusedacc.so, a plain shared library on the LibTorch stable ABI, and the package around it.
+"""Builds fusedacc/libfusedacc.so, a shared library on the LibTorch stable ABI, and the package around it.
 
-Environment: CXX, FUSEDACC_CXX_FLAGS; FORCE_CUDA=1 (fail without nvcc) or 0 (no CUDA); CUDACXX or CUDA_HOME (where nvcc
-is); TORCH_CUDA_ARCH_LIST (default "8.0;9.0;10.0+PTX"); MAX_JOBS. Needs no GPU and no network.
+Needs no GPU and no network. Environment: CXX; FORCE_CUDA=1 (fail without nvcc) or 0 (no CUDA); CUDACXX or
+CUDA_HOME (where nvcc is); TORCH_CUDA_ARCH_LIST (default "8.0;9.0;10.0+PTX"); MAX_JOBS.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NAME = "libfusedacc.so"
 DEFAULT_ARCHITECTURES = "8.0;9.0;10.0+PTX"
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # torch 2.10
 
-# What makes results the same everywhere: multiplications and additions are fused only where the source says so.
+# Multiplications and additions are fused only where the source says so: results are the same everywhere.
 EXACT = ["-ffp-contract=off"]
 VECTOR_FLAGS = {
     "cpu/loops_avx2.cpp": ["-mavx2", "-mfma"],
@@ -79,7 +79,7 @@ class Toolchain:
     include has changed."""
 
     def __init__(self, cxx: list[str], nvcc: str | None) -> None:
-        # torch is a build requirement of the extension only: without a compiler the package installs without it.
+        # Not at the top: without a compiler the package installs without torch too.
         import torch
 
         package = Path(torch.__file__).parent
@@ -103,29 +103,11 @@ class Toolchain:
         if nvcc is None:
             self.linker = [*cxx, "-shared"]
         else:
-            host_options = ",".join([*warnings, *host])
-            self.cuda = [
-                nvcc,
-                *common,
-                "-ccbin",
-                cxx[0],
-                "-Werror",
-                "all-warnings",
-                "-fmad=false",
-                "-Xptxas",
-                "-warn-spills",
-            ]
-            self.cuda += [*architecture_flags(architectures), "-Xcompiler", host_options, "--threads", "0"]
-            self.linker = [
-                nvcc,
-                "-ccbin",
-                cxx[0],
-                "-shared",
-                "-cudart",
-                "static",
-                "-Xlinker",
-                "--exclude-libs=ALL",
-            ]
+            host_compiler = ["-ccbin", cxx[0], "-Xcompiler", ",".join([*warnings, *host])]
+            strict = ["-Werror", "all-warnings", "-Xptxas", "-warn-spills", "-fmad=false"]
+            self.cuda = [nvcc, *common, *host_compiler, *strict, *architecture_flags(architectures)]
+            self.linker = [nvcc, "-ccbin", cxx[0], "-shared", "-cudart", "static"]
+            self.linker += ["-Xlinker", "--exclude-libs=ALL"]
         headers = sorted(path for path in SOURCES.rglob("*") if path.suffix in (".h", ".cuh"))
         self.headers = hashlib.sha256(b"".join(path.read_bytes() for path in headers)).hexdigest()
 
@@ -146,7 +128,7 @@ class Toolchain:
         return target
 
     def link(self, objects: list[Path], target: Path) -> None:
-        # libtorch.so brings libtorch_cuda.so where torch has one: its symbols are weak here, and null without it.
+        # libtorch.so brings libtorch_cuda.so where torch has one: those symbols are weak here, null without.
         torch = ["-L", str(self.libraries), "-Xlinker", "--no-as-needed", "-ltorch", "-ltorch_cpu"]
         self.run([*self.linker, *map(str, objects), *torch, "-o", str(target)], target, objects)
 

@@ -1,0 +1,367 @@
+// Runs the torch-free headers on the host: the launch plans, and the CUDA kernels' own bodies block by block
+// and thread by thread. Prints what fails and exits with 1.
+#include <sys/mman.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <random>
+#include <utility>
+#include <vector>
+
+#include "cuda/multi_tensor.h"
+
+using namespace fusedacc;
+
+#define CHECK(condition)                                                        \
+  do {                                                                          \
+    if (!(condition)) {                                                         \
+      std::printf("%s:%d: %s does not hold\n", __FILE__, __LINE__, #condition); \
+      std::exit(1);                                                             \
+    }                                                                           \
+  } while (false)
+
+namespace {
+
+std::mt19937_64 generator(1);
+
+int64_t random_below(int64_t limit) {
+  return static_cast<int64_t>(generator() % static_cast<uint64_t>(limit));
+}
+
+using Flat = cuda::FlatBatchOf<32764>;
+using Strided = cuda::StridedBatchOf<32764>;
+using SmallFlat = cuda::FlatBatchOf<4096>;
+
+// float16 and bfloat16: every value survives, and narrowing picks the nearest, ties to even.
+template <typename T>
+void check_narrowing(uint32_t infinity) {
+  for (uint32_t bits = 0; bits < 0x10000; ++bits) {
+    const float value = widen(T{static_cast<uint16_t>(bits)});
+    const uint32_t back = narrow<T, float>(value).bits;
+    const bool is_nan = (bits & 0x7fff) > infinity;
+    CHECK(is_nan == std::isnan(value));
+    CHECK(is_nan ? (back & 0x7fff) > infinity : back == bits);
+    if ((bits & 0x7fff) >= infinity) continue;
+    // Towards the next larger magnitude: below, at and above the middle. Beyond the largest value stands
+    // infinity, as far away as if one more value stood there.
+    const auto value_of = [](uint32_t b) { return static_cast<double>(widen(T{static_cast<uint16_t>(b)})); };
+    const bool largest = (bits & 0x7fff) + 1 == infinity;
+    const double next = largest ? 2 * value_of(bits) - value_of(bits - 1) : value_of(bits + 1);
+    const float middle = static_cast<float>((value_of(bits) + next) / 2);
+    CHECK((narrow<T, float>(middle).bits) == ((bits & 1) ? bits + 1 : bits));
+    const float below = std::nextafter(middle, 0.0f);
+    const float above = std::nextafter(middle, middle < 0 ? -INFINITY : INFINITY);
+    CHECK((narrow<T, float>(below).bits) == bits);
+    CHECK((narrow<T, float>(above).bits) == bits + 1);
+  }
+  CHECK((narrow<T, float>(INFINITY).bits) == infinity);
+  CHECK((narrow<T, float>(3e38f).bits) <= infinity);
+  CHECK(((narrow<T, float>(-NAN).bits) & 0x7fff) > infinity);
+}
+
+// The nest that merge_dims leaves visits exactly the pairs of offsets that the tensors hold.
+void check_merging() {
+  for (int round = 0; round < 3000; ++round) {
+    const int64_t dims = random_below(5);
+    std::vector<int64_t> sizes, sums, fresh, order;
+    for (int64_t d = 0; d < dims; ++d) order.insert(order.begin() + random_below(d + 1), d);
+    for (int64_t d = 0; d < dims; ++d) sizes.push_back(1 + random_below(4));
+    sums.resize(dims);
+    fresh.resize(dims);
+    int64_t stride = 1;
+    for (const int64_t d : order) {
+      sums[d] = stride;
+      stride *= sizes[d] + random_below(2);
+    }
+    const int64_t kind = random_below(3);
+    for (int64_t d = 0; d < dims; ++d) fresh[d] = kind == 0 ? sums[d] : kind == 1 ? random_below(7) : 0;
+    bool dense = false;
+    CHECK(strides_nest(dims, sizes.data(), sums.data(), dense));
+
+    const auto offsets = [](int64_t n, const int64_t* size, const int64_t* a, const int64_t* b) {
+      std::map<int64_t, int64_t> pairs;
+      int64_t total = 1;
+      for (int64_t d = 0; d < n; ++d) total *= size[d];
+      for (int64_t i = 0; i < total; ++i) {
+        int64_t rest = i, to = 0, from = 0;
+        for (int64_t d = n; d-- > 0; rest /= size[d]) {
+          to += rest % size[d] * a[d];
+          from += rest % size[d] * b[d];
+        }
+        CHECK(pairs.emplace(to, from).second);
+      }
+      return pairs;
+    };
+    const auto expected = offsets(dims, sizes.data(), sums.data(), fresh.data());
+    CHECK(dense == (expected.rbegin()->first == static_cast<int64_t>(expected.size()) - 1));
+    StridedLayout layout{};
+    if (merge_dims(dims, sizes.data(), sums.data(), fresh.data(), layout) == Merged::kFlat) {
+      int64_t i = 0;
+      for (const auto& [to, from] : expected) {
+        CHECK(to == i && from == i);
+        ++i;
+      }
+    } else {
+      CHECK(offsets(layout.dims, layout.sizes, layout.accumulator_strides, layout.gradient_strides) ==
+            expected);
+    }
+  }
+  const int64_t sizes[] = {3, 4}, repeated[] = {0, 1}, interleaved[] = {2, 3};
+  bool dense = false;
+  CHECK(!strides_nest(2, sizes, repeated, dense));
+  CHECK(!strides_nest(2, sizes, interleaved, dense));
+}
+
+Work work_of(const std::vector<int64_t>& sizes) {
+  Work work;
+  for (const int64_t size : sizes) {
+    work.tasks.push_back({nullptr, nullptr, size, work.elements, 0, -1, random_below(2) == 0});
+    work.elements += size;
+  }
+  return work;
+}
+
+// Every chunk of every tensor belongs to one block; nothing else does.
+template <typename Batch>
+int64_t check_plan(const std::vector<int64_t>& sizes) {
+  const Work work = work_of(sizes);
+  static Batch batch;
+  size_t done = 0;
+  int64_t launches = 0;
+  for_each_batch(work, 0, false, batch, [&](const Batch& full, int64_t chunks) {
+    ++launches;
+    CHECK(full.count > 0 && full.count <= Batch::kCapacity && chunks <= kMaxChunks);
+    int64_t next = 0;
+    for (int32_t i = 0; i < full.count; ++i, ++done) {
+      CHECK(full.first_chunk[i] == next);
+      const Task& task = work.tasks[done];
+      CHECK(full.sizes[i] == (task.overwrite ? ~task.numel : task.numel));
+      const int64_t needed = (task.numel + kChunkElements - 1) / kChunkElements;
+      for (const int64_t chunk : {int64_t{0}, needed / 2, needed - 1}) {
+        const auto first = [&](int32_t k) { return full.first_chunk[k]; };
+        CHECK(find_segment(full.count, static_cast<uint32_t>(next + chunk), first) == i);
+      }
+      next += needed;
+    }
+    CHECK(next == chunks);
+  });
+  CHECK(done == sizes.size());
+  return launches;
+}
+
+void check_plans() {
+  CHECK(check_plan<Flat>({}) == 0);
+  CHECK(check_plan<Flat>(std::vector<int64_t>(1000, 1000)) == 1);
+  CHECK(check_plan<Flat>(std::vector<int64_t>(Flat::kCapacity, 7)) == 1);
+  CHECK(check_plan<Flat>(std::vector<int64_t>(Flat::kCapacity + 1, 7)) == 2);
+  CHECK(check_plan<SmallFlat>(std::vector<int64_t>(300, 7)) ==
+        (300 + SmallFlat::kCapacity - 1) / SmallFlat::kCapacity);
+  CHECK(check_plan<Flat>({int64_t{1} << 31, 5, (int64_t{1} << 40) + 3, kChunkElements, kChunkElements + 1}) ==
+        1);
+  // Together more chunks than one grid has.
+  CHECK(check_plan<Flat>({int64_t{1} << 43, int64_t{1} << 43, 9}) == 2);
+  for (int round = 0; round < 200; ++round) {
+    std::vector<int64_t> sizes(1 + random_below(3000));
+    for (int64_t& size : sizes) size = 1 + random_below(int64_t{1} << random_below(34));
+    check_plan<Flat>(sizes);
+  }
+}
+
+// The CPU's parts cover every element once, wherever the line is cut.
+void check_parts() {
+  for (int round = 0; round < 500; ++round) {
+    std::vector<int64_t> sizes(1 + random_below(20));
+    for (int64_t& size : sizes) size = 1 + random_below(round % 2 ? 20 : 3000);
+    const Work work = work_of(sizes);
+    std::vector<int64_t> reached(sizes.size(), 0);
+    for (int64_t begin = 0; begin < work.elements;) {
+      const int64_t end = std::min(work.elements, begin + 1 + random_below(4000));
+      visit_part(work.tasks, begin, end, [&](const Task& task, int64_t from, int64_t to) {
+        int64_t& at = reached[&task - work.tasks.data()];
+        CHECK(from == at && to > from);
+        at = to;
+      });
+      begin = end;
+    }
+    CHECK(reached == sizes);
+  }
+}
+
+template <typename T>
+T element_of(double value) {
+  if constexpr (sizeof(T) == 8) {
+    return value;
+  } else {
+    return narrow<T, float>(static_cast<float>(value));
+  }
+}
+
+template <typename T>
+bool same_bits(T a, T b) {
+  return std::memcmp(&a, &b, sizeof(T)) == 0;
+}
+
+// A buffer whose elements before and after the tensor show any write outside it.
+template <typename T>
+struct Guarded {
+  static constexpr int64_t kGuard = 16;
+  std::vector<T> elements;
+  int64_t offset;
+
+  Guarded(int64_t size, int64_t shift) : elements(size + 2 * kGuard + shift), offset(kGuard + shift) {
+    for (T& element : elements) element = element_of<T>(static_cast<double>(random_below(2000) - 1000) / 64);
+  }
+  T* data() { return elements.data() + offset; }
+};
+
+template <int32_t pair>
+void check_flat_kernel() {
+  using Kernels = cuda::PairKernels<pair>;
+  using Gradient = typename Kernels::Gradient;
+  using Accumulator = typename Kernels::Accumulator;
+  const double scale = 0.3;
+  const typename Kernels::Functor functor(scale);
+  const float stored_scale = 0.3f;
+  for (int round = 0; round < 40; ++round) {
+    std::vector<Guarded<Accumulator>> sums;
+    std::vector<Guarded<Gradient>> fresh;
+    Work work;
+    for (int64_t i = 0; i < 6; ++i) {
+      const int64_t limits[] = {20, 3000, 3 * kChunkElements};
+      const int64_t size = 1 + random_below(limits[i % 3]);
+      sums.emplace_back(size, round == 0 ? 0 : random_below(9));
+      fresh.emplace_back(size, round == 0 ? 0 : random_below(9));
+      work.tasks.push_back({nullptr, nullptr, size, 0, pair, -1, i % 2 == 1});
+    }
+    auto expected = sums;
+    for (size_t i = 0; i < work.tasks.size(); ++i) {
+      work.tasks[i].accumulator = sums[i].data();
+      work.tasks[i].gradient = fresh[i].data();
+      for (int64_t k = 0; k < work.tasks[i].numel; ++k) {
+        Accumulator& element = expected[i].data()[k];
+        const Gradient value = fresh[i].data()[k];
+        element = work.tasks[i].overwrite ? functor.overwrite(value) : functor.add(value, element);
+      }
+    }
+    static Flat batch;
+    // On odd rounds from a tensor; float32 also where the computation is in double.
+    batch.scale = round % 2 && sizeof(Accumulator) < 8 ? ScaleArgument{&stored_scale, 0, 0}
+                                                       : ScaleArgument{nullptr, scale, 0};
+    for_each_batch(work, pair, false, batch, [&](const Flat& full, int64_t chunks) {
+      for (int64_t block = 0; block < chunks; ++block) {
+        for (int32_t thread = 0; thread < cuda::kThreads; ++thread) {
+          Kernels::flat_block(full, static_cast<uint32_t>(block), thread);
+        }
+      }
+    });
+    for (size_t i = 0; i < sums.size(); ++i) {
+      for (size_t k = 0; k < sums[i].elements.size(); ++k) {
+        CHECK(same_bits(sums[i].elements[k], expected[i].elements[k]));
+      }
+    }
+  }
+}
+
+template <int32_t pair>
+void check_strided_kernel() {
+  using Kernels = cuda::PairKernels<pair>;
+  using Gradient = typename Kernels::Gradient;
+  using Accumulator = typename Kernels::Accumulator;
+  const typename Kernels::Functor functor(-1.5);
+  const int64_t rows = 100, columns = 173;
+  Guarded<Accumulator> sum(rows * columns, 1);
+  Guarded<Gradient> fresh(rows * columns, 3);
+  auto expected = sum;
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t c = 0; c < columns; ++c) {
+      Accumulator& element = expected.data()[r * columns + c];
+      element = functor.add(fresh.data()[c * rows + r], element);
+    }
+  }
+  Work work;
+  work.tasks.push_back({sum.data(), fresh.data(), rows * columns, 0, pair, 0, false});
+  work.layouts.push_back({2, {rows, columns}, {columns, 1}, {1, rows}});
+  static Strided batch;
+  batch.scale = {nullptr, -1.5, 0};
+  for_each_batch(work, pair, true, batch, [&](const Strided& full, int64_t chunks) {
+    CHECK(chunks == 3);
+    for (int64_t block = 0; block < chunks; ++block) {
+      for (int32_t thread = 0; thread < cuda::kThreads; ++thread) {
+        Kernels::strided_block(full, static_cast<uint32_t>(block), thread);
+      }
+    }
+  });
+  for (size_t k = 0; k < sum.elements.size(); ++k) CHECK(same_bits(sum.elements[k], expected.elements[k]));
+}
+
+template <typename T>
+T* reserve(int64_t elements) {
+  void* memory = mmap(nullptr, elements * sizeof(T), PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  CHECK(memory != MAP_FAILED);
+  return static_cast<T*>(memory);
+}
+
+// More than 2^32 elements: only the pages of three chunks are ever touched.
+void check_huge() {
+  using Kernels = cuda::PairKernels<find_pair(Dtype::kBFloat16, Dtype::kFloat32)>;
+  const int64_t size = (int64_t{1} << 32) + 2 * kChunkElements + 5;
+  auto* sum = reserve<float>(size);
+  auto* fresh = reserve<BFloat16>(size);
+  Work work;
+  work.tasks.push_back({sum, fresh, size, 0, 1, -1, false});
+  static Flat batch;
+  batch.scale = {nullptr, 2, 0};
+  for_each_batch(work, 1, false, batch, [&](const Flat& full, int64_t chunks) {
+    for (const int64_t block : {int64_t{0}, chunks - 2, chunks - 1}) {
+      const int64_t first = block * kChunkElements, end = std::min(size, first + kChunkElements);
+      for (int64_t k = first; k < end; ++k) fresh[k] = narrow<BFloat16, float>(static_cast<float>(k % 256));
+      for (int32_t thread = 0; thread < cuda::kThreads; ++thread) {
+        Kernels::flat_block(full, static_cast<uint32_t>(block), thread);
+      }
+      for (int64_t k = first; k < end; ++k) CHECK(sum[k] == 2 * static_cast<float>(k % 256));
+    }
+  });
+  // A loop nest of the same size: rows of the accumulator are columns of the gradient.
+  const int64_t rows = (int64_t{1} << 32) / 1024 + 8, columns = 1024;
+  Work nest;
+  nest.tasks.push_back({sum, fresh, rows * columns, 0, 1, 0, true});
+  nest.layouts.push_back({2, {columns, rows}, {rows, 1}, {1, columns}});
+  static Strided strided;
+  strided.scale = {nullptr, 3, 0};
+  for_each_batch(nest, 1, true, strided, [&](const Strided& full, int64_t chunks) {
+    const int64_t block = chunks - 1, first = block * kChunkElements;
+    for (int64_t k = first; k < rows * columns; ++k) {
+      fresh[(k % rows) * columns + k / rows] = narrow<BFloat16, float>(static_cast<float>(k % 256));
+    }
+    for (int32_t thread = 0; thread < cuda::kThreads; ++thread) {
+      Kernels::strided_block(full, static_cast<uint32_t>(block), thread);
+    }
+    for (int64_t k = first; k < rows * columns; ++k) CHECK(sum[k] == 3 * static_cast<float>(k % 256));
+  });
+  munmap(sum, size * sizeof(float));
+  munmap(fresh, size * sizeof(BFloat16));
+}
+
+template <int32_t... pairs>
+void check_kernels(std::integer_sequence<int32_t, pairs...>) {
+  (check_flat_kernel<pairs>(), ...);
+  (check_strided_kernel<pairs>(), ...);
+}
+
+}  // namespace
+
+int main() {
+  check_narrowing<Float16>(0x7c00);
+  check_narrowing<BFloat16>(0x7f80);
+  check_merging();
+  check_plans();
+  check_parts();
+  check_kernels(std::make_integer_sequence<int32_t, kPairCount>());
+  check_huge();
+  std::printf("flat capacity %d, arguments %zu and %zu bytes\n", Flat::kCapacity, sizeof(Flat),
+              sizeof(Strided));
+  return 0;
+}

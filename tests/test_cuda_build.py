@@ -1,0 +1,92 @@
+"""The CUDA kernels as the compiler leaves them, for which no GPU is needed: wide accesses, no spills."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+PAIRS = range(8)
+#: A Hopper multiprocessor has 65,536 registers: 40 a thread still leave it six blocks of 256 threads.
+MAX_REGISTERS = 40
+#: Arguments of one launch from CUDA 12.1 on.
+MAX_ARGUMENT_BYTES = 32764
+
+pytestmark = pytest.mark.skipif(NVCC is None, reason="nvcc not found")
+
+
+def compile_kernels(tmp_path: Path, *flags: str) -> tuple[str, str]:
+    """The PTX for sm_90, and what the compiler said."""
+    output = tmp_path / "accumulate"
+    command = [
+        NVCC,
+        "-std=c++17",
+        "-O3",
+        "-fmad=false",
+        "-Werror",
+        "all-warnings",
+        "-Xcompiler",
+        "-Wall,-Wextra",
+    ]
+    source = str(ROOT / "csrc" / "cuda" / "accumulate.cu")
+    result = subprocess.run(
+        [*command, *flags, source, "-o", str(output)], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return output.read_text(errors="replace"), result.stdout + result.stderr
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Each kernel's PTX by its name and pair, such as `flat_kernel1`."""
+    ptx, said = compile_kernels(tmp_path_factory.mktemp("ptx"), "-arch=sm_90", "-ptx")
+    assert "warning" not in said
+    bodies = re.split(r"(?=\.visible \.entry|\.entry )", ptx)[1:]
+    found = {}
+    for body in bodies:
+        name = re.search(r"(flat_kernel|strided_kernel)ILi(\d+)E", body)
+        assert name is not None
+        found[name[1] + name[2]] = body
+    return found
+
+
+def test_there_is_a_flat_and_a_strided_kernel_for_every_pair(kernels: dict[str, str]) -> None:
+    assert set(kernels) == {f"{kind}_kernel{pair}" for kind in ("flat", "strided") for pair in PAIRS}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_both_sides_move_16_bytes_at_a_time(kernels: dict[str, str], pair: int) -> None:
+    body = kernels[f"flat_kernel{pair}"]
+    wide = r"\.global\.(?:v4\.[ubf]32|v2\.[ubf]64)"
+    loads, stores = (len(re.findall(kind + wide, body)) for kind in ("ld", "st"))
+    # Two loads (gradient and sum) and a store in the accumulating loop, one of each in the overwriting loop.
+    assert loads >= 3
+    assert stores >= 2
+    # Several steps' loads are issued before the first store.
+    assert len(re.findall("ld" + wide, re.split("st" + wide, body)[0])) >= 4
+
+
+@pytest.mark.parametrize("kind", ["flat", "strided"])
+def test_arguments_fit_one_launch_and_are_read_in_place(kernels: dict[str, str], kind: str) -> None:
+    for pair in PAIRS:
+        body = kernels[f"{kind}_kernel{pair}"]
+        size = re.search(r"\.param \.align 8 \.b8 \w+\[(\d+)\]", body)
+        assert size is not None
+        assert 32000 < int(size[1]) <= MAX_ARGUMENT_BYTES
+        # A copy of the table to a thread's own memory would show here.
+        assert ".local" not in body
+
+
+def test_registers_and_spills(tmp_path: Path) -> None:
+    _, said = compile_kernels(tmp_path, "-arch=sm_90", "-cubin", "-Xptxas", "-v")
+    registers = [int(count) for count in re.findall(r"Used (\d+) registers", said)]
+    assert len(registers) == 2 * len(PAIRS)
+    assert max(registers) <= MAX_REGISTERS
+    frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", said)
+    assert len(frames) == len(registers)
+    assert set(frames) == {("0", "0", "0")}
