@@ -1,0 +1,30 @@
+"""Commands: `python -m fusedacc info`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from . import info
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status: 1 where a backend fails or sums wrongly, else 0."""
+    parser = argparse.ArgumentParser(prog="python -m fusedacc", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser(
+        "info",
+        help="what is built, what each backend would run on each device, and why not where not",
+        description="Runs and checks one small sum of each dtype pair on each backend and device.",
+    )
+    command.add_argument("--json", action="store_true", help="print the same facts as JSON")
+    chosen = parser.parse_args(arguments)
+    facts = info.collect()
+    print(json.dumps(facts, indent=2) if chosen.json else info.render(facts))
+    return 0 if info.healthy(facts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

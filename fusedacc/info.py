@@ -1,0 +1,171 @@
+"""What is built and what would run where: the facts behind `python -m fusedacc info`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from typing import Any
+
+import torch
+
+from . import backends, checks, ops, reference
+
+_ELEMENTS = 1000
+_SCALE = 0.3
+
+
+def devices() -> list[torch.device]:
+    """The CPU and every GPU that torch can see."""
+    found = [torch.device("cpu")]
+    found += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    if torch.backends.mps.is_available():
+        found.append(torch.device("mps"))
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def try_pair(
+    backend: backends.Backend,
+    device: torch.device,
+    gradient_dtype: torch.dtype,
+    accumulator_dtype: torch.dtype,
+) -> str | None:
+    """Run one small sum and compare it with the reference on the CPU; returns what is wrong, if anything.
+
+    A result may differ from the reference by one unit in the last place of the larger term: the reference
+    itself is rounded, and some backends round a product before they add it.
+    """
+    generator = torch.Generator().manual_seed(0)
+    accumulator, gradient = (
+        torch.randn(_ELEMENTS, generator=generator).to(dtype) for dtype in (accumulator_dtype, gradient_dtype)
+    )
+    wide = checks.computation_dtype(accumulator_dtype)
+    expected = accumulator.clone()
+    reference.scale_accumulate_([expected], [gradient], _SCALE, False)
+    largest = torch.maximum(accumulator.double().abs(), (gradient.double() * _SCALE).abs())
+    allowed = 2 * largest * torch.finfo(accumulator_dtype).eps + largest * torch.finfo(wide).eps
+    try:
+        result = accumulator.to(device)
+        backend.accumulate_([result], [gradient.to(device)], _SCALE, False)
+        error = (result.cpu().double() - expected.double()).abs()
+    except Exception as problem:  # whatever a broken installation raises is what the user came to read
+        return f"{type(problem).__name__}: {problem}"
+    wrong = int((~(error <= allowed)).sum())
+    return f"{wrong} of {_ELEMENTS} elements are wrong" if wrong else None
+
+
+def _name(gradient_dtype: torch.dtype, accumulator_dtype: torch.dtype) -> str:
+    return f"{str(gradient_dtype)[6:]} into {str(accumulator_dtype)[6:]}"
+
+
+def _backend_on(name: str, device: torch.device) -> dict[str, Any]:
+    """Which pairs a backend runs on a device, what its trials gave, and why it does not run the others."""
+    ran, failures, reasons = [], {}, []
+    for gradient_dtype, accumulator_dtype in sorted(checks.PAIRS, key=str):
+        pair = _name(gradient_dtype, accumulator_dtype)
+        reason = backends.obstacle(name, device, accumulator_dtype, gradient_dtype)
+        if reason is not None:
+            reasons.append(reason)
+            continue
+        problem = try_pair(backends.get(name), device, gradient_dtype, accumulator_dtype)
+        if problem is None:
+            ran.append(pair)
+        else:
+            failures[pair] = problem
+    return {
+        "backend": name,
+        "runs": bool(ran) and not failures,
+        "pairs": ran,
+        "failures": failures,
+        "why_not": "; ".join(dict.fromkeys(reasons)) or None,
+    }
+
+
+def _automatic(device: torch.device) -> dict[str, str | None]:
+    try:
+        chosen = backends.select(device, torch.float32, torch.float32)
+    except (RuntimeError, ValueError) as problem:
+        return {"backend": None, "reason": str(problem)}
+    return {"backend": chosen.backend.name, "reason": chosen.reason}
+
+
+def collect() -> dict[str, Any]:
+    """All that `info` prints, as plain values: versions, the library, each backend on each device."""
+    problem = ops.load_error()
+    library = {"loaded": problem is None, "why_not": problem}
+    if problem is None:
+        library |= ops.built_with()
+    return {
+        "fusedacc": _version("fusedacc"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "threads": torch.get_num_threads(),
+        "library": library,
+        backends.VARIABLE: os.environ.get(backends.VARIABLE),
+        "devices": [
+            {
+                "device": str(device),
+                "name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+                "auto": _automatic(device),
+                "backends": [_backend_on(name, device) for name in backends.NAMES],
+            }
+            for device in devices()
+        ],
+    }
+
+
+def healthy(facts: dict[str, Any]) -> bool:
+    """Whether every trial run gave the right sums and "auto" has a backend on every device."""
+    return all(
+        device["auto"]["backend"] is not None and not any(row["failures"] for row in device["backends"])
+        for device in facts["devices"]
+    )
+
+
+def render(facts: dict[str, Any]) -> str:
+    """The facts as text for a terminal."""
+    library = facts["library"]
+    lines = [
+        f"fusedacc {facts['fusedacc'] or '(not installed: run from its sources)'}, Python {facts['python']}, "
+        f"torch {facts['torch']}, Triton {facts['triton'] or 'not installed'}",
+    ]
+    if library["loaded"]:
+        architectures = ", ".join(library["cuda_architectures"])
+        cuda = f"CUDA {library['cuda']} for {architectures}" if architectures else "no CUDA"
+        lines += [
+            f"native library: {library['path']}",
+            f"  built with torch {library['torch']}; {cuda}; CPU kernels here: {library['cpu_capability']}",
+        ]
+    else:
+        lines.append(f"native library: not loaded: {library['why_not']}")
+    lines.append(f"{backends.VARIABLE}: {facts[backends.VARIABLE] or 'not set'}")
+    for device in facts["devices"]:
+        threads = f", {facts['threads']} threads" if device["device"] == "cpu" else ""
+        auto = device["auto"]
+        lines += [
+            "",
+            f"{device['device']} ({device['name']}{threads})",
+            f"  auto: {auto['backend'] or 'none'} ({auto['reason']})",
+        ]
+        for row in device["backends"]:
+            name = f"  {row['backend']:<7}"
+            if row["runs"]:
+                every = len(row["pairs"]) == len(checks.PAIRS)
+                pairs = "every dtype pair" if every else ", ".join(row["pairs"])
+                lines.append(f"{name} runs; its trial sums are right for {pairs}")
+                if row["why_not"]:
+                    lines.append(f"{'':<10}not the others: {row['why_not']}")
+            elif row["failures"]:
+                lines.append(f"{name} FAILS")
+                lines += [f"{'':<10}{pair}: {problem}" for pair, problem in row["failures"].items()]
+            else:
+                lines.append(f"{name} does not run: {row['why_not']}")
+    return "\n".join(lines)

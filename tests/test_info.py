@@ -1,0 +1,123 @@
+"""`python -m fusedacc info`, with and without the extension, and where something is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fusedacc
+from fusedacc import __main__, backends, info, ops
+
+PACKAGE = Path(fusedacc.__file__).parent
+
+
+def by_name(facts, name):
+    return next(row for row in facts["devices"][0]["backends"] if row["backend"] == name)
+
+
+def run_copy(tmp_path, *arguments, library=None):
+    """`python -m fusedacc` of a copy of the package with `library` (bytes, or none at all) in the extension's
+    place."""
+    skip = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(PACKAGE, tmp_path / "fusedacc", ignore=skip)
+    if library is not None:
+        (tmp_path / "fusedacc" / ops.LIBRARY.name).write_bytes(library)
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, "-m", "fusedacc", *arguments],
+        cwd=tmp_path,
+        env={**environment, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_text_names_everything(capsys):
+    assert __main__.main(["info"]) == 0
+    text = capsys.readouterr().out
+    assert f"torch {torch.__version__}" in text
+    assert "FUSEDACC_BACKEND: not set" in text
+    assert "native library: " in text
+    for name in backends.NAMES:
+        reason = backends.obstacle(name, torch.device("cpu"), torch.float32, torch.float32)
+        line = next(line for line in text.splitlines() if line.startswith(f"  {name:<7}"))
+        assert line.endswith(reason or "right for every dtype pair")
+
+
+def test_json_says_the_same(capsys):
+    assert __main__.main(["info", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["devices"][0]["device"] == "cpu"
+    eager = by_name(facts, "eager")
+    assert eager["runs"]
+    assert len(eager["pairs"]) == 8
+    assert facts["devices"][0]["auto"]["backend"] in ("cpu", "eager")
+    assert facts["library"]["loaded"] == (ops.load_error() is None)
+
+
+def test_wrong_sums_are_reported_and_fail(monkeypatch):
+    def forgets_the_scale(accumulators, gradients, scale, overwrite):
+        for accumulator, gradient in zip(accumulators, gradients, strict=True):
+            accumulator.add_(gradient)
+
+    monkeypatch.setattr(backends.get("eager"), "accumulate_", forgets_the_scale)
+    facts = info.collect()
+    failures = by_name(facts, "eager")["failures"]
+    assert len(failures) == 8
+    assert all("elements are wrong" in problem for problem in failures.values())
+    assert not info.healthy(facts)
+    assert "eager   FAILS" in info.render(facts)
+
+
+def test_exceptions_are_reported(monkeypatch):
+    def breaks(*_):
+        raise OSError("no such device")
+
+    monkeypatch.setattr(backends.get("eager"), "accumulate_", breaks)
+    assert set(by_name(info.collect(), "eager")["failures"].values()) == {"OSError: no such device"}
+
+
+def test_a_wrong_variable_is_shown_and_fails(monkeypatch, capsys):
+    monkeypatch.setenv("FUSEDACC_BACKEND", "gpu")
+    assert __main__.main(["info"]) == 1
+    text = capsys.readouterr().out
+    assert "FUSEDACC_BACKEND: gpu" in text
+    assert "auto: none (FUSEDACC_BACKEND='gpu' is no backend; allowed: " in text
+
+
+def test_without_the_extension(tmp_path):
+    done = run_copy(tmp_path, "info")
+    assert done.returncode == 0, done.stderr
+    assert "native library: not loaded: " in done.stdout
+    assert "auto: eager (" in done.stdout
+    assert "Warning" not in done.stderr
+    assert next(line for line in done.stdout.splitlines() if line.startswith("  eager")).endswith(
+        "right for every dtype pair"
+    )
+
+
+def test_with_an_extension_that_does_not_load(tmp_path):
+    done = run_copy(tmp_path, "info", "--json", library=b"no library")
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert not facts["library"]["loaded"]
+    assert "does not load" in facts["library"]["why_not"]
+    assert facts["devices"][0]["auto"]["backend"] == "eager"
+    # One warning, with the cause and the cure.
+    assert done.stderr.count("UserWarning") == 1
+    assert "build it again" in done.stderr
+
+
+def test_unknown_commands_are_refused(capsys):
+    with pytest.raises(SystemExit) as caught:
+        __main__.main(["inform"])
+    assert caught.value.code == 2
+    assert "info" in capsys.readouterr().err
