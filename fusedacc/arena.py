@@ -6,10 +6,9 @@ backward ends; then they are delivered: p.grad is the sum, and again the truth, 
 
 from __future__ import annotations
 
-import itertools
-import operator
 import sys
 import threading
+import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from . import backends, checks
+from .binding import Binding
 from .slot import Lane, Slot, is_sole, tensor_references
 
 #: Views in a segment start at multiples of this many bytes: a cache line, and the widest vector load.
@@ -38,6 +38,8 @@ class Arena:
         self.backend = backend
         self.any_delivered = False
         self._lock = threading.RLock()
+        #: By what was added together: the same parameters in the same order, micro-batch after micro-batch.
+        self._bindings: dict[tuple[Slot, ...], Binding] = {}
 
     def select(self, lane: Lane) -> backends.Selection:
         """Which backend adds gradients of this lane, and why."""
@@ -46,15 +48,10 @@ class Arena:
 
     def current(self, slot: Slot) -> Tensor | None:
         """The sum that the next gradient is added to, or None before the first."""
-        if self.visible:
-            gradient = slot.param.grad
-            if gradient is None or gradient is not slot.cast:
-                slot.sum = gradient
-        return slot.sum
-
-    def is_first(self, slot: Slot) -> bool:
-        """Whether the slot has no sum yet."""
-        return (slot.param.grad if self.visible else slot.sum) is None
+        if not (self.visible or slot.delivered):
+            return slot.sum
+        gradient = slot.param.grad
+        return slot.sum if slot.cast is not None and gradient is slot.cast else gradient
 
     def add(self, slots: Sequence[Slot], gradients: list[Tensor], scale: float) -> None:
         """sum += scale * gradient for each slot, in one pass.
@@ -69,13 +66,18 @@ class Arena:
         if not slots:
             return
         with self._lock:
-            sums = [slot.sum for slot in slots]
-            if self.visible:
-                known, sums = sums, [slot.param.grad for slot in slots]
-                settled = all(map(operator.is_, sums, known))
-            else:
-                settled = True
-            if settled and all(map(operator.is_not, sums, itertools.repeat(None))):
+            private = not (self.visible or self.any_delivered)
+            sums = [slot.sum for slot in slots] if private else [self.current(slot) for slot in slots]
+            key = tuple(slots)
+            binding = self._bindings.get(key)
+            if binding is not None and binding.holds(sums):
+                binding.add(sums, gradients, scale)  # type: ignore[arg-type]
+                if not private:
+                    increment_version(sums)  # type: ignore[arg-type]
+                gradients.clear()
+            elif all(self._fits(slot, total) for slot, total in zip(slots, sums, strict=True)):
+                backend = self.select(slots[0].lane).backend
+                self._bindings[key] = Binding(backend, sums)  # type: ignore[arg-type]
                 self._run(sums, gradients, scale, False)  # type: ignore[arg-type]
                 gradients.clear()
             else:
@@ -100,7 +102,7 @@ class Arena:
                     total = self._buffer(slot, slots)
                 fresh.append(slot)
                 first.append(True)
-            elif self.visible and not self._fits(slot, total):
+            elif not self._fits(slot, total):
                 self.add_odd(slot, gradients[index], scale)
                 continue
             else:
@@ -163,92 +165,105 @@ class Arena:
             self._run(sums, sums, ratio, True)
 
     def deliver(self) -> None:
-        """Put every sum into p.grad where it stands as it is (see `Slot.shows_sum`)."""
+        """Put every sum into p.grad, and the truth with it, where it may stand there."""
         for slot in self.slots:
-            if slot.sum is None or slot.delivered or not slot.shows_sum():
+            if slot.sum is None or not slot.shows_sum():
                 continue
             present = slot.param.grad
             if present is None or not slot.is_foreign(present):
-                slot.param.grad = slot.sum
-                slot.delivered = True
-                slot.ignored = None
+                self._show(slot, slot.sum)
         self.any_delivered = True
 
-    def acknowledge(self) -> None:
-        """Take what the user made of delivered gradients: changed in place, replaced or removed."""
-        if not self.any_delivered:
-            return
-        for slot in self.slots:
-            if slot.delivered and slot.param.grad is not slot.cast:
-                slot.sum = slot.param.grad
-                slot.delivered = slot.sum is not None
+    def _show(self, slot: Slot, total: Tensor) -> None:
+        slot.param.grad = total
+        slot.shown = weakref.ref(total)
+        slot.sum = slot.cast = slot.ignored = None
+        slot.delivered = True
 
     def retract(self) -> None:
         """Begin a window: sums that nobody has cleared go on, but in private."""
-        if not self.any_delivered:
-            return
-        self.acknowledge()
-        for slot in self.slots:
-            if slot.delivered or (slot.cast is not None and slot.param.grad is slot.cast):
+        if self.any_delivered:
+            for slot in self.slots:
                 self.hide(slot)
-            if slot.sum is not None and not slot.odd and slot.sum.dtype != slot.accumulate_dtype:
-                slot.sum = slot.sum.to(slot.accumulate_dtype)
-        self.any_delivered = False
-
-    def make_way(self, slot: Slot) -> None:
-        """Ready p.grad for a gradient that autograd is going to store there itself."""
-        if not self.visible:
-            self.hide(slot)
-        elif slot.cast is not None and slot.param.grad is slot.cast:
-            slot.param.grad, slot.cast = slot.sum, None
+            self.any_delivered = False
 
     def hide(self, slot: Slot) -> None:
-        """Take our own gradient out of p.grad, so that autograd puts a fresh one there."""
-        if slot.param.grad is slot.cast or slot.param.grad is slot.ignored or slot.delivered:
+        """Take our own gradient out of p.grad, so that autograd can put a fresh one there."""
+        gradient = slot.param.grad
+        if slot.delivered:
+            if gradient is not None and not slot.odd and gradient.dtype != slot.accumulate_dtype:
+                gradient = gradient.to(slot.accumulate_dtype)
+            slot.sum = gradient
+        elif slot.cast is not None and gradient is None:
+            slot.sum = None
+        if gradient is not None and not slot.is_foreign(gradient):
             slot.param.grad = None
         slot.delivered = False
         slot.cast = slot.ignored = None
 
+    def disown(self) -> None:
+        """Between windows: what the user has put into p.grad in place of our sum is a gradient of theirs."""
+        if self.any_delivered:
+            for slot in self.slots:
+                if slot.delivered and slot.param.grad is not slot.shown():
+                    slot.delivered = False
+
+    def set_aside(self, slot: Slot) -> None:
+        """Ready p.grad for a gradient that autograd will store, and that is to be scaled or counted after."""
+        if not self.visible:
+            self.hide(slot)
+        elif not slot.aside:
+            slot.sum, slot.param.grad, slot.cast = self.current(slot), None, None
+            slot.aside = True
+
+    def reclaim(self, scale: float) -> None:
+        """Manual loop: add what autograd has stored since `set_aside` to the sums, which return to p.grad."""
+        for slot in self.slots:
+            if slot.aside:
+                gradient, slot.param.grad, slot.sum = slot.param.grad, slot.sum, None
+                slot.aside = False
+                if gradient is not None:
+                    self.add_mixed([slot], [gradient.detach()], scale)
+
     def present(self) -> None:
         """Ready p.grad for the inner optimizer: the sum, cast where the parameter has another dtype."""
-        lanes: dict[Lane, list[Slot]] = {}
+        lanes: dict[Lane, tuple[list[Slot], list[Tensor]]] = {}
         for slot in self.slots:
             total = self.current(slot)
             if total is None:
                 if not self.visible and slot.param.grad is not None:
                     slot.param.grad = None
-                continue
-            if total.dtype != slot.param.dtype:
-                lanes.setdefault((total.device, total.dtype, slot.param.dtype), []).append(slot)
-            elif slot.param.grad is not total:
-                slot.param.grad = total
-                slot.delivered = True
-        for (device, source, wanted), slots in lanes.items():
-            totals = [slot.sum for slot in slots]
-            if (source, wanted) in checks.PAIRS and all(checks.is_plain(t) for t in totals):  # type: ignore[arg-type]
-                casts = [torch.empty_like(total, dtype=wanted) for total in totals]  # type: ignore[arg-type]
-                chosen = backends.select(device, wanted, source, self.backend).backend
-                chosen.accumulate_(casts, totals, 1.0, True)  # type: ignore[arg-type]
-            else:
-                casts = [total.to(wanted) for total in totals]  # type: ignore[union-attr]
-            for slot, cast in zip(slots, casts, strict=True):
-                slot.cast = slot.param.grad = cast
+            elif total.dtype != slot.param.dtype:
+                chosen = lanes.setdefault((total.device, total.dtype, slot.param.dtype), ([], []))
+                chosen[0].append(slot)
+                chosen[1].append(total)
+            elif not (self.visible or slot.delivered):
+                self._show(slot, total)
         self.any_delivered = True
+        for (device, source, wanted), (slots, totals) in lanes.items():
+            if (source, wanted) in checks.PAIRS and all(map(checks.is_plain, totals)):
+                casts = [torch.empty_like(total, dtype=wanted) for total in totals]
+                backends.select(device, wanted, source, self.backend).backend.accumulate_(
+                    casts, totals, 1.0, True
+                )
+            else:
+                casts = [total.to(wanted) for total in totals]
+            for slot, total, cast in zip(slots, totals, casts, strict=True):
+                slot.sum, slot.cast, slot.param.grad = total, cast, cast
+                slot.delivered = False
 
     def withdraw(self) -> None:
         """After an update: the sum stands in p.grad again where it may, and its copy goes."""
         for slot in self.slots:
             if slot.cast is not None and slot.shows_sum():
-                if slot.param.grad is slot.cast:
-                    slot.param.grad = slot.sum
-                    slot.delivered = True
-                slot.cast = None
+                if slot.param.grad is slot.cast and slot.sum is not None:
+                    self._show(slot, slot.sum)
+                slot.cast = slot.sum = None
 
     def clear(self) -> None:
         """Forget every sum and clear every p.grad."""
         for slot in self.slots:
-            slot.sum = slot.cast = slot.ignored = None
-            slot.delivered = False
+            slot.forget()
             if slot.param.grad is not None:
                 slot.param.grad = None
         self.any_delivered = False
@@ -258,18 +273,23 @@ class Arena:
         for slot in self.slots:
             gradient = slot.param.grad
             if slot.cast is not None and gradient is slot.cast and slot.shows_sum():
-                slot.param.grad = gradient = slot.sum
-            slot.cast = slot.ignored = None
+                gradient = slot.sum
+            slot.forget()
             if gradient is None:
-                slot.sum = None
+                continue
+            if gradient.grad_fn is not None:
+                gradient.detach_()
             else:
-                if gradient.grad_fn is not None:
-                    gradient.detach_()
-                else:
-                    gradient.requires_grad_(False)
-                gradient.zero_()
-                self._keep(slot, gradient)
-            slot.delivered = slot.sum is not None and slot.param.grad is slot.sum
+                gradient.requires_grad_(False)
+            gradient.zero_()
+            if self.visible:
+                slot.param.grad = gradient
+                continue
+            slot.sum = gradient.to(slot.accumulate_dtype)
+            if slot.shows_sum():
+                self._show(slot, slot.sum)
+            else:
+                slot.cast = gradient
         self.any_delivered = True
 
     def clear_ignored(self) -> None:
@@ -290,18 +310,16 @@ class Arena:
             slot.sum = total.to(device=device, dtype=dtype).clone()
             slot.odd = True
         if self.visible or delivered:
-            slot.param.grad = slot.sum
-            slot.delivered = delivered
+            self._show(slot, slot.sum)
             self.any_delivered = True
 
     def convert(self, slot: Slot) -> None:
-        """Move a sum to where its parameter has gone."""
+        """Move a private sum to where its parameter has gone."""
+        self._bindings.clear()
         slot.buffer = None
         device, _, dtype = slot.lane
         total = slot.sum
-        if self.visible or total is None or slot.delivered:
-            return
-        if total.device != device or total.dtype != dtype:
+        if total is not None and (total.device != device or total.dtype != dtype):
             slot.sum = total.to(device=device, dtype=dtype)
 
     @property
@@ -317,23 +335,16 @@ class Arena:
         return sum(held.values())
 
     def _put(self, slot: Slot, total: Tensor) -> None:
-        slot.sum = total
         if self.visible or slot.delivered:
-            slot.param.grad = total
+            self._show(slot, total)
+        else:
+            slot.sum = total
 
-    def _keep(self, slot: Slot, zeros: Tensor) -> None:
-        """Let visible zeros be the sum that the next window starts from."""
-        slot.sum = zeros if self.visible else zeros.to(slot.accumulate_dtype)
-        if slot.sum is not zeros:
-            if slot.shows_sum():
-                slot.param.grad = slot.sum
-            else:
-                slot.cast = zeros
-
-    def _fits(self, slot: Slot, total: Tensor) -> bool:
-        """Whether the slot's kernel takes this sum; always so for those made here."""
+    def _fits(self, slot: Slot, total: Tensor | None) -> bool:
+        """Whether there is a sum that the slot's kernel takes; the user may have put another into p.grad."""
+        device, _, dtype = slot.lane
         return (
-            total.dtype == slot.accumulate_dtype and total.device == slot.lane[0] and checks.is_plain(total)
+            total is not None and total.dtype == dtype and total.device == device and checks.is_plain(total)
         )
 
     def _run(

@@ -253,7 +253,7 @@ class Capture:
         # The hook's caller, the hook and this call refer to it; a flush that has begun would find it shared.
         python_limit, tensor_limit = _references()
         shared = sys.getrefcount(gradient) > python_limit + 1 or tensor_references(gradient) > tensor_limit
-        may_adopt = gradient.dtype is slot.lane[2] and self.arena.is_first(slot)
+        may_adopt = gradient.dtype is slot.lane[2] and self.arena.current(slot) is None
         if shared or (slot.nbytes >= LARGE_BYTES and not may_adopt):
             self._add(task, [slot], [gradient])
             return _SWALLOWED
@@ -285,7 +285,9 @@ class Capture:
             scale = window.base_scale
             stock = torch.is_grad_enabled() or multi_process()
             task = Task(not stock, 0.0 if window.leaves_out else scale)
-            if window.counted and window.empty:
+            if not window.counted:
+                self.reclaim()
+            elif window.empty:
                 self.arena.retract()
         torch.autograd.Variable._execution_engine.queue_callback(
             functools.partial(_finish, weakref.ref(self), identity)
@@ -295,8 +297,8 @@ class Capture:
 
     def _leave(self, task: Task, slot: Slot) -> None:
         """Let autograd store this gradient, beside nothing of ours."""
-        if not task.ignored:
-            self.arena.make_way(slot)
+        if not task.ignored and (self.window.counted or self.window.scales):
+            self.arena.set_aside(slot)
         task.stored.append(slot)
 
     def _add(self, task: Task, slots: list[Slot], gradients: list[Tensor]) -> None:
@@ -320,10 +322,13 @@ class Capture:
         task = self._tasks.get(identity)
         if task is None:
             return
+        nested = torch._C._current_autograd_node() is not None
         if not task.ignored:
+            window = self.window
+            if nested:
+                self._flush_shared(task)
             for bucket in task.buckets.values():
                 self.flush_bucket(task, bucket)
-            window = self.window
             window.micro.ran = True
             if window.counted and window.will_update and not window.micro.deferred:
                 if task.captures and task.stored:
@@ -332,8 +337,16 @@ class Capture:
         del self._tasks[identity]
         if task.ignored:
             self._mark_ignored(task)
-        if torch._C._current_autograd_node() is None:
+        if not nested:
             self.settle()
+
+    def _flush_shared(self, inner: Task) -> None:
+        """Add what enclosing tasks hold for the same parameters first, in autograd's order."""
+        slots = {slot for bucket in inner.buckets.values() for slot in bucket.slots}
+        for task in self._tasks.values():
+            for bucket in task.buckets.values() if task is not inner else ():
+                if not slots.isdisjoint(bucket.slots):
+                    self.flush_bucket(task, bucket)
 
     # Between backwards
 
@@ -372,6 +385,12 @@ class Capture:
                 self.arena.add_mixed(owners, gradients, window.base_scale * window.factor)
         window.micro.ran = True
         return True
+
+    def reclaim(self) -> None:
+        """Manual loop with weights: take in what autograd has stored."""
+        if self.window.scales:
+            with torch.no_grad():
+                self.arena.reclaim(0.0 if self.window.leaves_out else self.window.base_scale)
 
     def deliver(self, ending: bool = True, partial: bool = False) -> bool:
         """Bring the sums to their final scale and put them into p.grad; False where that is not known yet."""

@@ -205,7 +205,8 @@ class AccumulatingOptimizer(Optimizer):
         if self._is_initialising():
             self.optimizer.step()
             return loss
-        self._arena.acknowledge()
+        if window.empty:
+            self._arena.disown()
         if not window.micro.deferred and self._capture.collect(self._slots):
             self._capture.refresh()
         if not window.micro.ran:
@@ -335,6 +336,7 @@ class AccumulatingOptimizer(Optimizer):
             with silent:
                 yield micro
             if not window.counted and window.micro.ran:
+                self._capture.reclaim()
                 window.end_micro_batch()
         finally:
             window.in_context = False
@@ -369,7 +371,8 @@ class AccumulatingOptimizer(Optimizer):
             if not window.empty:
                 self.step()
             return
-        self._arena.acknowledge()
+        if window.empty:
+            self._arena.disown()
         if self._capture.collect(self._slots):
             self._capture.refresh()
         if window.micro.ran:
@@ -395,7 +398,8 @@ class AccumulatingOptimizer(Optimizer):
         self._capture.settle()
         self._capture.release()
         for slot in self._slots:
-            slot.sum = slot.cast = slot.buffer = slot.ignored = None
+            slot.forget()
+            slot.buffer = None
         self._closed = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -432,7 +436,6 @@ class AccumulatingOptimizer(Optimizer):
         """
         self._capture.settle()
         self._window.check_untainted()
-        self._arena.acknowledge()
         return checkpoint.save(self.optimizer, self._window, self._arena, include_partial)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -447,7 +450,6 @@ class AccumulatingOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._capture.settle()
-        self._arena.acknowledge()
         own = {name: value for name, value in self.__dict__.items() if name not in _REBUILT}
         return own | {
             "schedule": self._window.schedule,
@@ -456,7 +458,9 @@ class AccumulatingOptimizer(Optimizer):
             "backend": self._arena.backend,
             # A manual loop's sums are its parameters' p.grad, which torch does not copy either.
             "sums": [
-                None if self._arena.visible or self._window.empty else (slot.sum, slot.delivered)
+                None
+                if self._arena.visible or self._window.empty
+                else (self._arena.current(slot), slot.delivered)
                 for slot in self._slots
             ],
         }

@@ -28,7 +28,7 @@ class Slot:
     """One parameter of the wrapped optimizer; a record that the arena and the capture keep."""
 
     __slots__ = (
-        "__weakref__",
+        "aside",
         "buffer",
         "cast",
         "delivered",
@@ -44,6 +44,7 @@ class Slot:
         "odd",
         "param",
         "requested_dtype",
+        "shown",
         "signature",
         "strides",
         "sum",
@@ -54,12 +55,15 @@ class Slot:
         self.param = param
         self.group = group
         self.name = name
-        #: The window's sum; None before its first gradient. In a manual loop p.grad is the truth.
+        #: The sum while it is private; None before its first gradient and while p.grad is the truth.
         self.sum: Tensor | None = None
         #: Memory kept from window to window, where gradient and sum differ in dtype.
         self.buffer: Tensor | None = None
-        #: Whether p.grad holds the sum.
+        #: Whether p.grad is the sum, and the truth, in a counted loop; what was put there then.
         self.delivered = False
+        self.shown: Callable[[], Tensor | None] = _nothing
+        #: Whether, in a manual loop, autograd is to store in p.grad while the sum waits here.
+        self.aside = False
         #: The sum in the parameter's dtype, while it stands in p.grad for an update.
         self.cast: Tensor | None = None
         #: What a backward inside `ignore()` left in p.grad.
@@ -75,6 +79,12 @@ class Slot:
         #: The accumulate dtype that was asked for; None for the default.
         self.requested_dtype = accumulate_dtype
         self.describe()
+
+    def forget(self) -> None:
+        """No sum, and nothing of ours in p.grad."""
+        self.sum = self.cast = self.ignored = None
+        self.shown = _nothing
+        self.delivered = self.aside = False
 
     def describe(self) -> None:
         """Take the parameter's present dtype, device and layout."""
@@ -104,8 +114,7 @@ class Slot:
 
     def shows_sum(self) -> bool:
         """Whether autograd allows the sum to stand in p.grad."""
-        total = self.sum
-        return total is None or total.dtype == self.param.dtype or self.param.grad_dtype is None
+        return self.accumulate_dtype == self.param.dtype or self.param.grad_dtype is None
 
     def is_foreign(self, gradient: Tensor) -> bool:
         """Whether what stands in p.grad was put there by somebody else, and counts."""
@@ -118,6 +127,10 @@ class Slot:
             size == 1 or have == want
             for size, have, want in zip(gradient.shape, strides, self.strides, strict=True)
         )
+
+
+def _nothing() -> None:
+    """A weak reference to nothing."""
 
 
 def is_sole(gradients: list[Tensor], index: int) -> bool:

@@ -1,0 +1,42 @@
+"""A list of sums bound to its backend for as long as the sums stay what and where they are."""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from .backends import Backend, Run
+
+
+class Binding:
+    """What a backend has prepared for a list of sums, without keeping the sums alive.
+
+    A sum is known by its identity and its address: the memory of a tensor can be swapped under it
+    (`Module.to` does so with p.grad). Prepared on the second use, since adopted gradients may last for one.
+
+    Args:
+        backend: who adds.
+        sums: tensors without overlap, of one device and dtype.
+    """
+
+    def __init__(self, backend: Backend, sums: Sequence[Tensor]) -> None:
+        self._backend = backend
+        self._references = [weakref.ref(total) for total in sums]
+        self._addresses = [total.data_ptr() for total in sums]
+        self._run: Run | None = None
+
+    def holds(self, sums: Sequence[Tensor | None]) -> bool:
+        """Whether these are the same sums, still at the same addresses; None is none of them."""
+        known = [reference() for reference in self._references]
+        if not all(map(operator.is_, sums, known)):
+            return False
+        return self._addresses == [-1 if total is None else total.data_ptr() for total in sums]
+
+    def add(self, sums: Sequence[Tensor], gradients: Sequence[Tensor], scale: float) -> None:
+        """sum += scale * gradient, for sums that it holds."""
+        if self._run is None:
+            self._run = self._backend.prepare(sums)
+        self._run(gradients, scale, False)
