@@ -81,14 +81,25 @@ class ExactSum:
         bound = (self.terms + 4) * self.eps * (self.magnitude * abs(scale)) + self.coarse * abs(scale)
         bound += info.eps * exact.abs() + info.smallest_normal * info.eps
         settled = exact.abs() < info.max / 2  # a sum that overflows has diverged: nothing is left to compare
-        error = (dense(got).double() - exact).abs().where(settled, 0.0)
+        error = (dense(got.double()) - exact).abs().where(settled, 0.0)
         if not bool((error <= bound).all()):
-            raise Mismatch(f"{where}: gradient {difference(exact, dense(got).double(), ~(error <= bound))}")
+            raise Mismatch(f"{where}: gradient {difference(exact, dense(got.double()), ~(error <= bound))}")
 
 
 def dense(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     return tensor.to_dense() if tensor.is_sparse else tensor
+
+
+def spread(gradient: Tensor) -> Tensor:
+    """The sum of the absolute values that a gradient is the sum of: a sparse one lists a row many times."""
+    gradient = gradient.detach().double()
+    if not gradient.is_sparse:
+        return gradient.abs()
+    rows = gradient._values().abs() * max(1, gradient._nnz())
+    return torch.sparse_coo_tensor(
+        gradient._indices(), rows, gradient.shape, check_invariants=False
+    ).to_dense()
 
 
 def difference(must: Tensor, got: Tensor, wrong: Tensor) -> str:
@@ -206,6 +217,7 @@ class Collector(StockManual):
         return not self.loop.counted or self.window.count == self.size - 1
 
     def take(self, index: int, p: Tensor, gradient: Tensor) -> None:
+        magnitude = spread(gradient)
         gradient = dense(gradient.double())
         if index not in self.micro:
             self.micro[index] = ExactSum.like(gradient)
@@ -214,7 +226,7 @@ class Collector(StockManual):
         coarse = 0.0
         if self.several and gradient.numel():
             coarse = 4 * torch.finfo(p.dtype).eps * gradient.abs().max().item()  # summed in p.grad itself
-        self.micro[index].add(gradient, gradient.abs(), 1, eps, coarse)
+        self.micro[index].add(gradient, magnitude, 1, eps, coarse)
 
     def after_backward(self, several: bool) -> None:
         """several: this backward may have delivered a parameter's gradient more than once."""
@@ -321,6 +333,9 @@ class Collector(StockManual):
         else:
             self.inner.zero_grad(True)
         if not self.loop.counted and not self.stale:
+            for index, p in enumerate(self.params):
+                summed = index in self.window.sums or index in self.micro
+                p.grad = torch.zeros_like(p) if summed and not set_to_none else None
             self.window, self.micro, self.dirty = Window(), {}, False
         self.stale = False
 

@@ -77,7 +77,8 @@ class World:
         self.handles: list[Any] = []
         self.saved: tuple[dict[str, Any], bytes] | None = None
         self.saved_groups = 0
-        self.stash: Tensor | None = None
+        self.stash: Tensor | None = None  # a loss whose backward comes later
+        self.stashed_at = 0
 
     # What the comparison reads.
 
@@ -228,7 +229,7 @@ class World:
         self.observed += self.gradients(self.loss(event), self.params)
 
     def do_stash(self, event: Event) -> None:
-        self.stash = self.loss(event)
+        self.stash, self.stashed_at = self.loss(event), self.opt.num_updates
 
     def do_edit(self, event: Event) -> None:
         if hasattr(self.opt, "edits"):
