@@ -4,7 +4,7 @@
 
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
 
-ifdef SYSTEM_PYTHON
+ifeq ($(SYSTEM_PYTHON),1)
 PYTHON ?= python3
 DEPENDENCIES :=
 BUILT := build/system.stamp
