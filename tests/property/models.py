@@ -137,7 +137,7 @@ class Network(nn.Module):
         return torch.randint(0, VOCABULARY, size, generator=generator)
 
     def forward(self, inputs: Tensor, depth: int, mode: str | None) -> Tensor:
-        """Runs the first `depth` blocks of the order, every second one under a checkpoint if a mode is given."""
+        """Runs the first `depth` blocks of the order, every second one checkpointed if a mode is given."""
         x = self.front(inputs)
         for position, index in enumerate(self.spec.order[:depth]):
             block = self.blocks[index]

@@ -1,4 +1,4 @@
-"""A hand-written wrapper of the obvious kind, which proves the harness: it must pass, and each broken copy fail.
+"""A hand-written wrapper of the obvious kind, which proves the harness: it must pass, its broken copies fail.
 
 It collects `p.grad` at `step()`, so it cannot show the final gradient before that (`exposes=False`).
 """

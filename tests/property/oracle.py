@@ -2,8 +2,8 @@
 
 `StockManual` is the stock loop and nothing else. `Collector` takes each gradient out of `p.grad`, keeps exact
 sums in float64, and at the update puts the reduced gradient into `p.grad` for the bare optimizer. Where its
-sums cannot be bit-equal to the wrapper's, `witness` holds the wrapper's gradients: each is checked against the
-exact one within rounding, then handed to the bare optimizer, so that parameters and state stay bit-equal.
+sums cannot be bit-equal to the wrapper's, `witness` holds the wrapper's gradients: each is checked against
+the exact one within rounding, then handed to the bare optimizer, so that parameters and state stay bit-equal.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Mismatch(AssertionError):
 
 @dataclass(frozen=True)
 class Loop:
-    """How gradients are accumulated. `steps`: None for the manual loop, one number, or one for each update."""
+    """How gradients are accumulated. `steps`: None for the manual loop, a number, or one per update."""
 
     steps: int | tuple[int, ...] | None
     reduction: str
@@ -53,7 +53,7 @@ class ExactSum:
     """A sum in float64 with what bounds the rounding of the same sum in another dtype.
 
     magnitude: the sum of the terms' absolute values. terms: how many were added. eps: the coarsest dtype that
-    the sum may have been kept in. coarse: rounding already in the terms, from sums in a low-precision `p.grad`.
+    the sum may have been kept in. coarse: rounding already in the terms, from sums in `p.grad` itself.
     """
 
     value: Tensor
@@ -235,7 +235,7 @@ class Collector(StockManual):
         self.dirty = True
 
     def collect(self, everything: bool) -> None:
-        """Takes `p.grad`; at the end of a micro-batch also where the user's post-accumulate hooks look at it."""
+        """Takes `p.grad`; at the end of a micro-batch also where post-accumulate hooks look at it."""
         for index, p in enumerate(self.params):
             hooked = bool(p._post_accumulate_grad_hooks)
             if p.grad is not None and (everything or not hooked):
