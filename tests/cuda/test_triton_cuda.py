@@ -1,0 +1,129 @@
+"""The Triton backend on a GPU: bit for bit the compiled backends, in graphs, beyond 2^31 elements."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from cases import GRADIENT_LAYOUTS, LAYOUTS, PAIR_IDS, PAIRS, assert_matches_oracle, copies, random_lists
+
+from fusedacc import backends, functional
+
+pytestmark = pytest.mark.cuda
+
+SHAPES = [(), (0,), (1,), (7,), (1023,), (1024,), (3, 5), (2, 3, 4, 5), (16384,), (100_003,)]
+
+
+@pytest.fixture(autouse=True)
+def _triton_runs():
+    problem = backends.obstacle("triton", torch.device("cuda"), torch.float32, torch.float32)
+    if problem is not None:
+        pytest.skip(f"the triton backend cannot run here: {problem}")
+
+
+def others():
+    """Compiled backends, with the device of their tensors."""
+    return [
+        (name, device)
+        for name, device in (("cuda", "cuda"), ("cpu", "cpu"))
+        if backends.obstacle(name, torch.device(device), torch.float32, torch.float32) is None
+    ]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=PAIR_IDS)
+@pytest.mark.parametrize("scale", [1.0, 0.3, "tensor"])
+@pytest.mark.parametrize("overwrite", [False, True, "some"])
+def test_equals_the_compiled_backends_bit_for_bit(pair, scale, overwrite, generator):
+    accumulators, gradients = random_lists([pair], SHAPES, generator, device="cuda")
+    if overwrite == "some":
+        overwrite = [index % 2 == 0 for index in range(len(SHAPES))]
+    value = torch.tensor(0.7) if scale == "tensor" else scale
+    before = copies(accumulators)
+    on_device = value.cuda() if scale == "tensor" else value
+    functional.scale_accumulate_(accumulators, gradients, on_device, overwrite=overwrite, backend="triton")
+    assert_matches_oracle(accumulators, before, gradients, on_device, overwrite)
+    for name, device in others():
+        expected = [tensor.to(device, copy=True) for tensor in before]
+        fresh = [tensor.to(device) for tensor in gradients]
+        there = value.to(device) if scale == "tensor" else value
+        functional.scale_accumulate_(expected, fresh, there, overwrite=overwrite, backend=name)
+        for result, wanted in zip(accumulators, expected, strict=True):
+            assert torch.equal(result.cpu(), wanted.cpu()), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("gradient_layout", GRADIENT_LAYOUTS)
+def test_any_strides(layout, gradient_layout, generator):
+    shapes = [(3, 5), (2, 3, 4, 5), (129, 65), (6,), (0, 3)]
+    accumulators, gradients = random_lists(
+        PAIRS, shapes, generator, layout=layout, gradient_layout=gradient_layout, device="cuda"
+    )
+    before = copies(accumulators)
+    functional.scale_accumulate_(accumulators, gradients, 0.7, backend="triton")
+    assert_matches_oracle(accumulators, before, gradients, 0.7, False, fused=False)
+
+
+@pytest.mark.parametrize("prepared", [False, True], ids=["fresh", "plan"])
+def test_graph_capture(prepared, generator):
+    accumulators, gradients = random_lists(PAIRS[:4], [(5,), (2000,), (70_000,)], generator, device="cuda")
+    expected = copies(accumulators)
+    scale = torch.tensor(0.5, device="cuda")
+    plan = functional.prepare(accumulators, backend="triton")
+
+    def step():
+        if prepared:
+            plan(gradients, scale)
+        else:
+            functional.scale_accumulate_(accumulators, gradients, scale, backend="triton")
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    functional.scale_accumulate_(expected, gradients, scale, backend="triton")
+    for turn in range(3):
+        # Whatever the host allocates, frees and uploads meanwhile must not reach the graph's table.
+        gc.collect()
+        torch.zeros(10_000, pin_memory=True)
+        functional.scale_accumulate_([torch.zeros(3, device="cuda")], [torch.ones(3, device="cuda")], 9.0)
+        for gradient in gradients:
+            gradient.mul_(-0.5)
+        scale.fill_(turn + 1.5)
+        graph.replay()
+        functional.scale_accumulate_(expected, gradients, scale, backend="triton")
+        torch.cuda.synchronize()
+        assert all(map(torch.equal, accumulators, expected))
+
+
+def test_one_plan_on_two_streams(generator):
+    accumulators, gradients = random_lists([PAIRS[0]], [(1000,)] * 20, generator, device="cuda")
+    expected = copies(accumulators)
+    plan = functional.prepare(accumulators, backend="triton")
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    for turn in range(6):
+        stream = streams[turn % 2]
+        stream.wait_stream(streams[1 - turn % 2])
+        stream.wait_stream(torch.cuda.default_stream())
+        with torch.cuda.stream(stream):
+            plan(gradients, 0.5)
+        functional.scale_accumulate_(expected, gradients, 0.5, backend="triton")
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, accumulators, expected))
+
+
+def test_more_elements_than_32_bits_count():
+    elements = 2**31 + 5
+    free, _ = torch.cuda.mem_get_info()
+    if free < 6 * elements + 2**30:
+        pytest.skip(f"needs {6 * elements + 2**30} bytes of device memory; {free} are free")
+    accumulator = torch.zeros(elements, device="cuda")
+    gradient = torch.ones(elements, dtype=torch.bfloat16, device="cuda")
+    gradient[-3:] = 5
+    functional.scale_accumulate_([accumulator], [gradient], 0.5, backend="triton")
+    assert accumulator[-3:].tolist() == [2.5] * 3
+    assert accumulator[: 2**31].amin().item() == accumulator[: 2**31].amax().item() == 0.5

@@ -1,0 +1,146 @@
+"""The Triton backend beyond what every backend's tests cover: its table, its groups, its own rounding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import GRADIENT_LAYOUTS, PAIR_IDS, PAIRS, copies, random_lists, random_tensor
+
+from fusedacc import backends, functional
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PROBLEM = backends.obstacle("triton", torch.device(DEVICE), torch.float32, torch.float32)
+if PROBLEM is not None:
+    pytest.skip(f"the triton backend cannot run here: {PROBLEM}", allow_module_level=True)
+
+from fusedacc.backends import triton, triton_kernels  # noqa: E402
+
+
+def one_step(values):
+    """The distance to the next larger magnitude, per element."""
+    return torch.maximum(values.abs(), torch.tensor(torch.finfo(values.dtype).smallest_normal)).double() * (
+        torch.finfo(values.dtype).eps
+    )
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=PAIR_IDS)
+@pytest.mark.parametrize("overwrite", [False, True], ids=["add", "overwrite"])
+def test_agrees_with_the_other_backends(pair, overwrite, generator):
+    """Overwriting is one multiplication and equal bit for bit; the interpreter's multiply-add rounds the
+    product too, so that a sum may be one step of its larger term off (and on a GPU is not)."""
+    accumulators, gradients = random_lists([pair], [(1,), (1024,), (5000,)], generator, device=DEVICE)
+    gradients.append(random_tensor((7, 300), pair[0], generator, "transposed", DEVICE))
+    accumulators.append(random_tensor((7, 300), pair[1], generator, device=DEVICE))
+    for other in ("cpu", "cuda", "eager"):
+        if backends.obstacle(other, torch.device(DEVICE), torch.float32, torch.float32) is not None:
+            continue
+        expected, results = copies(accumulators), copies(accumulators)
+        functional.scale_accumulate_(expected, gradients, 0.3, overwrite=overwrite, backend=other)
+        functional.scale_accumulate_(results, gradients, 0.3, overwrite=overwrite, backend="triton")
+        for result, wanted, before, gradient in zip(results, expected, accumulators, gradients, strict=True):
+            if overwrite or DEVICE == "cuda":
+                assert torch.equal(result, wanted), other
+            else:
+                larger = torch.maximum(one_step(before), one_step((gradient.double() * 0.3).to(before.dtype)))
+                larger = torch.maximum(larger, one_step(wanted))
+                assert ((result.double() - wanted.double()).abs() <= larger).all(), other
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # the interpreter's numpy says so
+def test_rounding_to_bfloat16_equals_torch():
+    """Every exponent, ties of both kinds, subnormal numbers, infinities and nan."""
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int64).mul(2**16)
+    patterns = torch.cat([bits + low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]).to(torch.int32)
+    values = patterns.view(torch.float32).to(DEVICE)
+    result = torch.empty_like(values, dtype=torch.bfloat16)
+    functional.scale_accumulate_([result], [values], overwrite=True, backend="triton")
+    expected = values.to(torch.bfloat16)
+    numbers = ~expected.isnan()
+    assert torch.equal(result.isnan(), expected.isnan())
+    assert torch.equal(result[numbers].view(torch.int16), expected[numbers].view(torch.int16))
+
+
+@pytest.mark.parametrize("offset", [0, 1, 8])
+def test_sizes_around_blocks_and_chunks(offset, generator):
+    block, chunk = triton_kernels.BLOCK, triton_kernels.CHUNK
+    sizes = [1, 127, 128, block - 1, block, block + 1, chunk - 1, chunk, chunk + 1, 2 * chunk + block + 3]
+    for pair in [(torch.bfloat16, torch.float32), (torch.float32, torch.float32)]:
+        accumulators, gradients, guards = [], [], []
+        for size in sizes:
+            room = torch.zeros(size + offset + 1, dtype=pair[1], device=DEVICE)
+            guards.append(room)
+            accumulators.append(room[offset : offset + size])
+            gradients.append(random_tensor((size + offset,), pair[0], generator, device=DEVICE)[offset:])
+        functional.scale_accumulate_(accumulators, gradients, backend="triton")
+        for room, accumulator, gradient in zip(guards, accumulators, gradients, strict=True):
+            assert torch.equal(accumulator, gradient.to(pair[1]))
+            assert room[-1] == 0
+            assert (room[:offset] == 0).all()
+
+
+def test_hundreds_of_tensors_are_one_launch_per_pair(monkeypatch, generator):
+    launches = []
+    launch = triton._Group.run
+
+    def counted(group, *arguments):
+        launches.append(len(group.accumulators))
+        launch(group, *arguments)
+
+    monkeypatch.setattr(triton._Group, "run", counted)
+    pairs = [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)]
+    shapes = [(index % 5,) for index in range(150)]
+    accumulators, gradients = random_lists(pairs, shapes, generator, device=DEVICE)
+    expected = copies(accumulators)
+    functional.scale_accumulate_(accumulators, gradients, backend="triton")
+    functional.scale_accumulate_(expected, gradients, backend="eager")
+    assert all(map(torch.equal, accumulators, expected))
+    assert launches == [150, 150]
+
+
+def test_a_plan_uploads_only_what_changed(monkeypatch):
+    uploads = []
+    upload = triton._upload
+
+    def counted(words, device):
+        uploads.append(len(words))
+        return upload(words, device)
+
+    monkeypatch.setattr(triton, "_upload", counted)
+    accumulators = [torch.zeros(8, device=DEVICE) for _ in range(3)]
+    gradients = [torch.ones(8, device=DEVICE) for _ in range(3)]
+    plan = functional.prepare(accumulators, backend="triton")
+    plan(gradients, 0.5)
+    assert uploads == [2 * 3 + 1]  # address and flags of each gradient, and the scale
+    plan(gradients, 0.5)
+    assert len(uploads) == 1
+    plan(gradients, 0.25)
+    plan(gradients, 0.25, overwrite=[False, True, False])
+    plan([gradient.clone() for gradient in gradients], 0.25)
+    assert len(uploads) == 4
+    scale = torch.tensor(2.0, device=DEVICE)
+    plan(gradients, scale)
+    scale.fill_(3.0)
+    plan(gradients, scale)  # read on the device, at the time of the call
+    assert len(uploads) == 5
+    assert [tensor[0].item() for tensor in accumulators] == [6.75, 5.5, 6.75]
+
+
+@pytest.mark.parametrize("layout", GRADIENT_LAYOUTS)
+def test_gradients_are_copied_only_into_another_layout(layout, monkeypatch, generator):
+    copied = []
+    relayout = triton._relayout
+
+    def counted(gradient, accumulator):
+        copied.append(gradient.shape)
+        return relayout(gradient, accumulator)
+
+    monkeypatch.setattr(triton, "_relayout", counted)
+    for accumulator_layout in ("contiguous", "channels_last", "transposed"):
+        copied.clear()
+        accumulator = random_tensor((2, 3, 4), torch.float32, generator, accumulator_layout, DEVICE)
+        gradient = random_tensor((2, 3, 4), torch.bfloat16, generator, layout, DEVICE)
+        expected = accumulator + gradient
+        functional.scale_accumulate_([accumulator], [gradient], backend="triton")
+        assert torch.equal(accumulator, expected)
+        alike = layout == accumulator_layout or {layout, accumulator_layout} == {"contiguous", "misaligned"}
+        assert len(copied) == (0 if alike else 1)
