@@ -216,13 +216,16 @@ class Arena:
             slot.sum, slot.param.grad, slot.cast = self.current(slot), None, None
             slot.aside = True
 
-    def reclaim(self, scale: float) -> None:
-        """Manual loop: add what autograd has stored since `set_aside` to the sums, which return to p.grad."""
+    def reclaim(self, scale: float | None) -> None:
+        """Manual loop: add what autograd has stored since `set_aside` to the sums, which return to p.grad.
+
+        A scale of None drops it: a micro-batch of weight 0 adds nothing.
+        """
         for slot in self.slots:
             if slot.aside:
                 gradient, slot.param.grad, slot.sum = slot.param.grad, slot.sum, None
                 slot.aside = False
-                if gradient is not None:
+                if gradient is not None and scale is not None:
                     self.add_mixed([slot], [gradient.detach()], scale)
 
     def present(self) -> None:

@@ -366,8 +366,8 @@ class Capture:
             if not slot.delivered:
                 slot.ignored = slot.param.grad
 
-    def collect(self, slots: Sequence[Slot]) -> bool:
-        """Counted loop: add what autograd has stored as this micro-batch's gradient; False if nothing."""
+    def collect(self, slots: Sequence[Slot]) -> None:
+        """Counted loop: add what autograd has stored as this micro-batch's gradient."""
         present = [slot.param.grad for slot in slots]
         foreign = []
         for slot, gradient in zip(slots, present, strict=True) if any(map(_given, present)) else ():
@@ -375,7 +375,8 @@ class Capture:
                 foreign.append((slot, gradient.detach()))
                 slot.param.grad = None
         if not foreign:
-            return False
+            return
+        self.refresh()  # a hook that did not fire may belong to a node that is gone
         window = self.window
         if not window.leaves_out:
             for slot, gradient in foreign:
@@ -384,13 +385,12 @@ class Capture:
                 owners, gradients = zip(*foreign, strict=True)
                 self.arena.add_mixed(owners, gradients, window.base_scale * window.factor)
         window.micro.ran = True
-        return True
 
     def reclaim(self) -> None:
         """Manual loop with weights: take in what autograd has stored."""
         if self.window.scales:
             with torch.no_grad():
-                self.arena.reclaim(0.0 if self.window.leaves_out else self.window.base_scale)
+                self.arena.reclaim(None if self.window.leaves_out else self.window.base_scale)
 
     def deliver(self, ending: bool = True, partial: bool = False) -> bool:
         """Bring the sums to their final scale and put them into p.grad; False where that is not known yet."""

@@ -207,8 +207,8 @@ class AccumulatingOptimizer(Optimizer):
             return loss
         if window.empty:
             self._arena.disown()
-        if not window.micro.deferred and self._capture.collect(self._slots):
-            self._capture.refresh()
+        if not window.micro.deferred:
+            self._capture.collect(self._slots)
         if not window.micro.ran:
             return loss
         window.end_micro_batch()
@@ -327,6 +327,7 @@ class AccumulatingOptimizer(Optimizer):
         """
         window = self._window
         micro = window.open(weight)
+        self._capture.refresh()
         silent: contextlib.AbstractContextManager = contextlib.nullcontext()
         if hasattr(model, "no_sync") and window.counted and window.reduction != "weighted":
             micro.deferred = not window.will_update
@@ -348,6 +349,7 @@ class AccumulatingOptimizer(Optimizer):
         For a generator's pass through a discriminator: the gradients land in `p.grad`, and `zero_grad()` of
         this optimizer clears them, in mid-window too.
         """
+        self._capture.refresh()
         before, self._capture.ignoring = self._capture.ignoring, True
         try:
             yield
@@ -373,8 +375,7 @@ class AccumulatingOptimizer(Optimizer):
             return
         if window.empty:
             self._arena.disown()
-        if self._capture.collect(self._slots):
-            self._capture.refresh()
+        self._capture.collect(self._slots)
         if window.micro.ran:
             window.end_micro_batch()
         if not window.empty:
