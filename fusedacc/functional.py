@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import backends, checks, reference
-from .plan import Plan, bump_versions, fits, split
+from .plan import Plan, bump_versions, split
 
 __all__ = ["prepare", "scale_accumulate_"]
 
@@ -58,7 +58,7 @@ def scale_accumulate_(
     try:
         first = accumulators[0]
         chosen = backends.select(first.device, first.dtype, gradients[0].dtype, backend).backend
-        direct = chosen.name in backends.SELF_CHECKING and fits(overwrite, accumulators)
+        direct = chosen.name in backends.SELF_CHECKING
         if direct:
             chosen.accumulate_(accumulators, gradients, scale, overwrite)
     except Exception as error:

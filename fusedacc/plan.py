@@ -50,11 +50,6 @@ def split(accumulators: Sequence[Tensor], gradients: Sequence[Tensor], backend: 
     return [Part(backends.get(name), tuple(indices)) for (_, name), indices in found.items()]
 
 
-def fits(overwrite: bool | Sequence[bool], accumulators: Sequence[Tensor]) -> bool:
-    """Whether `overwrite` has a flag for each; the compiled operators would take a single one for all."""
-    return isinstance(overwrite, bool) or len(overwrite) == len(accumulators)
-
-
 def bump_versions(tensors: Sequence[Tensor]) -> None:
     """Tell autograd that the tensors were written. Inference tensors keep no version and are passed over."""
     try:
@@ -104,7 +99,7 @@ class Plan:
         overwrite: bool | Sequence[bool] = False,
     ) -> None:
         """Accumulate once; arguments and errors as `functional.scale_accumulate_`."""
-        if self._direct and fits(overwrite, self._accumulators):
+        if self._direct:
             refused = None
             try:
                 self._runs[0](gradients, scale, overwrite)

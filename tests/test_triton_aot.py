@@ -85,7 +85,7 @@ def accesses(ptx):
 
 @pytest.mark.parametrize(("pair", "dtypes"), CASES, ids=PAIR_IDS)
 def test_every_main_access_is_16_bytes(pair, dtypes, compiled):
-    """One step is 8 elements a thread, and each side moves them 16 bytes at a time, in as few accesses as that."""
+    """One step is 8 elements a thread, and each side moves them in as few 16-byte accesses as hold them."""
     gradient_bytes, accumulator_bytes = (dtype.itemsize for dtype in dtypes)
     wide = "v2.b64" if accumulator_bytes == 8 else "v4.b32"
     found = {kind: count for kind, count in accesses(compiled[pair]["ptx"]).items() if "v" in kind[1]}
