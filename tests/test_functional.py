@@ -33,7 +33,7 @@ def fused(backend: str) -> bool:
 
 @pytest.mark.parametrize("pair", PAIRS, ids=PAIR_IDS)
 @pytest.mark.parametrize("overwrite", [False, True, "some"])
-@pytest.mark.parametrize("scale", [1.0, 0.37, torch.tensor(-1.7), torch.tensor(0.3, dtype=torch.float64)])
+@pytest.mark.parametrize("scale", [1.0, 0.37, torch.tensor(-1.7, dtype=torch.float64)])
 def test_matches_the_oracle(pair, overwrite, scale, cpu_backend, generator):
     accumulators, gradients = random_lists([pair], SHAPES, generator)
     if overwrite == "some":
@@ -142,7 +142,7 @@ def test_many_dimensions(generator):
 
 
 def test_plan_equals_fresh_bit_for_bit(cpu_backend, generator):
-    accumulators, gradients = random_lists(PAIRS, [(), (0,), (3, 5), (1500,)], generator)
+    accumulators, gradients = random_lists(PAIRS[::3], [(), (0,), (3, 5), (1500,)], generator)
     fresh = copies(accumulators)
     plan = functional.prepare(accumulators, backend=cpu_backend)
     assert plan.backends == (cpu_backend,)
