@@ -1,0 +1,403 @@
+"""The native library's operators themselves: what the layers above rely on and do not check again."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import struct
+import subprocess
+import sys
+import weakref
+from fractions import Fraction
+
+import pytest
+import torch
+from cases import GRADIENT_LAYOUTS, LAYOUTS, PAIR_IDS, PAIRS, assert_matches_oracle, copies, random_lists
+
+from fusedacc import ops
+
+pytestmark = pytest.mark.skipif(ops.load_error() is not None, reason=str(ops.load_error()))
+
+SHAPES = [(5,), (3, 4, 2), (0, 3), (), (257,), (2, 3, 4, 5), (90, 67)]
+CAPABILITIES = ("baseline", "avx2", "avx512")
+
+
+def scale_accumulate_(accumulators, gradients, scale=1.0, overwrite=()):
+    tensor, number = (scale, 1.0) if isinstance(scale, torch.Tensor) else (None, scale)
+    torch.ops.fusedacc.scale_accumulate_(accumulators, gradients, tensor, number, overwrite)
+
+
+def accumulate_prepared_(accumulators, gradients, scale=1.0, overwrite=()):
+    tensor, number = (scale, 1.0) if isinstance(scale, torch.Tensor) else (None, scale)
+    plan = torch.ops.fusedacc.prepare(accumulators)
+    torch.ops.fusedacc.accumulate_prepared_(plan, gradients, tensor, number, overwrite)
+
+
+OPERATORS = [scale_accumulate_, accumulate_prepared_]
+
+
+def bits(tensor):
+    return tensor.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
+@pytest.mark.parametrize(
+    ("scale", "overwrite"),
+    [(0.3, ()), (torch.tensor(0.3), (True,)), (torch.tensor(0.3).bfloat16(), (False, True) * len(PAIRS))],
+)
+def test_opcheck(scale, overwrite, generator):
+    accumulators, gradients = random_lists(PAIRS, [(5,), (2, 3)], generator, gradient_layout="transposed")
+    tensor, number = (scale, 1.0) if isinstance(scale, torch.Tensor) else (None, scale)
+    operators = torch.ops.fusedacc
+    torch.library.opcheck(
+        operators.scale_accumulate_.default, (accumulators, gradients, tensor, number, overwrite)
+    )
+    plan = operators.prepare(accumulators)
+    torch.library.opcheck(
+        operators.accumulate_prepared_.default, (plan, gradients, tensor, number, overwrite)
+    )
+
+
+def test_opcheck_prepare(generator):
+    accumulators, _ = random_lists(PAIRS, SHAPES, generator)
+    # Its result holds addresses: runs on copies of the inputs, which AOTDispatcher's tests compare, must differ.
+    utilities = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.fusedacc.prepare.default, (accumulators,), test_utils=utilities)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("gradient_layout", GRADIENT_LAYOUTS)
+def test_every_pair_and_layout_matches_the_oracle(operator, layout, gradient_layout, generator):
+    for scale, overwrite in ((0.3, False), (torch.tensor(-2.5), True)):
+        accumulators, gradients = random_lists(
+            PAIRS, SHAPES, generator, layout=layout, gradient_layout=gradient_layout
+        )
+        before = copies(accumulators)
+        operator(accumulators, gradients, scale, (overwrite,))
+        assert_matches_oracle(accumulators, before, gradients, scale, overwrite)
+
+
+def round_to(value: Fraction, precision: int, lowest: int) -> Fraction:
+    """The nearest multiple of a unit in the last place, ties to even; 2**lowest is the smallest such unit."""
+    if value == 0:
+        return value
+    exponent = math.floor(math.log2(abs(value)))
+    unit = Fraction(2) ** max(exponent - precision + 1, lowest)
+    return round(value / unit) * unit
+
+
+FORMATS = {
+    torch.float64: (53, -1074),
+    torch.float32: (24, -149),
+    torch.bfloat16: (8, -133),
+    torch.float16: (11, -24),
+}
+
+
+@pytest.mark.parametrize(("gradient_dtype", "accumulator_dtype"), PAIRS, ids=PAIR_IDS)
+def test_rounds_once_to_the_computation_and_once_to_the_accumulator(
+    gradient_dtype, accumulator_dtype, generator
+):
+    count = 400
+    spread = torch.randint(-6, 7, (count,), generator=generator)
+    gradient = torch.ldexp(torch.randn(count, generator=generator, dtype=torch.float64), spread)
+    gradient = gradient.to(gradient_dtype)
+    accumulator = torch.randn(count, generator=generator, dtype=torch.float64).to(accumulator_dtype)
+    before = accumulator.clone()
+    scale_accumulate_([accumulator], [gradient], 1 / 3)
+    computation = torch.float64 if accumulator_dtype == torch.float64 else torch.float32
+    scale = Fraction(torch.tensor(1 / 3, dtype=computation).item())
+    for result, old, fresh in zip(accumulator.tolist(), before.tolist(), gradient.tolist(), strict=True):
+        fused = round_to(Fraction(old) + scale * Fraction(fresh), *FORMATS[computation])
+        assert Fraction(result) == round_to(fused, *FORMATS[accumulator_dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_conversions_agree_with_torch_for_every_value(dtype):
+    halves = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    widened = torch.empty(2**16)
+    scale_accumulate_([widened], [halves], 1.0, (True,))
+    torch.testing.assert_close(widened, halves.float(), rtol=0, atol=0, equal_nan=True)
+    # Every upper half of a float32, with lower halves about the tie.
+    upper = torch.arange(-(2**15), 2**15, dtype=torch.int32) * 2**16
+    for lower in (0, 1, 0x0FFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
+        values = (upper + lower).view(torch.float32)
+        narrowed = torch.empty(2**16, dtype=dtype)
+        scale_accumulate_([narrowed], [values], 1.0, (True,))
+        expected = values.to(dtype)
+        numbers = ~expected.isnan()
+        assert torch.equal(bits(narrowed)[numbers], bits(expected)[numbers])
+        assert torch.equal(narrowed.isnan(), values.isnan())
+
+
+def test_scale_tensor_of_every_dtype_is_read(generator):
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        scale = torch.tensor(0.3, dtype=dtype)
+        accumulator, gradient = torch.zeros(9, dtype=torch.float64), torch.ones(9, dtype=torch.float64)
+        scale_accumulate_([accumulator], [gradient], scale)
+        assert accumulator.tolist() == [scale.item()] * 9
+
+
+def test_a_negated_view_is_read_as_what_it_shows():
+    imaginary = torch.randn(5, dtype=torch.complex64).conj().imag
+    assert imaginary.is_neg()
+    accumulator = torch.zeros(5)
+    scale_accumulate_([accumulator], [imaginary])
+    assert torch.equal(accumulator, imaginary)
+
+
+def test_gradients_that_require_grad_are_plain_numbers():
+    gradient = torch.ones(3, requires_grad=True)
+    accumulator = torch.zeros(3)
+    scale_accumulate_([accumulator], [gradient], 2.0)
+    assert not accumulator.requires_grad
+    assert accumulator.tolist() == [2.0, 2.0, 2.0]
+
+
+def interleaved(sizes, strides):
+    return torch.zeros(64).as_strided(sizes, strides)
+
+
+def errors():
+    """Per case: a change to (accumulators, gradients, scale, overwrite), and what the error must say."""
+    f32 = torch.zeros(4)
+    shared = torch.zeros(8)
+    many = torch.zeros([2] * 18).permute(*range(1, 18, 2), *range(0, 18, 2))
+    return {
+        "shape": ([f32], [torch.zeros(5)], r"gradients\[1\] has shape \[5\] but its accumulator has \[4\]"),
+        "dims": ([f32], [torch.zeros(1, 4)], r"gradients\[1\] has shape \[1, 4\]"),
+        "pair": ([f32], [f32.double()], r"gradients\[1\] has float64 and its accumulator float32; allowed"),
+        "integer": ([f32], [f32.long()], r"gradients\[1\] has another dtype"),
+        "integer accumulator": ([f32.long()], [f32], r"accumulators\[1\] has a dtype that is not"),
+        "complex": ([f32.cfloat()], [f32], r"accumulators\[1\] has a dtype that is not"),
+        "sparse": ([f32], [f32.to_sparse()], r"gradients\[1\] is sparse"),
+        "count": ([f32], [f32, f32], r"2 accumulators but 3 gradients"),
+        "same accumulator": ([shared, shared], [f32, f32], r"accumulators\[2\] overlaps accumulators\[1\]"),
+        "overlapping": (
+            [shared[2:6], shared[:4]],
+            [f32, f32],
+            r"accumulators\[2\] overlaps accumulators\[1\]",
+        ),
+        "expanded": ([torch.zeros(1).expand(4)], [f32], r"accumulators\[1\] overlaps itself: strides \[0\]"),
+        "interleaved": (
+            [interleaved((3, 3), (2, 3))],
+            [torch.zeros(3, 3)],
+            r"accumulators\[1\] overlaps itself",
+        ),
+        "shifted gradient": ([shared[:4]], [shared[1:5]], r"gradients\[1\] overlaps accumulators\[1\]"),
+        "another's gradient": (
+            [shared[:4], f32],
+            [torch.ones(4), shared[:4]],
+            r"gradients\[2\] overlaps accumulators\[1\]",
+        ),
+        "other strides": (
+            [shared[:4].view(2, 2)],
+            [shared[:4].view(2, 2).t()],
+            r"gradients\[1\] overlaps accumulators\[1\]",
+        ),
+        "dimensions": ([torch.zeros([2] * 18)], [many], r"gradients\[1\] .* more than 16 dimensions"),
+    }
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("case", errors())
+def test_an_error_names_the_tensor_and_changes_nothing(operator, case):
+    accumulators, gradients, message = errors()[case]
+    first = torch.ones(3)
+    before = copies(accumulators)
+    with pytest.raises(RuntimeError, match=message):
+        operator([first, *accumulators], [torch.ones(3), *gradients])
+    assert torch.equal(first, torch.ones(3))
+    assert all(torch.equal(now, then) for now, then in zip(accumulators, before, strict=True))
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize(
+    ("scale", "overwrite", "message"),
+    [
+        (torch.ones(1), (), "scale must be a number or a 0-dim tensor"),
+        (torch.tensor(1), (), "scale is a tensor of a dtype"),
+        (1.0, (True, False, True), "overwrite has 3 values for 2 accumulators"),
+    ],
+)
+def test_bad_scale_or_flags(operator, scale, overwrite, message):
+    accumulators = [torch.ones(3), torch.ones(2)]
+    with pytest.raises(RuntimeError, match=message):
+        operator(accumulators, [torch.ones(3), torch.ones(2)], scale, overwrite)
+    assert all(bool((tensor == 1).all()) for tensor in accumulators)
+
+
+@pytest.mark.parametrize("case", ["zeros", "short", "cut", "strided", "floating"])
+def test_a_plan_that_is_none_is_refused(case):
+    plan = torch.ops.fusedacc.prepare([torch.zeros(3), torch.zeros(4)])
+    bad = {
+        "zeros": torch.zeros_like(plan),
+        "short": plan[:3],
+        "cut": plan[:-1],
+        "strided": torch.stack([plan, plan], 1)[:, 0],
+        "floating": plan.double(),
+    }[case]
+    with pytest.raises(RuntimeError, match="plan was not made by fusedacc::prepare"):
+        torch.ops.fusedacc.accumulate_prepared_(bad, [torch.zeros(3), torch.zeros(4)])
+
+
+def test_meta_tensors_are_checked_and_left():
+    meta = torch.zeros(4, device="meta")
+    scale_accumulate_([meta], [meta.clone()])
+    with pytest.raises(RuntimeError, match=r"gradients\[0\] has device meta but its accumulator has cpu"):
+        scale_accumulate_([torch.zeros(4)], [meta])
+
+
+#: Prints a digest of results over all pairs, layouts and sizes; run under each vector instruction set.
+DIGEST = """
+import hashlib, os, sys
+import torch
+sys.path[:0] = [{tests!r}]
+from cases import GRADIENT_LAYOUTS, PAIRS, random_lists
+from fusedacc import ops
+assert ops.load_error() is None
+digest = hashlib.sha256()
+generator = torch.Generator().manual_seed(1)
+shapes = [(n,) for n in range(1, 70)] + [(3, 5, 7), (40, 9), (129, 65)]
+for layout in GRADIENT_LAYOUTS:
+    sums, fresh = random_lists(PAIRS, shapes, generator, gradient_layout=layout)
+    if layout == "contiguous":
+        for tensor in fresh[1::2]:
+            tensor[:3] *= 1e30
+    for flags in ((), (True,)):
+        torch.ops.fusedacc.scale_accumulate_(sums, fresh, None, 1 / 3, flags)
+        for tensor in sums:
+            digest.update(tensor.nan_to_num(nan=7.0).double().numpy().tobytes())
+print(ops.built_with()["cpu_capability"], digest.hexdigest())
+"""
+
+
+def run_python(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_every_instruction_set_gives_the_same_bits():
+    program = DIGEST.format(tests=os.path.dirname(__file__))
+    best = ops.built_with()["cpu_capability"]
+    usable = CAPABILITIES[: CAPABILITIES.index(best) + 1]
+    digests = set()
+    for name in usable:
+        result = run_python(program, FUSEDACC_CPU_CAPABILITY=name)
+        assert result.returncode == 0, result.stderr
+        used, digest = result.stdout.split()
+        assert used == name
+        digests.add(digest)
+    assert len(digests) == 1
+
+
+def test_an_unknown_instruction_set_is_refused():
+    program = "import torch; from fusedacc import ops; ops.built_with()"
+    result = run_python(program, FUSEDACC_CPU_CAPABILITY="avx9")
+    assert result.returncode != 0
+    assert "FUSEDACC_CPU_CAPABILITY=avx9; allowed on this processor: baseline" in result.stderr
+
+
+def test_one_thread_and_two_give_the_same_bits(generator):
+    threads = torch.get_num_threads()
+    shapes = [(1,), (300001,), (7,), (70, 999), (65537,), (3,)]
+    results = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            generator.manual_seed(0)
+            accumulators, gradients = random_lists(PAIRS, shapes, generator, gradient_layout="transposed")
+            scale_accumulate_(accumulators, gradients, 1 / 3)
+            results.append(accumulators)
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            assert torch.equal(bits(a), bits(b))
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as statistics:
+        return int(statistics.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("bracketed", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_reference_is_left_behind(bracketed, fails):
+    operators = torch.ops.fusedacc
+    sums = [torch.zeros(4) for _ in range(50)]
+    fresh = [torch.ones(4) for _ in range(50)]
+    scale = torch.tensor(0.5)
+    if fails:
+        fresh[-1] = torch.ones(5)
+    counts = [tensor._use_count() for tensor in (*sums, *fresh, scale)]
+    plan = operators.prepare(sums)
+    plan_count = plan._use_count()
+
+    def call(operator, *arguments):
+        try:
+            ops.call(operator, *arguments) if bracketed else operator(*arguments)
+        except RuntimeError:
+            assert fails
+
+    def once():
+        call(operators.scale_accumulate_.default, sums, fresh, scale, 1.0, (True,) * 50)
+        call(operators.accumulate_prepared_.default, plan, fresh, scale, 1.0, ())
+        call(operators.prepare.default, sums if not fails else [sums[0], sums[0]])
+
+    once()
+    assert [tensor._use_count() for tensor in (*sums, *fresh, scale)] == counts
+    assert plan._use_count() == plan_count
+    for _ in range(200):
+        once()
+    start = resident_bytes()
+    for _ in range(2000):
+        once()
+    # One word a tensor and call would be 1.6 MB.
+    assert resident_bytes() - start < 1_000_000
+
+    watched = weakref.ref(fresh[0])
+    fresh.clear()
+    gc.collect()
+    assert watched() is None
+
+
+def test_tensors_are_let_go_before_the_call_returns():
+    gradient = torch.ones(4)
+    storage = weakref.ref(gradient.untyped_storage())
+    ops.call(torch.ops.fusedacc.scale_accumulate_.default, [torch.zeros(4)], [gradient], None, 1.0, ())
+    del gradient
+    assert storage() is None
+
+
+def test_prepared_plan_words_are_as_many_as_its_fake_says(generator):
+    accumulators, _ = random_lists(PAIRS, SHAPES, generator)
+    plan = torch.ops.fusedacc.prepare(accumulators)
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = torch.ops.fusedacc.prepare([mode.from_tensor(tensor) for tensor in accumulators])
+    assert fake.shape == plan.shape
+
+
+def test_library_needs_no_python_and_no_cuda_runtime():
+    """One file for every Python, and for a torch without CUDA: seen in what it asks the loader for."""
+    needed = []
+    data = ops.LIBRARY.read_bytes()
+    assert data[:5] == b"\x7fELF\x02"
+    # Section headers: the dynamic section's DT_NEEDED entries name the libraries.
+    offset, size, count = struct.unpack_from("<Q", data, 40)[0], *struct.unpack_from("<HH", data, 58)
+    sections = [struct.unpack_from("<IIQQQQIIQQ", data, offset + index * size) for index in range(count)]
+    dynamic = next(section for section in sections if section[1] == 6)
+    strings = sections[dynamic[6]][4]
+    for at in range(dynamic[4], dynamic[4] + dynamic[5], 16):
+        tag, value = struct.unpack_from("<QQ", data, at)
+        if tag == 1:
+            needed.append(data[strings + value : data.index(b"\0", strings + value)].decode())
+    assert "libtorch_cpu.so" in needed
+    assert not [name for name in needed if "python" in name or "cudart" in name or name == "libcuda.so.1"]
+    assert b"PyObject" not in data
