@@ -18,6 +18,9 @@ BUILT := .venv/built.stamp
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 endif
 
+# Threads that spin while they wait make a machine with other work to do ten times slower.
+demo test test-full: export OMP_WAIT_POLICY ?= passive
+
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1|/' | awk -F"|" '{printf "  %-10s %s\n", $$1, $$2}'
 

@@ -134,14 +134,15 @@ def quantile(values: Sequence[float], share: float) -> float:
 def environment(device: torch.device | str = "cpu") -> dict[str, str]:
     """What a figure depends on, as columns."""
     device = torch.device(device)
-    malloc = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("MALLOC_")]
-    preload = os.environ.get("LD_PRELOAD")
+    set_here = [f"{name}={value}" for name, value in sorted(os.environ.items())]
+    malloc = [text for text in set_here if text.startswith(("MALLOC_", "LD_PRELOAD="))]
+    threads = [text for text in set_here if text.startswith(("OMP_", "GOMP_", "KMP_"))]
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": commit(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
-        "threads": str(torch.get_num_threads()),
-        "allocator": " ".join(malloc + ([f"LD_PRELOAD={preload}"] if preload else [])) or "libc, defaults",
+        "threads": " ".join([str(torch.get_num_threads()), *threads]),
+        "allocator": " ".join(malloc) or "libc, defaults",
         "torch": torch.__version__,
         "python": platform.python_version(),
     }

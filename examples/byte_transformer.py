@@ -34,7 +34,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--text", type=Path, help="a file to learn instead of the standard library's sources")
     parser.add_argument(
-        "--updates", type=int, default=80, help="optimizer updates of each loop (%(default)s)"
+        "--updates", type=int, default=60, help="optimizer updates of each loop (%(default)s)"
     )
     parser.add_argument("--steps", type=int, default=8, help="micro-batches per update (%(default)s)")
     parser.add_argument("--width", type=int, default=256, help="of the model (%(default)s)")
