@@ -60,7 +60,7 @@ def test_opcheck(scale, overwrite, generator):
 
 def test_opcheck_prepare(generator):
     accumulators, _ = random_lists(PAIRS, SHAPES, generator)
-    # Its result holds addresses: runs on copies of the inputs, which AOTDispatcher's tests compare, must differ.
+    # Its result holds addresses: runs on copies of the inputs, as AOTDispatcher's tests compare, must differ.
     utilities = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.fusedacc.prepare.default, (accumulators,), test_utils=utilities)
 

@@ -1,0 +1,172 @@
+"""The native operators on a GPU: against the float64 oracle, and bit for bit against the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import GRADIENT_LAYOUTS, LAYOUTS, PAIR_IDS, PAIRS, assert_matches_oracle, copies, random_lists
+
+from fusedacc import backends, ops
+
+pytestmark = pytest.mark.cuda
+
+SHAPES = [(5,), (3, 4, 2), (0, 3), (), (257,), (2, 3, 4, 5), (300, 67), (8192,), (24581,)]
+
+
+@pytest.fixture(autouse=True)
+def _cuda_kernels():
+    problem = backends.get("cuda").unavailable()
+    if problem is not None:
+        pytest.skip(f"the cuda backend cannot run: {problem}")
+
+
+def scale_accumulate_(accumulators, gradients, scale=1.0, overwrite=()):
+    tensor, number = (scale, 1.0) if isinstance(scale, torch.Tensor) else (None, scale)
+    torch.ops.fusedacc.scale_accumulate_(accumulators, gradients, tensor, number, overwrite)
+
+
+def assert_same_bits(on_gpu, on_cpu):
+    for ours, theirs in zip(on_gpu, on_cpu, strict=True):
+        kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[theirs.element_size()]
+        assert torch.equal(ours.cpu().contiguous().view(kind), theirs.contiguous().view(kind))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("gradient_layout", GRADIENT_LAYOUTS)
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_matches_the_oracle_and_the_cpu(layout, gradient_layout, overwrite, generator):
+    accumulators, gradients = random_lists(
+        PAIRS, SHAPES, generator, layout=layout, gradient_layout=gradient_layout, device="cuda"
+    )
+    before = copies(accumulators)
+    on_cpu = [tensor.cpu() for tensor in accumulators]
+    scale_accumulate_(accumulators, gradients, 1 / 3, (overwrite,))
+    assert_matches_oracle(accumulators, before, gradients, 1 / 3, overwrite)
+    scale_accumulate_(on_cpu, [tensor.cpu() for tensor in gradients], 1 / 3, (overwrite,))
+    assert_same_bits(accumulators, on_cpu)
+
+
+@pytest.mark.parametrize(("gradient_dtype", "accumulator_dtype"), PAIRS, ids=PAIR_IDS)
+def test_subnormal_infinite_and_tied_values_equal_the_cpu(gradient_dtype, accumulator_dtype):
+    special = torch.tensor(
+        [0.0, -0.0, 1e-45, 6e-8, 3e-5, 65504.0, 65519.9, 65520.0, 3.4e38, torch.inf, -torch.inf]
+    )
+    gradient = torch.cat([special, special * 1.0009765625, -special]).to(gradient_dtype)
+    accumulator = gradient.flip(0).nan_to_num(posinf=1.0, neginf=1.0).to(accumulator_dtype)
+    for scale in (1.0, 0.5, -3.0):
+        ours, theirs = accumulator.cuda(), accumulator.clone()
+        scale_accumulate_([ours], [gradient.cuda()], scale)
+        scale_accumulate_([theirs], [gradient], scale)
+        torch.testing.assert_close(ours.cpu(), theirs, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("shift", range(9))
+@pytest.mark.parametrize("gradient_shift", [0, 1, 3, 8])
+def test_misaligned(shift, gradient_shift, generator):
+    for gradient_dtype, accumulator_dtype in PAIRS:
+        (gradient,) = random_lists([(gradient_dtype, gradient_dtype)], [(20011,)], generator)[1]
+        theirs = torch.zeros(20011, dtype=accumulator_dtype)
+        room = torch.full((20011 + shift + 9,), 7.0, dtype=accumulator_dtype, device="cuda")
+        ours = room[shift : shift + 20011].zero_()
+        fresh = torch.zeros(20011 + gradient_shift, dtype=gradient_dtype, device="cuda")[gradient_shift:]
+        fresh.copy_(gradient)
+        scale_accumulate_([ours], [fresh], 0.3)
+        scale_accumulate_([theirs], [gradient], 0.3)
+        assert_same_bits([ours], [theirs])
+        assert bool((room[:shift] == 7).all())
+        assert bool((room[shift + 20011 :] == 7).all())
+
+
+def test_a_thousand_tensors_are_one_launch_and_no_copy(generator):
+    shapes = [(1 + index % 50,) for index in range(1000)]
+    accumulators, gradients = random_lists(
+        [(torch.bfloat16, torch.float32)], shapes, generator, device="cuda"
+    )
+    scale = torch.tensor(0.25, device="cuda")
+    flags = [index % 3 == 0 for index in range(1000)]
+    scale_accumulate_(accumulators, gradients, scale, flags)
+    before = copies(accumulators)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        scale_accumulate_(accumulators, gradients, scale, flags)
+        torch.cuda.synchronize()
+    on_device = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(on_device) == 1, [event.name for event in on_device]
+    assert_matches_oracle(accumulators, before, gradients, 0.25, flags)
+
+
+def test_runs_on_the_current_stream_without_waiting():
+    gradient = torch.ones(1000, device="cuda")
+    accumulator = torch.zeros(1000, device="cuda")
+    scale = torch.tensor(2.0, device="cuda")
+    scale_accumulate_([accumulator], [gradient], scale)
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(500_000_000)
+        accumulator.fill_(1.0)
+        scale_accumulate_([accumulator], [gradient], scale)
+        done = stream.record_event()
+    assert not done.query()
+    stream.synchronize()
+    assert bool((accumulator == 3).all())
+
+
+def test_captured_in_a_graph(generator):
+    accumulators, gradients = random_lists(PAIRS, SHAPES, generator, device="cuda")
+    scale = torch.tensor(0.5, device="cuda")
+    plan = torch.ops.fusedacc.prepare(accumulators)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.ops.fusedacc.accumulate_prepared_(plan, gradients, scale)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.ops.fusedacc.accumulate_prepared_(plan, gradients, scale)
+    for factor in (0.25, -1.0):
+        before = copies(accumulators)
+        scale.fill_(factor)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_matches_oracle(accumulators, before, gradients, factor, False)
+
+
+def test_more_than_2_to_the_31_elements():
+    count = 2**31 + 8192 + 5
+    free, _ = torch.cuda.mem_get_info()
+    if free < 7 * count:
+        pytest.skip(f"needs {7 * count / 2**30:.0f} GiB of GPU memory, {free / 2**30:.0f} are free")
+    accumulator = torch.zeros(count, device="cuda")
+    gradient = torch.ones(count, dtype=torch.bfloat16, device="cuda")
+    scale_accumulate_([accumulator], [gradient], 3.0)
+    assert bool((accumulator == 3).all())
+    # The same memory as a loop nest.
+    rows = count // 1024
+    scale_accumulate_(
+        [accumulator[: rows * 1024].view(1024, rows)], [gradient[: rows * 1024].view(rows, 1024).t()]
+    )
+    assert bool((accumulator[: rows * 1024] == 4).all())
+    assert bool((accumulator[rows * 1024 :] == 3).all())
+
+
+def test_bad_devices_are_named():
+    accumulator = torch.zeros(3, device="cuda")
+    with pytest.raises(RuntimeError, match="scale is on cpu but the accumulators are on cuda:0"):
+        scale_accumulate_([accumulator], [accumulator.clone()], torch.tensor(1.0))
+    with pytest.raises(RuntimeError, match=r"gradients\[1\] is on cpu but its accumulator is on cuda:0"):
+        scale_accumulate_([accumulator, accumulator.clone()], [accumulator.clone(), torch.zeros(3)])
+    assert not accumulator.any()
+
+
+def test_opcheck(generator):
+    accumulators, gradients = random_lists(PAIRS, [(5,), (2, 3)], generator, device="cuda")
+    operator = torch.ops.fusedacc.scale_accumulate_.default
+    torch.library.opcheck(operator, (accumulators, gradients, None, 0.5, ()))
+
+
+def test_no_reference_is_left_behind():
+    sums, fresh = ([torch.zeros(4, device="cuda") for _ in range(20)] for _ in range(2))
+    scale = torch.tensor(1.0, device="cuda")
+    counts = [tensor._use_count() for tensor in (*sums, *fresh, scale)]
+    ops.call(torch.ops.fusedacc.scale_accumulate_.default, sums, fresh, scale, 1.0, ())
+    assert [tensor._use_count() for tensor in (*sums, *fresh, scale)] == counts

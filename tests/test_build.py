@@ -1,0 +1,133 @@
+"""What installing makes: the wheel's tag, what is in it, and an install where there is no compiler."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGED = ("setup.py", "pyproject.toml", "README.md", "LICENSE")
+COMPILER = next((found for found in map(shutil.which, ("g++", "c++", "clang++")) if found), None)
+
+
+def build_wheel(tmp_path: Path, **environment: str) -> tuple[Path, str]:
+    """A wheel built from a copy of the sources and unpacked, and what the build printed."""
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in PACKAGED:
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(ROOT / "csrc", source / "csrc")
+    ignored = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(ROOT / "fusedacc", source / "fusedacc", ignore=ignored)
+    result = subprocess.run(
+        [sys.executable, "setup.py", "bdist_wheel"],
+        cwd=source,
+        env={**os.environ, "FORCE_CUDA": "0", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    (wheel,) = (source / "dist").iterdir()
+    zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
+    return wheel, result.stdout + result.stderr
+
+
+def run_installed(tmp_path: Path, program: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "fusedacc" not in result.stderr
+    return result.stdout.strip()
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_wheel_serves_every_python_of_its_platform(tmp_path: Path) -> None:
+    wheel, _ = build_wheel(tmp_path)
+    python, abi, platform = wheel.stem.split("-")[2:]
+    assert (python, abi) == ("py3", "none")
+    assert platform.startswith("linux_")
+    program = "from fusedacc import ops; print(ops.load_error(), ops.built_with()['cuda_architectures'])"
+    assert run_installed(tmp_path, program) == "None []"
+
+
+def test_without_a_compiler_it_installs_without_the_library_and_says_so(tmp_path: Path) -> None:
+    wheel, said = build_wheel(tmp_path, CXX="no-such-compiler")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert "no C++ compiler (no-such-compiler not found): installing without the native library" in said
+    program = """
+import torch
+from fusedacc import functional, ops
+assert "installed without a C++ compiler" in ops.load_error()
+total = torch.zeros(3)
+functional.scale_accumulate_([total], [torch.ones(3)], 0.5)
+print(total.tolist())
+"""
+    assert run_installed(tmp_path, program) == "[0.5, 0.5, 0.5]"
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"FORCE_CUDA": "yes"}, "FORCE_CUDA=yes: allowed are 0"),
+        ({"FORCE_CUDA": "1", "TORCH_CUDA_ARCH_LIST": "hopper"}, "'hopper' is not like 9.0 or 9.0+PTX"),
+    ],
+)
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_bad_settings_are_named(tmp_path: Path, environment: dict[str, str], message: str) -> None:
+    # Any program will do as nvcc: the settings are read before it is run.
+    command = [sys.executable, str(ROOT / "setup.py"), "build_ext", "--build-lib", str(tmp_path)]
+    result = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "CUDACXX": sys.executable, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode != 0
+    assert message in result.stderr
+
+
+def test_a_library_that_does_not_load_warns_once_with_the_cure(tmp_path: Path) -> None:
+    package = tmp_path / "fusedacc"
+    ignored = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(ROOT / "fusedacc", package, ignore=ignored)
+    (package / "libfusedacc.so").write_bytes(b"no library")
+    program = """
+import warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import torch
+    from fusedacc import functional, ops
+    for _ in range(2):
+        total = torch.zeros(3)
+        functional.scale_accumulate_([total], [torch.ones(3)], 0.5)
+    assert ops.load_error() is not None
+assert total.tolist() == [0.5] * 3
+messages = [str(item.message) for item in caught if "fusedacc" in str(item.message)]
+print(len(messages), "does not load under torch" in messages[0], "pip install" in messages[0])
+"""
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.stdout.strip() == "1 True True", result.stderr
