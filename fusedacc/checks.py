@@ -36,20 +36,25 @@ def computation_dtype(accumulator_dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if accumulator_dtype == torch.float64 else torch.float32
 
 
+_ORDINARY_TYPES = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Whether `tensor` is dense, with memory of its own: no wrapper subclass, no meta tensor."""
-    kind = type(tensor)
-    ordinary = kind is Tensor or kind is torch.nn.Parameter or kind is torch.nn.Buffer
-    return ordinary and tensor.layout == torch.strided and tensor.device.type != "meta"
+    return type(tensor) in _ORDINARY_TYPES and tensor.layout == torch.strided and not tensor.is_meta
+
+
+def _reach(tensor: Tensor) -> int:
+    """How many elements' places `tensor` spans, from its first element to its last."""
+    if tensor.is_contiguous() or tensor.numel() == 0:
+        return tensor.numel()
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def memory_range(tensor: Tensor) -> tuple[int, int]:
     """First byte and one past the last byte that `tensor` can touch; an empty range for an empty tensor."""
     start = tensor.data_ptr()
-    if tensor.numel() == 0:
-        return start, start
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (reach + 1) * tensor.element_size()
+    return start, start + _reach(tensor) * tensor.element_size()
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
@@ -101,6 +106,12 @@ class MemoryMap:
                 )
         self._spans = spans
         self._keys = [(device, start) for device, start, _, _ in spans]
+        ranges = sorted((start, end) for _, start, end, _ in spans)
+        self._starts = torch.tensor([start for start, _ in ranges], dtype=torch.int64)
+        self._ends = torch.tensor([end for _, end in ranges], dtype=torch.int64)
+        self._layouts = [(tensor.shape, tensor.stride(), tensor.device) for tensor in accumulators]
+        self._dtypes = [tensor.dtype for tensor in accumulators]
+        self._reaches = torch.tensor(list(map(_reach, accumulators)), dtype=torch.int64)
 
     def overlapping(self, tensor: Tensor) -> list[int]:
         """The accumulators whose byte range meets that of `tensor`."""
@@ -115,6 +126,27 @@ class MemoryMap:
             found.append(index)
             position -= 1
         return found
+
+    def plainly_fit(self, gradients: Any) -> bool:
+        """Whether the gradients are surely right, by a few looks at whole lists; else look closer.
+
+        True for ordinary tensors laid out like their accumulators, of allowed dtypes, clear of every
+        accumulator's memory (on whatever device: addresses are compared alone).
+        """
+        if not isinstance(gradients, (list, tuple)) or not _ORDINARY_TYPES.issuperset(map(type, gradients)):
+            return False
+        if any(gradient.layout != torch.strided for gradient in gradients):
+            return False
+        if [(gradient.shape, gradient.stride(), gradient.device) for gradient in gradients] != self._layouts:
+            return False
+        if not PAIRS.issuperset(zip([gradient.dtype for gradient in gradients], self._dtypes, strict=True)):
+            return False
+        if len(self._spans) == 0:
+            return True
+        starts = torch.tensor([gradient.data_ptr() for gradient in gradients], dtype=torch.int64)
+        ends = starts + self._reaches * torch.tensor([gradient.itemsize for gradient in gradients])
+        before = torch.searchsorted(self._starts, ends) - 1
+        return not ((before >= 0) & (self._ends[before.clamp(min=0)] > starts)).any()
 
 
 def check_scale(scale: Any, accumulators: Sequence[Tensor]) -> None:
@@ -215,6 +247,10 @@ def check_gradients(
         ValueError: a wrong number of tensors, shape or device; a gradient that partly overlaps an
             accumulator.
     """
+    if memory.plainly_fit(gradients):
+        check_overwrite(overwrite, len(accumulators))
+        check_scale(scale, accumulators)
+        return
     _check_list("gradients", gradients)
     if len(gradients) != len(accumulators):
         raise ValueError(f"{len(accumulators)} accumulators, but {len(gradients)} gradients")

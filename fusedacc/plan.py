@@ -39,14 +39,20 @@ def split(accumulators: Sequence[Tensor], gradients: Sequence[Tensor], backend: 
         ValueError, RuntimeError: as `backends.select`.
     """
     backends.requested(backend)
+    names: dict[tuple[torch.device, torch.dtype, torch.dtype, bool], str] = {}
     found: dict[tuple[torch.device, str], list[int]] = {}
     for index, (accumulator, gradient) in enumerate(zip(accumulators, gradients, strict=True)):
-        plain = (
-            checks.is_plain(accumulator) and checks.is_plain(gradient) and gradient.dim() <= _MOST_DIMENSIONS
+        plain = checks.is_plain(accumulator) and checks.is_plain(gradient)
+        kind = (
+            accumulator.device,
+            accumulator.dtype,
+            gradient.dtype,
+            plain and gradient.dim() <= _MOST_DIMENSIONS,
         )
-        name = backend if plain or backend != "auto" else "eager"
-        chosen = backends.select(accumulator.device, accumulator.dtype, gradient.dtype, name).backend
-        found.setdefault((accumulator.device, chosen.name), []).append(index)
+        if kind not in names:
+            wanted = backend if kind[-1] or backend != "auto" else "eager"
+            names[kind] = backends.select(*kind[:-1], wanted).backend.name
+        found.setdefault((accumulator.device, names[kind]), []).append(index)
     return [Part(backends.get(name), tuple(indices)) for (_, name), indices in found.items()]
 
 
