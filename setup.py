@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent
 SOURCES = ROOT / "csrc"
 OBJECTS = ROOT / "build" / "native"
 NAME = "libfusedacc.so"
-DEFAULT_ARCHITECTURES = "8.0;9.0;10.0+PTX"
+DEFAULT_ARCHITECTURES = ("8.0", "9.0", "10.0")
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # torch 2.10
 
 # Multiplications and additions are fused only where the source says so: results are the same everywhere.
@@ -60,6 +60,15 @@ def find_nvcc() -> str | None:
     return found
 
 
+def default_architectures(nvcc: str) -> str:
+    """The default architectures that this nvcc knows, and PTX for those to come."""
+    listed = subprocess.run(
+        [nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=True
+    ).stdout.split()
+    known = [name for name in DEFAULT_ARCHITECTURES if f"compute_{name.replace('.', '')}" in listed]
+    return ";".join(known) + "+PTX"
+
+
 def architecture_flags(architectures: str) -> list[str]:
     """`8.0;9.0+PTX` as nvcc wants it."""
     flags = []
@@ -85,28 +94,22 @@ class Toolchain:
         package = Path(torch.__file__).parent
         self.libraries = package / "lib"
         self.nvcc = nvcc
-        architectures = os.environ.get("TORCH_CUDA_ARCH_LIST") or DEFAULT_ARCHITECTURES
         common = ["-std=c++17", "-O3", STABLE_ABI, f'-DFUSEDACC_TORCH_VERSION="{torch.__version__}"']
         if nvcc is not None:
+            architectures = os.environ.get("TORCH_CUDA_ARCH_LIST") or default_architectures(nvcc)
             common += ["-DFUSEDACC_CUDA", f'-DFUSEDACC_CUDA_ARCHITECTURES="{architectures}"']
         warnings = ["-Wall", "-Wextra"]
         host = ["-fPIC", "-fvisibility=hidden", *EXACT]
         include = ["-isystem", str(package / "include")]
-        self.cxx = [
-            *cxx,
-            *common,
-            *warnings,
-            *host,
-            *include,
-            *shlex.split(os.environ.get("FUSEDACC_CXX_FLAGS", "")),
-        ]
+        self.cxx = [*cxx, *common, *warnings, *host, *include]
         if nvcc is None:
             self.linker = [*cxx, "-shared"]
         else:
-            host_compiler = ["-ccbin", cxx[0], "-Xcompiler", ",".join([*warnings, *host])]
-            strict = ["-Werror", "all-warnings", "-Xptxas", "-warn-spills", "-fmad=false"]
-            self.cuda = [nvcc, *common, *host_compiler, *strict, *architecture_flags(architectures)]
-            self.linker = [nvcc, "-ccbin", cxx[0], "-shared", "-cudart", "static"]
+            launchers = ("ccache", "sccache")
+            compiler = ["-ccbin", next(part for part in cxx if Path(part).name not in launchers)]
+            options = ["-Xcompiler", ",".join([*warnings, *host]), "-fmad=false"]
+            self.cuda = [nvcc, *common, *compiler, *options, *architecture_flags(architectures)]
+            self.linker = [nvcc, *compiler, "-shared", "-cudart", "static"]
             self.linker += ["-Xlinker", "--exclude-libs=ALL"]
         headers = sorted(path for path in SOURCES.rglob("*") if path.suffix in (".h", ".cuh"))
         self.headers = hashlib.sha256(b"".join(path.read_bytes() for path in headers)).hexdigest()
