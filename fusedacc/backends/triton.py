@@ -145,14 +145,19 @@ class _Group:
         self, gradients: Sequence[Tensor], scale: float | Tensor, flags: Sequence[bool], kept: list[Tensor]
     ) -> None:
         """Launch once. In a graph capture, host memory that the graph reads is appended to `kept`."""
-        if self._programs == 0:
-            return
         import triton.language as tl
 
-        ready = [
-            gradient if _same_order(gradient, accumulator) else _relayout(gradient, accumulator)
-            for gradient, accumulator in zip(gradients, self.accumulators, strict=True)
-        ]
+        ready = []
+        for gradient, accumulator in zip(gradients, self.accumulators, strict=True):
+            if gradient.shape != accumulator.shape or gradient.device != accumulator.device:
+                raise ValueError(
+                    f"a gradient of shape {tuple(gradient.shape)} on {gradient.device} for an accumulator of "
+                    f"shape {tuple(accumulator.shape)} on {accumulator.device}"
+                )
+            alike = _same_order(gradient, accumulator)
+            ready.append(gradient if alike else _relayout(gradient, accumulator))
+        if self._programs == 0:
+            return
         number = 1.0 if isinstance(scale, Tensor) else float(scale)
         accumulator_dtype = self.accumulators[0].dtype
         guard = torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext()
