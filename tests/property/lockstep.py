@@ -54,8 +54,9 @@ def legal(case: Case, world: World, event: Event) -> bool:
     if isinstance(opt, Collector):
         return legal_collected(case, opt, event)
     if kind in ("copy", "save", "restore"):
-        fresh = all(p.grad is None for p in world.params)
-        return not opt.stale if kind != "copy" or event.get("how") == "state_dict" else fresh
+        if kind == "save" or event.get("how") == "state_dict":
+            return not opt.stale
+        return all(p.grad is None for p in world.params)  # stock's copies lose p.grad, and loading keeps it
     return kind not in ("edit", "flush", "ignored")
 
 

@@ -1,0 +1,395 @@
+"""The wrapper comes and goes: what it leaves behind, what it keeps alive, and what a copy of it is."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import fusedacc
+
+LOW = torch.bfloat16
+
+
+def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).to(dtype)
+
+
+def wrap(model: nn.Module, steps: int | None = None, **options) -> fusedacc.AccumulatingOptimizer:
+    return fusedacc.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), steps, **options)
+
+
+def loss_of(model: nn.Module, seed: int = 0) -> torch.Tensor:
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
+    return model(x.to(next(model.parameters()).dtype)).pow(2).mean()
+
+
+def stock_gradients(dtype: torch.dtype = torch.float32, seeds: tuple[int, ...] = (0,)) -> list[torch.Tensor]:
+    model = network(dtype)
+    for seed in seeds:
+        loss_of(model, seed).backward()
+    return [p.grad for p in model.parameters()]
+
+
+def assert_gradients(model: nn.Module, expected: list[torch.Tensor]) -> None:
+    for p, gradient in zip(model.parameters(), expected, strict=True):
+        assert p.grad is not None
+        assert p.grad.dtype == gradient.dtype
+        assert torch.equal(p.grad, gradient)
+
+
+@pytest.fixture
+def uncollected():
+    """No garbage collection: what must go by itself must go at once."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, LOW])
+@pytest.mark.parametrize("steps", [None, 3])
+def test_a_deleted_wrapper_leaves_a_stock_model_at_once(uncollected, steps, dtype):
+    model = network(dtype)
+    optimizer = wrap(model, steps)
+    loss_of(model, 7).backward()
+    optimizer.step(), optimizer.zero_grad()
+    reference = weakref.ref(optimizer)
+    del optimizer
+    assert reference() is None
+    model.load_state_dict(network(dtype).state_dict())
+    for seed in (0, 1):
+        loss_of(model, seed).backward()
+    assert_gradients(model, stock_gradients(dtype, (0, 1)))
+
+
+@pytest.mark.parametrize("steps", [None, 3])
+def test_a_graph_may_outlive_the_wrapper(uncollected, steps):
+    model = network()
+    optimizer = wrap(model, steps)
+    loss = loss_of(model)
+    reference = weakref.ref(optimizer)
+    del optimizer
+    assert reference() is None, "the graph keeps the wrapper alive"
+    loss.backward()
+    assert_gradients(model, stock_gradients())
+
+
+def test_a_graph_from_before_the_wrapper_is_captured():
+    model = network()
+    loss = loss_of(model)
+    optimizer = wrap(model, 2)
+    loss.backward()
+    optimizer.step()
+    assert optimizer.micro_step == 1
+    assert all(p.grad is None for p in model.parameters())
+    optimizer.flush()
+    assert_gradients(model, stock_gradients())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, LOW])
+@pytest.mark.parametrize("steps", [None, 2])
+def test_nothing_outlives_model_and_wrapper(uncollected, steps, dtype):
+    model = network(dtype)
+    optimizer = wrap(model, steps)
+    for seed in range(4):
+        loss_of(model, seed).backward()
+        optimizer.step(), optimizer.zero_grad()
+    references = [weakref.ref(p) for p in model.parameters()] + [weakref.ref(optimizer.optimizer)]
+    references.append(weakref.ref(optimizer))
+    del optimizer, model
+    assert [r() for r in references] == [None] * len(references)
+
+
+def test_no_gradient_is_kept_after_a_micro_batch(uncollected):
+    """Every gradient that went into a sum is freed when its backward ends."""
+    model = network(LOW)
+    optimizer = wrap(model, 8)
+    seen: list[weakref.ref] = []
+    for p in model.parameters():
+        p.register_hook(lambda g: seen.append(weakref.ref(g)))
+    for seed in range(3):
+        loss_of(model, seed).backward()
+        assert [r() for r in seen] == [None] * len(seen)
+        optimizer.step()
+    assert len(seen) == 12
+
+
+def test_memory_of_the_sums_does_not_grow():
+    model = network(LOW)
+    optimizer = wrap(model, 2)
+    held = []
+    for seed in range(12):
+        loss_of(model, seed).backward()
+        optimizer.step(), optimizer.zero_grad()
+        held.append(optimizer.accumulator_bytes)
+    parameters = sum(p.numel() for p in model.parameters())
+    assert max(held) == 4 * parameters
+    assert held[-2:] == held[2:4]
+
+
+def test_a_deep_copied_model_is_stock():
+    model = network(LOW)
+    optimizer = wrap(model, 4)
+    loss_of(model).backward()
+    twin = copy.deepcopy(model)
+    for seed in (0, 1):
+        loss_of(twin, seed).backward()
+    assert_gradients(twin, stock_gradients(LOW, (0, 1)))
+    optimizer.step()
+    assert optimizer.micro_step == 1
+    assert all(p.grad_dtype == LOW for p in twin.parameters())
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda both: pickle.loads(pickle.dumps(both)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, LOW])
+@pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES.keys())
+def test_a_copy_goes_on_in_mid_window(duplicate, dtype):
+    """Both the original and the copy end as if there had been no copy, and neither feeds the other."""
+    alone = network(dtype)
+    reference = wrap(alone, 3)
+    model = network(dtype)
+    optimizer = wrap(model, 3)
+    for m, o in ((alone, reference), (model, optimizer)):
+        loss_of(m, 0).backward()
+        o.step(), o.zero_grad()
+    twin, other = duplicate((model, optimizer))
+    assert other.micro_step == 1
+    for m, o in ((alone, reference), (model, optimizer), (twin, other)):
+        for seed in (1, 2):
+            assert not o.has_updated
+            loss_of(m, seed).backward()
+            o.step(), o.zero_grad()
+        assert o.has_updated
+    for p, q, r in zip(alone.parameters(), model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)
+        assert torch.equal(p, r)
+
+
+@pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES.keys())
+def test_a_copy_survives_a_scheduler_that_patched_step(duplicate):
+    model = network()
+    optimizer = wrap(model, 2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    twin, other = duplicate((model, optimizer))
+    before = [p.detach().clone() for p in twin.parameters()]
+    for seed in (0, 1):
+        loss_of(twin, seed).backward()
+        other.step()
+    assert other.num_updates == 1
+    assert optimizer.num_updates == 0
+    assert any(not torch.equal(p, b) for p, b in zip(twin.parameters(), before, strict=True))
+    assert scheduler.get_last_lr() == [0.1]
+
+
+@pytest.mark.parametrize("steps", [None, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, LOW])
+def test_close_restores_stock(steps, dtype):
+    model = network(dtype)
+    before = [p.grad_dtype for p in model.parameters()]
+    optimizer = wrap(model, steps)
+    loss_of(model, 5).backward()
+    optimizer.step(), optimizer.zero_grad()
+    optimizer.close()
+    optimizer.close()
+    assert [p.grad_dtype for p in model.parameters()] == before
+    model.load_state_dict(network(dtype).state_dict())
+    model.zero_grad()
+    loss_of(model).backward()
+    assert_gradients(model, stock_gradients(dtype))
+    bare = torch.optim.SGD(model.parameters(), lr=0.1)
+    bare.step()
+    wrap(model, 2).close()
+
+
+def test_grad_dtype_is_restored_to_what_the_user_had_set():
+    model = network(LOW)
+    for p in model.parameters():
+        p.grad_dtype = torch.float32
+    wrap(model).close()
+    assert {p.grad_dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_a_parameter_in_two_live_wrappers_raises():
+    model = network()
+    first = wrap(model)
+    with pytest.raises(ValueError, match="another live"):
+        wrap(model)
+    loss_of(model).backward()
+    first.step()
+    assert first.num_updates == 1, "the failed one took nothing from the first"
+    first.close()
+    second = wrap(model)
+    with pytest.raises(ValueError, match="another live"):
+        wrap(nn.Sequential(model[2]))
+    del second
+    wrap(model)
+
+
+def test_a_parameter_added_to_two_wrappers_raises_and_adds_nothing():
+    model, other = network(), network()
+    first, second = wrap(model), wrap(other)
+    with pytest.raises(ValueError, match="another live"):
+        second.add_param_group({"params": list(model.parameters())})
+    assert len(second.param_groups) == 1
+    loss_of(other).backward()
+    second.step()
+    assert first.num_updates == 0
+
+
+MOVES = {
+    "half and back": lambda m: m.half().float(),
+    "double": lambda m: m.double(),
+    "bfloat16": lambda m: m.bfloat16(),
+    "new storage": lambda m: [setattr(p, "data", p.data.clone()) for p in m.parameters()],
+    "loaded": lambda m: m.load_state_dict(copy.deepcopy(m.state_dict())),
+    "unfrozen": lambda m: m.requires_grad_(False).requires_grad_(True),
+}
+
+
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES.keys())
+@pytest.mark.parametrize("steps", [None, 4])
+def test_moved_parameters_are_armed_again(steps, move):
+    """No gradient is lost, at the latest from the next window on each is captured, and sums stay exact."""
+    model = network()
+    optimizer = wrap(model, steps, reduction="sum")
+    move(model)
+    dtype = model[0].weight.dtype
+    for p in model.parameters():
+        p.grad = None
+    model.load_state_dict(network().to(dtype).state_dict())
+    seeds = (0, 1, 2, 3)
+    for seed in seeds:
+        loss_of(model, seed).backward()
+        if steps:
+            assert optimizer.micro_step == seed
+            optimizer.step()
+    if not steps:
+        optimizer.step()
+    exact = [torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()]
+    for seed in seeds:
+        stock = network().to(dtype)
+        loss_of(stock, seed).backward()
+        for total, p in zip(exact, stock.parameters(), strict=True):
+            total += p.grad.double()
+    for p, total in zip(model.parameters(), exact, strict=True):
+        got = p.grad.to(dtype).double()
+        assert (got - total).abs().max() <= 8 * torch.finfo(dtype).eps * total.abs().max()
+    optimizer.zero_grad()
+    loss_of(model).backward()
+    if steps:
+        assert all(p.grad is None for p in model.parameters()), (
+            "captured again: p.grad stays empty in mid-window"
+        )
+
+
+class Boom(RuntimeError):
+    pass
+
+
+def wide() -> nn.Sequential:
+    """Its last weight is too large to wait for the end of the backward: its gradient is added at once."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 1100), nn.Tanh(), nn.Linear(1100, 1100))
+
+
+def wide_gradients() -> list[torch.Tensor]:
+    model = wide()
+    loss_of(model).backward()
+    return [p.grad for p in model.parameters()]
+
+
+def fail_in_backward(model: nn.Module, at_start: bool = False) -> None:
+    """Raises before any gradient has arrived, or when only the first layer's bias is left."""
+
+    def boom(*_) -> None:
+        raise Boom
+
+    loss = loss_of(model)
+    handle = (loss if at_start else model[0].bias).register_hook(boom)
+    with pytest.raises(Boom):
+        loss.backward()
+    handle.remove()
+
+
+@pytest.mark.parametrize("steps", [None, 2])
+def test_an_exception_in_mid_backward_taints_until_discard(steps):
+    model = wide()
+    optimizer = wrap(model, steps)
+    before = [p.detach().clone() for p in model.parameters()]
+    loss_of(model, 1).backward()
+    if steps:
+        optimizer.step()
+    fail_in_backward(model)
+    for call in (optimizer.step, optimizer.flush):
+        with pytest.raises(RuntimeError, match="discard"):
+            call()
+    assert optimizer.num_updates == 0
+    for p, b in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p, b)
+    optimizer.discard()
+    assert optimizer.micro_step == 0
+    assert all(p.grad is None for p in model.parameters())
+    for _ in range(steps or 1):
+        loss_of(model).backward()
+        optimizer.step()
+    assert optimizer.num_updates == 1
+    for p, g in zip(model.parameters(), wide_gradients(), strict=True):
+        torch.testing.assert_close(p.grad, g, rtol=8 * 2**-23, atol=0.0)
+
+
+@pytest.mark.parametrize("make", [network, wide], ids=["all gradients wait", "one is added at once"])
+@pytest.mark.parametrize("steps", [None, 2])
+def test_no_part_of_a_failed_micro_batch_reaches_an_update(steps, make):
+    """Whether or not the window is spoilt: what is updated from is whole micro-batches."""
+    model, reference = make(), make()
+    optimizer = wrap(model, steps, reduction="sum")
+    fail_in_backward(model)
+    try:
+        loss_of(model).backward()
+        optimizer.step()
+    except RuntimeError:
+        optimizer.discard()
+        loss_of(model).backward()
+        optimizer.step()
+    optimizer.flush()
+    assert optimizer.num_updates == 1
+    loss_of(reference).backward()
+    assert_gradients(model, [p.grad for p in reference.parameters()])
+
+
+@pytest.mark.parametrize("steps", [None, 2])
+def test_an_exception_before_any_gradient_needs_no_discard(steps):
+    model = network()
+    optimizer = wrap(model, steps, reduction="sum")
+    fail_in_backward(model, at_start=True)
+    for _ in range(steps or 1):
+        loss_of(model).backward()
+        optimizer.step()
+    assert optimizer.num_updates == 1
+    assert_gradients(model, stock_gradients(seeds=(0,) * (steps or 1)))
+
+
+def test_an_exception_in_the_forward_changes_nothing():
+    model = network()
+    optimizer = wrap(model, 2, reduction="weighted")
+    with pytest.raises(Boom), optimizer.accumulate(weight=3):
+        raise Boom
+    for _ in range(2):
+        with optimizer.accumulate(weight=2):
+            loss_of(model).backward()
+        optimizer.step()
+    assert optimizer.num_updates == 1
+    for p, g in zip(model.parameters(), stock_gradients(), strict=True):
+        torch.testing.assert_close(p.grad, g, rtol=8 * 2**-23, atol=2**-24)

@@ -1,0 +1,309 @@
+"""A run that is killed in mid-window and goes on from its checkpoint ends with the same bits."""
+
+from __future__ import annotations
+
+import copy
+import io
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import fusedacc
+
+SCRIPT = textwrap.dedent(
+    """
+    import os, signal, sys
+    import torch
+    from torch import nn
+    import fusedacc
+
+    folder, dtype, steps, kill_after = sys.argv[1], getattr(torch, sys.argv[2]), sys.argv[3], int(sys.argv[4])
+    steps = None if steps == "manual" else int(steps)
+    K, TOTAL, SAVE_AT = 4, 14, 6
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3), nn.Linear(3, 3)).to(dtype)
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01), steps)
+    start, checkpoint = 0, os.path.join(folder, "checkpoint.pt")
+    if os.path.exists(checkpoint):
+        saved = torch.load(checkpoint)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        start = saved["next"]
+    for index in range(start, TOTAL):
+        if index == kill_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        generator = torch.Generator().manual_seed(index)
+        hidden = model[1](model[0](torch.randn(5, 6, generator=generator).to(dtype)))
+        output = model[2](hidden)
+        if index % 3 == 0:  # not every parameter has a gradient in every micro-batch
+            output = model[3](output)
+        (output.float().pow(2).mean() / (1 if steps else K)).backward()
+        if steps or (index + 1) % K == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        if index + 1 == SAVE_AT:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "next": index + 1}
+            torch.save(state, checkpoint + ".part")
+            os.replace(checkpoint + ".part", checkpoint)
+    if steps:
+        optimizer.flush()
+    torch.save({"model": model.state_dict(), "inner": optimizer.optimizer.state_dict(),
+                "updates": optimizer.num_updates}, os.path.join(folder, "end.pt"))
+    """
+)
+
+
+def train(folder: Path, dtype: str, steps: str, kill_after: int = -1) -> int:
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, str(script), str(folder), dtype, steps, str(kill_after)]
+    return subprocess.run(command, check=False, timeout=300).returncode
+
+
+def leaves(tree: object) -> list:
+    if isinstance(tree, dict):
+        return [leaf for key in sorted(tree, key=str) for leaf in leaves(tree[key])]
+    if isinstance(tree, (list, tuple)):
+        return [leaf for item in tree for leaf in leaves(item)]
+    return [tree]
+
+
+def assert_identical(a: object, b: object) -> None:
+    mine, its = leaves(a), leaves(b)
+    assert len(mine) == len(its)
+    for x, y in zip(mine, its, strict=True):
+        if isinstance(x, torch.Tensor):
+            assert x.dtype == y.dtype
+            assert torch.equal(x, y)
+        else:
+            assert x == y
+
+
+@pytest.mark.parametrize(("dtype", "steps"), [("float32", "4"), ("bfloat16", "4"), ("bfloat16", "manual")])
+def test_killed_in_mid_window_and_resumed(tmp_path, dtype, steps):
+    """Micro-batch 6 is the second of its window; the process dies in the next, with SIGKILL."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir(), killed.mkdir()
+    assert train(whole, dtype, steps) == 0
+    assert train(killed, dtype, steps, kill_after=7) == -signal.SIGKILL
+    assert (killed / "checkpoint.pt").exists()
+    assert not (killed / "end.pt").exists()
+    assert train(killed, dtype, steps) == 0
+    ends = [torch.load(folder / "end.pt") for folder in (whole, killed)]
+    assert_identical(*ends)
+    assert ends[0]["updates"] == (4 if steps == "4" else 3)
+
+
+def pair(steps: int | None = 3, dtype: torch.dtype = torch.float32, lr: float = 0.1, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)).to(dtype)
+    inner = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    return model, fusedacc.AccumulatingOptimizer(inner, steps, **options)
+
+
+def micro_batch(model: nn.Module, optimizer: fusedacc.AccumulatingOptimizer, seed: int, **options) -> None:
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed)).to(model[0].weight.dtype)
+    with optimizer.accumulate(**options):
+        model(x).pow(2).mean().backward()
+
+
+def through_file(state: object) -> object:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def test_state_dict_survives_a_file_of_plain_tensors_and_numbers():
+    """`torch.load` at its default, which refuses everything but those."""
+    model, optimizer = pair()
+    for seed in range(5):
+        micro_batch(model, optimizer, seed)
+        optimizer.step(), optimizer.zero_grad()
+    state = optimizer.state_dict()
+    loaded = through_file(state)
+    assert_identical(state, loaded)
+    twin, fresh = pair()
+    twin.load_state_dict(model.state_dict())
+    fresh.load_state_dict(loaded)
+    assert (fresh.micro_step, fresh.num_updates) == (2, 1)
+    for m, o in ((model, optimizer), (twin, fresh)):
+        micro_batch(m, o, 5)
+        o.step()
+    assert optimizer.has_updated
+    assert fresh.has_updated
+    assert_identical(model.state_dict(), twin.state_dict())
+    assert_identical(optimizer.state_dict(), fresh.state_dict())
+
+
+def test_a_checkpoint_is_a_snapshot():
+    """What is done after `state_dict()` does not show in what it returned."""
+    model, optimizer = pair()
+    micro_batch(model, optimizer, 0)
+    optimizer.step()
+    state = optimizer.state_dict()
+    before = copy.deepcopy(state)
+    micro_batch(model, optimizer, 1)
+    optimizer.step()
+    partial = [leaf for leaf in leaves(state) if isinstance(leaf, torch.Tensor)]
+    assert partial, "a part-filled window is in the checkpoint"
+    assert_identical(before, state)
+
+
+def test_loading_replaces_a_part_filled_window():
+    model, optimizer = pair()
+    micro_batch(model, optimizer, 0)
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    start = copy.deepcopy(model.state_dict())
+    ends = []
+    for _ in range(2):
+        model.load_state_dict(start)
+        optimizer.load_state_dict(state)
+        for seed in (1, 2, 3):
+            micro_batch(model, optimizer, seed)
+            optimizer.step(), optimizer.zero_grad()
+        ends.append(copy.deepcopy((model.state_dict(), optimizer.state_dict())))
+        assert optimizer.micro_step == 1
+    assert_identical(*ends)
+
+
+def test_a_partial_window_may_be_left_out():
+    model, optimizer = pair()
+    micro_batch(model, optimizer, 0)
+    optimizer.step()
+    _, fresh = pair()
+    fresh.load_state_dict(optimizer.state_dict(include_partial=False))
+    assert fresh.micro_step == 0
+    assert optimizer.micro_step == 1
+
+
+def test_a_manual_window_comes_back_in_p_grad():
+    model, optimizer = pair(steps=None)
+    micro_batch(model, optimizer, 0)
+    state = through_file(optimizer.state_dict())
+    twin, fresh = pair(steps=None)
+    fresh.load_state_dict(state)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+
+def test_weights_of_a_part_filled_window_are_kept():
+    model, optimizer = pair(reduction="weighted")
+    micro_batch(model, optimizer, 0, weight=5)
+    optimizer.step()
+    twin, fresh = pair(reduction="weighted")
+    fresh.load_state_dict(through_file(optimizer.state_dict()))
+    for m, o in ((model, optimizer), (twin, fresh)):
+        for seed in (1, 2):
+            micro_batch(m, o, seed, weight=2)
+            o.step()
+    assert_identical(model.state_dict(), twin.state_dict())
+
+
+def test_a_plain_inner_checkpoint_loads():
+    model, optimizer = pair()
+    for seed in range(3):
+        micro_batch(model, optimizer, seed)
+        optimizer.step(), optimizer.zero_grad()
+    plain = through_file(optimizer.optimizer.state_dict())
+    twin, fresh = pair(lr=0.7)
+    twin.load_state_dict(model.state_dict())
+    fresh.load_state_dict(plain)
+    assert fresh.param_groups[0]["lr"] == 0.1
+    for m, o in ((model, optimizer), (twin, fresh)):
+        for seed in (3, 4, 5):
+            micro_batch(m, o, seed)
+            o.step(), o.zero_grad()
+    assert_identical(model.state_dict(), twin.state_dict())
+    assert_identical(optimizer.optimizer.state_dict(), fresh.optimizer.state_dict())
+
+
+def test_the_bare_optimizer_loads_what_the_wrapper_saved():
+    """Someone who takes the wrapper out keeps the momentum."""
+    model, optimizer = pair()
+    for seed in range(3):
+        micro_batch(model, optimizer, seed)
+        optimizer.step(), optimizer.zero_grad()
+    twin, _ = pair()
+    bare = torch.optim.SGD(twin.parameters(), lr=0.7, momentum=0.9)
+    bare.load_state_dict(through_file(optimizer.state_dict()))
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        expected = optimizer.optimizer.state[p]["momentum_buffer"]
+        assert torch.equal(bare.state[q]["momentum_buffer"], expected)
+
+
+MISMATCHES = {
+    "fewer parameters": lambda: torch.optim.SGD([nn.Parameter(torch.zeros(5, 4))], lr=0.3),
+    "more groups": lambda: torch.optim.SGD(
+        [{"params": [p]} for p in pair()[0].parameters()], lr=0.3, momentum=0.9
+    ),
+}
+
+
+@pytest.mark.parametrize("other", MISMATCHES.values(), ids=MISMATCHES.keys())
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_a_mismatched_checkpoint_raises_and_changes_nothing(other, wrapped):
+    model, optimizer = pair()
+    for seed in range(4):
+        micro_batch(model, optimizer, seed)
+        optimizer.step(), optimizer.zero_grad()
+    inner = other()
+    state = fusedacc.AccumulatingOptimizer(inner, 3).state_dict() if wrapped else inner.state_dict()
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    with pytest.raises(ValueError, match=r"group|parameter"):
+        optimizer.load_state_dict(state)
+    assert_identical(before, (model.state_dict(), optimizer.state_dict()))
+    assert optimizer.micro_step == 1
+    for seed in (4, 5):
+        micro_batch(model, optimizer, seed)
+        optimizer.step()
+    assert optimizer.has_updated
+
+
+def test_a_partial_sum_of_another_shape_raises_and_changes_nothing():
+    model, optimizer = pair()
+    micro_batch(model, optimizer, 0)
+    optimizer.step()
+    torch.manual_seed(1)
+    wider = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    other = fusedacc.AccumulatingOptimizer(torch.optim.SGD(wider.parameters(), lr=0.5, momentum=0.9), 3)
+    micro_batch(wider, other, 0)
+    other.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match="shape"):
+        optimizer.load_state_dict(other.state_dict())
+    assert_identical(before, optimizer.state_dict())
+
+
+def test_a_checkpoint_holds_compact_tensors():
+    """Sums of low-precision parameters share a buffer; a checkpoint must not store all of it each time."""
+    model = nn.ParameterList([nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16)) for _ in range(50)])
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), 2)
+    sum(p.float().sum() for p in model).backward()
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    assert file.tell() < 1.5 * 50 * 1000 * 4
+
+
+def test_state_is_loaded_by_keyword_and_unknown_keys_are_no_error():
+    """Distributed checkpoint loads by keyword and drops the top-level keys that it does not know."""
+    model, optimizer = pair()
+    micro_batch(model, optimizer, 0)
+    optimizer.step()
+    state = optimizer.state_dict()
+    known = {"state": state["state"], "param_groups": state["param_groups"]}
+    twin, fresh = pair()
+    fresh.load_state_dict(state_dict=known)
+    assert fresh.micro_step == 1
+    micro_batch(model, optimizer, 1), micro_batch(twin, fresh, 1)
+    optimizer.flush(), fresh.flush()
+    assert_identical(model.state_dict(), twin.state_dict())
