@@ -319,8 +319,14 @@ class Arena:
     def convert(self, slot: Slot) -> None:
         """Move a private sum to where its parameter has gone."""
         self._bindings.clear()
-        slot.buffer = None
         device, _, dtype = slot.lane
+        buffer = slot.buffer
+        if buffer is not None and (buffer.device, buffer.dtype, buffer.stride()) != (
+            device,
+            dtype,
+            slot.strides,
+        ):
+            slot.buffer = None
         total = slot.sum
         if total is not None and (total.device != device or total.dtype != dtype):
             slot.sum = total.to(device=device, dtype=dtype)

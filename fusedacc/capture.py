@@ -11,140 +11,33 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .arena import Arena
+from .hooks import (
+    LARGE_BYTES,
+    LET_THROUGH,
+    SWALLOWED,
+    Bucket,
+    Task,
+    accumulate_grad_node,
+    make_hook,
+    multi_process,
+    raw_stream,
+    references,
+    task_id,
+)
 from .slot import Slot, tensor_references
 from .window import Window
 
-#: Pending gradients are added when a bucket holds this many bytes.
-BUCKET_BYTES = 25 * 2**20
-#: A gradient of at least this many bytes is added at once, while it is in the cache.
-LARGE_BYTES = 2**20
-
-_LET_THROUGH = None
-_SWALLOWED: tuple[None] = (None,)
-_task_id = torch._C._current_graph_task_id
-
 #: Which live capture holds a parameter.
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-class Bucket:
-    """Gradients of one lane, taken on one stream, that wait to be added."""
-
-    __slots__ = ("gradients", "nbytes", "slots", "stream")
-
-    def __init__(self, stream: int) -> None:
-        self.stream = stream
-        self.slots: list[Slot] = []
-        self.gradients: list[Tensor] = []
-        self.nbytes = 0
-
-
-class Task:
-    """What one call of the engine has delivered so far."""
-
-    __slots__ = ("added", "buckets", "captures", "ignored", "scale", "stored")
-
-    def __init__(self, captures: bool, scale: float = 1.0, ignored: bool = False) -> None:
-        #: Whether gradients are taken; else all are left to autograd, and if ignored, do not count.
-        self.captures = captures
-        self.ignored = ignored
-        self.scale = scale
-        self.buckets: dict[int, Bucket] = {}
-        #: Whether any gradient is in a sum already, and whose gradients autograd was left to store.
-        self.added = False
-        self.stored: list[Slot] = []
-
-
-@functools.cache
-def _references() -> tuple[int, int]:
-    """References to a fresh gradient inside a hook: Python's count, and the C++ tensor's.
-
-    More of either means that somebody else holds the gradient and may change it. Measured once by a real
-    backward, since they differ between torch releases.
-    """
-    seen: list[tuple[int, int]] = []
-
-    def hook(gradients: tuple) -> tuple:
-        (gradient,) = gradients
-        seen.append((sys.getrefcount(gradient), tensor_references(gradient)))
-        return _SWALLOWED
-
-    with torch.enable_grad():
-        leaf = torch.zeros(2, requires_grad=True)
-        node = accumulate_grad_node(leaf)
-        node.register_prehook(hook)
-        (leaf * 2.0).sum().backward()
-    return seen[0]
-
-
-def _hook(capture: weakref.ref, tasks: dict[int, Task], slot: Slot) -> Callable[[tuple], tuple | None]:
-    """The pre-hook of one parameter: it holds no capture, and lets gradients through when that is gone.
-
-    The ordinary case is spelled out here and everything else left to `Capture.receive`, because a call per
-    parameter and micro-batch costs as much as autograd's own addition of a small gradient.
-    """
-    param, key, nbytes = slot.param, slot.lane_key, slot.nbytes
-    dtype, plain = slot.lane[1], not slot.odd and nbytes < LARGE_BYTES
-    task_id, references, tensor_count = _task_id, sys.getrefcount, tensor_references
-    python_limit, tensor_limit = _references()
-    on_cuda, strided = slot.lane[0].type == "cuda", torch.strided
-
-    def hook(gradients: tuple) -> tuple | None:
-        (gradient,) = gradients
-        task = tasks.get(task_id())
-        if task is not None and plain and not param._post_accumulate_grad_hooks:
-            bucket = task.buckets.get(key)
-            if (
-                bucket is not None
-                and type(gradient) is Tensor
-                and gradient.dtype is dtype
-                and gradient.layout is strided
-                and references(gradient) <= python_limit
-                and tensor_count(gradient) <= tensor_limit
-                and not (on_cuda and _raw_stream(gradient) != bucket.stream)
-            ):
-                bucket.slots.append(slot)
-                bucket.gradients.append(gradient)
-                bucket.nbytes += nbytes
-                if bucket.nbytes < BUCKET_BYTES:
-                    return _SWALLOWED
-                owner = capture()
-                if owner is not None:
-                    owner.flush_bucket(task, bucket)
-                return _SWALLOWED
-        owner = capture()
-        return _LET_THROUGH if owner is None else owner.receive(slot, gradient)
-
-    return hook
-
-
-def _raw_stream(gradient: Tensor) -> int:
-    """The stream that is current where the gradient is."""
-    return torch._C._cuda_getCurrentRawStream(gradient.device.index) if gradient.is_cuda else 0
-
-
-def accumulate_grad_node(param: Tensor) -> Any:
-    """The AccumulateGrad node of a leaf that requires a gradient; new ones are made when none is alive."""
-    with torch.enable_grad():
-        return param.view_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-
-
-def _given(gradient: Tensor | None) -> bool:
-    return gradient is not None
-
-
-def multi_process() -> bool:
-    """Whether a process group of more than one rank is up, whose reducer needs the gradients in p.grad."""
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 class Capture:
@@ -165,11 +58,15 @@ class Capture:
         self.arena = arena
         self.ignoring = False
         self._tasks: dict[int, Task] = {}
+        #: The nodes, which die with their hooks when nobody refers to them, and the hooks' handles. They are
+        #: not in the slots: a node holds its hook, the hook its slot, and the ring would never be freed.
+        self._nodes: dict[Slot, tuple[Any, RemovableHandle]] = {}
         self.claim(slots)
         self.refresh()
 
     def __del__(self) -> None:
-        self.release()
+        if not sys.is_finalizing():  # at exit the parameters may be half gone already
+            self.release()
 
     # Arming
 
@@ -197,7 +94,7 @@ class Capture:
                     slot.former_grad_dtype = slot.param.dtype
             if not slot.param.requires_grad:
                 self._disarm(slot)
-            elif changed or slot.node is None:
+            elif changed or slot not in self._nodes:
                 self._arm(slot)
 
     def _arm(self, slot: Slot) -> None:
@@ -206,16 +103,14 @@ class Capture:
             slot.former_grad_dtype, slot.widened = param.grad_dtype, True
             param.grad_dtype = None
         node = accumulate_grad_node(param)
-        if node is not slot.node:
+        if slot not in self._nodes or self._nodes[slot][0] is not node:
             self._disarm(slot)
-            slot.node = node
-            slot.handle = node.register_prehook(_hook(weakref.ref(self), self._tasks, slot))
+            self._nodes[slot] = node, node.register_prehook(make_hook(weakref.ref(self), self._tasks, slot))
 
-    @staticmethod
-    def _disarm(slot: Slot) -> None:
-        if slot.handle is not None:
-            slot.handle.remove()
-        slot.node = slot.handle = None
+    def _disarm(self, slot: Slot) -> None:
+        _, handle = self._nodes.pop(slot, (None, None))
+        if handle is not None:
+            handle.remove()
 
     def release(self) -> None:
         """Take the hooks off and give back what was changed on the parameters. Sums are left alone."""
@@ -236,28 +131,28 @@ class Capture:
 
     def receive(self, slot: Slot, gradient: Tensor | None) -> tuple[None] | None:
         """One gradient, whatever it is: `(None,)` where it was taken, None to leave it to autograd."""
-        task = self._tasks.get(_task_id())
+        task = self._tasks.get(task_id())
         if task is None:
             task = self._begin()
         if not task.captures or slot.param._post_accumulate_grad_hooks:
             self._leave(task, slot)
-            return _LET_THROUGH
+            return LET_THROUGH
         if gradient is None or task.scale == 0.0:
-            return _SWALLOWED
+            return SWALLOWED
         plain = type(gradient) is Tensor and gradient.layout is torch.strided
         if not plain or slot.odd or gradient.dtype is not slot.lane[1]:
             slot.odd = slot.odd or not plain
             task.added = True
             self.arena.add_odd(slot, gradient, task.scale * self.window.factor)
-            return _SWALLOWED
+            return SWALLOWED
         # The hook's caller, the hook and this call refer to it; a flush that has begun would find it shared.
-        python_limit, tensor_limit = _references()
+        python_limit, tensor_limit = references()
         shared = sys.getrefcount(gradient) > python_limit + 1 or tensor_references(gradient) > tensor_limit
         may_adopt = gradient.dtype is slot.lane[2] and self.arena.current(slot) is None
         if shared or (slot.nbytes >= LARGE_BYTES and not may_adopt):
             self._add(task, [slot], [gradient])
-            return _SWALLOWED
-        stream = _raw_stream(gradient)
+            return SWALLOWED
+        stream = raw_stream(gradient)
         bucket = task.buckets.get(slot.lane_key)
         if bucket is None:
             bucket = task.buckets[slot.lane_key] = Bucket(stream)
@@ -268,14 +163,14 @@ class Capture:
         bucket.gradients.append(gradient)
         if slot.nbytes < LARGE_BYTES:
             bucket.nbytes += slot.nbytes
-        return _SWALLOWED
+        return SWALLOWED
 
     def _begin(self) -> Task:
         """The first gradient of a graph task: decide what is done with all of them.
 
         Raises RuntimeError where the micro-batch needs a weight and has none, before anything is added.
         """
-        identity = _task_id()
+        identity = task_id()
         if identity == -1:  # compiled autograd runs hooks outside any task
             return Task(captures=False)
         window = self.window
@@ -352,7 +247,7 @@ class Capture:
 
     def settle(self) -> None:
         """Forget backwards that an exception has ended; taint the window where they have added something."""
-        active = _task_id()
+        active = task_id()
         for identity in [key for key in self._tasks if key != active]:
             task = self._tasks.pop(identity)
             if task.ignored:
@@ -407,6 +302,10 @@ class Capture:
     def forget(self) -> None:
         """Drop what is pending."""
         self._tasks.clear()
+
+
+def _given(gradient: Tensor | None) -> bool:
+    return gradient is not None
 
 
 def _finish(capture: weakref.ref, identity: int) -> None:

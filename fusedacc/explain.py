@@ -8,7 +8,7 @@ from torch import Tensor
 
 from . import checks, traffic
 from .arena import Arena
-from .capture import multi_process
+from .hooks import multi_process
 from .slot import Slot
 from .window import Window
 

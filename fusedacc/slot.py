@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,13 +33,11 @@ class Slot:
         "delivered",
         "former_grad_dtype",
         "group",
-        "handle",
         "ignored",
         "lane",
         "lane_key",
         "name",
         "nbytes",
-        "node",
         "odd",
         "param",
         "requested_dtype",
@@ -70,9 +67,6 @@ class Slot:
         self.ignored: Tensor | None = None
         #: Whether no kernel takes the gradients: complex dtypes, and once a sparse one or a subclass came.
         self.odd: bool
-        #: The AccumulateGrad node, kept alive because its hook dies with it, and the hook's handle.
-        self.node: Any = None
-        self.handle: Any = None
         #: What `grad_dtype` was before it was set to None, if it was.
         self.widened = False
         self.former_grad_dtype: torch.dtype | None = None
@@ -104,9 +98,9 @@ class Slot:
         self.signature = self.current_signature()
 
     def current_signature(self) -> tuple:
-        """What must not have changed since `describe`, for the hook and the sum to fit."""
+        """What must not have changed since `describe`, for the node to be the same and the sum to fit."""
         param = self.param
-        return param.dtype, param.device, param.requires_grad, param.stride()
+        return param.dtype, param.device, param.requires_grad, param.stride(), param.data_ptr()
 
     @property
     def accumulate_dtype(self) -> torch.dtype:

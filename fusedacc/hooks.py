@@ -1,0 +1,132 @@
+"""The pre-hook of one parameter's AccumulateGrad node, and what it fills while a backward runs."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .slot import Slot, tensor_references
+
+#: Pending gradients are added when a bucket holds this many bytes.
+BUCKET_BYTES = 25 * 2**20
+#: A gradient of at least this many bytes is added at once, while it is in the cache.
+LARGE_BYTES = 2**20
+
+#: A hook's answers: autograd stores the gradient, or nothing.
+LET_THROUGH = None
+SWALLOWED: tuple[None] = (None,)
+task_id = torch._C._current_graph_task_id
+
+
+class Bucket:
+    """Gradients of one lane, taken on one stream, that wait to be added."""
+
+    __slots__ = ("gradients", "nbytes", "slots", "stream")
+
+    def __init__(self, stream: int) -> None:
+        self.stream = stream
+        self.slots: list[Slot] = []
+        self.gradients: list[Tensor] = []
+        self.nbytes = 0
+
+
+class Task:
+    """What one call of the engine has delivered so far."""
+
+    __slots__ = ("added", "buckets", "captures", "ignored", "scale", "stored")
+
+    def __init__(self, captures: bool, scale: float = 1.0, ignored: bool = False) -> None:
+        #: Whether gradients are taken; else all are left to autograd, and if ignored, do not count.
+        self.captures = captures
+        self.ignored = ignored
+        self.scale = scale
+        self.buckets: dict[int, Bucket] = {}
+        #: Whether any gradient is in a sum already, and whose gradients autograd was left to store.
+        self.added = False
+        self.stored: list[Slot] = []
+
+
+@functools.cache
+def references() -> tuple[int, int]:
+    """References to a fresh gradient inside a hook: Python's count, and the C++ tensor's.
+
+    More of either means that somebody else holds the gradient and may change it. Measured once by a real
+    backward, since they differ between torch releases.
+    """
+    seen: list[tuple[int, int]] = []
+
+    def hook(gradients: tuple) -> tuple[None]:
+        (gradient,) = gradients
+        seen.append((sys.getrefcount(gradient), tensor_references(gradient)))
+        return SWALLOWED
+
+    with torch.enable_grad():
+        leaf = torch.zeros(2, requires_grad=True)
+        node = accumulate_grad_node(leaf)
+        node.register_prehook(hook)
+        (leaf * 2.0).sum().backward()
+    return seen[0]
+
+
+def make_hook(capture: weakref.ref, tasks: dict[int, Task], slot: Slot) -> Callable[[tuple], tuple | None]:
+    """The pre-hook of one parameter: it holds no capture, and lets gradients through when that is gone.
+
+    The ordinary case is spelled out here and everything else left to `Capture.receive`, because a call per
+    parameter and micro-batch costs as much as autograd's own addition of a small gradient.
+    """
+    param, key, nbytes = slot.param, slot.lane_key, slot.nbytes
+    dtype, plain = slot.lane[1], not slot.odd and nbytes < LARGE_BYTES
+    current_task, python_count, tensor_count = task_id, sys.getrefcount, tensor_references
+    python_limit, tensor_limit = references()
+    on_cuda, strided = slot.lane[0].type == "cuda", torch.strided
+
+    def hook(gradients: tuple) -> tuple | None:
+        (gradient,) = gradients
+        task = tasks.get(current_task())
+        if task is not None and plain and not param._post_accumulate_grad_hooks:
+            bucket = task.buckets.get(key)
+            if (
+                bucket is not None
+                and type(gradient) is Tensor
+                and gradient.dtype is dtype
+                and gradient.layout is strided
+                and python_count(gradient) <= python_limit
+                and tensor_count(gradient) <= tensor_limit
+                and not (on_cuda and raw_stream(gradient) != bucket.stream)
+            ):
+                bucket.slots.append(slot)
+                bucket.gradients.append(gradient)
+                bucket.nbytes += nbytes
+                if bucket.nbytes < BUCKET_BYTES:
+                    return SWALLOWED
+                owner = capture()
+                if owner is not None:
+                    owner.flush_bucket(task, bucket)
+                return SWALLOWED
+        owner = capture()
+        return LET_THROUGH if owner is None else owner.receive(slot, gradient)
+
+    return hook
+
+
+def raw_stream(gradient: Tensor) -> int:
+    """The stream that is current where the gradient is."""
+    return torch._C._cuda_getCurrentRawStream(gradient.device.index) if gradient.is_cuda else 0
+
+
+def accumulate_grad_node(param: Tensor) -> Any:
+    """The AccumulateGrad node of a leaf that requires a gradient; new ones are made when none is alive."""
+    with torch.enable_grad():
+        return param.view_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
+def multi_process() -> bool:
+    """Whether a process group of more than one rank is up, whose reducer needs the gradients in p.grad."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
