@@ -401,3 +401,21 @@ def test_library_needs_no_python_and_no_cuda_runtime():
     assert "libtorch_cpu.so" in needed
     assert not [name for name in needed if "python" in name or "cudart" in name or name == "libcuda.so.1"]
     assert b"PyObject" not in data
+
+
+@pytest.mark.parametrize(("gradient_dtype", "accumulator_dtype"), PAIRS, ids=PAIR_IDS)
+@pytest.mark.parametrize("shift", [0, 1])
+def test_large_overwrites_past_the_caches_write_every_element(gradient_dtype, accumulator_dtype, shift):
+    """Large enough for streaming stores on two threads, with an end that fills no block."""
+    count = 2 * 5 * 2**20 // accumulator_dtype.itemsize + 1001
+    gradient = torch.arange(count).remainder(251).to(gradient_dtype)
+    room = torch.full((count + shift + 8,), -1.0, dtype=accumulator_dtype)
+    accumulator = room[shift : shift + count]
+    scale_accumulate_([accumulator], [gradient], 0.5, (True,))
+    assert torch.equal(accumulator, (gradient * 0.5).to(accumulator_dtype))
+    assert bool((room[:shift] == -1).all())
+    assert bool((room[shift + count :] == -1).all())
+    if gradient_dtype == accumulator_dtype:
+        # In place: each block is read before it is written.
+        scale_accumulate_([accumulator], [accumulator], 2.0, (True,))
+        assert torch.equal(accumulator, gradient)

@@ -4,6 +4,10 @@
 
 #include <utility>
 
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
 #include "../functors.h"
 #include "loops.h"
 
@@ -17,17 +21,66 @@
 namespace fusedacc::cpu {
 namespace {
 
+constexpr int64_t kLineBytes = 64;
+// What is overwritten and larger than a second-level cache goes past the caches: an ordinary store would
+// first read the line that it replaces. Two thirds of the time, measured with bfloat16 into float32.
+constexpr int64_t kStreamBytes = 4 << 20;
+
+// `to` is aligned to a line.
+inline void stream_lines(void* to, const void* from, int64_t bytes) {
+#if defined(__AVX512F__)
+  for (int64_t i = 0; i < bytes; i += 64) {
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(static_cast<char*>(to) + i),
+                        _mm512_loadu_si512(static_cast<const char*>(from) + i));
+  }
+#elif defined(__SSE2__)
+  for (int64_t i = 0; i < bytes; i += 16) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(static_cast<char*>(to) + i),
+                     _mm_loadu_si128(reinterpret_cast<const __m128i*>(static_cast<const char*>(from) + i)));
+  }
+#else
+  std::memcpy(to, from, static_cast<size_t>(bytes));
+#endif
+}
+
+inline void end_of_stream() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
 template <int32_t pair>
 struct PairLoops {
   using Gradient = GradientOf<pair>;
   using Accumulator = AccumulatorOf<pair>;
   using Functor = ScaleAccumulate<Gradient, Accumulator>;
 
+  static void overwrite_row(Accumulator* accumulator, const Gradient* gradient, int64_t count,
+                            Functor functor) {
+    FUSEDACC_INDEPENDENT
+    for (int64_t i = 0; i < count; ++i) accumulator[i] = functor.overwrite(gradient[i]);
+  }
+
+  static void stream_row(Accumulator* accumulator, const Gradient* gradient, int64_t count, Functor functor) {
+    constexpr int64_t kBlock = 4096 / sizeof(Accumulator);
+    alignas(kLineBytes) Accumulator block[kBlock];
+    const int64_t past_line = static_cast<int64_t>(reinterpret_cast<uintptr_t>(accumulator) % kLineBytes);
+    int64_t i = (kLineBytes - past_line) % kLineBytes / static_cast<int64_t>(sizeof(Accumulator));
+    overwrite_row(accumulator, gradient, i, functor);
+    for (; i + kBlock <= count; i += kBlock) {
+      overwrite_row(block, gradient + i, kBlock, functor);
+      stream_lines(accumulator + i, block, sizeof(block));
+    }
+    end_of_stream();
+    overwrite_row(accumulator + i, gradient + i, count - i, functor);
+  }
+
   static void row(Accumulator* accumulator, const Gradient* gradient, int64_t count, Functor functor,
                   bool overwrite) {
-    if (overwrite) {
-      FUSEDACC_INDEPENDENT
-      for (int64_t i = 0; i < count; ++i) accumulator[i] = functor.overwrite(gradient[i]);
+    if (overwrite && count * static_cast<int64_t>(sizeof(Accumulator)) >= kStreamBytes) {
+      stream_row(accumulator, gradient, count, functor);
+    } else if (overwrite) {
+      overwrite_row(accumulator, gradient, count, functor);
     } else {
       FUSEDACC_INDEPENDENT
       for (int64_t i = 0; i < count; ++i) accumulator[i] = functor.add(gradient[i], accumulator[i]);
