@@ -28,7 +28,8 @@ def _overwrite(accumulator: Tensor, gradient: Tensor, scale: float | Tensor) -> 
         accumulator.copy_(gradient)
         accumulator.mul_(scale)
     else:
-        accumulator.copy_(gradient.to(wide).mul(scale))
+        product = gradient.to(wide)
+        accumulator.copy_(product.mul(scale) if product is gradient else product.mul_(scale))
 
 
 def _add(accumulator: Tensor, gradient: Tensor, scale: float | Tensor) -> None:
