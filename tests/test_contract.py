@@ -1,0 +1,374 @@
+"""What other people's code may rely on: signatures, live properties, hooks, what p.grad shows when."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch import nn
+
+import fusedacc
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def wrap(model: nn.Module, steps=None, **options) -> fusedacc.AccumulatingOptimizer:
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return fusedacc.AccumulatingOptimizer(inner, steps, **options)
+
+
+def loss_of(model: nn.Module, seed: int = 0) -> torch.Tensor:
+    return model(torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))).pow(2).mean()
+
+
+def micro_batch(model: nn.Module, optimizer: fusedacc.AccumulatingOptimizer, seed: int = 0) -> None:
+    loss_of(model, seed).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def scalar(steps=None, **options) -> tuple[nn.Parameter, fusedacc.AccumulatingOptimizer]:
+    weight = nn.Parameter(torch.zeros(()))
+    return weight, fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight], lr=1.0), steps, **options)
+
+
+class TestOptimizer:
+    """It is an Optimizer, and its inner optimizer's to the outside."""
+
+    def test_signatures(self):
+        kind = fusedacc.AccumulatingOptimizer
+        assert issubclass(kind, torch.optim.Optimizer)
+        for name, expected in {
+            "step": [("closure", None)],
+            "zero_grad": [("set_to_none", True)],
+            "accumulate": [("model", None), ("weight", None)],
+            "state_dict": [("include_partial", True)],
+            "load_state_dict": [("state_dict", inspect.Parameter.empty)],
+            "flush": [],
+            "discard": [],
+            "ignore": [],
+            "close": [],
+        }.items():
+            parameters = list(inspect.signature(getattr(kind, name)).parameters.values())[1:]
+            assert [(p.name, p.default) for p in parameters] == expected, name
+        assert "__call__" not in kind.__dict__
+        assert "__slots__" not in kind.__dict__
+        first = list(inspect.signature(kind).parameters.items())[:2]
+        assert [name for name, _ in first] == ["optimizer", "gradient_accumulation_steps"]
+
+    def test_inner_properties_are_live_both_ways(self):
+        model = network()
+        optimizer = wrap(model)
+        inner = optimizer.optimizer
+        assert optimizer.param_groups is inner.param_groups
+        assert optimizer.state is inner.state
+        assert optimizer.defaults is inner.defaults
+        groups = [dict(group, lr=0.5) for group in inner.param_groups]
+        optimizer.param_groups = groups
+        assert inner.param_groups is groups
+        state = inner.state.copy()
+        optimizer.state = state
+        assert inner.state is state
+        defaults = dict(inner.defaults, lr=0.7)
+        optimizer.defaults = defaults
+        assert inner.defaults is defaults
+
+    def test_state_of_the_inner_optimizer_is_its_own(self):
+        model = network()
+        optimizer = wrap(model, 2)
+        loss_of(model).backward()
+        optimizer.step()
+        assert not optimizer.state
+        micro_batch(model, optimizer)
+        assert {key for entry in optimizer.state.values() for key in entry} == {"momentum_buffer"}
+
+    def test_methods_of_the_inner_optimizer_are_reachable(self):
+        class Switched(torch.optim.SGD):
+            mode = "none"
+
+            def train(self) -> None:
+                self.mode = "train"
+
+        inner = Switched(network().parameters(), lr=0.1)
+        fusedacc.AccumulatingOptimizer(inner).train()
+        assert inner.mode == "train"
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda epoch: 0.5**epoch),
+            lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=20),
+            lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0),
+            lambda o: torch.optim.lr_scheduler.SequentialLR(
+                o,
+                [
+                    torch.optim.lr_scheduler.LinearLR(o, total_iters=2),
+                    torch.optim.lr_scheduler.ExponentialLR(o, 0.5),
+                ],
+                milestones=[2],
+            ),
+            lambda o: torch.optim.lr_scheduler.ChainedScheduler(
+                [
+                    torch.optim.lr_scheduler.ConstantLR(o, factor=0.1),
+                    torch.optim.lr_scheduler.StepLR(o, 1),
+                ]
+            ),
+        ],
+        ids=["lambda", "one-cycle", "plateau", "sequential", "chained"],
+    )
+    def test_schedulers_act_as_on_the_bare_optimizer(self, make, recwarn):
+        rates = []
+        for wrapped in (False, True):
+            model = network()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            if wrapped:
+                optimizer = fusedacc.AccumulatingOptimizer(optimizer, 2)
+            scheduler = make(optimizer)
+            plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+            seen = []
+            for _ in range(5):
+                for _ in range(2 if wrapped else 1):
+                    loss_of(model).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                scheduler.step(1.0) if plateau else scheduler.step()
+                seen.append(optimizer.param_groups[0]["lr"])
+            rates.append(seen)
+        assert rates[0] == rates[1]
+        assert len(set(rates[0])) > 1
+        assert not [w for w in recwarn if "lr_scheduler.step" in str(w.message)]
+
+    @pytest.mark.parametrize("steps", [None, 3])
+    def test_step_hooks_fire_once_per_update(self, steps):
+        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+        model = network()
+        optimizer = wrap(model, steps)
+        fired: list[str] = []
+        optimizer.register_step_pre_hook(lambda *_: fired.append("pre"))
+        optimizer.register_step_post_hook(lambda *_: fired.append("post"))
+        handles = [
+            register_optimizer_step_pre_hook(lambda *_: fired.append("global pre")),
+            register_optimizer_step_post_hook(lambda *_: fired.append("global post")),
+        ]
+        for _ in range(6):
+            micro_batch(model, optimizer)
+        for handle in handles:
+            handle.remove()
+        updates = 2 if steps else 6
+        assert {name: fired.count(name) for name in fired} == dict.fromkeys(
+            ("pre", "post", "global pre", "global post"), updates
+        )
+
+    def test_state_dict_hooks_fire_once(self):
+        optimizer = wrap(network())
+        fired: list[str] = []
+        optimizer.register_state_dict_pre_hook(lambda *_: fired.append("save pre"))
+        optimizer.register_state_dict_post_hook(lambda *_: fired.append("save post"))
+        optimizer.register_load_state_dict_pre_hook(lambda *_: fired.append("load pre"))
+        optimizer.register_load_state_dict_post_hook(lambda *_: fired.append("load post"))
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert fired == ["save pre", "save post", "load pre", "load post"]
+
+    def test_step_may_be_replaced_on_the_instance(self):
+        weight, optimizer = scalar(2)
+        original, calls = optimizer.step, []
+        optimizer.step = lambda closure=None: (calls.append(1), original(closure))[1]
+        for _ in range(2):
+            (weight * 3.0).backward()
+            optimizer.step()
+        assert len(calls) == 2
+        assert weight.item() == -3.0
+
+    @pytest.mark.parametrize("steps", [None, 2])
+    def test_step_returns_what_the_closure_returned(self, steps):
+        weight, optimizer = scalar(steps)
+        assert optimizer.step() is None
+
+        def closure() -> torch.Tensor:
+            assert torch.is_grad_enabled()
+            loss = weight * 2.0 + 1.0
+            loss.backward()
+            return loss
+
+        with torch.no_grad():
+            assert optimizer.step(closure).item() == 1.0
+        assert optimizer.has_updated == (steps is None)
+
+    def test_groups_keep_their_own_options(self):
+        a, b = nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(()))
+        inner = torch.optim.SGD([{"params": [a], "lr": 1.0}, {"params": [b], "lr": 10.0}], lr=0.0)
+        optimizer = fusedacc.AccumulatingOptimizer(inner, 2)
+        c = nn.Parameter(torch.zeros(()))
+        (a + b).backward()
+        optimizer.step()
+        optimizer.add_param_group({"params": [c], "lr": 100.0})
+        (a + b + c).backward()
+        optimizer.step()
+        assert (a.item(), b.item(), c.item()) == (-1.0, -10.0, -50.0)
+
+
+class TestVisibility:
+    """When p.grad shows what."""
+
+    def test_counted(self):
+        weight, optimizer = scalar(3)
+        for value in (1.0, 2.0):
+            (weight * value).backward()
+            assert weight.grad is None
+            optimizer.step()
+            assert weight.grad is None
+            optimizer.zero_grad()
+        (weight * 6.0).backward()
+        assert weight.grad.item() == 3.0
+        optimizer.step()
+        assert weight.grad.item() == 3.0
+        assert weight.item() == -3.0
+        optimizer.zero_grad()
+        assert weight.grad is None
+
+    def test_counted_several_backwards_make_one_micro_batch(self):
+        weight, optimizer = scalar(2)
+        for _ in range(2):
+            (weight * 1.0).backward()
+            (weight * 3.0).backward()
+            optimizer.step()
+        assert weight.item() == -4.0
+        assert optimizer.num_updates == 1
+
+    def test_manual(self):
+        weight, optimizer = scalar()
+        (weight * 1.0).backward()
+        first = weight.grad
+        assert first.item() == 1.0
+        (weight * 2.0).backward()
+        assert weight.grad is first
+        assert first.item() == 3.0
+        weight.grad.mul_(2.0)
+        weight.grad = weight.grad + 1.0
+        (weight * 1.0).backward()
+        assert weight.grad.item() == 8.0
+        optimizer.step()
+        assert weight.item() == -8.0
+        optimizer.zero_grad(set_to_none=False)
+        assert weight.grad.item() == 0.0
+        weight.grad = None
+        (weight * 5.0).backward()
+        assert weight.grad.item() == 5.0
+
+    def test_a_parameter_without_gradient_stays_none(self):
+        a, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+        inner = torch.optim.SGD([a, b], lr=0.1, weight_decay=0.5)
+        optimizer = fusedacc.AccumulatingOptimizer(inner, 2)
+        for _ in range(2):
+            a.sum().backward()
+            optimizer.step()
+        assert b.grad is None
+        assert torch.equal(b, torch.ones(2)), "a zero gradient would have decayed it"
+
+    def test_counters(self):
+        weight, optimizer = scalar(2)
+        seen = []
+        for _ in range(4):
+            state = (optimizer.micro_step, optimizer.num_updates, optimizer.will_update)
+            (weight * 1.0).backward()
+            optimizer.step()
+            seen.append((*state, optimizer.has_updated))
+        assert seen == [(0, 0, False, False), (1, 0, True, True), (0, 1, False, False), (1, 1, True, True)]
+
+    def test_a_step_without_backward_does_not_count(self):
+        weight, optimizer = scalar(2)
+        (weight * 2.0).backward()
+        optimizer.step()
+        optimizer.step()
+        assert (optimizer.micro_step, optimizer.has_updated) == (1, False)
+        (weight * 4.0).backward()
+        optimizer.step()
+        assert weight.item() == -3.0
+        optimizer.step()
+        assert (optimizer.num_updates, optimizer.has_updated, weight.item()) == (1, False, -3.0)
+
+    def test_a_gradient_put_there_by_hand_counts(self):
+        """The safety net: a counted step adds what it finds in p.grad."""
+        weight, optimizer = scalar(2)
+        weight.grad = torch.tensor(2.0)
+        optimizer.step()
+        assert (optimizer.micro_step, weight.grad) == (1, None)
+        (weight * 4.0).backward()
+        optimizer.step()
+        assert weight.item() == -3.0
+
+    def test_model_zero_grad_keeps_a_counted_window(self):
+        model, reference = network(), network()
+        optimizer, other = wrap(model, 2), wrap(reference, 2)
+        for seed in range(4):
+            loss_of(model, seed).backward()
+            optimizer.step()
+            model.zero_grad()
+            micro_batch(reference, other, seed)
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            assert torch.equal(p, q)
+
+    def test_discard_throws_the_window_away(self):
+        weight, optimizer = scalar(2)
+        (weight * 100.0).backward()
+        optimizer.step()
+        (weight * 100.0).backward()
+        optimizer.discard()
+        assert (optimizer.micro_step, weight.grad) == (0, None)
+        for value in (1.0, 3.0):
+            (weight * value).backward()
+            optimizer.step()
+        assert weight.item() == -2.0
+
+    def test_generator_and_discriminator(self):
+        """The generator's pass fills the discriminator's p.grad as in stock, and its window stays clean."""
+        results = []
+        for wrapped in (False, True):
+            torch.manual_seed(0)
+            generator, critic = nn.Linear(3, 4), nn.Linear(4, 1)
+            g = torch.optim.Adam(generator.parameters(), lr=0.01)
+            d = torch.optim.Adam(critic.parameters(), lr=0.01)
+            if wrapped:
+                g, d = (fusedacc.AccumulatingOptimizer(o, 1) for o in (g, d))
+            for step in range(3):
+                noise = torch.randn(5, 3, generator=torch.Generator().manual_seed(step))
+                d.zero_grad()
+                critic(generator(noise).detach()).pow(2).mean().backward()
+                d.step()
+                g.zero_grad()
+                loss = critic(generator(noise)).mean()
+                if wrapped:
+                    with d.ignore():
+                        loss.backward()
+                else:
+                    loss.backward()
+                assert critic.weight.grad is not None
+                g.step()
+            results.append([*generator.parameters(), *critic.parameters()])
+        for p, q in zip(*results, strict=True):
+            assert torch.equal(p, q)
+
+    def test_two_views_of_one_gradient(self):
+        """Autograd hands the same memory to two parameters here, and stock itself then sums wrongly."""
+        a, b = nn.Parameter(torch.zeros(6)), nn.Parameter(torch.zeros(6))
+        optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([a, b], lr=1.0))
+        for value in (1.0, 2.0, 4.0):
+            (value * (a.view(2, 3) + b.view(2, 3))).sum().backward()
+        assert torch.equal(a.grad, torch.full((6,), 7.0))
+        assert torch.equal(b.grad, torch.full((6,), 7.0))
+        optimizer.step()
+
+    def test_gradients_that_the_user_keeps_are_not_changed(self):
+        weight, optimizer = scalar(None)
+        kept = []
+        weight.register_hook(kept.append)
+        for value in (1.0, 2.0, 4.0):
+            (weight * value).backward()
+        assert [g.item() for g in kept] == [1.0, 2.0, 4.0]
+        assert weight.grad.item() == 7.0
+        optimizer.step()
