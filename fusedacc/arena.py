@@ -183,6 +183,7 @@ class Arena:
     def retract(self) -> None:
         """Begin a window: sums that nobody has cleared go on, but in private."""
         if self.any_delivered:
+            self.disown()
             for slot in self.slots:
                 self.hide(slot)
             self.any_delivered = False

@@ -143,6 +143,7 @@ class Capture:
         if not plain or slot.odd or gradient.dtype is not slot.lane[1]:
             slot.odd = slot.odd or not plain
             task.added = True
+            self._flush_shared(task, {slot})
             self.arena.add_odd(slot, gradient, task.scale * self.window.factor)
             return SWALLOWED
         # The hook's caller, the hook and this call refer to it; a flush that has begun would find it shared.
@@ -150,6 +151,7 @@ class Capture:
         shared = sys.getrefcount(gradient) > python_limit + 1 or tensor_references(gradient) > tensor_limit
         may_adopt = gradient.dtype is slot.lane[2] and self.arena.current(slot) is None
         if shared or (slot.nbytes >= LARGE_BYTES and not may_adopt):
+            self._flush_shared(task, {slot})
             self._add(task, [slot], [gradient])
             return SWALLOWED
         stream = raw_stream(gradient)
@@ -192,7 +194,7 @@ class Capture:
 
     def _leave(self, task: Task, slot: Slot) -> None:
         """Let autograd store this gradient, beside nothing of ours."""
-        if not task.ignored and (self.window.counted or self.window.scales):
+        if not task.ignored and (self.window.counted or self.window.weighs):
             self.arena.set_aside(slot)
         task.stored.append(slot)
 
@@ -220,8 +222,7 @@ class Capture:
         nested = torch._C._current_autograd_node() is not None
         if not task.ignored:
             window = self.window
-            if nested:
-                self._flush_shared(task)
+            self._flush_shared(task, {slot for bucket in task.buckets.values() for slot in bucket.slots})
             for bucket in task.buckets.values():
                 self.flush_bucket(task, bucket)
             window.micro.ran = True
@@ -235,10 +236,9 @@ class Capture:
         if not nested:
             self.settle()
 
-    def _flush_shared(self, inner: Task) -> None:
-        """Add what enclosing tasks hold for the same parameters first, in autograd's order."""
-        slots = {slot for bucket in inner.buckets.values() for slot in bucket.slots}
-        for task in self._tasks.values():
+    def _flush_shared(self, inner: Task, slots: set[Slot]) -> None:
+        """Add what enclosing tasks hold for these parameters first, in autograd's order."""
+        for task in self._tasks.values() if len(self._tasks) > 1 else ():
             for bucket in task.buckets.values() if task is not inner else ():
                 if not slots.isdisjoint(bucket.slots):
                     self.flush_bucket(task, bucket)
@@ -283,7 +283,7 @@ class Capture:
 
     def reclaim(self) -> None:
         """Manual loop with weights: take in what autograd has stored."""
-        if self.window.scales:
+        if self.window.weighs:
             with torch.no_grad():
                 self.arena.reclaim(None if self.window.leaves_out else self.window.base_scale)
 

@@ -1,13 +1,17 @@
 """What a state_dict carries beside the inner optimizer's own, and back.
 
-Sums stand with their parameter's state, under `SUM`; counters at the top level, under `OWN`. Both are taken
-out before the inner optimizer sees a checkpoint: it would cast the sums to the parameters' dtype.
+The sum of a part-filled window stands with its parameter's state, under `SUM`. Counters stand at the top
+level, under `OWN`, and once more beside each sum, under `COUNTERS`: distributed checkpoint drops top-level
+keys that it does not know. All are taken out before the inner optimizer sees a checkpoint, because it would
+cast the sums to the parameters' dtype.
 """
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -17,6 +21,7 @@ from .window import Window, fresh_window
 
 OWN = "fusedacc"
 SUM = "fusedacc_sum"
+COUNTERS = "fusedacc_counters"
 VERSION = 1
 
 
@@ -29,24 +34,37 @@ def _slots_by_index(optimizer: Optimizer, arena: Arena) -> dict[int, Slot]:
     return {indices[id(slot.param)]: slot for slot in arena.slots if id(slot.param) in indices}
 
 
+def _packed(counters: dict[str, Any]) -> Tensor:
+    """Counters as a tensor of bytes, which every checkpoint format keeps as it is."""
+    return torch.tensor(list(json.dumps(counters).encode()), dtype=torch.uint8)
+
+
+def _unpacked(packed: Any) -> Any:
+    try:
+        return json.loads(bytes(packed.tolist()))
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"the counters of a part-filled window ({COUNTERS!r}) are damaged: {error}"
+        ) from None
+
+
 def save(optimizer: Optimizer, window: Window, arena: Arena, include_partial: bool) -> dict[str, Any]:
     """The inner state_dict, the counters and, of a part-filled window, compact copies of the sums."""
     result = dict(optimizer.state_dict())
     partial = include_partial and not window.empty
-    kept: dict[str, Any] = {"version": VERSION, "counted": window.counted, "reduction": window.reduction}
+    own: dict[str, Any] = {"version": VERSION, "counted": window.counted, "reduction": window.reduction}
+    own["window"] = window.state() if partial else fresh_window(window.state())
+    result[OWN] = own
     if partial:
-        state = dict(result["state"])
-        delivered = []
-        for index, slot in _slots_by_index(optimizer, arena).items():
-            total = arena.current(slot)
-            if total is not None:
-                state[index] = {**state.get(index, {}), SUM: total.detach().clone()}
-                delivered += [index] * slot.delivered
-        result["state"] = state
-        kept["sums"] = sorted(index for index, entry in state.items() if SUM in entry)
-        kept["delivered"] = delivered
-    kept["window"] = window.state() if partial else fresh_window(window.state())
-    result[OWN] = kept
+        slots = _slots_by_index(optimizer, arena)
+        sums = {index: arena.current(slot) for index, slot in slots.items()}
+        own["sums"] = [index for index, total in sums.items() if total is not None]
+        own["delivered"] = [index for index, slot in slots.items() if slot.delivered]
+        counters = _packed(own)
+        result["state"] = dict(result["state"])
+        for index in own["sums"]:
+            kept = {SUM: sums[index].detach().clone(), COUNTERS: counters.clone()}  # type: ignore[union-attr]
+            result["state"][index] = {**result["state"].get(index, {}), **kept}
     return result
 
 
@@ -59,23 +77,20 @@ def load(optimizer: Optimizer, window: Window, arena: Arena, state_dict: dict[st
     if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError("state_dict must be a dict with 'state' and 'param_groups', as state_dict() returns")
     inner = {name: value for name, value in state_dict.items() if name != OWN}
-    sums: dict[int, Tensor] = {}
+    own = state_dict.get(OWN)
+    sums: dict[int, Any] = {}
     inner["state"] = {}
     for index, entry in state_dict["state"].items():
         if isinstance(entry, dict) and SUM in entry:
             sums[index] = entry[SUM]
-            entry = {name: value for name, value in entry.items() if name != SUM}
+            own = own or _unpacked(entry.get(COUNTERS))
+            entry = {name: value for name, value in entry.items() if name not in (SUM, COUNTERS)}
             if not entry:
                 continue
         inner["state"][index] = entry
     slots = _slots_by_index(optimizer, arena)
-    kept = state_dict.get(OWN)
-    counters = Window(None, None).state()
-    if kept is not None:
-        _check(kept, sums, slots, window)
-        counters = kept["window"]
-    elif sums:
-        raise ValueError(f"state_dict holds sums of a part-filled window, but not its counters ({OWN!r})")
+    if own is not None:
+        _check(own, sums, slots, window)
 
     groups, state = optimizer.param_groups, optimizer.state
     try:
@@ -85,47 +100,40 @@ def load(optimizer: Optimizer, window: Window, arena: Arena, state_dict: dict[st
         raise
     if window.counted or sums:
         arena.clear()
-    window.restore(counters)
+    window.restore(Window(None, None).state() if own is None else own["window"])
     for index, total in sums.items():
-        arena.restore(slots[index], total, index in kept["delivered"])  # type: ignore[index]
+        arena.restore(slots[index], total, index in own["delivered"])  # type: ignore[index]
 
 
-def _check(kept: Any, sums: dict[int, Tensor], slots: dict[int, Slot], window: Window) -> None:
+def _check(own: Any, sums: dict[int, Any], slots: dict[int, Slot], window: Window) -> None:
     """Raise ValueError unless the counters and sums fit each other, the parameters and the window."""
     required = {"version", "counted", "reduction", "window"} | ({"sums", "delivered"} if sums else set())
-    if not isinstance(kept, dict) or not required <= kept.keys():
+    if not isinstance(own, dict) or not required <= own.keys() or not isinstance(own["window"], dict):
         raise ValueError(f"state_dict[{OWN!r}] is damaged: it needs {', '.join(sorted(required))}")
-    if kept["version"] != VERSION:
-        raise ValueError(f"state_dict[{OWN!r}] is of version {kept['version']!r}; allowed: {VERSION}")
-    missing = window.state().keys() - kept["window"].keys()
+    if own["version"] != VERSION:
+        raise ValueError(f"state_dict[{OWN!r}] is of version {own['version']!r}; allowed: {VERSION}")
+    missing = window.state().keys() - own["window"].keys()
     if missing:
         raise ValueError(f"state_dict[{OWN!r}]['window'] is damaged: it lacks {', '.join(sorted(missing))}")
-    if sorted(sums) != kept.get("sums", []):
+    if sorted(sums) != sorted(own.get("sums", [])):
         raise ValueError(
-            f"state_dict[{OWN!r}] speaks of sums of parameters {kept.get('sums', [])}, but holds those of "
+            f"state_dict[{OWN!r}] speaks of sums of parameters {own.get('sums', [])}, but holds those of "
             f"{sorted(sums)}"
         )
-    if sums and (kept["counted"], kept["reduction"]) != (window.counted, window.reduction):
+    if sums and (own["counted"], own["reduction"]) != (window.counted, window.reduction):
         loops = {True: "counted", False: "manual"}
         raise ValueError(
-            f"state_dict holds a part-filled window of a {loops[bool(kept['counted'])]} loop with "
-            f"reduction={kept['reduction']!r}, this is a {loops[window.counted]} loop with "
+            f"state_dict holds a part-filled window of a {loops[bool(own['counted'])]} loop with "
+            f"reduction={own['reduction']!r}, this is a {loops[window.counted]} loop with "
             f"reduction={window.reduction!r}; save with include_partial=False to change between them"
         )
     for index, total in sums.items():
         if index not in slots:
             raise ValueError(f"state_dict holds a sum of parameter {index}, of {len(slots)} parameters")
         param = slots[index].param
-        if (
-            not isinstance(total, Tensor)
-            or total.shape != param.shape
-            or total.dtype.is_complex != param.is_complex()
-        ):
+        if not isinstance(total, Tensor) or total.shape != param.shape:
             got = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
-            raise ValueError(
-                f"the sum of parameter {index} is {got}, the parameter has shape {tuple(param.shape)}"
-            )
-        if not (total.is_floating_point() or total.is_complex()):
-            raise ValueError(
-                f"the sum of parameter {index} has dtype {total.dtype}; allowed: floating dtypes"
-            )
+            raise ValueError(f"the sum of parameter {index} is {got}; its shape is {tuple(param.shape)}")
+        kinds = (total.is_floating_point(), total.is_complex())
+        if kinds != (param.is_floating_point(), param.is_complex()):
+            raise ValueError(f"the sum of parameter {index} is {total.dtype}, the parameter {param.dtype}")
