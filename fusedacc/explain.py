@@ -3,78 +3,102 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
 
-from torch import Tensor
-
-from . import checks, traffic
+from . import traffic
 from .arena import Arena
 from .hooks import multi_process
 from .slot import Slot
 from .window import Window
 
-HEADER = ("parameter", "shape", "path", "backend", "gradient", "sum", "bytes first", "bytes later", "why")
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter. `first` and `later` are bytes per element and micro-batch; `why` is a note's number."""
+
+    parameter: str
+    shape: str
+    path: str
+    backend: str
+    gradient: str
+    sum: str
+    first: str
+    later: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Route:
+    """How one parameter's gradient reaches its sum, who adds it, and why that is so."""
+
+    path: str
+    backend: str
+    why: str
 
 
 def explain(slots: Sequence[Slot], window: Window, arena: Arena) -> str:
-    """One row per parameter: path, backend, dtypes, and bytes per element and micro-batch, and why."""
-    rows = [HEADER, *(_row(slot, window, arena) for slot in slots)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
-    loop = "manual loop" if not window.counted else f"counted loop, {window.steps} micro-batches per update"
-    note = (
-        "Bytes are read and written per element in one micro-batch, the write of the gradient included; "
-        "'first' where the window has no sum yet."
-    )
-    return "\n".join([f"{loop}, reduction {window.reduction!r}", *lines, note])
-
-
-def _row(slot: Slot, window: Window, arena: Arena) -> tuple[str, ...]:
-    param = slot.param
-    path, backend, why = _route(slot, arena)
-    shape = "x".join(map(str, param.shape)) or "scalar"
-    dtypes = (str(param.dtype)[6:], str(slot.accumulate_dtype)[6:])
-    if path in ("none", "stock") and not param.requires_grad:
-        return slot.name, shape, path, backend, *dtypes, "0", "0", why
-    if param.is_complex() or slot.odd:
-        return slot.name, shape, path, backend, *dtypes, "-", "-", why
-    counts = [
-        traffic.total(
-            traffic.bytes_per_micro_batch(
-                param.dtype,
-                param.dtype,
-                slot.accumulate_dtype,
-                loop="fusedacc" if path == "multi_tensor" or window.counted else "mixed_add",
-                scale_is_one=not window.scales,
-                first=first,
+    """One row per parameter: path, backend, dtypes, bytes per element; the reasons beneath."""
+    routes = [route(slot, arena) for slot in slots]
+    reasons = list(dict.fromkeys(chosen.why for chosen in routes))
+    rows = [tuple(field.name for field in fields(Row))]
+    for slot, chosen in zip(slots, routes, strict=True):
+        first, later = _bytes(slot, chosen, window)
+        rows.append(
+            astuple(
+                Row(
+                    parameter=slot.name,
+                    shape="x".join(map(str, slot.param.shape)) or "scalar",
+                    path=chosen.path,
+                    backend=chosen.backend,
+                    gradient=str(slot.param.dtype)[6:],
+                    sum=str(slot.accumulate_dtype)[6:],
+                    first=first,
+                    later=later,
+                    why=f"[{reasons.index(chosen.why) + 1}]",
+                )
             )
         )
-        for first in (True, False)
-    ]
-    return slot.name, shape, path, backend, *dtypes, *(f"{count:g}" for count in counts), why
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    loop = f"counted loop, {window.steps} micro-batches per update" if window.counted else "manual loop"
+    notes = [f"[{number}] {reason}" for number, reason in enumerate(reasons, 1)]
+    legend = (
+        "first, later: bytes read and written per element in the window's first micro-batch and in the others, "
+        "the gradient's own write included"
+    )
+    return "\n".join([f"{loop}, reduction {window.reduction!r}", *table, legend, *notes])
 
 
-def _route(slot: Slot, arena: Arena) -> tuple[str, str, str]:
-    """Path, backend and reason."""
+def route(slot: Slot, arena: Arena) -> Route:
+    """The way that this parameter's next gradient takes."""
     param = slot.param
     if not param.requires_grad:
-        return "none", "-", "frozen: requires_grad is False"
+        return Route("none", "-", "frozen: requires_grad is False")
     if multi_process():
-        return "eager", "stock", "a process group of several ranks: autograd fills p.grad"
-    if _hooks(param):
-        return (
-            "eager",
-            "stock",
-            "a post-accumulate-grad hook needs p.grad: autograd fills it",
-        )
-    if (param.dtype, slot.accumulate_dtype) not in checks.PAIRS:
-        return "eager", "eager", f"no kernel takes {str(param.dtype)[6:]}: plain torch adds"
+        return Route("eager", "stock", "a process group of several ranks is up: autograd fills p.grad")
+    if param._post_accumulate_grad_hooks:
+        return Route("eager", "stock", "a post-accumulate-grad hook needs p.grad: autograd fills it")
     if slot.odd:
-        return "eager", "eager", "its gradients are sparse or of a subclass: plain torch adds"
+        return Route(
+            "eager", "eager", "sparse, complex or of a subclass: plain torch adds what no kernel takes"
+        )
     selection = arena.select(slot.lane)
-    return "multi_tensor", selection.backend.name, selection.reason
+    return Route("multi_tensor", selection.backend.name, selection.reason)
 
 
-def _hooks(param: Tensor) -> bool:
-    return bool(param._post_accumulate_grad_hooks)
+def _bytes(slot: Slot, chosen: Route, window: Window) -> tuple[str, str]:
+    """Bytes per element in the window's first micro-batch and in later ones; "-" where not counted."""
+    if chosen.path == "none":
+        return "0", "0"
+    if slot.odd:
+        return "-", "-"
+    # What autograd stores in a manual loop is added by autograd itself.
+    loop = "fusedacc" if chosen.path == "multi_tensor" or window.counted else "mixed_add"
+    dtypes = slot.param.dtype, slot.param.dtype, slot.accumulate_dtype
+    first, later = (
+        traffic.total(
+            traffic.bytes_per_micro_batch(*dtypes, loop=loop, scale_is_one=not window.scales, first=is_first)
+        )
+        for is_first in (True, False)
+    )
+    return f"{first:g}", f"{later:g}"
