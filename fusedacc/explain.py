@@ -63,7 +63,7 @@ def explain(slots: Sequence[Slot], window: Window, arena: Arena) -> str:
     loop = f"counted loop, {window.steps} micro-batches per update" if window.counted else "manual loop"
     notes = [f"[{number}] {reason}" for number, reason in enumerate(reasons, 1)]
     legend = (
-        "first, later: bytes read and written per element in the window's first micro-batch and in the others, "
+        "first, later: bytes read and written per element in the window's first micro-batch and the others, "
         "the gradient's own write included"
     )
     return "\n".join([f"{loop}, reduction {window.reduction!r}", *table, legend, *notes])

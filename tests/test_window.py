@@ -70,7 +70,7 @@ def test_weight_rules():
         _ = weighted.base_scale
     micro.weight = 2
     micro.ran = True
-    with pytest.raises(RuntimeError, match="weight=3.0 came after the backward"):
+    with pytest.raises(RuntimeError, match=r"weight=3\.0 came after the backward"):
         micro.weight = 3
     normalized = Window(2, "normalized")
     micro = normalized.open(None)
@@ -172,4 +172,5 @@ def test_state_round_trip_in_mid_window():
     copy = Window(lambda updates: 3, "normalized")
     copy.restore(window.state())
     assert copy.state() == window.state()
-    assert copy.micro.ran and not copy.in_context
+    assert copy.micro.ran
+    assert not copy.in_context
