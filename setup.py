@@ -18,8 +18,15 @@ import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
-from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+
+try:
+    from setuptools.command.bdist_wheel import bdist_wheel
+except ImportError:  # setuptools before 70.1, with or without the package that it came from
+    try:
+        from wheel.bdist_wheel import bdist_wheel
+    except ImportError:
+        bdist_wheel = None
 
 ROOT = Path(__file__).resolve().parent
 SOURCES = ROOT / "csrc"
@@ -175,13 +182,6 @@ class BuildLibrary(build_ext):
         print(f"fusedacc: built {target} {'with' if toolchain.nvcc else 'without'} CUDA", flush=True)
 
 
-class AnyPythonWheel(bdist_wheel):
-    """The library uses no CPython API: the wheel depends on the platform only, or on nothing without it."""
-
-    def get_tag(self) -> tuple[str, str, str]:
-        return "py3", "none", super().get_tag()[2]
-
-
 if find_cxx() is None:
     wanted = os.environ.get("CXX", "g++, c++ or clang++")
     print(
@@ -194,4 +194,15 @@ if find_cxx() is None:
 else:
     extensions = [Extension("fusedacc.libfusedacc", sources=[])]
 
-setup(ext_modules=extensions, cmdclass={"build_ext": BuildLibrary, "bdist_wheel": AnyPythonWheel})
+commands = {"build_ext": BuildLibrary}
+if bdist_wheel is not None:
+
+    class AnyPythonWheel(bdist_wheel):
+        """The library uses no CPython API: a wheel depends on the platform at most."""
+
+        def get_tag(self) -> tuple[str, str, str]:
+            return "py3", "none", super().get_tag()[2]
+
+    commands["bdist_wheel"] = AnyPythonWheel
+
+setup(ext_modules=extensions, cmdclass=commands)
