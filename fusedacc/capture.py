@@ -173,8 +173,8 @@ class Capture:
         Raises RuntimeError where the micro-batch needs a weight and has none, before anything is added.
         """
         identity = task_id()
-        if identity == -1:  # compiled autograd runs hooks outside any task
-            return Task(captures=False)
+        if identity == -1 or torch.compiler.is_compiling():
+            return Task(captures=False)  # compiled autograd traces the hooks, and has no end to call back at
         window = self.window
         if self.ignoring:
             task = Task(captures=False, ignored=True)
