@@ -165,4 +165,6 @@ def random_case(seed: int) -> Case:
             )
     if loop.counted:
         events.append(Event("flush"))
+    if model.spare and rng.random() < 0.6:
+        events.insert(rng.randrange(len(events) // 2), Event("add_group"))
     return Case(seed, model, random_optimizer(rng, model), loop, critic_loop, tuple(events))

@@ -229,6 +229,7 @@ def quiet() -> Iterator[None]:
     torch.set_num_threads(1)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*create_graph=True.*")
+        warnings.filterwarnings("ignore", message=".*gradient layout contract.*")
         warnings.filterwarnings("ignore", message=".*None of the inputs have requires_grad.*")
         yield
     torch.set_num_threads(threads)

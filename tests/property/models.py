@@ -194,6 +194,6 @@ def random_model(rng: random.Random) -> ModelSpec:
         order=order,
         tied=front == "embedding" and rng.random() < 0.5,
         frozen=tuple(i for i in indices if rng.random() < 0.12),
-        spare=tuple(i for i in indices if rng.random() < 0.12),
+        spare=tuple(i for i in indices if rng.random() < 0.15),
         critic=rng.random() < 0.15,
     )

@@ -69,8 +69,8 @@ class Naive:
         for index, p in enumerate(self.params):
             if p.grad is None:
                 continue
-            gradient = p.grad.detach().to_dense() if p.grad.is_sparse else p.grad.detach()
-            gradient = gradient.to(torch.float32 if p.dtype in LOW else p.dtype) * factor
+            gradient = p.grad.detach().to(torch.float32 if p.dtype in LOW else p.dtype)
+            gradient = (gradient.to_dense() if gradient.is_sparse else gradient) * factor
             p.grad = None
             if weight == 0 and self.loop.weighs:
                 continue
@@ -124,6 +124,8 @@ class Naive:
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none or not self.final)
         if not self.loop.counted and not self.final:
+            for index in () if set_to_none else self.sums:
+                self.params[index].grad = torch.zeros_like(self.params[index])
             self.clear()
         self.final = []
 

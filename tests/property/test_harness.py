@@ -8,7 +8,7 @@ from .events import random_case
 from .lockstep import exact, failure, run, stock
 from .naive import BROKEN, Naive
 
-CASES = [case for case in map(random_case, range(200)) if not exact(case)]
+CASES = [case for case in map(random_case, range(120)) if not exact(case)]
 
 
 def stand_in(case):
@@ -23,13 +23,14 @@ def stand_in(case):
 
 
 def test_an_honest_wrapper_passes():
-    for case in CASES[:60]:
+    """All cases by which the broken ones are found out."""
+    for case in CASES:
         run(case, Naive, exposes=False)
 
 
 def test_two_stock_interpreters_never_differ():
     """What the harness compares is deterministic."""
-    for case in map(random_case, range(60)):
+    for case in map(random_case, range(30)):
         run(case, stand_in(case), exposes=exact(case))
 
 

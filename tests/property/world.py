@@ -126,7 +126,7 @@ class World:
         elif variant == "assign":
             for p, gradient in zip(self.owned, self.gradients(loss, self.owned), strict=True):
                 if gradient is not None:
-                    p.grad = gradient
+                    p.grad = gradient.clone()  # one of stride 0 could not be added to
         elif variant == "thread":
             with ThreadPoolExecutor(1) as pool:
                 pool.submit(loss.backward).result()
