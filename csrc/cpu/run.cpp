@@ -13,8 +13,8 @@
 namespace fusedacc::cpu {
 namespace {
 
-// Below this many elements a second thread costs more than it saves.
-constexpr int64_t kGrain = 32768;
+// A thread's least share: about 30 microseconds of work, some times what waking it costs.
+constexpr int64_t kGrain = 131072;
 
 const Loops& choose_loops() {
   std::vector<const Loops*> usable = {&kBaselineLoops};
