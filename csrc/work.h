@@ -7,7 +7,8 @@
 
 namespace fusedacc {
 
-constexpr int32_t kMaxDims = 16;  // after merging; more than the 64 of a tensor hardly ever survive it
+constexpr int32_t kMaxDims = 16;   // of a loop nest, after merging
+constexpr int32_t kMaxSizes = 64;  // larger than 1, in a tensor with elements: their product is below 2^63
 
 // A loop nest over both tensors, outermost dimension first; strides in elements.
 struct StridedLayout {
@@ -36,13 +37,13 @@ struct Work {
 enum class Merged { kFlat, kStrided, kTooManyDims };
 
 // Orders the dimensions by the accumulator's strides and merges those that both tensors walk as one, so that
-// most views become flat or nearly so.
+// most views become flat or nearly so. No size may be 0.
 inline Merged merge_dims(int64_t dims, const int64_t* sizes, const int64_t* accumulator_strides,
                          const int64_t* gradient_strides, StridedLayout& layout) {
   struct Dim {
     int64_t size, accumulator, gradient;
   };
-  Dim kept[64];
+  Dim kept[kMaxSizes];
   int64_t count = 0;
   for (int64_t d = 0; d < dims; ++d) {
     if (sizes[d] != 1) kept[count++] = {sizes[d], accumulator_strides[d], gradient_strides[d]};
@@ -76,7 +77,7 @@ inline Merged merge_dims(int64_t dims, const int64_t* sizes, const int64_t* accu
 // those below it. `dense` is set if they also leave no gap. Layouts that interleave without nesting are
 // refused.
 inline bool strides_nest(int64_t dims, const int64_t* sizes, const int64_t* strides, bool& dense) {
-  int64_t order[64];
+  int64_t order[kMaxSizes];
   int64_t count = 0;
   for (int64_t d = 0; d < dims; ++d) {
     if (sizes[d] != 1) order[count++] = d;
