@@ -62,6 +62,9 @@ def legal(case: Case, world: World, event: Event) -> bool:
 
 def legal_collected(case: Case, opt: Collector, event: Event) -> bool:
     kind, loop = event.kind, case.loop
+    again = opt.dirty or event.get("calls") == 2 or event.get("variant") == "retain"
+    if kind in BACKWARD and again and any(p._post_accumulate_grad_hooks for p in opt.params):
+        return False  # a hook that changes p.grad may see one backward's gradient or the micro-batch's
     if kind in BACKWARD or kind == "raising":
         heavy = event.get("weight") != 0 or opt.window.weight > 0
         single = not loop.needs_context or not opt.dirty

@@ -16,6 +16,7 @@ import fusedacc
 from .events import random_case
 from .lockstep import failure, report
 from .oracle import Loop
+from .world import Make
 
 FULL = os.environ.get("FUSEDACC_FULL_TESTS", "") not in ("", "0")
 COUNT = int(os.environ.get("FUSEDACC_PROPERTY_CASES") or (4000 if FULL else 300))
@@ -33,15 +34,30 @@ class Schedule:
         return self.sizes[num_updates % len(self.sizes)]
 
 
-def wrapped(inner: torch.optim.Optimizer, loop: Loop) -> fusedacc.AccumulatingOptimizer:
-    steps = Schedule(loop.steps) if isinstance(loop.steps, tuple) else loop.steps
-    return fusedacc.AccumulatingOptimizer(
-        inner, steps, reduction=loop.reduction, accumulate_dtype=loop.accumulate_dtype
-    )
+def wrapping(seed: int) -> Make:
+    """Wraps with the default backend, and for every fifth case with the eager one."""
+    backend = "eager" if seed % 5 == 4 else "auto"
+
+    def wrapped(inner: torch.optim.Optimizer, loop: Loop) -> fusedacc.AccumulatingOptimizer:
+        steps = Schedule(loop.steps) if isinstance(loop.steps, tuple) else loop.steps
+        options = {"reduction": loop.reduction, "accumulate_dtype": loop.accumulate_dtype}
+        return fusedacc.AccumulatingOptimizer(inner, steps, **options, backend=backend)
+
+    return wrapped
+
+
+def shrink_buckets(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A third of the cases fill many buckets in each backward, a third find every gradient large."""
+    if seed % 3 == 1:
+        monkeypatch.setattr("fusedacc.hooks.BUCKET_BYTES", 100)
+    if seed % 3 == 2:
+        monkeypatch.setattr("fusedacc.hooks.LARGE_BYTES", 64)
+        monkeypatch.setattr("fusedacc.capture.LARGE_BYTES", 64)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_wrapped_training_equals_stock(seed):
-    case = random_case(seed)
-    if failure(case, wrapped) is not None:
-        pytest.fail(report(case, wrapped), pytrace=False)
+def test_wrapped_training_equals_stock(seed, monkeypatch):
+    shrink_buckets(seed, monkeypatch)
+    case, make = random_case(seed), wrapping(seed)
+    if failure(case, make) is not None:
+        pytest.fail(report(case, make), pytrace=False)
