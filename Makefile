@@ -1,6 +1,6 @@
 # `make help` lists the targets. SYSTEM_PYTHON=1 uses the current interpreter: no virtual environment, no network.
 .DEFAULT_GOAL := help
-.PHONY: help build demo test test-full lint format bench clean
+.PHONY: help build demo test test-full lint format bench figures clean
 
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
 
@@ -63,6 +63,9 @@ format: $(BUILT)  ## rewrite the sources as `make lint` wants them
 
 bench: $(BUILT)  ## the CPU figures; one line per row is appended to benchmarks/results/*.csv
 	$(PYTHON) benchmarks/run_all.py $(BENCH)
+
+figures: $(BUILT)  ## write the newest benchmark results into the README
+	$(PYTHON) benchmarks/readme_figures.py
 
 clean:  ## remove everything the other targets made
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
