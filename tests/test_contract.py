@@ -353,6 +353,26 @@ class TestVisibility:
         for p, q in zip(*results, strict=True):
             assert torch.equal(p, q)
 
+    @pytest.mark.parametrize("steps", [None, 1, 2])
+    def test_a_graph_through_p_grad(self, steps):
+        """`create_graph` leaves a gradient in p.grad that can be differentiated, as a penalty on it needs."""
+        results = []
+        for wrapped in (False, True):
+            model = network()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            if wrapped:
+                optimizer = fusedacc.AccumulatingOptimizer(optimizer, steps, reduction="sum")
+            for seed in range(2):
+                loss_of(model, seed).backward(create_graph=True)
+                if seed == 0 or steps == 1:  # in a window's later micro-batch stock's p.grad holds both
+                    sum(p.grad.pow(2).sum() for p in model.parameters()).backward()
+                if (wrapped and steps) or steps == 1 or seed == 1:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            results.append([p.detach() for p in model.parameters()])
+        for p, q in zip(*results, strict=True):
+            torch.testing.assert_close(p, q, rtol=8 * 2**-23, atol=2**-24)
+
     def test_two_views_of_one_gradient(self):
         """Autograd hands the same memory to two parameters here, and stock itself then sums wrongly."""
         a, b = nn.Parameter(torch.zeros(6)), nn.Parameter(torch.zeros(6))
