@@ -50,7 +50,8 @@ def section(results: Path) -> str:
         about = rows[-1]
         lines += [
             f"`python benchmarks/{name}.py`, {about['date'][:10]}, commit {about['commit']}, "
-            f"{about['device']}, threads {about['threads']}, allocator {about['allocator']}, torch {about['torch']}:",
+            f"{about['device']}, threads {about['threads']}, allocator {about['allocator']}, "
+            f"torch {about['torch']}:",
             "",
             "| case | variant | median | against |",
             "|---|---|---|---|",
