@@ -16,7 +16,9 @@ COMMANDS = ("cpu_figures", "wrapper_window", "peak_memory")
 
 
 def newest(path: Path) -> list[dict[str, str]]:
-    """The rows of the last run in the file."""
+    """The rows of the last run in the file. Ends the program where there is none yet."""
+    if not path.exists():
+        raise SystemExit(f"no results in {path}: run `make bench` first")
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     return [row for row in rows if row["date"] == rows[-1]["date"]]
