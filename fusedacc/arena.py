@@ -38,8 +38,10 @@ class Arena:
         self.backend = backend
         self.any_delivered = False
         self._lock = threading.RLock()
-        #: By what was added together: the same parameters in the same order, micro-batch after micro-batch.
-        self._bindings: dict[tuple[Slot, ...], Binding] = {}
+        #: By the first of the parameters that were added together; the same come in every micro-batch.
+        self._bindings: dict[Slot, Binding] = {}
+        #: Counts the changes of which tensors are private sums.
+        self._generation = 0
 
     def select(self, lane: Lane) -> backends.Selection:
         """Which backend adds gradients of this lane, and why."""
@@ -66,22 +68,57 @@ class Arena:
         if not slots:
             return
         with self._lock:
-            private = not (self.visible or self.any_delivered)
-            sums = [slot.sum for slot in slots] if private else [self.current(slot) for slot in slots]
-            key = tuple(slots)
-            binding = self._bindings.get(key)
-            if binding is not None and binding.holds(sums):
-                binding.add(sums, gradients, scale)  # type: ignore[arg-type]
-                if not private:
-                    increment_version(sums)  # type: ignore[arg-type]
-                gradients.clear()
-            elif all(self._fits(slot, total) for slot, total in zip(slots, sums, strict=True)):
+            try:
+                self._add(slots, gradients, scale)
+            except RuntimeError:
+                # A native operator refuses before it writes; it is asked first because looking is dearer.
+                kept = self._set_odd_apart(slots, gradients, scale)
+                if len(kept) == len(slots):
+                    raise
+                self._add(kept, gradients, scale)
+            gradients.clear()
+
+    def _add(self, slots: Sequence[Slot], gradients: list[Tensor], scale: float) -> None:
+        binding = self._bindings.get(slots[0]) if slots else None
+        if binding is not None and binding.slots != slots:
+            binding = None
+        private = not (self.visible or self.any_delivered)
+        if binding is not None and private and binding.generation == self._generation and binding.run:
+            binding.run(gradients, scale, False)
+            return
+        sums = [self.current(slot) for slot in slots]
+        if binding is not None and binding.holds(sums):
+            binding.add(sums, gradients, scale)  # type: ignore[arg-type]
+            if not private:
+                increment_version(sums)  # type: ignore[arg-type]
+            return
+        slots = self._set_odd_apart(slots, gradients, scale)
+        if all(self._fits(slot, self.current(slot)) for slot in slots):
+            sums = [self.current(slot) for slot in slots]
+            self._run(sums, gradients, scale, False)  # type: ignore[arg-type]
+            if slots:
                 backend = self.select(slots[0].lane).backend
-                self._bindings[key] = Binding(backend, sums)  # type: ignore[arg-type]
-                self._run(sums, gradients, scale, False)  # type: ignore[arg-type]
-                gradients.clear()
+                generation = self._generation if private else -1
+                self._bindings[slots[0]] = Binding(backend, slots, sums, generation)  # type: ignore[arg-type]
+        else:
+            self._add_some_first(slots, gradients, scale)
+
+    def _set_odd_apart(self, slots: Sequence[Slot], gradients: list[Tensor], scale: float) -> Sequence[Slot]:
+        """Add gradients that are not of their lane singly, and take them out; the slots that are left."""
+        wanted, strided = slots[0].lane[1] if slots else None, torch.strided
+        if all(gradient.dtype is wanted and gradient.layout is strided for gradient in gradients):
+            return slots
+        ordinary = []
+        for index, slot in enumerate(slots):
+            gradient = gradients[index]
+            slot.odd = slot.odd or gradient.layout is not strided
+            if slot.odd or gradient.dtype is not wanted:
+                self.add_odd(slot, gradient, scale)
             else:
-                self._add_some_first(slots, gradients, scale)
+                ordinary.append(index)
+        del gradient
+        gradients[:] = [gradients[index] for index in ordinary]
+        return [slots[index] for index in ordinary]
 
     def _add_some_first(self, slots: Sequence[Slot], gradients: list[Tensor], scale: float) -> None:
         """`add` where some slot has no sum yet, or the user has put one into p.grad."""
@@ -109,9 +146,7 @@ class Arena:
                 first.append(False)
             sums.append(total)
             terms.append(gradients[index])
-        gradients.clear()
-        if sums:
-            self._run(sums, terms, scale, first if len(fresh) < len(sums) and fresh else bool(fresh))
+        self._run(sums, terms, scale, first if len(fresh) < len(sums) and fresh else bool(fresh))
         written = (total for total, new in zip(sums, first, strict=True) if new)
         for slot, total in zip(fresh, written, strict=True):
             self._put(slot, total)
@@ -175,6 +210,7 @@ class Arena:
         self.any_delivered = True
 
     def _show(self, slot: Slot, total: Tensor) -> None:
+        self._generation += 1
         slot.param.grad = total
         slot.shown = weakref.ref(total)
         slot.sum = slot.cast = slot.ignored = None
@@ -190,6 +226,7 @@ class Arena:
 
     def hide(self, slot: Slot) -> None:
         """Take our own gradient out of p.grad, so that autograd can put a fresh one there."""
+        self._generation += 1
         gradient = slot.param.grad
         if slot.delivered:
             if gradient is not None and not slot.odd and gradient.dtype != slot.accumulate_dtype:
@@ -204,6 +241,7 @@ class Arena:
 
     def disown(self) -> None:
         """Between windows: what the user has put into p.grad in place of our sum is a gradient of theirs."""
+        self._generation += 1
         if self.any_delivered:
             for slot in self.slots:
                 if slot.delivered and slot.param.grad is not slot.shown():
@@ -211,6 +249,7 @@ class Arena:
 
     def set_aside(self, slot: Slot) -> None:
         """Ready p.grad for a gradient that autograd will store, and that is to be scaled or counted after."""
+        self._generation += 1
         if not self.visible:
             self.hide(slot)
         elif not slot.aside:
@@ -222,6 +261,7 @@ class Arena:
 
         A scale of None drops it: a micro-batch of weight 0 adds nothing.
         """
+        self._generation += 1
         for slot in self.slots:
             if slot.aside:
                 gradient, slot.param.grad, slot.sum = slot.param.grad, slot.sum, None
@@ -231,6 +271,7 @@ class Arena:
 
     def present(self) -> None:
         """Ready p.grad for the inner optimizer: the sum, cast where the parameter has another dtype."""
+        self._generation += 1
         lanes: dict[Lane, tuple[list[Slot], list[Tensor]]] = {}
         for slot in self.slots:
             total = self.current(slot)
@@ -258,6 +299,7 @@ class Arena:
 
     def withdraw(self) -> None:
         """After an update: the sum stands in p.grad again where it may, and its copy goes."""
+        self._generation += 1
         for slot in self.slots:
             if slot.cast is not None and slot.shows_sum():
                 if slot.param.grad is slot.cast and slot.sum is not None:
@@ -266,6 +308,7 @@ class Arena:
 
     def clear(self) -> None:
         """Forget every sum and clear every p.grad."""
+        self._generation += 1
         for slot in self.slots:
             slot.forget()
             if slot.param.grad is not None:
@@ -274,6 +317,7 @@ class Arena:
 
     def zero(self) -> None:
         """As `clear`, but where there is a gradient, zeros stay visible in p.grad."""
+        self._generation += 1
         for slot in self.slots:
             gradient = slot.param.grad
             if slot.cast is not None and gradient is slot.cast and slot.shows_sum():
@@ -306,6 +350,7 @@ class Arena:
 
     def restore(self, slot: Slot, total: Tensor, delivered: bool) -> None:
         """Make a copy of a saved sum the slot's, in its layout, dtype and device."""
+        self._generation += 1
         device, _, dtype = slot.lane
         if total.layout is torch.strided:
             kept = torch.empty_strided(slot.param.shape, slot.strides, dtype=dtype, device=device)
@@ -319,6 +364,7 @@ class Arena:
 
     def convert(self, slot: Slot) -> None:
         """Move a private sum to where its parameter has gone."""
+        self._generation += 1
         self._bindings.clear()
         device, _, dtype = slot.lane
         buffer = slot.buffer
@@ -345,6 +391,7 @@ class Arena:
         return sum(held.values())
 
     def _put(self, slot: Slot, total: Tensor) -> None:
+        self._generation += 1
         if self.visible or slot.delivered:
             self._show(slot, total)
         else:
@@ -360,6 +407,8 @@ class Arena:
     def _run(
         self, sums: list[Tensor], terms: list[Tensor], scale: float, overwrite: bool | list[bool]
     ) -> None:
+        if not sums:
+            return
         chosen = self.select((sums[0].device, terms[0].dtype, sums[0].dtype)).backend
         chosen.accumulate_(sums, terms, scale, overwrite)
         if self.visible or self.any_delivered:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from .backends import Backend, Run
+from .slot import Slot
 
 
 class Binding:
@@ -19,14 +20,20 @@ class Binding:
 
     Args:
         backend: who adds.
+        slots: whose sums they are.
         sums: tensors without overlap, of one device and dtype.
+        generation: of the arena, when `sums` were its private sums.
     """
 
-    def __init__(self, backend: Backend, sums: Sequence[Tensor]) -> None:
+    def __init__(
+        self, backend: Backend, slots: Sequence[Slot], sums: Sequence[Tensor], generation: int
+    ) -> None:
+        self.slots = slots
+        self.generation = generation
+        self.run: Run | None = None
         self._backend = backend
         self._references = [weakref.ref(total) for total in sums]
         self._addresses = [total.data_ptr() for total in sums]
-        self._run: Run | None = None
 
     def holds(self, sums: Sequence[Tensor | None]) -> bool:
         """Whether these are the same sums, still at the same addresses; None is none of them."""
@@ -37,6 +44,6 @@ class Binding:
 
     def add(self, sums: Sequence[Tensor], gradients: Sequence[Tensor], scale: float) -> None:
         """sum += scale * gradient, for sums that it holds."""
-        if self._run is None:
-            self._run = self._backend.prepare(sums)
-        self._run(gradients, scale, False)
+        if self.run is None:
+            self.run = self._backend.prepare(sums)
+        self.run(gradients, scale, False)

@@ -9,6 +9,8 @@ tasks, each flushed at its own end, so that no launch ever holds a sum twice.
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 import sys
 import weakref
 from collections.abc import Sequence
@@ -58,6 +60,7 @@ class Capture:
         self.arena = arena
         self.ignoring = False
         self._tasks: dict[int, Task] = {}
+        self._buckets: dict[int, dict[int, Bucket]] = {}
         #: The nodes, which die with their hooks when nobody refers to them, and the hooks' handles. They are
         #: not in the slots: a node holds its hook, the hook its slot, and the ring would never be freed.
         self._nodes: dict[Slot, tuple[Any, RemovableHandle]] = {}
@@ -105,7 +108,12 @@ class Capture:
         node = accumulate_grad_node(param)
         if slot not in self._nodes or self._nodes[slot][0] is not node:
             self._disarm(slot)
-            self._nodes[slot] = node, node.register_prehook(make_hook(weakref.ref(self), self._tasks, slot))
+            hook = make_hook(weakref.ref(self), self._open_buckets(slot), slot)
+            self._nodes[slot] = node, node.register_prehook(hook)
+
+    def _open_buckets(self, slot: Slot) -> dict[int, Bucket]:
+        """The buckets of the slot's lane, by graph task: one dict that all hooks of the lane look at."""
+        return self._buckets.setdefault(slot.lane_key, {})
 
     def _disarm(self, slot: Slot) -> None:
         _, handle = self._nodes.pop(slot, (None, None))
@@ -125,7 +133,7 @@ class Capture:
             owner = _owners.get(slot.param)
             if owner is not None and owner() in (None, self):
                 del _owners[slot.param]
-        self._tasks.clear()
+        self.forget()
 
     # A backward runs
 
@@ -143,7 +151,7 @@ class Capture:
         if not plain or slot.odd or gradient.dtype is not slot.lane[1]:
             slot.odd = slot.odd or not plain
             task.added = True
-            self._flush_shared(task, {slot})
+            self._flush_shared(task, [slot])
             self.arena.add_odd(slot, gradient, task.scale * self.window.factor)
             return SWALLOWED
         # The hook's caller, the hook and this call refer to it; a flush that has begun would find it shared.
@@ -151,18 +159,17 @@ class Capture:
         shared = sys.getrefcount(gradient) > python_limit + 1 or tensor_references(gradient) > tensor_limit
         may_adopt = gradient.dtype is slot.lane[2] and self.arena.current(slot) is None
         if shared or (slot.nbytes >= LARGE_BYTES and not may_adopt):
-            self._flush_shared(task, {slot})
+            self._flush_shared(task, [slot])
             self._add(task, [slot], [gradient])
             return SWALLOWED
-        stream = raw_stream(gradient)
+        stream, identity = raw_stream(gradient), task_id()
         bucket = task.buckets.get(slot.lane_key)
         if bucket is None:
-            bucket = task.buckets[slot.lane_key] = Bucket(stream)
+            bucket = task.buckets[slot.lane_key] = self._open_buckets(slot)[identity] = Bucket(stream)
         elif bucket.stream != stream:
-            self.flush_bucket(task, bucket)
+            self.flush_bucket(identity, bucket)
             bucket.stream = stream
-        bucket.slots.append(slot)
-        bucket.gradients.append(gradient)
+        bucket += (slot, gradient)
         if slot.nbytes < LARGE_BYTES:
             bucket.nbytes += slot.nbytes
         return SWALLOWED
@@ -202,17 +209,18 @@ class Capture:
         task.added = True
         self.arena.add(slots, gradients, task.scale * self.window.factor)
 
-    def flush_bucket(self, task: Task, bucket: Bucket) -> None:
-        """Add what a bucket holds."""
-        slots, gradients, bucket.slots, bucket.gradients = bucket.slots, bucket.gradients, [], []
-        bucket.nbytes = 0
-        if slots and slots[0].lane[0].type == "cuda":
+    def flush_bucket(self, identity: int, bucket: Bucket) -> None:
+        """Add what a bucket of this graph task holds."""
+        slots, gradients = bucket.take()
+        if not slots:
+            return
+        if slots[0].lane[0].type == "cuda":
             stream = torch.cuda.current_stream(slots[0].lane[0])
             if stream.cuda_stream != bucket.stream:
                 # The engine has made this stream wait for the other; the allocator does not know.
                 for gradient in gradients:
                     gradient.record_stream(stream)
-        self._add(task, slots, gradients)
+        self._add(self._tasks[identity], slots, gradients)
 
     def finish(self, identity: int) -> None:
         """The end of a graph task: add what is pending, and deliver if this was the window's last."""
@@ -222,26 +230,35 @@ class Capture:
         nested = torch._C._current_autograd_node() is not None
         if not task.ignored:
             window = self.window
-            self._flush_shared(task, {slot for bucket in task.buckets.values() for slot in bucket.slots})
             for bucket in task.buckets.values():
-                self.flush_bucket(task, bucket)
+                self._flush_shared(task, bucket[0::2])
+                self.flush_bucket(identity, bucket)
             window.micro.ran = True
             if window.counted and window.will_update and not window.micro.deferred:
                 if task.captures and task.stored:
                     self.collect(task.stored)
                 self.deliver()
-        del self._tasks[identity]
+        self._drop(identity)
         if task.ignored:
             self._mark_ignored(task)
         if not nested:
             self.settle()
 
-    def _flush_shared(self, inner: Task, slots: set[Slot]) -> None:
+    def _flush_shared(self, inner: Task, slots: Sequence[Slot]) -> None:
         """Add what enclosing tasks hold for these parameters first, in autograd's order."""
-        for task in self._tasks.values() if len(self._tasks) > 1 else ():
+        if len(self._tasks) == 1:
+            return
+        for identity, task in self._tasks.items():
             for bucket in task.buckets.values() if task is not inner else ():
-                if not slots.isdisjoint(bucket.slots):
-                    self.flush_bucket(task, bucket)
+                if not set(slots).isdisjoint(bucket[0::2]):
+                    self.flush_bucket(identity, bucket)
+
+    def _drop(self, identity: int) -> Task:
+        """Forget a graph task and whatever it still holds."""
+        task = self._tasks.pop(identity)
+        for lane_key in task.buckets:
+            self._buckets[lane_key].pop(identity, None)
+        return task
 
     # Between backwards
 
@@ -249,7 +266,7 @@ class Capture:
         """Forget backwards that an exception has ended; taint the window where they have added something."""
         active = task_id()
         for identity in [key for key in self._tasks if key != active]:
-            task = self._tasks.pop(identity)
+            task = self._drop(identity)
             if task.ignored:
                 self._mark_ignored(task)
             elif task.added or any(slot.param.grad is not None for slot in task.stored):
@@ -264,8 +281,10 @@ class Capture:
     def collect(self, slots: Sequence[Slot]) -> None:
         """Counted loop: add what autograd has stored as this micro-batch's gradient."""
         present = [slot.param.grad for slot in slots]
+        if all(map(operator.is_, present, itertools.repeat(None))):
+            return
         foreign = []
-        for slot, gradient in zip(slots, present, strict=True) if any(map(_given, present)) else ():
+        for slot, gradient in zip(slots, present, strict=True):
             if gradient is not None and slot.is_foreign(gradient):
                 foreign.append((slot, gradient.detach()))
                 slot.param.grad = None
@@ -301,11 +320,8 @@ class Capture:
 
     def forget(self) -> None:
         """Drop what is pending."""
-        self._tasks.clear()
-
-
-def _given(gradient: Tensor | None) -> bool:
-    return gradient is not None
+        for identity in list(self._tasks):
+            self._drop(identity)
 
 
 def _finish(capture: weakref.ref, identity: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,19 +21,26 @@ LARGE_BYTES = 2**20
 #: A hook's answers: autograd stores the gradient, or nothing.
 LET_THROUGH = None
 SWALLOWED: tuple[None] = (None,)
+Hook = Callable[[tuple], tuple | None]
 task_id = torch._C._current_graph_task_id
 
 
-class Bucket:
-    """Gradients of one lane, taken on one stream, that wait to be added."""
+class Bucket(list):
+    """Gradients of one lane, taken on one stream, that wait to be added: a slot, its gradient, and so on."""
 
-    __slots__ = ("gradients", "nbytes", "slots", "stream")
+    __slots__ = ("nbytes", "stream")
 
     def __init__(self, stream: int) -> None:
+        super().__init__()
         self.stream = stream
-        self.slots: list[Slot] = []
-        self.gradients: list[Tensor] = []
         self.nbytes = 0
+
+    def take(self) -> tuple[list[Slot], list[Tensor]]:
+        """Empty it: the slots and, in their order, the gradients."""
+        slots, gradients = self[0::2], self[1::2]
+        self.clear()
+        self.nbytes = 0
+        return slots, gradients
 
 
 class Task:
@@ -74,41 +81,44 @@ def references() -> tuple[int, int]:
     return seen[0]
 
 
-def make_hook(capture: weakref.ref, tasks: dict[int, Task], slot: Slot) -> Callable[[tuple], tuple | None]:
+def make_hook(capture: weakref.ref, open_buckets: Mapping[int, Bucket], slot: Slot) -> Hook:
     """The pre-hook of one parameter: it holds no capture, and lets gradients through when that is gone.
 
     The ordinary case is spelled out here and everything else left to `Capture.receive`, because a call per
-    parameter and micro-batch costs as much as autograd's own addition of a small gradient.
+    parameter and micro-batch costs as much as autograd's own addition of a small gradient. What is not looked
+    at here (layout, dtype) the arena finds out.
+
+    Args:
+        capture: a weak reference to the owner.
+        open_buckets: the buckets of the slot's lane, by graph task.
+        slot: the parameter.
     """
-    param, key, nbytes = slot.param, slot.lane_key, slot.nbytes
-    dtype, plain = slot.lane[1], not slot.odd and nbytes < LARGE_BYTES
+    param, nbytes = slot.param, slot.nbytes
     current_task, python_count, tensor_count = task_id, sys.getrefcount, tensor_references
     python_limit, tensor_limit = references()
-    on_cuda, strided = slot.lane[0].type == "cuda", torch.strided
+    on_cuda = slot.lane[0].type == "cuda"
+    if nbytes >= LARGE_BYTES:
+        open_buckets = {}
 
     def hook(gradients: tuple) -> tuple | None:
+        bucket = open_buckets.get(current_task())
         (gradient,) = gradients
-        task = tasks.get(current_task())
-        if task is not None and plain and not param._post_accumulate_grad_hooks:
-            bucket = task.buckets.get(key)
-            if (
-                bucket is not None
-                and type(gradient) is Tensor
-                and gradient.dtype is dtype
-                and gradient.layout is strided
-                and python_count(gradient) <= python_limit
-                and tensor_count(gradient) <= tensor_limit
-                and not (on_cuda and raw_stream(gradient) != bucket.stream)
-            ):
-                bucket.slots.append(slot)
-                bucket.gradients.append(gradient)
-                bucket.nbytes += nbytes
-                if bucket.nbytes < BUCKET_BYTES:
-                    return SWALLOWED
+        if (
+            bucket is not None
+            and not param._post_accumulate_grad_hooks
+            and type(gradient) is Tensor
+            and python_count(gradient) <= python_limit
+            and tensor_count(gradient) <= tensor_limit
+            and not slot.odd
+            and not (on_cuda and raw_stream(gradient) != bucket.stream)
+        ):
+            bucket += (slot, gradient)
+            bucket.nbytes += nbytes
+            if bucket.nbytes >= BUCKET_BYTES:
                 owner = capture()
                 if owner is not None:
-                    owner.flush_bucket(task, bucket)
-                return SWALLOWED
+                    owner.flush_bucket(current_task(), bucket)
+            return SWALLOWED
         owner = capture()
         return LET_THROUGH if owner is None else owner.receive(slot, gradient)
 

@@ -98,9 +98,12 @@ class Slot:
         self.signature = self.current_signature()
 
     def current_signature(self) -> tuple:
-        """What must not have changed since `describe`, for the node to be the same and the sum to fit."""
+        """What must not have changed since `describe`, for the node to be the same and the sum to fit.
+
+        A change of device or layout comes with other memory.
+        """
         param = self.param
-        return param.dtype, param.device, param.requires_grad, param.stride(), param.data_ptr()
+        return param.data_ptr(), param.dtype, param.requires_grad
 
     @property
     def accumulate_dtype(self) -> torch.dtype:
