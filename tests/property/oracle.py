@@ -119,6 +119,7 @@ class StockManual:
         self.num_updates = 0
         self.has_updated = False
         self.stale = False  # p.grad holds the last update's gradient
+        self.ran = False  # p.grad holds more than what was put there by hand
         self.witness: list[Tensor | None] | None = None
 
     @property
@@ -131,7 +132,7 @@ class StockManual:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.inner.zero_grad(set_to_none)
-        self.stale = not set_to_none
+        self.stale, self.ran = not set_to_none, False
 
     def step(self, closure: Callable[[], Tensor] | None = None) -> Any:
         loss = self.inner.step() if closure is None else self.inner.step(closure)
@@ -140,7 +141,8 @@ class StockManual:
         return loss
 
     def after_backward(self, several: bool) -> None:
-        """Autograd has already done everything."""
+        """Autograd has already done everything else."""
+        self.ran = True
 
     def discard(self) -> None:
         for p in self.params:
@@ -329,10 +331,9 @@ class Collector(StockManual):
         return both, {"mean": 1.0 / count, "sum": 1.0}.get(self.loop.reduction, 1.0 / weights)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        if self.stale or not self.loop.counted:
-            self.inner.zero_grad(set_to_none)
-        else:
-            self.inner.zero_grad(True)
+        inside = self.loop.counted and self.window.count > 0 and not self.stale
+        self.inner.zero_grad(set_to_none or inside)
+        self.several = self.several or not set_to_none  # gradients are added to the zeros in p.grad
         if not self.loop.counted and not self.stale:
             for index, p in enumerate(self.params):
                 summed = index in self.window.sums or index in self.micro
