@@ -72,13 +72,18 @@ class AccumulatingOptimizer(Optimizer):
         self._build(optimizer, window, accumulate_dtype, backend)
 
     def _build(
-        self, optimizer: Optimizer, window: Window, accumulate_dtype: torch.dtype | None, backend: str
+        self,
+        optimizer: Optimizer,
+        window: Window,
+        accumulate_dtype: torch.dtype | None,
+        backend: str,
+        lenient: bool = False,
     ) -> None:
         self._accumulate_dtype = accumulate_dtype
         slots = [
             slot
             for index, group in enumerate(optimizer.param_groups)
-            for slot in self._slots_of(group, index, backend)
+            for slot in self._slots_of(group, index, backend, lenient)
         ]
         self.optimizer = optimizer
         self._window = window
@@ -87,7 +92,8 @@ class AccumulatingOptimizer(Optimizer):
         self._capture = Capture(slots, window, self._arena)
         self._closed = False
 
-    def _slots_of(self, group: dict[str, Any], index: int, backend: str) -> list[Slot]:
+    def _slots_of(self, group: dict[str, Any], index: int, backend: str, lenient: bool = False) -> list[Slot]:
+        """New slots; a parameter that was cast since it was accepted is let in if `lenient`."""
         dtype = self._accumulate_dtype
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise TypeError(f"accumulate_dtype must be a torch.dtype or None, got {dtype!r}")
@@ -95,7 +101,8 @@ class AccumulatingOptimizer(Optimizer):
         slots = []
         for param, name in zip(group["params"], names, strict=True):
             wanted = dtype or default_accumulate_dtype(param)
-            if dtype is not None and (param.dtype, dtype) not in PAIRS and param.is_floating_point():
+            fits = dtype is None or (param.dtype, dtype) in PAIRS or not param.is_floating_point()
+            if not fits and not lenient:
                 raise ValueError(
                     f"accumulate_dtype={dtype} does not go with parameter {name!r} of {param.dtype}; allowed "
                     f"(gradient into sum): {allowed_pairs()}"
@@ -470,7 +477,8 @@ class AccumulatingOptimizer(Optimizer):
         own = dict(state)
         window = Window(own.pop("schedule"), own.pop("reduction"))
         counters, sums = own.pop("window"), own.pop("sums")
-        self._build(own.pop("optimizer"), window, own.pop("_accumulate_dtype"), own.pop("backend"))
+        settings = own.pop("_accumulate_dtype"), own.pop("backend")
+        self._build(own.pop("optimizer"), window, *settings, lenient=True)
         self.__dict__.update(own)
         window.restore(counters if window.counted else fresh_window(counters))
         for slot, kept in zip(self._slots, sums, strict=True):
