@@ -111,3 +111,18 @@ def test_gpu_figures_say_what_they_need():
 def test_gpu_script_parses():
     found = run("bash", "-n", "benchmarks/gpu_run.sh")
     assert (found.returncode, found.stderr) == (0, "")
+
+
+def test_readme_shows_the_newest_run_and_what_it_missed(common, tmp_path):
+    readme_figures = importlib.import_module("readme_figures")
+    stock = common.Row("case", "stock", "us", 2000.0, 1900.0, 2100.0)
+    ours = common.Row(
+        "case", "ours", "us", 500.0, 490.0, 510.0, against="stock", speedup=4.0, goal=5.0, reached="no"
+    )
+    for name in readme_figures.COMMANDS:
+        common.append_csv(tmp_path / f"{name}.csv", [stock, ours])
+    text = readme_figures.section(tmp_path)
+    row = "| case | ours | 500 µs | 4.00 times the speed of `stock` (2.00 ms), goal 5 **missed** |"
+    assert text.count(row) == len(readme_figures.COMMANDS)
+    with pytest.raises(SystemExit, match="make bench"):
+        readme_figures.section(tmp_path / "none")
