@@ -17,10 +17,12 @@ from torch.autograd.graph import increment_version
 
 from . import backends, checks
 from .binding import Binding
-from .slot import Lane, Slot, is_sole, tensor_references
+from .slot import Lane, Segment, Slot, is_sole, owns_memory, tensor_references
 
 #: Views in a segment start at multiples of this many bytes: a cache line, and the widest vector load.
 ALIGNMENT = 128
+#: Lists that are kept bound; models that use other parameters every time would bind ever new ones.
+MAX_BINDINGS = 64
 
 
 class Arena:
@@ -99,6 +101,8 @@ class Arena:
             if slots:
                 backend = self.select(slots[0].lane).backend
                 generation = self._generation if private else -1
+                if len(self._bindings) >= MAX_BINDINGS:
+                    self._bindings.clear()
                 self._bindings[slots[0]] = Binding(backend, slots, sums, generation)  # type: ignore[arg-type]
         else:
             self._add_some_first(slots, gradients, scale)
@@ -212,7 +216,7 @@ class Arena:
     def _show(self, slot: Slot, total: Tensor) -> None:
         self._generation += 1
         slot.param.grad = total
-        slot.shown = weakref.ref(total)
+        slot.shown, slot.shown_version = weakref.ref(total), total._version
         slot.sum = slot.cast = slot.ignored = None
         slot.delivered = True
 
@@ -239,6 +243,12 @@ class Arena:
         slot.delivered = False
         slot.cast = slot.ignored = None
 
+    def unhide(self, slot: Slot) -> None:
+        """After `hide`: the sum stands in p.grad again, and what was put there meanwhile is dropped."""
+        if slot.sum is not None:
+            self._show(slot, slot.sum)
+            self.any_delivered = True
+
     def disown(self) -> None:
         """Between windows: what the user has put into p.grad in place of our sum is a gradient of theirs."""
         self._generation += 1
@@ -246,6 +256,17 @@ class Arena:
             for slot in self.slots:
                 if slot.delivered and slot.param.grad is not slot.shown():
                     slot.delivered = False
+
+    def disown_added(self, slot: Slot) -> None:
+        """Between windows, after a move: what autograd has added to our zeros is a gradient."""
+        total = slot.param.grad
+        if slot.delivered and total is slot.shown() and total is not None:
+            slot.delivered = total._version == slot.shown_version
+
+    def may_adopt(self, slot: Slot, gradient: Tensor) -> bool:
+        """Whether a gradient is likely to become the sum once nobody but us refers to it."""
+        first = gradient.dtype is slot.lane[2] and self.current(slot) is None
+        return first and slot.obeys_layout(gradient) and owns_memory(gradient)
 
     def set_aside(self, slot: Slot) -> None:
         """Ready p.grad for a gradient that autograd will store, and that is to be scaled or counted after."""
@@ -282,7 +303,7 @@ class Arena:
                 chosen = lanes.setdefault((total.device, total.dtype, slot.param.dtype), ([], []))
                 chosen[0].append(slot)
                 chosen[1].append(total)
-            elif not (self.visible or slot.delivered):
+            elif not self.visible and not (slot.delivered and total is slot.shown()):
                 self._show(slot, total)
         self.any_delivered = True
         for (device, source, wanted), (slots, totals) in lanes.items():
@@ -373,7 +394,7 @@ class Arena:
             dtype,
             slot.strides,
         ):
-            slot.buffer = None
+            slot.drop_buffer()
         total = slot.sum
         if total is not None and (total.device != device or total.dtype != dtype):
             slot.sum = total.to(device=device, dtype=dtype)
@@ -430,19 +451,22 @@ class Arena:
 
     def _is_free(self, slot: Slot) -> bool:
         """Whether the slot's buffer may be written: a user may still hold the p.grad that it was."""
-        return (
-            slot.buffer is not None
-            and sys.getrefcount(slot.buffer) == 2
-            and tensor_references(slot.buffer) == 1
-        )
+        buffer, segment = slot.buffer, slot.segment
+        if buffer is None or segment is None:
+            return False
+        # The slot's, this variable's, the argument's.
+        held = sys.getrefcount(buffer) > 3 or tensor_references(buffer) > 1
+        return not (held or segment.is_shared())
 
     def _extend(self, lane: Lane, slots: Sequence[Slot]) -> None:
         """One more segment, cut into buffers for these slots."""
         device, _, dtype = lane
         unit = ALIGNMENT // dtype.itemsize
         sizes = [-(-slot.param.numel() // unit) * unit for slot in slots]
-        segment = torch.empty(sum(sizes), dtype=dtype, device=device)
+        memory = torch.empty(sum(sizes), dtype=dtype, device=device)
+        segment = Segment(memory, len(slots))
         offset = 0
         for slot, size in zip(slots, sizes, strict=True):
-            slot.buffer = segment.as_strided(slot.param.shape, slot.strides, offset)
+            slot.drop_buffer()
+            slot.buffer, slot.segment = memory.as_strided(slot.param.shape, slot.strides, offset), segment
             offset += size

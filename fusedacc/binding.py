@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .backends import Backend, Run
+from .backends import SELF_CHECKING, Backend, Run
 from .slot import Slot
 
 
@@ -43,7 +43,13 @@ class Binding:
         return self._addresses == [-1 if total is None else total.data_ptr() for total in sums]
 
     def add(self, sums: Sequence[Tensor], gradients: Sequence[Tensor], scale: float) -> None:
-        """sum += scale * gradient, for sums that it holds."""
-        if self.run is None:
+        """sum += scale * gradient, for sums that it holds.
+
+        Only the native backends prepare without keeping the sums alive.
+        """
+        if self.run is None and self._backend.name in SELF_CHECKING:
             self.run = self._backend.prepare(sums)
-        self.run(gradients, scale, False)
+        if self.run is None:
+            self._backend.accumulate_(sums, gradients, scale, False)
+        else:
+            self.run(gradients, scale, False)

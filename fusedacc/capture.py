@@ -12,6 +12,7 @@ import functools
 import itertools
 import operator
 import sys
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
 
 from .arena import Arena
 from .hooks import (
@@ -30,7 +30,7 @@ from .hooks import (
     Task,
     accumulate_grad_node,
     make_hook,
-    multi_process,
+    process_group_up,
     raw_stream,
     references,
     task_id,
@@ -38,8 +38,9 @@ from .hooks import (
 from .slot import Slot, tensor_references
 from .window import Window
 
-#: Which live capture holds a parameter.
-_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
+#: Which capture holds a parameter, by the parameter's id: a live capture keeps its parameters alive, and weak
+#: references to parameters would stand in the way of `torch.utils.swap_tensors`.
+_owners: dict[int, weakref.ref[Capture]] = {}
 
 
 class Capture:
@@ -59,6 +60,8 @@ class Capture:
         self.window = window
         self.arena = arena
         self.ignoring = False
+        self.closed = False
+        self._lock = threading.RLock()
         self._tasks: dict[int, Task] = {}
         self._buckets: dict[int, dict[int, Bucket]] = {}
         #: The nodes, which die with their hooks when nobody refers to them, and the hooks' handles. They are
@@ -76,23 +79,27 @@ class Capture:
     def claim(self, slots: Sequence[Slot]) -> None:
         """Make these parameters ours, or raise ValueError and claim none."""
         for slot in slots:
-            owner = _owners.get(slot.param)
-            if owner is not None and owner() is not None and owner() is not self:
+            owner = _owners.get(id(slot.param), _nobody)()
+            if owner not in (None, self):
                 raise ValueError(
                     f"parameter {slot.name!r} is already accumulated by another live AccumulatingOptimizer; "
                     "close() that one first, or give each wrapper its own parameters"
                 )
         for slot in slots:
-            _owners[slot.param] = weakref.ref(self)
+            _owners[id(slot.param)] = weakref.ref(self)
 
     def refresh(self) -> None:
         """Hook what can be hooked; called again after whatever may have changed a parameter's node."""
+        if self.closed:
+            return
         for slot in self.slots:
             changed = slot.signature != slot.current_signature()
             if changed:
                 former = slot.lane[1]
                 slot.describe()
                 self.arena.convert(slot)
+                if self.window.empty:
+                    self.arena.disown_added(slot)
                 if slot.widened and slot.former_grad_dtype == former:
                     slot.former_grad_dtype = slot.param.dtype
             if not slot.param.requires_grad:
@@ -102,7 +109,7 @@ class Capture:
 
     def _arm(self, slot: Slot) -> None:
         param = slot.param
-        if slot.accumulate_dtype != param.dtype and not slot.widened and not multi_process():
+        if slot.accumulate_dtype != param.dtype and not slot.widened and not process_group_up():
             slot.former_grad_dtype, slot.widened = param.grad_dtype, True
             param.grad_dtype = None
         node = accumulate_grad_node(param)
@@ -120,6 +127,11 @@ class Capture:
         if handle is not None:
             handle.remove()
 
+    def close(self) -> None:
+        """Release for good."""
+        self.closed = True
+        self.release()
+
     def release(self) -> None:
         """Take the hooks off and give back what was changed on the parameters. Sums are left alone."""
         for slot in self.slots:
@@ -130,18 +142,16 @@ class Capture:
                 param.grad_dtype = slot.former_grad_dtype
                 if gradient is not None:
                     param.grad = gradient.to(slot.former_grad_dtype or gradient.dtype)
-            owner = _owners.get(slot.param)
-            if owner is not None and owner() in (None, self):
-                del _owners[slot.param]
+            if _owners.get(id(slot.param), _nobody)() in (None, self):
+                _owners.pop(id(slot.param), None)
         self.forget()
 
     # A backward runs
 
     def receive(self, slot: Slot, gradient: Tensor | None) -> tuple[None] | None:
         """One gradient, whatever it is: `(None,)` where it was taken, None to leave it to autograd."""
-        task = self._tasks.get(task_id())
-        if task is None:
-            task = self._begin()
+        with self._lock:
+            task = self._tasks.get(task_id()) or self._begin()
         if not task.captures or slot.param._post_accumulate_grad_hooks:
             self._leave(task, slot)
             return LET_THROUGH
@@ -157,8 +167,7 @@ class Capture:
         # The hook's caller, the hook and this call refer to it; a flush that has begun would find it shared.
         python_limit, tensor_limit = references()
         shared = sys.getrefcount(gradient) > python_limit + 1 or tensor_references(gradient) > tensor_limit
-        may_adopt = gradient.dtype is slot.lane[2] and self.arena.current(slot) is None
-        if shared or (slot.nbytes >= LARGE_BYTES and not may_adopt):
+        if shared or (slot.nbytes >= LARGE_BYTES and not self.arena.may_adopt(slot, gradient)):
             self._flush_shared(task, [slot])
             self._add(task, [slot], [gradient])
             return SWALLOWED
@@ -187,21 +196,31 @@ class Capture:
             task = Task(captures=False, ignored=True)
         else:
             scale = window.base_scale
-            stock = torch.is_grad_enabled() or multi_process()
-            task = Task(not stock, 0.0 if window.leaves_out else scale)
+            differentiable, reduced = torch.is_grad_enabled(), process_group_up()
+            task = Task(not (differentiable or reduced), 0.0 if window.leaves_out else scale)
+            task.reducer = "ahead" if reduced and not differentiable else ""
+            if window.full:
+                window.restart()  # its update has failed, and nobody has retried it or cleared the gradients
             if not window.counted:
                 self.reclaim()
             elif window.empty:
                 self.arena.retract()
-        torch.autograd.Variable._execution_engine.queue_callback(
-            functools.partial(_finish, weakref.ref(self), identity)
-        )
         self._tasks[identity] = task
+        self._call_back(identity, task)
         return task
+
+    def _call_back(self, identity: int, task: Task) -> None:
+        """Have the engine call `finish` at the end of the graph task at hand."""
+        callback = functools.partial(_finish, weakref.ref(self), identity)
+        task.callback = weakref.ref(callback)
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
 
     def _leave(self, task: Task, slot: Slot) -> None:
         """Let autograd store this gradient, beside nothing of ours."""
-        if not task.ignored and (self.window.counted or self.window.weighs):
+        if task.ignored and slot.delivered:
+            task.hidden.append(slot)
+            self.arena.hide(slot)
+        elif not task.ignored and (self.window.counted or self.window.weighs):
             self.arena.set_aside(slot)
         task.stored.append(slot)
 
@@ -217,7 +236,8 @@ class Capture:
         if slots[0].lane[0].type == "cuda":
             stream = torch.cuda.current_stream(slots[0].lane[0])
             if stream.cuda_stream != bucket.stream:
-                # The engine has made this stream wait for the other; the allocator does not know.
+                other = torch.cuda.ExternalStream(bucket.stream, device=stream.device)
+                stream.wait_stream(other)
                 for gradient in gradients:
                     gradient.record_stream(stream)
         self._add(self._tasks[identity], slots, gradients)
@@ -227,22 +247,25 @@ class Capture:
         task = self._tasks.get(identity)
         if task is None:
             return
-        nested = torch._C._current_autograd_node() is not None
+        window = self.window
+        delivers = window.counted and window.will_update and not window.micro.deferred and not task.ignored
+        if delivers and task.reducer == "ahead":  # it has queued its callback after ours
+            task.reducer = "done"
+            self._call_back(identity, task)
+            return
         if not task.ignored:
-            window = self.window
             for bucket in task.buckets.values():
                 self._flush_shared(task, bucket[0::2])
                 self.flush_bucket(identity, bucket)
             window.micro.ran = True
-            if window.counted and window.will_update and not window.micro.deferred:
-                if task.captures and task.stored:
+            if delivers and window.tainted is None:
+                if task.captures or task.reducer:
                     self.collect(task.stored)
                 self.deliver()
         self._drop(identity)
         if task.ignored:
             self._mark_ignored(task)
-        if not nested:
-            self.settle()
+        self.settle()
 
     def _flush_shared(self, inner: Task, slots: Sequence[Slot]) -> None:
         """Add what enclosing tasks hold for these parameters first, in autograd's order."""
@@ -264,19 +287,19 @@ class Capture:
 
     def settle(self) -> None:
         """Forget backwards that an exception has ended; taint the window where they have added something."""
-        active = task_id()
-        for identity in [key for key in self._tasks if key != active]:
+        for identity in [key for key, task in self._tasks.items() if task.callback() is None]:
             task = self._drop(identity)
             if task.ignored:
                 self._mark_ignored(task)
             elif task.added or any(slot.param.grad is not None for slot in task.stored):
                 self.window.tainted = "an exception has interrupted a backward"
 
-    @staticmethod
-    def _mark_ignored(task: Task) -> None:
+    def _mark_ignored(self, task: Task) -> None:
         for slot in task.stored:
-            if not slot.delivered:
+            if not slot.delivered and slot not in task.hidden:
                 slot.ignored = slot.param.grad
+        for slot in task.hidden:
+            self.arena.unhide(slot)
 
     def collect(self, slots: Sequence[Slot]) -> None:
         """Counted loop: add what autograd has stored as this micro-batch's gradient."""
@@ -313,8 +336,10 @@ class Capture:
         if target is None:
             return False
         with torch.no_grad():
-            self.arena.rescale(target / window.factor)
-            window.factor = target
+            if target != window.factor:
+                window.tainted = "an exception has interrupted the scaling of the sums"
+                self.arena.rescale(target / window.factor)
+                window.factor, window.tainted = target, None
             self.arena.deliver()
         return True
 
@@ -322,6 +347,10 @@ class Capture:
         """Drop what is pending."""
         for identity in list(self._tasks):
             self._drop(identity)
+
+
+def _nobody() -> None:
+    """A weak reference to nothing."""
 
 
 def _finish(capture: weakref.ref, identity: int) -> None:

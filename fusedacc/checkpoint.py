@@ -58,13 +58,13 @@ def save(optimizer: Optimizer, window: Window, arena: Arena, include_partial: bo
     if partial:
         slots = _slots_by_index(optimizer, arena)
         sums = {index: arena.current(slot) for index, slot in slots.items()}
-        own["sums"] = [index for index, total in sums.items() if total is not None]
-        own["delivered"] = [index for index, slot in slots.items() if slot.delivered]
-        counters = _packed(own)
+        own["sums"] = sum(total is not None for total in sums.values())
         result["state"] = dict(result["state"])
-        for index in own["sums"]:
-            kept = {SUM: sums[index].detach().clone(), COUNTERS: counters.clone()}  # type: ignore[union-attr]
-            result["state"][index] = {**result["state"].get(index, {}), **kept}
+        for index, total in sums.items():
+            if total is not None:
+                counters = _packed(own | {"delivered": slots[index].delivered})
+                kept = {SUM: total.detach().clone(), COUNTERS: counters}
+                result["state"][index] = {**result["state"].get(index, {}), **kept}
     return result
 
 
@@ -78,19 +78,23 @@ def load(optimizer: Optimizer, window: Window, arena: Arena, state_dict: dict[st
         raise ValueError("state_dict must be a dict with 'state' and 'param_groups', as state_dict() returns")
     inner = {name: value for name, value in state_dict.items() if name != OWN}
     own = state_dict.get(OWN)
-    sums: dict[int, Any] = {}
+    sums: dict[Any, tuple[Any, bool]] = {}
     inner["state"] = {}
     for index, entry in state_dict["state"].items():
         if isinstance(entry, dict) and SUM in entry:
-            sums[index] = entry[SUM]
-            own = own or _unpacked(entry.get(COUNTERS))
+            counters = _unpacked(entry.get(COUNTERS))
+            own = own or counters
+            sums[index] = entry[SUM], counters.get("delivered") is True
             entry = {name: value for name, value in entry.items() if name not in (SUM, COUNTERS)}
             if not entry:
                 continue
         inner["state"][index] = entry
-    slots = _slots_by_index(optimizer, arena)
+    # As torch does: the saved names of parameters, whatever they are, stand for the present ones by position.
+    names = [name for group in state_dict["param_groups"] for name in group["params"]]
+    present = _slots_by_index(optimizer, arena)
+    slots = {name: present[index] for index, name in enumerate(names) if index in present}
     if own is not None:
-        _check(own, sums, slots, window)
+        _check(own, {name: total for name, (total, _) in sums.items()}, slots, window)
 
     groups, state = optimizer.param_groups, optimizer.state
     try:
@@ -101,13 +105,13 @@ def load(optimizer: Optimizer, window: Window, arena: Arena, state_dict: dict[st
     if window.counted or sums:
         arena.clear()
     window.restore(Window(None, None).state() if own is None else own["window"])
-    for index, total in sums.items():
-        arena.restore(slots[index], total, index in own["delivered"])  # type: ignore[index]
+    for name, (total, delivered) in sums.items():
+        arena.restore(slots[name], total, delivered)
 
 
-def _check(own: Any, sums: dict[int, Any], slots: dict[int, Slot], window: Window) -> None:
+def _check(own: Any, sums: dict[Any, Any], slots: dict[Any, Slot], window: Window) -> None:
     """Raise ValueError unless the counters and sums fit each other, the parameters and the window."""
-    required = {"version", "counted", "reduction", "window"} | ({"sums", "delivered"} if sums else set())
+    required = {"version", "counted", "reduction", "window"} | ({"sums"} if sums else set())
     if not isinstance(own, dict) or not required <= own.keys() or not isinstance(own["window"], dict):
         raise ValueError(f"state_dict[{OWN!r}] is damaged: it needs {', '.join(sorted(required))}")
     if own["version"] != VERSION:
@@ -115,10 +119,10 @@ def _check(own: Any, sums: dict[int, Any], slots: dict[int, Slot], window: Windo
     missing = window.state().keys() - own["window"].keys()
     if missing:
         raise ValueError(f"state_dict[{OWN!r}]['window'] is damaged: it lacks {', '.join(sorted(missing))}")
-    if sorted(sums) != sorted(own.get("sums", [])):
+    if len(sums) != own.get("sums", 0):
         raise ValueError(
-            f"state_dict[{OWN!r}] speaks of sums of parameters {own.get('sums', [])}, but holds those of "
-            f"{sorted(sums)}"
+            f"state_dict is damaged: its window has the sums of {own.get('sums', 0)} parameters, it holds "
+            f"those of {len(sums)}"
         )
     if sums and (own["counted"], own["reduction"]) != (window.counted, window.reduction):
         loops = {True: "counted", False: "manual"}
@@ -127,13 +131,13 @@ def _check(own: Any, sums: dict[int, Any], slots: dict[int, Slot], window: Windo
             f"reduction={own['reduction']!r}, this is a {loops[window.counted]} loop with "
             f"reduction={window.reduction!r}; save with include_partial=False to change between them"
         )
-    for index, total in sums.items():
-        if index not in slots:
-            raise ValueError(f"state_dict holds a sum of parameter {index}, of {len(slots)} parameters")
-        param = slots[index].param
+    for name, total in sums.items():
+        if name not in slots:
+            raise ValueError(f"state_dict holds a sum of parameter {name!r}, of {len(slots)} parameters")
+        param = slots[name].param
         if not isinstance(total, Tensor) or total.shape != param.shape:
             got = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
-            raise ValueError(f"the sum of parameter {index} is {got}; its shape is {tuple(param.shape)}")
+            raise ValueError(f"the sum of parameter {name!r} is {got}; its shape is {tuple(param.shape)}")
         kinds = (total.is_floating_point(), total.is_complex())
         if kinds != (param.is_floating_point(), param.is_complex()):
-            raise ValueError(f"the sum of parameter {index} is {total.dtype}, the parameter {param.dtype}")
+            raise ValueError(f"the sum of parameter {name!r} is {total.dtype}, the parameter {param.dtype}")

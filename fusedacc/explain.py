@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass, fields
 
 from . import traffic
 from .arena import Arena
-from .hooks import multi_process
+from .hooks import process_group_up
 from .slot import Slot
 from .window import Window
 
@@ -74,8 +74,8 @@ def route(slot: Slot, arena: Arena) -> Route:
     param = slot.param
     if not param.requires_grad:
         return Route("none", "-", "frozen: requires_grad is False")
-    if multi_process():
-        return Route("eager", "stock", "a process group of several ranks is up: autograd fills p.grad")
+    if process_group_up():
+        return Route("eager", "stock", "a process group is up: autograd fills p.grad")
     if param._post_accumulate_grad_hooks:
         return Route("eager", "stock", "a post-accumulate-grad hook needs p.grad: autograd fills it")
     if slot.odd:

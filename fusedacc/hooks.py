@@ -46,7 +46,17 @@ class Bucket(list):
 class Task:
     """What one call of the engine has delivered so far."""
 
-    __slots__ = ("added", "buckets", "captures", "ignored", "scale", "stored")
+    __slots__ = (
+        "added",
+        "buckets",
+        "callback",
+        "captures",
+        "hidden",
+        "ignored",
+        "reducer",
+        "scale",
+        "stored",
+    )
 
     def __init__(self, captures: bool, scale: float = 1.0, ignored: bool = False) -> None:
         #: Whether gradients are taken; else all are left to autograd, and if ignored, do not count.
@@ -57,6 +67,12 @@ class Task:
         #: Whether any gradient is in a sum already, and whose gradients autograd was left to store.
         self.added = False
         self.stored: list[Slot] = []
+        #: Whose sums were taken out of p.grad for the time of an ignored backward.
+        self.hidden: list[Slot] = []
+        #: The engine's callback, which dies with a graph task that fails.
+        self.callback: Callable[[], object] = object
+        #: Whether a reducer may fill p.grad in a callback of its own: "" if not, "ahead" or "done".
+        self.reducer = ""
 
 
 @functools.cache
@@ -136,7 +152,6 @@ def accumulate_grad_node(param: Tensor) -> Any:
         return param.view_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
-def multi_process() -> bool:
-    """Whether a process group of more than one rank is up, whose reducer needs the gradients in p.grad."""
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+def process_group_up() -> bool:
+    """Whether a process group is up, whose reducer (of one rank too) needs the gradients in p.grad."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -99,7 +99,11 @@ class AccumulatingOptimizer(Optimizer):
             raise TypeError(f"accumulate_dtype must be a torch.dtype or None, got {dtype!r}")
         names = group.get("param_names") or [f"{index}.{i}" for i in range(len(group["params"]))]
         slots = []
+        known = {id(slot.param) for slot in self.__dict__.get("_slots", ())}
         for param, name in zip(group["params"], names, strict=True):
+            if id(param) in known:
+                continue
+            known.add(id(param))
             wanted = dtype or default_accumulate_dtype(param)
             fits = dtype is None or (param.dtype, dtype) in PAIRS or not param.is_floating_point()
             if not fits and not lenient:
@@ -200,6 +204,8 @@ class AccumulatingOptimizer(Optimizer):
                 left part of a micro-batch in the sums (see `discard`).
         """
         window = self._window
+        if self._closed:
+            return self.optimizer.step(closure)
         if not window.counted:
             return self._step_manually(closure)
         loss = None
@@ -213,13 +219,14 @@ class AccumulatingOptimizer(Optimizer):
             self.optimizer.step()
             return loss
         if window.empty:
+            self._capture.refresh()
             self._arena.disown()
         if not window.micro.deferred:
             self._capture.collect(self._slots)
-        if not window.micro.ran:
-            return loss
-        window.end_micro_batch()
-        if window.micro_step >= window.steps:
+        if window.micro.ran:
+            window.unsynchronised = window.micro.deferred
+            window.end_micro_batch()
+        if window.full:
             self._update(partial=False)
         return loss
 
@@ -229,22 +236,25 @@ class AccumulatingOptimizer(Optimizer):
         It assigns zero gradients by hand, sets every lr to 0 and calls step() once
         (torch.distributed.checkpoint.state_dict, `_init_optim_state`).
         """
-        window = self._window
-        if self.optimizer.state or not window.empty or window.num_updates or self._arena.any_delivered:
+        if self.optimizer.state or any(group.get("lr", 1.0) != 0.0 for group in self.param_groups):
             return False
-        rates = [group.get("lr", 1.0) for group in self.param_groups]
-        return all(float(rate) == 0.0 for rate in rates) and any(
-            s.param.grad is not None for s in self._slots
-        )
+        given = [slot.param.grad for slot in self._slots if slot.param.requires_grad]
+        # Reading the zeros waits for the device, but only while there is no state yet and every lr is 0.
+        return bool(given) and all(g is not None and g.grad_fn is None and not g.any() for g in given)
 
     def _step_manually(self, closure: Callable[[], Any] | None) -> Any:
         self._capture.settle()
         window = self._window
         window.has_updated = False
+        if closure is None and self._is_initialising():
+            return self.optimizer.step()
+        if window.in_context and window.micro.ran:
+            self._capture.reclaim()
+            window.end_micro_batch()
 
         def finish_gradients() -> None:
             window.check_untainted()
-            if window.reduction != "sum":
+            if window.reduction != "sum" and window.micro_step > 0:
                 self._capture.deliver(ending=False)
             self._arena.present()
 
@@ -255,20 +265,29 @@ class AccumulatingOptimizer(Optimizer):
             finish_gradients()
             return loss
 
-        if closure is None:
-            skipped = window.weighs and window.micro_step > 0 and window.weight_total == 0
-            finish_gradients()
-            loss = None if skipped else self.optimizer.step()
-        else:
-            skipped = False
-            loss = self.optimizer.step(evaluate)
+        finish_gradients()
+        skipped = closure is None and window.weighs and window.micro_step > 0 and window.weight_total == 0
+        loss = None if skipped else self.optimizer.step(evaluate if closure is not None else None)
         self._arena.withdraw()
         window.end_update(skipped)
-        self._capture.refresh()
+        self._follow_groups()
         return loss
 
+    def _follow_groups(self) -> None:
+        """Take in parameters that were put into `param_groups` behind our back, and re-arm what has moved."""
+        groups = self.param_groups
+        if sum(len(group["params"]) for group in groups) != len(self._slots):
+            for index, group in enumerate(groups):
+                slots = self._slots_of(group, index, self._arena.backend, lenient=True)
+                self._capture.claim(slots)
+                self._slots.extend(slots)
+        self._capture.refresh()
+
     def _update(self, partial: bool) -> None:
-        """One update of the inner optimizer from the window's sums."""
+        """One update of the inner optimizer from the window's sums.
+
+        If it raises, the window stays as it is: `step()` or `flush()` tries again, `zero_grad()` gives up.
+        """
         window = self._window
         skipped = not self._capture.deliver(ending=False, partial=partial)
         if skipped:
@@ -278,7 +297,7 @@ class AccumulatingOptimizer(Optimizer):
             self.optimizer.step()
             self._arena.withdraw()
         window.end_update(skipped)
-        self._capture.refresh()
+        self._follow_groups()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients: of the last update (counted; nothing in mid-window), or all (manual).
@@ -290,29 +309,30 @@ class AccumulatingOptimizer(Optimizer):
             RuntimeError: counted loop: a backward has not been ended by `step()`; its gradients are in the
                 sums and cannot be taken back (see `ignore` and `discard`).
         """
+        if self._closed:
+            return self.optimizer.zero_grad(set_to_none)
         self._capture.settle()
         window = self._window
         if window.counted:
             if window.tainted is not None:
-                return
+                return None
             if window.micro.ran:
                 raise RuntimeError(
                     "zero_grad() after a backward that no step() has ended: its gradients are in the "
                     "window's sums and cannot be taken back. Put a backward that shall not count inside "
                     "optimizer.ignore(), or call optimizer.discard() to throw the window away"
                 )
-            if window.micro_step > 0:
+            if window.micro_step > 0 and not window.full:
                 self._arena.clear_ignored()
-                return
-        else:
-            in_context, has_updated = window.in_context, window.has_updated
-            window.reset()
-            window.in_context, window.has_updated = in_context, has_updated
+                return None
+        if not window.empty:
+            window.restart()
+        window.tainted = None
         if set_to_none:
             self._arena.clear()
         else:
             self._arena.zero()
-        self._capture.refresh()
+        return self._follow_groups()
 
     @contextlib.contextmanager
     def accumulate(
@@ -343,10 +363,11 @@ class AccumulatingOptimizer(Optimizer):
         try:
             with silent:
                 yield micro
-            if not window.counted and window.micro.ran:
+        finally:
+            self._capture.settle()
+            if not window.counted and window.micro is micro and micro.ran and window.tainted is None:
                 self._capture.reclaim()
                 window.end_micro_batch()
-        finally:
             window.in_context = False
 
     @contextlib.contextmanager
@@ -380,6 +401,7 @@ class AccumulatingOptimizer(Optimizer):
             if not window.empty:
                 self.step()
             return
+        window.check_synchronised("flush() would update every rank with gradients of its own")
         if window.empty:
             self._arena.disown()
         self._capture.collect(self._slots)
@@ -404,10 +426,10 @@ class AccumulatingOptimizer(Optimizer):
         if self._closed:
             return
         self._capture.settle()
-        self._capture.release()
+        self._capture.close()
         for slot in self._slots:
             slot.forget()
-            slot.buffer = None
+            slot.drop_buffer()
         self._closed = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -440,10 +462,13 @@ class AccumulatingOptimizer(Optimizer):
         Without a part-filled window the result loads into the bare inner optimizer too.
 
         Raises:
-            RuntimeError: the window holds part of a micro-batch after an exception (see `discard`).
+            RuntimeError: the window holds part of a micro-batch after an exception (see `discard`), or
+                gradients that `accumulate(model)` has left unsynchronised.
         """
         self._capture.settle()
         self._window.check_untainted()
+        if include_partial:
+            self._window.check_synchronised("state_dict(include_partial=True) would save one rank's part")
         return checkpoint.save(self.optimizer, self._window, self._arena, include_partial)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

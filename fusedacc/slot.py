@@ -23,6 +23,19 @@ def default_accumulate_dtype(param: Tensor) -> torch.dtype:
     return torch.float32 if param.dtype in (torch.bfloat16, torch.float16) else param.dtype
 
 
+class Segment:
+    """Memory that the buffers of several parameters share."""
+
+    def __init__(self, memory: Tensor, buffers: int) -> None:
+        self.memory = memory
+        #: Views of it that are some slot's buffer.
+        self.buffers = buffers
+
+    def is_shared(self) -> bool:
+        """Whether anybody else has a view of it: a user may still hold what was p.grad, or part of it."""
+        return storage_users(self.memory) > self.buffers + 1
+
+
 class Slot:
     """One parameter of the wrapped optimizer; a record that the arena and the capture keep."""
 
@@ -41,7 +54,9 @@ class Slot:
         "odd",
         "param",
         "requested_dtype",
+        "segment",
         "shown",
+        "shown_version",
         "signature",
         "strides",
         "sum",
@@ -56,9 +71,11 @@ class Slot:
         self.sum: Tensor | None = None
         #: Memory kept from window to window, where gradient and sum differ in dtype.
         self.buffer: Tensor | None = None
+        self.segment: Segment | None = None
         #: Whether p.grad is the sum, and the truth, in a counted loop; what was put there then.
         self.delivered = False
         self.shown: Callable[[], Tensor | None] = _nothing
+        self.shown_version = 0
         #: Whether, in a manual loop, autograd is to store in p.grad while the sum waits here.
         self.aside = False
         #: The sum in the parameter's dtype, while it stands in p.grad for an update.
@@ -79,6 +96,12 @@ class Slot:
         self.sum = self.cast = self.ignored = None
         self.shown = _nothing
         self.delivered = self.aside = False
+
+    def drop_buffer(self) -> None:
+        """Let the buffer go; its segment knows."""
+        if self.segment is not None:
+            self.segment.buffers -= 1
+        self.buffer = self.segment = None
 
     def describe(self) -> None:
         """Take the parameter's present dtype, device and layout."""
@@ -130,6 +153,25 @@ def _nothing() -> None:
     """A weak reference to nothing."""
 
 
+def storage_users(tensor: Tensor) -> int:
+    """How many tensors share the memory of this one, itself included."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1  # less the object just made
+
+
+def owns_memory(tensor: Tensor) -> bool:
+    """Whether nothing but the tensor, and the base that it is a view of, has its memory."""
+    return storage_users(tensor) == (1 if tensor._base is None else 2)
+
+
+def _count_references(tensors: list[Tensor], index: int) -> int:
+    tensor = tensors[index]
+    return sys.getrefcount(tensor)
+
+
+#: References to a list's entry that a function has picked: the list's, the variable's, the argument's.
+_PICKED = _count_references([torch.empty(0)], 0)
+
+
 def is_sole(gradients: list[Tensor], index: int) -> bool:
     """Whether nothing but the list refers to a gradient or its memory, so that it may be kept and written.
 
@@ -137,11 +179,9 @@ def is_sole(gradients: list[Tensor], index: int) -> bool:
     parameters (two views of one gradient). A view keeps its base alive, which must have no other user then.
     """
     gradient = gradients[index]
-    # Three references: the list's, this variable's, the argument's.
-    if sys.getrefcount(gradient) > 3 or tensor_references(gradient) != 1:
+    if sys.getrefcount(gradient) > _PICKED or tensor_references(gradient) != 1:
         return False
     base = gradient._base
-    storage_users = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
-    if base is None:
-        return storage_users == 2  # the tensor, and the storage object just made
-    return sys.getrefcount(base) == 2 and tensor_references(base) == 2 and storage_users == 3
+    # The base is the view's and this variable's.
+    sole = base is None or (sys.getrefcount(base) < _PICKED and tensor_references(base) == 2)
+    return sole and owns_memory(gradient)

@@ -88,12 +88,18 @@ class MicroBatch:
                 "'weighted' and 'normalized'"
             )
         value = check_weight(weight)
-        if self.ran and value != self._weight and self._reduction == "weighted":
+        late = self.ran and value != self._weight
+        if late and self._weight is not None:
+            raise RuntimeError(
+                f"weight={value} came after the backward of a micro-batch of weight {self._weight}; a "
+                "micro-batch has one weight, and step() ends it"
+            )
+        if late and self._reduction == "weighted":
             raise RuntimeError(
                 f"weight={value} came after the backward; with reduction='weighted' it scales the gradients "
                 "as they arrive: set it before"
             )
-        if self.ran and value == 0 and self._weight != 0:
+        if late and value == 0:
             raise ValueError(
                 "weight=0 came after the backward, whose gradients can no longer be left out: set a weight "
                 "of 0 before"
@@ -112,6 +118,9 @@ class Window:
         TypeError, ValueError: an argument is none of those.
     """
 
+    micro: MicroBatch
+    in_context: bool
+
     def __init__(self, schedule: Schedule, reduction: str | None) -> None:
         self.schedule = check_schedule(schedule)
         if reduction is None:
@@ -126,12 +135,22 @@ class Window:
         self.has_updated = False
         self.reset()
 
+    def restart(self) -> None:
+        """Open an empty window in the place of this one, inside `accumulate()` or not."""
+        in_context, micro = self.in_context, self.micro
+        self.reset()
+        self.in_context = in_context
+        if in_context and not micro.ran:
+            self.micro = micro
+
     def reset(self) -> None:
         """Open an empty window."""
         self.micro_step = 0
         self.weight_total = 0.0
         self.factor = 1.0
         self.tainted: str | None = None
+        #: Whether gradients wait in p.grad that were not synchronised over the ranks.
+        self.unsynchronised = False
         self.micro = MicroBatch(self.reduction)
         self.in_context = False
         self._steps: int | None = None
@@ -169,6 +188,11 @@ class Window:
     @property
     def empty(self) -> bool:
         return self.micro_step == 0 and not self.micro.ran
+
+    @property
+    def full(self) -> bool:
+        """Whether all micro-batches have ended and the update is to come; one that fails leaves this."""
+        return self.counted and self.micro_step > 0 and self.micro_step >= self.steps
 
     @property
     def will_update(self) -> bool:
@@ -228,11 +252,10 @@ class Window:
         """
         if self.in_context:
             raise RuntimeError("accumulate() is already entered; contexts do not nest: one per micro-batch")
-        if weight is not None:
-            if self.micro.ran or self.micro.weight is None:
-                self.micro.weight = weight
-            else:
-                self.micro = MicroBatch(self.reduction, weight)
+        if not self.micro.ran:  # what was said of a micro-batch that never came is forgotten
+            self.micro = MicroBatch(self.reduction, weight)
+        elif weight is not None:
+            self.micro.weight = weight
         self.in_context = True
         return self.micro
 
@@ -256,9 +279,7 @@ class Window:
         """Count an attempted update and open the next window."""
         self.num_updates += 1
         self.num_skipped += skipped
-        in_context = self.in_context
-        self.reset()
-        self.in_context = in_context
+        self.restart()
         self.has_updated = True
 
     def check_untainted(self) -> None:
@@ -267,6 +288,14 @@ class Window:
             raise RuntimeError(
                 f"{self.tainted}: a part of a micro-batch is in the sums and cannot be taken back; call "
                 "discard() to throw the window away"
+            )
+
+    def check_synchronised(self, consequence: str) -> None:
+        """Raise RuntimeError if gradients of this window wait for the ranks' synchronisation."""
+        if self.unsynchronised or self.micro.deferred:
+            raise RuntimeError(
+                "gradients of this window wait in p.grad for the synchronisation of its last micro-batch "
+                f"(accumulate(model=...)): {consequence}"
             )
 
     def state(self) -> dict[str, Any]:
