@@ -32,10 +32,9 @@ from .hooks import (
     make_hook,
     process_group_up,
     raw_stream,
-    references,
     task_id,
 )
-from .slot import Slot, tensor_references
+from .slot import Slot
 from .window import Window
 
 #: Which capture holds a parameter, by the parameter's id: a live capture keeps its parameters alive, and weak
@@ -148,8 +147,11 @@ class Capture:
 
     # A backward runs
 
-    def receive(self, slot: Slot, gradient: Tensor | None) -> tuple[None] | None:
-        """One gradient, whatever it is: `(None,)` where it was taken, None to leave it to autograd."""
+    def receive(self, slot: Slot, gradient: Tensor | None, sole: bool) -> tuple[None] | None:
+        """One gradient, whatever it is: `(None,)` where it was taken, None to leave it to autograd.
+
+        `sole`: nobody but the engine and the hook refers to it, so that nobody can change it.
+        """
         with self._lock:
             task = self._tasks.get(task_id()) or self._begin()
         if not task.captures or slot.param._post_accumulate_grad_hooks:
@@ -164,10 +166,7 @@ class Capture:
             self._flush_shared(task, [slot])
             self.arena.add_odd(slot, gradient, task.scale * self.window.factor)
             return SWALLOWED
-        # The hook's caller, the hook and this call refer to it; a flush that has begun would find it shared.
-        python_limit, tensor_limit = references()
-        shared = sys.getrefcount(gradient) > python_limit + 1 or tensor_references(gradient) > tensor_limit
-        if shared or (slot.nbytes >= LARGE_BYTES and not self.arena.may_adopt(slot, gradient)):
+        if not sole or (slot.nbytes >= LARGE_BYTES and not self.arena.may_adopt(slot, gradient)):
             self._flush_shared(task, [slot])
             self._add(task, [slot], [gradient])
             return SWALLOWED

@@ -119,12 +119,12 @@ def make_hook(capture: weakref.ref, open_buckets: Mapping[int, Bucket], slot: Sl
     def hook(gradients: tuple) -> tuple | None:
         bucket = open_buckets.get(current_task())
         (gradient,) = gradients
+        sole = python_count(gradient) <= python_limit and tensor_count(gradient) <= tensor_limit
         if (
             bucket is not None
+            and sole
             and not param._post_accumulate_grad_hooks
             and type(gradient) is Tensor
-            and python_count(gradient) <= python_limit
-            and tensor_count(gradient) <= tensor_limit
             and not slot.odd
             and not (on_cuda and raw_stream(gradient) != bucket.stream)
         ):
@@ -136,7 +136,7 @@ def make_hook(capture: weakref.ref, open_buckets: Mapping[int, Bucket], slot: Sl
                     owner.flush_bucket(current_task(), bucket)
             return SWALLOWED
         owner = capture()
-        return LET_THROUGH if owner is None else owner.receive(slot, gradient)
+        return LET_THROUGH if owner is None else owner.receive(slot, gradient, sole)
 
     return hook
 

@@ -238,7 +238,11 @@ class AccumulatingOptimizer(Optimizer):
         """
         if self.optimizer.state or any(group.get("lr", 1.0) != 0.0 for group in self.param_groups):
             return False
-        given = [slot.param.grad for slot in self._slots if slot.param.requires_grad]
+        given = [
+            None if slot.param.grad is slot.shown() else slot.param.grad
+            for slot in self._slots
+            if slot.param.requires_grad
+        ]
         # Reading the zeros waits for the device, but only while there is no state yet and every lr is 0.
         return bool(given) and all(g is not None and g.grad_fn is None and not g.any() for g in given)
 
