@@ -10,6 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,15 +89,15 @@ class Arena:
         if binding is not None and private and binding.generation == self._generation and binding.run:
             binding.run(gradients, scale, False)
             return
-        sums = [self.current(slot) for slot in slots]
+        sums = [slot.sum for slot in slots] if private else [self.current(slot) for slot in slots]
         if binding is not None and binding.holds(sums):
             binding.add(sums, gradients, scale)  # type: ignore[arg-type]
             if not private:
                 increment_version(sums)  # type: ignore[arg-type]
             return
         slots = self._set_odd_apart(slots, gradients, scale)
-        if all(self._fits(slot, self.current(slot)) for slot in slots):
-            sums = [self.current(slot) for slot in slots]
+        sums = [self.current(slot) for slot in slots]
+        if all(map(self._fits, slots, sums)):
             self._run(sums, gradients, scale, False)  # type: ignore[arg-type]
             if slots:
                 backend = self.select(slots[0].lane).backend
@@ -126,11 +127,12 @@ class Arena:
 
     def _add_some_first(self, slots: Sequence[Slot], gradients: list[Tensor], scale: float) -> None:
         """`add` where some slot has no sum yet, or the user has put one into p.grad."""
-        sums: list[Tensor] = []
+        sums: list[Any] = []
         terms: list[Tensor] = []
         first: list[bool] = []
         fresh: list[Slot] = []
         same_dtype = slots[0].lane[1] == slots[0].lane[2]
+        buffers = None if same_dtype else self._buffers(slots)
         for index, slot in enumerate(slots):
             total = self.current(slot)
             if total is None:
@@ -139,8 +141,11 @@ class Arena:
                     if scale == 1.0:
                         self._put(slot, total)
                         continue
+                elif buffers is None:
+                    shape, (device, _, dtype) = slot.param.shape, slot.lane
+                    total = torch.empty_strided(shape, slot.strides, dtype=dtype, device=device)
                 else:
-                    total = self._buffer(slot, slots)
+                    total = buffers[index]
                 fresh.append(slot)
                 first.append(True)
             elif not self._fits(slot, total):
@@ -435,28 +440,22 @@ class Arena:
         if self.visible or self.any_delivered:
             increment_version(sums)
 
-    def _buffer(self, slot: Slot, together: Sequence[Slot]) -> Tensor:
-        """Memory for a first gradient that is not adopted, in the parameter's layout.
+    def _buffers(self, slots: Sequence[Slot]) -> list[Tensor | None]:
+        """Memory kept from window to window for first gradients whose sums have another dtype.
 
-        Where the sum has another dtype it comes from a segment shared with the others of `together` that have
-        none yet, and is kept for later windows; else it is as short-lived as a gradient.
+        Slots that have none, or whose buffer a user still sees as an old p.grad, get a new segment together.
         """
-        device, gradient, dtype = slot.lane
-        if gradient == dtype:
-            return torch.empty_strided(slot.param.shape, slot.strides, dtype=dtype, device=device)
-        if not self._is_free(slot):
-            self._extend(slot.lane, [s for s in together if self.current(s) is None and not self._is_free(s)])
-        assert slot.buffer is not None
-        return slot.buffer
-
-    def _is_free(self, slot: Slot) -> bool:
-        """Whether the slot's buffer may be written: a user may still hold the p.grad that it was."""
-        buffer, segment = slot.buffer, slot.segment
-        if buffer is None or segment is None:
-            return False
-        # The slot's, this variable's, the argument's.
-        held = sys.getrefcount(buffer) > 3 or tensor_references(buffer) > 1
-        return not (held or segment.is_shared())
+        segments = {slot.segment for slot in slots if slot.segment is not None}
+        free = {segment for segment in segments if not segment.is_shared()}
+        lacking = []
+        for slot in slots:
+            # Two references to a buffer that only the slot knows: the slot's and the argument's.
+            held = slot.segment not in free or sys.getrefcount(slot.buffer) > 2
+            if self.current(slot) is None and (held or tensor_references(slot.buffer) > 1):  # type: ignore[arg-type]
+                lacking.append(slot)
+        if lacking:
+            self._extend(slots[0].lane, lacking)
+        return [slot.buffer for slot in slots]
 
     def _extend(self, lane: Lane, slots: Sequence[Slot]) -> None:
         """One more segment, cut into buffers for these slots."""
