@@ -6,6 +6,7 @@ backward ends; then they are delivered: p.grad is the sum, and again the truth, 
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import weakref
@@ -92,7 +93,9 @@ class Arena:
         sums = [slot.sum for slot in slots] if private else [self.current(slot) for slot in slots]
         if binding is not None and binding.holds(sums):
             binding.add(sums, gradients, scale)  # type: ignore[arg-type]
-            if not private:
+            if private:
+                binding.generation = self._generation
+            else:
                 increment_version(sums)  # type: ignore[arg-type]
             return
         slots = self._set_odd_apart(slots, gradients, scale)
@@ -133,6 +136,13 @@ class Arena:
         fresh: list[Slot] = []
         same_dtype = slots[0].lane[1] == slots[0].lane[2]
         buffers = None if same_dtype else self._buffers(slots)
+        private = not (self.visible or self.any_delivered)
+        if buffers is not None and private and all(slot.sum is None for slot in slots):
+            self._run(buffers, gradients, scale, True)  # type: ignore[arg-type]
+            self._generation += 1
+            for slot, total in zip(slots, buffers, strict=True):
+                slot.sum = total
+            return
         for index, slot in enumerate(slots):
             total = self.current(slot)
             if total is None:
@@ -313,7 +323,7 @@ class Arena:
         self.any_delivered = True
         for (device, source, wanted), (slots, totals) in lanes.items():
             if (source, wanted) in checks.PAIRS and all(map(checks.is_plain, totals)):
-                casts = [torch.empty_like(total, dtype=wanted) for total in totals]
+                casts = _like(totals, wanted)
                 backends.select(device, wanted, source, self.backend).backend.accumulate_(
                     casts, totals, 1.0, True
                 )
@@ -330,7 +340,8 @@ class Arena:
             if slot.cast is not None and slot.shows_sum():
                 if slot.param.grad is slot.cast and slot.sum is not None:
                     self._show(slot, slot.sum)
-                slot.cast = slot.sum = None
+                else:
+                    slot.cast = slot.sum = None
 
     def clear(self) -> None:
         """Forget every sum and clear every p.grad."""
@@ -469,3 +480,17 @@ class Arena:
             slot.drop_buffer()
             slot.buffer, slot.segment = memory.as_strided(slot.param.shape, slot.strides, offset), segment
             offset += size
+
+
+def _like(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Uninitialised tensors of these shapes and layouts, of another dtype, cut from one piece of memory."""
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        return [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
+    unit = ALIGNMENT // dtype.itemsize
+    sizes = [-(-tensor.numel() // unit) * unit for tensor in tensors]
+    memory = torch.empty(sum(sizes), dtype=dtype, device=tensors[0].device)
+    offsets = itertools.accumulate(sizes, initial=0)
+    return [
+        memory.as_strided(tensor.shape, tensor.stride(), offset)
+        for tensor, offset in zip(tensors, offsets, strict=False)
+    ]
