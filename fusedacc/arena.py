@@ -377,8 +377,14 @@ class Arena:
                 slot.cast = gradient
         self.any_delivered = True
 
+    def ignore_present(self) -> None:
+        """What stands in p.grad now is no gradient of the window; `clear_ignored` takes it away."""
+        for slot in self.slots:
+            if not slot.delivered:
+                slot.ignored = slot.param.grad
+
     def clear_ignored(self) -> None:
-        """Clear from p.grad what backwards inside `ignore()` have left."""
+        """Clear from p.grad what does not count: left by backwards inside `ignore()`, or zeros put there."""
         for slot in self.slots:
             if slot.ignored is not None:
                 if slot.param.grad is slot.ignored:

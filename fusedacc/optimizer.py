@@ -217,6 +217,7 @@ class AccumulatingOptimizer(Optimizer):
         window.has_updated = False
         if self._is_initialising():
             self.optimizer.step()
+            self._arena.ignore_present()
             return loss
         if window.empty:
             self._capture.refresh()

@@ -89,6 +89,39 @@ SCRIPT = textwrap.dedent(
         loss_of(model, index, rank).backward()
         optimizer.step(), optimizer.zero_grad()
     check("each rank for itself", model, own)
+    optimizer.close()
+
+    for silent in (True, False):  # clipped between the last backward and step()
+        model = network()
+        parallel = DistributedDataParallel(model)
+        optimizer = wrapped(parallel, K)
+        for index in range(K):
+            if silent:
+                with optimizer.accumulate(model=parallel):
+                    loss_of(parallel, index, rank).backward()
+            else:
+                loss_of(parallel, index, rank).backward()
+            if optimizer.will_update:
+                nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            elif silent:
+                optimizer.step()
+                for refused in (optimizer.flush, optimizer.state_dict):
+                    try:
+                        refused()
+                    except RuntimeError as error:
+                        assert "synchronisation" in str(error), error
+                    else:
+                        raise AssertionError(f"{refused} took gradients of one rank")
+            optimizer.step()
+        norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        torch.testing.assert_close(norm, torch.tensor(1e-3), rtol=1e-4, atol=0)
+        gathered = [torch.empty_like(model[0].weight) for _ in range(2)]
+        dist.all_gather(gathered, model[0].weight.grad)
+        assert torch.equal(*gathered), f"silent={silent}: ranks differ"
+        optimizer.close()
+
+    model = network()
+    optimizer = wrapped(model, K)
     text = str(optimizer.explain())
     assert "rank" in text or "process group" in text, text
     dist.destroy_process_group()
