@@ -222,7 +222,8 @@ class AccumulatingOptimizer(Optimizer):
         if window.empty:
             self._capture.refresh()
             self._arena.disown()
-        if not window.micro.deferred:
+        waiting = window.unsynchronised and not window.micro.ran  # for a backward that synchronises
+        if not (window.micro.deferred or waiting):
             self._capture.collect(self._slots)
         if window.micro.ran:
             window.unsynchronised = window.micro.deferred

@@ -112,7 +112,9 @@ SCRIPT = textwrap.dedent(
                         assert "synchronisation" in str(error), error
                     else:
                         raise AssertionError(f"{refused} took gradients of one rank")
-            optimizer.step()
+                assert optimizer.micro_step == 1
+            optimizer.step()  # after a deferred micro-batch once more, with no backward: it does not count
+        assert optimizer.num_updates == 1
         norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
         torch.testing.assert_close(norm, torch.tensor(1e-3), rtol=1e-4, atol=0)
         gathered = [torch.empty_like(model[0].weight) for _ in range(2)]

@@ -1,0 +1,52 @@
+"""A small network, a loss by number, and what stock makes of them: shared by tests of whole loops."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+import fusedacc
+
+LOW = torch.bfloat16
+
+
+def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).to(dtype)
+
+
+def wrap(model: nn.Module, steps=None, make=torch.optim.SGD, lr: float = 0.1, **options):
+    return fusedacc.AccumulatingOptimizer(make(model.parameters(), lr=lr), steps, **options)
+
+
+def loss_of(model: nn.Module, seed: int = 0) -> Tensor:
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
+    return model(x.to(next(model.parameters()).dtype)).pow(2).mean()
+
+
+def expected(model: nn.Module, seeds: Iterable[int], scale: float = 1.0) -> list[Tensor]:
+    """Stock's gradients at the model's present weights, summed and then scaled."""
+    twin = copy.deepcopy(model)
+    twin.zero_grad()
+    for seed in seeds:
+        loss_of(twin, seed).backward()
+    return [p.grad * scale for p in twin.parameters()]
+
+
+def gradients(model: nn.Module) -> list[Tensor | None]:
+    return [p.grad for p in model.parameters()]
+
+
+def assert_gradients(model: nn.Module, wanted: list[Tensor]) -> None:
+    """A few float32 operations apart at most: sums of scaled terms against scaled sums."""
+    for gradient, want in zip(gradients(model), wanted, strict=True):
+        assert gradient is not None
+        torch.testing.assert_close(gradient, want, rtol=1e-5, atol=1e-6)
+
+
+def micro_batch(model: nn.Module, optimizer: fusedacc.AccumulatingOptimizer, seed: int) -> None:
+    loss_of(model, seed).backward()
+    optimizer.step()

@@ -1,0 +1,91 @@
+"""DistributedDataParallel in a process group of one rank: its reducer fills p.grad as it does for many."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from loops import assert_gradients, expected, gradients, loss_of, network, wrap
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+@pytest.fixture(autouse=True)
+def _process_group(tmp_path):
+    if not dist.is_gloo_available():
+        pytest.skip("torch was built without gloo")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("bucket_view", [False, True])
+@pytest.mark.parametrize("silent", [False, True])
+@pytest.mark.parametrize("steps", [None, 2])
+def test_gradients_are_those_of_stock(steps, silent, bucket_view):
+    model = network()
+    parallel = DistributedDataParallel(model, gradient_as_bucket_view=bucket_view)
+    optimizer = wrap(model, steps, reduction="sum", lr=0.0)
+    for window in range(2):
+        seeds = range(2 * window, 2 * window + 2)
+        wanted = expected(model, seeds)
+        for seed in seeds:
+            if silent:
+                with optimizer.accumulate(model=parallel):
+                    loss_of(parallel, seed).backward()
+            else:
+                loss_of(parallel, seed).backward()
+            if steps:
+                optimizer.step()
+        if not steps:
+            optimizer.step()
+        assert_gradients(model, wanted)
+        optimizer.zero_grad()
+    assert optimizer.num_updates == 2
+
+
+@pytest.mark.parametrize("bucket_view", [False, True])
+@pytest.mark.parametrize("silent", [False, True])
+def test_clipping_before_step_acts_on_the_mean(silent, bucket_view):
+    model = network()
+    parallel = DistributedDataParallel(model, gradient_as_bucket_view=bucket_view)
+    optimizer = wrap(model, 2)
+    wanted = expected(model, (0, 1), 0.5)
+    for seed in (0, 1):
+        if silent:
+            with optimizer.accumulate(model=parallel):
+                loss_of(parallel, seed).backward()
+        else:
+            loss_of(parallel, seed).backward()
+        if seed == 1:
+            assert_gradients(model, wanted)
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+    assert optimizer.num_updates == 1
+    torch.testing.assert_close(
+        nn.utils.get_total_norm(gradients(model)), torch.tensor(1e-3), rtol=1e-4, atol=0
+    )
+
+
+def test_an_unsynchronised_window_is_neither_saved_nor_flushed():
+    model = network()
+    parallel = DistributedDataParallel(model)
+    optimizer = wrap(model, 3)
+    wanted = expected(model, range(3), 1 / 3)
+    with optimizer.accumulate(model=parallel):
+        loss_of(parallel, 0).backward()
+        with pytest.raises(RuntimeError, match="synchronisation"):
+            optimizer.flush()
+    optimizer.step()
+    for refused in (optimizer.flush, optimizer.state_dict):
+        with pytest.raises(RuntimeError, match="synchronisation"):
+            refused()
+    optimizer.step()  # no backward: it does not count
+    assert optimizer.micro_step == 1
+    assert optimizer.state_dict(include_partial=False)["state"] == {}
+    for seed in (1, 2):
+        with optimizer.accumulate(model=parallel):
+            loss_of(parallel, seed).backward()
+        optimizer.step()
+    assert_gradients(model, wanted)
+    assert (optimizer.num_updates, optimizer.state_dict()["fusedacc"]["window"]["micro_step"]) == (1, 0)
