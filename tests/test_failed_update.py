@@ -1,0 +1,119 @@
+"""An update that raises: tried again, flushed, or given up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from loops import LOW, assert_gradients, expected, gradients, loss_of, micro_batch, network, wrap
+
+
+class Unlucky(torch.optim.SGD):
+    """Its first step raises before it changes anything."""
+
+    failed = False
+
+    def step(self, closure=None):
+        if not self.failed:
+            self.failed = True
+            raise ValueError("no luck")
+        return super().step(closure)
+
+
+def fail_once(optimizer, where: str) -> None:
+    """Have a hook of the inner optimizer raise at the first update."""
+    failures = [ValueError("no luck")]
+
+    def hook(*_):
+        if failures:
+            raise failures.pop()
+
+    getattr(optimizer, f"register_step_{where}_hook")(hook)
+
+
+def unlucky(model, where: str, steps: int | None = 2):
+    if where == "step":
+        return wrap(model, steps, Unlucky)
+    optimizer = wrap(model, steps)
+    fail_once(optimizer, where)
+    return optimizer
+
+
+@pytest.mark.parametrize("retry", ["step", "flush"])
+@pytest.mark.parametrize("where", ["step", "pre"])
+def test_a_failed_update_is_tried_again(where, retry):
+    model = network()
+    optimizer = unlucky(model, where)
+    before, wanted = [p.detach().clone() for p in model.parameters()], expected(model, (0, 1), 0.5)
+    micro_batch(model, optimizer, 0)
+    with pytest.raises(ValueError, match="no luck"):
+        micro_batch(model, optimizer, 1)
+    assert (optimizer.num_updates, optimizer.has_updated) == (0, False)
+    getattr(optimizer, retry)()
+    assert (optimizer.num_updates, optimizer.micro_step, optimizer.has_updated) == (1, 0, True)
+    assert_gradients(model, wanted)
+    for p, start, gradient in zip(model.parameters(), before, wanted, strict=True):
+        torch.testing.assert_close(p.detach(), start - 0.1 * gradient, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("where", ["step", "pre", "post"])
+def test_zero_grad_gives_a_failed_update_up(where):
+    model = network()
+    optimizer = unlucky(model, where)
+    micro_batch(model, optimizer, 0)
+    with pytest.raises(ValueError, match="no luck"):
+        micro_batch(model, optimizer, 1)
+    optimizer.zero_grad()
+    assert gradients(model) == [None] * 4
+    assert optimizer.micro_step == 0
+    wanted = expected(model, (2, 3), 0.5)
+    for seed in (2, 3):
+        micro_batch(model, optimizer, seed)
+    assert optimizer.num_updates == 1
+    assert_gradients(model, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, LOW])
+def test_a_manual_loop_goes_on_from_the_sum_of_a_failed_update(dtype):
+    """As in stock, where what is in p.grad stays until zero_grad()."""
+    model = network(dtype)
+    optimizer = unlucky(model, "pre", None)
+    singles = [expected(model, (seed,)) for seed in (0, 1)]
+    loss_of(model, 0).backward()
+    with pytest.raises(ValueError, match="no luck"):
+        optimizer.step()
+    micro_batch(model, optimizer, 1)
+    assert optimizer.num_updates == 1
+    assert_gradients(model, [a.float() + b.float() for a, b in zip(*singles, strict=True)])
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_micro_batch_after_a_failed_update_opens_a_window(steps):
+    """The loop caught the error and goes on: the old sums add on, as in stock without zero_grad()."""
+    model = network()
+    optimizer = unlucky(model, "pre", steps)
+    wanted = expected(model, range(2 * steps), 1 / steps)
+    for seed in range(steps - 1):
+        micro_batch(model, optimizer, seed)
+    with pytest.raises(ValueError, match="no luck"):
+        micro_batch(model, optimizer, steps - 1)
+    for seed in range(steps, 2 * steps):
+        micro_batch(model, optimizer, seed)
+    assert (optimizer.num_updates, optimizer.micro_step) == (1, 0)
+    assert_gradients(model, wanted)
+
+
+def test_a_failing_closure_changes_nothing():
+    model = network()
+    optimizer = wrap(model, 2)
+    wanted = expected(model, (0, 1), 0.5)
+    micro_batch(model, optimizer, 0)
+
+    def closure():
+        raise ValueError("no luck")
+
+    with pytest.raises(ValueError, match="no luck"):
+        optimizer.step(closure)
+    assert optimizer.micro_step == 1
+    micro_batch(model, optimizer, 1)
+    assert optimizer.num_updates == 1
+    assert_gradients(model, wanted)

@@ -1,0 +1,112 @@
+"""What memory the sums keep and for how long, and that what a user still looks at is not written over."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from loops import LOW, loss_of, micro_batch, network, wrap
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import fusedacc
+
+KEPT = {
+    "itself": lambda gradient: gradient,
+    "detach": lambda gradient: gradient.detach(),
+    "row": lambda gradient: gradient[0],
+    "flat": lambda gradient: gradient.view(-1),
+    "data": lambda gradient: gradient.data,
+    "numpy": lambda gradient: torch.from_numpy(gradient.numpy()),
+}
+
+
+@pytest.mark.parametrize("steps", [None, 2])
+@pytest.mark.parametrize("kept", KEPT)
+def test_a_part_of_an_old_sum_is_not_written_over(kept, steps):
+    if kept == "numpy":
+        pytest.importorskip("numpy")
+    model = network(LOW)
+    optimizer = wrap(model, steps, lr=0.0)
+    for window in range(3):
+        for seed in range(steps or 1):
+            micro_batch(model, optimizer, 10 * window + seed)
+        views = [KEPT[kept](p.grad) for p in model.parameters()]
+        values = [view.clone() for view in views]
+        assert all(value.dtype == torch.float32 for value in values)
+        optimizer.zero_grad()
+        if window == 0:
+            first, first_values = views, values
+    assert all(map(torch.equal, first, first_values))
+
+
+@pytest.mark.parametrize("steps", [None, 4])
+def test_old_sums_are_freed_by_zero_grad(cpu_backend, steps):
+    model = network()
+    optimizer = wrap(model, steps, backend=cpu_backend)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(2):
+            for seed in range(4):
+                micro_batch(model, optimizer, seed)
+            tensors = [weakref.ref(p.grad) for p in model.parameters()]
+            memory = [StorageWeakRef(p.grad.untyped_storage()) for p in model.parameters()]
+            optimizer.zero_grad()
+            assert [reference() for reference in tensors] == [None] * 4
+            assert all(reference.expired() for reference in memory)
+            assert optimizer.accumulator_bytes == 0
+    finally:
+        gc.enable()
+
+
+class Produce(torch.autograd.Function):
+    """Gives a parameter a fresh gradient that cannot become its sum, and counts those that are alive."""
+
+    @staticmethod
+    def forward(ctx, x, param, alive, most):
+        ctx.like, ctx.alive, ctx.most = param, alive, most
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.most.append(sum(not reference.expired() for reference in ctx.alive))
+        made = torch.ones(ctx.like.shape[::-1], dtype=ctx.like.dtype)
+        ctx.alive.append(StorageWeakRef(made.untyped_storage()))
+        return gradient, made.t(), None, None
+
+
+@pytest.mark.parametrize("steps", [None, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, LOW])
+def test_large_gradients_that_cannot_become_sums_do_not_pile_up(dtype, steps):
+    params = [nn.Parameter(torch.zeros(1024, 512, dtype=dtype)) for _ in range(10)]
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(params, lr=0.0), steps)
+    for _ in range(2):
+        alive, most = [], []
+        x = torch.zeros((), requires_grad=True)
+        for p in params:
+            x = Produce.apply(x, p, alive, most)
+        x.backward()
+        assert max(most) <= 2
+        assert all(reference.expired() for reference in alive)
+        optimizer.step()
+    assert all((p.grad == (1 if steps else 2)).all() for p in params)
+
+
+@pytest.mark.parametrize("steps", [None, 2])
+def test_buffers_are_used_again_and_counted_once(steps):
+    model = network(LOW)
+    optimizer = wrap(model, steps)
+    sizes = set()
+    for window in range(4):
+        for seed in range(steps or 1):
+            micro_batch(model, optimizer, 10 * window + seed)
+            sizes.add(optimizer.accumulator_bytes)
+        if window == 1:
+            held = [p.grad for p in model.parameters()]
+        optimizer.zero_grad()
+    assert sizes == {4 * sum(p.numel() for p in model.parameters())}
+    assert all(gradient.abs().sum() > 0 for gradient in held)
+    assert loss_of(model).isfinite()

@@ -1,0 +1,247 @@
+"""Gradients that come in odd ways: shared, changed, twice, by hand, late, or seen from another thread."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from loops import LOW, assert_gradients, expected, gradients, loss_of, micro_batch, network, wrap
+from torch import nn
+
+import fusedacc
+
+
+class SharedBuffer(torch.autograd.Function):
+    """x * a + x * b for scalars x, whose backward returns one buffer, kept by Python, for both parameters."""
+
+    buffer = torch.empty(3)
+
+    @staticmethod
+    def forward(ctx, x, a, b):
+        ctx.save_for_backward(x)
+        return (x * a + x * b).sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        SharedBuffer.buffer.copy_((gradient * x).expand(3))
+        return None, SharedBuffer.buffer, SharedBuffer.buffer
+
+
+class DoublesInPlace(torch.autograd.Function):
+    """Its backward writes over the gradient that it is given."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.mul_(2.0)
+
+
+def shared_buffer(a, b, value):
+    return SharedBuffer.apply(torch.tensor(value), a, b)
+
+
+def changed_after_the_leaf(a, b, value):
+    """The sum hands one gradient to the leaf `a` first and then to the function that doubles it."""
+    return (value * (a + DoublesInPlace.apply(b * 1.0))).sum()
+
+
+@pytest.mark.parametrize("build", [shared_buffer, changed_after_the_leaf])
+@pytest.mark.parametrize("steps", [None, 3])
+def test_memory_that_somebody_else_writes_is_not_kept(build, steps):
+    results = []
+    for wrapped in (False, True):
+        a, b = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+        optimizer = torch.optim.SGD([a, b], lr=0.5)
+        if wrapped:
+            optimizer = fusedacc.AccumulatingOptimizer(optimizer, steps, reduction="sum")
+        for value in (1.0, 2.0, 4.0):
+            build(a, b, value).backward()
+            if wrapped and steps:
+                optimizer.step()
+        if not (wrapped and steps):
+            optimizer.step()
+        results.append((a.grad, b.grad, a.detach(), b.detach()))
+    assert results[0][0].tolist() == [7.0] * 3
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("micro", [0, 1])
+def test_an_ignored_backward_beside_a_micro_batch(micro):
+    """In the window's last micro-batch too, where p.grad holds the result already."""
+    model = network()
+    optimizer = wrap(model, 2)
+    wanted = expected(model, (0, 1), 0.5)
+    for seed in (0, 1):
+        loss_of(model, seed).backward()
+        if seed == micro:
+            with optimizer.ignore():
+                loss_of(model, 7).backward()
+        optimizer.step()
+        if seed == 0:
+            optimizer.zero_grad()
+            assert gradients(model) == [None] * 4
+    assert optimizer.num_updates == 1
+    assert_gradients(model, wanted)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "weight", "scale"), [("mean", None, 1), ("weighted", 3, 1), ("normalized", 3, 3)]
+)
+def test_a_manual_step_inside_the_context_counts_its_micro_batch(reduction, weight, scale):
+    model = network()
+    optimizer = wrap(model, reduction=reduction, lr=0.0)
+    for window in range(2):
+        seeds = range(3 * window, 3 * window + 3)
+        for seed in seeds:
+            with optimizer.accumulate(weight=weight):
+                loss_of(model, seed).backward()
+                if seed == seeds[-1]:
+                    optimizer.step()
+        assert_gradients(model, expected(model, seeds, 1 / (3 * scale)))
+        optimizer.zero_grad()
+    assert (optimizer.num_updates, optimizer.micro_step) == (2, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, LOW])
+@pytest.mark.parametrize("steps", [None, 2])
+def test_a_closed_wrapper_stays_closed(steps, dtype):
+    model = network(dtype)
+    optimizer = wrap(model, steps)
+    optimizer.close()
+    optimizer.zero_grad()
+    optimizer.explain()
+    wanted = expected(model, (0,))
+    start = [p.detach().clone() for p in model.parameters()]
+    micro_batch(model, optimizer, 0)
+    assert all(map(torch.equal, gradients(model), wanted))
+    assert not any(map(torch.equal, (p.detach() for p in model.parameters()), start))
+    assert all(p.grad_dtype == dtype for p in model.parameters())
+    optimizer.zero_grad()
+    assert gradients(model) == [None] * 4
+
+    second = wrap(model, 2)
+    for seed in (0, 1):
+        micro_batch(model, second, seed)
+    assert (second.num_updates, optimizer.num_updates) == (1, 0)
+
+
+def test_zeros_of_zero_grad_are_no_gradient_after_a_move():
+    model = network()
+    optimizer = wrap(model, 2)
+    for seed in (0, 1):
+        micro_batch(model, optimizer, seed)
+    optimizer.zero_grad(set_to_none=False)
+    model.double()
+    optimizer.step()
+    assert (optimizer.micro_step, optimizer.num_updates) == (0, 1)
+    wanted = expected(model, (2, 3), 0.5)
+    for seed in (2, 3):
+        micro_batch(model, optimizer, seed)
+    assert (optimizer.micro_step, optimizer.num_updates) == (0, 2)
+    assert_gradients(model, wanted)
+
+
+@pytest.mark.parametrize("steps", [None, 2])
+def test_a_group_added_to_the_inner_optimizer_joins_at_the_next_update(steps):
+    model, extra = network(), nn.Parameter(torch.zeros(3))
+    optimizer = wrap(model, steps, lr=0.0)
+    optimizer.optimizer.add_param_group({"params": [extra]})
+    for _ in range(2):
+        for value in range(steps or 1):
+            (loss_of(model) + (value + 1.0) * extra.sum()).backward()
+            optimizer.step()
+        optimizer.zero_grad()
+    assert "1.0" in optimizer.explain()
+    for value in range(steps or 1):
+        (loss_of(model) + (value + 1.0) * extra.sum()).backward()
+        assert (extra.grad is None) == (value == 0 and steps == 2)
+        optimizer.step()
+    assert torch.equal(extra.grad, torch.full((3,), 1.5 if steps else 1.0))
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+@pytest.mark.parametrize("steps", [None, 2])
+def test_a_parameter_twice_in_a_group_is_added_once(steps):
+    model = network()
+    params = list(model.parameters())
+    inner = torch.optim.SGD([*params, params[0]], lr=0.0)
+    optimizer = fusedacc.AccumulatingOptimizer(inner, steps, reduction="sum")
+    for seed in (0, 1):
+        loss_of(model, seed).backward()
+        if steps:
+            optimizer.step()
+    assert_gradients(model, expected(model, (0, 1)))
+
+
+@pytest.mark.parametrize("late", [0.0, 5.0])
+@pytest.mark.parametrize("reduction", ["weighted", "normalized"])
+def test_a_weight_that_changes_after_the_backward_raises(reduction, late):
+    model = network()
+    optimizer = wrap(model, 1, reduction=reduction)
+    with optimizer.accumulate(weight=3) as micro:
+        loss_of(model, 0).backward()
+    with pytest.raises(RuntimeError, match="after the backward"):
+        micro.weight = late
+    micro.weight = 3
+    with pytest.raises(RuntimeError, match="after the backward"), optimizer.accumulate(weight=4):
+        pass
+    wanted = expected(model, (0,), 1.0 if reduction == "weighted" else 1 / 3)
+    optimizer.step()
+    assert_gradients(model, wanted)
+
+
+@pytest.mark.parametrize("steps", [None, 1, 2])
+def test_a_gradient_replaced_before_step_is_what_the_update_uses(steps):
+    model = network()
+    optimizer = wrap(model, steps, lr=1.0)
+    for window in range(2):
+        seeds = range((steps or 1) * window, (steps or 1) * (window + 1))
+        wanted = expected(model, seeds, 0.25 / (steps or 1))
+        start = [p.detach().clone() for p in model.parameters()]
+        for seed in seeds:
+            loss_of(model, seed).backward()
+            if seed == seeds[-1]:
+                for p in model.parameters():
+                    p.grad = p.grad * 0.25
+            optimizer.step()
+        for p, before, gradient in zip(model.parameters(), start, wanted, strict=True):
+            torch.testing.assert_close(p.detach(), before - gradient, rtol=1e-5, atol=1e-6)
+        optimizer.zero_grad()
+    assert optimizer.num_updates == 2
+
+
+def test_a_checkpoint_from_another_thread_during_a_backward():
+    model = network()
+    optimizer = wrap(model, 2, reduction="sum")
+    wanted = expected(model, (0, 1))
+    micro_batch(model, optimizer, 0)
+    inside, saved = threading.Event(), threading.Event()
+    states = []
+
+    def save():
+        if inside.wait(20):
+            try:
+                states.append(optimizer.state_dict())
+            finally:
+                saved.set()
+
+    def hook(gradient):
+        inside.set()
+        assert saved.wait(20)
+
+    handle = model[0].weight.register_hook(hook)  # gradients of the later layers are pending by now
+    thread = threading.Thread(target=save)
+    thread.start()
+    loss_of(model, 1).backward()
+    thread.join(20)
+    handle.remove()
+    assert len(states) == 1
+    assert states[0]["fusedacc"]["window"]["micro_step"] == 1
+    optimizer.step()
+    assert optimizer.num_updates == 1
+    assert_gradients(model, wanted)
