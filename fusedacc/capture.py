@@ -192,6 +192,7 @@ class Capture:
             return Task(captures=False)  # compiled autograd traces the hooks, and has no end to call back at
         window = self.window
         if self.ignoring:
+            self._make_room()
             task = Task(captures=False, ignored=True)
         else:
             scale = window.base_scale
@@ -207,6 +208,16 @@ class Capture:
         self._tasks[identity] = task
         self._call_back(identity, task)
         return task
+
+    def _make_room(self) -> None:
+        """Counted loop: take in what autograd has stored, before an ignored backward adds to it."""
+        window = self.window
+        if not window.counted:
+            return
+        if window.micro.deferred if window.micro.ran else window.unsynchronised:
+            window.check_synchronised("a backward inside ignore() would be mixed with them")
+        if window.micro.ran:
+            self.collect(self.slots)
 
     def _call_back(self, identity: int, task: Task) -> None:
         """Have the engine call `finish` at the end of the graph task at hand."""

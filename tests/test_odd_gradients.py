@@ -70,10 +70,13 @@ def test_memory_that_somebody_else_writes_is_not_kept(build, steps):
     assert all(map(torch.equal, *results))
 
 
+@pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize("micro", [0, 1])
-def test_an_ignored_backward_beside_a_micro_batch(micro):
-    """In the window's last micro-batch too, where p.grad holds the result already."""
+def test_an_ignored_backward_beside_a_micro_batch(micro, stored):
+    """In the window's last micro-batch too, where p.grad holds the result, or autograd has stored there."""
     model = network()
+    for p in model.parameters() if stored else ():
+        p.register_post_accumulate_grad_hook(lambda _: None)
     optimizer = wrap(model, 2)
     wanted = expected(model, (0, 1), 0.5)
     for seed in (0, 1):

@@ -67,6 +67,40 @@ def test_clipping_before_step_acts_on_the_mean(silent, bucket_view):
     )
 
 
+@pytest.mark.parametrize("micro", [0, 1])
+def test_an_ignored_backward_leaves_the_micro_batch_alone(micro):
+    model = network()
+    parallel = DistributedDataParallel(model)
+    optimizer = wrap(model, 2)
+    wanted = expected(model, (0, 1), 0.5)
+    for seed in (0, 1):
+        loss_of(parallel, seed).backward()
+        if seed == micro:
+            with optimizer.ignore():
+                loss_of(model, 7).backward()
+        optimizer.step()
+        if seed == 0:
+            optimizer.zero_grad()
+    assert optimizer.num_updates == 1
+    assert_gradients(model, wanted)
+
+
+def test_an_ignored_backward_is_refused_where_gradients_wait():
+    model = network()
+    parallel = DistributedDataParallel(model)
+    optimizer = wrap(model, 2)
+    wanted = expected(model, (0, 1), 0.5)
+    for seed in (0, 1):
+        with optimizer.accumulate(model=parallel):
+            loss_of(parallel, seed).backward()
+        if seed == 0:
+            with pytest.raises(RuntimeError, match="synchronisation"), optimizer.ignore():
+                loss_of(model, 7).backward()
+        optimizer.step()
+    assert optimizer.num_updates == 1
+    assert_gradients(model, wanted)
+
+
 def test_an_unsynchronised_window_is_neither_saved_nor_flushed():
     model = network()
     parallel = DistributedDataParallel(model)
