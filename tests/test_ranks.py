@@ -12,7 +12,7 @@ import fusedacc
 
 SCRIPT = textwrap.dedent(
     """
-    import copy, sys
+    import copy, gc, sys
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -126,6 +126,9 @@ SCRIPT = textwrap.dedent(
     optimizer = wrapped(model, K)
     text = str(optimizer.explain())
     assert "rank" in text or "process group" in text, text
+    del parallel  # no reducer left, and no rank ahead, when the threads of the group end
+    gc.collect()
+    dist.barrier()
     dist.destroy_process_group()
     """
 )
