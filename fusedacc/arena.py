@@ -6,7 +6,6 @@ backward ends; then they are delivered: p.grad is the sum, and again the truth, 
 
 from __future__ import annotations
 
-import itertools
 import sys
 import threading
 import weakref
@@ -19,10 +18,9 @@ from torch.autograd.graph import increment_version
 
 from . import backends, checks
 from .binding import Binding
-from .slot import Lane, Segment, Slot, is_sole, owns_memory, tensor_references
+from .memory import Segment, cut, is_sole, like, owns_memory, tensor_references
+from .slot import Lane, Slot
 
-#: Views in a segment start at multiples of this many bytes: a cache line, and the widest vector load.
-ALIGNMENT = 128
 #: Lists that are kept bound; models that use other parameters every time would bind ever new ones.
 MAX_BINDINGS = 64
 
@@ -323,7 +321,7 @@ class Arena:
         self.any_delivered = True
         for (device, source, wanted), (slots, totals) in lanes.items():
             if (source, wanted) in checks.PAIRS and all(map(checks.is_plain, totals)):
-                casts = _like(totals, wanted)
+                casts = like(totals, wanted)
                 backends.select(device, wanted, source, self.backend).backend.accumulate_(
                     casts, totals, 1.0, True
                 )
@@ -471,32 +469,10 @@ class Arena:
             if self.current(slot) is None and (held or tensor_references(slot.buffer) > 1):  # type: ignore[arg-type]
                 lacking.append(slot)
         if lacking:
-            self._extend(slots[0].lane, lacking)
+            device, _, dtype = slots[0].lane
+            memory, views = cut([(slot.param.shape, slot.strides) for slot in lacking], dtype, device)
+            segment = Segment(memory, len(views))
+            for slot, view in zip(lacking, views, strict=True):
+                slot.drop_buffer()
+                slot.buffer, slot.segment = view, segment
         return [slot.buffer for slot in slots]
-
-    def _extend(self, lane: Lane, slots: Sequence[Slot]) -> None:
-        """One more segment, cut into buffers for these slots."""
-        device, _, dtype = lane
-        unit = ALIGNMENT // dtype.itemsize
-        sizes = [-(-slot.param.numel() // unit) * unit for slot in slots]
-        memory = torch.empty(sum(sizes), dtype=dtype, device=device)
-        segment = Segment(memory, len(slots))
-        offset = 0
-        for slot, size in zip(slots, sizes, strict=True):
-            slot.drop_buffer()
-            slot.buffer, slot.segment = memory.as_strided(slot.param.shape, slot.strides, offset), segment
-            offset += size
-
-
-def _like(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Uninitialised tensors of these shapes and layouts, of another dtype, cut from one piece of memory."""
-    if not all(tensor.is_contiguous() for tensor in tensors):
-        return [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
-    unit = ALIGNMENT // dtype.itemsize
-    sizes = [-(-tensor.numel() // unit) * unit for tensor in tensors]
-    memory = torch.empty(sum(sizes), dtype=dtype, device=tensors[0].device)
-    offsets = itertools.accumulate(sizes, initial=0)
-    return [
-        memory.as_strided(tensor.shape, tensor.stride(), offset)
-        for tensor, offset in zip(tensors, offsets, strict=False)
-    ]

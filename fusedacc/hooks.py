@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .slot import Slot, tensor_references
+from .memory import tensor_references
+from .slot import Slot
 
 #: Pending gradients are added when a bucket holds this many bytes.
 BUCKET_BYTES = 25 * 2**20

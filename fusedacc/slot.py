@@ -2,38 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from .checks import PAIRS
+from .memory import Segment
 
 #: (device, gradient dtype, accumulate dtype): what one launch may hold.
 Lane = tuple[torch.device, torch.dtype, torch.dtype]
 _lane_keys: dict[Lane, int] = {}
 
-#: References to the C++ tensor, of which all of Python's together are one.
-tensor_references: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
-
 
 def default_accumulate_dtype(param: Tensor) -> torch.dtype:
     """float32 for bfloat16 and float16 parameters, else the parameter's own dtype."""
     return torch.float32 if param.dtype in (torch.bfloat16, torch.float16) else param.dtype
-
-
-class Segment:
-    """Memory that the buffers of several parameters share."""
-
-    def __init__(self, memory: Tensor, buffers: int) -> None:
-        self.memory = memory
-        #: Views of it that are some slot's buffer.
-        self.buffers = buffers
-
-    def is_shared(self) -> bool:
-        """Whether anybody else has a view of it: a user may still hold what was p.grad, or part of it."""
-        return storage_users(self.memory) > self.buffers + 1
 
 
 class Slot:
@@ -151,37 +135,3 @@ class Slot:
 
 def _nothing() -> None:
     """A weak reference to nothing."""
-
-
-def storage_users(tensor: Tensor) -> int:
-    """How many tensors share the memory of this one, itself included."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1  # less the object just made
-
-
-def owns_memory(tensor: Tensor) -> bool:
-    """Whether nothing but the tensor, and the base that it is a view of, has its memory."""
-    return storage_users(tensor) == (1 if tensor._base is None else 2)
-
-
-def _count_references(tensors: list[Tensor], index: int) -> int:
-    tensor = tensors[index]
-    return sys.getrefcount(tensor)
-
-
-#: References to a list's entry that a function has picked: the list's, the variable's, the argument's.
-_PICKED = _count_references([torch.empty(0)], 0)
-
-
-def is_sole(gradients: list[Tensor], index: int) -> bool:
-    """Whether nothing but the list refers to a gradient or its memory, so that it may be kept and written.
-
-    Stricter than AccumulateGrad, which counts the tensor's references only and can hand one memory to two
-    parameters (two views of one gradient). A view keeps its base alive, which must have no other user then.
-    """
-    gradient = gradients[index]
-    if sys.getrefcount(gradient) > _PICKED or tensor_references(gradient) != 1:
-        return False
-    base = gradient._base
-    # The base is the view's and this variable's.
-    sole = base is None or (sys.getrefcount(base) < _PICKED and tensor_references(base) == 2)
-    return sole and owns_memory(gradient)
