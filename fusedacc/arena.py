@@ -88,24 +88,24 @@ class Arena:
         if binding is not None and private and binding.generation == self._generation and binding.run:
             binding.run(gradients, scale, False)
             return
-        sums = [slot.sum for slot in slots] if private else [self.current(slot) for slot in slots]
+        sums: list[Any] = [slot.sum for slot in slots] if private else [self.current(slot) for slot in slots]
         if binding is not None and binding.holds(sums):
-            binding.add(sums, gradients, scale)  # type: ignore[arg-type]
+            binding.add(sums, gradients, scale)
             if private:
                 binding.generation = self._generation
             else:
-                increment_version(sums)  # type: ignore[arg-type]
+                increment_version(sums)
             return
         slots = self._set_odd_apart(slots, gradients, scale)
         sums = [self.current(slot) for slot in slots]
         if all(map(self._fits, slots, sums)):
-            self._run(sums, gradients, scale, False)  # type: ignore[arg-type]
+            self._run(sums, gradients, scale, False)
             if slots:
                 backend = self.select(slots[0].lane).backend
                 generation = self._generation if private else -1
                 if len(self._bindings) >= MAX_BINDINGS:
                     self._bindings.clear()
-                self._bindings[slots[0]] = Binding(backend, slots, sums, generation)  # type: ignore[arg-type]
+                self._bindings[slots[0]] = Binding(backend, slots, sums, generation)
         else:
             self._add_some_first(slots, gradients, scale)
 
@@ -136,7 +136,7 @@ class Arena:
         buffers = None if same_dtype else self._buffers(slots)
         private = not (self.visible or self.any_delivered)
         if buffers is not None and private and all(slot.sum is None for slot in slots):
-            self._run(buffers, gradients, scale, True)  # type: ignore[arg-type]
+            self._run(buffers, gradients, scale, True)
             self._generation += 1
             for slot, total in zip(slots, buffers, strict=True):
                 slot.sum = total
@@ -455,7 +455,7 @@ class Arena:
         if self.visible or self.any_delivered:
             increment_version(sums)
 
-    def _buffers(self, slots: Sequence[Slot]) -> list[Tensor | None]:
+    def _buffers(self, slots: Sequence[Slot]) -> list[Any]:
         """Memory kept from window to window for first gradients whose sums have another dtype.
 
         Slots that have none, or whose buffer a user still sees as an old p.grad, get a new segment together.

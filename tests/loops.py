@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterable
 
 import torch
@@ -20,6 +21,17 @@ def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 def wrap(model: nn.Module, steps=None, make=torch.optim.SGD, lr: float = 0.1, **options):
     return fusedacc.AccumulatingOptimizer(make(model.parameters(), lr=lr), steps, **options)
+
+
+def wrap_momentum(model: nn.Module, steps=None, **options):
+    """As `wrap`, with an inner optimizer that has state."""
+    return wrap(model, steps, functools.partial(torch.optim.SGD, momentum=0.9), **options)
+
+
+def scalar(steps=None, **options) -> tuple[nn.Parameter, fusedacc.AccumulatingOptimizer]:
+    """One number that starts at 0, so that an update of lr 1 shows its gradient."""
+    weight = nn.Parameter(torch.zeros(()))
+    return weight, fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight], lr=1.0), steps, **options)
 
 
 def loss_of(model: nn.Module, seed: int = 0) -> Tensor:
@@ -50,3 +62,8 @@ def assert_gradients(model: nn.Module, wanted: list[Tensor]) -> None:
 def micro_batch(model: nn.Module, optimizer: fusedacc.AccumulatingOptimizer, seed: int) -> None:
     loss_of(model, seed).backward()
     optimizer.step()
+
+
+def cleared_micro_batch(model: nn.Module, optimizer: fusedacc.AccumulatingOptimizer, seed: int = 0) -> None:
+    micro_batch(model, optimizer, seed)
+    optimizer.zero_grad()

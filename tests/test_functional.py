@@ -120,7 +120,9 @@ def test_a_gradient_may_be_its_accumulator(cpu_backend, generator):
 
 def test_empty_lists(cpu_backend):
     functional.scale_accumulate_([], [], backend=cpu_backend)
-    functional.prepare([], backend=cpu_backend)([])
+    plan = functional.prepare([], backend=cpu_backend)
+    plan([])
+    assert plan.backends == ()
     functional.scale_accumulate_((), (), torch.tensor(2.0), overwrite=[], backend=cpu_backend)
 
 

@@ -4,34 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from loops import cleared_micro_batch as micro_batch
+from loops import loss_of, network
+from loops import wrap_momentum as wrap
 from torch import nn
 
 import fusedacc
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
-
-
-def wrap(model: nn.Module, steps=None, **options) -> fusedacc.AccumulatingOptimizer:
-    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return fusedacc.AccumulatingOptimizer(inner, steps, **options)
-
-
-def loss_of(model: nn.Module, seed: int = 0) -> torch.Tensor:
-    return model(torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))).pow(2).mean()
-
-
-def micro_batch(model: nn.Module, optimizer: fusedacc.AccumulatingOptimizer, seed: int = 0) -> None:
-    loss_of(model, seed).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def scalar(steps=None, **options) -> tuple[nn.Parameter, fusedacc.AccumulatingOptimizer]:
-    weight = nn.Parameter(torch.zeros(()))
-    return weight, fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight], lr=1.0), steps, **options)
 
 
 def test_two_models_two_wrappers_one_loss():

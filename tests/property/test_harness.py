@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from .events import random_case
-from .lockstep import exact, failure, run, stock
+from .lockstep import exact, failure, stock
 from .naive import BROKEN, Naive
 
 CASES = [case for case in map(random_case, range(120)) if not exact(case)]
@@ -24,14 +24,13 @@ def stand_in(case):
 
 def test_an_honest_wrapper_passes():
     """All cases by which the broken ones are found out."""
-    for case in CASES:
-        run(case, Naive, exposes=False)
+    assert [failure(case, Naive, exposes=False) for case in CASES] == [None] * len(CASES)
 
 
 def test_two_stock_interpreters_never_differ():
     """What the harness compares is deterministic."""
     for case in map(random_case, range(30)):
-        run(case, stand_in(case), exposes=exact(case))
+        assert failure(case, stand_in(case), exposes=exact(case)) is None
 
 
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)

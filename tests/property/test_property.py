@@ -59,5 +59,5 @@ def shrink_buckets(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wrapped_training_equals_stock(seed, monkeypatch):
     shrink_buckets(seed, monkeypatch)
     case, make = random_case(seed), wrapping(seed)
-    if failure(case, make) is not None:
-        pytest.fail(report(case, make), pytrace=False)
+    failed = failure(case, make) is not None
+    assert not failed, report(case, make)
