@@ -1,24 +1,36 @@
-"""What every benchmark shares: variants timed in turns, the environment they ran in, a CSV, a table."""
+"""What every benchmark shares: variants timed in turns, rows that are safe once measured, a table."""
 
 from __future__ import annotations
 
+import argparse
 import csv
 import dataclasses
 import datetime
+import importlib.metadata
+import io
+import math
 import os
 import platform
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+
+# Threads stay on their cores. Read by OpenMP when torch loads it, so before the import.
+os.environ.setdefault("OMP_PROC_BIND", "true")
+os.environ.setdefault("OMP_PLACES", "cores")
 
 import torch
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS = ROOT / "benchmarks" / "results" / "results.csv"
+#: Variants of these names measure the machine: the peak is the faster of them.
+PEAK = ("copy", "triad")
+
+Timer = Callable[[Callable[[], object], int], float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,34 +44,83 @@ class Goal:
 
 
 @dataclasses.dataclass(frozen=True)
+class Case:
+    """What is worked on: the columns that say so. `mode`: what one call does ("accumulate", "window", ...);
+    `shapes`: in words a reader can check; `dtypes`: "bfloat16 into float32"."""
+
+    benchmark: str
+    case: str
+    mode: str = ""
+    shapes: str = ""
+    dtypes: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
 class Variant:
-    """One way to do the work. `bytes`: read and written by one call, each operand counted once
-    (0: do not show a bandwidth)."""
+    """One way to do the work.
+
+    `bytes`: read and written by one call, each operand counted once (0: show no bandwidth). `launches`:
+    operators (CPU) or kernels (CUDA) of one call. `host_us`: see `Row`. `note`: what a reader must know.
+    """
 
     name: str
     run: Callable[[], object]
     bytes: int = 0
     goals: tuple[Goal, ...] = ()
+    launches: int | None = None
+    host_us: float | None = None
+    note: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One figure against at most one goal. `speedup` is the median over rounds of the ratio within a
-    round, so that a busy machine, which slows neighbours alike, moves it little. `unit` is that of
-    `median`, `p20` and `p80`."""
+    """One figure against at most one goal: a line of the CSV.
 
+    `median`, `p20` and `p80` are in `unit`; empty where the provider could not run, and `note` says why.
+    `speedup` is the median over rounds of the ratio within a round, so that a busy machine, which slows
+    neighbours alike, moves it little. `percent_of_peak` is of the faster of a copy and a triad in the same
+    rounds. `host_us` is, on CUDA, the time to issue one call; on a CPU, the time of the same call on tensors
+    of one element.
+    """
+
+    benchmark: str
     case: str
-    variant: str
-    unit: str
-    median: float
-    p20: float
-    p80: float
+    provider: str
+    mode: str = ""
+    shapes: str = ""
+    dtypes: str = ""
+    metric: str = "time"
+    unit: str = "us"
+    median: float | None = None
+    p20: float | None = None
+    p80: float | None = None
+    rounds: int | None = None
+    bytes: int | None = None
     gb_per_s: float | None = None
-    percent_of_copy: float | None = None
+    percent_of_peak: float | None = None
+    launches: int | None = None
+    host_us: float | None = None
     against: str = ""
     speedup: float | None = None
     goal: float | None = None
     reached: str = ""
+    note: str = ""
+
+
+COLUMNS = tuple(field.name for field in dataclasses.fields(Row))
+
+
+def row(case: Case, provider: str, **columns: object) -> Row:
+    """A row of a case."""
+    return Row(**dataclasses.asdict(case), provider=provider, **columns)  # type: ignore[arg-type]
+
+
+def cannot_run(case: Case, provider: str, why: str) -> Row:
+    """The row of a provider that cannot run here."""
+    return row(case, provider, note=f"not run: {why}")
+
+
+# Timing
 
 
 def cpu_timer(run: Callable[[], object], calls: int) -> float:
@@ -70,49 +131,76 @@ def cpu_timer(run: Callable[[], object], calls: int) -> float:
     return (time.perf_counter() - start) / calls
 
 
+def event_timer(run: Callable[[], object], calls: int) -> float:
+    """Seconds per call on the device, by CUDA events.
+
+    A first call fills the queue, so that the host is ahead; a host that cannot keep up shows as the time it
+    takes.
+    """
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    run()
+    start.record()
+    for _ in range(calls):
+        run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / calls
+
+
+def timer_for(device: torch.device | str) -> Timer:
+    return event_timer if torch.device(device).type == "cuda" else cpu_timer
+
+
 def measure(
-    case: str,
+    case: Case,
     variants: Sequence[Variant],
     rounds: int,
     calls: int = 1,
-    timer: Callable[[Callable[[], object], int], float] = cpu_timer,
-    copy_bandwidth: float | None = None,
+    timer: Timer = cpu_timer,
 ) -> list[Row]:
-    """Times every variant once per round, in an order that turns with each round, after one untimed round.
-
-    `copy_bandwidth`: bytes per second of the reference copy; by default that of the variant named "copy" in
-    the same rounds, if there is one.
-    """
+    """Times every variant once per round, in an order that turns with each round, after one untimed round."""
+    if rounds < 1:
+        raise ValueError(f"rounds must be at least 1; got {rounds}")
     times: dict[str, list[float]] = {variant.name: [] for variant in variants}
-    for index in tqdm(range(-1, rounds), desc=case, unit="round", dynamic_ncols=True, leave=False):
+    for index in progress(range(-1, rounds), case.case, "round"):
         for turn in range(len(variants)):
             variant = variants[(index + turn) % len(variants)]
             seconds = timer(variant.run, calls)
             if index >= 0:
                 times[variant.name].append(seconds)
     moved = {variant.name: variant.bytes for variant in variants}
-    if copy_bandwidth is None and "copy" in moved:
-        copy_bandwidth = moved["copy"] / statistics.median(times["copy"])
+    peaks = [moved[name] / statistics.median(times[name]) for name in PEAK if name in moved]
     rows = []
     for variant in variants:
         own = times[variant.name]
         median = statistics.median(own)
-        figure = Row(
-            case, variant.name, "us", 1e6 * median, 1e6 * quantile(own, 0.2), 1e6 * quantile(own, 0.8)
+        figure = row(
+            case,
+            variant.name,
+            median=1e6 * median,
+            p20=1e6 * quantile(own, 0.2),
+            p80=1e6 * quantile(own, 0.8),
+            rounds=rounds,
+            launches=variant.launches,
+            host_us=variant.host_us,
+            note=variant.note,
         )
         if variant.bytes:
             bandwidth = variant.bytes / median
-            share = 100 * bandwidth / copy_bandwidth if copy_bandwidth else None
-            figure = dataclasses.replace(figure, gb_per_s=bandwidth / 1e9, percent_of_copy=share)
+            share = 100 * bandwidth / max(peaks) if peaks else None
+            figure = dataclasses.replace(
+                figure, bytes=variant.bytes, gb_per_s=bandwidth / 1e9, percent_of_peak=share
+            )
         rows += [_against(figure, goal, times, moved) for goal in variant.goals] or [figure]
     return rows
 
 
 def _against(figure: Row, goal: Goal, times: dict[str, list[float]], moved: dict[str, int]) -> Row:
-    pairs = zip(times[goal.against], times[figure.variant], strict=True)
+    pairs = zip(times[goal.against], times[figure.provider], strict=True)
     speedup = statistics.median(base / own for base, own in pairs)
     if goal.by_bandwidth:
-        speedup *= moved[figure.variant] / moved[goal.against]
+        speedup *= moved[figure.provider] / moved[goal.against]
     return dataclasses.replace(
         figure,
         against=goal.against + (" (bytes/s)" if goal.by_bandwidth else ""),
@@ -131,21 +219,41 @@ def quantile(values: Sequence[float], share: float) -> float:
     return sorted(values)[round(share * (len(values) - 1))]
 
 
+def progress(items: Iterable, what: str, unit: str) -> Iterable:
+    """A bar on standard error, gone when it is done."""
+    return tqdm(items, desc=what, unit=unit, dynamic_ncols=True, leave=False)
+
+
+# What a figure depends on
+
+
 def environment(device: torch.device | str = "cpu") -> dict[str, str]:
-    """What a figure depends on, as columns."""
+    """What a figure depends on, as columns; `date` is that of the run."""
     device = torch.device(device)
     set_here = [f"{name}={value}" for name, value in sorted(os.environ.items())]
     malloc = [text for text in set_here if text.startswith(("MALLOC_", "LD_PRELOAD="))]
     threads = [text for text in set_here if text.startswith(("OMP_", "GOMP_", "KMP_"))]
     return {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         "threads": " ".join([str(torch.get_num_threads()), *threads]),
         "allocator": " ".join(malloc) or "libc, defaults",
         "torch": torch.__version__,
+        "triton": version("triton"),
+        "cuda": str(torch.version.cuda or ""),
         "python": platform.python_version(),
+        "commit": commit(),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
+
+
+CONDITIONS = ("device", "threads", "allocator", "torch", "triton", "cuda", "python", "commit", "date")
+
+
+def version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def cpu_name() -> str:
@@ -160,57 +268,190 @@ def cpu_name() -> str:
 def commit() -> str:
     """The commit measured, with "+" if files differ from it; "unknown" outside a git checkout."""
     found = subprocess.run(
-        ["git", "describe", "--always", "--dirty=+", "--abbrev=10"], cwd=ROOT, capture_output=True, text=True
+        ["git", "describe", "--always", "--dirty=+", "--abbrev=10", "--exclude=*"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     return found.stdout.strip() or "unknown"
 
 
-def append_csv(path: Path, rows: Sequence[Row], device: torch.device | str = "cpu") -> None:
-    """Appends the rows to `path`, each with the environment's columns, and a header if the file is new."""
-    about = environment(device)
-    names = [field.name for field in dataclasses.fields(Row)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.writer(file)
-        if new:
-            writer.writerow([*names, *about])
-        for row in rows:
-            writer.writerow([*(_short(getattr(row, name)) for name in names), *about.values()])
+# Rows that are kept
+
+
+class Results:
+    """The rows of one run, each appended to the CSV as soon as it is measured.
+
+    Args:
+        path: the CSV, made with its header if it is not there; None records nothing.
+        device: whose name goes into the rows.
+
+    Raises:
+        ValueError: `path` holds a table with other columns.
+    """
+
+    def __init__(self, path: Path | None, device: torch.device | str = "cpu") -> None:
+        self.path, self.device = path, torch.device(device)
+        self.conditions = environment(device)
+        self.rows: list[Row] = []
+        header = [*COLUMNS, *CONDITIONS]
+        if path is not None and path.exists() and path.stat().st_size:
+            with path.open(newline="") as file:
+                found = next(csv.reader(file))
+            if found != header:
+                raise ValueError(
+                    f"{path} has other columns ({', '.join(found)}); allowed: {', '.join(header)}"
+                )
+        elif path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._append([header])
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Keeps the rows and appends them to the file, on the disk when this returns.
+
+        If the disk is full the file is cut back to its last whole row, the rows are printed as CSV instead,
+        and OSError is raised.
+        """
+        self.rows += rows
+        if self.path is None:
+            return
+        lines = [
+            [*(_short(getattr(row, name)) for name in COLUMNS), *(self.conditions[n] for n in CONDITIONS)]
+            for row in rows
+        ]
+        try:
+            self._append(lines)
+        except OSError:
+            csv.writer(sys.stdout, lineterminator="\n").writerows(lines)
+            raise
+
+    def _append(self, lines: Sequence[Sequence[str]]) -> None:
+        assert self.path is not None
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows(lines)
+        with self.path.open("ab", buffering=0) as file:
+            end = file.seek(0, os.SEEK_END)
+            try:
+                data = memoryview(text.getvalue().encode())
+                while data:
+                    data = data[file.write(data) :]
+                os.fsync(file.fileno())
+            except BaseException:
+                file.truncate(end)
+                raise
+
+    def report(self) -> None:
+        """Prints the table with its conditions, and which goals were missed."""
+        print(table(self.rows))
+        print("\n" + ", ".join(f"{key} {value}" for key, value in self.conditions.items() if value))
+        missed = [
+            f"{r.case}, {r.dtypes}: {r.provider} against {r.against}" for r in self.rows if r.reached == "no"
+        ]
+        count = sum(r.reached == "yes" for r in self.rows)
+        print(f"{count} goals reached, {len(missed)} missed" + "".join(f"\n  {line}" for line in missed))
+        if self.path is not None:
+            print(f"appended to {os.path.relpath(self.path)}")
 
 
 def _short(value: object) -> str:
     return f"{value:.5g}" if isinstance(value, float) else "" if value is None else str(value)
 
 
+def read(path: Path) -> list[dict[str, str]]:
+    """All rows of a results file, as text."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def newest(rows: Sequence[dict[str, str]], benchmark: str) -> list[dict[str, str]]:
+    """The rows of a benchmark's last run."""
+    own = [found for found in rows if found["benchmark"] == benchmark]
+    return [found for found in own if found["date"] == own[-1]["date"]]
+
+
 def table(rows: Sequence[Row]) -> str:
     """The rows as aligned text, one block per case."""
-    lines, previous = [], None
+    lines: list[str] = []
+    previous: Row | None = None
     for row in rows:
-        if previous is None or row.case != previous.case:
-            lines += ["", row.case, f"  {'':<40}{'median':>12}{'p20':>10}{'p80':>10}   GB/s % copy"]
-        elif row.variant != previous.variant or not row.against:
+        what = (row.benchmark, row.case, row.mode, row.dtypes, row.metric)
+        if previous is None or what != (
+            previous.benchmark,
+            previous.case,
+            previous.mode,
+            previous.dtypes,
+            previous.metric,
+        ):
+            title = ", ".join(filter(None, (f"{row.benchmark}: {row.case}", row.mode, row.dtypes)))
+            lines += ["", title, f"  {'':<42}{'median':>12}{'p20':>10}{'p80':>10}   GB/s % peak  calls"]
             previous = None
-        if previous is not None and row.case == previous.case:
-            line = " " * 92
+        if row.median is None:
+            lines.append(f"  {row.provider:<42}  {row.note}")
         else:
-            rate = f"{row.gb_per_s:>7.1f}" if row.gb_per_s else " " * 7
-            share = f"{row.percent_of_copy:>6.0f}" if row.percent_of_copy else " " * 6
-            line = f"  {row.variant:<40}{row.median:>9.1f} {row.unit}{row.p20:>10.1f}{row.p80:>10.1f}"
-            line += rate + share
-        if row.speedup is not None:
-            line = f"{line:<88}  {row.speedup:.2f} x {row.against}"
-        if row.reached:
-            line += f"; goal {row.goal:.3g} {'reached' if row.reached == 'yes' else 'MISSED'}"
-        lines.append(line.rstrip())
+            line = " " * 99
+            if previous is None or previous.provider != row.provider:
+                rate = f"{row.gb_per_s:>7.1f}" if row.gb_per_s else " " * 7
+                share = f"{row.percent_of_peak:>7.0f}" if row.percent_of_peak else " " * 7
+                calls = f"{row.launches:>7}" if row.launches is not None else " " * 7
+                line = f"  {row.provider:<42}{_figure(row.median):>9} {row.unit:<3}"
+                line += f"{_figure(row.p20):>9}{_figure(row.p80):>10}{rate}{share}{calls}"
+            if row.speedup is not None:
+                line = f"{line:<99}  {row.speedup:.2f} x {row.against}"
+            if row.reached:
+                line += f"; goal {row.goal:.3g} {'reached' if row.reached == 'yes' else 'MISSED'}"
+            if row.note:
+                line += f"  ({row.note})"
+            lines.append(line.rstrip())
         previous = row
     return "\n".join(lines)
 
 
-def report(name: str, rows: Sequence[Row], results: Path | None, device: torch.device | str = "cpu") -> None:
-    """Prints the table with its conditions; appends to `results`/`name`.csv unless `results` is None."""
-    print(table(rows))
-    print("\n" + ", ".join(f"{key} {value}" for key, value in environment(device).items()), file=sys.stdout)
-    if results is not None:
-        append_csv(results / f"{name}.csv", rows, device)
-        print(f"appended to {os.path.relpath(results / name)}.csv")
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}" if abs(value) < 1e6 else f"{value:.3g}"
+
+
+# The command line
+
+
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    """A parser with what every benchmark takes: --quick, --full, --results, --device."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    sweep = parser.add_mutually_exclusive_group()
+    sweep.add_argument("--quick", action="store_true", help="tiny sizes, to try it: nothing is recorded")
+    sweep.add_argument("--full", action="store_true", help="the whole sweep, not the one of five minutes")
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="the CSV that rows are appended to (%(default)s)"
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    return parser
+
+
+def effort(options: argparse.Namespace) -> str:
+    """How much to measure: "quick", "short" (make bench: five minutes for all) or "full"."""
+    return "quick" if options.quick else "full" if options.full else "short"
+
+
+def results(options: argparse.Namespace) -> Results:
+    return Results(None if options.quick else options.results, options.device)
+
+
+def chosen(text: str | None, allowed: Sequence[str], what: str) -> list[str]:
+    """The names in a comma-separated list; all where there is none.
+
+    Raises SystemExit, with what is allowed, for any other name.
+    """
+    names = [name.strip() for name in text.split(",")] if text else list(allowed)
+    unknown = [name for name in names if name not in allowed]
+    if unknown:
+        raise SystemExit(f"unknown {what} {', '.join(map(repr, unknown))}; allowed: {', '.join(allowed)}")
+    return names
+
+
+def count(elements: float) -> str:
+    """A number of elements, short: 1 Ki, 64 Mi, 1 Gi."""
+    for power, suffix in ((30, "Gi"), (20, "Mi"), (10, "Ki")):
+        if elements >= 2**power:
+            return f"{elements / 2**power:g} {suffix}"
+    return f"{elements:g}" if math.isfinite(elements) else str(elements)
