@@ -7,12 +7,11 @@
 
 The goal: no more than stock's, with sums of the same dtype, plus one bucket of 25 MB.
 
-    python benchmarks/peak_memory.py [--quick]
+    python benchmarks/peak_memory.py [--quick | --full]
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
@@ -22,9 +21,9 @@ from pathlib import Path
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
+import common
 import torch
-from common import RESULTS, ROOT, Row, reached, report
-from tqdm import tqdm
+from common import ROOT, Case, Results, cannot_run, progress, reached, row
 
 sys.path.insert(0, str(ROOT / "examples"))
 from demo.loops import DTYPES, LOOPS, Config
@@ -46,9 +45,11 @@ def resident(field: str) -> int:
 
 
 def measure_here(loop: str, config: Config, updates: int) -> dict[str, int]:
-    """Both instruments, one after the other, after one warm-up update whose tensors are gone."""
+    """Each instrument in turn, after one warm-up update whose tensors are gone; on a GPU only the first."""
     text = load_text()
     run(KINDS[loop], config, text, 1)
+    if config.device.type != "cpu":
+        return {"live": peak_memory(KINDS[loop], config, text, updates)}
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")
     run(KINDS[loop], config, text, updates)
@@ -67,52 +68,59 @@ def measure_fresh(loop: str, dtype: str, width: int, steps: int, updates: int, d
     return json.loads(found.stdout.splitlines()[-1])
 
 
-def figures(quick: bool = False, device: str = "cpu") -> list[Row]:
+def figures(results: Results, effort: str) -> None:
     """`speedup` is the room left: (stock + bucket) / wrapped, which must be at least 1.
 
     Windows of 2 micro-batches: with more, the peak is the same.
     """
-    cases = [(256, "float32"), (256, "bfloat16"), (256, "autocast"), (768, "float32"), (768, "bfloat16")]
-    if quick:
-        cases = [(32, "float32")]
-    steps, updates = 2, 1 if quick else 2
-    rows = []
-    for width, dtype in tqdm(cases, desc="peak memory", leave=False):
-        peaks = {loop: measure_fresh(loop, dtype, width, steps, updates, device) for loop in KINDS}
-        for instrument in ("live", "resident"):
+    cases = {
+        "quick": [(32, "float32")],
+        "short": [(256, "float32"), (256, "bfloat16"), (256, "autocast")],
+        "full": [(width, dtype) for width in (256, 768) for dtype in DTYPES],
+    }[effort]
+    steps, updates = 2, 1 if effort == "quick" else 2
+    for width, dtype in progress(cases, "peak memory", "case"):
+        shapes = f"transformer of 3 blocks of width {width}, {steps} micro-batches"
+        dtypes = {"bfloat16": "bfloat16 into float32"}.get(dtype, dtype)
+        case = Case("peak_memory", f"demo, width {width}", "training", shapes, dtypes)
+        try:
+            peaks = {
+                loop: measure_fresh(loop, dtype, width, steps, updates, str(results.device)) for loop in KINDS
+            }
+        except Exception as error:
+            results.add([cannot_run(case, loop, str(error).strip().splitlines()[-1]) for loop in KINDS])
+            continue
+        for instrument in peaks["stock"]:
+            seen = dataclasses.replace(case, case=f"{case.case}, {instrument} bytes")
             stock, ours = (peaks[loop][instrument] / 1e6 for loop in ("stock", "fusedacc"))
-            case = f"demo, width {width}, {dtype}, {steps} micro-batches: peak {instrument} bytes"
             room = (stock + BUCKET / 1e6) / ours
+            figure = {"metric": "peak memory", "unit": "MB"}
             goal = {"against": "stock + bucket", "speedup": room, "goal": 1.0, "reached": reached(room, 1.0)}
-            rows += [
-                Row(case, "stock", "MB", stock, stock, stock),
-                Row(case, "fusedacc", "MB", ours, ours, ours, **goal),
-            ]
-    return rows
+            results.add(
+                [
+                    row(seen, "stock", **figure, median=stock),
+                    row(seen, "fusedacc", **figure, median=ours, **goal),
+                ]
+            )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="a tiny model, to try the script: nothing is recorded"
-    )
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--measure", choices=KINDS, help="measure one loop in this process and print JSON")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--updates", type=int, default=2)
+    parser = common.arguments(__doc__)
+    one = parser.add_argument_group("one loop in this process, printed as JSON")
+    one.add_argument("--measure", choices=KINDS)
+    one.add_argument("--dtype", choices=DTYPES, default="float32")
+    one.add_argument("--width", type=int, default=256)
+    one.add_argument("--steps", type=int, default=8)
+    one.add_argument("--updates", type=int, default=2)
     options = parser.parse_args()
     if options.measure:
         config = Config(options.dtype, torch.device(options.device), options.steps)
         config = dataclasses.replace(config, width=options.width)
         print(json.dumps(measure_here(options.measure, config, options.updates)))
-    else:
-        rows = figures(options.quick, options.device)
-        report("peak_memory", rows, None if options.quick else options.results, options.device)
+        return
+    results = common.results(options)
+    figures(results, common.effort(options))
+    results.report()
 
 
 if __name__ == "__main__":

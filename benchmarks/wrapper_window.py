@@ -3,20 +3,20 @@
 The graph is as cheap as one can be: one node, whose backward makes all gradients in one call, so that what is
 timed is how gradients are taken and added. A stack of small Linear layers beside it is the ordinary case.
 
-    python benchmarks/wrapper_window.py [--quick]
+    python benchmarks/wrapper_window.py [--quick | --full] [--backend cpu]
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
-from pathlib import Path
 
+import common
 import torch
-from common import RESULTS, Goal, Row, Variant, measure, report
+from common import Case, Goal, Results, Row, Variant, cannot_run, chosen, measure, timer_for
 from torch import Tensor, nn
 
 import fusedacc
+from fusedacc.backends import NAMES
 
 STEPS = 8
 F32, BF16 = torch.float32, torch.bfloat16
@@ -28,11 +28,13 @@ class OneNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
         ctx.gradients = gradients
-        return torch.zeros((), dtype=torch.float32)
+        return torch.zeros((), dtype=torch.float32, device=gradients[0].device)
 
     @staticmethod
     def backward(ctx, grad_output: Tensor):
-        return None, *torch._foreach_mul(ctx.gradients, grad_output.item())
+        on_cpu = grad_output.device.type == "cpu"  # elsewhere the host must not wait for the number
+        factor = grad_output.item() if on_cpu else grad_output.to(ctx.gradients[0].dtype)
+        return None, *torch._foreach_mul(ctx.gradients, factor)
 
 
 class Bare(nn.Module):
@@ -58,7 +60,8 @@ class Layers(nn.Module):
 
     def forward(self) -> Tensor:
         if not hasattr(self, "inputs"):
-            self.inputs = torch.randn(8, 16, dtype=self.layers[0].weight.dtype)
+            weight = self.layers[0].weight
+            self.inputs = torch.randn(8, 16, dtype=weight.dtype, device=weight.device)
         return self.layers(self.inputs).float().square().mean()
 
 
@@ -139,50 +142,53 @@ def wrapped(model: nn.Module, backend: str) -> Callable[[], None]:
     return window
 
 
-def figures(quick: bool = False, backend: str = "auto") -> list[Row]:
+def figures(results: Results, effort: str, backend: str = "auto") -> None:
     """The goals: at most 1.05 times the stock loop's time for float32, no slower for bfloat16."""
-    count, rounds = (10, 3) if quick else (300, 41)
-    rows = []
+    count, rounds = {"quick": (10, 3), "short": (300, 41), "full": (300, 201)}[effort]
     for kind, graph in ((Bare, "one cheap node"), (Layers, "Linear layers")):
+        for dtype, dtypes in ((F32, "float32"), (BF16, "bfloat16 into float32")):
+            shapes = f"{count} parameters of at most 16 x 16"
+            case = Case("wrapper_window", f"window of {STEPS}, {graph}", "window", shapes, dtypes)
 
-        def model(dtype: torch.dtype, kind: type[nn.Module] = kind) -> nn.Module:
-            torch.manual_seed(0)
-            return kind(count).to(dtype)
+            def model(kind: type[nn.Module] = kind, dtype: torch.dtype = dtype) -> nn.Module:
+                torch.manual_seed(0)
+                return kind(count).to(results.device, dtype)
 
-        loop = "stock loop"
-        rows += measure(
-            f"window of {STEPS}, {count} small parameters, {graph}, float32",
-            [
-                Variant(loop, stock(model(F32))),
-                Variant("fusedacc", wrapped(model(F32), backend), 0, (Goal(loop, 1 / 1.05),)),
-            ],
-            rounds,
-        )
-        loop, hook = "stock loop, grad_dtype=float32", "stock loop, mixed add_ in a hook"
-        rows += measure(
-            f"window of {STEPS}, {count} small parameters, {graph}, bfloat16 with float32 sums",
-            [
-                Variant(loop, stock_grad_dtype(model(BF16))),
-                Variant(hook, stock_mixed_add(model(BF16))),
-                Variant("fusedacc", wrapped(model(BF16), backend), 0, (Goal(loop, 1.0), Goal(hook, 1.0))),
-            ],
-            rounds,
-        )
-    return rows
+            results.add(one_case(case, model, backend, rounds, timer_for(results.device)))
+
+
+def one_case(
+    case: Case, model: Callable[[], nn.Module], backend: str, rounds: int, timer: common.Timer
+) -> list[Row]:
+    """The rows of one graph and dtype; `model` makes a new one."""
+    plain = case.dtypes == "float32"
+    if plain:
+        variants = [Variant("stock loop", stock(model()))]
+    else:
+        variants = [
+            Variant("stock loop, grad_dtype=float32", stock_grad_dtype(model())),
+            Variant("stock loop, mixed add_ in a hook", stock_mixed_add(model())),
+        ]
+    at_least = 1 / 1.05 if plain else 1.0
+    goals = tuple(Goal(variant.name, at_least) for variant in variants)
+    failed = []
+    try:
+        ours = Variant("fusedacc", wrapped(model(), backend), goals=goals)
+        ours.run()
+        variants.append(ours)
+    except Exception as error:
+        failed.append(cannot_run(case, "fusedacc", str(error).partition("\n")[0]))
+    return measure(case, variants, rounds, timer=timer) + failed
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="few parameters, to try the script: nothing is recorded"
-    )
-    parser.add_argument("--backend", default="auto")
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser = common.arguments(__doc__)
+    parser.add_argument("--backend", default="auto", help=f"auto or one of {', '.join(NAMES)} (%(default)s)")
     options = parser.parse_args()
-    rows = figures(options.quick, options.backend)
-    report("wrapper_window", rows, None if options.quick else options.results)
+    (backend,) = chosen(options.backend, ("auto", *NAMES), "backend")
+    results = common.results(options)
+    figures(results, common.effort(options), backend)
+    results.report()
 
 
 if __name__ == "__main__":
