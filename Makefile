@@ -1,6 +1,6 @@
 # `make help` lists the targets. SYSTEM_PYTHON=1 uses the current interpreter: no virtual environment, no network.
 .DEFAULT_GOAL := help
-.PHONY: help build demo test test-full lint format bench figures clean
+.PHONY: help build demo test test-full lint format bench bench-full figures clean
 
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
 
@@ -61,10 +61,14 @@ format: $(BUILT)  ## rewrite the sources as `make lint` wants them
 	$(PYTHON) -m ruff format .
 	clang-format -i $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-bench: $(BUILT)  ## the CPU figures; one line per row is appended to benchmarks/results/*.csv
+bench: $(BUILT)  ## measure: five minutes on two cores; rows go to benchmarks/results/results.csv (BENCH=... passes options)
 	$(PYTHON) benchmarks/run_all.py $(BENCH)
 
-figures: $(BUILT)  ## write the newest benchmark results into the README
+bench-full: $(BUILT)  ## the whole sweep: every size, dtype and model
+	$(PYTHON) benchmarks/run_all.py --full $(BENCH)
+
+figures: $(BUILT)  ## the newest results as plots in docs/figures and tables in the README
+	$(PYTHON) benchmarks/plot.py
 	$(PYTHON) benchmarks/readme_figures.py
 
 clean:  ## remove everything the other targets made

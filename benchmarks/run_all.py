@@ -1,46 +1,61 @@
-"""All CPU figures of the README, one after the other: `make bench`.
+"""Every benchmark, one after the other, as one run: `make bench` (five minutes on two cores) and `make bench-full`.
 
-python benchmarks/run_all.py [--quick]
+python benchmarks/run_all.py [--quick | --full] [--only kernels,models]
+
+Exit status: 0; 1 where a benchmark failed (the others still run); 130 where it was interrupted. Rows are on the
+disk as soon as they are measured, whatever comes after.
 """
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
+import importlib
+import sys
+import traceback
 
-import cpu_figures
-import peak_memory
-import wrapper_window
-from common import RESULTS, append_csv, environment, table
+from common import Results, arguments, chosen, effort, results
 from tqdm import tqdm
 
-BENCHMARKS = {
-    "cpu_figures": cpu_figures.figures,
-    "wrapper_window": wrapper_window.figures,
-    "peak_memory": peak_memory.figures,
-}
+#: Modules with `figures(results, effort)`, the ones that the README's head is drawn from first.
+BENCHMARKS = ("models", "kernels", "training", "wrapper_window", "peak_memory")
+INTERRUPTED = 130
+
+
+def run(names: list[str], kept: Results, effort: str) -> dict[str, str]:
+    """Runs them into `kept`. Returns what failed, by name: the error's first line."""
+    failed = {}
+    bar = tqdm(names, desc="benchmarks", unit="benchmark", dynamic_ncols=True, leave=False)
+    for name in bar:
+        bar.set_postfix_str(name)
+        try:
+            importlib.import_module(name).figures(kept, effort)
+        except Exception as error:
+            with tqdm.external_write_mode(file=sys.stderr):
+                traceback.print_exc()
+            text = str(error).strip()
+            failed[name] = ": ".join(filter(None, (type(error).__name__, text.partition("\n")[0])))
+    return failed
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="tiny sizes, to try the scripts: nothing is recorded"
-    )
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser = arguments(__doc__)
+    parser.add_argument("--only", help=f"comma-separated; all without it: {', '.join(BENCHMARKS)}")
     options = parser.parse_args()
-    rows = []
-    for name, figures in tqdm(BENCHMARKS.items(), desc="benchmarks", unit="benchmark", dynamic_ncols=True):
-        found = figures(options.quick)
-        if not options.quick:
-            append_csv(options.results / f"{name}.csv", found)
-        rows += found
-    print(table(rows))
-    print("\n" + ", ".join(f"{key} {value}" for key, value in environment().items()))
-    missed = [f"{row.case}: {row.variant}" for row in rows if row.reached == "no"]
-    reached = sum(row.reached == "yes" for row in rows)
-    print(f"{reached} goals reached, {len(missed)} missed" + "".join(f"\n  {line}" for line in missed))
+    names = chosen(options.only, BENCHMARKS, "benchmark")
+    try:
+        kept = results(options)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"cannot keep results: {error}") from None
+    try:
+        failed = run(names, kept, effort(options))
+    except KeyboardInterrupt:
+        kept.report()
+        where = f"all of them are in {kept.path}" if kept.path else "none of them recorded: --quick"
+        print(f"\ninterrupted: {len(kept.rows)} rows were finished, {where}", file=sys.stderr)
+        raise SystemExit(INTERRUPTED) from None
+    kept.report()
+    for name, why in failed.items():
+        print(f"{name} FAILED: {why}", file=sys.stderr)
+    raise SystemExit(1 if failed else 0)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""The benchmarks run and count right. No time is asserted."""
+"""What the benchmarks share, the run of all of them, and what is made of their rows. No time is asserted."""
 
 from __future__ import annotations
 
 import csv
+import dataclasses
+import errno
 import importlib
-import math
+import io
 import os
 import subprocess
 import sys
@@ -19,9 +21,13 @@ ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 
 
-@pytest.fixture
-def common(monkeypatch):
+@pytest.fixture(autouse=True)
+def path(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+@pytest.fixture
+def common():
     return importlib.import_module("common")
 
 
@@ -31,98 +37,334 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
 
 
-def test_every_cpu_benchmark_runs(tmp_path):
-    found = run(sys.executable, "benchmarks/run_all.py", "--quick", "--results", str(tmp_path))
-    assert found.returncode == 0, found.stderr
-    for case in (
-        "elements in one tensor",
-        "tensors of 100",
-        "window of 8",
-        "peak live bytes",
-        "peak resident bytes",
-    ):
-        assert case in found.stdout
-    assert "goals reached" in found.stdout
-    assert not list(tmp_path.iterdir()), "a quick run must record nothing"
+# Timing
+
+
+def clock(**seconds):
+    """A timer that tells each variant's times in turn, from its first, untimed call on."""
+    times = {name: iter(own) for name, own in seconds.items()}
+    return lambda work, calls: next(times[work()])
 
 
 def test_figures_are_medians_and_ratios_within_a_round(common):
-    clock = {"slow": iter([9.0, 4.0, 2.0, 8.0]), "fast": iter([9.0, 1.0, 1.0, 1.0])}
+    goals = (common.Goal("slow", 4.0), common.Goal("slow", 2.5, by_bandwidth=True))
     variants = [
         common.Variant("slow", lambda: "slow", 100),
-        common.Variant(
-            "fast",
-            lambda: "fast",
-            50,
-            (common.Goal("slow", 4.0), common.Goal("slow", 2.5, by_bandwidth=True)),
-        ),
+        common.Variant("fast", lambda: "fast", 50, goals, launches=3, host_us=7.0, note="a note"),
     ]
-    rows = common.measure(
-        "case", variants, 3, timer=lambda work, calls: next(clock[work()]), copy_bandwidth=50.0
-    )
-    slow, by_time, by_bandwidth = rows
-    assert (slow.median, slow.p20, slow.p80) == (4e6, 2e6, 8e6)
+    timer = clock(slow=[9.0, 4.0, 2.0, 8.0], fast=[9.0, 1.0, 1.0, 2.0])
+    slow, by_time, by_bandwidth = common.measure(common.Case("tests", "case"), variants, 3, timer=timer)
+    assert (slow.median, slow.p20, slow.p80, slow.rounds) == (4e6, 2e6, 8e6, 3)
     assert slow.gb_per_s == 25 / 1e9
-    assert slow.percent_of_copy == 50
-    assert (by_time.speedup, by_time.reached) == (4.0, "yes")
-    assert (by_bandwidth.speedup, by_bandwidth.reached) == (2.0, "no")
-    shown = common.table(rows)
+    assert slow.percent_of_peak is None, "no copy, no peak"
+    assert (by_time.against, by_time.speedup, by_time.reached) == ("slow", 4.0, "yes")
+    assert (by_bandwidth.against, by_bandwidth.speedup) == ("slow (bytes/s)", 2.0)
+    assert by_bandwidth.reached == "no"
+    shown = common.table([slow, by_time, by_bandwidth])
     assert shown.count("fast") == 1
     assert "goal 4 reached" in shown
     assert "goal 2.5 MISSED" in shown
 
 
-def test_csv_grows_by_rows_that_name_their_conditions(common, tmp_path):
-    row = common.Row("case", "variant", "us", 1.0, 0.5, 2.0)
-    path = tmp_path / "deep" / "figures.csv"
-    common.append_csv(path, [row])
-    common.append_csv(path, [row, row])
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [found["variant"] for found in rows] == ["variant"] * 3
+def test_the_peak_is_the_faster_of_copy_and_triad(common):
+    variants = [common.Variant(name, lambda name=name: name, 60) for name in ("copy", "triad", "ours")]
+    timer = clock(copy=[1.0, 2.0], triad=[1.0, 1.5], ours=[1.0, 3.0])
+    rows = common.measure(common.Case("tests", "case"), variants, 1, timer=timer)
+    assert [row.percent_of_peak for row in rows] == [75.0, 100.0, 50.0]
+
+
+def test_variants_take_turns_in_an_order_that_turns(common):
+    called = []
+    variants = [common.Variant(name, lambda name=name: called.append(name)) for name in "abc"]
+    common.measure(common.Case("tests", "case"), variants, 2, timer=lambda work, calls: work() or 1.0)
+    assert "".join(called) == "cab" + "abc" + "bca"
+
+
+def test_no_rounds_are_refused(common):
+    with pytest.raises(ValueError, match="rounds must be at least 1; got 0"):
+        common.measure(common.Case("tests", "case"), [], 0)
+
+
+def test_unknown_names_list_what_is_allowed(common):
+    assert common.chosen("b, a", ("a", "b"), "provider") == ["b", "a"]
+    assert common.chosen(None, ("a", "b"), "provider") == ["a", "b"]
+    with pytest.raises(SystemExit, match=r"unknown provider 'c'; allowed: a, b"):
+        common.chosen("a,c", ("a", "b"), "provider")
+
+
+# Rows that are kept
+
+
+def some_rows(common, count=1, provider="ours", case="case", **columns):
+    columns = {"median": 2.0, "p20": 1.0, "p80": 3.0, **columns}
+    return [common.row(common.Case("tests", case), provider, **columns) for _ in range(count)]
+
+
+def test_the_file_grows_by_rows_that_name_their_conditions(common, tmp_path):
+    path = tmp_path / "deep" / "results.csv"
+    common.Results(path).add(some_rows(common))
+    common.Results(path).add(some_rows(common, 2, note='commas, "quotes"'))
+    rows = common.read(path)
+    assert [found["provider"] for found in rows] == ["ours"] * 3
+    assert rows[2]["note"] == 'commas, "quotes"'
     assert rows[0]["torch"] == torch.__version__
-    assert all(rows[0][name] for name in ("date", "commit", "device", "threads", "allocator", "python"))
+    for name in ("date", "commit", "device", "threads", "allocator", "python"):
+        assert rows[0][name], name
+
+
+def test_rows_of_one_run_share_a_date_and_the_newest_run_is_found(common, tmp_path):
+    path = tmp_path / "results.csv"
+    for date, count in (("2020-01-01", 3), ("2020-01-02", 2)):
+        kept = common.Results(path)
+        kept.conditions = {**kept.conditions, "date": date}
+        for _ in range(count):
+            kept.add(some_rows(common))
+    newest = common.newest(common.read(path), "tests")
+    assert [row["date"] for row in newest] == ["2020-01-02"] * 2
+
+
+def test_a_file_with_other_columns_is_refused_and_kept(common, tmp_path):
+    path = tmp_path / "results.csv"
+    path.write_text("case,variant\nold,row\n")
+    with pytest.raises(ValueError, match=r"other columns \(case, variant\); allowed: benchmark, case"):
+        common.Results(path)
+    assert path.read_text() == "case,variant\nold,row\n"
+
+
+def test_a_provider_that_cannot_run_is_a_row_that_says_why(common):
+    row = common.cannot_run(common.Case("tests", "case"), "apex", "apex is not installed")
+    assert (row.median, row.note) == (None, "not run: apex is not installed")
+    assert "apex is not installed" in common.table([row])
+
+
+class FullDisk(io.FileIO):
+    """Takes `room` bytes, then raises what a full disk raises."""
+
+    room = 0
+
+    def write(self, data):
+        if not FullDisk.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = super().write(bytes(data)[: FullDisk.room])
+        FullDisk.room -= written
+        return written
+
+
+@pytest.mark.parametrize("room", [0, 1, 100])
+def test_a_full_disk_leaves_whole_rows_and_prints_the_others(common, tmp_path, monkeypatch, capsys, room):
+    path = tmp_path / "results.csv"
+    kept = common.Results(path)
+    kept.add(some_rows(common, provider="kept"))
+    before = path.read_bytes()
+    monkeypatch.setattr(type(path), "open", lambda self, mode, buffering: FullDisk(self, mode))
+    monkeypatch.setattr(FullDisk, "room", room)
+    with pytest.raises(OSError, match="No space left"):
+        kept.add(some_rows(common, 2, provider="lost"))
+    monkeypatch.undo()
+    assert path.read_bytes() == before
+    printed = list(csv.reader(io.StringIO(capsys.readouterr().out)))
+    assert [line[common.COLUMNS.index("provider")] for line in printed] == ["lost", "lost"]
+    assert [len(line) for line in printed] == [len(common.COLUMNS) + len(common.CONDITIONS)] * 2
+    assert [row.provider for row in kept.rows] == ["kept", "lost", "lost"]
+
+
+# All of them
+
+
+def module(monkeypatch, name, figures):
+    monkeypatch.setitem(sys.modules, name, type("module", (), {"figures": staticmethod(figures)}))
+
+
+@pytest.fixture
+def run_all(monkeypatch):
+    run_all = importlib.import_module("run_all")
+    monkeypatch.setattr(run_all, "BENCHMARKS", ("first", "second"))
+    return run_all
+
+
+def ended(run_all, monkeypatch, *options):
+    """The exit status of run_all."""
+    monkeypatch.setattr(sys, "argv", ["run_all.py", *map(str, options)])
+    with pytest.raises(SystemExit) as end:
+        run_all.main()
+    return end.value.code
+
+
+def test_a_benchmark_that_fails_stops_no_other(common, run_all, monkeypatch, tmp_path, capsys):
+    def broken(results, effort):
+        raise RuntimeError("no such kernel\nand more")
+
+    module(monkeypatch, "first", broken)
+    module(monkeypatch, "second", lambda results, effort: results.add(some_rows(common, case=effort)))
+    path = tmp_path / "results.csv"
+    assert ended(run_all, monkeypatch, "--results", path) == 1
+    assert [row["case"] for row in common.read(path)] == ["short"]
+    shown = capsys.readouterr()
+    assert "first FAILED: RuntimeError: no such kernel\n" in shown.err
+    assert "tests: short" in shown.out
+
+
+def test_a_benchmark_that_cannot_be_imported_stops_no_other(common, run_all, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "first", None)
+    module(monkeypatch, "second", lambda results, effort: results.add(some_rows(common, case=effort)))
+    assert ended(run_all, monkeypatch, "--quick") == 1
+    shown = capsys.readouterr()
+    assert "first FAILED: ModuleNotFoundError" in shown.err
+    assert "tests: quick" in shown.out
+
+
+def test_an_interrupted_run_keeps_what_was_finished(common, run_all, monkeypatch, tmp_path, capsys):
+    def interrupted(results, effort):
+        results.add(some_rows(common, case="finished"))
+        raise KeyboardInterrupt
+
+    module(monkeypatch, "first", interrupted)
+    module(monkeypatch, "second", lambda results, effort: pytest.fail("the run goes on"))
+    path = tmp_path / "results.csv"
+    assert ended(run_all, monkeypatch, "--results", path) == 130
+    assert [row["case"] for row in common.read(path)] == ["finished"]
+    shown = capsys.readouterr()
+    assert "tests: finished" in shown.out
+    assert f"1 rows were finished, all of them are in {path}" in shown.err
+
+
+def test_only_runs_what_is_named(common, run_all, monkeypatch, capsys):
+    module(monkeypatch, "first", lambda results, effort: pytest.fail("not asked for"))
+    module(monkeypatch, "second", lambda results, effort: results.add(some_rows(common)))
+    assert ended(run_all, monkeypatch, "--quick", "--only", "second") == 0
+    assert ended(run_all, monkeypatch, "--only", "third") == (
+        "unknown benchmark 'third'; allowed: first, second"
+    )
+
+
+def test_results_that_cannot_be_kept_are_an_error_before_anything_runs(run_all, monkeypatch, tmp_path):
+    path = tmp_path / "results.csv"
+    path.write_text("case\n")
+    module(monkeypatch, "first", lambda results, effort: pytest.fail("nothing may run"))
+    assert "cannot keep results" in ended(run_all, monkeypatch, "--results", path)
+
+
+def test_every_benchmark_runs(tmp_path):
+    path = tmp_path / "results.csv"
+    found = run(sys.executable, "benchmarks/run_all.py", "--quick", "--results", str(path))
+    assert found.returncode == 0, found.stderr
+    for benchmark in ("models", "kernels", "training", "wrapper_window", "peak_memory"):
+        assert f"\n{benchmark}: " in found.stdout
+    assert "goals reached" in found.stdout
+    assert not path.exists(), "a quick run must record nothing"
+
+
+# What got worse
+
+
+@pytest.fixture
+def runs(common, tmp_path):
+    """Writes a results file from (provider, median, p20, p80, columns). Returns its path."""
+
+    def write(name, *figures, **conditions):
+        kept = common.Results(tmp_path / name)
+        kept.conditions = {**kept.conditions, **conditions}
+        for provider, median, p20, p80, columns in figures:
+            kept.add(some_rows(common, provider=provider, median=median, p20=p20, p80=p80, **columns))
+        return tmp_path / name
+
+    return write
+
+
+def verdicts(old, new, **options):
+    compare = importlib.import_module("compare")
+    figures = [compare.figures(compare.load(path)) for path in (old, new)]
+    return [change.verdict for change in compare.compare(*figures, **options)]
 
 
 @pytest.mark.parametrize(
-    ("model", "count", "elements"), [("ResNet-50", 161, 25_557_032), ("GPT-2", 148, 124_439_808)]
+    ("new", "verdict"),
+    [
+        ((100, 98, 102), "same"),
+        ((120, 115, 125), "worse"),
+        ((120, 101, 125), "same"),  # ranges overlap
+        ((104.9, 104, 105), "same"),  # within the threshold
+        ((80, 78, 82), "better"),
+    ],
 )
-def test_parameter_lists_are_those_of_the_models(common, model, count, elements):
-    shapes = list(importlib.import_module("gpu_figures").MODELS[model]())
-    assert (len(shapes), sum(map(math.prod, shapes))) == (count, elements)
+def test_worse_is_more_than_noise(runs, new, verdict):
+    old = runs("old.csv", ("ours", 100, 98, 102, {}))
+    assert verdicts(old, runs("new.csv", ("ours", *new, {}))) == [verdict]
 
 
-def test_model_lists_are_held_to_both_goals(common, monkeypatch):
-    gpu_figures = importlib.import_module("gpu_figures")
-    monkeypatch.setitem(gpu_figures.MODELS, "tiny", lambda: iter([(3, 4), (5,)]))
-    rows = gpu_figures.model_list("tiny", torch.bfloat16, 2, 1e9, device="cpu")
-    ours = [row for row in rows if row.variant.startswith("fusedacc")]
-    assert [row.against for row in ours] == ["loop of acc.add_(g, alpha=s)", "torch._foreach_add_"]
-    assert [row.goal for row in ours] == [5.0, 1.5]
+@pytest.mark.parametrize(
+    ("unit", "new", "verdict"),
+    [
+        ("MB", 120, "worse"),
+        ("MB", 104, "same"),
+        ("B/param", 101, "worse"),  # counted: any change tells
+        ("B/param", 100.001, "same"),  # the file's rounding
+        ("tokens/s", 120, "better"),
+        ("tokens/s", 80, "worse"),
+    ],
+)
+def test_units_say_what_is_worse(runs, unit, new, verdict):
+    old = runs("old.csv", ("ours", 100, None, None, {"unit": unit}))
+    assert verdicts(old, runs("new.csv", ("ours", new, None, None, {"unit": unit}))) == [verdict]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_gpu_figures_say_what_they_need():
-    found = run(sys.executable, "benchmarks/gpu_figures.py")
-    assert found.returncode == 1
-    assert "needs a CUDA GPU" in found.stderr
+def test_a_slower_machine_is_not_blamed_on_the_code(runs):
+    old = runs("old.csv", ("copy", 50, 49, 51, {}), ("ours", 100, 98, 102, {}))
+    slow = runs("slow.csv", ("copy", 100, 98, 102, {}), ("ours", 200, 196, 204, {}))
+    assert verdicts(old, slow) == ["same"]
+    assert verdicts(old, slow, by_time=True) == ["worse"]
+    fast = runs("fast.csv", ("copy", 25, 24, 26, {}), ("ours", 100, 98, 102, {}))
+    assert verdicts(old, fast) == ["worse"]
 
 
-def test_gpu_script_parses():
-    found = run("bash", "-n", "benchmarks/gpu_run.sh")
-    assert (found.returncode, found.stderr) == (0, "")
+def test_rows_that_differ_in_what_they_are_held_against_are_one_figure(runs):
+    against = [("ours", 100, 98, 102, {"against": name, "speedup": 2.0}) for name in ("a", "b")]
+    old = runs("old.csv", *against)
+    assert verdicts(old, runs("new.csv", *against[:1])) == ["same"]
 
 
-def test_readme_shows_the_newest_run_and_what_it_missed(common, tmp_path):
-    readme_figures = importlib.import_module("readme_figures")
-    stock = common.Row("case", "stock", "us", 2000.0, 1900.0, 2100.0)
-    ours = common.Row(
-        "case", "ours", "us", 500.0, 490.0, 510.0, against="stock", speedup=4.0, goal=5.0, reached="no"
+def test_the_report_says_what_differs_and_what_is_gone(runs):
+    old = runs("old.csv", ("ours", 100, 98, 102, {}), ("apex", 100, 98, 102, {}), threads="2")
+    new = runs(
+        "new.csv",
+        ("ours", 150, 148, 152, {"against": "apex", "speedup": 0.7}),
+        ("apex", None, None, None, {"note": "not run: apex is not installed"}),
+        ("peer", 1, 1, 1, {}),
+        threads="8",
     )
-    for name in readme_figures.COMMANDS:
-        common.append_csv(tmp_path / f"{name}.csv", [stock, ours])
-    text = readme_figures.section(tmp_path)
-    row = "| case | ours | 500 µs | 4.00 times the speed of `stock` (2.00 ms), goal 5 **missed** |"
-    assert text.count(row) == len(readme_figures.COMMANDS)
-    with pytest.raises(SystemExit, match="make bench"):
-        readme_figures.section(tmp_path / "none")
+    found = run(sys.executable, "benchmarks/compare.py", str(old), str(new))
+    assert found.returncode == 1, found.stderr
+    assert "*** THE RUNS DIFFER IN THREADS: 2 -> 8" in found.stdout
+    assert "WORSE: 1\n  tests: case: ours: 100 -> 150 us, +50.0 %" in found.stdout
+    assert "better: nothing" in found.stdout
+    assert "disappeared: 1\n  tests: case: apex (not run: apex is not installed)" in found.stdout
+    assert "appeared: 1\n  tests: case: peer" in found.stdout
+
+
+def test_two_equal_runs_end_well(runs):
+    old = runs("old.csv", ("copy", 50, 49, 51, {}), ("ours", 100, 98, 102, {}))
+    found = run(sys.executable, "benchmarks/compare.py", str(old), str(old))
+    assert found.returncode == 0, found.stderr
+    assert "WORSE: nothing" in found.stdout
+    assert "DIFFER" not in found.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [(None, "No such file"), ("", "no column"), ("case,variant\n", "no column"), (b"\xff\xfe", "decode")],
+)
+def test_what_cannot_be_compared_is_said(runs, tmp_path, text, why):
+    bad = tmp_path / "bad.csv"
+    if text is not None:
+        bad.write_bytes(text if isinstance(text, bytes) else text.encode())
+    found = run(sys.executable, "benchmarks/compare.py", str(runs("old.csv", ("a", 1, 1, 1, {}))), str(bad))
+    assert found.returncode == 2
+    assert why in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+def test_a_threshold_below_zero_is_refused(runs):
+    old = str(runs("old.csv", ("a", 1, 1, 1, {})))
+    found = run(sys.executable, "benchmarks/compare.py", old, old, "--threshold=-1")
+    assert found.returncode == 2
+    assert "at least 0" in found.stderr
