@@ -1,0 +1,418 @@
+"""Ways to run a window: `steps` micro-batches whose gradients are summed, and the update.
+
+Gradients are provided, so no activations are needed. Every parameter hangs on a node whose backward makes its
+gradient by one write (`torch.full` in the dtype that the weight-gradient product would write): exactly the
+bytes of that product's output. The nodes form a chain, so the backward delivers gradients one after the
+other, last parameter first. On CUDA a node serves a group of consecutive parameters of up to 32 MiB, so that
+it is not Python that is timed. A gradient's value depends on the parameter and the micro-batch, so sums can
+be checked. Division of the loss by `steps` reaches the values through the host (`Source.scale`), which saves
+a wait for the device.
+
+Settings: "float32": weights and gradients in float32. "autocast": float32 weights, whose bfloat16 casts get
+the gradients, so that autograd casts these back. "bfloat16": bfloat16 weights, gradients and Adam states,
+float32 sums, cast at the update.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fusedacc
+
+F32, BF16 = torch.float32, torch.bfloat16
+SETTINGS = ("float32", "autocast", "bfloat16")
+#: The column `dtypes` of a setting.
+DTYPES = {
+    "float32": "float32 into float32",
+    "autocast": "autocast bfloat16 into float32",
+    "bfloat16": "bfloat16 into float32",
+}
+GROUP_BYTES = 32 * 2**20
+MAX_NORM = 1.0
+
+
+class Source:
+    """Gradients for parameters: `loss()` is a scalar whose backward hands every parameter one.
+
+    `scale` multiplies the gradients, `drop` makes them and hands over nothing.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype, group_bytes: int) -> None:
+        self.dtype = dtype
+        self.cast = parameters[0].dtype != dtype
+        self.scale, self.drop, self.micro_batches = 1.0, False, 0
+        self.phase: Callable[[str], contextlib.AbstractContextManager] | None = None
+        self.start = torch.zeros((), device=parameters[0].device)
+        self.groups: list[dict[int, nn.Parameter]] = []
+        filled = math.inf
+        for index, parameter in enumerate(parameters):
+            size = parameter.numel() * dtype.itemsize
+            if filled + size > group_bytes:
+                self.groups.append({})
+                filled = 0
+            self.groups[-1][index] = parameter
+            filled += size
+
+    def loss(self) -> Tensor:
+        self.micro_batches += 1
+        chain = self.start
+        for group in self.groups:
+            used = [parameter.to(self.dtype) for parameter in group.values()] if self.cast else group.values()
+            chain = _Node.apply(chain, self, group, *used)
+        return chain
+
+    def gradients(self, group: dict[int, nn.Parameter]) -> list[Tensor]:
+        if self.phase is None:
+            return [self.gradient(index, parameter) for index, parameter in group.items()]
+        with self.phase("weight gradients"):
+            return [self.gradient(index, parameter) for index, parameter in group.items()]
+
+    def gradient(self, index: int, parameter: nn.Parameter) -> Tensor:
+        # 1/128 times at most 19: exact in bfloat16, and never 0.
+        value = ((3 * index + 5 * self.micro_batches) % 17 - 7.5) / 64 * self.scale
+        return torch.full(parameter.shape, value, dtype=self.dtype, device=parameter.device)
+
+
+class _Node(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, chain: Tensor, source: Source, group: dict, *parameters: Tensor) -> Tensor:
+        ctx.source, ctx.group = source, group
+        return chain.view_as(chain)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = ctx.source.gradients(ctx.group)
+        return grad, None, None, *([None] * len(gradients) if ctx.source.drop else gradients)
+
+
+class Memory:
+    """Weights, Adam's two states and float32 sums, made once, that several ways use in turn.
+
+    What the sums hold at the beginning of a window is another way's.
+    """
+
+    def __init__(self, shapes: list[tuple[int, ...]], setting: str, device: torch.device | str) -> None:
+        if setting not in SETTINGS:
+            raise ValueError(f"unknown setting {setting!r}; allowed: {', '.join(SETTINGS)}")
+        self.setting = setting
+        dtype = BF16 if setting == "bfloat16" else F32
+        # Weights of different values, so that weight decay is not the same everywhere.
+        self.weights = [
+            torch.full(shape, 0.01 * (index % 7 - 3), dtype=dtype, device=device)
+            for index, shape in enumerate(shapes)
+        ]
+        self._moments: list[tuple[Tensor, Tensor]] = []
+        self._sums: list[Tensor] = []
+
+    def moments(self) -> list[tuple[Tensor, Tensor]]:
+        if not self._moments:
+            self._moments = [(torch.zeros_like(w), torch.zeros_like(w)) for w in self.weights]
+        return self._moments
+
+    def sums(self) -> list[Tensor]:
+        if not self._sums:
+            self._sums = [torch.zeros_like(w, dtype=F32) for w in self.weights]
+        return self._sums
+
+
+class Window:
+    """One way to run a window on the weights in `memory`. A subclass is a way; `run()` runs a window.
+
+    Args:
+        memory: weights, and what the ways share; each way has Parameters of its own on the same weights.
+        steps: micro-batches per window.
+        clip: whether gradients are clipped to norm 1 before the update.
+        backend: fusedacc's.
+        optimizer: a class with `lr` and `fused`.
+    """
+
+    name = ""
+    settings: tuple[str, ...] = SETTINGS
+    #: "as written", "best stock", "stock", "inexact", "ours" or "floor"; `note` says more.
+    role = "stock"
+    note = ""
+    #: Bytes per element held from window to window, beside `memory`'s weights and states, by setting.
+    keeps: dict[str, int] = {}  # noqa: RUF012
+    fused: bool | None = True
+    divides = True
+
+    def __init__(
+        self,
+        memory: Memory,
+        steps: int,
+        clip: bool = True,
+        backend: str = "auto",
+        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    ) -> None:
+        if steps < 1:
+            raise ValueError(f"steps must be at least 1; got {steps}")
+        self.memory, self.steps, self.clip, self.backend = memory, steps, clip, backend
+        self.parameters = [nn.Parameter(weight) for weight in memory.weights]
+        device = self.parameters[0].device
+        gradient_dtype = F32 if memory.setting == "float32" else BF16
+        self.source = Source(self.parameters, gradient_dtype, GROUP_BYTES if device.type == "cuda" else 0)
+        self.source.scale = 1 / steps if self.divides else 1.0
+        self.phase: Callable[[str], contextlib.AbstractContextManager] = _no_phase
+        self.optimizer = self.make_optimizer(optimizer)
+        self.prepare()
+
+    def make_optimizer(self, kind: Callable[..., torch.optim.Optimizer]) -> torch.optim.Optimizer:
+        optimizer = kind(self.parameters, lr=1e-3, fused=self.fused)
+        if kind is torch.optim.AdamW:
+            for parameter, (mean, square) in zip(self.parameters, self.memory.moments(), strict=True):
+                step = torch.zeros((), device=parameter.device if self.fused else "cpu")
+                optimizer.state[parameter] = {"step": step, "exp_avg": mean, "exp_avg_sq": square}
+        return optimizer
+
+    def prepare(self) -> None:
+        """Hooks, wrappers."""
+
+    @classmethod
+    def obstacle(cls) -> str:
+        """Why this way cannot run here; empty if it can."""
+        return ""
+
+    def run(self) -> None:
+        for _ in range(self.steps):
+            self.backward()
+        self.update()
+
+    def backward(self) -> None:
+        with self.phase("forward"):
+            loss = self.source.loss()
+            if self.divides:
+                loss = loss / self.steps
+        with self.phase("accumulate"):
+            loss.backward()
+
+    def update(self) -> None:
+        self.clip_gradients()
+        with self.phase("optimizer"):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def clip_gradients(self) -> None:
+        if self.clip:
+            with self.phase("clip"):
+                nn.utils.clip_grad_norm_(self.parameters, MAX_NORM)
+
+    @contextlib.contextmanager
+    def counting(self, phase: Callable[[str], contextlib.AbstractContextManager]) -> Iterator[None]:
+        """Context in which `phase(name)` is entered around the parts of a window (see `PARTS`)."""
+        self.phase = self.source.phase = phase
+        try:
+            yield
+        finally:
+            self.phase, self.source.phase = _no_phase, None
+
+    def close(self) -> None:
+        """Lets go of hooks and gradients."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+def _no_phase(name: str) -> contextlib.AbstractContextManager:
+    return contextlib.nullcontext()
+
+
+#: The phases of a window. "forward": casts of the weights; "weight gradients": the provided gradients are
+#: written; "accumulate": what autograd, hooks and loops do with them; "first touch": sums set to zero;
+#: "cast": sums into gradients of the weights' dtype; "clip"; "optimizer".
+PARTS = ("forward", "weight gradients", "accumulate", "first touch", "cast", "clip", "optimizer")
+
+
+class AsWritten(Window):
+    name, settings, role = "stock, as written", ("float32", "autocast"), "as written"
+    note = "loss / k, clip_grad_norm_, AdamW with torch's default"
+    fused = None
+
+
+class Fused(Window):
+    name, settings, role = "stock, fused AdamW", ("float32", "autocast"), "best stock"
+    note = "loss / k, clip_grad_norm_, AdamW(fused=True)"
+
+
+class WithSums(Window):
+    """float32 sums beside bfloat16 weights: at the update they become `p.grad`, in bfloat16."""
+
+    settings = ("bfloat16",)
+    keeps = {"bfloat16": 4}  # noqa: RUF012
+
+    def update(self) -> None:
+        with self.phase("cast"):
+            for parameter, total in zip(self.parameters, self.memory.sums(), strict=True):
+                parameter.grad = total.to(parameter.dtype)
+        super().update()
+
+
+class ByHand(WithSums):
+    name, role = "stock, by hand", "as written"
+    note = "acc += p.grad.float() / k after each backward, AdamW with torch's default"
+    fused = None
+    divides = False
+
+    def run(self) -> None:
+        with self.phase("first touch"):
+            for total in self.memory.sums():
+                total.zero_()
+        for _ in range(self.steps):
+            self.backward()
+            with self.phase("accumulate"):
+                for parameter, total in zip(self.parameters, self.memory.sums(), strict=True):
+                    total += parameter.grad.float() / self.steps
+                    parameter.grad = None
+        self.update()
+
+
+class GradDtype(Window):
+    name, settings = "stock, grad_dtype", ("bfloat16",)
+    note = "p.grad_dtype = torch.float32, loss / k, cast at the update, AdamW(fused=True)"
+
+    def run(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad_dtype = F32
+        super().run()
+
+    def update(self) -> None:
+        with self.phase("cast"):
+            for parameter in self.parameters:
+                gradient, parameter.grad = parameter.grad, None
+                parameter.grad_dtype = BF16
+                parameter.grad = gradient.to(BF16)
+                del gradient
+        super().update()
+
+
+class MixedAdd(WithSums):
+    name, role = "stock, mixed add_", "best stock"
+    note = (
+        "hook: acc.copy_(p.grad) in the first micro-batch, then acc.add_(p.grad); loss / k, AdamW(fused=True)"
+    )
+
+    def prepare(self) -> None:
+        self.first = True
+        self.hooks = [
+            parameter.register_post_accumulate_grad_hook(self.adder(total))
+            for parameter, total in zip(self.parameters, self.memory.sums(), strict=True)
+        ]
+
+    def adder(self, total: Tensor) -> Callable[[Tensor], None]:
+        def add(parameter: Tensor) -> None:
+            if self.first:
+                total.copy_(parameter.grad)
+            else:
+                total.add_(parameter.grad)
+            parameter.grad = None
+
+        return add
+
+    def run(self) -> None:
+        for step in range(self.steps):
+            self.first = step == 0
+            self.backward()
+        self.update()
+
+    def close(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+        super().close()
+
+
+class NarrowSums(Window):
+    name, settings, role = "stock, bfloat16 sums", ("bfloat16",), "inexact"
+    note = "inexact: .grad += gradient in bfloat16; loss / k, AdamW(fused=True)"
+
+
+class Optimi(Window):
+    name, role = "torch-optimi", "inexact"
+    note = "inexact: gradients go into Adam's states, each rounded there; it cannot clip"
+    keeps = {"float32": 8, "autocast": 8, "bfloat16": 6}  # noqa: RUF012
+
+    @classmethod
+    def obstacle(cls) -> str:
+        try:
+            importlib.import_module("optimi")
+        except ImportError as error:
+            return f"torch-optimi is not installed ({error})"
+        return ""
+
+    def make_optimizer(self, kind: Callable[..., torch.optim.Optimizer]) -> torch.optim.Optimizer:
+        optimi = importlib.import_module("optimi")
+        optimizer = optimi.AdamW(self.parameters, lr=1e-3, gradient_release=True)
+        self.module = nn.ParameterList(self.parameters)
+        optimi.prepare_for_gradient_release(self.module, optimizer)
+        return optimizer
+
+    def run(self) -> None:
+        for step in range(self.steps):
+            self.optimizer.optimizer_accumulation = step < self.steps - 1
+            self.backward()
+
+    def close(self) -> None:
+        importlib.import_module("optimi").remove_gradient_release(self.module)
+        super().close()
+
+
+class Floor(Window):
+    name, role = "floor", "floor"
+    note = "the gradients are made and dropped: no sums, no update"
+
+    def prepare(self) -> None:
+        self.source.drop = True
+
+    def update(self) -> None:
+        pass
+
+
+class Fusedacc(Window):
+    name, role = "fusedacc", "ours"
+    note = "counted loop around AdamW(fused=True)"
+    keeps = {"float32": 4, "autocast": 4, "bfloat16": 4}  # noqa: RUF012
+    divides = False
+
+    def prepare(self) -> None:
+        self.wrapper = fusedacc.AccumulatingOptimizer(
+            self.optimizer, gradient_accumulation_steps=self.steps, backend=self.backend
+        )
+
+    def run(self) -> None:
+        for step in range(self.steps):
+            self.backward()
+            if step == self.steps - 1:
+                self.clip_gradients()
+            with self.phase("optimizer"):
+                self.wrapper.step()
+                self.wrapper.zero_grad()
+
+    def close(self) -> None:
+        self.wrapper.close()
+        super().close()
+
+
+WAYS: tuple[type[Window], ...] = (
+    AsWritten,
+    ByHand,
+    GradDtype,
+    Fused,
+    MixedAdd,
+    Fusedacc,
+    NarrowSums,
+    Optimi,
+    Floor,
+)
+
+
+def ways(setting: str) -> list[type[Window]]:
+    """The ways of a setting: as written, best stock, ours and the rest, in order of the tables."""
+    return [way for way in WAYS if setting in way.settings]
+
+
+def with_role(setting: str, role: str) -> type[Window]:
+    return next(way for way in ways(setting) if way.role == role)
