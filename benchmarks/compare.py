@@ -2,10 +2,11 @@
 
     python benchmarks/compare.py OLD.csv NEW.csv [--threshold 5] [--by-time]
 
-A figure got worse if its median moved by more than the threshold and the ranges from p20 to p80 do not overlap.
-Bytes per parameter are counted and have no noise: there any change tells. Where both runs hold a "copy" in the
-figure's own case, times are judged as multiples of that copy's, so that a machine that was slower all over is
-not blamed on the code; --by-time judges by time alone. Copy and triad are the machine: reported, not judged.
+A figure got worse if its median moved by more than the threshold and the ranges from p20 to p80 do not
+overlap. Bytes per parameter are counted and have no noise: there any change tells. Where both runs hold a
+"copy" in the figure's own case, times are judged as multiples of that copy's, so that a machine that was
+slower all over is not blamed on the code; --by-time judges by time alone. Copy and triad are the machine:
+reported, not judged.
 
 Exit status: 0 where nothing got worse, 1 where something did, 2 for a file that cannot be compared.
 """
@@ -35,7 +36,7 @@ Key = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """One figure of a file: p20, median and p80 in the key's unit. A figure without quantiles has no spread."""
+    """One figure of a file: p20, median and p80 in the key's unit, all equal where no quantiles are given."""
 
     key: Key
     low: float

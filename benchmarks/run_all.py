@@ -1,9 +1,9 @@
-"""Every benchmark, one after the other, as one run: `make bench` (five minutes on two cores) and `make bench-full`.
+"""Every benchmark as one run: `make bench` (five minutes on two cores) and `make bench-full`.
 
-python benchmarks/run_all.py [--quick | --full] [--only kernels,models]
+    python benchmarks/run_all.py [--quick | --full] [--only kernels,models]
 
-Exit status: 0; 1 where a benchmark failed (the others still run); 130 where it was interrupted. Rows are on the
-disk as soon as they are measured, whatever comes after.
+Rows are on the disk as soon as they are measured, whatever comes after. Exit status: 0; 1 where a benchmark
+failed, and the others ran; 130 where it was interrupted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import traceback
 from common import Results, arguments, chosen, effort, results
 from tqdm import tqdm
 
-#: Modules with `figures(results, effort)`, the ones that the README's head is drawn from first.
+#: Modules with `figures(results, effort)`. First those that the README's head is made from.
 BENCHMARKS = ("models", "kernels", "training", "wrapper_window", "peak_memory")
 INTERRUPTED = 130
 
