@@ -382,7 +382,8 @@ def table(rows: Sequence[Row]) -> str:
             previous.dtypes,
             previous.metric,
         ):
-            title = ", ".join(filter(None, (f"{row.benchmark}: {row.case}", row.mode, row.dtypes)))
+            metric = row.metric if row.metric != "time" else ""
+            title = ", ".join(filter(None, (f"{row.benchmark}: {row.case}", row.mode, row.dtypes, metric)))
             lines += ["", title, f"  {'':<42}{'median':>12}{'p20':>10}{'p80':>10}   GB/s % peak  calls"]
             previous = None
         if row.median is None:
@@ -393,7 +394,7 @@ def table(rows: Sequence[Row]) -> str:
                 rate = f"{row.gb_per_s:>7.1f}" if row.gb_per_s else " " * 7
                 share = f"{row.percent_of_peak:>7.0f}" if row.percent_of_peak else " " * 7
                 calls = f"{row.launches:>7}" if row.launches is not None else " " * 7
-                line = f"  {row.provider:<42}{_figure(row.median):>9} {row.unit:<3}"
+                line = f"  {row.provider:<42}{f'{_figure(row.median)} {row.unit:<3}':>13}"
                 line += f"{_figure(row.p20):>9}{_figure(row.p80):>10}{rate}{share}{calls}"
             if row.speedup is not None:
                 line = f"{line:<99}  {row.speedup:.2f} x {row.against}"
