@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from . import observers
 from .arena import Arena
 from .hooks import (
     LARGE_BYTES,
@@ -328,7 +329,7 @@ class Capture:
         if not window.leaves_out:
             for slot, gradient in foreign:
                 slot.odd = slot.odd or gradient.layout is not torch.strided
-            with torch.no_grad():
+            with torch.no_grad(), observers.phase("accumulate"):
                 owners, gradients = zip(*foreign, strict=True)
                 self.arena.add_mixed(owners, gradients, window.base_scale * window.factor)
         window.micro.ran = True
@@ -336,7 +337,7 @@ class Capture:
     def reclaim(self) -> None:
         """Manual loop with weights: take in what autograd has stored."""
         if self.window.weighs:
-            with torch.no_grad():
+            with torch.no_grad(), observers.phase("accumulate"):
                 self.arena.reclaim(None if self.window.leaves_out else self.window.base_scale)
 
     def deliver(self, ending: bool = True, partial: bool = False) -> bool:

@@ -43,8 +43,15 @@ def _count_references(tensors: list[Tensor], index: int) -> int:
     return sys.getrefcount(tensor)
 
 
+def _count_base_references(view: Tensor) -> int:
+    base = view._base
+    return sys.getrefcount(base)
+
+
 #: References to a list's entry that a function has picked: the list's, the variable's, the argument's.
 _PICKED = _count_references([torch.empty(0)], 0)
+#: References to the base of a view, picked likewise; torch releases differ by one, which C++ holds.
+_PICKED_BASE = _count_base_references(torch.empty(2)[:1])
 
 
 def is_sole(gradients: list[Tensor], index: int) -> bool:
@@ -58,7 +65,7 @@ def is_sole(gradients: list[Tensor], index: int) -> bool:
         return False
     base = gradient._base
     # The base is the view's and this variable's.
-    sole = base is None or (sys.getrefcount(base) < _PICKED and tensor_references(base) == 2)
+    sole = base is None or (sys.getrefcount(base) <= _PICKED_BASE and tensor_references(base) == 2)
     return sole and owns_memory(gradient)
 
 

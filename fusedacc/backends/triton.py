@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .. import reference
+from .. import observers, reference
 from ..checks import computation_dtype, overwrite_flags
 
 _MINIMUM_CAPABILITY = (8, 0)
@@ -179,6 +179,8 @@ class _Group:
                 wide=_triton_dtype(tl, computation_dtype(accumulator_dtype)),
                 num_warps=kernels.WARPS,
             )
+            if observers.watching:
+                observers.launched("triton::scale_accumulate", self.accumulators, ready, scale, flags)
 
 
 def _triton_dtype(tl: ModuleType, dtype: torch.dtype) -> Any:

@@ -1,0 +1,6 @@
+"""Bytes moved: by arithmetic on dtypes (`bytes_per_micro_batch`), and counted in a run (`TrafficMeter`)."""
+
+from .accounting import LOOPS, Part, bytes_per_micro_batch, bytes_per_window, total
+from .meter import TrafficMeter
+
+__all__ = ["LOOPS", "Part", "TrafficMeter", "bytes_per_micro_batch", "bytes_per_window", "total"]

@@ -1,0 +1,340 @@
+"""What one operator call reads and writes: each operand once, by the operator's schema and these rules.
+
+Compulsory bytes: what an ideal kernel with a perfect cache would move. A tensor that is passed twice is read
+once; an expanded one only in the elements it really has; temporaries inside an operator count nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from .operators import METADATA, OVERWRITING, UNREAD, WHOLE
+
+#: Bytes of an element by the dtype's number in a prepared plan (csrc/pairs.h).
+_PLAN_ITEM_BYTES = (4, 2, 2, 8)
+
+
+@dataclass
+class Operand:
+    """Bytes read from and written to one tensor, or, where there is no tensor to hand, to some sum."""
+
+    tensor: Tensor | None
+    read: int = 0
+    written: int = 0
+    device: str = ""
+
+
+class Call:
+    """One operator call, its arguments by name, its results in a list."""
+
+    def __init__(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        schema = func._schema
+        self.arguments = schema.arguments
+        self.values: dict[str, Any] = {}
+        for index, argument in enumerate(schema.arguments):
+            given = args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value)
+            self.values[argument.name] = given
+        self.results = list(_tensors(result))
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values.get(name)
+
+    def tensors(self, name: str) -> list[Tensor]:
+        return list(_tensors(self.values.get(name)))
+
+
+Rule = Callable[[Call], "list[Operand] | None"]
+
+
+def name_of(func: OpOverload) -> str:
+    """The operator's name with its namespace, without the overload."""
+    return func._schema.name
+
+
+def tensors_in(*values: Any) -> Iterator[Tensor]:
+    """All tensors in nested lists, tuples and dicts."""
+    return _tensors(values)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """Bytes of the elements that a strided tensor really has: those of an expanded one are counted once."""
+    if tensor.numel() == 0:
+        return 0
+    sizes = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
+    elements = math.prod(size for size, _ in sizes)
+    reach = 1 + sum((size - 1) * abs(stride) for size, stride in sizes)  # windows that overlap
+    return min(elements, reach) * tensor.element_size()
+
+
+def is_metadata(func: OpOverload) -> bool:
+    """Whether the call touches no data."""
+    namespace, _, name = name_of(func).partition("::")
+    if namespace in ("prim", "profiler") or func.is_view or torch.Tag.inplace_view in func.tags:
+        return True
+    return name in METADATA if namespace == "aten" else name_of(func) in _OUR_METADATA
+
+
+_OUR_METADATA = frozenset({"fusedacc::prepare", "fusedacc::build_info"})
+
+
+def operands(
+    func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+) -> list[Operand] | None:
+    """What a call has read and written; None for an operator without a rule, or tensors without strides."""
+    call = Call(func, args, kwargs, result)
+    if any(tensor.layout is not torch.strided for tensor in tensors_in(args, kwargs, result)):
+        return None
+    namespace, _, name = name_of(func).partition("::")
+    if namespace == "fusedacc":
+        rule = _OUR_RULES.get(name)
+        return None if rule is None else rule(call)
+    if namespace != "aten":
+        return None
+    base = name if name.startswith("__") else name.removesuffix("_")
+    if name in _RULES or base in _RULES:
+        return (_RULES.get(name) or _RULES[base])(call)
+    known = (
+        base in WHOLE
+        or base in UNREAD
+        or name in OVERWRITING
+        or base.startswith("_foreach_")
+        or torch.Tag.pointwise in func.tags
+    )
+    if not known:
+        return None
+    if base in ("addmm", "addmv", "addbmm", "baddbmm", "addr") and call["beta"] == 0:
+        return whole(call, unread=("self",))
+    return whole(call, unread=UNREAD.get(base, ()), overwrites=name in OVERWRITING)
+
+
+def whole(
+    call: Call,
+    unread: Sequence[str] = (),
+    overwrites: bool = False,
+    kept: Sequence[str] = (),
+    partial: dict[str, int] | None = None,
+) -> list[Operand]:
+    """Each operand once: arguments read, those that the schema marks as changed written, results written.
+
+    Args:
+        call: the call.
+        unread: arguments that are not read.
+        overwrites: arguments that are changed in place are not read either.
+        kept: arguments that the schema marks as changed and that are not.
+        partial: bytes read of arguments that are read in part only.
+    """
+    found: dict[tuple, Operand] = {}
+    partial = partial or {}
+    for argument in call.arguments:
+        changed = argument.alias_info is not None and argument.alias_info.is_write
+        written = changed and argument.name not in kept
+        read = not (argument.name in unread or argument.is_out or (written and overwrites))
+        for tensor in call.tensors(argument.name):
+            operand = found.setdefault(_identity(tensor), Operand(tensor))
+            size = bytes_of(tensor)
+            if read:
+                operand.read = max(operand.read, min(size, partial.get(argument.name, size)))
+            if written:
+                operand.written = size
+    for tensor in call.results:
+        if _identity(tensor) not in found:
+            found[_identity(tensor)] = Operand(tensor, written=bytes_of(tensor))
+    return list(found.values())
+
+
+def _identity(tensor: Tensor) -> tuple:
+    """Equal for two tensors that are the same elements in the same order."""
+    return (
+        tensor.untyped_storage()._cdata,
+        tensor.storage_offset(),
+        tuple(tensor.shape),
+        tuple(tensor.stride()),
+        tensor.dtype,
+    )
+
+
+# Operators that read or write a part of an operand
+
+
+def _gathered(call: Call) -> list[Operand]:
+    """As many elements of `self` (an embedding's `weight`) are read as there are in the result."""
+    source = "weight" if "weight" in call.values else "self"
+    size = sum(map(bytes_of, call.results))
+    return whole(call, partial={source: size})
+
+
+def _nll_loss(call: Call) -> list[Operand]:
+    """One element of `self` for each target."""
+    (scores,) = call.tensors("self")
+    (target,) = call.tensors("target")
+    return whole(call, partial={"self": target.numel() * scores.element_size()})
+
+
+def _scattered(reads: bool) -> Rule:
+    """As many elements of `self` are written (and read, where it adds) as the indices name."""
+
+    def rule(call: Call) -> list[Operand] | None:
+        (target,) = call.tensors("self")
+        source = next((name for name in ("source", "src", "values") if name in call.values), None)
+        index = "index" if "index" in call.values else "indices"
+        if any(tensor.dtype in (torch.bool, torch.uint8) for tensor in call.tensors(index)):
+            return None  # how many elements a mask names is in its data
+        if source == "values":
+            elements = _indexed_elements(target, call["indices"])
+        elif index == "index" and source == "source":
+            elements = call.tensors("source")[0].numel()
+        else:
+            elements = call.tensors(index)[0].numel()
+        size = min(elements * target.element_size(), bytes_of(target))
+        adds = reads or bool(call["accumulate"]) or call["reduce"] is not None
+        found = [Operand(target, size if adds else 0, size)]
+        if call.results and _identity(call.results[0]) != _identity(target):  # not in place: a copy too
+            found = [Operand(target, bytes_of(target)), Operand(call.results[0], 0, bytes_of(target))]
+        for name in filter(None, (index, source)):
+            for tensor in call.tensors(name):
+                size = bytes_of(tensor)
+                found.append(
+                    Operand(tensor, min(size, elements * tensor.element_size()) if name == "src" else size)
+                )
+        return found
+
+    return rule
+
+
+def _indexed_elements(target: Tensor, indices: Sequence[Tensor | None]) -> int:
+    given = [index for index in indices if index is not None]
+    named = math.prod(torch.broadcast_shapes(*(index.shape for index in given)))
+    rest = [size for dim, size in enumerate(target.shape) if dim >= len(indices) or indices[dim] is None]
+    return named * math.prod(rest)
+
+
+def _convolution_backward(call: Call) -> list[Operand]:
+    """The input is read for the weight's gradient only, the weight for the input's only."""
+    for_input, for_weight, _ = call["output_mask"]
+    unread = [name for name, wanted in (("weight", for_input), ("input", for_weight)) if not wanted]
+    return whole(call, unread=unread)
+
+
+def _norm_backward(call: Call) -> list[Operand]:
+    mask = call["output_mask"]
+    return whole(call, unread=() if mask is None or mask[0] or mask[1] else ("input",))
+
+
+def _batch_norm(call: Call) -> list[Operand]:
+    """Running statistics are changed in training, whatever the schema says."""
+    found = whole(call)
+    running = {_identity(t) for n in ("running_mean", "running_var") for t in call.tensors(n)}
+    training = call["training"] is not False and call["train"] is not False
+    for operand in found:
+        if training and operand.tensor is not None and _identity(operand.tensor) in running:
+            operand.written = operand.read
+    return found
+
+
+# Fused optimizers: gradients are marked as changed, and are only if there is a scale to take out of them
+
+
+def _fused_optimizer(call: Call) -> list[Operand]:
+    kept = ["state_steps"] if call["grad_scale"] is not None else ["state_steps", "grads"]
+    unread = ["momentum_buffer_list"] if call["is_first_step"] else []
+    unused = [] if call["amsgrad"] in (None, True) else ["max_exp_avg_sqs"]
+    return whole(call, unread=unread + unused, kept=kept + unused)
+
+
+_RULES: dict[str, Rule] = {
+    "embedding": _gathered,
+    "index": _gathered,
+    "index_select": _gathered,
+    "gather": _gathered,
+    "take": _gathered,
+    "nll_loss_forward": _nll_loss,
+    "nll_loss2d_forward": _nll_loss,
+    "index_put": _scattered(reads=False),
+    "_index_put_impl": _scattered(reads=False),
+    "_unsafe_index_put": _scattered(reads=False),
+    "scatter": _scattered(reads=False),
+    "index_copy": _scattered(reads=False),
+    "index_add": _scattered(reads=True),
+    "scatter_add": _scattered(reads=True),
+    "convolution_backward": _convolution_backward,
+    "native_group_norm_backward": _norm_backward,
+    "native_batch_norm_backward": _norm_backward,
+    "cudnn_batch_norm_backward": whole,
+    "native_batch_norm": _batch_norm,
+    "_native_batch_norm_legit": _batch_norm,
+    "_batch_norm_with_update": _batch_norm,
+    "cudnn_batch_norm": _batch_norm,
+    **dict.fromkeys(("_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad"), _fused_optimizer),
+}
+
+
+# Ours
+
+
+def accumulation(
+    accumulators: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    scale: float | Tensor | None,
+    overwrite: Sequence[bool],
+) -> list[Operand]:
+    """accumulator <- beta * accumulator + scale * gradient; a gradient may be its accumulator."""
+    found: dict[tuple, Operand] = {}
+    for index, (accumulator, gradient) in enumerate(zip(accumulators, gradients, strict=True)):
+        operand = found.setdefault(_identity(accumulator), Operand(accumulator))
+        operand.written = bytes_of(accumulator)
+        if not _flag(overwrite, index):
+            operand.read = operand.written
+        source = found.setdefault(_identity(gradient), Operand(gradient))
+        source.read = bytes_of(gradient)
+    if isinstance(scale, Tensor):
+        found.setdefault(_identity(scale), Operand(scale)).read = scale.element_size()
+    return list(found.values())
+
+
+def _flag(overwrite: Sequence[bool], index: int) -> bool:
+    """As the operators take flags: none for all False, one for all, or one per tensor."""
+    return bool(overwrite) and overwrite[index if len(overwrite) > 1 else 0]
+
+
+def _scale_accumulate(call: Call) -> list[Operand]:
+    return accumulation(
+        call.tensors("accumulators"), call.tensors("gradients"), call["scale_tensor"], call["overwrite"]
+    )
+
+
+def _accumulate_prepared(call: Call) -> list[Operand]:
+    """The plan, a table that csrc/tensor_checks.h lays out, says what its accumulators are."""
+    (plan,) = call.tensors("plan")
+    gradients = call.tensors("gradients")
+    words = plan.tolist()
+    found = [Operand(gradient, bytes_of(gradient)) for gradient in gradients]
+    found += [Operand(scale, scale.element_size()) for scale in call.tensors("scale_tensor")]
+    for index, gradient in enumerate(gradients):
+        _, elements, _, dtype, _ = words[7 + 5 * index : 12 + 5 * index]
+        size = elements * _PLAN_ITEM_BYTES[dtype & 0xFF]
+        read = 0 if _flag(call["overwrite"], index) else size
+        found.append(Operand(None, read, size, str(gradient.device)))
+    return found
+
+
+_OUR_RULES: dict[str, Rule] = {
+    "scale_accumulate_": _scale_accumulate,
+    "accumulate_prepared_": _accumulate_prepared,
+}
