@@ -1,50 +1,159 @@
 #!/usr/bin/env bash
-# Everything a GPU machine is needed for, in one go: build, the cuda tests, compute-sanitizer, the figures.
-# The current Python, no virtual environment, no network. Results go to $OUT (default build/gpu).
-# A step that fails does not stop the next; the exit status says whether all passed.
+# Everything that needs a GPU, in four parts of at most ten minutes each. Needs no network.
+#
+#   benchmarks/gpu_run.sh [PART]
+#
+#   1  build, what runs here, the cuda tests, the demo
+#   2  a few small tests under compute-sanitizer: memcheck, racecheck, initcheck
+#   3  the kernels' figures, and the byte counter against the DRAM counters where ncu can read them
+#   4  the figures of whole models, training, the wrapper's window and peak memory
+#
+# Without PART: all of them in turn. Every part builds first, which takes seconds once it is built.
+#
+# Each step has a limit of its own, and one that fails does not stop the next. Exit status: 0 if every step
+# passed or was skipped, 1 if one failed or ran out of time, 2 if there is no such part.
+#
+# OUT      where everything goes (default build/gpu), at most six files: results.csv, which gets each row as
+#          soon as it is measured, summary.txt with a line per step, and part1.log to part4.log
+# EFFORT   quick (records nothing), short or full (default short): how much the figures take in
+# PYTHON   the interpreter (default python3); it has torch
+# DRY_RUN  1: print each step, with its limit in seconds, and do nothing
 set -uo pipefail
-cd "$(dirname "$0")/.."
-export OUT=${OUT:-build/gpu} SYSTEM_PYTHON=1 FORCE_CUDA=1 TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-9.0}
-export PYTHON=${PYTHON:-python3} PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-mkdir -p "$OUT"
-failed=()
+OUT=${OUT:+$(realpath -m "$OUT")}
+cd "$(dirname "$0")/.." || exit
+OUT=${OUT:-build/gpu}
 
-step() { # step NAME COMMAND...: runs it, keeps its output in $OUT/NAME.log
-  local name=$1 start=$SECONDS
-  shift
-  echo "== $name: $*"
-  if "$@" 2>&1 | tee "$OUT/$name.log"; then
-    echo "== $name: passed in $((SECONDS - start)) s"
+PARTS=(1 2 3 4)
+part=${1:-all}
+if [ $# -gt 1 ] || [[ " all ${PARTS[*]} " != *" $part "* ]]; then
+  echo "no part '$*'; allowed: ${PARTS[*]}, or none for all" >&2
+  exit 2
+fi
+case ${EFFORT:=short} in
+  short) effort=() ;;
+  quick | full) effort=(--"$EFFORT") ;;
+  *)
+    echo "EFFORT=$EFFORT; allowed: quick, short, full" >&2
+    exit 2
+    ;;
+esac
+
+export SYSTEM_PYTHON=1 FORCE_CUDA=1 TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-9.0}
+export PYTHON=${PYTHON:-python3} PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+export MAX_JOBS=${MAX_JOBS:-$(nproc)} TQDM_MININTERVAL=${TQDM_MININTERVAL:-15}
+DRY_RUN=${DRY_RUN:-0}
+SKIPPED=77 # the exit status of a step that cannot run here
+KEPT=400000 # bytes of one step's output that stay in its part's log
+failed=()
+scratch=SCRATCH
+if [ "$DRY_RUN" != 1 ]; then
+  mkdir -p "$OUT" && scratch=$(mktemp -d) || exit
+  trap 'rm -rf "$scratch"' EXIT
+fi
+
+step() { # step NAME SECONDS COMMAND...
+  local name=$1 limit=$2 log="$OUT/part$part.log"
+  shift 2
+  if [ "$DRY_RUN" = 1 ]; then
+    printf 'part %s\t%s\t%s s\t%s\n' "$part" "$name" "$limit" "$*"
+    return
+  fi
+  local begin=$SECONDS before status result took
+  printf '== %s: %s\n' "$name" "$*" | tee -a "$log"
+  before=$(wc -c <"$log")
+  timeout --signal=INT --kill-after=5 "$limit" "$@" </dev/null 2>&1 | tee -a "$log"
+  status=${PIPESTATUS[0]} took=$((SECONDS - begin))
+  shorten "$log" "$before"
+  if [ "$status" -eq 0 ]; then
+    result=passed
+  elif [ "$status" -eq $SKIPPED ]; then
+    result=skipped
   else
     failed+=("$name")
-    echo "== $name: FAILED after $((SECONDS - start)) s"
+    result="FAILED ($status)"
+    # 137: it was killed, by the limit or for want of memory.
+    if [ "$status" -eq 124 ] || { [ "$status" -eq 137 ] && [ $took -ge "$limit" ]; }; then
+      result="TIMED OUT"
+    fi
   fi
+  printf 'part %s  %-14s  %-12s  %3d s of %d\n' "$part" "$name" "$result" $took "$limit" |
+    tee -a "$OUT/summary.txt"
 }
 
-sanitize() { # sanitize TOOL: the small cuda tests under compute-sanitizer
-  if command -v compute-sanitizer >/dev/null; then
-    step "sanitizer-$1" compute-sanitizer --tool "$1" --error-exitcode 9 --target-processes all \
-      "$PYTHON" -m pytest -q -m "cuda and not slow" -x tests
-  else
-    echo "== sanitizer-$1: skipped, compute-sanitizer is not on PATH"
-  fi
+shorten() { # shorten LOG BYTES: cuts the middle out of what follows the first BYTES, if it is long
+  local size
+  size=$(wc -c <"$1")
+  [ $((size - $2)) -le $KEPT ] && return
+  {
+    head -c $(($2 + KEPT / 4)) "$1"
+    printf '\n[... %d bytes left out ...]\n' $((size - $2 - KEPT))
+    tail -c $((KEPT * 3 / 4)) "$1"
+  } >"$scratch/log" && cat "$scratch/log" >"$1"
 }
 
-step machine nvidia-smi
-step build make build
-step info "$PYTHON" -m fusedacc info
-step tests "$PYTHON" -m pytest -q -m cuda tests
-for tool in memcheck racecheck initcheck; do
-  sanitize "$tool"
-done
-step figures "$PYTHON" benchmarks/gpu_figures.py --results "$OUT"
-step memory "$PYTHON" benchmarks/peak_memory.py --device cuda --results "$OUT"
-for dtype in float32 bfloat16 autocast; do
-  step "demo-$dtype" "$PYTHON" examples/byte_transformer.py --dtype "$dtype" --out "$OUT"
-done
+build() { # build SECONDS. Again even if Make thinks it is built: that may have been without CUDA.
+  step build "$1" make --always-make build
+}
 
+sanitize() { # sanitize TOOL SECONDS
+  if ! command -v compute-sanitizer >/dev/null; then
+    step "$1" "$2" bash -c "echo compute-sanitizer is not on PATH; exit $SKIPPED"
+    return
+  fi
+  # Every tensor is an allocation of its own, so that an access beyond it is one beyond an allocation.
+  # What CUDA's own calls return is torch's to handle; a launch of ours that fails, fails its test.
+  step "$1" "$2" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+    compute-sanitizer --tool "$1" --target-processes application-only --report-api-errors no \
+    --print-limit 20 --error-exitcode 9 \
+    "$PYTHON" -m pytest -q -p no:cacheprovider tests/cuda/test_sanitized.py
+}
+
+figures() { # figures NAME SECONDS
+  step "$1" "$2" "$PYTHON" benchmarks/run_all.py --only "$1" --device cuda \
+    ${effort[@]+"${effort[@]}"} --results "$OUT/results.csv"
+}
+
+part_1() {
+  step machine 20 nvidia-smi
+  build 120
+  step info 60 "$PYTHON" -m fusedacc info
+  step tests 270 "$PYTHON" -m pytest -q -rs --durations=10 -p no:cacheprovider -m cuda tests
+  step demo 100 "$PYTHON" examples/byte_transformer.py --device cuda --out "$scratch/demo"
+}
+
+part_2() {
+  build 120
+  sanitize memcheck 150
+  sanitize racecheck 150
+  sanitize initcheck 150
+}
+
+part_3() {
+  build 90
+  figures kernels 280
+  step dram 200 "$PYTHON" benchmarks/dram_check.py --device cuda ${effort[@]+"${effort[@]}"} \
+    --results "$OUT/results.csv"
+}
+
+part_4() {
+  build 90
+  figures models 150
+  figures training 170
+  figures wrapper_window 60
+  figures peak_memory 100
+}
+
+if [ "$part" = all ]; then
+  chosen=("${PARTS[@]}")
+else
+  chosen=("$part")
+fi
+for part in "${chosen[@]}"; do
+  "part_$part"
+done
+[ "$DRY_RUN" = 1 ] && exit
 if [ ${#failed[@]} -gt 0 ]; then
-  echo "FAILED: ${failed[*]}"
+  echo "FAILED: ${failed[*]}; see $OUT"
   exit 1
 fi
-echo "all steps passed; results in $OUT"
+echo "all steps passed or were skipped; see $OUT"

@@ -90,8 +90,11 @@ def test_a_thousand_tensors_are_one_launch_and_no_copy(generator):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         scale_accumulate_(accumulators, gradients, scale, flags)
         torch.cuda.synchronize()
-    on_device = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    assert len(on_device) == 1, [event.name for event in on_device]
+    on_device = [
+        event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    # The profiler's own bookkeeping is listed as the device's too.
+    assert len([name for name in on_device if not name.startswith("Activity Buffer")]) == 1, on_device
     assert_matches_oracle(accumulators, before, gradients, 0.25, flags)
 
 
@@ -117,6 +120,7 @@ def test_captured_in_a_graph(generator):
     scale = torch.tensor(0.5, device="cuda")
     plan = torch.ops.fusedacc.prepare(accumulators)
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         torch.ops.fusedacc.accumulate_prepared_(plan, gradients, scale)
     torch.cuda.synchronize()

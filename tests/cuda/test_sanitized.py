@@ -1,0 +1,62 @@
+"""Small sums of every kind, checked on the CPU, so that a sanitizer has little but the kernels to look at.
+
+`benchmarks/gpu_run.sh 2` runs these tests under compute-sanitizer.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import PAIRS, assert_matches_oracle, copies, random_lists
+
+from fusedacc import backends, functional
+
+pytestmark = pytest.mark.cuda
+
+SHAPES = [(), (0, 3), (5,), (129, 65), (2, 3, 4, 5), (8195,)]
+LAYOUTS = [
+    ("contiguous", "contiguous"),
+    ("misaligned", "contiguous"),
+    ("transposed", "channels_last"),
+    ("gaps", "expanded"),
+]
+
+
+@pytest.fixture(params=["cuda", "triton"])
+def backend(request):
+    problem = backends.obstacle(request.param, torch.device("cuda"), torch.float32, torch.float32)
+    if problem is not None:
+        pytest.skip(f"the {request.param} backend cannot run here: {problem}")
+    return request.param
+
+
+def on_cpu(tensors):
+    return [tensor.cpu() for tensor in tensors]
+
+
+@pytest.mark.parametrize(("layout", "gradient_layout"), LAYOUTS)
+@pytest.mark.parametrize("prepared", [False, True], ids=["fresh", "plan"])
+def test_sums(backend, layout, gradient_layout, prepared, generator):
+    accumulators, gradients = random_lists(
+        PAIRS, SHAPES, generator, layout=layout, gradient_layout=gradient_layout, device="cuda"
+    )
+    before = copies(on_cpu(accumulators))
+    scale = torch.tensor(0.7, device="cuda") if prepared else 0.7
+    overwrite = [index % 3 == 0 for index in range(len(accumulators))]
+    if prepared:
+        functional.prepare(accumulators, backend=backend)(gradients, scale, overwrite=overwrite)
+    else:
+        functional.scale_accumulate_(accumulators, gradients, scale, overwrite=overwrite, backend=backend)
+    # What has gaps is added by plain torch, which rounds the product, where Triton is asked.
+    assert_matches_oracle(
+        on_cpu(accumulators), before, on_cpu(gradients), 0.7, overwrite, fused=backend == "cuda"
+    )
+
+
+def test_overwriting_reads_no_memory_that_nothing_has_written(backend, generator):
+    values, gradients = random_lists(PAIRS, SHAPES, generator, device="cuda")
+    accumulators = [torch.empty_like(value) for value in values]
+    functional.scale_accumulate_(accumulators, gradients, 0.7, overwrite=True, backend=backend)
+    assert_matches_oracle(
+        on_cpu(accumulators), on_cpu(values), on_cpu(gradients), 0.7, True, fused=backend == "cuda"
+    )

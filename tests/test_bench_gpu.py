@@ -1,0 +1,284 @@
+"""The script for a machine with a GPU, and the check of the byte counter against ncu, both without a GPU."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("tqdm", reason="the benchmarks show progress by tqdm")
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "benchmarks" / "gpu_run.sh"
+PART_SECONDS = 570
+FILES = 8
+
+COLUMNS = '"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size",'
+COLUMNS += '"Grid Size","Device","CC","Section Name","Metric Name","Metric Unit","Metric Value"\n'
+LISTING = "==PROF== Connected to process 2583 (/usr/bin/python3.12)\n" + "".join(
+    f'==PROF== Profiling "{name}" - {index}: 0%....50%....100% - 1 pass\n'
+    for index, name in enumerate(("flat_kernel", "multi_tensor_apply_kernel"))
+)
+LISTING += COLUMNS
+
+
+def line(index: int, kernel: str, metric: str, unit: str, value: str) -> str:
+    where = '"1","7","(256, 1, 1)","(65536, 1, 1)","0","9.0","Command line profiler metrics"'
+    return f'"{index}","2583","python3.12","127.0.0.1","{kernel}",{where},"{metric}","{unit}","{value}"\n'
+
+
+READ, WRITTEN = "dram__bytes_read.sum", "dram__bytes_write.sum"
+TWO_KERNELS = (
+    LISTING
+    + line(0, "flat_kernel<(int)1>(fusedacc::Flat, int)", READ, "byte", "6,442,450,944")
+    + line(0, "flat_kernel<(int)1>(fusedacc::Flat, int)", WRITTEN, "byte", "4,294,967,296")
+    + line(1, "multi_tensor_apply_kernel", READ, "Kbyte", "2.5")
+    + line(1, "multi_tensor_apply_kernel", WRITTEN, "byte", "0")
+    + "==PROF== Disconnected from process 2583\n"
+)
+NO_PERMISSION = (
+    "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access NVIDIA GPU Performance "
+    "Counters on the target device 0. For instructions on enabling permissions and to get more information "
+    "see https://developer.nvidia.com/ERR_NVGPUCTRPERM\n==WARNING== No kernels were profiled.\n"
+)
+
+
+@pytest.fixture
+def dram_check(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("dram_check")
+
+
+def executable(path: Path, text: str) -> Path:
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+def run(*command: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, **variables}
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+
+
+# The script
+
+
+def steps(*arguments: str, **variables: str) -> list[tuple[str, str, int, str]]:
+    """Part, name, seconds and command of each step."""
+    found = run("bash", SCRIPT, *arguments, DRY_RUN="1", **variables)
+    assert found.returncode == 0, found.stderr
+    rows = [text.split("\t") for text in found.stdout.splitlines()]
+    return [(part, name, int(limit.removesuffix(" s")), command) for part, name, limit, command in rows]
+
+
+def test_the_script_parses():
+    found = run("bash", "-n", SCRIPT)
+    assert (found.returncode, found.stderr) == (0, "")
+
+
+def test_every_part_builds_first_and_ends_within_ten_minutes(tmp_path):
+    parts: dict[str, list[tuple[str, int]]] = {}
+    for part, name, limit, _ in steps(OUT=str(tmp_path / "out")):
+        parts.setdefault(part, []).append((name, limit))
+    assert list(parts) == ["part 1", "part 2", "part 3", "part 4"]
+    for part, found in parts.items():
+        assert sum(limit for _, limit in found) <= PART_SECONDS, part
+        assert "build" in [name for name, _ in found][:2], part
+    names = [name for found in parts.values() for name, _ in found]
+    for wanted in ("tests", "memcheck", "racecheck", "initcheck", "kernels", "dram", "models", "training"):
+        assert wanted in names
+    assert not (tmp_path / "out").exists(), "a dry run does nothing"
+
+
+def test_a_part_is_its_own_steps_with_the_effort_asked_for():
+    chosen = steps("3", EFFORT="full")
+    assert [name for _, name, _, _ in chosen] == ["build", "kernels", "dram"]
+    assert all("--full" in command for _, _, _, command in chosen[1:])
+    assert not any("--full" in command for _, _, _, command in steps("3"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "named"),
+    [
+        (["7"], {}, "no part '7'; allowed: 1 2 3 4"),
+        (["1", "2"], {}, "no part '1 2'; allowed: 1 2 3 4"),
+        ([], {"EFFORT": "huge"}, "EFFORT=huge; allowed: quick, short, full"),
+    ],
+)
+def test_bad_arguments_are_answered_with_what_is_allowed(arguments, variables, named):
+    found = run("bash", SCRIPT, *arguments, DRY_RUN="1", **variables)
+    assert found.returncode == 2
+    assert named in found.stderr
+
+
+STUB = """#!/usr/bin/env bash
+case "$*" in
+  *"-m cuda tests"*) head -c 900000 /dev/zero | tr '\\0' x; echo; echo the end of the tests ;;
+  *"--only models"*) echo no models; exit 3 ;;
+  *dram_check.py*) echo skipped: no counters; exit 77 ;;
+esac
+while [ $# -gt 0 ]; do
+  [ "$1" = --results ] && echo row >>"$2"
+  shift
+done
+exit 0
+"""
+TIMEOUT = """#!/usr/bin/env bash
+[[ "$*" == *"--only training"* ]] && exit 124
+while [[ "$1" == --* ]]; do shift; done
+shift
+exec "$@"
+"""
+
+
+def test_a_step_that_fails_stops_nothing_and_few_files_remain(tmp_path):
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    python = executable(tools / "python-stub", STUB)
+    for name in ("make", "nvidia-smi"):
+        executable(tools / name, "#!/bin/sh\n")
+    executable(tools / "timeout", TIMEOUT)
+    executable(tools / "compute-sanitizer", '#!/bin/sh\necho "sanitizer $*"\n')
+    out = tmp_path / "out"
+    path = os.pathsep.join([str(tools), os.environ["PATH"]])
+    found = run("bash", SCRIPT, PATH=path, PYTHON=str(python), OUT=str(out))
+    assert found.returncode == 1, found.stderr
+    summary = (out / "summary.txt").read_text()
+    results = dict(re.findall(r"^part \d  (\S+) +(\S.*?) +\d+ s of \d+$", summary, re.MULTILINE))
+    assert len(summary.splitlines()) == len(steps())
+    wrong = {name: result for name, result in results.items() if result != "passed"}
+    assert wrong == {"dram": "skipped", "models": "FAILED (3)", "training": "TIMED OUT"}
+    assert found.stdout.splitlines()[-1].startswith("FAILED: models training")
+    files = {file.name: file.stat().st_size for file in out.iterdir()}
+    assert len(files) <= FILES
+    assert set(files) == {"results.csv", "summary.txt", *(f"part{part}.log" for part in range(1, 5))}
+    assert max(files.values()) < 2_000_000
+    log = (out / "part1.log").read_text()
+    assert "bytes left out" in log
+    assert "the end of the tests" in log
+    assert "--tool racecheck" in (out / "part2.log").read_text()
+
+
+def test_without_the_sanitizer_its_steps_are_skipped(tmp_path):
+    for name in ("make", "python-stub"):
+        executable(tmp_path / name, "#!/bin/sh\n")
+    out = tmp_path / "out"
+    path = os.pathsep.join([str(tmp_path), "/usr/bin", "/bin"])
+    found = run("bash", SCRIPT, "2", PATH=path, PYTHON=str(tmp_path / "python-stub"), OUT=str(out))
+    assert found.returncode == 0, found.stdout
+    assert (out / "summary.txt").read_text().count("skipped") == 3
+
+
+# The check against the DRAM counters
+
+
+def test_listings_are_summed_over_kernels_and_units(dram_check):
+    assert dram_check.parse(TWO_KERNELS) == dram_check.Traffic(6_442_450_944 + 2500, 4_294_967_296, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("", "it printed nothing"),
+        ("==PROF== Connected\n==WARNING== No kernels were profiled.\n", "No kernels were profiled"),
+        (LISTING + line(0, "k", READ, "byte", "5"), f"{READ} for 1 kernels, {WRITTEN} for 0"),
+        (LISTING + line(0, "k", READ, "page", "5"), "in 'page'; known: byte, Kbyte"),
+        (LISTING + line(0, "k", READ, "byte", "n/a"), "no value for dram__bytes_read.sum: 'n/a'"),
+    ],
+)
+def test_what_is_no_listing_is_refused_in_the_profilers_words(dram_check, text, named):
+    with pytest.raises(ValueError, match=re.escape(named)):
+        dram_check.parse(text)
+
+
+FAKE_NCU = """#!{python}
+# What ncu does, as far as the check sees it: runs the program, then writes the listing.
+import subprocess, sys
+arguments = sys.argv[1:]
+listing, status = {listing!r}, 1
+assert arguments[arguments.index("--metrics") + 1] == "dram__bytes_read.sum,dram__bytes_write.sum"
+if "==ERROR==" not in listing:
+    status = subprocess.run(arguments[arguments.index(sys.executable) :]).returncode
+open(arguments[arguments.index("--log-file") + 1], "w").write(listing)
+sys.exit(status)
+"""
+
+
+@pytest.fixture
+def measured(dram_check, monkeypatch, tmp_path):
+    """Runs cases on the CPU under a fake ncu that gives this listing; returns the CSV's rows."""
+
+    def measure(listing: str | None, *names: str, elements: int = 1000) -> list[dict[str, str]]:
+        monkeypatch.setenv("PATH", str(tmp_path))
+        if listing is not None:
+            executable(tmp_path / "ncu", FAKE_NCU.format(python=sys.executable, listing=listing))
+        monkeypatch.setattr(dram_check.common, "commit", lambda: "unknown")
+        results = dram_check.common.Results(tmp_path / "results.csv")
+        dram_check.figures(results, "short", names, elements)
+        with (tmp_path / "results.csv").open(newline="") as file:
+            return list(csv.DictReader(file))
+
+    return measure
+
+
+def listing(read: int, written: int) -> str:
+    return LISTING + line(0, "k", READ, "byte", f"{read:,}") + line(0, "k", WRITTEN, "byte", f"{written:,}")
+
+
+@pytest.mark.parametrize(
+    ("off", "uncounted", "reached"),
+    [(1.0, {}, "yes"), (0.96, {}, "yes"), (1.06, {}, "no"), (1.0, {"aten.new_op": 1}, "no")],
+)
+def test_the_counters_are_held_against_the_bytes_counted(dram_check, off, uncounted, reached):
+    seen = dram_check.Traffic(6000, round(10000 * off) - 6000, 1)
+    counted = {"total_bytes": 10000, "read_bytes": 6000, "written_bytes": 4000, "uncounted": uncounted}
+    row = dram_check.check_row(dram_check.Case("dram", "case"), "name", seen, counted)
+    assert (row.median, row.bytes, row.launches) == (round(10000 * off), 10000, 1)
+    assert row.speedup == pytest.approx(off)
+    assert (row.metric, row.unit, row.reached) == ("bytes", "B", reached)
+    assert row.note.startswith("goal: within 5%; read 6000 of 6000 counted")
+    assert ("aten.new_op" in row.note) == bool(uncounted)
+
+
+def test_cases_are_counted_and_measured_and_one_that_fails_stops_no_other(measured):
+    names = ["fusedacc cuda bf16", "torch mixed add_", "torch AdamW fused"]
+    ours, add, update = measured(listing(6000, 4000), *names)
+    assert "cannot run bfloat16 into float32 on cpu" in ours["note"]
+    assert (add["bytes"], add["median"], add["reached"]) == ("10000", "10000", "yes")
+    # Per element: 16 bytes read (weight, gradient, two moments) and 12 written; and one step count.
+    assert 28_000 <= int(update["bytes"]) <= 28_100
+    assert (update["mode"], update["reached"]) == ("update", "no")
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (None, "ncu (Nsight Compute) is not on PATH"),
+        (NO_PERMISSION, "ERR_NVGPUCTRPERM"),
+        ("==ERROR== Failed to initialize the profiler: LibraryNotLoaded\n", "LibraryNotLoaded"),
+    ],
+)
+def test_counters_that_cannot_be_read_are_rows_that_say_why(measured, given, named):
+    rows = measured(given, "torch mixed add_", "torch _foreach_add_")
+    assert [row["provider"] for row in rows] == ["torch mixed add_", "torch _foreach_add_"]
+    assert all(named in row["note"] and row["note"].startswith("not run: ") for row in rows)
+    assert not any(row["median"] or row["reached"] for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--cases", "nothing"], "unknown case 'nothing'; allowed: fusedacc cuda bf16"),
+        (["--device", "cpu"], "needs a CUDA GPU"),
+    ],
+)
+def test_without_a_gpu_or_with_an_unknown_case_it_says_so(dram_check, monkeypatch, arguments, named):
+    monkeypatch.setattr(sys, "argv", ["dram_check.py", *arguments])
+    with pytest.raises(SystemExit, match=named):
+        dram_check.main()
