@@ -1,0 +1,298 @@
+"""Every way to do `accumulator += scale * gradient`, by dtype pair and size: one tensor, lists, products.
+
+    python benchmarks/kernels.py [--quick | --full] [--sizes 64Mi,1000x1000] [--dtypes bfloat16:float32]
+                                 [--providers "fusedacc cpu,add_"] [--device cuda]
+
+Dtypes are gradient:accumulator. The providers are those of `providers.py`; `copy` and `triad`, which are the
+peak, always run.
+
+Buffers are rotated: a case has several sets of tensors, and consecutive calls of one provider take one set
+after the other, so that none finds what it just left in a cache. The sets hold at least 64 MiB, on CUDA also
+four times the second-level cache, as far as 512 sets, 20,000 tensors and memory allow; cases say how many.
+A last-level cache that is larger than that (some servers have hundreds of MiB) still holds small cases whole.
+
+Time: providers in turns, as many calls per sample as take half a millisecond. On CUDA the time is the
+device's, with the calls queued behind a kernel that waits, so that the host is not what is timed; a provider
+that synchronises, or fills the queue, shows as the time it takes. `host_us` is the host's part (see
+`common.Row`), empty for compiled providers on a CPU, which would compile anew. `bytes` are counted by
+`fusedacc.traffic.TrafficMeter` in one call, or follow a formula where no operator passes torch's dispatcher;
+the note says so. `launches`: operators that move data on a CPU, kernels on CUDA (by torch.profiler).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import itertools
+import json
+import math
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import common
+import torch
+from common import PEAK, Case, Results, Row, Variant, cannot_run, chosen, measure
+from kernel_cases import (
+    DTYPES,
+    GOALS,
+    LISTS,
+    MAIN_DTYPES,
+    PRODUCT_DTYPES,
+    PRODUCTS,
+    SIZES,
+    SWEEPS,
+    Work,
+    available_memory,
+)
+from products import PRODUCT
+from providers import ACCUMULATE, Provider, first_line
+from torch import Tensor
+
+SCALE = 0.125
+SAMPLE_SECONDS = 0.5e-3
+PROVIDERS = tuple(dict.fromkeys((*ACCUMULATE, *PRODUCT)))
+
+
+# What is known of one provider before it is timed
+
+
+def rotated(runs: Sequence[Callable[[], object]]) -> Callable[[], object]:
+    """Each call calls the next."""
+    step = itertools.cycle(runs).__next__
+    return lambda: step()()
+
+
+def moved(provider: Provider, run: Callable[[], object], by_hand: int) -> tuple[int, int | None, str]:
+    """Bytes and operator calls of one call, and a note where the bytes follow the formula."""
+    if provider.counted:
+        from fusedacc.traffic import TrafficMeter
+
+        with TrafficMeter() as meter:
+            run()
+        if not meter.uncounted:
+            return meter.total_bytes, meter.calls, ""
+    return by_hand, None, "bytes by formula"
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def host_seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Median seconds to issue one call into an empty queue (on a CPU: of the call)."""
+    calls = 1
+    if device.type == "cpu":
+        run()
+        calls = max(1, min(100, int(100e-6 / max(common.cpu_timer(run, 1), 1e-7))))
+    times = []
+    for _ in range(7):
+        synchronize(device)
+        times.append(common.cpu_timer(run, calls))
+    return statistics.median(times)
+
+
+def kernels_of(variants: Sequence[Variant]) -> dict[str, int]:
+    """Kernels that one call of each launches, by one profile of all."""
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        for variant in variants:
+            torch.cuda.synchronize()
+            with record_function(f"one call of {variant.name}"):
+                variant.run()
+                torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = [event for event in json.loads(path.read_text())["traceEvents"] if "dur" in event]
+    starts = [event["ts"] for event in events if event.get("cat") == "kernel"]
+    found = {}
+    for variant in variants:
+        for event in events:
+            if event["name"] == f"one call of {variant.name}" and event.get("cat") == "user_annotation":
+                end = event["ts"] + event["dur"]
+                found[variant.name] = sum(event["ts"] <= start < end for start in starts)
+    return found
+
+
+def queued_timer(run: Callable[[], object], calls: int) -> float:
+    """Seconds per call on the device, the calls being queued behind a kernel that waits for the host."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    issue = common.cpu_timer(run, 1)
+    torch.cuda.synchronize()
+    cycles_per_second = 2e9  # at most that, on any GPU of today: it waits too long rather than too short
+    torch.cuda._sleep(int(cycles_per_second * min(0.05, 20e-6 + 1.5 * calls * issue)))
+    start.record()
+    for _ in range(calls):
+        run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / calls
+
+
+# One cell
+
+
+def figures_of(work: Work, providers: dict[str, Provider], hosts: dict[tuple, float]) -> list[Row]:
+    """The rows of one cell; `hosts` keeps host times of calls that are the same for all sizes."""
+    available = available_memory(work.device)
+    sets = work.sets(available)
+    case = work.case(sets)
+    if sets == 0:
+        return [
+            cannot_run(case, "all", f"needs {work.held_bytes} bytes; {available} of memory are available")
+        ]
+    tensors = [work.make() for _ in range(sets)]
+    rows, variants = [], []
+    for provider in providers.values():
+        try:
+            found = variant_of(work, provider, tensors, hosts)
+        except Exception as error:
+            found = first_line(error)
+        if isinstance(found, str):
+            rows.append(cannot_run(case, provider.name, found))
+        else:
+            variants.append(found)
+    if work.device.type == "cuda":
+        launched = kernels_of(variants)
+        variants = [dataclasses.replace(v, launches=launched.get(v.name)) for v in variants]
+    names = {variant.name for variant in variants}
+    variants = [
+        dataclasses.replace(v, goals=tuple(goal for goal in v.goals if goal.against in names))
+        for v in variants
+    ]
+    return measure(case, variants, rounds(work), timer=fitting_timer(work.device)) + rows
+
+
+def variant_of(
+    work: Work, provider: Provider, tensors: Sequence[tuple[list[Tensor], list]], hosts: dict[tuple, float]
+) -> Variant | str:
+    """The provider over the sets of tensors, warmed up and counted; or why it cannot run."""
+    accumulators, gradients = tensors[0]
+    why = provider.unsupported(accumulators, gradients)
+    if why is None and provider.compiled:
+        why = work.compile_obstacle()
+    if why is not None:
+        return why
+    sizes = (work.accumulator.itemsize, work.gradient.itemsize)
+    needed = provider.kept(*sizes) * work.elements * len(tensors)
+    needed += provider.temporary(*sizes) * max(map(math.prod, work.shapes))
+    available = available_memory(work.device)
+    if needed > available:
+        return f"needs {needed} bytes beside the tensors; {available} of memory are available"
+    assert provider.make is not None
+    runs = [provider.make(*lists, SCALE) for lists in tensors]
+    for run in runs:
+        run()
+    size, launches, note = moved(provider, runs[0], provider.moved(accumulators, gradients))
+    run = rotated(runs)
+    if work.device.type == "cuda":
+        host = host_seconds(run, work.device)
+    elif provider.compiled:
+        host = None
+    else:
+        key = (provider.name, work.dtypes, work.is_product, len(work.shapes))
+        if key not in hosts:
+            hosts[key] = host_seconds(provider.make(*work.smallest(), SCALE), work.device)
+        host = hosts[key]
+    return Variant(
+        provider.name,
+        run,
+        size,
+        GOALS.get((work.size, work.dtypes, provider.name), ()),
+        launches,
+        None if host is None else 1e6 * host,
+        "; ".join(filter(None, (provider.note, note))),
+    )
+
+
+def rounds(work: Work) -> int:
+    if work.effort == "quick":
+        return 3
+    many = work.effort == "full" and work.device.type == "cpu"
+    return (15 if many else 9) if work.elements >= 2**24 else 31 if many else 15
+
+
+def fitting_timer(device: torch.device) -> common.Timer:
+    """A timer that makes as many calls per sample as take half a millisecond, for each function its own."""
+    timer = queued_timer if device.type == "cuda" else common.cpu_timer
+    most = 200 if device.type == "cuda" else 1000
+
+    @functools.cache
+    def calls_of(run: Callable[[], object]) -> int:
+        seconds = statistics.median(timer(run, 1) for _ in range(3))
+        return max(1, min(most, math.ceil(SAMPLE_SECONDS / max(seconds, 1e-7))))
+
+    return lambda run, calls: timer(run, calls_of(run))
+
+
+# The sweep
+
+
+def runnable(registry: dict[str, Provider], names: Sequence[str], mode: str, results: Results):
+    """The providers of those names that can run on the device; a row says why of each other."""
+    found = {}
+    for name in (*PEAK, *(name for name in names if name in registry and name not in PEAK)):
+        why = registry[name].unavailable(results.device)
+        if why is None:
+            found[name] = registry[name]
+        else:
+            results.add([cannot_run(Case("kernels", "cannot run here", mode), name, why)])
+    return found
+
+
+def figures(
+    results: Results,
+    effort: str,
+    *,
+    providers: Sequence[str] = PROVIDERS,
+    dtypes: Sequence[str] | None = None,
+    sizes: Sequence[str] | None = None,
+) -> None:
+    """Measures the sweep of that effort, or the dtypes and sizes given; each cell's rows are kept at once."""
+    sizes = SWEEPS[effort] if sizes is None else sizes
+    pairs = (tuple(DTYPES) if effort == "full" else MAIN_DTYPES) if dtypes is None else dtypes
+    hosts: dict[tuple, float] = {}
+    for registry, mode, own in ((ACCUMULATE, "accumulate", LISTS), (PRODUCT, "product", PRODUCTS)):
+        chosen_sizes = [size for size in sizes if size in own]
+        chosen_pairs = [pair for pair in pairs if mode == "accumulate" or pair in PRODUCT_DTYPES]
+        if not chosen_sizes or not chosen_pairs:
+            continue
+        able = runnable(registry, providers, mode, results)
+        cells = list(itertools.product(chosen_sizes, chosen_pairs))
+        for size, pair in common.progress(cells, f"kernels, {mode}", "case"):
+            work = Work(size, pair, results.device, effort)
+            results.add(figures_of(work, able, hosts))
+            free_compiled(able)
+
+
+def free_compiled(providers: dict[str, Provider]) -> None:
+    """Lets the tensors of a case go, and its compiled code: the next case would count as a recompilation."""
+    if any(provider.compiled for provider in providers.values()):
+        torch._dynamo.reset()
+    gc.collect()
+
+
+def main() -> None:
+    parser = common.arguments(__doc__)
+    parser.add_argument("--providers", help="comma-separated; copy and triad always run (default: all)")
+    parser.add_argument("--dtypes", help=f"comma-separated, of {', '.join(DTYPES)}")
+    parser.add_argument("--sizes", help=f"comma-separated, of {', '.join(SIZES)}")
+    options = parser.parse_args()
+    own = {
+        "providers": chosen(options.providers, PROVIDERS, "provider"),
+        "dtypes": chosen(options.dtypes, tuple(DTYPES), "dtypes") if options.dtypes else None,
+        "sizes": chosen(options.sizes, SIZES, "size") if options.sizes else None,
+    }
+    results = common.results(options)
+    figures(results, common.effort(options), **own)
+    results.report()
+
+
+if __name__ == "__main__":
+    main()

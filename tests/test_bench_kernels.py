@@ -1,0 +1,298 @@
+"""The kernel benchmark: every provider computes the sum, moves the bytes it claims, and may be missing."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("tqdm", reason="the benchmarks show progress by tqdm")
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+PINNED = [name for name in ("OMP_PROC_BIND", "OMP_PLACES") if name not in os.environ]
+try:
+    common = importlib.import_module("common")
+    kernel_cases = importlib.import_module("kernel_cases")
+    kernels = importlib.import_module("kernels")
+    providers = importlib.import_module("providers")
+    products = importlib.import_module("products")
+finally:
+    sys.path.pop(0)
+    for name in PINNED:  # common sets them for the process that measures, not for what other tests start
+        os.environ.pop(name, None)
+
+CPU = torch.device("cpu")
+SHAPES = ((1,), (3,), (7, 5), (1023,), (2, 3, 5, 7))
+SCALE = 0.125
+PEERS = {"amp_C": "Apex", "transformer_engine": "TransformerEngine", "optimi": "torch-optimi"}
+PEERS["bitsandbytes"] = "bitsandbytes"
+
+
+def can_run(registry) -> list[str]:
+    """The providers that do the job on CPU tensors here; copy and triad do another."""
+    return [
+        name
+        for name, provider in registry.items()
+        if name not in common.PEAK and provider.unavailable(CPU) is None
+    ]
+
+
+def lists(dtypes: str, generator: torch.Generator, shapes=SHAPES):
+    gradient, accumulator = kernel_cases.DTYPES[dtypes]
+    accumulators = [torch.randn(shape, generator=generator).to(accumulator) for shape in shapes]
+    return accumulators, [torch.randn(shape, generator=generator).to(gradient) for shape in shapes]
+
+
+def layer(dtypes: str, generator: torch.Generator):
+    gradient, accumulator = kernel_cases.DTYPES[dtypes]
+    dy, x = (torch.randn(5, n, generator=generator).to(gradient) for n in (7, 3))
+    return [torch.randn(7, 3, generator=generator).to(accumulator)], [(dy, x)]
+
+
+@pytest.mark.parametrize("dtypes", kernel_cases.DTYPES)
+@pytest.mark.parametrize("name", can_run(providers.ACCUMULATE))
+def test_every_provider_computes_the_sum(name, dtypes, generator):
+    provider = providers.ACCUMULATE[name]
+    accumulators, gradients = lists(dtypes, generator)
+    if provider.compiled and dtypes not in kernel_cases.MAIN_DTYPES:
+        assert kernels.Work("1Ki", dtypes, CPU, "full").compile_obstacle()
+        return
+    why = provider.unsupported(accumulators, gradients)
+    if why is not None:
+        assert "dtypes are equal" in why
+        assert gradients[0].dtype == accumulators[0].dtype
+        return
+    added = providers.scratch(accumulators, "other") if name == "add_ same dtype" else gradients
+    before = [(acc.clone(), gradient.clone()) for acc, gradient in zip(accumulators, added, strict=True)]
+    run = provider.make(accumulators, gradients, SCALE)
+    run()
+    run()
+    for acc, gradient, (old, given) in zip(accumulators, added, before, strict=True):
+        expected = old.double() + 2 * SCALE * given.double()
+        roundings = 4 * torch.finfo(acc.dtype).eps * (old.double().abs() + given.double().abs())
+        assert ((acc.double() - expected).abs() <= roundings).all()
+        assert torch.equal(gradient, given), "the gradient is read only"
+
+
+@pytest.mark.parametrize("dtypes", kernel_cases.PRODUCT_DTYPES)
+@pytest.mark.parametrize("name", can_run(products.PRODUCT))
+def test_every_product_is_added(name, dtypes, generator):
+    provider = products.PRODUCT[name]
+    accumulators, gradients = layer(dtypes, generator)
+    if why := provider.unsupported(accumulators, gradients):
+        assert "needs one dtype" in why
+        return
+    ((dy, x),) = gradients
+    product = dy.double().t() @ x.double()
+    largest = dy.double().abs().t() @ x.double().abs()
+    expected = accumulators[0].double() + product
+    provider.make(accumulators, gradients, 1.0)()
+    assert (
+        (accumulators[0].double() - expected).abs() <= 2 * torch.finfo(dy.dtype).eps * largest + 1e-6
+    ).all()
+
+
+@pytest.mark.parametrize("registry", [providers.ACCUMULATE, products.PRODUCT], ids=["accumulate", "product"])
+def test_the_peak_copies_and_adds_as_many_elements(registry, generator):
+    for shapes in (SHAPES, ((1000,),)):
+        accumulators, _ = lists("bfloat16:float32", generator, shapes)
+        for name, passes in (("copy", 2), ("triad", 3)):
+            provider = registry[name]
+            provider.make(accumulators, None, SCALE)()
+            total = torch.cat([acc.flatten() for acc in accumulators])
+            out = providers.flat(accumulators, "out")
+            if len(shapes) == 1:
+                expected = total if name == "copy" else total + SCALE * 0.01
+                torch.testing.assert_close(out, expected)
+            assert out.numel() == total.numel()
+            assert provider.moved(accumulators, None) == passes * total.nbytes
+
+
+def counted(provider, accumulators, gradients) -> int:
+    from fusedacc.traffic import TrafficMeter
+
+    run = provider.make(accumulators, gradients, SCALE)
+    run()
+    with TrafficMeter() as meter:
+        run()
+    if provider.name != "fusedacc eager":
+        assert not meter.uncounted
+        return meter.total_bytes
+    # The plan compares addresses in small integer tensors before it adds.
+    by_op = meter.as_dict()["by_op"]
+    sums = sum(by_op[op]["total_bytes"] for op in ("aten::add_", "aten::copy_") if op in by_op)
+    size = accumulators[0].itemsize
+    wide = sum(acc.numel() for acc in accumulators) * (size + 4) if size < 4 else 0
+    return sums + wide
+
+
+@pytest.mark.parametrize("dtypes", kernel_cases.DTYPES)
+def test_counted_bytes_are_those_of_the_formula(dtypes, generator):
+    for name, provider in providers.ACCUMULATE.items():
+        accumulators, gradients = lists(dtypes, generator)
+        if not provider.counted or provider.unavailable(CPU) or provider.unsupported(accumulators, gradients):
+            continue
+        found = counted(provider, accumulators, gradients)
+        assert found == provider.moved(accumulators, gradients), name
+
+
+@pytest.mark.parametrize("dtypes", kernel_cases.PRODUCT_DTYPES)
+def test_counted_bytes_of_products_are_those_of_the_formula(dtypes, generator):
+    for name, provider in products.PRODUCT.items():
+        accumulators, gradients = layer(dtypes, generator)
+        if not provider.counted or provider.unavailable(CPU) or provider.unsupported(accumulators, gradients):
+            continue
+        assert counted(provider, accumulators, gradients) == provider.moved(accumulators, gradients), name
+
+
+def test_hand_counts():
+    """Per element: what stock PyTorch's ways move, bfloat16 into float32."""
+    accumulators, gradients = [torch.zeros(1)], [torch.zeros(1, dtype=torch.bfloat16)]
+    moved = {name: provider.moved(accumulators, gradients) for name, provider in providers.ACCUMULATE.items()}
+    assert moved["fusedacc cpu"] == moved["add_"] == moved["torch._foreach_add_"] == 10
+    assert moved["autograd grad_dtype"] == moved["cast and add_"] == 18
+    assert moved["by hand"] == 26
+    assert moved["copy"] == 8
+    assert moved["triad"] == moved["add_ same dtype"] == 12
+
+
+def test_goals_name_what_exists():
+    for (size, dtypes, provider), goals in kernel_cases.GOALS.items():
+        assert size in kernel_cases.SIZES
+        assert dtypes in kernel_cases.DTYPES
+        assert {provider, *(goal.against for goal in goals)} <= set(kernels.PROVIDERS)
+    for sweep in kernel_cases.SWEEPS.values():
+        assert set(sweep) <= set(kernel_cases.SIZES)
+    assert not any("," in name for name in (*kernels.PROVIDERS, *kernel_cases.SIZES))
+
+
+@pytest.mark.parametrize(
+    ("option", "allowed"),
+    [
+        ("--providers", "torch._foreach_add_"),
+        ("--dtypes", "bfloat16:float32"),
+        ("--sizes", "1000x1000"),
+    ],
+)
+def test_unknown_names_are_refused_with_what_is_allowed(option, allowed, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["kernels.py", "--quick", option, "nonsense"])
+    with pytest.raises(SystemExit, match=f"'nonsense'.*allowed: .*{allowed}"):
+        kernels.main()
+
+
+def measured(size: str, *names: str, dtypes: str = "bfloat16:float32") -> list:
+    results = common.Results(None)
+    kernels.figures(results, "quick", providers=names, dtypes=[dtypes], sizes=[size])
+    return results.rows
+
+
+def test_missing_peers_are_rows_that_say_so(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name in PEERS else find(name, *rest)
+    )
+    names = ("apex axpby", "TransformerEngine", "torch-optimi", "bitsandbytes")
+    notes = {row.provider: row.note for row in measured("1Ki", *names) if row.median is None}
+    assert notes == {
+        name: f"not run: {package} is not installed"
+        for name, package in zip(names, PEERS.values(), strict=True)
+    }
+
+
+def test_installed_optimizers_say_why_they_have_no_sum(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: object())
+    assert "optimizer's state" in providers.ACCUMULATE["torch-optimi"].unavailable(CPU)
+    assert "no accumulation kernel" in providers.ACCUMULATE["bitsandbytes"].unavailable(CPU)
+    assert "product" in providers.ACCUMULATE["TransformerEngine"].unavailable(CPU)
+    assert "CUDA" in providers.ACCUMULATE["apex axpby"].unavailable(CPU)
+
+
+def test_a_size_beyond_memory_is_one_row(monkeypatch):
+    monkeypatch.setattr(kernels, "available_memory", lambda device: 1000)
+    (row,) = measured("1Ki", "add_")
+    assert row.note == f"not run: needs {1024 * (4 + 2 + 8)} bytes; 1000 of memory are available"
+
+
+def test_a_provider_beyond_memory_is_a_row(monkeypatch):
+    room = iter([10**6])
+    monkeypatch.setattr(kernels, "available_memory", lambda device: next(room, 100))
+    notes = {row.provider: row.note for row in measured("1Ki", "add_", "by hand")}
+    assert notes["by hand"].startswith(f"not run: needs {8 * 1024} bytes beside the tensors; 100 of memory")
+    assert not notes["add_"]
+
+
+def test_a_provider_that_fails_is_a_row(monkeypatch):
+    def make(accumulators, gradients, scale):
+        raise RuntimeError("no such kernel\nand a long story")
+
+    monkeypatch.setitem(providers.ACCUMULATE, "add_", providers.Provider("add_", "", make))
+    rows = {row.provider: row for row in measured("300x4", "add_", "torch._foreach_add_", "fusedacc cpu")}
+    assert rows["add_"].note == "not run: RuntimeError: no such kernel"
+    assert rows["fusedacc cpu"].median > 0
+
+
+def test_a_goal_without_its_rival_leaves_the_figure():
+    rows = [row for row in measured("300x4", "fusedacc cpu") if row.provider == "fusedacc cpu"]
+    assert [(row.against, row.goal) for row in rows] == [("", None)]
+
+
+def test_a_row_says_what_was_measured():
+    rows = {row.provider: row for row in measured("300x4", "cast and add_", "torch._foreach_add_")}
+    row = rows["cast and add_"]
+    assert (row.benchmark, row.case, row.mode) == ("kernels", "300 tensors of 4", "accumulate")
+    assert (row.shapes, row.dtypes) == (
+        "300 tensors of 4; 4 sets in turn, 0.0275 MiB",
+        "bfloat16 into float32",
+    )
+    assert row.bytes == 1200 * 18
+    assert row.launches == 600
+    assert row.host_us > 0
+    assert row.percent_of_peak > 0
+    assert rows["copy"].bytes == 1200 * 8
+
+
+def test_calls_rotate_and_sets_outgrow_the_cache():
+    seen = []
+    run = kernels.rotated([lambda i=i: seen.append(i) for i in range(3)])
+    for _ in range(7):
+        run()
+    assert seen == [0, 1, 2, 0, 1, 2, 0]
+    plenty = 2**40
+    work = {size: kernels.Work(size, "bfloat16:float32", CPU, "short") for size in kernel_cases.SIZES}
+    assert work["1Ki"].sets(plenty) == 512
+    assert work["300x4"].sets(plenty) == 20_000 // 300
+    assert work["64Mi"].sets(plenty) == 2
+    assert work["64Ki"].sets(plenty) * work["64Ki"].set_bytes >= 64 * 2**20
+    assert work["1Gi"].held_bytes == 2**30 * (4 + 2 + 8)
+    assert work["1Gi"].sets(work["1Gi"].held_bytes) == 1
+    assert work["1Gi"].sets(work["1Gi"].held_bytes - 1) == 0
+
+
+def test_a_quick_run_finishes_and_records_nothing(tmp_path):
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    env.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "benchmarks/kernels.py", "--quick", "--device", "cpu"]
+    found = subprocess.run(
+        [*command, "--results", str(tmp_path / "results.csv")],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert found.returncode == 0, found.stderr
+    for shown in (
+        "1 Ki elements in one tensor",
+        "300 tensors of 4",
+        "product of 16 tokens",
+        "compiled foreach",
+    ):
+        assert shown in found.stdout
+    assert not list(tmp_path.iterdir())
