@@ -28,7 +28,7 @@ import common
 import torch
 from common import Case, Results, Row, cannot_run
 
-from fusedacc.functional import scale_accumulate_
+from fusedacc.functional import prepare
 
 SCALE = 0.125
 TOLERANCE = 0.05
@@ -64,7 +64,8 @@ def tensors(elements: int, device: str, gradient: torch.dtype) -> tuple[torch.Te
 def ours(backend: str, gradient_dtype: torch.dtype, overwrite: bool = False) -> Check:
     def make(elements: int, device: str) -> Call:
         total, gradient = tensors(elements, device, gradient_dtype)
-        return lambda: scale_accumulate_([total], [gradient], SCALE, overwrite=overwrite, backend=backend)
+        plan = prepare([total], backend=backend)
+        return lambda: plan([gradient], SCALE, overwrite=overwrite)
 
     mode = "overwrite" if overwrite else "accumulate"
     return Check(mode, f"{str(gradient_dtype)[6:]} into float32", 4 + gradient_dtype.itemsize, make)

@@ -108,38 +108,42 @@ sanitize() { # sanitize TOOL SECONDS
     "$PYTHON" -m pytest -q -p no:cacheprovider tests/cuda/test_sanitized.py
 }
 
-figures() { # figures NAME SECONDS
-  step "$1" "$2" "$PYTHON" benchmarks/run_all.py --only "$1" --device cuda \
-    ${effort[@]+"${effort[@]}"} --results "$OUT/results.csv"
+figures() { # figures NAME SECONDS [OPTION...]
+  local name=$1 limit=$2
+  shift 2
+  step "$name" "$limit" "$PYTHON" "benchmarks/$name.py" --device cuda ${effort[@]+"${effort[@]}"} "$@" \
+    --results "$OUT/results.csv"
 }
 
 part_1() {
   step machine 20 nvidia-smi
-  build 120
+  build 90
   step info 60 "$PYTHON" -m fusedacc info
-  step tests 270 "$PYTHON" -m pytest -q -rs --durations=10 -p no:cacheprovider -m cuda tests
+  step tests 300 "$PYTHON" -m pytest -q -rs --durations=10 -p no:cacheprovider -m cuda tests
   step demo 100 "$PYTHON" examples/byte_transformer.py --device cuda --out "$scratch/demo"
 }
 
 part_2() {
-  build 120
-  sanitize memcheck 150
-  sanitize racecheck 150
-  sanitize initcheck 150
+  build 90
+  sanitize memcheck 160
+  sanitize racecheck 160
+  sanitize initcheck 160
 }
 
 part_3() {
-  build 90
-  figures kernels 280
-  step dram 200 "$PYTHON" benchmarks/dram_check.py --device cuda ${effort[@]+"${effort[@]}"} \
-    --results "$OUT/results.csv"
+  # The short sweep, and the largest size: the goal for a GPU is there.
+  local sizes=(--sizes "1Ki,64Ki,1Mi,64Mi,1Gi,1000x1000,300x4,300x(16x16),16x1Mi,mixed,product 512:1024x1024")
+  [ "$EFFORT" = short ] || sizes=()
+  build 60
+  figures kernels 310 ${sizes[@]+"${sizes[@]}"}
+  figures dram_check 200
 }
 
 part_4() {
-  build 90
+  build 60
   figures models 150
-  figures training 170
-  figures wrapper_window 60
+  figures training 160
+  figures wrapper_window 100
   figures peak_memory 100
 }
 
