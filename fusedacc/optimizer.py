@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from . import backends, checkpoint
+from . import backends, checkpoint, observers
 from .arena import Arena
 from .capture import Capture
 from .checks import PAIRS, allowed_pairs
@@ -260,9 +260,10 @@ class AccumulatingOptimizer(Optimizer):
 
         def finish_gradients() -> None:
             window.check_untainted()
-            if window.reduction != "sum" and window.micro_step > 0:
-                self._capture.deliver(ending=False)
-            self._arena.present()
+            with observers.phase("update"):
+                if window.reduction != "sum" and window.micro_step > 0:
+                    self._capture.deliver(ending=False)
+                self._arena.present()
 
         def evaluate() -> Any:
             with torch.enable_grad():
@@ -295,13 +296,14 @@ class AccumulatingOptimizer(Optimizer):
         If it raises, the window stays as it is: `step()` or `flush()` tries again, `zero_grad()` gives up.
         """
         window = self._window
-        skipped = not self._capture.deliver(ending=False, partial=partial)
-        if skipped:
-            self._arena.clear()
-        else:
-            self._arena.present()
-            self.optimizer.step()
-            self._arena.withdraw()
+        with observers.phase("update"):
+            skipped = not self._capture.deliver(ending=False, partial=partial)
+            if skipped:
+                self._arena.clear()
+            else:
+                self._arena.present()
+                self.optimizer.step()
+                self._arena.withdraw()
         window.end_update(skipped)
         self._follow_groups()
 

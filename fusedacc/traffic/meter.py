@@ -37,7 +37,7 @@ class TrafficMeter(TorchDispatchMode):
     Bytes are the compulsory ones: each operand of an operator once, as an ideal kernel would move them. No
     cache between operators helps, temporaries inside one do not count, views and metadata are free, and an
     expanded tensor counts the elements it really has. An operator without a rule is not guessed at: it is in
-    `uncounted`, by name.
+    `uncounted`, by name. Regions under `torch.compile` run as they are written while the meter is on.
 
     Each byte has a **phase**: "backward" inside autograd's engine, but "accumulate" where a leaf's gradient
     is cast, stored or added (AccumulateGrad, its hooks and the cast before it, the engine's final callbacks,

@@ -254,8 +254,7 @@ def _batch_norm(call: Call) -> list[Operand]:
 def _fused_optimizer(call: Call) -> list[Operand]:
     kept = ["state_steps"] if call["grad_scale"] is not None else ["state_steps", "grads"]
     unread = ["momentum_buffer_list"] if call["is_first_step"] else []
-    unused = [] if call["amsgrad"] in (None, True) else ["max_exp_avg_sqs"]
-    return whole(call, unread=unread + unused, kept=kept + unused)
+    return whole(call, unread=unread, kept=kept)
 
 
 _RULES: dict[str, Rule] = {

@@ -39,18 +39,18 @@ WHOLE = _names(
     _scaled_mm _softmax _softmax_backward_data _to_copy _weight_norm_interface
     _weight_norm_interface_backward addbmm addmm addmv addr all amax amin aminmax any arange argmax
     argmin argsort avg_pool2d avg_pool2d_backward baddbmm bernoulli binary_cross_entropy
-    binary_cross_entropy_backward bincount bmm cat clone col2im complex constant_pad_nd convolution copy
-    count_nonzero cudnn_convolution cummax cumprod cumsum diag_embed diagonal_backward dot
-    embedding_dense_backward equal eye flip full glu glu_backward histc huber_loss huber_loss_backward
-    im2col kthvalue linalg_vector_norm linear linspace logcumsumexp logsumexp max
+    binary_cross_entropy_backward bincount bmm bucketize cat clone col2im complex constant_pad_nd
+    convolution copy count_nonzero cudnn_convolution cummax cumprod cumsum diag_embed diagonal_backward
+    dot embedding_dense_backward equal eye flip floor_divide full glu glu_backward histc huber_loss
+    huber_loss_backward im2col kthvalue linalg_vector_norm linear linspace logcumsumexp logsumexp max
     max_pool2d_with_indices max_pool2d_with_indices_backward mean median min mkldnn_convolution mm mode
     mse_loss mse_loss_backward multinomial mv native_channel_shuffle native_dropout
     native_dropout_backward native_group_norm native_layer_norm nonzero norm ones outer pixel_shuffle
-    pixel_unshuffle prod rand randint randn randperm reflection_pad2d repeat roll rot90 scalar_tensor
-    select_backward slice_backward smooth_l1_loss smooth_l1_loss_backward soft_margin_loss sort
-    split_with_sizes_copy stack std std_mean sum topk trace tril tril_indices triu triu_indices
-    unfold_backward upsample_bilinear2d upsample_bilinear2d_backward upsample_nearest2d
-    upsample_nearest2d_backward var var_mean zeros
+    pixel_unshuffle prod rand randint randn randperm reflection_pad2d repeat repeat_interleave roll
+    rot90 scalar_tensor searchsorted select_backward slice_backward smooth_l1_loss
+    smooth_l1_loss_backward soft_margin_loss sort split_with_sizes_copy stack std std_mean sum topk
+    trace tril tril_indices triu triu_indices unfold_backward upsample_bilinear2d
+    upsample_bilinear2d_backward upsample_nearest2d upsample_nearest2d_backward var var_mean zeros
     """
 )
 

@@ -1,0 +1,340 @@
+"""The meter around whole loops: phases, kinds, and that it changes nothing."""
+
+from __future__ import annotations
+
+import csv
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from loops import LOW, loss_of, network, wrap
+from torch import nn
+
+import fusedacc
+from fusedacc import observers
+from fusedacc.traffic import TrafficMeter, bytes_per_micro_batch, bytes_per_window, total
+
+F32, BF16 = torch.float32, torch.bfloat16
+STEPS = 8
+
+
+def large(dtype: torch.dtype = F32) -> nn.Module:
+    """Parameters that dwarf activations and scalars, and have every layout of gradient: matrix, vector."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(256, 256), nn.LayerNorm(256), nn.Linear(256, 256)).to(dtype)
+
+
+def loss(model: nn.Module, autocast: bool = False) -> torch.Tensor:
+    x = torch.randn(2, 256, dtype=next(model.parameters()).dtype)
+    with torch.autocast("cpu", BF16, enabled=autocast):
+        return model(x).float().square().mean()
+
+
+def elements(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def stock_window(model: nn.Module, optimizer, autocast: bool = False) -> None:
+    """bfloat16 parameters: float32 sums kept by autograd, cast at the update."""
+    low = next(model.parameters()).dtype == BF16
+    for p in model.parameters() if low else ():
+        p.grad_dtype = F32
+    for _ in range(STEPS):
+        (loss(model, autocast) / STEPS).backward()
+    for p in model.parameters() if low else ():
+        gradient, p.grad = p.grad, None
+        p.grad_dtype = BF16
+        p.grad = gradient.to(BF16)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def wrapped_window(model: nn.Module, optimizer, autocast: bool = False) -> None:
+    for step in range(STEPS):
+        loss(model, autocast).backward()
+        if step == STEPS - 1:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def per_parameter(meter: TrafficMeter, model: nn.Module) -> dict[str, dict[str, float]]:
+    found = meter.as_dict()["by_phase_and_kind"]
+    return {
+        phase: {kind: size / elements(model) for kind, size in kinds.items()}
+        for phase, kinds in found.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("dtype", "autocast", "wrapped", "accumulate", "gradients_at_update"),
+    [
+        # stock float32: the first gradient is kept as it is, 7 are added; norm 4, clip 8, AdamW 4
+        (F32, False, False, 7 * 12, 16),
+        # fusedacc float32: the first is scaled in place, for mean
+        (F32, False, True, 8 + 7 * 12, 16),
+        # stock bfloat16: 8 casts of 6, 7 additions of 12; cast 6, norm 2, clip 4, AdamW 2
+        (BF16, False, False, 8 * 6 + 7 * 12, 14),
+        # fusedacc bfloat16: 6 to write the first, 7 additions of 10; norm 4, clip 8, cast 6, AdamW 2
+        (BF16, False, True, 6 + 7 * 10, 20),
+        # autocast: 8 casts by autograd on top
+        (F32, True, False, 8 * 6 + 7 * 12, 16),
+        (F32, True, True, 8 * 6 + 8 + 7 * 12, 16),
+    ],
+)
+def test_a_window_is_what_a_hand_count_makes_it(dtype, autocast, wrapped, accumulate, gradients_at_update):
+    model = large(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    window = wrapped_window if wrapped else stock_window
+    if wrapped:
+        optimizer = fusedacc.AccumulatingOptimizer(optimizer, gradient_accumulation_steps=STEPS)
+    window(model, optimizer, autocast)  # the optimizer's state is made in the first
+    with TrafficMeter() as meter:
+        window(model, optimizer, autocast)
+    assert not meter.uncounted
+    found = per_parameter(meter, model)
+    size = dtype.itemsize
+    product = BF16.itemsize if autocast else size
+    close = pytest.approx
+    # Under autocast the norm's gradients are float32 from the start.
+    assert found["accumulate"]["gradients"] == close(accumulate, rel=0.004 if autocast else 1e-4)
+    assert found["backward"]["gradients"] == close(8 * product, rel=0.01)  # each micro-gradient written once
+    assert found["update"]["gradients"] == close(gradients_at_update, abs=0.01)
+    assert found["update"]["optimizer"] == close(4 * size, abs=0.01)  # two states, read and written
+    assert found["update"]["weights"] == close(2 * size, abs=0.01)
+    accounted = bytes_per_window(
+        dtype,
+        product_dtype(dtype, autocast),
+        F32,
+        STEPS,
+        loop="fusedacc" if wrapped else "stock",
+        scale_is_one=not wrapped,
+    )
+    counted = found["accumulate"]["gradients"] + found["backward"]["gradients"]
+    assert counted / STEPS == close(total(accounted), rel=0.01), "the accounting says otherwise"
+
+
+def product_dtype(dtype: torch.dtype, autocast: bool) -> torch.dtype:
+    return BF16 if autocast else dtype
+
+
+@pytest.mark.parametrize("dtype", [F32, LOW])
+@pytest.mark.parametrize("steps", [None, 2])
+def test_the_meter_changes_no_result_and_no_path(dtype, steps):
+    def train(metered: bool):
+        model = network(dtype)
+        optimizer = wrap(model, steps)
+        meter = TrafficMeter()
+        for seed in range(6):
+            if metered:
+                with meter:
+                    loss_of(model, seed).backward()
+                    optimizer.step()
+            else:
+                loss_of(model, seed).backward()
+                optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()], optimizer.explain(), meter
+
+    plain, plain_path, _ = train(False)
+    counted, path, meter = train(True)
+    assert all(map(torch.equal, plain, counted))
+    assert path == plain_path
+    assert meter.total_bytes > 0
+
+
+def test_the_first_gradient_of_a_linear_layer_is_adopted():
+    """A view of the matrix product, whose base nobody else has: kept as it is, 0 bytes."""
+    model = large()
+    optimizer = wrap(model, 2, reduction="sum")
+    loss(model).backward()
+    with TrafficMeter(model) as meter:
+        optimizer.step()
+        optimizer.discard()
+        loss(model).backward()
+    assert "accumulate" not in meter.as_dict()["by_phase"]
+    first = bytes_per_micro_batch(F32, F32, F32, scale_is_one=True, first=True)
+    assert total(first) == 4
+
+
+def test_phases_and_kinds_of_a_stock_loop_by_hand():
+    weight = nn.Parameter(torch.zeros(1000))
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9, fused=True)
+    x = torch.randn(1000)
+    with TrafficMeter() as meter:
+        for _ in range(2):
+            (weight * x).sum().backward()
+        torch.nn.utils.clip_grad_norm_([weight], 1.0, foreach=False)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    found = meter.as_dict()["by_phase_and_kind"]
+    assert found["forward"]["weights"] == 2 * 4000
+    assert found["forward"]["other"] > 2 * (4000 + 4000 + 4000)
+    assert found["backward"]["gradients"] == 2 * 4000
+    assert found["accumulate"] == {"gradients": 3 * 4000}
+    clip = 4000 + 8000  # the norm reads, the clip reads and writes
+    assert found["update"]["gradients"] == pytest.approx(clip + 4000 + 4000, abs=100)
+    assert found["update"]["weights"] == 8000
+    assert found["update"]["optimizer"] == 4000  # the first step writes its buffer
+
+
+def test_a_loop_by_hand_is_named_by_the_user():
+    weight = nn.Parameter(torch.zeros(1000, dtype=BF16))
+    total_gradient = torch.zeros(1000)
+    with TrafficMeter() as meter:
+        (weight * 2).sum().backward()
+        with meter.phase("accumulate"):
+            total_gradient += weight.grad.float() * 0.5
+        with meter.phase("evaluation"), meter.phase("inner"):
+            weight.detach().sum()
+    phases = meter.as_dict()["by_phase_and_kind"]
+    assert phases["accumulate"] == {"gradients": 1000 * (2 + 4 + 4 + 4 + 4 + 4 + 4)}
+    assert phases["inner"]["weights"] == 2000
+    assert "evaluation" not in phases
+
+
+def test_gradients_collected_from_autograd_count_as_accumulation():
+    model = network()
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: None)
+    optimizer = wrap(model, 2)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    with TrafficMeter(model) as meter:
+        loss_of(model, 1).backward()
+        optimizer.step()
+    phases = meter.as_dict()["by_phase_and_op"]
+    assert "fusedacc::scale_accumulate_" in phases["accumulate"] or any(
+        op.startswith("fusedacc") for op in phases["accumulate"]
+    )
+    assert not any(op.startswith("fusedacc") for op in phases.get("update", {}))
+
+
+def test_backward_in_another_thread_and_an_exception_in_a_step():
+    weight = nn.Parameter(torch.zeros(1000))
+
+    class Broken(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            raise RuntimeError("broken")
+
+    optimizer = Broken([weight], lr=0.1)
+    with TrafficMeter() as meter:
+        (weight * 1.0).sum().backward()
+        with pytest.raises(RuntimeError, match="broken"):
+            optimizer.step()
+        (weight * 1.0).sum().backward()
+    found = meter.as_dict()["by_phase_and_kind"]
+    assert found["forward"]["weights"] == 2 * 4000
+    assert "update" not in found
+    thread = threading.Thread(target=lambda: weight.detach().mul(2))
+    with TrafficMeter() as other:
+        thread.start()
+        thread.join()
+    assert other.total_bytes == 0, "a mode is its thread's own"
+
+
+def test_figures_agree_with_each_other(tmp_path):
+    model = large()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with TrafficMeter(optimizer) as meter:
+        stock_window(model, optimizer)
+        torch.linalg.qr(torch.randn(3, 3))
+    found = meter.as_dict()
+    assert found["total_bytes"] == meter.total_bytes == found["read_bytes"] + found["written_bytes"]
+    for name in ("by_phase", "by_kind", "by_device"):
+        assert sum(found[name].values()) == found["total_bytes"], name
+    assert sum(op["total_bytes"] for op in found["by_op"].values()) == found["total_bytes"]
+    assert sum(op["calls"] for op in found["by_op"].values()) == found["calls"] == meter.calls
+    assert found["by_device"].keys() == {"cpu"}
+    for phase, kinds in found["by_phase_and_kind"].items():
+        assert sum(kinds.values()) == found["by_phase"][phase]
+    path = tmp_path / "traffic.csv"
+    meter.to_csv(path)
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    counted = [row for row in rows if row["phase"] != "uncounted"]
+    assert sum(int(r["read_bytes"]) + int(r["written_bytes"]) for r in counted) == meter.total_bytes
+    assert [r["op"] for r in rows if r["phase"] == "uncounted"] == ["aten.linalg_qr.default"]
+    shown = meter.table(2)
+    assert "compulsory bytes: each operand of an operator once" in shown
+    assert "other operators" in shown
+    assert "100.0%" in shown
+
+
+def test_it_may_be_entered_again_and_reset():
+    x = torch.randn(100)
+    meter = TrafficMeter()
+    for _ in range(2):
+        with meter:
+            x.add(1)
+    x.add(1)
+    assert meter.total_bytes == 2 * 800
+    meter.reset()
+    assert (meter.total_bytes, meter.calls) == (0, 0)
+    with meter:
+        x.add(1)
+    assert meter.total_bytes == 800
+    assert not observers.watching
+
+
+def test_it_keeps_no_tensor_alive():
+    model = large()
+    optimizer = wrap(model, 2)
+    with TrafficMeter(model) as meter:
+        loss(model).backward()
+        optimizer.step()
+        last = weakref.ref(next(model.parameters()))
+        activations = torch.randn(10)
+        activation = weakref.ref(activations.mul_(2))
+        del activations
+        assert activation() is None
+        optimizer.close()
+    del model, optimizer
+    gc.collect()
+    assert last() is None
+    assert meter.as_dict()["by_kind"]["weights"] > 0
+
+
+def test_what_an_address_held_before_is_not_mistaken():
+    """Memory that was a gradient and is now an activation."""
+    weight = nn.Parameter(torch.zeros(5000))
+    with TrafficMeter() as meter:
+        (weight * 1.0).sum().backward()
+        weight.grad = None
+        for _ in range(20):
+            torch.zeros(5000).add_(1)
+    assert meter.as_dict()["by_phase"].get("update", 0) == 0
+    assert meter.as_dict()["by_kind"]["other"] >= 20 * 3 * 20000
+
+
+@pytest.mark.parametrize("bad", [3, "model", torch.zeros(2), [3]])
+def test_parameters_of_the_wrong_kind_are_refused(bad):
+    with pytest.raises(TypeError, match=r"parameters must be a torch\.nn\.Module"):
+        TrafficMeter(bad)
+
+
+def test_names_and_counts_are_checked():
+    meter = TrafficMeter()
+    with pytest.raises(TypeError, match="name must be a string"), meter.phase(3):
+        pass
+    with pytest.raises(ValueError, match="name must not be empty"), meter.phase(""):
+        pass
+    with pytest.raises(ValueError, match="rows must be at least 1"):
+        meter.table(0)
+    assert "total" in meter.table()
+
+
+def test_compiled_regions_run_as_they_are_written():
+    @torch.compile(backend="eager")
+    def region(x):
+        return (x * 2).sin()
+
+    x = torch.randn(100)
+    region(x)
+    with TrafficMeter() as meter:
+        region(x)
+    assert meter.total_bytes == 2 * 800
