@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fusedacc
 
-from .model import ByteTransformer
+from .model import CONTEXT, MICRO_BATCH_SIZE, ByteTransformer
 
 DTYPES = ("float32", "bfloat16", "autocast")
 Batches = Sequence[tuple[Tensor, Tensor]]
@@ -20,7 +20,8 @@ Batches = Sequence[tuple[Tensor, Tensor]]
 @dataclass(frozen=True)
 class Config:
     """`dtype`: of the parameters (the sum is float32 in every case), or "autocast": float32 parameters and
-    bfloat16 products. `device`: where to train. `steps`: micro-batches per update."""
+    bfloat16 products. `device`: where to train. `steps`: micro-batches per update, each of
+    `micro_batch_size` sequences of `context` bytes. `width`, `layers`, `heads`: of the model."""
 
     dtype: str
     device: torch.device
@@ -28,11 +29,16 @@ class Config:
     backend: str = "auto"
     seed: int = 0
     width: int = 256
+    layers: int = 3
+    heads: int = 4
+    context: int = CONTEXT
+    micro_batch_size: int = MICRO_BATCH_SIZE
 
     def model(self) -> nn.Module:
         torch.manual_seed(self.seed)
         dtype = torch.bfloat16 if self.dtype == "bfloat16" else torch.float32
-        return ByteTransformer(self.width).to(self.device, dtype)
+        with self.device:
+            return ByteTransformer(self.width, self.layers, self.heads, self.context).to(dtype)
 
     def loss(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
         autocast = torch.autocast(self.device.type, torch.bfloat16)

@@ -22,7 +22,8 @@ Loop = StockLoop | WrappedLoop
 def batches(text: Tensor, config: Config, update: int) -> Batches:
     """The micro-batches of one update: the same for every loop."""
     first = (config.seed * 1_000_003 + update) * config.steps
-    return [micro_batch(text, first + i, config.device) for i in range(config.steps)]
+    size, context = config.micro_batch_size, config.context
+    return [micro_batch(text, first + i, config.device, size, context) for i in range(config.steps)]
 
 
 def train(loop: Loop, text: Tensor, updates: int) -> Iterator[float]:

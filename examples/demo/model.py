@@ -24,11 +24,13 @@ def load_text(path: Path | None = None, limit: int = 4_000_000) -> Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
-def micro_batch(text: Tensor, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Random windows of `text` and the same shifted by one: two int64 [MICRO_BATCH_SIZE, CONTEXT]."""
+def micro_batch(
+    text: Tensor, seed: int, device: torch.device, size: int = MICRO_BATCH_SIZE, context: int = CONTEXT
+) -> tuple[Tensor, Tensor]:
+    """Random windows of `text` and the same shifted by one: two int64 [size, context]."""
     generator = torch.Generator().manual_seed(seed)
-    starts = torch.randint(len(text) - CONTEXT - 1, (MICRO_BATCH_SIZE, 1), generator=generator)
-    window = text[starts + torch.arange(CONTEXT + 1)].to(device, torch.int64)
+    starts = torch.randint(len(text) - context - 1, (size, 1), generator=generator)
+    window = text[starts + torch.arange(context + 1)].to(device, torch.int64)
     return window[:, :-1], window[:, 1:]
 
 
@@ -50,11 +52,11 @@ class Block(nn.Module):
 
 
 class ByteTransformer(nn.Module):
-    """Decoder-only transformer over 256 byte values."""
+    """Decoder-only transformer over 256 byte values, of at most `context` positions."""
 
-    def __init__(self, width: int = 256, layers: int = 3, heads: int = 4) -> None:
+    def __init__(self, width: int = 256, layers: int = 3, heads: int = 4, context: int = CONTEXT) -> None:
         super().__init__()
-        self.bytes, self.positions = nn.Embedding(256, width), nn.Embedding(CONTEXT, width)
+        self.bytes, self.positions = nn.Embedding(256, width), nn.Embedding(context, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
         self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 256))
         for weight in (self.bytes.weight, self.positions.weight):

@@ -1,0 +1,322 @@
+"""Training the demo's transformer, end to end: time by phase, tokens per second, peak memory by kind, bytes.
+
+Every way trains the same model on the same text (`training_loops.WAYS`). The rows of a way:
+
+- "time": one update, all its micro-batches; the ways take turns. "time: forward" and "time: update": by
+  clock, or by CUDA events, at the boundaries of the phases. What accumulates runs inside the backward, where
+  no clock can be put: "time: backward" is that of the same micro-batches through `torch.autograd.grad`, which
+  accumulates nothing, timed in the same round, and "time: accumulate" is what the way's own backward takes
+  longer than that, with what its loop does after each backward. In each round the four add up to the update.
+- "tokens per second", from the time of an update.
+- "peak memory" of live bytes through two updates of two micro-batches, and by kind (see peak_kinds.py).
+- "bytes": read and written in one window, per parameter, as `fusedacc.traffic.TrafficMeter` counts them, of
+  weights, gradients with their sums, and optimizer state, also by phase; "bytes: others" are all the rest.
+
+fusedacc is held to the best of stock: no slower, and no higher a peak than the lowest plus one bucket of
+25 MB.
+
+    python benchmarks/training.py [--quick | --full] [--dtypes bfloat16] [--widths 256,512]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import common
+import torch
+from common import (
+    ROOT,
+    Case,
+    Goal,
+    Results,
+    Row,
+    Variant,
+    cannot_run,
+    chosen,
+    measure,
+    quantile,
+    reached,
+    row,
+)
+from peak_kinds import KINDS, Look, peak_by_kind
+from torch import Tensor
+from training_clock import Timed, by_phase
+from training_loops import BASELINE, PHASES, UNFUSED, WAYS, Loop, Way, Wrapped
+
+sys.path.insert(0, str(ROOT / "examples"))
+from demo.loops import DTYPES, Batches, Config
+from demo.measure import batches
+from demo.model import load_text
+
+BUCKET = 25_000_000
+META = torch.device("meta")
+PEAK = {"metric": "peak memory", "unit": "MB"}
+NAMES = {"bfloat16": "bfloat16 into float32", "autocast": "float32, autocast to bfloat16"}
+#: Losses that agree but for rounding are at most this far apart, relatively: the epsilon of the products,
+#: and for float32 that of a few dozen of them in a row.
+ROUNDING = {"float32": 2.0**-18, "bfloat16": 2.0**-8, "autocast": 2.0**-8}
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """A model, and how it is trained and timed. `short`: the dtypes that the short sweep measures."""
+
+    layers: int
+    heads: int
+    context: int = 64
+    micro_batch_size: int = 8
+    steps: int = 4
+    rounds: int = 7
+    short: tuple[str, ...] = DTYPES
+
+
+#: By device and width. Those of a GPU: the blocks of GPT-2 124M, and 1 B parameters.
+SIZES = {
+    "cpu": {256: Size(3, 4), 512: Size(3, 8, rounds=3, short=("bfloat16",)), 1024: Size(3, 16, short=())},
+    "cuda": {768: Size(12, 12, 256, steps=8), 2048: Size(20, 16, 256, steps=8, short=("bfloat16",))},
+}
+QUICK = {32: Size(2, 2, context=16, micro_batch_size=2, steps=2, rounds=2, short=("float32", "bfloat16"))}
+
+
+def figures(
+    results: Results, effort: str, dtypes: Sequence[str] | None = None, widths: Sequence[int] | None = None
+) -> None:
+    """All rows of the sizes that are chosen (see `choose`)."""
+    text = load_text()
+    for width, dtype in choose(effort, results.device, dtypes, widths):
+        size = sizes(effort, results.device)[width]
+        shape = {"layers": size.layers, "heads": size.heads, "context": size.context}
+        shape |= {"micro_batch_size": size.micro_batch_size, "width": width}
+        config = Config(dtype, results.device, size.steps, **shape)
+        ways = [way for way in WAYS[dtype] if effort == "full" or way is not UNFUSED]
+        one_case(results, config, ways, text, size.rounds * (2 if effort == "full" else 1))
+
+
+def sizes(effort: str, device: torch.device) -> dict[int, Size]:
+    """The sizes that may be measured, by width."""
+    return QUICK if effort == "quick" else SIZES["cuda" if device.type == "cuda" else "cpu"]
+
+
+def choose(
+    effort: str, device: torch.device, dtypes: Sequence[str] | None, widths: Sequence[int] | None
+) -> list[tuple[int, str]]:
+    """Widths with dtypes. The short sweep leaves some out, unless they are asked for by name."""
+    full = effort == "full"
+    return [
+        (width, dtype)
+        for width, size in sizes(effort, device).items()
+        if (width in widths if widths else full or size.short)
+        for dtype in dtypes or (DTYPES if full or widths else size.short)
+    ]
+
+
+def one_case(results: Results, config: Config, ways: Sequence[Way], text: Tensor, rounds: int) -> None:
+    """Adds the rows of one model and dtype: times, then memory, then bytes."""
+    parameters = sum(p.numel() for p in dataclasses.replace(config, device=META).model().parameters())
+    shapes = (
+        f"{parameters / 1e6:.1f} M parameters, {config.layers} blocks; "
+        f"{config.steps} micro-batches of {config.micro_batch_size} x {config.context} bytes"
+    )
+    dtypes = NAMES.get(config.dtype, config.dtype)
+    case = Case("training", f"demo, width {config.width}", "training", shapes, dtypes)
+    results.add(speed(case, config, ways, text, rounds))
+    results.add(memory(case, config, ways, text))
+    results.add(traffic(case, config, ways, text, parameters))
+
+
+# Time
+
+
+def speed(case: Case, config: Config, ways: Sequence[Way], text: Tensor, rounds: int) -> list[Row]:
+    """Time per update, tokens per second, and time by phase."""
+    timed: dict[str, Timed] = {}
+    failed = []
+    for way in (*ways, BASELINE):
+        try:
+            timed[way.name] = Timed(way.make(config), text)
+            timed[way.name].run()
+        except Exception as error:
+            timed.pop(way.name, None)
+            failed.append(cannot_run(case, way.name, first_line(error)))
+    running = [way for way in (*ways, BASELINE) if way.name in timed]
+    variants = [
+        Variant(way.name, timed[way.name].run, goals=goals_of(way, running, ways[0])) for way in running
+    ]
+    found = measure(case, variants, rounds, timer=lambda run, calls: run())
+    training = [way for way in running if way is not BASELINE]
+    notes = {way.name: departure(timed, way, training, config) for way in training}
+    rows = [dataclasses.replace(r, note=notes.get(r.provider, "")) for r in found]
+
+    tokens = config.steps * config.micro_batch_size * config.context
+    for way in training:
+        totals = [sum(seconds.values()) for seconds in timed[way.name].seconds[-rounds:]]
+        rates = [tokens / total for total in totals]
+        rows.append(spread(case, way.name, "tokens per second", "tok/s", rates))
+    for phase in PHASES if BASELINE.name in timed else ():
+        for way in training:
+            split = by_phase(timed[way.name].seconds[-rounds:], timed[BASELINE.name].seconds[-rounds:])
+            rows.append(spread(case, way.name, f"time: {phase}", "us", [1e6 * s[phase] for s in split]))
+    return rows + failed
+
+
+def goals_of(way: Way, running: Sequence[Way], first: Way) -> tuple[Goal, ...]:
+    """fusedacc is held to every competitor that runs; against `first` only the ratio is shown."""
+    if way.kind is not Wrapped:
+        return ()
+    held_to = [Goal(other.name, 1.0) for other in running if other.competes and way.fused]
+    return (*held_to, *(Goal(other.name) for other in running if other is first))
+
+
+def departure(timed: dict[str, Timed], way: Way, running: Sequence[Way], config: Config) -> str:
+    """A note if the losses of a way's first two updates are not those of the ways before it.
+
+    Before the first update all weights are equal, so the losses must be. After it, on a CPU, they still must
+    between ways whose AdamW is the same code: all sum in float32 in the same order, and the number of
+    micro-batches is a power of two. Else they may differ by rounding.
+    """
+    losses = timed[way.name].losses
+    notes = []
+    for other in running[: running.index(way)]:
+        wanted = timed[other.name].losses
+        exact = other.fused == way.fused and config.device.type == "cpu"
+        for update, bound in enumerate((0.0, 0.0 if exact else ROUNDING[config.dtype])):
+            if not abs(losses[update] - wanted[update]) <= bound * abs(wanted[update]):
+                notes.append(f"loss of update {update + 1} is {losses[update]:.7g}, of {other.name} ")
+                notes[-1] += f"{wanted[update]:.7g}: more than rounding"
+    return "; ".join(notes)
+
+
+def spread(case: Case, name: str, metric: str, unit: str, values: Sequence[float]) -> Row:
+    return row(
+        case,
+        name,
+        metric=metric,
+        unit=unit,
+        median=statistics.median(values),
+        p20=quantile(values, 0.2),
+        p80=quantile(values, 0.8),
+        rounds=len(values),
+    )
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+# Memory and bytes
+
+
+def watch(way: Way, config: Config, data: Sequence[Batches], look: Look) -> None:
+    """Makes a way's loop and trains it, looking where its tensors lie after every phase and inner update."""
+    loop = way.make(config)
+    hook = loop.inner.register_step_post_hook(lambda *_: look(loop.held()))
+
+    @contextlib.contextmanager
+    def phase(name: str) -> Iterator[None]:
+        yield
+        look(loop.held())
+
+    look(loop.held())
+    for of_one_update in data:
+        loop.update(of_one_update, phase)
+    hook.remove()  # it refers to the loop, whose memory must go with the last name of it
+
+
+def memory(case: Case, config: Config, ways: Sequence[Way], text: Tensor) -> list[Row]:
+    """Peak memory of each way through two updates of two micro-batches, and what it was made of."""
+    config = dataclasses.replace(config, steps=min(2, config.steps))
+    data = [batches(text, config, update) for update in range(2)]
+    kinds: dict[str, dict[str, int]] = {}
+    failed = []
+    for way in common.progress(ways, f"{case.case}, memory", "way"):
+        try:
+            kinds[way.name] = peak_by_kind(functools.partial(watch, way, config, data), config.device)
+        except Exception as error:
+            failed.append(dataclasses.replace(cannot_run(case, way.name, first_line(error)), **PEAK))
+    best = [sum(kinds[way.name].values()) for way in ways if way.competes and way.name in kinds]
+    rows = []
+    for way in ways:
+        if way.name not in kinds:
+            continue
+        peak = sum(kinds[way.name].values())
+        goal: dict[str, object] = {}
+        if way.kind is Wrapped and best:
+            room = (min(best) + BUCKET) / peak
+            goal = {"against": "the lowest of stock + bucket", "speedup": room, "goal": 1.0}
+            goal["reached"] = reached(room, 1.0)
+        rows.append(row(case, way.name, **PEAK, median=peak / 1e6, **goal))
+    for kind in KINDS:
+        columns = {**PEAK, "metric": f"peak memory: {kind}"}
+        rows += [row(case, name, **columns, median=found[kind] / 1e6) for name, found in kinds.items()]
+    return rows + failed
+
+
+def traffic(case: Case, config: Config, ways: Sequence[Way], text: Tensor, parameters: int) -> list[Row]:
+    """Bytes per parameter of each way's second window, by phase."""
+    rows, failed = [], []
+    counts = {}
+    for way in common.progress(ways, f"{case.case}, bytes", "way"):
+        try:
+            counts[way.name] = count(way.make(config), text)
+        except Exception as error:
+            failed.append(dataclasses.replace(cannot_run(case, way.name, first_line(error)), metric="bytes"))
+    for name, found in counts.items():
+        phases = found["by_phase_and_kind"]
+        known = sum(of_known(kinds) for kinds in phases.values())
+        uncounted = ", ".join(found["uncounted"])
+        columns = {"bytes": known, "launches": found["calls"]}
+        columns["note"] = f"not counted: {uncounted}" if uncounted else ""
+        rows.append(row(case, name, metric="bytes", unit="B/param", median=known / parameters, **columns))
+    for phase in PHASES:
+        for name, found in counts.items():
+            known = of_known(found["by_phase_and_kind"].get(phase, {}))
+            figure = {"metric": f"bytes: {phase}", "unit": "B/param", "bytes": known}
+            rows.append(row(case, name, **figure, median=known / parameters))
+    for name, found in counts.items():
+        other = found["by_kind"].get("other", 0)
+        figure = {"metric": "bytes: others", "unit": "B/param", "bytes": other}
+        rows.append(row(case, name, **figure, median=other / parameters))
+    return rows + failed
+
+
+def of_known(kinds: dict[str, int]) -> int:
+    return sum(kinds.get(kind, 0) for kind in ("weights", "gradients", "optimizer"))
+
+
+def count(loop: Loop, text: Tensor) -> dict[str, Any]:
+    """What the meter counts in a loop's second update, when all state is there."""
+    from fusedacc.traffic import TrafficMeter
+
+    loop.update(batches(text, loop.config, 0))
+    with TrafficMeter(loop.model) as meter:
+
+        def phase(name: str) -> contextlib.AbstractContextManager:
+            # Forward and backward the meter knows, and what accumulates inside a backward too.
+            return meter.phase(name) if name in ("accumulate", "update") else contextlib.nullcontext()
+
+        loop.update(batches(text, loop.config, 1), phase)
+    return meter.as_dict()
+
+
+def main() -> None:
+    parser = common.arguments(__doc__)
+    parser.add_argument("--dtypes", help=f"some of {', '.join(DTYPES)}")
+    parser.add_argument("--widths", help="of the model; which there are depends on the device")
+    options = parser.parse_args()
+    effort, device = common.effort(options), torch.device(options.device)
+    dtypes = chosen(options.dtypes, DTYPES, "dtype") if options.dtypes else None
+    known = [str(width) for width in sizes(effort, device)]
+    widths = [int(w) for w in chosen(options.widths, known, "width")] if options.widths else None
+    results = common.results(options)
+    figures(results, effort, dtypes, widths)
+    results.report()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""The training benchmark: its ways train alike, its parts add up. No time is asserted."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("tqdm", reason="the benchmarks show progress by tqdm")
+
+ROOT = Path(__file__).resolve().parent.parent
+DTYPES = ("float32", "bfloat16", "autocast")
+
+
+@pytest.fixture(autouse=True)
+def _paths(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+
+
+@pytest.fixture
+def training():
+    return importlib.import_module("training")
+
+
+@pytest.fixture
+def loops():
+    return importlib.import_module("training_loops")
+
+
+def config(dtype: str, steps: int = 4, device: str = "cpu"):
+    make = importlib.import_module("demo.loops").Config
+    shape = {"width": 32, "layers": 2, "heads": 2, "context": 16, "micro_batch_size": 2}
+    return make(dtype, torch.device(device), steps, **shape)
+
+
+def batches(of, updates: int):
+    text = importlib.import_module("demo.model").load_text()
+    measure = importlib.import_module("demo.measure")
+    return [measure.batches(text, of, update) for update in range(updates)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_ways_train_alike(loops, dtype):
+    of = config(dtype)
+    data = batches(of, 3)
+    losses, weights = {}, {}
+    for way in loops.WAYS[dtype]:
+        loop = way.make(of)
+        losses[way.name] = [loop.update(of_one).item() for of_one in data]
+        weights[way.name] = loop.parameters
+    for fused in (True, False):
+        first, *others = [way.name for way in loops.WAYS[dtype] if way.fused == fused]
+        assert others
+        for name in others:  # float32 sums in one order, scaled by a power of two: bit for bit
+            assert losses[name] == losses[first]
+            assert all(map(torch.equal, weights[name], weights[first]))
+    stock = importlib.import_module("demo.loops").StockLoop(of)
+    assert losses["fusedacc"] == pytest.approx([stock.update(of_one) for of_one in data], rel=1e-6)
+    assert losses["fusedacc"][-1] < losses["fusedacc"][0]
+
+
+def test_phases_add_up_to_the_update(loops):
+    clock = importlib.import_module("training_clock")
+    text = importlib.import_module("demo.model").load_text()
+    (way,) = [way for way in loops.WAYS["bfloat16"] if way.kind is loops.ByHand]
+    own, plain = (clock.Timed(w.make(config("bfloat16")), text) for w in (way, loops.BASELINE))
+    totals = []
+    for _ in range(2):
+        totals.append(own.run())
+        plain.run()
+    split = clock.by_phase(own.seconds, plain.seconds)
+    assert [tuple(phases) for phases in split] == [loops.PHASES] * 2
+    assert [sum(phases.values()) for phases in split] == pytest.approx(totals, rel=1e-9)
+    assert [phases["backward"] for phases in split] == [seconds["backward"] for seconds in plain.seconds]
+    assert all(seconds[phase] > 0 for seconds in own.seconds for phase in loops.PHASES)
+
+
+def test_accumulate_is_what_the_backward_takes_longer(training):
+    own = {"forward": 1.0, "backward": 5.0, "accumulate": 0.5, "update": 2.0}
+    plain = {"forward": 9.0, "backward": 3.0, "accumulate": 9.0, "update": 9.0}
+    (split,) = training.by_phase([own], [plain])
+    assert split == {"forward": 1.0, "backward": 3.0, "accumulate": 2.5, "update": 2.0}
+
+
+def test_replay_tells_kinds_by_allocation_not_by_address():
+    kinds = importlib.import_module("peak_kinds")
+    events = [
+        kinds.Event(16, 100),  # weights
+        kinds.Event(32, 50),  # an activation, and after it a gradient at the same address
+        kinds.Event(0, 0),
+        kinds.Event(32, -50),
+        kinds.Event(32, 70),
+        kinds.Event(48, 30),
+        kinds.Event(1, 0),
+        kinds.Event(64, -1000),  # was there before
+        kinds.Event(48, -30),
+        kinds.Event(48, 20),
+    ]
+    looks = [{16: "weights"}, {16: "weights", 32: "gradients"}]
+    assert kinds.replay(events, looks) == {
+        "weights": 100,
+        "gradients": 70,
+        "optimizer": 0,
+        kinds.OTHER: 30,
+    }
+
+
+def test_kinds_add_up_to_the_peak_of_the_demos_instrument(training, loops):
+    of = config("float32", 2)
+    data = batches(of, 2)
+    (way,) = [way for way in loops.WAYS["float32"] if way.name == "stock"]
+    found = training.peak_by_kind(lambda look: training.watch(way, of, data, look), of.device)
+    text = importlib.import_module("demo.model").load_text()
+    demo = importlib.import_module("demo.measure").peak_memory(
+        importlib.import_module("demo.loops").StockLoop, of, text
+    )
+    # The demo's loop makes each update's micro-batches anew and keeps one loss less.
+    assert sum(found.values()) == pytest.approx(demo, abs=4 * 16 * 2 * 8 * 2)
+    size = sum(p.numel() for p in of.model().parameters())
+    assert found["weights"] == 4 * size
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_peak_holds_weights_sums_and_state_whole(training, loops, dtype):
+    of = config(dtype, 2)
+    data = batches(of, 2)
+    size = sum(p.numel() for p in of.model().parameters())
+    unit = 2 if dtype == "bfloat16" else 4
+    for way in loops.WAYS[dtype]:
+        found = training.peak_by_kind(lambda look, way=way: training.watch(way, of, data, look), of.device)
+        tensors = len(list(of.model().parameters()))
+        assert found["weights"] == unit * size
+        # exp_avg and exp_avg_sq, and one float32 count of steps per parameter
+        assert found["optimizer"] == 2 * unit * size + 4 * tensors
+        assert 4 * size <= found["gradients"] <= 6.5 * size, way.name
+        assert found[training.KINDS[-1]] > 0
+
+
+def test_quick_figures_have_every_measure_and_record_nothing(training, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    results = importlib.import_module("common").Results(None, "cpu")
+    training.figures(results, "quick")
+    assert not list(tmp_path.iterdir())
+    assert not [r.note for r in results.rows if r.note]
+    ours = [r for r in results.rows if r.provider == "fusedacc, fused AdamW"]
+    assert {r.dtypes for r in ours} == {"float32", "bfloat16 into float32"}
+    wanted = {"time", "tokens per second", "peak memory", "bytes", "bytes: others"}
+    wanted |= {f"time: {p}" for p in training.PHASES} | {f"bytes: {p}" for p in training.PHASES}
+    wanted |= {f"peak memory: {kind}" for kind in training.KINDS}
+    assert {r.metric for r in ours} == wanted
+    assert all(r.median is not None for r in ours)
+    assert {r.against for r in ours if r.goal and r.metric == "time"} == {
+        "stock, fused AdamW",
+        "stock, grad_dtype, fused AdamW",
+        "stock, mixed add_ in a hook, fused AdamW",
+    }
+    for dtypes in ("float32", "bfloat16 into float32"):
+        median = {r.metric: r.median for r in ours if r.dtypes == dtypes}
+        kinds = sum(median[f"peak memory: {kind}"] for kind in training.KINDS)
+        assert kinds == pytest.approx(median["peak memory"])
+        phases = sum(median[f"bytes: {phase}"] for phase in training.PHASES)
+        assert phases == pytest.approx(median["bytes"])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_meter_counts_every_operator_of_every_way(training, loops, dtype):
+    of = config(dtype)
+    text = importlib.import_module("demo.model").load_text()
+    size = sum(p.numel() for p in of.model().parameters())
+    found = {way.name: training.count(way.make(of), text) for way in loops.WAYS[dtype]}
+    for name, counted in found.items():
+        assert counted["uncounted"] == {}, name
+        assert training.of_known(counted["by_phase_and_kind"]["update"]) > 4 * size
+    stock = min(counted["total_bytes"] for name, counted in found.items() if name.startswith("stock"))
+    # Of one dtype, the window's first gradient becomes the sum: stock has it scaled already, with the loss.
+    more = 0 if dtype == "bfloat16" else 8 * size
+    assert found["fusedacc, fused AdamW"]["total_bytes"] <= stock + more
+
+
+def test_way_that_fails_is_a_row_that_says_why(training, loops, monkeypatch):
+    class Failing(loops.Loop):
+        def backward(self, loss):
+            raise RuntimeError("no such kernel\nand more")
+
+    of = dataclasses.replace(config("float32", 2))
+    ways = [loops.Way("failing", Failing), *loops.WAYS["float32"][:1]]
+    text = importlib.import_module("demo.model").load_text()
+    case = importlib.import_module("common").Case("training", "case")
+    for rows in (training.speed(case, of, ways, text, 1), training.memory(case, of, ways, text)):
+        (failed,) = [r for r in rows if r.provider == "failing"]
+        assert failed.note == "not run: RuntimeError: no such kernel"
+        assert [r for r in rows if r.provider == "stock" and r.median]
+
+
+def test_losses_that_differ_are_noted(training, loops):
+    first, other, unfused = (
+        loops.Way("first", loops.Loop),
+        loops.Way("other", loops.Loop),
+        loops.Way("unfused", loops.Loop, False),
+    )
+
+    class Seen:
+        def __init__(self, *losses):
+            self.losses = losses
+
+    timed = {"first": Seen(5.0, 4.0), "other": Seen(5.0, 4.000001), "unfused": Seen(5.0, 4.000001)}
+    running = [first, other, unfused]
+    of = config("float32")
+    assert training.departure(timed, first, running, of) == ""
+    assert "update 2 is 4.000001, of first 4" in training.departure(timed, other, running, of)
+    assert training.departure(timed, unfused, [first, unfused], of) == ""
+    timed["unfused"] = Seen(5.1, float("nan"))
+    assert training.departure(timed, unfused, [first, unfused], of).count("more than rounding") == 2
+
+
+def test_choices(training):
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert (1024, "autocast") in training.choose("full", cpu, None, None)
+    assert training.choose("short", cpu, ["autocast"], [1024]) == [(1024, "autocast")]
+    assert {width for width, _ in training.choose("short", cpu, None, None)} == {256, 512}
+    assert {width for width, _ in training.choose("full", cuda, None, None)} == {768, 2048}
+
+
+@pytest.mark.parametrize(
+    ("option", "allowed"), [(["--dtypes", "float8"], "autocast"), (["--widths", "3"], "256, 512, 1024")]
+)
+def test_unknown_names_list_what_is_allowed(training, monkeypatch, option, allowed):
+    monkeypatch.setattr("sys.argv", ["training.py", "--device", "cpu", *option])
+    with pytest.raises(SystemExit, match=allowed):
+        training.main()
+
+
+def test_large_model_has_a_billion_parameters(training):
+    size = training.SIZES["cuda"][2048]
+    of = dataclasses.replace(
+        config("bfloat16", device="meta"),
+        width=2048,
+        layers=size.layers,
+        heads=size.heads,
+        context=size.context,
+    )
+    assert 1.0e9 < sum(p.numel() for p in of.model().parameters()) < 1.02e9
+
+
+@pytest.mark.cuda
+def test_peak_on_a_gpu_is_the_allocators(training, loops):
+    of = config("bfloat16", 2, "cuda")
+    data = batches(of, 2)
+    way = loops.WAYS["bfloat16"][0]
+    training.watch(way, of, data, lambda held: None)  # the libraries' workspaces
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    found = training.peak_by_kind(lambda look: training.watch(way, of, data, look), of.device)
+    peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
+    assert sum(found.values()) == peak
+    assert found["weights"] == 2 * sum(p.numel() for p in of.model().parameters())
