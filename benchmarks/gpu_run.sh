@@ -152,11 +152,14 @@ part_3() {
 }
 
 part_4() {
+  # The short sweep, and two models that only a GPU has room for.
+  local models=(--models resnet50,gpt2,gpt2_xl,llama3_8b)
+  [ "$EFFORT" = short ] || models=()
   build 60
-  figures models 150
-  figures training 160
-  figures wrapper_window 100
-  figures peak_memory 100
+  figures models 200 ${models[@]+"${models[@]}"}
+  figures training 130
+  figures wrapper_window 90
+  figures peak_memory 90
 }
 
 if [ "$part" = all ]; then

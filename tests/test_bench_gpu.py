@@ -112,12 +112,16 @@ def test_a_part_is_its_own_steps_with_the_effort_asked_for():
     assert not any("--full" in command for _, _, _, command in steps("3"))
 
 
-def test_the_kernels_short_sweep_is_widened_to_the_size_that_the_gpus_goal_is_for(monkeypatch):
+def test_the_short_sweeps_are_widened_by_what_only_a_gpu_can_do(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    kernel_cases = importlib.import_module("kernel_cases")
-    (command,) = (command for _, name, _, command in steps("3") if name == "kernels")
-    sizes = re.search(r"--sizes (.*) --results", command)[1].split(",")
-    assert set(sizes) == {*kernel_cases.SWEEPS["short"], "1Gi"}
+    kernel_cases, lists = (importlib.import_module(name) for name in ("kernel_cases", "parameter_lists"))
+    given = {}
+    for _, name, _, command in steps():
+        found = re.search(r" --(?:sizes|models) (.*) --results", command)
+        given[name] = set(found[1].split(",")) if found else set()
+    # The goal for a GPU is on 1 Gi elements.
+    assert given["kernels"] == {*kernel_cases.SWEEPS["short"], "1Gi"}
+    assert {"resnet50", "gpt2"} < given["models"] <= set(lists.NAMES)
 
 
 @pytest.mark.parametrize(
