@@ -198,23 +198,28 @@ class Arena:
             else:
                 total.add_(gradient, alpha=scale)
 
-    def rescale(self, ratio: float) -> None:
-        """sum *= ratio for every sum."""
-        if ratio == 1.0:
+    def finals(self) -> list[tuple[Slot, Tensor]]:
+        """Every sum there is, with its slot."""
+        pairs = ((slot, self.current(slot)) for slot in self.slots)
+        return [(slot, total) for slot, total in pairs if total is not None]
+
+    def rescale(self, ratio: float | Tensor) -> None:
+        """sum *= ratio for every sum; a 0-dim tensor is read on the device."""
+        self._rescale(self.finals(), ratio)
+
+    def _rescale(self, finals: Iterable[tuple[Slot, Tensor]], ratio: float | Tensor) -> None:
+        if not isinstance(ratio, Tensor) and ratio == 1.0:
             return
         groups: dict[tuple, list[Tensor]] = {}
-        for slot in self.slots:
-            total = self.current(slot)
-            if total is None:
-                continue
+        for slot, total in finals:
             if checks.is_plain(total) and (total.dtype, total.dtype) in checks.PAIRS:
                 groups.setdefault((total.device, total.dtype), []).append(total)
             elif total.is_sparse:
-                self._put(slot, total * ratio)
+                self._put(slot, total * _near(ratio, total))
             else:
-                total.mul_(ratio)
+                total.mul_(_near(ratio, total))
         for sums in groups.values():
-            self._run(sums, sums, ratio, True)
+            self._run(sums, sums, _near(ratio, sums[0]), True)
 
     def deliver(self) -> None:
         """Put every sum into p.grad, and the truth with it, where it may stand there."""
@@ -303,9 +308,15 @@ class Arena:
                 if gradient is not None and scale is not None:
                     self.add_mixed([slot], [gradient.detach()], scale)
 
-    def present(self) -> None:
-        """Ready p.grad for the inner optimizer: the sum, cast where the parameter has another dtype."""
+    def present(self, scale: float | Tensor = 1.0) -> None:
+        """Ready p.grad for the inner optimizer: the sum times `scale`, cast where the parameter has another
+        dtype. One pass does both; the sum of what was cast so is given up, and the cast is the gradient.
+        """
         self._generation += 1
+        scaled = isinstance(scale, Tensor) or scale != 1.0
+        if scaled:
+            kept = [(slot, total) for slot, total in self.finals() if total.dtype == slot.param.dtype]
+            self._rescale(kept, scale)
         lanes: dict[Lane, tuple[list[Slot], list[Tensor]]] = {}
         for slot in self.slots:
             total = self.current(slot)
@@ -323,12 +334,12 @@ class Arena:
             if (source, wanted) in checks.PAIRS and all(map(checks.is_plain, totals)):
                 casts = like(totals, wanted)
                 backends.select(device, wanted, source, self.backend).backend.accumulate_(
-                    casts, totals, 1.0, True
+                    casts, totals, _near(scale, totals[0]), True
                 )
             else:
-                casts = [total.to(wanted) for total in totals]
+                casts = [(total * _near(scale, total)).to(wanted) for total in totals]
             for slot, total, cast in zip(slots, totals, casts, strict=True):
-                slot.sum, slot.cast, slot.param.grad = total, cast, cast
+                slot.sum, slot.cast, slot.param.grad = None if scaled else total, cast, cast
                 slot.delivered = False
 
     def withdraw(self) -> None:
@@ -446,7 +457,7 @@ class Arena:
         )
 
     def _run(
-        self, sums: list[Tensor], terms: list[Tensor], scale: float, overwrite: bool | list[bool]
+        self, sums: list[Tensor], terms: list[Tensor], scale: float | Tensor, overwrite: bool | list[bool]
     ) -> None:
         if not sums:
             return
@@ -476,3 +487,8 @@ class Arena:
                 slot.drop_buffer()
                 slot.buffer, slot.segment = view, segment
         return [slot.buffer for slot in slots]
+
+
+def _near(scale: float | Tensor, tensor: Tensor) -> float | Tensor:
+    """The scale where the tensor is."""
+    return scale.to(tensor.device, non_blocking=True) if isinstance(scale, Tensor) else scale

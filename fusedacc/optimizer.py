@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from . import backends, checkpoint, observers
@@ -15,6 +16,7 @@ from .capture import Capture
 from .checks import PAIRS, allowed_pairs
 from .explain import explain
 from .slot import Slot, default_accumulate_dtype
+from .update import Scaling, Update, check_settings
 from .window import MicroBatch, Schedule, Window, fresh_window
 
 
@@ -35,6 +37,10 @@ class AccumulatingOptimizer(Optimizer):
             over w tokens or samples; "normalized": sum(g) / sum(w), for losses that are sums over w.
         accumulate_dtype: dtype of the sums; None for float32 for bfloat16 and float16 parameters, else the
             parameter's dtype.
+        max_grad_norm: clip the final gradient of each update to this norm; None: do not.
+        norm_type: 2.0 or inf.
+        skip_nonfinite: drop an update whose gradient holds inf or nan; without waiting for the device where
+            the inner optimizer is one of torch's with `fused=True`.
         backend: "auto", "cuda", "triton", "cpu" or "eager". The environment variable FUSEDACC_BACKEND
             overrides "auto".
 
@@ -45,8 +51,8 @@ class AccumulatingOptimizer(Optimizer):
         RuntimeError: the backend asked for cannot run here.
     """
 
-    #: GradScaler must not hand its scale to an optimizer that would not apply it.
-    _step_supports_amp_scaling = False
+    #: torch's GradScaler hands over its scale and what it has found, and `step` honours both.
+    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -55,6 +61,9 @@ class AccumulatingOptimizer(Optimizer):
         *,
         reduction: str | None = None,
         accumulate_dtype: torch.dtype | None = None,
+        max_grad_norm: float | None = None,
+        norm_type: float = 2.0,
+        skip_nonfinite: bool = False,
         backend: str = "auto",
     ) -> None:
         # Optimizer.__init__ is not called: it would wrap step() so that hooks fire on every call.
@@ -69,7 +78,8 @@ class AccumulatingOptimizer(Optimizer):
                 "L-BFGS, which evaluates its closure many times per step; allowed: None (the manual loop)"
             )
         backends.requested(backend)
-        self._build(optimizer, window, accumulate_dtype, backend)
+        clipping = check_settings(max_grad_norm, norm_type)
+        self._build(optimizer, window, accumulate_dtype, backend, (*clipping, bool(skip_nonfinite)))
 
     def _build(
         self,
@@ -77,6 +87,7 @@ class AccumulatingOptimizer(Optimizer):
         window: Window,
         accumulate_dtype: torch.dtype | None,
         backend: str,
+        finishing: tuple[float | None, float, bool],
         lenient: bool = False,
     ) -> None:
         self._accumulate_dtype = accumulate_dtype
@@ -89,6 +100,11 @@ class AccumulatingOptimizer(Optimizer):
         self._window = window
         self._slots = slots
         self._arena = Arena(slots, not window.counted, backend)
+        self._finishing = finishing
+        self._inner_update = Update(optimizer, self._arena, *finishing)
+        #: What a GradScaler of ours says of the update at hand, and which has scaled the losses, if any.
+        self._scaling: Scaling | None = None
+        self._scaled_by: Callable[[], Any] = _nobody
         self._capture = Capture(slots, window, self._arena)
         self._closed = False
 
@@ -169,9 +185,22 @@ class AccumulatingOptimizer(Optimizer):
         return self._window.num_updates
 
     @property
-    def num_skipped(self) -> int:
-        """Updates among `num_updates` that were dropped, because all weights of their window were 0."""
-        return self._window.num_skipped
+    def num_skipped(self) -> int | Tensor:
+        """Updates among `num_updates` that were dropped: all weights were 0, or the gradient was not finite.
+
+        A 0-dim int64 tensor on the device, once updates may have been dropped there.
+        """
+        dropped = self._inner_update.skipped
+        return self._window.num_skipped if dropped is None else dropped + self._window.num_skipped
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """Norm of the last update's gradient before it was clipped: 0-dim, on the device.
+
+        None before the first update, and where nothing (`max_grad_norm`, `skip_nonfinite`,
+        `fusedacc.amp.GradScaler`) needs it.
+        """
+        return self._inner_update.grad_norm
 
     @property
     def has_updated(self) -> bool:
@@ -206,8 +235,15 @@ class AccumulatingOptimizer(Optimizer):
         window = self._window
         if self._closed:
             return self.optimizer.step(closure)
+        self._check_scaler("step")
         if not window.counted:
             return self._step_manually(closure)
+        if "grad_scale" in self.__dict__:
+            del self.grad_scale, self.found_inf
+            raise RuntimeError(
+                "torch.amp.GradScaler cannot scale a counted loop: it would change its scale inside the "
+                "window. Use fusedacc.amp.GradScaler, in the same places"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -258,27 +294,80 @@ class AccumulatingOptimizer(Optimizer):
             self._capture.reclaim()
             window.end_micro_batch()
 
-        def finish_gradients() -> None:
-            window.check_untainted()
-            with observers.phase("update"):
-                if window.reduction != "sum" and window.micro_step > 0:
-                    self._capture.deliver(ending=False)
-                self._arena.present()
-
-        def evaluate() -> Any:
-            with torch.enable_grad():
-                loss = closure()  # type: ignore[misc]
-            self._capture.settle()
-            finish_gradients()
-            return loss
-
-        finish_gradients()
-        skipped = closure is None and window.weighs and window.micro_step > 0 and window.weight_total == 0
-        loss = None if skipped else self.optimizer.step(evaluate if closure is not None else None)
+        if closure is not None:
+            loss, skipped = self._step_with(closure), False
+        else:
+            self._finish_sums()
+            skipped = window.weighs and window.micro_step > 0 and window.weight_total == 0
+            loss = None
+            if not skipped:
+                with observers.phase("update"):
+                    loss, skipped = self._inner_update.step(self._scaling_at_hand())
         self._arena.withdraw()
         window.end_update(skipped)
         self._follow_groups()
         return loss
+
+    def _step_with(self, closure: Callable[[], Any]) -> Any:
+        """The inner optimizer evaluates the closure as often as it likes; gradients are readied each time."""
+        if self._inner_update.skip_nonfinite:
+            raise RuntimeError(
+                "skip_nonfinite=True cannot drop an update that evaluates a closure in a manual loop; call "
+                "backward() and then step() without one"
+            )
+
+        def evaluate() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            self._capture.settle()
+            self._finish_sums()
+            with observers.phase("update"):
+                self._inner_update.prepare(Scaling())
+            return loss
+
+        self._finish_sums()
+        self._arena.present()
+        try:
+            return self.optimizer.step(evaluate)
+        finally:
+            self._inner_update.release()
+
+    def _finish_sums(self) -> None:
+        """Manual loop: bring the sums to their final scale, as far as the host knows it."""
+        window = self._window
+        window.check_untainted()
+        if window.reduction != "sum" and window.micro_step > 0:
+            with observers.phase("update"):
+                self._capture.deliver(ending=False)
+
+    def _scaling_at_hand(self) -> Scaling:
+        """What a GradScaler, ours or torch's, has said of this update."""
+        if self._scaling is not None:
+            return self._scaling
+        found = self.__dict__.get("found_inf")
+        return Scaling(self.__dict__.get("grad_scale"), found if isinstance(found, Tensor) else None)
+
+    def _run_scaled(self, scaling: Scaling, run: Callable[[], Any]) -> Any:
+        """`step` or `flush` for a GradScaler of ours; `scaling` then holds what was found."""
+        self._scaling = scaling
+        try:
+            return run()
+        finally:
+            self._scaling = None
+
+    def _check_scaler(self, method: str) -> None:
+        """Raise RuntimeError where a GradScaler of ours has scaled the losses and is passed by."""
+        if self._scaling is None and self._scaled_by() is not None:
+            raise RuntimeError(
+                f"{method}() would update from gradients of scaled losses: call scaler.{method}(optimizer) "
+                "of the fusedacc.amp.GradScaler that has scaled them"
+            )
+
+    @property
+    def _closes_window(self) -> bool:
+        """Whether a `step()` now would update."""
+        window = self._window
+        return not window.counted or window.full or (window.micro.ran and window.will_update)
 
     def _follow_groups(self) -> None:
         """Take in parameters that were put into `param_groups` behind our back, and re-arm what has moved."""
@@ -301,8 +390,7 @@ class AccumulatingOptimizer(Optimizer):
             if skipped:
                 self._arena.clear()
             else:
-                self._arena.present()
-                self.optimizer.step()
+                _, skipped = self._inner_update.step(self._scaling_at_hand())
                 self._arena.withdraw()
         window.end_update(skipped)
         self._follow_groups()
@@ -402,6 +490,7 @@ class AccumulatingOptimizer(Optimizer):
             RuntimeError: as `step`.
         """
         window = self._window
+        self._check_scaler("flush")
         self._capture.settle()
         window.check_untainted()
         window.has_updated = False
@@ -477,7 +566,14 @@ class AccumulatingOptimizer(Optimizer):
         self._window.check_untainted()
         if include_partial:
             self._window.check_synchronised("state_dict(include_partial=True) would save one rank's part")
+        self._count_skipped()
         return checkpoint.save(self.optimizer, self._window, self._arena, include_partial)
+
+    def _count_skipped(self) -> None:
+        """Bring the count of updates that the device has dropped to the host; waits for the device."""
+        dropped, self._inner_update.skipped = self._inner_update.skipped, None
+        if dropped is not None:
+            self._window.num_skipped += int(dropped.item())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, from here or from the bare inner optimizer.
@@ -491,6 +587,7 @@ class AccumulatingOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._capture.settle()
+        self._count_skipped()
         own = {name: value for name, value in self.__dict__.items() if name not in _REBUILT}
         return own | {
             "schedule": self._window.schedule,
@@ -510,7 +607,7 @@ class AccumulatingOptimizer(Optimizer):
         own = dict(state)
         window = Window(own.pop("schedule"), own.pop("reduction"))
         counters, sums = own.pop("window"), own.pop("sums")
-        settings = own.pop("_accumulate_dtype"), own.pop("backend")
+        settings = own.pop("_accumulate_dtype"), own.pop("backend"), own.pop("_finishing")
         self._build(own.pop("optimizer"), window, *settings, lenient=True)
         self.__dict__.update(own)
         window.restore(counters if window.counted else fresh_window(counters))
@@ -520,4 +617,18 @@ class AccumulatingOptimizer(Optimizer):
 
 
 #: What unpickling makes anew. A scheduler's patch of step() belongs to the scheduler's own optimizer.
-_REBUILT = ("_window", "_slots", "_arena", "_capture", "_closed", "step")
+_REBUILT = (
+    "_window",
+    "_slots",
+    "_arena",
+    "_capture",
+    "_inner_update",
+    "_scaling",
+    "_scaled_by",
+    "_closed",
+    "step",
+)
+
+
+def _nobody() -> None:
+    """A weak reference to nothing."""
