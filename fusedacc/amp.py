@@ -77,6 +77,8 @@ class GradScaler(torch.amp.GradScaler):
         if args or kwargs:
             raise RuntimeError("GradScaler.step() takes no closure")
         self._check_inner(optimizer)
+        if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update()")
         optimizer._scaled_by = weakref.ref(self)
         if not optimizer._closes_window:
             if optimizer._window.micro.ran:
@@ -93,7 +95,7 @@ class GradScaler(torch.amp.GradScaler):
         if not isinstance(optimizer, AccumulatingOptimizer):
             raise TypeError(f"optimizer must be an AccumulatingOptimizer, got {type(optimizer).__name__}")
         if not self._enabled or optimizer._window.empty:
-            return optimizer.flush()
+            return optimizer._run_scaled(Scaling(), optimizer.flush)
         self._check_inner(optimizer)
         return self._close(optimizer, optimizer.flush)
 
@@ -101,8 +103,6 @@ class GradScaler(torch.amp.GradScaler):
         """The update of a window, with the loss scale; keeps what was found for `update()`."""
         self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
-        if state["stage"] is OptState.STEPPED:
-            raise RuntimeError("step() has already been called since the last update().")
         if state["stage"] is OptState.UNSCALED:
             found = [flag.to(self._scale.device) for flag in state["found_inf_per_device"].values()]
             scaling = Scaling(None, torch.stack(found).amax() if found else None)
