@@ -14,7 +14,7 @@ import operator
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -105,6 +105,12 @@ class Capture:
             if not slot.param.requires_grad:
                 self._disarm(slot)
             elif changed or slot not in self._nodes:
+                self._arm(slot)
+
+    def rearm(self, slots: Iterable[Slot]) -> None:
+        """Hook the new nodes of parameters whose memory was another's for a while."""
+        for slot in slots:
+            if not self.closed and slot.param.requires_grad:
                 self._arm(slot)
 
     def _arm(self, slot: Slot) -> None:

@@ -15,6 +15,7 @@ from .arena import Arena
 from .capture import Capture
 from .checks import PAIRS, allowed_pairs
 from .explain import explain
+from .masters import Masters
 from .slot import Slot, default_accumulate_dtype
 from .update import Scaling, Update, check_settings
 from .window import MicroBatch, Schedule, Window, fresh_window
@@ -41,6 +42,8 @@ class AccumulatingOptimizer(Optimizer):
         norm_type: 2.0 or inf.
         skip_nonfinite: drop an update whose gradient holds inf or nan; without waiting for the device where
             the inner optimizer is one of torch's with `fused=True`.
+        master_weights: keep float32 copies of bfloat16 and float16 parameters, on which the inner optimizer
+            runs; its state is float32 then. 4 bytes a parameter more, and 4 more for each of its states.
         backend: "auto", "cuda", "triton", "cpu" or "eager". The environment variable FUSEDACC_BACKEND
             overrides "auto".
 
@@ -64,6 +67,7 @@ class AccumulatingOptimizer(Optimizer):
         max_grad_norm: float | None = None,
         norm_type: float = 2.0,
         skip_nonfinite: bool = False,
+        master_weights: bool = False,
         backend: str = "auto",
     ) -> None:
         # Optimizer.__init__ is not called: it would wrap step() so that hooks fire on every call.
@@ -79,7 +83,8 @@ class AccumulatingOptimizer(Optimizer):
             )
         backends.requested(backend)
         clipping = check_settings(max_grad_norm, norm_type)
-        self._build(optimizer, window, accumulate_dtype, backend, (*clipping, bool(skip_nonfinite)))
+        finishing = (*clipping, bool(skip_nonfinite))
+        self._build(optimizer, window, accumulate_dtype, backend, finishing, bool(master_weights))
 
     def _build(
         self,
@@ -88,6 +93,7 @@ class AccumulatingOptimizer(Optimizer):
         accumulate_dtype: torch.dtype | None,
         backend: str,
         finishing: tuple[float | None, float, bool],
+        master_weights: bool,
         lenient: bool = False,
     ) -> None:
         self._accumulate_dtype = accumulate_dtype
@@ -102,6 +108,7 @@ class AccumulatingOptimizer(Optimizer):
         self._arena = Arena(slots, not window.counted, backend)
         self._finishing = finishing
         self._inner_update = Update(optimizer, self._arena, *finishing)
+        self._masters = Masters(slots, optimizer, backend) if master_weights else None
         #: What a GradScaler of ours says of the update at hand, and which has scaled the losses, if any.
         self._scaling: Scaling | None = None
         self._scaled_by: Callable[[], Any] = _nobody
@@ -252,7 +259,7 @@ class AccumulatingOptimizer(Optimizer):
         window.check_untainted()
         window.has_updated = False
         if self._is_initialising():
-            self.optimizer.step()
+            self._initialise()
             self._arena.ignore_present()
             return loss
         if window.empty:
@@ -284,12 +291,21 @@ class AccumulatingOptimizer(Optimizer):
         # Reading the zeros waits for the device, but only while there is no state yet and every lr is 0.
         return bool(given) and all(g is not None and g.grad_fn is None and not g.any() for g in given)
 
+    def _initialise(self) -> None:
+        """Let the inner optimizer make its state from the zeros in p.grad."""
+        slots = [slot for slot in self._slots if slot.param.grad is not None]
+        with self._on_masters(slots):
+            for slot in slots if self._masters is not None else ():
+                gradient, slot.param.grad = slot.param.grad, None
+                slot.param.grad = gradient.to(slot.param.dtype)  # type: ignore[union-attr]
+            self.optimizer.step()
+
     def _step_manually(self, closure: Callable[[], Any] | None) -> Any:
         self._capture.settle()
         window = self._window
         window.has_updated = False
         if closure is None and self._is_initialising():
-            return self.optimizer.step()
+            return self._initialise()
         if window.in_context and window.micro.ran:
             self._capture.reclaim()
             window.end_micro_batch()
@@ -301,7 +317,7 @@ class AccumulatingOptimizer(Optimizer):
             skipped = window.weighs and window.micro_step > 0 and window.weight_total == 0
             loss = None
             if not skipped:
-                with observers.phase("update"):
+                with observers.phase("update"), self._on_masters():
                     loss, skipped = self._inner_update.step(self._scaling_at_hand())
         self._arena.withdraw()
         window.end_update(skipped)
@@ -310,11 +326,15 @@ class AccumulatingOptimizer(Optimizer):
 
     def _step_with(self, closure: Callable[[], Any]) -> Any:
         """The inner optimizer evaluates the closure as often as it likes; gradients are readied each time."""
-        if self._inner_update.skip_nonfinite:
-            raise RuntimeError(
-                "skip_nonfinite=True cannot drop an update that evaluates a closure in a manual loop; call "
-                "backward() and then step() without one"
-            )
+        for name, is_set in (
+            ("skip_nonfinite", self._inner_update.skip_nonfinite),
+            ("master_weights", self._masters is not None),
+        ):
+            if is_set:
+                raise RuntimeError(
+                    f"{name}=True does not go with a closure in a manual loop, which the inner optimizer "
+                    "calls in the middle of its update; call backward() and then step() without one"
+                )
 
         def evaluate() -> Any:
             with torch.enable_grad():
@@ -331,6 +351,20 @@ class AccumulatingOptimizer(Optimizer):
             return self.optimizer.step(evaluate)
         finally:
             self._inner_update.release()
+
+    @contextlib.contextmanager
+    def _on_masters(self, slots: list[Slot] | None = None) -> Iterator[None]:
+        """While inside, `slots` (else those with gradients) are their float32 masters, if there are any."""
+        if self._masters is None:
+            yield
+            return
+        if slots is None:
+            slots = [slot for slot, _ in self._arena.finals()]
+        try:
+            with self._masters.swapped(slots):
+                yield
+        finally:
+            self._capture.rearm(slots)
 
     def _finish_sums(self) -> None:
         """Manual loop: bring the sums to their final scale, as far as the host knows it."""
@@ -390,7 +424,8 @@ class AccumulatingOptimizer(Optimizer):
             if skipped:
                 self._arena.clear()
             else:
-                _, skipped = self._inner_update.step(self._scaling_at_hand())
+                with self._on_masters():
+                    _, skipped = self._inner_update.step(self._scaling_at_hand())
                 self._arena.withdraw()
         window.end_update(skipped)
         self._follow_groups()
@@ -567,7 +602,7 @@ class AccumulatingOptimizer(Optimizer):
         if include_partial:
             self._window.check_synchronised("state_dict(include_partial=True) would save one rank's part")
         self._count_skipped()
-        return checkpoint.save(self.optimizer, self._window, self._arena, include_partial)
+        return checkpoint.save(self.optimizer, self._window, self._arena, self._masters, include_partial)
 
     def _count_skipped(self) -> None:
         """Bring the count of updates that the device has dropped to the host; waits for the device."""
@@ -582,7 +617,8 @@ class AccumulatingOptimizer(Optimizer):
             ValueError, TypeError: the checkpoint does not fit; everything is left as it was.
         """
         self._capture.settle()
-        checkpoint.load(self.optimizer, self._window, self._arena, state_dict)
+        checkpoint.load(self.optimizer, self._window, self._arena, self._masters, state_dict)
+        self._capture.rearm(self._slots if self._masters is not None else ())
         self._capture.refresh()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -594,6 +630,7 @@ class AccumulatingOptimizer(Optimizer):
             "reduction": self._window.reduction,
             "window": self._window.state(),
             "backend": self._arena.backend,
+            "masters": None if self._masters is None else [self._masters.of(slot) for slot in self._slots],
             # A manual loop's sums are its parameters' p.grad, which torch does not copy either.
             "sums": [
                 None
@@ -606,14 +643,17 @@ class AccumulatingOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         own = dict(state)
         window = Window(own.pop("schedule"), own.pop("reduction"))
-        counters, sums = own.pop("window"), own.pop("sums")
+        counters, sums, masters = own.pop("window"), own.pop("sums"), own.pop("masters")
         settings = own.pop("_accumulate_dtype"), own.pop("backend"), own.pop("_finishing")
-        self._build(own.pop("optimizer"), window, *settings, lenient=True)
+        self._build(own.pop("optimizer"), window, *settings, masters is not None, lenient=True)
         self.__dict__.update(own)
         window.restore(counters if window.counted else fresh_window(counters))
         for slot, kept in zip(self._slots, sums, strict=True):
             if kept is not None and kept[0] is not None:
                 self._arena.restore(slot, *kept)
+        for slot, master in zip(self._slots, masters or (), strict=False):
+            if master is not None and self._masters is not None:
+                self._masters.put(slot, master)
 
 
 #: What unpickling makes anew. A scheduler's patch of step() belongs to the scheduler's own optimizer.
