@@ -71,8 +71,7 @@ class GradScaler(torch.amp.GradScaler):
             RuntimeError: called twice for an update without `update()` between, with a closure, or after
                 `unscale_` on the inner optimizer.
         """
-        ours = isinstance(optimizer, AccumulatingOptimizer)
-        if not self._enabled or not ours:
+        if not self._enabled or not isinstance(optimizer, AccumulatingOptimizer):
             return super().step(optimizer, *args, **kwargs)
         if args or kwargs:
             raise RuntimeError("GradScaler.step() takes no closure")
@@ -101,17 +100,17 @@ class GradScaler(torch.amp.GradScaler):
 
     def _close(self, optimizer: AccumulatingOptimizer, run: Any) -> Any:
         """The update of a window, with the loss scale; keeps what was found for `update()`."""
-        self._check_scale_growth_tracker("step")
+        scale, _ = self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.UNSCALED:
-            found = [flag.to(self._scale.device) for flag in state["found_inf_per_device"].values()]
+            found = [flag.to(scale.device) for flag in state["found_inf_per_device"].values()]
             scaling = Scaling(None, torch.stack(found).amax() if found else None)
         else:
-            scaling = Scaling(self._scale, checks=True)
+            scaling = Scaling(scale, checks=True)
         result = optimizer._run_scaled(scaling, run)
         found_inf = scaling.found_inf
         if found_inf is None:  # no parameter has a gradient
-            found_inf = torch.zeros((), device=self._scale.device)
+            found_inf = torch.zeros((), device=scale.device)
         state["found_inf_per_device"] = {found_inf.device: found_inf}
         state["stage"] = OptState.STEPPED
         self._open.discard(optimizer)
@@ -142,8 +141,9 @@ class GradScaler(torch.amp.GradScaler):
         if not found and not self._held and new_scale is None:
             return
         if self._held:
-            together = torch.stack([flag.to(self._scale.device, non_blocking=True) for flag in self._held])
-            self._per_optimizer_states[_HELD]["found_inf_per_device"] = {self._scale.device: together.amax()}
+            device = self._held[0].device
+            together = torch.stack([flag.to(device, non_blocking=True) for flag in self._held])
+            self._per_optimizer_states[_HELD]["found_inf_per_device"] = {device: together.amax()}
             self._held = []
         super().update(new_scale)
 

@@ -57,7 +57,7 @@ class Arena:
         gradient = slot.param.grad
         return slot.sum if slot.cast is not None and gradient is slot.cast else gradient
 
-    def add(self, slots: Sequence[Slot], gradients: list[Tensor], scale: float) -> None:
+    def add(self, slots: Sequence[Slot], gradients: list[Tensor], scale: float | Tensor) -> None:
         """sum += scale * gradient for each slot, in one pass.
 
         A first gradient of the sum's dtype that nobody else refers to becomes the sum.
@@ -80,17 +80,17 @@ class Arena:
                 self._add(kept, gradients, scale)
             gradients.clear()
 
-    def _add(self, slots: Sequence[Slot], gradients: list[Tensor], scale: float) -> None:
+    def _add(self, slots: Sequence[Slot], gradients: list[Tensor], scale: float | Tensor) -> None:
         binding = self._bindings.get(slots[0]) if slots else None
         if binding is not None and binding.slots != slots:
             binding = None
         private = not (self.visible or self.any_delivered)
         if binding is not None and private and binding.generation == self._generation and binding.run:
-            binding.run(gradients, scale, False)
+            binding.run(gradients, _near(scale, gradients[0]), False)
             return
         sums: list[Any] = [slot.sum for slot in slots] if private else [self.current(slot) for slot in slots]
         if binding is not None and binding.holds(sums):
-            binding.add(sums, gradients, scale)
+            binding.add(sums, gradients, _near(scale, gradients[0]))
             if private:
                 binding.generation = self._generation
             else:
@@ -109,7 +109,9 @@ class Arena:
         else:
             self._add_some_first(slots, gradients, scale)
 
-    def _set_odd_apart(self, slots: Sequence[Slot], gradients: list[Tensor], scale: float) -> Sequence[Slot]:
+    def _set_odd_apart(
+        self, slots: Sequence[Slot], gradients: list[Tensor], scale: float | Tensor
+    ) -> Sequence[Slot]:
         """Add gradients that are not of their lane singly, and take them out; the slots that are left."""
         wanted, strided = slots[0].lane[1] if slots else None, torch.strided
         if all(gradient.dtype is wanted and gradient.layout is strided for gradient in gradients):
@@ -126,7 +128,7 @@ class Arena:
         gradients[:] = [gradients[index] for index in ordinary]
         return [slots[index] for index in ordinary]
 
-    def _add_some_first(self, slots: Sequence[Slot], gradients: list[Tensor], scale: float) -> None:
+    def _add_some_first(self, slots: Sequence[Slot], gradients: list[Tensor], scale: float | Tensor) -> None:
         """`add` where some slot has no sum yet, or the user has put one into p.grad."""
         sums: list[Any] = []
         terms: list[Tensor] = []
@@ -146,7 +148,7 @@ class Arena:
             if total is None:
                 if same_dtype and slot.obeys_layout(gradients[index]) and is_sole(gradients, index):
                     total = gradients[index]
-                    if scale == 1.0:
+                    if _is_one(scale):
                         self._put(slot, total)
                         continue
                 elif buffers is None:
@@ -168,7 +170,7 @@ class Arena:
         for slot, total in zip(fresh, written, strict=True):
             self._put(slot, total)
 
-    def add_mixed(self, slots: Iterable[Slot], gradients: Iterable[Tensor], scale: float) -> None:
+    def add_mixed(self, slots: Iterable[Slot], gradients: Iterable[Tensor], scale: float | Tensor) -> None:
         """As `add`, for gradients of any kind and lane."""
         lanes: dict[Lane, tuple[list[Slot], list[Tensor]]] = {}
         for slot, gradient in zip(slots, gradients, strict=True):
@@ -181,20 +183,22 @@ class Arena:
         for chosen_slots, chosen_gradients in lanes.values():
             self.add(chosen_slots, chosen_gradients, scale)
 
-    def add_odd(self, slot: Slot, gradient: Tensor, scale: float) -> None:
+    def add_odd(self, slot: Slot, gradient: Tensor, scale: float | Tensor) -> None:
         """As `add`, by plain torch: sparse and complex gradients, subclasses, dtypes that no kernel pairs."""
         with self._lock:
             total = self.current(slot)
             dtype = slot.accumulate_dtype if total is None else total.dtype
             if total is None or (total.is_sparse and not gradient.is_sparse):
-                term = gradient.to(dtype) if scale == 1.0 else gradient.to(dtype) * scale
+                term = _scaled(gradient.to(dtype), scale)
                 if total is not None:
                     term = term + total
                 elif term is gradient:
                     term = gradient.clone()
                 self._put(slot, term)
             elif total.is_sparse:
-                self._put(slot, total + (gradient.to(dtype) if scale == 1.0 else gradient.to(dtype) * scale))
+                self._put(slot, total + _scaled(gradient.to(dtype), scale))
+            elif isinstance(scale, Tensor):
+                total.add_(_scaled(gradient.to(dtype), scale))
             else:
                 total.add_(gradient, alpha=scale)
 
@@ -208,7 +212,7 @@ class Arena:
         self._rescale(self.finals(), ratio)
 
     def _rescale(self, finals: Iterable[tuple[Slot, Tensor]], ratio: float | Tensor) -> None:
-        if not isinstance(ratio, Tensor) and ratio == 1.0:
+        if _is_one(ratio):
             return
         groups: dict[tuple, list[Tensor]] = {}
         for slot, total in finals:
@@ -219,7 +223,7 @@ class Arena:
             else:
                 total.mul_(_near(ratio, total))
         for sums in groups.values():
-            self._run(sums, sums, _near(ratio, sums[0]), True)
+            self._run(sums, sums, ratio, True)
 
     def deliver(self) -> None:
         """Put every sum into p.grad, and the truth with it, where it may stand there."""
@@ -295,7 +299,7 @@ class Arena:
             slot.sum, slot.param.grad, slot.cast = self.current(slot), None, None
             slot.aside = True
 
-    def reclaim(self, scale: float | None) -> None:
+    def reclaim(self, scale: float | Tensor | None) -> None:
         """Manual loop: add what autograd has stored since `set_aside` to the sums, which return to p.grad.
 
         A scale of None drops it: a micro-batch of weight 0 adds nothing.
@@ -313,7 +317,7 @@ class Arena:
         dtype. One pass does both; the sum of what was cast so is given up, and the cast is the gradient.
         """
         self._generation += 1
-        scaled = isinstance(scale, Tensor) or scale != 1.0
+        scaled = not _is_one(scale)
         if scaled:
             kept = [(slot, total) for slot, total in self.finals() if total.dtype == slot.param.dtype]
             self._rescale(kept, scale)
@@ -462,7 +466,7 @@ class Arena:
         if not sums:
             return
         chosen = self.select((sums[0].device, terms[0].dtype, sums[0].dtype)).backend
-        chosen.accumulate_(sums, terms, scale, overwrite)
+        chosen.accumulate_(sums, terms, _near(scale, sums[0]), overwrite)
         if self.visible or self.any_delivered:
             increment_version(sums)
 
@@ -487,6 +491,15 @@ class Arena:
                 slot.drop_buffer()
                 slot.buffer, slot.segment = view, segment
         return [slot.buffer for slot in slots]
+
+
+def _is_one(scale: float | Tensor) -> bool:
+    """Whether there is nothing to multiply; what is on a device is not asked."""
+    return not isinstance(scale, Tensor) and scale == 1.0
+
+
+def _scaled(tensor: Tensor, scale: float | Tensor) -> Tensor:
+    return tensor if _is_one(scale) else tensor * _near(scale, tensor)
 
 
 def _near(scale: float | Tensor, tensor: Tensor) -> float | Tensor:

@@ -42,7 +42,7 @@ class Binding:
             return False
         return self._addresses == [-1 if total is None else total.data_ptr() for total in sums]
 
-    def add(self, sums: Sequence[Tensor], gradients: Sequence[Tensor], scale: float) -> None:
+    def add(self, sums: Sequence[Tensor], gradients: Sequence[Tensor], scale: float | Tensor) -> None:
         """sum += scale * gradient, for sums that it holds.
 
         Only the native backends prepare without keeping the sums alive.

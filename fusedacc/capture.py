@@ -164,7 +164,7 @@ class Capture:
         if not task.captures or slot.param._post_accumulate_grad_hooks:
             self._leave(task, slot)
             return LET_THROUGH
-        if gradient is None or task.scale == 0.0:
+        if gradient is None or task.drops:
             return SWALLOWED
         plain = type(gradient) is Tensor and gradient.layout is torch.strided
         if not plain or slot.odd or gradient.dtype is not slot.lane[1]:
@@ -204,7 +204,7 @@ class Capture:
         else:
             scale = window.base_scale
             differentiable, reduced = torch.is_grad_enabled(), process_group_up()
-            task = Task(not (differentiable or reduced), 0.0 if window.leaves_out else scale)
+            task = Task(not (differentiable or reduced), scale, drops=window.leaves_out)
             task.reducer = "ahead" if reduced and not differentiable else ""
             if window.full:
                 window.restart()  # its update has failed, and nobody has retried it or cleared the gradients
@@ -353,7 +353,7 @@ class Capture:
         if target is None:
             return False
         with torch.no_grad():
-            if target != window.factor:
+            if isinstance(target, Tensor) or isinstance(window.factor, Tensor) or target != window.factor:
                 window.tainted = "an exception has interrupted the scaling of the sums"
                 self.arena.rescale(target / window.factor)
                 window.factor, window.tainted = target, None

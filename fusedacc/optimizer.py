@@ -314,7 +314,7 @@ class AccumulatingOptimizer(Optimizer):
             loss, skipped = self._step_with(closure), False
         else:
             self._finish_sums()
-            skipped = window.weighs and window.micro_step > 0 and window.weight_total == 0
+            skipped = window.weighs_nothing
             loss = None
             if not skipped:
                 with observers.phase("update"), self._on_masters():
@@ -375,11 +375,15 @@ class AccumulatingOptimizer(Optimizer):
                 self._capture.deliver(ending=False)
 
     def _scaling_at_hand(self) -> Scaling:
-        """What a GradScaler, ours or torch's, has said of this update."""
-        if self._scaling is not None:
-            return self._scaling
-        found = self.__dict__.get("found_inf")
-        return Scaling(self.__dict__.get("grad_scale"), found if isinstance(found, Tensor) else None)
+        """What a GradScaler, ours or torch's, has said of this update, and weights that are on the device."""
+        scaling = self._scaling
+        if scaling is None:
+            found = self.__dict__.get("found_inf")
+            scaling = Scaling(self.__dict__.get("grad_scale"), found if isinstance(found, Tensor) else None)
+        faulty = self._window.faulty
+        if faulty is not None:
+            scaling.drop_if(faulty)
+        return scaling
 
     def _run_scaled(self, scaling: Scaling, run: Callable[[], Any]) -> Any:
         """`step` or `flush` for a GradScaler of ours; `scaling` then holds what was found."""
@@ -467,7 +471,7 @@ class AccumulatingOptimizer(Optimizer):
 
     @contextlib.contextmanager
     def accumulate(
-        self, model: torch.nn.Module | None = None, weight: float | None = None
+        self, model: torch.nn.Module | None = None, weight: float | Tensor | None = None
     ) -> Iterator[MicroBatch]:
         """Context around one micro-batch: its weight, and no gradient synchronisation before the last.
 
@@ -475,8 +479,9 @@ class AccumulatingOptimizer(Optimizer):
             model: a DistributedDataParallel (or whatever has `no_sync()`), which is told not to synchronise
                 gradients before the window's last micro-batch. With reduction "weighted", and in a manual
                 loop, where the last is not known, it synchronises every time.
-            weight: tokens or samples in this micro-batch, for "weighted" and "normalized"; 0 adds nothing. It
-                may also be set later on the object that is yielded (see `MicroBatch.weight`).
+            weight: tokens or samples in this micro-batch, for "weighted" and "normalized"; 0 adds nothing. A
+                number, or a 0-dim tensor, which is not waited for where it is on a device. It may also be set
+                later on the object that is yielded (see `MicroBatch.weight`).
 
         Raises:
             ValueError: a weight where the reduction takes none, or a negative or infinite one.

@@ -126,10 +126,7 @@ class Update:
             norm = norm * multiplier.to(norm.device, non_blocking=True)
         self.grad_norm = norm
         if checks:
-            found = scaling.found_inf
-            if found is not None:
-                nonfinite = torch.maximum(nonfinite, found.to(nonfinite.device, non_blocking=True))
-            scaling.found_inf = nonfinite
+            scaling.drop_if(nonfinite)
         if self.max_grad_norm is None:
             return multiplier
         clip = (self.max_grad_norm / (norm + EPSILON)).clamp(max=1.0)
@@ -188,3 +185,9 @@ class Scaling:
         self.multiplier = None if loss_scale is None else loss_scale.double().reciprocal().float()
         self.found_inf = found_inf
         self.checks = checks
+
+    def drop_if(self, flag: Tensor) -> None:
+        """Drop the update too where `flag`, 0-dim float32, is 1."""
+        found = self.found_inf
+        near = flag if found is None else flag.to(found.device, non_blocking=True)
+        self.found_inf = near if found is None else torch.maximum(found, near)

@@ -33,7 +33,7 @@ def wrapped(model, inner="adamw fused", steps=STEPS, **options):
 
 
 def by_hand(model: nn.Module, make, windows: int, divides: bool) -> list[torch.Tensor]:
-    """Masters as parameters of an ordinary optimizer; gradients summed in float32, of a divided loss or not."""
+    """Masters as parameters of an ordinary optimizer; float32 sums, of a divided loss or not."""
     masters = [nn.Parameter(p.detach().float()) for p in model.parameters()]
     optimizer = make(masters)
     for window in range(windows):
