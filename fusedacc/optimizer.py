@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from . import backends, checkpoint, observers
@@ -226,6 +227,7 @@ class AccumulatingOptimizer(Optimizer):
 
     # The loop
 
+    @_disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """End a micro-batch and, if it was the window's last, update (counted); update (manual).
 
@@ -434,6 +436,7 @@ class AccumulatingOptimizer(Optimizer):
         window.end_update(skipped)
         self._follow_groups()
 
+    @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients: of the last update (counted; nothing in mid-window), or all (manual).
 
@@ -520,6 +523,7 @@ class AccumulatingOptimizer(Optimizer):
         finally:
             self._capture.ignoring = before
 
+    @_disable_dynamo
     def flush(self) -> None:
         """Update from a part-filled window; a no-op if it is empty.
 
@@ -547,6 +551,7 @@ class AccumulatingOptimizer(Optimizer):
         if not window.empty:
             self._update(partial=True)
 
+    @_disable_dynamo
     def discard(self) -> None:
         """Throw the window away: its sums, its count, and what is in `p.grad`."""
         self._capture.forget()
@@ -593,6 +598,7 @@ class AccumulatingOptimizer(Optimizer):
 
     # Checkpoints
 
+    @_disable_dynamo
     def state_dict(self, include_partial: bool = True) -> dict[str, Any]:
         """The inner optimizer's state, and with `include_partial` a part-filled window's sums and counters.
 
@@ -615,6 +621,7 @@ class AccumulatingOptimizer(Optimizer):
         if dropped is not None:
             self._window.num_skipped += int(dropped.item())
 
+    @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, from here or from the bare inner optimizer.
 
