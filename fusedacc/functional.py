@@ -7,15 +7,16 @@ what was wrong.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from . import backends, checks, reference
+from . import backends, checks, norms, reference
 from .plan import Plan, bump_versions, split
 
-__all__ = ["prepare", "scale_accumulate_"]
+__all__ = ["prepare", "scale_accumulate_", "scale_cast_", "total_norm"]
 
 
 def scale_accumulate_(
@@ -132,3 +133,46 @@ def prepare(accumulators: Sequence[Tensor], *, backend: str = "auto") -> Plan:
         TypeError, ValueError, RuntimeError: as `scale_accumulate_`.
     """
     return Plan(accumulators, backend)
+
+
+def total_norm(tensors: Sequence[Tensor], norm_type: float = 2.0, *, backend: str = "auto") -> Tensor:
+    """The norm of all elements of all tensors, in one read.
+
+    The same bits on every run and for every number of threads. Sums are of fixed chunks, in float32 or wider,
+    and joined in float64. Squares neither overflow nor vanish: the norm is infinite or nan only where an
+    element is, or where it is beyond the result's dtype. Not recorded by autograd.
+
+    Args:
+        tensors: floating tensors (float64, float32, bfloat16, float16) of any strides, devices and dtypes.
+        norm_type: 2.0 or inf.
+        backend: as for `scale_accumulate_`.
+
+    Returns:
+        A 0-dim tensor on the first tensor's device, float64 if one of the tensors is, else float32. 0 if
+        there is no element. Nothing waits for a device.
+
+    Raises:
+        TypeError: something is no dense tensor of one of those dtypes.
+        ValueError: another `norm_type`, or there is no such backend.
+        RuntimeError: the backend that was asked for cannot run here.
+    """
+    return norms.norm_and_nonfinite(tensors, norm_type, backend)[0]
+
+
+def scale_cast_(
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    scale: float | Tensor,
+    *,
+    backend: str = "auto",
+) -> None:
+    """output <- scale * input for each pair, cast to the output's dtype, in one pass per device.
+
+    `scale_accumulate_` that overwrites: outputs are its accumulators, inputs its gradients, and dtype pairs,
+    rounding, overlap, scale, backend and errors are as there. An input may be its output.
+    """
+    try:
+        scale_accumulate_(outputs, inputs, scale, overwrite=True, backend=backend)
+    except (TypeError, ValueError) as error:
+        said = re.sub(r"\baccumulator", "output", re.sub(r"\bgradient", "input", str(error)))
+        raise type(error)(said) from None
