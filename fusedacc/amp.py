@@ -62,6 +62,7 @@ class GradScaler(torch.amp.GradScaler):
             if not optimizer._closes_window:
                 self._open.add(optimizer)
                 return
+            optimizer._arena.norms.clear()  # of the gradients as they are; torch bumps no version here
         super().unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -79,6 +80,7 @@ class GradScaler(torch.amp.GradScaler):
         if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update()")
         optimizer._scaled_by = weakref.ref(self)
+        optimizer._inner_update.expect_norm()
         if not optimizer._closes_window:
             if optimizer._window.micro.ran:
                 self._open.add(optimizer)

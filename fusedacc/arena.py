@@ -18,6 +18,7 @@ from torch.autograd.graph import increment_version
 
 from . import backends, checks
 from .binding import Binding
+from .left_norms import LeftNorms
 from .memory import Segment, cut, is_sole, like, owns_memory, tensor_references
 from .slot import Lane, Slot
 
@@ -42,6 +43,8 @@ class Arena:
         self._lock = threading.RLock()
         #: By the first of the parameters that were added together; the same come in every micro-batch.
         self._bindings: dict[Slot, Binding] = {}
+        #: What a window's last additions leave for the update.
+        self.norms = LeftNorms()
         #: Counts the changes of which tensors are private sums.
         self._generation = 0
 
@@ -86,11 +89,11 @@ class Arena:
             binding = None
         private = not (self.visible or self.any_delivered)
         if binding is not None and private and binding.generation == self._generation and binding.run:
-            binding.run(gradients, _near(scale, gradients[0]), False)
+            self._run_bound(binding, slots, None, gradients, scale)
             return
         sums: list[Any] = [slot.sum for slot in slots] if private else [self.current(slot) for slot in slots]
         if binding is not None and binding.holds(sums):
-            binding.add(sums, gradients, _near(scale, gradients[0]))
+            self._run_bound(binding, slots, sums, gradients, scale)
             if private:
                 binding.generation = self._generation
             else:
@@ -99,7 +102,7 @@ class Arena:
         slots = self._set_odd_apart(slots, gradients, scale)
         sums = [self.current(slot) for slot in slots]
         if all(map(self._fits, slots, sums)):
-            self._run(sums, gradients, scale, False)
+            self._run(sums, gradients, scale, False, slots)
             if slots:
                 backend = self.select(slots[0].lane).backend
                 generation = self._generation if private else -1
@@ -134,11 +137,12 @@ class Arena:
         terms: list[Tensor] = []
         first: list[bool] = []
         fresh: list[Slot] = []
+        added: list[Slot] = []
         same_dtype = slots[0].lane[1] == slots[0].lane[2]
         buffers = None if same_dtype else self._buffers(slots)
         private = not (self.visible or self.any_delivered)
         if buffers is not None and private and all(slot.sum is None for slot in slots):
-            self._run(buffers, gradients, scale, True)
+            self._run(buffers, gradients, scale, True, slots)
             self._generation += 1
             for slot, total in zip(slots, buffers, strict=True):
                 slot.sum = total
@@ -164,8 +168,10 @@ class Arena:
             else:
                 first.append(False)
             sums.append(total)
+            added.append(slot)
             terms.append(gradients[index])
-        self._run(sums, terms, scale, first if len(fresh) < len(sums) and fresh else bool(fresh))
+        flags = first if len(fresh) < len(sums) and fresh else bool(fresh)
+        self._run(sums, terms, scale, flags, added)
         written = (total for total, new in zip(sums, first, strict=True) if new)
         for slot, total in zip(fresh, written, strict=True):
             self._put(slot, total)
@@ -186,6 +192,7 @@ class Arena:
     def add_odd(self, slot: Slot, gradient: Tensor, scale: float | Tensor) -> None:
         """As `add`, by plain torch: sparse and complex gradients, subclasses, dtypes that no kernel pairs."""
         with self._lock:
+            self.norms.forget([slot])
             total = self.current(slot)
             dtype = slot.accumulate_dtype if total is None else total.dtype
             if total is None or (total.is_sparse and not gradient.is_sparse):
@@ -214,6 +221,7 @@ class Arena:
     def _rescale(self, finals: Iterable[tuple[Slot, Tensor]], ratio: float | Tensor) -> None:
         if _is_one(ratio):
             return
+        self.norms.clear()
         groups: dict[tuple, list[Tensor]] = {}
         for slot, total in finals:
             if checks.is_plain(total) and (total.dtype, total.dtype) in checks.PAIRS:
@@ -349,6 +357,7 @@ class Arena:
     def withdraw(self) -> None:
         """After an update: the sum stands in p.grad again where it may, and its copy goes."""
         self._generation += 1
+        self.norms.clear()
         for slot in self.slots:
             if slot.cast is not None and slot.shows_sum():
                 if slot.param.grad is slot.cast and slot.sum is not None:
@@ -359,6 +368,7 @@ class Arena:
     def clear(self) -> None:
         """Forget every sum and clear every p.grad."""
         self._generation += 1
+        self.norms.clear()
         for slot in self.slots:
             slot.forget()
             if slot.param.grad is not None:
@@ -461,14 +471,43 @@ class Arena:
         )
 
     def _run(
-        self, sums: list[Tensor], terms: list[Tensor], scale: float | Tensor, overwrite: bool | list[bool]
+        self,
+        sums: list[Tensor],
+        terms: list[Tensor],
+        scale: float | Tensor,
+        overwrite: bool | list[bool],
+        slots: Sequence[Slot] = (),
     ) -> None:
+        """One pass. It leaves the norms of what are the sums of `slots`, if they are wanted."""
         if not sums:
             return
         chosen = self.select((sums[0].device, terms[0].dtype, sums[0].dtype)).backend
-        chosen.accumulate_(sums, terms, _near(scale, sums[0]), overwrite)
+        scale, norm_type = _near(scale, sums[0]), self.norms.norm_type if slots else None
+        partials = None
+        if norm_type is None:
+            self.norms.forget(slots)
+            chosen.accumulate_(sums, terms, scale, overwrite)
+        else:
+            partials = chosen.accumulate_with_norm_(sums, terms, scale, overwrite, norm_type)
         if self.visible or self.any_delivered:
             increment_version(sums)
+        if partials is not None:
+            self.norms.leave(slots, sums, partials)
+
+    def _run_bound(
+        self,
+        binding: Binding,
+        slots: Sequence[Slot],
+        sums: list[Tensor] | None,
+        gradients: list[Tensor],
+        scale: float | Tensor,
+    ) -> None:
+        """As `_run`, for sums that are bound; None for those that are private and have not changed."""
+        partials = binding.add(sums, gradients, _near(scale, gradients[0]), self.norms.norm_type)
+        if partials is None:
+            self.norms.forget(slots)
+        else:
+            self.norms.leave(slots, sums or [slot.sum for slot in slots], partials)  # type: ignore[misc]
 
     def _buffers(self, slots: Sequence[Slot]) -> list[Any]:
         """Memory kept from window to window for first gradients whose sums have another dtype.

@@ -212,6 +212,8 @@ class Capture:
                 self.reclaim()
             elif window.empty:
                 self.arena.retract()
+        norms = self.arena.norms
+        norms.norm_type = norms.wanted if window.counted and window.will_update and not task.ignored else None
         self._tasks[identity] = task
         self._call_back(identity, task)
         return task

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from . import checks
+from . import checks, norms
 from .arena import Arena
-from .functional import norm_and_nonfinite
+from .slot import Slot
 
 #: torch's optimizers whose fused kernels divide by `grad_scale` and do nothing where `found_inf` is 1.
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -72,6 +72,12 @@ class Update:
         self.skipped: Tensor | None = None
         self._inner = inner
         self._arena = arena
+        if max_grad_norm is not None or skip_nonfinite:
+            self.expect_norm()
+
+    def expect_norm(self) -> None:
+        """The next update will ask for the norm: let a window's last additions leave what they can of it."""
+        self._arena.norms.wanted = self.norm_type
 
     def step(self, scaling: Scaling) -> tuple[Any, bool]:
         """One step of the inner optimizer, on gradients as `scaling` and the settings make them.
@@ -118,10 +124,10 @@ class Update:
         multiplier, checks = scaling.multiplier, self.skip_nonfinite or scaling.checks
         if self.max_grad_norm is None and not checks:
             return multiplier
-        totals = [total for _, total in self._arena.finals()]
-        if not totals:
+        finals = self._arena.finals()
+        if not finals:
             return multiplier
-        norm, nonfinite = _norm(totals, self.norm_type, self._arena.backend)
+        norm, nonfinite = self._norm(finals)
         if multiplier is not None:
             norm = norm * multiplier.to(norm.device, non_blocking=True)
         self.grad_norm = norm
@@ -131,6 +137,19 @@ class Update:
             return multiplier
         clip = (self.max_grad_norm / (norm + EPSILON)).clamp(max=1.0)
         return clip if multiplier is None else clip * multiplier.to(clip.device, non_blocking=True)
+
+    def _norm(self, finals: Sequence[tuple[Slot, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Norm of the sums, and a 0-dim float32 flag for inf and nan; reads what has no norm left for it."""
+        left, totals = self._arena.norms.split(finals)
+        plain = [total for total in totals if _is_ordinary(total)]
+        if plain:
+            left += norms.partials(plain, self.norm_type, self._arena.backend)
+        for total in totals:
+            if not _is_ordinary(total):
+                values = total.coalesce()._values() if total.is_sparse else total
+                left.append(torch.linalg.vector_norm(values, self.norm_type).double().reshape(1))
+        dtype = norms.norm_dtype([total for _, total in finals])
+        return norms.finish(left, self.norm_type, dtype, self._arena.backend)
 
     def _hands_over(self, scaling: Scaling) -> bool:
         if not takes_scale(self._inner):
@@ -151,22 +170,8 @@ class Update:
         )
 
 
-def _norm(totals: Sequence[Tensor], norm_type: float, backend: str) -> tuple[Tensor, Tensor]:
-    """Norm and a 0-dim float32 flag for inf and nan, of sums of any kind."""
-    plain = [total for total in totals if checks.is_plain(total) and total.is_floating_point()]
-    parts = [norm_and_nonfinite(plain, norm_type, backend)] if plain else []
-    for total in totals:
-        if not (checks.is_plain(total) and total.is_floating_point()):
-            values = total.coalesce()._values() if total.is_sparse else total
-            norm = torch.linalg.vector_norm(values, norm_type)
-            parts.append((norm, (~values.isfinite()).any().float()))
-    if len(parts) == 1:
-        return parts[0]
-    device = parts[0][0].device
-    norms, flags = zip(*parts, strict=True)
-    together = torch.stack([norm.to(device, non_blocking=True).float() for norm in norms])
-    found = torch.stack([flag.to(device, non_blocking=True) for flag in flags])
-    return torch.linalg.vector_norm(together, norm_type), found.amax()
+def _is_ordinary(total: Tensor) -> bool:
+    return checks.is_plain(total) and total.is_floating_point()
 
 
 class Scaling:
