@@ -592,9 +592,12 @@ class AccumulatingOptimizer(Optimizer):
         self._capture.refresh()
 
     def explain(self) -> str:
-        """A table: each parameter's path, backend, dtypes, bytes per micro-batch, and why."""
+        """A table: each parameter's path, backend, dtypes, bytes per micro-batch, and why; and the update."""
         self._capture.refresh()
-        return explain(self._slots, self._window, self._arena)
+        update = self._inner_update.describe(casts=self._masters is None)
+        if self._masters is not None:
+            update += "; on float32 masters, which one pass then rounds into the parameters"
+        return explain(self._slots, self._window, self._arena, update)
 
     # Checkpoints
 

@@ -79,6 +79,29 @@ class Update:
         """The next update will ask for the norm: let a window's last additions leave what they can of it."""
         self._arena.norms.wanted = self.norm_type
 
+    def describe(self, casts: bool) -> str:
+        """In words: what happens between the final sums and the inner optimizer, and where.
+
+        `casts`: whether sums are cast where the parameter has another dtype; with masters they are not.
+        """
+        asked = []
+        if self.max_grad_norm is not None:
+            kind = "inf" if math.isinf(self.norm_type) else "L2"
+            asked.append(f"clip to {kind} norm {self.max_grad_norm:g}")
+        if self.skip_nonfinite:
+            asked.append("drop what is not finite")
+        low = casts and any(slot.param.dtype != slot.accumulate_dtype for slot in self._arena.slots)
+        name = type(self._inner).__name__
+        if not asked:
+            cast = "cast to the parameters' dtype, " if low else ""
+            return f"{cast}then {name}; a loss scale or device weights would be folded in"
+        if not takes_scale(self._inner):
+            where = f"in one pass{', with the cast' if low else ''}; {name} does not scale by itself"
+            dropping = "; dropping waits for the device" if self.skip_nonfinite else ""
+            return f"{', '.join(asked)} {where}{dropping}"
+        where = "in the pass that casts" if low else f"inside {name}'s fused kernel"
+        return f"{', '.join(asked)} {where}"
+
     def step(self, scaling: Scaling) -> tuple[Any, bool]:
         """One step of the inner optimizer, on gradients as `scaling` and the settings make them.
 

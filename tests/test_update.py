@@ -298,3 +298,35 @@ def test_a_closure_in_a_manual_loop_is_clipped():
         torch.testing.assert_close(p, want, rtol=1e-5, atol=1e-7)
     with pytest.raises(RuntimeError, match="skip_nonfinite=True does not go with a closure"):
         wrap(network(), skip_nonfinite=True).step(lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("inner", "dtype", "options", "told"),
+    [
+        ("adamw fused", F32, {}, "update: then AdamW; a loss scale or device weights would be folded in"),
+        ("adamw fused", BF16, {}, "update: cast to the parameters' dtype, then AdamW;"),
+        ("adamw fused", F32, {"max_grad_norm": 0.5}, "clip to L2 norm 0.5 inside AdamW's fused kernel"),
+        (
+            "adamw fused",
+            BF16,
+            {"max_grad_norm": 2.0, "norm_type": math.inf},
+            "clip to inf norm 2 in the pass that casts",
+        ),
+        (
+            "sgd",
+            F32,
+            {"skip_nonfinite": True},
+            "in one pass; SGD does not scale by itself; dropping waits for the device",
+        ),
+        (
+            "adamw fused",
+            BF16,
+            {"master_weights": True, "max_grad_norm": 1.0},
+            "inside AdamW's fused kernel; on float32 masters",
+        ),
+    ],
+)
+def test_explain_tells_of_the_update(inner, dtype, options, told):
+    model = network(dtype)
+    optimizer = fusedacc.AccumulatingOptimizer(INNER[inner](list(model.parameters())), 2, **options)
+    assert told in optimizer.explain()
