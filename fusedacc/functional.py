@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import backends, checks, norms, reference
-from .plan import Plan, bump_versions, split
+from .plan import Plan, bump_versions, split, traced_backend
 
 __all__ = ["prepare", "scale_accumulate_", "scale_cast_", "total_norm"]
 
@@ -78,21 +78,6 @@ def scale_accumulate_(
     bump_versions(accumulators)
 
 
-def _traced_backend(
-    device: torch.device, accumulator_dtype: torch.dtype, gradient_dtype: torch.dtype, backend: str
-) -> str:
-    name = backends.select(device, accumulator_dtype, gradient_dtype, backend).backend.name
-    if name == "triton" and backend == "triton":
-        raise RuntimeError(
-            "backend='triton' cannot be traced by torch.compile; allowed: 'auto', 'cuda', 'cpu', 'eager'"
-        )
-    return name
-
-
-# What torch.compiler.assume_constant_result does, which would import the whole compiler (1.3 s) here and now.
-_traced_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def _traced(
     accumulators: Sequence[Tensor],
     gradients: Sequence[Tensor],
@@ -110,7 +95,7 @@ def _traced(
         sums = [accumulators[index] for index in chosen]
         fresh = [gradients[index] for index in chosen]
         written = [flags[index] for index in chosen]
-        name = _traced_backend(device, sums[0].dtype, fresh[0].dtype, backend)
+        name = traced_backend(device, sums[0].dtype, fresh[0].dtype, backend)
         if name in ("cuda", "cpu"):
             tensor_scale = scale if isinstance(scale, Tensor) else None
             number = 1.0 if isinstance(scale, Tensor) else float(scale)
@@ -174,5 +159,7 @@ def scale_cast_(
     try:
         scale_accumulate_(outputs, inputs, scale, overwrite=True, backend=backend)
     except (TypeError, ValueError) as error:
-        said = re.sub(r"\baccumulator", "output", re.sub(r"\bgradient", "input", str(error)))
+        said = str(error)
+        for word, own in (("a gradient", "an input"), ("gradient", "input"), ("accumulator", "output")):
+            said = re.sub(rf"\b{word}", own, said)
         raise type(error)(said) from None

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from . import backends, checks
-from .plan import split
+from . import backends, checks, reference
+from .plan import split, traced_backend
+
+#: Joins partial norms of one device to a norm of that dtype.
+Join = Callable[[Sequence[Tensor], torch.dtype], tuple[Tensor, Tensor]]
 
 
 def partials(tensors: Sequence[Tensor], norm_type: float, backend: str) -> list[Tensor]:
@@ -46,6 +49,14 @@ def finish(
     Returns:
         Two 0-dim tensors on the device of the first vector: the norm, and 1.0 or 0.0 in float32.
     """
+
+    def join(vectors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return _finisher(vectors, backend).finish_norm(vectors, norm_type, dtype)
+
+    return _over_devices(found, dtype, join)
+
+
+def _over_devices(found: Sequence[Tensor], dtype: torch.dtype, join: Join) -> tuple[Tensor, Tensor]:
     if not found:
         return torch.zeros((), dtype=dtype), torch.zeros(())
     home = found[0].device
@@ -56,9 +67,9 @@ def finish(
             here += there
         else:
             # A norm in float64 is a partial norm: eight bytes go from device to device.
-            norm, _ = _finisher(there, backend).finish_norm(there, norm_type, torch.float64)
+            norm, _ = join(there, torch.float64)
             here.append(norm.reshape(1).to(home, non_blocking=True))
-    return _finisher(here, backend).finish_norm(here, norm_type, dtype)
+    return join(here, dtype)
 
 
 def _finisher(found: Sequence[Tensor], backend: str) -> backends.Backend:
@@ -73,6 +84,27 @@ def norm_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
     return torch.float64 if wide else torch.float32
 
 
+def _traced(tensors: Sequence[Tensor], norm_type: float, backend: str) -> tuple[Tensor, Tensor]:
+    """The graph under `torch.compile`: two operators per device, or plain torch."""
+
+    def native(device: torch.device, dtype: torch.dtype) -> bool:
+        return traced_backend(device, dtype, dtype, backend) in ("cuda", "cpu")
+
+    def join(vectors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        if native(vectors[0].device, torch.float64):
+            return torch.ops.fusedacc.finish_norm(vectors, norm_type, dtype == torch.float64)
+        return reference.finish_norm(vectors, norm_type, dtype)
+
+    found = []
+    for device in dict.fromkeys(tensor.device for tensor in tensors):
+        here = [tensor.detach() for tensor in tensors if tensor.device == device]
+        if native(device, here[0].dtype):
+            found.append(torch.ops.fusedacc.norm_partials(here, norm_type))
+        else:
+            found.append(reference.norm_partials(here, norm_type))
+    return _over_devices(found, norm_dtype(tensors), join)
+
+
 def norm_and_nonfinite(
     tensors: Sequence[Tensor], norm_type: float = 2.0, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
@@ -82,6 +114,8 @@ def norm_and_nonfinite(
     device. Nothing waits for a device.
     """
     norm_type = checks.check_norm_type(norm_type)
+    if torch.compiler.is_compiling():
+        return _traced(tensors, norm_type, backend)
     backends.requested(backend)
     found = partials(tensors, norm_type, backend)
     return finish(found, norm_type, norm_dtype(tensors), backend)

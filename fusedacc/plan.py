@@ -56,6 +56,27 @@ def split(accumulators: Sequence[Tensor], gradients: Sequence[Tensor], backend: 
     return [Part(backends.get(name), tuple(indices)) for (_, name), indices in found.items()]
 
 
+def traced_backend(
+    device: torch.device, accumulator_dtype: torch.dtype, gradient_dtype: torch.dtype, backend: str
+) -> str:
+    """The name of the backend that goes into a graph of `torch.compile`.
+
+    Raises:
+        RuntimeError: Triton was asked for.
+        ValueError, RuntimeError: as `backends.select`.
+    """
+    name = backends.select(device, accumulator_dtype, gradient_dtype, backend).backend.name
+    if name == "triton" and backend == "triton":
+        raise RuntimeError(
+            "backend='triton' cannot be traced by torch.compile; allowed: 'auto', 'cuda', 'cpu', 'eager'"
+        )
+    return name
+
+
+# What torch.compiler.assume_constant_result does, which would import the whole compiler (1.3 s) here and now.
+traced_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def bump_versions(tensors: Sequence[Tensor]) -> None:
     """Tell autograd that the tensors were written. Inference tensors keep no version and are passed over."""
     try:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,7 +56,7 @@ class NativeBackend:
         return Bound(accumulators)
 
     def norm_partials(self, tensors: Sequence[Tensor], norm_type: float) -> Tensor:
-        return ops.call(torch.ops.fusedacc.norm_partials.default, tensors, norm_type)
+        return _unrecorded(torch.ops.fusedacc.norm_partials.default, tensors, norm_type)
 
     def finish_norm(
         self, partials: Sequence[Tensor], norm_type: float, dtype: torch.dtype
@@ -75,7 +76,7 @@ class NativeBackend:
     ) -> Tensor:
         operator = torch.ops.fusedacc.scale_accumulate_norm_.default
         flags = _flags(overwrite, accumulators)
-        return ops.call(operator, accumulators, gradients, *_scale_arguments(scale), flags, norm_type)
+        return _unrecorded(operator, accumulators, gradients, *_scale_arguments(scale), flags, norm_type)
 
 
 class Bound:
@@ -99,7 +100,13 @@ class Bound:
     ) -> Tensor:
         operator = torch.ops.fusedacc.accumulate_prepared_norm_.default
         flags = _flags(overwrite, gradients)
-        return ops.call(operator, self._plan, gradients, *_scale_arguments(scale), flags, norm_type)
+        return _unrecorded(operator, self._plan, gradients, *_scale_arguments(scale), flags, norm_type)
+
+
+def _unrecorded(operator: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """A call whose result would otherwise require a gradient where an argument does."""
+    with torch.no_grad():
+        return ops.call(operator, *arguments)
 
 
 def _scale_arguments(scale: float | Tensor) -> tuple[Tensor | None, float]:

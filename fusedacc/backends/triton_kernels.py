@@ -30,6 +30,10 @@ _MISALIGNED = tl.constexpr(MISALIGNED)
 
 @triton.jit
 def widen(value, wide: tl.constexpr):
+    if INTERPRETED and value.dtype == tl.bfloat16:
+        # The hardware's conversion is exact; the interpreter's is wrong for subnormal numbers.
+        bits = value.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+        return bits.to(tl.float32, bitcast=True)
     return value.to(wide)
 
 
@@ -137,9 +141,10 @@ def _state(elements, length, aligned, scale, largest: tl.constexpr, wide: tl.con
     whole = 0
     if aligned:
         whole = length // _BLOCK * _BLOCK
-        elements16 = tl.multiple_of(elements, 16)
         for step in range(0, whole, _BLOCK):
-            value = widen(tl.load(elements16 + tl.multiple_of(step, _BLOCK) + lanes), wide)
+            # Said of the sum, since a hint on a function's argument is lost where it is inlined.
+            places = tl.max_contiguous(tl.multiple_of(elements + step + lanes, 16), _BLOCK)
+            value = widen(tl.load(places), wide)
             if largest:
                 state = tl.maximum(state, value.to(bits, bitcast=True) & magnitude)
             else:
