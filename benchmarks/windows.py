@@ -135,10 +135,10 @@ class Window:
 
     name = ""
     settings: tuple[str, ...] = SETTINGS
-    #: "as written", "best stock", "stock", "inexact", "ours" or "floor"; `note` says more.
+    #: "as written", "best stock", "stock", "ours", "ours, manual loop", "inexact" or "floor".
     role = "stock"
     note = ""
-    #: Bytes per element held from window to window, beside `memory`'s weights and states, by setting.
+    #: Bytes per element that the way itself holds from window to window, by setting.
     keeps: dict[str, int] = {}  # noqa: RUF012
     fused: bool | None = True
     divides = True
@@ -194,18 +194,18 @@ class Window:
 
     def update(self) -> None:
         self.clip_gradients()
-        with self.phase("optimizer"):
+        with self.phase("update: optimizer"):
             self.optimizer.step()
             self.optimizer.zero_grad()
 
     def clip_gradients(self) -> None:
         if self.clip:
-            with self.phase("clip"):
+            with self.phase("update: clip"):
                 nn.utils.clip_grad_norm_(self.parameters, MAX_NORM)
 
     @contextlib.contextmanager
     def counting(self, phase: Callable[[str], contextlib.AbstractContextManager]) -> Iterator[None]:
-        """Context in which `phase(name)` is entered around the parts of a window (see `PARTS`)."""
+        """Context in which `phase(name)` is entered around what `part` tells apart."""
         self.phase = self.source.phase = phase
         try:
             yield
@@ -222,20 +222,39 @@ def _no_phase(name: str) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext()
 
 
-#: The phases of a window. "forward": casts of the weights; "weight gradients": the provided gradients are
-#: written; "accumulate": what autograd, hooks and loops do with them; "first touch": sums set to zero;
-#: "cast": sums into gradients of the weights' dtype; "clip"; "optimizer".
-PARTS = ("forward", "weight gradients", "accumulate", "first touch", "cast", "clip", "optimizer")
+#: The parts of a window in order, as `part` makes them of a meter's phases and operators. "forward": casts of
+#: the weights; "weight gradients": the provided gradients are written; "cast": each of them into float32;
+#: "accumulate": added or stored, and divided where that is a pass of its own; "first touch": sums set to
+#: zero; "update: cast": sums into gradients of the weights' dtype; "update: clip"; "update: optimizer".
+PARTS = (
+    "forward",
+    "weight gradients",
+    "cast",
+    "accumulate",
+    "first touch",
+    "update: cast",
+    "update: clip",
+    "update: optimizer",
+)
+
+
+def part(phase: str, op: str) -> str:
+    """The part that an operator belongs to in a phase of `Window.counting`."""
+    if phase == "accumulate" and op == "aten::_to_copy":
+        return "cast"
+    if phase == "update: optimizer" and op.startswith("fusedacc::"):
+        return "update: cast"  # step() makes the inner optimizer's gradients
+    return phase
 
 
 class AsWritten(Window):
-    name, settings, role = "stock, as written", ("float32", "autocast"), "as written"
+    name, settings, role = "stock as written", ("float32", "autocast"), "as written"
     note = "loss / k, clip_grad_norm_, AdamW with torch's default"
     fused = None
 
 
 class Fused(Window):
-    name, settings, role = "stock, fused AdamW", ("float32", "autocast"), "best stock"
+    name, settings, role = "stock fused AdamW", ("float32", "autocast"), "best stock"
     note = "loss / k, clip_grad_norm_, AdamW(fused=True)"
 
 
@@ -243,17 +262,16 @@ class WithSums(Window):
     """float32 sums beside bfloat16 weights: at the update they become `p.grad`, in bfloat16."""
 
     settings = ("bfloat16",)
-    keeps = {"bfloat16": 4}  # noqa: RUF012
 
     def update(self) -> None:
-        with self.phase("cast"):
+        with self.phase("update: cast"):
             for parameter, total in zip(self.parameters, self.memory.sums(), strict=True):
                 parameter.grad = total.to(parameter.dtype)
         super().update()
 
 
 class ByHand(WithSums):
-    name, role = "stock, by hand", "as written"
+    name, role = "stock by hand", "as written"
     note = "acc += p.grad.float() / k after each backward, AdamW with torch's default"
     fused = None
     divides = False
@@ -272,7 +290,7 @@ class ByHand(WithSums):
 
 
 class GradDtype(Window):
-    name, settings = "stock, grad_dtype", ("bfloat16",)
+    name, settings = "stock grad_dtype", ("bfloat16",)
     note = "p.grad_dtype = torch.float32, loss / k, cast at the update, AdamW(fused=True)"
 
     def run(self) -> None:
@@ -281,7 +299,7 @@ class GradDtype(Window):
         super().run()
 
     def update(self) -> None:
-        with self.phase("cast"):
+        with self.phase("update: cast"):
             for parameter in self.parameters:
                 gradient, parameter.grad = parameter.grad, None
                 parameter.grad_dtype = BF16
@@ -291,7 +309,7 @@ class GradDtype(Window):
 
 
 class MixedAdd(WithSums):
-    name, role = "stock, mixed add_", "best stock"
+    name, role = "stock mixed add_", "best stock"
     note = (
         "hook: acc.copy_(p.grad) in the first micro-batch, then acc.add_(p.grad); loss / k, AdamW(fused=True)"
     )
@@ -326,7 +344,7 @@ class MixedAdd(WithSums):
 
 
 class NarrowSums(Window):
-    name, settings, role = "stock, bfloat16 sums", ("bfloat16",), "inexact"
+    name, settings, role = "stock bfloat16 sums", ("bfloat16",), "inexact"
     note = "inexact: .grad += gradient in bfloat16; loss / k, AdamW(fused=True)"
 
 
@@ -373,8 +391,8 @@ class Floor(Window):
 
 class Fusedacc(Window):
     name, role = "fusedacc", "ours"
-    note = "counted loop around AdamW(fused=True)"
-    keeps = {"float32": 4, "autocast": 4, "bfloat16": 4}  # noqa: RUF012
+    note = "counted loop around AdamW(fused=True), whose gradients are float32 until step()"
+    keeps = {"bfloat16": 4}  # noqa: RUF012
     divides = False
 
     def prepare(self) -> None:
@@ -387,13 +405,30 @@ class Fusedacc(Window):
             self.backward()
             if step == self.steps - 1:
                 self.clip_gradients()
-            with self.phase("optimizer"):
+            with self.phase("update: optimizer"):
                 self.wrapper.step()
                 self.wrapper.zero_grad()
 
     def close(self) -> None:
         self.wrapper.close()
         super().close()
+
+
+class Manual(Fusedacc):
+    name, role = "fusedacc manual loop", "ours, manual loop"
+    note = "loss / k, AdamW(fused=True) wrapped without a count"
+    divides = True
+
+    def prepare(self) -> None:
+        self.wrapper = fusedacc.AccumulatingOptimizer(self.optimizer, backend=self.backend)
+
+    def run(self) -> None:
+        for _ in range(self.steps):
+            self.backward()
+        self.clip_gradients()
+        with self.phase("update: optimizer"):
+            self.wrapper.step()
+            self.wrapper.zero_grad()
 
 
 WAYS: tuple[type[Window], ...] = (
@@ -403,6 +438,7 @@ WAYS: tuple[type[Window], ...] = (
     Fused,
     MixedAdd,
     Fusedacc,
+    Manual,
     NarrowSums,
     Optimi,
     Floor,
@@ -410,9 +446,13 @@ WAYS: tuple[type[Window], ...] = (
 
 
 def ways(setting: str) -> list[type[Window]]:
-    """The ways of a setting: as written, best stock, ours and the rest, in order of the tables."""
+    """The ways of a setting, in order of the tables."""
     return [way for way in WAYS if setting in way.settings]
 
 
-def with_role(setting: str, role: str) -> type[Window]:
-    return next(way for way in ways(setting) if way.role == role)
+def need(setting: str, of: list[type[Window]]) -> int:
+    """Bytes per element that these ways take in turns on one `Memory`, with a pass's temporaries."""
+    # Weights, two states; then sums, or gradients of the update, and foreach's temporary.
+    base = {"float32": 12 + 8, "autocast": 12 + 8, "bfloat16": 6 + 4 + 4}[setting]
+    shared = 4 if any(issubclass(way, WithSums) for way in of) else 0
+    return base + shared + sum(way.keeps.get(setting, 0) for way in of if not way.obstacle())

@@ -1,0 +1,369 @@
+"""A window of k micro-batches and its update on the parameter lists of real models, per way to accumulate.
+
+    python benchmarks/models.py [--models resnet50,gpt2] [--settings bfloat16] [--providers fusedacc] [--k 8]
+    python benchmarks/models.py --count        only the bytes, on a small list: seconds
+
+Ways and settings are in windows.py, lists in parameter_lists/. Rows of benchmark "models":
+
+mode "window k=8", metric "time": a whole window; `bytes` and `launches` are what a TrafficMeter counts in it.
+mode "window k=8", metric "bytes: total" and, for case "counted" only, "bytes: PART" for each of
+    windows.PARTS: counted bytes of one window per parameter, in B/param. They depend on the way, not on the
+    model. Case "counted" is a small list, but so large that scalars do not show.
+mode "accumulate", metric "time": one pass over the whole list, acc += g / 8.
+
+The `note` of a window begins with the way's role: "as written", "best stock", "stock", "ours", "ours, manual
+loop", "inexact", "floor". All ways work on the same weights and Adam states in turns. Where memory does not
+suffice, a model keeps the first of its layers, whole ones, and `shapes` says how many.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import statistics
+import time
+from collections import Counter
+from pathlib import Path
+
+import common
+import parameter_lists
+import torch
+import windows
+from common import Case, Goal, Results, Row, Variant
+from parameter_lists import Parameters
+from torch import Tensor
+from windows import BF16, DTYPES, F32, PARTS, SETTINGS, Window
+
+from fusedacc import backends
+from fusedacc.functional import prepare
+from fusedacc.traffic import TrafficMeter
+
+PROVIDERS = tuple(way.name for way in windows.WAYS)
+COUNTED: Parameters = [(f"weight{index}", (512, 512)) for index in range(4)]
+#: Bytes per parameter below which a part of the counted window is left out: it is scalars.
+NOTHING = 0.01
+SHORT = ["resnet50", "gpt2"]
+#: In the short sweep a list of more elements than SMALL has the ways of these roles only.
+SMALL = 64 * 10**6
+SHORT_ROLES = ("as written", "best stock", "ours")
+#: Seconds to time one case for, and the most rounds. There are two rounds at least.
+PATIENCE = {"quick": (1.0, 3), "short": (8.0, 7), "full": (120.0, 15)}
+#: Of the memory that is free, what an estimate may fill.
+SHARE = 0.8
+SCALE = 0.125
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """What a window is like, whatever the model and the way."""
+
+    device: torch.device
+    steps: int = 8
+    clip: bool = True
+    backend: str = "auto"
+
+    @property
+    def mode(self) -> str:
+        return f"window k={self.steps}" + ("" if self.clip else ", no clipping")
+
+
+@dataclasses.dataclass
+class Opened:
+    """A way that has run a window, and what the next one moved and took."""
+
+    window: Window
+    meter: TrafficMeter
+    seconds: float
+
+
+def figures(
+    results: Results,
+    effort: str,
+    *,
+    models: list[str] | None = None,
+    settings: list[str] | None = None,
+    providers: list[str] | None = None,
+    steps: int = 8,
+    clip: bool = True,
+    backend: str = "auto",
+) -> None:
+    """The bytes on a small list; then per model its windows, and one accumulate pass per gradient dtype."""
+    loop = Loop(results.device, steps, clip, backend)
+    count(results, loop, settings=settings, providers=providers)
+    for name in models or {"quick": SHORT[:1], "short": SHORT}.get(effort, parameter_lists.NAMES):
+        whole = parameter_lists.load(name)
+        if effort == "quick":
+            whole = parameter_lists.tiny(whole)
+        for setting in settings or SETTINGS:
+            of = ways(setting, providers)
+            if effort == "short" and not providers and parameter_lists.elements(whole) > SMALL:
+                of = [way for way in of if way.role in SHORT_ROLES]
+            if of:
+                model(results, name, whole, setting, of, effort, loop)
+                release()
+        for dtype in (BF16, F32):
+            passes(results, name, whole, dtype, effort, loop)
+            release()
+
+
+def ways(setting: str, providers: list[str] | None) -> list[type[Window]]:
+    return [way for way in windows.ways(setting) if not providers or way.name in providers]
+
+
+# Windows
+
+
+def count(
+    results: Results,
+    loop: Loop,
+    *,
+    settings: list[str] | None = None,
+    providers: list[str] | None = None,
+) -> None:
+    """The bytes of a window by part, on a small list."""
+    for setting in settings or SETTINGS:
+        case = Case("models", "counted", loop.mode, "4 parameters of 512 x 512", DTYPES[setting])
+        opened = start(results, case, setting, ways(setting, providers), COUNTED, loop)
+        for part in (*PARTS, "total"):
+            found = [part_of_window(case, way, part, COUNTED) for way in opened]
+            results.add([figure for figure in found if figure.median >= NOTHING])
+        stop(opened)
+
+
+def model(
+    results: Results,
+    name: str,
+    whole: Parameters,
+    setting: str,
+    of: list[type[Window]],
+    effort: str,
+    loop: Loop,
+) -> None:
+    """The windows of a model in one setting: bytes and times of every way, ours against the others."""
+    needed = windows.need(setting, of)
+    parameters = fitting(whole, needed, loop.device)
+    shapes = parameter_lists.describe(parameters or whole, whole)
+    case = Case("models", name, loop.mode, shapes, DTYPES[setting])
+    if not parameters:
+        size = needed * parameter_lists.elements(whole) / 1e9
+        why = f"no memory for one layer of each stack; the whole model needs {size:.3g} GB"
+        results.add([common.cannot_run(case, way.name, why) for way in of])
+        return
+    opened = start(results, case, setting, of, parameters, loop)
+    results.add([part_of_window(case, way, "total", parameters) for way in opened])
+    exact = [way.window for way in opened if way.window.role in ("as written", "best stock", "stock")]
+    goals = tuple(Goal(window.name, 1.0 if window.role == "best stock" else 0.0) for window in exact)
+    variants = [
+        Variant(
+            way.window.name,
+            way.window.run,
+            way.meter.total_bytes,
+            goals if way.window.role.startswith("ours") else (),
+            way.meter.calls,
+            note=note(way),
+        )
+        for way in opened
+    ]
+    patience, most = PATIENCE[effort]
+    # One round is not timed; on CUDA every timed call has one before it, to fill the queue.
+    calls = 2 if loop.device.type == "cuda" else 1
+    once = calls * sum(way.seconds for way in opened)
+    rounds = min(most, max(2, int(patience / once) - 1)) if once else most
+    if variants:
+        results.add(common.measure(case, variants, rounds, timer=common.timer_for(loop.device)))
+    stop(opened)
+
+
+def start(
+    results: Results,
+    case: Case,
+    setting: str,
+    of: list[type[Window]],
+    parameters: Parameters,
+    loop: Loop,
+) -> list[Opened]:
+    """The ways that can run here, each after two windows, the second counted. The others leave a row."""
+    memory = windows.Memory(parameter_lists.shapes(parameters), setting, loop.device)
+    opened = []
+    for way in common.progress(of, f"{case.case}, {setting}", "way"):
+        if obstacle := way.obstacle():
+            results.add([common.cannot_run(case, way.name, obstacle)])
+            continue
+        try:
+            window = way(memory, loop.steps, loop.clip, loop.backend)
+            begin = time.perf_counter()
+            window.run()
+            if loop.device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds = time.perf_counter() - begin
+            meter = TrafficMeter(window.parameters)
+            with meter, window.counting(meter.phase):
+                window.run()
+            opened.append(Opened(window, meter, seconds))
+        except Exception as error:
+            results.add([common.cannot_run(case, way.name, first_line(error))])
+    return opened
+
+
+def stop(opened: list[Opened]) -> None:
+    for way in opened:
+        way.window.close()
+
+
+def part_of_window(case: Case, way: Opened, part: str, parameters: Parameters) -> Row:
+    """The counted bytes of a part of a window, or of its "total", per parameter."""
+    by_part: Counter[str] = Counter()
+    for phase, ops in way.meter.as_dict()["by_phase_and_op"].items():
+        for op, found in ops.items():
+            by_part[windows.part(phase, op)] += found["total_bytes"]
+    size = sum(by_part.values()) if part == "total" else by_part[part]
+    return common.row(
+        case,
+        way.window.name,
+        metric=f"bytes: {part}",
+        unit="B/param",
+        median=size / parameter_lists.elements(parameters),
+        bytes=size,
+        launches=way.meter.calls if part == "total" else None,
+        note=note(way),
+    )
+
+
+def note(way: Opened) -> str:
+    """The way's role, what it does, and what was not counted."""
+    window = way.window
+    text = window.note if window.note.startswith(window.role) else f"{window.role}: {window.note}"
+    missed = ", ".join(way.meter.uncounted)
+    return f"{text}; not counted: {missed}" if missed else text
+
+
+# One pass
+
+
+def passes(
+    results: Results, name: str, whole: Parameters, dtype: torch.dtype, effort: str, loop: Loop
+) -> None:
+    """A model's gradients of `dtype` into float32 sums at once: a loop, the foreach forms, a plan."""
+    # Sums, gradients and the copies of the form that casts first.
+    parameters = fitting(whole, 4 + dtype.itemsize + 4, loop.device)
+    shapes = parameter_lists.describe(parameters or whole, whole)
+    case = Case("models", name, "accumulate", shapes, f"{str(dtype)[6:]} into float32")
+    if not parameters:
+        results.add([common.cannot_run(case, "fusedacc plan", "no memory for one layer of each stack")])
+        return
+    on = {"device": loop.device}
+    sums = [torch.zeros(shape, **on) for _, shape in parameters]
+    gradients = [torch.full(shape, 1 / 64, dtype=dtype, **on) for _, shape in parameters]
+    size = parameter_lists.elements(parameters) * (8 + dtype.itemsize)
+    forms = {"torch._foreach_add_": lambda: torch._foreach_add_(sums, gradients, alpha=SCALE)}
+    if dtype != F32:
+        forms["_foreach_copy_ to float32, _foreach_add_"] = lambda: torch._foreach_add_(
+            sums, widened(gradients), alpha=SCALE
+        )
+    timer = common.timer_for(loop.device)
+    best = min(forms, key=lambda form: statistics.median(timer(forms[form], 1) for _ in range(3)))
+    base = "loop of acc.add_(g, alpha=s)"
+    on_gpu = loop.device.type == "cuda"
+    goals = (Goal(base, 5.0), Goal(best, 1.5)) if on_gpu else (Goal(base, 1.0), Goal(best, 1.0))
+    variants = [Variant(base, lambda: looped(sums, gradients), size, launches=len(sums))]
+    variants += [Variant(form, run, size) for form, run in forms.items()]
+    for backend in backends_of(loop):
+        provider = f"fusedacc plan, {backend}"
+        try:
+            plan = prepare(sums, backend=backend)
+            plan(gradients, SCALE)
+        except Exception as error:
+            results.add([common.cannot_run(case, provider, first_line(error))])
+            continue
+        variants.append(Variant(provider, lambda p=plan: p(gradients, SCALE), size, goals))
+    rounds = {"quick": 3, "short": 11, "full": 31}[effort]
+    results.add(common.measure(case, variants, rounds, 20 if on_gpu else 1, timer))
+
+
+def backends_of(loop: Loop) -> tuple[str, ...]:
+    """The one asked for, or those made for the device."""
+    if loop.backend != "auto":
+        return (loop.backend,)
+    return ("cuda", "triton") if loop.device.type == "cuda" else ("cpu",)
+
+
+def looped(sums: list[Tensor], gradients: list[Tensor]) -> None:
+    for total, gradient in zip(sums, gradients, strict=True):
+        total.add_(gradient, alpha=SCALE)
+
+
+def widened(tensors: list[Tensor]) -> list[Tensor]:
+    copies = [torch.empty_like(tensor, dtype=F32) for tensor in tensors]
+    torch._foreach_copy_(copies, tensors)
+    return copies
+
+
+# Memory
+
+
+def fitting(whole: Parameters, per_element: int, device: torch.device) -> Parameters:
+    """As many whole layers as the memory that is free has room for; empty if it has none for one.
+
+    A gradient of the largest parameter, its cast and what an update makes of it come on top.
+    """
+    largest = 12 * max(parameter_lists.elements([parameter]) for parameter in whole)
+    return parameter_lists.fitting(whole, int((SHARE * free_bytes(device) - largest) // per_element))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that is free, in bytes: of the GPU, or of the machine."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return 1024 * int(line.split()[1])
+    raise RuntimeError("no MemAvailable in /proc/meminfo: free memory is unknown")
+
+
+def release() -> None:
+    """Gives back what is no longer used."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def main() -> None:
+    parser = common.arguments(__doc__)
+    parser.add_argument("--models", help=f"comma-separated; allowed: {', '.join(parameter_lists.NAMES)}")
+    parser.add_argument("--settings", help=f"comma-separated; allowed: {', '.join(SETTINGS)}")
+    parser.add_argument("--providers", help=f"comma-separated; allowed: {', '.join(PROVIDERS)}")
+    parser.add_argument("--k", type=int, default=8, help="micro-batches per window (%(default)s)")
+    parser.add_argument("--no-clip", action="store_true", help="leave clipping out")
+    parser.add_argument("--backend", default="auto", choices=("auto", *backends.NAMES), help="fusedacc's")
+    parser.add_argument("--count", action="store_true", help="only count bytes, on a small list")
+    options = parser.parse_args()
+    if options.k < 1:
+        raise SystemExit(f"--k must be at least 1; got {options.k}")
+    models = common.chosen(options.models, parameter_lists.NAMES, "model") if options.models else None
+    settings = common.chosen(options.settings, SETTINGS, "setting")
+    providers = common.chosen(options.providers, PROVIDERS, "provider")
+    clip = not options.no_clip
+    kept = common.results(options)
+    if options.count:
+        loop = Loop(kept.device, options.k, clip, options.backend)
+        count(kept, loop, settings=settings, providers=providers)
+    else:
+        figures(
+            kept,
+            common.effort(options),
+            models=models,
+            settings=settings,
+            providers=providers if options.providers else None,
+            steps=options.k,
+            clip=clip,
+            backend=options.backend,
+        )
+    kept.report()
+
+
+if __name__ == "__main__":
+    main()
