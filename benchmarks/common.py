@@ -266,13 +266,18 @@ def cpu_name() -> str:
 
 
 def commit() -> str:
-    """The commit measured, with "+" if files differ from it; "unknown" outside a git checkout."""
-    found = subprocess.run(
-        ["git", "describe", "--always", "--dirty=+", "--abbrev=10", "--exclude=*"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    """The commit measured, with "+" if files differ from it; "unknown" outside a git checkout.
+
+    A copy that is no checkout can be told by the environment variable FUSEDACC_COMMIT.
+    """
+    told = os.environ.get("FUSEDACC_COMMIT")
+    if told:
+        return told
+    command = ["git", "describe", "--always", "--dirty=+", "--abbrev=10", "--exclude=*"]
+    try:
+        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    except OSError:  # no git
+        return "unknown"
     return found.stdout.strip() or "unknown"
 
 

@@ -18,6 +18,8 @@
 # EFFORT   quick (records nothing), short or full (default short): how much the figures take in
 # PYTHON   the interpreter (default python3); it has torch
 # DRY_RUN  1: print each step, with its limit in seconds, and do nothing
+#
+# In a copy that is no git checkout, FUSEDACC_COMMIT says which commit the rows are of.
 set -uo pipefail
 OUT=${OUT:+$(realpath -m "$OUT")}
 cd "$(dirname "$0")/.." || exit

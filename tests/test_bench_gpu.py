@@ -237,9 +237,9 @@ def measured(dram_check, monkeypatch, tmp_path):
 
     def measure(listing: str | None, *names: str, elements: int = 1000) -> list[dict[str, str]]:
         monkeypatch.setenv("PATH", str(tmp_path))
+        monkeypatch.delenv("FUSEDACC_COMMIT", raising=False)
         if listing is not None:
             executable(tmp_path / "ncu", FAKE_NCU.format(python=sys.executable, listing=listing))
-        monkeypatch.setattr(dram_check.common, "commit", lambda: "unknown")
         results = dram_check.common.Results(tmp_path / "results.csv")
         dram_check.figures(results, "short", names, elements)
         with (tmp_path / "results.csv").open(newline="") as file:
@@ -272,6 +272,7 @@ def test_cases_are_counted_and_measured_and_one_that_fails_stops_no_other(measur
     ours, add, update = measured(listing(6000, 4000), *names)
     assert "torch sees no CUDA device" in ours["note"]
     assert (add["bytes"], add["median"], add["reached"]) == ("10000", "10000", "yes")
+    assert add["commit"] == "unknown", "there is no git on PATH"
     # Per element: 16 bytes read (weight, gradient, two moments) and 12 written; and one step count.
     assert 28_000 <= int(update["bytes"]) <= 28_100
     assert (update["mode"], update["reached"]) == ("update", "no")
