@@ -340,10 +340,14 @@ ACCUMULATE = {
             "its kernels for lists of tensors",
             unavailable=only(_ENGINE, "transformer_engine", "TransformerEngine"),
         ),
-        Provider("torch-optimi", "", unavailable=only(_OPTIMI, "optimi", "torch-optimi")),
+        Provider(
+            "torch-optimi",
+            "its optimizers' accumulation",
+            unavailable=only(_OPTIMI, "optimi", "torch-optimi"),
+        ),
         Provider(
             "bitsandbytes",
-            "",
+            "its optimizers with 8-bit state",
             unavailable=only("optimizers only, no accumulation kernel", "bitsandbytes", "bitsandbytes"),
         ),
     )
