@@ -367,3 +367,171 @@ def test_a_threshold_below_zero_is_refused(runs):
     found = run(sys.executable, "benchmarks/compare.py", old, old, "--threshold=-1")
     assert found.returncode == 2
     assert "at least 0" in found.stderr
+
+
+# What is drawn and written
+
+
+@pytest.fixture
+def synthetic(common, tmp_path):
+    """A results file with rows for every plot and table. The figures are made up."""
+    kept = common.Results(tmp_path / "results.csv")
+    for dtypes in ("float32 into float32", "autocast bfloat16 into float32", "bfloat16 into float32"):
+        counted = common.Case("models", "counted", "window k=8", "4 parameters of 512 x 512", dtypes)
+        ways = (("stock as written", "as written", 100.0), ("stock mixed", "best stock", 50.0))
+        for name, role, size in (*ways, ("fusedacc", "ours", 40.0)):
+            for part, share in (("accumulate", 0.7), ("update: optimizer", 0.3), ("total", 1.0)):
+                figure = {"metric": f"bytes: {part}", "unit": "B/param", "median": share * size}
+                kept.add([common.row(counted, name, **figure, note=f"{role}: how")])
+        timed = common.Case("models", "gpt2", "window k=8", "148 parameters, 124 M elements", dtypes)
+        for name, role, size in ways:
+            kept.add([common.row(timed, name, median=1e4 * size, note=f"{role}: how")])
+            goal = {"against": name, "speedup": size / 40.0, "goal": 1.0, "reached": "yes"}
+            kept.add([common.row(timed, "fusedacc", median=4e5, note="ours: how", **goal)])
+    for dtypes in ("bfloat16 into float32", "float32 into float32"):
+        for size in (2**10, 2**20, 2**30):
+            shapes = f"1 tensor of {size}; 2 sets in turn"
+            case = common.Case("kernels", f"{common.count(size)} elements", "accumulate", shapes, dtypes)
+            for name, rate in (("copy", 20.0), ("triad", 22.0), ("fusedacc cpu", 21.0), ("add_", 5.0)):
+                time = size * 10 / rate / 1e3
+                kept.add([common.row(case, name, median=time, bytes=10 * size, gb_per_s=rate)])
+            kept.add([common.cannot_run(case, "apex axpby", "not installed")])
+    case = common.Case("training", "demo, width 256", "training", "2.5 M parameters; windows", "float32")
+    for name in ("stock", "fusedacc"):
+        kept.add([common.row(case, name, metric="peak memory", unit="MB", median=70.0)])
+        for kind, size in (("weights", 10.0), ("gradients", 20.0), ("activations and others", 40.0)):
+            figure = {"metric": f"peak memory: {kind}", "unit": "MB", "median": size}
+            kept.add([common.row(case, name, **figure)])
+    return kept.path
+
+
+NAMES = ("bytes", "bandwidth", "speedup", "memory")
+
+
+def test_every_plot_is_drawn_as_png_and_svg(synthetic, tmp_path):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "figures"
+    found = run(sys.executable, "benchmarks/plot.py", "--results", str(synthetic), "--out", str(out))
+    assert found.returncode == 0, found.stderr
+    assert "not drawn" not in found.stdout
+    assert {path.name for path in out.iterdir()} == {f"{n}.{kind}" for n in NAMES for kind in ("png", "svg")}
+    for name in NAMES:
+        assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert (out / f"{name}.svg").read_text().rstrip().endswith("</svg>")
+
+
+def texts(figure):
+    from matplotlib.text import Text
+
+    return " ".join(text.get_text() for text in figure.findobj(Text))
+
+
+def test_plots_say_what_they_show_and_under_which_conditions(common, synthetic):
+    pytest.importorskip("matplotlib").use("Agg")
+    charts = importlib.import_module("charts")
+    rows = common.read(synthetic)
+    expected = {
+        charts.bytes_per_parameter: ("bytes read and written per parameter", "best stock: mixed", "(-20 %)"),
+        charts.bandwidth: ("GB/s", "elements in one tensor", "1 Gi", "measured peak", "fusedacc cpu", "add_"),
+        charts.speedup: ("GPT-2 124M: 148 parameters, 124 M elements", "1.25 x stock mixed"),
+        charts.memory: ("MB alive at the peak", "70.0 MB", "activations and others", "2.5 M parameters"),
+    }
+    for draw, wanted in expected.items():
+        shown = texts(draw(rows))
+        for text in (*wanted, rows[0]["device"], torch.__version__, rows[0]["commit"], rows[0]["date"][:10]):
+            assert text in shown.replace("\n", " "), (draw.__name__, text)
+
+
+def test_no_label_of_a_plot_lies_on_another_or_outside(common, synthetic):
+    pytest.importorskip("matplotlib").use("Agg")
+    charts = importlib.import_module("charts")
+    rows = common.read(synthetic)
+    for draw in (charts.bytes_per_parameter, charts.bandwidth, charts.speedup, charts.memory):
+        figure = draw(rows)
+        figure.canvas.draw()
+        labels = [text for axes in figure.axes for text in axes.texts if text.get_text()]
+        labels += [text for axes in figure.axes for text in axes.get_yticklabels() if text.get_text()]
+        boxes = [label.get_window_extent() for label in (*labels, *figure.texts)]
+        for index, box in enumerate(boxes):
+            assert figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1, (draw.__name__, index)
+            assert not any(box.overlaps(other) for other in boxes[:index]), (draw.__name__, index)
+
+
+def test_a_plot_without_rows_is_skipped_with_the_reason(runs, tmp_path):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "figures"
+    path = runs("other.csv", ("ours", 1, 1, 1, {}))
+    found = run(sys.executable, "benchmarks/plot.py", "--results", str(path), "--out", str(out))
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.count("not drawn") == len(NAMES)
+    assert "bytes: not drawn: there are no rows of benchmarks/models.py" in found.stdout
+    assert not list(out.iterdir())
+
+
+def test_plots_that_are_unknown_or_have_no_file_are_refused(tmp_path):
+    pytest.importorskip("matplotlib")
+    missing = ("--results", str(tmp_path / "none.csv"), "--out", str(tmp_path))
+    found = run(sys.executable, "benchmarks/plot.py", *missing)
+    assert found.returncode == 2
+    assert "run `make bench` first" in found.stderr.replace("Run", "run")
+    found = run(sys.executable, "benchmarks/plot.py", "--only", "pie", *missing)
+    assert "unknown plot 'pie'; allowed: bytes, bandwidth, speedup, memory" in found.stderr
+
+
+README = """# name
+
+<!-- bytes: written by benchmarks/readme_figures.py -->
+old bytes
+<!-- end of bytes -->
+prose that stays
+<!-- figures: written by benchmarks/readme_figures.py -->
+old figures
+<!-- end of figures -->
+the end
+"""
+
+
+def test_readme_shows_the_newest_figures(synthetic, tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text(README)
+    command = ("benchmarks/readme_figures.py", "--results", str(synthetic), "--readme", str(readme))
+    assert run(sys.executable, *command).returncode == 0
+    text = readme.read_text()
+    assert "old" not in text
+    assert "prose that stays" in text
+    assert text.endswith("the end\n")
+    assert "| float32 parameters and sums | 100.0 | 50.0 (mixed) | 40.0 | -20 % |" in text
+    row = "| gpt2, window k=8 | bfloat16 into float32 | fusedacc | 400.00 ms | "
+    assert row + "1.25 times the speed of `stock mixed` (500.00 ms), goal 1 |" in text
+    assert run(sys.executable, *command).returncode == 0
+    assert readme.read_text() == text, "a second time changes nothing"
+
+
+def test_readme_says_what_was_missed(common):
+    readme_figures = importlib.import_module("readme_figures")
+    keys = {**dict.fromkeys((*common.COLUMNS, *common.CONDITIONS), ""), "benchmark": "models", "case": "c"}
+    stock = {**keys, "provider": "stock", "unit": "us", "median": "2000"}
+    goal = {"speedup": "0.5", "goal": "1", "reached": "no"}
+    ours = {**keys, "provider": "ours", "unit": "us", "median": "4e6", "against": "stock", **goal}
+    room = {**ours, "unit": "MB", "median": "100", "against": "stock + bucket", "speedup": "0.8"}
+    text = readme_figures.goals([stock, ours, room])
+    assert "| 4.00 s | 0.50 times the speed of `stock` (2.00 ms), goal 1 **missed** |" in text
+    assert "| 100.0 MB | at most 80.0 MB: stock + bucket **missed** |" in text
+
+
+def test_a_readme_without_markers_is_left_alone(synthetic, tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text("nothing here\n")
+    command = ("benchmarks/readme_figures.py", "--results", str(synthetic), "--readme", str(readme))
+    found = run(sys.executable, *command)
+    assert found.returncode == 1
+    assert "no line '<!-- bytes" in found.stderr
+    assert readme.read_text() == "nothing here\n"
+
+
+def test_the_readme_has_the_markers():
+    readme_figures = importlib.import_module("readme_figures")
+    text = (ROOT / "README.md").read_text()
+    for begin, end in (readme_figures.BYTES, readme_figures.FIGURES):
+        assert text.count(begin) == text.count(end) == 1
+        assert text.index(begin) < text.index(end)
