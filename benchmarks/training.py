@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -72,7 +73,7 @@ class Size:
     context: int = 64
     micro_batch_size: int = 8
     steps: int = 4
-    rounds: int = 7
+    rounds: int = 5
     short: tuple[str, ...] = DTYPES
 
 
@@ -126,6 +127,7 @@ def one_case(results: Results, config: Config, ways: Sequence[Way], text: Tensor
     dtypes = NAMES.get(config.dtype, config.dtype)
     case = Case("training", f"demo, width {config.width}", "training", shapes, dtypes)
     results.add(speed(case, config, ways, text, rounds))
+    gc.collect()  # all ways' models were alive at once
     results.add(memory(case, config, ways, text))
     results.add(traffic(case, config, ways, text, parameters))
 
