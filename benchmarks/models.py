@@ -43,11 +43,12 @@ COUNTED: Parameters = [(f"weight{index}", (512, 512)) for index in range(4)]
 #: Bytes per parameter below which a part of the counted window is left out: it is scalars.
 NOTHING = 0.01
 SHORT = ["resnet50", "gpt2"]
-#: In the short sweep a list of more elements than SMALL has the ways of these roles only.
+#: The ways that are run where all would take too long or too much memory.
+MAIN_ROLES = ("as written", "best stock", "ours", "floor")
+#: In the short sweep longer lists than this have the main ways but the floor, and no autocast.
 SMALL = 64 * 10**6
-SHORT_ROLES = ("as written", "best stock", "ours")
-#: Seconds to time one case for, and the most rounds. There are two rounds at least.
-PATIENCE = {"quick": (1.0, 3), "short": (8.0, 7), "full": (120.0, 15)}
+#: Seconds to time one case for, and the most rounds. There are three rounds at least.
+PATIENCE = {"quick": (1.0, 3), "short": (6.0, 5), "full": (120.0, 15)}
 #: Of the memory that is free, what an estimate may fill.
 SHARE = 0.8
 SCALE = 0.125
@@ -94,10 +95,11 @@ def figures(
         whole = parameter_lists.load(name)
         if effort == "quick":
             whole = parameter_lists.tiny(whole)
-        for setting in settings or SETTINGS:
+        brief = effort == "short" and parameter_lists.elements(whole) > SMALL
+        for setting in settings or [name for name in SETTINGS if not (brief and name == "autocast")]:
             of = ways(setting, providers)
-            if effort == "short" and not providers and parameter_lists.elements(whole) > SMALL:
-                of = [way for way in of if way.role in SHORT_ROLES]
+            if brief and not providers:
+                of = [way for way in of if way.role in MAIN_ROLES and way.role != "floor"]
             if of:
                 model(results, name, whole, setting, of, effort, loop)
                 release()
@@ -140,10 +142,16 @@ def model(
     loop: Loop,
 ) -> None:
     """The windows of a model in one setting: bytes and times of every way, ours against the others."""
+    left_out: list[type[Window]] = []
+    if len(fitting(whole, windows.need(setting, of), loop.device)) < len(whole):
+        left_out = [way for way in of if way.role not in MAIN_ROLES]
+        of = [way for way in of if way.role in MAIN_ROLES] or left_out
+        left_out = [way for way in left_out if way not in of]
     needed = windows.need(setting, of)
     parameters = fitting(whole, needed, loop.device)
     shapes = parameter_lists.describe(parameters or whole, whole)
     case = Case("models", name, loop.mode, shapes, DTYPES[setting])
+    results.add([common.cannot_run(case, way.name, "left out, so that more layers fit") for way in left_out])
     if not parameters:
         size = needed * parameter_lists.elements(whole) / 1e9
         why = f"no memory for one layer of each stack; the whole model needs {size:.3g} GB"
@@ -168,9 +176,12 @@ def model(
     # One round is not timed; on CUDA every timed call has one before it, to fill the queue.
     calls = 2 if loop.device.type == "cuda" else 1
     once = calls * sum(way.seconds for way in opened)
-    rounds = min(most, max(2, int(patience / once) - 1)) if once else most
-    if variants:
-        results.add(common.measure(case, variants, rounds, timer=common.timer_for(loop.device)))
+    rounds = min(most, max(3, int(patience / once) - 1)) if once else most
+    try:
+        if variants:
+            results.add(common.measure(case, variants, rounds, timer=common.timer_for(loop.device)))
+    except Exception as error:
+        results.add([common.cannot_run(case, variant.name, first_line(error)) for variant in variants])
     stop(opened)
 
 
@@ -191,18 +202,25 @@ def start(
             continue
         try:
             window = way(memory, loop.steps, loop.clip, loop.backend)
-            begin = time.perf_counter()
-            window.run()
-            if loop.device.type == "cuda":
-                torch.cuda.synchronize()
-            seconds = time.perf_counter() - begin
+            seconds = one_window(window, loop.device)
             meter = TrafficMeter(window.parameters)
             with meter, window.counting(meter.phase):
                 window.run()
+            if loop.device.type == "cuda":  # the first one has built kernels
+                seconds = one_window(window, loop.device)
             opened.append(Opened(window, meter, seconds))
         except Exception as error:
             results.add([common.cannot_run(case, way.name, first_line(error))])
     return opened
+
+
+def one_window(window: Window, device: torch.device) -> float:
+    """Seconds, roughly."""
+    begin = time.perf_counter()
+    window.run()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
 
 
 def stop(opened: list[Opened]) -> None:

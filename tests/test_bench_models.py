@@ -396,6 +396,41 @@ def test_a_model_that_does_not_fit_is_scaled_down_or_says_so(
     assert row.note.startswith("not run: no memory for one layer of each stack; the whole model needs")
 
 
+def test_where_memory_is_short_the_main_ways_go_before_the_others(
+    models: ModuleType, windows: ModuleType, lists: ModuleType, common: ModuleType, monkeypatch
+) -> None:
+    whole = [("head", (64, 64)), *((f"layers.{index}.weight", (16, 16)) for index in range(6))]
+    device, of = torch.device("cpu"), models.ways("bfloat16", None)
+    main = [way for way in of if way.role in models.MAIN_ROLES]
+    room = windows.need("bfloat16", main) * (64 * 64 + 2 * 256) + 12 * 64 * 64
+    assert windows.need("bfloat16", main) < windows.need("bfloat16", of)
+    monkeypatch.setattr(models, "free_bytes", lambda device: room / models.SHARE + 1)
+    results = common.Results(None)
+    models.model(results, "some", whole, "bfloat16", of, "quick", models.Loop(device, 2))
+    assert {row.shapes for row in results.rows} == {"3 parameters, 0.00461 M elements: 2 of 6 layers"}
+    ran = {row.provider for row in results.rows if row.metric == "time" and row.median is not None}
+    assert ran == {way.name for way in main}
+    others = {row.provider: row.note for row in results.rows if row.median is None}
+    assert set(others) == {way.name for way in of} - ran
+    assert set(others.values()) == {"not run: left out, so that more layers fit"}
+
+
+def test_timing_that_fails_leaves_rows(
+    models: ModuleType, common: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args, **kwargs) -> None:
+        raise MemoryError("no room\nleft")
+
+    monkeypatch.setattr(models.common, "measure", fails)
+    results = common.Results(None)
+    of = models.ways("float32", ["fusedacc", "floor"])
+    models.model(
+        results, "some", [("a", (4, 4))], "float32", of, "quick", models.Loop(torch.device("cpu"), 1)
+    )
+    notes = {row.provider: row.note for row in results.rows if row.metric == "time"}
+    assert notes == dict.fromkeys(("fusedacc", "floor"), "not run: MemoryError: no room")
+
+
 def test_free_memory_is_that_of_the_machine(models: ModuleType) -> None:
     assert 2**20 < models.free_bytes(torch.device("cpu")) < 2**50
 
