@@ -13,11 +13,14 @@ A last-level cache that is larger than that (some servers have hundreds of MiB) 
 Lists of many small tensors are cold in another way too: torch's own records of them, hundreds of bytes each,
 have left the caches. Cases called "the same" leave that out: one set, on every call.
 
+The triad is in place (a += s * b), as an accumulation is. Before it writes elsewhere, as in the copy, a CPU
+reads what is there, which no count of bytes has.
+
 Time: providers in turns, as many calls per sample as take half a millisecond. On CUDA the time is the
 device's, with the calls queued behind a kernel that waits, so that the host is not what is timed; a provider
 that synchronises, or fills the queue, shows as the time it takes. `host_us` is the host's part (see
 `common.Row`), empty for compiled providers on a CPU, which would compile anew. `bytes` are counted by
-`fusedacc.traffic.TrafficMeter` in one call, or follow a formula where no operator passes torch's dispatcher;
+`fusedacc.traffic.TrafficMeter` in one call, or follow a formula where torch's dispatcher does not show them;
 the note says so. `launches`: operators that move data on a CPU, kernels on CUDA (by torch.profiler).
 """
 

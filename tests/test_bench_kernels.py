@@ -104,13 +104,13 @@ def test_the_peak_copies_and_adds_as_many_elements(registry, generator):
         accumulators, _ = lists("bfloat16:float32", generator, shapes)
         for name, passes in (("copy", 2), ("triad", 3)):
             provider = registry[name]
-            provider.make(accumulators, None, SCALE)()
             total = torch.cat([acc.flatten() for acc in accumulators])
-            out = providers.flat(accumulators, "out")
+            provider.make(accumulators, None, SCALE)()
+            written = providers.flat(accumulators, "out" if name == "copy" else "sum")
             if len(shapes) == 1:
                 expected = total if name == "copy" else total + SCALE * 0.01
-                torch.testing.assert_close(out, expected)
-            assert out.numel() == total.numel()
+                torch.testing.assert_close(written, expected)
+            assert written.numel() == total.numel()
             assert provider.moved(accumulators, None) == passes * total.nbytes
 
 
@@ -136,7 +136,8 @@ def counted(provider, accumulators, gradients) -> int:
 def test_counted_bytes_are_those_of_the_formula(dtypes, generator):
     for name, provider in providers.ACCUMULATE.items():
         accumulators, gradients = lists(dtypes, generator)
-        if not provider.counted or provider.unavailable(CPU) or provider.unsupported(accumulators, gradients):
+        seen = provider.counted or name == "fusedacc eager"
+        if not seen or provider.unavailable(CPU) or provider.unsupported(accumulators, gradients):
             continue
         found = counted(provider, accumulators, gradients)
         assert found == provider.moved(accumulators, gradients), name
@@ -303,6 +304,37 @@ def test_an_uncountable_launch_is_a_note(monkeypatch):
     (variant,) = kernels.with_kernels([common.Variant("add_", list, launches=1, note="first")])
     assert variant.launches is None
     assert variant.note == "first; launches not counted: RuntimeError: CUPTI is not permitted"
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtypes", kernel_cases.MAIN_DTYPES)
+def test_every_provider_computes_the_sum_on_a_gpu(dtypes, generator):
+    device = torch.device("cuda")
+    for name, provider in providers.ACCUMULATE.items():
+        accumulators, gradients = ([t.to(device) for t in tensors] for tensors in lists(dtypes, generator))
+        if (
+            name in common.PEAK
+            or provider.unavailable(device)
+            or provider.unsupported(accumulators, gradients)
+        ):
+            continue
+        added = providers.scratch(accumulators, "other") if name == "add_ same dtype" else gradients
+        expected = [a.double() + SCALE * g.double() for a, g in zip(accumulators, added, strict=True)]
+        provider.make(accumulators, gradients, SCALE)()
+        for acc, exact in zip(accumulators, expected, strict=True):
+            torch.testing.assert_close(acc.double(), exact, rtol=1e-5, atol=1e-5, msg=name)
+
+
+@pytest.mark.cuda
+def test_a_gpus_row_counts_kernels_and_host_time():
+    results = common.Results(None, "cuda")
+    kernels.figures(
+        results, "quick", providers=["fusedacc cuda", "add_"], dtypes=["float32:float32"], sizes=["300x4"]
+    )
+    rows = {row.provider: row for row in results.rows}
+    assert rows["add_"].launches == 300
+    assert rows["fusedacc cuda"].launches == 1
+    assert all(row.host_us > 0 and row.median > 0 for row in rows.values())
 
 
 def test_a_quick_run_finishes_and_records_nothing(tmp_path):
