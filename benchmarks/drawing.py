@@ -107,7 +107,7 @@ class Bars:
 def label_ends(axes: Axes, ends: dict[str, float], colours: dict[str, str], x: float, top: float) -> None:
     """Names beside the lines' last points, moved apart where they would overlap. The y axis is (0, `top`)."""
     names = sorted(ends, key=ends.__getitem__)
-    gap = 0.048 * top
+    gap = 0.05 * top
     places: list[float] = []
     for name in names:
         places.append(max(ends[name], places[-1] + gap if places else 0.01 * top))
