@@ -9,7 +9,7 @@ mode "window k=8", metric "time": a whole window; `bytes` and `launches` are wha
 mode "window k=8", metric "bytes: total" and, for case "counted" only, "bytes: PART" for each of
     windows.PARTS: counted bytes of one window per parameter, in B/param. They depend on the way, not on the
     model. Case "counted" is a small list, but so large that scalars do not show.
-mode "accumulate", metric "time": one pass over the whole list, acc += g / 8.
+mode "accumulate", metric "time": one pass over the whole list (model_pass.py).
 
 The `note` of a window begins with the way's role: "as written", "best stock", "stock", "ours", "ours, manual
 loop", "inexact", "floor". All ways work on the same weights and Adam states in turns. Where memory does not
@@ -20,22 +20,21 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import statistics
 import time
 from collections import Counter
-from pathlib import Path
 
 import common
+import model_pass
 import parameter_lists
 import torch
 import windows
 from common import Case, Goal, Results, Row, Variant
 from parameter_lists import Parameters
-from torch import Tensor
-from windows import BF16, DTYPES, F32, PARTS, SETTINGS, Window
+from provided import BF16, DTYPES, F32, SETTINGS, Memory
+from providers import first_line
+from windows import PARTS, Window
 
 from fusedacc import backends
-from fusedacc.functional import prepare
 from fusedacc.traffic import TrafficMeter
 
 PROVIDERS = tuple(way.name for way in windows.WAYS)
@@ -49,9 +48,6 @@ MAIN_ROLES = ("as written", "best stock", "ours", "floor")
 SMALL = 64 * 10**6
 #: Seconds to time one case for, and the most rounds. There are three rounds at least.
 PATIENCE = {"quick": (1.0, 3), "short": (6.0, 5), "full": (120.0, 15)}
-#: Of the memory that is free, what an estimate may fill.
-SHARE = 0.8
-SCALE = 0.125
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +100,7 @@ def figures(
                 model(results, name, whole, setting, of, effort, loop)
                 release()
         for dtype in (BF16, F32):
-            passes(results, name, whole, dtype, effort, loop)
+            model_pass.figures(results, name, whole, dtype, effort, backend)
             release()
 
 
@@ -143,12 +139,12 @@ def model(
 ) -> None:
     """The windows of a model in one setting: bytes and times of every way, ours against the others."""
     left_out: list[type[Window]] = []
-    if len(fitting(whole, windows.need(setting, of), loop.device)) < len(whole):
+    if len(parameter_lists.fitting_memory(whole, windows.need(setting, of), loop.device)) < len(whole):
         left_out = [way for way in of if way.role not in MAIN_ROLES]
         of = [way for way in of if way.role in MAIN_ROLES] or left_out
         left_out = [way for way in left_out if way not in of]
     needed = windows.need(setting, of)
-    parameters = fitting(whole, needed, loop.device)
+    parameters = parameter_lists.fitting_memory(whole, needed, loop.device)
     shapes = parameter_lists.describe(parameters or whole, whole)
     case = Case("models", name, loop.mode, shapes, DTYPES[setting])
     results.add([common.cannot_run(case, way.name, "left out, so that more layers fit") for way in left_out])
@@ -194,7 +190,7 @@ def start(
     loop: Loop,
 ) -> list[Opened]:
     """The ways that can run here, each after two windows, the second counted. The others leave a row."""
-    memory = windows.Memory(parameter_lists.shapes(parameters), setting, loop.device)
+    memory = Memory(parameter_lists.shapes(parameters), setting, loop.device)
     opened = []
     for way in common.progress(of, f"{case.case}, {setting}", "way"):
         if obstacle := way.obstacle():
@@ -255,87 +251,7 @@ def note(way: Opened) -> str:
     return f"{text}; not counted: {missed}" if missed else text
 
 
-# One pass
-
-
-def passes(
-    results: Results, name: str, whole: Parameters, dtype: torch.dtype, effort: str, loop: Loop
-) -> None:
-    """A model's gradients of `dtype` into float32 sums at once: a loop, the foreach forms, a plan."""
-    # Sums, gradients and the copies of the form that casts first.
-    parameters = fitting(whole, 4 + dtype.itemsize + 4, loop.device)
-    shapes = parameter_lists.describe(parameters or whole, whole)
-    case = Case("models", name, "accumulate", shapes, f"{str(dtype)[6:]} into float32")
-    if not parameters:
-        results.add([common.cannot_run(case, "fusedacc plan", "no memory for one layer of each stack")])
-        return
-    on = {"device": loop.device}
-    sums = [torch.zeros(shape, **on) for _, shape in parameters]
-    gradients = [torch.full(shape, 1 / 64, dtype=dtype, **on) for _, shape in parameters]
-    size = parameter_lists.elements(parameters) * (8 + dtype.itemsize)
-    forms = {"torch._foreach_add_": lambda: torch._foreach_add_(sums, gradients, alpha=SCALE)}
-    if dtype != F32:
-        forms["_foreach_copy_ to float32, _foreach_add_"] = lambda: torch._foreach_add_(
-            sums, widened(gradients), alpha=SCALE
-        )
-    timer = common.timer_for(loop.device)
-    best = min(forms, key=lambda form: statistics.median(timer(forms[form], 1) for _ in range(3)))
-    base = "loop of acc.add_(g, alpha=s)"
-    on_gpu = loop.device.type == "cuda"
-    goals = (Goal(base, 5.0), Goal(best, 1.5)) if on_gpu else (Goal(base, 1.0), Goal(best, 1.0))
-    variants = [Variant(base, lambda: looped(sums, gradients), size, launches=len(sums))]
-    variants += [Variant(form, run, size) for form, run in forms.items()]
-    for backend in backends_of(loop):
-        provider = f"fusedacc plan, {backend}"
-        try:
-            plan = prepare(sums, backend=backend)
-            plan(gradients, SCALE)
-        except Exception as error:
-            results.add([common.cannot_run(case, provider, first_line(error))])
-            continue
-        variants.append(Variant(provider, lambda p=plan: p(gradients, SCALE), size, goals))
-    rounds = {"quick": 3, "short": 11, "full": 31}[effort]
-    results.add(common.measure(case, variants, rounds, 20 if on_gpu else 1, timer))
-
-
-def backends_of(loop: Loop) -> tuple[str, ...]:
-    """The one asked for, or those made for the device."""
-    if loop.backend != "auto":
-        return (loop.backend,)
-    return ("cuda", "triton") if loop.device.type == "cuda" else ("cpu",)
-
-
-def looped(sums: list[Tensor], gradients: list[Tensor]) -> None:
-    for total, gradient in zip(sums, gradients, strict=True):
-        total.add_(gradient, alpha=SCALE)
-
-
-def widened(tensors: list[Tensor]) -> list[Tensor]:
-    copies = [torch.empty_like(tensor, dtype=F32) for tensor in tensors]
-    torch._foreach_copy_(copies, tensors)
-    return copies
-
-
 # Memory
-
-
-def fitting(whole: Parameters, per_element: int, device: torch.device) -> Parameters:
-    """As many whole layers as the memory that is free has room for; empty if it has none for one.
-
-    A gradient of the largest parameter, its cast and what an update makes of it come on top.
-    """
-    largest = 12 * max(parameter_lists.elements([parameter]) for parameter in whole)
-    return parameter_lists.fitting(whole, int((SHARE * free_bytes(device) - largest) // per_element))
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory that is free, in bytes: of the GPU, or of the machine."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return 1024 * int(line.split()[1])
-    raise RuntimeError("no MemAvailable in /proc/meminfo: free memory is unknown")
 
 
 def release() -> None:
@@ -343,10 +259,6 @@ def release() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def main() -> None:

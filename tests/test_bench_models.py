@@ -380,14 +380,12 @@ def test_a_model_that_does_not_fit_is_scaled_down_or_says_so(
     models: ModuleType, lists: ModuleType, common: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = [("head", (4, 4)), *((f"layers.{index}.weight", (8, 8)) for index in range(6))]
-    monkeypatch.setattr(models.parameter_lists, "load", lambda name: whole)
     device = torch.device("cpu")
     # 16 + 3 * 64 elements of 20 bytes, and 12 for each of the largest one's 64.
-    monkeypatch.setattr(
-        models, "free_bytes", lambda device: (20 * (16 + 3 * 64) + 12 * 64) / models.SHARE + 1
-    )
-    assert models.fitting(whole, 20, device) == whole[:4]
-    monkeypatch.setattr(models, "free_bytes", lambda device: 1000)
+    room = (20 * (16 + 3 * 64) + 12 * 64) / lists.SHARE + 1
+    monkeypatch.setattr(lists, "available_memory", lambda device: room)
+    assert lists.fitting_memory(whole, 20, device) == whole[:4]
+    monkeypatch.setattr(lists, "available_memory", lambda device: 1000)
     results = common.Results(None)
     models.model(
         results, "some", whole, "float32", models.ways("float32", ["fusedacc"]), "quick", models.Loop(device)
@@ -404,7 +402,7 @@ def test_where_memory_is_short_the_main_ways_go_before_the_others(
     main = [way for way in of if way.role in models.MAIN_ROLES]
     room = windows.need("bfloat16", main) * (64 * 64 + 2 * 256) + 12 * 64 * 64
     assert windows.need("bfloat16", main) < windows.need("bfloat16", of)
-    monkeypatch.setattr(models, "free_bytes", lambda device: room / models.SHARE + 1)
+    monkeypatch.setattr(lists, "available_memory", lambda device: room / lists.SHARE + 1)
     results = common.Results(None)
     models.model(results, "some", whole, "bfloat16", of, "quick", models.Loop(device, 2))
     assert {row.shapes for row in results.rows} == {"3 parameters, 0.00461 M elements: 2 of 6 layers"}
@@ -431,8 +429,28 @@ def test_timing_that_fails_leaves_rows(
     assert notes == dict.fromkeys(("fusedacc", "floor"), "not run: MemoryError: no room")
 
 
-def test_free_memory_is_that_of_the_machine(models: ModuleType) -> None:
-    assert 2**20 < models.free_bytes(torch.device("cpu")) < 2**50
+def test_a_pass_over_a_list_names_what_cannot_run(
+    benchmark, lists: ModuleType, common: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_pass, results = benchmark("model_pass"), common.Results(None)
+    whole = [("a", (4, 4)), ("b", (7,))]
+    one_pass.figures(results, "some", whole, torch.bfloat16, "quick", "cuda")
+    if not torch.cuda.is_available():
+        assert [row.note[:8] for row in results.rows if row.provider == "fusedacc cuda"] == ["not run:"]
+    assert {row.provider: row.bytes for row in results.rows if row.median is not None} == {
+        "add_": 23 * 10,
+        "torch._foreach_add_": 23 * 10,
+        "foreach cast and add": 23 * 18,
+    }
+    results.rows.clear()
+    one_pass.figures(results, "some", whole, torch.float32, "quick", "eager")
+    ours = [row for row in results.rows if row.provider == "fusedacc eager"]
+    assert [row.against for row in ours] == ["add_", "torch._foreach_add_"]
+    assert all(row.goal == 1.0 and row.bytes == 23 * 12 for row in ours)
+    results.rows.clear()
+    monkeypatch.setattr(lists, "available_memory", lambda device: 10)
+    one_pass.figures(results, "some", whole, torch.float32, "quick", "auto")
+    assert {row.note for row in results.rows} == {"not run: no memory for one layer of each stack"}
 
 
 @pytest.mark.parametrize(
