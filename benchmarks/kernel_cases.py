@@ -125,6 +125,11 @@ class Work:
         return self.size in PRODUCTS
 
     @property
+    def is_same(self) -> bool:
+        """Whether every call takes the same tensors, whatever memory there is."""
+        return self.size in _SAME
+
+    @property
     def shapes(self) -> Shapes:
         return (PRODUCTS[self.size][1:],) if self.is_product else LISTS[self.size]
 
@@ -152,7 +157,7 @@ class Work:
 
     def sets(self, available: int) -> int:
         """How many sets to rotate; 0 if memory has no room for one."""
-        if self.size in _SAME:
+        if self.is_same:
             return min(1, available // self.held_bytes)
         target = SETS_BYTES
         if self.device.type == "cuda":
@@ -192,7 +197,7 @@ class Work:
             each = " x ".join(map(str, self.shapes[0]))
             short = each if len(each) < 8 else count(math.prod(self.shapes[0]))
             name = f"{len(self.shapes)} tensors of {short}"
-            name += ", the same" if self.size in _SAME else ""
+            name += ", the same" if self.is_same else ""
             shapes = f"{len(self.shapes)} tensors of {each}"
         else:
             sizes = sorted(map(math.prod, self.shapes))
