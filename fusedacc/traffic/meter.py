@@ -153,6 +153,7 @@ class TrafficMeter(TorchDispatchMode):
 
     def __enter__(self) -> TrafficMeter:
         self._steps = 0
+        self._know_gradients()
         self._handles = [
             register_optimizer_step_pre_hook(self._step_begins),
             register_optimizer_step_post_hook(self._step_ends),
