@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import common
 from drawing import (
@@ -68,19 +68,19 @@ class NoRows(Exception):
     """The file holds no rows for a plot; the message says which."""
 
 
-def newest(rows: Sequence[Row], benchmark: str) -> list[Row]:
-    """The benchmark's last run, without the rows of what could not run."""
-    if not any(row["benchmark"] == benchmark for row in rows):
-        raise NoRows(f"there are no rows of benchmarks/{benchmark}.py")
-    return [row for row in common.newest(rows, benchmark) if row["median"]]
+def newest(rows: Sequence[Row], benchmark: str, wanted: Callable[[Row], object], what: str) -> list[Row]:
+    """The rows that are wanted, of the last run that has such; none of what could not run."""
+    own = [row for row in rows if row["benchmark"] == benchmark and row["median"] and wanted(row)]
+    if not own:
+        raise NoRows(f"there are no rows of benchmarks/{benchmark}.py with {what}")
+    return common.newest(own, benchmark)
 
 
 def bytes_per_parameter(rows: Sequence[Row]) -> Figure:
     """A bar per setting and way, stacked by part; ours is told against the best of stock."""
-    newest(rows, "models")
     found = headline(rows)
     if not found:
-        raise NoRows("the newest rows of benchmarks/models.py hold no counted window of 8")
+        raise NoRows("there are no rows of benchmarks/models.py with a counted window of 8")
     figure, axes = plt.subplots(figsize=(10.5, 5.5))
     bars = Bars(axes, max(counted.total for counted in found))
     for title in dict.fromkeys(counted.title for counted in found):
@@ -106,15 +106,11 @@ def bytes_per_parameter(rows: Sequence[Row]) -> Figure:
 
 def bandwidth(rows: Sequence[Row]) -> Figure:
     """A panel per dtype pair, a line per provider; the same bytes for all, so that higher is faster."""
-    own = []
-    for row in newest(rows, "kernels"):
-        size = re.match(r"1 tensor of (\d+)", row["shapes"])
-        if row["mode"] == "accumulate" and row["bytes"] and size:
-            own.append({**row, "size": size[1]})
+    own = newest(rows, "kernels", lambda row: row["mode"] == "accumulate" and elements(row), "one tensor")
     wanted = ("bfloat16 into float32", "float32 into float32")
-    pairs = [pair for pair in wanted if len({row["size"] for row in own if row["dtypes"] == pair}) > 1]
+    pairs = [pair for pair in wanted if len({elements(row) for row in own if row["dtypes"] == pair}) > 1]
     if not pairs:
-        raise NoRows("the newest rows of benchmarks/kernels.py have no two sizes of one tensor")
+        raise NoRows("the newest rows of benchmarks/kernels.py with one tensor have no two sizes")
     size = (1.5 + 5.5 * len(pairs), 5.4)
     figure, panels = plt.subplots(1, len(pairs), figsize=size, sharey=True, squeeze=False)
     top = 0.0
@@ -135,12 +131,18 @@ def bandwidth(rows: Sequence[Row]) -> Figure:
     return finish(figure, "How fast one tensor is accumulated, against its size", own[0], text)
 
 
+def elements(row: Row) -> int:
+    """Of one tensor; 0 for lists of more."""
+    size = re.match(r"1 tensor of (\d+)", row["shapes"])
+    return int(size[1]) if size else 0
+
+
 def lines_of_pair(axes: Axes, own: Sequence[Row]) -> float:
     """Draws a line per provider, and the faster of copy and triad. Returns the highest value."""
-    sizes = sorted({int(row["size"]) for row in own})
+    sizes = sorted({elements(row) for row in own})
     lines: dict[str, dict[int, float]] = {PEAK_LABEL: {}}
     for size in sizes:
-        at = {row["provider"]: row for row in own if int(row["size"]) == size}
+        at = {row["provider"]: row for row in own if elements(row) == size}
         lines[PEAK_LABEL][size] = max(float(at[name]["gb_per_s"]) for name in common.PEAK if name in at)
         of = {name: row for name, row in at.items() if name in LINES}
         needed = min(float(row["bytes"]) for row in of.values())
@@ -162,7 +164,9 @@ def lines_of_pair(axes: Axes, own: Sequence[Row]) -> float:
 
 def speedup(rows: Sequence[Row]) -> Figure:
     """A bar per model and setting: a window's time by the fastest exact way of stock, over ours."""
-    own = [row for row in newest(rows, "models") if (row["mode"], row["metric"]) == (MODE, "time")]
+    own = newest(
+        rows, "models", lambda row: (row["mode"], row["metric"]) == (MODE, "time"), "a window's time"
+    )
     cases: dict[tuple[str, str], dict[str, Row]] = {}
     for row in (row for row in own if row["provider"] == OURS and row["speedup"]):
         cases.setdefault((row["dtypes"], row["case"]), {})[row["against"]] = row
@@ -197,14 +201,13 @@ def speedup(rows: Sequence[Row]) -> Figure:
 
 def memory(rows: Sequence[Row]) -> Figure:
     """A bar per way, stacked by kind, for the largest model that was trained in each dtype."""
-    own = [row for row in newest(rows, "training") if row["metric"].startswith("peak memory: ")]
-    if not own:
-        raise NoRows("the newest rows of benchmarks/training.py have no peak memory by kind")
+    by_kind = "peak memory: "
+    own = newest(rows, "training", lambda row: row["metric"].startswith(by_kind), "peak memory by kind")
     largest = {row["dtypes"]: row["case"] for row in own}  # sizes grow through a run
     kept = [row for row in own if row["case"] == largest[row["dtypes"]]]
     peaks: dict[tuple[str, str], dict[str, float]] = {}
     for row in kept:
-        kind = row["metric"].removeprefix("peak memory: ")
+        kind = row["metric"].removeprefix(by_kind)
         peaks.setdefault((row["dtypes"], row["provider"]), {})[kind] = float(row["median"])
     figure, axes = plt.subplots(figsize=(10.5, 1.7 + 0.36 * (len(peaks) + 1.2 * len(largest))))
     bars = Bars(axes, max(sum(kinds.values()) for kinds in peaks.values()))

@@ -38,14 +38,11 @@ class Counted:
 
 
 def headline(rows: Sequence[dict[str, str]]) -> list[Counted]:
-    """One entry per setting and role that the newest run counted, in the order of TITLES and ROLES."""
-    if not any(row["benchmark"] == "models" for row in rows):
-        return []
-    own = [
-        row
-        for row in newest(rows, "models")
-        if (row["case"], row["mode"], row["unit"]) == (CASE, MODE, UNIT) and row["median"]
-    ]
+    """One entry per setting and role that the newest count has, in the order of TITLES and ROLES."""
+    wanted = ("models", CASE, MODE, UNIT)
+    columns = ("benchmark", "case", "mode", "unit")
+    own = [row for row in rows if tuple(row[name] for name in columns) == wanted and row["median"]]
+    own = newest(own, "models") if own else []
     found = []
     for dtypes, title in TITLES.items():
         for role in ROLES:

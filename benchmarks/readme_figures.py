@@ -54,14 +54,15 @@ def outcome(row: Row, of: dict[tuple[str, ...], Row]) -> str:
 
 
 def goals(rows: Sequence[Row]) -> str:
-    """A table per benchmark: what has a goal, and whether it was reached."""
+    """A table per benchmark: what has a goal, and whether it was reached, in the newest run that has such."""
     lines = []
     for name in BENCHMARKS:
-        own = newest(rows, name) if any(row["benchmark"] == name for row in rows) else []
-        with_goals = [row for row in own if row["goal"] and row["median"]]
+        with_goals = [row for row in rows if row["benchmark"] == name and row["goal"] and row["median"]]
         if not with_goals:
             print(f"no figure with a goal from benchmarks/{name}.py", file=sys.stderr)
             continue
+        with_goals = newest(with_goals, name)
+        own = [row for row in rows if row["benchmark"] == name and row["date"] == with_goals[-1]["date"]]
         of = {(*(row[column] for column in CASE), row["provider"]): row for row in own if row["median"]}
         lines += [
             conditions(own[-1]),

@@ -30,10 +30,23 @@ def common():
     return importlib.import_module("common")
 
 
-def run(*command: str) -> subprocess.CompletedProcess[str]:
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+@pytest.fixture
+def script(monkeypatch, capsys):
+    """Runs a script of benchmarks/ in this process. Returns its exit status, standard output and error."""
+
+    def run(name, *options):
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, options)])
+        code = 0
+        try:
+            importlib.import_module(name).main()
+        except SystemExit as end:
+            code = end.code
+        shown = capsys.readouterr()
+        if isinstance(code, str):
+            return 1, shown.out, shown.err + code
+        return code or 0, shown.out, shown.err
+
+    return run
 
 
 # Timing
@@ -175,44 +188,35 @@ def module(monkeypatch, name, figures):
 
 
 @pytest.fixture
-def run_all(monkeypatch):
-    run_all = importlib.import_module("run_all")
-    monkeypatch.setattr(run_all, "BENCHMARKS", ("first", "second"))
-    return run_all
+def two(monkeypatch):
+    """run_all has two benchmarks, "first" and "second"."""
+    monkeypatch.setattr(importlib.import_module("run_all"), "BENCHMARKS", ("first", "second"))
 
 
-def ended(run_all, monkeypatch, *options):
-    """The exit status of run_all."""
-    monkeypatch.setattr(sys, "argv", ["run_all.py", *map(str, options)])
-    with pytest.raises(SystemExit) as end:
-        run_all.main()
-    return end.value.code
-
-
-def test_a_benchmark_that_fails_stops_no_other(common, run_all, monkeypatch, tmp_path, capsys):
+def test_a_benchmark_that_fails_stops_no_other(common, two, script, monkeypatch, tmp_path):
     def broken(results, effort):
         raise RuntimeError("no such kernel\nand more")
 
     module(monkeypatch, "first", broken)
     module(monkeypatch, "second", lambda results, effort: results.add(some_rows(common, case=effort)))
     path = tmp_path / "results.csv"
-    assert ended(run_all, monkeypatch, "--results", path) == 1
+    code, out, err = script("run_all", "--results", path)
+    assert code == 1
     assert [row["case"] for row in common.read(path)] == ["short"]
-    shown = capsys.readouterr()
-    assert "first FAILED: RuntimeError: no such kernel\n" in shown.err
-    assert "tests: short" in shown.out
+    assert "first FAILED: RuntimeError: no such kernel\n" in err
+    assert "tests: short" in out
 
 
-def test_a_benchmark_that_cannot_be_imported_stops_no_other(common, run_all, monkeypatch, capsys):
+def test_a_benchmark_that_cannot_be_imported_stops_no_other(common, two, script, monkeypatch):
     monkeypatch.setitem(sys.modules, "first", None)
     module(monkeypatch, "second", lambda results, effort: results.add(some_rows(common, case=effort)))
-    assert ended(run_all, monkeypatch, "--quick") == 1
-    shown = capsys.readouterr()
-    assert "first FAILED: ModuleNotFoundError" in shown.err
-    assert "tests: quick" in shown.out
+    code, out, err = script("run_all", "--quick")
+    assert code == 1
+    assert "first FAILED: ModuleNotFoundError" in err
+    assert "tests: quick" in out
 
 
-def test_an_interrupted_run_keeps_what_was_finished(common, run_all, monkeypatch, tmp_path, capsys):
+def test_an_interrupted_run_keeps_what_was_finished(common, two, script, monkeypatch, tmp_path):
     def interrupted(results, effort):
         results.add(some_rows(common, case="finished"))
         raise KeyboardInterrupt
@@ -220,32 +224,37 @@ def test_an_interrupted_run_keeps_what_was_finished(common, run_all, monkeypatch
     module(monkeypatch, "first", interrupted)
     module(monkeypatch, "second", lambda results, effort: pytest.fail("the run goes on"))
     path = tmp_path / "results.csv"
-    assert ended(run_all, monkeypatch, "--results", path) == 130
+    code, out, err = script("run_all", "--results", path)
+    assert code == 130
     assert [row["case"] for row in common.read(path)] == ["finished"]
-    shown = capsys.readouterr()
-    assert "tests: finished" in shown.out
-    assert f"1 rows were finished, all of them are in {path}" in shown.err
+    assert "tests: finished" in out
+    assert f"1 rows were finished, all of them are in {path}" in err
 
 
-def test_only_runs_what_is_named(common, run_all, monkeypatch, capsys):
+def test_only_runs_what_is_named(common, two, script, monkeypatch):
     module(monkeypatch, "first", lambda results, effort: pytest.fail("not asked for"))
     module(monkeypatch, "second", lambda results, effort: results.add(some_rows(common)))
-    assert ended(run_all, monkeypatch, "--quick", "--only", "second") == 0
-    assert ended(run_all, monkeypatch, "--only", "third") == (
-        "unknown benchmark 'third'; allowed: first, second"
-    )
+    assert script("run_all", "--quick", "--only", "second")[0] == 0
+    _, _, err = script("run_all", "--only", "third")
+    assert err == "unknown benchmark 'third'; allowed: first, second"
 
 
-def test_results_that_cannot_be_kept_are_an_error_before_anything_runs(run_all, monkeypatch, tmp_path):
+def test_results_that_cannot_be_kept_are_an_error_before_anything_runs(two, script, monkeypatch, tmp_path):
     path = tmp_path / "results.csv"
     path.write_text("case\n")
     module(monkeypatch, "first", lambda results, effort: pytest.fail("nothing may run"))
-    assert "cannot keep results" in ended(run_all, monkeypatch, "--results", path)
+    code, _, err = script("run_all", "--results", path)
+    assert code == 1
+    assert "cannot keep results" in err
 
 
 def test_every_benchmark_runs(tmp_path):
     path = tmp_path / "results.csv"
-    found = run(sys.executable, "benchmarks/run_all.py", "--quick", "--results", str(path))
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    found = subprocess.run(
+        [sys.executable, "benchmarks/run_all.py", "--quick", "--results", str(path)],
+        cwd=ROOT, env={"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
     assert found.returncode == 0, found.stderr
     for benchmark in ("models", "kernels", "training", "wrapper_window", "peak_memory"):
         assert f"\n{benchmark}: " in found.stdout
@@ -322,7 +331,7 @@ def test_rows_that_differ_in_what_they_are_held_against_are_one_figure(runs):
     assert verdicts(old, runs("new.csv", *against[:1])) == ["same"]
 
 
-def test_the_report_says_what_differs_and_what_is_gone(runs):
+def test_the_report_says_what_differs_and_what_is_gone(runs, script):
     old = runs("old.csv", ("ours", 100, 98, 102, {}), ("apex", 100, 98, 102, {}), threads="2")
     new = runs(
         "new.csv",
@@ -331,42 +340,41 @@ def test_the_report_says_what_differs_and_what_is_gone(runs):
         ("peer", 1, 1, 1, {}),
         threads="8",
     )
-    found = run(sys.executable, "benchmarks/compare.py", str(old), str(new))
-    assert found.returncode == 1, found.stderr
-    assert "*** THE RUNS DIFFER IN THREADS: 2 -> 8" in found.stdout
-    assert "WORSE: 1\n  tests: case: ours: 100 -> 150 us, +50.0 %" in found.stdout
-    assert "better: nothing" in found.stdout
-    assert "disappeared: 1\n  tests: case: apex (not run: apex is not installed)" in found.stdout
-    assert "appeared: 1\n  tests: case: peer" in found.stdout
+    code, out, _ = script("compare", old, new)
+    assert code == 1
+    assert "*** THE RUNS DIFFER IN THREADS: 2 -> 8" in out
+    assert "WORSE: 1\n  tests: case: ours: 100 -> 150 us, +50.0 %" in out
+    assert "better: nothing" in out
+    assert "disappeared: 1\n  tests: case: apex (not run: apex is not installed)" in out
+    assert "\nappeared: 1\n  tests: case: peer" in out
 
 
-def test_two_equal_runs_end_well(runs):
+def test_two_equal_runs_end_well(runs, script):
     old = runs("old.csv", ("copy", 50, 49, 51, {}), ("ours", 100, 98, 102, {}))
-    found = run(sys.executable, "benchmarks/compare.py", str(old), str(old))
-    assert found.returncode == 0, found.stderr
-    assert "WORSE: nothing" in found.stdout
-    assert "DIFFER" not in found.stdout
+    code, out, _ = script("compare", old, old)
+    assert code == 0
+    assert "WORSE: nothing" in out
+    assert "DIFFER" not in out
 
 
 @pytest.mark.parametrize(
     ("text", "why"),
     [(None, "No such file"), ("", "no column"), ("case,variant\n", "no column"), (b"\xff\xfe", "decode")],
 )
-def test_what_cannot_be_compared_is_said(runs, tmp_path, text, why):
+def test_what_cannot_be_compared_is_said(runs, script, tmp_path, text, why):
     bad = tmp_path / "bad.csv"
     if text is not None:
         bad.write_bytes(text if isinstance(text, bytes) else text.encode())
-    found = run(sys.executable, "benchmarks/compare.py", str(runs("old.csv", ("a", 1, 1, 1, {}))), str(bad))
-    assert found.returncode == 2
-    assert why in found.stderr
-    assert "Traceback" not in found.stderr
+    code, _, err = script("compare", runs("old.csv", ("a", 1, 1, 1, {})), bad)
+    assert code == 2
+    assert why in err
 
 
-def test_a_threshold_below_zero_is_refused(runs):
-    old = str(runs("old.csv", ("a", 1, 1, 1, {})))
-    found = run(sys.executable, "benchmarks/compare.py", old, old, "--threshold=-1")
-    assert found.returncode == 2
-    assert "at least 0" in found.stderr
+def test_a_threshold_below_zero_is_refused(runs, script):
+    old = runs("old.csv", ("a", 1, 1, 1, {}))
+    code, _, err = script("compare", old, old, "--threshold=-1")
+    assert code == 2
+    assert "at least 0" in err
 
 
 # What is drawn and written
@@ -408,12 +416,12 @@ def synthetic(common, tmp_path):
 NAMES = ("bytes", "bandwidth", "speedup", "memory")
 
 
-def test_every_plot_is_drawn_as_png_and_svg(synthetic, tmp_path):
+def test_every_plot_is_drawn_as_png_and_svg(synthetic, script, tmp_path):
     pytest.importorskip("matplotlib")
     out = tmp_path / "figures"
-    found = run(sys.executable, "benchmarks/plot.py", "--results", str(synthetic), "--out", str(out))
-    assert found.returncode == 0, found.stderr
-    assert "not drawn" not in found.stdout
+    code, told, _ = script("plot", "--results", synthetic, "--out", out)
+    assert code == 0
+    assert "not drawn" not in told
     assert {path.name for path in out.iterdir()} == {f"{n}.{kind}" for n in NAMES for kind in ("png", "svg")}
     for name in NAMES:
         assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
@@ -460,25 +468,26 @@ def test_no_label_of_a_plot_lies_on_another_or_outside(common, synthetic):
             assert not any(box.overlaps(other) for other in boxes[:index]), (draw.__name__, index)
 
 
-def test_a_plot_without_rows_is_skipped_with_the_reason(runs, tmp_path):
+def test_a_plot_without_rows_is_skipped_with_the_reason(runs, script, tmp_path):
     pytest.importorskip("matplotlib")
     out = tmp_path / "figures"
     path = runs("other.csv", ("ours", 1, 1, 1, {}))
-    found = run(sys.executable, "benchmarks/plot.py", "--results", str(path), "--out", str(out))
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.count("not drawn") == len(NAMES)
-    assert "bytes: not drawn: there are no rows of benchmarks/models.py" in found.stdout
+    code, told, _ = script("plot", "--results", path, "--out", out)
+    assert code == 0
+    assert told.count("not drawn") == len(NAMES)
+    assert "bytes: not drawn: there are no rows of benchmarks/models.py with a counted window" in told
     assert not list(out.iterdir())
 
 
-def test_plots_that_are_unknown_or_have_no_file_are_refused(tmp_path):
+def test_plots_that_are_unknown_or_have_no_file_are_refused(script, tmp_path):
     pytest.importorskip("matplotlib")
-    missing = ("--results", str(tmp_path / "none.csv"), "--out", str(tmp_path))
-    found = run(sys.executable, "benchmarks/plot.py", *missing)
-    assert found.returncode == 2
-    assert "run `make bench` first" in found.stderr.replace("Run", "run")
-    found = run(sys.executable, "benchmarks/plot.py", "--only", "pie", *missing)
-    assert "unknown plot 'pie'; allowed: bytes, bandwidth, speedup, memory" in found.stderr
+    missing = ("--results", tmp_path / "none.csv", "--out", tmp_path)
+    code, _, err = script("plot", *missing)
+    assert code == 2
+    assert "Run `make bench` first" in err
+    code, _, err = script("plot", "--only", "pie", *missing)
+    assert code == 1
+    assert "unknown plot 'pie'; allowed: bytes, bandwidth, speedup, memory" in err
 
 
 README = """# name
@@ -494,11 +503,11 @@ the end
 """
 
 
-def test_readme_shows_the_newest_figures(synthetic, tmp_path):
+def test_readme_shows_the_newest_figures(synthetic, script, tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text(README)
-    command = ("benchmarks/readme_figures.py", "--results", str(synthetic), "--readme", str(readme))
-    assert run(sys.executable, *command).returncode == 0
+    command = ("readme_figures", "--results", synthetic, "--readme", readme)
+    assert script(*command)[0] == 0
     text = readme.read_text()
     assert "old" not in text
     assert "prose that stays" in text
@@ -506,8 +515,21 @@ def test_readme_shows_the_newest_figures(synthetic, tmp_path):
     assert "| float32 parameters and sums | 100.0 | 50.0 (mixed) | 40.0 | -20 % |" in text
     row = "| gpt2, window k=8 | bfloat16 into float32 | fusedacc | 400.00 ms | "
     assert row + "1.25 times the speed of `stock mixed` (500.00 ms), goal 1 |" in text
-    assert run(sys.executable, *command).returncode == 0
+    assert script(*command)[0] == 0
     assert readme.read_text() == text, "a second time changes nothing"
+
+
+def test_a_later_run_of_a_part_does_not_hide_the_rest(common, synthetic):
+    pytest.importorskip("matplotlib").use("Agg")
+    charts, headline = importlib.import_module("charts"), importlib.import_module("headline")
+    kept = common.Results(synthetic)
+    kept.conditions = {**kept.conditions, "date": "2099-01-01"}
+    case = common.Case("models", "counted", "window k=8", "4 parameters", "float32 into float32")
+    figure = {"metric": "bytes: total", "unit": "B/param", "median": 7.0, "note": "ours: how"}
+    kept.add([common.row(case, "fusedacc", **figure)])
+    rows = common.read(synthetic)
+    assert [counted.total for counted in headline.headline(rows)] == [7.0]
+    assert "1.25 x stock mixed" in texts(charts.speedup(rows))
 
 
 def test_readme_says_what_was_missed(common):
@@ -522,13 +544,13 @@ def test_readme_says_what_was_missed(common):
     assert "| 100.0 MB | at most 80.0 MB: stock + bucket **missed** |" in text
 
 
-def test_a_readme_without_markers_is_left_alone(synthetic, tmp_path):
+def test_a_readme_without_markers_is_left_alone(synthetic, script, tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text("nothing here\n")
-    command = ("benchmarks/readme_figures.py", "--results", str(synthetic), "--readme", str(readme))
-    found = run(sys.executable, *command)
-    assert found.returncode == 1
-    assert "no line '<!-- bytes" in found.stderr
+    command = ("readme_figures", "--results", synthetic, "--readme", readme)
+    code, _, err = script(*command)
+    assert code == 1
+    assert "no line '<!-- bytes" in err
     assert readme.read_text() == "nothing here\n"
 
 
