@@ -286,7 +286,7 @@ def main() -> None:
             kept,
             common.effort(options),
             models=models,
-            settings=settings,
+            settings=settings if options.settings else None,
             providers=providers if options.providers else None,
             steps=options.k,
             clip=clip,

@@ -453,6 +453,31 @@ def test_a_pass_over_a_list_names_what_cannot_run(
     assert {row.note for row in results.rows} == {"not run: no memory for one layer of each stack"}
 
 
+def test_the_short_sweep_has_less_of_long_lists(
+    models: ModuleType, common: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    called = {}
+
+    def record(results, name, whole, setting, of, effort, loop) -> None:
+        called[name, setting] = [way.role for way in of]
+
+    monkeypatch.setattr(models, "model", record)
+    monkeypatch.setattr(models, "count", lambda *args, **kwargs: None)
+    monkeypatch.setattr(models.model_pass, "figures", lambda *args: None)
+    monkeypatch.setattr("sys.argv", ["models.py", "--device", "cpu", "--results", str(tmp_path / "r.csv")])
+    models.main()
+    resnet = {("resnet50", setting) for setting in models.SETTINGS}
+    assert set(called) == resnet | {("gpt2", "float32"), ("gpt2", "bfloat16")}
+    assert called["gpt2", "bfloat16"] == ["as written", "best stock", "ours"]
+    assert {"stock", "inexact", "floor"} <= set(called["resnet50", "bfloat16"])
+    called.clear()
+    models.figures(common.Results(None), "full")
+    assert len(called) == 7 * 3
+    called.clear()
+    models.figures(common.Results(None), "short", models=["gpt2"], providers=["floor"], settings=["autocast"])
+    assert called == {("gpt2", "autocast"): ["floor"]}
+
+
 @pytest.mark.parametrize(
     ("option", "message"),
     [
