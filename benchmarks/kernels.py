@@ -304,7 +304,11 @@ def figures(
         ]
         for size, pair in common.progress(cells, f"kernels, {mode}", "case"):
             work = Work(size, pair, results.device, effort)
-            results.add(figures_of(work, able, hosts))
+            try:
+                rows = figures_of(work, able, hosts)
+            except RuntimeError as error:  # out of memory, say: the other cases still run
+                rows = [cannot_run(work.case(0), "all", first_line(error))]
+            results.add(rows)
             free_compiled(able)
 
 
