@@ -47,7 +47,7 @@ MAIN_ROLES = ("as written", "best stock", "ours", "floor")
 #: In the short sweep longer lists than this have the main ways but the floor, and no autocast.
 SMALL = 64 * 10**6
 #: Seconds to time one case for, and the most rounds. There are three rounds at least.
-PATIENCE = {"quick": (1.0, 3), "short": (6.0, 5), "full": (120.0, 15)}
+PATIENCE = {"quick": (1.0, 3), "short": (6.0, 5), "full": (30.0, 15)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,10 +174,10 @@ def model(
     once = calls * sum(way.seconds for way in opened)
     rounds = min(most, max(3, int(patience / once) - 1)) if once else most
     try:
-        if variants:
-            results.add(common.measure(case, variants, rounds, timer=common.timer_for(loop.device)))
+        rows = common.measure(case, variants, rounds, timer=common.timer_for(loop.device)) if variants else []
     except Exception as error:
-        results.add([common.cannot_run(case, variant.name, first_line(error)) for variant in variants])
+        rows = [common.cannot_run(case, variant.name, first_line(error)) for variant in variants]
+    results.add(rows)
     stop(opened)
 
 
@@ -207,6 +207,7 @@ def start(
             opened.append(Opened(window, meter, seconds))
         except Exception as error:
             results.add([common.cannot_run(case, way.name, first_line(error))])
+            release()
     return opened
 
 
