@@ -251,10 +251,9 @@ def test_results_that_cannot_be_kept_are_an_error_before_anything_runs(two, scri
 def test_every_benchmark_runs(tmp_path):
     path = tmp_path / "results.csv"
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    found = subprocess.run(
-        [sys.executable, "benchmarks/run_all.py", "--quick", "--results", str(path)],
-        cwd=ROOT, env={"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+    env = {"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONPATH": paths}
+    command = [sys.executable, "benchmarks/run_all.py", "--quick", "--results", str(path)]
+    found = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
     assert found.returncode == 0, found.stderr
     for benchmark in ("models", "kernels", "training", "wrapper_window", "peak_memory"):
         assert f"\n{benchmark}: " in found.stdout
