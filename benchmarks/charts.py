@@ -193,8 +193,8 @@ def speedup(rows: Sequence[Row]) -> Figure:
                 axes.plot(place, bars.position, marker="D", color=ORANGE, markeredgecolor="white", zorder=5)
     bars.finish("speed of fusedacc, the fastest exact way of stock torch being 1", room=1.5)
     text = (
-        "8 micro-batches with gradients provided, clipping, AdamW: no forward and no activations, so whole "
-        "training gains less. Diamond: stock as written."
+        "8 micro-batches with gradients provided, clipping, AdamW: no forward and no activations, so in "
+        "whole training the difference is smaller. Diamond: stock as written."
     )
     return finish(figure, "Time of one window on the parameters of real models", own[-1], text)
 
@@ -217,7 +217,7 @@ def memory(rows: Sequence[Row]) -> Figure:
             if of == dtypes:
                 end = bars.add(provider, {kind: kinds[kind] for kind in KINDS if kinds.get(kind)}, KINDS)
                 bars.tell(end, f"{end:.1f} MB")
-    bars.finish("MB alive at the peak", room=1.1)
+    bars.finish("MB alive at the peak", room=1.14)
     models = dict.fromkeys(f"{row['case']}: {row['shapes'].partition(';')[0]}" for row in kept)
     text = f"Two updates of two micro-batches, AdamW. {'; '.join(models)}."
     return finish(figure, "Peak memory while the demo's transformer trains", own[-1], text, KINDS)
