@@ -315,6 +315,18 @@ def test_units_say_what_is_worse(runs, unit, new, verdict):
     assert verdicts(old, runs("new.csv", ("ours", new, None, None, {"unit": unit}))) == [verdict]
 
 
+@pytest.mark.parametrize(("new", "verdict"), [(5, "worse"), (-30, "better"), (0, "worse"), (-10, "same")])
+def test_differences_of_times_may_be_negative(runs, new, verdict):
+    old = runs("old.csv", ("ours", -10, -11, -9, {}))
+    assert verdicts(old, runs("new.csv", ("ours", new, new, new, {}))) == [verdict]
+
+
+@pytest.mark.parametrize(("new", "verdict"), [(0, "same"), (1, "worse")])
+def test_what_was_nothing_may_become_something(runs, new, verdict):
+    old = runs("old.csv", ("ours", 0, 0, 0, {"unit": "MB"}))
+    assert verdicts(old, runs("new.csv", ("ours", new, new, new, {"unit": "MB"}))) == [verdict]
+
+
 def test_a_slower_machine_is_not_blamed_on_the_code(runs):
     old = runs("old.csv", ("copy", 50, 49, 51, {}), ("ours", 100, 98, 102, {}))
     slow = runs("slow.csv", ("copy", 100, 98, 102, {}), ("ours", 200, 196, 204, {}))
