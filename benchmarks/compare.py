@@ -22,7 +22,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from common import COLUMNS, CONDITIONS, PEAK, newest
+from common import COLUMNS, PEAK, newest
+from machine import CONDITIONS
 
 #: What makes a figure the same figure. Not `against`: rows that differ in it alone repeat one figure.
 KEY = ("benchmark", "case", "provider", "mode", "shapes", "dtypes", "metric", "unit")

@@ -145,11 +145,8 @@ part_2() {
 }
 
 part_3() {
-  # The short sweep, and the largest size: the goal for a GPU is there.
-  local sizes=(--sizes "1Ki,64Ki,1Mi,64Mi,1Gi,1000x1000,300x4,300x(16x16),16x1Mi,mixed,product 512:1024x1024")
-  [ "$EFFORT" = short ] || sizes=()
   build 60
-  figures kernels 310 ${sizes[@]+"${sizes[@]}"}
+  figures kernels 310
   figures dram_check 200
 }
 

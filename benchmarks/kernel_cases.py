@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from common import PEAK, Case, Goal, count
@@ -78,20 +77,6 @@ GOALS: dict[tuple[str, str, str], tuple[Goal, ...]] = {
 
 
 # Memory
-
-
-def available_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated, a tenth being left alone."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        free = torch.cuda.mem_get_info(device)[0]
-    else:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-        group = Path("/sys/fs/cgroup")
-        if (group / "memory.max").exists() and (most := (group / "memory.max").read_text().strip()) != "max":
-            free = min(free, int(most) - int((group / "memory.current").read_text()))
-    return free * 9 // 10
 
 
 def filled(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -7,9 +7,9 @@ import statistics
 import common
 import parameter_lists
 import torch
-from common import Case, Goal, Results, Variant
+from common import Case, Goal, Results, Variant, first_line
 from parameter_lists import Parameters
-from providers import ACCUMULATE, first_line
+from providers import ACCUMULATE
 
 SCALE = 0.125
 LOOP = "add_"

@@ -28,10 +28,9 @@ import model_pass
 import parameter_lists
 import torch
 import windows
-from common import Case, Goal, Results, Row, Variant
+from common import Case, Goal, Results, Row, Variant, first_line
 from parameter_lists import Parameters
 from provided import BF16, DTYPES, F32, SETTINGS, Memory
-from providers import first_line
 from windows import PARTS, Window
 
 from fusedacc import backends

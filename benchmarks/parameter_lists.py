@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import torch
-from kernel_cases import available_memory
+from machine import available_memory
 
 FOLDER = Path(__file__).resolve().parent / "parameter_lists"
 NAMES = ("resnet50", "vit_b_16", "bert_base", "gpt2", "gpt2_xl", "llama3_8b", "mixtral_8x7b")

@@ -20,8 +20,9 @@ from pathlib import Path
 
 import charts
 import matplotlib
-from common import RESULTS, ROOT, chosen, read
+from common import RESULTS, chosen, read
 from drawing import STYLE
+from machine import ROOT
 from matplotlib import pyplot as plt
 
 CHARTS = {

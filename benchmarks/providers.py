@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import common
 import torch
+from common import first_line
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -256,12 +257,6 @@ def apex_axpby(accumulators: Sequence[Tensor], gradients: Sequence[Tensor], scal
     overflow = torch.zeros(1, dtype=torch.int32, device=accumulators[0].device)
     lists = [list(accumulators), list(gradients), list(accumulators)]
     return lambda: multi_tensor_applier(amp_C.multi_tensor_axpby, overflow, lists, 1.0, scale, 1)
-
-
-def first_line(error: BaseException) -> str:
-    """The error's first line, as a reason for a row."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return f"{type(error).__name__}: {lines[0][:160]}"
 
 
 COPY, TRIAD = common.PEAK

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import headline
-from common import RESULTS, ROOT, newest, read
+from common import RESULTS, newest, read
+from machine import ROOT
 from run_all import BENCHMARKS
 
 Row = dict[str, str]

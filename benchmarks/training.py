@@ -32,7 +32,6 @@ from typing import Any
 import common
 import torch
 from common import (
-    ROOT,
     Case,
     Goal,
     Results,
@@ -40,11 +39,13 @@ from common import (
     Variant,
     cannot_run,
     chosen,
+    first_line,
     measure,
     quantile,
     reached,
     row,
 )
+from machine import ROOT
 from peak_kinds import KINDS, Look, peak_by_kind
 from torch import Tensor
 from training_clock import Timed, by_phase
@@ -205,10 +206,6 @@ def spread(case: Case, name: str, metric: str, unit: str, values: Sequence[float
         p80=quantile(values, 0.8),
         rounds=len(values),
     )
-
-
-def first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 # Memory and bytes

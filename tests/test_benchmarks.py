@@ -176,7 +176,7 @@ def test_a_full_disk_leaves_whole_rows_and_prints_the_others(common, tmp_path, m
     assert path.read_bytes() == before
     printed = list(csv.reader(io.StringIO(capsys.readouterr().out)))
     assert [line[common.COLUMNS.index("provider")] for line in printed] == ["lost", "lost"]
-    assert [len(line) for line in printed] == [len(common.COLUMNS) + len(common.CONDITIONS)] * 2
+    assert [len(line) for line in printed] == [len(common.COLUMNS) + len(common.machine.CONDITIONS)] * 2
     assert [row.provider for row in kept.rows] == ["kept", "lost", "lost"]
 
 
@@ -545,7 +545,11 @@ def test_a_later_run_of_a_part_does_not_hide_the_rest(common, synthetic):
 
 def test_readme_says_what_was_missed(common):
     readme_figures = importlib.import_module("readme_figures")
-    keys = {**dict.fromkeys((*common.COLUMNS, *common.CONDITIONS), ""), "benchmark": "models", "case": "c"}
+    keys = {
+        **dict.fromkeys((*common.COLUMNS, *common.machine.CONDITIONS), ""),
+        "benchmark": "models",
+        "case": "c",
+    }
     stock = {**keys, "provider": "stock", "unit": "us", "median": "2000"}
     goal = {"speedup": "0.5", "goal": "1", "reached": "no"}
     ours = {**keys, "provider": "ours", "unit": "us", "median": "4e6", "against": "stock", **goal}
