@@ -5,28 +5,20 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
-import datetime
-import importlib.metadata
 import io
 import math
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-# Threads stay on their cores. Read by OpenMP when torch loads it, so before the import.
-os.environ.setdefault("OMP_PROC_BIND", "true")
-os.environ.setdefault("OMP_PLACES", "cores")
-
+import machine  # before torch, for the threads
 import torch
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "results.csv"
+RESULTS = machine.ROOT / "benchmarks" / "results" / "results.csv"
 #: Variants of these names measure the machine: the peak is the faster of them.
 PEAK = ("copy", "triad")
 
@@ -118,6 +110,12 @@ def row(case: Case, provider: str, **columns: object) -> Row:
 def cannot_run(case: Case, provider: str, why: str) -> Row:
     """The row of a provider that cannot run here."""
     return row(case, provider, note=f"not run: {why}")
+
+
+def first_line(error: BaseException) -> str:
+    """The error's first line, as a reason for a row."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return f"{type(error).__name__}: {lines[0][:160]}"
 
 
 # Timing
@@ -224,58 +222,6 @@ def progress(items: Iterable, what: str, unit: str) -> Iterable:
     return tqdm(items, desc=what, unit=unit, dynamic_ncols=True, leave=False)
 
 
-# What a figure depends on
-
-
-def environment(device: torch.device | str = "cpu") -> dict[str, str]:
-    """What a figure depends on, as columns; `date` is that of the run."""
-    device = torch.device(device)
-    set_here = [f"{name}={value}" for name, value in sorted(os.environ.items())]
-    malloc = [text for text in set_here if text.startswith(("MALLOC_", "LD_PRELOAD="))]
-    threads = [text for text in set_here if text.startswith(("OMP_", "GOMP_", "KMP_"))]
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
-        "threads": " ".join([str(torch.get_num_threads()), *threads]),
-        "allocator": " ".join(malloc) or "libc, defaults",
-        "torch": torch.__version__,
-        "triton": version("triton"),
-        "cuda": str(torch.version.cuda or ""),
-        "python": platform.python_version(),
-        "commit": commit(),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-    }
-
-
-CONDITIONS = ("device", "threads", "allocator", "torch", "triton", "cuda", "python", "commit", "date")
-
-
-def version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()}, {len(names) or os.cpu_count()} cores"
-
-
-def commit() -> str:
-    """The commit measured, with "+" if files differ from it; "unknown" outside a git checkout."""
-    found = subprocess.run(
-        ["git", "describe", "--always", "--dirty=+", "--abbrev=10", "--exclude=*"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    return found.stdout.strip() or "unknown"
-
-
 # Rows that are kept
 
 
@@ -292,9 +238,9 @@ class Results:
 
     def __init__(self, path: Path | None, device: torch.device | str = "cpu") -> None:
         self.path, self.device = path, torch.device(device)
-        self.conditions = environment(device)
+        self.conditions = machine.environment(device)
         self.rows: list[Row] = []
-        header = [*COLUMNS, *CONDITIONS]
+        header = [*COLUMNS, *machine.CONDITIONS]
         if path is not None and path.exists() and path.stat().st_size:
             with path.open(newline="") as file:
                 found = next(csv.reader(file))
@@ -315,10 +261,8 @@ class Results:
         self.rows += rows
         if self.path is None:
             return
-        lines = [
-            [*(_short(getattr(row, name)) for name in COLUMNS), *(self.conditions[n] for n in CONDITIONS)]
-            for row in rows
-        ]
+        conditions = [self.conditions[name] for name in machine.CONDITIONS]
+        lines = [[*(_short(getattr(row, name)) for name in COLUMNS), *conditions] for row in rows]
         try:
             self._append(lines)
         except OSError:

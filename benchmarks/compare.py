@@ -16,12 +16,14 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
+import math
 import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from common import COLUMNS, CONDITIONS, PEAK, newest
+from common import COLUMNS, PEAK, newest
+from machine import CONDITIONS
 
 #: What makes a figure the same figure. Not `against`: rows that differ in it alone repeat one figure.
 KEY = ("benchmark", "case", "provider", "mode", "shapes", "dtypes", "metric", "unit")
@@ -66,18 +68,16 @@ class Figure:
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """`ratio`: new over old, of the figure or, if `by_copy`, of its multiple of the case's copy."""
+    """`moved`: by how much of the old value, of the figure or, if `by_copy`, of its multiple of the copy."""
 
     old: Figure
     new: Figure
-    ratio: float
+    moved: float
     by_copy: bool
     verdict: str  # "worse", "better" or "same"
 
     def __str__(self) -> str:
-        told = (
-            f"{self.old.median:.5g} -> {self.new.median:.5g} {self.new.unit}, {100 * (self.ratio - 1):+.1f} %"
-        )
+        told = f"{self.old.median:.5g} -> {self.new.median:.5g} {self.new.unit}, {100 * self.moved:+.1f} %"
         return f"  {self.new}: {told}{' relative to the copy' if self.by_copy else ''}"
 
 
@@ -114,20 +114,24 @@ def compare(
         before, after = old[key], new[key]
         by_copy = not by_time and all(before.case in found for found in copies)
         scale = [found[before.case] if by_copy else 1.0 for found in copies]
-        ratio, verdict = judge(before / scale[0], after / scale[1], threshold)
-        changes.append(Change(before, after, ratio, by_copy, verdict))
+        moved, verdict = judge(before / scale[0], after / scale[1], threshold)
+        changes.append(Change(before, after, moved, by_copy, verdict))
     return changes
 
 
 def judge(old: Figure, new: Figure, threshold: float) -> tuple[float, str]:
-    """New over old, and "worse", "better" or "same"."""
-    ratio = new.median / old.median if old.median else float("inf") if new.median else 1.0
+    """How far the median moved, as a share of the old, and "worse", "better" or "same".
+
+    Times that are differences of times may be negative.
+    """
+    difference = new.median - old.median
+    moved = difference / abs(old.median) if old.median else math.copysign(math.inf, difference or 1.0)
     least = ROUNDING if new.unit == COUNTED else threshold
     larger, smaller = new.low > old.high, new.high < old.low
-    if abs(ratio - 1) * 100 <= least or not (larger or smaller):
-        return ratio, "same"
+    if 100 * abs(moved) <= least or not (larger or smaller):
+        return moved, "same"
     more_is_better = new.unit.endswith("/s")
-    return ratio, "better" if larger == more_is_better else "worse"
+    return moved, "better" if larger == more_is_better else "worse"
 
 
 def conditions(old: Sequence[dict[str, str]], new: Sequence[dict[str, str]]) -> list[str]:
@@ -185,8 +189,8 @@ def report(
         f"{len(changes) - count} by their own value; noise is up to {threshold:g} %, or ranges that overlap"
     )
     blocks = {
-        "WORSE": sorted((c for c in changes if c.verdict == "worse"), key=lambda c: -abs(c.ratio - 1)),
-        "better": sorted((c for c in changes if c.verdict == "better"), key=lambda c: -abs(c.ratio - 1)),
+        "WORSE": sorted((c for c in changes if c.verdict == "worse"), key=lambda c: -abs(c.moved)),
+        "better": sorted((c for c in changes if c.verdict == "better"), key=lambda c: -abs(c.moved)),
         "disappeared": one_sided(old, new),
         "appeared": one_sided(new, old),
     }

@@ -27,6 +27,7 @@ from pathlib import Path
 import common
 import torch
 from common import Case, Results, Row, cannot_run
+from machine import ROOT
 
 from fusedacc.functional import prepare
 
@@ -199,7 +200,7 @@ def profile(name: str, elements: int, device: str) -> tuple[Traffic, dict]:
         command += ["--cache-control", "none", "--clock-control", "none", "--log-file", str(log)]
         command += [sys.executable, __file__, "--launch", name]
         command += ["--elements", str(elements), "--device", device]
-        paths = [str(common.ROOT), os.environ.get("PYTHONPATH", "")]
+        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         env = {**os.environ, "LC_ALL": "C", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         try:
             ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=SECONDS)

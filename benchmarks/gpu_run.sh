@@ -18,6 +18,8 @@
 # EFFORT   quick (records nothing), short or full (default short): how much the figures take in
 # PYTHON   the interpreter (default python3); it has torch
 # DRY_RUN  1: print each step, with its limit in seconds, and do nothing
+#
+# In a copy that is no git checkout, FUSEDACC_COMMIT says which commit the rows are of.
 set -uo pipefail
 OUT=${OUT:+$(realpath -m "$OUT")}
 cd "$(dirname "$0")/.." || exit
@@ -143,11 +145,8 @@ part_2() {
 }
 
 part_3() {
-  # The short sweep, and the largest size: the goal for a GPU is there.
-  local sizes=(--sizes "1Ki,64Ki,1Mi,64Mi,1Gi,1000x1000,300x4,300x(16x16),16x1Mi,mixed,product 512:1024x1024")
-  [ "$EFFORT" = short ] || sizes=()
   build 60
-  figures kernels 310 ${sizes[@]+"${sizes[@]}"}
+  figures kernels 310
   figures dram_check 200
 }
 

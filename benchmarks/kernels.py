@@ -10,12 +10,17 @@ Buffers are rotated: a case has several sets of tensors, and consecutive calls o
 after the other, so that none finds what it just left in a cache. The sets hold at least 64 MiB, on CUDA also
 four times the second-level cache, as far as 512 sets, 20,000 tensors and memory allow; cases say how many.
 A last-level cache that is larger than that (some servers have hundreds of MiB) still holds small cases whole.
+Lists of many small tensors are cold in another way too: torch's own records of them, hundreds of bytes each,
+have left the caches. Cases called "the same" leave that out: one set, on every call.
+
+The triad is in place (a += s * b), as an accumulation is. Before it writes elsewhere, as in the copy, a CPU
+reads what is there, which no count of bytes has.
 
 Time: providers in turns, as many calls per sample as take half a millisecond. On CUDA the time is the
 device's, with the calls queued behind a kernel that waits, so that the host is not what is timed; a provider
 that synchronises, or fills the queue, shows as the time it takes. `host_us` is the host's part (see
 `common.Row`), empty for compiled providers on a CPU, which would compile anew. `bytes` are counted by
-`fusedacc.traffic.TrafficMeter` in one call, or follow a formula where no operator passes torch's dispatcher;
+`fusedacc.traffic.TrafficMeter` in one call, or follow a formula where torch's dispatcher does not show them;
 the note says so. `launches`: operators that move data on a CPU, kernels on CUDA (by torch.profiler).
 """
 
@@ -34,25 +39,27 @@ from pathlib import Path
 
 import common
 import torch
-from common import PEAK, Case, Results, Row, Variant, cannot_run, chosen, measure
+from common import PEAK, Case, Results, Row, Variant, cannot_run, chosen, first_line, measure
 from kernel_cases import (
     DTYPES,
     GOALS,
     LISTS,
     MAIN_DTYPES,
+    OTHER_DTYPES_ON_CUDA,
     PRODUCT_DTYPES,
     PRODUCTS,
     SIZES,
     SWEEPS,
     Work,
-    available_memory,
 )
+from machine import available_memory
 from products import PRODUCT
-from providers import ACCUMULATE, Provider, first_line
+from providers import ACCUMULATE, Provider
 from torch import Tensor
 
 SCALE = 0.125
 SAMPLE_SECONDS = 0.5e-3
+CALL = "one call of "
 PROVIDERS = tuple(dict.fromkeys((*ACCUMULATE, *PRODUCT)))
 
 
@@ -102,21 +109,38 @@ def kernels_of(variants: Sequence[Variant]) -> dict[str, int]:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         for variant in variants:
             torch.cuda.synchronize()
-            with record_function(f"one call of {variant.name}"):
+            with record_function(CALL + variant.name):
                 variant.run()
                 torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        events = [event for event in json.loads(path.read_text())["traceEvents"] if "dur" in event]
+        events = json.loads(path.read_text())["traceEvents"]
+    return kernels_in(events, [variant.name for variant in variants])
+
+
+def kernels_in(events: Sequence[dict], names: Sequence[str]) -> dict[str, int]:
+    """From a trace's events: the kernels that started within the annotation of each name that has one."""
     starts = [event["ts"] for event in events if event.get("cat") == "kernel"]
     found = {}
-    for variant in variants:
-        for event in events:
-            if event["name"] == f"one call of {variant.name}" and event.get("cat") == "user_annotation":
-                end = event["ts"] + event["dur"]
-                found[variant.name] = sum(event["ts"] <= start < end for start in starts)
+    for event in events:
+        name = str(event.get("name", "")).removeprefix(CALL)
+        if event.get("cat") == "user_annotation" and name in names:
+            found[name] = sum(event["ts"] <= start < event["ts"] + event["dur"] for start in starts)
     return found
+
+
+def with_kernels(variants: Sequence[Variant]) -> list[Variant]:
+    """The variants with the kernels that they launch, or a note why these were not counted."""
+    try:
+        found = kernels_of(variants)
+    except Exception as error:
+        note = f"launches not counted: {first_line(error)}"
+        return [
+            dataclasses.replace(variant, launches=None, note="; ".join(filter(None, (variant.note, note))))
+            for variant in variants
+        ]
+    return [dataclasses.replace(variant, launches=found.get(variant.name)) for variant in variants]
 
 
 def queued_timer(run: Callable[[], object], calls: int) -> float:
@@ -147,7 +171,10 @@ def figures_of(work: Work, providers: dict[str, Provider], hosts: dict[tuple, fl
         return [
             cannot_run(case, "all", f"needs {work.held_bytes} bytes; {available} of memory are available")
         ]
-    tensors = [work.make() for _ in range(sets)]
+    try:
+        tensors = [work.make() for _ in range(sets)]
+    except (MemoryError, RuntimeError) as error:
+        return [cannot_run(case, "all", first_line(error))]
     rows, variants = [], []
     for provider in providers.values():
         try:
@@ -159,14 +186,13 @@ def figures_of(work: Work, providers: dict[str, Provider], hosts: dict[tuple, fl
         else:
             variants.append(found)
     if work.device.type == "cuda":
-        launched = kernels_of(variants)
-        variants = [dataclasses.replace(v, launches=launched.get(v.name)) for v in variants]
+        variants = with_kernels(variants)
     names = {variant.name for variant in variants}
     variants = [
         dataclasses.replace(v, goals=tuple(goal for goal in v.goals if goal.against in names))
         for v in variants
     ]
-    return measure(case, variants, rounds(work), timer=fitting_timer(work.device)) + rows
+    return measure(case, variants, rounds(work), timer=fitting_timer(work)) + rows
 
 
 def variant_of(
@@ -214,19 +240,23 @@ def variant_of(
 def rounds(work: Work) -> int:
     if work.effort == "quick":
         return 3
-    many = work.effort == "full" and work.device.type == "cpu"
-    return (15 if many else 9) if work.elements >= 2**24 else 31 if many else 15
+    if work.device.type == "cuda":
+        return 9
+    if work.effort == "short":
+        return 7 if work.elements >= 2**24 else 15
+    return 5 if work.elements >= 2**28 else 15 if work.elements >= 2**24 else 31
 
 
-def fitting_timer(device: torch.device) -> common.Timer:
+def fitting_timer(work: Work) -> common.Timer:
     """A timer that makes as many calls per sample as take half a millisecond, for each function its own."""
-    timer = queued_timer if device.type == "cuda" else common.cpu_timer
-    most = 200 if device.type == "cuda" else 1000
+    timer = queued_timer if work.device.type == "cuda" else common.cpu_timer
+    most = 200 if work.device.type == "cuda" else 1000
+    least = 10 if work.is_same else 1  # the first of a sample finds what other providers left in the caches
 
     @functools.cache
     def calls_of(run: Callable[[], object]) -> int:
         seconds = statistics.median(timer(run, 1) for _ in range(3))
-        return max(1, min(most, math.ceil(SAMPLE_SECONDS / max(seconds, 1e-7))))
+        return max(least, min(most, math.ceil(SAMPLE_SECONDS / max(seconds, 1e-7))))
 
     return lambda run, calls: timer(run, calls_of(run))
 
@@ -255,8 +285,14 @@ def figures(
     sizes: Sequence[str] | None = None,
 ) -> None:
     """Measures the sweep of that effort, or the dtypes and sizes given; each cell's rows are kept at once."""
-    sizes = SWEEPS[effort] if sizes is None else sizes
+    if sizes is None:
+        # The goal for a GPU is on a size that no CPU's short sweep has time for.
+        on_gpu = effort == "short" and results.device.type == "cuda"
+        sizes = (*SWEEPS[effort], *(["1Gi"] if on_gpu else []))
     pairs = (tuple(DTYPES) if effort == "full" else MAIN_DTYPES) if dtypes is None else dtypes
+    left_out: set[str] = set()
+    if dtypes is None and results.device.type == "cuda":
+        left_out = set(LISTS) - set(OTHER_DTYPES_ON_CUDA)
     hosts: dict[tuple, float] = {}
     for registry, mode, own in ((ACCUMULATE, "accumulate", LISTS), (PRODUCT, "product", PRODUCTS)):
         chosen_sizes = [size for size in sizes if size in own]
@@ -264,10 +300,18 @@ def figures(
         if not chosen_sizes or not chosen_pairs:
             continue
         able = runnable(registry, providers, mode, results)
-        cells = list(itertools.product(chosen_sizes, chosen_pairs))
+        cells = [
+            (size, pair)
+            for size, pair in itertools.product(chosen_sizes, chosen_pairs)
+            if size not in left_out or pair in MAIN_DTYPES
+        ]
         for size, pair in common.progress(cells, f"kernels, {mode}", "case"):
             work = Work(size, pair, results.device, effort)
-            results.add(figures_of(work, able, hosts))
+            try:
+                rows = figures_of(work, able, hosts)
+            except RuntimeError as error:  # out of memory, say: the other cases still run
+                rows = [cannot_run(work.case(0), "all", first_line(error))]
+            results.add(rows)
             free_compiled(able)
 
 
@@ -280,6 +324,8 @@ def free_compiled(providers: dict[str, Provider]) -> None:
 
 def main() -> None:
     parser = common.arguments(__doc__)
+    described = {**PRODUCT, **ACCUMULATE}
+    parser.epilog = "providers:\n" + "\n".join(f"  {n:<28}{described[n].description}" for n in PROVIDERS)
     parser.add_argument("--providers", help="comma-separated; copy and triad always run (default: all)")
     parser.add_argument("--dtypes", help=f"comma-separated, of {', '.join(DTYPES)}")
     parser.add_argument("--sizes", help=f"comma-separated, of {', '.join(SIZES)}")

@@ -7,8 +7,14 @@ import math
 import re
 from pathlib import Path
 
+import torch
+from machine import available_memory
+
 FOLDER = Path(__file__).resolve().parent / "parameter_lists"
 NAMES = ("resnet50", "vit_b_16", "bert_base", "gpt2", "gpt2_xl", "llama3_8b", "mixtral_8x7b")
+
+#: Of the memory that is free, what an estimate may fill.
+SHARE = 0.9
 
 Parameters = list[tuple[str, tuple[int, ...]]]
 
@@ -53,6 +59,15 @@ def fitting(parameters: Parameters, most: int) -> Parameters:
     while depth and elements(first_layers(parameters, depth)) > most:
         depth -= 1
     return first_layers(parameters, depth) if depth else []
+
+
+def fitting_memory(parameters: Parameters, per_element: int, device: torch.device) -> Parameters:
+    """As `fitting`, for so many bytes per element in the device's free memory.
+
+    A gradient of the largest parameter, its cast and what an update makes of it come on top.
+    """
+    largest = 12 * max(elements([parameter]) for parameter in parameters)
+    return fitting(parameters, int((SHARE * available_memory(device) - largest) // per_element))
 
 
 def describe(kept: Parameters, of: Parameters) -> str:

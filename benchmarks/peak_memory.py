@@ -23,7 +23,8 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import common
 import torch
-from common import ROOT, Case, Results, cannot_run, progress, reached, row
+from common import Case, Results, cannot_run, progress, reached, row
+from machine import ROOT
 
 sys.path.insert(0, str(ROOT / "examples"))
 from demo.loops import DTYPES, LOOPS, Config

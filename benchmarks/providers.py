@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import common
 import torch
+from common import first_line
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -32,8 +33,8 @@ class Provider:
     `moved(accumulators, gradients)`: bytes of one call by hand, each operand of each operator once.
     `unavailable(device)` and `unsupported(accumulators, gradients)`: why it cannot run, or None.
     `kept` and `temporary` (of the itemsizes of accumulator and gradient): bytes per element held between
-    calls, and during one. `counted`: its operators pass torch's dispatcher, so that
-    `fusedacc.traffic.TrafficMeter` sees them. `compiled`: by torch.compile, slow to start.
+    calls, and during one. `counted`: its operators pass torch's dispatcher, and no others do, so that
+    `fusedacc.traffic.TrafficMeter` tells what it moves. `compiled`: by torch.compile, slow to start.
     """
 
     name: str
@@ -93,8 +94,8 @@ def copy(accumulators: Sequence[Tensor], gradients: Sequence, scale: float) -> C
 
 
 def triad(accumulators: Sequence[Tensor], gradients: Sequence, scale: float) -> Callable[[], object]:
-    a, b, out = (flat(accumulators, name) for name in ("sum", "other", "out"))
-    return lambda: torch.add(a, b, alpha=scale, out=out)
+    a, b = flat(accumulators, "sum"), flat(accumulators, "other")
+    return lambda: torch.add(a, b, alpha=scale, out=a)
 
 
 def times_accumulators(factor: int) -> Callable[[Sequence[Tensor], Sequence], int]:
@@ -133,7 +134,8 @@ def ours(backend: str) -> Iterable[Provider]:
         "unavailable": unavailable,
         "unsupported": unsupported,
         "temporary": (lambda a, g: 8 if backend == "eager" else 0),
-        "counted": backend != "triton",
+        # A launch of Triton is no operator, and an eager plan's checks are: on addresses, in small tensors.
+        "counted": backend not in ("triton", "eager"),
     }
     name = f"fusedacc {backend}"
     yield Provider(name, f"a prepared plan of the {backend} backend", plan(backend), **columns)
@@ -257,16 +259,10 @@ def apex_axpby(accumulators: Sequence[Tensor], gradients: Sequence[Tensor], scal
     return lambda: multi_tensor_applier(amp_C.multi_tensor_axpby, overflow, lists, 1.0, scale, 1)
 
 
-def first_line(error: BaseException) -> str:
-    """The error's first line, as a reason for a row."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return f"{type(error).__name__}: {lines[0][:160]}"
-
-
 COPY, TRIAD = common.PEAK
 PEAK = (
     Provider(COPY, "out.copy_(a), one tensor of as many elements", copy, times_accumulators(2)),
-    Provider(TRIAD, "torch.add(a, b, alpha=s, out=out), likewise", triad, times_accumulators(3)),
+    Provider(TRIAD, "torch.add(a, b, alpha=s, out=a), likewise", triad, times_accumulators(3)),
 )
 
 _OPTIMI = "accumulates into the optimizer's state, so has no sum to compare: see benchmarks/models.py"
@@ -340,10 +336,14 @@ ACCUMULATE = {
             "its kernels for lists of tensors",
             unavailable=only(_ENGINE, "transformer_engine", "TransformerEngine"),
         ),
-        Provider("torch-optimi", "", unavailable=only(_OPTIMI, "optimi", "torch-optimi")),
+        Provider(
+            "torch-optimi",
+            "its optimizers' accumulation",
+            unavailable=only(_OPTIMI, "optimi", "torch-optimi"),
+        ),
         Provider(
             "bitsandbytes",
-            "",
+            "its optimizers with 8-bit state",
             unavailable=only("optimizers only, no accumulation kernel", "bitsandbytes", "bitsandbytes"),
         ),
     )

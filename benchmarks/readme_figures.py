@@ -1,78 +1,142 @@
-"""Rewrites the README's table of figures from the newest run in benchmarks/results: `make bench` first.
+"""Rewrites the README's tables from the newest run of each benchmark in the results file: `make bench` first.
 
-python benchmarks/readme_figures.py
+    python benchmarks/readme_figures.py [--results CSV] [--readme README.md]
+
+Between their markers: every figure that has a goal, and bytes per parameter of one window.
 """
 
 from __future__ import annotations
 
-import csv
+import argparse
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from common import RESULTS, ROOT
+import headline
+from common import RESULTS, newest, read
+from machine import ROOT
+from run_all import BENCHMARKS
 
-README = ROOT / "README.md"
-BEGIN, END = "<!-- figures: written by benchmarks/readme_figures.py -->", "<!-- end of figures -->"
-COMMANDS = ("cpu_figures", "wrapper_window", "peak_memory")
+Row = dict[str, str]
 
-
-def newest(path: Path) -> list[dict[str, str]]:
-    """The rows of the last run in the file. Ends the program where there is none yet."""
-    if not path.exists():
-        raise SystemExit(f"no results in {path}: run `make bench` first")
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    return [row for row in rows if row["date"] == rows[-1]["date"]]
+FIGURES = ("<!-- figures: written by benchmarks/readme_figures.py -->", "<!-- end of figures -->")
+BYTES = ("<!-- bytes: written by benchmarks/readme_figures.py -->", "<!-- end of bytes -->")
+#: What one figure shares with the one it is held against.
+CASE = ("case", "mode", "shapes", "dtypes", "metric")
 
 
-def figure(row: dict[str, str]) -> str:
+def conditions(row: Row) -> str:
+    parts = [row["date"][:10], f"commit {row['commit']}", row["device"], f"threads {row['threads']}"]
+    parts += [f"allocator {row['allocator']}", f"torch {row['torch']}"]
+    parts += [f"CUDA {row['cuda']}"] if row["cuda"] else []
+    return f"`python benchmarks/{row['benchmark']}.py`, {', '.join(parts)}:"
+
+
+def figure(row: Row) -> str:
     value = float(row["median"])
-    if row["unit"] == "MB":
-        return f"{value:.1f} MB"
+    if row["unit"] != "us":
+        return f"{value:.1f} {row['unit']}"
+    if value >= 1e6:
+        return f"{value / 1e6:.2f} s"
     return f"{value / 1000:.2f} ms" if value >= 1000 else f"{value:.0f} µs"
 
 
-def outcome(row: dict[str, str], baselines: dict[tuple[str, str], dict[str, str]]) -> str:
+def outcome(row: Row, of: dict[tuple[str, ...], Row]) -> str:
     """The comparison, in words a reader can check."""
-    speedup, goal = float(row["speedup"]), float(row["goal"] or 0)
-    if row["unit"] == "MB":
-        stock = baselines[row["case"], "stock"]
-        more = float(row["median"]) - float(stock["median"])
-        return f"stock {figure(stock)}, {more:+.1f} MB (goal: at most +25)"
+    ratio, goal = float(row["speedup"]), float(row["goal"])
+    missed = " **missed**" if row["reached"] == "no" else ""
     name = row["against"].removesuffix(" (bytes/s)")
-    told = f"{speedup:.2f} times the {'bytes/s' if name != row['against'] else 'speed'} of `{name}`"
-    told += f" ({figure(baselines[row['case'], name])})"
-    return told + (f", goal {goal:.3g}" + (" **missed**" if row["reached"] == "no" else "") if goal else "")
+    if row["unit"] != "us":
+        limit = ratio * float(row["median"])
+        return f"at most {limit:.1f} {row['unit']}: {name}{missed}"
+    told = f"{ratio:.2f} times the {'bytes/s' if name != row['against'] else 'speed'} of `{name}`"
+    baseline = of.get((*(row[column] for column in CASE), name))
+    return told + (f" ({figure(baseline)})" if baseline else "") + f", goal {goal:.3g}{missed}"
 
 
-def section(results: Path) -> str:
+def goals(rows: Sequence[Row]) -> str:
+    """A table per benchmark: what has a goal, and whether it was reached, in the newest run that has such."""
     lines = []
-    for name in COMMANDS:
-        rows = newest(results / f"{name}.csv")
-        baselines = {(row["case"], row["variant"]): row for row in rows}
-        about = rows[-1]
+    for name in BENCHMARKS:
+        with_goals = [row for row in rows if row["benchmark"] == name and row["goal"] and row["median"]]
+        if not with_goals:
+            print(f"no figure with a goal from benchmarks/{name}.py", file=sys.stderr)
+            continue
+        with_goals = newest(with_goals, name)
+        own = [row for row in rows if row["benchmark"] == name and row["date"] == with_goals[-1]["date"]]
+        of = {(*(row[column] for column in CASE), row["provider"]): row for row in own if row["median"]}
         lines += [
-            f"`python benchmarks/{name}.py`, {about['date'][:10]}, commit {about['commit']}, "
-            f"{about['device']}, threads {about['threads']}, allocator {about['allocator']}, "
-            f"torch {about['torch']}:",
+            conditions(own[-1]),
             "",
-            "| case | variant | median | against |",
-            "|---|---|---|---|",
+            "| case | dtypes | way | median | against |",
+            "|---|---|---|---|---|",
         ]
-        for row in rows:
-            if row["goal"]:
-                told = outcome(row, baselines)
-                lines.append(f"| {row['case']} | {row['variant']} | {figure(row)} | {told} |")
+        for row in with_goals:
+            case = f"{row['case']}, {row['mode']}"
+            told = (case, row["dtypes"], row["provider"], figure(row), outcome(row, of))
+            lines.append(f"| {' | '.join(told)} |")
         lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+def cell(counted: headline.Counted) -> str:
+    way = "" if counted.role == "ours" else counted.way
+    return f"{counted.total:.1f}" + (f" ({way})" if way else "")
+
+
+def window_bytes(rows: Sequence[Row]) -> str:
+    """A row per setting, a column per way."""
+    found = headline.headline(rows)
+    if not found:
+        print("no bytes per parameter from benchmarks/models.py", file=sys.stderr)
+        return ""
+    about = found[0].row
+    titles = ("stock, as written", "best of stock", "fusedacc", "against the best")
+    lines = [
+        "Bytes read and written per parameter in one window of 8 micro-batches, clipping and AdamW included; "
+        f"counted, each operand of each operator once, on {about['shapes']}.",
+        "",
+        conditions(about),
+        "",
+        f"| | {' | '.join(titles)} |",
+        "|---|" + "---|" * len(titles),
+    ]
+    for title in dict.fromkeys(counted.title for counted in found):
+        own = {counted.role: counted for counted in found if counted.title == title}
+        cells = [cell(own[role]) if role in own else "" for role in headline.ROLES]
+        if "ours" in own and "best stock" in own:
+            cells.append(f"{100 * (own['ours'].total / own['best stock'].total - 1):+.0f} %")
+        lines.append(f"| {' | '.join([title, *cells])} |")
     return "\n".join(lines)
 
 
-def main() -> None:
-    text = README.read_text()
-    before, _, rest = text.partition(BEGIN)
-    _, found, after = rest.partition(END)
+def rewritten(text: str, markers: tuple[str, str], section: str) -> str:
+    """The text with the section between the markers. ValueError if they are not there."""
+    begin, end = markers
+    before, _, rest = text.partition(begin)
+    _, found, after = rest.partition(end)
     if not found:
-        raise SystemExit(f"{README.name} holds no line {BEGIN!r} followed by {END!r}")
-    README.write_text(f"{before}{BEGIN}\n\n{section(RESULTS)}\n{END}{after}")
+        raise ValueError(f"no line {begin!r} followed by {end!r}")
+    return f"{before}{begin}\n\n{section}\n\n{end}{after}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the CSV (%(default)s)")
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="(%(default)s)")
+    options = parser.parse_args()
+    try:
+        rows = read(options.results)
+        text = options.readme.read_text()
+        for markers, section in ((BYTES, window_bytes(rows)), (FIGURES, goals(rows))):
+            text = rewritten(text, markers, section)
+    except FileNotFoundError as error:
+        raise SystemExit(f"{error}: run `make bench` first") from None
+    except ValueError as error:
+        raise SystemExit(f"{options.readme}: {error}") from None
+    options.readme.write_text(text)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -31,7 +32,6 @@ from typing import Any
 import common
 import torch
 from common import (
-    ROOT,
     Case,
     Goal,
     Results,
@@ -39,11 +39,13 @@ from common import (
     Variant,
     cannot_run,
     chosen,
+    first_line,
     measure,
     quantile,
     reached,
     row,
 )
+from machine import ROOT
 from peak_kinds import KINDS, Look, peak_by_kind
 from torch import Tensor
 from training_clock import Timed, by_phase
@@ -72,7 +74,7 @@ class Size:
     context: int = 64
     micro_batch_size: int = 8
     steps: int = 4
-    rounds: int = 7
+    rounds: int = 5
     short: tuple[str, ...] = DTYPES
 
 
@@ -126,6 +128,7 @@ def one_case(results: Results, config: Config, ways: Sequence[Way], text: Tensor
     dtypes = NAMES.get(config.dtype, config.dtype)
     case = Case("training", f"demo, width {config.width}", "training", shapes, dtypes)
     results.add(speed(case, config, ways, text, rounds))
+    gc.collect()  # all ways' models were alive at once
     results.add(memory(case, config, ways, text))
     results.add(traffic(case, config, ways, text, parameters))
 
@@ -203,10 +206,6 @@ def spread(case: Case, name: str, metric: str, unit: str, values: Sequence[float
         p80=quantile(values, 0.8),
         rounds=len(values),
     )
-
-
-def first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 # Memory and bytes

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 import torch
-from common import ROOT
+from machine import ROOT
 from torch import Tensor
 from training_loops import PHASES, Loop
 

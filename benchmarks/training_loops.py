@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 import torch
-from common import ROOT
+from machine import ROOT
 from torch import Tensor
 
 import fusedacc

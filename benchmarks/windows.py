@@ -1,125 +1,22 @@
 """Ways to run a window: `steps` micro-batches whose gradients are summed, and the update.
 
-Gradients are provided, so no activations are needed. Every parameter hangs on a node whose backward makes its
-gradient by one write (`torch.full` in the dtype that the weight-gradient product would write): exactly the
-bytes of that product's output. The nodes form a chain, so the backward delivers gradients one after the
-other, last parameter first. On CUDA a node serves a group of consecutive parameters of up to 32 MiB, so that
-it is not Python that is timed. A gradient's value depends on the parameter and the micro-batch, so sums can
-be checked. Division of the loss by `steps` reaches the values through the host (`Source.scale`), which saves
-a wait for the device.
-
-Settings: "float32": weights and gradients in float32. "autocast": float32 weights, whose bfloat16 casts get
-the gradients, so that autograd casts these back. "bfloat16": bfloat16 weights, gradients and Adam states,
-float32 sums, cast at the update.
+Gradients are provided (provided.py has how, and the settings), so no activations are needed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import math
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
+from provided import BF16, F32, GROUP_BYTES, SETTINGS, Memory, Source
 from torch import Tensor, nn
 
 import fusedacc
 
-F32, BF16 = torch.float32, torch.bfloat16
-SETTINGS = ("float32", "autocast", "bfloat16")
-#: The column `dtypes` of a setting.
-DTYPES = {
-    "float32": "float32 into float32",
-    "autocast": "autocast bfloat16 into float32",
-    "bfloat16": "bfloat16 into float32",
-}
-GROUP_BYTES = 32 * 2**20
+#: Gradients are clipped to this norm.
 MAX_NORM = 1.0
-
-
-class Source:
-    """Gradients for parameters: `loss()` is a scalar whose backward hands every parameter one.
-
-    `scale` multiplies the gradients, `drop` makes them and hands over nothing.
-    """
-
-    def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype, group_bytes: int) -> None:
-        self.dtype = dtype
-        self.cast = parameters[0].dtype != dtype
-        self.scale, self.drop, self.micro_batches = 1.0, False, 0
-        self.phase: Callable[[str], contextlib.AbstractContextManager] | None = None
-        self.start = torch.zeros((), device=parameters[0].device)
-        self.groups: list[dict[int, nn.Parameter]] = []
-        filled = math.inf
-        for index, parameter in enumerate(parameters):
-            size = parameter.numel() * dtype.itemsize
-            if filled + size > group_bytes:
-                self.groups.append({})
-                filled = 0
-            self.groups[-1][index] = parameter
-            filled += size
-
-    def loss(self) -> Tensor:
-        self.micro_batches += 1
-        chain = self.start
-        for group in self.groups:
-            used = [parameter.to(self.dtype) for parameter in group.values()] if self.cast else group.values()
-            chain = _Node.apply(chain, self, group, *used)
-        return chain
-
-    def gradients(self, group: dict[int, nn.Parameter]) -> list[Tensor]:
-        if self.phase is None:
-            return [self.gradient(index, parameter) for index, parameter in group.items()]
-        with self.phase("weight gradients"):
-            return [self.gradient(index, parameter) for index, parameter in group.items()]
-
-    def gradient(self, index: int, parameter: nn.Parameter) -> Tensor:
-        # 1/128 times at most 19: exact in bfloat16, and never 0.
-        value = ((3 * index + 5 * self.micro_batches) % 17 - 7.5) / 64 * self.scale
-        return torch.full(parameter.shape, value, dtype=self.dtype, device=parameter.device)
-
-
-class _Node(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, chain: Tensor, source: Source, group: dict, *parameters: Tensor) -> Tensor:
-        ctx.source, ctx.group = source, group
-        return chain.view_as(chain)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = ctx.source.gradients(ctx.group)
-        return grad, None, None, *([None] * len(gradients) if ctx.source.drop else gradients)
-
-
-class Memory:
-    """Weights, Adam's two states and float32 sums, made once, that several ways use in turn.
-
-    What the sums hold at the beginning of a window is another way's.
-    """
-
-    def __init__(self, shapes: list[tuple[int, ...]], setting: str, device: torch.device | str) -> None:
-        if setting not in SETTINGS:
-            raise ValueError(f"unknown setting {setting!r}; allowed: {', '.join(SETTINGS)}")
-        self.setting = setting
-        dtype = BF16 if setting == "bfloat16" else F32
-        # Weights of different values, so that weight decay is not the same everywhere.
-        self.weights = [
-            torch.full(shape, 0.01 * (index % 7 - 3), dtype=dtype, device=device)
-            for index, shape in enumerate(shapes)
-        ]
-        self._moments: list[tuple[Tensor, Tensor]] = []
-        self._sums: list[Tensor] = []
-
-    def moments(self) -> list[tuple[Tensor, Tensor]]:
-        if not self._moments:
-            self._moments = [(torch.zeros_like(w), torch.zeros_like(w)) for w in self.weights]
-        return self._moments
-
-    def sums(self) -> list[Tensor]:
-        if not self._sums:
-            self._sums = [torch.zeros_like(w, dtype=F32) for w in self.weights]
-        return self._sums
 
 
 class Window:
@@ -135,10 +32,10 @@ class Window:
 
     name = ""
     settings: tuple[str, ...] = SETTINGS
-    #: "as written", "best stock", "stock", "inexact", "ours" or "floor"; `note` says more.
+    #: "as written", "best stock", "stock", "ours", "ours, manual loop", "inexact" or "floor".
     role = "stock"
     note = ""
-    #: Bytes per element held from window to window, beside `memory`'s weights and states, by setting.
+    #: Bytes per element that the way itself holds from window to window, by setting.
     keeps: dict[str, int] = {}  # noqa: RUF012
     fused: bool | None = True
     divides = True
@@ -194,18 +91,18 @@ class Window:
 
     def update(self) -> None:
         self.clip_gradients()
-        with self.phase("optimizer"):
+        with self.phase("update: optimizer"):
             self.optimizer.step()
             self.optimizer.zero_grad()
 
     def clip_gradients(self) -> None:
         if self.clip:
-            with self.phase("clip"):
+            with self.phase("update: clip"):
                 nn.utils.clip_grad_norm_(self.parameters, MAX_NORM)
 
     @contextlib.contextmanager
     def counting(self, phase: Callable[[str], contextlib.AbstractContextManager]) -> Iterator[None]:
-        """Context in which `phase(name)` is entered around the parts of a window (see `PARTS`)."""
+        """Context in which `phase(name)` is entered around what `part` tells apart."""
         self.phase = self.source.phase = phase
         try:
             yield
@@ -222,20 +119,39 @@ def _no_phase(name: str) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext()
 
 
-#: The phases of a window. "forward": casts of the weights; "weight gradients": the provided gradients are
-#: written; "accumulate": what autograd, hooks and loops do with them; "first touch": sums set to zero;
-#: "cast": sums into gradients of the weights' dtype; "clip"; "optimizer".
-PARTS = ("forward", "weight gradients", "accumulate", "first touch", "cast", "clip", "optimizer")
+#: The parts of a window in order, as `part` makes them of a meter's phases and operators. "forward": casts of
+#: the weights; "weight gradients": the provided gradients are written; "cast": each of them into float32;
+#: "accumulate": added or stored, and divided where that is a pass of its own; "first touch": sums set to
+#: zero; "update: cast": sums into gradients of the weights' dtype; "update: clip"; "update: optimizer".
+PARTS = (
+    "forward",
+    "weight gradients",
+    "cast",
+    "accumulate",
+    "first touch",
+    "update: cast",
+    "update: clip",
+    "update: optimizer",
+)
+
+
+def part(phase: str, op: str) -> str:
+    """The part that an operator belongs to in a phase of `Window.counting`."""
+    if phase == "accumulate" and op == "aten::_to_copy":
+        return "cast"
+    if phase == "update: optimizer" and op.startswith("fusedacc::"):
+        return "update: cast"  # step() makes the inner optimizer's gradients
+    return phase
 
 
 class AsWritten(Window):
-    name, settings, role = "stock, as written", ("float32", "autocast"), "as written"
+    name, settings, role = "stock as written", ("float32", "autocast"), "as written"
     note = "loss / k, clip_grad_norm_, AdamW with torch's default"
     fused = None
 
 
 class Fused(Window):
-    name, settings, role = "stock, fused AdamW", ("float32", "autocast"), "best stock"
+    name, settings, role = "stock fused AdamW", ("float32", "autocast"), "best stock"
     note = "loss / k, clip_grad_norm_, AdamW(fused=True)"
 
 
@@ -243,17 +159,16 @@ class WithSums(Window):
     """float32 sums beside bfloat16 weights: at the update they become `p.grad`, in bfloat16."""
 
     settings = ("bfloat16",)
-    keeps = {"bfloat16": 4}  # noqa: RUF012
 
     def update(self) -> None:
-        with self.phase("cast"):
+        with self.phase("update: cast"):
             for parameter, total in zip(self.parameters, self.memory.sums(), strict=True):
                 parameter.grad = total.to(parameter.dtype)
         super().update()
 
 
 class ByHand(WithSums):
-    name, role = "stock, by hand", "as written"
+    name, role = "stock by hand", "as written"
     note = "acc += p.grad.float() / k after each backward, AdamW with torch's default"
     fused = None
     divides = False
@@ -272,7 +187,7 @@ class ByHand(WithSums):
 
 
 class GradDtype(Window):
-    name, settings = "stock, grad_dtype", ("bfloat16",)
+    name, settings = "stock grad_dtype", ("bfloat16",)
     note = "p.grad_dtype = torch.float32, loss / k, cast at the update, AdamW(fused=True)"
 
     def run(self) -> None:
@@ -281,7 +196,7 @@ class GradDtype(Window):
         super().run()
 
     def update(self) -> None:
-        with self.phase("cast"):
+        with self.phase("update: cast"):
             for parameter in self.parameters:
                 gradient, parameter.grad = parameter.grad, None
                 parameter.grad_dtype = BF16
@@ -291,7 +206,7 @@ class GradDtype(Window):
 
 
 class MixedAdd(WithSums):
-    name, role = "stock, mixed add_", "best stock"
+    name, role = "stock mixed add_", "best stock"
     note = (
         "hook: acc.copy_(p.grad) in the first micro-batch, then acc.add_(p.grad); loss / k, AdamW(fused=True)"
     )
@@ -326,7 +241,7 @@ class MixedAdd(WithSums):
 
 
 class NarrowSums(Window):
-    name, settings, role = "stock, bfloat16 sums", ("bfloat16",), "inexact"
+    name, settings, role = "stock bfloat16 sums", ("bfloat16",), "inexact"
     note = "inexact: .grad += gradient in bfloat16; loss / k, AdamW(fused=True)"
 
 
@@ -373,8 +288,8 @@ class Floor(Window):
 
 class Fusedacc(Window):
     name, role = "fusedacc", "ours"
-    note = "counted loop around AdamW(fused=True)"
-    keeps = {"float32": 4, "autocast": 4, "bfloat16": 4}  # noqa: RUF012
+    note = "counted loop around AdamW(fused=True), whose gradients are float32 until step()"
+    keeps = {"bfloat16": 4}  # noqa: RUF012
     divides = False
 
     def prepare(self) -> None:
@@ -387,13 +302,30 @@ class Fusedacc(Window):
             self.backward()
             if step == self.steps - 1:
                 self.clip_gradients()
-            with self.phase("optimizer"):
+            with self.phase("update: optimizer"):
                 self.wrapper.step()
                 self.wrapper.zero_grad()
 
     def close(self) -> None:
         self.wrapper.close()
         super().close()
+
+
+class Manual(Fusedacc):
+    name, role = "fusedacc manual loop", "ours, manual loop"
+    note = "loss / k, AdamW(fused=True) wrapped without a count"
+    divides = True
+
+    def prepare(self) -> None:
+        self.wrapper = fusedacc.AccumulatingOptimizer(self.optimizer, backend=self.backend)
+
+    def run(self) -> None:
+        for _ in range(self.steps):
+            self.backward()
+        self.clip_gradients()
+        with self.phase("update: optimizer"):
+            self.wrapper.step()
+            self.wrapper.zero_grad()
 
 
 WAYS: tuple[type[Window], ...] = (
@@ -403,6 +335,7 @@ WAYS: tuple[type[Window], ...] = (
     Fused,
     MixedAdd,
     Fusedacc,
+    Manual,
     NarrowSums,
     Optimi,
     Floor,
@@ -410,9 +343,13 @@ WAYS: tuple[type[Window], ...] = (
 
 
 def ways(setting: str) -> list[type[Window]]:
-    """The ways of a setting: as written, best stock, ours and the rest, in order of the tables."""
+    """The ways of a setting, in order of the tables."""
     return [way for way in WAYS if setting in way.settings]
 
 
-def with_role(setting: str, role: str) -> type[Window]:
-    return next(way for way in ways(setting) if way.role == role)
+def need(setting: str, of: list[type[Window]]) -> int:
+    """Bytes per element that these ways take in turns on one `Memory`, with a pass's temporaries."""
+    # Weights, two states; then sums, or gradients of the update, and foreach's temporary.
+    base = {"float32": 12 + 8, "autocast": 12 + 8, "bfloat16": 6 + 4 + 4}[setting]
+    shared = 4 if any(issubclass(way, WithSums) for way in of) else 0
+    return base + shared + sum(way.keeps.get(setting, 0) for way in of if not way.obstacle())

@@ -112,16 +112,12 @@ def test_a_part_is_its_own_steps_with_the_effort_asked_for():
     assert not any("--full" in command for _, _, _, command in steps("3"))
 
 
-def test_the_short_sweeps_are_widened_by_what_only_a_gpu_can_do(monkeypatch):
+def test_models_that_only_a_gpu_has_room_for_are_run(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    kernel_cases, lists = (importlib.import_module(name) for name in ("kernel_cases", "parameter_lists"))
-    given = {}
-    for _, name, _, command in steps():
-        found = re.search(r" --(?:sizes|models) (.*) --results", command)
-        given[name] = set(found[1].split(",")) if found else set()
-    # The goal for a GPU is on 1 Gi elements.
-    assert given["kernels"] == {*kernel_cases.SWEEPS["short"], "1Gi"}
-    assert {"resnet50", "gpt2"} < given["models"] <= set(lists.NAMES)
+    lists = importlib.import_module("parameter_lists")
+    (command,) = [command for _, name, _, command in steps() if name == "models"]
+    found = re.search(r" --models (.*) --results", command)
+    assert {"resnet50", "gpt2"} < set(found[1].split(",")) <= set(lists.NAMES)
 
 
 @pytest.mark.parametrize(
@@ -237,9 +233,9 @@ def measured(dram_check, monkeypatch, tmp_path):
 
     def measure(listing: str | None, *names: str, elements: int = 1000) -> list[dict[str, str]]:
         monkeypatch.setenv("PATH", str(tmp_path))
+        monkeypatch.delenv("FUSEDACC_COMMIT", raising=False)
         if listing is not None:
             executable(tmp_path / "ncu", FAKE_NCU.format(python=sys.executable, listing=listing))
-        monkeypatch.setattr(dram_check.common, "commit", lambda: "unknown")
         results = dram_check.common.Results(tmp_path / "results.csv")
         dram_check.figures(results, "short", names, elements)
         with (tmp_path / "results.csv").open(newline="") as file:
@@ -272,6 +268,7 @@ def test_cases_are_counted_and_measured_and_one_that_fails_stops_no_other(measur
     ours, add, update = measured(listing(6000, 4000), *names)
     assert "torch sees no CUDA device" in ours["note"]
     assert (add["bytes"], add["median"], add["reached"]) == ("10000", "10000", "yes")
+    assert add["commit"] == "unknown", "there is no git on PATH"
     # Per element: 16 bytes read (weight, gradient, two moments) and 12 written; and one step count.
     assert 28_000 <= int(update["bytes"]) <= 28_100
     assert (update["mode"], update["reached"]) == ("update", "no")

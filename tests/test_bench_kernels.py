@@ -104,13 +104,13 @@ def test_the_peak_copies_and_adds_as_many_elements(registry, generator):
         accumulators, _ = lists("bfloat16:float32", generator, shapes)
         for name, passes in (("copy", 2), ("triad", 3)):
             provider = registry[name]
-            provider.make(accumulators, None, SCALE)()
             total = torch.cat([acc.flatten() for acc in accumulators])
-            out = providers.flat(accumulators, "out")
+            provider.make(accumulators, None, SCALE)()
+            written = providers.flat(accumulators, "out" if name == "copy" else "sum")
             if len(shapes) == 1:
                 expected = total if name == "copy" else total + SCALE * 0.01
-                torch.testing.assert_close(out, expected)
-            assert out.numel() == total.numel()
+                torch.testing.assert_close(written, expected)
+            assert written.numel() == total.numel()
             assert provider.moved(accumulators, None) == passes * total.nbytes
 
 
@@ -136,7 +136,8 @@ def counted(provider, accumulators, gradients) -> int:
 def test_counted_bytes_are_those_of_the_formula(dtypes, generator):
     for name, provider in providers.ACCUMULATE.items():
         accumulators, gradients = lists(dtypes, generator)
-        if not provider.counted or provider.unavailable(CPU) or provider.unsupported(accumulators, gradients):
+        seen = provider.counted or name == "fusedacc eager"
+        if not seen or provider.unavailable(CPU) or provider.unsupported(accumulators, gradients):
             continue
         found = counted(provider, accumulators, gradients)
         assert found == provider.moved(accumulators, gradients), name
@@ -238,8 +239,10 @@ def test_a_provider_that_fails_is_a_row(monkeypatch):
 
 
 def test_a_goal_without_its_rival_leaves_the_figure():
-    rows = [row for row in measured("300x4", "fusedacc cpu") if row.provider == "fusedacc cpu"]
+    rows = [row for row in measured("300x4 same", "fusedacc cpu") if row.provider == "fusedacc cpu"]
     assert [(row.against, row.goal) for row in rows] == [("", None)]
+    rows = measured("300x4 same", "fusedacc cpu", "torch._foreach_add_")
+    assert [(row.against, row.goal) for row in rows if row.goal] == [("torch._foreach_add_", 1.0)]
 
 
 def test_a_row_says_what_was_measured():
@@ -267,11 +270,71 @@ def test_calls_rotate_and_sets_outgrow_the_cache():
     work = {size: kernels.Work(size, "bfloat16:float32", CPU, "short") for size in kernel_cases.SIZES}
     assert work["1Ki"].sets(plenty) == 512
     assert work["300x4"].sets(plenty) == 20_000 // 300
+    assert work["300x4 same"].sets(plenty) == 1
     assert work["64Mi"].sets(plenty) == 2
     assert work["64Ki"].sets(plenty) * work["64Ki"].set_bytes >= 64 * 2**20
     assert work["1Gi"].held_bytes == 2**30 * (4 + 2 + 8)
     assert work["1Gi"].sets(work["1Gi"].held_bytes) == 1
     assert work["1Gi"].sets(work["1Gi"].held_bytes - 1) == 0
+
+
+def test_kernels_are_counted_within_each_call():
+    def event(cat, name, ts, dur):
+        return {"cat": cat, "name": name, "ts": ts, "dur": dur}
+
+    events = [
+        {"ph": "M", "name": "process_name"},
+        event("user_annotation", "one call of add_", 100.0, 50.0),
+        event("gpu_user_annotation", "one call of add_", 110.0, 20.0),
+        event("kernel", "a", 110.0, 2.0),
+        event("kernel", "a", 149.0, 3.0),
+        event("gpu_memcpy", "Memcpy HtoD", 120.0, 2.0),
+        event("kernel", "from before", 99.0, 2.0),
+        event("user_annotation", "one call of copy", 200.0, 50.0),
+        event("gpu_memcpy", "Memcpy DtoD", 210.0, 2.0),
+    ]
+    assert kernels.kernels_in(events, ["add_", "copy", "triad"]) == {"add_": 2, "copy": 0}
+
+
+def test_an_uncountable_launch_is_a_note(monkeypatch):
+    def fail(variants):
+        raise RuntimeError("CUPTI is not permitted")
+
+    monkeypatch.setattr(kernels, "kernels_of", fail)
+    (variant,) = kernels.with_kernels([common.Variant("add_", list, launches=1, note="first")])
+    assert variant.launches is None
+    assert variant.note == "first; launches not counted: RuntimeError: CUPTI is not permitted"
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtypes", kernel_cases.MAIN_DTYPES)
+def test_every_provider_computes_the_sum_on_a_gpu(dtypes, generator):
+    device = torch.device("cuda")
+    for name, provider in providers.ACCUMULATE.items():
+        accumulators, gradients = ([t.to(device) for t in tensors] for tensors in lists(dtypes, generator))
+        if (
+            name in common.PEAK
+            or provider.unavailable(device)
+            or provider.unsupported(accumulators, gradients)
+        ):
+            continue
+        added = providers.scratch(accumulators, "other") if name == "add_ same dtype" else gradients
+        expected = [a.double() + SCALE * g.double() for a, g in zip(accumulators, added, strict=True)]
+        provider.make(accumulators, gradients, SCALE)()
+        for acc, exact in zip(accumulators, expected, strict=True):
+            torch.testing.assert_close(acc.double(), exact, rtol=1e-5, atol=1e-5, msg=name)
+
+
+@pytest.mark.cuda
+def test_a_gpus_row_counts_kernels_and_host_time():
+    results = common.Results(None, "cuda")
+    kernels.figures(
+        results, "quick", providers=["fusedacc cuda", "add_"], dtypes=["float32:float32"], sizes=["300x4"]
+    )
+    rows = {row.provider: row for row in results.rows}
+    assert rows["add_"].launches == 300
+    assert rows["fusedacc cuda"].launches == 1
+    assert all(row.host_us > 0 and row.median > 0 for row in rows.values())
 
 
 def test_a_quick_run_finishes_and_records_nothing(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -107,6 +108,35 @@ def test_replay_tells_kinds_by_allocation_not_by_address():
         "optimizer": 0,
         kinds.OTHER: 30,
     }
+
+
+def test_the_gpu_allocators_history_is_replayed(monkeypatch):
+    kinds = importlib.import_module("peak_kinds")
+    device = torch.device("cuda", 1)
+    old = {"action": "alloc", "addr": 8, "size": 10**6}
+    traces = [[], [old]]
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"device_traces": traces})
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda *_, **__: None)
+
+    def event(action, address, size):
+        traces[1].append({"action": action, "addr": address, "size": size})
+
+    def tensor(address, where):
+        storage = SimpleNamespace(data_ptr=lambda: address)
+        return SimpleNamespace(device=torch.device(where), untyped_storage=lambda: storage)
+
+    def train(look):
+        event("segment_alloc", 16, 2_000_000)
+        event("alloc", 16, 100)
+        event("alloc", 32, 50)
+        look({"weights": [tensor(16, "cuda")], "optimizer": [tensor(32, "cpu")]})
+        event("free_requested", 32, 50)
+        event("free_completed", 32, 50)
+        event("alloc", 32, 60)
+        look({"gradients": [tensor(32, "cuda")]})
+
+    found = kinds.peak_by_kind(train, device)
+    assert found == {"weights": 100, "gradients": 60, "optimizer": 0, kinds.OTHER: 0}
 
 
 def test_kinds_add_up_to_the_peak_of_the_demos_instrument(training, loops):

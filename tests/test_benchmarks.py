@@ -30,10 +30,23 @@ def common():
     return importlib.import_module("common")
 
 
-def run(*command: str) -> subprocess.CompletedProcess[str]:
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+@pytest.fixture
+def script(monkeypatch, capsys):
+    """Runs a script of benchmarks/ in this process. Returns its exit status, standard output and error."""
+
+    def run(name, *options):
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, options)])
+        code = 0
+        try:
+            importlib.import_module(name).main()
+        except SystemExit as end:
+            code = end.code
+        shown = capsys.readouterr()
+        if isinstance(code, str):
+            return 1, shown.out, shown.err + code
+        return code or 0, shown.out, shown.err
+
+    return run
 
 
 # Timing
@@ -163,7 +176,7 @@ def test_a_full_disk_leaves_whole_rows_and_prints_the_others(common, tmp_path, m
     assert path.read_bytes() == before
     printed = list(csv.reader(io.StringIO(capsys.readouterr().out)))
     assert [line[common.COLUMNS.index("provider")] for line in printed] == ["lost", "lost"]
-    assert [len(line) for line in printed] == [len(common.COLUMNS) + len(common.CONDITIONS)] * 2
+    assert [len(line) for line in printed] == [len(common.COLUMNS) + len(common.machine.CONDITIONS)] * 2
     assert [row.provider for row in kept.rows] == ["kept", "lost", "lost"]
 
 
@@ -175,44 +188,35 @@ def module(monkeypatch, name, figures):
 
 
 @pytest.fixture
-def run_all(monkeypatch):
-    run_all = importlib.import_module("run_all")
-    monkeypatch.setattr(run_all, "BENCHMARKS", ("first", "second"))
-    return run_all
+def two(monkeypatch):
+    """run_all has two benchmarks, "first" and "second"."""
+    monkeypatch.setattr(importlib.import_module("run_all"), "BENCHMARKS", ("first", "second"))
 
 
-def ended(run_all, monkeypatch, *options):
-    """The exit status of run_all."""
-    monkeypatch.setattr(sys, "argv", ["run_all.py", *map(str, options)])
-    with pytest.raises(SystemExit) as end:
-        run_all.main()
-    return end.value.code
-
-
-def test_a_benchmark_that_fails_stops_no_other(common, run_all, monkeypatch, tmp_path, capsys):
+def test_a_benchmark_that_fails_stops_no_other(common, two, script, monkeypatch, tmp_path):
     def broken(results, effort):
         raise RuntimeError("no such kernel\nand more")
 
     module(monkeypatch, "first", broken)
     module(monkeypatch, "second", lambda results, effort: results.add(some_rows(common, case=effort)))
     path = tmp_path / "results.csv"
-    assert ended(run_all, monkeypatch, "--results", path) == 1
+    code, out, err = script("run_all", "--results", path)
+    assert code == 1
     assert [row["case"] for row in common.read(path)] == ["short"]
-    shown = capsys.readouterr()
-    assert "first FAILED: RuntimeError: no such kernel\n" in shown.err
-    assert "tests: short" in shown.out
+    assert "first FAILED: RuntimeError: no such kernel\n" in err
+    assert "tests: short" in out
 
 
-def test_a_benchmark_that_cannot_be_imported_stops_no_other(common, run_all, monkeypatch, capsys):
+def test_a_benchmark_that_cannot_be_imported_stops_no_other(common, two, script, monkeypatch):
     monkeypatch.setitem(sys.modules, "first", None)
     module(monkeypatch, "second", lambda results, effort: results.add(some_rows(common, case=effort)))
-    assert ended(run_all, monkeypatch, "--quick") == 1
-    shown = capsys.readouterr()
-    assert "first FAILED: ModuleNotFoundError" in shown.err
-    assert "tests: quick" in shown.out
+    code, out, err = script("run_all", "--quick")
+    assert code == 1
+    assert "first FAILED: ModuleNotFoundError" in err
+    assert "tests: quick" in out
 
 
-def test_an_interrupted_run_keeps_what_was_finished(common, run_all, monkeypatch, tmp_path, capsys):
+def test_an_interrupted_run_keeps_what_was_finished(common, two, script, monkeypatch, tmp_path):
     def interrupted(results, effort):
         results.add(some_rows(common, case="finished"))
         raise KeyboardInterrupt
@@ -220,32 +224,36 @@ def test_an_interrupted_run_keeps_what_was_finished(common, run_all, monkeypatch
     module(monkeypatch, "first", interrupted)
     module(monkeypatch, "second", lambda results, effort: pytest.fail("the run goes on"))
     path = tmp_path / "results.csv"
-    assert ended(run_all, monkeypatch, "--results", path) == 130
+    code, out, err = script("run_all", "--results", path)
+    assert code == 130
     assert [row["case"] for row in common.read(path)] == ["finished"]
-    shown = capsys.readouterr()
-    assert "tests: finished" in shown.out
-    assert f"1 rows were finished, all of them are in {path}" in shown.err
+    assert "tests: finished" in out
+    assert f"1 rows were finished, all of them are in {path}" in err
 
 
-def test_only_runs_what_is_named(common, run_all, monkeypatch, capsys):
+def test_only_runs_what_is_named(common, two, script, monkeypatch):
     module(monkeypatch, "first", lambda results, effort: pytest.fail("not asked for"))
     module(monkeypatch, "second", lambda results, effort: results.add(some_rows(common)))
-    assert ended(run_all, monkeypatch, "--quick", "--only", "second") == 0
-    assert ended(run_all, monkeypatch, "--only", "third") == (
-        "unknown benchmark 'third'; allowed: first, second"
-    )
+    assert script("run_all", "--quick", "--only", "second")[0] == 0
+    _, _, err = script("run_all", "--only", "third")
+    assert err == "unknown benchmark 'third'; allowed: first, second"
 
 
-def test_results_that_cannot_be_kept_are_an_error_before_anything_runs(run_all, monkeypatch, tmp_path):
+def test_results_that_cannot_be_kept_are_an_error_before_anything_runs(two, script, monkeypatch, tmp_path):
     path = tmp_path / "results.csv"
     path.write_text("case\n")
     module(monkeypatch, "first", lambda results, effort: pytest.fail("nothing may run"))
-    assert "cannot keep results" in ended(run_all, monkeypatch, "--results", path)
+    code, _, err = script("run_all", "--results", path)
+    assert code == 1
+    assert "cannot keep results" in err
 
 
 def test_every_benchmark_runs(tmp_path):
     path = tmp_path / "results.csv"
-    found = run(sys.executable, "benchmarks/run_all.py", "--quick", "--results", str(path))
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    env = {"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONPATH": paths}
+    command = [sys.executable, "benchmarks/run_all.py", "--quick", "--results", str(path)]
+    found = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
     assert found.returncode == 0, found.stderr
     for benchmark in ("models", "kernels", "training", "wrapper_window", "peak_memory"):
         assert f"\n{benchmark}: " in found.stdout
@@ -307,6 +315,18 @@ def test_units_say_what_is_worse(runs, unit, new, verdict):
     assert verdicts(old, runs("new.csv", ("ours", new, None, None, {"unit": unit}))) == [verdict]
 
 
+@pytest.mark.parametrize(("new", "verdict"), [(5, "worse"), (-30, "better"), (0, "worse"), (-10, "same")])
+def test_differences_of_times_may_be_negative(runs, new, verdict):
+    old = runs("old.csv", ("ours", -10, -11, -9, {}))
+    assert verdicts(old, runs("new.csv", ("ours", new, new, new, {}))) == [verdict]
+
+
+@pytest.mark.parametrize(("new", "verdict"), [(0, "same"), (1, "worse")])
+def test_what_was_nothing_may_become_something(runs, new, verdict):
+    old = runs("old.csv", ("ours", 0, 0, 0, {"unit": "MB"}))
+    assert verdicts(old, runs("new.csv", ("ours", new, new, new, {"unit": "MB"}))) == [verdict]
+
+
 def test_a_slower_machine_is_not_blamed_on_the_code(runs):
     old = runs("old.csv", ("copy", 50, 49, 51, {}), ("ours", 100, 98, 102, {}))
     slow = runs("slow.csv", ("copy", 100, 98, 102, {}), ("ours", 200, 196, 204, {}))
@@ -322,7 +342,7 @@ def test_rows_that_differ_in_what_they_are_held_against_are_one_figure(runs):
     assert verdicts(old, runs("new.csv", *against[:1])) == ["same"]
 
 
-def test_the_report_says_what_differs_and_what_is_gone(runs):
+def test_the_report_says_what_differs_and_what_is_gone(runs, script):
     old = runs("old.csv", ("ours", 100, 98, 102, {}), ("apex", 100, 98, 102, {}), threads="2")
     new = runs(
         "new.csv",
@@ -331,39 +351,227 @@ def test_the_report_says_what_differs_and_what_is_gone(runs):
         ("peer", 1, 1, 1, {}),
         threads="8",
     )
-    found = run(sys.executable, "benchmarks/compare.py", str(old), str(new))
-    assert found.returncode == 1, found.stderr
-    assert "*** THE RUNS DIFFER IN THREADS: 2 -> 8" in found.stdout
-    assert "WORSE: 1\n  tests: case: ours: 100 -> 150 us, +50.0 %" in found.stdout
-    assert "better: nothing" in found.stdout
-    assert "disappeared: 1\n  tests: case: apex (not run: apex is not installed)" in found.stdout
-    assert "appeared: 1\n  tests: case: peer" in found.stdout
+    code, out, _ = script("compare", old, new)
+    assert code == 1
+    assert "*** THE RUNS DIFFER IN THREADS: 2 -> 8" in out
+    assert "WORSE: 1\n  tests: case: ours: 100 -> 150 us, +50.0 %" in out
+    assert "better: nothing" in out
+    assert "disappeared: 1\n  tests: case: apex (not run: apex is not installed)" in out
+    assert "\nappeared: 1\n  tests: case: peer" in out
 
 
-def test_two_equal_runs_end_well(runs):
+def test_two_equal_runs_end_well(runs, script):
     old = runs("old.csv", ("copy", 50, 49, 51, {}), ("ours", 100, 98, 102, {}))
-    found = run(sys.executable, "benchmarks/compare.py", str(old), str(old))
-    assert found.returncode == 0, found.stderr
-    assert "WORSE: nothing" in found.stdout
-    assert "DIFFER" not in found.stdout
+    code, out, _ = script("compare", old, old)
+    assert code == 0
+    assert "WORSE: nothing" in out
+    assert "DIFFER" not in out
 
 
 @pytest.mark.parametrize(
     ("text", "why"),
     [(None, "No such file"), ("", "no column"), ("case,variant\n", "no column"), (b"\xff\xfe", "decode")],
 )
-def test_what_cannot_be_compared_is_said(runs, tmp_path, text, why):
+def test_what_cannot_be_compared_is_said(runs, script, tmp_path, text, why):
     bad = tmp_path / "bad.csv"
     if text is not None:
         bad.write_bytes(text if isinstance(text, bytes) else text.encode())
-    found = run(sys.executable, "benchmarks/compare.py", str(runs("old.csv", ("a", 1, 1, 1, {}))), str(bad))
-    assert found.returncode == 2
-    assert why in found.stderr
-    assert "Traceback" not in found.stderr
+    code, _, err = script("compare", runs("old.csv", ("a", 1, 1, 1, {})), bad)
+    assert code == 2
+    assert why in err
 
 
-def test_a_threshold_below_zero_is_refused(runs):
-    old = str(runs("old.csv", ("a", 1, 1, 1, {})))
-    found = run(sys.executable, "benchmarks/compare.py", old, old, "--threshold=-1")
-    assert found.returncode == 2
-    assert "at least 0" in found.stderr
+def test_a_threshold_below_zero_is_refused(runs, script):
+    old = runs("old.csv", ("a", 1, 1, 1, {}))
+    code, _, err = script("compare", old, old, "--threshold=-1")
+    assert code == 2
+    assert "at least 0" in err
+
+
+# What is drawn and written
+
+
+@pytest.fixture
+def synthetic(common, tmp_path):
+    """A results file with rows for every plot and table. The figures are made up."""
+    kept = common.Results(tmp_path / "results.csv")
+    for dtypes in ("float32 into float32", "autocast bfloat16 into float32", "bfloat16 into float32"):
+        counted = common.Case("models", "counted", "window k=8", "4 parameters of 512 x 512", dtypes)
+        ways = (("stock as written", "as written", 100.0), ("stock mixed", "best stock", 50.0))
+        for name, role, size in (*ways, ("fusedacc", "ours", 40.0)):
+            for part, share in (("accumulate", 0.7), ("update: optimizer", 0.3), ("total", 1.0)):
+                figure = {"metric": f"bytes: {part}", "unit": "B/param", "median": share * size}
+                kept.add([common.row(counted, name, **figure, note=f"{role}: how")])
+        timed = common.Case("models", "gpt2", "window k=8", "148 parameters, 124 M elements", dtypes)
+        for name, role, size in ways:
+            kept.add([common.row(timed, name, median=1e4 * size, note=f"{role}: how")])
+            goal = {"against": name, "speedup": size / 40.0, "goal": 1.0, "reached": "yes"}
+            kept.add([common.row(timed, "fusedacc", median=4e5, note="ours: how", **goal)])
+    for dtypes in ("bfloat16 into float32", "float32 into float32"):
+        for size in (2**10, 2**20, 2**30):
+            shapes = f"1 tensor of {size}; 2 sets in turn"
+            case = common.Case("kernels", f"{common.count(size)} elements", "accumulate", shapes, dtypes)
+            for name, rate in (("copy", 20.0), ("triad", 22.0), ("fusedacc cpu", 21.9), ("add_", 5.0)):
+                time = size * 10 / rate / 1e3
+                kept.add([common.row(case, name, median=time, bytes=10 * size, gb_per_s=rate)])
+            kept.add([common.cannot_run(case, "apex axpby", "not installed")])
+    case = common.Case("training", "demo, width 256", "training", "2.5 M parameters; windows", "float32")
+    for name in ("stock", "fusedacc"):
+        kept.add([common.row(case, name, metric="peak memory", unit="MB", median=70.0)])
+        for kind, size in (("weights", 10.0), ("gradients", 20.0), ("activations and others", 40.0)):
+            figure = {"metric": f"peak memory: {kind}", "unit": "MB", "median": size}
+            kept.add([common.row(case, name, **figure)])
+    return kept.path
+
+
+NAMES = ("bytes", "bandwidth", "speedup", "memory")
+
+
+def test_every_plot_is_drawn_as_png_and_svg(synthetic, script, tmp_path):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "figures"
+    code, told, _ = script("plot", "--results", synthetic, "--out", out)
+    assert code == 0
+    assert "not drawn" not in told
+    assert {path.name for path in out.iterdir()} == {f"{n}.{kind}" for n in NAMES for kind in ("png", "svg")}
+    for name in NAMES:
+        assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert (out / f"{name}.svg").read_text().rstrip().endswith("</svg>")
+
+
+def texts(figure):
+    from matplotlib.text import Text
+
+    return " ".join(text.get_text() for text in figure.findobj(Text))
+
+
+def test_plots_say_what_they_show_and_under_which_conditions(common, synthetic):
+    pytest.importorskip("matplotlib").use("Agg")
+    charts = importlib.import_module("charts")
+    rows = common.read(synthetic)
+    expected = {
+        charts.bytes_per_parameter: ("bytes read and written per parameter", "best stock: mixed", "(-20 %)"),
+        charts.bandwidth: ("GB/s", "elements in one tensor", "1 Gi", "measured peak", "fusedacc cpu", "add_"),
+        charts.speedup: ("GPT-2 124M: 148 parameters, 124 M elements", "1.25 x stock mixed"),
+        charts.memory: ("MB alive at the peak", "70.0 MB", "activations and others", "2.5 M parameters"),
+    }
+    for draw, wanted in expected.items():
+        shown = texts(draw(rows))
+        for text in (*wanted, rows[0]["device"], torch.__version__, rows[0]["commit"], rows[0]["date"][:10]):
+            assert text in shown.replace("\n", " "), (draw.__name__, text)
+
+
+def test_no_label_of_a_plot_lies_on_another_or_outside(common, synthetic):
+    pytest.importorskip("matplotlib").use("Agg")
+    from matplotlib.text import Text
+
+    charts = importlib.import_module("charts")
+    rows = common.read(synthetic)
+    for draw in (charts.bytes_per_parameter, charts.bandwidth, charts.speedup, charts.memory):
+        figure = draw(rows)
+        figure.canvas.draw()
+        labels = [text for axes in figure.axes for text in axes.texts if text.get_text()]
+        labels += [text for axes in figure.axes for text in axes.get_yticklabels() if text.get_text()]
+        # Of the text alone: an annotation's own extent has its line in it.
+        boxes = [Text.get_window_extent(label) for label in (*labels, *figure.texts)]
+        for index, box in enumerate(boxes):
+            assert figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1, (draw.__name__, index)
+            assert not any(box.overlaps(other) for other in boxes[:index]), (draw.__name__, index)
+
+
+def test_a_plot_without_rows_is_skipped_with_the_reason(runs, script, tmp_path):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "figures"
+    path = runs("other.csv", ("ours", 1, 1, 1, {}))
+    code, told, _ = script("plot", "--results", path, "--out", out)
+    assert code == 0
+    assert told.count("not drawn") == len(NAMES)
+    assert "bytes: not drawn: there are no rows of benchmarks/models.py with a counted window" in told
+    assert not list(out.iterdir())
+
+
+def test_plots_that_are_unknown_or_have_no_file_are_refused(script, tmp_path):
+    pytest.importorskip("matplotlib")
+    missing = ("--results", tmp_path / "none.csv", "--out", tmp_path)
+    code, _, err = script("plot", *missing)
+    assert code == 2
+    assert "Run `make bench` first" in err
+    code, _, err = script("plot", "--only", "pie", *missing)
+    assert code == 1
+    assert "unknown plot 'pie'; allowed: bytes, bandwidth, speedup, memory" in err
+
+
+README = """# name
+
+<!-- bytes: written by benchmarks/readme_figures.py -->
+old bytes
+<!-- end of bytes -->
+prose that stays
+<!-- figures: written by benchmarks/readme_figures.py -->
+old figures
+<!-- end of figures -->
+the end
+"""
+
+
+def test_readme_shows_the_newest_figures(synthetic, script, tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text(README)
+    command = ("readme_figures", "--results", synthetic, "--readme", readme)
+    assert script(*command)[0] == 0
+    text = readme.read_text()
+    assert "old" not in text
+    assert "prose that stays" in text
+    assert text.endswith("the end\n")
+    assert "| float32 parameters and sums | 100.0 | 50.0 (mixed) | 40.0 | -20 % |" in text
+    row = "| gpt2, window k=8 | bfloat16 into float32 | fusedacc | 400.00 ms | "
+    assert row + "1.25 times the speed of `stock mixed` (500.00 ms), goal 1 |" in text
+    assert script(*command)[0] == 0
+    assert readme.read_text() == text, "a second time changes nothing"
+
+
+def test_a_later_run_of_a_part_does_not_hide_the_rest(common, synthetic):
+    pytest.importorskip("matplotlib").use("Agg")
+    charts, headline = importlib.import_module("charts"), importlib.import_module("headline")
+    kept = common.Results(synthetic)
+    kept.conditions = {**kept.conditions, "date": "2099-01-01"}
+    case = common.Case("models", "counted", "window k=8", "4 parameters", "float32 into float32")
+    figure = {"metric": "bytes: total", "unit": "B/param", "median": 7.0, "note": "ours: how"}
+    kept.add([common.row(case, "fusedacc", **figure)])
+    rows = common.read(synthetic)
+    assert [counted.total for counted in headline.headline(rows)] == [7.0]
+    assert "1.25 x stock mixed" in texts(charts.speedup(rows))
+
+
+def test_readme_says_what_was_missed(common):
+    readme_figures = importlib.import_module("readme_figures")
+    keys = {
+        **dict.fromkeys((*common.COLUMNS, *common.machine.CONDITIONS), ""),
+        "benchmark": "models",
+        "case": "c",
+    }
+    stock = {**keys, "provider": "stock", "unit": "us", "median": "2000"}
+    goal = {"speedup": "0.5", "goal": "1", "reached": "no"}
+    ours = {**keys, "provider": "ours", "unit": "us", "median": "4e6", "against": "stock", **goal}
+    room = {**ours, "unit": "MB", "median": "100", "against": "stock + bucket", "speedup": "0.8"}
+    text = readme_figures.goals([stock, ours, room])
+    assert "| 4.00 s | 0.50 times the speed of `stock` (2.00 ms), goal 1 **missed** |" in text
+    assert "| 100.0 MB | at most 80.0 MB: stock + bucket **missed** |" in text
+
+
+def test_a_readme_without_markers_is_left_alone(synthetic, script, tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text("nothing here\n")
+    command = ("readme_figures", "--results", synthetic, "--readme", readme)
+    code, _, err = script(*command)
+    assert code == 1
+    assert "no line '<!-- bytes" in err
+    assert readme.read_text() == "nothing here\n"
+
+
+def test_the_readme_has_the_markers():
+    readme_figures = importlib.import_module("readme_figures")
+    text = (ROOT / "README.md").read_text()
+    for begin, end in (readme_figures.BYTES, readme_figures.FIGURES):
+        assert text.count(begin) == text.count(end) == 1
+        assert text.index(begin) < text.index(end)

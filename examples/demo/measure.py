@@ -102,7 +102,8 @@ def calls_per_micro_batch(config: Config, text: Tensor) -> dict[str, int]:
 
 
 def is_kernel(event: torch.autograd.profiler_util.FunctionEvent) -> bool:
-    return event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith("Mem")
+    no_kernels = ("Mem", "Activity Buffer")
+    return event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith(no_kernels)
 
 
 def is_work(event: torch.autograd.profiler_util.FunctionEvent) -> bool:

@@ -1,0 +1,76 @@
+"""Draws the newest results: docs/figures/*.png and *.svg.
+
+    python benchmarks/plot.py [--results CSV] [--out docs/figures] [--only bytes,memory]
+
+- bytes: per parameter of one window by part, stock as written, best stock and ours (from models.py's rows);
+- bandwidth: of the bytes that accumulation needs, against size, beside a copy's (kernels.py);
+- speedup: a window's time on real models' parameter lists, best stock's over ours (models.py);
+- memory: the peak by kind while the demo trains (training.py).
+
+A plot whose rows are missing is skipped, and the reason is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import charts
+import matplotlib
+from common import RESULTS, chosen, read
+from drawing import STYLE
+from machine import ROOT
+from matplotlib import pyplot as plt
+
+CHARTS = {
+    "bytes": charts.bytes_per_parameter,
+    "bandwidth": charts.bandwidth,
+    "speedup": charts.speedup,
+    "memory": charts.memory,
+}
+
+
+def draw(rows: Sequence[dict[str, str]], out: Path, names: Sequence[str]) -> list[Path]:
+    """Writes a PNG and an SVG of each plot that has its rows, and prints why the others have none."""
+    out.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name in names:
+        with plt.rc_context(STYLE):
+            try:
+                figure = CHARTS[name](rows)
+            except charts.NoRows as why:
+                print(f"{name}: not drawn: {why}")
+                continue
+            for path in (out / f"{name}.png", out / f"{name}.svg"):
+                # No date in the file: the same rows give the same bytes.
+                metadata = {"Date": None} if path.suffix == ".svg" else {}
+                figure.savefig(path, dpi=150, metadata=metadata)
+                written.append(path)
+            plt.close(figure)
+            print(f"{name}: {os.path.relpath(out / name)}.png, .svg")
+    return written
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the CSV (%(default)s)")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "figures", help="(%(default)s)")
+    parser.add_argument("--only", help=f"comma-separated; all without it: {', '.join(CHARTS)}")
+    options = parser.parse_args()
+    names = chosen(options.only, list(CHARTS), "plot")
+    matplotlib.use("Agg")
+    try:
+        rows = read(options.results)
+    except OSError as error:
+        print(f"no results: {error}. Run `make bench` first", file=sys.stderr)
+        raise SystemExit(2) from None
+    draw(rows, options.out, names)
+
+
+if __name__ == "__main__":
+    main()
