@@ -161,3 +161,8 @@ def accumulate_grad_node(param: Tensor) -> Any:
 def process_group_up() -> bool:
     """Whether a process group is up, whose reducer (of one rank too) needs the gradients in p.grad."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is being captured on the current stream."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from . import checks, norms
 from .arena import Arena
+from .hooks import capturing
 from .slot import Slot
 
 #: torch's optimizers whose fused kernels divide by `grad_scale` and do nothing where `found_inf` is 1.
@@ -114,14 +115,24 @@ class Update:
         hands_over = self.prepare(scaling)
         found = scaling.found_inf
         try:
-            if found is not None and not hands_over and bool(found.item()):
+            if found is not None and not hands_over and self._is_set(found):
                 return None, True
             if found is not None and hands_over:
-                dropped = found.ne(0).to(torch.int64)
-                self.skipped = dropped if self.skipped is None else self.skipped + dropped
+                if self.skipped is None:
+                    self.skipped = torch.zeros((), dtype=torch.int64, device=found.device)
+                self.skipped += found.ne(0).to(self.skipped.device, non_blocking=True)
             return self._inner.step(), False
         finally:
             self.release()
+
+    def _is_set(self, found: Tensor) -> bool:
+        if capturing():
+            raise RuntimeError(
+                f"an update that may be dropped cannot be captured with {type(self._inner).__name__} here, for "
+                "which the host decides; allowed: Adam, AdamW, SGD and Adagrad with fused=True, after a first "
+                "update, on sums of the parameters' dtype"
+            )
+        return bool(found.item())
 
     def release(self) -> None:
         """Take back what `prepare` has handed to the inner optimizer."""
