@@ -71,7 +71,7 @@ def describe(config: Config, parameters: int) -> str:
         f"Byte-level transformer, {parameters / 1e6:.2f} M parameters, {SETTINGS[config.dtype][0]}, AdamW; "
         f"{config.steps} micro-batches of {MICRO_BATCH_SIZE} x {CONTEXT} bytes per update.\n"
         f"{device}, torch {torch.__version__}, backend {config.backend}. Bytes: the accounting of "
-        "fusedacc/traffic.py, weight-gradient write included."
+        "fusedacc/traffic/accounting.py, weight-gradient write included."
     )
 
 
