@@ -128,8 +128,8 @@ class Update:
     def _is_set(self, found: Tensor) -> bool:
         if capturing():
             raise RuntimeError(
-                f"an update that may be dropped cannot be captured with {type(self._inner).__name__} here, for "
-                "which the host decides; allowed: Adam, AdamW, SGD and Adagrad with fused=True, after a first "
+                f"an update that may be dropped cannot be captured with {type(self._inner).__name__} here: "
+                "the host would decide. Allowed: Adam, AdamW, SGD and Adagrad with fused=True, after a first "
                 "update, on sums of the parameters' dtype"
             )
         return bool(found.item())
