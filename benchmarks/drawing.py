@@ -38,7 +38,7 @@ def finish(
     conditions = [about["device"], f"threads {about['threads']}", f"torch {about['torch']}"]
     conditions += [f"CUDA {about['cuda']}"] if about["cuda"] else []
     conditions += [f"commit {about['commit']}", about["date"][:10]]
-    width = int(figure.get_figwidth() * 15)
+    width = int(figure.get_figwidth() * 13)  # characters, capitals among them
     lines = [*textwrap.wrap(text, width), *textwrap.wrap(", ".join(conditions), width)]
     inch = 1 / figure.get_figheight()
     figure.text(LEFT, 0.1 * inch, "\n".join(lines), fontsize=8.5, color=QUIET, ha="left", va="bottom")
