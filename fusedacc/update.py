@@ -181,6 +181,7 @@ class Update:
         for total in totals:
             if not _is_ordinary(total):
                 values = total.coalesce()._values() if total.is_sparse else total
+                values = values if values.is_complex() else values.double()
                 left.append(torch.linalg.vector_norm(values, self.norm_type).double().reshape(1))
         dtype = norms.norm_dtype([total for _, total in finals])
         return norms.finish(left, self.norm_type, dtype, self._arena.backend)
