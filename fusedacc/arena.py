@@ -227,7 +227,7 @@ class Arena:
             if checks.is_plain(total) and (total.dtype, total.dtype) in checks.PAIRS:
                 groups.setdefault((total.device, total.dtype), []).append(total)
             elif total.is_sparse:
-                self._put(slot, total * _near(ratio, total))
+                self._put(slot, _scaled(total, ratio))
             else:
                 total.mul_(_near(ratio, total))
         for sums in groups.values():
@@ -349,7 +349,7 @@ class Arena:
                     casts, totals, _near(scale, totals[0]), True
                 )
             else:
-                casts = [(total * _near(scale, total)).to(wanted) for total in totals]
+                casts = [_scaled(total, scale).to(wanted) for total in totals]
             for slot, total, cast in zip(slots, totals, casts, strict=True):
                 slot.sum, slot.cast, slot.param.grad = None if scaled else total, cast, cast
                 slot.delivered = False
@@ -538,7 +538,14 @@ def _is_one(scale: float | Tensor) -> bool:
 
 
 def _scaled(tensor: Tensor, scale: float | Tensor) -> Tensor:
-    return tensor if _is_one(scale) else tensor * _near(scale, tensor)
+    if _is_one(scale):
+        return tensor
+    scale = _near(scale, tensor)
+    if not tensor.is_sparse or not isinstance(scale, Tensor):
+        return tensor * scale
+    # A product with a tensor would sum repeated indices, and so round elsewhere than stock.
+    indices, values = tensor._indices(), tensor._values() * scale
+    return torch.sparse_coo_tensor(indices, values, tensor.shape, is_coalesced=tensor.is_coalesced())
 
 
 def _near(scale: float | Tensor, tensor: Tensor) -> float | Tensor:
