@@ -322,37 +322,43 @@ class Arena:
 
     def present(self, scale: float | Tensor = 1.0) -> None:
         """Ready p.grad for the inner optimizer: the sum times `scale`, cast where the parameter has another
-        dtype. One pass does both; the sum of what was cast so is given up, and the cast is the gradient.
+        dtype. Where a kernel casts, the same pass scales; then the sum is given up for the cast.
         """
         self._generation += 1
         scaled = not _is_one(scale)
         if scaled:
-            kept = [(slot, total) for slot, total in self.finals() if total.dtype == slot.param.dtype]
-            self._rescale(kept, scale)
+            self._rescale([pair for pair in self.finals() if not self._casts_by_kernel(*pair)], scale)
         lanes: dict[Lane, tuple[list[Slot], list[Tensor]]] = {}
         for slot in self.slots:
             total = self.current(slot)
             if total is None:
                 if not self.visible and slot.param.grad is not None:
                     slot.param.grad = None
-            elif total.dtype != slot.param.dtype:
+            elif self._casts_by_kernel(slot, total):
                 chosen = lanes.setdefault((total.device, total.dtype, slot.param.dtype), ([], []))
                 chosen[0].append(slot)
                 chosen[1].append(total)
+            elif total.dtype != slot.param.dtype:
+                self._present_cast(slot, total, total.to(slot.param.dtype))
             elif not self.visible and not (slot.delivered and total is slot.shown()):
                 self._show(slot, total)
         self.any_delivered = True
         for (device, source, wanted), (slots, totals) in lanes.items():
-            if (source, wanted) in checks.PAIRS and all(map(checks.is_plain, totals)):
-                casts = like(totals, wanted)
-                backends.select(device, wanted, source, self.backend).backend.accumulate_(
-                    casts, totals, _near(scale, totals[0]), True
-                )
-            else:
-                casts = [_scaled(total, scale).to(wanted) for total in totals]
+            casts = like(totals, wanted)
+            backend = backends.select(device, wanted, source, self.backend).backend
+            backend.accumulate_(casts, totals, _near(scale, totals[0]), True)
             for slot, total, cast in zip(slots, totals, casts, strict=True):
-                slot.sum, slot.cast, slot.param.grad = None if scaled else total, cast, cast
-                slot.delivered = False
+                self._present_cast(slot, None if scaled else total, cast)
+
+    @staticmethod
+    def _casts_by_kernel(slot: Slot, total: Tensor) -> bool:
+        dtype = slot.param.dtype
+        return total.dtype != dtype and (total.dtype, dtype) in checks.PAIRS and checks.is_plain(total)
+
+    @staticmethod
+    def _present_cast(slot: Slot, total: Tensor | None, cast: Tensor) -> None:
+        slot.sum, slot.cast, slot.param.grad = total, cast, cast
+        slot.delivered = False
 
     def withdraw(self) -> None:
         """After an update: the sum stands in p.grad again where it may, and its copy goes."""
