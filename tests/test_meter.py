@@ -338,3 +338,154 @@ def test_compiled_regions_run_as_they_are_written():
     with TrafficMeter() as meter:
         region(x)
     assert meter.total_bytes == 2 * 800
+
+
+def test_memory_from_outside_the_meter_inherits_nothing():
+    """Batches that a loader makes, where a gradient was before."""
+    weight = nn.Parameter(torch.zeros(1000))
+    meter = TrafficMeter([weight])
+    for _ in range(20):
+        x = torch.randn(1000)
+        with meter:
+            (x * weight).sum().backward()
+        weight.grad = None
+        del x
+    found = meter.as_dict()["by_phase_and_kind"]
+    assert "update" not in found
+    assert found["forward"]["weights"] == 20 * 4000
+    assert found["backward"]["gradients"] == 20 * 4000
+
+
+def test_what_is_gone_is_forgotten():
+    weight = nn.Parameter(torch.zeros(10))
+    meter = TrafficMeter([weight])
+    with meter:
+        for _ in range(5000):
+            torch.zeros(10, requires_grad=True).mul(2)
+    assert len(meter._memories) < 3000
+    assert meter.as_dict()["by_op"]["aten::mul"]["total_bytes"] == 5000 * 80
+
+
+def test_inference_mode_leaves_no_hook_and_loses_no_step():
+    from torch.optim import optimizer as hooks
+
+    class Mixed(torch.optim.SGD):
+        def step(self, closure=None):
+            with torch.inference_mode():
+                torch.nn.functional.linear(self.x, self.x)
+                self.x.mul(2)
+
+    before = len(hooks._global_optimizer_pre_hooks)
+    optimizer = Mixed([nn.Parameter(torch.zeros(3))], lr=0.1)
+    optimizer.x = torch.randn(3, 3)
+    with TrafficMeter() as meter:
+        optimizer.step()
+    assert len(hooks._global_optimizer_pre_hooks) == before
+    assert set(meter.as_dict()["by_phase"]) == {"update"}
+    with meter, pytest.raises(RuntimeError, match="is on already"), meter:
+        pass
+
+
+def test_a_step_inside_a_hook_is_an_update():
+    weight = nn.Parameter(torch.randn(1000))
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+
+    def hook(p):
+        optimizer.step()
+        optimizer.zero_grad()
+
+    weight.register_post_accumulate_grad_hook(hook)
+    (weight * 2).sum().backward()
+    with TrafficMeter(optimizer) as meter:
+        (weight * 2).sum().backward()
+    assert meter.as_dict()["by_phase_and_kind"]["update"]["weights"] == 8000
+    assert "accumulate" not in meter.as_dict()["by_phase"]
+
+
+def test_after_a_step_that_failed_nothing_is_an_update():
+    class Broken(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            raise RuntimeError("broken")
+
+    weight = nn.Parameter(torch.randn(1000))
+    with TrafficMeter([weight]) as meter:
+        with pytest.raises(RuntimeError, match="broken"):
+            Broken([weight], lr=0.1).step()
+        with torch.no_grad():
+            weight.mul(2)
+    assert set(meter.as_dict()["by_phase"]) == {"forward"}
+
+
+def test_only_the_gradients_own_cast_is_accumulation():
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            return x @ w.to(x.dtype)
+
+        @staticmethod
+        def backward(ctx, g):
+            x, w = ctx.saved_tensors
+            return g @ w.to(g.dtype).t(), (x.t() @ g).to(w.dtype)
+
+    weight = nn.Parameter(torch.randn(64, 64))
+    x = torch.randn(8, 64, dtype=BF16, requires_grad=True)
+    with TrafficMeter([weight]) as meter:
+        Product.apply(x, weight).sum().backward()
+    assert meter.as_dict()["by_phase_and_op"]["accumulate"]["aten::_to_copy"]["total_bytes"] == 64 * 64 * 6
+
+
+def test_kinds_do_not_depend_on_a_phases_name():
+    def kinds(named: bool):
+        model = large()
+        optimizer = torch.optim.AdamW(model.parameters())
+        with TrafficMeter(model) as meter:
+            if named:
+                with meter.phase("all"):
+                    stock_window(model, optimizer)
+            else:
+                stock_window(model, optimizer)
+        return meter.as_dict()["by_kind"]
+
+    assert kinds(True) == kinds(False)
+
+
+def test_a_backward_that_was_compiled_before_is_uncounted():
+    compiled = torch.compile(nn.Sequential(nn.Linear(8, 8), nn.GELU()), backend="aot_eager")
+    x = torch.randn(4, 8)
+    compiled(x).sum().backward()
+    loss = compiled(x).sum()
+    with TrafficMeter() as meter:
+        loss.backward()
+    assert any("CompiledFunctionBackward" in name for name in meter.uncounted)
+
+
+def test_wrapped_tensors_and_odd_ones_do_no_harm():
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    weight = nn.Parameter(TwoTensor(torch.zeros(1000), torch.zeros(1000)))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    nested = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)])
+    with TrafficMeter(optimizer) as meter:
+        (weight * 2).sum().backward()
+        optimizer.step()
+        nested * 2
+    assert meter.as_dict()["by_phase_and_kind"]["update"]["weights"] == 2 * 8000
+    assert meter.uncounted
+
+
+def test_higher_order_operators_are_named():
+    with TrafficMeter() as meter:
+        torch.cond(torch.tensor(True), lambda x: x + 1, lambda x: x - 1, (torch.randn(3),))
+    assert "cond" in meter.uncounted
+
+
+def test_a_prepared_plan_of_fake_tensors_is_uncounted():
+    from fusedacc.functional import prepare
+
+    with torch._subclasses.FakeTensorMode():
+        plan = prepare([torch.randn(10)], backend="cpu")
+        with TrafficMeter() as meter:
+            plan([torch.randn(10)], 0.5)
+    assert "fusedacc.accumulate_prepared_.default" in meter.uncounted

@@ -86,6 +86,8 @@ CASES = {  # name: (call, bytes read, bytes written)
     "views": (lambda: A.t().reshape(200)[3:].view(1, -1).expand(4, -1).detach(), 800, 800),
     "only views": (lambda: A.view(-1)[3:].unsqueeze(0).expand(4, -1).detach().split(9, 1), 0, 0),
     "cat": (lambda: torch.cat([X, Y]), 8 * N, 8 * N),
+    "masked_fill_": (lambda: X.masked_fill_(FLAGS, 0.0), 5 * N, 4 * N),
+    "bernoulli with a number": (lambda: torch.bernoulli(X, 0.5), 0, 4 * N),
     "sum": (lambda: X.sum(), 4 * N, 4),
     "mean by row": (lambda: A.mean(1), 800, 40),
     "norm": (lambda: torch.linalg.vector_norm(X), 4 * N, 4),
@@ -129,6 +131,11 @@ CASES = {  # name: (call, bytes read, bytes written)
     ),
     "layer_norm": (lambda: F.layer_norm(A, (20,), C[0, :20], C[1, :20]), 800 + 160, 800 + 80),
     "dropout": (lambda: torch.native_dropout(X, 0.5, True), 4 * N, 5 * N),
+    "batch norm, evaluated": (
+        of(F.batch_norm, IMAGE, X[:2], Y[:2].abs(), None, None, False),
+        288 + 8 + 8,
+        288,
+    ),
     "attention": (
         lambda: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(Q, Q.clone(), Q.clone()),
         5 * 960,
@@ -287,3 +294,21 @@ def test_fake_tensors_count_like_real_ones():
     with torch._subclasses.FakeTensorMode(), TrafficMeter() as fake:
         program()
     assert fake.as_dict() == real.as_dict()
+
+
+def test_casts_and_copies_under_inference_mode_are_seen():
+    with torch.inference_mode(), TrafficMeter() as meter:
+        HALF.float()
+        A.t().contiguous()
+        A.t().reshape(200)
+        A.reshape(200)
+        X.float()
+    assert meter.total_bytes == 6 * N + 2 * 1600
+
+
+def test_a_plan_in_place_reads_once():
+    total = new(N)
+    plan = prepare([total], backend="cpu")
+    with TrafficMeter() as meter:
+        plan([total], 0.5)
+    assert (meter.as_dict()["read_bytes"], meter.as_dict()["written_bytes"]) == (4 * N, 4 * N)

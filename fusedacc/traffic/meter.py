@@ -3,23 +3,40 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+)
 
 from .. import observers
-from .operands import Operand, accumulation, is_metadata, measurement, name_of, operands, tensors_in
+from .operands import (
+    Operand,
+    accumulation,
+    is_metadata,
+    is_view,
+    measurement,
+    name_of,
+    operands,
+    tensors_in,
+)
 from .report import Cell, Counts
 
 #: What an operand is. Parameters' own traffic is the first three together.
@@ -29,6 +46,7 @@ PHASES = ("forward", "backward", "accumulate", "update")
 
 _CAST = torch.ops.aten._to_copy.default
 _ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
+_COMPILED = "CompiledFunctionBackward"
 
 
 class TrafficMeter(TorchDispatchMode):
@@ -37,7 +55,8 @@ class TrafficMeter(TorchDispatchMode):
     Bytes are the compulsory ones: each operand of an operator once, as an ideal kernel would move them. No
     cache between operators helps, temporaries inside one do not count, views and metadata are free, and an
     expanded tensor counts the elements it really has. An operator without a rule is not guessed at: it is in
-    `uncounted`, by name. Regions under `torch.compile` run as they are written while the meter is on.
+    `uncounted`, by name. Regions under `torch.compile` run as they are written while the meter is on; the
+    backward of a forward that ran compiled before is in `uncounted`, and `fullgraph=True` torch refuses then.
 
     Each byte has a **phase**: "backward" inside autograd's engine, but "accumulate" where a leaf's gradient
     is cast, stored or added (AccumulateGrad, its hooks and the cast before it, the engine's final callbacks,
@@ -63,12 +82,17 @@ class TrafficMeter(TorchDispatchMode):
         super().__init__()
         self._lock = threading.RLock()
         self._leaves: dict[int, weakref.ref[Tensor]] = {}
+        #: The memories that tensors have, by address, and the addresses whose memory has gone.
+        self._memories: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._gone: deque[int] = deque()
         self._kinds: dict[int, str] = {}
         self._open: dict[int, dict[tuple[str, str, str], list[int]]] = {}
         self._counts = Counts()
         self._named: list[str] = []
         self._observed: list[str] = []
-        self._steps = 0
+        #: Steps of optimizers that run: thread, graph task and Python frame.
+        self._steps: list[tuple[int, int, Any]] = []
+        self._compiled = ""
         self._after_backward = False
         self._handles: list[Any] = []
         for leaf in _leaves_of(parameters):
@@ -110,6 +134,7 @@ class TrafficMeter(TorchDispatchMode):
     def counts(self) -> Counts:
         """A copy of the counts as they stand, every byte with the kind that is known by now."""
         with self._lock:
+            self._forget_the_gone()
             copy = self._counts.copy()
             for key, cells in self._open.items():
                 copy.book(cells, self._kinds.get(key, "other"))
@@ -151,8 +176,11 @@ class TrafficMeter(TorchDispatchMode):
 
     # What is watched
 
+    supports_higher_order_operators = True
+
     def __enter__(self) -> TrafficMeter:
-        self._steps = 0
+        if self in observers.watching:
+            raise RuntimeError("this TrafficMeter is on already: enter another one, or name a phase")
         self._know_gradients()
         self._handles = [
             register_optimizer_step_pre_hook(self._step_begins),
@@ -164,6 +192,7 @@ class TrafficMeter(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         observers.watching.remove(self)
+        self._steps.clear()
         for handle in self._handles:
             handle.remove()
 
@@ -173,23 +202,26 @@ class TrafficMeter(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # its own dispatch unwraps it, and what that calls comes here
-        if is_metadata(func):
-            result = func(*args, **kwargs)
-            with self._lock:
-                self._see(func, args, kwargs, result)
-            return result
-        composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-        if composite:  # under inference_mode; else autograd has taken it apart before
-            with self:
+        if not isinstance(func, OpOverload):  # a higher-order operator
+            self._counts.uncounted[str(func)] += 1
+            return func(*args, **kwargs)
+        free = is_metadata(func)
+        if not free and _is_composite(func):  # under inference_mode; else autograd has taken it apart before
+            super().__enter__()
+            try:
                 return func.decompose(*args, **kwargs)
+            finally:
+                super().__exit__(None, None, None)
         result = func(*args, **kwargs)
         with self._lock:
-            self._see(func, args, kwargs, result)
+            self._see(func, args, kwargs)
+            if free or is_view(func):
+                return result
             moved = operands(func, args, kwargs, result)
             if moved is None:
                 self._counts.uncounted[str(func)] += 1
             else:
-                casts = func is _CAST and _is_a_leafs_gradient(result)
+                casts = func is _CAST and self._is_a_leafs_gradient(args[0], result)
                 self._book(name_of(func), func.namespace, moved, casts)
         return result
 
@@ -220,19 +252,31 @@ class TrafficMeter(TorchDispatchMode):
 
     # Phases
 
-    def _phase(self, namespace: str, touches_gradients: bool, casts_gradient: bool) -> str:
-        named = self._named or self._observed
-        if named:
-            return named[-1]
-        if torch._C._current_graph_task_id() != -1:
+    def _automatic(self, namespace: str, touches_gradients: bool, casts_gradient: bool) -> str:
+        """The phase, whatever name the user has given it."""
+        if self._observed:
+            return self._observed[-1]
+        task = torch._C._current_graph_task_id()
+        if self._in_step(task):
+            return "update"
+        if task != -1:
             node = torch._C._current_autograd_node()
             accumulates = casts_gradient or node is None or node.name() == _ACCUMULATE_GRAD
             return "accumulate" if accumulates else "backward"
-        if self._steps and not torch.is_grad_enabled():
-            return "update"
         if namespace == "fusedacc":
             return "accumulate"
         return "update" if touches_gradients else "forward"
+
+    def _in_step(self, task: int) -> bool:
+        """Whether an optimizer's step is at work here, and not a closure or a backward that it has called."""
+        while self._steps:
+            thread, began_in, frame = self._steps[-1]
+            if thread != threading.get_ident():
+                return False
+            if _on_stack(frame):
+                return began_in == task and not torch.is_grad_enabled()
+            self._steps.pop()  # an exception has ended it
+        return False
 
     def _step_begins(self, optimizer: Optimizer, *_: Any) -> None:
         with self._lock:
@@ -240,77 +284,101 @@ class TrafficMeter(TorchDispatchMode):
                 self._know(leaf)
             self._know_gradients()
             self._know_state(optimizer)
-            self._steps += 1
+            task = torch._C._current_graph_task_id()
+            self._steps.append((threading.get_ident(), task, sys._getframe(1)))
 
     def _step_ends(self, optimizer: Optimizer, *_: Any) -> None:
         with self._lock:
             self._know_state(optimizer)
-            self._steps = max(0, self._steps - 1)
+            if self._steps and self._steps[-1][0] == threading.get_ident():
+                self._steps.pop()
 
     # Kinds
+
+    def _key(self, tensor: Tensor) -> int:
+        """The tensor's memory, by an address that may have been another's before."""
+        self._forget_the_gone()
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._memories:
+            self._memories[key] = weakref.ref(storage, functools.partial(_append, self._gone, key))
+        return key
+
+    def _forget_the_gone(self) -> None:
+        """Books what memory that is gone has moved, with the kind that it had."""
+        while self._gone:
+            key = self._gone.popleft()
+            self._memories.pop(key, None)
+            self._counts.book(self._open.pop(key, {}), self._kinds.pop(key, "other"))
+            if len(self._leaves) > 2 * len(self._memories):
+                self._leaves = {name: leaf for name, leaf in self._leaves.items() if leaf() is not None}
 
     def _know(self, leaf: Tensor) -> None:
         if id(leaf) not in self._leaves or self._leaves[id(leaf)]() is not leaf:
             self._leaves[id(leaf)] = weakref.ref(leaf)
-        if leaf.layout is torch.strided:
-            self._kinds[_key(leaf)] = "weights"
+        for part in _plain_parts(leaf):
+            self._kinds[self._key(part)] = "weights"
 
     def _know_gradients(self) -> None:
-        for reference in self._leaves.values():
+        for reference in list(self._leaves.values()):
             leaf = reference()
-            gradient = None if leaf is None else leaf.grad
-            if gradient is not None and gradient.layout is torch.strided:
-                self._kinds.setdefault(_key(gradient), "gradients")
+            gradient = leaf.grad if leaf is not None and leaf.is_leaf else None
+            for part in _plain_parts(gradient):
+                self._kinds.setdefault(self._key(part), "gradients")
 
     def _know_state(self, optimizer: Optimizer) -> None:
         for state in list(optimizer.state.values()):
             for tensor in tensors_in(state):
-                if tensor.layout is torch.strided:
-                    self._kinds[_key(tensor)] = "optimizer"
+                for part in _plain_parts(tensor):
+                    self._kinds[self._key(part)] = "optimizer"
 
-    def _see(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        """Learns what tensors are from one call: leaves, fresh memory, gradients that are stored."""
-        inside = torch._C._current_graph_task_id() != -1
-        if self._after_backward and not inside:
+    def _see(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Learns what tensors are from one call: leaves, and gradients that are stored."""
+        task = torch._C._current_graph_task_id()
+        if self._after_backward and task == -1:
             self._know_gradients()
-        self._after_backward = inside
-        given = set()
+        self._after_backward = task != -1
+        node = torch._C._current_autograd_node() if task != -1 else None
+        if node is not None and _COMPILED in node.name() and self._compiled != f"{task} {node.name()}":
+            self._compiled = f"{task} {node.name()}"
+            self._counts.uncounted[node.name()] += 1
+        stores = node is not None and node.name() == _ACCUMULATE_GRAD and is_metadata(func)
         for tensor in tensors_in(args, kwargs):
-            if tensor.layout is not torch.strided:
-                continue
-            given.add(_key(tensor))
             is_leaf = tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
             if is_leaf or isinstance(tensor, torch.nn.Parameter):
                 self._know(tensor)
-        for tensor in tensors_in(result):
-            if tensor.layout is torch.strided and _key(tensor) not in given:
-                self._forget(_key(tensor))
-        if inside and is_metadata(func):
-            node = torch._C._current_autograd_node()
-            if node is not None and node.name() == _ACCUMULATE_GRAD:
-                for key in given:  # AccumulateGrad detaches what it stores
-                    self._kinds.setdefault(key, "gradients")
+            if stores:  # AccumulateGrad detaches what it stores
+                for part in _plain_parts(tensor):
+                    self._kinds.setdefault(self._key(part), "gradients")
 
-    def _forget(self, key: int) -> None:
-        """The memory is another tensor's now: books what its last owner moved."""
-        kind = self._kinds.pop(key, "other")
-        cells = self._open.pop(key, None)
-        if cells:
-            self._counts.book(cells, kind)
+    def _is_a_leafs_gradient(self, source: Tensor, result: Tensor) -> bool:
+        """Whether a cast inside the engine makes a gradient that goes to AccumulateGrad next.
+
+        Autograd casts so for `grad_dtype` and for parameters that autocast has cast.
+        """
+        node: Any = torch._C._current_autograd_node()
+        if torch._C._current_graph_task_id() == -1 or node is None:
+            return False
+        if self._kinds.get(self._key(source)) == "weights":
+            return False
+        following = [function for function, _ in node.next_functions if function is not None]
+        leaves = [function.variable for function in following if function.name() == _ACCUMULATE_GRAD]
+        return any(leaf.shape == result.shape and _grad_dtype(leaf) == result.dtype for leaf in leaves)
 
     def _book(self, op: str, namespace: str, moved: Sequence[Operand], casts_gradient: bool = False) -> None:
-        keys = [None if operand.tensor is None else _key(operand.tensor) for operand in moved]
+        keys = [None if operand.tensor is None else self._key(operand.tensor) for operand in moved]
         touches = any(key is None or self._kinds.get(key) == "gradients" for key in keys)
-        phase = self._phase(namespace, touches, casts_gradient)
+        automatic = self._automatic(namespace, touches, casts_gradient)
+        phase = self._named[-1] if self._named else automatic
         self._counts.calls[phase, op] += 1
         for key, operand in zip(keys, moved, strict=True):
             if key is None:
                 cell = Cell(operand.read, operand.written)
                 self._counts.add(phase, op, "gradients", operand.device, cell)
                 continue
-            if phase == "accumulate" or (touches and phase != "forward" and phase != "backward"):
+            if automatic == "accumulate" or (touches and automatic not in ("forward", "backward")):
                 self._kinds.setdefault(key, "gradients")
-            elif phase == "update":
+            elif automatic == "update":
                 self._kinds.setdefault(key, "optimizer")
             assert operand.tensor is not None
             where = phase, op, str(operand.tensor.device)
@@ -319,22 +387,35 @@ class TrafficMeter(TorchDispatchMode):
             sums[1] += operand.written
 
 
-def _is_a_leafs_gradient(result: Tensor) -> bool:
-    """Whether a cast inside the engine makes a gradient that goes to AccumulateGrad next.
-
-    Autograd casts so for `grad_dtype` and for parameters that autocast has cast.
-    """
-    node: Any = torch._C._current_autograd_node()
-    if torch._C._current_graph_task_id() == -1 or node is None:
-        return False
-    following = [function for function, _ in node.next_functions if function is not None]
-    leaves = [function.variable for function in following if function.name() == _ACCUMULATE_GRAD]
-    return any(leaf.shape == result.shape for leaf in leaves)
+def _is_composite(func: OpOverload) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
-def _key(tensor: Tensor) -> int:
-    """The tensor's memory, as long as it lives."""
-    return tensor.untyped_storage()._cdata
+def _append(gone: deque[int], key: int, _: object) -> None:
+    gone.append(key)
+
+
+def _on_stack(frame: Any) -> bool:
+    above: Any = sys._getframe(1)
+    while above is not None and above is not frame:
+        above = above.f_back
+    return above is frame
+
+
+def _grad_dtype(leaf: Tensor) -> torch.dtype:
+    return getattr(leaf, "grad_dtype", None) or leaf.dtype
+
+
+def _plain_parts(tensor: Any) -> Iterator[Tensor]:
+    """The tensors with memory of their own that a tensor is made of: itself, or those that it wraps."""
+    if tensor is None:
+        return
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            yield from _plain_parts(getattr(tensor, name))
+    elif tensor.layout is torch.strided and not tensor.is_nested:
+        yield tensor
 
 
 def _leaves_of(parameters: Any) -> list[Tensor]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .operators import METADATA, OVERWRITING, UNREAD, WHOLE
 
@@ -84,11 +85,16 @@ def bytes_of(tensor: Tensor) -> int:
 
 
 def is_metadata(func: OpOverload) -> bool:
-    """Whether the call touches no data."""
+    """Whether the call looks at no data and makes no view."""
     namespace, _, name = name_of(func).partition("::")
-    if namespace in ("prim", "profiler") or func.is_view or torch.Tag.inplace_view in func.tags:
+    if namespace in ("prim", "profiler"):
         return True
     return name in METADATA if namespace == "aten" else name_of(func) in _OUR_METADATA
+
+
+def is_view(func: OpOverload) -> bool:
+    """Whether the call returns views, or changes one, by its schema. Not asked of composite operators."""
+    return func.is_view or torch.Tag.inplace_view in func.tags
 
 
 _OUR_METADATA = frozenset({"fusedacc::prepare", "fusedacc::build_info"})
@@ -99,7 +105,7 @@ def operands(
 ) -> list[Operand] | None:
     """What a call has read and written; None for an operator without a rule, or tensors without strides."""
     call = Call(func, args, kwargs, result)
-    if any(tensor.layout is not torch.strided for tensor in tensors_in(args, kwargs, result)):
+    if not all(map(_is_countable, tensors_in(args, kwargs, result))):
         return None
     namespace, _, name = name_of(func).partition("::")
     if namespace == "fusedacc":
@@ -122,6 +128,13 @@ def operands(
     if base in ("addmm", "addmv", "addbmm", "baddbmm", "addr") and call["beta"] == 0:
         return whole(call, unread=("self",))
     return whole(call, unread=UNREAD.get(base, ()), overwrites=name in OVERWRITING)
+
+
+def _is_countable(tensor: Tensor) -> bool:
+    """Whether it has strides, and sizes that are numbers."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return False
+    return not any(isinstance(size, torch.SymInt) for size in (*tensor.shape, *tensor.stride()))
 
 
 def whole(
@@ -243,9 +256,16 @@ def _batch_norm(call: Call) -> list[Operand]:
     running = {_identity(t) for n in ("running_mean", "running_var") for t in call.tensors(n)}
     training = call["training"] is not False and call["train"] is not False
     for operand in found:
-        if training and operand.tensor is not None and _identity(operand.tensor) in running:
-            operand.written = operand.read
+        if operand.tensor is not None and _identity(operand.tensor) in running:
+            operand.written = operand.read if training else 0
     return found
+
+
+def _batch_norm_backward(call: Call) -> list[Operand]:
+    """In training the batch's own statistics are read, not the running ones."""
+    running = ("running_mean", "running_var") if call["train"] else ("save_mean", "save_invstd")
+    needs_input = call["output_mask"][0] or call["output_mask"][1]
+    return whole(call, unread=running if needs_input else (*running, "input"))
 
 
 # Fused optimizers: gradients are marked as changed, and are only if there is a scale to take out of them
@@ -274,7 +294,8 @@ _RULES: dict[str, Rule] = {
     "scatter_add": _scattered(reads=True),
     "convolution_backward": _convolution_backward,
     "native_group_norm_backward": _norm_backward,
-    "native_batch_norm_backward": _norm_backward,
+    "native_batch_norm_backward": _batch_norm_backward,
+    "bernoulli": lambda call: whole(call, unread=("self",) if call["p"] is not None else ()),
     "cudnn_batch_norm_backward": whole,
     "native_batch_norm": _batch_norm,
     "_native_batch_norm_legit": _batch_norm,
@@ -324,17 +345,20 @@ def _scale_accumulate(call: Call) -> list[Operand]:
     )
 
 
-def _accumulate_prepared(call: Call) -> list[Operand]:
+def _accumulate_prepared(call: Call) -> list[Operand] | None:
     """The plan, a table that csrc/tensor_checks.h lays out, says what its accumulators are."""
     (plan,) = call.tensors("plan")
     gradients = call.tensors("gradients")
+    if isinstance(plan, FakeTensor):
+        return None
     words = plan.tolist()
     found = [Operand(gradient, bytes_of(gradient)) for gradient in gradients]
     found += [Operand(scale, scale.element_size()) for scale in call.tensors("scale_tensor")]
     for index, gradient in enumerate(gradients):
-        _, elements, _, dtype, _ = words[7 + 5 * index : 12 + 5 * index]
+        address, elements, _, dtype, _ = words[7 + 5 * index : 12 + 5 * index]
         size = elements * _PLAN_ITEM_BYTES[dtype & 0xFF]
-        read = 0 if _flag(call["overwrite"], index) else size
+        in_place = address == gradient.data_ptr()  # read already
+        read = 0 if in_place or _flag(call["overwrite"], index) else size
         found.append(Operand(None, read, size, str(gradient.device)))
     return found
 

@@ -19,7 +19,7 @@ METADATA = _names(
     empty_permuted empty_quantized empty_strided is_complex is_contiguous is_floating_point is_pinned
     is_same_size is_strides_like_format lift lift_fresh new_empty new_empty_strided numel record_stream
     resize_ result_type set_ set_data size sparse_dim storage_offset stride sym_is_contiguous sym_numel
-    sym_size sym_storage_offset sym_stride
+    sym_size sym_storage_offset sym_stride unsafe_split unsafe_split_with_sizes
     """
 )
 
@@ -42,14 +42,14 @@ WHOLE = _names(
     binary_cross_entropy_backward bincount bmm bucketize cat clone col2im complex constant_pad_nd
     convolution copy count_nonzero cudnn_convolution cummax cumprod cumsum diag_embed diagonal_backward
     dot embedding_dense_backward equal eye flip floor_divide full glu glu_backward histc huber_loss
-    huber_loss_backward im2col kthvalue linalg_vector_norm linear linspace logcumsumexp logsumexp max
-    max_pool2d_with_indices max_pool2d_with_indices_backward mean median min mkldnn_convolution mm mode
-    mse_loss mse_loss_backward multinomial mv native_channel_shuffle native_dropout
-    native_dropout_backward native_group_norm native_layer_norm nonzero norm ones outer pixel_shuffle
-    pixel_unshuffle prod rand randint randn randperm reflection_pad2d repeat repeat_interleave roll
-    rot90 scalar_tensor searchsorted select_backward slice_backward smooth_l1_loss
-    smooth_l1_loss_backward soft_margin_loss sort split_with_sizes_copy stack std std_mean sum topk
-    trace tril tril_indices triu triu_indices unfold_backward upsample_bilinear2d
+    huber_loss_backward im2col kthvalue linalg_vector_norm linear linspace logcumsumexp logsumexp
+    masked_fill max max_pool2d_with_indices max_pool2d_with_indices_backward mean median min
+    mkldnn_convolution mm mode mse_loss mse_loss_backward multinomial mv native_channel_shuffle
+    native_dropout native_dropout_backward native_group_norm native_layer_norm nonzero norm ones outer
+    pixel_shuffle pixel_unshuffle prod rand randint randn randperm reflection_pad2d repeat
+    repeat_interleave roll rot90 scalar_tensor searchsorted select_backward slice_backward
+    smooth_l1_loss smooth_l1_loss_backward soft_margin_loss sort split_with_sizes_copy stack std
+    std_mean sum topk trace tril tril_indices triu triu_indices unfold_backward upsample_bilinear2d
     upsample_bilinear2d_backward upsample_nearest2d upsample_nearest2d_backward var var_mean zeros
     """
 )
@@ -73,6 +73,7 @@ UNREAD = {
         ),
         ("self",),
     ),
+    "copy": ("self",),
     "native_layer_norm_backward": ("bias",),
     "nll_loss_backward": ("self",),
     "nll_loss2d_backward": ("self",),
