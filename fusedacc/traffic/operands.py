@@ -366,8 +366,9 @@ def _accumulate_prepared(call: Call) -> list[Operand] | None:
 def _and_results(rule: Rule) -> Rule:
     """What `rule` says, and the partial norms that come out of it."""
 
-    def with_results(call: Call) -> list[Operand]:
-        return [*(rule(call) or ()), *measurement((), call.results)]
+    def with_results(call: Call) -> list[Operand] | None:
+        found = rule(call)
+        return None if found is None else [*found, *measurement((), call.results)]
 
     return with_results
 
