@@ -36,7 +36,8 @@ DEFAULT_ARCHITECTURES = ("8.0", "9.0", "10.0")
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # torch 2.10
 
 # Multiplications and additions are fused only where the source says so: results are the same everywhere.
-EXACT = ["-ffp-contract=off"]
+# No one looks at floating-point exceptions, and compilers that must keep them do not vectorise selects.
+EXACT = ["-ffp-contract=off", "-fno-trapping-math"]
 VECTOR_FLAGS = {
     "cpu/loops_avx2.cpp": ["-mavx2", "-mfma"],
     "cpu/loops_avx512.cpp": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"],

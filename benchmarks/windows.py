@@ -135,11 +135,17 @@ PARTS = (
 )
 
 
+#: What reads sums for their norm inside step().
+NORMS = ("fusedacc::norm_partials", "fusedacc::finish_norm", "triton::norm_partials")
+
+
 def part(phase: str, op: str) -> str:
     """The part that an operator belongs to in a phase of `Window.counting`."""
     if phase == "accumulate" and op == "aten::_to_copy":
         return "cast"
-    if phase == "update: optimizer" and op.startswith("fusedacc::"):
+    if phase == "update: optimizer" and op in NORMS:
+        return "update: clip"
+    if phase == "update: optimizer" and op.startswith(("fusedacc::", "triton::")):
         return "update: cast"  # step() makes the inner optimizer's gradients
     return phase
 
@@ -288,20 +294,21 @@ class Floor(Window):
 
 class Fusedacc(Window):
     name, role = "fusedacc", "ours"
-    note = "counted loop around AdamW(fused=True), whose gradients are float32 until step()"
+    note = "counted loop around AdamW(fused=True), max_grad_norm"
     keeps = {"bfloat16": 4}  # noqa: RUF012
     divides = False
 
     def prepare(self) -> None:
-        self.wrapper = fusedacc.AccumulatingOptimizer(
-            self.optimizer, gradient_accumulation_steps=self.steps, backend=self.backend
+        self.wrapper = self.wrap(self.steps)
+
+    def wrap(self, steps: int | None) -> fusedacc.AccumulatingOptimizer:
+        return fusedacc.AccumulatingOptimizer(
+            self.optimizer, steps, max_grad_norm=MAX_NORM if self.clip else None, backend=self.backend
         )
 
     def run(self) -> None:
-        for step in range(self.steps):
+        for _ in range(self.steps):
             self.backward()
-            if step == self.steps - 1:
-                self.clip_gradients()
             with self.phase("update: optimizer"):
                 self.wrapper.step()
                 self.wrapper.zero_grad()
@@ -313,16 +320,15 @@ class Fusedacc(Window):
 
 class Manual(Fusedacc):
     name, role = "fusedacc manual loop", "ours, manual loop"
-    note = "loss / k, AdamW(fused=True) wrapped without a count"
+    note = "loss / k, AdamW(fused=True) wrapped without a count, max_grad_norm"
     divides = True
 
     def prepare(self) -> None:
-        self.wrapper = fusedacc.AccumulatingOptimizer(self.optimizer, backend=self.backend)
+        self.wrapper = self.wrap(None)
 
     def run(self) -> None:
         for _ in range(self.steps):
             self.backward()
-        self.clip_gradients()
         with self.phase("update: optimizer"):
             self.wrapper.step()
             self.wrapper.zero_grad()

@@ -28,7 +28,6 @@ FUSEDACC_INLINE int32_t find_segment(int32_t count, Position position, First fir
   return low;
 }
 
-constexpr int64_t kChunkElements = 8192;
 constexpr int64_t kMaxChunks = 0x7fffffff;  // a grid's limit in x
 
 // The scale as a kernel gets it: a number, or where to read one on the device.
@@ -114,6 +113,20 @@ struct StridedBatch {
   }
 };
 
+// A batch of a pass that leaves its chunks' partial norms.
+template <typename Batch>
+struct WithPartials : Batch {
+  double* partials;  // of all tensors of the call
+  int64_t first_partial[Batch::kCapacity];
+
+  bool push(const Task& task, const StridedLayout* layout, int64_t chunk) {
+    const int32_t at = this->count;
+    if (!Batch::push(task, layout, chunk)) return false;
+    first_partial[at] = task.first_chunk;
+    return true;
+  }
+};
+
 // Fills batches with the tasks of one pair, flat or strided, in their order, and hands each full one to
 // launch(batch, chunks).
 template <typename Batch, typename Launch>
@@ -128,7 +141,7 @@ void for_each_batch(const Work& work, int32_t pair, bool strided, Batch& batch, 
   for (const Task& task : work.tasks) {
     if (task.pair != pair || (task.layout >= 0) != strided) continue;
     const StridedLayout* layout = strided ? &work.layouts[task.layout] : nullptr;
-    const int64_t needed = (task.numel + kChunkElements - 1) / kChunkElements;
+    const int64_t needed = chunks_of(task.numel);
     if (chunks + needed > kMaxChunks) flush();
     if (!batch.push(task, layout, chunks)) {
       flush();
@@ -154,6 +167,19 @@ void visit_part(const std::vector<Task>& tasks, int64_t begin, int64_t end, Visi
   for (; i < count && tasks[i].first < end; ++i) {
     const int64_t from = cut(tasks[i], begin), to = cut(tasks[i], end);
     if (from < to) visit(tasks[i], from, to);
+  }
+}
+
+// The same in whole chunks: calls visit(task, begin, end, chunk) for each of the chunks [begin, end).
+template <typename Visit>
+void visit_chunks(const std::vector<Task>& tasks, int64_t begin, int64_t end, Visit&& visit) {
+  const int32_t count = static_cast<int32_t>(tasks.size());
+  int32_t i = find_segment(count, begin, [&](int32_t k) { return tasks[k].first_chunk; });
+  for (int64_t chunk = begin; chunk < end; ++chunk) {
+    const int64_t past = tasks[i].first_chunk + chunks_of(tasks[i].numel);
+    if (chunk == past) ++i;
+    const int64_t from = (chunk - tasks[i].first_chunk) * kChunkElements;
+    visit(tasks[i], from, std::min(from + kChunkElements, tasks[i].numel), chunk);
   }
 }
 

@@ -1,6 +1,7 @@
 #include "operations.h"
 
 #include <cstring>
+#include <limits>
 
 #include "chunk_plan.h"
 #include "cpu/run.h"
@@ -11,6 +12,18 @@
 #endif
 
 namespace fusedacc {
+
+#ifndef FUSEDACC_CUDA
+namespace cuda {
+[[noreturn]] void refuse() {
+  throw std::runtime_error("fusedacc: this build has no CUDA kernels; build it again where nvcc is found");
+}
+void run(const Work&, const ScaleArgument&, int32_t) { refuse(); }
+void run_norm(const Work&, const ScaleArgument&, const NormRequest&, int32_t) { refuse(); }
+void finish_norm(const FinishRequest&, int32_t) { refuse(); }
+}  // namespace cuda
+#endif
+
 namespace {
 
 // Checks the scale and says where to read it: on a GPU by the kernel, so that nothing waits for the device.
@@ -31,70 +44,144 @@ ScaleArgument scale_argument(const AccumulatorTable& table, AtenTensorHandle ten
   return {view.data, 0, static_cast<int32_t>(dtype)};
 }
 
-void run(const AccumulatorTable& table, const TensorList& gradients, AtenTensorHandle scale_tensor,
-         double scale, const std::vector<bool>& overwrite) {
-  // Kept from call to call: freeing blocks of this size makes malloc tidy up all the small ones.
-  static thread_local Work work;
-  table.match(gradients, overwrite, work);
-  if (table.size() == 0) return;
-  const ScaleArgument argument = scale_argument(table, scale_tensor, scale);
-  if (table.on_cpu()) {
-    cpu::run(work, read_scale<double>(argument));
-  } else if (table.device_type() == aoti_torch_device_type_cuda()) {
-#ifdef FUSEDACC_CUDA
-    cuda::run(work, argument, table.device_index());
-#else
-    throw std::runtime_error("fusedacc: this build has no CUDA kernels; build it again where nvcc is found");
-#endif
+struct Device {
+  int32_t type, index;
+};
+
+// Runs on_cpu() or on_cuda(), or says why neither.
+template <typename OnCpu, typename OnCuda>
+void run_on(const Device& device, OnCpu&& on_cpu, OnCuda&& on_cuda) {
+  if (device.type == aoti_torch_device_type_cpu()) {
+    on_cpu();
+  } else if (device.type == aoti_torch_device_type_cuda()) {
+    on_cuda();
   } else {
-    throw std::runtime_error("fusedacc: accumulators are on " +
-                             device_name(table.device_type(), table.device_index()) +
+    throw std::runtime_error("fusedacc: tensors are on " + device_name(device.type, device.index) +
                              "; only cpu and cuda are supported");
   }
 }
 
+AtenTensorHandle empty(int64_t dims, int64_t size, int32_t dtype, const Device& device) {
+  const int64_t stride = 1;
+  AtenTensorHandle handle = nullptr;
+  FUSEDACC_SHIM(aoti_torch_empty_strided(dims, &size, &stride, dtype, device.type,
+                                         device.index < 0 ? 0 : device.index, &handle));
+  return handle;
+}
+
+void* data_of(const OwnedTensor& tensor) {
+  void* data = nullptr;
+  FUSEDACC_SHIM(aoti_torch_get_data_ptr(tensor.get(), &data));
+  return data;
+}
+
 double number(StableIValue argument) { return torch::stable::detail::to<double>(argument); }
 
-}  // namespace
+NormKind norm_kind(StableIValue norm_type) {
+  const double value = number(norm_type);
+  if (value == 2) return NormKind::kTwo;
+  if (value == std::numeric_limits<double>::infinity()) return NormKind::kInfinity;
+  throw std::runtime_error("fusedacc: norm_type is " + std::to_string(value) + "; allowed: 2 and inf");
+}
 
-void scale_accumulate_(StableIValue* stack, uint64_t, uint64_t) {
-  const TensorList accumulators(stack[0]);
+StableIValue run_norm(const Work& work, const ScaleArgument& scale, NormKind kind, bool reads,
+                      const Device& device) {
+  OwnedTensor partials(empty(1, work.chunks, aoti_torch_dtype_float64(), device));
+  const NormRequest norm{kind, static_cast<double*>(data_of(partials)), reads};
+  run_on(
+      device, [&] { cpu::run_norm(work, read_scale<double>(scale), norm); },
+      [&] { cuda::run_norm(work, scale, norm, device.index); });
+  return torch::stable::detail::from(partials.release());
+}
+
+// stack: ..., gradients, scale_tensor, scale, overwrite and, where the norm is wanted, norm_type.
+void accumulate(const AccumulatorTable& table, StableIValue* stack, bool wants_norm) {
   const TensorList gradients(stack[1]);
   const OwnedTensor scale_tensor(take_optional(stack[2]));
   const std::vector<bool> overwrite = take_flags(stack[4]);
+  const NormKind kind = wants_norm ? norm_kind(stack[5]) : NormKind::kTwo;
+  // Kept from call to call: freeing blocks of this size makes malloc tidy up all the small ones.
+  static thread_local Work work;
+  table.match(gradients, overwrite, work);
+  const Device device{table.device_type(), table.device_index()};
+  const ScaleArgument scale =
+      table.size() == 0 ? ScaleArgument{} : scale_argument(table, scale_tensor.get(), number(stack[3]));
+  if (wants_norm) {
+    stack[0] = run_norm(work, scale, kind, false, device);
+  } else if (table.size() > 0) {
+    run_on(
+        device, [&] { cpu::run(work, read_scale<double>(scale)); },
+        [&] { cuda::run(work, scale, device.index); });
+  }
+}
+
+void accumulate_fresh(StableIValue* stack, bool wants_norm) {
+  const TensorList accumulators(stack[0]);
   static thread_local std::vector<int64_t> words;
   AccumulatorTable::pack(accumulators, words);
-  run(AccumulatorTable(words.data(), static_cast<int64_t>(words.size())), gradients, scale_tensor.get(),
-      number(stack[3]), overwrite);
+  accumulate(AccumulatorTable(words.data(), static_cast<int64_t>(words.size())), stack, wants_norm);
 }
 
-void prepare(StableIValue* stack, uint64_t, uint64_t) {
-  const TensorList accumulators(stack[0]);
-  std::vector<int64_t> words;
-  AccumulatorTable::pack(accumulators, words);
-  const int64_t size = static_cast<int64_t>(words.size()), stride = 1;
-  AtenTensorHandle handle = nullptr;
-  FUSEDACC_SHIM(aoti_torch_empty_strided(1, &size, &stride, aoti_torch_dtype_int64(),
-                                         aoti_torch_device_type_cpu(), 0, &handle));
-  OwnedTensor plan(handle);
-  void* data = nullptr;
-  FUSEDACC_SHIM(aoti_torch_get_data_ptr(handle, &data));
-  std::memcpy(data, words.data(), words.size() * sizeof(int64_t));
-  stack[0] = torch::stable::detail::from(plan.release());
-}
-
-void accumulate_prepared_(StableIValue* stack, uint64_t, uint64_t) {
+void accumulate_planned(StableIValue* stack, bool wants_norm) {
   const OwnedTensor plan(reinterpret_cast<AtenTensorHandle>(stack[0]));
-  const TensorList gradients(stack[1]);
-  const OwnedTensor scale_tensor(take_optional(stack[2]));
-  const std::vector<bool> overwrite = take_flags(stack[4]);
   const TensorView view = view_of(plan.get(), {"plan", -1});
   if (view.device_type != aoti_torch_device_type_cpu() || view.dtype != aoti_torch_dtype_int64() ||
       view.dims != 1 || view.strides[0] != 1) {
     throw std::runtime_error("fusedacc: plan was not made by fusedacc::prepare");
   }
-  run(AccumulatorTable(static_cast<const int64_t*>(view.data), view.sizes[0]), gradients, scale_tensor.get(),
-      number(stack[3]), overwrite);
+  accumulate(AccumulatorTable(static_cast<const int64_t*>(view.data), view.sizes[0]), stack, wants_norm);
+}
+
+}  // namespace
+
+void scale_accumulate_(StableIValue* stack, uint64_t, uint64_t) { accumulate_fresh(stack, false); }
+void scale_accumulate_norm_(StableIValue* stack, uint64_t, uint64_t) { accumulate_fresh(stack, true); }
+void accumulate_prepared_(StableIValue* stack, uint64_t, uint64_t) { accumulate_planned(stack, false); }
+void accumulate_prepared_norm_(StableIValue* stack, uint64_t, uint64_t) { accumulate_planned(stack, true); }
+
+void prepare(StableIValue* stack, uint64_t, uint64_t) {
+  const TensorList accumulators(stack[0]);
+  std::vector<int64_t> words;
+  AccumulatorTable::pack(accumulators, words);
+  OwnedTensor plan(empty(1, static_cast<int64_t>(words.size()), aoti_torch_dtype_int64(),
+                         {aoti_torch_device_type_cpu(), -1}));
+  std::memcpy(data_of(plan), words.data(), words.size() * sizeof(int64_t));
+  stack[0] = torch::stable::detail::from(plan.release());
+}
+
+void norm_partials(StableIValue* stack, uint64_t, uint64_t) {
+  const TensorList tensors(stack[0]);
+  const NormKind kind = norm_kind(stack[1]);
+  static thread_local Work work;
+  Device device;
+  read_tensors(tensors, work, device.type, device.index);
+  stack[0] = run_norm(work, {}, kind, true, device);
+}
+
+void finish_norm(StableIValue* stack, uint64_t, uint64_t) {
+  const TensorList tensors(stack[0]);
+  FinishRequest finish{norm_kind(stack[1]), {}, nullptr, nullptr, torch::stable::detail::to<bool>(stack[2])};
+  Device device{aoti_torch_device_type_cpu(), -1};
+  for (int64_t i = 0; i < tensors.size(); ++i) {
+    const Place place{"partials", i};
+    const TensorView view = view_of(tensors[i], place);
+    if (i == 0) device = {view.device_type, view.device_index};
+    if (view.dtype != aoti_torch_dtype_float64() || view.dims != 1 ||
+        (view.sizes[0] > 1 && view.strides[0] != 1) || view.device_type != device.type ||
+        view.device_index != device.index) {
+      throw std::runtime_error("fusedacc: " + place.str() +
+                               " is no contiguous float64 vector on the device of partials[0]");
+    }
+    finish.partials.push_back({static_cast<const double*>(view.data), view.sizes[0]});
+  }
+  OwnedTensor norm(
+      empty(0, 1, finish.wide ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32(), device));
+  OwnedTensor found(empty(0, 1, aoti_torch_dtype_float32(), device));
+  finish.norm = data_of(norm);
+  finish.found = static_cast<float*>(data_of(found));
+  run_on(device, [&] { cpu::finish_norm(finish); }, [&] { cuda::finish_norm(finish, device.index); });
+  stack[0] = torch::stable::detail::from(norm.release());
+  stack[1] = torch::stable::detail::from(found.release());
 }
 
 void build_info(StableIValue* stack, uint64_t, uint64_t) {

@@ -9,6 +9,10 @@ namespace fusedacc {
 void scale_accumulate_(StableIValue* stack, uint64_t inputs, uint64_t outputs);
 void prepare(StableIValue* stack, uint64_t inputs, uint64_t outputs);
 void accumulate_prepared_(StableIValue* stack, uint64_t inputs, uint64_t outputs);
+void scale_accumulate_norm_(StableIValue* stack, uint64_t inputs, uint64_t outputs);
+void accumulate_prepared_norm_(StableIValue* stack, uint64_t inputs, uint64_t outputs);
+void norm_partials(StableIValue* stack, uint64_t inputs, uint64_t outputs);
+void finish_norm(StableIValue* stack, uint64_t inputs, uint64_t outputs);
 void build_info(StableIValue* stack, uint64_t inputs, uint64_t outputs);
 
 }  // namespace fusedacc

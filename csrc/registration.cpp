@@ -11,6 +11,18 @@ STABLE_TORCH_LIBRARY(fusedacc, m) {
   m.def(
       "accumulate_prepared_(Tensor(a!) plan, Tensor[] gradients, Tensor? scale_tensor=None, float scale=1.0, "
       "bool[] overwrite=[]) -> ()");
+  // The same, and a partial norm of the new sums for each of their chunks. norm_type is 2 or inf.
+  m.def(
+      "scale_accumulate_norm_(Tensor(a!)[] accumulators, Tensor[] gradients, Tensor? scale_tensor=None, "
+      "float scale=1.0, bool[] overwrite=[], float norm_type=2.0) -> Tensor");
+  m.def(
+      "accumulate_prepared_norm_(Tensor(a!) plan, Tensor[] gradients, Tensor? scale_tensor=None, "
+      "float scale=1.0, bool[] overwrite=[], float norm_type=2.0) -> Tensor");
+  m.def("norm_partials(Tensor[] tensors, float norm_type=2.0) -> Tensor");
+  // The norm, float64 if `wide` and else float32, and 1 or 0 in float32: whether an element was not finite.
+  m.def(
+      "finish_norm(Tensor[] partials, float norm_type=2.0, bool wide=False) -> (Tensor norm, Tensor "
+      "found_inf)");
   m.def("build_info() -> str");
 }
 
@@ -18,5 +30,9 @@ STABLE_TORCH_LIBRARY_IMPL(fusedacc, CompositeExplicitAutograd, m) {
   m.impl("scale_accumulate_", &fusedacc::scale_accumulate_);
   m.impl("prepare", &fusedacc::prepare);
   m.impl("accumulate_prepared_", &fusedacc::accumulate_prepared_);
+  m.impl("scale_accumulate_norm_", &fusedacc::scale_accumulate_norm_);
+  m.impl("accumulate_prepared_norm_", &fusedacc::accumulate_prepared_norm_);
+  m.impl("norm_partials", &fusedacc::norm_partials);
+  m.impl("finish_norm", &fusedacc::finish_norm);
   m.impl("build_info", &fusedacc::build_info);
 }

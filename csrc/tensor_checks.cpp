@@ -8,6 +8,7 @@ namespace fusedacc {
 namespace {
 
 constexpr int64_t kMagic = 0x6663636164657375;
+constexpr const char* kOtherDtype = "has a dtype that is not float32, bfloat16, float16 or float64";
 
 [[noreturn]] void fail(const Place& place, const std::string& problem) {
   throw std::runtime_error("fusedacc: " + place.str() + " " + problem);
@@ -88,8 +89,7 @@ void AccumulatorTable::pack(const TensorList& accumulators, std::vector<int64_t>
   for (int64_t i = 0; i < count; ++i) {
     const TensorView view = view_of(accumulators[i], accumulator_at(i));
     const Dtype dtype = dtype_of(view);
-    if (dtype == Dtype::kOther)
-      fail(accumulator_at(i), "has a dtype that is not float32, bfloat16, float16 or float64");
+    if (dtype == Dtype::kOther) fail(accumulator_at(i), kOtherDtype);
     if (i == 0) {
       header.device_type = view.device_type;
       header.device_index = view.device_index;
@@ -184,9 +184,7 @@ void AccumulatorTable::match(const TensorList& gradients, const std::vector<bool
     throw std::runtime_error("fusedacc: overwrite has " + std::to_string(flags) + " values for " +
                              std::to_string(count) + " accumulators");
   }
-  work.tasks.clear();
-  work.layouts.clear();
-  work.elements = 0;
+  work.clear();
   int64_t hint = 0;
   for (int64_t i = 0; i < count; ++i) {
     const Entry& own = entries_[i];
@@ -209,7 +207,7 @@ void AccumulatorTable::match(const TensorList& gradients, const std::vector<bool
     Task task{reinterpret_cast<void*>(own.data),
               view.data,
               own.numel,
-              work.elements,
+              0,
               pair,
               -1,
               flags == 0 ? false : static_cast<bool>(overwrite[flags == 1 ? 0 : i])};
@@ -230,8 +228,42 @@ void AccumulatorTable::match(const TensorList& gradients, const std::vector<bool
                "and its accumulator need a loop over more than " + std::to_string(kMaxDims) + " dimensions");
       }
     }
-    work.tasks.push_back(task);
-    work.elements += own.numel;
+    work.push(task);
+  }
+}
+
+void read_tensors(const TensorList& tensors, Work& work, int32_t& device_type, int32_t& device_index) {
+  work.clear();
+  device_type = aoti_torch_device_type_cpu();
+  device_index = -1;
+  for (int64_t i = 0; i < tensors.size(); ++i) {
+    const Place place{"tensors", i};
+    const TensorView view = view_of(tensors[i], place);
+    const Dtype dtype = dtype_of(view);
+    if (dtype == Dtype::kOther) fail(place, kOtherDtype);
+    if (i == 0) {
+      device_type = view.device_type;
+      device_index = view.device_index;
+    } else if (view.device_type != device_type || view.device_index != device_index) {
+      fail(place, "is on " + device_name(view.device_type, view.device_index) + " but tensors[0] is on " +
+                      device_name(device_type, device_index));
+    }
+    int64_t numel = 1;
+    for (int64_t d = 0; d < view.dims; ++d) numel *= view.sizes[d];
+    if (numel == 0) continue;
+    Task task{view.data, view.data, numel, 0, find_pair(dtype, dtype), -1, false};
+    StridedLayout layout;
+    switch (merge_dims(view.dims, view.sizes, view.strides, view.strides, layout)) {
+      case Merged::kFlat:
+        break;
+      case Merged::kStrided:
+        task.layout = static_cast<int32_t>(work.layouts.size());
+        work.layouts.push_back(layout);
+        break;
+      case Merged::kTooManyDims:
+        fail(place, "needs a loop over more than " + std::to_string(kMaxDims) + " dimensions");
+    }
+    work.push(task);
   }
 }
 

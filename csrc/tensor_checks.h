@@ -86,4 +86,8 @@ class AccumulatorTable {
   const Range* ranges_;
 };
 
+// Checks tensors that are only read (dtypes, one device) and writes one task for each with elements to
+// `work`: the tensor as its own gradient. Without tensors the device is the CPU.
+void read_tensors(const TensorList& tensors, Work& work, int32_t& device_type, int32_t& device_index);
+
 }  // namespace fusedacc

@@ -5,10 +5,17 @@
 #include <cstdint>
 #include <vector>
 
+#include "norm_functors.h"
+
 namespace fusedacc {
 
 constexpr int32_t kMaxDims = 16;   // of a loop nest, after merging
 constexpr int32_t kMaxSizes = 64;  // larger than 1, in a tensor with elements: their product is below 2^63
+
+// Tensors are cut into chunks of this size, in the order of the accumulator's memory. Norms are made of
+// partial norms of these chunks.
+constexpr int64_t kChunkElements = 8192;
+constexpr int64_t chunks_of(int64_t elements) { return (elements + kChunkElements - 1) / kChunkElements; }
 
 // A loop nest over both tensors, outermost dimension first; strides in elements.
 struct StridedLayout {
@@ -26,12 +33,49 @@ struct Task {
   int32_t pair;    // an index into kPairs
   int32_t layout;  // an index into Work::layouts; negative: both are flat, element i belongs to element i
   bool overwrite;
+  int64_t first_chunk = 0;  // the chunks of all tasks before
 };
 
 struct Work {
   std::vector<Task> tasks;
   std::vector<StridedLayout> layouts;
   int64_t elements = 0;  // of all tasks
+  int64_t chunks = 0;    // of all tasks
+
+  void clear() {
+    tasks.clear();
+    layouts.clear();
+    elements = chunks = 0;
+  }
+  void push(Task task) {
+    task.first = elements;
+    task.first_chunk = chunks;
+    tasks.push_back(task);
+    elements += task.numel;
+    chunks += chunks_of(task.numel);
+  }
+};
+
+// What a pass that leaves partial norms is to do, and where its partials go, one for each chunk.
+struct NormRequest {
+  NormKind kind;
+  double* partials;
+  bool reads;  // the tensors are only measured
+};
+
+struct Partials {
+  const double* data;
+  int64_t count;
+};
+
+// From partials, of one call or of several, to the norm: float, or double if `wide`; found: 1 where an
+// element was not finite, else 0.
+struct FinishRequest {
+  NormKind kind;
+  std::vector<Partials> partials;
+  void* norm;
+  float* found;
+  bool wide;
 };
 
 enum class Merged { kFlat, kStrided, kTooManyDims };

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from . import functional
+from . import amp, functional
 from .optimizer import AccumulatingOptimizer
 
-__all__ = ["AccumulatingOptimizer", "functional"]
+__all__ = ["AccumulatingOptimizer", "amp", "functional"]
 __version__ = "0.1.0"

@@ -18,6 +18,7 @@ from torch.autograd.graph import increment_version
 
 from . import backends, checks
 from .binding import Binding
+from .left_norms import LeftNorms
 from .memory import Segment, cut, is_sole, like, owns_memory, tensor_references
 from .slot import Lane, Slot
 
@@ -42,6 +43,8 @@ class Arena:
         self._lock = threading.RLock()
         #: By the first of the parameters that were added together; the same come in every micro-batch.
         self._bindings: dict[Slot, Binding] = {}
+        #: What a window's last additions leave for the update.
+        self.norms = LeftNorms()
         #: Counts the changes of which tensors are private sums.
         self._generation = 0
 
@@ -57,7 +60,7 @@ class Arena:
         gradient = slot.param.grad
         return slot.sum if slot.cast is not None and gradient is slot.cast else gradient
 
-    def add(self, slots: Sequence[Slot], gradients: list[Tensor], scale: float) -> None:
+    def add(self, slots: Sequence[Slot], gradients: list[Tensor], scale: float | Tensor) -> None:
         """sum += scale * gradient for each slot, in one pass.
 
         A first gradient of the sum's dtype that nobody else refers to becomes the sum.
@@ -80,17 +83,17 @@ class Arena:
                 self._add(kept, gradients, scale)
             gradients.clear()
 
-    def _add(self, slots: Sequence[Slot], gradients: list[Tensor], scale: float) -> None:
+    def _add(self, slots: Sequence[Slot], gradients: list[Tensor], scale: float | Tensor) -> None:
         binding = self._bindings.get(slots[0]) if slots else None
         if binding is not None and binding.slots != slots:
             binding = None
         private = not (self.visible or self.any_delivered)
         if binding is not None and private and binding.generation == self._generation and binding.run:
-            binding.run(gradients, scale, False)
+            self._run_bound(binding, slots, None, gradients, scale)
             return
         sums: list[Any] = [slot.sum for slot in slots] if private else [self.current(slot) for slot in slots]
         if binding is not None and binding.holds(sums):
-            binding.add(sums, gradients, scale)
+            self._run_bound(binding, slots, sums, gradients, scale)
             if private:
                 binding.generation = self._generation
             else:
@@ -99,7 +102,7 @@ class Arena:
         slots = self._set_odd_apart(slots, gradients, scale)
         sums = [self.current(slot) for slot in slots]
         if all(map(self._fits, slots, sums)):
-            self._run(sums, gradients, scale, False)
+            self._run(sums, gradients, scale, False, slots)
             if slots:
                 backend = self.select(slots[0].lane).backend
                 generation = self._generation if private else -1
@@ -109,7 +112,9 @@ class Arena:
         else:
             self._add_some_first(slots, gradients, scale)
 
-    def _set_odd_apart(self, slots: Sequence[Slot], gradients: list[Tensor], scale: float) -> Sequence[Slot]:
+    def _set_odd_apart(
+        self, slots: Sequence[Slot], gradients: list[Tensor], scale: float | Tensor
+    ) -> Sequence[Slot]:
         """Add gradients that are not of their lane singly, and take them out; the slots that are left."""
         wanted, strided = slots[0].lane[1] if slots else None, torch.strided
         if all(gradient.dtype is wanted and gradient.layout is strided for gradient in gradients):
@@ -126,17 +131,18 @@ class Arena:
         gradients[:] = [gradients[index] for index in ordinary]
         return [slots[index] for index in ordinary]
 
-    def _add_some_first(self, slots: Sequence[Slot], gradients: list[Tensor], scale: float) -> None:
+    def _add_some_first(self, slots: Sequence[Slot], gradients: list[Tensor], scale: float | Tensor) -> None:
         """`add` where some slot has no sum yet, or the user has put one into p.grad."""
         sums: list[Any] = []
         terms: list[Tensor] = []
         first: list[bool] = []
         fresh: list[Slot] = []
+        added: list[Slot] = []
         same_dtype = slots[0].lane[1] == slots[0].lane[2]
         buffers = None if same_dtype else self._buffers(slots)
         private = not (self.visible or self.any_delivered)
         if buffers is not None and private and all(slot.sum is None for slot in slots):
-            self._run(buffers, gradients, scale, True)
+            self._run(buffers, gradients, scale, True, slots)
             self._generation += 1
             for slot, total in zip(slots, buffers, strict=True):
                 slot.sum = total
@@ -146,7 +152,7 @@ class Arena:
             if total is None:
                 if same_dtype and slot.obeys_layout(gradients[index]) and is_sole(gradients, index):
                     total = gradients[index]
-                    if scale == 1.0:
+                    if _is_one(scale):
                         self._put(slot, total)
                         continue
                 elif buffers is None:
@@ -162,13 +168,15 @@ class Arena:
             else:
                 first.append(False)
             sums.append(total)
+            added.append(slot)
             terms.append(gradients[index])
-        self._run(sums, terms, scale, first if len(fresh) < len(sums) and fresh else bool(fresh))
+        flags = first if len(fresh) < len(sums) and fresh else bool(fresh)
+        self._run(sums, terms, scale, flags, added)
         written = (total for total, new in zip(sums, first, strict=True) if new)
         for slot, total in zip(fresh, written, strict=True):
             self._put(slot, total)
 
-    def add_mixed(self, slots: Iterable[Slot], gradients: Iterable[Tensor], scale: float) -> None:
+    def add_mixed(self, slots: Iterable[Slot], gradients: Iterable[Tensor], scale: float | Tensor) -> None:
         """As `add`, for gradients of any kind and lane."""
         lanes: dict[Lane, tuple[list[Slot], list[Tensor]]] = {}
         for slot, gradient in zip(slots, gradients, strict=True):
@@ -181,38 +189,47 @@ class Arena:
         for chosen_slots, chosen_gradients in lanes.values():
             self.add(chosen_slots, chosen_gradients, scale)
 
-    def add_odd(self, slot: Slot, gradient: Tensor, scale: float) -> None:
+    def add_odd(self, slot: Slot, gradient: Tensor, scale: float | Tensor) -> None:
         """As `add`, by plain torch: sparse and complex gradients, subclasses, dtypes that no kernel pairs."""
         with self._lock:
+            self.norms.forget([slot])
             total = self.current(slot)
             dtype = slot.accumulate_dtype if total is None else total.dtype
             if total is None or (total.is_sparse and not gradient.is_sparse):
-                term = gradient.to(dtype) if scale == 1.0 else gradient.to(dtype) * scale
+                term = _scaled(gradient.to(dtype), scale)
                 if total is not None:
                     term = term + total
                 elif term is gradient:
                     term = gradient.clone()
                 self._put(slot, term)
             elif total.is_sparse:
-                self._put(slot, total + (gradient.to(dtype) if scale == 1.0 else gradient.to(dtype) * scale))
+                self._put(slot, total + _scaled(gradient.to(dtype), scale))
+            elif isinstance(scale, Tensor):
+                total.add_(_scaled(gradient.to(dtype), scale))
             else:
                 total.add_(gradient, alpha=scale)
 
-    def rescale(self, ratio: float) -> None:
-        """sum *= ratio for every sum."""
-        if ratio == 1.0:
+    def finals(self) -> list[tuple[Slot, Tensor]]:
+        """Every sum there is, with its slot."""
+        pairs = ((slot, self.current(slot)) for slot in self.slots)
+        return [(slot, total) for slot, total in pairs if total is not None]
+
+    def rescale(self, ratio: float | Tensor) -> None:
+        """sum *= ratio for every sum; a 0-dim tensor is read on the device."""
+        self._rescale(self.finals(), ratio)
+
+    def _rescale(self, finals: Iterable[tuple[Slot, Tensor]], ratio: float | Tensor) -> None:
+        if _is_one(ratio):
             return
+        self.norms.clear()
         groups: dict[tuple, list[Tensor]] = {}
-        for slot in self.slots:
-            total = self.current(slot)
-            if total is None:
-                continue
+        for slot, total in finals:
             if checks.is_plain(total) and (total.dtype, total.dtype) in checks.PAIRS:
                 groups.setdefault((total.device, total.dtype), []).append(total)
             elif total.is_sparse:
-                self._put(slot, total * ratio)
+                self._put(slot, _scaled(total, ratio))
             else:
-                total.mul_(ratio)
+                total.mul_(_near(ratio, total))
         for sums in groups.values():
             self._run(sums, sums, ratio, True)
 
@@ -290,7 +307,7 @@ class Arena:
             slot.sum, slot.param.grad, slot.cast = self.current(slot), None, None
             slot.aside = True
 
-    def reclaim(self, scale: float | None) -> None:
+    def reclaim(self, scale: float | Tensor | None) -> None:
         """Manual loop: add what autograd has stored since `set_aside` to the sums, which return to p.grad.
 
         A scale of None drops it: a micro-batch of weight 0 adds nothing.
@@ -303,37 +320,50 @@ class Arena:
                 if gradient is not None and scale is not None:
                     self.add_mixed([slot], [gradient.detach()], scale)
 
-    def present(self) -> None:
-        """Ready p.grad for the inner optimizer: the sum, cast where the parameter has another dtype."""
+    def present(self, scale: float | Tensor = 1.0) -> None:
+        """Ready p.grad for the inner optimizer: the sum times `scale`, cast where the parameter has another
+        dtype. Where a kernel casts, the same pass scales; then the sum is given up for the cast.
+        """
         self._generation += 1
+        scaled = not _is_one(scale)
+        if scaled:
+            self._rescale([pair for pair in self.finals() if not self._casts_by_kernel(*pair)], scale)
         lanes: dict[Lane, tuple[list[Slot], list[Tensor]]] = {}
         for slot in self.slots:
             total = self.current(slot)
             if total is None:
                 if not self.visible and slot.param.grad is not None:
                     slot.param.grad = None
-            elif total.dtype != slot.param.dtype:
+            elif self._casts_by_kernel(slot, total):
                 chosen = lanes.setdefault((total.device, total.dtype, slot.param.dtype), ([], []))
                 chosen[0].append(slot)
                 chosen[1].append(total)
+            elif total.dtype != slot.param.dtype:
+                self._present_cast(slot, total, total.to(slot.param.dtype))
             elif not self.visible and not (slot.delivered and total is slot.shown()):
                 self._show(slot, total)
         self.any_delivered = True
         for (device, source, wanted), (slots, totals) in lanes.items():
-            if (source, wanted) in checks.PAIRS and all(map(checks.is_plain, totals)):
-                casts = like(totals, wanted)
-                backends.select(device, wanted, source, self.backend).backend.accumulate_(
-                    casts, totals, 1.0, True
-                )
-            else:
-                casts = [total.to(wanted) for total in totals]
+            casts = like(totals, wanted)
+            backend = backends.select(device, wanted, source, self.backend).backend
+            backend.accumulate_(casts, totals, _near(scale, totals[0]), True)
             for slot, total, cast in zip(slots, totals, casts, strict=True):
-                slot.sum, slot.cast, slot.param.grad = total, cast, cast
-                slot.delivered = False
+                self._present_cast(slot, None if scaled else total, cast)
+
+    @staticmethod
+    def _casts_by_kernel(slot: Slot, total: Tensor) -> bool:
+        dtype = slot.param.dtype
+        return total.dtype != dtype and (total.dtype, dtype) in checks.PAIRS and checks.is_plain(total)
+
+    @staticmethod
+    def _present_cast(slot: Slot, total: Tensor | None, cast: Tensor) -> None:
+        slot.sum, slot.cast, slot.param.grad = total, cast, cast
+        slot.delivered = False
 
     def withdraw(self) -> None:
         """After an update: the sum stands in p.grad again where it may, and its copy goes."""
         self._generation += 1
+        self.norms.clear()
         for slot in self.slots:
             if slot.cast is not None and slot.shows_sum():
                 if slot.param.grad is slot.cast and slot.sum is not None:
@@ -344,6 +374,7 @@ class Arena:
     def clear(self) -> None:
         """Forget every sum and clear every p.grad."""
         self._generation += 1
+        self.norms.clear()
         for slot in self.slots:
             slot.forget()
             if slot.param.grad is not None:
@@ -446,14 +477,43 @@ class Arena:
         )
 
     def _run(
-        self, sums: list[Tensor], terms: list[Tensor], scale: float, overwrite: bool | list[bool]
+        self,
+        sums: list[Tensor],
+        terms: list[Tensor],
+        scale: float | Tensor,
+        overwrite: bool | list[bool],
+        slots: Sequence[Slot] = (),
     ) -> None:
+        """One pass. It leaves the norms of what are the sums of `slots`, if they are wanted."""
         if not sums:
             return
         chosen = self.select((sums[0].device, terms[0].dtype, sums[0].dtype)).backend
-        chosen.accumulate_(sums, terms, scale, overwrite)
+        scale, norm_type = _near(scale, sums[0]), self.norms.norm_type if slots else None
+        partials = None
+        if norm_type is None:
+            self.norms.forget(slots)
+            chosen.accumulate_(sums, terms, scale, overwrite)
+        else:
+            partials = chosen.accumulate_with_norm_(sums, terms, scale, overwrite, norm_type)
         if self.visible or self.any_delivered:
             increment_version(sums)
+        if partials is not None:
+            self.norms.leave(slots, sums, partials)
+
+    def _run_bound(
+        self,
+        binding: Binding,
+        slots: Sequence[Slot],
+        sums: list[Tensor] | None,
+        gradients: list[Tensor],
+        scale: float | Tensor,
+    ) -> None:
+        """As `_run`, for sums that are bound; None for those that are private and have not changed."""
+        partials = binding.add(sums, gradients, _near(scale, gradients[0]), self.norms.norm_type)
+        if partials is None:
+            self.norms.forget(slots)
+        else:
+            self.norms.leave(slots, sums or [slot.sum for slot in slots], partials)  # type: ignore[misc]
 
     def _buffers(self, slots: Sequence[Slot]) -> list[Any]:
         """Memory kept from window to window for first gradients whose sums have another dtype.
@@ -476,3 +536,24 @@ class Arena:
                 slot.drop_buffer()
                 slot.buffer, slot.segment = view, segment
         return [slot.buffer for slot in slots]
+
+
+def _is_one(scale: float | Tensor) -> bool:
+    """Whether there is nothing to multiply; what is on a device is not asked."""
+    return not isinstance(scale, Tensor) and scale == 1.0
+
+
+def _scaled(tensor: Tensor, scale: float | Tensor) -> Tensor:
+    if _is_one(scale):
+        return tensor
+    scale = _near(scale, tensor)
+    if not tensor.is_sparse or not isinstance(scale, Tensor):
+        return tensor * scale
+    # A product with a tensor would sum repeated indices, and so round elsewhere than stock.
+    indices, values = tensor._indices(), tensor._values() * scale
+    return torch.sparse_coo_tensor(indices, values, tensor.shape, is_coalesced=tensor.is_coalesced())
+
+
+def _near(scale: float | Tensor, tensor: Tensor) -> float | Tensor:
+    """The scale where the tensor is."""
+    return scale.to(tensor.device, non_blocking=True) if isinstance(scale, Tensor) else scale

@@ -42,14 +42,26 @@ class Binding:
             return False
         return self._addresses == [-1 if total is None else total.data_ptr() for total in sums]
 
-    def add(self, sums: Sequence[Tensor], gradients: Sequence[Tensor], scale: float) -> None:
-        """sum += scale * gradient, for sums that it holds.
+    def add(
+        self,
+        sums: Sequence[Tensor] | None,
+        gradients: Sequence[Tensor],
+        scale: float | Tensor,
+        norm_type: float | None = None,
+    ) -> Tensor | None:
+        """sum += scale * gradient, for sums that it holds (None once `run` is there); with `norm_type`, the
+        partial norms of the new sums.
 
         Only the native backends prepare without keeping the sums alive.
         """
         if self.run is None and self._backend.name in SELF_CHECKING:
-            self.run = self._backend.prepare(sums)
-        if self.run is None:
-            self._backend.accumulate_(sums, gradients, scale, False)
-        else:
+            self.run = self._backend.prepare(sums)  # type: ignore[arg-type]
+        if self.run is not None:
+            if norm_type is not None:
+                return self.run.with_norm(gradients, scale, False, norm_type)
             self.run(gradients, scale, False)
+        elif norm_type is not None:
+            return self._backend.accumulate_with_norm_(sums, gradients, scale, False, norm_type)  # type: ignore[arg-type]
+        else:
+            self._backend.accumulate_(sums, gradients, scale, False)  # type: ignore[arg-type]
+        return None

@@ -14,7 +14,7 @@ import operator
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from .hooks import (
     Bucket,
     Task,
     accumulate_grad_node,
+    capturing,
     make_hook,
     process_group_up,
     raw_stream,
@@ -67,6 +68,8 @@ class Capture:
         #: The nodes, which die with their hooks when nobody refers to them, and the hooks' handles. They are
         #: not in the slots: a node holds its hook, the hook its slot, and the ring would never be freed.
         self._nodes: dict[Slot, tuple[Any, RemovableHandle]] = {}
+        #: Whether a CUDA graph was being captured when the nodes were made, and when the window began.
+        self._armed_in_graph = self._began_in_graph = False
         self.claim(slots)
         self.refresh()
 
@@ -92,6 +95,11 @@ class Capture:
         """Hook what can be hooked; called again after whatever may have changed a parameter's node."""
         if self.closed:
             return
+        if capturing() != self._armed_in_graph:
+            # A node keeps the stream that it was made on, which a graph must not wait for.
+            self._armed_in_graph = not self._armed_in_graph
+            for slot in self.slots:
+                self._disarm(slot)
         for slot in self.slots:
             changed = slot.signature != slot.current_signature()
             if changed:
@@ -105,6 +113,12 @@ class Capture:
             if not slot.param.requires_grad:
                 self._disarm(slot)
             elif changed or slot not in self._nodes:
+                self._arm(slot)
+
+    def rearm(self, slots: Iterable[Slot]) -> None:
+        """Hook the new nodes of parameters whose memory was another's for a while."""
+        for slot in slots:
+            if not self.closed and slot.param.requires_grad:
                 self._arm(slot)
 
     def _arm(self, slot: Slot) -> None:
@@ -158,7 +172,7 @@ class Capture:
         if not task.captures or slot.param._post_accumulate_grad_hooks:
             self._leave(task, slot)
             return LET_THROUGH
-        if gradient is None or task.scale == 0.0:
+        if gradient is None or task.drops:
             return SWALLOWED
         plain = type(gradient) is Tensor and gradient.layout is torch.strided
         if not plain or slot.odd or gradient.dtype is not slot.lane[1]:
@@ -192,13 +206,14 @@ class Capture:
         if identity == -1 or torch.compiler.is_compiling():
             return Task(captures=False)  # compiled autograd traces the hooks, and has no end to call back at
         window = self.window
+        self._check_graph()
         if self.ignoring:
             self._make_room()
             task = Task(captures=False, ignored=True)
         else:
             scale = window.base_scale
             differentiable, reduced = torch.is_grad_enabled(), process_group_up()
-            task = Task(not (differentiable or reduced), 0.0 if window.leaves_out else scale)
+            task = Task(not (differentiable or reduced), scale, drops=window.leaves_out)
             task.reducer = "ahead" if reduced and not differentiable else ""
             if window.full:
                 window.restart()  # its update has failed, and nobody has retried it or cleared the gradients
@@ -206,9 +221,27 @@ class Capture:
                 self.reclaim()
             elif window.empty:
                 self.arena.retract()
+        norms = self.arena.norms
+        norms.norm_type = norms.wanted if window.counted and window.will_update and not task.ignored else None
         self._tasks[identity] = task
         self._call_back(identity, task)
         return task
+
+    def _check_graph(self) -> None:
+        """Raise RuntimeError where a CUDA graph would hold a part of a window, or nodes of another stream."""
+        window, inside = self.window, capturing()
+        if inside and not self._armed_in_graph:
+            raise RuntimeError(
+                "this CUDA graph was begun without the optimizer's knowledge: call optimizer.zero_grad() "
+                "inside the capture, before the first forward"
+            )
+        if window.counted and not window.empty and inside != self._began_in_graph:
+            raise RuntimeError(
+                f"a CUDA graph must hold whole windows: this one has {window.micro_step} of {window.steps} "
+                f"micro-batches {'outside' if inside else 'inside'} the capture, and their count would be "
+                "replayed with it"
+            )
+        self._began_in_graph = inside
 
     def _make_room(self) -> None:
         """Counted loop: take in what autograd has stored, before an ignored backward adds to it."""
@@ -347,7 +380,7 @@ class Capture:
         if target is None:
             return False
         with torch.no_grad():
-            if target != window.factor:
+            if isinstance(target, Tensor) or isinstance(window.factor, Tensor) or target != window.factor:
                 window.tainted = "an exception has interrupted the scaling of the sums"
                 self.arena.rescale(target / window.factor)
                 window.factor, window.tainted = target, None

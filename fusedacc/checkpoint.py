@@ -2,13 +2,15 @@
 
 The sum of a part-filled window stands with its parameter's state, under `SUM`. Counters stand at the top
 level, under `OWN`, and once more beside each sum, under `COUNTERS`: distributed checkpoint drops top-level
-keys that it does not know. All are taken out before the inner optimizer sees a checkpoint, because it would
-cast the sums to the parameters' dtype.
+keys that it does not know. float32 masters stand with their parameters' state too, under `MASTER`. All are
+taken out before the inner optimizer sees a checkpoint, because it would cast them to the parameters' dtype.
 """
 
 from __future__ import annotations
 
 import json
+import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,12 +18,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .arena import Arena
+from .masters import Masters
 from .slot import Slot
 from .window import Window, fresh_window
 
 OWN = "fusedacc"
 SUM = "fusedacc_sum"
 COUNTERS = "fusedacc_counters"
+MASTER = "fusedacc_master"
 VERSION = 1
 
 
@@ -48,15 +52,24 @@ def _unpacked(packed: Any) -> Any:
         ) from None
 
 
-def save(optimizer: Optimizer, window: Window, arena: Arena, include_partial: bool) -> dict[str, Any]:
-    """The inner state_dict, the counters and, of a part-filled window, compact copies of the sums."""
+def save(
+    optimizer: Optimizer, window: Window, arena: Arena, masters: Masters | None, include_partial: bool
+) -> dict[str, Any]:
+    """The inner state_dict, the counters, masters and, of a part-filled window, copies of the sums."""
     result = dict(optimizer.state_dict())
     partial = include_partial and not window.empty
     own: dict[str, Any] = {"version": VERSION, "counted": window.counted, "reduction": window.reduction}
     own["window"] = window.state() if partial else fresh_window(window.state())
     result[OWN] = own
+    slots = _slots_by_index(optimizer, arena)
+    if masters is not None:
+        result["state"] = dict(result["state"])
+        for index, slot in slots.items():
+            master = masters.of(slot)
+            if master is not None:
+                kept = {MASTER: master.clone()}
+                result["state"][index] = {**result["state"].get(index, {}), **kept}
     if partial:
-        slots = _slots_by_index(optimizer, arena)
         sums = {index: arena.current(slot) for index, slot in slots.items()}
         own["sums"] = sum(total is not None for total in sums.values())
         result["state"] = dict(result["state"])
@@ -68,7 +81,9 @@ def save(optimizer: Optimizer, window: Window, arena: Arena, include_partial: bo
     return result
 
 
-def load(optimizer: Optimizer, window: Window, arena: Arena, state_dict: dict[str, Any]) -> None:
+def load(
+    optimizer: Optimizer, window: Window, arena: Arena, masters: Masters | None, state_dict: dict[str, Any]
+) -> None:
     """Load a checkpoint of the wrapper or of the bare inner optimizer.
 
     Raises:
@@ -79,8 +94,14 @@ def load(optimizer: Optimizer, window: Window, arena: Arena, state_dict: dict[st
     inner = {name: value for name, value in state_dict.items() if name != OWN}
     own = state_dict.get(OWN)
     sums: dict[Any, tuple[Any, bool]] = {}
+    saved: dict[Any, Any] = {}
     inner["state"] = {}
     for index, entry in state_dict["state"].items():
+        if isinstance(entry, dict) and MASTER in entry:
+            saved[index] = entry[MASTER]
+            entry = {name: value for name, value in entry.items() if name != MASTER}
+            if not entry:
+                continue
         if isinstance(entry, dict) and SUM in entry:
             counters = _unpacked(entry.get(COUNTERS))
             own = own or counters
@@ -95,10 +116,14 @@ def load(optimizer: Optimizer, window: Window, arena: Arena, state_dict: dict[st
     slots = {name: present[index] for index, name in enumerate(names) if index in present}
     if own is not None:
         _check(own, {name: total for name, (total, _) in sums.items()}, slots, window)
+    _check_masters(saved, slots)
 
     groups, state = optimizer.param_groups, optimizer.state
+    # torch casts state to the parameters' dtype, which has to be the masters' then.
+    wide = nullcontext() if masters is None else masters.swapped(arena.slots, write_back=False)
     try:
-        optimizer.load_state_dict(inner)
+        with wide:
+            optimizer.load_state_dict(inner)
     except BaseException:
         optimizer.param_groups, optimizer.state = groups, state
         raise
@@ -107,6 +132,26 @@ def load(optimizer: Optimizer, window: Window, arena: Arena, state_dict: dict[st
     window.restore(Window(None, None).state() if own is None else own["window"])
     for name, (total, delivered) in sums.items():
         arena.restore(slots[name], total, delivered)
+    if masters is not None:
+        for name, master in saved.items():
+            masters.put(slots[name], master)
+    elif saved:
+        warnings.warn(
+            "state_dict holds float32 masters, and this wrapper keeps none: they and the precision of the "
+            "state are lost; pass master_weights=True to take them over",
+            stacklevel=3,
+        )
+
+
+def _check_masters(saved: dict[Any, Any], slots: dict[Any, Slot]) -> None:
+    """Raise ValueError unless the masters are float32 tensors of the parameters' shapes."""
+    for name, master in saved.items():
+        if name not in slots:
+            raise ValueError(f"state_dict holds a master of parameter {name!r}, of {len(slots)} parameters")
+        shape = slots[name].param.shape
+        if not isinstance(master, Tensor) or master.shape != shape or master.dtype != torch.float32:
+            got = f"{tuple(master.shape)} {master.dtype}" if isinstance(master, Tensor) else type(master)
+            raise ValueError(f"the master of parameter {name!r} is {got}; allowed: float32 {tuple(shape)}")
 
 
 def _check(own: Any, sums: dict[Any, Any], slots: dict[Any, Slot], window: Window) -> None:

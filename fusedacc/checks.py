@@ -200,7 +200,7 @@ def overwrite_flags(overwrite: bool | Sequence[bool], count: int) -> Sequence[bo
     return [overwrite] * count if isinstance(overwrite, bool) else overwrite
 
 
-def _check_list(name: str, tensors: Any) -> None:
+def _check_list(name: str, tensors: Any, allowed: str | None = None) -> None:
     if not isinstance(tensors, (list, tuple)):
         raise TypeError(f"{name} is {type(tensors).__name__}; allowed: a list or tuple of tensors")
     for index, tensor in enumerate(tensors):
@@ -208,10 +208,35 @@ def _check_list(name: str, tensors: Any) -> None:
             raise TypeError(f"{name}[{index}] is {type(tensor).__name__}, not a tensor")
         if tensor.layout != torch.strided:
             layout = str(tensor.layout)[6:]
-            raise TypeError(f"{name}[{index}] is sparse ({layout}); only dense tensors can be accumulated")
+            raise TypeError(f"{name}[{index}] is sparse ({layout}); only dense tensors can be used")
         if not tensor.is_floating_point():
             kind = "complex" if tensor.is_complex() else "not floating-point"
-            raise TypeError(f"{name}[{index}] is {kind} ({tensor.dtype}); allowed: {allowed_pairs()}")
+            allowed = allowed or allowed_pairs()
+            raise TypeError(f"{name}[{index}] is {kind} ({tensor.dtype}); allowed: {allowed}")
+
+
+def check_tensors(tensors: Any) -> None:
+    """Raise unless `tensors` is a list of dense floating tensors, which may overlap.
+
+    Raises:
+        TypeError: not a list of tensors; a sparse, complex or integer tensor; an unsupported dtype.
+    """
+    allowed = ", ".join(str(dtype)[6:] for dtype in _SAME)
+    _check_list("tensors", tensors, allowed)
+    for index, tensor in enumerate(tensors):
+        if tensor.dtype not in _SAME:
+            raise TypeError(f"tensors[{index}] is {tensor.dtype}; allowed: {allowed}")
+
+
+def check_norm_type(norm_type: Any) -> float:
+    """`norm_type` as a float.
+
+    Raises:
+        ValueError: it is neither 2 nor infinity.
+    """
+    if isinstance(norm_type, (int, float)) and norm_type in (2, float("inf")):
+        return float(norm_type)
+    raise ValueError(f"norm_type is {norm_type!r}; allowed: 2.0 and inf")
 
 
 def check_accumulators(accumulators: Any) -> MemoryMap:

@@ -36,8 +36,8 @@ class Route:
     why: str
 
 
-def explain(slots: Sequence[Slot], window: Window, arena: Arena) -> str:
-    """One row per parameter: path, backend, dtypes, bytes per element; the reasons beneath."""
+def explain(slots: Sequence[Slot], window: Window, arena: Arena, update: str) -> str:
+    """One row per parameter: path, backend, dtypes, bytes per element; the reasons and the update beneath."""
     routes = [route(slot, arena) for slot in slots]
     reasons = list(dict.fromkeys(chosen.why for chosen in routes))
     rows = [tuple(field.name for field in fields(Row))]
@@ -66,7 +66,7 @@ def explain(slots: Sequence[Slot], window: Window, arena: Arena) -> str:
         "first, later: bytes read and written per element in the window's first micro-batch and the others, "
         "the gradient's own write included"
     )
-    return "\n".join([f"{loop}, reduction {window.reduction!r}", *table, legend, *notes])
+    return "\n".join([f"{loop}, reduction {window.reduction!r}", *table, legend, *notes, f"update: {update}"])
 
 
 def route(slot: Slot, arena: Arena) -> Route:

@@ -7,15 +7,16 @@ what was wrong.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from . import backends, checks, reference
-from .plan import Plan, bump_versions, split
+from . import backends, checks, norms, reference
+from .plan import Plan, bump_versions, split, traced_backend
 
-__all__ = ["prepare", "scale_accumulate_"]
+__all__ = ["prepare", "scale_accumulate_", "scale_cast_", "total_norm"]
 
 
 def scale_accumulate_(
@@ -77,21 +78,6 @@ def scale_accumulate_(
     bump_versions(accumulators)
 
 
-def _traced_backend(
-    device: torch.device, accumulator_dtype: torch.dtype, gradient_dtype: torch.dtype, backend: str
-) -> str:
-    name = backends.select(device, accumulator_dtype, gradient_dtype, backend).backend.name
-    if name == "triton" and backend == "triton":
-        raise RuntimeError(
-            "backend='triton' cannot be traced by torch.compile; allowed: 'auto', 'cuda', 'cpu', 'eager'"
-        )
-    return name
-
-
-# What torch.compiler.assume_constant_result does, which would import the whole compiler (1.3 s) here and now.
-_traced_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def _traced(
     accumulators: Sequence[Tensor],
     gradients: Sequence[Tensor],
@@ -109,7 +95,7 @@ def _traced(
         sums = [accumulators[index] for index in chosen]
         fresh = [gradients[index] for index in chosen]
         written = [flags[index] for index in chosen]
-        name = _traced_backend(device, sums[0].dtype, fresh[0].dtype, backend)
+        name = traced_backend(device, sums[0].dtype, fresh[0].dtype, backend)
         if name in ("cuda", "cpu"):
             tensor_scale = scale if isinstance(scale, Tensor) else None
             number = 1.0 if isinstance(scale, Tensor) else float(scale)
@@ -132,3 +118,48 @@ def prepare(accumulators: Sequence[Tensor], *, backend: str = "auto") -> Plan:
         TypeError, ValueError, RuntimeError: as `scale_accumulate_`.
     """
     return Plan(accumulators, backend)
+
+
+def total_norm(tensors: Sequence[Tensor], norm_type: float = 2.0, *, backend: str = "auto") -> Tensor:
+    """The norm of all elements of all tensors, in one read.
+
+    The same bits on every run and for every number of threads. Sums are of fixed chunks, in float32 or wider,
+    and joined in float64. Squares neither overflow nor vanish: the norm is infinite or nan only where an
+    element is, or where it is beyond the result's dtype. Not recorded by autograd.
+
+    Args:
+        tensors: floating tensors (float64, float32, bfloat16, float16) of any strides, devices and dtypes.
+        norm_type: 2.0 or inf.
+        backend: as for `scale_accumulate_`.
+
+    Returns:
+        A 0-dim tensor on the first tensor's device, float64 if one of the tensors is, else float32. 0 if
+        there is no element. Nothing waits for a device.
+
+    Raises:
+        TypeError: something is no dense tensor of one of those dtypes.
+        ValueError: another `norm_type`, or there is no such backend.
+        RuntimeError: the backend that was asked for cannot run here.
+    """
+    return norms.norm_and_nonfinite(tensors, norm_type, backend)[0]
+
+
+def scale_cast_(
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    scale: float | Tensor,
+    *,
+    backend: str = "auto",
+) -> None:
+    """output <- scale * input for each pair, cast to the output's dtype, in one pass per device.
+
+    `scale_accumulate_` that overwrites: outputs are its accumulators, inputs its gradients, and dtype pairs,
+    rounding, overlap, scale, backend and errors are as there. An input may be its output.
+    """
+    try:
+        scale_accumulate_(outputs, inputs, scale, overwrite=True, backend=backend)
+    except (TypeError, ValueError) as error:
+        said = str(error)
+        for word, own in (("a gradient", "an input"), ("gradient", "input"), ("accumulator", "output")):
+            said = re.sub(rf"\b{word}", own, said)
+        raise type(error)(said) from None

@@ -52,6 +52,7 @@ class Task:
         "buckets",
         "callback",
         "captures",
+        "drops",
         "hidden",
         "ignored",
         "reducer",
@@ -59,10 +60,14 @@ class Task:
         "stored",
     )
 
-    def __init__(self, captures: bool, scale: float = 1.0, ignored: bool = False) -> None:
+    def __init__(
+        self, captures: bool, scale: float | Tensor = 1.0, ignored: bool = False, drops: bool = False
+    ) -> None:
         #: Whether gradients are taken; else all are left to autograd, and if ignored, do not count.
         self.captures = captures
         self.ignored = ignored
+        #: Whether gradients are taken and thrown away.
+        self.drops = drops
         self.scale = scale
         self.buckets: dict[int, Bucket] = {}
         #: Whether any gradient is in a sum already, and whose gradients autograd was left to store.
@@ -156,3 +161,8 @@ def accumulate_grad_node(param: Tensor) -> Any:
 def process_group_up() -> bool:
     """Whether a process group is up, whose reducer (of one rank too) needs the gradients in p.grad."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is being captured on the current stream."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -25,6 +25,9 @@ class Observer(Protocol):
     ) -> None:
         """A kernel has been launched that does accumulator <- beta * accumulator + scale * gradient."""
 
+    def measured(self, kernel: str, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        """A kernel has been launched that reads tensors and writes results."""
+
     def enter_phase(self, name: str) -> None: ...
 
     def leave_phase(self) -> None: ...
@@ -44,6 +47,12 @@ def launched(
     """Report a launch that does not go through torch's dispatcher."""
     for observer in watching:
         observer.launched(kernel, accumulators, gradients, scale, overwrite)
+
+
+def measured(kernel: str, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+    """Report a launch outside the dispatcher that only reads its tensors."""
+    for observer in watching:
+        observer.measured(kernel, tensors, results)
 
 
 @contextlib.contextmanager

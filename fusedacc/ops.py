@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 LIBRARY = Path(__file__).with_name("libfusedacc.so")
+#: `kChunkElements` of csrc/work.h: the elements behind one partial norm.
+CHUNK_ELEMENTS = 8192
 REINSTALL = "pip install --no-build-isolation --no-deps --force-reinstall fusedacc"
 
 
@@ -104,6 +106,11 @@ def _check_not_meta(plan: Tensor, gradients: Sequence[Tensor], scale_tensor: Ten
         raise RuntimeError("fusedacc: a gradient or the scale is on meta")
 
 
+def _fake_partials(tensors: Sequence[Tensor]) -> Tensor:
+    chunks = sum((tensor.numel() + CHUNK_ELEMENTS - 1) // CHUNK_ELEMENTS for tensor in tensors)
+    return torch.empty(chunks, dtype=torch.float64, device=tensors[0].device if tensors else "cpu")
+
+
 def _register_fakes() -> None:
     @torch.library.register_fake("fusedacc::scale_accumulate_")
     def _(
@@ -132,6 +139,44 @@ def _register_fakes() -> None:
         overwrite: Sequence[bool] = (),
     ) -> None:
         _check_not_meta(plan, gradients, scale_tensor)
+
+    @torch.library.register_fake("fusedacc::scale_accumulate_norm_")
+    def _(
+        accumulators: list[Tensor],
+        gradients: list[Tensor],
+        scale_tensor: Tensor | None = None,
+        scale: float = 1.0,
+        overwrite: Sequence[bool] = (),
+        norm_type: float = 2.0,
+    ) -> Tensor:
+        _check_fake(accumulators, gradients)
+        if accumulators:
+            _check_not_meta(accumulators[0], gradients, scale_tensor)
+        return _fake_partials(accumulators)
+
+    @torch.library.register_fake("fusedacc::accumulate_prepared_norm_")
+    def _(
+        plan: Tensor,
+        gradients: list[Tensor],
+        scale_tensor: Tensor | None = None,
+        scale: float = 1.0,
+        overwrite: Sequence[bool] = (),
+        norm_type: float = 2.0,
+    ) -> Tensor:
+        _check_not_meta(plan, gradients, scale_tensor)
+        return _fake_partials(gradients)
+
+    @torch.library.register_fake("fusedacc::norm_partials")
+    def _(tensors: list[Tensor], norm_type: float = 2.0) -> Tensor:
+        if tensors:
+            _check_not_meta(tensors[0], tensors, None)
+        return _fake_partials(tensors)
+
+    @torch.library.register_fake("fusedacc::finish_norm")
+    def _(partials: list[Tensor], norm_type: float = 2.0, wide: bool = False) -> tuple[Tensor, Tensor]:
+        device = partials[0].device if partials else "cpu"
+        dtype = torch.float64 if wide else torch.float32
+        return torch.empty((), dtype=dtype, device=device), torch.empty((), device=device)
 
 
 load_error()

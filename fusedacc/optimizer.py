@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from . import backends, checkpoint, observers
@@ -14,7 +16,9 @@ from .arena import Arena
 from .capture import Capture
 from .checks import PAIRS, allowed_pairs
 from .explain import explain
+from .masters import Masters
 from .slot import Slot, default_accumulate_dtype
+from .update import Scaling, Update, check_settings
 from .window import MicroBatch, Schedule, Window, fresh_window
 
 
@@ -35,6 +39,12 @@ class AccumulatingOptimizer(Optimizer):
             over w tokens or samples; "normalized": sum(g) / sum(w), for losses that are sums over w.
         accumulate_dtype: dtype of the sums; None for float32 for bfloat16 and float16 parameters, else the
             parameter's dtype.
+        max_grad_norm: clip the final gradient of each update to this norm; None: do not.
+        norm_type: 2.0 or inf.
+        skip_nonfinite: drop an update whose gradient holds inf or nan; without waiting for the device where
+            the inner optimizer is one of torch's with `fused=True`.
+        master_weights: keep float32 copies of bfloat16 and float16 parameters, on which the inner optimizer
+            runs; its state is float32 then. 4 bytes a parameter more, and 4 more for each of its states.
         backend: "auto", "cuda", "triton", "cpu" or "eager". The environment variable FUSEDACC_BACKEND
             overrides "auto".
 
@@ -45,8 +55,8 @@ class AccumulatingOptimizer(Optimizer):
         RuntimeError: the backend asked for cannot run here.
     """
 
-    #: GradScaler must not hand its scale to an optimizer that would not apply it.
-    _step_supports_amp_scaling = False
+    #: torch's GradScaler hands over its scale and what it has found, and `step` honours both.
+    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -55,6 +65,10 @@ class AccumulatingOptimizer(Optimizer):
         *,
         reduction: str | None = None,
         accumulate_dtype: torch.dtype | None = None,
+        max_grad_norm: float | None = None,
+        norm_type: float = 2.0,
+        skip_nonfinite: bool = False,
+        master_weights: bool = False,
         backend: str = "auto",
     ) -> None:
         # Optimizer.__init__ is not called: it would wrap step() so that hooks fire on every call.
@@ -69,7 +83,9 @@ class AccumulatingOptimizer(Optimizer):
                 "L-BFGS, which evaluates its closure many times per step; allowed: None (the manual loop)"
             )
         backends.requested(backend)
-        self._build(optimizer, window, accumulate_dtype, backend)
+        clipping = check_settings(max_grad_norm, norm_type)
+        finishing = (*clipping, bool(skip_nonfinite))
+        self._build(optimizer, window, accumulate_dtype, backend, finishing, bool(master_weights))
 
     def _build(
         self,
@@ -77,6 +93,8 @@ class AccumulatingOptimizer(Optimizer):
         window: Window,
         accumulate_dtype: torch.dtype | None,
         backend: str,
+        finishing: tuple[float | None, float, bool],
+        master_weights: bool,
         lenient: bool = False,
     ) -> None:
         self._accumulate_dtype = accumulate_dtype
@@ -89,6 +107,12 @@ class AccumulatingOptimizer(Optimizer):
         self._window = window
         self._slots = slots
         self._arena = Arena(slots, not window.counted, backend)
+        self._finishing = finishing
+        self._inner_update = Update(optimizer, self._arena, *finishing)
+        self._masters = Masters(slots, optimizer, backend) if master_weights else None
+        #: What a GradScaler of ours says of the update at hand, and which has scaled the losses, if any.
+        self._scaling: Scaling | None = None
+        self._scaled_by: Callable[[], Any] = _nobody
         self._capture = Capture(slots, window, self._arena)
         self._closed = False
 
@@ -169,9 +193,22 @@ class AccumulatingOptimizer(Optimizer):
         return self._window.num_updates
 
     @property
-    def num_skipped(self) -> int:
-        """Updates among `num_updates` that were dropped, because all weights of their window were 0."""
-        return self._window.num_skipped
+    def num_skipped(self) -> int | Tensor:
+        """Updates among `num_updates` that were dropped: all weights were 0, or the gradient was not finite.
+
+        A 0-dim int64 tensor on the device, once updates may have been dropped there.
+        """
+        dropped = self._inner_update.skipped
+        return self._window.num_skipped if dropped is None else dropped + self._window.num_skipped
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """Norm of the last update's gradient before it was clipped: 0-dim, on the device.
+
+        None before the first update, and where nothing (`max_grad_norm`, `skip_nonfinite`,
+        `fusedacc.amp.GradScaler`) needs it.
+        """
+        return self._inner_update.grad_norm
 
     @property
     def has_updated(self) -> bool:
@@ -190,6 +227,7 @@ class AccumulatingOptimizer(Optimizer):
 
     # The loop
 
+    @_disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """End a micro-batch and, if it was the window's last, update (counted); update (manual).
 
@@ -206,8 +244,15 @@ class AccumulatingOptimizer(Optimizer):
         window = self._window
         if self._closed:
             return self.optimizer.step(closure)
+        self._check_scaler("step")
         if not window.counted:
             return self._step_manually(closure)
+        if "grad_scale" in self.__dict__:
+            del self.grad_scale, self.found_inf
+            raise RuntimeError(
+                "torch.amp.GradScaler cannot scale a counted loop: it would change its scale inside the "
+                "window. Use fusedacc.amp.GradScaler, in the same places"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -216,7 +261,7 @@ class AccumulatingOptimizer(Optimizer):
         window.check_untainted()
         window.has_updated = False
         if self._is_initialising():
-            self.optimizer.step()
+            self._initialise()
             self._arena.ignore_present()
             return loss
         if window.empty:
@@ -248,37 +293,121 @@ class AccumulatingOptimizer(Optimizer):
         # Reading the zeros waits for the device, but only while there is no state yet and every lr is 0.
         return bool(given) and all(g is not None and g.grad_fn is None and not g.any() for g in given)
 
+    def _initialise(self) -> None:
+        """Let the inner optimizer make its state from the zeros in p.grad."""
+        slots = [slot for slot in self._slots if slot.param.grad is not None]
+        with self._on_masters(slots):
+            for slot in slots if self._masters is not None else ():
+                gradient, slot.param.grad = slot.param.grad, None
+                slot.param.grad = gradient.to(slot.param.dtype)  # type: ignore[union-attr]
+            self.optimizer.step()
+
     def _step_manually(self, closure: Callable[[], Any] | None) -> Any:
         self._capture.settle()
         window = self._window
         window.has_updated = False
         if closure is None and self._is_initialising():
-            return self.optimizer.step()
+            return self._initialise()
         if window.in_context and window.micro.ran:
             self._capture.reclaim()
             window.end_micro_batch()
 
-        def finish_gradients() -> None:
-            window.check_untainted()
-            with observers.phase("update"):
-                if window.reduction != "sum" and window.micro_step > 0:
-                    self._capture.deliver(ending=False)
-                self._arena.present()
-
-        def evaluate() -> Any:
-            with torch.enable_grad():
-                loss = closure()  # type: ignore[misc]
-            self._capture.settle()
-            finish_gradients()
-            return loss
-
-        finish_gradients()
-        skipped = closure is None and window.weighs and window.micro_step > 0 and window.weight_total == 0
-        loss = None if skipped else self.optimizer.step(evaluate if closure is not None else None)
+        if closure is not None:
+            loss, skipped = self._step_with(closure), False
+        else:
+            self._finish_sums()
+            skipped = window.weighs_nothing
+            loss = None
+            if not skipped:
+                with observers.phase("update"), self._on_masters():
+                    loss, skipped = self._inner_update.step(self._scaling_at_hand())
         self._arena.withdraw()
         window.end_update(skipped)
         self._follow_groups()
         return loss
+
+    def _step_with(self, closure: Callable[[], Any]) -> Any:
+        """The inner optimizer evaluates the closure as often as it likes; gradients are readied each time."""
+        for name, is_set in (
+            ("skip_nonfinite", self._inner_update.skip_nonfinite),
+            ("master_weights", self._masters is not None),
+        ):
+            if is_set:
+                raise RuntimeError(
+                    f"{name}=True does not go with a closure in a manual loop, which the inner optimizer "
+                    "calls in the middle of its update; call backward() and then step() without one"
+                )
+
+        def evaluate() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            self._capture.settle()
+            self._finish_sums()
+            with observers.phase("update"):
+                self._inner_update.prepare(Scaling())
+            return loss
+
+        self._finish_sums()
+        self._arena.present()
+        try:
+            return self.optimizer.step(evaluate)
+        finally:
+            self._inner_update.release()
+
+    @contextlib.contextmanager
+    def _on_masters(self, slots: list[Slot] | None = None) -> Iterator[None]:
+        """While inside, `slots` (else those with gradients) are their float32 masters, if there are any."""
+        if self._masters is None:
+            yield
+            return
+        if slots is None:
+            slots = [slot for slot, _ in self._arena.finals()]
+        try:
+            with self._masters.swapped(slots):
+                yield
+        finally:
+            self._capture.rearm(slots)
+
+    def _finish_sums(self) -> None:
+        """Manual loop: bring the sums to their final scale, as far as the host knows it."""
+        window = self._window
+        window.check_untainted()
+        if window.reduction != "sum" and window.micro_step > 0:
+            with observers.phase("update"):
+                self._capture.deliver(ending=False)
+
+    def _scaling_at_hand(self) -> Scaling:
+        """What a GradScaler, ours or torch's, has said of this update, and weights that are on the device."""
+        scaling = self._scaling
+        if scaling is None:
+            found = self.__dict__.get("found_inf")
+            scaling = Scaling(self.__dict__.get("grad_scale"), found if isinstance(found, Tensor) else None)
+        faulty = self._window.faulty
+        if faulty is not None:
+            scaling.drop_if(faulty)
+        return scaling
+
+    def _run_scaled(self, scaling: Scaling, run: Callable[[], Any]) -> Any:
+        """`step` or `flush` for a GradScaler of ours; `scaling` then holds what was found."""
+        self._scaling = scaling
+        try:
+            return run()
+        finally:
+            self._scaling = None
+
+    def _check_scaler(self, method: str) -> None:
+        """Raise RuntimeError where a GradScaler of ours has scaled the losses and is passed by."""
+        if self._scaling is None and self._scaled_by() is not None:
+            raise RuntimeError(
+                f"{method}() would update from gradients of scaled losses: call scaler.{method}(optimizer) "
+                "of the fusedacc.amp.GradScaler that has scaled them"
+            )
+
+    @property
+    def _closes_window(self) -> bool:
+        """Whether a `step()` now would update."""
+        window = self._window
+        return not window.counted or window.full or (window.micro.ran and window.will_update)
 
     def _follow_groups(self) -> None:
         """Take in parameters that were put into `param_groups` behind our back, and re-arm what has moved."""
@@ -301,12 +430,13 @@ class AccumulatingOptimizer(Optimizer):
             if skipped:
                 self._arena.clear()
             else:
-                self._arena.present()
-                self.optimizer.step()
+                with self._on_masters():
+                    _, skipped = self._inner_update.step(self._scaling_at_hand())
                 self._arena.withdraw()
         window.end_update(skipped)
         self._follow_groups()
 
+    @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients: of the last update (counted; nothing in mid-window), or all (manual).
 
@@ -344,7 +474,7 @@ class AccumulatingOptimizer(Optimizer):
 
     @contextlib.contextmanager
     def accumulate(
-        self, model: torch.nn.Module | None = None, weight: float | None = None
+        self, model: torch.nn.Module | None = None, weight: float | Tensor | None = None
     ) -> Iterator[MicroBatch]:
         """Context around one micro-batch: its weight, and no gradient synchronisation before the last.
 
@@ -352,8 +482,9 @@ class AccumulatingOptimizer(Optimizer):
             model: a DistributedDataParallel (or whatever has `no_sync()`), which is told not to synchronise
                 gradients before the window's last micro-batch. With reduction "weighted", and in a manual
                 loop, where the last is not known, it synchronises every time.
-            weight: tokens or samples in this micro-batch, for "weighted" and "normalized"; 0 adds nothing. It
-                may also be set later on the object that is yielded (see `MicroBatch.weight`).
+            weight: tokens or samples in this micro-batch, for "weighted" and "normalized"; 0 adds nothing. A
+                number, or a 0-dim tensor, which is not waited for where it is on a device. It may also be set
+                later on the object that is yielded (see `MicroBatch.weight`).
 
         Raises:
             ValueError: a weight where the reduction takes none, or a negative or infinite one.
@@ -392,6 +523,7 @@ class AccumulatingOptimizer(Optimizer):
         finally:
             self._capture.ignoring = before
 
+    @_disable_dynamo
     def flush(self) -> None:
         """Update from a part-filled window; a no-op if it is empty.
 
@@ -402,6 +534,7 @@ class AccumulatingOptimizer(Optimizer):
             RuntimeError: as `step`.
         """
         window = self._window
+        self._check_scaler("flush")
         self._capture.settle()
         window.check_untainted()
         window.has_updated = False
@@ -418,6 +551,7 @@ class AccumulatingOptimizer(Optimizer):
         if not window.empty:
             self._update(partial=True)
 
+    @_disable_dynamo
     def discard(self) -> None:
         """Throw the window away: its sums, its count, and what is in `p.grad`."""
         self._capture.forget()
@@ -458,12 +592,16 @@ class AccumulatingOptimizer(Optimizer):
         self._capture.refresh()
 
     def explain(self) -> str:
-        """A table: each parameter's path, backend, dtypes, bytes per micro-batch, and why."""
+        """A table: each parameter's path, backend, dtypes, bytes per micro-batch, and why; and the update."""
         self._capture.refresh()
-        return explain(self._slots, self._window, self._arena)
+        update = self._inner_update.describe(casts=self._masters is None)
+        if self._masters is not None:
+            update += "; on float32 masters, which one pass then rounds into the parameters"
+        return explain(self._slots, self._window, self._arena, update)
 
     # Checkpoints
 
+    @_disable_dynamo
     def state_dict(self, include_partial: bool = True) -> dict[str, Any]:
         """The inner optimizer's state, and with `include_partial` a part-filled window's sums and counters.
 
@@ -477,8 +615,16 @@ class AccumulatingOptimizer(Optimizer):
         self._window.check_untainted()
         if include_partial:
             self._window.check_synchronised("state_dict(include_partial=True) would save one rank's part")
-        return checkpoint.save(self.optimizer, self._window, self._arena, include_partial)
+        self._count_skipped()
+        return checkpoint.save(self.optimizer, self._window, self._arena, self._masters, include_partial)
 
+    def _count_skipped(self) -> None:
+        """Bring the count of updates that the device has dropped to the host; waits for the device."""
+        dropped, self._inner_update.skipped = self._inner_update.skipped, None
+        if dropped is not None:
+            self._window.num_skipped += int(dropped.item())
+
+    @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, from here or from the bare inner optimizer.
 
@@ -486,17 +632,20 @@ class AccumulatingOptimizer(Optimizer):
             ValueError, TypeError: the checkpoint does not fit; everything is left as it was.
         """
         self._capture.settle()
-        checkpoint.load(self.optimizer, self._window, self._arena, state_dict)
+        checkpoint.load(self.optimizer, self._window, self._arena, self._masters, state_dict)
+        self._capture.rearm(self._slots if self._masters is not None else ())
         self._capture.refresh()
 
     def __getstate__(self) -> dict[str, Any]:
         self._capture.settle()
+        self._count_skipped()
         own = {name: value for name, value in self.__dict__.items() if name not in _REBUILT}
         return own | {
             "schedule": self._window.schedule,
             "reduction": self._window.reduction,
             "window": self._window.state(),
             "backend": self._arena.backend,
+            "masters": None if self._masters is None else [self._masters.of(slot) for slot in self._slots],
             # A manual loop's sums are its parameters' p.grad, which torch does not copy either.
             "sums": [
                 None
@@ -509,15 +658,32 @@ class AccumulatingOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         own = dict(state)
         window = Window(own.pop("schedule"), own.pop("reduction"))
-        counters, sums = own.pop("window"), own.pop("sums")
-        settings = own.pop("_accumulate_dtype"), own.pop("backend")
-        self._build(own.pop("optimizer"), window, *settings, lenient=True)
+        counters, sums, masters = own.pop("window"), own.pop("sums"), own.pop("masters")
+        settings = own.pop("_accumulate_dtype"), own.pop("backend"), own.pop("_finishing")
+        self._build(own.pop("optimizer"), window, *settings, masters is not None, lenient=True)
         self.__dict__.update(own)
         window.restore(counters if window.counted else fresh_window(counters))
         for slot, kept in zip(self._slots, sums, strict=True):
             if kept is not None and kept[0] is not None:
                 self._arena.restore(slot, *kept)
+        for slot, master in zip(self._slots, masters or (), strict=False):
+            if master is not None and self._masters is not None:
+                self._masters.put(slot, master)
 
 
 #: What unpickling makes anew. A scheduler's patch of step() belongs to the scheduler's own optimizer.
-_REBUILT = ("_window", "_slots", "_arena", "_capture", "_closed", "step")
+_REBUILT = (
+    "_window",
+    "_slots",
+    "_arena",
+    "_capture",
+    "_inner_update",
+    "_scaling",
+    "_scaled_by",
+    "_closed",
+    "step",
+)
+
+
+def _nobody() -> None:
+    """A weak reference to nothing."""

@@ -56,6 +56,27 @@ def split(accumulators: Sequence[Tensor], gradients: Sequence[Tensor], backend: 
     return [Part(backends.get(name), tuple(indices)) for (_, name), indices in found.items()]
 
 
+def traced_backend(
+    device: torch.device, accumulator_dtype: torch.dtype, gradient_dtype: torch.dtype, backend: str
+) -> str:
+    """The name of the backend that goes into a graph of `torch.compile`.
+
+    Raises:
+        RuntimeError: Triton was asked for.
+        ValueError, RuntimeError: as `backends.select`.
+    """
+    name = backends.select(device, accumulator_dtype, gradient_dtype, backend).backend.name
+    if name == "triton" and backend == "triton":
+        raise RuntimeError(
+            "backend='triton' cannot be traced by torch.compile; allowed: 'auto', 'cuda', 'cpu', 'eager'"
+        )
+    return name
+
+
+# What torch.compiler.assume_constant_result does, which would import the whole compiler (1.3 s) here and now.
+traced_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def bump_versions(tensors: Sequence[Tensor]) -> None:
     """Tell autograd that the tensors were written. Inference tensors keep no version and are passed over."""
     try:
@@ -105,10 +126,39 @@ class Plan:
         overwrite: bool | Sequence[bool] = False,
     ) -> None:
         """Accumulate once; arguments and errors as `functional.scale_accumulate_`."""
+        self._pass(gradients, scale, overwrite, None)
+
+    def with_norm(
+        self,
+        gradients: Sequence[Tensor],
+        scale: float | Tensor = 1.0,
+        *,
+        overwrite: bool | Sequence[bool] = False,
+        norm_type: float = 2.0,
+    ) -> list[Tensor]:
+        """The same, and the new sums' partial norms for `norms.finish`: as reading the sums again would give
+        them, but without another pass where the backend can.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: as a call; ValueError for another `norm_type` than 2 and inf.
+        """
+        return self._pass(gradients, scale, overwrite, checks.check_norm_type(norm_type))
+
+    def _pass(
+        self,
+        gradients: Sequence[Tensor],
+        scale: float | Tensor,
+        overwrite: bool | Sequence[bool],
+        norm_type: float | None,
+    ) -> list[Tensor]:
+        partials = []
         if self._direct:
             refused = None
             try:
-                self._runs[0](gradients, scale, overwrite)
+                if norm_type is None:
+                    self._runs[0](gradients, scale, overwrite)
+                else:
+                    partials = [self._runs[0].with_norm(gradients, scale, overwrite, norm_type)]
             except Exception as error:
                 refused = error
             if refused is not None:
@@ -117,5 +167,10 @@ class Plan:
         else:
             self.check(gradients, scale, overwrite)
             for part, run in zip(self._parts, self._runs, strict=True):
-                run(part.of(gradients), scale, part.flags(overwrite))
+                arguments = part.of(gradients), scale, part.flags(overwrite)
+                if norm_type is None:
+                    run(*arguments)
+                else:
+                    partials.append(run.with_norm(*arguments, norm_type))
         bump_versions(self._versions)
+        return partials

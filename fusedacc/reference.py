@@ -1,4 +1,4 @@
-"""The semantics of an accumulation pass in plain torch: the oracle, and the eager backend's arithmetic.
+"""The semantics of an accumulation pass and of a norm in plain torch: the oracle, and the eager backend.
 
 Rounding. float32 and float64 sums are one fused multiply-add: torch's own `add_(alpha=)` and `addcmul_`
 contract to one on every device with the instruction (all CUDA devices, CPUs with AVX2). 16-bit sums are
@@ -75,3 +75,46 @@ def scale_accumulate_(
                 _overwrite(accumulator, gradient, scales[wide])
             else:
                 _add(accumulator, gradient, scales[wide])
+
+
+def _norm(tensor: Tensor, norm_type: float) -> Tensor:
+    """The norm in float64, not finite only where an element is not."""
+    largest = torch.linalg.vector_norm(tensor, float("inf")).double()
+    if norm_type == float("inf"):
+        return largest
+    if tensor.dtype != torch.float64:
+        return torch.linalg.vector_norm(tensor.double(), norm_type)
+    # Squares of float64 can overflow or vanish.
+    scale = torch.where(largest.isfinite() & (largest > 0), largest, 1.0)
+    norm = torch.linalg.vector_norm(tensor / scale, norm_type) * scale
+    return torch.where(largest.isfinite(), norm.clamp(max=torch.finfo(torch.float64).max), norm)
+
+
+def norm_partials(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
+    """One float64 norm for each tensor with elements, not finite only where an element is not.
+
+    Any number of such partial norms, of whatever share of the elements, give the norm of all by
+    `finish_norm`. A float64 copy is made of one tensor at a time.
+    """
+    with torch.no_grad():
+        norms = [_norm(tensor, norm_type) for tensor in tensors if tensor.numel() > 0]
+        if norms:
+            return torch.stack(norms)
+        return torch.zeros(0, dtype=torch.float64, device=tensors[0].device if tensors else None)
+
+
+def finish_norm(partials: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The norm in `dtype`, and 1 or 0 in float32: whether an element was not finite. Both 0-dim.
+
+    Args:
+        partials: float64 vectors of partial norms, of one device.
+        norm_type: as for the partials.
+        dtype: float32 or float64.
+    """
+    if not partials:
+        return torch.zeros((), dtype=dtype), torch.zeros(())
+    together = torch.cat(list(partials))
+    if together.numel() == 0:
+        return together.new_zeros((), dtype=dtype), together.new_zeros((), dtype=torch.float32)
+    norm = _norm(together, norm_type)
+    return norm.to(dtype), (~norm.isfinite()).float()

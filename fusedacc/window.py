@@ -1,4 +1,5 @@
-"""The accumulation window: what counts, what it weighs and when it is full. No tensors here.
+"""The accumulation window: what counts, what it weighs and when it is full. No tensors here, but for weights
+that stay on the device.
 
 Sums are kept in a unit, `factor`: every sum is `factor` times what was put in. It is 1 until the final scale
 of the window is known and applied (`target`), and what arrives later in the same window is added in the same
@@ -12,31 +13,41 @@ from collections.abc import Callable
 from numbers import Real
 from typing import Any
 
+import torch
+from torch import Tensor
+
 REDUCTIONS = ("mean", "sum", "weighted", "normalized")
 Schedule = int | Callable[[int], int] | None
 
 
-def check_weight(weight: Any) -> float:
-    """`weight` as a float.
+def check_weight(weight: Any) -> float | Tensor:
+    """`weight` as a float, or as a 0-dim float32 tensor where it is on another device than the CPU.
+
+    What is on a device is not waited for: a weight there that is negative or not finite shows at the update.
 
     Raises:
-        TypeError: not a real number (a tensor is one if it is 0-dim and on the CPU).
+        TypeError: neither a real number nor a 0-dim real tensor.
         ValueError: negative, infinite or nan.
     """
-    if (
-        getattr(weight, "ndim", None) == 0
-        and getattr(getattr(weight, "device", None), "type", "cpu") == "cpu"
-    ):
+    if isinstance(weight, Tensor) and weight.ndim == 0 and not weight.is_complex():
+        if not _on_host(weight):
+            return weight.detach().to(torch.float32)
         weight = weight.item()
     if not isinstance(weight, Real):
-        raise TypeError(
-            f"weight must be a real number or a 0-dim CPU tensor, got {type(weight).__name__}; a tensor on "
-            "another device would have to be waited for: count tokens on the host"
-        )
+        raise TypeError(f"weight must be a real number or a 0-dim tensor, got {_described(weight)}")
     value = float(weight)
     if not math.isfinite(value) or value < 0:
         raise ValueError(f"weight must be finite and at least 0, got {value}")
     return value
+
+
+def _on_host(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def _described(value: Any) -> str:
+    kind = type(value).__name__
+    return f"a {value.dtype} tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind
 
 
 def check_schedule(schedule: Any) -> Schedule:
@@ -60,9 +71,10 @@ def check_schedule(schedule: Any) -> Schedule:
 class MicroBatch:
     """What is known of the micro-batch at hand; `accumulate()` yields it, and `weight` may be set late."""
 
-    def __init__(self, reduction: str, weight: float | None = None) -> None:
+    def __init__(self, reduction: str, weight: float | Tensor | None = None) -> None:
         self._reduction = reduction
-        self._weight: float | None = None
+        self._weight: float | Tensor | None = None
+        self._given: Any = None
         #: Whether a backward has ended in this micro-batch.
         self.ran = False
         #: Whether its gradients were left unsynchronised in `p.grad`, to be collected with a later one's.
@@ -71,8 +83,11 @@ class MicroBatch:
             self.weight = weight
 
     @property
-    def weight(self) -> float | None:
-        """The weight of this micro-batch: tokens or samples; None until set.
+    def weight(self) -> float | Tensor | None:
+        """The weight of this micro-batch: tokens or samples, a number or a 0-dim tensor; None until set.
+
+        A tensor on a device stays there. A weight of 0 there cannot leave the micro-batch out, so that an inf
+        or nan of its gradient reaches the sums.
 
         Settable before the backward for "weighted", before `step()` for "normalized". Setting raises
         ValueError where the reduction takes no weight or the value is negative or not finite, TypeError for
@@ -81,14 +96,15 @@ class MicroBatch:
         return self._weight
 
     @weight.setter
-    def weight(self, weight: float) -> None:
+    def weight(self, weight: float | Tensor) -> None:
         if self._reduction not in ("weighted", "normalized"):
             raise ValueError(
                 f"weight={weight!r} was given, but reduction={self._reduction!r} takes none; allowed with "
                 "'weighted' and 'normalized'"
             )
         value = check_weight(weight)
-        late = self.ran and value != self._weight
+        on_device = isinstance(value, Tensor) or isinstance(self._weight, Tensor)
+        late = self.ran and (weight is not self._given if on_device else value != self._weight)
         if late and self._weight is not None:
             raise RuntimeError(
                 f"weight={value} came after the backward of a micro-batch of weight {self._weight}; a "
@@ -99,12 +115,12 @@ class MicroBatch:
                 f"weight={value} came after the backward; with reduction='weighted' it scales the gradients "
                 "as they arrive: set it before"
             )
-        if late and value == 0:
+        if late and not on_device and value == 0:
             raise ValueError(
                 "weight=0 came after the backward, whose gradients can no longer be left out: set a weight "
                 "of 0 before"
             )
-        self._weight = value
+        self._weight, self._given = value, weight
 
 
 class Window:
@@ -146,8 +162,10 @@ class Window:
     def reset(self) -> None:
         """Open an empty window."""
         self.micro_step = 0
-        self.weight_total = 0.0
-        self.factor = 1.0
+        self.weight_total: float | Tensor = 0.0
+        self.factor: float | Tensor = 1.0
+        #: Where weights are on a device: a 0-dim bool tensor, whether one was negative or nan.
+        self.bad_weights: Tensor | None = None
         self.tainted: str | None = None
         #: Whether gradients wait in p.grad that were not synchronised over the ranks.
         self.unsynchronised = False
@@ -199,7 +217,7 @@ class Window:
         return not self.counted or self.micro_step + 1 >= self.steps
 
     @property
-    def base_scale(self) -> float:
+    def base_scale(self) -> float | Tensor:
         """By what a gradient is multiplied as it is added, before the unit of the sums.
 
         Raises:
@@ -223,9 +241,23 @@ class Window:
     @property
     def leaves_out(self) -> bool:
         """Whether the micro-batch at hand has weight 0 and adds nothing."""
-        return self.weighs and self.micro.weight == 0
+        return self.weighs and _is_zero(self.micro.weight)
 
-    def target(self, ending: bool = False, partial: bool = False) -> float | None:
+    @property
+    def weighs_nothing(self) -> bool:
+        """Whether all weights of a window that is not empty are 0, as far as the host knows."""
+        return self.weighs and self.micro_step > 0 and _is_zero(self.weight_total)
+
+    @property
+    def faulty(self) -> Tensor | None:
+        """Where weights are on a device: 0-dim float32, 1 if no mean can be taken over them."""
+        total = self.weight_total
+        if not isinstance(total, Tensor):
+            return None
+        wrong = ~((total > 0) & total.isfinite())
+        return (wrong if self.bad_weights is None else wrong | self.bad_weights).float()
+
+    def target(self, ending: bool = False, partial: bool = False) -> float | Tensor | None:
         """The final factor of the window's sums, or None where it is not known or all weights are 0.
 
         Args:
@@ -241,10 +273,14 @@ class Window:
             return self.steps / count if partial and 0 < count < self.steps else 1.0
         if ending and self.micro.weight is None:
             return None
-        total = self.weight_total + (self.micro.weight or 0.0 if ending else 0.0)
+        total = self.weight_total
+        if ending and self.micro.weight is not None:
+            total = total + self.micro.weight
+        if isinstance(total, Tensor):
+            return total.reciprocal()
         return 1.0 / total if total > 0 else None
 
-    def open(self, weight: float | None) -> MicroBatch:
+    def open(self, weight: float | Tensor | None) -> MicroBatch:
         """Enter `accumulate()`.
 
         Raises:
@@ -271,7 +307,11 @@ class Window:
                     f"reduction={self.reduction!r} needs a weight for each micro-batch; this one has none: "
                     "use `with optimizer.accumulate(weight=...) as micro_batch:` or set `micro_batch.weight`"
                 )
-            self.weight_total += self.micro.weight
+            weight = self.micro.weight
+            if isinstance(weight, Tensor):
+                wrong = ~(weight >= 0)
+                self.bad_weights = wrong if self.bad_weights is None else self.bad_weights | wrong
+            self.weight_total = self.weight_total + weight
         self.micro_step += 1
         self.micro = MicroBatch(self.reduction)
 
@@ -299,18 +339,18 @@ class Window:
             )
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint carries, plain numbers only."""
+        """What a checkpoint carries, plain numbers only; waits for weights that are on a device."""
         return {
             "num_updates": self.num_updates,
             "num_skipped": self.num_skipped,
             "has_updated": self.has_updated,
             "micro_step": self.micro_step,
-            "weight_total": self.weight_total,
-            "factor": self.factor,
+            "weight_total": _number(self.weight_total),
+            "factor": _number(self.factor),
             "steps": self._steps,
             "tainted": self.tainted,
             "ran": self.micro.ran,
-            "weight": self.micro.weight,
+            "weight": _number(self.micro.weight),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -326,6 +366,15 @@ class Window:
         self.tainted = state["tainted"]
         self.micro = MicroBatch(self.reduction, state["weight"])
         self.micro.ran = state["ran"]
+
+
+def _is_zero(value: float | Tensor | None) -> bool:
+    """Whether a number is 0; what is on a device is not asked."""
+    return not isinstance(value, Tensor) and value == 0
+
+
+def _number(value: float | Tensor | None) -> float | None:
+    return value.item() if isinstance(value, Tensor) else value
 
 
 def fresh_window(state: dict[str, Any]) -> dict[str, Any]:

@@ -292,11 +292,28 @@ COUNTED = {
         "update: clip": 2 + 4,
         "update: optimizer": 2 + 3 * 4,
     },
+    ("float32", "fusedacc"): {
+        "weight gradients": 8 * 4,
+        "accumulate": 8 + 7 * 12,  # the last leaves the norm
+        "update: optimizer": 8 + 3 * 8,  # the kernel clips, and writes what it has clipped
+    },
+    ("float32", "fusedacc manual loop"): {
+        "weight gradients": 8 * 4,
+        "accumulate": 7 * 12,
+        "update: clip": 4,
+        "update: optimizer": 8 + 3 * 8,
+    },
     ("bfloat16", "fusedacc"): {
         "weight gradients": 8 * 2,
         "accumulate": 6 + 7 * 10,
         "update: cast": 6,
-        "update: clip": 4 + 8,
+        "update: optimizer": 2 + 3 * 4,
+    },
+    ("bfloat16", "fusedacc manual loop"): {
+        "weight gradients": 8 * 2,
+        "accumulate": 6 + 7 * 10,
+        "update: cast": 6,
+        "update: clip": 4,
         "update: optimizer": 2 + 3 * 4,
     },
     ("bfloat16", "stock bfloat16 sums"): {

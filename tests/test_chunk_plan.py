@@ -12,12 +12,19 @@ ROOT = Path(__file__).resolve().parents[1]
 COMPILER = next((found for found in map(shutil.which, ("g++", "c++", "clang++")) if found), None)
 
 
+SAYS = {
+    "host_check": "flat capacity 1168, arguments 32736 and 32752 bytes\n",
+    "norm_check": "capacities 908 and 2043\n",
+}
+
+
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
-def test_plans_arithmetic_and_kernel_bodies_on_the_host(tmp_path: Path) -> None:
-    program = tmp_path / "host_check"
+@pytest.mark.parametrize("name", SAYS)
+def test_plans_arithmetic_and_kernel_bodies_on_the_host(name: str, tmp_path: Path) -> None:
+    program = tmp_path / name
     flags = ["-std=c++17", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}"]
-    source = str(ROOT / "tests" / "native" / "host_check.cpp")
+    source = str(ROOT / "tests" / "native" / f"{name}.cpp")
     subprocess.run([COMPILER, *flags, source, "-o", str(program)], check=True)
     result = subprocess.run([program], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
-    assert result.stdout == "flat capacity 1168, arguments 32736 and 32752 bytes\n"
+    assert result.stdout == SAYS[name]

@@ -81,3 +81,21 @@ def test_triton_says_so():
     needs("triton")
     with pytest.raises(Exception, match=r"cannot be traced by torch\.compile; allowed"):
         compiled("triton")([torch.zeros(3)], [torch.ones(3)], 1.0)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+@pytest.mark.parametrize("backend", ["cpu", "eager"])
+def test_norm_in_a_full_graph(backend, norm_type, generator):
+    needs(backend)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def half_norm(tensors):
+        return functional.total_norm(tensors, norm_type, backend=backend) / 2
+
+    tensors, _ = random_lists(PAIRS, [(5,), (3, 4)], generator)
+    tensors[0].requires_grad_()
+    result = half_norm(tensors)
+    assert torch.equal(result, functional.total_norm(tensors, norm_type, backend=backend) / 2)
+    assert not result.requires_grad
+    if backend == "cpu":
+        assert half_norm([]).item() == 0.0

@@ -14,15 +14,20 @@ NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 PAIRS = range(8)
 #: A Hopper multiprocessor has 65,536 registers: 40 a thread still leave it six blocks of 256 threads.
 MAX_REGISTERS = 40
+#: Kernels that leave norms add or read in one pass and in a second, rare one: four blocks of 256 threads.
+MAX_NORM_REGISTERS = 64
+#: The pairs of a dtype with itself, whose kernels also read alone; two norms, flat and strided; two ends.
+OWN_PAIRS = (0, 3, 4, 5)
+NORM_KERNELS = 2 * 2 * (len(PAIRS) + len(OWN_PAIRS)) + 2
 #: Arguments of one launch from CUDA 12.1 on.
 MAX_ARGUMENT_BYTES = 32764
 
 pytestmark = pytest.mark.skipif(NVCC is None, reason="nvcc not found")
 
 
-def compile_kernels(tmp_path: Path, *flags: str) -> tuple[str, str]:
+def compile_kernels(tmp_path: Path, name: str, *flags: str) -> tuple[str, str]:
     """The PTX for sm_90, and what the compiler said."""
-    output = tmp_path / "accumulate"
+    output = tmp_path / name
     command = [
         NVCC,
         "-std=c++17",
@@ -33,7 +38,7 @@ def compile_kernels(tmp_path: Path, *flags: str) -> tuple[str, str]:
         "-Xcompiler",
         "-Wall,-Wextra",
     ]
-    source = str(ROOT / "csrc" / "cuda" / "accumulate.cu")
+    source = str(ROOT / "csrc" / "cuda" / f"{name}.cu")
     result = subprocess.run(
         [*command, *flags, source, "-o", str(output)], capture_output=True, text=True, check=False
     )
@@ -41,18 +46,29 @@ def compile_kernels(tmp_path: Path, *flags: str) -> tuple[str, str]:
     return output.read_text(errors="replace"), result.stdout + result.stderr
 
 
+def kernels_of(directory: Path, name: str, pattern: str) -> dict[str, str]:
+    """Each kernel's PTX by the groups of `pattern`, which finds its name."""
+    ptx, said = compile_kernels(directory, name, "-arch=sm_90", "-ptx")
+    assert "warning" not in said
+    found = {}
+    for body in re.split(r"(?=\.visible \.entry|\.entry )", ptx)[1:]:
+        match = re.search(pattern, body)
+        assert match is not None
+        found["".join(filter(None, match.groups()))] = body
+    return found
+
+
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Each kernel's PTX by its name and pair, such as `flat_kernel1`."""
-    ptx, said = compile_kernels(tmp_path_factory.mktemp("ptx"), "-arch=sm_90", "-ptx")
-    assert "warning" not in said
-    bodies = re.split(r"(?=\.visible \.entry|\.entry )", ptx)[1:]
-    found = {}
-    for body in bodies:
-        name = re.search(r"(flat_kernel|strided_kernel)ILi(\d+)E", body)
-        assert name is not None
-        found[name[1] + name[2]] = body
-    return found
+    """By kind and pair, such as `flat_kernel1`."""
+    return kernels_of(tmp_path_factory.mktemp("ptx"), "accumulate", r"(flat_kernel|strided_kernel)ILi(\d+)E")
+
+
+@pytest.fixture(scope="module")
+def norm_kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """By kind, pair, norm and whether it only reads, such as `flat_norm_kernel1E01`."""
+    pattern = r"((?:flat|strided|finish)_norm_kernel)I(?:Li(\d+E))?\w*?NormKindE(\d)E(?:Lb(\d))?"
+    return kernels_of(tmp_path_factory.mktemp("ptx"), "norm", pattern)
 
 
 def test_there_is_a_flat_and_a_strided_kernel_for_every_pair(kernels: dict[str, str]) -> None:
@@ -71,6 +87,28 @@ def test_both_sides_move_16_bytes_at_a_time(kernels: dict[str, str], pair: int) 
     assert len(re.findall("ld" + wide, re.split("st" + wide, body)[0])) >= 4
 
 
+@pytest.mark.parametrize("norm", [0, 1])
+def test_norms_read_16_bytes_at_a_time(norm_kernels: dict[str, str], norm: int) -> None:
+    assert len(norm_kernels) == NORM_KERNELS
+    wide = r"\.global\.(?:v4\.[ubf]32|v2\.[ubf]64)"
+    for pair in OWN_PAIRS:
+        body = norm_kernels[f"flat_norm_kernel{pair}E{norm}1"]
+        assert len(re.findall("ld" + wide, body)) >= 4
+        assert not re.search(r"st\.global\.(?![fub]64)", body)
+    for pair in PAIRS:
+        body = norm_kernels[f"flat_norm_kernel{pair}E{norm}0"]
+        assert len(re.findall("ld" + wide, body)) >= 3
+        assert len(re.findall("st" + wide, body)) >= 2
+
+
+def test_norms_take_their_arguments_in_place(norm_kernels: dict[str, str]) -> None:
+    for body in norm_kernels.values():
+        size = re.search(r"\.param \.align 8 \.b8 \w+\[(\d+)\]", body)
+        assert size is not None
+        assert 32000 < int(size[1]) <= MAX_ARGUMENT_BYTES
+        assert ".local" not in body
+
+
 @pytest.mark.parametrize("kind", ["flat", "strided"])
 def test_arguments_fit_one_launch_and_are_read_in_place(kernels: dict[str, str], kind: str) -> None:
     for pair in PAIRS:
@@ -82,11 +120,15 @@ def test_arguments_fit_one_launch_and_are_read_in_place(kernels: dict[str, str],
         assert ".local" not in body
 
 
-def test_registers_and_spills(tmp_path: Path) -> None:
-    _, said = compile_kernels(tmp_path, "-arch=sm_90", "-cubin", "-Xptxas", "-v")
+@pytest.mark.parametrize(
+    ("name", "count", "most"),
+    [("accumulate", 2 * len(PAIRS), MAX_REGISTERS), ("norm", NORM_KERNELS, MAX_NORM_REGISTERS)],
+)
+def test_registers_and_spills(name: str, count: int, most: int, tmp_path: Path) -> None:
+    _, said = compile_kernels(tmp_path, name, "-arch=sm_90", "-cubin", "-Xptxas", "-v")
     registers = [int(count) for count in re.findall(r"Used (\d+) registers", said)]
-    assert len(registers) == 2 * len(PAIRS)
-    assert max(registers) <= MAX_REGISTERS
+    assert len(registers) == count
+    assert max(registers) <= most
     frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", said)
     assert len(frames) == len(registers)
     assert set(frames) == {("0", "0", "0")}

@@ -13,7 +13,16 @@ from fractions import Fraction
 
 import pytest
 import torch
-from cases import GRADIENT_LAYOUTS, LAYOUTS, PAIR_IDS, PAIRS, assert_matches_oracle, copies, random_lists
+from cases import (
+    GRADIENT_LAYOUTS,
+    LAYOUTS,
+    PAIR_IDS,
+    PAIRS,
+    assert_matches_oracle,
+    copies,
+    lay_out,
+    random_lists,
+)
 
 from fusedacc import ops
 
@@ -269,6 +278,12 @@ for layout in GRADIENT_LAYOUTS:
         torch.ops.fusedacc.scale_accumulate_(sums, fresh, None, 1 / 3, flags)
         for tensor in sums:
             digest.update(tensor.nan_to_num(nan=7.0).double().numpy().tobytes())
+    for norm_type in (2.0, float("inf")):
+        for tensors in (sums, fresh):
+            partials = torch.ops.fusedacc.norm_partials(tensors, norm_type)
+            norm, _ = torch.ops.fusedacc.finish_norm([partials.nan_to_num(nan=7.0)], norm_type, True)
+            digest.update(partials.nan_to_num(nan=7.0).numpy().tobytes())
+            digest.update(norm.numpy().tobytes())
 print(ops.built_with()["cpu_capability"], digest.hexdigest())
 """
 
@@ -419,3 +434,113 @@ def test_large_overwrites_past_the_caches_write_every_element(gradient_dtype, ac
         # In place: each block is read before it is written.
         scale_accumulate_([accumulator], [accumulator], 2.0, (True,))
         assert torch.equal(accumulator, gradient)
+
+
+# Operators that leave norms
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_opcheck_of_norms(norm_type, generator):
+    operators = torch.ops.fusedacc
+    accumulators, gradients = random_lists(PAIRS, [(5,), (90, 101)], generator, gradient_layout="transposed")
+    arguments = (gradients, None, 0.3, (), norm_type)
+    torch.library.opcheck(operators.scale_accumulate_norm_.default, (accumulators, *arguments))
+    plan = operators.prepare(accumulators)
+    # Overwriting, since the sums behind the plan change with every one of the check's runs.
+    arguments = (gradients, None, 0.3, (True,), norm_type)
+    torch.library.opcheck(operators.accumulate_prepared_norm_.default, (plan, *arguments))
+    torch.library.opcheck(operators.norm_partials.default, (accumulators, norm_type))
+    partials = [operators.norm_partials([tensor], norm_type) for tensor in accumulators]
+    for wide in (False, True):
+        torch.library.opcheck(operators.finish_norm.default, (partials, norm_type, wide))
+    torch.library.opcheck(operators.finish_norm.default, ([], norm_type))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("gradient_layout", GRADIENT_LAYOUTS)
+def test_sums_and_norms_of_one_pass_are_those_of_two(layout, gradient_layout, generator):
+    operators = torch.ops.fusedacc
+    shapes = [*SHAPES, (8192,), (8193,), (20001,), (41, 30, 17)]
+    first, gradients = random_lists(PAIRS, shapes, generator, layout=layout, gradient_layout=gradient_layout)
+    flags = [index % 3 == 0 for index in range(len(first))]
+    second, third = ([lay_out(tensor, layout) for tensor in copies(first)] for _ in range(2))
+    plan = operators.prepare(third)
+    for norm_type in (2.0, math.inf):
+        operators.scale_accumulate_(first, gradients, None, 0.3, flags)
+        read = operators.norm_partials(first, norm_type)
+        fresh = operators.scale_accumulate_norm_(second, gradients, None, 0.3, flags, norm_type)
+        prepared = operators.accumulate_prepared_norm_(plan, gradients, None, 0.3, flags, norm_type)
+        assert torch.equal(read, fresh)
+        assert torch.equal(read, prepared)
+        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(first, second, strict=True))
+        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(first, third, strict=True))
+
+
+def test_one_partial_for_every_8192_elements():
+    sizes = [0, 1, 8192, 8193, 0, 3 * 8192 - 1]
+    tensors = [torch.full((size,), float(index)) for index, size in enumerate(sizes)]
+    partials = torch.ops.fusedacc.norm_partials(tensors, math.inf)
+    assert partials.tolist() == [1.0, 2.0, 3.0, 3.0, 5.0, 5.0, 5.0]
+    assert partials.dtype == torch.float64
+    squares = torch.ops.fusedacc.norm_partials(tensors)
+    assert squares[1].item() == math.sqrt(8192 * 4)
+    assert ops.CHUNK_ELEMENTS == 8192
+
+
+def test_joining_does_not_depend_on_how_partials_are_split(generator):
+    partials = torch.rand(5000, generator=generator, dtype=torch.float64)
+    for norm_type in (2.0, math.inf):
+        whole = torch.ops.fusedacc.finish_norm([partials], norm_type, True)
+        parts = torch.ops.fusedacc.finish_norm(list(partials.split(7)), norm_type, True)
+        assert torch.equal(whole[0], parts[0])
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 0.0, -math.inf, math.nan])
+def test_other_norms_are_refused_and_change_nothing(norm_type):
+    operators = torch.ops.fusedacc
+    sums, fresh = [torch.ones(3)], [torch.ones(3)]
+    plan = operators.prepare(sums)
+    for call in (
+        lambda: operators.norm_partials(sums, norm_type),
+        lambda: operators.finish_norm([], norm_type),
+        lambda: operators.scale_accumulate_norm_(sums, fresh, None, 1.0, (), norm_type),
+        lambda: operators.accumulate_prepared_norm_(plan, fresh, None, 1.0, (), norm_type),
+    ):
+        with pytest.raises(RuntimeError, match=r"norm_type is .*; allowed: 2 and inf"):
+            call()
+    assert sums[0].tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ([torch.ones(3), torch.ones(3).int()], r"tensors\[1\] has a dtype that is not float32"),
+        ([torch.ones(3).to_sparse()], r"tensors\[0\] is sparse"),
+        ([torch.zeros((3,) * 17)[(slice(None, None, 2),) * 17]], r"tensors\[0\] .* more than 16 dimensions"),
+    ],
+    ids=["dtype", "sparse", "dimensions"],
+)
+def test_tensors_that_have_no_norm_here(tensors, message):
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.fusedacc.norm_partials(tensors)
+
+
+@pytest.mark.parametrize(
+    "partials", [[torch.ones(3)], [torch.ones(2, 2).double()], [torch.ones(6).double()[::2]]]
+)
+def test_partials_that_are_none(partials):
+    good = torch.ones(2, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match=r"partials\[1\] is no contiguous float64 vector"):
+        torch.ops.fusedacc.finish_norm([good, *partials])
+
+
+def test_norms_leave_no_reference_behind():
+    operators = torch.ops.fusedacc
+    sums, fresh = ([torch.ones(4) for _ in range(20)] for _ in range(2))
+    counts = [tensor._use_count() for tensor in (*sums, *fresh)]
+    partials = ops.call(operators.scale_accumulate_norm_.default, sums, fresh, None, 1.0, (), 2.0)
+    ops.call(operators.norm_partials.default, sums, 2.0)
+    assert [tensor._use_count() for tensor in (*sums, *fresh)] == counts
+    count = partials._use_count()
+    operators.finish_norm([partials])
+    assert partials._use_count() == count

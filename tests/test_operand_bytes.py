@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conftest import cpu_backends
 from torch.nn import functional as F
 
-from fusedacc.functional import prepare, scale_accumulate_
+from fusedacc.functional import prepare, scale_accumulate_, scale_cast_, total_norm
 from fusedacc.traffic import TrafficMeter
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -52,6 +53,7 @@ def unscale():
 
 X, Y, Z, HALF = *vectors(3), new(N, dtype=BF16)
 FLAGS = torch.zeros(N, dtype=torch.bool)
+LONG = new(20000)
 A, B, C = new(10, 20), new(20, 30), new(10, 30)
 TABLE, ROWS = new(50, 8), torch.tensor([3, 3, 7])
 SCORES, TARGETS = new(6, 11), torch.zeros(6, dtype=torch.int64)
@@ -184,6 +186,16 @@ CASES = {  # name: (call, bytes read, bytes written)
     ),
     "fusedacc, all first": (lambda: scale_accumulate_([X], [HALF], overwrite=True), 2 * N, 4 * N),
     "fusedacc, in place": (lambda: scale_accumulate_([X], [X], 0.5, overwrite=True), 4 * N, 4 * N),
+    "fusedacc, norm": (lambda: total_norm([X, HALF], backend="cpu"), 6 * N + 2 * 8, 2 * 8 + 4 + 4),
+    "fusedacc, norm of the same twice": (lambda: total_norm([X, X], float("inf")), 4 * N + 2 * 8, 2 * 8 + 8),
+    "fusedacc, norm of an expanded": (lambda: total_norm([X[:1].expand(N)]), 4 + 8, 8 + 8),
+    "fusedacc, norm of many chunks": (lambda: total_norm([LONG]), 80000 + 3 * 8, 3 * 8 + 8),
+    "fusedacc, sums that leave their norm": (
+        lambda: torch.ops.fusedacc.scale_accumulate_norm_([X, Y], [Z, HALF], None, 0.5, (True, False)),
+        10 * N,
+        8 * N + 2 * 8,
+    ),
+    "fusedacc, scale and cast": (lambda: scale_cast_([HALF], [X], Z[0], backend="cpu"), 4 * N + 4, 2 * N),
     "fusedacc, scale on the device": (lambda: scale_accumulate_([X], [HALF], Z[0]), 6 * N + 4, 4 * N),
 }
 
@@ -222,6 +234,30 @@ def test_a_prepared_plan_counts_as_a_fresh_list_does(gradient_dtype, overwrite, 
         kernel = prepared.as_dict()["by_op"]["triton::scale_accumulate"]
         assert (kernel["read_bytes"], kernel["written_bytes"]) == (read, sum(nbytes))
     assert not prepared.uncounted
+
+
+def test_a_plan_that_leaves_a_norm_moves_what_a_plain_one_moves():
+    sums, gradients = [new(7, 3), new(20000), new(5)], [new(7, 3), new(20000), new(5)]
+    plan = prepare(sums, backend="cpu")
+    with TrafficMeter() as plain:
+        plan(gradients, 0.5, overwrite=[True, False, False])
+    with TrafficMeter() as measured:
+        plan.with_norm(gradients, 0.5, overwrite=[True, False, False])
+    assert not measured.uncounted
+    assert measured.as_dict()["read_bytes"] == plain.as_dict()["read_bytes"]
+    # And a partial norm for each chunk: one, three, one.
+    assert measured.as_dict()["written_bytes"] == plain.as_dict()["written_bytes"] + 5 * 8
+
+
+@pytest.mark.skipif("triton" not in cpu_backends(), reason="the triton backend cannot run here")
+def test_tritons_norm_is_counted():
+    with TrafficMeter() as meter:
+        total_norm([X, HALF, Y], backend="triton")
+    counted = meter.as_dict()["by_op"]["triton::norm_partials"]
+    assert (counted["calls"], counted["read_bytes"], counted["written_bytes"]) == (2, 10 * N, 3 * 8)
+    counted = meter.as_dict()["by_op"]["triton::finish_norm"]
+    assert (counted["read_bytes"], counted["written_bytes"]) == (3 * 8, 8)
+    assert not meter.uncounted
 
 
 def test_what_has_no_rule_is_named_and_not_guessed():

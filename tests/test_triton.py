@@ -13,7 +13,7 @@ PROBLEM = backends.obstacle("triton", torch.device(DEVICE), torch.float32, torch
 if PROBLEM is not None:
     pytest.skip(f"the triton backend cannot run here: {PROBLEM}", allow_module_level=True)
 
-from fusedacc.backends import triton, triton_kernels  # noqa: E402
+from fusedacc.backends import triton, triton_kernels, triton_table  # noqa: E402
 
 
 def one_step(values):
@@ -99,13 +99,13 @@ def test_hundreds_of_tensors_are_one_launch_per_pair(monkeypatch, generator):
 
 def test_a_plan_uploads_only_what_changed(monkeypatch):
     uploads = []
-    upload = triton._upload
+    upload = triton_table.upload
 
     def counted(words, device):
         uploads.append(len(words))
         return upload(words, device)
 
-    monkeypatch.setattr(triton, "_upload", counted)
+    monkeypatch.setattr(triton_table, "upload", counted)
     accumulators = [torch.zeros(8, device=DEVICE) for _ in range(3)]
     gradients = [torch.ones(8, device=DEVICE) for _ in range(3)]
     plan = functional.prepare(accumulators, backend="triton")

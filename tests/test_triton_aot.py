@@ -25,6 +25,8 @@ CASES = list(zip(PAIR_IDS, PAIRS, strict=True))
 # A Hopper SM has 65,536 registers for 2,048 threads: at 40 per thread, 12 of its 16 blocks of 128 fit.
 MOST_REGISTERS = 40
 
+NORM_DTYPES = {"float64": 4, "float32": 2, "bfloat16": 1, "float16": 1}
+
 COMPILE = """
 import json, subprocess, sys, tempfile
 import triton
@@ -32,21 +34,35 @@ import triton.language as tl
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from fusedacc.backends.triton_kernels import WARPS, scale_accumulate
+from fusedacc.backends.triton_kernels import WARPS, finish_norm, norm_partials, scale_accumulate
 
-def compiled(gradient, accumulator):
+def wide(dtype):
+    return tl.float64 if dtype == "float64" else tl.float32
+
+def accumulation(gradient, accumulator):
     types = {"table": "*i64", "calls": "*i64", "scale": "*fp64", "count": "i32"}
     constants = {
         "accumulator_dtype": getattr(tl, accumulator),
         "gradient_dtype": getattr(tl, gradient),
-        "wide": tl.float64 if accumulator == "float64" else tl.float32,
+        "wide": wide(accumulator),
     }
-    aligned = [["tt.divisibility", 16]]
+    return compiled(scale_accumulate, types, constants, 2)
+
+def norm(dtype, infinity):
+    types = {"table": "*i64", "partials": "*fp64", "count": "i32"}
+    constants = {"dtype": getattr(tl, dtype), "wide": wide(dtype), "infinity": infinity == "inf"}
+    return compiled(norm_partials, types, constants, 2)
+
+def end(dtype, infinity):
+    types = {"partials": "*fp64", "count": "i32", "norm": "*fp" + dtype[-2:], "found": "*fp32"}
+    return compiled(finish_norm, types, {"infinity": infinity == "inf"}, 1)
+
+def compiled(function, types, constants, aligned):
     source = ASTSource(
-        scale_accumulate,
+        function,
         {**types, **{name: "constexpr" for name in constants}},
         constexprs=constants,
-        attrs={(0,): aligned, (1,): aligned},
+        attrs={(index,): [["tt.divisibility", 16]] for index in range(aligned)},
     )
     kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": WARPS})
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:
@@ -56,26 +72,38 @@ def compiled(gradient, accumulator):
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     return {"ptx": kernel.asm["ptx"], "shared": kernel.metadata.shared, "usage": usage}
 
-print(json.dumps([compiled(*pair) for pair in json.loads(sys.argv[1])]))
+print(json.dumps([globals()[name](*names) for name, *names in json.loads(sys.argv[1])]))
 """
 
 
-@pytest.fixture(scope="module")
-def compiled():
-    names = [[str(dtype).removeprefix("torch.") for dtype in pair] for pair in PAIRS]
+def compile_all(wanted):
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     path = os.pathsep.join(
         filter(None, [str(Path(fusedacc.__file__).parents[1]), os.environ.get("PYTHONPATH")])
     )
     done = subprocess.run(
-        [sys.executable, "-c", COMPILE, json.dumps(names)],
+        [sys.executable, "-c", COMPILE, json.dumps(wanted)],
         env={**environment, "PYTHONPATH": path},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return dict(zip(PAIR_IDS, json.loads(done.stdout), strict=True))
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    names = [[str(dtype).removeprefix("torch.") for dtype in pair] for pair in PAIRS]
+    results = compile_all([["accumulation", *pair] for pair in names])
+    return dict(zip(PAIR_IDS, results, strict=True))
+
+
+@pytest.fixture(scope="module")
+def norms():
+    wanted = [("norm", dtype, kind) for dtype in NORM_DTYPES for kind in ("2", "inf")]
+    wanted += [("end", dtype, kind) for dtype in ("float32", "float64") for kind in ("2", "inf")]
+    return dict(zip(wanted, compile_all(wanted), strict=True))
 
 
 def accesses(ptx):
@@ -115,3 +143,24 @@ def test_arithmetic_is_one_fma_rounded_to_nearest(pair, dtypes, compiled):
     narrow = {"torch.bfloat16": "bf16", "torch.float16": "f16"}.get(str(dtypes[1]))
     conversions = set(re.findall(r"\bcvt\.(\w+)\.b?f16(?:x2)?\.f32\b", ptx))
     assert conversions == ({"rn"} if narrow else set())
+
+
+@pytest.mark.parametrize("kind", ["2", "inf"])
+@pytest.mark.parametrize("dtype", NORM_DTYPES)
+def test_norms_read_16_bytes_at_a_time(dtype, kind, norms):
+    """The main loop's loads, and as many for each of the two loops of the second, rare pass."""
+    result = norms["norm", dtype, kind]
+    found = {access: count for access, count in accesses(result["ptx"]).items() if "v" in access[1]}
+    passes = 1 if kind == "inf" else 3
+    wide = "v2.b64" if dtype == "float64" else "v4.b32"
+    assert found == {("ld", wide): passes * NORM_DTYPES[dtype]}
+    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in result["usage"]
+    assert ".local" not in result["ptx"]
+
+
+@pytest.mark.parametrize("kind", ["2", "inf"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_the_end_of_a_norm_compiles(dtype, kind, norms):
+    result = norms["end", dtype, kind]
+    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in result["usage"]
+    assert ".local" not in result["ptx"]

@@ -98,8 +98,11 @@ def test_weights_of_other_kinds():
     assert check_weight(torch.tensor(3)) == 3.0
     with pytest.raises(TypeError, match="weight must be a real number"):
         check_weight("3")
-    with pytest.raises(TypeError, match="count tokens on the host"):
-        check_weight(torch.ones((), device="meta"))
+    with pytest.raises(TypeError, match="0-dim tensor"):
+        check_weight(torch.ones(1, device="meta"))
+    kept = check_weight(torch.ones((), dtype=torch.int64, device="meta"))
+    assert isinstance(kept, torch.Tensor)
+    assert (kept.device.type, kept.dtype) == ("meta", torch.float32)
 
 
 def test_schedule_is_asked_once_per_window():

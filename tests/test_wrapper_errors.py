@@ -47,7 +47,8 @@ ERRORS = [
         "accumulate_dtype.*int32",
     ),
     (lambda o: fusedacc.AccumulatingOptimizer(o, accumulate_dtype="float32"), TypeError, "accumulate_dtype"),
-    (lambda o: fusedacc.AccumulatingOptimizer(o, 2, max_grad_norm=1.0), TypeError, "max_grad_norm"),
+    (lambda o: fusedacc.AccumulatingOptimizer(o, 2, max_grad_norm=-1.0), ValueError, "max_grad_norm"),
+    (lambda o: fusedacc.AccumulatingOptimizer(o, 2, process_group=None), TypeError, "process_group"),
 ]
 
 

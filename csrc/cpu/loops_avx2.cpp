@@ -1,4 +1,4 @@
-#include "loops_impl.h"
+#include "norm_loops_impl.h"
 
 namespace fusedacc::cpu {
 

@@ -2,6 +2,7 @@
 
 #include <torch/csrc/stable/c/shim.h>
 
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
@@ -61,16 +62,67 @@ void run_part(int64_t begin, int64_t end, void* opaque) {
   });
 }
 
+struct NormContext {
+  const Work& work;
+  const Loops& loops;
+  double scale;
+  NormRequest norm;
+};
+
+void run_norm_part(int64_t begin, int64_t end, void* opaque) {
+  const NormContext& context = *static_cast<const NormContext*>(opaque);
+  const int32_t kind = static_cast<int32_t>(context.norm.kind);
+  visit_chunks(
+      context.work.tasks, begin, end, [&](const Task& task, int64_t from, int64_t to, int64_t chunk) {
+        const StridedLayout* layout = task.layout < 0 ? nullptr : &context.work.layouts[task.layout];
+        double& partial = context.norm.partials[chunk];
+        if (context.norm.reads) {
+          partial = context.loops.norm[kind][task.pair](task.accumulator, layout, from, to);
+          return;
+        }
+        const bool stream = task.numel * element_size(kPairs[task.pair].accumulator) >= kStreamBytes;
+        partial = context.loops.add_norm[kind][task.pair](task.accumulator, task.gradient, layout, from, to,
+                                                          context.scale, task.overwrite, stream);
+      });
+}
+
+template <typename Context>
+void share_out(int64_t count, int64_t grain, void (*part)(int64_t, int64_t, void*), Context& context) {
+  if (count <= grain) {
+    part(0, count, &context);
+  } else if (torch_parallel_for(0, count, grain, part, &context) != 0) {
+    throw std::runtime_error("fusedacc: torch's thread pool failed");
+  }
+}
+
 }  // namespace
 
 void run(const Work& work, double scale) {
   if (work.tasks.empty()) return;
   Context context{work, loops(), scale};
-  if (work.elements <= kGrain) {
-    run_part(0, work.elements, &context);
-  } else if (torch_parallel_for(0, work.elements, kGrain, run_part, &context) != 0) {
-    throw std::runtime_error("fusedacc: torch's thread pool failed");
+  share_out(work.elements, kGrain, run_part, context);
+}
+
+void run_norm(const Work& work, double scale, const NormRequest& norm) {
+  if (work.tasks.empty()) return;
+  NormContext context{work, loops(), scale, norm};
+  share_out(work.chunks, kGrain / kChunkElements, run_norm_part, context);
+}
+
+void finish_norm(const FinishRequest& finish) {
+  std::vector<double> all;
+  for (const Partials& partials : finish.partials) {
+    all.insert(all.end(), partials.data, partials.data + partials.count);
   }
+  const int32_t pair = find_pair(Dtype::kFloat64, Dtype::kFloat64);
+  const double norm = loops().norm[static_cast<int32_t>(finish.kind)][pair](all.data(), nullptr, 0,
+                                                                            static_cast<int64_t>(all.size()));
+  if (finish.wide) {
+    *static_cast<double*>(finish.norm) = norm;
+  } else {
+    *static_cast<float*>(finish.norm) = static_cast<float>(norm);
+  }
+  *finish.found = std::isfinite(norm) ? 0.0f : 1.0f;
 }
 
 const char* capability() { return loops().name; }

@@ -1,22 +1,11 @@
 // The kernels and their launcher.
-#include <cuda_runtime.h>
-
-#include <stdexcept>
-#include <string>
 #include <utility>
 
-#include "multi_tensor.h"
+#include "launch.h"
 #include "run.h"
 
 namespace fusedacc::cuda {
 namespace {
-
-// From CUDA 12.1 on, Volta and later take 32,764 bytes of arguments; all that is built for here is later.
-#if CUDART_VERSION >= 12010
-constexpr int32_t kArgumentBytes = 32764;
-#else
-constexpr int32_t kArgumentBytes = 4096;
-#endif
 
 using Flat = FlatBatchOf<kArgumentBytes>;
 using Strided = StridedBatchOf<kArgumentBytes>;
@@ -31,30 +20,6 @@ template <int32_t pair>
 __global__ void __launch_bounds__(kThreads) strided_kernel(const __grid_constant__ Strided batch) {
   PairKernels<pair>::strided_block(batch, blockIdx.x, static_cast<int32_t>(threadIdx.x));
 }
-
-void check(cudaError_t error, const char* what) {
-  if (error != cudaSuccess) {
-    throw std::runtime_error(std::string("fusedacc: ") + what + ": " + cudaGetErrorString(error));
-  }
-}
-
-class DeviceGuard {
- public:
-  explicit DeviceGuard(int32_t device) {
-    check(cudaGetDevice(&previous_), "cudaGetDevice");
-    if (previous_ != device) check(cudaSetDevice(device), "cudaSetDevice");
-    changed_ = previous_ != device;
-  }
-  ~DeviceGuard() {
-    if (changed_) cudaSetDevice(previous_);
-  }
-  DeviceGuard(const DeviceGuard&) = delete;
-  DeviceGuard& operator=(const DeviceGuard&) = delete;
-
- private:
-  int previous_ = 0;
-  bool changed_ = false;
-};
 
 template <int32_t pair>
 void launch_pair(const Work& work, const ScaleArgument& scale, bool strided, cudaStream_t stream) {

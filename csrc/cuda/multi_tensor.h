@@ -190,5 +190,10 @@ template <int32_t bytes>
 using FlatBatchOf = FlatBatch<(bytes - 40) / 28>;
 template <int32_t bytes>
 using StridedBatchOf = StridedBatch<bytes / 128, (bytes - 48 - bytes / 128 * 32) / 24>;
+// Those of passes that leave partial norms: eight more bytes a tensor.
+template <int32_t bytes>
+using FlatNormBatchOf = WithPartials<FlatBatch<(bytes - 56) / 36>>;
+template <int32_t bytes>
+using StridedNormBatchOf = WithPartials<StridedBatch<bytes / 128, (bytes - 64 - bytes / 128 * 40) / 24>>;
 
 }  // namespace fusedacc::cuda

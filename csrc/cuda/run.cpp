@@ -10,7 +10,9 @@ extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stre
 
 namespace fusedacc::cuda {
 
-void run(const Work& work, const ScaleArgument& scale, int32_t device_index) {
+namespace {
+
+void* current_stream(int32_t device_index) {
   if (aoti_torch_get_current_cuda_stream == nullptr) {
     throw std::runtime_error("fusedacc: this torch has no CUDA");
   }
@@ -19,7 +21,21 @@ void run(const Work& work, const ScaleArgument& scale, int32_t device_index) {
     throw std::runtime_error("fusedacc: torch has no current stream for cuda:" +
                              std::to_string(device_index));
   }
-  launch(work, scale, device_index, stream);
+  return stream;
+}
+
+}  // namespace
+
+void run(const Work& work, const ScaleArgument& scale, int32_t device_index) {
+  launch(work, scale, device_index, current_stream(device_index));
+}
+
+void run_norm(const Work& work, const ScaleArgument& scale, const NormRequest& norm, int32_t device_index) {
+  launch_norm(work, scale, norm, device_index, current_stream(device_index));
+}
+
+void finish_norm(const FinishRequest& finish, int32_t device_index) {
+  launch_finish(finish, device_index, current_stream(device_index));
 }
 
 std::string build_info() {

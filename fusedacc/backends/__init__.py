@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,7 +23,23 @@ VARIABLE = "FUSEDACC_BACKEND"
 #: The backends whose operators check every tensor themselves, before anything is modified.
 SELF_CHECKING = frozenset({"cuda", "cpu"})
 
-Run = Callable[[Sequence[Tensor], "float | Tensor", "bool | Sequence[bool]"], None]
+
+class Run(Protocol):
+    """An accumulation into accumulators that a backend has prepared."""
+
+    def __call__(
+        self, gradients: Sequence[Tensor], scale: float | Tensor, overwrite: bool | Sequence[bool]
+    ) -> None:
+        """As `Backend.accumulate_`."""
+
+    def with_norm(
+        self,
+        gradients: Sequence[Tensor],
+        scale: float | Tensor,
+        overwrite: bool | Sequence[bool],
+        norm_type: float,
+    ) -> Tensor:
+        """As `Backend.accumulate_with_norm_`."""
 
 
 class Backend(Protocol):
@@ -51,6 +67,33 @@ class Backend(Protocol):
 
     def prepare(self, accumulators: Sequence[Tensor]) -> Run:
         """The same with the accumulators' part done in advance."""
+
+    def norm_partials(self, tensors: Sequence[Tensor], norm_type: float) -> Tensor:
+        """Norms of parts of the tensors, in one read: a float64 vector on their device.
+
+        A partial norm is not finite only where an element is not. What a part is depends on the tensors'
+        sizes alone, so that equal tensors give equal bits on every run. All tensors are of one device;
+        `norm_type` is 2.0 or inf.
+        """
+
+    def finish_norm(
+        self, partials: Sequence[Tensor], norm_type: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """The norm of all in `dtype` (float32 or float64), and 1.0 or 0.0 in float32: whether an element was
+        not finite. Both 0-dim, on the device of the partials, which any backend may have made.
+        """
+
+    def accumulate_with_norm_(
+        self,
+        accumulators: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        scale: float | Tensor,
+        overwrite: bool | Sequence[bool],
+        norm_type: float,
+    ) -> Tensor:
+        """`accumulate_`, and then the `norm_partials` of the accumulators: the same bits as those two calls,
+        in a single pass where the backend can.
+        """
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -32,13 +32,49 @@ class EagerBackend:
     ) -> None:
         reference.scale_accumulate_(accumulators, gradients, scale, overwrite)
 
-    def prepare(
-        self, accumulators: Sequence[Tensor]
-    ) -> Callable[[Sequence[Tensor], float | Tensor, bool | Sequence[bool]], None]:
-        def run(gradients: Sequence[Tensor], scale: float | Tensor, overwrite: bool | Sequence[bool]) -> None:
-            reference.scale_accumulate_(accumulators, gradients, scale, overwrite)
+    def prepare(self, accumulators: Sequence[Tensor]) -> Bound:
+        return Bound(self, accumulators)
 
-        return run
+    def norm_partials(self, tensors: Sequence[Tensor], norm_type: float) -> Tensor:
+        return reference.norm_partials(tensors, norm_type)
+
+    def finish_norm(
+        self, partials: Sequence[Tensor], norm_type: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        return reference.finish_norm(partials, norm_type, dtype)
+
+    def accumulate_with_norm_(
+        self,
+        accumulators: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        scale: float | Tensor,
+        overwrite: bool | Sequence[bool],
+        norm_type: float,
+    ) -> Tensor:
+        self.accumulate_(accumulators, gradients, scale, overwrite)
+        return self.norm_partials(accumulators, norm_type)
+
+
+class Bound:
+    """Accumulators, and nothing prepared."""
+
+    def __init__(self, owner: EagerBackend, accumulators: Sequence[Tensor]) -> None:
+        self._backend = owner
+        self._accumulators = accumulators
+
+    def __call__(
+        self, gradients: Sequence[Tensor], scale: float | Tensor, overwrite: bool | Sequence[bool]
+    ) -> None:
+        self._backend.accumulate_(self._accumulators, gradients, scale, overwrite)
+
+    def with_norm(
+        self,
+        gradients: Sequence[Tensor],
+        scale: float | Tensor,
+        overwrite: bool | Sequence[bool],
+        norm_type: float,
+    ) -> Tensor:
+        return self._backend.accumulate_with_norm_(self._accumulators, gradients, scale, overwrite, norm_type)
 
 
 backend = EagerBackend()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import ops
 from ..checks import PAIRS
+
+_MOST_LISTS = 200
 
 
 class NativeBackend:
@@ -49,16 +52,61 @@ class NativeBackend:
         operator = torch.ops.fusedacc.scale_accumulate_.default
         ops.call(operator, accumulators, gradients, *_scale_arguments(scale), _flags(overwrite, accumulators))
 
-    def prepare(
-        self, accumulators: Sequence[Tensor]
-    ) -> Callable[[Sequence[Tensor], float | Tensor, bool | Sequence[bool]], None]:
-        plan = torch.ops.fusedacc.prepare.default(accumulators)
-        accumulate = torch.ops.fusedacc.accumulate_prepared_.default
+    def prepare(self, accumulators: Sequence[Tensor]) -> Bound:
+        return Bound(accumulators)
 
-        def run(gradients: Sequence[Tensor], scale: float | Tensor, overwrite: bool | Sequence[bool]) -> None:
-            ops.call(accumulate, plan, gradients, *_scale_arguments(scale), _flags(overwrite, gradients))
+    def norm_partials(self, tensors: Sequence[Tensor], norm_type: float) -> Tensor:
+        return _unrecorded(torch.ops.fusedacc.norm_partials.default, tensors, norm_type)
 
-        return run
+    def finish_norm(
+        self, partials: Sequence[Tensor], norm_type: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        # A launch has room for this many.
+        if len(partials) > _MOST_LISTS:
+            partials = [torch.cat(list(partials))]
+        return torch.ops.fusedacc.finish_norm.default(partials, norm_type, dtype == torch.float64)
+
+    def accumulate_with_norm_(
+        self,
+        accumulators: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        scale: float | Tensor,
+        overwrite: bool | Sequence[bool],
+        norm_type: float,
+    ) -> Tensor:
+        operator = torch.ops.fusedacc.scale_accumulate_norm_.default
+        flags = _flags(overwrite, accumulators)
+        return _unrecorded(operator, accumulators, gradients, *_scale_arguments(scale), flags, norm_type)
+
+
+class Bound:
+    """Accumulators with their checks done, as a table that the operators read."""
+
+    def __init__(self, accumulators: Sequence[Tensor]) -> None:
+        self._plan = torch.ops.fusedacc.prepare.default(accumulators)
+
+    def __call__(
+        self, gradients: Sequence[Tensor], scale: float | Tensor, overwrite: bool | Sequence[bool]
+    ) -> None:
+        operator = torch.ops.fusedacc.accumulate_prepared_.default
+        ops.call(operator, self._plan, gradients, *_scale_arguments(scale), _flags(overwrite, gradients))
+
+    def with_norm(
+        self,
+        gradients: Sequence[Tensor],
+        scale: float | Tensor,
+        overwrite: bool | Sequence[bool],
+        norm_type: float,
+    ) -> Tensor:
+        operator = torch.ops.fusedacc.accumulate_prepared_norm_.default
+        flags = _flags(overwrite, gradients)
+        return _unrecorded(operator, self._plan, gradients, *_scale_arguments(scale), flags, norm_type)
+
+
+def _unrecorded(operator: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """A call whose result would otherwise require a gradient where an argument does."""
+    with torch.no_grad():
+        return ops.call(operator, *arguments)
 
 
 def _scale_arguments(scale: float | Tensor) -> tuple[Tensor | None, float]:

@@ -14,16 +14,11 @@ graph.
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import importlib.util
 import os
 import shutil
 import struct
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -32,35 +27,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import observers, reference
 from ..checks import computation_dtype, overwrite_flags
+from . import triton_norms
+from . import triton_table as shared
 
 _MINIMUM_CAPABILITY = (8, 0)
-
-
-@functools.cache
-def _load() -> tuple[ModuleType | None, str | None]:
-    """The kernels, or why they cannot be had. A Triton that is there and fails to import warns, once."""
-    if importlib.util.find_spec("triton") is None:
-        return None, "Triton is not installed (pip install triton)"
-    try:
-        from . import triton_kernels
-    except Exception as error:
-        problem = f"Triton fails to import ({type(error).__name__}: {error}); reinstall it"
-        warnings.warn(f"fusedacc: {problem}. Another backend is used instead.", stacklevel=2)
-        return None, problem
-    return triton_kernels, None
-
-
-def _kernels() -> ModuleType:
-    kernels, problem = _load()
-    if kernels is None:
-        raise RuntimeError(problem)
-    return kernels
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one stretch of memory (given that none overlap)."""
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.numel() == 0 or reach + 1 == tensor.numel()
 
 
 def _same_order(a: Tensor, b: Tensor) -> bool:
@@ -69,18 +39,6 @@ def _same_order(a: Tensor, b: Tensor) -> bool:
         return True
     strides = zip(a.shape, a.stride(), b.stride(), strict=True)
     return all(size <= 1 or first == second for size, first, second in strides)
-
-
-def _capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _upload(words: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The table on the device and the pinned host memory that it is copied from (itself, on a CPU)."""
-    if device.type == "cpu":
-        return words, words
-    pinned = words.pin_memory()
-    return pinned.to(device, non_blocking=True), pinned
 
 
 @dataclass(frozen=True)
@@ -96,19 +54,12 @@ class _Group:
     """Dense accumulators of one device and one dtype pair, and their part of the table."""
 
     def __init__(self, indices: Sequence[int], accumulators: Sequence[Tensor], gradient_dtype: torch.dtype):
-        kernels = _kernels()
         self.indices = indices
         self.accumulators = [accumulators[index] for index in indices]
         self._gradient_dtype = gradient_dtype
         self._addresses = [tensor.data_ptr() for tensor in self.accumulators]
-        sizes = torch.tensor([tensor.numel() for tensor in self.accumulators], dtype=torch.int64)
-        programs = (sizes + kernels.CHUNK - 1) // kernels.CHUNK
-        first = programs.cumsum(0) - programs
-        rows = torch.stack([torch.tensor(self._addresses, dtype=torch.int64), sizes, first], dim=1)
-        owner = torch.repeat_interleave(torch.arange(len(sizes)), programs)
-        self._programs = len(owner)
+        self._words, self._programs = shared.address_table(self.accumulators)
         self._device = self.accumulators[0].device
-        self._words = torch.cat([rows.flatten(), owner])
         self._table: Tensor | None = None
         self._last: _Call | None = None
 
@@ -120,21 +71,21 @@ class _Group:
     def _call_table(
         self, gradients: Sequence[Tensor], flags: Sequence[bool], scale: float, kept: list[Tensor]
     ) -> Tensor:
-        kernels = _kernels()
+        kernels = shared.kernels()
         words = []
         for address, gradient, overwrite in zip(self._addresses, gradients, flags, strict=True):
             pointer = gradient.data_ptr()
             misaligned = kernels.MISALIGNED if (address | pointer) % 16 else 0
             words += [pointer, (kernels.OVERWRITE if overwrite else 0) | misaligned]
         words += struct.unpack("q", struct.pack("d", scale))
-        capturing = _capturing(self._device)
+        capturing = shared.capturing(self._device)
         stream = torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else 0
         last = self._last
         # A table uploaded on another stream may not have arrived yet; one from outside a graph may be freed
         # before the graph is.
         if last is not None and last.words == words and last.stream == stream and not capturing:
             return last.table
-        table, pinned = _upload(torch.tensor(words, dtype=torch.int64), self._device)
+        table, pinned = shared.upload(torch.tensor(words, dtype=torch.int64), self._device)
         if capturing:
             kept.append(pinned)
         else:
@@ -145,8 +96,6 @@ class _Group:
         self, gradients: Sequence[Tensor], scale: float | Tensor, flags: Sequence[bool], kept: list[Tensor]
     ) -> None:
         """Launch once. In a graph capture, host memory that the graph reads is appended to `kept`."""
-        import triton.language as tl
-
         ready = []
         for gradient, accumulator in zip(gradients, self.accumulators, strict=True):
             if gradient.shape != accumulator.shape or gradient.device != accumulator.device:
@@ -160,31 +109,26 @@ class _Group:
             return
         number = 1.0 if isinstance(scale, Tensor) else float(scale)
         accumulator_dtype = self.accumulators[0].dtype
-        guard = torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext()
-        with guard:
+        with shared.on_device(self._device):
             table = self._table
             if table is None:
-                table, pinned = _upload(self._words, self._device)
-                if _capturing(self._device):
+                table, pinned = shared.upload(self._words, self._device)
+                if shared.capturing(self._device):
                     kept.append(pinned)
             calls = self._call_table(ready, flags, number, kept)
-            kernels = _kernels()
+            kernels = shared.kernels()
             kernels.scale_accumulate[(self._programs,)](
                 table,
                 calls,
                 scale if isinstance(scale, Tensor) else calls[2 * len(ready) :].view(torch.float64),
                 len(ready),
-                accumulator_dtype=_triton_dtype(tl, accumulator_dtype),
-                gradient_dtype=_triton_dtype(tl, self._gradient_dtype),
-                wide=_triton_dtype(tl, computation_dtype(accumulator_dtype)),
+                accumulator_dtype=shared.triton_dtype(accumulator_dtype),
+                gradient_dtype=shared.triton_dtype(self._gradient_dtype),
+                wide=shared.triton_dtype(computation_dtype(accumulator_dtype)),
                 num_warps=kernels.WARPS,
             )
             if observers.watching:
                 observers.launched("triton::scale_accumulate", self.accumulators, ready, scale, flags)
-
-
-def _triton_dtype(tl: ModuleType, dtype: torch.dtype) -> Any:
-    return getattr(tl, str(dtype).removeprefix("torch."))
 
 
 def _relayout(gradient: Tensor, accumulator: Tensor) -> Tensor:
@@ -210,7 +154,7 @@ class _Bound:
             pairs: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
             gaps = []
             for index, (accumulator, dtype) in enumerate(zip(self._accumulators, dtypes, strict=True)):
-                if _is_dense(accumulator):
+                if shared.is_dense(accumulator):
                     pairs.setdefault((accumulator.dtype, dtype), []).append(index)
                 else:
                     gaps.append(index)
@@ -218,13 +162,25 @@ class _Bound:
             self._groups[dtypes] = (groups, gaps)
         return self._groups[dtypes]
 
+    def with_norm(
+        self,
+        gradients: Sequence[Tensor],
+        scale: float | Tensor,
+        overwrite: bool | Sequence[bool],
+        norm_type: float,
+    ) -> Tensor:
+        self(gradients, scale, overwrite)
+        found, pinned = triton_norms.partials(self._accumulators, norm_type)
+        self.captured += pinned
+        return found
+
     def __call__(
         self, gradients: Sequence[Tensor], scale: float | Tensor, overwrite: bool | Sequence[bool]
     ) -> None:
         flags = overwrite_flags(overwrite, len(gradients))
         groups, gaps = self._grouped(tuple(gradient.dtype for gradient in gradients))
         for group in groups:
-            if self._keep_tables and not _capturing(self._accumulators[0].device):
+            if self._keep_tables and not shared.capturing(self._accumulators[0].device):
                 group.upload()
             group.run(
                 [gradients[index] for index in group.indices],
@@ -242,7 +198,7 @@ class _Bound:
 
 
 class TritonBackend:
-    """`triton_kernels.scale_accumulate` as a backend."""
+    """The kernels of `triton_kernels` as a backend."""
 
     name = "triton"
 
@@ -251,7 +207,7 @@ class TritonBackend:
         self._captured: Any = WeakTensorKeyDictionary()
 
     def unavailable(self) -> str | None:
-        kernels, problem = _load()
+        kernels, problem = shared.load()
         if kernels is None:
             return problem
         if kernels.INTERPRETED:
@@ -265,7 +221,7 @@ class TritonBackend:
     def unsupported(
         self, device: torch.device, accumulator_dtype: torch.dtype, gradient_dtype: torch.dtype
     ) -> str | None:
-        kernels = _kernels()
+        kernels = shared.kernels()
         if device.type != ("cpu" if kernels.INTERPRETED else "cuda"):
             where = "interpreted, it takes CPU tensors" if kernels.INTERPRETED else "it takes CUDA tensors"
             return f"{where}, not {device.type}"
@@ -289,6 +245,28 @@ class TritonBackend:
 
     def prepare(self, accumulators: Sequence[Tensor]) -> _Bound:
         return _Bound(accumulators, keep_tables=True)
+
+    def norm_partials(self, tensors: Sequence[Tensor], norm_type: float) -> Tensor:
+        found, pinned = triton_norms.partials(tensors, norm_type)
+        if pinned:
+            self._captured.setdefault(tensors[0], []).extend(pinned)
+        return found
+
+    def finish_norm(
+        self, partials: Sequence[Tensor], norm_type: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        return triton_norms.finish(partials, norm_type, dtype)
+
+    def accumulate_with_norm_(
+        self,
+        accumulators: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        scale: float | Tensor,
+        overwrite: bool | Sequence[bool],
+        norm_type: float,
+    ) -> Tensor:
+        self.accumulate_(accumulators, gradients, scale, overwrite)
+        return self.norm_partials(accumulators, norm_type)
 
 
 backend = TritonBackend()

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The Triton kernel: one launch over a table of addresses.
+"""The Triton kernels: one launch over a table of addresses.
 
-Its arithmetic is the twin of `csrc/functors.h` (`widen`, `narrow`, a fused multiply-add spelled out).
-Imported only when Triton is wanted; `TRITON_INTERPRET=1` must be set before that for the kernel to run on CPU
-tensors.
+Their arithmetic is the twin of `csrc/functors.h` (`widen`, `narrow`, a fused multiply-add spelled out) and
+of `csrc/norm_functors.h`. Imported only when Triton is wanted; `TRITON_INTERPRET=1` must be set before that
+for the kernels to run on CPU tensors.
 """
 
 # No `from __future__ import annotations`: Triton reads the annotations.
@@ -30,6 +30,10 @@ _MISALIGNED = tl.constexpr(MISALIGNED)
 
 @triton.jit
 def widen(value, wide: tl.constexpr):
+    if INTERPRETED and value.dtype == tl.bfloat16:
+        # The hardware's conversion is exact; the interpreter's is wrong for subnormal numbers.
+        bits = value.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+        return bits.to(tl.float32, bitcast=True)
     return value.to(wide)
 
 
@@ -122,3 +126,100 @@ def scale_accumulate(
         g = tl.load(gradient + step + lane, mask=inside)
         a = tl.load(accumulator + step + lane, mask=inside & keep, other=0.0)
         tl.store(accumulator + step + lane, combine(s, g, a, keep, accumulator_dtype), mask=inside)
+
+
+@triton.jit
+def _state(elements, length, aligned, scale, largest: tl.constexpr, wide: tl.constexpr):
+    """Of a chunk: the sum of the squares of scale * element, or the bits of the largest magnitude.
+
+    Element i is in lane i % BLOCK, however the chunk is aligned.
+    """
+    bits: tl.constexpr = tl.int64 if wide == tl.float64 else tl.int32
+    magnitude: tl.constexpr = 0x7FFFFFFFFFFFFFFF if wide == tl.float64 else 0x7FFFFFFF
+    state = tl.zeros([_BLOCK], bits if largest else wide)
+    lanes = tl.arange(0, _BLOCK)
+    whole = 0
+    if aligned:
+        whole = length // _BLOCK * _BLOCK
+        for step in range(0, whole, _BLOCK):
+            # Said of the sum, since a hint on a function's argument is lost where it is inlined.
+            places = tl.max_contiguous(tl.multiple_of(elements + step + lanes, 16), _BLOCK)
+            value = widen(tl.load(places), wide)
+            if largest:
+                state = tl.maximum(state, value.to(bits, bitcast=True) & magnitude)
+            else:
+                value = value * scale
+                state += value * value
+    for step in range(whole, length, _BLOCK):
+        value = widen(tl.load(elements + step + lanes, mask=step + lanes < length, other=0.0), wide)
+        if largest:
+            state = tl.maximum(state, value.to(bits, bitcast=True) & magnitude)
+        else:
+            value = value * scale
+            state += value * value
+    if largest:
+        return tl.max(state, 0)
+    return tl.sum(state, 0)
+
+
+@triton.jit
+def _norm(elements, length, aligned, infinity: tl.constexpr, wide: tl.constexpr):
+    """A chunk's norm in float64, not finite only where an element is not."""
+    double: tl.constexpr = wide == tl.float64
+    least: tl.constexpr = 2.0**-1000 if double else 2.0**-110
+    most: tl.constexpr = 1.7976931348623157e308 if double else 3.4028234663852886e38
+    one = tl.full([], 1.0, wide)
+    if infinity:
+        return _state(elements, length, aligned, one, True, wide).to(wide, bitcast=True).to(tl.float64)
+    plain = _state(elements, length, aligned, one, False, wide)
+    norm = tl.sqrt(plain.to(tl.float64))
+    if (plain >= least) & (plain <= most):
+        pass
+    else:
+        # Squares may have overflowed or vanished: once more, scaled by a power of two.
+        bits = _state(elements, length, aligned, one, True, wide)
+        norm = bits.to(wide, bitcast=True).to(tl.float64)
+        if (norm > 0) & (norm <= most):
+            if double:
+                scale = (2046 - tl.minimum(tl.maximum(bits >> 52, 1), 2045)) << 52
+            else:
+                scale = (254 - tl.minimum(tl.maximum(bits >> 23, 1), 253)) << 23
+            factor = scale.to(wide, bitcast=True)
+            total = _state(elements, length, aligned, factor, False, wide)
+            norm = tl.sqrt(total.to(tl.float64)) / factor.to(tl.float64)
+            # Infinity would say that an element is not finite.
+            norm = tl.minimum(norm, 1.7976931348623157e308)
+    return norm
+
+
+@triton.jit(do_not_specialize=["count"])
+def norm_partials(table, partials, count, dtype: tl.constexpr, wide: tl.constexpr, infinity: tl.constexpr):
+    """One partial norm for each program, of a list of dense tensors.
+
+    Args:
+        table: as for `scale_accumulate`.
+        partials: float64, one for each program.
+    """
+    program = tl.program_id(0)
+    tensor = tl.load(table + 3 * count.to(tl.int64) + program)
+    address = tl.load(table + 3 * tensor)
+    size = tl.load(table + 3 * tensor + 1)
+    first = tl.load(table + 3 * tensor + 2)
+    start = (program - first) * _CHUNK
+    length = tl.minimum(size - start, _CHUNK).to(tl.int32)
+    elements = address.to(tl.pointer_type(dtype)) + start
+    norm = _norm(elements, length, address % 16 == 0, infinity, wide)
+    tl.store(partials + program, norm)
+
+
+@triton.jit(do_not_specialize=["count"])
+def finish_norm(partials, count, norm, found, infinity: tl.constexpr):
+    """The norm of all partials, and 1 or 0: whether one is not finite. One program.
+
+    Args:
+        partials: float64, aligned to 16 bytes.
+        norm: where the norm goes; its dtype is the norm's.
+    """
+    value = _norm(partials, count, True, infinity, tl.float64)
+    tl.store(norm, value.to(norm.dtype.element_ty))
+    tl.store(found, tl.where(value <= 1.7976931348623157e308, 0.0, 1.0))

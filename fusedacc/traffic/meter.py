@@ -27,7 +27,16 @@ from torch.utils._python_dispatch import (
 )
 
 from .. import observers
-from .operands import Operand, accumulation, is_metadata, is_view, name_of, operands, tensors_in
+from .operands import (
+    Operand,
+    accumulation,
+    is_metadata,
+    is_view,
+    measurement,
+    name_of,
+    operands,
+    tensors_in,
+)
 from .report import Cell, Counts
 
 #: What an operand is. Parameters' own traffic is the first three together.
@@ -227,6 +236,11 @@ class TrafficMeter(TorchDispatchMode):
         """A kernel of ours was launched outside the dispatcher."""
         with self._lock:
             self._book(kernel, "fusedacc", accumulation(accumulators, gradients, scale, overwrite))
+
+    def measured(self, kernel: str, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        """A kernel of ours that only reads its tensors was launched outside the dispatcher."""
+        with self._lock:
+            self._book(kernel, "fusedacc", measurement(tensors, results))
 
     def enter_phase(self, name: str) -> None:
         """fusedacc says what it does; a name given by the user goes before."""

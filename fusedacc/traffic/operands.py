@@ -328,6 +328,12 @@ def accumulation(
     return list(found.values())
 
 
+def measurement(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> list[Operand]:
+    """Tensors are read and results are written, each once."""
+    found = {_identity(tensor): Operand(tensor, read=bytes_of(tensor)) for tensor in tensors}
+    return [*found.values(), *(Operand(result, written=bytes_of(result)) for result in results)]
+
+
 def _flag(overwrite: Sequence[bool], index: int) -> bool:
     """As the operators take flags: none for all False, one for all, or one per tensor."""
     return bool(overwrite) and overwrite[index if len(overwrite) > 1 else 0]
@@ -357,7 +363,25 @@ def _accumulate_prepared(call: Call) -> list[Operand] | None:
     return found
 
 
+def _and_results(rule: Rule) -> Rule:
+    """What `rule` says, and the partial norms that come out of it."""
+
+    def with_results(call: Call) -> list[Operand] | None:
+        found = rule(call)
+        return None if found is None else [*found, *measurement((), call.results)]
+
+    return with_results
+
+
+def _measurement(name: str) -> Rule:
+    return lambda call: measurement(call.tensors(name), call.results)
+
+
 _OUR_RULES: dict[str, Rule] = {
     "scale_accumulate_": _scale_accumulate,
     "accumulate_prepared_": _accumulate_prepared,
+    "scale_accumulate_norm_": _and_results(_scale_accumulate),
+    "accumulate_prepared_norm_": _and_results(_accumulate_prepared),
+    "norm_partials": _measurement("tensors"),
+    "finish_norm": _measurement("partials"),
 }

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import fusedacc
+from fusedacc.update import Update
 
 from .events import random_case
 from .lockstep import failure, report
@@ -35,13 +36,16 @@ class Schedule:
 
 
 def wrapping(seed: int) -> Make:
-    """Wraps with the default backend, and for every fifth case with the eager one."""
+    """Wraps with the default backend, and for every fifth case with the eager one; every second case clips to
+    a norm that is never reached, which changes nothing.
+    """
     backend = "eager" if seed % 5 == 4 else "auto"
+    limit = 1e30 if seed % 2 else None
 
     def wrapped(inner: torch.optim.Optimizer, loop: Loop) -> fusedacc.AccumulatingOptimizer:
         steps = Schedule(loop.steps) if isinstance(loop.steps, tuple) else loop.steps
         options = {"reduction": loop.reduction, "accumulate_dtype": loop.accumulate_dtype}
-        return fusedacc.AccumulatingOptimizer(inner, steps, **options, backend=backend)
+        return fusedacc.AccumulatingOptimizer(inner, steps, **options, max_grad_norm=limit, backend=backend)
 
     return wrapped
 
@@ -55,9 +59,25 @@ def shrink_buckets(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("fusedacc.capture.LARGE_BYTES", 64)
 
 
+def check_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hold every norm that clipping takes, left by an addition or read, to the sums in float64."""
+    taken = Update._norm
+
+    def checked(update: Update, finals: list) -> tuple[torch.Tensor, torch.Tensor]:
+        norm, nonfinite = taken(update, finals)
+        dense = [total.to_dense() if total.is_sparse else total for _, total in finals]
+        wanted = torch.stack([total.to(torch.complex128).norm() for total in dense]).norm().double()
+        torch.testing.assert_close(norm.double(), wanted, rtol=1e-5, atol=1e-12, equal_nan=True)
+        assert bool(nonfinite) == any(not bool(total.isfinite().all()) for total in dense)
+        return norm, nonfinite
+
+    monkeypatch.setattr(Update, "_norm", checked)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_wrapped_training_equals_stock(seed, monkeypatch):
     shrink_buckets(seed, monkeypatch)
+    check_norms(monkeypatch)
     case, make = random_case(seed), wrapping(seed)
     failed = failure(case, make) is not None
     assert not failed, report(case, make)

@@ -1,0 +1,236 @@
+"""The update alone: unscale, clip and step of stock, against one number applied where gradients are read.
+
+    python benchmarks/update.py [--quick] [--device cuda]
+
+float32 parameters, AdamW(fused=True); gradients are put in place before the clock starts, and their norm is
+above the limit, so that clipping scales. Rows of benchmark "update":
+
+mode "clip", "unscale and clip": metric "time", what stands between the last backward and the end of the
+    update; metric "bytes: gradients", what a TrafficMeter counts there of gradients, in B/param.
+mode "total_norm": metric "time", the norm of a list beside torch's own and beside reads of the same bytes.
+
+"norm left" is a counted loop, whose last additions have left the norm; it is otherwise as "fusedacc".
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import common
+import torch
+from common import Case, Goal, Results, Variant, cannot_run, first_line, measure, row
+from torch import Tensor, nn
+
+import fusedacc
+from fusedacc.functional import total_norm
+from fusedacc.traffic import TrafficMeter
+
+LIMIT = 1e-3
+SIZES = {"quick": (4, 64), "short": (16, 1772), "full": (16, 1772)}  # 16 of 1772 x 1772: 50.2 M
+ROUNDS = {"quick": 3, "short": 9, "full": 31}
+SCALE = 2.0**10
+
+
+class Way:
+    """`ready()` puts gradients in place, `run()` is what is timed.
+
+    Args:
+        weights, moments: shared by all ways.
+        gradient: one tensor of each shape, which stands for all.
+        scaled: whether losses are scaled.
+    """
+
+    name = ""
+
+    def __init__(
+        self,
+        weights: list[Tensor],
+        moments: list[tuple[Tensor, Tensor]],
+        gradients: list[Tensor],
+        scaled: bool,
+    ) -> None:
+        self.parameters = [nn.Parameter(weight) for weight in weights]
+        self.gradients, self.scaled = gradients, scaled
+        inner = torch.optim.AdamW(self.parameters, lr=1e-6, fused=True)
+        for parameter, (mean, square) in zip(self.parameters, moments, strict=True):
+            step = torch.zeros((), device=parameter.device)
+            inner.state[parameter] = {"step": step, "exp_avg": mean, "exp_avg_sq": square}
+        self.scaler = self.make_scaler(weights[0].device.type)
+        self.optimizer = self.wrap(inner)
+
+    def make_scaler(self, device: str) -> torch.amp.GradScaler:
+        return torch.amp.GradScaler(device, init_scale=SCALE, growth_interval=10**9, enabled=self.scaled)
+
+    def wrap(self, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        return inner
+
+    def ready(self) -> None:
+        self.scaler.scale(torch.ones((), device=self.parameters[0].device))
+        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
+            parameter.grad = gradient.clone()
+
+    def run(self) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self.optimizer.zero_grad()
+
+
+class Stock(Way):
+    name = "stock"
+
+    def run(self) -> None:
+        self.scaler.unscale_(self.optimizer)
+        nn.utils.clip_grad_norm_(self.parameters, LIMIT)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+class Ours(Way):
+    name = "fusedacc"
+    steps: int | None = None
+
+    def make_scaler(self, device: str) -> torch.amp.GradScaler:
+        return fusedacc.amp.GradScaler(device, init_scale=SCALE, growth_interval=10**9, enabled=self.scaled)
+
+    def wrap(self, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        return fusedacc.AccumulatingOptimizer(inner, self.steps, max_grad_norm=LIMIT)
+
+    def run(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+class NormLeft(Ours):
+    name = "fusedacc norm left"
+    steps = 2
+
+    def ready(self) -> None:
+        for micro_batch in range(2):
+            loss = Provided.apply(self, *self.parameters)
+            self.scaler.scale(loss).backward()
+            if micro_batch == 0:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+
+
+class Provided(torch.autograd.Function):
+    """A scalar whose backward hands every parameter its gradient."""
+
+    @staticmethod
+    def forward(ctx, way: Way, *parameters: Tensor) -> Tensor:
+        ctx.way = way
+        return torch.zeros((), device=parameters[0].device)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return None, *(gradient.clone() for gradient in ctx.way.gradients)
+
+
+def timed(run: Callable[[], object], calls: int) -> float:
+    """Seconds of one `run` of a way, made ready before."""
+    way: Way = run.__self__  # type: ignore[attr-defined]
+    way.ready()
+    device = way.parameters[0].device
+    if device.type == "cuda":
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(2_000_000)  # the host is ahead when the first kernel runs
+        start.record()
+        way.run()
+        end.record()
+        end.synchronize()
+        seconds = start.elapsed_time(end) / 1e3
+    else:
+        before = time.perf_counter()
+        way.run()
+        seconds = time.perf_counter() - before
+    way.close()
+    return seconds
+
+
+def updates(results: Results, effort: str) -> None:
+    count, side = SIZES[effort]
+    device = results.device
+    weights = [torch.full((side, side), 0.01, device=device) for _ in range(count)]
+    moments = [(torch.zeros_like(weight), torch.zeros_like(weight)) for weight in weights]
+    gradients = [torch.randn(side, side, device=device) for _ in range(count)]
+    elements = sum(weight.numel() for weight in weights)
+    shapes = f"{count} of {side} x {side}: {elements} parameters"
+    goals = {
+        "clip": {"fusedacc": 1.15, "fusedacc norm left": 1.15},
+        "unscale and clip": {"fusedacc": 1.3, "fusedacc norm left": 1.5},
+    }
+    most = {"fusedacc": 12.0, "fusedacc norm left": 8.0}
+    for mode, wanted in goals.items():
+        case = Case("update", "AdamW(fused=True)", mode, shapes, "float32")
+        variants = []
+        for kind in (Stock, Ours, NormLeft):
+            way = kind(weights, moments, gradients, mode != "clip")
+            for _ in range(2):
+                way.ready()
+                with TrafficMeter(way.parameters) as meter, meter.phase("update"):
+                    way.run()
+                way.close()
+            found = meter.as_dict()
+            counted = found["by_phase_and_kind"]["update"]["gradients"] / elements
+            limit = most.get(way.name)
+            held = (
+                {}
+                if limit is None
+                else {
+                    "against": "limit",
+                    "speedup": limit / counted,
+                    "goal": 1.0,
+                    "reached": common.reached(limit / counted, 0.999),
+                }
+            )
+            results.add(
+                [row(case, way.name, metric="bytes: gradients", unit="B/param", median=counted, **held)]
+            )
+            goal = (Goal("stock", wanted[way.name]),) if way.name in wanted else ()
+            variants.append(Variant(way.name, way.run, meter.total_bytes, goal, meter.calls))
+        results.add(measure(case, variants, ROUNDS[effort], timer=timed))
+
+
+def norms(results: Results, effort: str) -> None:
+    """The norm against torch's own, and against the fastest reductions of the same bytes."""
+    count, side = SIZES[effort]
+    calls = 1 if effort == "quick" else 3
+    for dtype in (torch.float32, torch.bfloat16):
+        tensors = [torch.randn(side, side, device=results.device).to(dtype) for _ in range(count)]
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
+        size = flat.nbytes
+        case = Case("update", "list", "total_norm", f"{count} of {side} x {side}", str(dtype)[6:])
+        variants = [
+            Variant("read: sum", flat.sum, size),
+            Variant("read: amax", flat.amax, size),
+            Variant("torch get_total_norm", lambda t=tensors: nn.utils.get_total_norm(t), size),
+            Variant(
+                "fusedacc total_norm",
+                lambda t=tensors: total_norm(t),
+                size,
+                (Goal("read: sum", 0.9), Goal("read: amax", 0.9), Goal("torch get_total_norm")),
+            ),
+        ]
+        results.add(measure(case, variants, ROUNDS[effort], calls, timer=common.timer_for(results.device)))
+
+
+def figures(results: Results, effort: str) -> None:
+    for part in (updates, norms):
+        try:
+            part(results, effort)
+        except RuntimeError as error:  # out of memory, say
+            results.add([cannot_run(Case("update", part.__name__), "all", first_line(error))])
+
+
+def main() -> None:
+    options = common.arguments(__doc__).parse_args()
+    results = common.results(options)
+    figures(results, common.effort(options))
+    results.report()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+// The loops that leave norms, and the table of all loops. Included like loops_impl.h.
+//
+// A chunk's norm depends on nothing but its elements in their order: element i goes to lane i % kLanes, the
+// same for all vector instructions, whether the chunk is read alone or while it is added to.
+#pragma once
+
+#include <cstring>
+
+#include "loops_impl.h"
+
+namespace fusedacc::cpu {
+namespace {
+
+constexpr int32_t kLanes = 32;
+// 16-bit elements are widened in blocks first: compilers vectorise that loop, and not one that does both.
+constexpr int64_t kWideBlock = 256;
+constexpr int64_t kAheadBytes = 2048;
+// Elements that are added to and then measured while the first-level cache holds them.
+constexpr int64_t kNormBlock = 512;
+static_assert(kNormBlock % kLanes == 0 && kChunkElements % kNormBlock == 0 && kWideBlock % kLanes == 0);
+
+// The states of a functor in lanes, after some elements.
+template <typename Functor, typename Compute>
+class Lanes {
+ public:
+  using State = typename Functor::State;
+
+  explicit Lanes(Functor functor) : functor_(functor) {}
+
+  // `count` may leave a rest only at the end of the chunk.
+  template <typename Element>
+  void add(const Element* row, int64_t count) {
+    if constexpr (sizeof(Element) == 2) {
+      float wide[kWideBlock];
+      for (int64_t i = 0; i < count; i += kWideBlock) {
+        const int64_t length = count - i < kWideBlock ? count - i : kWideBlock;
+        for (int64_t k = 0; k < length; k += kLanes) prefetch(row + i + k);
+        FUSEDACC_INDEPENDENT
+        for (int64_t k = 0; k < length; ++k) wide[k] = widen(row[i + k]);
+        add<false>(wide, length);
+      }
+    } else {
+      add<true>(row, count);
+    }
+  }
+
+  State joined() const {
+    State states[kLanes];
+    std::memcpy(states, states_, sizeof(states));
+    for (int32_t half = kLanes / 2; half > 0; half /= 2) {
+      for (int32_t lane = 0; lane < half; ++lane) {
+        states[lane] = Functor::join(states[lane], states[lane + half]);
+      }
+    }
+    return states[0];
+  }
+
+ private:
+  // The lines of kLanes elements, some way ahead: the processor's own prefetching ends with each page.
+  template <typename Element>
+  static void prefetch(const Element* from) {
+    for (size_t byte = 0; byte < kLanes * sizeof(Element); byte += kLineBytes) {
+      __builtin_prefetch(reinterpret_cast<const char*>(from) + kAheadBytes + byte);
+    }
+  }
+
+  template <bool fetches, typename Element>
+  void add(const Element* row, int64_t count) {
+    State states[kLanes];
+    std::memcpy(states, states_, sizeof(states));
+    int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes) {
+      if constexpr (fetches) prefetch(row + i);
+      for (int32_t lane = 0; lane < kLanes; ++lane) {
+        states[lane] = functor_.add(states[lane], static_cast<Compute>(row[i + lane]));
+      }
+    }
+    for (int32_t lane = 0; i < count; ++i, ++lane) {
+      states[lane] = functor_.add(states[lane], static_cast<Compute>(row[i]));
+    }
+    std::memcpy(states_, states, sizeof(states));
+  }
+
+  Functor functor_;
+  State states_[kLanes] = {};
+};
+
+// The norm of a chunk in one piece; `first(lanes)` passes its elements for the first time.
+template <NormKind kind, typename Element, typename First>
+double norm_of_row(const Element* row, int64_t count, First&& first) {
+  using Compute = typename ComputeType<Element>::type;
+  return norm_of<kind, Compute>(
+      [&](auto functor) {
+        Lanes<decltype(functor), Compute> lanes(functor);
+        first(lanes);
+        return lanes.joined();
+      },
+      [&](auto functor) {
+        Lanes<decltype(functor), Compute> lanes(functor);
+        lanes.add(row, count);
+        return lanes.joined();
+      });
+}
+
+template <int32_t pair, NormKind kind>
+struct NormLoops {
+  using Loops = PairLoops<pair>;
+  using Gradient = GradientOf<pair>;
+  using Accumulator = AccumulatorOf<pair>;
+  using Functor = typename Loops::Functor;
+
+  static double norm(const void* tensor, const StridedLayout* layout, int64_t begin, int64_t end) {
+    const auto* elements = static_cast<const Accumulator*>(tensor);
+    const int64_t count = end - begin;
+    if (layout == nullptr) return of_row(elements + begin, count);
+    Accumulator row[kChunkElements];
+    const int64_t step = layout->accumulator_strides[layout->dims - 1];
+    int64_t at = 0;
+    for_each_row(*layout, begin, end, [&](int64_t from, int64_t, int64_t length) {
+      for (int64_t i = 0; i < length; ++i) row[at + i] = elements[from + i * step];
+      at += length;
+    });
+    return of_row(row, count);
+  }
+
+  static double add_norm(void* accumulator, const void* gradient, const StridedLayout* layout, int64_t begin,
+                         int64_t end, double scale, bool overwrite, bool stream) {
+    if (layout != nullptr) {
+      Loops::strided(accumulator, gradient, *layout, begin, end, scale, overwrite);
+      return norm(accumulator, layout, begin, end);
+    }
+    auto* target = static_cast<Accumulator*>(accumulator) + begin;
+    const auto* source = static_cast<const Gradient*>(gradient) + begin;
+    const int64_t count = end - begin;
+    const Functor functor(scale);
+    if (overwrite && stream) return overwrite_past_caches(target, source, count, functor);
+    return norm_of_row<kind>(target, count, [&](auto& lanes) {
+      for (int64_t i = 0; i < count; i += kNormBlock) {
+        const int64_t length = count - i < kNormBlock ? count - i : kNormBlock;
+        Loops::row(target + i, source + i, length, functor, overwrite);
+        lanes.add(target + i, length);
+      }
+    });
+  }
+
+ private:
+  static double of_row(const Accumulator* row, int64_t count) {
+    return norm_of_row<kind>(row, count, [&](auto& lanes) { lanes.add(row, count); });
+  }
+
+  static double overwrite_past_caches(Accumulator* target, const Gradient* source, int64_t count,
+                                      Functor functor) {
+    alignas(kLineBytes) Accumulator row[kChunkElements];
+    Loops::overwrite_row(row, source, count, functor);
+    const int64_t past_line = static_cast<int64_t>(reinterpret_cast<uintptr_t>(target) % kLineBytes);
+    constexpr int64_t size = sizeof(Accumulator);
+    int64_t head = (kLineBytes - past_line) % kLineBytes / size;
+    if (head > count) head = count;
+    const int64_t lines = (count - head) * size / kLineBytes * kLineBytes;
+    const int64_t tail = head + lines / size;
+    std::memcpy(target, row, static_cast<size_t>(head * size));
+    stream_lines(target + head, row + head, lines);
+    end_of_stream();
+    std::memcpy(target + tail, row + tail, static_cast<size_t>((count - tail) * size));
+    return of_row(row, count);
+  }
+};
+
+template <int32_t... pairs>
+constexpr Loops make_loops(const char* name, std::integer_sequence<int32_t, pairs...>) {
+  constexpr NormKind two = NormKind::kTwo, infinity = NormKind::kInfinity;
+  return {name,
+          {PairLoops<pairs>::flat...},
+          {PairLoops<pairs>::strided...},
+          {{NormLoops<pairs, two>::norm...}, {NormLoops<pairs, infinity>::norm...}},
+          {{NormLoops<pairs, two>::add_norm...}, {NormLoops<pairs, infinity>::add_norm...}}};
+}
+
+constexpr Loops loops_of_this_file(const char* name) {
+  return make_loops(name, std::make_integer_sequence<int32_t, kPairCount>());
+}
+
+}  // namespace
+}  // namespace fusedacc::cpu

@@ -1,0 +1,303 @@
+// What one block does that leaves a partial norm: it reads a chunk, or adds to it, and joins its threads'
+// states. Host and device, torch-free, like multi_tensor.h.
+//
+// A chunk's norm depends on nothing but its elements in their order: eight neighbours belong to one thread,
+// wherever the chunk starts in memory and whatever the gradient's dtype. So the norm that an addition leaves
+// has the bits of the norm of the sums.
+#pragma once
+
+#include "../norm_functors.h"
+#include "multi_tensor.h"
+
+namespace fusedacc::cuda {
+
+constexpr int32_t kGroup = 8;  // neighbours that belong to one thread
+constexpr int32_t kGroupDistance = kThreads * kGroup;
+
+// Reads elements in their order in memory.
+template <typename Element_>
+struct FlatReader {
+  using Element = Element_;
+  using Loaded = Packed<Element, kGroup>;
+  static constexpr bool kInGroups = true;
+  static constexpr int32_t kBytes = sizeof(Element);
+
+  const Element* elements;
+
+  FUSEDACC_INLINE bool aligned() const { return misalignment(elements) == 0; }
+  FUSEDACC_INLINE Loaded load_group(int32_t at) const { return load<kGroup>(elements + at); }
+  FUSEDACC_INLINE Packed<Element, kGroup> take(int32_t, const Loaded& loaded) const { return loaded; }
+  FUSEDACC_INLINE Element take_one(int32_t at) const { return elements[at]; }
+  FUSEDACC_INLINE FlatReader again() const { return *this; }
+};
+
+// Adds to them before.
+template <int32_t pair, bool overwrite>
+struct FlatAdder {
+  using Kernels = PairKernels<pair>;
+  using Gradient = typename Kernels::Gradient;
+  using Element = typename Kernels::Accumulator;
+  struct Loaded {
+    Packed<Gradient, kGroup> fresh;
+    Packed<Element, kGroup> sums;
+  };
+  static constexpr bool kInGroups = true;
+  static constexpr int32_t kBytes = sizeof(Gradient) + sizeof(Element);
+
+  Element* accumulator;
+  const Gradient* gradient;
+  typename Kernels::Functor functor;
+
+  FUSEDACC_INLINE bool aligned() const {
+    return misalignment(accumulator) == 0 && misalignment(gradient) == 0;
+  }
+  FUSEDACC_INLINE Loaded load_group(int32_t at) const {
+    Loaded loaded;
+    loaded.fresh = load<kGroup>(gradient + at);
+    if (!overwrite) loaded.sums = load<kGroup>(static_cast<const Element*>(accumulator) + at);
+    return loaded;
+  }
+  FUSEDACC_INLINE Packed<Element, kGroup> take(int32_t at, Loaded& loaded) const {
+    FUSEDACC_UNROLL
+    for (int32_t i = 0; i < kGroup; ++i) {
+      const Gradient value = loaded.fresh.values[i];
+      Element& sum = loaded.sums.values[i];
+      sum = overwrite ? functor.overwrite(value) : functor.add(value, sum);
+    }
+    store(accumulator + at, loaded.sums);
+    return loaded.sums;
+  }
+  FUSEDACC_INLINE Element take_one(int32_t at) const {
+    Kernels::element(accumulator + at, gradient + at, functor, overwrite);
+    return accumulator[at];
+  }
+  FUSEDACC_INLINE FlatReader<Element> again() const { return {accumulator}; }
+};
+
+// The same for loop nests, by positions from the chunk's first on.
+template <typename Batch>
+struct StridedPlaces {
+  const Batch& batch;
+  int32_t tensor;
+  int64_t first;
+
+  template <typename Index>
+  FUSEDACC_INLINE void find(int32_t at, int64_t& to, int64_t& from) const {
+    Index rest = static_cast<Index>(first + at);
+    to = from = 0;
+    const uint32_t outermost = batch.first_dim[tensor];
+    for (uint32_t d = batch.first_dim[tensor + 1]; d-- > outermost;) {
+      const Index size = static_cast<Index>(batch.dim_sizes[d]);
+      const Index index = rest % size;
+      rest /= size;
+      to += index * batch.accumulator_strides[d];
+      from += index * batch.gradient_strides[d];
+    }
+  }
+};
+
+template <int32_t pair, typename Batch, typename Index>
+struct StridedReader {
+  using Element = AccumulatorOf<pair>;
+  static constexpr bool kInGroups = false;
+
+  StridedPlaces<Batch> places;
+
+  FUSEDACC_INLINE Element take_one(int32_t at) const {
+    int64_t to, from;
+    places.template find<Index>(at, to, from);
+    return static_cast<const Element*>(places.batch.accumulators[places.tensor])[to];
+  }
+  FUSEDACC_INLINE StridedReader again() const { return *this; }
+};
+
+template <int32_t pair, typename Batch, typename Index>
+struct StridedAdder {
+  using Kernels = PairKernels<pair>;
+  using Gradient = typename Kernels::Gradient;
+  using Element = typename Kernels::Accumulator;
+  static constexpr bool kInGroups = false;
+
+  StridedPlaces<Batch> places;
+  typename Kernels::Functor functor;
+  bool overwrite;
+
+  FUSEDACC_INLINE Element take_one(int32_t at) const {
+    int64_t to, from;
+    places.template find<Index>(at, to, from);
+    Element* accumulator = static_cast<Element*>(places.batch.accumulators[places.tensor]) + to;
+    Kernels::element(accumulator, static_cast<const Gradient*>(places.batch.gradients[places.tensor]) + from,
+                     functor, overwrite);
+    return *accumulator;
+  }
+  FUSEDACC_INLINE StridedReader<pair, Batch, Index> again() const { return {places}; }
+};
+
+// A thread's state after its elements of a chunk.
+template <typename Compute, typename Functor, typename Source>
+FUSEDACC_INLINE typename Functor::State thread_state(Functor functor, const Source& source, int32_t count,
+                                                     int32_t thread) {
+  typename Functor::State state = 0;
+  int32_t at = thread * kGroup;
+  if constexpr (Source::kInGroups) {
+    if (source.aligned()) {
+      // Groups whose loads are all issued before the first is used: about 100 bytes a thread in flight.
+      constexpr int32_t wanted = 128 / (kGroup * Source::kBytes);
+      constexpr int32_t most = kChunkElements / kGroupDistance;
+      constexpr int32_t unroll = wanted < 1 ? 1 : wanted > most ? most : wanted;
+      const auto take = [&](auto& loaded, int32_t place) {
+        const auto group = source.take(place, loaded);
+        FUSEDACC_UNROLL
+        for (int32_t i = 0; i < kGroup; ++i) {
+          state = functor.add(state, static_cast<Compute>(widen(group.values[i])));
+        }
+      };
+      FUSEDACC_ROLLED
+      for (; at + (unroll - 1) * kGroupDistance + kGroup <= count; at += unroll * kGroupDistance) {
+        typename Source::Loaded loaded[unroll];
+        FUSEDACC_UNROLL
+        for (int32_t u = 0; u < unroll; ++u) loaded[u] = source.load_group(at + u * kGroupDistance);
+        FUSEDACC_UNROLL
+        for (int32_t u = 0; u < unroll; ++u) take(loaded[u], at + u * kGroupDistance);
+      }
+      if constexpr (unroll > 1) {
+        FUSEDACC_ROLLED
+        for (; at + kGroup <= count; at += kGroupDistance) {
+          auto loaded = source.load_group(at);
+          take(loaded, at);
+        }
+      }
+    }
+  }
+  FUSEDACC_ROLLED
+  for (; at < count; at += kGroupDistance) {
+    FUSEDACC_ROLLED
+    for (int32_t i = at; i < at + kGroup && i < count; ++i) {
+      state = functor.add(state, static_cast<Compute>(widen(source.take_one(i))));
+    }
+  }
+  return state;
+}
+
+// A chunk's partial. `join(f)` is what all threads' f(thread) join to, known to every thread; Functor::join
+// commutes.
+template <NormKind kind, typename Source, typename Join>
+FUSEDACC_INLINE double chunk_norm(const Source& source, int32_t count, Join&& join) {
+  using Compute = typename ComputeType<typename Source::Element>::type;
+  const auto pass = [&](auto functor, const auto& elements) {
+    return join(functor,
+                [&](int32_t thread) { return thread_state<Compute>(functor, elements, count, thread); });
+  };
+  return norm_of<kind, Compute>([&](auto functor) { return pass(functor, source); },
+                                [&](auto functor) { return pass(functor, source.again()); });
+}
+
+// Which block does what. reads: the accumulators are only measured.
+template <int32_t pair, NormKind kind, bool reads>
+struct NormKernels {
+  using Kernels = PairKernels<pair>;
+  using Gradient = typename Kernels::Gradient;
+  using Accumulator = typename Kernels::Accumulator;
+
+  struct Chunk {
+    int32_t tensor, count;
+    int64_t first;
+    bool overwrite, small;  // small: 32-bit positions are enough
+    double* partial;
+  };
+
+  template <typename Batch>
+  static FUSEDACC_INLINE Chunk find(const Batch& batch, uint32_t block) {
+    Chunk chunk;
+    chunk.tensor = find_segment(batch.count, block, [&](int32_t i) { return batch.first_chunk[i]; });
+    const int64_t index = block - batch.first_chunk[chunk.tensor];
+    const int64_t marked = batch.sizes[chunk.tensor], size = marked < 0 ? ~marked : marked;
+    chunk.first = index * kChunkElements;
+    const int64_t left = size - chunk.first;
+    chunk.count = static_cast<int32_t>(left < kChunkElements ? left : kChunkElements);
+    chunk.overwrite = marked < 0;
+    chunk.small = size <= 0x7fffffff;
+    chunk.partial = batch.partials + batch.first_partial[chunk.tensor] + index;
+    return chunk;
+  }
+
+  template <typename Batch, typename Join>
+  static FUSEDACC_INLINE double flat_block(const Batch& batch, const Chunk& chunk, Join&& join) {
+    auto* accumulator = static_cast<Accumulator*>(batch.accumulators[chunk.tensor]) + chunk.first;
+    if constexpr (reads) {
+      return chunk_norm<kind>(FlatReader<Accumulator>{accumulator}, chunk.count, join);
+    } else {
+      auto* gradient = static_cast<const Gradient*>(batch.gradients[chunk.tensor]) + chunk.first;
+      const typename Kernels::Functor functor(read_scale<typename Kernels::Compute>(batch.scale));
+      if (chunk.overwrite) {
+        return chunk_norm<kind>(FlatAdder<pair, true>{accumulator, gradient, functor}, chunk.count, join);
+      }
+      return chunk_norm<kind>(FlatAdder<pair, false>{accumulator, gradient, functor}, chunk.count, join);
+    }
+  }
+
+  template <typename Index, typename Batch, typename Join>
+  static FUSEDACC_INLINE double strided_chunk(const Batch& batch, const Chunk& chunk, Join&& join) {
+    const StridedPlaces<Batch> places{batch, chunk.tensor, chunk.first};
+    if constexpr (reads) {
+      return chunk_norm<kind>(StridedReader<pair, Batch, Index>{places}, chunk.count, join);
+    } else {
+      const typename Kernels::Functor functor(read_scale<typename Kernels::Compute>(batch.scale));
+      return chunk_norm<kind>(StridedAdder<pair, Batch, Index>{places, functor, chunk.overwrite}, chunk.count,
+                              join);
+    }
+  }
+
+  template <typename Batch, typename Join>
+  static FUSEDACC_INLINE double strided_block(const Batch& batch, const Chunk& chunk, Join&& join) {
+    if (chunk.small) return strided_chunk<uint32_t>(batch, chunk, join);
+    return strided_chunk<uint64_t>(batch, chunk, join);
+  }
+};
+
+constexpr int32_t kFinishThreads = 1024;
+
+// The partials of one call, or of several that make one norm; their order is that of the lists.
+template <int32_t bytes>
+struct PartialLists {
+  static constexpr int32_t kCapacity = (bytes - 64) / 16;
+
+  int32_t count;
+  void* norm;  // float, or double if `wide`
+  float* found;
+  bool wide;
+  const double* partials[kCapacity];
+  int64_t sizes[kCapacity];
+};
+
+// A thread's state after its share of all partials.
+template <typename Functor, typename Lists>
+FUSEDACC_INLINE typename Functor::State finish_state(Functor functor, const Lists& lists, int32_t thread) {
+  typename Functor::State state = 0;
+  int64_t passed = 0;
+  for (int32_t list = 0; list < lists.count; passed += lists.sizes[list++]) {
+    const int64_t start = (thread - passed % kFinishThreads + kFinishThreads) % kFinishThreads;
+    for (int64_t i = start; i < lists.sizes[list]; i += kFinishThreads) {
+      state = functor.add(state, lists.partials[list][i]);
+    }
+  }
+  return state;
+}
+
+// Writes the norm and whether an element was not finite, by the thread that is `first`.
+template <NormKind kind, typename Lists, typename Join>
+FUSEDACC_INLINE void finish_block(const Lists& lists, bool first, Join&& join) {
+  const auto pass = [&](auto functor) {
+    return join(functor, [&](int32_t thread) { return finish_state(functor, lists, thread); });
+  };
+  const double norm = norm_of<kind, double>(pass, pass);
+  if (!first) return;
+  if (lists.wide) {
+    *static_cast<double*>(lists.norm) = norm;
+  } else {
+    *static_cast<float*>(lists.norm) = static_cast<float>(norm);
+  }
+  *lists.found = Magnitude<double>::of(norm) >= Magnitude<double>::kInfinity ? 1.0f : 0.0f;
+}
+
+}  // namespace fusedacc::cuda

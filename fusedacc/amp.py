@@ -1,0 +1,158 @@
+"""Loss scaling for the counted loop: torch's GradScaler, called on every micro-batch as one would write it.
+
+scaler = fusedacc.amp.GradScaler("cuda")
+for x, y in loader:
+    with torch.autocast("cuda", torch.float16):
+        loss = criterion(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)       # every k-th call updates
+    scaler.update()              # and only then may the scale change
+    optimizer.zero_grad()
+scaler.flush(optimizer)          # a last window that is not full
+scaler.update()
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from .optimizer import AccumulatingOptimizer
+from .update import Scaling
+
+__all__ = ["GradScaler"]
+
+#: Where torch's scaler looks for what has been found; the key of an entry that is no optimizer's.
+_HELD = 0
+
+
+class GradScaler(torch.amp.GradScaler):
+    """torch.amp.GradScaler whose decisions fall on a window's last micro-batch only.
+
+    For an `AccumulatingOptimizer` in a counted loop, `unscale_`, `step` and `update` do nothing to the scale
+    or the gradients before that. Then loss scale and clipping are one number on the device, inf and nan are
+    looked for in the pass that yields the norm, and nothing waits for the device where the inner optimizer is
+    one of torch's with `fused=True`. A manual loop has a window in every `step`. For other optimizers it is
+    torch's.
+
+    While a window of any optimizer is part-filled, `update()` keeps what was found and the scale as it is.
+
+    Arguments and checkpoints are torch's.
+    """
+
+    def __init__(self, device: str = "cuda", *arguments: Any, **settings: Any) -> None:
+        super().__init__(device, *arguments, **settings)
+        self._open: weakref.WeakSet[AccumulatingOptimizer] = weakref.WeakSet()
+        self._held: list[Tensor] = []
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """As torch's, on the window's last micro-batch; before, it returns at once.
+
+        Raises:
+            RuntimeError: called twice for an update, after its step, or on the inner optimizer of a wrapper.
+        """
+        if not self._enabled:
+            return
+        if isinstance(optimizer, AccumulatingOptimizer):
+            self._check_inner(optimizer)
+            if not optimizer._closes_window:
+                self._open.add(optimizer)
+                return
+            optimizer._arena.norms.clear()  # of the gradients as they are; torch bumps no version here
+        super().unscale_(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Ends the micro-batch; on the window's last, updates, unless the gradient holds inf or nan.
+
+        Raises:
+            RuntimeError: called twice for an update without `update()` between, with a closure, or after
+                `unscale_` on the inner optimizer.
+        """
+        if not self._enabled or not isinstance(optimizer, AccumulatingOptimizer):
+            return super().step(optimizer, *args, **kwargs)
+        if args or kwargs:
+            raise RuntimeError("GradScaler.step() takes no closure")
+        self._check_inner(optimizer)
+        if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update()")
+        optimizer._scaled_by = weakref.ref(self)
+        optimizer._inner_update.expect_norm()
+        if not optimizer._closes_window:
+            if optimizer._window.micro.ran:
+                self._open.add(optimizer)
+            return optimizer._run_scaled(Scaling(), optimizer.step)
+        return self._close(optimizer, optimizer.step)
+
+    def flush(self, optimizer: AccumulatingOptimizer) -> None:
+        """`optimizer.flush()` for a window of scaled losses; `update()` afterwards, as after `step`.
+
+        Raises:
+            TypeError: `optimizer` is no AccumulatingOptimizer. RuntimeError: as `step`.
+        """
+        if not isinstance(optimizer, AccumulatingOptimizer):
+            raise TypeError(f"optimizer must be an AccumulatingOptimizer, got {type(optimizer).__name__}")
+        if not self._enabled or optimizer._window.empty:
+            return optimizer._run_scaled(Scaling(), optimizer.flush)
+        self._check_inner(optimizer)
+        return self._close(optimizer, optimizer.flush)
+
+    def _close(self, optimizer: AccumulatingOptimizer, run: Any) -> Any:
+        """The update of a window, with the loss scale; keeps what was found for `update()`."""
+        scale, _ = self._check_scale_growth_tracker("step")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.UNSCALED:
+            found = [flag.to(scale.device) for flag in state["found_inf_per_device"].values()]
+            scaling = Scaling(None, torch.stack(found).amax() if found else None)
+        else:
+            scaling = Scaling(scale, checks=True)
+        result = optimizer._run_scaled(scaling, run)
+        found_inf = scaling.found_inf
+        if found_inf is None:  # no parameter has a gradient
+            found_inf = torch.zeros((), device=scale.device)
+        state["found_inf_per_device"] = {found_inf.device: found_inf}
+        state["stage"] = OptState.STEPPED
+        self._open.discard(optimizer)
+        return result
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """As torch's, once no window is part-filled; else it keeps what was found and returns.
+
+        Raises:
+            RuntimeError: `new_scale` is given while a window is part-filled: its sums have the old scale.
+        """
+        if not self._enabled:
+            return
+        found = [
+            flag
+            for state in self._per_optimizer_states.values()
+            for flag in state["found_inf_per_device"].values()
+        ]
+        if any(not optimizer._window.empty for optimizer in self._open):
+            if new_scale is not None:
+                raise RuntimeError(
+                    f"update(new_scale={new_scale!r}) in mid-window: the gradients that are in the sums have "
+                    "the old scale; call it after the window's update"
+                )
+            self._held += found
+            self._per_optimizer_states.clear()
+            return
+        if not found and not self._held and new_scale is None:
+            return
+        if self._held:
+            device = self._held[0].device
+            together = torch.stack([flag.to(device, non_blocking=True) for flag in self._held])
+            self._per_optimizer_states[_HELD]["found_inf_per_device"] = {device: together.amax()}
+            self._held = []
+        super().update(new_scale)
+
+    def _check_inner(self, optimizer: AccumulatingOptimizer) -> None:
+        inner = self._per_optimizer_states.get(id(optimizer.optimizer))
+        if inner is not None and inner["stage"] is not OptState.READY:
+            raise RuntimeError(
+                "unscale_() or step() was called on the inner optimizer: the gradients would be unscaled "
+                "twice. Call them on the AccumulatingOptimizer"
+            )

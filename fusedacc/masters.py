@@ -1,0 +1,98 @@
+"""float32 master copies of low-precision parameters, on which the inner optimizer runs.
+
+A parameter's memory is swapped for its master's while the inner optimizer steps, so the optimizer's state is
+keyed by the model's parameters and is float32. Then one pass rounds the masters into the parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.optim import Optimizer
+
+from . import functional
+from .slot import Slot
+
+LOW = (torch.bfloat16, torch.float16)
+
+
+class Masters:
+    """The masters of the parameters in `slots`.
+
+    A parameter that was changed from outside since the last update (weights were loaded, say) gives its value
+    to its master, in the elements where it is not the master's own, rounded.
+
+    Args:
+        slots: the parameters; a list shared with its owner, who may append.
+        inner: the inner optimizer, whose low-precision state becomes float32.
+        backend: as in `AccumulatingOptimizer`.
+    """
+
+    def __init__(self, slots: list[Slot], inner: Optimizer, backend: str) -> None:
+        self._slots, self._inner, self._backend = slots, inner, backend
+        self._masters: dict[Slot, Tensor] = {}
+        self._versions: dict[Slot, tuple[int, int]] = {}
+        if not any(slot.param.dtype in LOW for slot in slots):
+            warnings.warn(
+                "master_weights=True, but no parameter is bfloat16 or float16: there is nothing to keep in "
+                "higher precision; leave it out, or convert the model before it is wrapped",
+                stacklevel=4,
+            )
+
+    def of(self, slot: Slot) -> Tensor | None:
+        """The master of a low-precision parameter, up to date; None for another."""
+        param = slot.param
+        if param.dtype not in LOW:
+            return None
+        master, version = self._masters.get(slot), (param.data_ptr(), param._version)
+        if master is None or master.device != param.device or master.shape != param.shape:
+            master = param.detach().to(torch.float32, memory_format=torch.preserve_format)
+        elif self._versions.get(slot) != version:
+            master = torch.where(master.to(param.dtype) == param.detach(), master, param.detach().float())
+        self._masters[slot], self._versions[slot] = master, version
+        return master
+
+    def put(self, slot: Slot, master: Tensor) -> None:
+        """Take a saved master over, exactly."""
+        param = slot.param
+        kept = torch.empty_like(param, dtype=torch.float32).copy_(master)
+        self._masters[slot], self._versions[slot] = kept, (param.data_ptr(), param._version)
+
+    @contextlib.contextmanager
+    def swapped(self, slots: Sequence[Slot], write_back: bool = True) -> Iterator[None]:
+        """While inside, the parameters of `slots` are their masters; then they are these, rounded."""
+        pairs = [(slot, master) for slot in slots if (master := self.of(slot)) is not None]
+        low = [slot.param.data for slot, _ in pairs]
+        for slot, master in pairs:
+            slot.param.data = master
+        self._widen_state(pairs)
+        try:
+            yield
+        finally:
+            for (slot, _), data in zip(pairs, low, strict=True):
+                slot.param.data = data
+        if write_back and pairs:
+            masters = [master for _, master in pairs]
+            functional.scale_cast_(low, masters, 1.0, backend=self._backend)
+            increment_version([slot.param for slot, _ in pairs])
+            for slot, _ in pairs:
+                self._versions[slot] = (slot.param.data_ptr(), slot.param._version)
+
+    def _widen_state(self, pairs: Sequence[tuple[Slot, Tensor]]) -> None:
+        """State from before there were masters, or of a checkpoint without them, becomes float32."""
+        for slot, master in pairs:
+            state: dict[str, Any] = self._inner.state.get(slot.param, {})
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.dtype in LOW and value.shape == master.shape:
+                    state[name] = value.float()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the masters take."""
+        return sum(master.nbytes for master in self._masters.values())

@@ -1,0 +1,121 @@
+"""The norm of a list of tensors from partial norms, over devices and backends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from . import backends, checks, reference
+from .plan import split, traced_backend
+
+#: Joins partial norms of one device to a norm of that dtype.
+Join = Callable[[Sequence[Tensor], torch.dtype], tuple[Tensor, Tensor]]
+
+
+def partials(tensors: Sequence[Tensor], norm_type: float, backend: str) -> list[Tensor]:
+    """The partial norms of all tensors: one vector for each device and backend, in one read of each tensor.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `functional.total_norm`.
+    """
+    refused, chosen = None, None
+    try:
+        first = tensors[0]
+        chosen = backends.select(first.device, first.dtype, first.dtype, backend).backend
+        if chosen.name in backends.SELF_CHECKING:
+            return [chosen.norm_partials(tensors, norm_type)]
+    except Exception as error:
+        refused = error
+    checks.check_tensors(tensors)
+    parts = split(tensors, tensors, backend)
+    if refused is not None and [part.backend for part in parts] == [chosen]:
+        raise refused
+    return [part.backend.norm_partials(part.of(tensors), norm_type) for part in parts]
+
+
+def finish(
+    found: Sequence[Tensor], norm_type: float, dtype: torch.dtype, backend: str
+) -> tuple[Tensor, Tensor]:
+    """The norm, and whether an element was not finite, of partial norms from any backend and device.
+
+    Args:
+        found: float64 vectors, as `partials` and `Run.with_norm` give them.
+        norm_type: as for the partials.
+        dtype: of the norm: float32 or float64.
+        backend: which one is to join them.
+
+    Returns:
+        Two 0-dim tensors on the device of the first vector: the norm, and 1.0 or 0.0 in float32.
+    """
+
+    def join(vectors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return _finisher(vectors, backend).finish_norm(vectors, norm_type, dtype)
+
+    return _over_devices(found, dtype, join)
+
+
+def _over_devices(found: Sequence[Tensor], dtype: torch.dtype, join: Join) -> tuple[Tensor, Tensor]:
+    if not found:
+        return torch.zeros((), dtype=dtype), torch.zeros(())
+    home = found[0].device
+    here = []
+    for device in dict.fromkeys(vector.device for vector in found):
+        there = [vector for vector in found if vector.device == device]
+        if device == home:
+            here += there
+        else:
+            # A norm in float64 is a partial norm: eight bytes go from device to device.
+            norm, _ = join(there, torch.float64)
+            here.append(norm.reshape(1).to(home, non_blocking=True))
+    return join(here, dtype)
+
+
+def _finisher(found: Sequence[Tensor], backend: str) -> backends.Backend:
+    if backend == "auto" and not all(map(checks.is_plain, found)):
+        backend = "eager"
+    return backends.select(found[0].device, torch.float64, torch.float64, backend).backend
+
+
+def norm_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
+    """float64 if one of the tensors is, else float32."""
+    wide = any(tensor.dtype == torch.float64 for tensor in tensors)
+    return torch.float64 if wide else torch.float32
+
+
+def _traced(tensors: Sequence[Tensor], norm_type: float, backend: str) -> tuple[Tensor, Tensor]:
+    """The graph under `torch.compile`: two operators per device, or plain torch."""
+
+    def native(device: torch.device, dtype: torch.dtype) -> bool:
+        return traced_backend(device, dtype, dtype, backend) in ("cuda", "cpu")
+
+    def join(vectors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        if native(vectors[0].device, torch.float64):
+            return torch.ops.fusedacc.finish_norm(vectors, norm_type, dtype == torch.float64)
+        return reference.finish_norm(vectors, norm_type, dtype)
+
+    found = []
+    for device in dict.fromkeys(tensor.device for tensor in tensors):
+        here = [tensor.detach() for tensor in tensors if tensor.device == device]
+        if native(device, here[0].dtype):
+            found.append(torch.ops.fusedacc.norm_partials(here, norm_type))
+        else:
+            found.append(reference.norm_partials(here, norm_type))
+    return _over_devices(found, norm_dtype(tensors), join)
+
+
+def norm_and_nonfinite(
+    tensors: Sequence[Tensor], norm_type: float = 2.0, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """`functional.total_norm`, and from the same read whether an element was not finite: 1.0 or 0.0.
+
+    The second is what torch's fused optimizers take as `found_inf`: 0-dim, float32, on the first tensor's
+    device. Nothing waits for a device.
+    """
+    norm_type = checks.check_norm_type(norm_type)
+    if torch.compiler.is_compiling():
+        return _traced(tensors, norm_type, backend)
+    backends.requested(backend)
+    found = partials(tensors, norm_type, backend)
+    return finish(found, norm_type, norm_dtype(tensors), backend)

@@ -1,0 +1,233 @@
+"""The update: norm, clip, unscale and skip, folded into one number on the device.
+
+It is applied where gradients are read anyway. Nothing here waits for the device, unless an update may have to
+be dropped and the inner optimizer cannot do so by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from . import checks, norms
+from .arena import Arena
+from .hooks import capturing
+from .slot import Slot
+
+#: torch's optimizers whose fused kernels divide by `grad_scale` and do nothing where `found_inf` is 1.
+FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+#: As torch.nn.utils.clip_grad_norm_ has it.
+EPSILON = 1e-6
+
+
+def check_settings(max_grad_norm: Any, norm_type: Any) -> tuple[float | None, float]:
+    """The arguments as floats.
+
+    Raises:
+        TypeError: no real number. ValueError: a `max_grad_norm` that is not above 0, or an unknown norm.
+    """
+    for name, value in (("max_grad_norm", max_grad_norm), ("norm_type", norm_type)):
+        if isinstance(value, bool) or not isinstance(value, Real | None):
+            raise TypeError(f"{name} must be a number, got {value!r}")
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ValueError(f"max_grad_norm must be above 0, or None for no clipping; got {max_grad_norm}")
+    if norm_type not in (2.0, math.inf):
+        raise ValueError(f"norm_type must be 2.0 or inf; got {norm_type!r}")
+    return None if max_grad_norm is None else float(max_grad_norm), float(norm_type)
+
+
+def takes_scale(inner: Optimizer) -> bool:
+    """Whether the inner optimizer's kernel applies `grad_scale` and honours `found_inf`."""
+    return type(inner) in FUSED and all(group.get("fused") for group in inner.param_groups)
+
+
+class Update:
+    """Runs the inner optimizer on the final gradients.
+
+    Args:
+        inner: the inner optimizer.
+        arena: where the sums are.
+        max_grad_norm: clip to this norm; None: do not.
+        norm_type: 2.0 or inf.
+        skip_nonfinite: drop an update whose gradient holds inf or nan.
+    """
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        arena: Arena,
+        max_grad_norm: float | None = None,
+        norm_type: float = 2.0,
+        skip_nonfinite: bool = False,
+    ) -> None:
+        self.max_grad_norm, self.norm_type, self.skip_nonfinite = max_grad_norm, norm_type, skip_nonfinite
+        #: The norm of the last update's gradient before it was clipped: 0-dim, on the gradients' device.
+        self.grad_norm: Tensor | None = None
+        #: Updates that were dropped on the device: 0-dim int64; None before the first that could be.
+        self.skipped: Tensor | None = None
+        self._inner = inner
+        self._arena = arena
+        if max_grad_norm is not None or skip_nonfinite:
+            self.expect_norm()
+
+    def expect_norm(self) -> None:
+        """The next update will ask for the norm: let a window's last additions leave what they can of it."""
+        self._arena.norms.wanted = self.norm_type
+
+    def describe(self, casts: bool) -> str:
+        """In words: what happens between the final sums and the inner optimizer, and where.
+
+        `casts`: whether sums are cast where the parameter has another dtype; with masters they are not.
+        """
+        asked = []
+        if self.max_grad_norm is not None:
+            kind = "inf" if math.isinf(self.norm_type) else "L2"
+            asked.append(f"clip to {kind} norm {self.max_grad_norm:g}")
+        if self.skip_nonfinite:
+            asked.append("drop what is not finite")
+        low = casts and any(slot.param.dtype != slot.accumulate_dtype for slot in self._arena.slots)
+        name = type(self._inner).__name__
+        if not asked:
+            cast = "cast to the parameters' dtype, " if low else ""
+            return f"{cast}then {name}; a loss scale or device weights would be folded in"
+        if not takes_scale(self._inner):
+            where = f"in one pass{', with the cast' if low else ''}; {name} does not scale by itself"
+            dropping = "; dropping waits for the device" if self.skip_nonfinite else ""
+            return f"{', '.join(asked)} {where}{dropping}"
+        where = "in the pass that casts" if low else f"inside {name}'s fused kernel"
+        return f"{', '.join(asked)} {where}"
+
+    def step(self, scaling: Scaling) -> tuple[Any, bool]:
+        """One step of the inner optimizer, on gradients as `scaling` and the settings make them.
+
+        Args:
+            scaling: what is known of the sums; its `found_inf` is set where somebody asks for it.
+
+        Returns:
+            What the inner step returned, and whether the host has decided to drop it.
+        """
+        hands_over = self.prepare(scaling)
+        found = scaling.found_inf
+        try:
+            if found is not None and not hands_over and self._is_set(found):
+                return None, True
+            if found is not None and hands_over:
+                if self.skipped is None:
+                    self.skipped = torch.zeros((), dtype=torch.int64, device=found.device)
+                self.skipped += found.ne(0).to(self.skipped.device, non_blocking=True)
+            return self._inner.step(), False
+        finally:
+            self.release()
+
+    def _is_set(self, found: Tensor) -> bool:
+        if capturing():
+            raise RuntimeError(
+                f"an update that may be dropped cannot be captured with {type(self._inner).__name__} here: "
+                "the host would decide. Allowed: Adam, AdamW, SGD and Adagrad with fused=True, after a first "
+                "update, on sums of the parameters' dtype"
+            )
+        return bool(found.item())
+
+    def release(self) -> None:
+        """Take back what `prepare` has handed to the inner optimizer."""
+        for name in ("grad_scale", "found_inf"):
+            self._inner.__dict__.pop(name, None)
+
+    def prepare(self, scaling: Scaling) -> bool:
+        """Ready every p.grad. Returns whether the inner optimizer's kernel scales and skips."""
+        multiplier = self._measure(scaling)
+        hands_over = self._hands_over(scaling)
+        if not hands_over:
+            self._arena.present(1.0 if multiplier is None else multiplier)
+            return False
+        self._arena.present()
+        if multiplier is not None:
+            self._inner.grad_scale = multiplier.reciprocal()  # type: ignore[attr-defined]
+        if scaling.found_inf is not None:
+            self._inner.found_inf = scaling.found_inf  # type: ignore[attr-defined]
+        return True
+
+    def _measure(self, scaling: Scaling) -> Tensor | None:
+        """By what the sums are to be multiplied, clipping included; None for 1. One read, if any."""
+        multiplier, checks = scaling.multiplier, self.skip_nonfinite or scaling.checks
+        if self.max_grad_norm is None and not checks:
+            return multiplier
+        finals = self._arena.finals()
+        if not finals:
+            return multiplier
+        norm, nonfinite = self._norm(finals)
+        if multiplier is not None:
+            norm = norm * multiplier.to(norm.device, non_blocking=True)
+        self.grad_norm = norm
+        if checks:
+            scaling.drop_if(nonfinite)
+        if self.max_grad_norm is None:
+            return multiplier
+        clip = (self.max_grad_norm / (norm + EPSILON)).clamp(max=1.0)
+        return clip if multiplier is None else clip * multiplier.to(clip.device, non_blocking=True)
+
+    def _norm(self, finals: Sequence[tuple[Slot, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Norm of the sums, and a 0-dim float32 flag for inf and nan; reads what has no norm left for it."""
+        left, totals = self._arena.norms.split(finals)
+        plain = [total for total in totals if _is_ordinary(total)]
+        if plain:
+            left += norms.partials(plain, self.norm_type, self._arena.backend)
+        for total in totals:
+            if not _is_ordinary(total):
+                values = total.coalesce()._values() if total.is_sparse else total
+                values = values if values.is_complex() else values.double()
+                left.append(torch.linalg.vector_norm(values, self.norm_type).double().reshape(1))
+        dtype = norms.norm_dtype([total for _, total in finals])
+        return norms.finish(left, self.norm_type, dtype, self._arena.backend)
+
+    def _hands_over(self, scaling: Scaling) -> bool:
+        if not takes_scale(self._inner):
+            return False
+        # float64 would lose digits to the kernel's float32 scale; a cast has to scale while it is in float32.
+        if any(t.dtype != s.param.dtype or t.dtype == torch.float64 for s, t in self._arena.finals()):
+            return False
+        return scaling.found_inf is None or not self._would_leave_garbage()
+
+    def _would_leave_garbage(self) -> bool:
+        """torch's fused SGD makes momentum buffers that its kernel does not write in a dropped first step."""
+        state = self._inner.state
+        return type(self._inner) is torch.optim.SGD and any(
+            group["momentum"] and state.get(param, {}).get("momentum_buffer") is None
+            for group in self._inner.param_groups
+            for param in group["params"]
+            if param.requires_grad
+        )
+
+
+def _is_ordinary(total: Tensor) -> bool:
+    return checks.is_plain(total) and total.is_floating_point()
+
+
+class Scaling:
+    """What is known on the device only: by what the sums are multiplied, and whether they are finite.
+
+    Args:
+        loss_scale: 0-dim; the sums are divided by it. None: they are not scaled.
+        found_inf: 0-dim float32, 1 where the update must be dropped; None where nobody has looked yet.
+        checks: whether somebody needs `found_inf`.
+    """
+
+    def __init__(
+        self, loss_scale: Tensor | None = None, found_inf: Tensor | None = None, checks: bool = False
+    ) -> None:
+        # In float64: the reciprocal of a large scale in float32 may be one ulp off.
+        self.multiplier = None if loss_scale is None else loss_scale.double().reciprocal().float()
+        self.found_inf = found_inf
+        self.checks = checks
+
+    def drop_if(self, flag: Tensor) -> None:
+        """Drop the update too where `flag`, 0-dim float32, is 1."""
+        found = self.found_inf
+        near = flag if found is None else flag.to(found.device, non_blocking=True)
+        self.found_inf = near if found is None else torch.maximum(found, near)

@@ -1,0 +1,152 @@
+"""Norms on a GPU, by the CUDA kernels and by Triton: against float64, in one read, in graphs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from cases import GRADIENT_LAYOUTS, LAYOUTS, PAIRS, copies, lay_out, random_lists, random_tensor
+
+from fusedacc import backends, functional, norms
+
+pytestmark = pytest.mark.cuda
+
+NORM_TYPES = (2.0, math.inf)
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+SHAPES = [(), (0, 3), (1,), (7,), (257,), (3, 4, 2), (2, 3, 4, 5), (300, 67), (8192,), (24581,), (100_003,)]
+
+
+@pytest.fixture(params=["cuda", "triton"])
+def backend(request):
+    problem = backends.obstacle(request.param, torch.device("cuda"), torch.float32, torch.float32)
+    if problem is not None:
+        pytest.skip(f"the {request.param} backend cannot run here: {problem}")
+    return request.param
+
+
+def assert_is_norm(result, tensors, norm_type):
+    """A thread adds at most 128 squares in float32 and a block joins 256 sums, halved by the root."""
+    values = torch.cat([tensor.double().flatten().cpu() for tensor in tensors])
+    largest = values.abs().max()
+    expected = largest if norm_type == math.inf else torch.linalg.vector_norm(values / largest) * largest
+    single = any(tensor.dtype != torch.float64 for tensor in tensors)
+    sums = (128 + 8 + 1) * torch.finfo(torch.float32 if single else torch.float64).eps / 4
+    rounding = torch.finfo(result.dtype).eps / 2 + values.numel() * torch.finfo(torch.float64).eps
+    allowed = rounding if norm_type == math.inf else rounding + sums
+    assert (result.double().cpu() - expected).abs() <= expected * allowed
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+@pytest.mark.parametrize("layout", GRADIENT_LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_and_layout(dtype, layout, norm_type, backend, generator):
+    tensors = [random_tensor(shape, dtype, generator, layout, "cuda") for shape in SHAPES]
+    result = functional.total_norm(tensors, norm_type, backend=backend)
+    assert result.device == tensors[0].device
+    assert_is_norm(result, tensors, norm_type)
+    assert torch.equal(result, functional.total_norm(tensors, norm_type, backend=backend))
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [(torch.float32, 1e30), (torch.float32, 1e-40), (torch.bfloat16, 1e-30), (torch.float64, 1e300)],
+    ids=str,
+)
+def test_huge_and_tiny_values(dtype, value, norm_type, backend):
+    tensors = [torch.full((9000,), value, dtype=dtype, device="cuda"), torch.ones(3, device="cuda") * 0]
+    norm, found = norms.norm_and_nonfinite(tensors, norm_type, backend)
+    assert found.item() == 0.0
+    assert_is_norm(norm, [tensors[0]], norm_type)
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_inf_and_nan_are_found(dtype, norm_type, backend, generator):
+    tensor = random_tensor((20001,), dtype, generator, device="cuda")
+    for place in (0, 8191, 8192, 20000):
+        for bad in (math.inf, -math.inf, math.nan):
+            spoilt = tensor.clone()
+            spoilt[place] = bad
+            norm, found = norms.norm_and_nonfinite([tensor, spoilt], norm_type, backend)
+            assert (found.item(), found.dtype) == (1.0, torch.float32)
+            assert norm.isnan() if math.isnan(bad) else norm.item() == math.inf
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("gradient_layout", GRADIENT_LAYOUTS)
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+def test_the_norm_that_sums_leave(layout, gradient_layout, norm_type, backend, generator):
+    accumulators, gradients = random_lists(
+        PAIRS, SHAPES, generator, layout=layout, gradient_layout=gradient_layout, device="cuda"
+    )
+    flags = [index % 3 == 0 for index in range(len(accumulators))]
+    expected = [lay_out(tensor, layout) for tensor in copies(accumulators)]
+    functional.prepare(expected, backend=backend)(gradients, 0.3, overwrite=flags)
+    left = functional.prepare(accumulators, backend=backend).with_norm(
+        gradients, 0.3, overwrite=flags, norm_type=norm_type
+    )
+    assert all(map(torch.equal, accumulators, expected))
+    norm, _ = norms.finish(left, norm_type, torch.float64, backend)
+    assert torch.equal(norm, functional.total_norm(accumulators, norm_type, backend=backend))
+    assert_is_norm(norm, accumulators, norm_type)
+
+
+def test_a_norm_is_two_launches_and_waits_for_nothing(generator):
+    tensors = [
+        random_tensor((1 + index % 50,), torch.float32, generator, device="cuda") for index in range(900)
+    ]
+    functional.total_norm(tensors, backend="cuda")
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            functional.total_norm(tensors, backend="cuda")
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+    on_device = [
+        event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    assert len([name for name in on_device if not name.startswith("Activity Buffer")]) == 2, on_device
+
+
+def test_captured_in_a_graph(backend, generator):
+    accumulators, gradients = random_lists(PAIRS[:4], [(5,), (9000,)], generator, device="cuda")
+    scale = torch.tensor(0.5, device="cuda")
+    plan = functional.prepare(accumulators, backend=backend)
+
+    def step():
+        left = plan.with_norm(gradients, scale, overwrite=True)
+        read = norms.norm_and_nonfinite(accumulators, 2.0, backend)
+        return norms.finish(left, 2.0, torch.float32, backend), read
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        left, read = step()
+    for factor in (0.25, 3.0, math.inf):
+        scale.fill_(factor)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert left[1].item() == read[1].item() == (0.0 if factor < math.inf else 1.0)
+        if factor < math.inf:
+            assert_is_norm(left[0], accumulators, 2.0)
+            assert read[0].item() == pytest.approx(left[0].item())
+
+
+def test_more_elements_than_32_bits_count(backend):
+    count = 2**31 + 8192 + 5
+    free, _ = torch.cuda.mem_get_info()
+    if free < 2 * count + 2**30:
+        pytest.skip(f"needs {2 * count + 2**30} bytes of device memory; {free} are free")
+    tensor = torch.ones(count, dtype=torch.bfloat16, device="cuda")
+    tensor[-3:] = 2
+    norm = functional.total_norm([tensor], backend=backend)
+    assert norm.item() == pytest.approx(math.sqrt(count + 9))
+    assert functional.total_norm([tensor], math.inf, backend=backend).item() == 2.0

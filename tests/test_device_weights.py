@@ -1,0 +1,135 @@
+"""Weights that stay on the device: CPU tensors stand for them here, which the window is told not to read."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from loops import LOW, loss_of, network
+from test_update import NoHostRead
+
+import fusedacc
+from fusedacc import window as window_module
+
+F32 = torch.float32
+WEIGHTS = [3.0, 17.0, 9.0, 40.0]
+
+
+@pytest.fixture
+def _on_device(monkeypatch):
+    monkeypatch.setattr(window_module, "_on_host", lambda tensor: False)
+
+
+pytestmark = pytest.mark.usefixtures("_on_device")
+
+
+def build(reduction, dtype=F32, steps=4, fused=True, **options):
+    model = network(dtype)
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+    return model, fusedacc.AccumulatingOptimizer(inner, steps, reduction=reduction, **options)
+
+
+def run(model, optimizer, weights, late=False):
+    for seed, weight in enumerate(weights):
+        with optimizer.accumulate(weight=None if late else weight) as micro_batch:
+            loss_of(model, seed).backward()
+            if late:
+                micro_batch.weight = weight
+        if optimizer._window.counted:
+            optimizer.step()
+    if not optimizer._window.counted:
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def on_device(weights):
+    return [torch.tensor(weight) for weight in weights]
+
+
+@pytest.mark.parametrize("steps", [4, None])
+@pytest.mark.parametrize("dtype", [F32, LOW])
+@pytest.mark.parametrize("reduction", ["weighted", "normalized"])
+def test_they_weigh_as_numbers_do(reduction, dtype, steps):
+    wanted, reference = build(reduction, dtype, steps)
+    ours, optimizer = build(reduction, dtype, steps)
+    for _ in range(3):
+        run(wanted, reference, WEIGHTS)
+        run(ours, optimizer, on_device(WEIGHTS))
+    for p, want in zip(ours.parameters(), wanted.parameters(), strict=True):
+        torch.testing.assert_close(p, want, rtol=1e-5 if dtype == F32 else 2e-2, atol=1e-6)
+    assert int(optimizer.num_skipped) == 0
+
+
+def test_integers_and_late_weights():
+    wanted, reference = build("normalized")
+    ours, optimizer = build("normalized")
+    run(wanted, reference, WEIGHTS)
+    run(ours, optimizer, [torch.tensor(int(weight)) for weight in WEIGHTS], late=True)
+    for p, want in zip(ours.parameters(), wanted.parameters(), strict=True):
+        torch.testing.assert_close(p, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("reduction", ["weighted", "normalized"])
+def test_nothing_is_read_by_the_host(reduction):
+    model, optimizer = build(reduction, max_grad_norm=0.1)
+    run(model, optimizer, on_device(WEIGHTS))
+    weights = on_device(WEIGHTS)
+    with NoHostRead():
+        run(model, optimizer, weights)
+    assert optimizer.num_updates == 2
+
+
+@pytest.mark.parametrize("weights", [[0, 0, 0, 0], [1, -1, 2, 3], [1, math.nan, 1, 1], [1, math.inf, 1, 1]])
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("reduction", ["weighted", "normalized"])
+def test_weights_that_make_no_mean_drop_the_update(reduction, fused, weights):
+    model, optimizer = build(reduction, fused=fused)
+    run(model, optimizer, on_device(WEIGHTS))
+    before = copy.deepcopy(list(model.parameters()))
+    state = copy.deepcopy(optimizer.optimizer.state_dict()["state"])
+    run(model, optimizer, on_device([float(weight) for weight in weights]))
+    assert all(map(torch.equal, model.parameters(), before))
+    for index, entry in optimizer.optimizer.state_dict()["state"].items():
+        assert all(torch.equal(value, state[index][name]) for name, value in entry.items())
+    assert int(optimizer.num_skipped) == 1
+    run(model, optimizer, on_device(WEIGHTS))
+    assert int(optimizer.num_skipped) == 1
+
+
+def test_a_part_filled_window_is_saved_and_flushed():
+    def part(reference):
+        model, optimizer = build("weighted", steps=10)
+        weights = WEIGHTS if reference else on_device(WEIGHTS)
+        run(model, optimizer, weights[:2])
+        if not reference:
+            other, restored = build("weighted", steps=10)
+            other.load_state_dict(model.state_dict())
+            restored.load_state_dict(optimizer.state_dict())
+            model, optimizer = other, restored
+        for seed in (2, 3):
+            with optimizer.accumulate(weight=weights[seed]):
+                loss_of(model, seed).backward()
+            optimizer.step()
+        optimizer.flush()
+        return model
+
+    for p, want in zip(part(False).parameters(), part(True).parameters(), strict=True):
+        torch.testing.assert_close(p, want, rtol=1e-5, atol=1e-6)
+
+
+def test_a_second_weight_of_one_micro_batch_is_refused():
+    model, optimizer = build("normalized")
+    first, second = on_device([3.0, 4.0])
+    with optimizer.accumulate() as micro_batch:
+        micro_batch.weight = first
+        loss_of(model).backward()
+        micro_batch.weight = first
+        with pytest.raises(RuntimeError, match="a micro-batch has one weight"):
+            micro_batch.weight = second
+    with (
+        pytest.raises(TypeError, match=r"got a torch\.float32 tensor of shape \(2,\)"),
+        optimizer.accumulate(weight=torch.zeros(2)),
+    ):
+        pass

@@ -1,0 +1,94 @@
+"""What a CUDA graph may capture. The rules are told here that a capture is on; `tests/cuda` has real ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from loops import loss_of, micro_batch, network, wrap
+
+from fusedacc import capture, update
+
+
+@pytest.fixture
+def graph(monkeypatch):
+    """`graph(True)` begins a capture, `graph(False)` ends it."""
+    state = {"on": False}
+    for module in (capture, update):
+        monkeypatch.setattr(module, "capturing", lambda: state["on"])
+    return lambda on: state.update(on=on)
+
+
+def mark(optimizer, text):
+    """A mark on every node; a node that nobody refers to dies with its mark."""
+    for node, _ in optimizer._capture._nodes.values():
+        node.metadata["mark"] = text
+
+
+def marks(optimizer):
+    return [node.metadata.get("mark") for node, _ in optimizer._capture._nodes.values()]
+
+
+def test_whole_windows_are_captured_on_nodes_of_their_own(graph):
+    model = network()
+    optimizer = wrap(model, 2)
+    for seed in range(2):
+        micro_batch(model, optimizer, seed)
+    mark(optimizer, "outside")
+    graph(True)
+    optimizer.zero_grad()
+    assert marks(optimizer) == [None] * 4
+    mark(optimizer, "inside")
+    for seed in range(4):
+        micro_batch(model, optimizer, seed)
+    assert marks(optimizer) == ["inside"] * 4
+    graph(False)
+    optimizer.zero_grad()
+    assert marks(optimizer) == [None] * 4
+    for seed in range(2):
+        micro_batch(model, optimizer, seed)
+    assert optimizer.num_updates == 4
+
+
+def test_a_capture_that_the_optimizer_does_not_know_of_is_refused(graph):
+    model = network()
+    optimizer = wrap(model, 1)
+    graph(True)
+    assert not optimizer.has_updated
+    with pytest.raises(RuntimeError, match=r"call optimizer\.zero_grad\(\) inside the capture"):
+        loss_of(model).backward()
+
+
+@pytest.mark.parametrize("begins_inside", [True, False])
+def test_a_part_of_a_window_is_refused(graph, begins_inside):
+    model = network()
+    optimizer = wrap(model, 3)
+    graph(begins_inside)
+    optimizer.zero_grad()
+    micro_batch(model, optimizer, 0)
+    graph(not begins_inside)
+    optimizer.zero_grad()  # clears nothing in mid-window
+    optimizer._capture.refresh()
+    where = "inside" if begins_inside else "outside"
+    with pytest.raises(RuntimeError, match=f"1 of 3 micro-batches {where} the capture"):
+        loss_of(model).backward()
+
+
+def test_dropping_by_the_host_is_refused(graph):
+    model = network()
+    optimizer = wrap(model, 1, torch.optim.SGD, skip_nonfinite=True)
+    graph(True)
+    optimizer.zero_grad()
+    loss_of(model).backward()
+    with pytest.raises(RuntimeError, match="cannot be captured with SGD here"):
+        optimizer.step()
+
+
+def test_skips_are_counted_in_one_place():
+    """A graph adds to the same memory whenever it is replayed."""
+    model = network()
+    optimizer = wrap(model, 1, lambda p, lr: torch.optim.AdamW(p, lr=lr, fused=True), skip_nonfinite=True)
+    places = set()
+    for seed in range(3):
+        micro_batch(model, optimizer, seed)
+        places.add(optimizer._inner_update.skipped.data_ptr())
+    assert len(places) == 1

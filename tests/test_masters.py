@@ -1,0 +1,256 @@
+"""float32 masters of low-precision parameters, against masters kept by hand."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+import warnings
+
+import pytest
+import torch
+from loops import LOW, loss_of, micro_batch, network
+from torch import nn
+
+import fusedacc
+
+F32, F16 = torch.float32, torch.float16
+STEPS = 2
+INNER = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
+    "adam foreach": lambda p: torch.optim.Adam(p, lr=1e-3, foreach=True),
+    "sgd fused, momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, fused=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),
+}
+
+
+def wrapped(model, inner="adamw fused", steps=STEPS, **options):
+    return fusedacc.AccumulatingOptimizer(
+        INNER[inner](list(model.parameters())), steps, master_weights=True, **options
+    )
+
+
+def by_hand(model: nn.Module, make, windows: int, divides: bool) -> list[torch.Tensor]:
+    """Masters as parameters of an ordinary optimizer; float32 sums, of a divided loss or not."""
+    masters = [nn.Parameter(p.detach().float()) for p in model.parameters()]
+    optimizer = make(masters)
+    for window in range(windows):
+        for step in range(STEPS):
+            (loss_of(model, STEPS * window + step) / (STEPS if divides else 1)).backward()
+            for master, p in zip(masters, model.parameters(), strict=True):
+                term = p.grad.float() * (1 if divides else 1 / STEPS)
+                master.grad = term if master.grad is None else master.grad + term
+                p.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for master, p in zip(masters, model.parameters(), strict=True):
+                p.copy_(master)
+    return masters
+
+
+def train(model, optimizer, windows, start=0):
+    counted = optimizer._window.counted
+    for seed in range(STEPS * start, STEPS * (start + windows)):
+        (loss_of(model, seed) / (1 if counted else STEPS)).backward()
+        if counted or seed % STEPS == STEPS - 1:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def masters_of(optimizer):
+    return [optimizer._masters.of(slot) for slot in optimizer._slots]
+
+
+@pytest.mark.parametrize("counted", [True, False])
+@pytest.mark.parametrize("dtype", [LOW, F16])
+@pytest.mark.parametrize("inner", INNER)
+def test_equal_to_masters_kept_by_hand_bit_for_bit(inner, dtype, counted):
+    wanted, ours = network(dtype), network(dtype)
+    masters = by_hand(wanted, INNER[inner], 20, divides=not counted)
+    optimizer = wrapped(ours, inner, STEPS if counted else None)
+    identities = [id(p) for p in ours.parameters()]
+    train(ours, optimizer, 20)
+    assert all(map(torch.equal, masters_of(optimizer), masters))
+    assert all(map(torch.equal, ours.parameters(), wanted.parameters()))
+    assert [id(p) for p in ours.parameters()] == identities
+    for p in ours.parameters():
+        assert p.dtype == dtype
+        assert all(v.dtype == F32 for v in optimizer.state[p].values() if isinstance(v, torch.Tensor))
+
+
+def test_small_updates_are_not_lost():
+    """An lr that bfloat16 rounds away: without masters nothing moves."""
+    start = network(LOW)
+    for master_weights, moves in ((False, False), (True, True)):
+        model = copy.deepcopy(start)
+        inner = torch.optim.SGD(model.parameters(), lr=1e-6)
+        optimizer = fusedacc.AccumulatingOptimizer(inner, 1, master_weights=master_weights)
+        for _ in range(5):
+            micro_batch(model, optimizer, 1)
+        if moves:
+            assert not all(
+                map(torch.equal, [m.bfloat16().float() for m in masters_of(optimizer)], masters_of(optimizer))
+            )
+        else:
+            assert torch.equal(model[2].weight, start[2].weight)
+
+
+def test_autograd_knows_that_parameters_were_written():
+    model = network(LOW)
+    optimizer = wrapped(model, steps=1)
+    loss = loss_of(model, 0)
+    loss_of(model, 1).backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("through", ["state_dict", "torch.save", "pickle", "deepcopy"])
+def test_masters_survive_exactly(through):
+    straight = network(LOW)
+    reference = wrapped(straight)
+    train(straight, reference, 6)
+
+    model = network(LOW)
+    optimizer = wrapped(model)
+    train(model, optimizer, 3)
+    if through in ("pickle", "deepcopy"):
+        pair = (model, optimizer)
+        model, optimizer = copy.deepcopy(pair) if through == "deepcopy" else pickle.loads(pickle.dumps(pair))
+    else:
+        saved, weights = optimizer.state_dict(), copy.deepcopy(model.state_dict())
+        if through == "torch.save":
+            file = io.BytesIO()
+            torch.save(saved, file)
+            file.seek(0)
+            saved = torch.load(file)
+        model = network(LOW)
+        optimizer = wrapped(model)
+        optimizer.load_state_dict(saved)
+        model.load_state_dict(weights)  # after the optimizer's: the masters must stand it
+    train(model, optimizer, 3, start=3)
+    assert all(map(torch.equal, straight.parameters(), model.parameters()))
+    assert all(map(torch.equal, masters_of(reference), masters_of(optimizer)))
+    for p, want in zip(model.parameters(), straight.parameters(), strict=True):
+        for name, value in reference.state[want].items():
+            assert torch.equal(value, optimizer.state[p][name])
+
+
+def test_weights_that_are_loaded_reach_the_masters():
+    model, other = network(LOW), network(LOW)
+    optimizer = wrapped(model)
+    train(model, optimizer, 2)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(1.0)
+    model.load_state_dict(other.state_dict())
+    assert all(
+        torch.equal(m, p.float()) for m, p in zip(masters_of(optimizer), other.parameters(), strict=True)
+    )
+
+
+def test_a_checkpoint_of_the_bare_optimizer_becomes_float32():
+    model = network(LOW)
+    bare = INNER["adamw fused"](list(model.parameters()))
+    loss_of(model).backward()
+    bare.step()
+    bare.zero_grad()
+    optimizer = wrapped(model)
+    optimizer.load_state_dict(bare.state_dict())
+    train(model, optimizer, 1)
+    assert all(s["exp_avg"].dtype == F32 for s in optimizer.state.values())
+    late = fusedacc.AccumulatingOptimizer(bare, STEPS, master_weights=True) if not optimizer.close() else None
+    train(model, late, 1)
+    assert all(s["exp_avg"].dtype == F32 for s in late.state.values())
+
+
+def test_damaged_masters_change_nothing():
+    model = network(LOW)
+    optimizer = wrapped(model)
+    train(model, optimizer, 1)
+    before = copy.deepcopy(optimizer.state_dict())
+    for damage in (torch.zeros(3), torch.zeros(5, 4, dtype=LOW), "text"):
+        bad = copy.deepcopy(before)
+        bad["state"][0]["fusedacc_master"] = damage
+        with pytest.raises(ValueError, match="the master of parameter 0"):
+            optimizer.load_state_dict(bad)
+    after = optimizer.state_dict()
+    for index, entry in before["state"].items():
+        assert all(torch.equal(value, after["state"][index][name]) for name, value in entry.items())
+
+
+def test_masters_into_a_wrapper_without_them_warn():
+    model = network(LOW)
+    optimizer = wrapped(model)
+    train(model, optimizer, 1)
+    saved = optimizer.state_dict()
+    optimizer.close()
+    plain = fusedacc.AccumulatingOptimizer(INNER["adamw fused"](list(model.parameters())), STEPS)
+    with pytest.warns(UserWarning, match="pass master_weights=True"):
+        plain.load_state_dict(saved)
+    train(model, plain, 1)
+
+
+def test_mixed_precision_parameters_and_parameters_without_gradient():
+    torch.manual_seed(0)
+    model = nn.ModuleDict(
+        {"low": nn.Linear(4, 4).to(LOW), "wide": nn.Linear(4, 4), "unused": nn.Linear(4, 4).to(LOW)}
+    )
+    before = copy.deepcopy(model["unused"].state_dict())
+    optimizer = wrapped(model, steps=1, max_grad_norm=0.1)
+    for _ in range(3):
+        model["wide"](model["low"](torch.randn(3, 4, dtype=LOW)).float()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(torch.equal(v, before[k]) for k, v in model["unused"].state_dict().items())
+    assert model["wide"].weight.dtype == F32
+    assert not any(p in optimizer.state for p in model["unused"].parameters())
+
+
+@pytest.mark.parametrize("inner", ["adamw fused", "adamw"])
+def test_with_clipping_scaling_and_skipping(inner):
+    wanted, ours = network(F16), network(F16)
+    plain, scaled = wrapped(wanted, inner, max_grad_norm=0.05), wrapped(ours, inner, max_grad_norm=0.05)
+    scaler = fusedacc.amp.GradScaler("cpu", init_scale=256.0)
+    train(wanted, plain, 5)
+    for seed in range(STEPS * 6):
+        bad = seed == 1
+        scaler.scale(loss_of(ours, max(seed - STEPS, 0)) * (math.inf if bad else 1.0)).backward()
+        scaler.step(scaled)
+        scaler.update()
+        scaled.zero_grad()
+    assert int(scaled.num_skipped) == 1
+    for p, want in zip(masters_of(scaled), masters_of(plain), strict=True):
+        torch.testing.assert_close(p, want, rtol=2e-3, atol=2e-5)
+
+
+def test_nothing_in_low_precision_warns():
+    with pytest.warns(UserWarning, match="no parameter is bfloat16 or float16"):
+        wrapped(network(F32))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wrapped(network(LOW))
+
+
+def test_a_closure_in_a_manual_loop_is_refused():
+    with pytest.raises(RuntimeError, match="master_weights=True does not go with a closure"):
+        wrapped(network(LOW), steps=None).step(lambda: None)
+
+
+def test_later_parameters_and_thawed_ones_get_masters():
+    model = network(LOW)
+    model[0].requires_grad_(False)
+    optimizer = fusedacc.AccumulatingOptimizer(
+        INNER["adamw fused"](list(model[2].parameters())), 1, master_weights=True
+    )
+    micro_batch(model, optimizer, 0)
+    model[0].requires_grad_(True)
+    optimizer.add_param_group({"params": list(model[0].parameters())})
+    before = model[0].weight.detach().clone()
+    for seed in range(5):
+        micro_batch(model, optimizer, seed)
+    assert optimizer.state[model[0].weight]["exp_avg"].dtype == F32
+    assert not torch.equal(before, model[0].weight)

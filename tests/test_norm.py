@@ -1,0 +1,355 @@
+"""The total norm on a CPU, on every backend that can run here: its value, its flag, its determinism."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from cases import GRADIENT_LAYOUTS, LAYOUTS, PAIR_IDS, PAIRS, copies, lay_out, random_lists, random_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fusedacc import checks, functional, norms
+
+INF, NAN = math.inf, math.nan
+NORM_TYPES = (2.0, INF)
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# Around the widths of vector registers, of a group, of a block and of both kinds of chunks.
+SHAPES = [(), (0,), (1,), (7,), (3, 5), (4, 0, 2), (2, 3, 4, 5), (1025,), (8192,), (8193,), (16385,)]
+
+
+def exact(tensors, norm_type):
+    """In float64, scaled by the largest magnitude: no square overflows or vanishes that counts."""
+    values = torch.cat([tensor.detach().double().flatten() for tensor in tensors])
+    largest = values.abs().max() if values.numel() else torch.tensor(0.0, dtype=torch.float64)
+    if norm_type == INF or not 0 < largest < INF:
+        return largest
+    return torch.linalg.vector_norm(values / largest) * largest
+
+
+def tolerance(tensors, norm_type, result):
+    """Relative. The result's rounding; for sums in float32 an addition for each element of a lane and for
+    each join, at most 512 + 10 of them and one for each square, halved by the root; the reference's own."""
+    rounding = torch.finfo(result.dtype).eps / 2
+    if norm_type == INF:
+        return rounding
+    single = any(tensor.dtype != torch.float64 for tensor in tensors)
+    sums = 523 * torch.finfo(torch.float32 if single else torch.float64).eps / 4
+    elements = sum(tensor.numel() for tensor in tensors)
+    return rounding + sums + elements * torch.finfo(torch.float64).eps
+
+
+def assert_is_norm(result, tensors, norm_type):
+    wide = any(tensor.dtype == torch.float64 for tensor in tensors)
+    assert result.dtype == (torch.float64 if wide else torch.float32)
+    assert result.shape == ()
+    expected = exact(tensors, norm_type)
+    subnormal = torch.finfo(result.dtype).smallest_normal * torch.finfo(result.dtype).eps
+    error = (result.double() - expected).abs()
+    assert error <= expected * tolerance(tensors, norm_type, result) + subnormal, (result, expected)
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+@pytest.mark.parametrize("layout", GRADIENT_LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_and_layout(dtype, layout, norm_type, cpu_backend, generator):
+    tensors = [random_tensor(shape, dtype, generator, layout) for shape in SHAPES]
+    before = copies(tensors)
+    result = functional.total_norm(tensors, norm_type, backend=cpu_backend)
+    assert_is_norm(result, tensors, norm_type)
+    assert all(map(torch.equal, tensors, before))
+    for tensor in tensors[-4:]:
+        assert_is_norm(functional.total_norm([tensor], norm_type, backend=cpu_backend), [tensor], norm_type)
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+def test_mixed_dtypes(norm_type, cpu_backend, generator):
+    for dtypes in (DTYPES, DTYPES[1:], DTYPES[2:]):
+        tensors = [random_tensor((999,), dtype, generator) * 10**place for place, dtype in enumerate(dtypes)]
+        assert_is_norm(functional.total_norm(tensors, norm_type, backend=cpu_backend), tensors, norm_type)
+
+
+def test_it_is_what_torch_says(cpu_backend, generator):
+    tensors = [random_tensor(shape, torch.float32, generator) for shape in SHAPES]
+    for norm_type in NORM_TYPES:
+        expected = torch.nn.utils.get_total_norm([t for t in tensors if t.numel()], norm_type)
+        result = functional.total_norm(tensors, norm_type, backend=cpu_backend)
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=0)
+
+
+def extremes():
+    for dtype in DTYPES:
+        limits = torch.finfo(dtype)
+        smallest = limits.smallest_normal * limits.eps
+        for value in (limits.max, limits.max / 1000, limits.smallest_normal, smallest, 7 * smallest):
+            yield dtype, value
+    # Where squares begin to leave the range of float32, and of float64.
+    yield from ((torch.float32, 10.0**power) for power in (-25, -22, -19, -16, 17, 18, 19, 30))
+    yield from ((torch.bfloat16, 10.0**power) for power in (-25, -19, -16, 17, 19, 30))
+    yield from ((torch.float64, 10.0**power) for power in (-170, -150, -140, 150, 154, 300))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # the interpreter's numpy says so
+@pytest.mark.parametrize(("dtype", "value"), list(extremes()), ids=str)
+def test_huge_and_tiny_values(dtype, value, cpu_backend):
+    alone = torch.tensor([value], dtype=dtype)
+    spread = torch.zeros(20000, dtype=dtype)
+    spread[::7] = -value / 64 if value > 1 else value
+    spread[9000] = value
+    for tensors in ([alone], [spread], [alone, spread], [torch.zeros(50, dtype=dtype), alone]):
+        for norm_type in NORM_TYPES:
+            norm, found = norms.norm_and_nonfinite(tensors, norm_type, cpu_backend)
+            assert found.item() == 0.0
+            expected = exact(tensors, norm_type)
+            if expected > torch.finfo(norm.dtype).max:
+                assert norm.item() == INF or norm.dtype == torch.float64
+            else:
+                assert_is_norm(norm, tensors, norm_type)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # the interpreter's numpy says so
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_inf_and_nan_are_found_wherever_they_are(dtype, norm_type, cpu_backend, generator):
+    tensors = [random_tensor((size,), dtype, generator) for size in (5, 1, 20001)]
+    tensors.append(random_tensor((7, 90), dtype, generator, "transposed"))
+    norm, found = norms.norm_and_nonfinite(tensors, norm_type, cpu_backend)
+    assert found.dtype == torch.float32
+    assert (found.shape, found.item()) == ((), 0.0)
+    for tensor, place in ((0, 4), (1, 0), (2, 0), (2, 8191), (2, 8192), (2, 20000), (3, 300)):
+        flat = tensors[tensor].flatten()
+        for bad, said in ((INF, INF), (-INF, INF), (NAN, NAN)):
+            spoilt = list(tensors)
+            flat[place] = bad
+            spoilt[tensor] = lay_out(flat.view(tensors[tensor].shape), "transposed")
+            norm, found = norms.norm_and_nonfinite(spoilt, norm_type, cpu_backend)
+            assert found.item() == 1.0
+            assert norm.item() == said or (math.isnan(said) and norm.isnan())
+        flat[place] = 0
+    both = torch.tensor([INF, NAN, -INF], dtype=dtype)
+    assert functional.total_norm([both, *tensors], norm_type, backend=cpu_backend).isnan()
+
+
+def test_nothing_has_norm_zero(cpu_backend):
+    for norm_type in NORM_TYPES:
+        for tensors in ([], [torch.zeros(0)], [torch.zeros(0, 3), torch.zeros(4, 0)], [torch.zeros(9)]):
+            norm, found = norms.norm_and_nonfinite(tensors, norm_type, cpu_backend)
+            assert (norm.item(), found.item(), norm.dtype) == (0.0, 0.0, torch.float32)
+        empty = functional.total_norm([torch.zeros(0, dtype=torch.float64)], norm_type, backend=cpu_backend)
+        assert (empty.item(), empty.dtype) == (0.0, torch.float64)
+
+
+def test_one_thread_and_more_give_the_same_bits(cpu_backend, generator):
+    large = 30001 if cpu_backend == "triton" else 400001
+    tensors = [
+        random_tensor(shape, dtype, generator, layout)
+        for dtype, layout in zip(DTYPES, ("contiguous", "misaligned", "transposed", "gaps"), strict=True)
+        for shape in ((3,), (large,), (70, 999))
+    ]
+    threads = torch.get_num_threads()
+    try:
+        for norm_type in NORM_TYPES:
+            found = set()
+            for count in (1, 2, 3):
+                torch.set_num_threads(count)
+                found |= {
+                    functional.total_norm(tensors, norm_type, backend=cpu_backend).item() for _ in range(2)
+                }
+            assert len(found) == 1 or cpu_backend == "eager"  # whose sums are torch's own
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_alignment_does_not_change_the_bits(cpu_backend, generator):
+    if cpu_backend == "eager":
+        pytest.skip("the eager backend's sums are torch's own")
+    for dtype in DTYPES:
+        values = random_tensor((20011,), dtype, generator)
+        wanted = functional.total_norm([values], backend=cpu_backend)
+        for shift in (1, 3, 8):
+            room = torch.zeros(20011 + shift, dtype=dtype)
+            room[shift:] = values
+            assert torch.equal(functional.total_norm([room[shift:]], backend=cpu_backend), wanted)
+
+
+class NoHostReads(TorchDispatchMode):
+    """Fails where the host reads a tensor's data."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function.overloadpacket.__name__ not in ("_local_scalar_dense", "is_nonzero", "equal")
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_host_reads_nothing(cpu_backend, generator):
+    if cpu_backend == "triton":
+        pytest.skip("the interpreter reads everything")
+    tensors = [random_tensor((9000,), dtype, generator) for dtype in DTYPES]
+    for norm_type in NORM_TYPES:
+        with NoHostReads():
+            norms.norm_and_nonfinite(tensors, norm_type, cpu_backend)
+            functional.total_norm(tensors, norm_type, backend=cpu_backend)
+
+
+def test_nothing_is_recorded_by_autograd(cpu_backend):
+    leaf = torch.ones(4, requires_grad=True)
+    result = functional.total_norm([leaf, leaf * 2], backend=cpu_backend)
+    assert not result.requires_grad
+    assert result.item() == pytest.approx(math.sqrt(20))
+    assert leaf._version == 0
+
+
+def test_tensors_may_overlap(cpu_backend):
+    room = torch.arange(12.0)
+    tensors = [room, room, room[3:], room.as_strided((4, 5), (2, 1))]
+    assert_is_norm(functional.total_norm(tensors, backend=cpu_backend), tensors, 2.0)
+
+
+def test_subclasses_many_dimensions_and_a_whole_list_of_parts():
+    class Tagged(torch.Tensor):
+        pass
+
+    corner = torch.ones((3,) * 17, dtype=torch.float16)[(slice(None, None, 2),) * 17]
+    tensors = [torch.ones(3).as_subclass(Tagged), torch.ones(5), corner]
+    assert functional.total_norm(tensors).item() == pytest.approx(math.sqrt(3 + 5 + 2**17))
+    assert functional.total_norm([torch.ones(3, device="meta")]).device.type == "meta"
+
+
+BAD = {
+    "no list": (lambda: torch.ones(3), TypeError, "tensors is Tensor; allowed: a list or tuple"),
+    "no tensor": (lambda: [torch.ones(3), 2.0], TypeError, r"tensors\[1\] is float, not a tensor"),
+    "none": (lambda: [None], TypeError, r"tensors\[0\] is NoneType"),
+    "sparse": (lambda: [torch.ones(3).to_sparse()], TypeError, r"tensors\[0\] is sparse"),
+    "integer": (lambda: [torch.ones(3).int()], TypeError, r"tensors\[0\].*int32.*allowed: float64, float32"),
+    "complex": (lambda: [torch.ones(3) * 1j], TypeError, r"tensors\[0\] is complex"),
+    "float8": (lambda: [torch.ones(3).to(torch.float8_e5m2)], TypeError, r"\[0\].*float8.*allowed: float64"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_tensors(case, cpu_backend):
+    make, error, message = BAD[case]
+    with pytest.raises(error, match=message):
+        functional.total_norm(make(), backend=cpu_backend)
+
+
+@pytest.mark.parametrize("norm_type", [1, 0.0, -2.0, NAN, -INF, "inf", None, 2j, torch.tensor(2.0)])
+def test_other_norms_are_refused(norm_type, cpu_backend):
+    with pytest.raises(ValueError, match=r"norm_type is .*; allowed: 2\.0 and inf"):
+        functional.total_norm([torch.ones(3)], norm_type, backend=cpu_backend)
+    plan = functional.prepare([torch.ones(3)], backend=cpu_backend)
+    with pytest.raises(ValueError, match=r"norm_type is .*; allowed: 2\.0 and inf"):
+        plan.with_norm([torch.ones(3)], norm_type=norm_type)
+
+
+def test_unknown_backends_are_refused():
+    for tensors in ([torch.ones(3)], []):
+        with pytest.raises(ValueError, match="backend='fast' is no backend"):
+            functional.total_norm(tensors, backend="fast")
+    with pytest.raises(RuntimeError, match="backend='cuda' cannot run"):
+        functional.total_norm([torch.ones(3)], backend="cuda")
+
+
+# The norm that an accumulation leaves
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("gradient_layout", ["contiguous", "misaligned", "transposed", "expanded"])
+def test_a_plan_leaves_the_bits_of_a_read(layout, gradient_layout, norm_type, cpu_backend, generator):
+    shapes = [(), (0, 3), (2, 3, 4, 5), (90, 101)]
+    pairs = PAIRS[:2] if cpu_backend == "triton" else PAIRS  # the interpreter is slow
+    accumulators, gradients = random_lists(
+        pairs, shapes, generator, layout=layout, gradient_layout=gradient_layout
+    )
+    for overwrite in (False, [index % 3 == 0 for index in range(len(accumulators))]):
+        expected = [lay_out(tensor, layout) for tensor in copies(accumulators)]
+        functional.prepare(expected, backend=cpu_backend)(gradients, 0.3, overwrite=overwrite)
+        plan = functional.prepare(accumulators, backend=cpu_backend)
+        left = plan.with_norm(gradients, 0.3, overwrite=overwrite, norm_type=norm_type)
+        assert all(map(torch.equal, accumulators, expected))
+        dtype = norms.norm_dtype(accumulators)
+        norm, found = norms.finish(left, norm_type, dtype, cpu_backend)
+        assert torch.equal(norm, functional.total_norm(accumulators, norm_type, backend=cpu_backend))
+        assert found.item() == 0.0
+        assert_is_norm(norm, accumulators, norm_type)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=PAIR_IDS)
+def test_of_what_was_rounded_to_the_sums_dtype(pair, cpu_backend, generator):
+    accumulator = random_tensor((20001,), pair[1], generator)
+    gradient = random_tensor((20001,), pair[0], generator, "misaligned")
+    plan = functional.prepare([accumulator], backend=cpu_backend)
+    (left,) = plan.with_norm([gradient], torch.tensor(0.7))
+    norm, _ = norms.finish([left], 2.0, norms.norm_dtype([accumulator]), cpu_backend)
+    assert_is_norm(norm, [accumulator], 2.0)
+    gradient[17] = INF
+    left = plan.with_norm([gradient], overwrite=True)
+    norm, found = norms.finish(left, 2.0, torch.float32, cpu_backend)
+    assert (norm.item(), found.item()) == (INF, 1.0)
+
+
+def test_partials_of_several_calls_and_backends_make_one_norm(cpu_backend, generator):
+    first = [random_tensor((9000,), torch.float32, generator) for _ in range(3)]
+    second = [random_tensor((77,), torch.bfloat16, generator) for _ in range(250)]
+    plan = functional.prepare(first, backend=cpu_backend)
+    found = plan.with_norm([torch.ones(9000)] * 3)
+    for tensor in second:
+        found += norms.partials([tensor], 2.0, "auto")
+    norm, bad = norms.finish(found, 2.0, torch.float32, "auto")
+    assert_is_norm(norm, [*first, *second], 2.0)
+    assert bad.item() == 0.0
+
+
+def test_a_large_overwrite_past_the_caches_leaves_its_norm(generator):
+    gradient = random_tensor((2**20 + 1001,), torch.bfloat16, generator)
+    for shift in (0, 1, 5):
+        room = torch.full((gradient.numel() + shift + 8,), -1.0)
+        accumulator = room[shift : shift + gradient.numel()]
+        left = functional.prepare([accumulator]).with_norm([gradient], 0.5, overwrite=True)
+        assert torch.equal(accumulator, gradient.float() * 0.5)
+        assert bool((room[:shift] == -1).all())
+        assert bool((room[shift + gradient.numel() :] == -1).all())
+        norm, _ = norms.finish(left, 2.0, torch.float32, "auto")
+        assert torch.equal(norm, functional.total_norm([accumulator]))
+
+
+def test_a_refused_plan_with_norm_changes_nothing(cpu_backend):
+    accumulators = [torch.ones(3), torch.ones(4)]
+    plan = functional.prepare(accumulators, backend=cpu_backend)
+    with pytest.raises(ValueError, match=r"gradients\[1\] has shape \(5,\)"):
+        plan.with_norm([torch.ones(3), torch.ones(5)])
+    assert all(bool((tensor == 1).all()) for tensor in accumulators)
+    versions = [tensor._version for tensor in accumulators]
+    plan.with_norm([torch.ones(3), torch.ones(4)])
+    assert all(now._version > then for now, then in zip(accumulators, versions, strict=True))
+
+
+# The overwriting pass by its own name
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=PAIR_IDS)
+def test_scale_cast(pair, cpu_backend, generator):
+    inputs = [random_tensor(shape, pair[0], generator) for shape in SHAPES]
+    for scale in (0.37, torch.tensor(-1.7, dtype=torch.float64)):
+        outputs = [torch.full(tensor.shape, NAN, dtype=pair[1]) for tensor in inputs]
+        versions = [tensor._version for tensor in outputs]
+        functional.scale_cast_(outputs, inputs, scale, backend=cpu_backend)
+        wide = checks.computation_dtype(pair[1])
+        factor = torch.as_tensor(scale, dtype=torch.float64).to(wide)
+        for output, tensor, version in zip(outputs, inputs, versions, strict=True):
+            assert torch.equal(output, (tensor.to(wide) * factor).to(pair[1]))
+            assert output._version > version
+        same = [tensor.clone() for tensor in inputs]
+        functional.scale_cast_(same, same, scale, backend=cpu_backend)
+
+
+def test_scale_cast_names_its_own_arguments(cpu_backend):
+    room = torch.ones(8)
+    for outputs, inputs, error, message in (
+        ([torch.ones(3)], [torch.ones(4)], ValueError, r"inputs\[0\] has shape \(4,\), but outputs\[0\]"),
+        ([torch.ones(3)], [], ValueError, "1 outputs, but 0 inputs"),
+        ([torch.ones(3).int()], [torch.ones(3)], TypeError, r"outputs\[0\]"),
+        ([room[:4]], [room[1:5]], ValueError, r"inputs\[0\] shares .* outputs\[0\]; an input may be"),
+    ):
+        with pytest.raises(error, match=message):
+            functional.scale_cast_(outputs, inputs, 0.5, backend=cpu_backend)

@@ -1,0 +1,332 @@
+"""Clipping, skipping and the norm, against stock's separate passes."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from loops import loss_of, micro_batch, network, wrap
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fusedacc
+from fusedacc.traffic import TrafficMeter
+
+F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+INNER = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.05),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.05, fused=True),
+    "adam foreach": lambda p: torch.optim.Adam(p, lr=0.05, foreach=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "sgd fused, momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "sgd fused, damped": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5, fused=True),
+    "adagrad fused": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
+}
+FUSED = [name for name in INNER if "fused" in name]
+TOLERANCE = {F64: 1e-6, F32: 2e-5, BF16: 2e-2, F16: 4e-3}
+
+
+def train_stock(model, make, steps, windows, max_norm, norm_type=2.0, scale=1.0):
+    """Sums in float32 (float64), one clip per update; then gradients are cast to the parameter's dtype."""
+    optimizer, norms = make(list(model.parameters())), []
+    low = next(model.parameters()).dtype in (BF16, F16)
+    seed = 0
+    for _ in range(windows):
+        sums = [torch.zeros_like(p, dtype=F32 if low else p.dtype) for p in model.parameters()]
+        for _ in range(steps):
+            (scale * loss_of(model, seed)).backward()
+            seed += 1
+            for total, p in zip(sums, model.parameters(), strict=True):
+                total += p.grad.to(total.dtype) / steps
+                p.grad = None
+        norm = torch.linalg.vector_norm(torch.stack([t.norm(norm_type) for t in sums]), norm_type)
+        norms.append(norm)
+        for total, p in zip(sums, model.parameters(), strict=True):
+            clip = min(1.0, max_norm / (norm.item() + 1e-6)) if max_norm else 1.0
+            p.grad = (total * clip).to(p.dtype)
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def train_wrapped(model, make, steps, windows, counted=True, scale=1.0, **options):
+    optimizer = fusedacc.AccumulatingOptimizer(
+        make(list(model.parameters())), steps if counted else None, **options
+    )
+    norms = []
+    seed = 0
+    for _ in range(windows):
+        for _ in range(steps):
+            (scale * loss_of(model, seed) / (1 if counted else steps)).backward()
+            seed += 1
+            if counted:
+                optimizer.step()
+        if not counted:
+            optimizer.step()
+        norms.append(optimizer.grad_norm)
+        optimizer.zero_grad()
+    return norms, optimizer
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@pytest.mark.parametrize("max_norm", [0.05, 1e6])
+@pytest.mark.parametrize("counted", [True, False])
+@pytest.mark.parametrize("dtype", [F32, BF16, F64])
+@pytest.mark.parametrize("inner", INNER)
+def test_clipping_equals_stocks(inner, dtype, counted, max_norm, norm_type):
+    stock, ours = network(dtype), network(dtype)
+    wanted = train_stock(stock, INNER[inner], 3, 4, max_norm, norm_type)
+    norms, optimizer = train_wrapped(
+        ours, INNER[inner], 3, 4, counted, max_grad_norm=max_norm, norm_type=norm_type
+    )
+    tolerance = TOLERANCE[dtype]
+    for norm, want in zip(norms, wanted, strict=True):
+        assert norm.ndim == 0
+        torch.testing.assert_close(norm.double(), want.double(), rtol=tolerance, atol=tolerance)
+    for p, want in zip(ours.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(p, want, rtol=tolerance, atol=tolerance)
+    assert optimizer.num_skipped == 0
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_a_norm_below_the_limit_changes_no_bit(inner):
+    plain, clipped = network(), network()
+    train_wrapped(plain, INNER[inner], 2, 3)
+    train_wrapped(clipped, INNER[inner], 2, 3, max_grad_norm=1e9)
+    assert all(map(torch.equal, plain.parameters(), clipped.parameters()))
+
+
+def poison(model: nn.Module, value: float) -> None:
+    handle = model[0].weight.register_hook(lambda g: torch.full_like(g, value))
+    loss_of(model, 99).backward()
+    handle.remove()
+
+
+def snapshot(model, optimizer):
+    return copy.deepcopy((list(model.parameters()), optimizer.optimizer.state_dict()["state"]))
+
+
+def assert_same(first, second):
+    assert all(map(torch.equal, first[0], second[0]))
+    for index, entry in first[1].items():
+        for name, value in entry.items():
+            now = second[1][index][name]
+            assert torch.equal(value, now) if isinstance(value, torch.Tensor) else value == now, name
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("counted", [True, False])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("inner", INNER)
+def test_an_update_that_is_not_finite_is_dropped(inner, dtype, counted, value):
+    model = network(dtype)
+    optimizer = fusedacc.AccumulatingOptimizer(
+        INNER[inner](list(model.parameters())), 2 if counted else None, skip_nonfinite=True
+    )
+
+    def window(bad):
+        for index in range(2):
+            if bad and index == 1:
+                poison(model, value)
+            else:
+                loss_of(model, index).backward()
+            if counted or index == 1:
+                optimizer.step()
+        optimizer.zero_grad()
+
+    window(bad=False)
+    before = snapshot(model, optimizer)
+    window(bad=True)
+    assert_same(before, snapshot(model, optimizer))
+    assert int(optimizer.num_skipped) == 1
+    assert optimizer.num_updates == 2
+    assert optimizer.has_updated
+    window(bad=False)
+    assert int(optimizer.num_skipped) == 1
+    assert not torch.equal(before[0][0], next(model.parameters()))
+
+
+@pytest.mark.parametrize("inner", FUSED)
+def test_a_dropped_first_update_leaves_nothing_behind(inner):
+    """torch's fused SGD would leave a momentum buffer that nobody has written."""
+    model, twin = network(), network()
+    optimizer = fusedacc.AccumulatingOptimizer(INNER[inner](list(model.parameters())), skip_nonfinite=True)
+    poison(model, math.nan)
+    optimizer.step()
+    optimizer.zero_grad()
+    reference = fusedacc.AccumulatingOptimizer(INNER[inner](list(twin.parameters())), skip_nonfinite=True)
+    for seed in range(3):
+        for m, o in ((model, optimizer), (twin, reference)):
+            loss_of(m, seed).backward()
+            o.step()
+            o.zero_grad()
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))
+    assert (int(optimizer.num_skipped), int(reference.num_skipped)) == (1, 0)
+
+
+def test_without_skipping_a_nan_reaches_the_parameters_as_in_stock():
+    model = network()
+    optimizer = wrap(model, max_grad_norm=1.0)
+    poison(model, math.nan)
+    optimizer.step()
+    assert all(p.isnan().all() for p in model.parameters())
+
+
+class NoHostRead(TorchDispatchMode):
+    """Fails where device data would be read by the host."""
+
+    FORBIDDEN = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func._schema.name.removeprefix("aten::") not in self.FORBIDDEN, f"{func} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("inner", [name for name in FUSED if "adam" in name])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_a_window_reads_nothing_back_to_the_host(inner, dtype):
+    model = network(dtype)
+    optimizer = fusedacc.AccumulatingOptimizer(
+        INNER[inner](list(model.parameters())), 2, max_grad_norm=0.1, skip_nonfinite=dtype == F32
+    )
+    for seed in range(2):
+        micro_batch(model, optimizer, seed)
+    with NoHostRead():
+        for seed in range(4):
+            loss_of(model, seed).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert optimizer.num_updates == 3
+
+
+def test_the_mode_that_forbids_host_reads_does_fail():
+    with NoHostRead(), pytest.raises(AssertionError, match="waits for the device"):
+        torch.ones(()).item()
+
+
+def wide(dtype=F32) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300)).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("inner", "dtype", "steps", "gradient_bytes"),
+    [
+        ("adamw fused", F32, None, 4 + 8),  # norm, and the kernel that scales, writes back
+        ("adam foreach", F32, None, 4 + 8 + 4 + 4),  # norm, one pass, lerp and addcmul read
+        ("adamw fused", BF16, None, 4 + 6 + 2),  # norm, cast and scale in one, the kernel
+        ("adamw fused", F32, 2, 8),  # the last addition has left the norm
+        ("adam foreach", F32, 2, 8 + 4 + 4),
+        ("adamw fused", BF16, 2, 6 + 2),
+    ],
+)
+def test_gradient_bytes_at_the_update(inner, dtype, steps, gradient_bytes):
+    model = wide(dtype)
+    optimizer = fusedacc.AccumulatingOptimizer(
+        INNER[inner](list(model.parameters())), steps, max_grad_norm=0.01
+    )
+    x = torch.randn(2, 300, dtype=dtype)
+    for _ in range(4):
+        model(x).float().square().mean().backward()
+        with TrafficMeter(model) as meter:
+            optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.has_updated
+    elements = sum(p.numel() for p in model.parameters())
+    assert not meter.uncounted
+    found = meter.as_dict()["by_phase_and_kind"]["update"]["gradients"] / elements
+    assert found == pytest.approx(gradient_bytes, abs=0.05), meter.table()
+
+
+@pytest.mark.parametrize("bad", [0, -1.0, math.nan])
+def test_max_grad_norm_is_checked(bad):
+    with pytest.raises(ValueError, match="max_grad_norm must be above 0"):
+        wrap(network(), max_grad_norm=bad)
+
+
+def test_settings_of_the_wrong_kind():
+    with pytest.raises(TypeError, match="max_grad_norm must be a number"):
+        wrap(network(), max_grad_norm="1")
+    with pytest.raises(ValueError, match=r"norm_type must be 2\.0 or inf; got 1"):
+        wrap(network(), max_grad_norm=1.0, norm_type=1)
+
+
+def test_settings_and_counts_survive_pickling_and_checkpoints():
+    model = network()
+    optimizer = wrap(model, 1, max_grad_norm=0.5)
+    assert copy.deepcopy(optimizer)._finishing == (0.5, 2.0, False)
+    skipper = fusedacc.AccumulatingOptimizer(
+        INNER["adamw fused"](list(network().parameters())), skip_nonfinite=True
+    )
+    for value in (1.0, math.nan):
+        for p in skipper.param_groups[0]["params"]:
+            p.grad = torch.full_like(p, value)
+        skipper.step()
+    assert isinstance(skipper.num_skipped, torch.Tensor)
+    saved = skipper.state_dict()
+    other = fusedacc.AccumulatingOptimizer(INNER["adamw fused"](list(network().parameters())))
+    other.load_state_dict(saved)
+    assert other.num_skipped == 1
+    assert int(skipper.num_skipped) == 1
+
+
+def test_a_closure_in_a_manual_loop_is_clipped():
+    stock, ours = network(), network()
+    reference = torch.optim.SGD(stock.parameters(), lr=0.1, momentum=0.9)
+    optimizer = fusedacc.AccumulatingOptimizer(
+        torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9), max_grad_norm=0.01
+    )
+
+    def closure_of(model, o, clip):
+        def closure():
+            o.zero_grad()
+            loss = loss_of(model, 1)
+            loss.backward()
+            if clip:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            return loss
+
+        return closure
+
+    for _ in range(3):
+        reference.step(closure_of(stock, reference, True))
+        optimizer.step(closure_of(ours, optimizer, False))
+    for p, want in zip(ours.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(p, want, rtol=1e-5, atol=1e-7)
+    with pytest.raises(RuntimeError, match="skip_nonfinite=True does not go with a closure"):
+        wrap(network(), skip_nonfinite=True).step(lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("inner", "dtype", "options", "told"),
+    [
+        ("adamw fused", F32, {}, "update: then AdamW; a loss scale or device weights would be folded in"),
+        ("adamw fused", BF16, {}, "update: cast to the parameters' dtype, then AdamW;"),
+        ("adamw fused", F32, {"max_grad_norm": 0.5}, "clip to L2 norm 0.5 inside AdamW's fused kernel"),
+        (
+            "adamw fused",
+            BF16,
+            {"max_grad_norm": 2.0, "norm_type": math.inf},
+            "clip to inf norm 2 in the pass that casts",
+        ),
+        (
+            "sgd",
+            F32,
+            {"skip_nonfinite": True},
+            "in one pass; SGD does not scale by itself; dropping waits for the device",
+        ),
+        (
+            "adamw fused",
+            BF16,
+            {"master_weights": True, "max_grad_norm": 1.0},
+            "inside AdamW's fused kernel; on float32 masters",
+        ),
+    ],
+)
+def test_explain_tells_of_the_update(inner, dtype, options, told):
+    model = network(dtype)
+    optimizer = fusedacc.AccumulatingOptimizer(INNER[inner](list(model.parameters())), 2, **options)
+    assert told in optimizer.explain()
