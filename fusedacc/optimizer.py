@@ -239,7 +239,7 @@ class AccumulatingOptimizer(Optimizer):
 
         Raises:
             RuntimeError: a weight is missing (nothing is changed: set it and call again), or an exception has
-                left part of a micro-batch in the sums (see `discard`).
+                left sums that are neither old nor new (see `discard`).
         """
         window = self._window
         if self._closed:
@@ -319,8 +319,7 @@ class AccumulatingOptimizer(Optimizer):
             skipped = window.weighs_nothing
             loss = None
             if not skipped:
-                with observers.phase("update"), self._on_masters():
-                    loss, skipped = self._inner_update.step(self._scaling_at_hand())
+                loss, skipped = self._run_update()
         self._arena.withdraw()
         window.end_update(skipped)
         self._follow_groups()
@@ -353,6 +352,16 @@ class AccumulatingOptimizer(Optimizer):
             return self.optimizer.step(evaluate)
         finally:
             self._inner_update.release()
+
+    def _run_update(self) -> tuple[Any, bool]:
+        """The inner optimizer's step; its result, and whether the host has decided to drop it."""
+        try:
+            with observers.phase("update"), self._on_masters():
+                return self._inner_update.step(self._scaling_at_hand())
+        except BaseException:
+            if self._inner_update.applied:
+                self._window.tainted = "an exception has interrupted an update that had scaled its gradients"
+            raise
 
     @contextlib.contextmanager
     def _on_masters(self, slots: list[Slot] | None = None) -> Iterator[None]:
@@ -430,8 +439,7 @@ class AccumulatingOptimizer(Optimizer):
             if skipped:
                 self._arena.clear()
             else:
-                with self._on_masters():
-                    _, skipped = self._inner_update.step(self._scaling_at_hand())
+                _, skipped = self._run_update()
                 self._arena.withdraw()
         window.end_update(skipped)
         self._follow_groups()
@@ -608,7 +616,7 @@ class AccumulatingOptimizer(Optimizer):
         Without a part-filled window the result loads into the bare inner optimizer too.
 
         Raises:
-            RuntimeError: the window holds part of a micro-batch after an exception (see `discard`), or
+            RuntimeError: the window's sums are neither old nor new after an exception (see `discard`), or
                 gradients that `accumulate(model)` has left unsynchronised.
         """
         self._capture.settle()

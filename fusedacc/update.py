@@ -69,6 +69,8 @@ class Update:
         self.max_grad_norm, self.norm_type, self.skip_nonfinite = max_grad_norm, norm_type, skip_nonfinite
         #: The norm of the last update's gradient before it was clipped: 0-dim, on the gradients' device.
         self.grad_norm: Tensor | None = None
+        #: Whether the last `prepare` has changed the sums, so that it must not be done twice.
+        self.applied = False
         #: Updates that were dropped on the device: 0-dim int64; None before the first that could be.
         self.skipped: Tensor | None = None
         self._inner = inner
@@ -141,8 +143,10 @@ class Update:
 
     def prepare(self, scaling: Scaling) -> bool:
         """Ready every p.grad. Returns whether the inner optimizer's kernel scales and skips."""
+        self.applied = False
         multiplier = self._measure(scaling)
         hands_over = self._hands_over(scaling)
+        self.applied = multiplier is not None and not hands_over
         if not hands_over:
             self._arena.present(1.0 if multiplier is None else multiplier)
             return False

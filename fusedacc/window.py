@@ -323,11 +323,11 @@ class Window:
         self.has_updated = True
 
     def check_untainted(self) -> None:
-        """Raise RuntimeError if an exception has left a part of a micro-batch in the sums."""
+        """Raise RuntimeError if an exception has left sums that are neither old nor new."""
         if self.tainted is not None:
             raise RuntimeError(
-                f"{self.tainted}: a part of a micro-batch is in the sums and cannot be taken back; call "
-                "discard() to throw the window away"
+                f"{self.tainted}: what is in the sums cannot be taken back or made good; call discard() to "
+                "throw the window away"
             )
 
     def check_synchronised(self, consequence: str) -> None:

@@ -6,6 +6,8 @@ import pytest
 import torch
 from loops import LOW, assert_gradients, expected, gradients, loss_of, micro_batch, network, wrap
 
+import fusedacc
+
 
 class Unlucky(torch.optim.SGD):
     """Its first step raises before it changes anything."""
@@ -117,3 +119,47 @@ def test_a_failing_closure_changes_nothing():
     micro_batch(model, optimizer, 1)
     assert optimizer.num_updates == 1
     assert_gradients(model, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("steps", [None, 2])
+def test_an_update_that_has_scaled_its_gradients_is_not_tried_twice(steps, dtype):
+    """Clipped or unscaled once, the sums are no longer what a second try would take them for."""
+    model = network(dtype)
+    inner = torch.optim.RMSprop(model.parameters(), lr=0.1)
+    optimizer = fusedacc.AccumulatingOptimizer(inner, steps, max_grad_norm=0.01)
+    broken = inner.register_step_pre_hook(lambda *_: (_ for _ in ()).throw(ValueError("broken")))
+    for seed in range(steps or 1):
+        loss_of(model, seed).backward()
+        if seed < (steps or 1) - 1:
+            optimizer.step()
+    with pytest.raises(ValueError, match="broken"):
+        optimizer.step()
+    broken.remove()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(RuntimeError, match="had scaled its gradients"):
+        optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
+    optimizer.discard()
+    for seed in range(steps or 1):
+        micro_batch(model, optimizer, seed)
+    assert not torch.equal(before[0], next(model.parameters()))
+
+
+def test_an_update_that_the_kernel_scales_may_be_tried_again():
+    model, twin = network(), network()
+
+    def make(m):
+        return torch.optim.AdamW(m.parameters(), lr=0.1, fused=True)
+
+    inner = make(model)
+    optimizer = fusedacc.AccumulatingOptimizer(inner, 1, max_grad_norm=0.01)
+    reference = fusedacc.AccumulatingOptimizer(make(twin), 1, max_grad_norm=0.01)
+    broken = inner.register_step_pre_hook(lambda *_: (_ for _ in ()).throw(ValueError("broken")))
+    loss_of(model, 0).backward()
+    with pytest.raises(ValueError, match="broken"):
+        optimizer.step()
+    broken.remove()
+    optimizer.step()
+    micro_batch(twin, reference, 0)
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))
