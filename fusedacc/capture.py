@@ -387,6 +387,20 @@ class Capture:
             self.arena.deliver()
         return True
 
+    def conclude(self, partial: bool = False) -> float | Tensor | None:
+        """Put the sums of a window that ends into p.grad, and leave their final scale to the update.
+
+        Returns by what they are still to be multiplied; None where that is not known, all weights being 0.
+        """
+        window = self.window
+        target = window.target(False, partial)
+        if target is None:
+            return None
+        with torch.no_grad():
+            self.arena.deliver()
+        known = not (isinstance(target, Tensor) or isinstance(window.factor, Tensor))
+        return 1.0 if known and target == window.factor else target / window.factor
+
     def forget(self) -> None:
         """Drop what is pending."""
         for identity in list(self._tasks):

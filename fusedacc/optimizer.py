@@ -315,11 +315,10 @@ class AccumulatingOptimizer(Optimizer):
         if closure is not None:
             loss, skipped = self._step_with(closure), False
         else:
-            self._finish_sums()
-            skipped = window.weighs_nothing
-            loss = None
-            if not skipped:
-                loss, skipped = self._run_update()
+            window.check_untainted()
+            reduces = window.reduction != "sum" and window.micro_step > 0
+            ratio = self._capture.conclude() if reduces else 1.0
+            loss, skipped = self._run_update(ratio)
         self._arena.withdraw()
         window.end_update(skipped)
         self._follow_groups()
@@ -353,11 +352,18 @@ class AccumulatingOptimizer(Optimizer):
         finally:
             self._inner_update.release()
 
-    def _run_update(self) -> tuple[Any, bool]:
-        """The inner optimizer's step; its result, and whether the host has decided to drop it."""
+    def _run_update(self, ratio: float | Tensor | None) -> tuple[Any, bool]:
+        """The inner optimizer's step on the sums times `ratio`; None drops it, for all weights are 0.
+
+        Returns its result, and whether the host has decided to drop it.
+        """
+        if ratio is None:
+            return None, True
+        scaling = self._scaling_at_hand()
+        scaling.multiply(ratio)
         try:
             with observers.phase("update"), self._on_masters():
-                return self._inner_update.step(self._scaling_at_hand())
+                return self._inner_update.step(scaling)
         except BaseException:
             if self._inner_update.applied:
                 self._window.tainted = "an exception has interrupted an update that had scaled its gradients"
@@ -434,13 +440,12 @@ class AccumulatingOptimizer(Optimizer):
         If it raises, the window stays as it is: `step()` or `flush()` tries again, `zero_grad()` gives up.
         """
         window = self._window
-        with observers.phase("update"):
-            skipped = not self._capture.deliver(ending=False, partial=partial)
-            if skipped:
-                self._arena.clear()
-            else:
-                _, skipped = self._run_update()
-                self._arena.withdraw()
+        ratio = self._capture.conclude(partial)
+        _, skipped = self._run_update(ratio)
+        if ratio is None:
+            self._arena.clear()
+        else:
+            self._arena.withdraw()
         window.end_update(skipped)
         self._follow_groups()
 

@@ -114,12 +114,12 @@ class Update:
         Returns:
             What the inner step returned, and whether the host has decided to drop it.
         """
-        hands_over = self.prepare(scaling)
+        drops = self.prepare(scaling)
         found = scaling.found_inf
         try:
-            if found is not None and not hands_over and self._is_set(found):
+            if found is not None and not drops and self._is_set(found):
                 return None, True
-            if found is not None and hands_over:
+            if found is not None and drops:
                 if self.skipped is None:
                     self.skipped = torch.zeros((), dtype=torch.int64, device=found.device)
                 self.skipped += found.ne(0).to(self.skipped.device, non_blocking=True)
@@ -132,7 +132,7 @@ class Update:
             raise RuntimeError(
                 f"an update that may be dropped cannot be captured with {type(self._inner).__name__} here: "
                 "the host would decide. Allowed: Adam, AdamW, SGD and Adagrad with fused=True, after a first "
-                "update, on sums of the parameters' dtype"
+                "update"
             )
         return bool(found.item())
 
@@ -142,22 +142,22 @@ class Update:
             self._inner.__dict__.pop(name, None)
 
     def prepare(self, scaling: Scaling) -> bool:
-        """Ready every p.grad. Returns whether the inner optimizer's kernel scales and skips."""
+        """Ready every p.grad. Returns whether the inner optimizer's kernel drops what is not finite."""
         self.applied = False
         multiplier = self._measure(scaling)
-        hands_over = self._hands_over(scaling)
-        self.applied = multiplier is not None and not hands_over
-        if not hands_over:
+        kernel = takes_scale(self._inner)
+        if kernel and multiplier is not None and self._is_uniform():
+            self._arena.present()
+            self._inner.grad_scale = self._reciprocal(multiplier)  # type: ignore[attr-defined]
+        else:
+            self.applied = multiplier is not None
             self._arena.present(1.0 if multiplier is None else multiplier)
+        if scaling.found_inf is None or not kernel or self._would_leave_garbage():
             return False
-        self._arena.present()
-        if multiplier is not None:
-            self._inner.grad_scale = multiplier.reciprocal()  # type: ignore[attr-defined]
-        if scaling.found_inf is not None:
-            self._inner.found_inf = scaling.found_inf  # type: ignore[attr-defined]
+        self._inner.found_inf = scaling.found_inf  # type: ignore[attr-defined]
         return True
 
-    def _measure(self, scaling: Scaling) -> Tensor | None:
+    def _measure(self, scaling: Scaling) -> float | Tensor | None:
         """By what the sums are to be multiplied, clipping included; None for 1. One read, if any."""
         multiplier, checks = scaling.multiplier, self.skip_nonfinite or scaling.checks
         if self.max_grad_norm is None and not checks:
@@ -167,14 +167,38 @@ class Update:
             return multiplier
         norm, nonfinite = self._norm(finals)
         if multiplier is not None:
-            norm = norm * multiplier.to(norm.device, non_blocking=True)
+            norm = norm * _near(multiplier, norm)
         self.grad_norm = norm
         if checks:
             scaling.drop_if(nonfinite)
         if self.max_grad_norm is None:
             return multiplier
         clip = (self.max_grad_norm / (norm + EPSILON)).clamp(max=1.0)
-        return clip if multiplier is None else clip * multiplier.to(clip.device, non_blocking=True)
+        return clip if multiplier is None else clip * _near(multiplier, clip)
+
+    def _reciprocal(self, multiplier: float | Tensor) -> Tensor:
+        """What the kernel divides by: 0-dim float32."""
+        if isinstance(multiplier, Tensor):
+            return multiplier.reciprocal()
+        device = self._arena.finals()[0][1].device if self._arena.finals() else None
+        return torch.full((), 1.0 / multiplier, dtype=torch.float32, device=device)
+
+    def _is_uniform(self) -> bool:
+        """Whether the kernel can scale every gradient.
+
+        float64 would lose digits to its float32 scale, and what is cast has to be scaled before.
+        """
+        return all(t.dtype == s.param.dtype != torch.float64 for s, t in self._arena.finals())
+
+    def _would_leave_garbage(self) -> bool:
+        """torch's fused SGD makes momentum buffers that its kernel does not write in a dropped first step."""
+        state = self._inner.state
+        return type(self._inner) is torch.optim.SGD and any(
+            group["momentum"] and state.get(param, {}).get("momentum_buffer") is None
+            for group in self._inner.param_groups
+            for param in group["params"]
+            if param.requires_grad
+        )
 
     def _norm(self, finals: Sequence[tuple[Slot, Tensor]]) -> tuple[Tensor, Tensor]:
         """Norm of the sums, and a 0-dim float32 flag for inf and nan; reads what has no norm left for it."""
@@ -189,24 +213,6 @@ class Update:
                 left.append(torch.linalg.vector_norm(values, self.norm_type).double().reshape(1))
         dtype = norms.norm_dtype([total for _, total in finals])
         return norms.finish(left, self.norm_type, dtype, self._arena.backend)
-
-    def _hands_over(self, scaling: Scaling) -> bool:
-        if not takes_scale(self._inner):
-            return False
-        # float64 would lose digits to the kernel's float32 scale; a cast has to scale while it is in float32.
-        if any(t.dtype != s.param.dtype or t.dtype == torch.float64 for s, t in self._arena.finals()):
-            return False
-        return scaling.found_inf is None or not self._would_leave_garbage()
-
-    def _would_leave_garbage(self) -> bool:
-        """torch's fused SGD makes momentum buffers that its kernel does not write in a dropped first step."""
-        state = self._inner.state
-        return type(self._inner) is torch.optim.SGD and any(
-            group["momentum"] and state.get(param, {}).get("momentum_buffer") is None
-            for group in self._inner.param_groups
-            for param in group["params"]
-            if param.requires_grad
-        )
 
 
 def _is_ordinary(total: Tensor) -> bool:
@@ -226,7 +232,9 @@ class Scaling:
         self, loss_scale: Tensor | None = None, found_inf: Tensor | None = None, checks: bool = False
     ) -> None:
         # In float64: the reciprocal of a large scale in float32 may be one ulp off.
-        self.multiplier = None if loss_scale is None else loss_scale.double().reciprocal().float()
+        self.multiplier: float | Tensor | None = None
+        if loss_scale is not None:
+            self.multiplier = loss_scale.double().reciprocal().float()
         self.found_inf = found_inf
         self.checks = checks
 
@@ -235,3 +243,16 @@ class Scaling:
         found = self.found_inf
         near = flag if found is None else flag.to(found.device, non_blocking=True)
         self.found_inf = near if found is None else torch.maximum(found, near)
+
+    def multiply(self, ratio: float | Tensor) -> None:
+        """The sums are to be multiplied by `ratio` too."""
+        if isinstance(ratio, Tensor) or ratio != 1.0:
+            own = self.multiplier
+            self.multiplier = ratio if own is None else own * _near(ratio, own)
+
+
+def _near(scale: float | Tensor, other: float | Tensor) -> float | Tensor:
+    """The scale where the other number is."""
+    if isinstance(scale, Tensor) and isinstance(other, Tensor):
+        return scale.to(other.device, non_blocking=True)
+    return scale

@@ -190,7 +190,7 @@ class NoHostRead(TorchDispatchMode):
 def test_a_window_reads_nothing_back_to_the_host(inner, dtype):
     model = network(dtype)
     optimizer = fusedacc.AccumulatingOptimizer(
-        INNER[inner](list(model.parameters())), 2, max_grad_norm=0.1, skip_nonfinite=dtype == F32
+        INNER[inner](list(model.parameters())), 2, max_grad_norm=0.1, skip_nonfinite=True
     )
     for seed in range(2):
         micro_batch(model, optimizer, seed)
@@ -330,3 +330,23 @@ def test_explain_tells_of_the_update(inner, dtype, options, told):
     model = network(dtype)
     optimizer = fusedacc.AccumulatingOptimizer(INNER[inner](list(model.parameters())), 2, **options)
     assert told in optimizer.explain()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "normalized"])
+def test_a_ratio_that_only_the_end_of_the_window_knows_is_folded(reduction):
+    """A window that ends early, or weights set late: no pass of its own."""
+    model = wide()
+    optimizer = fusedacc.AccumulatingOptimizer(
+        INNER["adamw fused"](list(model.parameters())), 4, reduction=reduction, max_grad_norm=1e9
+    )
+    for _ in range(2):
+        with TrafficMeter(model) as meter:
+            for _ in range(3):
+                with optimizer.accumulate(weight=2.0 if reduction == "normalized" else None):
+                    model(torch.randn(2, 300)).square().mean().backward()
+                optimizer.step()
+            optimizer.flush()
+        optimizer.zero_grad()
+    elements = sum(p.numel() for p in model.parameters())
+    found = meter.as_dict()["by_phase_and_kind"]["update"]["gradients"] / elements
+    assert found == pytest.approx(4 + 8, abs=0.05), meter.table()

@@ -40,8 +40,6 @@ OPTIONS = {
 def test_replays_equal_the_eager_loop(options, dtype, backend):
     if options == "masters" and dtype == torch.float32:
         pytest.skip("nothing in low precision")
-    if options == "skip" and dtype == torch.bfloat16:
-        pytest.skip("a cast update is dropped by the host")
     data = torch.randn(WINDOWS + WARM, STEPS, 16, 64, device="cuda").to(dtype)
     eager, reference = build(dtype, backend, OPTIONS[options])
     for inputs in data:
