@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Callable, Iterator
+from typing import ClassVar
 
 import torch
 from provided import BF16, F32, GROUP_BYTES, SETTINGS, Memory, Source
@@ -36,7 +37,7 @@ class Window:
     role = "stock"
     note = ""
     #: Bytes per element that the way itself holds from window to window, by setting.
-    keeps: dict[str, int] = {}  # noqa: RUF012
+    keeps: ClassVar[dict[str, int]] = {}
     fused: bool | None = True
     divides = True
 
@@ -254,7 +255,7 @@ class NarrowSums(Window):
 class Optimi(Window):
     name, role = "torch-optimi", "inexact"
     note = "inexact: gradients go into Adam's states, each rounded there; it cannot clip"
-    keeps = {"float32": 8, "autocast": 8, "bfloat16": 6}  # noqa: RUF012
+    keeps: ClassVar[dict[str, int]] = {"float32": 8, "autocast": 8, "bfloat16": 6}
 
     @classmethod
     def obstacle(cls) -> str:
@@ -295,7 +296,7 @@ class Floor(Window):
 class Fusedacc(Window):
     name, role = "fusedacc", "ours"
     note = "counted loop around AdamW(fused=True), max_grad_norm"
-    keeps = {"bfloat16": 4}  # noqa: RUF012
+    keeps: ClassVar[dict[str, int]] = {"bfloat16": 4}
     divides = False
 
     def prepare(self) -> None:

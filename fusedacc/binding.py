@@ -54,14 +54,15 @@ class Binding:
 
         Only the native backends prepare without keeping the sums alive.
         """
-        if self.run is None and self._backend.name in SELF_CHECKING:
-            self.run = self._backend.prepare(sums)  # type: ignore[arg-type]
-        if self.run is not None:
-            if norm_type is not None:
-                return self.run.with_norm(gradients, scale, False, norm_type)
-            self.run(gradients, scale, False)
-        elif norm_type is not None:
-            return self._backend.accumulate_with_norm_(sums, gradients, scale, False, norm_type)  # type: ignore[arg-type]
-        else:
-            self._backend.accumulate_(sums, gradients, scale, False)  # type: ignore[arg-type]
+        if self.run is None:
+            assert sums is not None
+            if self._backend.name not in SELF_CHECKING:
+                if norm_type is not None:
+                    return self._backend.accumulate_with_norm_(sums, gradients, scale, False, norm_type)
+                self._backend.accumulate_(sums, gradients, scale, False)
+                return None
+            self.run = self._backend.prepare(sums)
+        if norm_type is not None:
+            return self.run.with_norm(gradients, scale, False, norm_type)
+        self.run(gradients, scale, False)
         return None

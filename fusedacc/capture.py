@@ -373,10 +373,10 @@ class Capture:
             with torch.no_grad(), observers.phase("accumulate"):
                 self.arena.reclaim(None if self.window.leaves_out else self.window.base_scale)
 
-    def deliver(self, ending: bool = True, partial: bool = False) -> bool:
+    def deliver(self, ending: bool = True) -> bool:
         """Bring the sums to their final scale and put them into p.grad; False where that is not known yet."""
         window = self.window
-        target = window.target(ending, partial)
+        target = window.target(ending)
         if target is None:
             return False
         with torch.no_grad():

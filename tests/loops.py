@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedacc
 
@@ -67,3 +68,13 @@ def micro_batch(model: nn.Module, optimizer: fusedacc.AccumulatingOptimizer, see
 def cleared_micro_batch(model: nn.Module, optimizer: fusedacc.AccumulatingOptimizer, seed: int = 0) -> None:
     micro_batch(model, optimizer, seed)
     optimizer.zero_grad()
+
+
+class NoHostRead(TorchDispatchMode):
+    """Fails where device data would be read by the host."""
+
+    FORBIDDEN = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func._schema.name.removeprefix("aten::") not in self.FORBIDDEN, f"{func} waits for the device"
+        return func(*args, **(kwargs or {}))

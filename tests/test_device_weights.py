@@ -7,8 +7,7 @@ import math
 
 import pytest
 import torch
-from loops import LOW, loss_of, network
-from test_update import NoHostRead
+from loops import LOW, NoHostRead, loss_of, network
 
 import fusedacc
 from fusedacc import window as window_module

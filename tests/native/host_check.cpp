@@ -12,23 +12,11 @@
 
 #include "cuda/multi_tensor.h"
 
+#include "check.h"
+
 using namespace fusedacc;
 
-#define CHECK(condition)                                                        \
-  do {                                                                          \
-    if (!(condition)) {                                                         \
-      std::printf("%s:%d: %s does not hold\n", __FILE__, __LINE__, #condition); \
-      std::exit(1);                                                             \
-    }                                                                           \
-  } while (false)
-
 namespace {
-
-std::mt19937_64 generator(1);
-
-int64_t random_below(int64_t limit) {
-  return static_cast<int64_t>(generator() % static_cast<uint64_t>(limit));
-}
 
 using Flat = cuda::FlatBatchOf<32764>;
 using Strided = cuda::StridedBatchOf<32764>;

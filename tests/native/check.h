@@ -1,0 +1,21 @@
+// What the host checks share: an assertion that says where, and numbers that are the same on every run.
+#pragma once
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+
+#define CHECK(condition)                                                        \
+  do {                                                                          \
+    if (!(condition)) {                                                         \
+      std::printf("%s:%d: %s does not hold\n", __FILE__, __LINE__, #condition); \
+      std::exit(1);                                                             \
+    }                                                                           \
+  } while (false)
+
+static std::mt19937_64 generator(1);
+
+static int64_t random_below(int64_t limit) {
+  return static_cast<int64_t>(generator() % static_cast<uint64_t>(limit));
+}
