@@ -691,6 +691,7 @@ _REBUILT = (
     "_arena",
     "_capture",
     "_inner_update",
+    "_masters",
     "_scaling",
     "_scaled_by",
     "_closed",
