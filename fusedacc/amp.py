@@ -79,12 +79,12 @@ class GradScaler(torch.amp.GradScaler):
         self._check_inner(optimizer)
         if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update()")
-        optimizer._scaled_by = weakref.ref(self)
+        optimizer._handover.scaled_by = weakref.ref(self)
         optimizer._inner_update.expect_norm()
         if not optimizer._closes_window:
             if optimizer._window.micro.ran:
                 self._open.add(optimizer)
-            return optimizer._run_scaled(Scaling(), optimizer.step)
+            return optimizer._handover.run(Scaling(), optimizer.step)
         return self._close(optimizer, optimizer.step)
 
     def flush(self, optimizer: AccumulatingOptimizer) -> None:
@@ -96,7 +96,7 @@ class GradScaler(torch.amp.GradScaler):
         if not isinstance(optimizer, AccumulatingOptimizer):
             raise TypeError(f"optimizer must be an AccumulatingOptimizer, got {type(optimizer).__name__}")
         if not self._enabled or optimizer._window.empty:
-            return optimizer._run_scaled(Scaling(), optimizer.flush)
+            return optimizer._handover.run(Scaling(), optimizer.flush)
         self._check_inner(optimizer)
         return self._close(optimizer, optimizer.flush)
 
@@ -109,7 +109,7 @@ class GradScaler(torch.amp.GradScaler):
             scaling = Scaling(None, torch.stack(found).amax() if found else None)
         else:
             scaling = Scaling(scale, checks=True)
-        result = optimizer._run_scaled(scaling, run)
+        result = optimizer._handover.run(scaling, run)
         found_inf = scaling.found_inf
         if found_inf is None:  # no parameter has a gradient
             found_inf = torch.zeros((), device=scale.device)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import fusedacc
+from fusedacc import copying
 
 LOW = torch.bfloat16
 
@@ -151,6 +152,14 @@ COPIES = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda both: pickle.loads(pickle.dumps(both)),
 }
+
+
+@pytest.mark.parametrize("masters", [True, False])
+def test_a_copy_carries_no_part_that_is_made_anew(masters):
+    optimizer = wrap(network(LOW), 3, master_weights=masters)
+    optimizer.note = "mine"
+    wanted = {*copying.NAMES, "optimizer", "_accumulate_dtype", "_finishing", "note"}
+    assert optimizer.__getstate__().keys() == wanted
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, LOW])

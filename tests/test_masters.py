@@ -108,6 +108,19 @@ def test_autograd_knows_that_parameters_were_written():
         loss.backward()
 
 
+@pytest.mark.parametrize("through", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_a_copy_made_after_an_update_keeps_masters_of_its_own_parameters_only(through):
+    model = network(LOW)
+    optimizer = wrapped(model)
+    for seed in range(STEPS):
+        loss_of(model, seed).backward()
+        optimizer.step()
+    assert optimizer._slots[0].param.grad is not None
+    _, twin = through((model, optimizer))
+    assert twin._masters.nbytes == optimizer._masters.nbytes > 0
+    assert all(map(torch.equal, masters_of(twin), masters_of(optimizer)))
+
+
 @pytest.mark.parametrize("through", ["state_dict", "torch.save", "pickle", "deepcopy"])
 def test_masters_survive_exactly(through):
     straight = network(LOW)

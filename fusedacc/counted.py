@@ -1,0 +1,106 @@
+"""The counted loop: every k-th `step()` updates, and sums are private until the window's last backward."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import initialising
+from .capture import Capture
+from .ending import Ending
+from .update import Scaling
+from .window import MicroBatch
+
+
+class CountedLoop:
+    """What the wrapper's methods do in a counted loop.
+
+    Args:
+        capture: the hooks, with their window, arena and slots.
+        ending: ends windows.
+    """
+
+    def __init__(self, capture: Capture, ending: Ending) -> None:
+        self._capture, self._ending = capture, ending
+        self._window, self._arena, self._slots = capture.window, capture.arena, capture.slots
+
+    def step(self, closure: Callable[[], Any] | None, scaling: Scaling) -> Any:
+        """End a micro-batch and, if it was the window's last, update; returns what the closure returned."""
+        window = self._window
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._capture.settle()
+        window.check_untainted()
+        window.has_updated = False
+        if initialising.is_asked_for(self._ending.inner, self._slots):
+            initialising.make_state(self._ending, self._slots)
+            self._arena.ignore_present()
+            return loss
+        if window.empty:
+            self._capture.refresh()
+            self._arena.disown()
+        waiting = window.unsynchronised and not window.micro.ran  # for a backward that synchronises
+        if not (window.micro.deferred or waiting):
+            self._capture.collect(self._slots)
+        if window.micro.ran:
+            window.unsynchronised = window.micro.deferred
+            window.end_micro_batch()
+        if window.full:
+            self._update(scaling, partial=False)
+        return loss
+
+    def flush(self, scaling: Scaling) -> None:
+        """Update from a part-filled window; a no-op if it is empty."""
+        window = self._window
+        window.check_synchronised("flush() would update every rank with gradients of its own")
+        if window.empty:
+            self._arena.disown()
+        self._capture.collect(self._slots)
+        if window.micro.ran:
+            window.end_micro_batch()
+        if not window.empty:
+            self._update(scaling, partial=True)
+
+    def _update(self, scaling: Scaling, partial: bool) -> None:
+        """One update of the inner optimizer from the window's sums.
+
+        If it raises, the window stays as it is: `step()` or `flush()` tries again, `zero_grad()` gives up.
+        """
+        ratio = self._capture.conclude(partial)
+        _, skipped = self._ending.run(ratio, scaling)
+        if ratio is None:
+            self._arena.clear()
+        else:
+            self._arena.withdraw()
+        self._ending.count(skipped)
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Clear the gradients of the last update; nothing in mid-window."""
+        window = self._window
+        if window.tainted is not None:
+            return
+        if window.micro.ran:
+            raise RuntimeError(
+                "zero_grad() after a backward that no step() has ended: its gradients are in the "
+                "window's sums and cannot be taken back. Put a backward that shall not count inside "
+                "optimizer.ignore(), or call optimizer.discard() to throw the window away"
+            )
+        if window.micro_step > 0 and not window.full:
+            self._arena.clear_ignored()
+        else:
+            self._ending.clear(set_to_none)
+
+    def around(
+        self, model: torch.nn.Module | None, micro: MicroBatch
+    ) -> contextlib.AbstractContextManager[None]:
+        """Context around a micro-batch: the model does not synchronise before the window's last."""
+        if hasattr(model, "no_sync") and self._window.reduction != "weighted":
+            micro.deferred = not self._window.will_update
+            if micro.deferred:
+                return model.no_sync()  # type: ignore[union-attr, operator]
+        return contextlib.nullcontext()

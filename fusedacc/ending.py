@@ -1,0 +1,90 @@
+"""The end of a window: the inner optimizer's step on its sums, or their being cleared."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from . import observers
+from .capture import Capture
+from .masters import Masters
+from .roster import Roster
+from .slot import Slot
+from .update import Scaling, Update
+
+
+class Ending:
+    """Ends windows, in either loop.
+
+    Args:
+        inner: the inner optimizer.
+        roster: the parameters.
+        capture: their hooks; its window and arena are those that end.
+        update: runs the inner optimizer.
+        masters: the parameters' float32 masters, if there are any.
+    """
+
+    def __init__(
+        self, inner: Optimizer, roster: Roster, capture: Capture, update: Update, masters: Masters | None
+    ) -> None:
+        self.inner, self.update, self.masters = inner, update, masters
+        self._roster, self._capture = roster, capture
+        self._window, self._arena = capture.window, capture.arena
+
+    def run(self, ratio: float | Tensor | None, scaling: Scaling) -> tuple[Any, bool]:
+        """The inner optimizer's step on the sums times `ratio`; None drops it, for all weights are 0.
+
+        Args:
+            scaling: what a GradScaler has said of this update.
+
+        Returns:
+            The step's result, and whether the host has decided to drop it.
+        """
+        if ratio is None:
+            return None, True
+        faulty = self._window.faulty
+        if faulty is not None:
+            scaling.drop_if(faulty)
+        scaling.multiply(ratio)
+        try:
+            with observers.phase("update"), self.on_masters():
+                return self.update.step(scaling)
+        except BaseException:
+            if self.update.applied:
+                self._window.tainted = "an exception has interrupted an update that had scaled its gradients"
+            raise
+
+    @contextlib.contextmanager
+    def on_masters(self, slots: list[Slot] | None = None) -> Iterator[None]:
+        """While inside, `slots` (else those with gradients) are their float32 masters, if there are any."""
+        if self.masters is None:
+            yield
+            return
+        if slots is None:
+            slots = [slot for slot, _ in self._arena.finals()]
+        try:
+            with self.masters.swapped(slots):
+                yield
+        finally:
+            self._capture.rearm(slots)
+
+    def count(self, skipped: bool) -> None:
+        """An update was attempted: the next window begins."""
+        self._window.end_update(skipped)
+        self._roster.follow(self._capture)
+
+    def clear(self, set_to_none: bool) -> None:
+        """Begin a window from nothing; zeros stay in p.grad unless `set_to_none`."""
+        window = self._window
+        if not window.empty:
+            window.restart()
+        window.tainted = None
+        if set_to_none:
+            self._arena.clear()
+        else:
+            self._arena.zero()
+        self._roster.follow(self._capture)

@@ -1,0 +1,106 @@
+"""The manual loop: every `step()` updates, and p.grad is the accumulator."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from . import initialising, observers
+from .capture import Capture
+from .ending import Ending
+from .update import Scaling
+from .window import MicroBatch
+
+
+class ManualLoop:
+    """What the wrapper's methods do in a manual loop.
+
+    Args:
+        capture: the hooks, with their window, arena and slots.
+        ending: ends windows.
+    """
+
+    def __init__(self, capture: Capture, ending: Ending) -> None:
+        self._capture, self._ending = capture, ending
+        self._window, self._arena, self._slots = capture.window, capture.arena, capture.slots
+
+    def step(self, closure: Callable[[], Any] | None, scaling: Scaling) -> Any:
+        """Update; returns what the inner optimizer's step returned."""
+        self._capture.settle()
+        window = self._window
+        window.has_updated = False
+        if closure is None and initialising.is_asked_for(self._ending.inner, self._slots):
+            return initialising.make_state(self._ending, self._slots)
+        if window.in_context and window.micro.ran:
+            self._capture.reclaim()
+            window.end_micro_batch()
+
+        if closure is not None:
+            loss, skipped = self._step_with(closure), False
+        else:
+            window.check_untainted()
+            ratio = self._capture.conclude() if self._reduces else 1.0
+            loss, skipped = self._ending.run(ratio, scaling)
+        self._arena.withdraw()
+        self._ending.count(skipped)
+        return loss
+
+    @property
+    def _reduces(self) -> bool:
+        """Whether the sums are to be brought to another scale than the one that they were added in."""
+        return self._window.reduction != "sum" and self._window.micro_step > 0
+
+    def _step_with(self, closure: Callable[[], Any]) -> Any:
+        """The inner optimizer evaluates the closure as often as it likes; gradients are readied each time."""
+        update = self._ending.update
+        for name, is_set in (
+            ("skip_nonfinite", update.skip_nonfinite),
+            ("master_weights", self._ending.masters is not None),
+        ):
+            if is_set:
+                raise RuntimeError(
+                    f"{name}=True does not go with a closure in a manual loop, which the inner optimizer "
+                    "calls in the middle of its update; call backward() and then step() without one"
+                )
+
+        def evaluate() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            self._capture.settle()
+            self._finish_sums()
+            with observers.phase("update"):
+                update.prepare(Scaling())
+            return loss
+
+        self._finish_sums()
+        self._arena.present()
+        try:
+            return self._ending.inner.step(evaluate)
+        finally:
+            update.release()
+
+    def _finish_sums(self) -> None:
+        """Bring the sums to their final scale, as far as the host knows it."""
+        self._window.check_untainted()
+        if self._reduces:
+            with observers.phase("update"):
+                self._capture.deliver(ending=False)
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Clear the gradients."""
+        self._ending.clear(set_to_none)
+
+    @contextlib.contextmanager
+    def around(self, model: torch.nn.Module | None, micro: MicroBatch) -> Iterator[None]:
+        """Context around a micro-batch, which ends with it; the model synchronises: any may be the last."""
+        try:
+            yield
+        finally:
+            self._capture.settle()
+            window = self._window
+            if window.micro is micro and micro.ran and window.tainted is None:
+                self._capture.reclaim()
+                window.end_micro_batch()
