@@ -18,6 +18,7 @@ from torch.autograd.graph import increment_version
 
 from . import backends, checks
 from .binding import Binding
+from .debts import Debts
 from .left_norms import LeftNorms
 from .memory import Segment, cut, is_sole, like, owns_memory, tensor_references
 from .slot import Lane, Slot
@@ -45,6 +46,8 @@ class Arena:
         self._bindings: dict[Slot, Binding] = {}
         #: What a window's last additions leave for the update.
         self.norms = LeftNorms()
+        #: What sums that stand private are still to be multiplied by.
+        self.debts = Debts()
         #: Counts the changes of which tensors are private sums.
         self._generation = 0
 
@@ -54,7 +57,7 @@ class Arena:
         return backends.select(device, accumulator, gradient, self.backend)
 
     def current(self, slot: Slot) -> Tensor | None:
-        """The sum that the next gradient is added to, or None before the first."""
+        """The sum that the next gradient is added to, or None before the first. It may owe (see `debts`)."""
         if not (self.visible or slot.delivered):
             return slot.sum
         gradient = slot.param.grad
@@ -63,12 +66,12 @@ class Arena:
     def add(self, slots: Sequence[Slot], gradients: list[Tensor], scale: float | Tensor) -> None:
         """sum += scale * gradient for each slot, in one pass.
 
-        A first gradient of the sum's dtype that nobody else refers to becomes the sum.
+        A first gradient of the sum's dtype that nobody else refers to becomes the sum, and owes its scale.
 
         Args:
             slots: none twice, all of one lane.
             gradients: one per slot, strided and of its lane; the list is emptied.
-            scale: what each gradient is multiplied by.
+            scale: what each gradient is multiplied by; a tensor must not change any more.
         """
         if not slots:
             return
@@ -85,15 +88,18 @@ class Arena:
 
     def _add(self, slots: Sequence[Slot], gradients: list[Tensor], scale: float | Tensor) -> None:
         binding = self._bindings.get(slots[0]) if slots else None
-        if binding is not None and binding.slots != slots:
+        keep = self.debts.common(slots) if self.debts else 1.0
+        if keep is None:
+            binding, keep = None, 1.0  # `_run` takes those apart that owe differently
+        elif binding is not None and binding.slots != slots:
             binding = None
         private = not (self.visible or self.any_delivered)
         if binding is not None and private and binding.generation == self._generation and binding.run:
-            self._run_bound(binding, slots, None, gradients, scale)
+            self._run_bound(binding, slots, None, gradients, scale, keep)
             return
         sums: list[Any] = [slot.sum for slot in slots] if private else [self.current(slot) for slot in slots]
         if binding is not None and binding.holds(sums):
-            self._run_bound(binding, slots, sums, gradients, scale)
+            self._run_bound(binding, slots, sums, gradients, scale, keep)
             if private:
                 binding.generation = self._generation
             else:
@@ -152,8 +158,10 @@ class Arena:
             if total is None:
                 if same_dtype and slot.obeys_layout(gradients[index]) and is_sole(gradients, index):
                     total = gradients[index]
-                    if _is_one(scale):
+                    if _is_one(scale) or self._may_owe(slot):
                         self._put(slot, total)
+                        if not _is_one(scale):
+                            self.debts.owe([slot], scale)
                         continue
                 elif buffers is None:
                     shape, (device, _, dtype) = slot.param.shape, slot.lane
@@ -176,6 +184,14 @@ class Arena:
         for slot, total in zip(fresh, written, strict=True):
             self._put(slot, total)
 
+    def _may_owe(self, slot: Slot) -> bool:
+        """Whether a later multiplication of the slot's sum gives the bits of one now, and nobody sees it.
+
+        A 16-bit sum would not be rounded in between.
+        """
+        dtype = slot.accumulate_dtype
+        return not (self.visible or slot.delivered) and checks.computation_dtype(dtype) == dtype
+
     def add_mixed(self, slots: Iterable[Slot], gradients: Iterable[Tensor], scale: float | Tensor) -> None:
         """As `add`, for gradients of any kind and lane."""
         lanes: dict[Lane, tuple[list[Slot], list[Tensor]]] = {}
@@ -192,6 +208,7 @@ class Arena:
     def add_odd(self, slot: Slot, gradient: Tensor, scale: float | Tensor) -> None:
         """As `add`, by plain torch: sparse and complex gradients, subclasses, dtypes that no kernel pairs."""
         with self._lock:
+            self.settle([slot])
             self.norms.forget([slot])
             total = self.current(slot)
             dtype = slot.accumulate_dtype if total is None else total.dtype
@@ -210,31 +227,54 @@ class Arena:
                 total.add_(gradient, alpha=scale)
 
     def finals(self) -> list[tuple[Slot, Tensor]]:
-        """Every sum there is, with its slot."""
-        pairs = ((slot, self.current(slot)) for slot in self.slots)
+        """Every sum there is, owing nothing, with its slot."""
+        self.settle()
+        return self._sums(self.slots)
+
+    def _sums(self, slots: Iterable[Slot]) -> list[tuple[Slot, Tensor]]:
+        pairs = ((slot, self.current(slot)) for slot in slots)
         return [(slot, total) for slot, total in pairs if total is not None]
 
-    def rescale(self, ratio: float | Tensor) -> None:
-        """sum *= ratio for every sum; a 0-dim tensor is read on the device."""
-        self._rescale(self.finals(), ratio)
+    def owed(self, slot: Slot) -> float:
+        """By what the slot's sum is still to be multiplied, for a checkpoint; waits for a device."""
+        factor = self.debts[slot]
+        return factor.item() if isinstance(factor, Tensor) else factor
 
-    def _rescale(self, finals: Iterable[tuple[Slot, Tensor]], ratio: float | Tensor) -> None:
-        if _is_one(ratio):
+    def owe(self, ratio: float | Tensor) -> None:
+        """sum *= ratio for every sum: by the next addition to it, or by `settle`."""
+        if not _is_one(ratio):
+            self.debts.owe([slot for slot in self.slots if self.current(slot) is not None], ratio)
+
+    def settle(self, slots: Iterable[Slot] | None = None) -> None:
+        """Multiply the sums of these slots (None: all) by what they owe, in one pass over those that do."""
+        if not self.debts:
             return
-        self.norms.clear()
-        groups: dict[tuple, list[Tensor]] = {}
-        for slot, total in finals:
+        owing = self.debts.among(slots)
+        for factor, chosen in self.debts.groups(owing):
+            payers = [owing[index] for index in chosen]
+            self._rescale(self._sums(payers), factor, leaves_norms=True)
+            self.debts.pay(payers)
+
+    def _rescale(
+        self, sums: Iterable[tuple[Slot, Tensor]], ratio: float | Tensor, leaves_norms: bool = False
+    ) -> None:
+        groups: dict[tuple, tuple[list[Slot], list[Tensor]]] = {}
+        for slot, total in sums:
+            self.norms.forget([slot])
             if checks.is_plain(total) and (total.dtype, total.dtype) in checks.PAIRS:
-                groups.setdefault((total.device, total.dtype), []).append(total)
+                chosen = groups.setdefault((total.device, total.dtype), ([], []))
+                chosen[0].append(slot)
+                chosen[1].append(total)
             elif total.is_sparse:
                 self._put(slot, _scaled(total, ratio))
             else:
                 total.mul_(_near(ratio, total))
-        for sums in groups.values():
-            self._run(sums, sums, ratio, True)
+        for slots, totals in groups.values():
+            self._launch(totals, totals, ratio, True, slots if leaves_norms else ())
 
     def deliver(self) -> None:
-        """Put every sum into p.grad, and the truth with it, where it may stand there."""
+        """Put every sum into p.grad, and the truth with it, where it may stand there. None owes any more."""
+        self.settle()
         for slot in self.slots:
             if slot.sum is None or not slot.shows_sum():
                 continue
@@ -324,6 +364,7 @@ class Arena:
         """Ready p.grad for the inner optimizer: the sum times `scale`, cast where the parameter has another
         dtype. Where a kernel casts, the same pass scales; then the sum is given up for the cast.
         """
+        self.settle()
         self._generation += 1
         scaled = not _is_one(scale)
         if scaled:
@@ -375,6 +416,7 @@ class Arena:
         """Forget every sum and clear every p.grad."""
         self._generation += 1
         self.norms.clear()
+        self.debts.clear()
         for slot in self.slots:
             slot.forget()
             if slot.param.grad is not None:
@@ -384,6 +426,7 @@ class Arena:
     def zero(self) -> None:
         """As `clear`, but where there is a gradient, zeros stay visible in p.grad."""
         self._generation += 1
+        self.debts.clear()
         for slot in self.slots:
             gradient = slot.param.grad
             if slot.cast is not None and gradient is slot.cast and slot.shows_sum():
@@ -420,8 +463,8 @@ class Arena:
                     slot.param.grad = None
                 slot.ignored = None
 
-    def restore(self, slot: Slot, total: Tensor, delivered: bool) -> None:
-        """Make a copy of a saved sum the slot's, in its layout, dtype and device."""
+    def restore(self, slot: Slot, total: Tensor, delivered: bool, owed: float = 1.0) -> None:
+        """Make a copy of a saved sum the slot's, in its layout, dtype and device; it owes what it `owed`."""
         self._generation += 1
         device, _, dtype = slot.lane
         if total.layout is torch.strided:
@@ -430,12 +473,15 @@ class Arena:
         else:
             slot.sum = total.to(device=device, dtype=dtype).clone()
             slot.odd = True
+        if owed != 1.0:
+            self.debts.owe([slot], owed)
         if self.visible or delivered:
             self._show(slot, slot.sum)
             self.any_delivered = True
 
     def convert(self, slot: Slot) -> None:
         """Move a private sum to where its parameter has gone."""
+        self.settle([slot])
         self._generation += 1
         self._bindings.clear()
         device, _, dtype = slot.lane
@@ -482,19 +528,40 @@ class Arena:
         terms: list[Tensor],
         scale: float | Tensor,
         overwrite: bool | list[bool],
+        slots: Sequence[Slot],
+    ) -> None:
+        """Add to the sums of `slots`, which pay what they owe: one pass, or one for each factor owed."""
+        if not self.debts or overwrite is True:
+            self._launch(sums, terms, scale, overwrite, slots)
+            return
+        for keep, chosen in self.debts.groups(slots):
+            flags = overwrite if isinstance(overwrite, bool) else [overwrite[index] for index in chosen]
+            payers = [slots[index] for index in chosen]
+            owing, fresh = [sums[index] for index in chosen], [terms[index] for index in chosen]
+            self._launch(owing, fresh, scale, flags, payers, keep)
+            self.debts.pay(payers)
+
+    def _launch(
+        self,
+        sums: list[Tensor],
+        terms: list[Tensor],
+        scale: float | Tensor,
+        overwrite: bool | list[bool],
         slots: Sequence[Slot] = (),
+        keep: float | Tensor = 1.0,
     ) -> None:
         """One pass. It leaves the norms of what are the sums of `slots`, if they are wanted."""
         if not sums:
             return
         chosen = self.select((sums[0].device, terms[0].dtype, sums[0].dtype)).backend
-        scale, norm_type = _near(scale, sums[0]), self.norms.norm_type if slots else None
+        scale, keep = _near(scale, sums[0]), _near(keep, sums[0])
+        norm_type = self.norms.norm_type if slots else None
         partials = None
         if norm_type is None:
             self.norms.forget(slots)
-            chosen.accumulate_(sums, terms, scale, overwrite)
+            chosen.accumulate_(sums, terms, scale, overwrite, keep)
         else:
-            partials = chosen.accumulate_with_norm_(sums, terms, scale, overwrite, norm_type)
+            partials = chosen.accumulate_with_norm_(sums, terms, scale, overwrite, norm_type, keep)
         if self.visible or self.any_delivered:
             increment_version(sums)
         if partials is not None:
@@ -507,9 +574,13 @@ class Arena:
         sums: list[Tensor] | None,
         gradients: list[Tensor],
         scale: float | Tensor,
+        keep: float | Tensor,
     ) -> None:
-        """As `_run`, for sums that are bound; None for those that are private and have not changed."""
-        partials = binding.add(sums, gradients, _near(scale, gradients[0]), self.norms.norm_type)
+        """As `_launch`, for sums that are bound; None for those that are private and have not changed."""
+        near = gradients[0]
+        partials = binding.add(sums, gradients, _near(scale, near), self.norms.norm_type, _near(keep, near))
+        if self.debts:
+            self.debts.pay(slots)
         if partials is None:
             self.norms.forget(slots)
         else:

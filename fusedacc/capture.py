@@ -380,12 +380,26 @@ class Capture:
         if target is None:
             return False
         with torch.no_grad():
-            if isinstance(target, Tensor) or isinstance(window.factor, Tensor) or target != window.factor:
-                window.tainted = "an exception has interrupted the scaling of the sums"
-                self.arena.rescale(target / window.factor)
-                window.factor, window.tainted = target, None
+            self._aim(target)
+            self._settle()
             self.arena.deliver()
         return True
+
+    def _aim(self, target: float | Tensor | None) -> None:
+        """Let the sums be in this unit from now on: those that there are owe the ratio. None: not known."""
+        window = self.window
+        if target is None or target is window.factor:
+            return
+        if isinstance(target, Tensor) or isinstance(window.factor, Tensor) or target != window.factor:
+            self.arena.owe(target / window.factor)
+            window.factor = target
+
+    def _settle(self) -> None:
+        """Multiply the sums by what they still owe."""
+        if self.arena.debts:
+            self.window.tainted = "an exception has interrupted the scaling of the sums"
+            self.arena.settle()
+            self.window.tainted = None
 
     def conclude(self, partial: bool = False) -> float | Tensor | None:
         """Put the sums of a window that ends into p.grad, and leave their final scale to the update.
@@ -397,6 +411,7 @@ class Capture:
         if target is None:
             return None
         with torch.no_grad():
+            self._settle()
             self.arena.deliver()
         known = not (isinstance(target, Tensor) or isinstance(window.factor, Tensor))
         return 1.0 if known and target == window.factor else target / window.factor
