@@ -70,6 +70,8 @@ class Capture:
         self._nodes: dict[Slot, tuple[Any, RemovableHandle]] = {}
         #: Whether a CUDA graph was being captured when the nodes were made, and when the window began.
         self._armed_in_graph = self._began_in_graph = False
+        #: The stream on which the unit of the sums was made, where that is a tensor on a GPU.
+        self._aimed_on: torch.cuda.Stream | None = None
         self.claim(slots)
         self.refresh()
 
@@ -179,7 +181,7 @@ class Capture:
             slot.odd = slot.odd or not plain
             task.added = True
             self._flush_shared(task, [slot])
-            self.arena.add_odd(slot, gradient, task.scale * self.window.factor)
+            self.arena.add_odd(slot, gradient, self._scale_of(task))
             return SWALLOWED
         if not sole or (slot.nbytes >= LARGE_BYTES and not self.arena.may_adopt(slot, gradient)):
             self._flush_shared(task, [slot])
@@ -221,6 +223,8 @@ class Capture:
                 self.reclaim()
             elif window.empty:
                 self.arena.retract()
+            if window.counted and window.will_update:
+                self._aim(window.target(ending=True))  # the last additions bring the sums to it
         norms = self.arena.norms
         norms.norm_type = norms.wanted if window.counted and window.will_update and not task.ignored else None
         self._tasks[identity] = task
@@ -270,7 +274,15 @@ class Capture:
 
     def _add(self, task: Task, slots: list[Slot], gradients: list[Tensor]) -> None:
         task.added = True
-        self.arena.add(slots, gradients, task.scale * self.window.factor)
+        self.arena.add(slots, gradients, self._scale_of(task))
+
+    def _scale_of(self, task: Task) -> float | Tensor:
+        """By what the gradients of a graph task are multiplied, ready on the current stream."""
+        if self._aimed_on is not None and isinstance(self.window.factor, Tensor):
+            stream = torch.cuda.current_stream(self._aimed_on.device)
+            if stream != self._aimed_on:
+                stream.wait_stream(self._aimed_on)
+        return task.scale_in(self.window.factor)
 
     def flush_bucket(self, identity: int, bucket: Bucket) -> None:
         """Add what a bucket of this graph task holds."""
@@ -393,6 +405,8 @@ class Capture:
         if isinstance(target, Tensor) or isinstance(window.factor, Tensor) or target != window.factor:
             self.arena.owe(target / window.factor)
             window.factor = target
+            if isinstance(target, Tensor) and target.is_cuda:
+                self._aimed_on = torch.cuda.current_stream(target.device)
 
     def _settle(self) -> None:
         """Multiply the sums by what they still owe."""

@@ -27,7 +27,8 @@ def carried(window: Window, arena: Arena, masters: Masters | None) -> dict[str, 
         "backend": arena.backend,
         "masters": None if masters is None else [masters.of(slot) for slot in arena.slots],
         "sums": [
-            (arena.current(slot), slot.delivered, arena.owed(slot)) if private else None for slot in arena.slots
+            (arena.current(slot), slot.delivered, arena.owed(slot)) if private else None
+            for slot in arena.slots
         ],
     }
 

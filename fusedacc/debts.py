@@ -19,6 +19,8 @@ class Debts:
 
     def __init__(self) -> None:
         self._owed: dict[Slot, float | Tensor] = {}
+        #: Tensors that a launch on another stream may still have to read, by identity.
+        self._held: dict[int, Tensor] = {}
 
     def __bool__(self) -> bool:
         return bool(self._owed)
@@ -29,6 +31,8 @@ class Debts:
 
     def owe(self, slots: Iterable[Slot], factor: float | Tensor) -> None:
         """These slots' sums owe `factor` beside what they owe already. A tensor must not change any more."""
+        if not self._owed:
+            self._held.clear()
         products: dict[float, float | Tensor] = {}  # one tensor for all that owed one before
         for slot in slots:
             before = self._owed.get(slot)
@@ -39,6 +43,9 @@ class Debts:
             if key not in products:
                 products[key] = before * factor
             self._owed[slot] = products[key]
+        for value in (factor, *products.values()):
+            if isinstance(value, Tensor):
+                self._held[id(value)] = value
 
     def pay(self, slots: Iterable[Slot]) -> None:
         """These slots' sums have been multiplied, or are gone."""

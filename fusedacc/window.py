@@ -1,9 +1,9 @@
 """The accumulation window: what counts, what it weighs and when it is full. No tensors here, but for weights
 that stay on the device.
 
-Sums are kept in a unit, `factor`: every sum is `factor` times what was put in. It is 1 until the final scale
-of the window is known and applied (`target`), and what arrives later in the same window is added in the same
-unit, so that a sum is rescaled at most once and never wrong in between.
+Sums are kept in a unit, `factor`: every sum, times what it owes, is `factor` times what was put in. It is 1
+until the final scale of the window is known (`target`), as a rule when its last micro-batch begins. From then
+on gradients are added in the final unit; the sums that there are owe the ratio, which these additions pay.
 """
 
 from __future__ import annotations

@@ -7,10 +7,11 @@ import io
 
 import pytest
 import torch
-from loops import LOW, wrap
+from loops import LOW, NoHostRead, wrap
 from torch import Tensor, nn
 
 import fusedacc
+from fusedacc import window as window_module
 from fusedacc.debts import Debts
 from fusedacc.traffic import TrafficMeter
 
@@ -259,6 +260,114 @@ def test_a_launch_for_each_factor_that_is_owed():
         weights = [3.0, 0.0, 7.0, 1.0] if index < 2 else [0.0, 5.0, 7.0, 1.0]
         total = sum(weight * each[index] for weight, each in zip(weights, values, strict=True))
         torch.testing.assert_close(param.grad, total / 16.0)
+
+
+# The window's final scale
+
+
+@pytest.mark.parametrize("reduction", ["weighted", "normalized"])
+@pytest.mark.parametrize("late", [False, True], ids=["", "device"])
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_last_additions_bring_the_sums_to_their_final_scale(reduction, late, count, monkeypatch):
+    """With a weight on the device too, which is not read by the host; its bytes are a few per launch."""
+    if late:
+        monkeypatch.setattr(window_module, "_on_host", lambda tensor: False)
+    numbers = [3.0, 5.0, 8.0][:count]
+    weights = [torch.tensor(number) for number in numbers] if late else numbers
+    model, optimizer = build(count, reduction=reduction)
+    with TrafficMeter(model) as meter, NoHostRead():
+        run(model, optimizer, [ALL] * count, weights)
+    launches = {name: op for name, op in meter.as_dict()["by_op"].items() if name.startswith("fusedacc::")}
+    assert sum(op["calls"] for op in launches.values()) == count - 1  # the first gradients become the sums
+    moved = sum(op["read_bytes"] + op["written_bytes"] for op in launches.values())
+    assert moved / (3 * SIZE) == pytest.approx(12 * (count - 1), abs=0.1)
+    values = [Layers().backward(ALL, seed) for seed in range(count)]
+    for index, param in enumerate(model.used):
+        terms = [
+            each[index] * (weight if reduction == "weighted" else 1.0)
+            for weight, each in zip(numbers, values, strict=True)
+        ]
+        torch.testing.assert_close(param.grad, sum(terms) / sum(numbers))
+
+
+@pytest.mark.parametrize(
+    ("parts", "extra"), [([ALL, ALL, "01"], 8), ([ALL, "01", "2"], 16), ([ALL, "1"], 16)]
+)
+def test_one_pass_over_the_sums_that_the_last_micro_batch_does_not_reach(parts, extra):
+    additions = sum(map(len, parts)) - 3
+    assert bytes_of(parts, [3.0, 5.0, 8.0], reduction="weighted") == pytest.approx(
+        (12 * additions + extra) / 3
+    )
+
+
+def test_a_weight_of_0_in_the_last_micro_batch():
+    model, optimizer = build(2, reduction="weighted")
+    run(model, optimizer, [ALL, ALL], [4.0, 0.0])
+    for param, value in zip(model.used, Layers().backward(ALL, 0), strict=True):
+        torch.testing.assert_close(param.grad, value)
+
+
+def test_several_backwards_in_the_last_micro_batch_are_final_each():
+    model, optimizer = build(2, reduction="weighted")
+    first = Layers().backward(ALL, 0)
+    run(model, optimizer, [ALL], [3.0])
+    optimizer.step()
+    with optimizer.accumulate(weight=5.0):
+        second = model.backward(ALL, 1)
+        for param, a, b in zip(model.used, first, second, strict=True):
+            torch.testing.assert_close(param.grad, (3 * a + 5 * b) / 8)
+        third = model.backward("0", 2)
+    torch.testing.assert_close(model.used[0].grad, (3 * first[0] + 5 * second[0] + 5 * third[0]) / 8)
+    torch.testing.assert_close(model.used[1].grad, (3 * first[1] + 5 * second[1]) / 8)
+
+
+def test_a_last_micro_batch_that_fails_before_its_first_gradient_is_repeated_with_another_weight():
+    model, optimizer = build(2, reduction="weighted")
+    run(model, optimizer, [ALL], [3.0])
+    optimizer.step()
+    handle = model.used[2].register_hook(_fails)  # runs before the gradient is taken
+    with pytest.raises(RuntimeError, match="on purpose"), optimizer.accumulate(weight=100.0):
+        model.backward("2", 1)
+    handle.remove()
+    with optimizer.accumulate(weight=5.0):
+        second = model.backward(ALL, 1)
+    for param, a, b in zip(model.used, Layers().backward(ALL, 0), second, strict=True):
+        torch.testing.assert_close(param.grad, (3 * a + 5 * b) / 8)
+
+
+def test_a_last_micro_batch_that_begins_twice():
+    """An empty first backward has the sums owe the ratio of a weight that is then another."""
+    model, optimizer = build(2, reduction="normalized")
+    run(model, optimizer, [ALL], [3.0])
+    optimizer.step()
+    with optimizer.accumulate(weight=100.0):
+        optimizer._capture._aim(optimizer._window.target(ending=True))
+    assert optimizer._window.factor == 1 / 103
+    with optimizer.accumulate(weight=5.0):
+        second = model.backward(ALL, 1)
+    for param, a, b in zip(model.used, Layers().backward(ALL, 0), second, strict=True):
+        torch.testing.assert_close(param.grad, (a + b) / 8)
+
+
+def test_a_failure_after_the_first_gradient_taints_the_window():
+    model, optimizer = build(2, reduction="weighted")
+    run(model, optimizer, [ALL], [3.0])
+    optimizer.step()
+    seen = []
+    model.used[1].register_hook(lambda gradient: seen.append(gradient))  # so it is added at once
+    failing = model.used[0] * 1.0
+    failing.register_hook(_fails)
+    with pytest.raises(RuntimeError, match="on purpose"), optimizer.accumulate(weight=5.0):
+        (failing.sum() + (model.used[1] * 2.0).sum()).backward()
+    assert seen
+    with pytest.raises(RuntimeError, match="discard"):
+        optimizer.step()
+    optimizer.discard()
+    assert not optimizer._arena.debts
+
+
+def _fails(gradient):
+    raise RuntimeError("on purpose")
 
 
 def test_debts_by_themselves():
