@@ -83,7 +83,7 @@ def route(slot: Slot, arena: Arena) -> Route:
         return Route(
             "eager", "eager", "sparse, complex or of a subclass: plain torch adds what no kernel takes"
         )
-    selection = arena.select(slot.lane)
+    selection = arena.launches.select(slot.lane)
     return Route("multi_tensor", selection.backend.name, selection.reason)
 
 
