@@ -102,6 +102,7 @@ class Additions(Sums):
         first: list[bool] = []
         fresh: list[Slot] = []
         added: list[Slot] = []
+        owing: list[Slot] = []
         same_dtype = slots[0].lane[1] == slots[0].lane[2]
         kept = None if same_dtype else buffers(slots, [self.current(slot) is None for slot in slots])
         private = not self.shown
@@ -118,8 +119,7 @@ class Additions(Sums):
                     total = gradients[index]
                     if is_one(scale) or self._may_owe(slot):
                         self.put(slot, total)
-                        if not is_one(scale):
-                            self.debts.owe([slot], scale)
+                        owing.append(slot)
                         continue
                 elif kept is None:
                     shape, (device, _, dtype) = slot.param.shape, slot.lane
@@ -136,6 +136,8 @@ class Additions(Sums):
             sums.append(total)
             added.append(slot)
             terms.append(gradients[index])
+        if not is_one(scale):
+            self.debts.owe(owing, scale)
         flags = first if len(fresh) < len(sums) and fresh else bool(fresh)
         self.launches.add(sums, terms, scale, flags, added, self.shown)
         written = (total for total, new in zip(sums, first, strict=True) if new)
