@@ -18,26 +18,28 @@ namespace cuda {
 [[noreturn]] void refuse() {
   throw std::runtime_error("fusedacc: this build has no CUDA kernels; build it again where nvcc is found");
 }
-void run(const Work&, const ScaleArgument&, int32_t) { refuse(); }
-void run_norm(const Work&, const ScaleArgument&, const NormRequest&, int32_t) { refuse(); }
+void run(const Work&, const Factors&, int32_t) { refuse(); }
+void run_norm(const Work&, const Factors&, const NormRequest&, int32_t) { refuse(); }
 void finish_norm(const FinishRequest&, int32_t) { refuse(); }
 }  // namespace cuda
 #endif
 
 namespace {
 
-// Checks the scale and says where to read it: on a GPU by the kernel, so that nothing waits for the device.
-ScaleArgument scale_argument(const AccumulatorTable& table, AtenTensorHandle tensor, double number) {
-  if (tensor == nullptr) return {nullptr, number, 0};
-  const TensorView view = view_of(tensor, {"scale", -1});
+// Checks a factor and says where to read it: on a GPU by the kernel, so that nothing waits for the device.
+ScaleArgument scale_argument(const AccumulatorTable& table, const char* name, AtenTensorHandle tensor,
+                             double number) {
+  if (tensor == nullptr || table.size() == 0) return {nullptr, number, 0};
+  const TensorView view = view_of(tensor, {name, -1});
   const Dtype dtype = dtype_of(view);
-  if (view.dims != 0) throw std::runtime_error("fusedacc: scale must be a number or a 0-dim tensor");
+  const std::string what = std::string("fusedacc: ") + name;
+  if (view.dims != 0) throw std::runtime_error(what + " must be a number or a 0-dim tensor");
   if (dtype == Dtype::kOther) {
-    throw std::runtime_error(
-        "fusedacc: scale is a tensor of a dtype that is not float32, bfloat16, float16 or float64");
+    throw std::runtime_error(what +
+                             " is a tensor of a dtype that is not float32, bfloat16, float16 or float64");
   }
   if (view.device_type != table.device_type() || view.device_index != table.device_index()) {
-    throw std::runtime_error("fusedacc: scale is on " + device_name(view.device_type, view.device_index) +
+    throw std::runtime_error(what + " is on " + device_name(view.device_type, view.device_index) +
                              " but the accumulators are on " +
                              device_name(table.device_type(), table.device_index()));
   }
@@ -84,34 +86,37 @@ NormKind norm_kind(StableIValue norm_type) {
   throw std::runtime_error("fusedacc: norm_type is " + std::to_string(value) + "; allowed: 2 and inf");
 }
 
-StableIValue run_norm(const Work& work, const ScaleArgument& scale, NormKind kind, bool reads,
+StableIValue run_norm(const Work& work, const Factors& factors, NormKind kind, bool reads,
                       const Device& device) {
   OwnedTensor partials(empty(1, work.chunks, aoti_torch_dtype_float64(), device));
   const NormRequest norm{kind, static_cast<double*>(data_of(partials)), reads};
   run_on(
-      device, [&] { cpu::run_norm(work, read_scale<double>(scale), norm); },
-      [&] { cuda::run_norm(work, scale, norm, device.index); });
+      device, [&] { cpu::run_norm(work, read_factors<double>(factors), norm); },
+      [&] { cuda::run_norm(work, factors, norm, device.index); });
   return torch::stable::detail::from(partials.release());
 }
 
-// stack: ..., gradients, scale_tensor, scale, overwrite and, where the norm is wanted, norm_type.
+// stack: ..., gradients, scale_tensor, scale, overwrite, where the norm is wanted norm_type, keep_tensor,
+// keep.
 void accumulate(const AccumulatorTable& table, StableIValue* stack, bool wants_norm) {
   const TensorList gradients(stack[1]);
   const OwnedTensor scale_tensor(take_optional(stack[2]));
   const std::vector<bool> overwrite = take_flags(stack[4]);
+  const StableIValue* keep = stack + (wants_norm ? 6 : 5);
+  const OwnedTensor keep_tensor(take_optional(keep[0]));
   const NormKind kind = wants_norm ? norm_kind(stack[5]) : NormKind::kTwo;
   // Kept from call to call: freeing blocks of this size makes malloc tidy up all the small ones.
   static thread_local Work work;
   table.match(gradients, overwrite, work);
   const Device device{table.device_type(), table.device_index()};
-  const ScaleArgument scale =
-      table.size() == 0 ? ScaleArgument{} : scale_argument(table, scale_tensor.get(), number(stack[3]));
+  const Factors factors{scale_argument(table, "scale", scale_tensor.get(), number(stack[3])),
+                        scale_argument(table, "keep", keep_tensor.get(), number(keep[1]))};
   if (wants_norm) {
-    stack[0] = run_norm(work, scale, kind, false, device);
+    stack[0] = run_norm(work, factors, kind, false, device);
   } else if (table.size() > 0) {
     run_on(
-        device, [&] { cpu::run(work, read_scale<double>(scale)); },
-        [&] { cuda::run(work, scale, device.index); });
+        device, [&] { cpu::run(work, read_factors<double>(factors)); },
+        [&] { cuda::run(work, factors, device.index); });
   }
 }
 
