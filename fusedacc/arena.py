@@ -223,11 +223,11 @@ class Arena:
             return
         self.norms.clear()
         groups: dict[tuple, list[Tensor]] = {}
-        for slot, total in finals:
+        for _, total in finals:
             if checks.is_plain(total) and (total.dtype, total.dtype) in checks.PAIRS:
                 groups.setdefault((total.device, total.dtype), []).append(total)
             elif total.is_sparse:
-                self._put(slot, _scaled(total, ratio))
+                total._values().mul_(_near(ratio, total))  # a product would sum repeated indices
             else:
                 total.mul_(_near(ratio, total))
         for sums in groups.values():
@@ -369,7 +369,9 @@ class Arena:
                 if slot.param.grad is slot.cast and slot.sum is not None:
                     self._show(slot, slot.sum)
                 else:
-                    slot.cast = slot.sum = None
+                    cast, slot.cast, slot.sum = slot.cast, None, None
+                    if slot.param.grad is cast and cast.dtype != slot.param.dtype:  # it was a master's
+                        slot.param.grad = cast.to(slot.accumulate_dtype)
 
     def clear(self) -> None:
         """Forget every sum and clear every p.grad."""
