@@ -26,24 +26,6 @@ void finish_norm(const FinishRequest&, int32_t) { refuse(); }
 
 namespace {
 
-// Checks the scale and says where to read it: on a GPU by the kernel, so that nothing waits for the device.
-ScaleArgument scale_argument(const AccumulatorTable& table, AtenTensorHandle tensor, double number) {
-  if (tensor == nullptr) return {nullptr, number, 0};
-  const TensorView view = view_of(tensor, {"scale", -1});
-  const Dtype dtype = dtype_of(view);
-  if (view.dims != 0) throw std::runtime_error("fusedacc: scale must be a number or a 0-dim tensor");
-  if (dtype == Dtype::kOther) {
-    throw std::runtime_error(
-        "fusedacc: scale is a tensor of a dtype that is not float32, bfloat16, float16 or float64");
-  }
-  if (view.device_type != table.device_type() || view.device_index != table.device_index()) {
-    throw std::runtime_error("fusedacc: scale is on " + device_name(view.device_type, view.device_index) +
-                             " but the accumulators are on " +
-                             device_name(table.device_type(), table.device_index()));
-  }
-  return {view.data, 0, static_cast<int32_t>(dtype)};
-}
-
 struct Device {
   int32_t type, index;
 };
@@ -104,8 +86,10 @@ void accumulate(const AccumulatorTable& table, StableIValue* stack, bool wants_n
   static thread_local Work work;
   table.match(gradients, overwrite, work);
   const Device device{table.device_type(), table.device_index()};
-  const ScaleArgument scale =
-      table.size() == 0 ? ScaleArgument{} : scale_argument(table, scale_tensor.get(), number(stack[3]));
+  const ScaleArgument scale = table.size() == 0
+                                  ? ScaleArgument{}
+                                  : scalar_argument("scale", scale_tensor.get(), number(stack[3]),
+                                                    {"the accumulators are", device.type, device.index});
   if (wants_norm) {
     stack[0] = run_norm(work, scale, kind, false, device);
   } else if (table.size() > 0) {
