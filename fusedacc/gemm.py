@@ -1,0 +1,390 @@
+"""A layer's weight gradient multiplied straight into its sum, so that it is never a tensor of its own.
+
+    accumulator <- keep * accumulator + scale * left^T right
+
+The product is summed in float32 (float64 for float64) and rounded once to the accumulator, with one exception:
+on a CPU with bfloat16 matrix instructions (AMX) a product of bfloat16 is rounded to bfloat16, as torch rounds
+its own, before it is added to a float32 sum. Multiplying in float32 there takes about four times as long.
+
+Who multiplies: on CUDA the extension calls cuBLAS on torch's own handle, so that stream, workspace,
+determinism and TF32 are as torch is set (16-bit sums never take its reduced-precision reduction); on the CPU it
+calls torch's BLAS and oneDNN in place. The eager backend is plain torch, and takes any device and layout.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import backends, checks
+from .checks import computation_dtype
+from .plan import bump_versions
+
+#: Elements of a product that the eager backend makes at a time, where torch cannot add in place.
+PART_ELEMENTS = 1 << 20
+
+Number = float | Tensor
+Run = Callable[[Tensor, Tensor, Tensor, Number, Number], None]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Who multiplies: the backend's name, what it does in words, and why it was chosen.
+
+    `run(accumulator, left, right, scale, keep)` is `gemm_accumulate_` without the choice and, for arguments that
+    are sure to be right, without the words of its errors.
+    """
+
+    name: str
+    how: str
+    reason: str
+    run: Run
+
+
+def gemm_accumulate_(
+    accumulator: Tensor,
+    left: Tensor,
+    right: Tensor,
+    scale: Number = 1.0,
+    keep: Number = 1.0,
+    *,
+    backend: str = "auto",
+) -> None:
+    """accumulator <- keep * accumulator + scale * left^T right, without a temporary of the accumulator's size.
+
+    Not recorded by autograd; the accumulator's version is bumped. Beside the accumulator at most a few MB are
+    allocated, and a copy of an operand of which neither rows nor columns lie without gaps.
+
+    Args:
+        accumulator: [M, N], with rows or columns without gaps (a row may be longer than N); float32, bfloat16,
+            float16 or float64.
+        left: [n, M], any strides, its memory apart from the accumulator's; n may be 0.
+        right: [n, N], likewise, of left's dtype. Dtype pairs as in `checks.PAIRS`.
+        scale: a float, or a 0-dim floating tensor on the accumulator's device, read there.
+        keep: likewise. Where it is 0, the accumulator is not read: it may be uninitialised.
+        backend: "auto", "cuda", "cpu" or "eager"; "triton" has no product, so that torch multiplies.
+
+    Raises:
+        TypeError: something is no dense floating tensor, a dtype pair is not supported, or scale or keep is
+            of the wrong kind.
+        ValueError: shapes or devices do not match, memory overlaps, the accumulator has gaps in rows and in
+            columns, or there is no such backend.
+        RuntimeError: the backend that was asked for cannot run here.
+        Nothing is modified when one of these is raised.
+    """
+    if torch.compiler.is_compiling():
+        _traced(accumulator, left, right, scale, keep, backend)
+        return
+    if not isinstance(accumulator, Tensor) or not isinstance(left, Tensor):
+        check(accumulator, left, right, scale, keep)
+    if backend == "auto" and not (checks.is_plain(accumulator) and checks.is_plain(left)):
+        backend = "eager"
+    try:
+        chosen = select(accumulator.device, accumulator.dtype, left.dtype, backend)
+        if chosen.name == "eager" or 1 not in accumulator.stride():
+            check(accumulator, left, right, scale, keep)
+        chosen.run(accumulator, left, right, scale, keep)
+    except (RuntimeError, TypeError):
+        check(accumulator, left, right, scale, keep)
+        raise
+
+
+def select(
+    device: torch.device,
+    accumulator_dtype: torch.dtype,
+    operand_dtype: torch.dtype,
+    backend: str = "auto",
+) -> Selection:
+    """Who multiplies operands of one dtype into an accumulator of another on a device, and why.
+
+    Raises:
+        ValueError: the name, or the value of `FUSEDACC_BACKEND`, is no backend.
+        RuntimeError: the backend that was asked for cannot run there.
+    """
+    name, source = backends.requested(backend)
+    return _select(name, source, device, accumulator_dtype, operand_dtype)
+
+
+@functools.cache
+def _select(
+    name: str, source: str, device: torch.device, accumulator: torch.dtype, operand: torch.dtype
+) -> Selection:
+    order = ("cuda", "cpu", "eager")
+    if name == "auto":
+        passed: list[str] = []
+        for candidate in order:
+            problem = obstacle(candidate, device, accumulator, operand)
+            if problem is None:
+                reason = "; ".join([f"first of {', '.join(order)} that can run here", *passed])
+                return _selection(candidate, reason, accumulator, operand)
+            passed.append(f"not {candidate}: {problem}")
+    if name == "triton":
+        reason = f"chosen by {source}={name!r}, which has no kernel for products"
+        return _selection("eager", reason, accumulator, operand)
+    problem = obstacle(name, device, accumulator, operand)
+    if problem is not None:
+        can = [other for other in order if obstacle(other, device, accumulator, operand) is None]
+        raise RuntimeError(
+            f"{source}={name!r} cannot add a product of {str(operand)[6:]} into {str(accumulator)[6:]} on "
+            f"{device}: {problem}. Allowed here: {', '.join(map(repr, ('auto', *can)))}"
+        )
+    return _selection(name, f"chosen by {source}={name!r}", accumulator, operand)
+
+
+def obstacle(
+    name: str, device: torch.device, accumulator_dtype: torch.dtype, operand_dtype: torch.dtype
+) -> str | None:
+    """Why "cuda", "cpu" or "eager" cannot multiply there; None if it can."""
+    problem = backends.obstacle(name, device, accumulator_dtype, operand_dtype)
+    if problem is None and name == "cuda":
+        problem = torch.ops.fusedacc.gemm_problem() or None
+        if problem is None and operand_dtype == torch.float32 and accumulator_dtype != torch.float32:
+            problem = f"cuBLAS adds no product of float32 into {str(accumulator_dtype)[6:]}"
+    return problem
+
+
+def _selection(name: str, reason: str, accumulator: torch.dtype, operand: torch.dtype) -> Selection:
+    if name == "eager":
+        return Selection(name, "torch's product", reason, _eager)
+    if name == "cuda":
+        return Selection(name, "cuBLAS into the sum", reason, _native)
+    if operand == torch.bfloat16 and _multiplies_bfloat16():
+        run = functools.partial(_native, bfloat16_products=True)
+        if accumulator == torch.float32:
+            return Selection(name, "parts of torch's bfloat16 product, added one by one", reason, run)
+        return Selection(name, "oneDNN into the sum", reason, run)
+    if operand.itemsize > 2 and operand == accumulator:
+        return Selection(name, "BLAS into the sum", reason, _blas)
+    if accumulator.itemsize > 2:
+        return Selection(name, "BLAS into the sum, of operands cast to float32 in parts", reason, _native)
+    return Selection(name, "BLAS into float32 copies of parts of the sum", reason, _native)
+
+
+@functools.cache
+def _multiplies_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 faster than float32: with AMX. The bfloat16 instructions of AVX-512
+    alone do not make up for torch's slower blocking, and without them products take many times as long.
+    """
+    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    return torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled and has_amx()
+
+
+def _blas(accumulator: Tensor, left: Tensor, right: Tensor, scale: Number, keep: Number) -> None:
+    if isinstance(scale, Tensor) or isinstance(keep, Tensor):
+        _native(accumulator, left, right, scale, keep)  # which reads them without a word to the dispatcher
+    elif torch.is_grad_enabled():
+        with torch.no_grad():
+            accumulator.addmm_(left.t(), right, beta=keep, alpha=scale)
+    else:
+        accumulator.addmm_(left.t(), right, beta=keep, alpha=scale)
+
+
+def _native(
+    accumulator: Tensor,
+    left: Tensor,
+    right: Tensor,
+    scale: Number,
+    keep: Number,
+    bfloat16_products: bool = False,
+) -> None:
+    if left.shape[0] == 0:
+        _keep_only(accumulator, keep)
+        return
+    operator = torch.ops.fusedacc.gemm_accumulate_.default
+    numbers = *_number(scale), *_number(keep)
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            operator(accumulator, left, right, *numbers, bfloat16_products)
+    else:
+        operator(accumulator, left, right, *numbers, bfloat16_products)
+    bump_versions([accumulator])
+
+
+def _number(value: Number) -> tuple[Tensor | None, float]:
+    return (value, 1.0) if isinstance(value, Tensor) else (None, value)
+
+
+def _traced(
+    accumulator: Tensor, left: Tensor, right: Tensor, scale: Number, keep: Number, backend: str
+) -> None:
+    """The graph under `torch.compile`: one operator, or plain torch for the compiler to fuse."""
+    name = _traced_name(accumulator.device, accumulator.dtype, left.dtype, backend)
+    if left.shape[0] == 0:
+        _keep_only(accumulator, keep)
+    elif name in ("cuda", "cpu"):
+        numbers = *_number(scale), *_number(keep)
+        torch.ops.fusedacc.gemm_accumulate_(accumulator, left, right, *numbers, _multiplies_bfloat16_traced())
+    else:
+        _by_parts(accumulator, left, right, scale, keep, accumulator.numel())
+
+
+def _traced_name(
+    device: torch.device, accumulator_dtype: torch.dtype, operand_dtype: torch.dtype, backend: str
+) -> str:
+    return select(device, accumulator_dtype, operand_dtype, backend).name
+
+
+def _multiplies_bfloat16_traced() -> bool:
+    return _multiplies_bfloat16()
+
+
+# As in `plan.traced_backend`: evaluated while tracing.
+_traced_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_multiplies_bfloat16_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+# Plain torch
+
+
+def _eager(accumulator: Tensor, left: Tensor, right: Tensor, scale: Number, keep: Number) -> None:
+    """In place where torch can, else in parts: `_by_parts` is what all the others are held to."""
+    if left.shape[0] == 0:
+        _keep_only(accumulator, keep)
+        return
+    wide = computation_dtype(accumulator.dtype)
+    with torch.no_grad():
+        if accumulator.dtype == wide and not isinstance(scale, Tensor) and not isinstance(keep, Tensor):
+            if left.dtype == wide:
+                accumulator.addmm_(left.t(), right, beta=keep, alpha=scale)
+                return
+            if _widens("addmm", accumulator, left):
+                torch.addmm(
+                    accumulator, left.t(), right, out_dtype=wide, beta=keep, alpha=scale, out=accumulator
+                )
+                return
+        _by_parts(accumulator, left, right, scale, keep, PART_ELEMENTS)
+
+
+def _by_parts(
+    accumulator: Tensor, left: Tensor, right: Tensor, scale: Number, keep: Number, elements: int
+) -> None:
+    """Parts of the product in the computation's dtype, `elements` at a time, each added and then dropped."""
+    wide = computation_dtype(accumulator.dtype)
+    widens = left.dtype != wide and _widens("mm", accumulator, left)
+    if not widens:
+        right = right.to(wide)
+    step = max(1, elements // max(1, accumulator.shape[1]))
+    for start in range(0, accumulator.shape[0], step):
+        columns = left[:, start : start + step].t()
+        product = torch.mm(columns, right, out_dtype=wide) if widens else columns.to(wide) @ right
+        _add(accumulator[start : start + step], product, scale, keep)
+
+
+def _add(part: Tensor, product: Tensor, scale: Number, keep: Number) -> None:
+    """part <- keep * part + scale * product, which is overwritten; rounded once to the part's dtype."""
+    product.mul_(scale.to(product.dtype) if isinstance(scale, Tensor) else scale)
+    if isinstance(keep, Tensor):
+        old = part.to(product.dtype) * keep
+        product.add_(old.masked_fill_(keep == 0, 0))
+    elif keep != 0:
+        product.add_(part, alpha=keep)
+    part.copy_(product)
+
+
+def _keep_only(accumulator: Tensor, keep: Number) -> None:
+    """accumulator <- keep * accumulator, and zeros, whatever it held, where keep is 0: what is left to do
+    without tokens."""
+    with torch.no_grad():
+        if isinstance(keep, Tensor):
+            accumulator.mul_(keep).masked_fill_(keep == 0, 0)
+        elif keep == 0:
+            accumulator.zero_()
+        elif keep != 1:
+            accumulator.mul_(keep)
+
+
+def _widens(name: str, accumulator: Tensor, operand: Tensor) -> bool:
+    """Whether torch has `name` from 16-bit operands into float32 on the accumulator's device."""
+    if not checks.is_plain(accumulator) or accumulator.device.type != "cuda" or operand.itemsize != 2:
+        return False
+    return _widens_on(name, accumulator.device, operand.dtype)
+
+
+@functools.cache
+def _widens_on(name: str, device: torch.device, dtype: torch.dtype) -> bool:
+    """Found by trying: some releases have the overload and refuse a float32 sum."""
+    one = torch.ones(1, 1, dtype=dtype, device=device)
+    total = torch.zeros(1, 1, device=device)
+    try:
+        if name == "addmm":
+            torch.addmm(total, one, one, out_dtype=torch.float32, out=total)
+        else:
+            torch.mm(one, one, out_dtype=torch.float32)
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+# Errors
+
+
+def check(accumulator: Any, left: Any, right: Any, scale: Any, keep: Any) -> None:
+    """Raise what `gemm_accumulate_` documents; reads no element and modifies nothing."""
+    named = {"accumulator": accumulator, "left": left, "right": right}
+    for name, tensor in named.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} is {type(tensor).__name__}, not a tensor")
+        if tensor.layout != torch.strided:
+            raise TypeError(f"{name} is sparse ({str(tensor.layout)[6:]}); only dense tensors can be used")
+        if tensor.dim() != 2:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; allowed: two dimensions")
+        if tensor.device != accumulator.device:
+            raise ValueError(f"{name} is on {tensor.device}, but accumulator is on {accumulator.device}")
+    if (left.dtype, accumulator.dtype) not in checks.PAIRS:
+        raise TypeError(
+            f"left is {left.dtype} and accumulator is {accumulator.dtype}; allowed: {checks.allowed_pairs()}"
+        )
+    if right.dtype != left.dtype:
+        raise TypeError(f"right is {right.dtype}, but left is {left.dtype}; they must be of one dtype")
+    if left.shape[0] != right.shape[0]:
+        raise ValueError(f"right has {right.shape[0]} rows, but left has {left.shape[0]}")
+    for index, (name, operand) in enumerate((("left", left), ("right", right))):
+        if operand.shape[1] != accumulator.shape[index]:
+            raise ValueError(
+                f"{name} has shape {tuple(operand.shape)}, but accumulator has {tuple(accumulator.shape)}: "
+                "left [n, M] and right [n, N] go into accumulator [M, N]"
+            )
+    _check_memory(accumulator, left, right)
+    _check_number("scale", scale, accumulator)
+    _check_number("keep", keep, accumulator)
+
+
+def _check_memory(accumulator: Tensor, left: Tensor, right: Tensor) -> None:
+    if checks.overlaps_itself(accumulator) or not (
+        _rows_are_dense(accumulator) or _rows_are_dense(accumulator.t())
+    ):
+        raise ValueError(
+            f"accumulator has shape {tuple(accumulator.shape)} and strides {tuple(accumulator.stride())}; "
+            "its rows or its columns must lie without gaps and not overlap"
+        )
+    if not checks.is_plain(accumulator):
+        return
+    start, end = checks.memory_range(accumulator)
+    for name, operand in (("left", left), ("right", right)):
+        if checks.is_plain(operand):
+            first, last = checks.memory_range(operand)
+            if max(first, start) < min(last, end):
+                raise ValueError(f"{name} shares memory with accumulator; they must not overlap")
+
+
+def _rows_are_dense(matrix: Tensor) -> bool:
+    return matrix.numel() == 0 or matrix.shape[1] == 1 or matrix.stride(1) == 1
+
+
+def _check_number(name: str, value: Any, accumulator: Tensor) -> None:
+    if not isinstance(value, Tensor):
+        if isinstance(value, str) or not hasattr(value, "__float__"):
+            raise TypeError(
+                f"{name} is {value!r} ({type(value).__name__}); allowed: a float or a 0-dim tensor"
+            )
+    elif value.dim() != 0:
+        raise ValueError(f"{name} has shape {tuple(value.shape)}; a tensor {name} must be 0-dim")
+    elif not value.is_floating_point():
+        raise TypeError(f"{name} has dtype {value.dtype}; a tensor {name} must be floating-point")
+    elif value.device != accumulator.device:
+        raise ValueError(f"{name} is on {value.device}, but accumulator is on {accumulator.device}")
