@@ -2,13 +2,13 @@
 
     accumulator <- keep * accumulator + scale * left^T right
 
-The product is summed in float32 (float64 for float64) and rounded once to the accumulator, with one exception:
-on a CPU with bfloat16 matrix instructions (AMX) a product of bfloat16 is rounded to bfloat16, as torch rounds
-its own, before it is added to a float32 sum. Multiplying in float32 there takes about four times as long.
+The product is summed in float32 (float64 for float64) and rounded once to the accumulator, with one
+exception: on a CPU with bfloat16 matrix instructions (AMX) a product of bfloat16 is rounded to bfloat16, as
+torch rounds its own, before it is added to a float32 sum. In float32 it would take four times as long there.
 
 Who multiplies: on CUDA the extension calls cuBLAS on torch's own handle, so that stream, workspace,
-determinism and TF32 are as torch is set (16-bit sums never take its reduced-precision reduction); on the CPU it
-calls torch's BLAS and oneDNN in place. The eager backend is plain torch, and takes any device and layout.
+determinism and TF32 are as torch is set (but 16-bit sums never take its reduced-precision reduction); on the
+CPU it calls torch's BLAS and oneDNN in place. The eager backend is plain torch, on any device.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ from .plan import bump_versions
 #: Elements of a product that the eager backend makes at a time, where torch cannot add in place.
 PART_ELEMENTS = 1 << 20
 
+#: Tokens for which the extension cuts a float32 product up for its threads, as csrc/cpu/gemm.cpp says.
+SPLIT_TOKENS = range(48, 101)
+
 Number = float | Tensor
 Run = Callable[[Tensor, Tensor, Tensor, Number, Number], None]
 
@@ -36,8 +39,8 @@ Run = Callable[[Tensor, Tensor, Tensor, Number, Number], None]
 class Selection:
     """Who multiplies: the backend's name, what it does in words, and why it was chosen.
 
-    `run(accumulator, left, right, scale, keep)` is `gemm_accumulate_` without the choice and, for arguments that
-    are sure to be right, without the words of its errors.
+    `run(accumulator, left, right, scale, keep)` is `gemm_accumulate_` without the choice and, for arguments
+    that are sure to be right, without the words of its errors.
     """
 
     name: str
@@ -55,14 +58,14 @@ def gemm_accumulate_(
     *,
     backend: str = "auto",
 ) -> None:
-    """accumulator <- keep * accumulator + scale * left^T right, without a temporary of the accumulator's size.
+    """accumulator <- keep * accumulator + scale * left^T right, without a temporary as large as that.
 
     Not recorded by autograd; the accumulator's version is bumped. Beside the accumulator at most a few MB are
     allocated, and a copy of an operand of which neither rows nor columns lie without gaps.
 
     Args:
-        accumulator: [M, N], with rows or columns without gaps (a row may be longer than N); float32, bfloat16,
-            float16 or float64.
+        accumulator: [M, N], with rows or columns without gaps (a row may be longer than N); float32,
+            bfloat16, float16 or float64.
         left: [n, M], any strides, its memory apart from the accumulator's; n may be 0.
         right: [n, N], likewise, of left's dtype. Dtype pairs as in `checks.PAIRS`.
         scale: a float, or a 0-dim floating tensor on the accumulator's device, read there.
@@ -80,8 +83,6 @@ def gemm_accumulate_(
     if torch.compiler.is_compiling():
         _traced(accumulator, left, right, scale, keep, backend)
         return
-    if not isinstance(accumulator, Tensor) or not isinstance(left, Tensor):
-        check(accumulator, left, right, scale, keep)
     if backend == "auto" and not (checks.is_plain(accumulator) and checks.is_plain(left)):
         backend = "eager"
     try:
@@ -89,7 +90,7 @@ def gemm_accumulate_(
         if chosen.name == "eager" or 1 not in accumulator.stride():
             check(accumulator, left, right, scale, keep)
         chosen.run(accumulator, left, right, scale, keep)
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError, AttributeError):
         check(accumulator, left, right, scale, keep)
         raise
 
@@ -167,16 +168,17 @@ def _selection(name: str, reason: str, accumulator: torch.dtype, operand: torch.
 
 @functools.cache
 def _multiplies_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 faster than float32: with AMX. The bfloat16 instructions of AVX-512
-    alone do not make up for torch's slower blocking, and without them products take many times as long.
+    """Whether this CPU multiplies bfloat16 faster than float32: with AMX. By the bfloat16 instructions of
+    AVX-512 alone products take longer, and without either many times as long.
     """
     has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    return torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled and has_amx()
+    return bool(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled and has_amx())
 
 
 def _blas(accumulator: Tensor, left: Tensor, right: Tensor, scale: Number, keep: Number) -> None:
-    if isinstance(scale, Tensor) or isinstance(keep, Tensor):
-        _native(accumulator, left, right, scale, keep)  # which reads them without a word to the dispatcher
+    # The operator reads tensors without a word to the dispatcher; torch's own call costs the host less.
+    if isinstance(scale, Tensor) or isinstance(keep, Tensor) or left.shape[0] in SPLIT_TOKENS:
+        _native(accumulator, left, right, scale, keep)
     elif torch.is_grad_enabled():
         with torch.no_grad():
             accumulator.addmm_(left.t(), right, beta=keep, alpha=scale)

@@ -11,7 +11,17 @@ from fusedacc.checks import computation_dtype
 #: (operand dtype, accumulator dtype) as in `checks.PAIRS`.
 GEMM_PAIRS = PAIRS
 #: (M, N, n): left [n, M], right [n, N] and accumulator [M, N].
-SHAPES = [(5, 7, 3), (1, 4, 2), (4, 1, 2), (1, 1, 1), (3, 3, 1), (6, 5, 0), (0, 3, 2), (3, 0, 2), (70, 90, 33)]
+SHAPES = [
+    (5, 7, 3),
+    (1, 4, 2),
+    (4, 1, 2),
+    (1, 1, 1),
+    (3, 3, 1),
+    (6, 5, 0),
+    (0, 3, 2),
+    (3, 0, 2),
+    (70, 90, 33),
+]
 SUM_LAYOUTS = ("rows", "columns", "long rows", "long columns")
 OPERAND_LAYOUTS = ("rows", "columns", "long rows", "gaps", "expanded tokens", "expanded features")
 NAN = float("nan")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from fusedacc import checks, gemm, ops
 from fusedacc.gemm import gemm_accumulate_
 from fusedacc.traffic import TrafficMeter
 
+ROOT = Path(__file__).resolve().parents[1]
 BACKENDS = [name for name in ("cpu", "eager") if name == "eager" or ops.load_error() is None]
 native = pytest.mark.skipif(ops.load_error() is not None, reason=str(ops.load_error()))
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
@@ -97,12 +100,37 @@ def test_without_keeping_nothing_is_read(way, pair, keep, generator):
 @pytest.mark.parametrize("way", ways())
 @pytest.mark.parametrize(
     ("shape", "layout"),
-    [((2200, 1000, 3), "rows"), ((1000, 2200, 3), "rows"), ((1000, 2200, 3), "columns"), ((300, 212, 2000), "rows")],
+    [
+        ((2200, 1000, 3), "rows"),
+        ((1000, 2200, 3), "rows"),
+        ((1000, 2200, 3), "columns"),
+        ((300, 212, 2000), "rows"),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("pair", [(BF16, F32), (F16, F32), (F32, BF16), (BF16, BF16)], ids=str)
 def test_what_is_cut_into_parts(way, pair, shape, layout, generator):
     run(way, matrices(pair, shape, generator, (layout, "rows", "long rows")), 0.3, 0.5)
+
+
+@pytest.mark.parametrize("way", ways())
+@pytest.mark.parametrize("layout", SUM_LAYOUTS)
+@pytest.mark.parametrize("pair", [(F32, F32), (F16, F32)], ids=str)
+def test_what_is_cut_up_for_threads(way, pair, layout, generator):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for tokens in (gemm.SPLIT_TOKENS[0], gemm.SPLIT_TOKENS[-1]):
+            run(way, matrices(pair, (650, 30, tokens), generator, (layout, "rows", "rows")), 0.3, 0.5)
+            run(way, matrices(pair, (30, 650, tokens), generator, (layout, "rows", "rows")), 0.3, 0.0)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_split_tokens_are_the_extensions():
+    source = (ROOT / "csrc" / "cpu" / "gemm.cpp").read_text()
+    first, last = re.search(r"kFirstSplit = (\d+), kLastSplit = (\d+)", source).groups()
+    assert range(int(first), int(last) + 1) == gemm.SPLIT_TOKENS
 
 
 @pytest.mark.parametrize("way", ways())
@@ -229,7 +257,9 @@ def test_bfloat16_products_where_the_processor_has_them(pair, monkeypatch):
 
 def test_refused_backends():
     tensors = torch.zeros(2, 2), torch.ones(1, 2), torch.ones(1, 2)
-    with pytest.raises(RuntimeError, match="backend='cuda' cannot add a product of float32 into float32 on cpu"):
+    with pytest.raises(
+        RuntimeError, match="backend='cuda' cannot add a product of float32 into float32 on cpu"
+    ):
         gemm_accumulate_(*tensors, backend="cuda")
     with pytest.raises(ValueError, match="backend='fast' is no backend"):
         gemm_accumulate_(*tensors, backend="fast")
@@ -254,9 +284,17 @@ ERRORS = [
     ((make(2, 2), make(2), make(1, 2)), ValueError, r"left has shape \(2,\); allowed: two"),
     ((make(2, 2), make(1, 2, dtype=F64), make(1, 2, dtype=F64)), TypeError, "left is torch.float64 and acc"),
     ((make(2, 2), make(1, 2, dtype=torch.int64), make(1, 2)), TypeError, "left is torch.int64"),
-    ((make(2, 2), make(1, 2, dtype=BF16), make(1, 2)), TypeError, "right is torch.float32, but left is torch.bf"),
+    (
+        (make(2, 2), make(1, 2, dtype=BF16), make(1, 2)),
+        TypeError,
+        "right is torch.float32, but left is torch.bf",
+    ),
     ((make(2, 3), make(4, 2), make(5, 3)), ValueError, "right has 5 rows, but left has 4"),
-    ((make(2, 3), make(4, 3), make(4, 3)), ValueError, r"left has shape \(4, 3\), but accumulator has \(2, 3\)"),
+    (
+        (make(2, 3), make(4, 3), make(4, 3)),
+        ValueError,
+        r"left has shape \(4, 3\), but accumulator has \(2, 3\)",
+    ),
     ((make(2, 3), make(4, 2), make(4, 2)), ValueError, r"right has shape \(4, 2\), but accumulator has"),
     ((make(2, 6)[:, ::2], make(4, 2), make(4, 3)), ValueError, r"accumulator has .* strides \(6, 2\)"),
     ((make(1, 3).expand(2, 3), make(4, 2), make(4, 3)), ValueError, r"accumulator has .* strides \(0, 1\)"),
@@ -265,7 +303,11 @@ ERRORS = [
     ((make(2, 2), make(1, 2), make(1, 2), "2"), TypeError, "scale is '2'"),
     ((make(2, 2), make(1, 2), make(1, 2), 1.0, None), TypeError, "keep is None"),
     ((make(2, 2), make(1, 2), make(1, 2), 1.0, make(2)), ValueError, r"keep has shape \(2,\)"),
-    ((make(2, 2), make(1, 2).to("meta"), make(1, 2)), ValueError, "left is on meta, but accumulator is on cpu"),
+    (
+        (make(2, 2), make(1, 2).to("meta"), make(1, 2)),
+        ValueError,
+        "left is on meta, but accumulator is on cpu",
+    ),
     ((make(2, 2), make(1, 2), make(1, 2), make(1)[0].to("meta")), ValueError, "scale is on meta"),
 ]
 
@@ -284,7 +326,9 @@ def test_shared_memory_is_refused(backend, dtype):
     if backend == "cpu" and dtype == F32:
         pytest.skip("torch's own product does not look")
     with pytest.raises(ValueError, match="right shares memory with accumulator"):
-        gemm_accumulate_(room[:4].view(2, 2), torch.ones(1, 2, dtype=dtype), room[3:5].view(1, 2), backend=backend)
+        gemm_accumulate_(
+            room[:4].view(2, 2), torch.ones(1, 2, dtype=dtype), room[3:5].view(1, 2), backend=backend
+        )
     assert room.eq(1).all()
 
 
@@ -296,7 +340,10 @@ def test_shared_memory_is_refused(backend, dtype):
         ((make(2, 2), make(1, 3), make(1, 2)), r"left has shape \[1, 3\] but accumulator has \[2, 2\]"),
         ((make(2, 2), make(1, 2), make(2, 2)), "right has 2 rows but left has 1"),
         ((make(2, 2), make(1, 2), make(1, 2, dtype=BF16)), "right has bfloat16 but left has float32"),
-        ((make(2, 2), make(1, 2, dtype=F64), make(1, 2, dtype=F64)), "left has float64 and accumulator float32"),
+        (
+            (make(2, 2), make(1, 2, dtype=F64), make(1, 2, dtype=F64)),
+            "left has float64 and accumulator float32",
+        ),
         ((make(2, 4)[:, ::2], make(1, 2), make(1, 2)), r"accumulator has strides \[4, 2\]"),
         ((OWN[:4].view(2, 2), OWN[2:4].view(1, 2), make(1, 2)), "left overlaps accumulator in memory"),
         ((make(2, 2), make(1, 2), make(1, 2), make(1)), "scale must be a number or a 0-dim tensor"),
@@ -344,7 +391,9 @@ def test_compiled_whole(backend, pair, generator):
     before = accumulator.clone()
     compiled(accumulator, left, right, torch.tensor(0.3))
     product_dtype = BF16 if pair == (BF16, F32) else None
-    assert_is_product(accumulator, before, left * 2, right, torch.tensor(0.3), 0.5, product_dtype=product_dtype)
+    assert_is_product(
+        accumulator, before, left * 2, right, torch.tensor(0.3), 0.5, product_dtype=product_dtype
+    )
 
 
 def test_layouts_are_what_they_say():
