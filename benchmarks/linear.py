@@ -11,8 +11,8 @@ mode "add": each weight's sum is there already; "first": a window's first micro-
 
 "stock autograd" goes through torch's engine: in float32 and under autocast its AccumulateGrad adds, with
 bfloat16 weights a post-accumulate hook adds into a float32 sum. "product and add_" is the same without the
-engine, the best that stock can be. "fusedacc" is `fusedacc.gemm`, without an engine too: what a layer's autograd
-function costs comes on top.
+engine, the best that stock can be. "fusedacc" is `fusedacc.gemm`, without an engine too: what a layer's
+autograd function costs comes on top.
 """
 
 from __future__ import annotations

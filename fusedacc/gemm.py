@@ -16,22 +16,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import backends, checks
-from .checks import computation_dtype
+from . import backends, checks, gemm_eager
+from .gemm_checks import check
 from .plan import bump_versions
-
-#: Elements of a product that the eager backend makes at a time, where torch cannot add in place.
-PART_ELEMENTS = 1 << 20
 
 #: Tokens for which the extension cuts a float32 product up for its threads, as csrc/cpu/gemm.cpp says.
 SPLIT_TOKENS = range(48, 101)
 
-Number = float | Tensor
+Number = gemm_eager.Number
 Run = Callable[[Tensor, Tensor, Tensor, Number, Number], None]
 
 
@@ -75,8 +71,8 @@ def gemm_accumulate_(
     Raises:
         TypeError: something is no dense floating tensor, a dtype pair is not supported, or scale or keep is
             of the wrong kind.
-        ValueError: shapes or devices do not match, memory overlaps, the accumulator has gaps in rows and in
-            columns, or there is no such backend.
+        ValueError: shapes or devices do not match, memory overlaps (where torch's own call adds, it does not
+            look), the accumulator has gaps in rows and in columns, or there is no such backend.
         RuntimeError: the backend that was asked for cannot run here.
         Nothing is modified when one of these is raised.
     """
@@ -151,7 +147,7 @@ def obstacle(
 
 def _selection(name: str, reason: str, accumulator: torch.dtype, operand: torch.dtype) -> Selection:
     if name == "eager":
-        return Selection(name, "torch's product", reason, _eager)
+        return Selection(name, "torch's product", reason, gemm_eager.accumulate_)
     if name == "cuda":
         return Selection(name, "cuBLAS into the sum", reason, _native)
     if operand == torch.bfloat16 and _multiplies_bfloat16():
@@ -195,7 +191,7 @@ def _native(
     bfloat16_products: bool = False,
 ) -> None:
     if left.shape[0] == 0:
-        _keep_only(accumulator, keep)
+        gemm_eager.keep_only(accumulator, keep)
         return
     operator = torch.ops.fusedacc.gemm_accumulate_.default
     numbers = *_number(scale), *_number(keep)
@@ -217,12 +213,12 @@ def _traced(
     """The graph under `torch.compile`: one operator, or plain torch for the compiler to fuse."""
     name = _traced_name(accumulator.device, accumulator.dtype, left.dtype, backend)
     if left.shape[0] == 0:
-        _keep_only(accumulator, keep)
+        gemm_eager.keep_only(accumulator, keep)
     elif name in ("cuda", "cpu"):
         numbers = *_number(scale), *_number(keep)
         torch.ops.fusedacc.gemm_accumulate_(accumulator, left, right, *numbers, _multiplies_bfloat16_traced())
     else:
-        _by_parts(accumulator, left, right, scale, keep, accumulator.numel())
+        gemm_eager.by_parts(accumulator, left, right, scale, keep, accumulator.numel())
 
 
 def _traced_name(
@@ -238,155 +234,3 @@ def _multiplies_bfloat16_traced() -> bool:
 # As in `plan.traced_backend`: evaluated while tracing.
 _traced_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _multiplies_bfloat16_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-# Plain torch
-
-
-def _eager(accumulator: Tensor, left: Tensor, right: Tensor, scale: Number, keep: Number) -> None:
-    """In place where torch can, else in parts: `_by_parts` is what all the others are held to."""
-    if left.shape[0] == 0:
-        _keep_only(accumulator, keep)
-        return
-    wide = computation_dtype(accumulator.dtype)
-    with torch.no_grad():
-        if accumulator.dtype == wide and not isinstance(scale, Tensor) and not isinstance(keep, Tensor):
-            if left.dtype == wide:
-                accumulator.addmm_(left.t(), right, beta=keep, alpha=scale)
-                return
-            if _widens("addmm", accumulator, left):
-                torch.addmm(
-                    accumulator, left.t(), right, out_dtype=wide, beta=keep, alpha=scale, out=accumulator
-                )
-                return
-        _by_parts(accumulator, left, right, scale, keep, PART_ELEMENTS)
-
-
-def _by_parts(
-    accumulator: Tensor, left: Tensor, right: Tensor, scale: Number, keep: Number, elements: int
-) -> None:
-    """Parts of the product in the computation's dtype, `elements` at a time, each added and then dropped."""
-    wide = computation_dtype(accumulator.dtype)
-    widens = left.dtype != wide and _widens("mm", accumulator, left)
-    if not widens:
-        right = right.to(wide)
-    step = max(1, elements // max(1, accumulator.shape[1]))
-    for start in range(0, accumulator.shape[0], step):
-        columns = left[:, start : start + step].t()
-        product = torch.mm(columns, right, out_dtype=wide) if widens else columns.to(wide) @ right
-        _add(accumulator[start : start + step], product, scale, keep)
-
-
-def _add(part: Tensor, product: Tensor, scale: Number, keep: Number) -> None:
-    """part <- keep * part + scale * product, which is overwritten; rounded once to the part's dtype."""
-    product.mul_(scale.to(product.dtype) if isinstance(scale, Tensor) else scale)
-    if isinstance(keep, Tensor):
-        old = part.to(product.dtype) * keep
-        product.add_(old.masked_fill_(keep == 0, 0))
-    elif keep != 0:
-        product.add_(part, alpha=keep)
-    part.copy_(product)
-
-
-def _keep_only(accumulator: Tensor, keep: Number) -> None:
-    """accumulator <- keep * accumulator, and zeros, whatever it held, where keep is 0: what is left to do
-    without tokens."""
-    with torch.no_grad():
-        if isinstance(keep, Tensor):
-            accumulator.mul_(keep).masked_fill_(keep == 0, 0)
-        elif keep == 0:
-            accumulator.zero_()
-        elif keep != 1:
-            accumulator.mul_(keep)
-
-
-def _widens(name: str, accumulator: Tensor, operand: Tensor) -> bool:
-    """Whether torch has `name` from 16-bit operands into float32 on the accumulator's device."""
-    if not checks.is_plain(accumulator) or accumulator.device.type != "cuda" or operand.itemsize != 2:
-        return False
-    return _widens_on(name, accumulator.device, operand.dtype)
-
-
-@functools.cache
-def _widens_on(name: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Found by trying: some releases have the overload and refuse a float32 sum."""
-    one = torch.ones(1, 1, dtype=dtype, device=device)
-    total = torch.zeros(1, 1, device=device)
-    try:
-        if name == "addmm":
-            torch.addmm(total, one, one, out_dtype=torch.float32, out=total)
-        else:
-            torch.mm(one, one, out_dtype=torch.float32)
-    except (RuntimeError, TypeError):
-        return False
-    return True
-
-
-# Errors
-
-
-def check(accumulator: Any, left: Any, right: Any, scale: Any, keep: Any) -> None:
-    """Raise what `gemm_accumulate_` documents; reads no element and modifies nothing."""
-    named = {"accumulator": accumulator, "left": left, "right": right}
-    for name, tensor in named.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} is {type(tensor).__name__}, not a tensor")
-        if tensor.layout != torch.strided:
-            raise TypeError(f"{name} is sparse ({str(tensor.layout)[6:]}); only dense tensors can be used")
-        if tensor.dim() != 2:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; allowed: two dimensions")
-        if tensor.device != accumulator.device:
-            raise ValueError(f"{name} is on {tensor.device}, but accumulator is on {accumulator.device}")
-    if (left.dtype, accumulator.dtype) not in checks.PAIRS:
-        raise TypeError(
-            f"left is {left.dtype} and accumulator is {accumulator.dtype}; allowed: {checks.allowed_pairs()}"
-        )
-    if right.dtype != left.dtype:
-        raise TypeError(f"right is {right.dtype}, but left is {left.dtype}; they must be of one dtype")
-    if left.shape[0] != right.shape[0]:
-        raise ValueError(f"right has {right.shape[0]} rows, but left has {left.shape[0]}")
-    for index, (name, operand) in enumerate((("left", left), ("right", right))):
-        if operand.shape[1] != accumulator.shape[index]:
-            raise ValueError(
-                f"{name} has shape {tuple(operand.shape)}, but accumulator has {tuple(accumulator.shape)}: "
-                "left [n, M] and right [n, N] go into accumulator [M, N]"
-            )
-    _check_memory(accumulator, left, right)
-    _check_number("scale", scale, accumulator)
-    _check_number("keep", keep, accumulator)
-
-
-def _check_memory(accumulator: Tensor, left: Tensor, right: Tensor) -> None:
-    if checks.overlaps_itself(accumulator) or not (
-        _rows_are_dense(accumulator) or _rows_are_dense(accumulator.t())
-    ):
-        raise ValueError(
-            f"accumulator has shape {tuple(accumulator.shape)} and strides {tuple(accumulator.stride())}; "
-            "its rows or its columns must lie without gaps and not overlap"
-        )
-    if not checks.is_plain(accumulator):
-        return
-    start, end = checks.memory_range(accumulator)
-    for name, operand in (("left", left), ("right", right)):
-        if checks.is_plain(operand):
-            first, last = checks.memory_range(operand)
-            if max(first, start) < min(last, end):
-                raise ValueError(f"{name} shares memory with accumulator; they must not overlap")
-
-
-def _rows_are_dense(matrix: Tensor) -> bool:
-    return matrix.numel() == 0 or matrix.shape[1] == 1 or matrix.stride(1) == 1
-
-
-def _check_number(name: str, value: Any, accumulator: Tensor) -> None:
-    if not isinstance(value, Tensor):
-        if isinstance(value, str) or not hasattr(value, "__float__"):
-            raise TypeError(
-                f"{name} is {value!r} ({type(value).__name__}); allowed: a float or a 0-dim tensor"
-            )
-    elif value.dim() != 0:
-        raise ValueError(f"{name} has shape {tuple(value.shape)}; a tensor {name} must be 0-dim")
-    elif not value.is_floating_point():
-        raise TypeError(f"{name} has dtype {value.dtype}; a tensor {name} must be floating-point")
-    elif value.device != accumulator.device:
-        raise ValueError(f"{name} is on {value.device}, but accumulator is on {accumulator.device}")

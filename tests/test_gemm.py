@@ -23,7 +23,7 @@ from gemm_cases import (
 from loops import NoHostRead
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fusedacc import checks, gemm, ops
+from fusedacc import checks, gemm, gemm_eager, ops
 from fusedacc.gemm import gemm_accumulate_
 from fusedacc.traffic import TrafficMeter
 
@@ -210,7 +210,7 @@ def test_nothing_as_large_as_the_sum_is_allocated(way, pair, layout):
     left, right = torch.ones(4, 2048, dtype=pair[0]), torch.ones(4, 4096, dtype=pair[0])[:, ::2]
     for scale, keep in ((1.0, 1.0), (0.3, 0.0), (torch.tensor(0.3), torch.tensor(0.5))):
         largest = largest_allocation(lambda s=scale, k=keep: way(accumulator, left, right, s, k))
-        assert largest <= gemm.PART_ELEMENTS * checks.computation_dtype(accumulator.dtype).itemsize
+        assert largest <= gemm_eager.PART_ELEMENTS * checks.computation_dtype(accumulator.dtype).itemsize
         assert largest < accumulator.nbytes
 
 
@@ -294,6 +294,11 @@ ERRORS = [
         (make(2, 3), make(4, 3), make(4, 3)),
         ValueError,
         r"left has shape \(4, 3\), but accumulator has \(2, 3\)",
+    ),
+    (
+        (make(1, 3), make(4, 2), make(4, 3)),
+        ValueError,
+        r"left has shape \(4, 2\), but accumulator has \(1, 3\)",
     ),
     ((make(2, 3), make(4, 2), make(4, 2)), ValueError, r"right has shape \(4, 2\), but accumulator has"),
     ((make(2, 6)[:, ::2], make(4, 2), make(4, 3)), ValueError, r"accumulator has .* strides \(6, 2\)"),
