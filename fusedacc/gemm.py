@@ -212,13 +212,15 @@ def _traced(
 ) -> None:
     """The graph under `torch.compile`: one operator, or plain torch for the compiler to fuse."""
     name = _traced_name(accumulator.device, accumulator.dtype, left.dtype, backend)
-    if left.shape[0] == 0:
-        gemm_eager.keep_only(accumulator, keep)
-    elif name in ("cuda", "cpu"):
-        numbers = *_number(scale), *_number(keep)
-        torch.ops.fusedacc.gemm_accumulate_(accumulator, left, right, *numbers, _multiplies_bfloat16_traced())
-    else:
-        gemm_eager.by_parts(accumulator, left, right, scale, keep, accumulator.numel())
+    with torch.no_grad():
+        if left.shape[0] == 0:
+            gemm_eager.keep_only(accumulator, keep)
+        elif name in ("cuda", "cpu"):
+            numbers = *_number(scale), *_number(keep)
+            flag = _multiplies_bfloat16_traced()
+            torch.ops.fusedacc.gemm_accumulate_(accumulator, left, right, *numbers, flag)
+        else:
+            gemm_eager.by_parts(accumulator, left, right, scale, keep, accumulator.numel())
 
 
 def _traced_name(

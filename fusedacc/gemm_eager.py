@@ -46,7 +46,12 @@ def by_parts(
     step = max(1, elements // max(1, accumulator.shape[1]))
     for start in range(0, accumulator.shape[0], step):
         columns = left[:, start : start + step].t()
-        product = torch.mm(columns, right, out_dtype=wide) if widens else columns.to(wide) @ right
+        product = torch.empty(columns.shape[0], right.shape[1], dtype=wide, device=accumulator.device)
+        # By out=, which autocast lets be.
+        if widens:
+            torch.mm(columns, right, out_dtype=wide, out=product)
+        else:
+            torch.mm(columns.to(wide), right, out=product)
         _add(accumulator[start : start + step], product, scale, keep)
 
 
@@ -89,7 +94,7 @@ def _widens_on(name: str, device: torch.device, dtype: torch.dtype) -> bool:
         if name == "addmm":
             torch.addmm(total, one, one, out_dtype=torch.float32, out=total)
         else:
-            torch.mm(one, one, out_dtype=torch.float32)
+            torch.mm(one, one, out_dtype=torch.float32, out=total)
     except (RuntimeError, TypeError):
         return False
     return True

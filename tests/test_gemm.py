@@ -178,6 +178,14 @@ def test_autograd_records_nothing_and_sees_the_write(backend, pair, generator):
         assert accumulator._version > version
 
 
+@pytest.mark.parametrize("way", ways())
+@pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
+def test_autocast_changes_nothing(way, pair, generator):
+    with torch.autocast("cpu", BF16):
+        for scale in (0.3, torch.tensor(0.3)):
+            run(way, matrices(pair, (5, 7, 3), generator), scale, 0.5)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("pair", [(F32, F32), (BF16, F32)], ids=str)
 def test_inference_tensors(backend, pair, generator):
