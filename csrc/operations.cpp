@@ -26,26 +26,6 @@ void finish_norm(const FinishRequest&, int32_t) { refuse(); }
 
 namespace {
 
-// Checks a factor and says where to read it: on a GPU by the kernel, so that nothing waits for the device.
-ScaleArgument scale_argument(const AccumulatorTable& table, const char* name, AtenTensorHandle tensor,
-                             double number) {
-  if (tensor == nullptr || table.size() == 0) return {nullptr, number, 0};
-  const TensorView view = view_of(tensor, {name, -1});
-  const Dtype dtype = dtype_of(view);
-  const std::string what = std::string("fusedacc: ") + name;
-  if (view.dims != 0) throw std::runtime_error(what + " must be a number or a 0-dim tensor");
-  if (dtype == Dtype::kOther) {
-    throw std::runtime_error(what +
-                             " is a tensor of a dtype that is not float32, bfloat16, float16 or float64");
-  }
-  if (view.device_type != table.device_type() || view.device_index != table.device_index()) {
-    throw std::runtime_error(what + " is on " + device_name(view.device_type, view.device_index) +
-                             " but the accumulators are on " +
-                             device_name(table.device_type(), table.device_index()));
-  }
-  return {view.data, 0, static_cast<int32_t>(dtype)};
-}
-
 struct Device {
   int32_t type, index;
 };
@@ -109,8 +89,12 @@ void accumulate(const AccumulatorTable& table, StableIValue* stack, bool wants_n
   static thread_local Work work;
   table.match(gradients, overwrite, work);
   const Device device{table.device_type(), table.device_index()};
-  const Factors factors{scale_argument(table, "scale", scale_tensor.get(), number(stack[3])),
-                        scale_argument(table, "keep", keep_tensor.get(), number(keep[1]))};
+  const auto factor = [&](const char* name, const OwnedTensor& tensor, StableIValue value) {
+    if (table.size() == 0) return ScaleArgument{};
+    return scalar_argument(name, tensor.get(), number(value),
+                           {"the accumulators are", device.type, device.index});
+  };
+  const Factors factors{factor("scale", scale_tensor, stack[3]), factor("keep", keep_tensor, keep[1])};
   if (wants_norm) {
     stack[0] = run_norm(work, factors, kind, false, device);
   } else if (table.size() > 0) {

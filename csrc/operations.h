@@ -13,6 +13,8 @@ void scale_accumulate_norm_(StableIValue* stack, uint64_t inputs, uint64_t outpu
 void accumulate_prepared_norm_(StableIValue* stack, uint64_t inputs, uint64_t outputs);
 void norm_partials(StableIValue* stack, uint64_t inputs, uint64_t outputs);
 void finish_norm(StableIValue* stack, uint64_t inputs, uint64_t outputs);
+void gemm_accumulate_(StableIValue* stack, uint64_t inputs, uint64_t outputs);
+void gemm_problem(StableIValue* stack, uint64_t inputs, uint64_t outputs);
 void build_info(StableIValue* stack, uint64_t inputs, uint64_t outputs);
 
 }  // namespace fusedacc

@@ -26,6 +26,13 @@ STABLE_TORCH_LIBRARY(fusedacc, m) {
   m.def(
       "finish_norm(Tensor[] partials, float norm_type=2.0, bool wide=False) -> (Tensor norm, Tensor "
       "found_inf)");
+  // accumulator <- keep * accumulator + scale * left^T right; where keep is 0, the accumulator is not read.
+  // bfloat16_products: see csrc/cpu/gemm.h.
+  m.def(
+      "gemm_accumulate_(Tensor(a!) accumulator, Tensor left, Tensor right, Tensor? scale_tensor=None, "
+      "float scale=1.0, Tensor? keep_tensor=None, float keep=1.0, bool bfloat16_products=False) -> ()");
+  // Why that cannot run on CUDA tensors; empty where it can.
+  m.def("gemm_problem() -> str");
   m.def("build_info() -> str");
 }
 
@@ -37,5 +44,7 @@ STABLE_TORCH_LIBRARY_IMPL(fusedacc, CompositeExplicitAutograd, m) {
   m.impl("accumulate_prepared_norm_", &fusedacc::accumulate_prepared_norm_);
   m.impl("norm_partials", &fusedacc::norm_partials);
   m.impl("finish_norm", &fusedacc::finish_norm);
+  m.impl("gemm_accumulate_", &fusedacc::gemm_accumulate_);
+  m.impl("gemm_problem", &fusedacc::gemm_problem);
   m.impl("build_info", &fusedacc::build_info);
 }

@@ -49,13 +49,15 @@ class TensorList {
 class OwnedTensor {
  public:
   explicit OwnedTensor(AtenTensorHandle handle) : handle_(handle) {}
-  ~OwnedTensor() {
-    if (handle_ != nullptr) aoti_torch_delete_tensor_object(handle_);
-  }
+  ~OwnedTensor() { reset(nullptr); }
   OwnedTensor(const OwnedTensor&) = delete;
   OwnedTensor& operator=(const OwnedTensor&) = delete;
 
   AtenTensorHandle get() const { return handle_; }
+  void reset(AtenTensorHandle handle) {
+    if (handle_ != nullptr) aoti_torch_delete_tensor_object(handle_);
+    handle_ = handle;
+  }
   AtenTensorHandle release() { return std::exchange(handle_, nullptr); }
 
  private:

@@ -79,6 +79,22 @@ Dtype dtype_of(const TensorView& view) {
   return Dtype::kOther;
 }
 
+ScaleArgument scalar_argument(const char* name, AtenTensorHandle tensor, double number,
+                              const Beside& beside) {
+  if (tensor == nullptr) return {nullptr, number, 0};
+  const Place place{name, -1};
+  const TensorView view = view_of(tensor, place);
+  const Dtype dtype = dtype_of(view);
+  if (view.dims != 0) fail(place, "must be a number or a 0-dim tensor");
+  if (dtype == Dtype::kOther)
+    fail(place, "is a tensor of a dtype that is not float32, bfloat16, float16 or float64");
+  if (view.device_type != beside.device_type || view.device_index != beside.device_index) {
+    fail(place, "is on " + device_name(view.device_type, view.device_index) + " but " + beside.what + " on " +
+                    device_name(beside.device_type, beside.device_index));
+  }
+  return {view.data, 0, static_cast<int32_t>(dtype)};
+}
+
 void AccumulatorTable::pack(const TensorList& accumulators, std::vector<int64_t>& words) {
   static_assert(sizeof(Header) == 7 * 8 && sizeof(Entry) == 5 * 8 && sizeof(Range) == 3 * 8);
   const int64_t count = accumulators.size();

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "chunk_plan.h"
 #include "pairs.h"
 #include "stable_arguments.h"
 #include "work.h"
@@ -36,6 +37,16 @@ struct Place {
 TensorView view_of(AtenTensorHandle tensor, Place place);
 Dtype dtype_of(const TensorView& view);
 std::string device_name(int32_t type, int32_t index);
+
+// What a scalar must be beside: "the accumulators are" on that device.
+struct Beside {
+  const char* what;
+  int32_t device_type, device_index;
+};
+
+// Checks a number or a 0-dim tensor and says where to read it: on a GPU by the kernel, so that nothing waits
+// for the device. tensor: null for the number.
+ScaleArgument scalar_argument(const char* name, AtenTensorHandle tensor, double number, const Beside& beside);
 
 // A checked list of accumulators, packed into 64-bit words so that it can be kept in a tensor:
 // a header, five words an accumulator, their sizes and strides, and their memory ranges in ascending order.

@@ -186,5 +186,33 @@ def _register_fakes() -> None:
         dtype = torch.float64 if wide else torch.float32
         return torch.empty((), dtype=dtype, device=device), torch.empty((), device=device)
 
+    @torch.library.register_fake("fusedacc::gemm_accumulate_")
+    def _(
+        accumulator: Tensor,
+        left: Tensor,
+        right: Tensor,
+        scale_tensor: Tensor | None = None,
+        scale: float = 1.0,
+        keep_tensor: Tensor | None = None,
+        keep: float = 1.0,
+        bfloat16_products: bool = False,
+    ) -> None:
+        torch._check(accumulator.dim() == left.dim() == right.dim() == 2, lambda: "fusedacc: not matrices")
+        for size, other in (
+            (left.shape[0], right.shape[0]),
+            (left.shape[1], accumulator.shape[0]),
+            (right.shape[1], accumulator.shape[1]),
+        ):
+            torch._check(
+                size == other,
+                lambda: (
+                    f"fusedacc: left {tuple(left.shape)} and right {tuple(right.shape)} do not go into "
+                    f"accumulator {tuple(accumulator.shape)}"
+                ),
+            )
+        others = [tensor for tensor in (left, right, scale_tensor, keep_tensor) if tensor is not None]
+        if any(tensor.device != accumulator.device for tensor in others):
+            raise RuntimeError("fusedacc: left, right, scale or keep is not on the accumulator's device")
+
 
 load_error()

@@ -122,7 +122,11 @@ def test_arguments_fit_one_launch_and_are_read_in_place(kernels: dict[str, str],
 
 @pytest.mark.parametrize(
     ("name", "count", "most"),
-    [("accumulate", 2 * len(PAIRS), MAX_REGISTERS), ("norm", NORM_KERNELS, MAX_NORM_REGISTERS)],
+    [
+        ("accumulate", 2 * len(PAIRS), MAX_REGISTERS),
+        ("norm", NORM_KERNELS, MAX_NORM_REGISTERS),
+        ("gemm", 2, MAX_REGISTERS),
+    ],
 )
 def test_registers_and_spills(name: str, count: int, most: int, tmp_path: Path) -> None:
     _, said = compile_kernels(tmp_path, name, "-arch=sm_90", "-cubin", "-Xptxas", "-v")

@@ -97,7 +97,7 @@ def is_view(func: OpOverload) -> bool:
     return func.is_view or torch.Tag.inplace_view in func.tags
 
 
-_OUR_METADATA = frozenset({"fusedacc::prepare", "fusedacc::build_info"})
+_OUR_METADATA = frozenset({"fusedacc::prepare", "fusedacc::gemm_problem", "fusedacc::build_info"})
 
 
 def operands(
@@ -367,6 +367,12 @@ def _accumulate_prepared(call: Call) -> list[Operand] | None:
     return found
 
 
+def _gemm_accumulate(call: Call) -> list[Operand]:
+    """Both factors, and the sum, which is not read where none of it is kept."""
+    overwrites = call["keep_tensor"] is None and call["keep"] == 0
+    return whole(call, overwrites=overwrites)
+
+
 def _and_results(rule: Rule) -> Rule:
     """What `rule` says, and the partial norms that come out of it."""
 
@@ -386,6 +392,7 @@ _OUR_RULES: dict[str, Rule] = {
     "accumulate_prepared_": _accumulate_prepared,
     "scale_accumulate_norm_": _and_results(_scale_accumulate),
     "accumulate_prepared_norm_": _and_results(_accumulate_prepared),
+    "gemm_accumulate_": _gemm_accumulate,
     "norm_partials": _measurement("tensors"),
     "finish_norm": _measurement("partials"),
 }

@@ -14,8 +14,8 @@
     }                                                                           \
   } while (false)
 
-static std::mt19937_64 generator(1);
+inline std::mt19937_64 generator(1);
 
-static int64_t random_below(int64_t limit) {
+inline int64_t random_below(int64_t limit) {
   return static_cast<int64_t>(generator() % static_cast<uint64_t>(limit));
 }

@@ -1,0 +1,100 @@
+"""Products into sums in plain torch, on any device: the eager backend of `gemm`."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from . import checks
+from .checks import computation_dtype
+
+#: Elements of a product that are made at a time, where torch cannot add in place.
+PART_ELEMENTS = 1 << 20
+
+Number = float | Tensor
+
+
+def accumulate_(accumulator: Tensor, left: Tensor, right: Tensor, scale: Number, keep: Number) -> None:
+    """In place where torch can, else in parts: `by_parts` is what all the others are held to."""
+    if left.shape[0] == 0:
+        keep_only(accumulator, keep)
+        return
+    wide = computation_dtype(accumulator.dtype)
+    with torch.no_grad():
+        if accumulator.dtype == wide and not isinstance(scale, Tensor) and not isinstance(keep, Tensor):
+            if left.dtype == wide:
+                accumulator.addmm_(left.t(), right, beta=keep, alpha=scale)
+                return
+            if _widens("addmm", accumulator, left):
+                torch.addmm(
+                    accumulator, left.t(), right, out_dtype=wide, beta=keep, alpha=scale, out=accumulator
+                )
+                return
+        by_parts(accumulator, left, right, scale, keep, PART_ELEMENTS)
+
+
+def by_parts(
+    accumulator: Tensor, left: Tensor, right: Tensor, scale: Number, keep: Number, elements: int
+) -> None:
+    """Parts of the product in the computation's dtype, `elements` at a time, each added and then dropped."""
+    wide = computation_dtype(accumulator.dtype)
+    widens = left.dtype != wide and _widens("mm", accumulator, left)
+    if not widens:
+        right = right.to(wide)
+    step = max(1, elements // max(1, accumulator.shape[1]))
+    for start in range(0, accumulator.shape[0], step):
+        columns = left[:, start : start + step].t()
+        product = torch.empty(columns.shape[0], right.shape[1], dtype=wide, device=accumulator.device)
+        # By out=, which autocast lets be.
+        if widens:
+            torch.mm(columns, right, out_dtype=wide, out=product)
+        else:
+            torch.mm(columns.to(wide), right, out=product)
+        _add(accumulator[start : start + step], product, scale, keep)
+
+
+def _add(part: Tensor, product: Tensor, scale: Number, keep: Number) -> None:
+    """part <- keep * part + scale * product, which is overwritten; rounded once to the part's dtype."""
+    product.mul_(scale.to(product.dtype) if isinstance(scale, Tensor) else scale)
+    if isinstance(keep, Tensor):
+        old = part.to(product.dtype) * keep
+        product.add_(old.masked_fill_(keep == 0, 0))
+    elif keep != 0:
+        product.add_(part, alpha=keep)
+    part.copy_(product)
+
+
+def keep_only(accumulator: Tensor, keep: Number) -> None:
+    """accumulator <- keep * accumulator, and zeros, whatever it held, where keep is 0: what is left to do
+    without tokens."""
+    with torch.no_grad():
+        if isinstance(keep, Tensor):
+            accumulator.mul_(keep).masked_fill_(keep == 0, 0)
+        elif keep == 0:
+            accumulator.zero_()
+        elif keep != 1:
+            accumulator.mul_(keep)
+
+
+def _widens(name: str, accumulator: Tensor, operand: Tensor) -> bool:
+    """Whether torch has `name` from 16-bit operands into float32 on the accumulator's device."""
+    if not checks.is_plain(accumulator) or accumulator.device.type != "cuda" or operand.itemsize != 2:
+        return False
+    return _widens_on(name, accumulator.device, operand.dtype)
+
+
+@functools.cache
+def _widens_on(name: str, device: torch.device, dtype: torch.dtype) -> bool:
+    """Found by trying: some releases have the overload and refuse a float32 sum."""
+    one = torch.ones(1, 1, dtype=dtype, device=device)
+    total = torch.zeros(1, 1, device=device)
+    try:
+        if name == "addmm":
+            torch.addmm(total, one, one, out_dtype=torch.float32, out=total)
+        else:
+            torch.mm(one, one, out_dtype=torch.float32, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return True

@@ -1,0 +1,93 @@
+"""Products into sums: inputs, layouts and the float64 oracle, for every device and backend."""
+
+from __future__ import annotations
+
+import torch
+from cases import PAIRS, random_tensor
+from torch import Tensor
+
+from fusedacc.checks import computation_dtype
+
+#: (operand dtype, accumulator dtype) as in `checks.PAIRS`.
+GEMM_PAIRS = PAIRS
+#: (M, N, n): left [n, M], right [n, N] and accumulator [M, N].
+SHAPES = [
+    (5, 7, 3),
+    (1, 4, 2),
+    (4, 1, 2),
+    (1, 1, 1),
+    (3, 3, 1),
+    (6, 5, 0),
+    (0, 3, 2),
+    (3, 0, 2),
+    (70, 90, 33),
+]
+SUM_LAYOUTS = ("rows", "columns", "long rows", "long columns")
+OPERAND_LAYOUTS = ("rows", "columns", "long rows", "gaps", "expanded tokens", "expanded features")
+NAN = float("nan")
+
+
+def lay_out_sum(values: Tensor, layout: str) -> Tensor:
+    """A matrix equal to `values` in a layout fit for accumulators."""
+    if "columns" in layout:
+        return lay_out_sum(values.t(), layout.replace("columns", "rows")).t()
+    room = values.new_zeros(values.shape[0], values.shape[1] + (3 if "long" in layout else 0))
+    return room[:, : values.shape[1]].copy_(values)
+
+
+def lay_out_operand(values: Tensor, layout: str) -> Tensor:
+    """A matrix equal to `values` in the layout; expanded ones repeat their first row or column."""
+    if layout == "gaps":
+        return values.new_zeros(values.shape[0], 2 * values.shape[1])[:, ::2].copy_(values)
+    if layout == "expanded tokens":
+        return values[:1].clone().expand(values.shape)
+    if layout == "expanded features":
+        return values[:, :1].clone().expand(values.shape)
+    return lay_out_sum(values, layout)
+
+
+def matrices(pair, shape, generator, layouts=("rows", "rows", "rows"), device="cpu"):
+    """Accumulator, left and right."""
+    operand, accumulator = pair
+    rows, columns, tokens = shape
+    return (
+        lay_out_sum(random_tensor((rows, columns), accumulator, generator, device=device), layouts[0]),
+        lay_out_operand(random_tensor((tokens, rows), operand, generator, device=device), layouts[1]),
+        lay_out_operand(random_tensor((tokens, columns), operand, generator, device=device), layouts[2]),
+    )
+
+
+def assert_is_product(
+    result: Tensor,
+    before: Tensor,
+    left: Tensor,
+    right: Tensor,
+    scale: float | Tensor = 1.0,
+    keep: float | Tensor = 1.0,
+    *,
+    unit: float | None = None,
+    product_dtype: torch.dtype | None = None,
+) -> None:
+    """Holds `result` to the float64 product, element by element.
+
+    Half a unit of each of n products and additions in the computation's dtype (or of `unit`, for TF32), of
+    scale, of keep and of their sum; half a unit of the accumulator's dtype for the result, and of
+    `product_dtype`, where the product is rounded to it first.
+    """
+    scale, keep = float(scale), float(keep)
+    wide = computation_dtype(before.dtype)
+    a, b = left.double(), right.double()
+    product = scale * (a.t() @ b)
+    terms = abs(scale) * (a.abs().t() @ b.abs())
+    old = keep * before.double() if keep != 0 else torch.zeros_like(before, dtype=torch.float64)
+    exact = product + old
+    half = (torch.finfo(wide).eps if unit is None else unit) / 2
+    allowed = (2 * left.shape[0] + 3) * half * terms + 3 * half * (old.abs() + terms)
+    rounded = [before.dtype] if product_dtype is None else [before.dtype, product_dtype]
+    for dtype in rounded:
+        smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+        allowed = allowed + torch.finfo(dtype).eps / 2 * (exact.abs() + terms + allowed) + smallest
+    error = (result.double() - exact).abs()
+    worst = (error - allowed).max().item() if error.numel() else 0.0
+    assert not error.isnan().any()
+    assert worst <= 0.0, f"{left.dtype} into {before.dtype}: {worst} too far"

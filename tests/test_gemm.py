@@ -1,0 +1,416 @@
+"""Products that are added straight into their sum, by every backend that runs on a CPU."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from cases import PAIR_IDS
+from gemm_cases import (
+    GEMM_PAIRS,
+    NAN,
+    OPERAND_LAYOUTS,
+    SHAPES,
+    SUM_LAYOUTS,
+    assert_is_product,
+    lay_out_sum,
+    matrices,
+)
+from loops import NoHostRead
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fusedacc import checks, gemm, gemm_eager, ops
+from fusedacc.gemm import gemm_accumulate_
+from fusedacc.traffic import TrafficMeter
+
+ROOT = Path(__file__).resolve().parents[1]
+BACKENDS = [name for name in ("cpu", "eager") if name == "eager" or ops.load_error() is None]
+native = pytest.mark.skipif(ops.load_error() is not None, reason=str(ops.load_error()))
+F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
+PRODUCTS = {"BLAS": False, "oneDNN": True}
+
+
+def operator(accumulator, left, right, scale=1.0, keep=1.0, *, bfloat16_products=False):
+    """The operator itself, either way, whatever this processor would choose."""
+    numbers = [argument for value in (scale, keep) for argument in gemm._number(value)]
+    torch.ops.fusedacc.gemm_accumulate_(accumulator, left, right, *numbers, bfloat16_products)
+
+
+def ways():
+    """What is tested, and whether it may round products of bfloat16."""
+    found = [pytest.param(functools.partial(gemm_accumulate_, backend=name), id=name) for name in BACKENDS]
+    if ops.load_error() is None:
+        found += [
+            pytest.param(functools.partial(operator, bfloat16_products=flag), id=f"operator {name}")
+            for name, flag in PRODUCTS.items()
+        ]
+    return found
+
+
+def rounds(way, left, accumulator):
+    """The dtype to which this way may round the product."""
+    may = way.keywords.get("bfloat16_products") or way.keywords.get("backend") == "cpu"
+    return BF16 if may and left.dtype == BF16 and accumulator.dtype == F32 else None
+
+
+def run(way, tensors, scale=1.0, keep=1.0):
+    accumulator, left, right = tensors
+    before = accumulator.clone()
+    way(accumulator, left, right, scale, keep)
+    assert_is_product(
+        accumulator, before, left, right, scale, keep, product_dtype=rounds(way, left, accumulator)
+    )
+
+
+@pytest.mark.parametrize("way", ways())
+@pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_pair_shape_and_number(way, pair, shape, generator):
+    scales = (1.0, -0.3, torch.tensor(0.7), torch.tensor(0.7, dtype=F64), torch.tensor(0.5, dtype=BF16))
+    keeps = (1.0, 0.0, 0.25, torch.tensor(0.25), torch.tensor(0.0))
+    for scale, keep in (*zip(scales, keeps, strict=True), *zip(scales, reversed(keeps), strict=True)):
+        run(way, matrices(pair, shape, generator), scale, keep)
+
+
+@pytest.mark.parametrize("way", ways())
+@pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
+@pytest.mark.parametrize("sum_layout", SUM_LAYOUTS)
+def test_every_layout(way, pair, sum_layout, generator):
+    for left, right in itertools.product(OPERAND_LAYOUTS, OPERAND_LAYOUTS):
+        for shape in ((5, 7, 3), (1, 6, 4), (6, 1, 4), (3, 4, 1)):
+            run(way, matrices(pair, shape, generator, (sum_layout, left, right)), 0.3, 0.5)
+
+
+@pytest.mark.parametrize("way", ways())
+@pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
+@pytest.mark.parametrize("keep", [0.0, torch.tensor(0.0)], ids=["number", "tensor"])
+def test_without_keeping_nothing_is_read(way, pair, keep, generator):
+    for shape in ((5, 7, 3), (6, 5, 0)):
+        accumulator, left, right = matrices(pair, shape, generator)
+        accumulator.fill_(NAN)
+        way(accumulator, left, right, 0.5, keep)
+        zeros = torch.zeros_like(accumulator)
+        assert_is_product(accumulator, zeros, left, right, 0.5, product_dtype=rounds(way, left, accumulator))
+
+
+@pytest.mark.parametrize("way", ways())
+@pytest.mark.parametrize(
+    ("shape", "layout"),
+    [
+        ((2200, 1000, 3), "rows"),
+        ((1000, 2200, 3), "rows"),
+        ((1000, 2200, 3), "columns"),
+        ((300, 212, 2000), "rows"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("pair", [(BF16, F32), (F16, F32), (F32, BF16), (BF16, BF16)], ids=str)
+def test_what_is_cut_into_parts(way, pair, shape, layout, generator):
+    run(way, matrices(pair, shape, generator, (layout, "rows", "long rows")), 0.3, 0.5)
+
+
+@pytest.mark.parametrize("way", ways())
+@pytest.mark.parametrize("layout", SUM_LAYOUTS)
+@pytest.mark.parametrize("pair", [(F32, F32), (F16, F32)], ids=str)
+def test_what_is_cut_up_for_threads(way, pair, layout, generator):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for tokens in (gemm.SPLIT_TOKENS[0], gemm.SPLIT_TOKENS[-1]):
+            run(way, matrices(pair, (650, 30, tokens), generator, (layout, "rows", "rows")), 0.3, 0.5)
+            run(way, matrices(pair, (30, 650, tokens), generator, (layout, "rows", "rows")), 0.3, 0.0)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_split_tokens_are_the_extensions():
+    source = (ROOT / "csrc" / "cpu" / "gemm.cpp").read_text()
+    first, last = re.search(r"kFirstSplit = (\d+), kLastSplit = (\d+)", source).groups()
+    assert range(int(first), int(last) + 1) == gemm.SPLIT_TOKENS
+
+
+@pytest.mark.parametrize("way", ways())
+def test_infinities_reach_the_sum(way):
+    accumulator, left, right = torch.zeros(2, 2), torch.tensor([[1.0, float("inf")]]), torch.ones(1, 2)
+    way(accumulator, left, right)
+    assert accumulator.tolist() == [[1.0, 1.0], [float("inf"), float("inf")]]
+
+
+@native
+def test_float32_is_torchs_own_product_bit_for_bit(generator):
+    accumulator, left, right = matrices((F32, F32), (70, 90, 33), generator)
+    expected = accumulator.addmm(left.t(), right, beta=0.5, alpha=0.3)
+    gemm_accumulate_(accumulator, left, right, 0.3, 0.5)
+    assert torch.equal(accumulator, expected)
+
+
+@native
+def test_rounded_products_are_stocks_bit_for_bit(generator):
+    """As a loop that adds bfloat16 gradients into float32 sums, where one part holds all."""
+    accumulator, left, right = matrices((BF16, F32), (64, 128, 64), generator)
+    expected = accumulator + left.t() @ right
+    operator(accumulator, left, right, bfloat16_products=True)
+    assert torch.equal(accumulator, expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
+def test_tensors_are_not_read_by_the_host(backend, pair, generator):
+    scale, keep = torch.tensor(0.3), torch.tensor(0.5)
+    for shape in ((5, 7, 3), (6, 5, 0)):
+        tensors = matrices(pair, shape, generator)
+        with NoHostRead():
+            gemm_accumulate_(*tensors, scale, keep, backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
+def test_autograd_records_nothing_and_sees_the_write(backend, pair, generator):
+    for shape in ((5, 7, 3), (6, 5, 0)):
+        accumulator, left, right = matrices(pair, shape, generator)
+        version = accumulator._version
+        gemm_accumulate_(accumulator, left.requires_grad_(), right, 0.3, 0.5, backend=backend)
+        assert not accumulator.requires_grad
+        assert accumulator._version > version
+
+
+@pytest.mark.parametrize("way", ways())
+@pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
+def test_autocast_changes_nothing(way, pair, generator):
+    with torch.autocast("cpu", BF16):
+        for scale in (0.3, torch.tensor(0.3)):
+            run(way, matrices(pair, (5, 7, 3), generator), scale, 0.5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("pair", [(F32, F32), (BF16, F32)], ids=str)
+def test_inference_tensors(backend, pair, generator):
+    with torch.inference_mode():
+        run(functools.partial(gemm_accumulate_, backend=backend), matrices(pair, (5, 7, 3), generator))
+
+
+# What is allocated and moved
+
+
+def largest_allocation(call) -> int:
+    call()  # what is kept after a first call is not counted
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        call()
+    events = profile.profiler.kineto_results.events()
+    return max((event.nbytes() for event in events if event.name() == "[memory]"), default=0)
+
+
+def test_the_tracker_sees_allocations():
+    assert largest_allocation(lambda: torch.empty(1000)) >= 4000
+
+
+@pytest.mark.parametrize("way", ways())
+@pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
+@pytest.mark.parametrize("layout", ["long rows", "columns"])
+def test_nothing_as_large_as_the_sum_is_allocated(way, pair, layout):
+    accumulator = lay_out_sum(torch.zeros(2048, 2048, dtype=pair[1]), layout)
+    left, right = torch.ones(4, 2048, dtype=pair[0]), torch.ones(4, 4096, dtype=pair[0])[:, ::2]
+    for scale, keep in ((1.0, 1.0), (0.3, 0.0), (torch.tensor(0.3), torch.tensor(0.5))):
+        largest = largest_allocation(lambda s=scale, k=keep: way(accumulator, left, right, s, k))
+        assert largest <= gemm_eager.PART_ELEMENTS * checks.computation_dtype(accumulator.dtype).itemsize
+        assert largest < accumulator.nbytes
+
+
+@native
+@pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
+def test_bytes(pair, generator):
+    accumulator, left, right = matrices(pair, (64, 32, 5), generator)
+    for keep, passes in ((1.0, 2), (0.0, 1), (torch.tensor(0.0), 2)):
+        scalar = keep.nbytes if isinstance(keep, torch.Tensor) else 0
+        with TrafficMeter() as meter:
+            gemm_accumulate_(accumulator, left, right, 0.5, keep)
+        assert not meter.uncounted
+        assert meter.total_bytes == left.nbytes + right.nbytes + passes * accumulator.nbytes + scalar
+
+
+# Selection
+
+
+def test_selection_says_who_and_why(monkeypatch):
+    cpu = torch.device("cpu")
+    assert gemm.select(cpu, F32, F32, "eager").reason == "chosen by backend='eager'"
+    asked = gemm.select(cpu, F32, F32, "triton")
+    assert asked.name == "eager"
+    assert asked.reason == "chosen by backend='triton', which has no kernel for products"
+    chosen = gemm.select(cpu, F32, F32)
+    assert "not cuda: " in chosen.reason
+    if ops.load_error() is None:
+        assert (chosen.name, chosen.how) == ("cpu", "BLAS into the sum")
+    monkeypatch.setenv("FUSEDACC_BACKEND", "eager")
+    assert gemm.select(cpu, F32, F32).reason == "chosen by FUSEDACC_BACKEND='eager'"
+
+
+@native
+@pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
+def test_bfloat16_products_where_the_processor_has_them(pair, monkeypatch):
+    monkeypatch.setattr(gemm, "_multiplies_bfloat16", lambda: True)
+    gemm._select.cache_clear()
+    how = gemm.select(torch.device("cpu"), pair[1], pair[0]).how
+    assert ("bfloat16 product" in how) == (pair == (BF16, F32))
+    assert ("oneDNN" in how) == (pair == (BF16, BF16))
+    monkeypatch.undo()
+    gemm._select.cache_clear()
+
+
+def test_refused_backends():
+    tensors = torch.zeros(2, 2), torch.ones(1, 2), torch.ones(1, 2)
+    with pytest.raises(
+        RuntimeError, match="backend='cuda' cannot add a product of float32 into float32 on cpu"
+    ):
+        gemm_accumulate_(*tensors, backend="cuda")
+    with pytest.raises(ValueError, match="backend='fast' is no backend"):
+        gemm_accumulate_(*tensors, backend="fast")
+    assert tensors[0].eq(0).all()
+
+
+# Errors
+
+
+def make(*shape, dtype=F32):
+    return torch.ones(*shape, dtype=dtype)
+
+
+OWN = torch.ones(12)
+ERRORS = [
+    ((None, make(1, 2), make(1, 2)), TypeError, "accumulator is NoneType, not a tensor"),
+    ((make(2, 2), [1], make(1, 2)), TypeError, "left is list, not a tensor"),
+    ((make(2, 2), make(1, 2), None), TypeError, "right is NoneType, not a tensor"),
+    ((make(2, 2).to_sparse(), make(1, 2), make(1, 2)), TypeError, "accumulator is sparse"),
+    ((make(2, 2), make(1, 1, 2), make(1, 2)), ValueError, r"left has shape \(1, 1, 2\); allowed: two"),
+    ((make(2), make(1, 2), make(1, 2)), ValueError, r"accumulator has shape \(2,\); allowed: two"),
+    ((make(2, 2), make(2), make(1, 2)), ValueError, r"left has shape \(2,\); allowed: two"),
+    ((make(2, 2), make(1, 2, dtype=F64), make(1, 2, dtype=F64)), TypeError, "left is torch.float64 and acc"),
+    ((make(2, 2), make(1, 2, dtype=torch.int64), make(1, 2)), TypeError, "left is torch.int64"),
+    (
+        (make(2, 2), make(1, 2, dtype=BF16), make(1, 2)),
+        TypeError,
+        "right is torch.float32, but left is torch.bf",
+    ),
+    ((make(2, 3), make(4, 2), make(5, 3)), ValueError, "right has 5 rows, but left has 4"),
+    (
+        (make(2, 3), make(4, 3), make(4, 3)),
+        ValueError,
+        r"left has shape \(4, 3\), but accumulator has \(2, 3\)",
+    ),
+    (
+        (make(1, 3), make(4, 2), make(4, 3)),
+        ValueError,
+        r"left has shape \(4, 2\), but accumulator has \(1, 3\)",
+    ),
+    ((make(2, 3), make(4, 2), make(4, 2)), ValueError, r"right has shape \(4, 2\), but accumulator has"),
+    ((make(2, 6)[:, ::2], make(4, 2), make(4, 3)), ValueError, r"accumulator has .* strides \(6, 2\)"),
+    ((make(1, 3).expand(2, 3), make(4, 2), make(4, 3)), ValueError, r"accumulator has .* strides \(0, 1\)"),
+    ((make(2, 2), make(1, 2), make(1, 2), make(1)), ValueError, r"scale has shape \(1,\)"),
+    ((make(2, 2), make(1, 2), make(1, 2), torch.tensor(1)), TypeError, "scale has dtype torch.int64"),
+    ((make(2, 2), make(1, 2), make(1, 2), "2"), TypeError, "scale is '2'"),
+    ((make(2, 2), make(1, 2), make(1, 2), 1.0, None), TypeError, "keep is None"),
+    ((make(2, 2), make(1, 2), make(1, 2), 1.0, make(2)), ValueError, r"keep has shape \(2,\)"),
+    (
+        (make(2, 2), make(1, 2).to("meta"), make(1, 2)),
+        ValueError,
+        "left is on meta, but accumulator is on cpu",
+    ),
+    ((make(2, 2), make(1, 2), make(1, 2), make(1)[0].to("meta")), ValueError, "scale is on meta"),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("arguments", "error", "says"), ERRORS, ids=[says for *_, says in ERRORS])
+def test_errors_name_the_argument(backend, arguments, error, says):
+    with pytest.raises(error, match=says):
+        gemm_accumulate_(*arguments, backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_shared_memory_is_refused(backend, dtype):
+    room = torch.ones(12, dtype=dtype)
+    if backend == "cpu" and dtype == F32:
+        pytest.skip("torch's own product does not look")
+    with pytest.raises(ValueError, match="right shares memory with accumulator"):
+        gemm_accumulate_(
+            room[:4].view(2, 2), torch.ones(1, 2, dtype=dtype), room[3:5].view(1, 2), backend=backend
+        )
+    assert room.eq(1).all()
+
+
+@native
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((make(2), make(1, 2), make(1, 2)), "accumulator has 1 dimensions; allowed: 2"),
+        ((make(2, 2), make(1, 3), make(1, 2)), r"left has shape \[1, 3\] but accumulator has \[2, 2\]"),
+        ((make(2, 2), make(1, 2), make(2, 2)), "right has 2 rows but left has 1"),
+        ((make(2, 2), make(1, 2), make(1, 2, dtype=BF16)), "right has bfloat16 but left has float32"),
+        (
+            (make(2, 2), make(1, 2, dtype=F64), make(1, 2, dtype=F64)),
+            "left has float64 and accumulator float32",
+        ),
+        ((make(2, 4)[:, ::2], make(1, 2), make(1, 2)), r"accumulator has strides \[4, 2\]"),
+        ((OWN[:4].view(2, 2), OWN[2:4].view(1, 2), make(1, 2)), "left overlaps accumulator in memory"),
+        ((make(2, 2), make(1, 2), make(1, 2), make(1)), "scale must be a number or a 0-dim tensor"),
+        ((make(2, 2), make(1, 2), make(1, 2), 1.0, torch.tensor(1)), "keep is a tensor of a dtype"),
+    ],
+)
+def test_the_operator_checks_by_itself(arguments, says):
+    with pytest.raises(RuntimeError, match=says):
+        operator(*arguments)
+
+
+# In graphs
+
+
+@native
+@pytest.mark.parametrize("flag", PRODUCTS.values(), ids=PRODUCTS)
+def test_opcheck(flag, generator):
+    for pair in GEMM_PAIRS:
+        tensors = matrices(pair, (5, 7, 3), generator, ("columns", "rows", "gaps"))
+        for numbers in ((None, 0.3, None, 0.0), (torch.tensor(0.3), 1.0, torch.tensor(0.5), 1.0)):
+            torch.library.opcheck(torch.ops.fusedacc.gemm_accumulate_.default, (*tensors, *numbers, flag))
+
+
+@native
+def test_fake_tensors_are_checked():
+    with FakeTensorMode():
+        operator(make(2, 3), make(4, 2), make(4, 3))
+        with pytest.raises(RuntimeError, match="do not go into"):
+            operator(make(2, 3), make(4, 3), make(4, 3))
+        gemm_accumulate_(make(2, 3), make(4, 2), make(4, 3))
+        gemm_accumulate_(make(2, 3), make(4, 2, dtype=BF16), make(4, 3, dtype=BF16), 0.5, 0.0)
+
+
+@pytest.mark.parametrize("backend", ["auto", *BACKENDS])
+@pytest.mark.parametrize("pair", [(F32, F32), (BF16, F32), (F32, BF16)], ids=str)
+def test_compiled_whole(backend, pair, generator):
+    torch._dynamo.reset()
+
+    def step(accumulator, left, right, scale):
+        gemm_accumulate_(accumulator, left * 2, right, scale, 0.5, backend=backend)
+        return accumulator.sum()
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    accumulator, left, right = matrices(pair, (5, 7, 3), generator)
+    before = accumulator.clone()
+    compiled(accumulator, left, right, torch.tensor(0.3))
+    product_dtype = BF16 if pair == (BF16, F32) else None
+    assert_is_product(
+        accumulator, before, left * 2, right, torch.tensor(0.3), 0.5, product_dtype=product_dtype
+    )
+
+
+def test_layouts_are_what_they_say():
+    values = torch.arange(6.0).view(2, 3)
+    strides = {name: lay_out_sum(values, name).stride() for name in SUM_LAYOUTS}
+    assert strides == {"rows": (3, 1), "columns": (1, 2), "long rows": (6, 1), "long columns": (1, 5)}
+    assert all(torch.equal(lay_out_sum(values, name), values) for name in SUM_LAYOUTS)
