@@ -10,8 +10,6 @@ extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stre
 
 namespace fusedacc::cuda {
 
-namespace {
-
 void* current_stream(int32_t device_index) {
   if (aoti_torch_get_current_cuda_stream == nullptr) {
     throw std::runtime_error("fusedacc: this torch has no CUDA");
@@ -23,8 +21,6 @@ void* current_stream(int32_t device_index) {
   }
   return stream;
 }
-
-}  // namespace
 
 void run(const Work& work, const ScaleArgument& scale, int32_t device_index) {
   launch(work, scale, device_index, current_stream(device_index));

@@ -8,6 +8,9 @@
 
 namespace fusedacc::cuda {
 
+// Torch's current stream of that device; throws where torch has no CUDA.
+void* current_stream(int32_t device_index);
+
 // On torch's current stream of that device. Asynchronous; copies nothing; can be captured in a graph.
 void run(const Work& work, const ScaleArgument& scale, int32_t device_index);
 

@@ -78,6 +78,22 @@ class NativeBackend:
         flags = _flags(overwrite, accumulators)
         return _unrecorded(operator, accumulators, gradients, *_scale_arguments(scale), flags, norm_type)
 
+    def accumulate_rows_(
+        self,
+        table: Tensor,
+        indices: Tensor,
+        gradients: Tensor,
+        scale: float | Tensor,
+        padding: int,
+        by_frequency: bool,
+    ) -> None:
+        operator = torch.ops.fusedacc.accumulate_rows_.default
+        operator(table, indices, gradients, *_scale_arguments(scale), padding, by_frequency)
+
+    def row_partials(self, table: Tensor, indices: Tensor, norm_type: float) -> Tensor:
+        with torch.no_grad():
+            return torch.ops.fusedacc.row_partials.default(table, indices, norm_type)
+
 
 class Bound:
     """Accumulators with their checks done, as a table that the operators read."""
