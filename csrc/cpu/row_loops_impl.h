@@ -8,7 +8,7 @@ namespace fusedacc::cpu {
 namespace {
 
 // Columns whose sums stay in the first-level cache while the row's gradients pass.
-constexpr int64_t kRowBlock = 512;
+constexpr int64_t kRowBlock = 2048;
 
 template <int32_t pair>
 struct RowLoops {
@@ -28,7 +28,7 @@ struct RowLoops {
     const Functor functor(scale);
     for (int64_t column = begin; column < end; column += kRowBlock) {
       const int64_t length = end - column < kRowBlock ? end - column : kRowBlock;
-      Compute sums[kRowBlock];
+      alignas(kLineBytes) Compute sums[kRowBlock];
       sum(sums, gradients, column, length);
       if (by_frequency) {
         for (int64_t i = 0; i < length; ++i) sums[i] = Functor::mean(sums[i], gradients.count);
@@ -46,7 +46,7 @@ struct RowLoops {
   static void sum(Compute* sums, const RowGradients& gradients, int64_t column, int64_t length) {
     sum_run(sums, gradients, 0, column, length);
     for (int64_t first = kRowRun; first < gradients.count; first += kRowRun) {
-      Compute run[kRowBlock];
+      alignas(kLineBytes) Compute run[kRowBlock];
       sum_run(run, gradients, first, column, length);
       for (int64_t i = 0; i < length; ++i) sums[i] += run[i];
     }
@@ -59,10 +59,14 @@ struct RowLoops {
     FUSEDACC_INDEPENDENT
     for (int64_t i = 0; i < length; ++i) sums[i] = Functor::first(gradient[i]);
     for (int64_t k = 1; k < (left < kRowRun ? left : kRowRun); ++k) {
-      gradient = at(gradients, first + k) + column;
-      FUSEDACC_INDEPENDENT
-      for (int64_t i = 0; i < length; ++i) sums[i] = Functor::join(sums[i], gradient[i]);
+      join(sums, at(gradients, first + k) + column, length);
     }
+  }
+
+  // On its own: where compilers see the loop around it they join its rounds by twos, and then vectorise none.
+  static __attribute__((noinline)) void join(Compute* sums, const Gradient* gradient, int64_t length) {
+    FUSEDACC_INDEPENDENT
+    for (int64_t i = 0; i < length; ++i) sums[i] = Functor::join(sums[i], gradient[i]);
   }
 };
 
