@@ -26,8 +26,9 @@ def select(table: Tensor, gradient_dtype: torch.dtype, backend: str = "auto") ->
     Raises:
         ValueError, RuntimeError: as `backends.select`.
     """
-    if backends.requested(backend)[0] == "auto" and not (checks.is_plain(table) and _has_dense_rows(table)):
-        backend = "eager"
+    if not (checks.is_plain(table) and _has_dense_rows(table)) and backends.requested(backend)[0] == "auto":
+        why = "plain torch: the elements of a row do not lie side by side, or it is no ordinary tensor"
+        return backends.Selection(backends.get("eager"), why)
     return backends.select(table.device, table.dtype, gradient_dtype, backend)
 
 
@@ -48,8 +49,8 @@ def accumulate_rows_(
     once to the table's dtype. Not recorded by autograd; the table's version is bumped.
 
     Args:
-        table: `[rows, columns]`, modified in place; rows do not overlap. Strides other than 1 within a row go
-            to plain torch.
+        table: `[rows, columns]`, modified in place; rows do not overlap. Where the elements of a row do not
+            lie side by side, "auto" is plain torch, and no other backend can run.
         indices: the rows, int64 or int32, of any shape.
         gradients: `indices.shape + (columns,)`, any strides, sharing no memory with the table; dtype pairs as
             in `checks.PAIRS`. Copied where the elements of a row do not lie side by side.
@@ -152,8 +153,7 @@ def _traced(
     """The graph under `torch.compile`: one operator, or plain torch for the compiler to fuse."""
     flat, fresh = _flat(table, indices, gradients)
     padding = _padding(table, padding_idx)
-    dense = table.stride(1) == 1 or table.shape[1] <= 1
-    wanted = backend if dense or backend != "auto" else "eager"
+    wanted = backend if _has_dense_rows(table) or backend != "auto" else "eager"
     if traced_backend(table.device, table.dtype, gradients.dtype, wanted) in backends.SELF_CHECKING:
         tensor_scale = scale if isinstance(scale, Tensor) else None
         number = 1.0 if isinstance(scale, Tensor) else float(scale)
@@ -169,6 +169,9 @@ def _has_dense_rows(table: Tensor) -> bool:
 def _flat(table: Tensor, indices: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
     """Indices `[n]`, and gradients `[n, columns]` whose rows have their elements side by side."""
     columns = table.shape[1]
+    if gradients.shape != (*indices.shape, columns):
+        wanted = (*indices.shape, columns)
+        raise ValueError(f"gradients has shape {tuple(gradients.shape)}; it must be {wanted}")
     flat = indices.reshape(-1)
     fresh = gradients.detach().reshape(flat.shape[0], columns)
     if columns > 1 and fresh.stride(1) != 1:
@@ -180,6 +183,8 @@ def _padding(table: Tensor, padding_idx: int | None) -> int:
     """The padding row counted from the top, or -1 for none."""
     if padding_idx is None:
         return -1
+    if isinstance(padding_idx, bool) or not isinstance(padding_idx, int):
+        raise TypeError(f"padding_idx is {padding_idx!r}; allowed: an int or None")
     rows = table.shape[0]
     if not -rows <= padding_idx < rows:
         raise ValueError(f"padding_idx is {padding_idx}; allowed: None, or {-rows} to {rows - 1}")
@@ -223,9 +228,7 @@ def _check(table: Any, indices: Any, gradients: Any, scale: Any, padding_idx: An
         raise TypeError(
             f"gradients is {gradients.dtype} and table is {table.dtype}; allowed: {checks.allowed_pairs()}"
         )
-    wanted = (*indices.shape, table.shape[1])
-    if tuple(gradients.shape) != wanted:
-        raise ValueError(f"gradients has shape {tuple(gradients.shape)}; it must be {wanted}")
+    _flat(table, indices, gradients)
     if gradients.device != table.device:
         raise ValueError(f"gradients is on {gradients.device}, but table is on {table.device}")
     if checks.is_plain(table) and checks.is_plain(gradients):
@@ -233,6 +236,4 @@ def _check(table: Any, indices: Any, gradients: Any, scale: Any, padding_idx: An
         if begin < last and first < end:
             raise ValueError("gradients shares memory with table; they must not overlap")
     checks.check_scale(scale, [table])
-    if padding_idx is not None and (isinstance(padding_idx, bool) or not isinstance(padding_idx, int)):
-        raise TypeError(f"padding_idx is {padding_idx!r}; allowed: an int or None")
     _padding(table, padding_idx)

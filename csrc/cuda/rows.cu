@@ -9,15 +9,19 @@
 namespace fusedacc::cuda {
 namespace {
 
+// Blocks that a multiprocessor holds at least: without it the compiler saves registers that it then lacks.
+constexpr int32_t kBlocks = 4;
+
 template <int32_t pair, bool aligned, bool long_rows>
-__global__ void __launch_bounds__(kThreads) row_kernel(const __grid_constant__ RowArguments arguments) {
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    row_kernel(const __grid_constant__ RowArguments arguments) {
   RowKernels<pair>::template thread<aligned, long_rows>(
       arguments, static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x);
 }
 
 // One block for each chunk of each number's row; all but the first number of a row leave 0.
 template <int32_t pair, NormKind kind>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     row_norm_kernel(const Table table, const RowNumbers numbers, int64_t chunks, double* partials) {
   using Element = AccumulatorOf<pair>;
   const int64_t place = blockIdx.x / chunks, first = blockIdx.x % chunks * kChunkElements;
