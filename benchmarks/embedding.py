@@ -47,6 +47,10 @@ class Work:
     gradients: list[Tensor]
 
     def __post_init__(self) -> None:
+        self.turn_back()
+
+    def turn_back(self) -> None:
+        """The first set is next."""
         self._turns = itertools.cycle(zip(self.tokens, self.gradients, strict=True))
 
     def next(self) -> tuple[Tensor, Tensor]:
@@ -55,7 +59,7 @@ class Work:
 
 def text_like(count: int, rows_of_table: int, device: torch.device) -> Tensor:
     """Tokens of which the k-th most frequent has a share of about 1/k."""
-    ranks = torch.exp(torch.rand(count, device=device) * math.log(rows_of_table)).long() - 1
+    ranks = torch.exp(torch.rand(count, device=device) * math.log(rows_of_table + 1)).long() - 1
     return ranks.clamp_(max=rows_of_table - 1)
 
 
