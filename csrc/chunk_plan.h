@@ -52,13 +52,23 @@ FUSEDACC_INLINE Compute read_scale(const ScaleArgument& scale) {
   }
 }
 
+// What a pass multiplies by, as a kernel gets it.
+struct Factors {
+  ScaleArgument scale, keep;
+};
+
+template <typename Compute>
+FUSEDACC_INLINE Multipliers read_factors(const Factors& factors) {
+  return {read_scale<Compute>(factors.scale), read_scale<Compute>(factors.keep)};
+}
+
 // One launch over tensors whose elements lie alike. 28 bytes a tensor, so that a thousand fit 32 KB of
 // arguments.
 template <int32_t capacity>
 struct FlatBatch {
   static constexpr int32_t kCapacity = capacity;
 
-  ScaleArgument scale;
+  Factors factors;
   int32_t count;
   void* accumulators[capacity];
   const void* gradients[capacity];
@@ -81,7 +91,7 @@ template <int32_t capacity, int32_t pool_capacity>
 struct StridedBatch {
   static constexpr int32_t kCapacity = capacity;
 
-  ScaleArgument scale;
+  Factors factors;
   int32_t count;
   void* accumulators[capacity];
   const void* gradients[capacity];

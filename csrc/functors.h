@@ -1,4 +1,9 @@
-// The arithmetic of one element: acc <- acc + s*g or acc <- s*g, rounded once to the accumulator's dtype.
+// The arithmetic of one element: acc <- keep*acc + s*g or acc <- s*g, rounded once to the accumulator's
+// dtype.
+//
+// keep*acc is rounded to the arithmetic's type before s*g is added, as a pass of its own would have rounded
+// it into a float32 or float64 sum: a sum may wait for its multiplication until it is added to, and has the
+// same bits.
 //
 // Torch-free, for host and device. The CPU loops are compiled several times for different vector instructions
 // and linked together, so everything here is always inlined: a copy emitted by the AVX-512 file must never be
@@ -131,16 +136,25 @@ FUSEDACC_INLINE double fused_multiply_add(double a, double b, double c) {
 #endif
 }
 
+// By what a pass multiplies: gradients by `scale`, and sums that are not overwritten by `keep`.
+struct Multipliers {
+  double scale, keep;
+};
+
 template <typename Gradient, typename Accumulator>
 struct ScaleAccumulate {
   using Compute = typename ComputeType<Accumulator>::type;
 
-  Compute scale;
+  Compute scale, keep;
 
-  FUSEDACC_INLINE explicit ScaleAccumulate(double s) : scale(static_cast<Compute>(s)) {}
+  FUSEDACC_INLINE explicit ScaleAccumulate(Multipliers by)
+      : scale(static_cast<Compute>(by.scale)), keep(static_cast<Compute>(by.keep)) {}
 
+  // Where `keep` is 1, multiplying by it changes nothing, and keeps = false saves the time.
+  template <bool keeps = true>
   FUSEDACC_INLINE Accumulator add(Gradient gradient, Accumulator accumulator) const {
-    return narrow<Accumulator, Compute>(fused_multiply_add(scale, widen(gradient), widen(accumulator)));
+    const Compute kept = keeps ? keep * widen(accumulator) : widen(accumulator);
+    return narrow<Accumulator, Compute>(fused_multiply_add(scale, widen(gradient), kept));
   }
   FUSEDACC_INLINE Accumulator overwrite(Gradient gradient) const {
     return narrow<Accumulator, Compute>(scale * widen(gradient));

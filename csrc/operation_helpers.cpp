@@ -25,17 +25,18 @@ NormKind norm_kind(StableIValue norm_type) {
   throw std::runtime_error("fusedacc: norm_type is " + std::to_string(value) + "; allowed: 2 and inf");
 }
 
-ScaleArgument scale_argument(const Device& device, AtenTensorHandle tensor, double number) {
+ScaleArgument scale_argument(const Device& device, const char* name, AtenTensorHandle tensor, double number) {
   if (tensor == nullptr) return {nullptr, number, 0};
-  const TensorView view = view_of(tensor, {"scale", -1});
+  const TensorView view = view_of(tensor, {name, -1});
   const Dtype dtype = dtype_of(view);
-  if (view.dims != 0) throw std::runtime_error("fusedacc: scale must be a number or a 0-dim tensor");
+  const std::string what = std::string("fusedacc: ") + name;
+  if (view.dims != 0) throw std::runtime_error(what + " must be a number or a 0-dim tensor");
   if (dtype == Dtype::kOther) {
-    throw std::runtime_error(
-        "fusedacc: scale is a tensor of a dtype that is not float32, bfloat16, float16 or float64");
+    throw std::runtime_error(what +
+                             " is a tensor of a dtype that is not float32, bfloat16, float16 or float64");
   }
   if (!device.holds(view)) {
-    throw std::runtime_error("fusedacc: scale is on " + device_name(view.device_type, view.device_index) +
+    throw std::runtime_error(what + " is on " + device_name(view.device_type, view.device_index) +
                              " but the accumulators are on " + device.name());
   }
   return {view.data, 0, static_cast<int32_t>(dtype)};

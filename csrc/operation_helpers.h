@@ -38,7 +38,7 @@ void* data_of(const OwnedTensor& tensor);
 inline double number(StableIValue argument) { return torch::stable::detail::to<double>(argument); }
 NormKind norm_kind(StableIValue norm_type);
 
-// Checks the scale and says where to read it: on a GPU by the kernel, so that nothing waits for the device.
-ScaleArgument scale_argument(const Device& device, AtenTensorHandle tensor, double number);
+// Checks a factor and says where to read it: on a GPU by the kernel, so that nothing waits for the device.
+ScaleArgument scale_argument(const Device& device, const char* name, AtenTensorHandle tensor, double number);
 
 }  // namespace fusedacc

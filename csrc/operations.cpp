@@ -12,42 +12,47 @@ namespace fusedacc {
 
 #ifndef FUSEDACC_CUDA
 namespace cuda {
-void run(const Work&, const ScaleArgument&, int32_t) { refuse_cuda(); }
-void run_norm(const Work&, const ScaleArgument&, const NormRequest&, int32_t) { refuse_cuda(); }
+void run(const Work&, const Factors&, int32_t) { refuse_cuda(); }
+void run_norm(const Work&, const Factors&, const NormRequest&, int32_t) { refuse_cuda(); }
 void finish_norm(const FinishRequest&, int32_t) { refuse_cuda(); }
 }  // namespace cuda
 #endif
 
 namespace {
 
-StableIValue run_norm(const Work& work, const ScaleArgument& scale, NormKind kind, bool reads,
+StableIValue run_norm(const Work& work, const Factors& factors, NormKind kind, bool reads,
                       const Device& device) {
   OwnedTensor partials(empty(1, work.chunks, aoti_torch_dtype_float64(), device));
   const NormRequest norm{kind, static_cast<double*>(data_of(partials)), reads};
   run_on(
-      device, [&] { cpu::run_norm(work, read_scale<double>(scale), norm); },
-      [&] { cuda::run_norm(work, scale, norm, device.index); });
+      device, [&] { cpu::run_norm(work, read_factors<double>(factors), norm); },
+      [&] { cuda::run_norm(work, factors, norm, device.index); });
   return torch::stable::detail::from(partials.release());
 }
 
-// stack: ..., gradients, scale_tensor, scale, overwrite and, where the norm is wanted, norm_type.
+// stack: ..., gradients, scale_tensor, scale, overwrite, where the norm is wanted norm_type, keep_tensor,
+// keep.
 void accumulate(const AccumulatorTable& table, StableIValue* stack, bool wants_norm) {
   const TensorList gradients(stack[1]);
   const OwnedTensor scale_tensor(take_optional(stack[2]));
   const std::vector<bool> overwrite = take_flags(stack[4]);
+  const StableIValue* keep = stack + (wants_norm ? 6 : 5);
+  const OwnedTensor keep_tensor(take_optional(keep[0]));
   const NormKind kind = wants_norm ? norm_kind(stack[5]) : NormKind::kTwo;
   // Kept from call to call: freeing blocks of this size makes malloc tidy up all the small ones.
   static thread_local Work work;
   table.match(gradients, overwrite, work);
   const Device device{table.device_type(), table.device_index()};
-  const ScaleArgument scale =
-      table.size() == 0 ? ScaleArgument{} : scale_argument(device, scale_tensor.get(), number(stack[3]));
+  const auto factor = [&](const char* name, const OwnedTensor& tensor, StableIValue value) {
+    return scale_argument(device, name, table.size() == 0 ? nullptr : tensor.get(), number(value));
+  };
+  const Factors factors{factor("scale", scale_tensor, stack[3]), factor("keep", keep_tensor, keep[1])};
   if (wants_norm) {
-    stack[0] = run_norm(work, scale, kind, false, device);
+    stack[0] = run_norm(work, factors, kind, false, device);
   } else if (table.size() > 0) {
     run_on(
-        device, [&] { cpu::run(work, read_scale<double>(scale)); },
-        [&] { cuda::run(work, scale, device.index); });
+        device, [&] { cpu::run(work, read_factors<double>(factors)); },
+        [&] { cuda::run(work, factors, device.index); });
   }
 }
 

@@ -4,21 +4,24 @@
 #include "row_operations.h"
 
 STABLE_TORCH_LIBRARY(fusedacc, m) {
+  // Sums that are not overwritten are multiplied by `keep`, rounded, and added to.
   m.def(
       "scale_accumulate_(Tensor(a!)[] accumulators, Tensor[] gradients, Tensor? scale_tensor=None, "
-      "float scale=1.0, bool[] overwrite=[]) -> ()");
+      "float scale=1.0, bool[] overwrite=[], Tensor? keep_tensor=None, float keep=1.0) -> ()");
   m.def("prepare(Tensor[] accumulators) -> Tensor");
   // The plan stands for the accumulators it points to, which is why it is the argument that changes.
   m.def(
       "accumulate_prepared_(Tensor(a!) plan, Tensor[] gradients, Tensor? scale_tensor=None, float scale=1.0, "
-      "bool[] overwrite=[]) -> ()");
+      "bool[] overwrite=[], Tensor? keep_tensor=None, float keep=1.0) -> ()");
   // The same, and a partial norm of the new sums for each of their chunks. norm_type is 2 or inf.
   m.def(
       "scale_accumulate_norm_(Tensor(a!)[] accumulators, Tensor[] gradients, Tensor? scale_tensor=None, "
-      "float scale=1.0, bool[] overwrite=[], float norm_type=2.0) -> Tensor");
+      "float scale=1.0, bool[] overwrite=[], float norm_type=2.0, Tensor? keep_tensor=None, float keep=1.0) "
+      "-> Tensor");
   m.def(
       "accumulate_prepared_norm_(Tensor(a!) plan, Tensor[] gradients, Tensor? scale_tensor=None, "
-      "float scale=1.0, bool[] overwrite=[], float norm_type=2.0) -> Tensor");
+      "float scale=1.0, bool[] overwrite=[], float norm_type=2.0, Tensor? keep_tensor=None, float keep=1.0) "
+      "-> Tensor");
   m.def("norm_partials(Tensor[] tensors, float norm_type=2.0) -> Tensor");
   // The norm, float64 if `wide` and else float32, and 1 or 0 in float32: whether an element was not finite.
   m.def(

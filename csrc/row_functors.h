@@ -32,7 +32,7 @@ struct RowAccumulate {
 
   ScaleAccumulate<Compute, Accumulator> into;
 
-  FUSEDACC_INLINE explicit RowAccumulate(double scale) : into(scale) {}
+  FUSEDACC_INLINE explicit RowAccumulate(double scale) : into(Multipliers{scale, 1}) {}
 
   static FUSEDACC_INLINE Compute first(Gradient gradient) { return widen(gradient); }
   static FUSEDACC_INLINE Compute join(Compute sum, Gradient gradient) { return sum + widen(gradient); }
@@ -40,7 +40,7 @@ struct RowAccumulate {
     return divide(sum, static_cast<Compute>(count));
   }
   FUSEDACC_INLINE Accumulator add(Compute sum, Accumulator accumulator) const {
-    return into.add(sum, accumulator);
+    return into.template add<false>(sum, accumulator);
   }
 };
 

@@ -97,7 +97,7 @@ void accumulate_rows_(StableIValue* stack, uint64_t, uint64_t) {
                           std::to_string(work.table.columns) + "]");
   }
   if (overlap(sums, fresh)) fail("gradients", "overlaps the table in memory");
-  const ScaleArgument scale = scale_argument(device, scale_tensor.get(), number(stack[4]));
+  const ScaleArgument scale = scale_argument(device, "scale", scale_tensor.get(), number(stack[4]));
   run_on(
       device, [&] { cpu::add_rows(work, read_scale<double>(scale)); },
       [&] { cuda::add_rows(work, indices.get(), scale, device.index); });

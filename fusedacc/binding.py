@@ -48,9 +48,10 @@ class Binding:
         gradients: Sequence[Tensor],
         scale: float | Tensor,
         norm_type: float | None = None,
+        keep: float | Tensor = 1.0,
     ) -> Tensor | None:
-        """sum += scale * gradient, for sums that it holds (None once `run` is there); with `norm_type`, the
-        partial norms of the new sums.
+        """sum = keep * sum + scale * gradient, for sums that it holds (None once `run` is there); with
+        `norm_type`, the partial norms of the new sums.
 
         Only the native backends prepare without keeping the sums alive.
         """
@@ -58,11 +59,11 @@ class Binding:
             assert sums is not None
             if self._backend.name not in SELF_CHECKING:
                 if norm_type is not None:
-                    return self._backend.accumulate_with_norm_(sums, gradients, scale, False, norm_type)
-                self._backend.accumulate_(sums, gradients, scale, False)
+                    return self._backend.accumulate_with_norm_(sums, gradients, scale, False, norm_type, keep)
+                self._backend.accumulate_(sums, gradients, scale, False, keep)
                 return None
             self.run = self._backend.prepare(sums)
         if norm_type is not None:
-            return self.run.with_norm(gradients, scale, False, norm_type)
-        self.run(gradients, scale, False)
+            return self.run.with_norm(gradients, scale, False, norm_type, keep)
+        self.run(gradients, scale, False, keep)
         return None

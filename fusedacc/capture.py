@@ -70,6 +70,8 @@ class Capture:
         self._nodes: dict[Slot, tuple[Any, RemovableHandle]] = {}
         #: Whether a CUDA graph was being captured when the nodes were made, and when the window began.
         self._armed_in_graph = self._began_in_graph = False
+        #: The stream on which the unit of the sums was made, where that is a tensor on a GPU.
+        self._aimed_on: torch.cuda.Stream | None = None
         self.claim(slots)
         self.refresh()
 
@@ -179,7 +181,7 @@ class Capture:
             slot.odd = slot.odd or not plain
             task.added = True
             self._flush_shared(task, [slot])
-            self.arena.add_odd(slot, gradient, task.scale * self.window.factor)
+            self.arena.add_odd(slot, gradient, self._scale_of(task))
             return SWALLOWED
         if not sole or (slot.nbytes >= LARGE_BYTES and not self.arena.may_adopt(slot, gradient)):
             self._flush_shared(task, [slot])
@@ -221,6 +223,8 @@ class Capture:
                 self.reclaim()
             elif window.empty:
                 self.arena.retract()
+            if window.counted and window.will_update:
+                self._aim(window.target(ending=True))  # the last additions bring the sums to it
         norms = self.arena.norms
         norms.norm_type = norms.wanted if window.counted and window.will_update and not task.ignored else None
         self._tasks[identity] = task
@@ -270,7 +274,15 @@ class Capture:
 
     def _add(self, task: Task, slots: list[Slot], gradients: list[Tensor]) -> None:
         task.added = True
-        self.arena.add(slots, gradients, task.scale * self.window.factor)
+        self.arena.add(slots, gradients, self._scale_of(task))
+
+    def _scale_of(self, task: Task) -> float | Tensor:
+        """By what the gradients of a graph task are multiplied, ready on the current stream."""
+        if self._aimed_on is not None and isinstance(self.window.factor, Tensor):
+            stream = torch.cuda.current_stream(self._aimed_on.device)
+            if stream != self._aimed_on:
+                stream.wait_stream(self._aimed_on)
+        return task.scale_in(self.window.factor)
 
     def flush_bucket(self, identity: int, bucket: Bucket) -> None:
         """Add what a bucket of this graph task holds."""
@@ -380,12 +392,28 @@ class Capture:
         if target is None:
             return False
         with torch.no_grad():
-            if isinstance(target, Tensor) or isinstance(window.factor, Tensor) or target != window.factor:
-                window.tainted = "an exception has interrupted the scaling of the sums"
-                self.arena.rescale(target / window.factor)
-                window.factor, window.tainted = target, None
+            self._aim(target)
+            self._settle()
             self.arena.deliver()
         return True
+
+    def _aim(self, target: float | Tensor | None) -> None:
+        """Let the sums be in this unit from now on: those that there are owe the ratio. None: not known."""
+        window = self.window
+        if target is None or target is window.factor:
+            return
+        if isinstance(target, Tensor) or isinstance(window.factor, Tensor) or target != window.factor:
+            self.arena.owe(target / window.factor)
+            window.factor = target
+            if isinstance(target, Tensor) and target.is_cuda:
+                self._aimed_on = torch.cuda.current_stream(target.device)
+
+    def _settle(self) -> None:
+        """Multiply the sums by what they still owe."""
+        if self.arena.debts:
+            self.window.tainted = "an exception has interrupted the scaling of the sums"
+            self.arena.settle()
+            self.window.tainted = None
 
     def conclude(self, partial: bool = False) -> float | Tensor | None:
         """Put the sums of a window that ends into p.grad, and leave their final scale to the update.
@@ -397,6 +425,7 @@ class Capture:
         if target is None:
             return None
         with torch.no_grad():
+            self._settle()
             self.arena.deliver()
         known = not (isinstance(target, Tensor) or isinstance(window.factor, Tensor))
         return 1.0 if known and target == window.factor else target / window.factor

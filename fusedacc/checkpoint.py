@@ -26,7 +26,9 @@ OWN = "fusedacc"
 SUM = "fusedacc_sum"
 COUNTERS = "fusedacc_counters"
 MASTER = "fusedacc_master"
-VERSION = 1
+VERSION = 2
+#: Those that can be read; before 2, sums owed nothing (see `debts`).
+READABLE = (1, VERSION)
 
 
 def _slots_by_index(optimizer: Optimizer, arena: Arena) -> dict[int, Slot]:
@@ -75,7 +77,8 @@ def save(
         result["state"] = dict(result["state"])
         for index, total in sums.items():
             if total is not None:
-                counters = _packed(own | {"delivered": slots[index].delivered})
+                owed = arena.owed(slots[index])
+                counters = _packed(own | {"delivered": slots[index].delivered, "owed": owed})
                 kept = {SUM: total.detach().clone(), COUNTERS: counters}
                 result["state"][index] = {**result["state"].get(index, {}), **kept}
     return result
@@ -93,7 +96,7 @@ def load(
         raise ValueError("state_dict must be a dict with 'state' and 'param_groups', as state_dict() returns")
     inner = {name: value for name, value in state_dict.items() if name != OWN}
     own = state_dict.get(OWN)
-    sums: dict[Any, tuple[Any, bool]] = {}
+    sums: dict[Any, tuple[Any, bool, float]] = {}
     saved: dict[Any, Any] = {}
     inner["state"] = {}
     for index, entry in state_dict["state"].items():
@@ -105,7 +108,7 @@ def load(
         if isinstance(entry, dict) and SUM in entry:
             counters = _unpacked(entry.get(COUNTERS))
             own = own or counters
-            sums[index] = entry[SUM], counters.get("delivered") is True
+            sums[index] = entry[SUM], counters.get("delivered") is True, counters.get("owed", 1.0)
             entry = {name: value for name, value in entry.items() if name not in (SUM, COUNTERS)}
             if not entry:
                 continue
@@ -115,7 +118,7 @@ def load(
     present = _slots_by_index(optimizer, arena)
     slots = {name: present[index] for index, name in enumerate(names) if index in present}
     if own is not None:
-        _check(own, {name: total for name, (total, _) in sums.items()}, slots, window)
+        _check(own, {name: total for name, (total, *_) in sums.items()}, slots, window)
     _check_masters(saved, slots)
 
     groups, state = optimizer.param_groups, optimizer.state
@@ -130,8 +133,8 @@ def load(
     if window.counted or sums:
         arena.clear()
     window.restore(Window(None, None).state() if own is None else own["window"])
-    for name, (total, delivered) in sums.items():
-        arena.restore(slots[name], total, delivered)
+    for name, saved_sum in sums.items():
+        arena.restore(slots[name], *saved_sum)
     if masters is not None:
         for name, master in saved.items():
             masters.put(slots[name], master)
@@ -159,8 +162,9 @@ def _check(own: Any, sums: dict[Any, Any], slots: dict[Any, Slot], window: Windo
     required = {"version", "counted", "reduction", "window"} | ({"sums"} if sums else set())
     if not isinstance(own, dict) or not required <= own.keys() or not isinstance(own["window"], dict):
         raise ValueError(f"state_dict[{OWN!r}] is damaged: it needs {', '.join(sorted(required))}")
-    if own["version"] != VERSION:
-        raise ValueError(f"state_dict[{OWN!r}] is of version {own['version']!r}; allowed: {VERSION}")
+    if own["version"] not in READABLE:
+        allowed = ", ".join(map(str, READABLE))
+        raise ValueError(f"state_dict[{OWN!r}] is of version {own['version']!r}; allowed: {allowed}")
     missing = window.state().keys() - own["window"].keys()
     if missing:
         raise ValueError(f"state_dict[{OWN!r}]['window'] is damaged: it lacks {', '.join(sorted(missing))}")

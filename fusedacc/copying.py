@@ -26,7 +26,10 @@ def carried(window: Window, arena: Arena, masters: Masters | None) -> dict[str, 
         "window": window.state(),
         "backend": arena.backend,
         "masters": None if masters is None else [masters.of(slot) for slot in arena.slots],
-        "sums": [(arena.current(slot), slot.delivered) if private else None for slot in arena.slots],
+        "sums": [
+            (arena.current(slot), slot.delivered, arena.owed(slot)) if private else None
+            for slot in arena.slots
+        ],
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
+from typing import Any
 
 from . import traffic
 from .arena import Arena
@@ -82,7 +83,7 @@ def route(slot: Slot, arena: Arena) -> Route:
         return Route(
             "eager", "eager", "sparse, complex or of a subclass: plain torch adds what no kernel takes"
         )
-    selection = arena.select(slot.lane)
+    selection = arena.launches.select(slot.lane)
     return Route("multi_tensor", selection.backend.name, selection.reason)
 
 
@@ -95,10 +96,9 @@ def _bytes(slot: Slot, chosen: Route, window: Window) -> tuple[str, str]:
     # What autograd stores in a manual loop is added by autograd itself.
     loop = "fusedacc" if chosen.path == "multi_tensor" or window.counted else "mixed_add"
     dtypes = slot.param.dtype, slot.param.dtype, slot.accumulate_dtype
+    how: dict[str, Any] = {"loop": loop, "scale_is_one": not window.scales, "visible": not window.counted}
     first, later = (
-        traffic.total(
-            traffic.bytes_per_micro_batch(*dtypes, loop=loop, scale_is_one=not window.scales, first=is_first)
-        )
+        traffic.total(traffic.bytes_per_micro_batch(*dtypes, **how, first=is_first))
         for is_first in (True, False)
     )
     return f"{first:g}", f"{later:g}"

@@ -57,6 +57,7 @@ class Task:
         "ignored",
         "reducer",
         "scale",
+        "scaled",
         "stored",
     )
 
@@ -69,6 +70,8 @@ class Task:
         #: Whether gradients are taken and thrown away.
         self.drops = drops
         self.scale = scale
+        #: A unit of the sums and, where it is made on a device, a stream; the scale in that unit.
+        self.scaled: tuple[float | Tensor, int, float | Tensor] | None = None
         self.buckets: dict[int, Bucket] = {}
         #: Whether any gradient is in a sum already, and whose gradients autograd was left to store.
         self.added = False
@@ -79,6 +82,14 @@ class Task:
         self.callback: Callable[[], object] = object
         #: Whether a reducer may fill p.grad in a callback of its own: "" if not, "ahead" or "done".
         self.reducer = ""
+
+    def scale_in(self, factor: float | Tensor) -> float | Tensor:
+        """The scale in this unit of the sums; where it is a tensor, one for all launches, and ours alone."""
+        weight = self.scale if isinstance(self.scale, Tensor) else factor
+        stream = raw_stream(weight) if isinstance(weight, Tensor) else 0
+        if self.scaled is None or self.scaled[0] is not factor or self.scaled[1] != stream:
+            self.scaled = factor, stream, self.scale * factor
+        return self.scaled[2]
 
 
 @functools.cache

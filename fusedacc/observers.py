@@ -22,8 +22,12 @@ class Observer(Protocol):
         gradients: Sequence[Tensor],
         scale: float | Tensor,
         overwrite: Sequence[bool],
+        keep: float | Tensor,
     ) -> None:
-        """A kernel has been launched that does accumulator <- beta * accumulator + scale * gradient."""
+        """A kernel has been launched that does accumulator <- beta * accumulator + scale * gradient.
+
+        beta is 0 where it is overwritten, else `keep`.
+        """
 
     def measured(self, kernel: str, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
         """A kernel has been launched that reads tensors and writes results."""
@@ -57,10 +61,11 @@ def launched(
     gradients: Sequence[Tensor],
     scale: float | Tensor,
     overwrite: Sequence[bool],
+    keep: float | Tensor,
 ) -> None:
     """Report a launch that does not go through torch's dispatcher."""
     for observer in watching:
-        observer.launched(kernel, accumulators, gradients, scale, overwrite)
+        observer.launched(kernel, accumulators, gradients, scale, overwrite, keep)
 
 
 def measured(kernel: str, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:

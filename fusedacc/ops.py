@@ -99,11 +99,11 @@ def _check_fake(accumulators: Sequence[Tensor], gradients: Sequence[Tensor]) -> 
                 )
 
 
-def _check_not_meta(plan: Tensor, gradients: Sequence[Tensor], scale_tensor: Tensor | None) -> None:
+def _check_not_meta(plan: Tensor, gradients: Sequence[Tensor], *factors: Tensor | None) -> None:
     """A meta tensor among real ones brings a call here; without this it would return with nothing done."""
-    others = [scale_tensor] if scale_tensor is not None else []
+    others = [factor for factor in factors if factor is not None]
     if plan.device.type != "meta" and any(tensor.device.type == "meta" for tensor in (*gradients, *others)):
-        raise RuntimeError("fusedacc: a gradient or the scale is on meta")
+        raise RuntimeError("fusedacc: a gradient, the scale or keep is on meta")
 
 
 def _fake_partials(tensors: Sequence[Tensor]) -> Tensor:
@@ -119,10 +119,12 @@ def _register_fakes() -> None:
         scale_tensor: Tensor | None = None,
         scale: float = 1.0,
         overwrite: Sequence[bool] = (),
+        keep_tensor: Tensor | None = None,
+        keep: float = 1.0,
     ) -> None:
         _check_fake(accumulators, gradients)
         if accumulators:
-            _check_not_meta(accumulators[0], gradients, scale_tensor)
+            _check_not_meta(accumulators[0], gradients, scale_tensor, keep_tensor)
 
     @torch.library.register_fake("fusedacc::prepare")
     def _(accumulators: list[Tensor]) -> Tensor:
@@ -137,8 +139,10 @@ def _register_fakes() -> None:
         scale_tensor: Tensor | None = None,
         scale: float = 1.0,
         overwrite: Sequence[bool] = (),
+        keep_tensor: Tensor | None = None,
+        keep: float = 1.0,
     ) -> None:
-        _check_not_meta(plan, gradients, scale_tensor)
+        _check_not_meta(plan, gradients, scale_tensor, keep_tensor)
 
     @torch.library.register_fake("fusedacc::scale_accumulate_norm_")
     def _(
@@ -148,10 +152,12 @@ def _register_fakes() -> None:
         scale: float = 1.0,
         overwrite: Sequence[bool] = (),
         norm_type: float = 2.0,
+        keep_tensor: Tensor | None = None,
+        keep: float = 1.0,
     ) -> Tensor:
         _check_fake(accumulators, gradients)
         if accumulators:
-            _check_not_meta(accumulators[0], gradients, scale_tensor)
+            _check_not_meta(accumulators[0], gradients, scale_tensor, keep_tensor)
         return _fake_partials(accumulators)
 
     @torch.library.register_fake("fusedacc::accumulate_prepared_norm_")
@@ -162,14 +168,16 @@ def _register_fakes() -> None:
         scale: float = 1.0,
         overwrite: Sequence[bool] = (),
         norm_type: float = 2.0,
+        keep_tensor: Tensor | None = None,
+        keep: float = 1.0,
     ) -> Tensor:
-        _check_not_meta(plan, gradients, scale_tensor)
+        _check_not_meta(plan, gradients, scale_tensor, keep_tensor)
         return _fake_partials(gradients)
 
     @torch.library.register_fake("fusedacc::norm_partials")
     def _(tensors: list[Tensor], norm_type: float = 2.0) -> Tensor:
         if tensors:
-            _check_not_meta(tensors[0], tensors, None)
+            _check_not_meta(tensors[0], tensors)
         return _fake_partials(tensors)
 
     @torch.library.register_fake("fusedacc::finish_norm")

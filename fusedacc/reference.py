@@ -32,12 +32,15 @@ def _overwrite(accumulator: Tensor, gradient: Tensor, scale: float | Tensor) -> 
         accumulator.copy_(product.mul(scale) if product is gradient else product.mul_(scale))
 
 
-def _add(accumulator: Tensor, gradient: Tensor, scale: float | Tensor) -> None:
-    if not isinstance(scale, Tensor) and scale == 1.0:
+def _add(accumulator: Tensor, gradient: Tensor, scale: float | Tensor, keep: float | Tensor) -> None:
+    keeps = not isinstance(keep, Tensor) and keep == 1.0
+    if keeps and not isinstance(scale, Tensor) and scale == 1.0:
         accumulator.add_(gradient)
         return
     # The accumulator itself where it is wide already.
     total = accumulator.to(computation_dtype(accumulator.dtype))
+    if not keeps:
+        total.mul_(keep)
     if isinstance(scale, Tensor):
         total.addcmul_(gradient, scale)
     else:
@@ -51,8 +54,10 @@ def scale_accumulate_(
     gradients: Sequence[Tensor],
     scale: float | Tensor,
     overwrite: bool | Sequence[bool],
+    keep: float | Tensor = 1.0,
 ) -> None:
-    """accumulator <- beta * accumulator + scale * gradient for each pair; beta = 0 where overwritten, else 1.
+    """accumulator <- beta * accumulator + scale * gradient for each pair; beta = 0 where overwritten, else
+    `keep`.
 
     Args:
         accumulators: tensors that do not overlap, of any strides; float64, float32, bfloat16 or float16.
@@ -60,21 +65,27 @@ def scale_accumulate_(
         scale: a float, or a 0-dim floating tensor on the tensors' device (read on the device: no
             synchronisation).
         overwrite: one flag for all or one per tensor; an overwritten accumulator is not read.
+        keep: as `scale`. Its product with the accumulator is rounded to the computation's dtype before
+            anything is added to it.
 
     No input is checked here: see `checks.check_lists`.
     """
-    scales: dict[torch.dtype, float | Tensor] = {}
+    factors: dict[torch.dtype, tuple[float | Tensor, float | Tensor]] = {}
     with torch.no_grad():
         for accumulator, gradient, flag in zip(
             accumulators, gradients, overwrite_flags(overwrite, len(accumulators)), strict=True
         ):
             wide = computation_dtype(accumulator.dtype)
-            if wide not in scales:
-                scales[wide] = scale.to(wide) if isinstance(scale, Tensor) else float(scale)
+            if wide not in factors:
+                factors[wide] = _factor(scale, wide), _factor(keep, wide)
             if flag:
-                _overwrite(accumulator, gradient, scales[wide])
+                _overwrite(accumulator, gradient, factors[wide][0])
             else:
-                _add(accumulator, gradient, scales[wide])
+                _add(accumulator, gradient, *factors[wide])
+
+
+def _factor(value: float | Tensor, dtype: torch.dtype) -> float | Tensor:
+    return value.to(dtype) if isinstance(value, Tensor) else float(value)
 
 
 def _norm(tensor: Tensor, norm_type: float, dim: int | None = None) -> Tensor:

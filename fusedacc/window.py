@@ -1,9 +1,9 @@
 """The accumulation window: what counts, what it weighs and when it is full. No tensors here, but for weights
 that stay on the device.
 
-Sums are kept in a unit, `factor`: every sum is `factor` times what was put in. It is 1 until the final scale
-of the window is known and applied (`target`), and what arrives later in the same window is added in the same
-unit, so that a sum is rescaled at most once and never wrong in between.
+Sums are kept in a unit, `factor`: every sum, times what it owes, is `factor` times what was put in. It is 1
+until the final scale of the window is known (`target`), as a rule when its last micro-batch begins. From then
+on gradients are added in the final unit; the sums that there are owe the ratio, which these additions pay.
 """
 
 from __future__ import annotations
@@ -172,6 +172,8 @@ class Window:
         self.micro = MicroBatch(self.reduction)
         self.in_context = False
         self._steps: int | None = None
+        #: The last final factor that was asked for on a device, and the weights it is of.
+        self._reciprocal: tuple[Tensor | float, Tensor | float | None, Tensor] | None = None
 
     @property
     def counted(self) -> bool:
@@ -260,6 +262,8 @@ class Window:
     def target(self, ending: bool = False, partial: bool = False) -> float | Tensor | None:
         """The final factor of the window's sums, or None where it is not known or all weights are 0.
 
+        A tensor is the same object as long as the weights are.
+
         Args:
             ending: count the micro-batch at hand in.
             partial: the window ends here, full or not.
@@ -273,11 +277,14 @@ class Window:
             return self.steps / count if partial and 0 < count < self.steps else 1.0
         if ending and self.micro.weight is None:
             return None
-        total = self.weight_total
-        if ending and self.micro.weight is not None:
-            total = total + self.micro.weight
-        if isinstance(total, Tensor):
-            return total.reciprocal()
+        ended, weight = self.weight_total, self.micro.weight if ending else None
+        if isinstance(ended, Tensor) or isinstance(weight, Tensor):
+            known = self._reciprocal
+            if known is None or known[0] is not ended or known[1] is not weight:
+                total = ended if weight is None else ended + weight
+                known = self._reciprocal = ended, weight, total.reciprocal()  # type: ignore[union-attr]
+            return known[2]
+        total = ended if weight is None else ended + weight
         return 1.0 / total if total > 0 else None
 
     def open(self, weight: float | Tensor | None) -> MicroBatch:

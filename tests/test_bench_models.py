@@ -294,7 +294,7 @@ COUNTED = {
     },
     ("float32", "fusedacc"): {
         "weight gradients": 8 * 4,
-        "accumulate": 8 + 7 * 12,  # the last leaves the norm
+        "accumulate": 7 * 12,  # the last leaves the norm
         "update: optimizer": 8 + 3 * 8,  # the kernel clips, and writes what it has clipped
     },
     ("float32", "fusedacc manual loop"): {

@@ -25,18 +25,18 @@ struct RowGradients {
 
 struct Loops {
   // Elements [begin, end) of a flat task, in units of elements.
-  using Flat = void (*)(void* accumulator, const void* gradient, int64_t begin, int64_t end, double scale,
+  using Flat = void (*)(void* accumulator, const void* gradient, int64_t begin, int64_t end, Multipliers by,
                         bool overwrite);
   // The same of a loop nest; positions count in the nest's order.
   using Strided = void (*)(void* accumulator, const void* gradient, const StridedLayout& layout,
-                           int64_t begin, int64_t end, double scale, bool overwrite);
+                           int64_t begin, int64_t end, Multipliers by, bool overwrite);
 
   // Positions [begin, end) of a tensor, a chunk: its partial norm. No layout: it is flat.
   using Norm = double (*)(const void* tensor, const StridedLayout* layout, int64_t begin, int64_t end);
   // The same of an accumulator, after the chunk has been added to. `stream`: it is large enough to be written
   // past the caches.
   using AddNorm = double (*)(void* accumulator, const void* gradient, const StridedLayout* layout,
-                             int64_t begin, int64_t end, double scale, bool overwrite, bool stream);
+                             int64_t begin, int64_t end, Multipliers by, bool overwrite, bool stream);
   // Columns [begin, end) of a row.
   using AddRow = void (*)(void* row, const RowGradients& gradients, int64_t begin, int64_t end, double scale,
                           bool by_frequency);

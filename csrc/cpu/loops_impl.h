@@ -105,15 +105,24 @@ struct PairLoops {
     overwrite_row(accumulator + i, gradient + i, count - i, functor);
   }
 
+  template <bool keeps>
+  static void add_row(Accumulator* accumulator, const Gradient* gradient, int64_t count, Functor functor) {
+    FUSEDACC_INDEPENDENT
+    for (int64_t i = 0; i < count; ++i) {
+      accumulator[i] = functor.template add<keeps>(gradient[i], accumulator[i]);
+    }
+  }
+
   static void row(Accumulator* accumulator, const Gradient* gradient, int64_t count, Functor functor,
                   bool overwrite) {
     if (overwrite && count * static_cast<int64_t>(sizeof(Accumulator)) >= kStreamBytes) {
       stream_row(accumulator, gradient, count, functor);
     } else if (overwrite) {
       overwrite_row(accumulator, gradient, count, functor);
+    } else if (functor.keep == 1) {
+      add_row<false>(accumulator, gradient, count, functor);
     } else {
-      FUSEDACC_INDEPENDENT
-      for (int64_t i = 0; i < count; ++i) accumulator[i] = functor.add(gradient[i], accumulator[i]);
+      add_row<true>(accumulator, gradient, count, functor);
     }
   }
 
@@ -126,17 +135,17 @@ struct PairLoops {
     }
   }
 
-  static void flat(void* accumulator, const void* gradient, int64_t begin, int64_t end, double scale,
+  static void flat(void* accumulator, const void* gradient, int64_t begin, int64_t end, Multipliers by,
                    bool overwrite) {
     row(static_cast<Accumulator*>(accumulator) + begin, static_cast<const Gradient*>(gradient) + begin,
-        end - begin, Functor(scale), overwrite);
+        end - begin, Functor(by), overwrite);
   }
 
   static void strided(void* accumulator, const void* gradient, const StridedLayout& layout, int64_t begin,
-                      int64_t end, double scale, bool overwrite) {
+                      int64_t end, Multipliers by, bool overwrite) {
     auto* target = static_cast<Accumulator*>(accumulator);
     auto* source = static_cast<const Gradient*>(gradient);
-    const Functor functor(scale);
+    const Functor functor(by);
     const int64_t target_step = layout.accumulator_strides[layout.dims - 1];
     const int64_t source_step = layout.gradient_strides[layout.dims - 1];
     for_each_row(layout, begin, end, [&](int64_t to, int64_t from, int64_t count) {

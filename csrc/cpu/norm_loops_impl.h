@@ -125,15 +125,15 @@ struct NormLoops {
   }
 
   static double add_norm(void* accumulator, const void* gradient, const StridedLayout* layout, int64_t begin,
-                         int64_t end, double scale, bool overwrite, bool stream) {
+                         int64_t end, Multipliers by, bool overwrite, bool stream) {
     if (layout != nullptr) {
-      Loops::strided(accumulator, gradient, *layout, begin, end, scale, overwrite);
+      Loops::strided(accumulator, gradient, *layout, begin, end, by, overwrite);
       return norm(accumulator, layout, begin, end);
     }
     auto* target = static_cast<Accumulator*>(accumulator) + begin;
     const auto* source = static_cast<const Gradient*>(gradient) + begin;
     const int64_t count = end - begin;
-    const Functor functor(scale);
+    const Functor functor(by);
     if (overwrite && stream) return overwrite_past_caches(target, source, count, functor);
     return norm_of_row<kind>(target, count, [&](auto& lanes) {
       for (int64_t i = 0; i < count; i += kNormBlock) {

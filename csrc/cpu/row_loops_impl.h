@@ -22,7 +22,7 @@ struct RowLoops {
     auto* target = static_cast<Accumulator*>(row);
     if (gradients.count == 1) {
       PairLoops<pair>::row(target + begin, at(gradients, 0) + begin, end - begin,
-                           ScaleAccumulate<Gradient, Accumulator>(scale), false);
+                           ScaleAccumulate<Gradient, Accumulator>(Multipliers{scale, 1}), false);
       return;
     }
     const Functor functor(scale);

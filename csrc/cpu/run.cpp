@@ -37,17 +37,17 @@ const Loops& choose_loops() {
 struct Context {
   const Work& work;
   const Loops& loops;
-  double scale;
+  Multipliers by;
 };
 
 void run_part(int64_t begin, int64_t end, void* opaque) {
   const Context& context = *static_cast<const Context*>(opaque);
   visit_part(context.work.tasks, begin, end, [&](const Task& task, int64_t from, int64_t to) {
     if (task.layout < 0) {
-      context.loops.flat[task.pair](task.accumulator, task.gradient, from, to, context.scale, task.overwrite);
+      context.loops.flat[task.pair](task.accumulator, task.gradient, from, to, context.by, task.overwrite);
     } else {
       context.loops.strided[task.pair](task.accumulator, task.gradient, context.work.layouts[task.layout],
-                                       from, to, context.scale, task.overwrite);
+                                       from, to, context.by, task.overwrite);
     }
   });
 }
@@ -55,25 +55,25 @@ void run_part(int64_t begin, int64_t end, void* opaque) {
 struct NormContext {
   const Work& work;
   const Loops& loops;
-  double scale;
+  Multipliers by;
   NormRequest norm;
 };
 
 void run_norm_part(int64_t begin, int64_t end, void* opaque) {
   const NormContext& context = *static_cast<const NormContext*>(opaque);
   const int32_t kind = static_cast<int32_t>(context.norm.kind);
-  visit_chunks(
-      context.work.tasks, begin, end, [&](const Task& task, int64_t from, int64_t to, int64_t chunk) {
-        const StridedLayout* layout = task.layout < 0 ? nullptr : &context.work.layouts[task.layout];
-        double& partial = context.norm.partials[chunk];
-        if (context.norm.reads) {
-          partial = context.loops.norm[kind][task.pair](task.accumulator, layout, from, to);
-          return;
-        }
-        const bool stream = task.numel * element_size(kPairs[task.pair].accumulator) >= kStreamBytes;
-        partial = context.loops.add_norm[kind][task.pair](task.accumulator, task.gradient, layout, from, to,
-                                                          context.scale, task.overwrite, stream);
-      });
+  visit_chunks(context.work.tasks, begin, end,
+               [&](const Task& task, int64_t from, int64_t to, int64_t chunk) {
+                 const StridedLayout* layout = task.layout < 0 ? nullptr : &context.work.layouts[task.layout];
+                 double& partial = context.norm.partials[chunk];
+                 if (context.norm.reads) {
+                   partial = context.loops.norm[kind][task.pair](task.accumulator, layout, from, to);
+                   return;
+                 }
+                 const bool stream = task.numel * element_size(kPairs[task.pair].accumulator) >= kStreamBytes;
+                 partial = context.loops.add_norm[kind][task.pair](
+                     task.accumulator, task.gradient, layout, from, to, context.by, task.overwrite, stream);
+               });
 }
 
 }  // namespace
@@ -83,15 +83,15 @@ const Loops& loops() {
   return chosen;
 }
 
-void run(const Work& work, double scale) {
+void run(const Work& work, Multipliers by) {
   if (work.tasks.empty()) return;
-  Context context{work, loops(), scale};
+  Context context{work, loops(), by};
   share_out(work.elements, kGrain, run_part, context);
 }
 
-void run_norm(const Work& work, double scale, const NormRequest& norm) {
+void run_norm(const Work& work, Multipliers by, const NormRequest& norm) {
   if (work.tasks.empty()) return;
-  NormContext context{work, loops(), scale, norm};
+  NormContext context{work, loops(), by, norm};
   share_out(work.chunks, kGrain / kChunkElements, run_norm_part, context);
 }
 

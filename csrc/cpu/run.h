@@ -5,10 +5,10 @@
 
 namespace fusedacc::cpu {
 
-void run(const Work& work, double scale);
+void run(const Work& work, Multipliers by);
 
 // The same with a partial norm for each chunk, or those alone; and the norm of all partials.
-void run_norm(const Work& work, double scale, const NormRequest& norm);
+void run_norm(const Work& work, Multipliers by, const NormRequest& norm);
 void finish_norm(const FinishRequest& finish);
 
 // "baseline", "avx2" or "avx512": what run() uses here. FUSEDACC_CPU_CAPABILITY lowers it; throws if that

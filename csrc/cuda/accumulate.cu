@@ -22,17 +22,17 @@ __global__ void __launch_bounds__(kThreads) strided_kernel(const __grid_constant
 }
 
 template <int32_t pair>
-void launch_pair(const Work& work, const ScaleArgument& scale, bool strided, cudaStream_t stream) {
+void launch_pair(const Work& work, const Factors& factors, bool strided, cudaStream_t stream) {
   if (strided) {
     Strided batch;
-    batch.scale = scale;
+    batch.factors = factors;
     for_each_batch(work, pair, true, batch, [&](const Strided& full, int64_t chunks) {
       strided_kernel<pair><<<static_cast<uint32_t>(chunks), kThreads, 0, stream>>>(full);
       check(cudaGetLastError(), "launch of strided_kernel");
     });
   } else {
     Flat batch;
-    batch.scale = scale;
+    batch.factors = factors;
     for_each_batch(work, pair, false, batch, [&](const Flat& full, int64_t chunks) {
       flat_kernel<pair><<<static_cast<uint32_t>(chunks), kThreads, 0, stream>>>(full);
       check(cudaGetLastError(), "launch of flat_kernel");
@@ -41,21 +41,21 @@ void launch_pair(const Work& work, const ScaleArgument& scale, bool strided, cud
 }
 
 template <int32_t... pairs>
-void launch_present(const Work& work, const ScaleArgument& scale, const bool (&present)[2][kPairCount],
+void launch_present(const Work& work, const Factors& factors, const bool (&present)[2][kPairCount],
                     cudaStream_t stream, std::integer_sequence<int32_t, pairs...>) {
   for (const bool strided : {false, true}) {
-    ((present[strided][pairs] ? launch_pair<pairs>(work, scale, strided, stream) : void()), ...);
+    ((present[strided][pairs] ? launch_pair<pairs>(work, factors, strided, stream) : void()), ...);
   }
 }
 
 }  // namespace
 
-void launch(const Work& work, const ScaleArgument& scale, int32_t device_index, void* stream) {
+void launch(const Work& work, const Factors& factors, int32_t device_index, void* stream) {
   if (work.tasks.empty()) return;
   const DeviceGuard guard(device_index);
   bool present[2][kPairCount] = {};
   for (const Task& task : work.tasks) present[task.layout >= 0][task.pair] = true;
-  launch_present(work, scale, present, static_cast<cudaStream_t>(stream),
+  launch_present(work, factors, present, static_cast<cudaStream_t>(stream),
                  std::make_integer_sequence<int32_t, kPairCount>());
 }
 

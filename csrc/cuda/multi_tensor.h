@@ -140,7 +140,7 @@ struct PairKernels {
     const int32_t count = static_cast<int32_t>(left < kChunkElements ? left : kChunkElements);
     auto* accumulator = static_cast<Accumulator*>(batch.accumulators[tensor]) + first;
     auto* gradient = static_cast<const Gradient*>(batch.gradients[tensor]) + first;
-    const Functor functor(read_scale<Compute>(batch.scale));
+    const Functor functor(read_factors<Compute>(batch.factors));
     if (marked < 0) {
       chunk<true>(accumulator, gradient, count, functor, thread);
     } else {
@@ -152,7 +152,7 @@ struct PairKernels {
   template <typename Index, typename Batch>
   static FUSEDACC_INLINE void strided_chunk(const Batch& batch, int32_t tensor, int64_t first, int64_t end,
                                             bool overwrite, int32_t thread) {
-    const Functor functor(read_scale<Compute>(batch.scale));
+    const Functor functor(read_factors<Compute>(batch.factors));
     const uint32_t outermost = batch.first_dim[tensor];
     FUSEDACC_ROLLED
     for (int64_t position = first + thread; position < end; position += kThreads) {
@@ -187,13 +187,13 @@ struct PairKernels {
 
 // The batches' capacities for a toolkit's limit on kernel arguments: a thousand flat tensors need 32 KB.
 template <int32_t bytes>
-using FlatBatchOf = FlatBatch<(bytes - 40) / 28>;
+using FlatBatchOf = FlatBatch<(bytes - 64) / 28>;
 template <int32_t bytes>
-using StridedBatchOf = StridedBatch<bytes / 128, (bytes - 48 - bytes / 128 * 32) / 24>;
+using StridedBatchOf = StridedBatch<bytes / 128, (bytes - 72 - bytes / 128 * 32) / 24>;
 // Those of passes that leave partial norms: eight more bytes a tensor.
 template <int32_t bytes>
-using FlatNormBatchOf = WithPartials<FlatBatch<(bytes - 56) / 36>>;
+using FlatNormBatchOf = WithPartials<FlatBatch<(bytes - 80) / 36>>;
 template <int32_t bytes>
-using StridedNormBatchOf = WithPartials<StridedBatch<bytes / 128, (bytes - 64 - bytes / 128 * 40) / 24>>;
+using StridedNormBatchOf = WithPartials<StridedBatch<bytes / 128, (bytes - 88 - bytes / 128 * 40) / 24>>;
 
 }  // namespace fusedacc::cuda

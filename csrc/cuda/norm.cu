@@ -37,11 +37,11 @@ __global__ void __launch_bounds__(kFinishThreads) finish_norm_kernel(const __gri
 }
 
 template <int32_t pair, NormKind kind, bool reads>
-void launch_pair(const Work& work, const ScaleArgument& scale, double* partials, bool strided,
+void launch_pair(const Work& work, const Factors& factors, double* partials, bool strided,
                  cudaStream_t stream) {
   if (strided) {
     Strided batch;
-    batch.scale = scale;
+    batch.factors = factors;
     batch.partials = partials;
     for_each_batch(work, pair, true, batch, [&](const Strided& full, int64_t chunks) {
       strided_norm_kernel<pair, kind, reads><<<static_cast<uint32_t>(chunks), kThreads, 0, stream>>>(full);
@@ -49,7 +49,7 @@ void launch_pair(const Work& work, const ScaleArgument& scale, double* partials,
     });
   } else {
     Flat batch;
-    batch.scale = scale;
+    batch.factors = factors;
     batch.partials = partials;
     for_each_batch(work, pair, false, batch, [&](const Flat& full, int64_t chunks) {
       flat_norm_kernel<pair, kind, reads><<<static_cast<uint32_t>(chunks), kThreads, 0, stream>>>(full);
@@ -59,37 +59,37 @@ void launch_pair(const Work& work, const ScaleArgument& scale, double* partials,
 }
 
 template <int32_t pair>
-void launch_kind(const Work& work, const ScaleArgument& scale, const NormRequest& norm, bool strided,
+void launch_kind(const Work& work, const Factors& factors, const NormRequest& norm, bool strided,
                  cudaStream_t stream) {
   constexpr NormKind two = NormKind::kTwo, infinity = NormKind::kInfinity;
   const bool is_two = norm.kind == two;
   if (!norm.reads) {
-    (is_two ? launch_pair<pair, two, false> : launch_pair<pair, infinity, false>)(work, scale, norm.partials,
-                                                                                  strided, stream);
+    (is_two ? launch_pair<pair, two, false>
+            : launch_pair<pair, infinity, false>)(work, factors, norm.partials, strided, stream);
   } else if constexpr (kPairs[pair].gradient == kPairs[pair].accumulator) {
-    (is_two ? launch_pair<pair, two, true> : launch_pair<pair, infinity, true>)(work, scale, norm.partials,
+    (is_two ? launch_pair<pair, two, true> : launch_pair<pair, infinity, true>)(work, factors, norm.partials,
                                                                                 strided, stream);
   }
 }
 
 template <int32_t... pairs>
-void launch_present(const Work& work, const ScaleArgument& scale, const NormRequest& norm,
+void launch_present(const Work& work, const Factors& factors, const NormRequest& norm,
                     const bool (&present)[2][kPairCount], cudaStream_t stream,
                     std::integer_sequence<int32_t, pairs...>) {
   for (const bool strided : {false, true}) {
-    ((present[strided][pairs] ? launch_kind<pairs>(work, scale, norm, strided, stream) : void()), ...);
+    ((present[strided][pairs] ? launch_kind<pairs>(work, factors, norm, strided, stream) : void()), ...);
   }
 }
 
 }  // namespace
 
-void launch_norm(const Work& work, const ScaleArgument& scale, const NormRequest& norm, int32_t device_index,
+void launch_norm(const Work& work, const Factors& factors, const NormRequest& norm, int32_t device_index,
                  void* stream) {
   if (work.tasks.empty()) return;
   const DeviceGuard guard(device_index);
   bool present[2][kPairCount] = {};
   for (const Task& task : work.tasks) present[task.layout >= 0][task.pair] = true;
-  launch_present(work, scale, norm, present, static_cast<cudaStream_t>(stream),
+  launch_present(work, factors, norm, present, static_cast<cudaStream_t>(stream),
                  std::make_integer_sequence<int32_t, kPairCount>());
 }
 

@@ -228,7 +228,7 @@ struct NormKernels {
       return chunk_norm<kind>(FlatReader<Accumulator>{accumulator}, chunk.count, join);
     } else {
       auto* gradient = static_cast<const Gradient*>(batch.gradients[chunk.tensor]) + chunk.first;
-      const typename Kernels::Functor functor(read_scale<typename Kernels::Compute>(batch.scale));
+      const typename Kernels::Functor functor(read_factors<typename Kernels::Compute>(batch.factors));
       if (chunk.overwrite) {
         return chunk_norm<kind>(FlatAdder<pair, true>{accumulator, gradient, functor}, chunk.count, join);
       }
@@ -242,7 +242,7 @@ struct NormKernels {
     if constexpr (reads) {
       return chunk_norm<kind>(StridedReader<pair, Batch, Index>{places}, chunk.count, join);
     } else {
-      const typename Kernels::Functor functor(read_scale<typename Kernels::Compute>(batch.scale));
+      const typename Kernels::Functor functor(read_factors<typename Kernels::Compute>(batch.factors));
       return chunk_norm<kind>(StridedAdder<pair, Batch, Index>{places, functor, chunk.overwrite}, chunk.count,
                               join);
     }

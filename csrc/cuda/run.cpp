@@ -22,12 +22,12 @@ void* current_stream(int32_t device_index) {
   return stream;
 }
 
-void run(const Work& work, const ScaleArgument& scale, int32_t device_index) {
-  launch(work, scale, device_index, current_stream(device_index));
+void run(const Work& work, const Factors& factors, int32_t device_index) {
+  launch(work, factors, device_index, current_stream(device_index));
 }
 
-void run_norm(const Work& work, const ScaleArgument& scale, const NormRequest& norm, int32_t device_index) {
-  launch_norm(work, scale, norm, device_index, current_stream(device_index));
+void run_norm(const Work& work, const Factors& factors, const NormRequest& norm, int32_t device_index) {
+  launch_norm(work, factors, norm, device_index, current_stream(device_index));
 }
 
 void finish_norm(const FinishRequest& finish, int32_t device_index) {

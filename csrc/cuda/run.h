@@ -12,17 +12,17 @@ namespace fusedacc::cuda {
 void* current_stream(int32_t device_index);
 
 // On torch's current stream of that device. Asynchronous; copies nothing; can be captured in a graph.
-void run(const Work& work, const ScaleArgument& scale, int32_t device_index);
+void run(const Work& work, const Factors& factors, int32_t device_index);
 
 // The same with a partial norm for each chunk, or those alone, and the end of it: one small launch.
-void run_norm(const Work& work, const ScaleArgument& scale, const NormRequest& norm, int32_t device_index);
+void run_norm(const Work& work, const Factors& factors, const NormRequest& norm, int32_t device_index);
 void finish_norm(const FinishRequest& finish, int32_t device_index);
 
 // One launch per dtype pair and layout kind, of up to about a thousand tensors each. Throws on a launch
 // error.
-void launch(const Work& work, const ScaleArgument& scale, int32_t device_index, void* stream);
+void launch(const Work& work, const Factors& factors, int32_t device_index, void* stream);
 
-void launch_norm(const Work& work, const ScaleArgument& scale, const NormRequest& norm, int32_t device_index,
+void launch_norm(const Work& work, const Factors& factors, const NormRequest& norm, int32_t device_index,
                  void* stream);
 void launch_finish(const FinishRequest& finish, int32_t device_index, void* stream);
 

@@ -28,7 +28,11 @@ class Run(Protocol):
     """An accumulation into accumulators that a backend has prepared."""
 
     def __call__(
-        self, gradients: Sequence[Tensor], scale: float | Tensor, overwrite: bool | Sequence[bool]
+        self,
+        gradients: Sequence[Tensor],
+        scale: float | Tensor,
+        overwrite: bool | Sequence[bool],
+        keep: float | Tensor = 1.0,
     ) -> None:
         """As `Backend.accumulate_`."""
 
@@ -38,6 +42,7 @@ class Run(Protocol):
         scale: float | Tensor,
         overwrite: bool | Sequence[bool],
         norm_type: float,
+        keep: float | Tensor = 1.0,
     ) -> Tensor:
         """As `Backend.accumulate_with_norm_`."""
 
@@ -62,8 +67,13 @@ class Backend(Protocol):
         gradients: Sequence[Tensor],
         scale: float | Tensor,
         overwrite: bool | Sequence[bool],
+        keep: float | Tensor = 1.0,
     ) -> None:
-        """One pass over tensors of one device, dtype pairs mixed; bumps no version counters."""
+        """One pass over tensors of one device, dtype pairs mixed; bumps no version counters.
+
+        accumulator <- round(keep * accumulator) + scale * gradient, where it is not overwritten, with one
+        more rounding. `keep` is a float or a 0-dim tensor as `scale` is.
+        """
 
     def prepare(self, accumulators: Sequence[Tensor]) -> Run:
         """The same with the accumulators' part done in advance."""
@@ -90,6 +100,7 @@ class Backend(Protocol):
         scale: float | Tensor,
         overwrite: bool | Sequence[bool],
         norm_type: float,
+        keep: float | Tensor = 1.0,
     ) -> Tensor:
         """`accumulate_`, and then the `norm_partials` of the accumulators: the same bits as those two calls,
         in a single pass where the backend can.

@@ -29,8 +29,9 @@ class EagerBackend:
         gradients: Sequence[Tensor],
         scale: float | Tensor,
         overwrite: bool | Sequence[bool],
+        keep: float | Tensor = 1.0,
     ) -> None:
-        reference.scale_accumulate_(accumulators, gradients, scale, overwrite)
+        reference.scale_accumulate_(accumulators, gradients, scale, overwrite, keep)
 
     def prepare(self, accumulators: Sequence[Tensor]) -> Bound:
         return Bound(self, accumulators)
@@ -50,8 +51,9 @@ class EagerBackend:
         scale: float | Tensor,
         overwrite: bool | Sequence[bool],
         norm_type: float,
+        keep: float | Tensor = 1.0,
     ) -> Tensor:
-        self.accumulate_(accumulators, gradients, scale, overwrite)
+        self.accumulate_(accumulators, gradients, scale, overwrite, keep)
         return self.norm_partials(accumulators, norm_type)
 
     def accumulate_rows_(
@@ -77,9 +79,13 @@ class Bound:
         self._accumulators = accumulators
 
     def __call__(
-        self, gradients: Sequence[Tensor], scale: float | Tensor, overwrite: bool | Sequence[bool]
+        self,
+        gradients: Sequence[Tensor],
+        scale: float | Tensor,
+        overwrite: bool | Sequence[bool],
+        keep: float | Tensor = 1.0,
     ) -> None:
-        self._backend.accumulate_(self._accumulators, gradients, scale, overwrite)
+        self._backend.accumulate_(self._accumulators, gradients, scale, overwrite, keep)
 
     def with_norm(
         self,
@@ -87,8 +93,11 @@ class Bound:
         scale: float | Tensor,
         overwrite: bool | Sequence[bool],
         norm_type: float,
+        keep: float | Tensor = 1.0,
     ) -> Tensor:
-        return self._backend.accumulate_with_norm_(self._accumulators, gradients, scale, overwrite, norm_type)
+        return self._backend.accumulate_with_norm_(
+            self._accumulators, gradients, scale, overwrite, norm_type, keep
+        )
 
 
 backend = EagerBackend()

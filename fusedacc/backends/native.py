@@ -48,9 +48,11 @@ class NativeBackend:
         gradients: Sequence[Tensor],
         scale: float | Tensor,
         overwrite: bool | Sequence[bool],
+        keep: float | Tensor = 1.0,
     ) -> None:
         operator = torch.ops.fusedacc.scale_accumulate_.default
-        ops.call(operator, accumulators, gradients, *_scale_arguments(scale), _flags(overwrite, accumulators))
+        flags = _flags(overwrite, accumulators)
+        ops.call(operator, accumulators, gradients, *_factor(scale), flags, *_kept(keep))
 
     def prepare(self, accumulators: Sequence[Tensor]) -> Bound:
         return Bound(accumulators)
@@ -73,10 +75,12 @@ class NativeBackend:
         scale: float | Tensor,
         overwrite: bool | Sequence[bool],
         norm_type: float,
+        keep: float | Tensor = 1.0,
     ) -> Tensor:
         operator = torch.ops.fusedacc.scale_accumulate_norm_.default
         flags = _flags(overwrite, accumulators)
-        return _unrecorded(operator, accumulators, gradients, *_scale_arguments(scale), flags, norm_type)
+        factors = *_factor(scale), flags, norm_type, *_kept(keep)
+        return _unrecorded(operator, accumulators, gradients, *factors)
 
     def accumulate_rows_(
         self,
@@ -88,7 +92,7 @@ class NativeBackend:
         by_frequency: bool,
     ) -> None:
         operator = torch.ops.fusedacc.accumulate_rows_.default
-        operator(table, indices, gradients, *_scale_arguments(scale), padding, by_frequency)
+        operator(table, indices, gradients, *_factor(scale), padding, by_frequency)
 
     def row_partials(self, table: Tensor, indices: Tensor, norm_type: float) -> Tensor:
         with torch.no_grad():
@@ -102,10 +106,15 @@ class Bound:
         self._plan = torch.ops.fusedacc.prepare.default(accumulators)
 
     def __call__(
-        self, gradients: Sequence[Tensor], scale: float | Tensor, overwrite: bool | Sequence[bool]
+        self,
+        gradients: Sequence[Tensor],
+        scale: float | Tensor,
+        overwrite: bool | Sequence[bool],
+        keep: float | Tensor = 1.0,
     ) -> None:
         operator = torch.ops.fusedacc.accumulate_prepared_.default
-        ops.call(operator, self._plan, gradients, *_scale_arguments(scale), _flags(overwrite, gradients))
+        flags = _flags(overwrite, gradients)
+        ops.call(operator, self._plan, gradients, *_factor(scale), flags, *_kept(keep))
 
     def with_norm(
         self,
@@ -113,10 +122,12 @@ class Bound:
         scale: float | Tensor,
         overwrite: bool | Sequence[bool],
         norm_type: float,
+        keep: float | Tensor = 1.0,
     ) -> Tensor:
         operator = torch.ops.fusedacc.accumulate_prepared_norm_.default
         flags = _flags(overwrite, gradients)
-        return _unrecorded(operator, self._plan, gradients, *_scale_arguments(scale), flags, norm_type)
+        factors = *_factor(scale), flags, norm_type, *_kept(keep)
+        return _unrecorded(operator, self._plan, gradients, *factors)
 
 
 def _unrecorded(operator: Callable[..., Tensor], *arguments: Any) -> Tensor:
@@ -125,8 +136,14 @@ def _unrecorded(operator: Callable[..., Tensor], *arguments: Any) -> Tensor:
         return ops.call(operator, *arguments)
 
 
-def _scale_arguments(scale: float | Tensor) -> tuple[Tensor | None, float]:
-    return (scale, 1.0) if isinstance(scale, Tensor) else (None, scale)
+def _factor(value: float | Tensor) -> tuple[Tensor | None, float]:
+    """As the operators take it: a tensor or a number."""
+    return (value, 1.0) if isinstance(value, Tensor) else (None, value)
+
+
+def _kept(keep: float | Tensor) -> tuple[Tensor | None, float] | tuple[()]:
+    """As the operators take it: left to their default of 1 where it is, since each argument takes time."""
+    return (keep, 1.0) if isinstance(keep, Tensor) else () if keep == 1.0 else (None, keep)
 
 
 def _flags(overwrite: bool | Sequence[bool], tensors: Sequence[Tensor]) -> Sequence[bool]:

@@ -69,7 +69,11 @@ class _Group:
             self._table = self._words.to(self._device)
 
     def _call_table(
-        self, gradients: Sequence[Tensor], flags: Sequence[bool], scale: float, kept: list[Tensor]
+        self,
+        gradients: Sequence[Tensor],
+        flags: Sequence[bool],
+        factors: Sequence[float | Tensor],
+        captured: list[Tensor],
     ) -> Tensor:
         kernels = shared.kernels()
         words = []
@@ -77,7 +81,9 @@ class _Group:
             pointer = gradient.data_ptr()
             misaligned = kernels.MISALIGNED if (address | pointer) % 16 else 0
             words += [pointer, (kernels.OVERWRITE if overwrite else 0) | misaligned]
-        words += struct.unpack("q", struct.pack("d", scale))
+        for factor in factors:
+            number = 1.0 if isinstance(factor, Tensor) else float(factor)
+            words += struct.unpack("q", struct.pack("d", number))
         capturing = shared.capturing(self._device)
         stream = torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else 0
         last = self._last
@@ -87,15 +93,20 @@ class _Group:
             return last.table
         table, pinned = shared.upload(torch.tensor(words, dtype=torch.int64), self._device)
         if capturing:
-            kept.append(pinned)
+            captured.append(pinned)
         else:
             self._last = _Call(words, stream, table)
         return table
 
     def run(
-        self, gradients: Sequence[Tensor], scale: float | Tensor, flags: Sequence[bool], kept: list[Tensor]
+        self,
+        gradients: Sequence[Tensor],
+        scale: float | Tensor,
+        flags: Sequence[bool],
+        keep: float | Tensor,
+        captured: list[Tensor],
     ) -> None:
-        """Launch once. In a graph capture, host memory that the graph reads is appended to `kept`."""
+        """Launch once. In a graph capture, host memory that the graph reads is appended to `captured`."""
         ready = []
         for gradient, accumulator in zip(gradients, self.accumulators, strict=True):
             if gradient.shape != accumulator.shape or gradient.device != accumulator.device:
@@ -107,20 +118,21 @@ class _Group:
             ready.append(gradient if alike else _relayout(gradient, accumulator))
         if self._programs == 0:
             return
-        number = 1.0 if isinstance(scale, Tensor) else float(scale)
         accumulator_dtype = self.accumulators[0].dtype
         with shared.on_device(self._device):
             table = self._table
             if table is None:
                 table, pinned = shared.upload(self._words, self._device)
                 if shared.capturing(self._device):
-                    kept.append(pinned)
-            calls = self._call_table(ready, flags, number, kept)
+                    captured.append(pinned)
+            calls = self._call_table(ready, flags, (scale, keep), captured)
+            numbers = calls[2 * len(ready) :].view(torch.float64)
             kernels = shared.kernels()
             kernels.scale_accumulate[(self._programs,)](
                 table,
                 calls,
-                scale if isinstance(scale, Tensor) else calls[2 * len(ready) :].view(torch.float64),
+                scale if isinstance(scale, Tensor) else numbers,
+                keep if isinstance(keep, Tensor) else numbers[1:],
                 len(ready),
                 accumulator_dtype=shared.triton_dtype(accumulator_dtype),
                 gradient_dtype=shared.triton_dtype(self._gradient_dtype),
@@ -128,7 +140,7 @@ class _Group:
                 num_warps=kernels.WARPS,
             )
             if observers.watching:
-                observers.launched("triton::scale_accumulate", self.accumulators, ready, scale, flags)
+                observers.launched("triton::scale_accumulate", self.accumulators, ready, scale, flags, keep)
 
 
 def _relayout(gradient: Tensor, accumulator: Tensor) -> Tensor:
@@ -168,14 +180,19 @@ class _Bound:
         scale: float | Tensor,
         overwrite: bool | Sequence[bool],
         norm_type: float,
+        keep: float | Tensor = 1.0,
     ) -> Tensor:
-        self(gradients, scale, overwrite)
+        self(gradients, scale, overwrite, keep)
         found, pinned = triton_norms.partials(self._accumulators, norm_type)
         self.captured += pinned
         return found
 
     def __call__(
-        self, gradients: Sequence[Tensor], scale: float | Tensor, overwrite: bool | Sequence[bool]
+        self,
+        gradients: Sequence[Tensor],
+        scale: float | Tensor,
+        overwrite: bool | Sequence[bool],
+        keep: float | Tensor = 1.0,
     ) -> None:
         flags = overwrite_flags(overwrite, len(gradients))
         groups, gaps = self._grouped(tuple(gradient.dtype for gradient in gradients))
@@ -186,6 +203,7 @@ class _Bound:
                 [gradients[index] for index in group.indices],
                 scale,
                 [flags[index] for index in group.indices],
+                keep,
                 self.captured,
             )
         if gaps:
@@ -194,6 +212,7 @@ class _Bound:
                 [gradients[index] for index in gaps],
                 scale,
                 [flags[index] for index in gaps],
+                keep,
             )
 
 
@@ -237,9 +256,10 @@ class TritonBackend:
         gradients: Sequence[Tensor],
         scale: float | Tensor,
         overwrite: bool | Sequence[bool],
+        keep: float | Tensor = 1.0,
     ) -> None:
         bound = _Bound(accumulators, keep_tables=False)
-        bound(gradients, scale, overwrite)
+        bound(gradients, scale, overwrite, keep)
         if bound.captured:
             self._captured.setdefault(accumulators[0], []).extend(bound.captured)
 
@@ -264,8 +284,9 @@ class TritonBackend:
         scale: float | Tensor,
         overwrite: bool | Sequence[bool],
         norm_type: float,
+        keep: float | Tensor = 1.0,
     ) -> Tensor:
-        self.accumulate_(accumulators, gradients, scale, overwrite)
+        self.accumulate_(accumulators, gradients, scale, overwrite, keep)
         return self.norm_partials(accumulators, norm_type)
 
     def accumulate_rows_(

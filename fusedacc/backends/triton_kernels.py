@@ -50,32 +50,33 @@ def narrow(value, dtype: tl.constexpr):
 
 
 @triton.jit
-def combine(scale, gradient, accumulator, keep, dtype: tl.constexpr):
-    """scale * gradient, plus the accumulator where it is kept, rounded once to `dtype`."""
+def combine(scale, gradient, keep, accumulator, adds, dtype: tl.constexpr):
+    """scale * gradient, plus keep * accumulator, rounded, where it adds; rounded once to `dtype`."""
     wide: tl.constexpr = scale.dtype
     g = widen(gradient, wide)
-    total = tl.fma(scale, g, widen(accumulator, wide))
+    total = tl.fma(scale, g, keep * widen(accumulator, wide))
     # Not an fma with 0: it would turn a product of -0 into +0.
-    return narrow(tl.where(keep, total, scale * g), dtype)
+    return narrow(tl.where(adds, total, scale * g), dtype)
 
 
-@triton.jit(do_not_specialize=["count", "scale"])
+@triton.jit(do_not_specialize=["count", "scale", "keep"])
 def scale_accumulate(
     table,
     calls,
     scale,
+    keep,
     count,
     accumulator_dtype: tl.constexpr,
     gradient_dtype: tl.constexpr,
     wide: tl.constexpr,
 ):
-    """accumulator <- accumulator + scale * gradient, or scale * gradient, over a list of dense tensors.
+    """accumulator <- keep * accumulator + scale * gradient, or scale * gradient, of a list of dense tensors.
 
     Args:
         table: int64. For each of `count` tensors: its accumulator's address, elements, first program; then,
             for each program, the index of its tensor.
         calls: int64. For each tensor: its gradient's address and flags.
-        scale: pointer to one floating value of any width.
+        scale, keep: pointers to one floating value of any width each.
     """
     program = tl.program_id(0)
     tensor = tl.load(table + 3 * count.to(tl.int64) + program)
@@ -85,11 +86,12 @@ def scale_accumulate(
     gradient_address = tl.load(calls + 2 * tensor)
     flags = tl.load(calls + 2 * tensor + 1)
     s = tl.load(scale).to(wide)
+    k = tl.load(keep).to(wide)
     start = (program - first) * _CHUNK
     length = tl.minimum(size - start, _CHUNK).to(tl.int32)
     accumulator = address.to(tl.pointer_type(accumulator_dtype)) + start
     gradient = gradient_address.to(tl.pointer_type(gradient_dtype)) + start
-    keep = (flags & _OVERWRITE) == 0
+    adds = (flags & _OVERWRITE) == 0
 
     whole = 0
     if (flags & _MISALIGNED) == 0:
@@ -107,25 +109,25 @@ def scale_accumulate(
                 at = tl.multiple_of(step, _BLOCK)
                 g = tl.load(gradient16 + at + eight).reshape(_BLOCK // 8, 2, 4)
                 g_low, g_high = tl.split(g.trans(0, 2, 1))
-                a_low = tl.load(accumulator16 + at + low, mask=keep, other=0.0)
-                a_high = tl.load(accumulator16 + at + low + 4, mask=keep, other=0.0)
-                tl.store(accumulator16 + at + low, combine(s, g_low, a_low, keep, accumulator_dtype))
-                tl.store(accumulator16 + at + low + 4, combine(s, g_high, a_high, keep, accumulator_dtype))
+                a_low = tl.load(accumulator16 + at + low, mask=adds, other=0.0)
+                a_high = tl.load(accumulator16 + at + low + 4, mask=adds, other=0.0)
+                tl.store(accumulator16 + at + low, combine(s, g_low, k, a_low, adds, accumulator_dtype))
+                tl.store(accumulator16 + at + low + 4, combine(s, g_high, k, a_high, adds, accumulator_dtype))
         else:
             lanes = tl.arange(0, _BLOCK)
             for step in range(0, whole, _BLOCK):
                 at = tl.multiple_of(step, _BLOCK)
                 g = tl.load(gradient16 + at + lanes)
-                a = tl.load(accumulator16 + at + lanes, mask=keep, other=0.0)
-                tl.store(accumulator16 + at + lanes, combine(s, g, a, keep, accumulator_dtype))
+                a = tl.load(accumulator16 + at + lanes, mask=adds, other=0.0)
+                tl.store(accumulator16 + at + lanes, combine(s, g, k, a, adds, accumulator_dtype))
 
     # Tails and misaligned tensors: one element per thread.
     lane = tl.arange(0, _THREADS)
     for step in range(whole, length, _THREADS):
         inside = step + lane < length
         g = tl.load(gradient + step + lane, mask=inside)
-        a = tl.load(accumulator + step + lane, mask=inside & keep, other=0.0)
-        tl.store(accumulator + step + lane, combine(s, g, a, keep, accumulator_dtype), mask=inside)
+        a = tl.load(accumulator + step + lane, mask=inside & adds, other=0.0)
+        tl.store(accumulator + step + lane, combine(s, g, k, a, adds, accumulator_dtype), mask=inside)
 
 
 @triton.jit

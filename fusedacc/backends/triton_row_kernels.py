@@ -50,7 +50,7 @@ def add_to_row(table, scale, sums, count, columns, inside, by_frequency: tl.cons
         sums = sums / number if sums.dtype == tl.float64 else tl.div_rn(sums, number)
     s = tl.load(scale).to(sums.dtype)
     old = tl.load(table + columns, mask=inside)
-    tl.store(table + columns, combine(s, sums, old, True, old.dtype), mask=inside)
+    tl.store(table + columns, combine(s, sums, 1.0, old, True, old.dtype), mask=inside)
 
 
 @triton.jit(do_not_specialize=["count", "padding"])

@@ -49,6 +49,7 @@ def bytes_per_micro_batch(
     loop: str = "fusedacc",
     scale_is_one: bool = False,
     first: bool = False,
+    visible: bool = False,
 ) -> tuple[Part, ...]:
     """What one micro-batch reads and writes per element of one parameter, the weight-gradient write included.
 
@@ -61,6 +62,9 @@ def bytes_per_micro_batch(
         scale_is_one: whether the pass multiplies by 1. Stock loops scale the loss, which moves no bytes; the
             wrapper's `mean` with a fixed k scales by 1/k.
         first: the window's first micro-batch, which has no sum to read.
+        visible: whether p.grad is the sum between micro-batches (a manual loop). The wrapper must scale a
+            first gradient that becomes the sum at once then, else the next addition does, unless the sum is
+            of 16 bits and would round differently.
 
     Raises ValueError for an unknown `loop`.
     """
@@ -77,7 +81,7 @@ def bytes_per_micro_batch(
             parts.append(Part("add", param + acc, acc))
         elif not same_dtype:
             parts.append(Part("first write", param, acc))
-        elif not scale_is_one:
+        elif not scale_is_one and (visible or acc < 4):
             parts.append(Part("first scale", acc, acc))
     elif loop == "mixed_add":
         if first:

@@ -234,10 +234,11 @@ class TrafficMeter(TorchDispatchMode):
         gradients: Sequence[Tensor],
         scale: float | Tensor,
         overwrite: Sequence[bool],
+        keep: float | Tensor,
     ) -> None:
         """A kernel of ours was launched outside the dispatcher."""
         with self._lock:
-            self._book(kernel, "fusedacc", accumulation(accumulators, gradients, scale, overwrite))
+            self._book(kernel, "fusedacc", accumulation(accumulators, gradients, (scale, keep), overwrite))
 
     def measured(self, kernel: str, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
         """A kernel of ours that only reads its tensors was launched outside the dispatcher."""

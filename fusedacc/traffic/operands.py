@@ -324,10 +324,13 @@ _RULES: dict[str, Rule] = {
 def accumulation(
     accumulators: Sequence[Tensor],
     gradients: Sequence[Tensor],
-    scale: float | Tensor | None,
+    factors: Sequence[float | Tensor | None],
     overwrite: Sequence[bool],
 ) -> list[Operand]:
-    """accumulator <- beta * accumulator + scale * gradient; a gradient may be its accumulator."""
+    """accumulator <- beta * accumulator + scale * gradient; a gradient may be its accumulator.
+
+    factors: what is multiplied by; tensors among them are read.
+    """
     found: dict[tuple, Operand] = {}
     for index, (accumulator, gradient) in enumerate(zip(accumulators, gradients, strict=True)):
         operand = found.setdefault(_identity(accumulator), Operand(accumulator))
@@ -336,8 +339,9 @@ def accumulation(
             operand.read = operand.written
         source = found.setdefault(_identity(gradient), Operand(gradient))
         source.read = bytes_of(gradient)
-    if isinstance(scale, Tensor):
-        found.setdefault(_identity(scale), Operand(scale)).read = scale.element_size()
+    for factor in factors:
+        if isinstance(factor, Tensor):
+            found.setdefault(_identity(factor), Operand(factor)).read = factor.element_size()
     return list(found.values())
 
 
@@ -401,9 +405,8 @@ def _flag(overwrite: Sequence[bool], index: int) -> bool:
 
 
 def _scale_accumulate(call: Call) -> list[Operand]:
-    return accumulation(
-        call.tensors("accumulators"), call.tensors("gradients"), call["scale_tensor"], call["overwrite"]
-    )
+    factors = call["scale_tensor"], call["keep_tensor"]
+    return accumulation(call.tensors("accumulators"), call.tensors("gradients"), factors, call["overwrite"])
 
 
 def _accumulate_prepared(call: Call) -> list[Operand] | None:
@@ -414,7 +417,8 @@ def _accumulate_prepared(call: Call) -> list[Operand] | None:
         return None
     words = plan.tolist()
     found = [Operand(gradient, bytes_of(gradient)) for gradient in gradients]
-    found += [Operand(scale, scale.element_size()) for scale in call.tensors("scale_tensor")]
+    factors = *call.tensors("scale_tensor"), *call.tensors("keep_tensor")
+    found += [Operand(factor, factor.element_size()) for factor in factors]
     for index, gradient in enumerate(gradients):
         address, elements, _, dtype, _ = words[7 + 5 * index : 12 + 5 * index]
         size = elements * _PLAN_ITEM_BYTES[dtype & 0xFF]

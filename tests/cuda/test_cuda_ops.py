@@ -46,6 +46,21 @@ def test_matches_the_oracle_and_the_cpu(layout, gradient_layout, overwrite, gene
     assert_same_bits(accumulators, on_cpu)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("on_device", [False, True])
+def test_kept_sums_equal_the_cpu(layout, on_device, generator):
+    accumulators, gradients = random_lists(PAIRS, SHAPES, generator, layout=layout, device="cuda")
+    on_cpu, fresh = [tensor.cpu() for tensor in accumulators], [tensor.cpu() for tensor in gradients]
+    flags = [index % 3 == 0 for index in range(len(gradients))]
+    for ours, theirs in ((accumulators, gradients), (on_cpu, fresh)):
+        keep = (torch.tensor(0.7, device=ours[0].device), 1.0) if on_device else (None, 0.7)
+        torch.ops.fusedacc.scale_accumulate_(ours, theirs, None, 1 / 3, flags, *keep)
+        plan = torch.ops.fusedacc.prepare(ours)
+        torch.ops.fusedacc.accumulate_prepared_(plan, theirs, None, 1 / 3, flags, *keep)
+        torch.ops.fusedacc.accumulate_prepared_norm_(plan, theirs, None, 1 / 3, flags, 2.0, *keep)
+    assert_same_bits(accumulators, on_cpu)
+
+
 @pytest.mark.parametrize(("gradient_dtype", "accumulator_dtype"), PAIRS, ids=PAIR_IDS)
 def test_subnormal_infinite_and_tied_values_equal_the_cpu(gradient_dtype, accumulator_dtype):
     special = torch.tensor(

@@ -52,6 +52,22 @@ def test_equals_the_compiled_backends_bit_for_bit(pair, scale, overwrite, genera
             assert torch.equal(result.cpu(), wanted.cpu()), name
 
 
+@pytest.mark.parametrize("pair", PAIRS, ids=PAIR_IDS)
+@pytest.mark.parametrize("on_device", [False, True])
+def test_kept_sums_equal_the_compiled_backends_bit_for_bit(pair, on_device, generator):
+    before, gradients = random_lists([pair], SHAPES, generator, device="cuda")
+    results = {}
+    for name, device in [("triton", "cuda"), *others()]:
+        sums = [tensor.to(device, copy=True) for tensor in before]
+        fresh = [tensor.to(device) for tensor in gradients]
+        keep = torch.tensor(0.7, device=device) if on_device else 0.7
+        backends.get(name).accumulate_(sums, fresh, 1 / 3, False, keep)
+        backends.get(name).prepare(sums)(fresh, 1 / 3, False, keep)
+        results[name] = [total.cpu() for total in sums]
+    for name, sums in results.items():
+        assert all(map(torch.equal, sums, results["triton"])), name
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("gradient_layout", GRADIENT_LAYOUTS)
 def test_any_strides(layout, gradient_layout, generator):

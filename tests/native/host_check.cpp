@@ -204,14 +204,30 @@ struct Guarded {
   T* data() { return elements.data() + offset; }
 };
 
+// A sum that waits for its multiplication has the bits of one that was multiplied in a pass of its own, and a
+// keep of 1 changes nothing.
+template <typename T>
+void check_keep() {
+  using Functor = ScaleAccumulate<T, T>;
+  for (int round = 0; round < 10000; ++round) {
+    const double keep = 1.0 / static_cast<double>(1 + random_below(1000)), scale = 0.3;
+    const T raw = static_cast<T>(random_below(2000000) - 1000000) / 777;
+    const T fresh = static_cast<T>(random_below(2000000) - 1000000) / 999;
+    const T scaled = Functor({keep, 0}).overwrite(raw);
+    const T want = Functor({scale, 1}).add(fresh, scaled);
+    CHECK(same_bits(Functor({scale, keep}).add(fresh, raw), want));
+    CHECK(same_bits(want, fused_multiply_add(static_cast<T>(scale), fresh, scaled)));
+  }
+}
+
 template <int32_t pair>
 void check_flat_kernel() {
   using Kernels = cuda::PairKernels<pair>;
   using Gradient = typename Kernels::Gradient;
   using Accumulator = typename Kernels::Accumulator;
-  const double scale = 0.3;
-  const typename Kernels::Functor functor(scale);
-  const float stored_scale = 0.3f;
+  const double scale = 0.3, keep = 0.7;
+  const typename Kernels::Functor functor({scale, keep});
+  const float stored_scale = 0.3f, stored_keep = 0.7f;
   for (int round = 0; round < 40; ++round) {
     std::vector<Guarded<Accumulator>> sums;
     std::vector<Guarded<Gradient>> fresh;
@@ -235,8 +251,8 @@ void check_flat_kernel() {
     }
     static Flat batch;
     // On odd rounds from a tensor; float32 also where the computation is in double.
-    batch.scale = round % 2 && sizeof(Accumulator) < 8 ? ScaleArgument{&stored_scale, 0, 0}
-                                                       : ScaleArgument{nullptr, scale, 0};
+    batch.factors = {{nullptr, scale, 0}, {nullptr, keep, 0}};
+    if (round % 2 && sizeof(Accumulator) < 8) batch.factors = {{&stored_scale, 0, 0}, {&stored_keep, 0, 0}};
     for_each_batch(work, pair, false, batch, [&](const Flat& full, int64_t chunks) {
       for (int64_t block = 0; block < chunks; ++block) {
         for (int32_t thread = 0; thread < cuda::kThreads; ++thread) {
@@ -257,7 +273,7 @@ void check_strided_kernel() {
   using Kernels = cuda::PairKernels<pair>;
   using Gradient = typename Kernels::Gradient;
   using Accumulator = typename Kernels::Accumulator;
-  const typename Kernels::Functor functor(-1.5);
+  const typename Kernels::Functor functor({-1.5, 0.3});
   const int64_t rows = 100, columns = 173;
   Guarded<Accumulator> sum(rows * columns, 1);
   Guarded<Gradient> fresh(rows * columns, 3);
@@ -272,7 +288,7 @@ void check_strided_kernel() {
   work.tasks.push_back({sum.data(), fresh.data(), rows * columns, 0, pair, 0, false});
   work.layouts.push_back({2, {rows, columns}, {columns, 1}, {1, rows}});
   static Strided batch;
-  batch.scale = {nullptr, -1.5, 0};
+  batch.factors = {{nullptr, -1.5, 0}, {nullptr, 0.3, 0}};
   for_each_batch(work, pair, true, batch, [&](const Strided& full, int64_t chunks) {
     CHECK(chunks == 3);
     for (int64_t block = 0; block < chunks; ++block) {
@@ -301,7 +317,7 @@ void check_huge() {
   Work work;
   work.tasks.push_back({sum, fresh, size, 0, 1, -1, false});
   static Flat batch;
-  batch.scale = {nullptr, 2, 0};
+  batch.factors = {{nullptr, 2, 0}, {nullptr, 1, 0}};
   for_each_batch(work, 1, false, batch, [&](const Flat& full, int64_t chunks) {
     for (const int64_t block : {int64_t{0}, chunks - 2, chunks - 1}) {
       const int64_t first = block * kChunkElements, end = std::min(size, first + kChunkElements);
@@ -318,7 +334,7 @@ void check_huge() {
   nest.tasks.push_back({sum, fresh, rows * columns, 0, 1, 0, true});
   nest.layouts.push_back({2, {columns, rows}, {rows, 1}, {1, columns}});
   static Strided strided;
-  strided.scale = {nullptr, 3, 0};
+  strided.factors = {{nullptr, 3, 0}, {nullptr, 1, 0}};
   for_each_batch(nest, 1, true, strided, [&](const Strided& full, int64_t chunks) {
     const int64_t block = chunks - 1, first = block * kChunkElements;
     for (int64_t k = first; k < rows * columns; ++k) {
@@ -344,6 +360,8 @@ void check_kernels(std::integer_sequence<int32_t, pairs...>) {
 int main() {
   check_narrowing<Float16>(0x7c00);
   check_narrowing<BFloat16>(0x7f80);
+  check_keep<float>();
+  check_keep<double>();
   check_merging();
   check_plans();
   check_parts();

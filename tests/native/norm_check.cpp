@@ -46,7 +46,7 @@ std::vector<double> partials_of(const Work& work, double scale) {
   std::vector<double> partials(static_cast<size_t>(work.chunks), -1);
   static Flat flat;
   static Strided strided;
-  flat.scale = strided.scale = {nullptr, scale, 0};
+  flat.factors = strided.factors = {{nullptr, scale, 0}, {nullptr, 0.75, 0}};
   flat.partials = strided.partials = partials.data();
   for_each_batch(work, pair, false, flat, [&](const Flat& full, int64_t chunks) {
     for (int64_t block = 0; block < chunks; ++block) {

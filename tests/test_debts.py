@@ -1,0 +1,396 @@
+"""Sums that owe a multiplication: the next addition pays it, or one pass over those that none reaches."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from loops import LOW, NoHostRead, wrap
+from torch import Tensor, nn
+
+import fusedacc
+from fusedacc import window as window_module
+from fusedacc.debts import Debts
+from fusedacc.traffic import TrafficMeter
+
+F32 = torch.float32
+SIZE = 64
+
+
+class Layers(nn.Module):
+    """Parameters of which each micro-batch uses those that it names."""
+
+    def __init__(self, dtype: torch.dtype = F32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.used = nn.ParameterList(nn.Parameter(torch.randn(SIZE).to(dtype)) for _ in range(3))
+
+    def backward(self, names: str = "012", seed: int = 0) -> list[Tensor]:
+        """Backward of one micro-batch; returns what the gradients of the named parameters are."""
+        given = torch.Generator().manual_seed(seed)
+        values = [torch.randn(SIZE, generator=given).to(self.used[0].dtype) for _ in self.used]
+        sum((self.used[int(n)] * values[int(n)]).sum() for n in names).backward()
+        return [values[int(n)] for n in names]
+
+
+def build(steps=3, dtype=F32, **options):
+    model = Layers(dtype)
+    return model, wrap(model, steps, lr=0.0, **options)
+
+
+def accumulated(meter: TrafficMeter) -> float:
+    """Bytes of accumulation per parameter's element."""
+    return sum(meter.as_dict()["by_phase_and_kind"].get("accumulate", {}).values()) / (3 * SIZE)
+
+
+def run(model, optimizer, parts, weights=None):
+    """One backward for each of `parts`, which name parameters; the last one's step is left out."""
+    for seed, names in enumerate(parts):
+        with optimizer.accumulate(weight=None if weights is None else weights[seed]):
+            model.backward(names, seed)
+        if seed < len(parts) - 1:
+            optimizer.step()
+
+
+def bytes_of(parts, weights=None, **options) -> float:
+    model, optimizer = build(len(parts), **options)
+    with TrafficMeter(model) as meter:
+        run(model, optimizer, parts, weights)
+    return accumulated(meter)
+
+
+ALL = "012"
+
+
+@pytest.mark.parametrize("dtype", [F32, torch.float64])
+def test_a_window_scales_its_first_gradients_in_its_second_addition(dtype):
+    width = dtype.itemsize
+    assert bytes_of([ALL] * 3, dtype=dtype) == 2 * 3 * width
+    # A third of the sums is added to once, and multiplied by itself.
+    assert bytes_of([ALL, "01"], dtype=dtype) == (2 * 3 * width + 2 * width) / 3
+
+
+def test_what_is_added_to_once_by_the_last_micro_batch_is_scaled_too():
+    assert bytes_of(["01", "012"]) == (2 * 12 + 8) / 3
+
+
+def test_16_bit_sums_are_scaled_at_once():
+    """They would not be rounded in between, and a checkpoint would show it."""
+    assert bytes_of([ALL] * 2, dtype=LOW, accumulate_dtype=LOW) == 4 + 6
+
+
+def test_a_manual_loop_shows_scaled_gradients():
+    model, optimizer = build(None, reduction="weighted")
+    with optimizer.accumulate(weight=3.0):
+        values = model.backward()
+    for param, value in zip(model.used, values, strict=True):
+        assert torch.equal(param.grad, value * 3.0)
+
+
+@pytest.mark.parametrize("dtype", [F32, torch.float64])
+@pytest.mark.parametrize("parts", [[ALL] * 3, [ALL, "01", "12"], ["0", "01", "2"], ["2", "01", "01"]])
+def test_the_bits_are_those_of_scaling_each_gradient_as_it_comes(cpu_backend, dtype, parts):
+    model, optimizer = build(3, dtype, backend=cpu_backend)
+    run(model, optimizer, parts)
+    backend = fusedacc.backends.get(cpu_backend)
+    twin, sums = Layers(dtype), {}
+    for seed, names in enumerate(parts):
+        for name, value in zip(names, twin.backward(names, seed), strict=True):
+            first = name not in sums
+            total = sums.setdefault(name, torch.empty_like(value))
+            backend.accumulate_([total], [value], 1 / 3, first)
+    for name, total in sums.items():
+        assert torch.equal(model.used[int(name)].grad, total)
+
+
+@pytest.mark.parametrize("done", [1, 2])
+def test_a_window_that_ends_early(done):
+    model, optimizer = build(4)
+    inner = optimizer.optimizer
+    for group in inner.param_groups:
+        group["lr"] = 1.0
+    before = [param.detach().clone() for param in model.used]
+    total = [torch.zeros(SIZE) for _ in range(3)]
+    for seed in range(done):
+        for whole, value in zip(total, model.backward(ALL, seed), strict=True):
+            whole += value
+        optimizer.step()
+    optimizer.flush()
+    for param, old, whole in zip(model.used, before, total, strict=True):
+        torch.testing.assert_close(old - param.detach(), whole / done, rtol=1e-5, atol=1e-5)
+
+
+def through_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def end(model, optimizer, parts, done, weights):
+    """The rest of a window, and its gradients."""
+    for seed in range(done, len(parts)):
+        with optimizer.accumulate(weight=None if weights is None else weights[seed]):
+            model.backward(parts[seed], seed)
+        if seed < len(parts) - 1:
+            optimizer.step()
+    return [param.grad for param in model.used]
+
+
+@pytest.mark.parametrize("weights", [None, [3.0, 5.0, 7.0]])
+@pytest.mark.parametrize("parts", [[ALL, ALL], [ALL] * 3, [ALL, "01", "0"], ["01", "12", ALL]])
+def test_saving_changes_no_bit_and_what_is_loaded_goes_on_with_the_same(parts, weights):
+    reduction = "mean" if weights is None else "weighted"
+    found = []
+    for way in ("not saved", "saved", "loaded", "copied"):
+        model, optimizer = build(len(parts), reduction=reduction)
+        for seed in range(len(parts) - 1):
+            with optimizer.accumulate(weight=None if weights is None else weights[seed]):
+                model.backward(parts[seed], seed)
+            optimizer.step()
+            if way == "not saved":
+                continue
+            saved = through_file(optimizer.state_dict())
+            if way == "loaded":
+                model, optimizer = build(len(parts), reduction=reduction)
+                optimizer.load_state_dict(saved)
+            if way == "copied":
+                model, optimizer = copy.deepcopy((model, optimizer))
+        found.append(end(model, optimizer, parts, len(parts) - 1, weights))
+    for gradients in found[1:]:
+        for ours, wanted in zip(gradients, found[0], strict=True):
+            assert (ours is None) == (wanted is None)
+            assert ours is None or torch.equal(ours, wanted)
+
+
+def test_a_checkpoint_from_before_sums_could_owe_loads():
+    model, optimizer = build(2)
+    model.backward()
+    optimizer.step()
+    optimizer._arena.settle()
+    state = through_file(optimizer.state_dict())
+    state["fusedacc"]["version"] = 1
+    twin, other = build(2)
+    other.load_state_dict(state)
+    for each in (model, twin):
+        each.backward(ALL, 1)
+    for p, q in zip(model.used, twin.used, strict=True):
+        assert torch.equal(p.grad, q.grad)
+    state["fusedacc"]["version"] = 3
+    with pytest.raises(ValueError, match="is of version 3; allowed: 1, 2"):
+        other.load_state_dict(state)
+
+
+def test_a_discarded_window_owes_nothing():
+    model, optimizer = build(2)
+    model.backward()
+    optimizer.discard()
+    assert not optimizer._arena.debts
+    for seed in range(2):
+        values = model.backward(ALL, seed)
+        if seed == 0:
+            optimizer.step()
+    first = Layers().backward(ALL, 0)
+    for param, a, b in zip(model.used, first, values, strict=True):
+        torch.testing.assert_close(param.grad, (a + b) / 2)
+
+
+def test_a_moved_parameter_takes_a_scaled_sum_along():
+    model, optimizer = build(2)
+    first = model.backward()
+    optimizer.step()
+    model.double()
+    optimizer._capture.refresh()
+    for slot, value in zip(optimizer._arena.slots, first, strict=True):
+        assert torch.equal(optimizer._arena.current(slot), (value * 0.5).double())
+    assert not optimizer._arena.debts
+
+
+def test_an_odd_gradient_is_added_to_a_scaled_sum():
+    """Dense first, then sparse."""
+    table = nn.Parameter(torch.randn(5, 3))
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([table], lr=0.0), 2)
+    (table * torch.ones(5, 3)).sum().backward()
+    optimizer.step()
+    assert optimizer._arena.debts
+    nn.functional.embedding(torch.tensor([1, 1]), table, sparse=True).sum().backward()
+    wanted = torch.full((5, 3), 0.5)
+    wanted[1] += 1.0
+    assert torch.equal(table.grad, wanted)
+
+
+def test_a_gradient_that_autograd_stores_is_added_to_a_scaled_sum():
+    model, optimizer = build(2)
+    first = model.backward()
+    optimizer.step()
+    model.used[0].register_post_accumulate_grad_hook(lambda param: None)
+    second = model.backward(ALL, 1)
+    for param, a, b in zip(model.used, first, second, strict=True):
+        torch.testing.assert_close(param.grad, (a + b) / 2)
+
+
+def test_a_backward_inside_ignore_leaves_what_is_owed():
+    model, optimizer = build(2)
+    first = model.backward()
+    optimizer.step()
+    with optimizer.ignore():
+        model.backward(ALL, 5)
+    optimizer.zero_grad()
+    second = model.backward(ALL, 1)
+    for param, a, b in zip(model.used, first, second, strict=True):
+        torch.testing.assert_close(param.grad, (a + b) / 2)
+
+
+def test_a_launch_for_each_factor_that_is_owed():
+    """Weighted: two parameters had their first gradient in one micro-batch, the third in the next."""
+    model, optimizer = build(4, reduction="weighted")
+    run(model, optimizer, ["01", "2"], [3.0, 5.0])
+    optimizer.step()
+    with TrafficMeter(model) as meter, optimizer.accumulate(weight=7.0):
+        model.backward(ALL, 2)
+    calls = [op["calls"] for name, op in meter.as_dict()["by_op"].items() if "accumulate" in name]
+    assert sum(calls) == 2
+    assert accumulated(meter) == 12
+    optimizer.step()
+    with optimizer.accumulate(weight=1.0):
+        model.backward(ALL, 3)
+    values = [Layers().backward(ALL, seed) for seed in range(4)]
+    for index, param in enumerate(model.used):
+        weights = [3.0, 0.0, 7.0, 1.0] if index < 2 else [0.0, 5.0, 7.0, 1.0]
+        total = sum(weight * each[index] for weight, each in zip(weights, values, strict=True))
+        torch.testing.assert_close(param.grad, total / 16.0)
+
+
+# The window's final scale
+
+
+@pytest.mark.parametrize("reduction", ["weighted", "normalized"])
+@pytest.mark.parametrize("late", [False, True], ids=["", "device"])
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_last_additions_bring_the_sums_to_their_final_scale(reduction, late, count, monkeypatch):
+    """With a weight on the device too, which is not read by the host; its bytes are a few per launch."""
+    if late:
+        monkeypatch.setattr(window_module, "_on_host", lambda tensor: False)
+    numbers = [3.0, 5.0, 8.0][:count]
+    weights = [torch.tensor(number) for number in numbers] if late else numbers
+    model, optimizer = build(count, reduction=reduction)
+    with TrafficMeter(model) as meter, NoHostRead():
+        run(model, optimizer, [ALL] * count, weights)
+    launches = {name: op for name, op in meter.as_dict()["by_op"].items() if name.startswith("fusedacc::")}
+    assert sum(op["calls"] for op in launches.values()) == count - 1  # the first gradients become the sums
+    moved = sum(op["read_bytes"] + op["written_bytes"] for op in launches.values())
+    assert moved / (3 * SIZE) == pytest.approx(12 * (count - 1), abs=0.1)
+    values = [Layers().backward(ALL, seed) for seed in range(count)]
+    for index, param in enumerate(model.used):
+        terms = [
+            each[index] * (weight if reduction == "weighted" else 1.0)
+            for weight, each in zip(numbers, values, strict=True)
+        ]
+        torch.testing.assert_close(param.grad, sum(terms) / sum(numbers))
+
+
+@pytest.mark.parametrize(
+    ("parts", "extra"), [([ALL, ALL, "01"], 8), ([ALL, "01", "2"], 16), ([ALL, "1"], 16)]
+)
+def test_one_pass_over_the_sums_that_the_last_micro_batch_does_not_reach(parts, extra):
+    additions = sum(map(len, parts)) - 3
+    assert bytes_of(parts, [3.0, 5.0, 8.0], reduction="weighted") == pytest.approx(
+        (12 * additions + extra) / 3
+    )
+
+
+def test_a_weight_of_0_in_the_last_micro_batch():
+    model, optimizer = build(2, reduction="weighted")
+    run(model, optimizer, [ALL, ALL], [4.0, 0.0])
+    for param, value in zip(model.used, Layers().backward(ALL, 0), strict=True):
+        torch.testing.assert_close(param.grad, value)
+
+
+def test_several_backwards_in_the_last_micro_batch_are_final_each():
+    model, optimizer = build(2, reduction="weighted")
+    first = Layers().backward(ALL, 0)
+    run(model, optimizer, [ALL], [3.0])
+    optimizer.step()
+    with optimizer.accumulate(weight=5.0):
+        second = model.backward(ALL, 1)
+        for param, a, b in zip(model.used, first, second, strict=True):
+            torch.testing.assert_close(param.grad, (3 * a + 5 * b) / 8)
+        third = model.backward("0", 2)
+    torch.testing.assert_close(model.used[0].grad, (3 * first[0] + 5 * second[0] + 5 * third[0]) / 8)
+    torch.testing.assert_close(model.used[1].grad, (3 * first[1] + 5 * second[1]) / 8)
+
+
+def test_a_last_micro_batch_that_fails_before_its_first_gradient_is_repeated_with_another_weight():
+    model, optimizer = build(2, reduction="weighted")
+    run(model, optimizer, [ALL], [3.0])
+    optimizer.step()
+    handle = model.used[2].register_hook(_fails)  # runs before the gradient is taken
+    with pytest.raises(RuntimeError, match="on purpose"), optimizer.accumulate(weight=100.0):
+        model.backward("2", 1)
+    handle.remove()
+    with optimizer.accumulate(weight=5.0):
+        second = model.backward(ALL, 1)
+    for param, a, b in zip(model.used, Layers().backward(ALL, 0), second, strict=True):
+        torch.testing.assert_close(param.grad, (3 * a + 5 * b) / 8)
+
+
+def test_a_last_micro_batch_that_begins_twice():
+    """An empty first backward has the sums owe the ratio of a weight that is then another."""
+    model, optimizer = build(2, reduction="normalized")
+    run(model, optimizer, [ALL], [3.0])
+    optimizer.step()
+    with optimizer.accumulate(weight=100.0):
+        optimizer._capture._aim(optimizer._window.target(ending=True))
+    assert optimizer._window.factor == 1 / 103
+    with optimizer.accumulate(weight=5.0):
+        second = model.backward(ALL, 1)
+    for param, a, b in zip(model.used, Layers().backward(ALL, 0), second, strict=True):
+        torch.testing.assert_close(param.grad, (a + b) / 8)
+
+
+def test_a_failure_after_the_first_gradient_taints_the_window():
+    model, optimizer = build(2, reduction="weighted")
+    run(model, optimizer, [ALL], [3.0])
+    optimizer.step()
+    seen = []
+    model.used[1].register_hook(lambda gradient: seen.append(gradient))  # so it is added at once
+    failing = model.used[0] * 1.0
+    failing.register_hook(_fails)
+    with pytest.raises(RuntimeError, match="on purpose"), optimizer.accumulate(weight=5.0):
+        (failing.sum() + (model.used[1] * 2.0).sum()).backward()
+    assert seen
+    with pytest.raises(RuntimeError, match="discard"):
+        optimizer.step()
+    optimizer.discard()
+    assert not optimizer._arena.debts
+
+
+def _fails(gradient):
+    raise RuntimeError("on purpose")
+
+
+def test_debts_by_themselves():
+    debts, (a, b, c) = Debts(), map(_Named, "abc")
+    assert not debts
+    assert debts.common([a, b]) == 1.0
+    debts.owe([a, b], 0.5)
+    assert debts.common([a, b]) == debts[a] == 0.5
+    assert debts.common([a, c]) is None
+    debts.owe([a, c], 4.0)
+    assert [debts[slot] for slot in (a, b, c)] == [2.0, 0.5, 4.0]
+    assert debts.groups([c, a, b, a]) == [(4.0, [0]), (2.0, [1, 3]), (0.5, [2])]
+    debts.pay([a])
+    assert debts.among([a, b]) == [b]
+    assert debts.among() == [b, c]
+    factor = torch.tensor(3.0)
+    debts.clear()
+    debts.owe([a, b], factor)
+    debts.owe([a, b, c], torch.tensor(2.0))
+    assert debts[a] is debts[b]  # one launch serves both
+    assert debts.groups([a, b, c]) == [(debts[a], [0, 1]), (debts[c], [2])]
+
+
+class _Named(str):
+    """What stands for a slot."""

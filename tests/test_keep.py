@@ -1,0 +1,174 @@
+"""`keep`, by which a pass multiplies a sum before it adds: the bits of a multiplication in its own pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import GRADIENT_LAYOUTS, LAYOUTS, PAIR_IDS, PAIRS, copies, lay_out, random_lists
+
+from fusedacc import backends, checks, ops
+from fusedacc.traffic import TrafficMeter
+
+SHAPES = [(5,), (3, 4, 2), (0, 3), (), (1025,), (90, 67)]
+NATIVE = pytest.mark.skipif(ops.load_error() is not None, reason=str(ops.load_error()))
+
+
+def bits(tensor):
+    return tensor.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
+def assert_same(results, expected):
+    for result, wanted in zip(results, expected, strict=True):
+        assert torch.equal(bits(result), bits(wanted))
+
+
+def ways(backend, sums):
+    """The backend's forms of the pass over these sums, by name."""
+
+    def with_norm(*arguments):
+        *arguments, keep = arguments
+        return backend.accumulate_with_norm_(sums, *arguments, 2.0, keep)
+
+    def prepared_with_norm(*arguments):
+        *arguments, keep = arguments
+        return backend.prepare(sums).with_norm(*arguments, 2.0, keep)
+
+    return {
+        "fresh": lambda *arguments: backend.accumulate_(sums, *arguments),
+        "prepared": lambda *arguments: backend.prepare(sums)(*arguments),
+        "norm": with_norm,
+        "prepared norm": prepared_with_norm,
+    }
+
+
+@pytest.mark.parametrize("way", ["fresh", "prepared", "norm", "prepared norm"])
+@pytest.mark.parametrize("keep", [1 / 3, 1.0, torch.tensor(1 / 3), torch.tensor(0.3, dtype=torch.bfloat16)])
+@pytest.mark.parametrize("scale", [0.7, 1.0, torch.tensor(0.7)])
+def test_one_pass_has_the_bits_of_two(cpu_backend, way, keep, scale, generator):
+    """For sums in the dtype of the arithmetic."""
+    backend = backends.get(cpu_backend)
+    pairs = [pair for pair in PAIRS if checks.computation_dtype(pair[1]) == pair[1]]
+    sums, gradients = random_lists(pairs, SHAPES, generator)
+    expected = copies(sums)
+    backend.accumulate_(expected, expected, keep, True)
+    backend.accumulate_(expected, gradients, scale, False)
+    ways(backend, sums)[way](gradients, scale, False, keep)
+    assert_same(sums, expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("gradient_layout", GRADIENT_LAYOUTS)
+def test_in_every_layout(cpu_backend, layout, gradient_layout, generator):
+    backend = backends.get(cpu_backend)
+    pairs = [pair for pair in PAIRS if checks.computation_dtype(pair[1]) == pair[1]]
+    shapes = [(3, 4, 2), (300, 67)] if cpu_backend != "triton" else [(3, 4, 2)]
+    values, gradients = random_lists(pairs, shapes, generator, gradient_layout=gradient_layout)
+    sums, expected = ([lay_out(tensor, layout) for tensor in copies(values)] for _ in range(2))
+    backend.accumulate_(expected, expected, 0.3, True)
+    backend.accumulate_(expected, gradients, 0.7, False)
+    backend.accumulate_(sums, gradients, 0.7, False, 0.3)
+    assert_same(sums, expected)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=PAIR_IDS)
+def test_the_product_is_rounded_to_the_computation_and_the_sum_once_more(cpu_backend, pair, generator):
+    """16-bit sums are rounded once, at the end."""
+    (total,), (gradient,) = random_lists([pair], [(700,)], generator)
+    wide = checks.computation_dtype(pair[1])
+    product = total.to(wide) * 0.3
+    # In float64 the product of two float32 numbers is exact; float64's own is taken from the eager backend.
+    if wide == torch.float64:
+        exact = product.add(gradient, alpha=0.7)
+    else:
+        exact = product.double() + gradient.double() * torch.tensor(0.7).double()
+    backends.get(cpu_backend).accumulate_([total], [gradient], 0.7, False, 0.3)
+    # The interpreter of Triton rounds the product with the gradient too.
+    terms = product.double().abs() + gradient.double().abs() + exact.double().abs()
+    steps = 1.0 if cpu_backend == "triton" else 0.5
+    allowed = exact.double().abs() * torch.finfo(pair[1]).eps / 2 + terms * torch.finfo(wide).eps * steps
+    subnormal = torch.finfo(pair[1]).smallest_normal * torch.finfo(pair[1]).eps
+    assert ((total.double() - exact.double()).abs() <= allowed + subnormal).all()
+
+
+@pytest.mark.parametrize("keep", [2.0, torch.tensor(2.0)])
+def test_what_is_overwritten_is_neither_kept_nor_read(cpu_backend, keep):
+    sums = [torch.full((5,), torch.nan), torch.ones(5)]
+    backends.get(cpu_backend).accumulate_(sums, [torch.ones(5)] * 2, 3.0, [True, False], keep)
+    assert [total.tolist() for total in sums] == [[3.0] * 5, [5.0] * 5]
+
+
+def test_a_keep_of_one_changes_no_bit(cpu_backend, generator):
+    sums, gradients = random_lists(PAIRS, SHAPES, generator)
+    special = torch.tensor([0.0, -0.0, 1e-45, -3e-39, torch.inf, -torch.inf, 3.4e38])
+    sums.append(special)
+    gradients.append(-0.0 * torch.ones(7))
+    expected = copies(sums)
+    backend = backends.get(cpu_backend)
+    backend.accumulate_(expected, gradients, 0.3, False)
+    backend.accumulate_(sums, gradients, 0.3, False, torch.tensor(1.0))
+    assert_same(sums, expected)
+
+
+def test_norms_are_those_of_the_new_sums(cpu_backend, generator):
+    backend = backends.get(cpu_backend)
+    sums, gradients = random_lists(PAIRS, [(3, 4), (20001,)], generator)
+    left = backend.accumulate_with_norm_(sums, gradients, 0.7, False, 2.0, 0.3)
+    assert torch.equal(left, backend.norm_partials(sums, 2.0))
+
+
+def test_a_plan_of_triton_uploads_a_new_keep_only(cpu_backend):
+    if cpu_backend != "triton":
+        pytest.skip("of triton's table")
+    total = torch.ones(8)
+    run = backends.get("triton").prepare([total])
+    for keep in (0.5, 0.5, 2.0, torch.tensor(4.0)):
+        run([torch.ones(8)], 0.0, False, keep)
+    assert total.tolist() == [2.0] * 8
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_keep_on_the_device_is_counted_as_read(cpu_backend, prepared):
+    if cpu_backend == "eager" and prepared:
+        pytest.skip("nothing is prepared")
+    backend, total, gradient = backends.get(cpu_backend), torch.ones(6), torch.ones(6)
+    run = backend.prepare([total]) if prepared else None
+    with TrafficMeter() as meter:
+        if run is not None:
+            run([gradient], 0.5, False, torch.tensor(0.5))
+        else:
+            backend.accumulate_([total], [gradient], 0.5, False, torch.tensor(0.5))
+    counted = meter.as_dict()
+    if cpu_backend == "triton":  # beside the upload of its tables
+        counted = counted["by_op"]["triton::scale_accumulate"]
+    if cpu_backend != "eager":
+        assert counted["read_bytes"] == 2 * 24 + 4
+        assert counted["written_bytes"] == 24
+    assert not meter.uncounted
+
+
+@NATIVE
+@pytest.mark.parametrize("keep", [(None, 0.3), (torch.tensor(0.3), 1.0)])
+def test_opcheck(keep, generator):
+    sums, gradients = random_lists(PAIRS, [(5,), (2, 3)], generator)
+    operators = torch.ops.fusedacc
+    plan = operators.prepare(sums)
+    factors = gradients, None, 0.7, ()
+    torch.library.opcheck(operators.scale_accumulate_.default, (sums, *factors, *keep))
+    torch.library.opcheck(operators.scale_accumulate_norm_.default, (sums, *factors, 2.0, *keep))
+    torch.library.opcheck(operators.accumulate_prepared_.default, (plan, *factors, *keep))
+
+
+@NATIVE
+@pytest.mark.parametrize(
+    ("keep", "problem"),
+    [
+        (torch.ones(2), "keep must be a number or a 0-dim tensor"),
+        (torch.tensor(1), "keep is a tensor of a dtype that is not float32"),
+        (torch.tensor(1.0, device="meta"), "meta"),
+    ],
+)
+def test_a_bad_keep_is_named_and_nothing_is_modified(keep, problem):
+    total = torch.ones(3)
+    with pytest.raises(RuntimeError, match=problem):
+        torch.ops.fusedacc.scale_accumulate_([total], [torch.ones(3)], None, 1.0, (), keep, 1.0)
+    assert total.tolist() == [1.0] * 3
