@@ -53,15 +53,17 @@ class GradScaler(torch.amp.GradScaler):
         """As torch's, on the window's last micro-batch; before, it returns at once.
 
         Raises:
-            RuntimeError: called twice for an update, after its step, or on the inner optimizer of a wrapper.
+            RuntimeError: called twice for an update, after its step, on the inner optimizer of a wrapper, or
+                before the weight of the last micro-batch was set.
         """
         if not self._enabled:
             return
         if isinstance(optimizer, AccumulatingOptimizer):
             self._check_inner(optimizer)
-            if not optimizer._closes_window:
+            if not optimizer._loop.closes_window():
                 self._open.add(optimizer)
                 return
+            optimizer._loop.show_final()
             optimizer._arena.norms.clear()  # of the gradients as they are; torch bumps no version here
         super().unscale_(optimizer)
 
@@ -81,7 +83,7 @@ class GradScaler(torch.amp.GradScaler):
             raise RuntimeError("step() has already been called since the last update()")
         optimizer._handover.scaled_by = weakref.ref(self)
         optimizer._inner_update.expect_norm()
-        if not optimizer._closes_window:
+        if not optimizer._loop.closes_window():
             if optimizer._window.micro.ran:
                 self._open.add(optimizer)
             return optimizer._handover.run(Scaling(), optimizer.step)
@@ -148,6 +150,19 @@ class GradScaler(torch.amp.GradScaler):
             self._per_optimizer_states[_HELD]["found_inf_per_device"] = {device: together.amax()}
             self._held = []
         super().update(new_scale)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's. A window that a checkpoint brings may end before another loss is scaled."""
+        super().load_state_dict(state_dict)
+        if self._enabled and self._scale is None:
+            self._lazy_init_scale_growth_tracker(torch.device(self._device))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_open": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._open = weakref.WeakSet()  # the next `step` of a part-filled window puts it in
 
     def _check_inner(self, optimizer: AccumulatingOptimizer) -> None:
         inner = self._per_optimizer_states.get(id(optimizer.optimizer))

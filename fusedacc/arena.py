@@ -140,7 +140,9 @@ class Arena(Additions):
                 if slot.param.grad is slot.cast and slot.sum is not None:
                     self.show(slot, slot.sum)
                 else:
-                    slot.cast = slot.sum = None
+                    cast, slot.cast, slot.sum = slot.cast, None, None
+                    if slot.param.grad is cast and cast.dtype != slot.param.dtype:  # it was a master's
+                        slot.param.grad = cast.to(slot.accumulate_dtype)
 
     def clear(self) -> None:
         """Forget every sum and clear every p.grad."""

@@ -285,7 +285,11 @@ class Capture:
         return task.scale_in(self.window.factor)
 
     def flush_bucket(self, identity: int, bucket: Bucket) -> None:
-        """Add what a bucket of this graph task holds."""
+        """Add what a bucket of this graph task holds, after what enclosing tasks hold for its parameters."""
+        self._flush_shared(self._tasks[identity], bucket[0::2])
+        self._add_bucket(identity, bucket)
+
+    def _add_bucket(self, identity: int, bucket: Bucket) -> None:
         slots, gradients = bucket.take()
         if not slots:
             return
@@ -311,7 +315,6 @@ class Capture:
             return
         if not task.ignored:
             for bucket in task.buckets.values():
-                self._flush_shared(task, bucket[0::2])
                 self.flush_bucket(identity, bucket)
             window.micro.ran = True
             if delivers and window.tainted is None:
@@ -330,7 +333,7 @@ class Capture:
         for identity, task in self._tasks.items():
             for bucket in task.buckets.values() if task is not inner else ():
                 if not set(slots).isdisjoint(bucket[0::2]):
-                    self.flush_bucket(identity, bucket)
+                    self._add_bucket(identity, bucket)
 
     def _drop(self, identity: int) -> Task:
         """Forget a graph task and whatever it still holds."""
@@ -383,7 +386,8 @@ class Capture:
         """Manual loop with weights: take in what autograd has stored."""
         if self.window.weighs:
             with torch.no_grad(), observers.phase("accumulate"):
-                self.arena.reclaim(None if self.window.leaves_out else self.window.base_scale)
+                window = self.window
+                self.arena.reclaim(None if window.leaves_out else window.base_scale * window.factor)
 
     def deliver(self, ending: bool = True) -> bool:
         """Bring the sums to their final scale and put them into p.grad; False where that is not known yet."""

@@ -41,18 +41,49 @@ class CountedLoop:
             initialising.make_state(self._ending, self._slots)
             self._arena.ignore_present()
             return loss
-        if window.empty:
-            self._capture.refresh()
-            self._arena.disown()
-        waiting = window.unsynchronised and not window.micro.ran  # for a backward that synchronises
-        if not (window.micro.deferred or waiting):
-            self._capture.collect(self._slots)
+        self._collect()
         if window.micro.ran:
             window.unsynchronised = window.micro.deferred
             window.end_micro_batch()
         if window.full:
             self._update(scaling, partial=False)
         return loss
+
+    def _collect(self) -> None:
+        """What autograd or the user has put into p.grad belongs to this micro-batch."""
+        window = self._window
+        if window.empty:
+            self._capture.refresh()
+            self._arena.disown()
+        waiting = window.unsynchronised and not window.micro.ran  # for a backward that synchronises
+        if not (window.micro.deferred or waiting):
+            self._capture.collect(self._slots)
+
+    def closes_window(self) -> bool:
+        """Whether a `step()` now would update; takes in what is in p.grad, as that would."""
+        window = self._window
+        self._capture.settle()
+        if window.tainted is None and not self._capture.closed:
+            self._collect()
+        return window.full or (window.micro.ran and window.will_update)
+
+    def show_final(self) -> None:
+        """On a window's last micro-batch: put the final gradient into p.grad, all of it.
+
+        At the end of the backward its weight may not have been set, and a gradient that autograd has stored
+        with its graph is collected later.
+
+        Raises:
+            RuntimeError: the weight is still missing.
+        """
+        window, micro = self._window, self._window.micro
+        window.check_untainted()
+        if window.weighs and micro.ran and micro.weight is None:
+            raise RuntimeError(
+                f"reduction={window.reduction!r} needs the weight of the window's last micro-batch before "
+                "unscale_(), which acts on the final gradient: set `micro_batch.weight` first"
+            )
+        self._capture.deliver(ending=micro.ran)
 
     def flush(self, scaling: Scaling) -> None:
         """Update from a part-filled window; a no-op if it is empty."""

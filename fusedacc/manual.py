@@ -48,6 +48,13 @@ class ManualLoop:
         self._ending.count(skipped)
         return loss
 
+    def closes_window(self) -> bool:
+        """Whether a `step()` now would update."""
+        return True
+
+    def show_final(self) -> None:
+        """p.grad is the sum already."""
+
     @property
     def _reduces(self) -> bool:
         """Whether the sums are to be brought to another scale than the one that they were added in."""

@@ -45,8 +45,8 @@ class Progress:
     def grad_norm(self) -> Tensor | None:
         """Norm of the last update's gradient before it was clipped: 0-dim, on the device.
 
-        None before the first update, and where nothing (`max_grad_norm`, `skip_nonfinite`,
-        `fusedacc.amp.GradScaler`) needs it.
+        None before the first update, and where nothing (`max_grad_norm`, `skip_nonfinite`, a
+        `fusedacc.amp.GradScaler` without `unscale_`) needed it.
         """
         return self._inner_update.grad_norm
 
@@ -59,12 +59,6 @@ class Progress:
     def will_update(self) -> bool:
         """Whether the next `step()` after a backward updates."""
         return self._window.will_update
-
-    @property
-    def _closes_window(self) -> bool:
-        """Whether a `step()` now would update."""
-        window = self._window
-        return not window.counted or window.full or (window.micro.ran and window.will_update)
 
     @property
     def accumulator_bytes(self) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .factors import is_one, near, scaled
+from .factors import is_one, near
 from .launches import Launches
 from .slot import Slot
 
@@ -111,7 +111,7 @@ class Sums:
                 chosen[0].append(slot)
                 chosen[1].append(total)
             elif total.is_sparse:
-                self.put(slot, scaled(total, ratio))
+                total._values().mul_(near(ratio, total))  # a product would sum repeated indices
             else:
                 total.mul_(near(ratio, total))
         for slots, totals in groups.values():

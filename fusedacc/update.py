@@ -67,7 +67,8 @@ class Update:
         skip_nonfinite: bool = False,
     ) -> None:
         self.max_grad_norm, self.norm_type, self.skip_nonfinite = max_grad_norm, norm_type, skip_nonfinite
-        #: The norm of the last update's gradient before it was clipped: 0-dim, on the gradients' device.
+        #: The norm of the last update's gradient before it was clipped: 0-dim, on the gradients' device. None
+        #: where it was not taken.
         self.grad_norm: Tensor | None = None
         #: Whether the last `prepare` has changed the sums, so that it must not be done twice.
         self.applied = False
@@ -160,6 +161,7 @@ class Update:
     def _measure(self, scaling: Scaling) -> float | Tensor | None:
         """By what the sums are to be multiplied, clipping included; None for 1. One read, if any."""
         multiplier, checks = scaling.multiplier, self.skip_nonfinite or scaling.checks
+        self.grad_norm = None
         if self.max_grad_norm is None and not checks:
             return multiplier
         finals = self._arena.finals()
@@ -167,7 +169,7 @@ class Update:
             return multiplier
         norm, nonfinite = self._norm(finals)
         if multiplier is not None:
-            norm = norm * _near(multiplier, norm)
+            norm = (norm * _near(multiplier, norm)).to(norm.dtype)
         self.grad_norm = norm
         if checks:
             scaling.drop_if(nonfinite)
@@ -179,7 +181,7 @@ class Update:
     def _reciprocal(self, multiplier: float | Tensor) -> Tensor:
         """What the kernel divides by: 0-dim float32."""
         if isinstance(multiplier, Tensor):
-            return multiplier.reciprocal()
+            return multiplier.reciprocal().float()
         device = self._arena.finals()[0][1].device if self._arena.finals() else None
         return torch.full((), 1.0 / multiplier, dtype=torch.float32, device=device)
 
@@ -231,10 +233,10 @@ class Scaling:
     def __init__(
         self, loss_scale: Tensor | None = None, found_inf: Tensor | None = None, checks: bool = False
     ) -> None:
-        # In float64: the reciprocal of a large scale in float32 may be one ulp off.
+        # In float64: float64 sums keep their digits, and the reciprocal of a large scale is not one ulp off.
         self.multiplier: float | Tensor | None = None
         if loss_scale is not None:
-            self.multiplier = loss_scale.double().reciprocal().float()
+            self.multiplier = loss_scale.double().reciprocal()
         self.found_inf = found_inf
         self.checks = checks
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -327,3 +328,97 @@ def test_scaled_and_clipped_update_moves_no_more_than_a_clipped_one():
     elements = sum(p.numel() for p in model.parameters())
     found = meter.as_dict()["by_phase_and_kind"]["update"]["gradients"] / elements
     assert found == pytest.approx(4 + 8, abs=0.05), meter.table()
+
+
+def scaled_window(reduction, last, unscales=True, dtype=F32, weights=(None, None), inner="adamw"):
+    """Two micro-batches with a loss scale and without; `last` does the second one's backward."""
+    ends = []
+    for scaler in (fusedacc.amp.GradScaler("cpu", **SETTINGS), fusedacc.amp.GradScaler("cpu", enabled=False)):
+        model = network(dtype)
+        optimizer = fusedacc.AccumulatingOptimizer(
+            INNER[inner](list(model.parameters())), 2, reduction=reduction
+        )
+        with optimizer.accumulate(weight=weights[0]):
+            scaler.scale(loss_of(model, 0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        with optimizer.accumulate() as micro_batch:
+            last(model, scaler.scale(loss_of(model, 1)))
+            if weights[1] is not None:
+                micro_batch.weight = weights[1]
+        if unscales:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert optimizer.num_updates == 1
+        ends.append([p.grad for p in model.parameters()])
+    for scaled, plain in zip(*ends, strict=True):
+        torch.testing.assert_close(scaled, plain, rtol=8 * torch.finfo(dtype).eps, atol=0)
+
+
+def backward(model, loss):
+    loss.backward()
+
+
+def by_hand(model, loss):
+    parameters = list(model.parameters())
+    for p, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+        p.grad = gradient
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+class TestWhatComesLateIsUnscaled:
+    def test_a_weight_after_the_backward(self, unscales):
+        scaled_window("normalized", backward, unscales, weights=(3.0, 7.0))
+
+    def test_gradients_put_there_by_hand(self, unscales):
+        scaled_window("mean", by_hand, unscales)
+
+    @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+    def test_a_gradient_with_its_graph(self, unscales):
+        scaled_window("mean", lambda model, loss: loss.backward(create_graph=True), unscales)
+
+    def test_float64_sums_keep_their_digits(self, unscales):
+        scaled_window("normalized", backward, unscales, torch.float64, weights=(3.0, 4.0))
+
+
+def test_unscaling_before_the_weight_is_set_is_refused():
+    model, optimizer, scaler = prepared(1, reduction="normalized")
+    with optimizer.accumulate() as micro_batch:
+        scaler.scale(loss_of(model)).backward()
+        with pytest.raises(RuntimeError, match="needs the weight"):
+            scaler.unscale_(optimizer)
+        micro_batch.weight = 2.0
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+
+
+def test_no_norm_of_an_earlier_update_is_shown():
+    model, optimizer, scaler = prepared(1)
+    for unscales in (False, True):
+        scaler.scale(loss_of(model)).backward()
+        if unscales:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert (optimizer.grad_norm is None) is unscales
+
+
+def test_a_restored_window_ends_before_another_loss_is_scaled():
+    model, optimizer, scaler = prepared(2)
+    scaler.scale(loss_of(model)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    _, restored, other = prepared(2)
+    restored.load_state_dict(optimizer.state_dict())
+    other.load_state_dict(scaler.state_dict())
+    other.flush(restored)
+    other.update()
+    assert (restored.num_updates, other.get_scale()) == (1, 2.0**10)
+
+
+def test_a_scaler_is_pickled_and_copied():
+    _, _, scaler = prepared(1)
+    for twin in (pickle.loads(pickle.dumps(scaler)), copy.deepcopy(scaler)):
+        assert twin.state_dict() == scaler.state_dict()

@@ -267,3 +267,20 @@ def test_later_parameters_and_thawed_ones_get_masters():
         micro_batch(model, optimizer, seed)
     assert optimizer.state[model[0].weight]["exp_avg"].dtype == F32
     assert not torch.equal(before, model[0].weight)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_sums_in_low_precision(sparse):
+    """What was cast for the master is a gradient of the parameter's own dtype again after the update."""
+    model = nn.Embedding(5, 4, sparse=sparse).to(LOW)
+    optimizer = fusedacc.AccumulatingOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        accumulate_dtype=LOW,
+        master_weights=True,
+        max_grad_norm=0.01,
+    )
+    for set_to_none in (False, True):
+        model(torch.tensor([0, 2, 2])).square().sum().backward()
+        optimizer.step()
+        assert model.weight.grad.dtype == LOW
+        optimizer.zero_grad(set_to_none)

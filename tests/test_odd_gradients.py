@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import pytest
 import torch
 from loops import LOW, assert_gradients, expected, gradients, loss_of, micro_batch, network, wrap
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fusedacc
 
@@ -248,3 +250,42 @@ def test_a_checkpoint_from_another_thread_during_a_backward():
     optimizer.step()
     assert optimizer.num_updates == 1
     assert_gradients(model, wanted)
+
+
+def test_a_stored_gradient_between_evaluations_of_a_closure():
+    """Its sum has been brought to another scale by then."""
+    ends = []
+    for stored in (False, True):
+        weight = torch.nn.Parameter(torch.ones(2))
+        if stored:
+            weight.register_post_accumulate_grad_hook(lambda p: None)
+        optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight], lr=1.0), reduction="normalized")
+
+        def closure(weight=weight, optimizer=optimizer):
+            with optimizer.accumulate(weight=3.0):
+                (weight * 30.0).sum().backward()
+
+        with optimizer.accumulate(weight=7.0):
+            (weight * 70.0).sum().backward()
+        optimizer.step(closure)
+        ends.append(weight.detach())
+    assert torch.equal(*ends)
+    torch.testing.assert_close(ends[0], torch.full((2,), 1.0 - 10.0))
+
+
+def test_a_full_bucket_of_a_nested_backward_waits_for_the_enclosing_one(monkeypatch):
+    """As autograd adds: the enclosing backward's small gradient comes before the last large one."""
+    monkeypatch.setattr("fusedacc.hooks.BUCKET_BYTES", 100)
+    ends = []
+    for wraps in (False, True):
+        weight, filling = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(30))
+        optimizer = torch.optim.SGD([weight, filling], lr=0.1)
+        if wraps:
+            optimizer = fusedacc.AccumulatingOptimizer(optimizer)
+        x = torch.ones(1, requires_grad=True)
+        for factor in (1e8, 1.0, -1e8):
+            inner = partial(lambda f, w, more, x: x + w * f + more.sum(), factor, weight, filling)
+            x = checkpoint(inner, x, use_reentrant=True) + weight * 0.1
+        x.backward()
+        ends.append(weight.grad)
+    assert torch.equal(*ends)

@@ -8,6 +8,7 @@ import torch
 
 from .models import ModelSpec, random_model
 from .oracle import Loop
+from .scaling import Scaling
 from .world import Case, Event, OptimizerSpec
 
 VARIANTS = {
@@ -35,6 +36,7 @@ BETWEEN = {
     "grad": 1,
     "stash": 2,
     "swap": 1,
+    "write": 1,
     "model_copy": 1,
     "inspect": 2,
     "ignored": 2,
@@ -54,6 +56,8 @@ OPTIMIZERS = (
     ("AdamW", {"lr": 0.01, "foreach": True}),
     ("AdamW", {"lr": 0.01, "foreach": False}),
     ("AdamW", {"lr": 0.01, "fused": True}),
+    ("SGD", {"lr": 0.1, "fused": True}),
+    ("Adam", {"lr": 0.01, "fused": True}),
     ("Adagrad", {"lr": 0.05}),
     ("RMSprop", {"lr": 0.01, "momentum": 0.9}),
     ("NAdam", {"lr": 0.01}),
@@ -62,13 +66,23 @@ OPTIMIZERS = (
 DTYPES = ("float32", "float64", "bfloat16")
 
 
-def random_optimizer(rng: random.Random, model: ModelSpec) -> OptimizerSpec:
+def random_optimizer(rng: random.Random, model: ModelSpec, loop: Loop) -> OptimizerSpec:
     name, options = rng.choice(OPTIMIZERS)
-    plain = model.front == "sparse" or model.dtype == "float16" or rng.random() < 0.25
-    plain = plain or (name == "Adafactor" and "expanded" in model.blocks)  # it divides by an empty one's size
-    if plain or (model.dtype != "float32" and options.get("fused")):
+    halves = model.dtype == "float16" and not loop.masters  # whose squares vanish
+    plain = model.front == "sparse" or halves or rng.random() < 0.25
+    # A fused kernel scales a low-precision gradient without rounding it: nobody sees from what it updates.
+    unseen = options.get("fused") and loop.accumulate_dtype is not None and not loop.masters
+    plain = (
+        plain or unseen or (name == "Adafactor" and "expanded" in model.blocks)
+    )  # it divides by an empty one's size
+    if plain:
         name, options = OPTIMIZERS[0]
     return OptimizerSpec(name, tuple(options.items()), groups=rng.choice([1, 1, 2]))
+
+
+def random_scaling(rng: random.Random, counted: bool) -> Scaling:
+    kind = "fusedacc" if counted or rng.random() < 0.3 else "torch"
+    return Scaling(kind, rng.choice([2.0**4, 2.0**9, 2.0**14]), rng.choice([1, 2, 3]))
 
 
 def random_loop(rng: random.Random, dtype: str) -> Loop:
@@ -80,12 +94,17 @@ def random_loop(rng: random.Random, dtype: str) -> Loop:
         ragged = tuple(rng.randint(1, 4) for _ in range(3))
         steps = rng.choice([1, 2, 2, 3, 4, ragged])
     low = dtype == "bfloat16" and rng.random() < 0.15
-    return Loop(steps, reduction, torch.bfloat16 if low else None)
+    # A master of sums in low precision is updated from what p.grad shows only rounded.
+    masters = dtype in ("bfloat16", "float16") and not low and rng.random() < 0.5
+    scales = rng.random() < (0.6 if dtype == "float16" else 0.25)
+    scaling = random_scaling(rng, steps is not None) if scales else None
+    return Loop(steps, reduction, torch.bfloat16 if low else None, masters, rng.random() < 0.2, scaling)
 
 
-def random_backward(rng: random.Random, loop: Loop, odd: float) -> dict[str, object]:
+def random_backward(rng: random.Random, loop: Loop, odd: float, dtype: str) -> dict[str, object]:
     variant = rng.choices(list(VARIANTS), list(VARIANTS.values()))[0] if rng.random() < odd else "plain"
-    mode = rng.choices([None, "nonreentrant", "reentrant"], [4, 1, 1])[0]
+    sums = dtype != "float16" or loop.scaling is None  # stock's own in p.grad, which scaled would overflow
+    mode = rng.choices([None, "nonreentrant", "reentrant" if sums else None], [4, 1, 1])[0]
     args: dict[str, object] = {
         "seed": rng.randrange(1000),
         "variant": variant,
@@ -103,6 +122,10 @@ def random_backward(rng: random.Random, loop: Loop, odd: float) -> dict[str, obj
             args["late"] = True
         elif rng.random() < 0.15:
             args |= {"weight": 0.0, "nan": variant != "adversarial"}
+    if loop.watches and rng.random() < 0.12:
+        args["bad"] = rng.choice(["inf", "nan"])
+        if rng.random() < 0.7:
+            args["index"] = rng.randrange(20)
     return args
 
 
@@ -114,7 +137,7 @@ def random_event(rng: random.Random, kind: str, loop: Loop) -> Event:
         args["depth"] = rng.choice([0, 1, 9])
     if kind == "raising":
         args |= {"early": rng.random() < 0.3, "weight": 2.0 if loop.weighs else None}
-    if kind in ("freeze", "hook", "swap", "set_grad"):
+    if kind in ("freeze", "hook", "swap", "set_grad", "write"):
         args["index"] = rng.randrange(20)
     if kind == "freeze":
         args["on"] = rng.random() < 0.5
@@ -137,28 +160,34 @@ def random_case(seed: int) -> Case:
     model = random_model(rng)
     loop = random_loop(rng, model.dtype)
     odd = rng.choice([0.1, 0.3, 0.6, 0.9])
+    unscales = rng.choice([0.0, 0.5, 1.0])
     critic_loop = Loop(rng.choice([None, 1, 2, 3]), "sum")
     events: list[Event] = []
     for _ in range(rng.randint(5, 12)):
         while rng.random() < odd * 0.6:
             events.append(random_event(rng, rng.choices(list(BETWEEN), list(BETWEEN.values()))[0], loop))
-        closure = rng.random() < 0.15
+        calls_back = loop.scaling is None and (loop.counted or not (loop.skips or loop.masters))
+        closure = rng.random() < 0.15 and calls_back
         backwards = 2 if rng.random() < 0.15 else 1
         if closure:
-            events.append(Event("closure", random_backward(rng, loop, odd) | {"zero": rng.random() < 0.5}))
+            args = random_backward(rng, loop, odd, model.dtype)
+            events.append(Event("closure", args | {"zero": rng.random() < 0.5}))
         else:
             for _ in range(backwards):
-                events.append(Event("backward", random_backward(rng, loop, odd)))
+                events.append(Event("backward", random_backward(rng, loop, odd, model.dtype)))
             if rng.random() < odd * 0.15:
                 events.append(
                     random_event(
                         rng, rng.choice(["grad", "inspect", "model_copy", "raising", "unhook"]), loop
                     )
                 )
+            steps = loop.counted or rng.random() < 0.4
+            if loop.scaling is not None and steps and rng.random() < unscales:
+                events.append(Event("unscale"))
             if rng.random() < odd * 0.3:
                 events.append(Event("edit"))
-            if loop.counted or rng.random() < 0.4:
-                events.append(Event("step"))
+            if steps:
+                events.append(Event("step", {"late_update": rng.random() < 0.2}))
         if loop.counted or rng.random() < 0.5:
             events.append(
                 Event("zero_grad", {"set_to_none": rng.random() < 0.85, "model": rng.random() < 0.1})
@@ -167,4 +196,4 @@ def random_case(seed: int) -> Case:
         events.append(Event("flush"))
     if model.spare and rng.random() < 0.6:
         events.insert(rng.randrange(len(events) // 2), Event("add_group"))
-    return Case(seed, model, random_optimizer(rng, model), loop, critic_loop, tuple(events))
+    return Case(seed, model, random_optimizer(rng, model, loop), loop, critic_loop, tuple(events))

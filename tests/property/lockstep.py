@@ -12,12 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .masters import MasterCollector
 from .oracle import LOW, Collector, Loop, Mismatch, StockManual, dense, difference
 from .world import Case, Event, Make, World
 
 #: A case whose parameters grow beyond this has diverged and ends: sums overflow, and differences say nothing.
 HUGE = 1e4
 BACKWARD = ("backward", "closure")
+#: What may come between `unscale_` and its step, and before the gradient of a dropped update is cleared.
+UNSCALED = ("step", "edit", "rate", "inspect", "grad", "model_copy", "unhook", "critic")
+DROPPED = ("zero_grad", "discard", "rate", "inspect", "grad", "model_copy", "unhook", "critic")
 
 
 def exact(case: Case) -> bool:
@@ -29,7 +33,9 @@ def exact(case: Case) -> bool:
 
 def stock(case: Case) -> Make:
     def make(inner: torch.optim.Optimizer, loop: Loop) -> StockManual:
-        return StockManual(inner, loop) if loop is case.loop and exact(case) else Collector(inner, loop)
+        if loop is case.loop and exact(case):
+            return StockManual(inner, loop)
+        return MasterCollector(inner, loop) if loop.masters else Collector(inner, loop)
 
     return make
 
@@ -38,6 +44,8 @@ def legal(case: Case, world: World, event: Event) -> bool:
     """Whether the contract says what this event does now. Judged on the stock side; others are left out."""
     opt, kind, counted = world.opt, event.kind, case.loop.counted
     variant = event.get("variant", "plain")
+    if not legal_scaled(case.loop, world, event):
+        return False
     if variant == "stashed" and (world.stash is None or world.stashed_at != opt.num_updates):
         return False
     if (kind == "critic" or variant == "adversarial") and world.critic is None:
@@ -46,8 +54,8 @@ def legal(case: Case, world: World, event: Event) -> bool:
         return True
     if kind == "cast":
         odd = event.get("dtype") == "bfloat16" and "lstm" in case.model.blocks
-        if odd or case.loop.accumulate_dtype is not None:  # which may not go with the new dtype
-            return False
+        if odd or case.loop.masters or case.loop.accumulate_dtype is not None:
+            return False  # neither need go with the new dtype
         stateless = not any(opt.inner.state.values())
         if exact(case):
             return stateless and event.get("dtype") in ("float32", "float64")
@@ -62,6 +70,22 @@ def legal(case: Case, world: World, event: Event) -> bool:
             return empty or (opt.ran and not opt.stale)
         return empty  # stock's copies lose p.grad, and loading keeps it
     return kind not in ("edit", "flush", "ignored")
+
+
+def legal_scaled(loop: Loop, world: World, event: Event) -> bool:
+    """What loss scaling, dropped updates and masters ask for."""
+    opt, kind = world.opt, event.kind
+    if (opt.unscaled and kind not in UNSCALED) or (opt.found and kind not in DROPPED):
+        return False
+    if kind == "closure":
+        return loop.scaling is None and (loop.counted or not (loop.skips or loop.masters))
+    if kind not in ("unscale", "step", "flush") or loop.scaling is None:
+        return True
+    if not loop.counted:  # torch's scaler asks for a gradient
+        return world.scaler.ready and opt.has_gradients
+    if kind == "unscale":
+        return world.scaler.ready and opt.dirty
+    return world.scaler.ready or not opt.mid_window
 
 
 def legal_collected(case: Case, opt: Collector, event: Event) -> bool:
@@ -91,7 +115,7 @@ def legal_collected(case: Case, opt: Collector, event: Event) -> bool:
     if kind in ("copy", "save", "restore", "ignored", "add_group", "freeze", "hook"):
         clean = not opt.dirty and not opt.stale
         return clean and (loop.counted or not opt.mid_window) and (kind != "ignored" or loop.counted)
-    return kind in ("grad", "stash", "swap", "rate", "model_copy", "inspect")
+    return kind in ("grad", "stash", "swap", "write", "rate", "model_copy", "inspect", "unscale")
 
 
 class Lockstep:
@@ -111,6 +135,7 @@ class Lockstep:
             unseen
             or not legal(self.case, self.stock, event)
             or (event.kind == "edit" and not self.editable())
+            or (event.kind == "unscale" and self.refused())
         ):
             return
         self.note(event)
@@ -137,6 +162,10 @@ class Lockstep:
     def editable(self) -> bool:
         return self.exposes and self.plain() and self.case.loop.reduction in ("mean", "sum")
 
+    def refused(self) -> bool:
+        """torch's `unscale_` takes no float16 gradients, as autograd may have stored in a manual loop."""
+        return self.case.model.dtype == "float16" and not (self.case.loop.counted or self.plain())
+
     def plain(self) -> bool:
         return not self.rough and not any(p._post_accumulate_grad_hooks for p in self.stock.owned)
 
@@ -147,19 +176,46 @@ class Lockstep:
         equal(stock.params, subject.params, "parameter", self.case)
         if event.kind == "restore" or event.get("how") == "state_dict":
             stock.opt.has_updated = subject.opt.has_updated  # the contract does not say
-        for name in ("num_updates", "has_updated"):
+        for name in ("num_updates", "num_skipped", "has_updated"):
             mine, its = getattr(stock.opt, name), getattr(subject.opt, name)
-            if mine != its:
+            if mine != int(its):
                 raise Mismatch(f"{name} is {its} and must be {mine}")
+        if stock.scaler is not None:
+            kept = subject.scaler.state_dict()
+            mine, its = stock.scaler.state_dict(), {name: kept[name] for name in ("scale", "_growth_tracker")}
+            if mine != its:
+                raise Mismatch(f"scaler is {its} and must be {mine}")
         if self.case.loop.counted:
             mine, its = stock.opt.window.count, subject.opt.micro_step
             if mine != its:
                 raise Mismatch(f"micro_step is {its} and must be {mine}")
             if not stock.opt.dirty and subject.opt.will_update != stock.opt.will_update:
                 raise Mismatch(f"will_update is {subject.opt.will_update}")
-        equal(flat(stock.opt.inner), flat(subject.opt.optimizer), "optimizer state", self.case)
+        its = subject.opt.optimizer.state_dict()
+        if stock.opt.num_skipped or self.case.loop.masters:
+            forget_unused(its, stock.opt.inner)
+        equal(flat(stock.opt.inner.state_dict()), flat(its), "optimizer state", self.case)
+        if event.kind in ("step", "closure", "flush") and stock.opt.has_updated:
+            self.compare_update()
         self.compare_gradients(event)
         self.diverged = not all(bool((p.abs() < HUGE).all()) for p in stock.params)
+
+    def compare_update(self) -> None:
+        """The masters of what has a gradient, and the gradient's norm."""
+        stock, subject = self.stock, self.subject
+        present = [i for i, p in enumerate(subject.owned) if p.grad is not None]
+        if self.case.loop.masters:
+            stock.opt.follow()
+            mine, its = stock.opt.masters, masters_of(subject.opt)
+            equal([mine[i] for i in present], [its[i] for i in present], "master", self.case)
+        norm = getattr(subject.opt, "grad_norm", None)
+        if norm is None or stock.opt.found or not present:
+            return
+        gradients = [dense(subject.owned[i].grad) for i in present]
+        must = torch.stack([gradient.double().norm() for gradient in gradients]).norm().item()
+        rounding = 1e-5 + max(torch.finfo(gradient.dtype).eps for gradient in gradients)
+        if must < HUGE and abs(norm.item() - must) > rounding * must + 1e-6:
+            raise Mismatch(f"grad_norm is {norm.item()} and must be {must}")
 
     def compare_gradients(self, event: Event) -> None:
         stock, subject = self.stock, self.subject
@@ -169,13 +225,15 @@ class Lockstep:
             for a, b in zip(stock.params, subject.params, strict=True)
             if id(a) not in known or exact(self.case)
         ]
+        if stock.opt.found:  # whether it is unscaled then is nobody's business
+            strangers = [(shown(a), shown(b)) for a, b in strangers]
         equal([a for a, _ in strangers], [b for _, b in strangers], "p.grad", self.case)
         if exact(self.case) or not self.exposes:
             return
         opt = stock.opt
         if opt.stale:
             equal(finals(stock), finals(subject), "final p.grad", self.case)
-        elif self.case.loop.counted and event.kind in BACKWARD and opt.dirty and self.plain():
+        elif self.case.loop.counted and event.kind in (*BACKWARD, "unscale") and opt.dirty and self.plain():
             self.check_visible(opt.will_update and self.case.loop.reduction != "normalized")
         elif self.case.loop.counted and not opt.dirty and not self.rough:
             self.check_visible(False)
@@ -199,9 +257,38 @@ class Lockstep:
                 total.check(p.grad, scale, f"visible p.grad of parameter {index}")
 
 
-def flat(inner: torch.optim.Optimizer) -> list[Any]:
-    """The bare optimizer's state and options in the order of its parameters."""
-    state = inner.state_dict()
+def shown(gradient: Tensor | None) -> bool:
+    return gradient is not None
+
+
+def masters_of(opt: Any) -> list[Tensor]:
+    """A wrapper's masters as they are now; asking the wrapper would bring them up to date."""
+    return opt.masters if hasattr(opt, "masters") else [opt._masters._masters.get(s) for s in opt._slots]
+
+
+def forget_unused(state: dict[str, Any], inner: torch.optim.Optimizer) -> None:
+    """Leave out state that nothing has been written to, where the bare optimizer has none or other.
+
+    A fused optimizer makes its state in a first step that is dropped. One that makes it as it takes a
+    parameter in makes it of the parameter's dtype; the master's is known at the update only.
+    """
+    params = [p for group in inner.param_groups for p in group["params"]]
+    for index, p in enumerate(params):
+        entry = state["state"].get(index, {})
+        tensors = {name: value for name, value in entry.items() if isinstance(value, Tensor)}
+        if any(bool(value.any()) for value in tensors.values()):
+            continue
+        if p not in inner.state:
+            state["state"].pop(index, None)
+        else:
+            state["state"][index] = {
+                **entry,
+                **{k: v.to(p.dtype) for k, v in tensors.items() if v.dtype in LOW},
+            }
+
+
+def flat(state: dict[str, Any]) -> list[Any]:
+    """A bare optimizer's state and options in the order of its parameters."""
     found: list[Any] = []
     for index in sorted(state["state"]):
         for key in sorted(state["state"][index]):
@@ -292,6 +379,11 @@ def shrink(case: Case, make: Make, exposes: bool = True, budget: int = 400) -> C
             else:
                 start += chunk
         chunk //= 2
+    for feature in ({"masters": False}, {"skips": False}, {"scaling": None}):
+        plainer = replace(case, loop=replace(case.loop, **feature))
+        budget -= 1
+        if budget > 0 and manner(failure(plainer, make, exposes)) == way:
+            case = plainer
     for position, event in enumerate(case.events):
         for name in list(event.args):
             if name in ("seed", "how", "action", "dtype", "weight", "index"):

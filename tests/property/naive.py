@@ -14,20 +14,44 @@ import torch
 from torch import Tensor
 
 from .oracle import LOW, Loop
+from .scaling import PlainScaler, all_finite
 
 
 class Naive:
+    scaler_kind = PlainScaler
+    #: The feature of a loop without which this one does nothing wrong.
+    feature: str | None = None
+
     def __init__(self, optimizer: torch.optim.Optimizer, loop: Loop) -> None:
         self.optimizer, self.loop = optimizer, loop
         self.sums: dict[int, Tensor] = {}
-        self.micro_step = self.num_updates = 0
+        self.micro_step = self.num_updates = self.num_skipped = 0
         self.weight = 0.0
+        self.loss_scale = 1.0
+        self.found = False
+        self.masters: list[Tensor] = []
         self.has_updated = False
         self.context: SimpleNamespace | None = None
         self.final: list[Tensor | None] = []  # the gradients that the last update left in p.grad
 
     def close(self) -> None:
         """There is nothing to restore."""
+
+    def unscale(self) -> None:
+        """That is done at the update, whether it is asked for or not."""
+
+    @contextmanager
+    def widened(self) -> Iterator[None]:
+        """While inside, the parameters are their masters."""
+        low = [p.data for p in self.params] if self.loop.masters else []
+        self.masters += [data.float() for data in low[len(self.masters) :]]
+        for p, data, master in zip(self.params, low, self.masters, strict=False):
+            p.data = master.copy_(torch.where(master.to(data.dtype) == data, master, data.float()))
+            state = self.optimizer.state.get(p, {})
+            state |= {name: v.float() for name, v in state.items() if torch.is_tensor(v)}
+        yield
+        for p, data, master in zip(self.params, low, self.masters, strict=False):
+            p.data = data.copy_(master)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -106,14 +130,21 @@ class Naive:
 
     def reduced(self, total: Tensor) -> Tensor:
         divisor = {"mean": self.micro_step, "sum": 1}.get(self.loop.reduction, self.weight)
-        return total / divisor
+        return total / divisor / self.loss_scale
+
+    def drops(self) -> bool:
+        return self.loop.watches and not all_finite(self.sums.values())
 
     def update(self) -> None:
-        for index, p in enumerate(self.params):
-            total = self.sums.get(index)
-            p.grad = None if total is None else torch.empty_like(p).copy_(self.reduced(total))
-        self.optimizer.step()
+        self.found = self.drops()
+        with self.widened():
+            for index, p in enumerate(self.params):
+                total = self.sums.get(index)
+                p.grad = None if total is None else torch.empty_like(p).copy_(self.reduced(total))
+            if not self.found:
+                self.optimizer.step()
         self.num_updates += 1
+        self.num_skipped += self.found
         self.has_updated = True
         self.final = [p.grad for p in self.params]
         self.clear()
@@ -138,13 +169,17 @@ class Naive:
         self.optimizer.add_param_group(group)
 
     def state_dict(self) -> dict[str, Any]:
-        own = {"sums": dict(self.sums), "counts": [self.micro_step, self.num_updates, self.weight]}
+        counts = self.micro_step, self.num_updates, self.num_skipped, self.weight
+        with self.widened():
+            masters = [master.clone() for master in self.masters]
+        own = {"sums": dict(self.sums), "counts": counts, "masters": masters}
         return {"inner": self.optimizer.state_dict(), **own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state["inner"])
-        self.sums = dict(state["sums"])
-        self.micro_step, self.num_updates, self.weight = state["counts"]
+        with self.widened():
+            self.optimizer.load_state_dict(state["inner"])
+        self.sums, self.masters = dict(state["sums"]), [master.clone() for master in state["masters"]]
+        self.micro_step, self.num_updates, self.num_skipped, self.weight = state["counts"]
         self.final, self.has_updated = [], False
 
 
@@ -254,6 +289,105 @@ class MissesNewGroups(Naive):
         super().collect(weight)
 
 
+class RoundsMasters(Naive):
+    feature = "masters"
+
+    def update(self) -> None:
+        super().update()
+        self.masters = [m.to(p.dtype).float() for m, p in zip(self.masters, self.params, strict=False)]
+
+
+class StepsLowParameters(Naive):
+    """Has no masters at all."""
+
+    feature = "masters"
+
+    @contextmanager
+    def widened(self) -> Iterator[None]:
+        self.masters = [p.detach().float() for p in self.params]
+        yield
+
+
+class LosesMastersOnRestart(Naive):
+    feature = "masters"
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.masters = []
+
+
+class OverwritesWrittenParameters(Naive):
+    """Does not see that somebody else has written a parameter."""
+
+    feature = "masters"
+
+    @contextmanager
+    def widened(self) -> Iterator[None]:
+        for p, master in zip(self.params, self.masters, strict=False):
+            p.data.copy_(master)
+        with super().widened():
+            yield
+
+
+class UpdatesFromInf(Naive):
+    def drops(self) -> bool:
+        return False
+
+
+class LooksAtOneGradient(Naive):
+    def drops(self) -> bool:
+        return self.loop.watches and not all_finite(list(self.sums.values())[:1])
+
+
+class DecaysWhatItDrops(Naive):
+    """Steps with gradients of zero, which moves momentum and counts a step."""
+
+    def update(self) -> None:
+        dropped = self.drops()
+        if dropped:
+            self.sums = {index: torch.zeros_like(total) for index, total in self.sums.items()}
+        super().update()
+        self.found, self.num_skipped = dropped, self.num_skipped + dropped
+
+
+class CountsNoSkips(Naive):
+    def update(self) -> None:
+        super().update()
+        self.num_skipped = 0
+
+
+class TellsOfNoInf(Naive):
+    """Drops the update, and the scaler does not hear of it."""
+
+    def update(self) -> None:
+        super().update()
+        self.found = False
+
+
+class UpdatesFromScaledGradients(Naive):
+    def reduced(self, total: Tensor) -> Tensor:
+        return super().reduced(total) * self.loss_scale
+
+
+class HastyScaler(PlainScaler):
+    def note(self) -> None:
+        self.found, self.ready = self.optimizer.found, False
+
+
+class ChangesTheScaleInMidWindow(Naive):
+    scaler_kind = HastyScaler
+
+
+class NeverGrows(PlainScaler):
+    def update(self) -> None:
+        super().update()
+        self.successes = 0
+
+
+class ScalesByTooLittle(Naive):
+    scaler_kind = NeverGrows
+
+
 BROKEN = (
     ForgetsTheRemainder,
     FillsWithZeros,
@@ -269,4 +403,16 @@ BROKEN = (
     AddsIgnored,
     KeepsDiscarded,
     MissesNewGroups,
+    RoundsMasters,
+    StepsLowParameters,
+    LosesMastersOnRestart,
+    OverwritesWrittenParameters,
+    UpdatesFromInf,
+    LooksAtOneGradient,
+    DecaysWhatItDrops,
+    CountsNoSkips,
+    TellsOfNoInf,
+    UpdatesFromScaledGradients,
+    ChangesTheScaleInMidWindow,
+    ScalesByTooLittle,
 )

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .scaling import Scaling, all_finite, values
+
 LOW = (torch.bfloat16, torch.float16)
 
 
@@ -26,11 +28,16 @@ class Mismatch(AssertionError):
 
 @dataclass(frozen=True)
 class Loop:
-    """How gradients are accumulated. `steps`: None for the manual loop, a number, or one per update."""
+    """How gradients are accumulated and updated from. `steps`: None for the manual loop, a number, or one per
+    update.
+    """
 
     steps: int | tuple[int, ...] | None
     reduction: str
     accumulate_dtype: torch.dtype | None = None
+    masters: bool = False
+    skips: bool = False
+    scaling: Scaling | None = None
 
     @property
     def counted(self) -> bool:
@@ -43,6 +50,11 @@ class Loop:
     @property
     def weighs(self) -> bool:
         return self.reduction in ("weighted", "normalized")
+
+    @property
+    def watches(self) -> bool:
+        """Whether an update from inf or nan is dropped."""
+        return self.skips or self.scaling is not None
 
     def size(self, update: int) -> int:
         return self.steps[update % len(self.steps)] if isinstance(self.steps, tuple) else self.steps
@@ -116,8 +128,11 @@ class StockManual:
 
     def __init__(self, inner: torch.optim.Optimizer, loop: Loop) -> None:
         self.inner, self.loop = inner, loop
-        self.num_updates = 0
+        self.num_updates = self.num_skipped = 0
         self.has_updated = False
+        self.loss_scale = 1.0  # of the last loss
+        self.unscaled = False  # p.grad has been divided by it
+        self.found = False  # the last update was dropped, and nothing has cleared its gradient
         self.stale = False  # p.grad holds the last update's gradient
         self.ran = False  # p.grad holds more than what was put there by hand
         self.witness: list[Tensor | None] | None = None
@@ -127,27 +142,56 @@ class StockManual:
         return self.inner.param_groups
 
     @property
+    def groups(self) -> list[list[Tensor]]:
+        """The model's parameters as the optimizer has them."""
+        return [group["params"] for group in self.inner.param_groups]
+
+    @property
     def params(self) -> list[Tensor]:
-        return [p for group in self.inner.param_groups for p in group["params"]]
+        return [p for group in self.groups for p in group]
+
+    @property
+    def has_gradients(self) -> bool:
+        return any(p.grad is not None for p in self.params)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self.inner.zero_grad(set_to_none)
+        self.clear(set_to_none)
         self.stale, self.ran = not set_to_none, False
+        self.unscaled = self.found = False
+
+    def clear(self, set_to_none: bool) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    def unscale(self) -> None:
+        for p in self.params:
+            if p.grad is not None:
+                values(p.grad).mul_(1.0 / self.loss_scale)
+        self.unscaled = True
 
     def step(self, closure: Callable[[], Tensor] | None = None) -> Any:
-        loss = self.inner.step() if closure is None else self.inner.step(closure)
-        self.num_updates += 1
-        self.has_updated = self.stale = True
+        if self.loop.scaling is not None and not self.unscaled:
+            self.unscale()
+        self.found = self.loop.watches and not all_finite(p.grad for p in self.params)
+        loss = None
+        if not self.found:
+            loss = self.inner.step() if closure is None else self.inner.step(closure)
+        self.end_update()
         return loss
 
-    def after_backward(self, several: bool) -> None:
+    def end_update(self) -> None:
+        self.num_updates += 1
+        self.num_skipped += self.found
+        self.has_updated = self.stale = True
+        self.unscaled = False
+
+    def after_backward(self, several: bool, by_hand: bool = False) -> None:
         """Autograd has already done everything else."""
-        self.ran = True
+        self.ran = self.ran or not by_hand
 
     def discard(self) -> None:
         for p in self.params:
             p.grad = None
-        self.stale = False
+        self.stale = self.unscaled = self.found = False
 
     @contextmanager
     def accumulate(self, weight: float | None = None) -> Iterator[SimpleNamespace]:
@@ -165,12 +209,16 @@ class StockManual:
 
     def state_dict(self) -> dict[str, Any]:
         gradients = [None if p.grad is None else p.grad.clone() for p in self.params]
-        return {"inner": self.inner.state_dict(), "gradients": gradients, "updates": self.num_updates}
+        return {"inner": self.inner.state_dict(), "gradients": gradients, "updates": self.counts}
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        return self.num_updates, self.num_skipped
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.inner.load_state_dict(state["inner"])
-        self.num_updates = state["updates"]
-        self.has_updated = self.stale = False
+        self.num_updates, self.num_skipped = state["updates"]
+        self.has_updated = self.stale = self.found = False
         for p, gradient in zip(self.params, state["gradients"], strict=True):
             p.grad = None if gradient is None else gradient.clone()
 
@@ -201,6 +249,7 @@ class Collector(StockManual):
         self.context: SimpleNamespace | None = None
         self.dirty = False  # a backward has run since the last step
         self.several = False  # low-precision sums may have been made in p.grad itself
+        self.finite = True  # else the last update was dropped, or the case has diverged
         self.edits = 1.0  # what the user multiplied the visible final gradient by
 
     @property
@@ -219,19 +268,28 @@ class Collector(StockManual):
     def will_update(self) -> bool:
         return not self.loop.counted or self.window.count == self.size - 1
 
+    @property
+    def has_gradients(self) -> bool:
+        return super().has_gradients or bool(self.window.sums or self.micro)
+
+    def unscale(self) -> None:
+        """Sums are kept unscaled: this only tells what `p.grad` shows."""
+        self.unscaled = not self.loop.counted or (self.dirty and self.will_update)
+
     def take(self, index: int, p: Tensor, gradient: Tensor) -> None:
-        magnitude = spread(gradient)
-        gradient = dense(gradient.double())
+        magnitude = spread(gradient) / self.loss_scale
+        gradient = dense(gradient.double()) / self.loss_scale
         if index not in self.micro:
             self.micro[index] = ExactSum.like(gradient)
         kept = self.loop.accumulate_dtype or (torch.float32 if p.dtype in LOW else p.dtype)
         eps = max(torch.finfo(kept).eps, torch.finfo(torch.float32).eps if p.dtype in LOW else 0.0)
         coarse = 0.0
         if self.several and gradient.numel():
-            coarse = 4 * torch.finfo(p.dtype).eps * gradient.abs().max().item()  # summed in p.grad itself
+            largest = gradient.abs().where(gradient.isfinite(), 0.0).max().item()
+            coarse = 4 * torch.finfo(p.dtype).eps * largest  # summed in p.grad itself
         self.micro[index].add(gradient, magnitude, 1, eps, coarse)
 
-    def after_backward(self, several: bool) -> None:
+    def after_backward(self, several: bool, by_hand: bool = False) -> None:
         """several: this backward may have delivered a parameter's gradient more than once."""
         self.several = self.several or several or self.dirty
         self.collect(everything=False)
@@ -296,27 +354,40 @@ class Collector(StockManual):
             self.update()
 
     def update(self) -> None:
-        scale = self.scale() * self.edits
-        for index, p in enumerate(self.params):
-            total = self.window.sums.get(index)
-            p.grad = self.final(index, p, total, scale)
-        self.inner.step()
-        self.num_updates += 1
-        self.has_updated = self.stale = True
+        scale, sums = self.scale() * self.edits, self.window.sums
+        self.finite = all_finite(total.value for total in sums.values())
+        self.found = self.loop.watches and not self.finite
+        finals = [self.final(index, p, sums.get(index), scale) for index, p in enumerate(self.params)]
+        for p, final in zip(self.params, finals, strict=True):
+            p.grad = None if final is None else final.to(p.dtype)
+        if not self.found:
+            self.apply(finals)
+        self.end_update()
         self.window, self.edits = Window(), 1.0
 
+    def apply(self, finals: list[Tensor | None]) -> None:
+        """The bare optimizer's step, from gradients that are in `p.grad` already."""
+        self.inner.step()
+
+    def wide(self, p: Tensor) -> torch.dtype:
+        """The dtype that the bare optimizer works in."""
+        return p.dtype
+
     def final(self, index: int, p: Tensor, total: ExactSum | None, scale: float) -> Tensor | None:
+        """The gradient to update from, or what shows of one that is dropped."""
+        dtype = self.wide(p)
         if self.witness is None:
-            return None if total is None else torch.empty_like(p).copy_(total.value * scale)
+            return None if total is None else torch.empty_like(p, dtype=dtype).copy_(total.value * scale)
         got = self.witness[index]
         where = f"update {self.num_updates}, parameter {index} {tuple(p.shape)}"
         if got is None or total is None:
             weightless = total is None and self.loop.weighs and got is not None and not dense(got).any()
             if (got is None) != (total is None) and not weightless:
                 raise Mismatch(f"{where}: gradient is {'None' if got is None else 'there'} and must not be")
-            return None if got is None else got.detach().to(p.dtype, copy=True)
-        total.check(got, scale, where)
-        return got.detach().to(p.dtype, copy=True)
+            return None if got is None else got.detach().to(dtype, copy=True)
+        if self.finite:
+            total.check(got, scale, where)
+        return got.detach().to(dtype, copy=True)
 
     def preview(self, index: int) -> tuple[ExactSum | None, float]:
         """What `p.grad` must show between the backward of the window's last micro-batch and its step."""
@@ -328,18 +399,19 @@ class Collector(StockManual):
                 scaled = part.value * factor, part.magnitude * factor
                 both.add(*scaled, part.terms + 1, part.eps, part.coarse * factor)
         count, weights = self.window.count + 1, self.window.weight + weight
-        return both, {"mean": 1.0 / count, "sum": 1.0}.get(self.loop.reduction, 1.0 / weights)
+        shown = 1.0 if self.unscaled else self.loss_scale
+        return both, shown * {"mean": 1.0 / count, "sum": 1.0}.get(self.loop.reduction, 1.0 / weights)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         inside = self.loop.counted and self.window.count > 0 and not self.stale
-        self.inner.zero_grad(set_to_none or inside)
+        self.clear(set_to_none or inside)
         self.several = self.several or not set_to_none  # gradients are added to the zeros in p.grad
         if not self.loop.counted and not self.stale:
             for index, p in enumerate(self.params):
                 summed = index in self.window.sums or index in self.micro
                 p.grad = torch.zeros_like(p) if summed and not set_to_none else None
             self.window, self.micro, self.dirty = Window(), {}, False
-        self.stale = False
+        self.stale = self.unscaled = self.found = False
 
     def discard(self) -> None:
         super().discard()
@@ -347,10 +419,11 @@ class Collector(StockManual):
         self.dirty = self.stale = self.several = False
 
     def state_dict(self) -> dict[str, Any]:
-        return {"inner": self.inner.state_dict(), "window": self.window.copy(), "updates": self.num_updates}
+        return {"inner": self.inner.state_dict(), "window": self.window.copy(), "updates": self.counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.inner.load_state_dict(state["inner"])
         self.window = state["window"].copy()
-        self.num_updates = state["updates"]
+        self.num_updates, self.num_skipped = state["updates"]
         self.micro, self.dirty, self.stale, self.has_updated = {}, False, False, False
+        self.found = False

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import random
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from .events import random_case
 from .lockstep import exact, failure, stock
 from .naive import BROKEN, Naive
+from .scaling import PlainScaler, Scaling
 
-CASES = [case for case in map(random_case, range(120)) if not exact(case)]
+CASES = [case for case in map(random_case, range(400)) if not exact(case)]
 
 
 def stand_in(case):
@@ -23,16 +28,38 @@ def stand_in(case):
 
 
 def test_an_honest_wrapper_passes():
-    """All cases by which the broken ones are found out."""
-    assert [failure(case, Naive, exposes=False) for case in CASES] == [None] * len(CASES)
+    for case in CASES[:75]:
+        assert failure(case, Naive, exposes=False) is None
 
 
 def test_two_stock_interpreters_never_differ():
-    """What the harness compares is deterministic."""
-    for case in map(random_case, range(30)):
-        assert failure(case, stand_in(case), exposes=exact(case)) is None
+    """What the harness compares is deterministic. p.grad of stock cannot show what masters have."""
+    for case in map(random_case, range(40)):
+        assert case.loop.masters or failure(case, stand_in(case), exposes=exact(case)) is None
+
+
+def test_the_plain_scaler_is_torchs():
+    """Overflow now and then, in a loop of torch's own."""
+    generator = random.Random(0)
+    for interval in (1, 2, 3):
+        torchs = torch.amp.GradScaler("cpu", init_scale=2.0**9, growth_interval=interval)
+        oracle = SimpleNamespace(has_updated=True, found=False, loss_scale=1.0)
+        plain = PlainScaler(Scaling("torch", 2.0**9, interval), oracle)
+        p = torch.nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.SGD([p], lr=0.1)
+        for _ in range(30):
+            oracle.found = generator.random() < 0.3
+            loss = p.sum() * (float("inf") if oracle.found else 1.0)
+            assert torch.equal(torchs.scale(loss), plain.scale(loss)), "which losses are multiplied by"
+            torchs.scale(loss).backward()
+            torchs.step(optimizer), plain.note()
+            torchs.update(), plain.update()
+            optimizer.zero_grad()
+            assert plain.state_dict().items() <= torchs.state_dict().items()
 
 
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
 def test_a_broken_wrapper_is_found_out(broken):
-    assert any(failure(case, broken, exposes=False) is not None for case in CASES)
+    cases = [case for case in CASES if broken.feature is None or getattr(case.loop, broken.feature)]
+    found = next(case for case in cases if failure(case, broken, exposes=False) is not None)
+    assert failure(found, Naive, exposes=False) is None

@@ -5,17 +5,20 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import fusedacc
+
 from .models import Network, build, loss_of
 from .oracle import Loop
+from .scaling import PlainScaler, spoilt
 
 
 @dataclass(frozen=True)
@@ -69,13 +72,14 @@ class World:
         half = (len(owned) + 1) // 2
         groups = [owned] if case.optimizer.groups == 1 else [owned[:half], owned[half:]]
         self.opt = make(case.optimizer.make(groups), case.loop)
+        self.scaler = scaler_of(self.opt, case.loop)
         self.critic_opt = None
         if self.critic is not None:
             inner = torch.optim.SGD(self.critic.parameters(), lr=0.1, momentum=0.9)
             self.critic_opt = make(inner, case.critic_loop)
         self.observed: list[Tensor | None] = []
         self.handles: list[Any] = []
-        self.saved: tuple[dict[str, Any], bytes] | None = None
+        self.saved: tuple[dict[str, Any], bytes, Any] | None = None
         self.saved_groups = 0
         self.stash: Tensor | None = None  # a loss whose backward comes later
         self.stashed_at = 0
@@ -87,8 +91,13 @@ class World:
         return list(self.model.parameters())
 
     @property
+    def groups(self) -> list[list[Tensor]]:
+        groups = getattr(self.opt, "groups", None)
+        return [group["params"] for group in self.opt.param_groups] if groups is None else groups
+
+    @property
     def owned(self) -> list[Tensor]:
-        return [p for group in self.opt.param_groups for p in group["params"]]
+        return [p for group in self.groups for p in group]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -108,6 +117,13 @@ class World:
         self.stash = None
         if event.get("nan"):
             loss = loss * float("nan")
+        if event.get("bad") and event.get("index") is None:
+            loss = loss * float(event.get("bad"))
+        if variant == "penalty":
+            leaves = [p for p in self.params if p.requires_grad]
+            gradients = torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)
+            loss = loss + 0.01 * sum(g.pow(2).sum() for g in gradients if g is not None)
+        loss = self.scaled(loss)
         if variant == "inputs":
             picked = [
                 p for i, p in enumerate(self.params) if p.requires_grad and i % 2 == event.get("seed") % 2
@@ -115,10 +131,6 @@ class World:
             loss.backward(inputs=[*picked, self.model.head.bias])
         elif variant == "create_graph":
             loss.backward(create_graph=True)
-        elif variant == "penalty":
-            leaves = [p for p in self.params if p.requires_grad]
-            gradients = torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)
-            (loss + 0.01 * sum(g.pow(2).sum() for g in gradients if g is not None)).backward()
         elif variant == "retain":
             loss.backward(retain_graph=True)
             self.finished(True)
@@ -132,10 +144,29 @@ class World:
                 pool.submit(loss.backward).result()
         elif variant == "adversarial":
             with self.critic_opt.ignore():
-                self.critic(self.model(self.model.inputs(event.get("seed")), 9, None)).mean().backward()
+                score = self.critic(self.model(self.model.inputs(event.get("seed")), 9, None))
+                self.scaled(score.mean()).backward()
         else:
             loss.backward()
-        self.finished(event.get("mode") == "reentrant" or variant in ("assign", "create_graph"))
+        several = event.get("mode") == "reentrant" or variant in ("assign", "create_graph")
+        self.finished(several, by_hand=variant == "assign")
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+    @contextmanager
+    def spoiling(self, event: Event) -> Iterator[None]:
+        """While inside, one parameter's gradients hold an inf or nan, if the event says so."""
+        index = event.get("index")
+        p = None if index is None else self.params[index % len(self.params)]
+        if p is None or not p.requires_grad:
+            yield
+            return
+        handle = p.register_hook(lambda gradient: spoilt(gradient, float(event.get("bad"))))
+        try:
+            yield
+        finally:
+            handle.remove()
 
     @staticmethod
     def gradients(loss: Tensor, params: list[Tensor]) -> list[Tensor | None]:
@@ -143,10 +174,10 @@ class World:
         found = iter(torch.autograd.grad(loss, leaves, allow_unused=True))
         return [next(found) if p.requires_grad else None for p in params]
 
-    def finished(self, several: bool) -> None:
+    def finished(self, several: bool, by_hand: bool = False) -> None:
         """Oracles collect after each backward."""
         if hasattr(self.opt, "after_backward"):
-            self.opt.after_backward(several)
+            self.opt.after_backward(several, by_hand)
 
     def context(self, event: Event) -> AbstractContextManager[Any]:
         if not self.case.loop.needs_context and not event.get("accumulate"):
@@ -160,7 +191,7 @@ class World:
     # The user's actions.
 
     def do_backward(self, event: Event) -> None:
-        with self.context(event) as micro_batch:
+        with self.context(event) as micro_batch, self.spoiling(event):
             for _ in range(event.get("calls", 1)):
                 self.backward(event)
             if event.get("late"):
@@ -181,7 +212,7 @@ class World:
         def halt(*_: Any) -> None:
             raise Halt
 
-        loss = self.loss(event)
+        loss = self.scaled(self.loss(event))
         handle = (loss if event.get("early") else self.model.front.weight).register_hook(halt)
         try:
             with self.context(event):
@@ -194,8 +225,16 @@ class World:
         if not event.get("early"):
             self.opt.discard()
 
+    def do_unscale(self, event: Event) -> None:
+        self.scaler.unscale_(self.opt)
+
     def do_step(self, event: Event) -> None:
-        self.opt.step()
+        if self.scaler is None:
+            self.opt.step()
+            return
+        self.scaler.step(self.opt)
+        if self.opt.has_updated or not event.get("late_update"):
+            self.scaler.update()
 
     def do_zero_grad(self, event: Event) -> None:
         if event.get("model"):
@@ -206,7 +245,11 @@ class World:
             self.opt.zero_grad(set_to_none=event.get("set_to_none", True))
 
     def do_flush(self, event: Event) -> None:
-        self.opt.flush()
+        if self.scaler is None:
+            self.opt.flush()
+            return
+        self.scaler.flush(self.opt)
+        self.scaler.update()
 
     def do_discard(self, event: Event) -> None:
         self.opt.discard()
@@ -275,6 +318,13 @@ class World:
         p = self.params[event.get("index") % len(self.params)]
         p.data = p.data.clone()
 
+    def do_write(self, event: Event) -> None:
+        """Every second element of a parameter is written from outside."""
+        self.stash = None
+        p = self.params[event.get("index") % len(self.params)]
+        with torch.no_grad():
+            p.mul_(0.5 + 0.5 * (torch.arange(p.numel()) % 2).reshape(p.shape))
+
     def do_rate(self, event: Event) -> None:
         for group in self.opt.param_groups:
             group["lr"] *= 0.5
@@ -318,6 +368,9 @@ class World:
             model, opt = pickle.loads(pickle.dumps((self.model, self.opt)))
         if event.get("keep", True):
             self.model, self.opt, self.handles = model, opt, []
+            if self.scaler is not None:
+                before, self.scaler = self.scaler, scaler_of(opt, self.case.loop)
+                self.scaler.load_state_dict(before.state_dict())
 
     def restarted(self) -> tuple[Network, Any]:
         file = io.BytesIO()
@@ -330,7 +383,7 @@ class World:
         for new, old in zip(model.parameters(), self.params, strict=True):
             new.requires_grad_(old.requires_grad)
         twin = {id(old): new for old, new in zip(self.params, model.parameters(), strict=True)}
-        groups = [[twin[id(p)] for p in group["params"]] for group in self.opt.param_groups]
+        groups = [[twin[id(p)] for p in group] for group in self.groups]
         opt = self.make(self.case.optimizer.make(groups), self.case.loop)
         opt.load_state_dict(loaded["optimizer"])
         return model, opt
@@ -338,15 +391,29 @@ class World:
     def do_save(self, event: Event) -> None:
         file = io.BytesIO()
         torch.save(self.opt.state_dict(), file)
-        self.saved = copy.deepcopy(self.model.state_dict()), file.getvalue()
+        scaler = None if self.scaler is None else self.scaler.state_dict()
+        self.saved = copy.deepcopy(self.model.state_dict()), file.getvalue(), scaler
         self.saved_groups = len(self.opt.param_groups)
 
     def do_restore(self, event: Event) -> None:
         self.stash = None
-        model, optimizer = self.saved
+        model, optimizer, scaler = self.saved
         self.model.load_state_dict(model)
         stock = hasattr(self.opt, "after_backward")
         self.opt.load_state_dict(torch.load(io.BytesIO(optimizer), weights_only=not stock))
+        if self.scaler is not None:
+            self.scaler.load_state_dict(scaler)
+
+
+def scaler_of(opt: Any, loop: Loop) -> Any:
+    """A new scaler for the optimizer: the real one for the wrapper, a plain one for everybody else."""
+    scaling = loop.scaling
+    if scaling is None:
+        return None
+    if not isinstance(opt, fusedacc.AccumulatingOptimizer):
+        return getattr(opt, "scaler_kind", PlainScaler)(scaling, opt)
+    kind = torch.amp.GradScaler if scaling.kind == "torch" else fusedacc.amp.GradScaler
+    return kind("cpu", init_scale=scaling.init_scale, growth_interval=scaling.growth_interval)
 
 
 def halve(p: Tensor) -> None:

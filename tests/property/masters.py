@@ -1,0 +1,74 @@
+"""The oracle with float32 masters: ordinary parameters of their own, which the bare optimizer has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .oracle import Collector, Loop
+
+
+class MasterCollector(Collector):
+    """The model keeps the parameters it had; after an update they are the masters, rounded."""
+
+    def __init__(self, inner: torch.optim.Optimizer, loop: Loop) -> None:
+        self.low = [list(group["params"]) for group in inner.param_groups]
+        groups = [
+            {**group, "params": [master_of(p) for p in group["params"]]} for group in inner.param_groups
+        ]
+        bare = type(inner)(groups)
+        bare.defaults = inner.defaults
+        super().__init__(bare, loop)
+
+    @property
+    def groups(self) -> list[list[Tensor]]:
+        return self.low
+
+    @property
+    def masters(self) -> list[Tensor]:
+        return [master for group in self.inner.param_groups for master in group["params"]]
+
+    def clear(self, set_to_none: bool) -> None:
+        for p in self.params:
+            if p.grad is not None:
+                p.grad = None if set_to_none else torch.zeros_like(p)
+
+    def wide(self, p: Tensor) -> torch.dtype:
+        return torch.float32
+
+    def follow(self) -> None:
+        """Elements of a parameter that somebody else has written are the master's too."""
+        with torch.no_grad():
+            for p, master in zip(self.params, self.masters, strict=True):
+                written = p != master.to(p.dtype)
+                master[written] = p[written].float()
+
+    def apply(self, finals: list[Tensor | None]) -> None:
+        self.follow()
+        for master, final in zip(self.masters, finals, strict=True):
+            master.grad = final
+        self.inner.step()
+        with torch.no_grad():
+            for p, master, final in zip(self.params, self.masters, finals, strict=True):
+                if final is not None:
+                    p.copy_(master)
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        self.low.append(list(group["params"]))
+        super().add_param_group({"params": [master_of(p) for p in group["params"]]})
+
+    def state_dict(self) -> dict[str, Any]:
+        self.follow()
+        return super().state_dict() | {"masters": [master.detach().clone() for master in self.masters]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        with torch.no_grad():
+            for master, saved in zip(self.masters, state["masters"], strict=True):
+                master.copy_(saved)
+
+
+def master_of(p: Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(p.detach().float())
