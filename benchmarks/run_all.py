@@ -16,7 +16,16 @@ from common import Results, arguments, chosen, effort, results
 from tqdm import tqdm
 
 #: Modules with `figures(results, effort)`. First those that the README's head is made from.
-BENCHMARKS = ("models", "update", "kernels", "linear", "training", "wrapper_window", "peak_memory")
+BENCHMARKS = (
+    "models",
+    "update",
+    "kernels",
+    "linear",
+    "embedding",
+    "training",
+    "wrapper_window",
+    "peak_memory",
+)
 INTERRUPTED = 130
 
 

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "cpu/gemm.h"
+#include "operation_helpers.h"
 #include "operations.h"
 #include "stable_arguments.h"
 #include "tensor_checks.h"
@@ -17,9 +18,7 @@ namespace fusedacc {
 
 #ifndef FUSEDACC_CUDA
 namespace cuda {
-void run_gemm(const GemmRequest&, int32_t) {
-  throw std::runtime_error("fusedacc: this build has no CUDA kernels; build it again where nvcc is found");
-}
+void run_gemm(const GemmRequest&, int32_t) { refuse_cuda(); }
 std::string gemm_problem() { return "the native library was built without CUDA"; }
 }  // namespace cuda
 #endif
@@ -120,12 +119,10 @@ void gemm_accumulate_(StableIValue* stack, uint64_t, uint64_t) {
     fail("right", "has " + std::to_string(right.view.sizes[0]) + " rows but left has " +
                       std::to_string(left.view.sizes[0]));
   }
-  const int32_t device_type = accumulator.view.device_type, device_index = accumulator.view.device_index;
-  const Beside beside{"accumulator is", device_type, device_index};
-  const ScaleArgument scale =
-      scalar_argument("scale", scale_tensor.get(), torch::stable::detail::to<double>(stack[4]), beside);
-  const ScaleArgument keep =
-      scalar_argument("keep", keep_tensor.get(), torch::stable::detail::to<double>(stack[6]), beside);
+  const Device device{accumulator.view.device_type, accumulator.view.device_index};
+  const Beside beside{"accumulator is", device.type, device.index};
+  const ScaleArgument scale = scalar_argument("scale", scale_tensor.get(), number(stack[4]), beside);
+  const ScaleArgument keep = scalar_argument("keep", keep_tensor.get(), number(stack[6]), beside);
   const Matrix sum = matrix(accumulator);
   if (sum.rows == 0 || sum.cols == 0) return;
   const bool row_major = rows_are_dense(sum);
@@ -141,14 +138,9 @@ void gemm_accumulate_(StableIValue* stack, uint64_t, uint64_t) {
   // By columns it is the transpose that has dense rows: right^T left.
   const GemmRequest request = row_major ? GemmRequest{sum, first, second, scale, keep}
                                         : GemmRequest{sum.transposed(), second, first, scale, keep};
-  if (device_type == aoti_torch_device_type_cpu()) {
-    cpu::run_gemm(request, torch::stable::detail::to<bool>(stack[7]));
-  } else if (device_type == aoti_torch_device_type_cuda()) {
-    cuda::run_gemm(request, device_index);
-  } else {
-    fail("accumulator",
-         "is on " + device_name(device_type, device_index) + "; only cpu and cuda are supported");
-  }
+  run_on(
+      device, [&] { cpu::run_gemm(request, torch::stable::detail::to<bool>(stack[7])); },
+      [&] { cuda::run_gemm(request, device.index); });
 }
 
 void gemm_problem(StableIValue* stack, uint64_t, uint64_t) {

@@ -1,12 +1,9 @@
 #include "operations.h"
 
 #include <cstring>
-#include <limits>
 
-#include "chunk_plan.h"
 #include "cpu/run.h"
-#include "stable_arguments.h"
-#include "tensor_checks.h"
+#include "operation_helpers.h"
 #ifdef FUSEDACC_CUDA
 #include "cuda/run.h"
 #endif
@@ -15,56 +12,13 @@ namespace fusedacc {
 
 #ifndef FUSEDACC_CUDA
 namespace cuda {
-[[noreturn]] void refuse() {
-  throw std::runtime_error("fusedacc: this build has no CUDA kernels; build it again where nvcc is found");
-}
-void run(const Work&, const Factors&, int32_t) { refuse(); }
-void run_norm(const Work&, const Factors&, const NormRequest&, int32_t) { refuse(); }
-void finish_norm(const FinishRequest&, int32_t) { refuse(); }
+void run(const Work&, const Factors&, int32_t) { refuse_cuda(); }
+void run_norm(const Work&, const Factors&, const NormRequest&, int32_t) { refuse_cuda(); }
+void finish_norm(const FinishRequest&, int32_t) { refuse_cuda(); }
 }  // namespace cuda
 #endif
 
 namespace {
-
-struct Device {
-  int32_t type, index;
-};
-
-// Runs on_cpu() or on_cuda(), or says why neither.
-template <typename OnCpu, typename OnCuda>
-void run_on(const Device& device, OnCpu&& on_cpu, OnCuda&& on_cuda) {
-  if (device.type == aoti_torch_device_type_cpu()) {
-    on_cpu();
-  } else if (device.type == aoti_torch_device_type_cuda()) {
-    on_cuda();
-  } else {
-    throw std::runtime_error("fusedacc: tensors are on " + device_name(device.type, device.index) +
-                             "; only cpu and cuda are supported");
-  }
-}
-
-AtenTensorHandle empty(int64_t dims, int64_t size, int32_t dtype, const Device& device) {
-  const int64_t stride = 1;
-  AtenTensorHandle handle = nullptr;
-  FUSEDACC_SHIM(aoti_torch_empty_strided(dims, &size, &stride, dtype, device.type,
-                                         device.index < 0 ? 0 : device.index, &handle));
-  return handle;
-}
-
-void* data_of(const OwnedTensor& tensor) {
-  void* data = nullptr;
-  FUSEDACC_SHIM(aoti_torch_get_data_ptr(tensor.get(), &data));
-  return data;
-}
-
-double number(StableIValue argument) { return torch::stable::detail::to<double>(argument); }
-
-NormKind norm_kind(StableIValue norm_type) {
-  const double value = number(norm_type);
-  if (value == 2) return NormKind::kTwo;
-  if (value == std::numeric_limits<double>::infinity()) return NormKind::kInfinity;
-  throw std::runtime_error("fusedacc: norm_type is " + std::to_string(value) + "; allowed: 2 and inf");
-}
 
 StableIValue run_norm(const Work& work, const Factors& factors, NormKind kind, bool reads,
                       const Device& device) {

@@ -1,6 +1,7 @@
 // The operators' schemas, and nothing else. They are registered for every device at once (a call with empty
 // lists has none) and choose by the accumulators' device.
 #include "operations.h"
+#include "row_operations.h"
 
 STABLE_TORCH_LIBRARY(fusedacc, m) {
   // Sums that are not overwritten are multiplied by `keep`, rounded, and added to.
@@ -33,6 +34,11 @@ STABLE_TORCH_LIBRARY(fusedacc, m) {
       "float scale=1.0, Tensor? keep_tensor=None, float keep=1.0, bool bfloat16_products=False) -> ()");
   // Why that cannot run on CUDA tensors; empty where it can.
   m.def("gemm_problem() -> str");
+  // For each row that is named and is not `padding` (-1: none): its gradients' sum, or their mean, is added.
+  m.def(
+      "accumulate_rows_(Tensor(a!) table, Tensor indices, Tensor gradients, Tensor? scale_tensor=None, "
+      "float scale=1.0, int padding=-1, bool by_frequency=False) -> ()");
+  m.def("row_partials(Tensor table, Tensor indices, float norm_type=2.0) -> Tensor");
   m.def("build_info() -> str");
 }
 
@@ -46,5 +52,7 @@ STABLE_TORCH_LIBRARY_IMPL(fusedacc, CompositeExplicitAutograd, m) {
   m.impl("finish_norm", &fusedacc::finish_norm);
   m.impl("gemm_accumulate_", &fusedacc::gemm_accumulate_);
   m.impl("gemm_problem", &fusedacc::gemm_problem);
+  m.impl("accumulate_rows_", &fusedacc::accumulate_rows_);
+  m.impl("row_partials", &fusedacc::row_partials);
   m.impl("build_info", &fusedacc::build_info);
 }

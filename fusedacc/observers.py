@@ -32,6 +32,20 @@ class Observer(Protocol):
     def measured(self, kernel: str, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
         """A kernel has been launched that reads tensors and writes results."""
 
+    def rows_added(
+        self,
+        kernel: str,
+        table: Tensor,
+        indices: Tensor,
+        gradients: Tensor,
+        scale: float | Tensor,
+        padding: int,
+    ) -> None:
+        """A kernel has been launched that adds gradients into the rows of a table; -1: no padding."""
+
+    def rows_measured(self, kernel: str, table: Tensor, indices: Tensor, results: Sequence[Tensor]) -> None:
+        """A kernel has been launched that reads rows of a table and writes results."""
+
     def enter_phase(self, name: str) -> None: ...
 
     def leave_phase(self) -> None: ...
@@ -58,6 +72,20 @@ def measured(kernel: str, tensors: Sequence[Tensor], results: Sequence[Tensor]) 
     """Report a launch outside the dispatcher that only reads its tensors."""
     for observer in watching:
         observer.measured(kernel, tensors, results)
+
+
+def rows_added(
+    kernel: str, table: Tensor, indices: Tensor, gradients: Tensor, scale: float | Tensor, padding: int
+) -> None:
+    """Report a launch outside the dispatcher that adds gradients into rows."""
+    for observer in watching:
+        observer.rows_added(kernel, table, indices, gradients, scale, padding)
+
+
+def rows_measured(kernel: str, table: Tensor, indices: Tensor, results: Sequence[Tensor]) -> None:
+    """Report a launch outside the dispatcher that only reads rows."""
+    for observer in watching:
+        observer.rows_measured(kernel, table, indices, results)
 
 
 @contextlib.contextmanager

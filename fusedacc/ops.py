@@ -214,5 +214,26 @@ def _register_fakes() -> None:
         if any(tensor.device != accumulator.device for tensor in others):
             raise RuntimeError("fusedacc: left, right, scale or keep is not on the accumulator's device")
 
+    @torch.library.register_fake("fusedacc::accumulate_rows_")
+    def _(
+        table: Tensor,
+        indices: Tensor,
+        gradients: Tensor,
+        scale_tensor: Tensor | None = None,
+        scale: float = 1.0,
+        padding: int = -1,
+        by_frequency: bool = False,
+    ) -> None:
+        wanted = (indices.shape[0], table.shape[1])
+        if gradients.shape != wanted:
+            raise RuntimeError(f"fusedacc: gradients has shape {gradients.shape}; it must be {wanted}")
+        _check_not_meta(table, [indices, gradients], scale_tensor)
+
+    @torch.library.register_fake("fusedacc::row_partials")
+    def _(table: Tensor, indices: Tensor, norm_type: float = 2.0) -> Tensor:
+        _check_not_meta(table, [indices], None)
+        chunks = (table.shape[1] + CHUNK_ELEMENTS - 1) // CHUNK_ELEMENTS
+        return torch.empty(indices.shape[0] * chunks, dtype=torch.float64, device=table.device)
+
 
 load_error()

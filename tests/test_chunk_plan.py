@@ -16,6 +16,7 @@ SAYS = {
     "host_check": "flat capacity 1167, arguments 32736 and 32752 bytes\n",
     "norm_check": "capacities 907 and 2043\n",
     "gemm_check": "products agree\n",
+    "row_check": "runs of 64\n",
 }
 
 

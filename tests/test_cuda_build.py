@@ -19,6 +19,10 @@ MAX_NORM_REGISTERS = 64
 #: The pairs of a dtype with itself, whose kernels also read alone; two norms, flat and strided; two ends.
 OWN_PAIRS = (0, 3, 4, 5)
 NORM_KERNELS = 2 * 2 * (len(PAIRS) + len(OWN_PAIRS)) + 2
+#: Kernels on the rows of a table keep a row's sums and four gradients: four blocks of 256 threads.
+MAX_ROW_REGISTERS = 64
+#: By pair, aligned or not, the first launch and the second; two norms for each of the own pairs.
+ROW_KERNELS = 4 * len(PAIRS) + 2 * len(OWN_PAIRS)
 #: Arguments of one launch from CUDA 12.1 on.
 MAX_ARGUMENT_BYTES = 32764
 
@@ -71,6 +75,13 @@ def norm_kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return kernels_of(tmp_path_factory.mktemp("ptx"), "norm", pattern)
 
 
+@pytest.fixture(scope="module")
+def row_kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """By kind, pair, and whether rows are aligned and long, such as `row_kernel1E10`, or by norm."""
+    pattern = r"(row_kernel|row_norm_kernel)I(?:Li(\d+E))?(?:Lb(\d)ELb(\d))?(?:\w*?NormKindE(\d))?"
+    return kernels_of(tmp_path_factory.mktemp("ptx"), "rows", pattern)
+
+
 def test_there_is_a_flat_and_a_strided_kernel_for_every_pair(kernels: dict[str, str]) -> None:
     assert set(kernels) == {f"{kind}_kernel{pair}" for kind in ("flat", "strided") for pair in PAIRS}
 
@@ -109,6 +120,29 @@ def test_norms_take_their_arguments_in_place(norm_kernels: dict[str, str]) -> No
         assert ".local" not in body
 
 
+@pytest.mark.parametrize("pair", PAIRS)
+def test_aligned_rows_move_16_bytes_at_a_time(row_kernels: dict[str, str], pair: int) -> None:
+    assert len(row_kernels) == ROW_KERNELS
+    wide = r"\.global(?:\.nc)?\.(?:v4\.[ubf]32|v2\.[ubf]64)"
+    body = row_kernels[f"row_kernel{pair}E10"]
+    # The first gradient, four at a time, one at a time, and the table.
+    assert len(re.findall("ld" + wide, body)) >= 7
+    assert len(re.findall("st" + wide, body)) >= 2
+    joined = row_kernels[f"row_kernel{pair}E11"]
+    assert len(re.findall("ld" + wide, joined)) >= 3
+    assert all(".local" not in kernel for kernel in row_kernels.values())
+
+
+def test_rows_are_added_by_one_fma_after_a_correct_division(row_kernels: dict[str, str]) -> None:
+    for pair in PAIRS:
+        kind = "f64" if pair == 3 else "f32"
+        for which in ("00", "01", "10", "11"):
+            body = row_kernels[f"row_kernel{pair}E{which}"]
+            assert f"fma.rn.{kind}" in body
+            assert f"div.rn.{kind}" in body
+            assert not re.search(r"div\.(full|approx)|\.ftz", body)
+
+
 @pytest.mark.parametrize("kind", ["flat", "strided"])
 def test_arguments_fit_one_launch_and_are_read_in_place(kernels: dict[str, str], kind: str) -> None:
     for pair in PAIRS:
@@ -126,6 +160,7 @@ def test_arguments_fit_one_launch_and_are_read_in_place(kernels: dict[str, str],
         ("accumulate", 2 * len(PAIRS), MAX_REGISTERS),
         ("norm", NORM_KERNELS, MAX_NORM_REGISTERS),
         ("gemm", 2, MAX_REGISTERS),
+        ("rows", ROW_KERNELS, MAX_ROW_REGISTERS),
     ],
 )
 def test_registers_and_spills(name: str, count: int, most: int, tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import cpu_backends
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
+from fusedacc import rows
 from fusedacc.functional import prepare, scale_accumulate_, scale_cast_, total_norm
 from fusedacc.traffic import TrafficMeter
 
@@ -312,3 +314,44 @@ def test_a_plan_in_place_reads_once():
     with TrafficMeter() as meter:
         plan([total], 0.5)
     assert (meter.as_dict()["read_bytes"], meter.as_dict()["written_bytes"]) == (4 * N, 4 * N)
+
+
+NAMED = torch.tensor([[3, 1, 3], [0, 1, 3]])  # three rows; six indices, or five but for row 0
+
+
+@pytest.mark.parametrize("backend", [name for name in cpu_backends() if name != "eager"])
+def test_rows_of_a_table_are_counted_once_and_padding_never(backend):
+    table, gradients, scale = torch.zeros(50, 7), torch.ones(2, 3, 7).bfloat16(), torch.tensor(0.5)
+    for padding, named, rows_touched in ((None, 6, 3), (0, 5, 2)):
+        with TrafficMeter() as meter:
+            rows.accumulate_rows_(table, NAMED, gradients, scale, padding_idx=padding, backend=backend)
+        own = {"cpu": "fusedacc::accumulate_rows_", "triton": "triton::add_rows"}[backend]
+        counted = meter.as_dict()["by_op"][own]
+        touched = rows_touched * 7 * 4
+        assert counted["read_bytes"] == touched + 6 * 8 + named * 7 * 2 + 4
+        assert counted["written_bytes"] == touched
+        assert not meter.uncounted
+    with TrafficMeter() as meter:
+        partials = rows.row_partials(table, NAMED.int(), backend=backend)
+    own = {"cpu": "fusedacc::row_partials", "triton": "triton::row_norms"}[backend]
+    counted = meter.as_dict()["by_op"][own]
+    assert (counted["read_bytes"], counted["written_bytes"]) == (3 * 7 * 4 + 6 * 4, partials.nbytes)
+    assert not meter.uncounted
+
+
+def test_rows_that_become_zero_are_counted():
+    with TrafficMeter() as meter:
+        rows.zero_rows_(torch.zeros(50, 7), NAMED)
+        torch.zeros(50, 7).index_fill(0, NAMED[0], 1.0)
+    counted = meter.as_dict()["by_op"]
+    assert counted["aten::index_fill_"]["written_bytes"] == 6 * 7 * 4
+    assert counted["aten::index_fill"]["read_bytes"] == 50 * 7 * 4 + 3 * 8
+    assert not meter.uncounted
+
+
+def test_rows_of_fake_tensors_are_uncounted():
+    with FakeTensorMode(), TrafficMeter() as meter:
+        indices, gradients = torch.zeros(3, dtype=torch.int64), torch.ones(3, 7)
+        torch.ops.fusedacc.accumulate_rows_(torch.zeros(50, 7), indices, gradients)
+        torch.ops.fusedacc.row_partials(torch.zeros(50, 7), indices)
+    assert meter.uncounted == {"fusedacc.accumulate_rows_.default": 1, "fusedacc.row_partials.default": 1}

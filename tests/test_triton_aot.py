@@ -35,6 +35,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from fusedacc.backends.triton_kernels import WARPS, finish_norm, norm_partials, scale_accumulate
+from fusedacc.backends.triton_row_kernels import add_long_rows, add_runs, row_norms
 
 def wide(dtype):
     return tl.float64 if dtype == "float64" else tl.float32
@@ -57,12 +58,38 @@ def end(dtype, infinity):
     types = {"partials": "*fp64", "count": "i32", "norm": "*fp" + dtype[-2:], "found": "*fp32"}
     return compiled(finish_norm, types, {"infinity": infinity == "inf"}, 1)
 
+SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+ROWS = {"table_stride": "i32", "table_rows": "i32", "width": "i32", "rows": "*i64"}
+
+def rows(gradient, accumulator, kernel):
+    sums = "fp64" if accumulator == "float64" else "fp32"
+    table = {"table": "*" + SHORT[accumulator], **ROWS}
+    if kernel == "add_runs":
+        fresh = {"gradients": "*" + SHORT[gradient], "gradient_stride": "i32"}
+        table |= {"order": "*i64", "count": "i32", **fresh}
+    else:
+        table |= {"count": "i32"}
+    table |= {"scale": "*fp64", "padding": "i32", "sums": "*" + sums, "sum_stride": "i32"}
+    constants = {"by_frequency": True, "block": 1024}
+    if kernel == "add_runs":
+        constants["wide"] = wide(accumulator)
+    whole = [name for name in table if name not in ("table_rows", "count", "scale", "padding")]
+    return compiled(globals()[kernel], table, constants, [list(table).index(name) for name in whole])
+
+def norm_of_rows(dtype, infinity):
+    types = {"table": "*" + SHORT[dtype], **ROWS, "partials": "*fp64"}
+    constants = {"chunk": 16384, "wide": wide(dtype), "infinity": infinity == "inf"}
+    return compiled(row_norms, types, constants, [0, 1, 4, 5])
+
 def compiled(function, types, constants, aligned):
     source = ASTSource(
         function,
         {**types, **{name: "constexpr" for name in constants}},
         constexprs=constants,
-        attrs={(index,): [["tt.divisibility", 16]] for index in range(aligned)},
+        attrs={
+            (index,): [["tt.divisibility", 16]]
+            for index in (range(aligned) if isinstance(aligned, int) else aligned)
+        },
     )
     kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": WARPS})
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:
@@ -103,6 +130,14 @@ def compiled():
 def norms():
     wanted = [("norm", dtype, kind) for dtype in NORM_DTYPES for kind in ("2", "inf")]
     wanted += [("end", dtype, kind) for dtype in ("float32", "float64") for kind in ("2", "inf")]
+    return dict(zip(wanted, compile_all(wanted), strict=True))
+
+
+@pytest.fixture(scope="module")
+def rows():
+    names = [[str(dtype).removeprefix("torch.") for dtype in pair] for pair in PAIRS]
+    wanted = [("rows", *pair, kernel) for pair in names for kernel in ("add_runs", "add_long_rows")]
+    wanted += [("norm_of_rows", dtype, kind) for dtype in NORM_DTYPES for kind in ("2", "inf")]
     return dict(zip(wanted, compile_all(wanted), strict=True))
 
 
@@ -164,3 +199,43 @@ def test_the_end_of_a_norm_compiles(dtype, kind, norms):
     result = norms["end", dtype, kind]
     assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in result["usage"]
     assert ".local" not in result["ptx"]
+
+
+def uses_nothing_but_registers(result, most):
+    usage = result["usage"]
+    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in usage
+    assert ".local" not in result["ptx"]
+    assert int(re.search(r"Used (\d+) registers", usage)[1]) <= most
+
+
+@pytest.mark.parametrize(("pair", "dtypes"), CASES, ids=PAIR_IDS)
+def test_rows_move_16_bytes_at_a_time(pair, dtypes, rows):
+    """A step is 8 elements a thread: of a gradient (the first, and another), of a sum, of the table."""
+    names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+    table, gradient = dtypes[1].itemsize, dtypes[0].itemsize
+    sums = 8 if table == 8 else 4
+    runs = rows[("rows", *names, "add_runs")]
+    found = accesses(runs["ptx"])
+    wide = "v2.b64" if table == 8 else "v4.b32"
+    assert found["ld", wide] == (2 * gradient + table) * 8 // 16
+    assert found["st", wide] == (sums + table) * 8 // 16
+    uses_nothing_but_registers(runs, 64)
+    uses_nothing_but_registers(rows[("rows", *names, "add_long_rows")], 64)
+
+
+@pytest.mark.parametrize(("pair", "dtypes"), CASES, ids=PAIR_IDS)
+def test_rows_are_added_by_one_fma_after_a_correct_division(pair, dtypes, rows):
+    names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+    kind = "f64" if dtypes[1].itemsize == 8 else "f32"
+    for kernel in ("add_runs", "add_long_rows"):
+        ptx = rows[("rows", *names, kernel)]["ptx"]
+        assert re.search(rf"\bfma\.rn\.{kind}\b", ptx)
+        assert re.search(rf"\bdiv\.rn\.{kind}\b", ptx)
+        assert not re.search(r"\bdiv\.(full|approx)", ptx)
+        assert ".ftz" not in ptx
+
+
+@pytest.mark.parametrize("kind", ["2", "inf"])
+@pytest.mark.parametrize("dtype", NORM_DTYPES)
+def test_norms_of_rows_compile(dtype, kind, rows):
+    uses_nothing_but_registers(rows["norm_of_rows", dtype, kind], 96)

@@ -10,6 +10,19 @@
 
 namespace fusedacc::cpu {
 
+// A row's number, and the position of one of its gradients.
+struct RowPlace {
+  int64_t row, position;
+};
+
+// The gradients of one row: places[i].position * stride elements from `data` on.
+struct RowGradients {
+  const void* data;
+  int64_t stride;
+  const RowPlace* places;
+  int64_t count;  // never 0
+};
+
 struct Loops {
   // Elements [begin, end) of a flat task, in units of elements.
   using Flat = void (*)(void* accumulator, const void* gradient, int64_t begin, int64_t end, Multipliers by,
@@ -24,12 +37,16 @@ struct Loops {
   // past the caches.
   using AddNorm = double (*)(void* accumulator, const void* gradient, const StridedLayout* layout,
                              int64_t begin, int64_t end, Multipliers by, bool overwrite, bool stream);
+  // Columns [begin, end) of a row.
+  using AddRow = void (*)(void* row, const RowGradients& gradients, int64_t begin, int64_t end, double scale,
+                          bool by_frequency);
 
   const char* name;
   Flat flat[kPairCount];
   Strided strided[kPairCount];
   Norm norm[kNormKinds][kPairCount];  // by the pair of the tensor's dtype with itself
   AddNorm add_norm[kNormKinds][kPairCount];
+  AddRow add_row[kPairCount];
 };
 
 // What is overwritten and larger than a second-level cache goes past the caches: an ordinary store would

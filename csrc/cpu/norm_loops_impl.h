@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "loops_impl.h"
+#include "row_loops_impl.h"
 
 namespace fusedacc::cpu {
 namespace {
@@ -173,7 +174,8 @@ constexpr Loops make_loops(const char* name, std::integer_sequence<int32_t, pair
           {PairLoops<pairs>::flat...},
           {PairLoops<pairs>::strided...},
           {{NormLoops<pairs, two>::norm...}, {NormLoops<pairs, infinity>::norm...}},
-          {{NormLoops<pairs, two>::add_norm...}, {NormLoops<pairs, infinity>::add_norm...}}};
+          {{NormLoops<pairs, two>::add_norm...}, {NormLoops<pairs, infinity>::add_norm...}},
+          {RowLoops<pairs>::add...}};
 }
 
 constexpr Loops loops_of_this_file(const char* name) {

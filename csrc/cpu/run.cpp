@@ -1,7 +1,5 @@
 #include "run.h"
 
-#include <torch/csrc/stable/c/shim.h>
-
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -9,13 +7,10 @@
 #include <string>
 
 #include "../chunk_plan.h"
-#include "loops.h"
+#include "share_out.h"
 
 namespace fusedacc::cpu {
 namespace {
-
-// A thread's least share: about 30 microseconds of work, some times what waking it costs.
-constexpr int64_t kGrain = 131072;
 
 const Loops& choose_loops() {
   std::vector<const Loops*> usable = {&kBaselineLoops};
@@ -37,11 +32,6 @@ const Loops& choose_loops() {
   }
   throw std::runtime_error("fusedacc: FUSEDACC_CPU_CAPABILITY=" + std::string(wanted) +
                            "; allowed on this processor: " + allowed);
-}
-
-const Loops& loops() {
-  static const Loops& chosen = choose_loops();
-  return chosen;
 }
 
 struct Context {
@@ -86,16 +76,12 @@ void run_norm_part(int64_t begin, int64_t end, void* opaque) {
                });
 }
 
-template <typename Context>
-void share_out(int64_t count, int64_t grain, void (*part)(int64_t, int64_t, void*), Context& context) {
-  if (count <= grain) {
-    part(0, count, &context);
-  } else if (torch_parallel_for(0, count, grain, part, &context) != 0) {
-    throw std::runtime_error("fusedacc: torch's thread pool failed");
-  }
-}
-
 }  // namespace
+
+const Loops& loops() {
+  static const Loops& chosen = choose_loops();
+  return chosen;
+}
 
 void run(const Work& work, Multipliers by) {
   if (work.tasks.empty()) return;

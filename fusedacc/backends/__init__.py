@@ -106,6 +106,22 @@ class Backend(Protocol):
         in a single pass where the backend can.
         """
 
+    def accumulate_rows_(
+        self,
+        table: Tensor,
+        indices: Tensor,
+        gradients: Tensor,
+        scale: float | Tensor,
+        padding: int,
+        by_frequency: bool,
+    ) -> None:
+        """As `rows.accumulate_rows_`, of indices `[n]` and gradients `[n, columns]` whose rows are dense, as
+        the table's are; `padding` is -1 for none. Bumps no version counter.
+        """
+
+    def row_partials(self, table: Tensor, indices: Tensor, norm_type: float) -> Tensor:
+        """As `rows.row_partials`, of indices `[n]`."""
+
 
 @dataclass(frozen=True)
 class Selection:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .. import reference
+from .. import reference, reference_rows
 
 
 class EagerBackend:
@@ -55,6 +55,20 @@ class EagerBackend:
     ) -> Tensor:
         self.accumulate_(accumulators, gradients, scale, overwrite, keep)
         return self.norm_partials(accumulators, norm_type)
+
+    def accumulate_rows_(
+        self,
+        table: Tensor,
+        indices: Tensor,
+        gradients: Tensor,
+        scale: float | Tensor,
+        padding: int,
+        by_frequency: bool,
+    ) -> None:
+        reference_rows.accumulate_rows_(table, indices, gradients, scale, padding, by_frequency)
+
+    def row_partials(self, table: Tensor, indices: Tensor, norm_type: float) -> Tensor:
+        return reference_rows.row_partials(table, indices, norm_type)
 
 
 class Bound:

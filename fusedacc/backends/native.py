@@ -82,6 +82,22 @@ class NativeBackend:
         factors = *_factor(scale), flags, norm_type, *_kept(keep)
         return _unrecorded(operator, accumulators, gradients, *factors)
 
+    def accumulate_rows_(
+        self,
+        table: Tensor,
+        indices: Tensor,
+        gradients: Tensor,
+        scale: float | Tensor,
+        padding: int,
+        by_frequency: bool,
+    ) -> None:
+        operator = torch.ops.fusedacc.accumulate_rows_.default
+        operator(table, indices, gradients, *_factor(scale), padding, by_frequency)
+
+    def row_partials(self, table: Tensor, indices: Tensor, norm_type: float) -> Tensor:
+        with torch.no_grad():
+            return torch.ops.fusedacc.row_partials.default(table, indices, norm_type)
+
 
 class Bound:
     """Accumulators with their checks done, as a table that the operators read."""

@@ -27,7 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import observers, reference
 from ..checks import computation_dtype, overwrite_flags
-from . import triton_norms
+from . import triton_norms, triton_rows
 from . import triton_table as shared
 
 _MINIMUM_CAPABILITY = (8, 0)
@@ -288,6 +288,20 @@ class TritonBackend:
     ) -> Tensor:
         self.accumulate_(accumulators, gradients, scale, overwrite, keep)
         return self.norm_partials(accumulators, norm_type)
+
+    def accumulate_rows_(
+        self,
+        table: Tensor,
+        indices: Tensor,
+        gradients: Tensor,
+        scale: float | Tensor,
+        padding: int,
+        by_frequency: bool,
+    ) -> None:
+        triton_rows.accumulate_rows_(table, indices, gradients, scale, padding, by_frequency)
+
+    def row_partials(self, table: Tensor, indices: Tensor, norm_type: float) -> Tensor:
+        return triton_rows.row_partials(table, indices, norm_type)
 
 
 backend = TritonBackend()

@@ -35,6 +35,8 @@ from .operands import (
     measurement,
     name_of,
     operands,
+    rows_accumulation,
+    rows_measurement,
     tensors_in,
 )
 from .report import Cell, Counts
@@ -243,6 +245,24 @@ class TrafficMeter(TorchDispatchMode):
         with self._lock:
             self._book(kernel, "fusedacc", measurement(tensors, results))
 
+    def rows_added(
+        self,
+        kernel: str,
+        table: Tensor,
+        indices: Tensor,
+        gradients: Tensor,
+        scale: float | Tensor,
+        padding: int,
+    ) -> None:
+        """A kernel of ours that adds into rows of a table was launched outside the dispatcher."""
+        with self._lock:
+            self._book_launch(kernel, rows_accumulation(table, indices, gradients, scale, padding))
+
+    def rows_measured(self, kernel: str, table: Tensor, indices: Tensor, results: Sequence[Tensor]) -> None:
+        """A kernel of ours that reads rows of a table was launched outside the dispatcher."""
+        with self._lock:
+            self._book_launch(kernel, rows_measurement(table, indices, results))
+
     def enter_phase(self, name: str) -> None:
         """fusedacc says what it does; a name given by the user goes before."""
         self._observed.append(name)
@@ -365,6 +385,12 @@ class TrafficMeter(TorchDispatchMode):
         following = [function for function, _ in node.next_functions if function is not None]
         leaves = [function.variable for function in following if function.name() == _ACCUMULATE_GRAD]
         return any(leaf.shape == result.shape and _grad_dtype(leaf) == result.dtype for leaf in leaves)
+
+    def _book_launch(self, kernel: str, moved: Sequence[Operand] | None) -> None:
+        if moved is None:
+            self._counts.uncounted[kernel] += 1
+        else:
+            self._book(kernel, "fusedacc", moved)
 
     def _book(self, op: str, namespace: str, moved: Sequence[Operand], casts_gradient: bool = False) -> None:
         keys = [None if operand.tensor is None else self._key(operand.tensor) for operand in moved]

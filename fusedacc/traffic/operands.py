@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .operators import METADATA, OVERWRITING, UNREAD, WHOLE
 
@@ -231,6 +232,17 @@ def _scattered(reads: bool) -> Rule:
     return rule
 
 
+def _filled(call: Call) -> list[Operand]:
+    """As many slices of `self` are written as there are indices."""
+    (target,), (index,) = call.tensors("self"), call.tensors("index")
+    slice_size = bytes_of(target) // max(1, target.shape[call["dim"]]) if target.dim() else bytes_of(target)
+    written = min(index.numel() * slice_size, bytes_of(target))
+    found = [Operand(target, 0, written), Operand(index, bytes_of(index))]
+    if call.results and _identity(call.results[0]) != _identity(target):  # not in place: a copy too
+        found = [Operand(target, bytes_of(target)), found[1], Operand(call.results[0], 0, bytes_of(target))]
+    return found
+
+
 def _indexed_elements(target: Tensor, indices: Sequence[Tensor | None]) -> int:
     given = [index for index in indices if index is not None]
     named = math.prod(torch.broadcast_shapes(*(index.shape for index in given)))
@@ -290,6 +302,7 @@ _RULES: dict[str, Rule] = {
     "_unsafe_index_put": _scattered(reads=False),
     "scatter": _scattered(reads=False),
     "index_copy": _scattered(reads=False),
+    "index_fill": _filled,
     "index_add": _scattered(reads=True),
     "scatter_add": _scattered(reads=True),
     "convolution_backward": _convolution_backward,
@@ -336,6 +349,54 @@ def measurement(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> list[Op
     """Tensors are read and results are written, each once."""
     found = {_identity(tensor): Operand(tensor, read=bytes_of(tensor)) for tensor in tensors}
     return [*found.values(), *(Operand(result, written=bytes_of(result)) for result in results)]
+
+
+def _rows_named(indices: Tensor, padding: int) -> tuple[int, int] | None:
+    """How many indices name a row other than `padding`, and how many such rows: by the data, for which a GPU
+    is waited for. None where there is none to read."""
+    if isinstance(indices, FakeTensor) or indices.is_meta:
+        return None
+    if indices.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    with _disable_current_modes():  # the meter's own look is nobody's traffic
+        named = indices[indices != padding]
+        return named.numel(), named.unique().numel()
+
+
+def rows_accumulation(
+    table: Tensor, indices: Tensor, gradients: Tensor, scale: float | Tensor | None, padding: int
+) -> list[Operand] | None:
+    """Gradients are added into the rows that the indices name, each row read and written once."""
+    named = _rows_named(indices, padding)
+    if named is None:
+        return None
+    columns = table.shape[1]
+    fresh = min(bytes_of(gradients), named[0] * columns * gradients.element_size())
+    touched = named[1] * columns * table.element_size()
+    found = [Operand(table, touched, touched), Operand(indices, bytes_of(indices)), Operand(gradients, fresh)]
+    if isinstance(scale, Tensor):
+        found.append(Operand(scale, scale.element_size()))
+    return found
+
+
+def rows_measurement(table: Tensor, indices: Tensor, results: Sequence[Tensor]) -> list[Operand] | None:
+    """The rows that the indices name are read, each once, and results are written."""
+    named = _rows_named(indices, -1)
+    if named is None:
+        return None
+    touched = named[1] * table.shape[1] * table.element_size()
+    found = [Operand(table, touched), Operand(indices, bytes_of(indices))]
+    return found + [Operand(result, written=bytes_of(result)) for result in results]
+
+
+def _accumulate_rows(call: Call) -> list[Operand] | None:
+    return rows_accumulation(
+        call["table"], call["indices"], call["gradients"], call["scale_tensor"], call["padding"]
+    )
+
+
+def _row_partials(call: Call) -> list[Operand] | None:
+    return rows_measurement(call["table"], call["indices"], call.results)
 
 
 def _flag(overwrite: Sequence[bool], index: int) -> bool:
@@ -395,4 +456,6 @@ _OUR_RULES: dict[str, Rule] = {
     "gemm_accumulate_": _gemm_accumulate,
     "norm_partials": _measurement("tensors"),
     "finish_norm": _measurement("partials"),
+    "accumulate_rows_": _accumulate_rows,
+    "row_partials": _row_partials,
 }

@@ -8,8 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import PAIRS, assert_matches_oracle, copies, random_lists
+from row_cases import assert_rows, random_case
 
-from fusedacc import backends, functional
+from fusedacc import backends, functional, norms, rows
 
 pytestmark = pytest.mark.cuda
 
@@ -60,3 +61,18 @@ def test_overwriting_reads_no_memory_that_nothing_has_written(backend, generator
     assert_matches_oracle(
         on_cpu(accumulators), on_cpu(values), on_cpu(gradients), 0.7, True, fused=backend == "cuda"
     )
+
+
+@pytest.mark.parametrize("table_layout", ["contiguous", "misaligned", "aligned apart"])
+@pytest.mark.parametrize("case", [((3, 5), 7, 33, "random"), ((200,), 3, 40, "mixed"), ((65,), 2, 8, "one")])
+def test_rows(backend, case, table_layout, generator):
+    for pair in PAIRS:
+        table, indices, gradients = random_case(case, pair, generator, table_layout, device="cuda")
+        before = table.clone()
+        options = {"padding_idx": 1, "scale_grad_by_freq": True}
+        rows.accumulate_rows_(table, indices, gradients, 0.7, **options, backend=backend)
+        assert_rows(table, before, indices, gradients, 0.7, 1, True)
+        norms.finish([rows.row_partials(table, indices, backend=backend)], 2.0, torch.float32, backend)
+        outside = indices.clone().fill_(7)
+        rows.accumulate_rows_(table, outside, gradients, backend=backend)
+        rows.row_partials(table, outside, backend=backend)

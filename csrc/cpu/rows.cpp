@@ -1,0 +1,147 @@
+#include "rows.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "share_out.h"
+
+namespace fusedacc::cpu {
+namespace {
+
+// A part of a row that one thread sums, where most gradients belong to one row.
+constexpr int64_t kTileColumns = 128;
+
+// Row numbers and where they stood, in ascending order; equal ones in the order in which they stood.
+using Places = std::vector<RowPlace>;
+
+// By digits, the lowest first: as many as the largest number has.
+void sort(Places& places, int64_t rows) {
+  constexpr int32_t kDigit = 8, kValues = 1 << kDigit;
+  static thread_local Places other;
+  other.resize(places.size());
+  for (int32_t shift = 0; shift < 63 && (rows - 1) >> shift > 0; shift += kDigit) {
+    const auto digit = [&](const RowPlace& place) { return place.row >> shift & (kValues - 1); };
+    int64_t next[kValues] = {};
+    for (const RowPlace& place : places) ++next[digit(place)];
+    int64_t before = 0;
+    for (int64_t& first : next) before += std::exchange(first, before);
+    for (const RowPlace& place : places) other[next[digit(place)]++] = place;
+    places.swap(other);
+  }
+}
+
+// Throws for a number that is no row, before anything else is done.
+const Places& sorted(const RowNumbers& numbers, int64_t rows, int64_t padding) {
+  static thread_local Places places;
+  places.clear();
+  for (int64_t i = 0; i < numbers.count; ++i) {
+    const int64_t row = numbers[i];
+    if (row < 0 || row >= rows) {
+      throw std::runtime_error("fusedacc: indices[" + std::to_string(i) + "] is " + std::to_string(row) +
+                               "; allowed: 0 to " + std::to_string(rows - 1));
+    }
+    if (row != padding) places.push_back({row, i});
+  }
+  sort(places, rows);
+  return places;
+}
+
+// The first places of each row's numbers, and their end.
+const std::vector<int64_t>& segments_of(const Places& places) {
+  static thread_local std::vector<int64_t> firsts;
+  firsts.clear();
+  const int64_t count = static_cast<int64_t>(places.size());
+  for (int64_t i = 0; i < count; ++i) {
+    if (i == 0 || places[i].row != places[i - 1].row) firsts.push_back(i);
+  }
+  firsts.push_back(count);
+  return firsts;
+}
+
+int64_t longest(const std::vector<int64_t>& firsts) {
+  int64_t most = 0;
+  for (size_t i = 1; i < firsts.size(); ++i) most = std::max(most, firsts[i] - firsts[i - 1]);
+  return most;
+}
+
+void* row_of(const Table& table, int64_t row) {
+  const int64_t size = element_size(kPairs[table.pair].accumulator);
+  return static_cast<char*>(table.data) + row * table.stride * size;
+}
+
+struct AddContext {
+  const RowWork& work;
+  const Places& places;
+  const std::vector<int64_t>& firsts;
+  int64_t tile;  // columns
+  double scale;
+};
+
+// All tiles' places lie on one line, tile after tile; a row belongs to the part that holds its first place.
+void add_part(int64_t begin, int64_t end, void* opaque) {
+  const AddContext& context = *static_cast<const AddContext*>(opaque);
+  const RowWork& work = context.work;
+  const auto& firsts = context.firsts;
+  const int64_t count = firsts.back();
+  for (int64_t tile = begin / count; tile * count < end; ++tile) {
+    const int64_t column = tile * context.tile;
+    const int64_t columns_end = std::min(column + context.tile, work.table.columns);
+    auto first = std::lower_bound(firsts.begin(), firsts.end(), begin - tile * count);
+    for (; *first < count && *first < end - tile * count; ++first) {
+      const RowGradients gradients{work.gradients, work.gradient_stride, &context.places[*first],
+                                   first[1] - first[0]};
+      loops().add_row[work.table.pair](row_of(work.table, gradients.places->row), gradients, column,
+                                       columns_end, context.scale, work.by_frequency);
+    }
+  }
+}
+
+struct NormContext {
+  const Table& table;
+  const Places& places;
+  NormKind kind;
+  double* partials;
+};
+
+void norm_part(int64_t begin, int64_t end, void* opaque) {
+  const NormContext& context = *static_cast<const NormContext*>(opaque);
+  const Table& table = context.table;
+  const auto norm = loops().norm[static_cast<int32_t>(context.kind)][table.pair];
+  double* partial = context.partials + begin * chunks_of(table.columns);
+  for (int64_t i = begin; i < end; ++i) {
+    const int64_t row = context.places[i].row;
+    const bool first = i == 0 || context.places[i - 1].row != row;
+    for (int64_t column = 0; column < table.columns; column += kChunkElements) {
+      const int64_t stop = std::min(column + kChunkElements, table.columns);
+      *partial++ = first ? norm(row_of(table, row), nullptr, column, stop) : 0;
+    }
+  }
+}
+
+// Rows that make a thread's least share.
+int64_t grain_of(int64_t columns) { return std::max<int64_t>(1, kGrain / std::max<int64_t>(1, columns)); }
+
+}  // namespace
+
+void add_rows(const RowWork& work, double scale) {
+  const Places& places = sorted(work.numbers, work.table.rows, work.padding);
+  if (places.empty() || work.table.columns == 0) return;
+  const std::vector<int64_t>& firsts = segments_of(places);
+  const int64_t count = firsts.back();
+  // Rows are shared out whole, but where one has so many gradients that the others would wait for it.
+  const int64_t tile = longest(firsts) * 8 > count ? kTileColumns : work.table.columns;
+  const int64_t tiles = (work.table.columns + tile - 1) / tile;
+  AddContext context{work, places, firsts, tile, scale};
+  share_out(count * tiles, grain_of(tile), add_part, context);
+}
+
+void norm_rows(const Table& table, const RowNumbers& numbers, NormKind kind, double* partials) {
+  const Places& places = sorted(numbers, table.rows, kNoPadding);
+  NormContext context{table, places, kind, partials};
+  if (!places.empty()) share_out(numbers.count, grain_of(table.columns), norm_part, context);
+}
+
+}  // namespace fusedacc::cpu

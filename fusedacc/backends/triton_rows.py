@@ -1,0 +1,97 @@
+"""Sums into the rows of a table, and their norms, by Triton: torch sorts, one launch or two do the rest."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import observers
+from ..checks import computation_dtype
+from . import triton_table as shared
+
+#: Columns of one program, at most: 8 for each thread.
+_MOST_COLUMNS = 1024
+_FEWEST_COLUMNS = 128
+
+
+def accumulate_rows_(
+    table: Tensor, indices: Tensor, gradients: Tensor, scale: float | Tensor, padding: int, by_frequency: bool
+) -> None:
+    """As `backends.Backend.accumulate_rows_`."""
+    from . import triton_row_kernels as kernels
+
+    _refuse_gaps(table)
+    count, width = gradients.shape
+    if count == 0 or width == 0:
+        return
+    wide = computation_dtype(table.dtype)
+    rows, order = torch.sort(indices, stable=True)
+    # A number goes to the device as an argument of a fill, not as a copy that would be waited for.
+    factor = scale if isinstance(scale, Tensor) else torch.full((), scale, dtype=wide, device=table.device)
+    stride = (width + 7) // 8 * 8
+    stretches = -(-count // kernels.RUN)
+    sums = torch.empty(2 * stretches * stride if count > kernels.RUN else 0, dtype=wide, device=table.device)
+    block = min(max(_power_of_two(width), _FEWEST_COLUMNS), _MOST_COLUMNS)
+    across = -(-width // block)
+    common = {"by_frequency": by_frequency, "block": block, "num_warps": shared.kernels().WARPS}
+    where = table.detach(), table.stride(0), table.shape[0], width, rows
+    with shared.on_device(table.device):
+        kernels.add_runs[(count, across)](
+            *where,
+            order,
+            count,
+            gradients,
+            gradients.stride(0),
+            factor,
+            padding,
+            sums,
+            stride,
+            wide=shared.triton_dtype(wide),
+            **common,
+        )
+        if count > kernels.RUN:
+            kernels.add_long_rows[(count // kernels.RUN, across)](
+                *where, count, factor, padding, sums, stride, **common
+            )
+    if observers.watching:
+        observers.rows_added("triton::add_rows", table, indices, gradients, scale, padding)
+
+
+def row_partials(table: Tensor, indices: Tensor, norm_type: float) -> Tensor:
+    """As `backends.Backend.row_partials`."""
+    from . import triton_row_kernels as kernels
+
+    _refuse_gaps(table)
+    width = table.shape[1]
+    chunk = shared.kernels().CHUNK
+    across = -(-width // chunk)
+    partials = torch.empty(indices.numel() * across, dtype=torch.float64, device=table.device)
+    if partials.numel() == 0:
+        return partials
+    rows, _ = torch.sort(indices, stable=True)
+    plain = table.detach()
+    with shared.on_device(table.device):
+        kernels.row_norms[(len(rows), across)](
+            plain,
+            table.stride(0),
+            table.shape[0],
+            width,
+            rows,
+            partials,
+            chunk=chunk,
+            wide=shared.triton_dtype(computation_dtype(table.dtype)),
+            infinity=norm_type != 2.0,
+            num_warps=shared.kernels().WARPS,
+        )
+    if observers.watching:
+        observers.rows_measured("triton::row_norms", table, indices, [partials])
+    return partials
+
+
+def _refuse_gaps(table: Tensor) -> None:
+    if table.shape[1] > 1 and table.stride(1) != 1:
+        raise RuntimeError(f"table has stride {table.stride(1)} in its second dimension; it must be 1")
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()

@@ -1,0 +1,428 @@
+"""Sums into the rows of a table on a CPU, on every backend that can run here, against float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from cases import PAIR_IDS, PAIRS
+from loops import NoHostRead
+from row_cases import (
+    GRADIENTS,
+    SHAPE_IDS,
+    SHAPES,
+    TABLES,
+    assert_rows,
+    lay_out,
+    random_case,
+    random_indices,
+)
+
+from fusedacc import backends, norms, reference_rows, rows
+
+INF, NAN = math.inf, math.nan
+
+
+def bits(tensor):
+    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.contiguous().view(kind)
+
+
+def needs(backend):
+    if backends.obstacle(backend, torch.device("cpu"), torch.float32, torch.float32) is not None:
+        pytest.skip(f"the {backend} backend cannot run here")
+
+
+def settings(rows_of_table):
+    """(padding_idx, scale_grad_by_freq, scale)."""
+    yield None, False, 0.3
+    yield rows_of_table - 1, True, torch.tensor(-1.7)
+    yield -1, False, 1.0
+    yield 0, True, torch.tensor(0.5, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("case", SHAPES, ids=SHAPE_IDS)
+@pytest.mark.parametrize("pair", PAIRS, ids=PAIR_IDS)
+def test_every_pair_and_shape(pair, case, cpu_backend, generator):
+    for padding_idx, by_frequency, scale in settings(case[1]):
+        table, indices, gradients = random_case(case, pair, generator)
+        before, version = table.clone(), table._version
+        rows.accumulate_rows_(
+            table,
+            indices,
+            gradients,
+            scale,
+            padding_idx=padding_idx,
+            scale_grad_by_freq=by_frequency,
+            backend=cpu_backend,
+        )
+        assert_rows(table, before, indices, gradients, scale, padding_idx, by_frequency)
+        assert table._version > version
+
+
+@pytest.mark.parametrize("table_layout", TABLES)
+@pytest.mark.parametrize("gradient_layout", GRADIENTS)
+@pytest.mark.parametrize("pair", PAIRS, ids=PAIR_IDS)
+def test_every_layout(pair, gradient_layout, table_layout, cpu_backend, generator):
+    for case in (((2, 7), 9, 24, "random"), ((70,), 3, 5, "mixed")):
+        table, indices, gradients = random_case(case, pair, generator, table_layout, gradient_layout)
+        before, base = table.clone(), table._base
+        rows.accumulate_rows_(table, indices, gradients, 0.7, backend=cpu_backend)
+        assert_rows(table, before, indices, gradients, 0.7)
+        if base is not None:
+            table.zero_()
+            assert not base.any(), "something beside the rows was written"
+
+
+def test_rows_that_are_not_dense_are_plain_torchs(generator):
+    table, indices, gradients = random_case(((6,), 5, 4, "random"), PAIRS[0], generator)
+    turned = lay_out(table, "transposed")
+    rows.accumulate_rows_(turned, indices, gradients, 0.7)
+    assert_rows(turned, table, indices, gradients, 0.7)
+    chosen = rows.select(turned, gradients.dtype)
+    assert chosen.backend.name == "eager"
+    assert "do not lie side by side" in chosen.reason
+    for backend in ("cpu", "triton"):
+        needs(backend)
+        with pytest.raises(RuntimeError, match="table has stride 5 in its second dimension"):
+            rows.accumulate_rows_(turned, indices, gradients, backend=backend)
+        with pytest.raises(RuntimeError, match="table has stride 5 in its second dimension"):
+            rows.row_partials(turned, indices, backend=backend)
+
+
+def test_selection_is_that_of_the_backends(cpu_backend):
+    table = torch.zeros(3, 2)
+    assert rows.select(table, torch.bfloat16, cpu_backend).backend.name == cpu_backend
+    assert rows.select(table, torch.bfloat16) == backends.select(table.device, table.dtype, torch.bfloat16)
+    with pytest.raises(RuntimeError, match="backend='cuda' cannot run bfloat16 into float32 on cpu"):
+        rows.select(table, torch.bfloat16, "cuda")
+    with pytest.raises(ValueError, match="backend='fast' is no backend"):
+        rows.accumulate_rows_(table, torch.tensor([0]), torch.ones(1, 2), backend="fast")
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_indices_of_both_widths_and_any_strides(dtype, cpu_backend, generator):
+    indices = random_indices((4, 6), 5, "random", generator, dtype)
+    for view in (indices, indices.t(), indices[:, ::2], indices[0].expand(3, 6)):
+        table, gradients = torch.zeros(5, 3), torch.randn(*view.shape, 3)
+        rows.accumulate_rows_(table, view, gradients, backend=cpu_backend)
+        assert_rows(table, torch.zeros(5, 3), view, gradients, 1.0)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=PAIR_IDS)
+def test_backends_agree_to_the_bit(pair, generator):
+    """With scale 1 the multiply-add is an addition, which the interpreter does not round twice."""
+    needs("cpu")
+    for case in (((150,), 6, 17, "mixed"), ((3, 5), 9, 130, "random")):
+        for by_frequency in (False, True):
+            table, indices, gradients = random_case(case, pair, generator)
+            results = []
+            for backend in ("cpu", "eager", "triton"):
+                if backend == "triton":
+                    needs(backend)
+                results.append(table.clone())
+                rows.accumulate_rows_(
+                    results[-1],
+                    indices,
+                    gradients,
+                    padding_idx=2,
+                    scale_grad_by_freq=by_frequency,
+                    backend=backend,
+                )
+            assert all(torch.equal(bits(result), bits(results[0])) for result in results)
+
+
+def test_a_row_named_once_gets_the_bits_of_a_plain_sum(cpu_backend, generator):
+    from fusedacc import functional
+
+    for pair in PAIRS:
+        table, _, gradients = random_case(((9,), 9, 40, "random"), pair, generator)
+        plain = table.clone()
+        order = torch.randperm(9, generator=generator)
+        rows.accumulate_rows_(table, order, gradients[order], 0.3, backend=cpu_backend)
+        functional.scale_accumulate_([plain], [gradients], 0.3, backend=cpu_backend)
+        assert torch.equal(bits(table), bits(plain))
+
+
+def test_other_rows_do_not_change_a_rows_bits(cpu_backend, generator):
+    """Nor does where its gradients stand among the others: only their own order counts."""
+    table, own = torch.zeros(4, 6), torch.randn(100, 6)
+    rows.accumulate_rows_(table, torch.full((100,), 2), own, 0.3, backend=cpu_backend)
+    indices = torch.randint(0, 4, (150,), generator=generator)
+    indices[torch.randperm(150, generator=generator)[:100]] = 5
+    indices[indices == 2] = 0
+    indices[indices == 5] = 2
+    gradients = torch.randn(150, 6)
+    gradients[indices == 2] = own
+    mixed = torch.zeros(4, 6)
+    rows.accumulate_rows_(mixed, indices, gradients, 0.3, backend=cpu_backend)
+    assert torch.equal(mixed[2], table[2])
+
+
+def test_one_thread_and_more_give_the_same_bits(generator):
+    needs("cpu")
+    threads = torch.get_num_threads()
+    try:
+        for kind in ("random", "one", "mixed"):
+            indices = random_indices((3000,), 700, kind, generator)
+            gradients = torch.randn(3000, 200, generator=generator)
+            sums, partials = [], []
+            for count in (1, 2, 3):
+                torch.set_num_threads(count)
+                sums.append(torch.zeros(700, 200))
+                rows.accumulate_rows_(sums[-1], indices, gradients, 0.3, backend="cpu")
+                partials.append(rows.row_partials(sums[-1], indices, backend="cpu"))
+            assert all(torch.equal(found, sums[0]) for found in sums)
+            assert all(torch.equal(found, partials[0]) for found in partials)
+            assert_rows(sums[0], torch.zeros(700, 200), indices, gradients, 0.3)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("count", [2, 3, 255, 256, 257, 70_001])
+def test_tables_of_any_height(count, generator):
+    """Around the digits by which the CPU sorts."""
+    needs("cpu")
+    indices = torch.randint(0, count, (500,), generator=generator)
+    indices[:2] = torch.tensor([count - 1, 0])
+    gradients = torch.randn(500, 2, generator=generator)
+    table = torch.zeros(count, 2)
+    rows.accumulate_rows_(table, indices, gradients, backend="cpu")
+    assert_rows(table, torch.zeros(count, 2), indices, gradients, 1.0)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in Triton's interpreter
+def test_inf_and_nan_stay_in_their_rows(cpu_backend):
+    table, gradients = torch.ones(5, 3), torch.ones(5, 3)
+    indices = torch.tensor([1, 2, 2, 3, 4])
+    gradients[0, 0], gradients[1, 1], gradients[2, 1], gradients[3, 2] = NAN, INF, -INF, INF
+    gradients[4] = NAN
+    rows.accumulate_rows_(table, indices, gradients, 0.5, padding_idx=4, backend=cpu_backend)
+    assert torch.equal(table[0], torch.ones(3))
+    assert torch.equal(table[4], torch.ones(3))
+    assert table.isnan().nonzero().tolist() == [[1, 0], [2, 1]]
+    assert table.isinf().nonzero().tolist() == [[3, 2]]
+
+
+@pytest.mark.parametrize("bad", [-1, 5, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_a_number_that_is_no_row_is_named_before_anything_is_written(bad, dtype, cpu_backend):
+    table, indices = torch.ones(5, 3), torch.tensor([[0, 1], [2, 3], [4, bad]], dtype=dtype)
+    with pytest.raises(IndexError, match=rf"indices holds {bad} \(element 5\); allowed: 0 to 4"):
+        rows.accumulate_rows_(table, indices, torch.ones(3, 2, 3), backend=cpu_backend)
+    with pytest.raises(IndexError, match=rf"indices holds {bad} \(element 5\); allowed: 0 to 4"):
+        rows.row_partials(table, indices, backend=cpu_backend)
+    with pytest.raises(IndexError):
+        rows.zero_rows_(table, torch.tensor([7]))
+    assert torch.equal(table, torch.ones(5, 3))
+    assert table._version == 0
+
+
+def given(**changed):
+    """Arguments that are right but for what is changed."""
+    right = {"table": torch.zeros(5, 3), "indices": torch.tensor([0, 4]), "gradients": torch.ones(2, 3)}
+    return {**right, **changed}
+
+
+ROOM = torch.zeros(40)
+BAD = {
+    "no table": (given(table=[1]), TypeError, "table is list, not a tensor"),
+    "vector": (given(table=torch.zeros(5)), ValueError, r"table has shape \(5,\); it must have two"),
+    "integers": (given(table=torch.zeros(5, 3).int()), TypeError, "is not floating-point"),
+    "sparse": (given(table=torch.zeros(5, 3).to_sparse()), TypeError, "table is sparse"),
+    "overlapping": (given(table=ROOM.as_strided((5, 3), (2, 1))), ValueError, "table overlaps itself"),
+    "floating indices": (
+        given(indices=torch.zeros(2)),
+        TypeError,
+        "indices is torch.float32; allowed: int64",
+    ),
+    "short indices": (given(indices=torch.zeros(2).short()), TypeError, "indices is torch.int16; allowed"),
+    "a list of indices": (given(indices=[0, 1]), TypeError, "indices is list, not a tensor"),
+    "no gradients": (given(gradients=None), TypeError, "gradients is NoneType, not a tensor"),
+    "shape": (
+        given(gradients=torch.ones(3, 2)),
+        ValueError,
+        r"gradients has shape \(3, 2\); it must be \(2, 3",
+    ),
+    "a dimension more": (given(gradients=torch.ones(1, 2, 3)), ValueError, r"shape \(1, 2, 3\)"),
+    "pair": (
+        given(gradients=torch.ones(2, 3).double()),
+        TypeError,
+        "float64 and table is torch.float32; all",
+    ),
+    "meta": (given(gradients=torch.ones(2, 3, device="meta")), ValueError, "gradients is on meta"),
+    "meta indices": (given(indices=torch.zeros(2, device="meta").long()), ValueError, "indices is on meta"),
+    "in the table": (
+        given(table=ROOM[:15].view(5, 3), gradients=ROOM[14:20].view(2, 3)),
+        ValueError,
+        "gradients shares memory with table",
+    ),
+    "scale": (given(scale="2"), TypeError, "scale is the string '2'"),
+    "scale's shape": (given(scale=torch.ones(1)), ValueError, r"scale has shape \(1,\)"),
+    "scale's dtype": (given(scale=torch.tensor(1)), TypeError, "scale has dtype torch.int64"),
+    "padding": (given(padding_idx=5), ValueError, "padding_idx is 5; allowed: None, or -5 to 4"),
+    "padding's kind": (given(padding_idx=1.0), TypeError, "padding_idx is 1.0; allowed: an int or None"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_wrong_is_named_and_nothing_is_written(case, cpu_backend):
+    arguments, error, message = BAD[case]
+    with pytest.raises(error, match=message):
+        rows.accumulate_rows_(**arguments, backend=cpu_backend)
+    assert not torch.is_tensor(arguments["table"]) or not arguments["table"].to_dense().any()
+
+
+def test_gradients_and_tables_that_autograd_knows(cpu_backend):
+    weight = torch.nn.Parameter(torch.zeros(4, 2))
+    gradients = torch.ones(3, 2, requires_grad=True)
+    rows.accumulate_rows_(weight, torch.tensor([1, 1, 2]), gradients, 2.0, backend=cpu_backend)
+    assert weight.tolist() == [[0, 0], [4, 4], [2, 2], [0, 0]]
+    assert weight.is_leaf
+    version = weight._version
+    assert version > 0
+    assert not rows.row_partials(weight, torch.tensor([1]), backend=cpu_backend).requires_grad
+    rows.zero_rows_(weight, torch.tensor([2]))
+    assert weight.tolist() == [[0, 0], [4, 4], [0, 0], [0, 0]]
+    assert weight._version > version
+
+
+def test_nothing_is_read_by_the_host(generator):
+    """On a CPU the compiled operator looks at the indices itself."""
+    needs("cpu")
+    table, indices, gradients = random_case(((2, 7), 9, 4, "random"), PAIRS[0], generator)
+    before, flat, fresh = table.clone(), indices.reshape(-1), gradients.reshape(-1, 4)
+    with NoHostRead():
+        rows.accumulate_rows_(table, indices, gradients, torch.tensor(0.5), padding_idx=3)
+        partials = rows.row_partials(table, indices)
+        norms.finish([partials], 2.0, torch.float32, "auto")
+        reference_rows.accumulate_rows_(before, flat, fresh, torch.tensor(0.5), 3, True)
+        reference_rows.row_partials(before, flat, 2.0)
+        rows.zero_rows_(before, indices)
+
+
+# Norms
+
+
+@pytest.mark.parametrize("norm_type", [2.0, INF])
+@pytest.mark.parametrize("table_layout", TABLES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_norms_count_each_row_once(dtype, table_layout, norm_type, cpu_backend, generator):
+    cases = [case for case in SHAPES if cpu_backend != "triton" or case[2] < 2000]
+    for case in [*cases, ((3,), 4, 20_001, "random")]:
+        matrix, indices, _ = random_case(case, (dtype, dtype), generator, table_layout)
+        partials = rows.row_partials(matrix, indices, norm_type, backend=cpu_backend)
+        assert (partials.dtype, partials.dim()) == (torch.float64, 1)
+        again = rows.row_partials(matrix, indices, norm_type, backend=cpu_backend)
+        assert torch.equal(partials, again)
+        norm, found = norms.finish([partials], norm_type, torch.float64, cpu_backend)
+        values = matrix[indices.reshape(-1).unique()].double()
+        wanted = torch.linalg.vector_norm(values, norm_type) if values.numel() else torch.zeros(())
+        # Of a lane's squares, as in the tests of norms; none where the largest is sought.
+        sums = 0.0 if norm_type == INF else 523 * torch.finfo(torch.float32).eps / 4
+        assert (norm - wanted).abs() <= wanted * (sums + 1e-12)
+        assert found.item() == 0.0
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in Triton's interpreter
+def test_norms_of_rows_find_inf_and_nan_only_where_named(cpu_backend):
+    matrix = torch.ones(6, 9)
+    matrix[1, 3], matrix[2, 8] = INF, NAN
+    for named, found in (([0, 3, 3], 0.0), ([0, 1], 1.0), ([2, 2], 1.0)):
+        partials = rows.row_partials(matrix, torch.tensor(named), backend=cpu_backend)
+        assert norms.finish([partials], 2.0, torch.float32, cpu_backend)[1].item() == found
+    huge = torch.full((2, 50), 1e30)
+    partials = rows.row_partials(huge, torch.tensor([1]), backend=cpu_backend)
+    assert norms.finish([partials], 2.0, torch.float32, cpu_backend)[0].item() == pytest.approx(
+        1e30 * 50**0.5
+    )
+    with pytest.raises(ValueError, match=r"norm_type is 3; allowed: 2\.0 and inf"):
+        rows.row_partials(matrix, torch.tensor([0]), 3, backend=cpu_backend)
+
+
+def test_partials_join_those_of_other_tensors(generator):
+    matrix, dense = torch.randn(9, 5, generator=generator), torch.randn(40, generator=generator)
+    found = [rows.row_partials(matrix, torch.tensor([8, 2, 2])), *norms.partials([dense], 2.0, "auto")]
+    norm, _ = norms.finish(found, 2.0, torch.float32, "auto")
+    assert norm.item() == pytest.approx(torch.cat([matrix[[2, 8]].flatten(), dense]).norm().item())
+
+
+# Zeroing
+
+
+@pytest.mark.parametrize("table_layout", [*TABLES, "transposed"])
+def test_rows_become_zero(table_layout, generator):
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        matrix, indices, _ = random_case(((2, 3), 9, 5, "random"), (dtype, dtype), generator, table_layout)
+        wanted = matrix.clone()
+        wanted[indices.reshape(-1)] = 0
+        rows.zero_rows_(matrix, indices.int())
+        assert torch.equal(matrix, wanted)
+        rows.zero_rows_(matrix, indices[:0])
+        assert torch.equal(matrix, wanted)
+
+
+# What the operators are to torch
+
+
+@pytest.mark.parametrize("scale", [0.3, torch.tensor(0.3)], ids=["float", "tensor"])
+def test_opcheck(scale, generator):
+    needs("cpu")
+    tensor, number = (scale, 1.0) if isinstance(scale, torch.Tensor) else (None, scale)
+    for pair in PAIRS:
+        matrix, indices, gradients = random_case(((7,), 5, 4, "random"), pair, generator)
+        for padding, by_frequency in ((-1, False), (2, True)):
+            arguments = (matrix, indices, gradients, tensor, number, padding, by_frequency)
+            torch.library.opcheck(torch.ops.fusedacc.accumulate_rows_.default, arguments)
+        for norm_type in (2.0, INF):
+            torch.library.opcheck(torch.ops.fusedacc.row_partials.default, (matrix, indices, norm_type))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "eager"])
+def test_in_a_full_graph(backend, generator):
+    needs(backend)
+    torch.compiler.reset()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(table, indices, gradients, scale):
+        rows.accumulate_rows_(table, indices, gradients, scale, padding_idx=-2, backend=backend)
+        return table * 2, rows.row_partials(table, indices, backend=backend)
+
+    for scale in (0.3, torch.tensor(0.7)):
+        table, indices, gradients = random_case(((2, 7), 9, 24, "random"), PAIRS[0], generator)
+        before, version = table.clone(), table._version
+        doubled, partials = step(table, indices, gradients, scale)
+        assert_rows(table, before, indices, gradients, scale, -2)
+        assert torch.equal(doubled, table * 2)
+        wanted = rows.row_partials(table, indices, backend=backend)
+        torch.testing.assert_close(partials, wanted, rtol=1e-6, atol=0)
+        assert table._version > version
+    torch.compiler.reset()
+
+
+def test_every_instruction_set_gives_the_same_bits(tmp_path):
+    needs("cpu")
+    from test_native_ops import CAPABILITIES
+    from test_selection import in_fresh_python
+
+    program = """
+        import hashlib, torch
+        from fusedacc import checks, ops, rows
+        digest = hashlib.sha256()
+        for gradient, dtype in sorted(checks.PAIRS, key=str):
+            torch.manual_seed(0)
+            indices = torch.randint(0, 7, (300,))
+            table = torch.randn(7, 77).to(dtype)
+            fresh = torch.randn(300, 77).to(gradient)
+            rows.accumulate_rows_(table, indices, fresh, 0.3, scale_grad_by_freq=True, backend="cpu")
+            digest.update(table.view(torch.uint8).numpy().tobytes())
+            digest.update(rows.row_partials(table, indices, backend="cpu").numpy().tobytes())
+        print(digest.hexdigest())
+    """
+    from fusedacc import ops
+
+    best = ops.built_with()["cpu_capability"]
+    usable = CAPABILITIES[: CAPABILITIES.index(best) + 1]
+    said = {in_fresh_python(program, tmp_path, FUSEDACC_CPU_CAPABILITY=name) for name in usable}
+    assert len(said) == 1
