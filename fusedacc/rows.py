@@ -15,7 +15,7 @@ from torch import Tensor
 from . import backends, checks, reference_rows
 from .plan import bump_versions, traced_backend
 
-__all__ = ["accumulate_rows_", "row_partials", "select", "zero_rows_"]
+__all__ = ["accumulate_rows_", "row_partials", "scale_rows_", "select", "zero_rows_"]
 
 _INDEX_DTYPES = (torch.int64, torch.int32)
 
@@ -139,6 +139,17 @@ def zero_rows_(table: Tensor, indices: Tensor) -> None:
     """
     with torch.no_grad():
         table.index_fill_(0, indices.reshape(-1).long(), 0)
+
+
+def scale_rows_(table: Tensor, indices: Tensor, ratio: float | Tensor) -> None:
+    """The rows that are named are multiplied by `ratio`, once each; plain torch, arguments as `zero_rows_`.
+
+    `ratio`: a float, or a 0-dim tensor on the table's device.
+    """
+    with torch.no_grad():
+        flat = indices.reshape(-1).long()
+        # A row that is named twice is written twice, with the same values.
+        table.index_copy_(0, flat, (table.index_select(0, flat) * ratio).to(table.dtype))
 
 
 def _traced(
