@@ -280,12 +280,11 @@ def test_adapters_beside_frozen_weights():
 
 
 def test_bad_model_is_refused():
+    inner = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module or None, got list"):
-        wrap_of = [nn.Parameter(torch.zeros(2))]
-        fusedacc.AccumulatingOptimizer(torch.optim.SGD(wrap_of, lr=0.1), model=[nn.Linear(1, 1)])
+        fusedacc.AccumulatingOptimizer(inner, model=[nn.Linear(1, 1)])
     with pytest.warns(UserWarning, match="model="):
-        weight = nn.Parameter(torch.zeros(2))
-        fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight], lr=0.1), model=nn.Linear(1, 1))
+        fusedacc.AccumulatingOptimizer(inner, model=nn.Linear(1, 1))
 
 
 def test_the_conv1d_of_transformers(monkeypatch):
@@ -300,7 +299,7 @@ def test_the_conv1d_of_transformers(monkeypatch):
             self.weight, self.bias = nn.Parameter(torch.randn(nx, nf)), nn.Parameter(torch.zeros(nf))
 
         def forward(self, x):
-            size_out = x.size()[:-1] + (self.nf,)
+            size_out = (*x.size()[:-1], self.nf)
             return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(size_out)
 
     torch.manual_seed(0)

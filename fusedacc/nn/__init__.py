@@ -1,4 +1,4 @@
-"""Linear and Embedding modules that accumulate in their backward: their weight gradients are never written."""
+"""Linear and Embedding modules that accumulate in their backward, and write no weight gradient."""
 
 from .modules import Replacements
 

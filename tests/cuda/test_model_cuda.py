@@ -46,14 +46,8 @@ def pair(tied: bool, dtype=F32, backend: str = "auto", **options):
     made = []
     for net, given in ((model, {"model": model}), (twin, {})):
         inner = torch.optim.SGD(net.parameters(), lr=0.01, fused=True)
-        made.append(
-            (
-                net,
-                fusedacc.AccumulatingOptimizer(
-                    inner, 4, backend=backend, max_grad_norm=1.0, **given, **options
-                ),
-            )
-        )
+        given |= {"backend": backend, "max_grad_norm": 1.0, **options}
+        made.append((net, fusedacc.AccumulatingOptimizer(inner, 4, **given)))
     return made
 
 
