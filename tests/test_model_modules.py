@@ -287,6 +287,14 @@ def test_bad_model_is_refused():
         fusedacc.AccumulatingOptimizer(inner, model=nn.Linear(1, 1))
 
 
+def test_data_parallel_is_left_alone():
+    model = nn.DataParallel(Net())
+    with pytest.warns(UserWarning, match="model="):
+        optimizer = named(model)
+    assert "replicas" in optimizer.explain()
+    assert all(map(is_stock, model.modules()))
+
+
 def test_the_conv1d_of_transformers(monkeypatch):
     """Found by its name and module, without an import."""
 

@@ -96,9 +96,12 @@ class Product(torch.autograd.Function):
             rows, inputs = gradient.reshape(-1, gradient.shape[-1]), input.reshape(-1, input.shape[-1])
         of_input = of_weight = of_bias = None
         if wants_input:
-            # The cast that was saved is no function of the weight.
-            used = casts[0] if casts and not torch.is_grad_enabled() else weight.to(gradient.dtype)
-            of_input = torch.mm(rows, used.t() if site.transposed else used).view(input.shape)
+            used = weight
+            if casts:  # no function of the weight, as it must be where the gradient is differentiated
+                used = weight.to(gradient.dtype) if torch.is_grad_enabled() else casts[0]
+            of_input = torch.mm(rows, used.t() if site.transposed else used)
+            if rows is not gradient:
+                of_input = of_input.view(input.shape)
         left, right = (inputs, rows) if site.transposed else (rows, inputs)
 
         def write(total: Tensor, scale: float | Tensor, keep: float | Tensor) -> None:

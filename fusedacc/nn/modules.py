@@ -16,6 +16,9 @@ from .linear import Conv1DSite, LinearSite
 from .site import Site, is_stock
 
 
+REPLICAS = "DataParallel calls replicas of the modules, whose weights are others"
+
+
 class Replacements:
     """Sites on the modules of `model` whose weights are among the slots.
 
@@ -42,6 +45,7 @@ class Replacements:
     def follow(self, slots: Sequence[Slot]) -> None:
         """Replace what can be replaced among the modules of these slots' parameters."""
         by_parameter = {id(slot.param): slot for slot in slots}
+        replicas = any(isinstance(module, nn.DataParallel) for module in self._model.modules())
         for module in self._model.modules():
             if module in self._sites:
                 continue
@@ -49,7 +53,7 @@ class Replacements:
                 slot = by_parameter.get(id(param))
                 if slot is None:
                     continue
-                kind, why = _kind_of(module, name)
+                kind, why = (None, REPLICAS) if replicas else _kind_of(module, name)
                 if kind is None:
                     slot.left_to = slot.left_to or why
                     continue
