@@ -8,14 +8,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .rows import scale_rows_, zero_rows_
+from .rows import restore_zeros_, scale_rows_
 
 
 class TouchedRows:
     """The rows of one tensor that were added to since it was all zeros.
 
-    It counts only as long as nobody else has written to the tensor, which shows in its version, or in a call
-    of `forget` by those who know that they bump none.
+    It counts only as long as nobody else has written to the tensor, which shows in its version, in a call of
+    `forget` by those who know that they bump none, or in what `clean` finds.
     """
 
     def __init__(self) -> None:
@@ -31,13 +31,17 @@ class TouchedRows:
             self._indices = [torch.cat(self._indices)]
         return self._indices[0] if self._indices else torch.empty(0, dtype=torch.int64, device=total.device)
 
-    def clean(self, memory: Tensor) -> None:
-        """Make `memory` all zeros, by writing the rows that are not, as far as they are known."""
+    def clean(self, memory: Tensor, backend: str = "auto") -> None:
+        """Make `memory` all zeros, by writing the rows that are not, as far as they are known.
+
+        A sample of the others is looked at: users may write to a gradient's `.data`, and torch's fused
+        optimizers to gradients themselves, without a trace in the version.
+        """
         rows = self.known(memory)
         if rows is None:
             memory.zero_()
-        elif rows.numel():
-            zero_rows_(memory, rows)
+        else:
+            restore_zeros_(memory, rows, backend=backend)
         self._of = weakref.ref(memory)
         self._indices = []
         self._version = memory._version

@@ -69,7 +69,7 @@ class Writes(Additions):
                 total.zero_()
             return touched
         if fresh:
-            touched.clean(total)
+            touched.clean(total, self.launches.backend)
         elif touched.known(total) is None:
             touched.forget()
         touched.add(total, rows)

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from loops import NoHostRead
 from test_model_autograd import Net, loss_of, tokens
 from torch import nn
 
@@ -179,11 +180,14 @@ def test_what_a_user_holds_of_p_grad_is_not_written_again():
             assert torch.equal(now, then)
 
 
-def test_gradients_written_between_windows_leave_no_trace():
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("height", [11, 500])
+def test_gradients_written_between_windows_leave_no_trace(clip, height):
     """Whatever happens to p.grad, the next window's rows start from zero."""
     model = Net(tied=False)
+    model.embedding = nn.Embedding(height, 6)
     optimizer = fusedacc.AccumulatingOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.0), 2, model=model, max_grad_norm=1.0
+        torch.optim.SGD(model.parameters(), lr=0.0), 2, model=model, max_grad_norm=clip
     )
 
     def window(seed):
@@ -199,6 +203,8 @@ def test_gradients_written_between_windows_leave_no_trace():
         lambda g: g.fill_(7.0),
         lambda g: g.mul_(math.nan),
         lambda g: g.data.fill_(3.0),
+        lambda g: g.data.add_(torch.randn(g.shape)),
+        lambda g: g.data.mul_(math.nan),
         lambda g: torch._foreach_mul_([g], math.inf),
         lambda g: None,
     ):
@@ -207,6 +213,25 @@ def test_gradients_written_between_windows_leave_no_trace():
         optimizer.zero_grad()
         torch.testing.assert_close(window(0), want)
         optimizer.zero_grad()
+
+
+def test_nothing_is_read_by_the_host_over_a_window_of_rows():
+    torch.manual_seed(0)
+    model = nn.Embedding(500, 6)
+    optimizer = fusedacc.AccumulatingOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, fused=True), 2, model=model
+    )
+
+    def window(seed):
+        for micro in range(2):
+            model(tokens(seed + micro)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    window(0)
+    with NoHostRead():
+        window(2)
+    assert optimizer.num_updates == 2
 
 
 @pytest.mark.parametrize("fused", [True, False])
