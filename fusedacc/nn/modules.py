@@ -15,7 +15,6 @@ from .embedding import EmbeddingSite
 from .linear import Conv1DSite, LinearSite
 from .site import Site, is_stock
 
-
 REPLICAS = "DataParallel calls replicas of the modules, whose weights are others"
 
 
