@@ -12,6 +12,7 @@ namespace fusedacc {
 namespace cuda {
 void add_rows(RowWork, AtenTensorHandle, const ScaleArgument&, int32_t) { refuse_cuda(); }
 void norm_rows(const Table&, RowNumbers, AtenTensorHandle, NormKind, double*, int32_t) { refuse_cuda(); }
+void clear_if(const ClearWork&, int32_t) { refuse_cuda(); }
 }  // namespace cuda
 #endif
 
@@ -55,6 +56,31 @@ RowNumbers read_numbers(AtenTensorHandle tensor, const Device& device) {
   }
   if (!device.holds(view)) fail("indices", "is not on " + device.name() + ", where the table is");
   return {view.data, view.strides[0], view.sizes[0], wide, nullptr};
+}
+
+// The bytes of a tensor without gaps.
+int64_t dense_bytes(const TensorView& view, const char* argument) {
+  const Dtype dtype = dtype_of(view);
+  if (dtype == Dtype::kOther) fail(argument, std::string("has another dtype; ") + kOwnDtypes);
+  int64_t elements = 1;
+  for (int64_t d = 0; d < view.dims; ++d) elements *= view.sizes[d];
+  bool dense = true;
+  if (elements > 0 && !(strides_nest(view.dims, view.sizes, view.strides, dense) && dense)) {
+    fail(argument, "has gaps or overlaps itself; it must fill its memory");
+  }
+  return elements * element_size(dtype);
+}
+
+Flag read_flag(AtenTensorHandle tensor, const Device& device) {
+  const TensorView view = view_of(tensor, {"flag", -1});
+  const Dtype dtype = dtype_of(view);
+  const bool is_bool = view.dtype == aoti_torch_dtype_bool();
+  if (view.dims != 0) fail("flag", "has " + std::to_string(view.dims) + " dimensions; it must have none");
+  if (!is_bool && dtype == Dtype::kOther) {
+    fail("flag", std::string("has another dtype; ") + kOwnDtypes + ", and bool");
+  }
+  if (!device.holds(view)) fail("flag", "is not on " + device.name() + ", where the table is");
+  return {view.data, is_bool ? 1 : static_cast<int32_t>(element_size(dtype))};
 }
 
 // The bytes from a matrix's first element to the end of its last.
@@ -119,6 +145,18 @@ void row_partials(StableIValue* stack, uint64_t, uint64_t) {
       device, [&] { cpu::norm_rows(table, numbers, kind, to); },
       [&] { cuda::norm_rows(table, numbers, indices.get(), kind, to, device.index); });
   stack[0] = torch::stable::detail::from(partials.release());
+}
+
+// stack: table, flag.
+void clear_if_(StableIValue* stack, uint64_t, uint64_t) {
+  const OwnedTensor table(reinterpret_cast<AtenTensorHandle>(stack[0]));
+  const OwnedTensor flag(reinterpret_cast<AtenTensorHandle>(stack[1]));
+  const TensorView view = view_of(table.get(), {"table", -1});
+  const Device device{view.device_type, view.device_index};
+  const ClearWork work{view.data, dense_bytes(view, "table"), read_flag(flag.get(), device)};
+  const auto *begin = static_cast<const char*>(work.data), *at = static_cast<const char*>(work.flag.data);
+  if (begin < at + work.flag.bytes && at < begin + work.bytes) fail("flag", "overlaps the table in memory");
+  run_on(device, [&] { cpu::clear_if(work); }, [&] { cuda::clear_if(work, device.index); });
 }
 
 }  // namespace fusedacc

@@ -7,5 +7,6 @@ namespace fusedacc {
 
 void accumulate_rows_(StableIValue* stack, uint64_t inputs, uint64_t outputs);
 void row_partials(StableIValue* stack, uint64_t inputs, uint64_t outputs);
+void clear_if_(StableIValue* stack, uint64_t inputs, uint64_t outputs);
 
 }  // namespace fusedacc

@@ -5,13 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from . import backends, checks
-from .additions import Additions
 from .factors import is_one, near
 from .memory import like
 from .slot import Lane, Slot
+from .writes import Writes
 
 
-class Arena(Additions):
+class Arena(Writes):
     """Adds gradients to sums, multiplies sums, and moves them in and out of p.grad; arguments as `Sums`."""
 
     def deliver(self) -> None:

@@ -38,6 +38,7 @@ from .hooks import (
 )
 from .slot import Slot
 from .window import Window
+from .writes import Write
 
 #: Which capture holds a parameter, by the parameter's id: a live capture keeps its parameters alive, and weak
 #: references to parameters would stand in the way of `torch.utils.swap_tensors`.
@@ -131,7 +132,7 @@ class Capture:
         node = accumulate_grad_node(param)
         if slot not in self._nodes or self._nodes[slot][0] is not node:
             self._disarm(slot)
-            hook = make_hook(weakref.ref(self), self._open_buckets(slot), slot)
+            hook = make_hook(weakref.ref(self), self._open_buckets(slot), self._tasks, slot)
             self._nodes[slot] = node, node.register_prehook(hook)
 
     def _open_buckets(self, slot: Slot) -> dict[int, Bucket]:
@@ -198,6 +199,68 @@ class Capture:
         if slot.nbytes < LARGE_BYTES:
             bucket.nbytes += slot.nbytes
         return SWALLOWED
+
+    def take_in_place(self, slot: Slot, node: Any, write: Write, rows: Tensor | None = None) -> bool:
+        """Let a module's backward add its weight's gradient to the sum by itself, if that is all right.
+
+        Args:
+            slot: the weight's.
+            node: the weight's AccumulateGrad node in the graph that runs.
+            write: called at most once, with the sum, by what to multiply the gradient, and by what to
+                multiply the sum first: 0 where it holds nothing yet.
+            rows: the rows that `write` adds to; the sum is ready to be added to then. None: all.
+
+        Returns:
+            Whether the weight's gradient is done with: added, or wanted by nobody. Else it is to be returned
+            to autograd: somebody differentiates by the weight, or looks at its gradient on the way.
+        """
+        param, armed = slot.param, self._nodes.get(slot)
+        if (
+            torch.is_grad_enabled()
+            or param._backward_hooks
+            or param._post_accumulate_grad_hooks
+            or slot.odd
+            or armed is None
+            or armed[0] is not node  # the parameter was moved or cast
+        ):
+            return False
+        try:
+            if not torch._C._will_engine_execute_node(node):
+                return True
+        except RuntimeError:  # torch.autograd.grad by the weight itself
+            return False
+        with self._lock:
+            task = self._tasks.get(task_id()) or self._begin()
+        if not task.captures:
+            return False
+        if task.drops:
+            return True
+        self._flush_shared(task, [slot])
+        if slot.lane[0].type == "cuda":
+            self._order_streams(task, slot)
+        task.added = True
+        return self.arena.write_in_place(slot, write, self._scale_of(task), rows)
+
+    def _order_streams(self, task: Task, slot: Slot) -> None:
+        """Before a write on the current stream: wait for an earlier one on another. The engine waits for the
+        streams of gradients that it hands on, and here it gets none.
+        """
+        device = slot.lane[0]
+        raw = torch._C._cuda_getCurrentRawStream(device.index)
+        if slot.stream not in (None, raw):
+            other = torch.cuda.ExternalStream(slot.stream, device=device)
+            torch.cuda.current_stream(device).wait_stream(other)
+        slot.stream = raw
+        task.streams.setdefault((device, raw), []).append(slot)
+
+    def _join_streams(self, task: Task) -> None:
+        """At the end of a graph task: what follows on the current stream waits for the modules' writes."""
+        for (device, raw), slots in task.streams.items():
+            current = torch.cuda.current_stream(device)
+            if current.cuda_stream != raw:
+                current.wait_stream(torch.cuda.ExternalStream(raw, device=device))
+            for slot in slots:
+                slot.stream = None
 
     def _begin(self) -> Task:
         """The first gradient of a graph task: decide what is done with all of them.
@@ -313,6 +376,7 @@ class Capture:
             task.reducer = "done"
             self._call_back(identity, task)
             return
+        self._join_streams(task)
         if not task.ignored:
             for bucket in task.buckets.values():
                 self.flush_bucket(identity, bucket)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import Any
 
-from . import traffic
+from . import gemm, traffic
 from .arena import Arena
 from .hooks import process_group_up
 from .slot import Slot
@@ -65,7 +65,7 @@ def explain(slots: Sequence[Slot], window: Window, arena: Arena, update: str) ->
     notes = [f"[{number}] {reason}" for number, reason in enumerate(reasons, 1)]
     legend = (
         "first, later: bytes read and written per element in the window's first micro-batch and the others, "
-        "the gradient's own write included"
+        "the gradient's own write included; rows: only of the rows that were looked up"
     )
     return "\n".join([f"{loop}, reduction {window.reduction!r}", *table, legend, *notes, f"update: {update}"])
 
@@ -79,22 +79,49 @@ def route(slot: Slot, arena: Arena) -> Route:
         return Route("eager", "stock", "a process group is up: autograd fills p.grad")
     if param._post_accumulate_grad_hooks:
         return Route("eager", "stock", "a post-accumulate-grad hook needs p.grad: autograd fills it")
+    if slot.paths and param._backward_hooks:
+        why = "a hook on the weight looks at its gradient, which is written for it"
+        selection = arena.launches.select(slot.lane)
+        return Route("multi_tensor", selection.backend.name, why)
+    if slot.paths:
+        return _in_backward(slot, arena)
     if slot.odd:
         return Route(
             "eager", "eager", "sparse, complex or of a subclass: plain torch adds what no kernel takes"
         )
     selection = arena.launches.select(slot.lane)
-    return Route("multi_tensor", selection.backend.name, selection.reason)
+    why = f"{slot.left_to}; {selection.reason}" if slot.left_to else selection.reason
+    return Route("multi_tensor", selection.backend.name, why)
+
+
+def _in_backward(slot: Slot, arena: Arena) -> Route:
+    """A module of the model adds to the sum inside its backward; two may where they share the weight."""
+    device, gradient, accumulator = slot.lane
+    names, ways = [], []
+    if "gemm" in slot.paths:
+        product = gemm.select(device, accumulator, gradient, arena.backend)
+        names.append(product.name)
+        ways.append(f"a Linear's product: {product.how}; {product.reason}")
+    if "embedding" in slot.paths:
+        lookup = arena.launches.select(slot.lane)
+        names.append(lookup.backend.name)
+        ways.append(f"an Embedding's rows: only those that were looked up; {lookup.reason}")
+    return Route("+".join(sorted(slot.paths, reverse=True)), "+".join(dict.fromkeys(names)), "; ".join(ways))
 
 
 def _bytes(slot: Slot, chosen: Route, window: Window) -> tuple[str, str]:
     """Bytes per element in the window's first micro-batch and in later ones; "-" where not counted."""
     if chosen.path == "none":
         return "0", "0"
+    if chosen.path == "embedding":
+        return "rows", "rows"
     if slot.odd:
         return "-", "-"
     # What autograd stores in a manual loop is added by autograd itself.
-    loop = "fusedacc" if chosen.path == "multi_tensor" or window.counted else "mixed_add"
+    if chosen.path.startswith("gemm"):
+        loop = "gemm"
+    else:
+        loop = "fusedacc" if chosen.path == "multi_tensor" or window.counted else "mixed_add"
     dtypes = slot.param.dtype, slot.param.dtype, slot.accumulate_dtype
     how: dict[str, Any] = {"loop": loop, "scale_is_one": not window.scales, "visible": not window.counted}
     first, later = (

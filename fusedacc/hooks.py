@@ -59,6 +59,7 @@ class Task:
         "scale",
         "scaled",
         "stored",
+        "streams",
     )
 
     def __init__(
@@ -78,6 +79,8 @@ class Task:
         self.stored: list[Slot] = []
         #: Whose sums were taken out of p.grad for the time of an ignored backward.
         self.hidden: list[Slot] = []
+        #: On which streams modules have added to which sums by themselves.
+        self.streams: dict[tuple[torch.device, int], list[Slot]] = {}
         #: The engine's callback, which dies with a graph task that fails.
         self.callback: Callable[[], object] = object
         #: Whether a reducer may fill p.grad in a callback of its own: "" if not, "ahead" or "done".
@@ -114,7 +117,9 @@ def references() -> tuple[int, int]:
     return seen[0]
 
 
-def make_hook(capture: weakref.ref, open_buckets: Mapping[int, Bucket], slot: Slot) -> Hook:
+def make_hook(
+    capture: weakref.ref, open_buckets: Mapping[int, Bucket], tasks: Mapping[int, Task], slot: Slot
+) -> Hook:
     """The pre-hook of one parameter: it holds no capture, and lets gradients through when that is gone.
 
     The ordinary case is spelled out here and everything else left to `Capture.receive`, because a call per
@@ -124,6 +129,7 @@ def make_hook(capture: weakref.ref, open_buckets: Mapping[int, Bucket], slot: Sl
     Args:
         capture: a weak reference to the owner.
         open_buckets: the buckets of the slot's lane, by graph task.
+        tasks: the graph tasks that are known.
         slot: the parameter.
     """
     param, nbytes = slot.param, slot.nbytes
@@ -136,6 +142,8 @@ def make_hook(capture: weakref.ref, open_buckets: Mapping[int, Bucket], slot: Sl
     def hook(gradients: tuple) -> tuple | None:
         bucket = open_buckets.get(current_task())
         (gradient,) = gradients
+        if gradient is None and current_task() in tasks:
+            return LET_THROUGH  # a module has added it by itself
         sole = python_count(gradient) <= python_limit and tensor_count(gradient) <= tensor_limit
         if (
             bucket is not None

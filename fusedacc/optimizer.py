@@ -50,6 +50,9 @@ class AccumulatingOptimizer(Delegate, Progress):
             the inner optimizer is one of torch's with `fused=True`.
         master_weights: keep float32 copies of bfloat16 and float16 parameters, on which the inner optimizer
             runs; its state is float32 then. 4 bytes a parameter more, and 4 more for each of its states.
+        model: the model whose parameters these are: its Linear and Embedding modules add the gradients of
+            their weights to the sums inside their backward, and write no gradient. A copy of the model, or
+            of the optimizer, does so only once it is wrapped itself.
         backend: "auto", "cuda", "triton", "cpu" or "eager". The environment variable FUSEDACC_BACKEND
             overrides "auto".
 
@@ -74,6 +77,7 @@ class AccumulatingOptimizer(Delegate, Progress):
         norm_type: float = 2.0,
         skip_nonfinite: bool = False,
         master_weights: bool = False,
+        model: torch.nn.Module | None = None,
         backend: str = "auto",
     ) -> None:
         if not isinstance(optimizer, Optimizer):
@@ -89,7 +93,11 @@ class AccumulatingOptimizer(Delegate, Progress):
         backends.requested(backend)
         clipping = check_settings(max_grad_norm, norm_type)
         finishing = (*clipping, bool(skip_nonfinite))
+        if not isinstance(model, torch.nn.Module | None):
+            raise TypeError(f"model must be a torch.nn.Module or None, got {type(model).__name__}")
         self._build(optimizer, window, accumulate_dtype, backend, finishing, bool(master_weights))
+        if model is not None:
+            self._roster.replace_in(model, self._capture)
 
     def _build(
         self,
@@ -229,7 +237,7 @@ class AccumulatingOptimizer(Delegate, Progress):
         self._capture.refresh()
 
     def close(self) -> None:
-        """Restore stock completely: no hooks, each parameter's `grad_dtype` as it was.
+        """Restore stock completely: no hooks, each module and each parameter's `grad_dtype` as it was.
 
         What is in `p.grad` stays there, in the parameter's dtype; a part-filled counted window is dropped.
         The inner optimizer goes on alone. Closing twice does nothing.
@@ -237,6 +245,7 @@ class AccumulatingOptimizer(Delegate, Progress):
         if self._closed:
             return
         self._capture.settle()
+        self._roster.restore_modules()
         self._capture.close()
         for slot in self._slots:
             slot.forget()

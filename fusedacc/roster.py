@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from . import backends
 from .capture import Capture
 from .checks import PAIRS, allowed_pairs
+from .nn import Replacements
 from .slot import Slot, default_accumulate_dtype
 
 
@@ -36,6 +37,21 @@ class Roster:
         self.slots: list[Slot] = []
         for index, group in enumerate(inner.param_groups):
             self.slots += self._new_slots(group, index, lenient)
+        self._replacements: Replacements | None = None
+
+    def replace_in(self, model: torch.nn.Module, capture: Capture) -> None:
+        """Have those modules of `model` that can add gradients of these parameters to the sums."""
+        self._replacements = Replacements(model, capture)
+
+    def restore_modules(self) -> None:
+        """Give every module its own forward back."""
+        if self._replacements is not None:
+            self._replacements.remove()
+
+    def _join(self, slots: list[Slot]) -> None:
+        self.slots.extend(slots)
+        if self._replacements is not None:
+            self._replacements.follow(slots)
 
     def _new_slots(self, group: dict[str, Any], index: int, lenient: bool = False) -> list[Slot]:
         """Slots for those of the group's parameters that have none."""
@@ -68,7 +84,7 @@ class Roster:
         except Exception:
             groups.pop()
             raise
-        self.slots.extend(slots)
+        self._join(slots)
         capture.refresh()
 
     def follow(self, capture: Capture) -> None:
@@ -78,5 +94,5 @@ class Roster:
             for index, group in enumerate(groups):
                 slots = self._new_slots(group, index, lenient=True)
                 capture.claim(slots)
-                self.slots.extend(slots)
+                self._join(slots)
         capture.refresh()

@@ -15,9 +15,11 @@ from torch import Tensor
 from . import backends, checks, reference_rows
 from .plan import bump_versions, traced_backend
 
-__all__ = ["accumulate_rows_", "row_partials", "select", "zero_rows_"]
+__all__ = ["accumulate_rows_", "restore_zeros_", "row_partials", "scale_rows_", "select", "zero_rows_"]
 
 _INDEX_DTYPES = (torch.int64, torch.int32)
+#: What `restore_zeros_` looks at: so many rows at most, and of each a cache line of float32.
+_SAMPLE_ROWS, _SAMPLE_COLUMNS = 64, 16
 
 
 def select(table: Tensor, gradient_dtype: torch.dtype, backend: str = "auto") -> backends.Selection:
@@ -139,6 +141,56 @@ def zero_rows_(table: Tensor, indices: Tensor) -> None:
     """
     with torch.no_grad():
         table.index_fill_(0, indices.reshape(-1).long(), 0)
+
+
+def restore_zeros_(table: Tensor, indices: Tensor, *, backend: str = "auto") -> None:
+    """Make a table all zeros of which no rows but those named should differ from zero.
+
+    The rows named are zeroed, and then the whole table is if anything in a sample of it is not zero: in the
+    first 16 columns of at most 64 rows, evenly spaced, the last among them. That finds what was done to the
+    table as a whole without its version telling: noise or a constant added to `.data`, a multiplication by
+    nan or inf. It does not find single elements, rows or columns that were written outside of the sample.
+    Deterministic; nothing waits for a device; the table's version is bumped.
+
+    Args:
+        table: `[rows, columns]`, floating. Zeroed as a whole, without a look, where its rows do not lie side
+            by side without gaps, where at least as many rows are named as it has, and by the triton and
+            eager backends, which have no cheaper way to write only if a number on the device says so.
+        indices: the rows, int64 or int32, of any shape.
+        backend: as for `accumulate_rows_`.
+
+    Raises:
+        IndexError: on a CPU, an index is no row, if rows are zeroed by their numbers; rows before it may be
+            zero already.
+        ValueError, RuntimeError: there is no such backend, or it cannot run here.
+    """
+    if torch.compiler.is_compiling():
+        name = traced_backend(table.device, table.dtype, table.dtype, backend)
+    else:
+        name = select(table, table.dtype, backend).backend.name
+    rows = table.shape[0]
+    by_rows = indices.numel() < rows and table.is_contiguous() and name in backends.SELF_CHECKING
+    with torch.no_grad():
+        if not by_rows:
+            table.zero_()
+            return
+        zero_rows_(table, indices)
+        step = -(-rows // _SAMPLE_ROWS)
+        sample = table.detach()[(rows - 1) % step :: step, :_SAMPLE_COLUMNS]
+        torch.ops.fusedacc.clear_if_.default(table, sample.any())
+    if not torch.compiler.is_compiling():
+        bump_versions([table])
+
+
+def scale_rows_(table: Tensor, indices: Tensor, ratio: float | Tensor) -> None:
+    """The rows that are named are multiplied by `ratio`, once each; plain torch, arguments as `zero_rows_`.
+
+    `ratio`: a float, or a 0-dim tensor on the table's device.
+    """
+    with torch.no_grad():
+        flat = indices.reshape(-1).long()
+        # A row that is named twice is written twice, with the same values.
+        table.index_copy_(0, flat, (table.index_select(0, flat) * ratio).to(table.dtype))
 
 
 def _traced(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .checks import PAIRS
 from .memory import Segment
+from .touched import TouchedRows
 
 #: (device, gradient dtype, accumulate dtype): what one launch may hold.
 Lane = tuple[torch.device, torch.dtype, torch.dtype]
@@ -33,17 +34,21 @@ class Slot:
         "ignored",
         "lane",
         "lane_key",
+        "left_to",
         "name",
         "nbytes",
         "odd",
         "param",
+        "paths",
         "requested_dtype",
         "segment",
         "shown",
         "shown_version",
         "signature",
+        "stream",
         "strides",
         "sum",
+        "touched",
         "widened",
     )
 
@@ -73,6 +78,13 @@ class Slot:
         self.former_grad_dtype: torch.dtype | None = None
         #: The accumulate dtype that was asked for; None for the default.
         self.requested_dtype = accumulate_dtype
+        #: How modules of the model add to the sum by themselves, and why they do not where they might.
+        self.paths: tuple[str, ...] = ()
+        self.left_to = ""
+        #: Which rows of the sum may differ from zero, where a lookup has added to it.
+        self.touched: TouchedRows | None = None
+        #: The stream on which a module has added last, until the backward's end; 0 for the default one.
+        self.stream: int | None = None
         self.describe()
 
     def forget(self) -> None:

@@ -20,8 +20,10 @@ def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).to(dtype)
 
 
-def wrap(model: nn.Module, steps=None, make=torch.optim.SGD, lr: float = 0.1, **options):
-    return fusedacc.AccumulatingOptimizer(make(model.parameters(), lr=lr), steps, **options)
+def wrap(
+    net: nn.Module, steps=None, make=torch.optim.SGD, lr: float = 0.1, **options
+) -> fusedacc.AccumulatingOptimizer:
+    return fusedacc.AccumulatingOptimizer(make(net.parameters(), lr=lr), steps, **options)
 
 
 def wrap_momentum(model: nn.Module, steps=None, **options):

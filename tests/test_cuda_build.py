@@ -143,6 +143,15 @@ def test_rows_are_added_by_one_fma_after_a_correct_division(row_kernels: dict[st
             assert not re.search(r"div\.(full|approx)|\.ftz", body)
 
 
+def test_a_table_is_cleared_16_bytes_at_a_time_after_a_look_at_the_flag(tmp_path: Path) -> None:
+    (body,) = kernels_of(tmp_path, "clear", "(clear_kernel)").values()
+    looked, *stores = re.split(r"st\.global\.v4\.[ubf]32", body)
+    assert stores
+    assert "ld.global" in looked
+    assert "ld.global" not in "".join(stores)
+    assert ".local" not in body
+
+
 @pytest.mark.parametrize("kind", ["flat", "strided"])
 def test_arguments_fit_one_launch_and_are_read_in_place(kernels: dict[str, str], kind: str) -> None:
     for pair in PAIRS:
@@ -161,6 +170,7 @@ def test_arguments_fit_one_launch_and_are_read_in_place(kernels: dict[str, str],
         ("norm", NORM_KERNELS, MAX_NORM_REGISTERS),
         ("gemm", 2, MAX_REGISTERS),
         ("rows", ROW_KERNELS, MAX_ROW_REGISTERS),
+        ("clear", 1, MAX_REGISTERS),
     ],
 )
 def test_registers_and_spills(name: str, count: int, most: int, tmp_path: Path) -> None:

@@ -22,10 +22,12 @@ def _process_group(tmp_path):
 @pytest.mark.parametrize("bucket_view", [False, True])
 @pytest.mark.parametrize("silent", [False, True])
 @pytest.mark.parametrize("steps", [None, 2])
-def test_gradients_are_those_of_stock(steps, silent, bucket_view):
+@pytest.mark.parametrize("replaces", [False, True])
+def test_gradients_are_those_of_stock(replaces, steps, silent, bucket_view):
     model = network()
     parallel = DistributedDataParallel(model, gradient_as_bucket_view=bucket_view)
-    optimizer = wrap(model, steps, reduction="sum", lr=0.0)
+    given = {"model": model} if replaces else {}
+    optimizer = wrap(model, steps, reduction="sum", lr=0.0, **given)
     for window in range(2):
         seeds = range(2 * window, 2 * window + 2)
         wanted = expected(model, seeds)

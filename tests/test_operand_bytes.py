@@ -8,7 +8,7 @@ from conftest import cpu_backends
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
-from fusedacc import rows
+from fusedacc import ops, rows
 from fusedacc.functional import prepare, scale_accumulate_, scale_cast_, total_norm
 from fusedacc.traffic import TrafficMeter
 
@@ -346,6 +346,30 @@ def test_rows_that_become_zero_are_counted():
     counted = meter.as_dict()["by_op"]
     assert counted["aten::index_fill_"]["written_bytes"] == 6 * 7 * 4
     assert counted["aten::index_fill"]["read_bytes"] == 50 * 7 * 4 + 3 * 8
+    assert not meter.uncounted
+
+
+@pytest.mark.skipif(ops.load_error() is not None, reason="the native library is not there")
+def test_a_table_that_is_cleared_if_a_flag_says_so():
+    for flag, written in ((torch.tensor(True), 50 * 7 * 4), (torch.tensor(0.0), 0)):
+        with TrafficMeter() as meter:
+            torch.ops.fusedacc.clear_if_(torch.zeros(50, 7), flag)
+        counted = meter.as_dict()["by_op"]["fusedacc::clear_if_"]
+        assert (counted["read_bytes"], counted["written_bytes"]) == (flag.nbytes, written)
+        assert not meter.uncounted
+    with FakeTensorMode(), TrafficMeter() as meter:
+        torch.ops.fusedacc.clear_if_(torch.zeros(50, 7), torch.tensor(True))
+    assert meter.uncounted == {"fusedacc.clear_if_.default": 1}
+
+
+@pytest.mark.skipif(ops.load_error() is not None, reason="the native library is not there")
+def test_zeros_restored_by_rows_cost_the_rows_and_a_sample():
+    with TrafficMeter() as meter:
+        rows.restore_zeros_(torch.zeros(1000, 40), NAMED, backend="cpu")
+    counted = meter.as_dict()
+    sample = -(-1000 // 16) * 16 * 4
+    assert counted["read_bytes"] == 6 * 8 + sample + 1
+    assert counted["written_bytes"] == 1000 * 40 * 4 + 6 * 40 * 4 + 1
     assert not meter.uncounted
 
 

@@ -19,6 +19,8 @@ LATER = [  # param, product, sum, loop, bytes in every micro-batch after the fir
     (BF16, BF16, F32, "fusedacc", 12),
     (F32, F32, F32, "fusedacc", 16),
     (F32, BF16, F32, "fusedacc", 20),
+    (F32, BF16, F32, "gemm", 8),
+    (F32, F32, F32, "gemm", 8),
 ]
 FIRST = [
     (BF16, BF16, F32, "stock", 8),
@@ -27,6 +29,7 @@ FIRST = [
     (BF16, BF16, F32, "fusedacc", 8),
     (F32, F32, F32, "fusedacc", 4),
     (BF16, BF16, BF16, "fusedacc", 6),
+    (BF16, BF16, F32, "gemm", 4),
 ]
 
 

@@ -1,6 +1,7 @@
 #include "rows.h"
 
 #include <algorithm>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -121,6 +122,11 @@ void norm_part(int64_t begin, int64_t end, void* opaque) {
   }
 }
 
+void clear_part(int64_t begin, int64_t end, void* opaque) {
+  std::memset(static_cast<char*>(static_cast<const ClearWork*>(opaque)->data) + begin, 0,
+              static_cast<size_t>(end - begin));
+}
+
 // Rows that make a thread's least share.
 int64_t grain_of(int64_t columns) { return std::max<int64_t>(1, kGrain / std::max<int64_t>(1, columns)); }
 
@@ -142,6 +148,11 @@ void norm_rows(const Table& table, const RowNumbers& numbers, NormKind kind, dou
   const Places& places = sorted(numbers, table.rows, kNoPadding);
   NormContext context{table, places, kind, partials};
   if (!places.empty()) share_out(numbers.count, grain_of(table.columns), norm_part, context);
+}
+
+void clear_if(const ClearWork& work) {
+  ClearWork context = work;
+  if (is_set(work.flag)) share_out(work.bytes, kGrain * sizeof(float), clear_part, context);
 }
 
 }  // namespace fusedacc::cpu

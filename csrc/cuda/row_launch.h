@@ -1,6 +1,7 @@
 // The launchers of the kernels on the rows of a table; they know no torch.
 #pragma once
 
+#include "../clear_work.h"
 #include "row_thread.h"
 
 namespace fusedacc::cuda {
@@ -11,5 +12,6 @@ void launch_rows(const RowWork& work, const ScaleArgument& scale, void* sums, in
                  void* stream);
 void launch_row_norms(const Table& table, const RowNumbers& numbers, NormKind kind, double* partials,
                       int32_t device_index, void* stream);
+void launch_clear(const ClearWork& work, int32_t device_index, void* stream);
 
 }  // namespace fusedacc::cuda

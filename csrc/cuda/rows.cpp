@@ -61,4 +61,8 @@ void norm_rows(const Table& table, RowNumbers numbers, AtenTensorHandle indices,
   launch_row_norms(table, numbers, kind, partials, device_index, current_stream(device_index));
 }
 
+void clear_if(const ClearWork& work, int32_t device_index) {
+  launch_clear(work, device_index, current_stream(device_index));
+}
+
 }  // namespace fusedacc::cuda

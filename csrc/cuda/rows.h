@@ -4,6 +4,7 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include "../chunk_plan.h"
+#include "../clear_work.h"
 #include "../row_work.h"
 
 namespace fusedacc::cuda {
@@ -14,5 +15,7 @@ void add_rows(RowWork work, AtenTensorHandle indices, const ScaleArgument& scale
 // `partials` has room for row_partials(table, the number of indices).
 void norm_rows(const Table& table, RowNumbers numbers, AtenTensorHandle indices, NormKind kind,
                double* partials, int32_t device_index);
+// The flag is read on the device.
+void clear_if(const ClearWork& work, int32_t device_index);
 
 }  // namespace fusedacc::cuda

@@ -20,6 +20,7 @@ LOOPS = {
     "by_hand": "acc += grad.to(acc.dtype) * scale",
     "mixed_add": "acc.add_(grad, alpha=scale) in a hook, one call per parameter",
     "fusedacc": "one pass: read the gradient, read and write the sum",
+    "gemm": "the weight-gradient product reads and writes the sum; the gradient is never written",
 }
 
 
@@ -71,6 +72,8 @@ def bytes_per_micro_batch(
     if loop not in LOOPS:
         raise ValueError(f"loop must be one of {', '.join(LOOPS)}; got {loop!r}")
     grad, param, acc = grad_dtype.itemsize, param_dtype.itemsize, accumulate_dtype.itemsize
+    if loop == "gemm":
+        return (Part("weight-gradient product", 0 if first else acc, acc),)
     same_dtype = param_dtype == accumulate_dtype
     parts = [Part("weight-gradient write", 0, grad)]
     if grad_dtype != param_dtype:

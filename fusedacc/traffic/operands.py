@@ -351,12 +351,17 @@ def measurement(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> list[Op
     return [*found.values(), *(Operand(result, written=bytes_of(result)) for result in results)]
 
 
+def _has_data(tensor: Tensor) -> bool:
+    """Whether its values can be looked at here and now."""
+    if isinstance(tensor, FakeTensor) or tensor.is_meta:
+        return False
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 def _rows_named(indices: Tensor, padding: int) -> tuple[int, int] | None:
     """How many indices name a row other than `padding`, and how many such rows: by the data, for which a GPU
     is waited for. None where there is none to read."""
-    if isinstance(indices, FakeTensor) or indices.is_meta:
-        return None
-    if indices.is_cuda and torch.cuda.is_current_stream_capturing():
+    if not _has_data(indices):
         return None
     with _disable_current_modes():  # the meter's own look is nobody's traffic
         named = indices[indices != padding]
@@ -397,6 +402,16 @@ def _accumulate_rows(call: Call) -> list[Operand] | None:
 
 def _row_partials(call: Call) -> list[Operand] | None:
     return rows_measurement(call["table"], call["indices"], call.results)
+
+
+def _clear_if(call: Call) -> list[Operand] | None:
+    """The flag is read, and the whole table is written if it is set: by the data, as `_rows_named` looks."""
+    table, flag = call["table"], call["flag"]
+    if not _has_data(flag):
+        return None
+    with _disable_current_modes():
+        is_set = bool(flag)
+    return [Operand(table, 0, bytes_of(table) if is_set else 0), Operand(flag, bytes_of(flag))]
 
 
 def _flag(overwrite: Sequence[bool], index: int) -> bool:
@@ -458,4 +473,5 @@ _OUR_RULES: dict[str, Rule] = {
     "finish_norm": _measurement("partials"),
     "accumulate_rows_": _accumulate_rows,
     "row_partials": _row_partials,
+    "clear_if_": _clear_if,
 }

@@ -22,6 +22,12 @@ def backend(request):
     return request.param
 
 
+def needs_kernels():
+    problem = backends.obstacle("cuda", torch.device("cuda"), torch.float32, torch.float32)
+    if problem is not None:
+        pytest.skip(f"the cuda backend cannot run here: {problem}")
+
+
 def bits(tensor):
     kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     return tensor.cpu().contiguous().view(kind)
@@ -143,6 +149,43 @@ def test_opcheck(generator):
         arguments = (table, indices, gradients, None, 0.3, 2, True)
         torch.library.opcheck(torch.ops.fusedacc.accumulate_rows_.default, arguments)
         torch.library.opcheck(torch.ops.fusedacc.row_partials.default, (table, indices, 2.0))
+        flag = torch.tensor(True, device="cuda")
+        torch.library.opcheck(torch.ops.fusedacc.clear_if_.default, (table, flag))
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("count", [3, 8195, 3 * 2**22 + 5])
+def test_a_flag_on_the_device_clears_a_table(count, shift):
+    needs_kernels()
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        for flag in (True, False, math.nan, 0.0, -0.0, 2.0):
+            room = torch.ones(shift + count + 9, dtype=dtype, device="cuda")
+            torch.ops.fusedacc.clear_if_(room[shift : shift + count], torch.tensor(flag, device="cuda"))
+            wanted = torch.ones_like(room)
+            if flag != 0:
+                wanted[shift : shift + count] = 0
+            assert torch.equal(room, wanted)
+
+
+def test_a_flag_must_be_on_the_device():
+    needs_kernels()
+    with pytest.raises(RuntimeError, match="flag is not on cuda:0"):
+        torch.ops.fusedacc.clear_if_(torch.ones(4, device="cuda"), torch.tensor(True))
+
+
+def test_zeros_are_restored_without_waiting(backend):
+    named = torch.tensor([3, 0, 3, 5], device="cuda")
+    for noise in (0.0, 1e-3, math.nan):
+        table = torch.zeros(1000, 40, device="cuda")
+        table[named] = 7.0
+        table.data.add_(noise)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            rows.restore_zeros_(table, named, backend=backend)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert not table.any()
 
 
 def test_a_table_of_more_than_2_to_the_31_elements(backend):

@@ -76,3 +76,6 @@ def test_rows(backend, case, table_layout, generator):
         outside = indices.clone().fill_(7)
         rows.accumulate_rows_(table, outside, gradients, backend=backend)
         rows.row_partials(table, outside, backend=backend)
+        table.data.add_(1.0)
+        rows.restore_zeros_(table, indices[:1], backend=backend)
+        assert not table.any()

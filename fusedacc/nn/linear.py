@@ -1,0 +1,119 @@
+"""A Linear whose backward adds its weight gradient to the sum inside the matrix product."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .. import gemm
+from ..capture import Capture
+from ..checks import PAIRS
+from ..slot import Slot
+from .site import ORDINARY, Site
+
+
+class LinearSite(Site):
+    """An `nn.Linear`: weight (out, in)."""
+
+    path = "gemm"
+    transposed = False
+
+    def __init__(self, module: torch.nn.Module, slot: Slot, capture: Capture) -> None:
+        super().__init__(module, slot, capture)
+        self._products: dict[tuple, gemm.Run] = {}
+
+    def product(self, total: Tensor, left: Tensor) -> gemm.Run:
+        """What multiplies operands like `left` into `total`."""
+        kind = left.dtype, total.dtype, total.device
+        if kind not in self._products:
+            chosen = gemm.select(total.device, total.dtype, left.dtype, self.backend)
+            self._products[kind] = chosen.run
+        return self._products[kind]
+
+    def __call__(self, input: Tensor) -> Tensor:
+        module = self.module
+        if self.stands_aside(input):
+            return type(module).forward(module, input)
+        own = module._parameters
+        weight, bias = own["weight"], own.get("bias")
+        dtype, device = weight.dtype, input.device.type
+        if torch.is_autocast_enabled(device) and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device)
+            if input.is_floating_point() and input.dtype != torch.float64:
+                input = input.to(dtype)
+        shape = input.shape
+        if (
+            input.dtype != dtype
+            or not shape
+            or shape[-1] != weight.shape[0 if self.transposed else 1]
+            or (bias is not None and (type(bias) not in ORDINARY or bias.dtype != weight.dtype))
+        ):
+            return type(module).forward(module, input)  # which knows what to make of it, or how to refuse
+        return _apply_product(input, weight, bias, self, dtype)
+
+
+class Conv1DSite(LinearSite):
+    """Transformers' `Conv1D`, a Linear whose weight is (in, out) (transformers.pytorch_utils.Conv1D)."""
+
+    transposed = True
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(x)
+
+
+class Product(torch.autograd.Function):
+    """input @ weight.T + bias, or input @ weight + bias where the site's weight is transposed.
+
+    input (..., in) of `dtype`; weight and bias are cast to it, as autocast would, but outside of its cache,
+    which would keep a cast that autograd knows nothing of.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, site: LinearSite, dtype: torch.dtype
+    ) -> Tensor:
+        ctx.site = site
+        cast = weight
+        if weight.dtype is dtype:
+            ctx.save_for_backward(input, weight)
+        else:
+            cast = weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+            ctx.save_for_backward(input, weight, cast)
+        return F.linear(input, cast.t() if site.transposed else cast, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight, *casts = ctx.saved_tensors
+        site = ctx.site
+        wants_input, _, wants_bias, _, _ = ctx.needs_input_grad
+        if input.dim() == 2:
+            rows, inputs = gradient, input
+        else:
+            rows, inputs = gradient.reshape(-1, gradient.shape[-1]), input.reshape(-1, input.shape[-1])
+        of_input = of_weight = of_bias = None
+        if wants_input:
+            used = weight
+            if casts:  # no function of the weight, as it must be where the gradient is differentiated
+                used = weight.to(gradient.dtype) if torch.is_grad_enabled() else casts[0]
+            of_input = torch.mm(rows, used.t() if site.transposed else used)
+            if rows is not gradient:
+                of_input = of_input.view(input.shape)
+        left, right = (inputs, rows) if site.transposed else (rows, inputs)
+
+        def write(total: Tensor, scale: float | Tensor, keep: float | Tensor) -> None:
+            site.product(total, left)(total, left, right, scale, keep)
+
+        fits = (left.dtype, site.slot.accumulate_dtype) in PAIRS
+        if not (fits and site.takes(ctx.next_functions[1][0], write)):
+            of_weight = torch.mm(left.t(), right).to(weight.dtype)
+        if wants_bias:
+            of_bias = rows.sum(0).to(weight.dtype)
+        return of_input, of_weight, of_bias, None, None
+
+
+#: `Product.apply`, without asking again whether a function transform is active.
+_apply_product = super(torch.autograd.Function, Product).apply

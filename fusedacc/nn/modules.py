@@ -1,0 +1,98 @@
+"""Which modules of a model can accumulate in their backward, and why the others are left alone."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+from ..capture import Capture
+from ..slot import Slot
+from .embedding import EmbeddingSite
+from .linear import Conv1DSite, LinearSite
+from .site import Site, is_stock
+
+REPLICAS = "DataParallel calls replicas of the modules, whose weights are others"
+
+
+class Replacements:
+    """Sites on the modules of `model` whose weights are among the slots.
+
+    Args:
+        model: searched through; a module that is in it many times is replaced once.
+        capture: of the wrapper that has the slots.
+    """
+
+    def __init__(self, model: nn.Module, capture: Capture) -> None:
+        self._model, self._capture = model, capture
+        self._sites: dict[nn.Module, Site] = {}
+        self.follow(capture.slots)
+        if not self._sites:
+            warnings.warn(
+                "model= was given, but this optimizer has the weight of none of its Linear and Embedding "
+                "modules that could be replaced: nothing will accumulate inside a backward; see explain()",
+                stacklevel=3,
+            )
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.remove()
+
+    def follow(self, slots: Sequence[Slot]) -> None:
+        """Replace what can be replaced among the modules of these slots' parameters."""
+        by_parameter = {id(slot.param): slot for slot in slots}
+        replicas = any(isinstance(module, nn.DataParallel) for module in self._model.modules())
+        for module in self._model.modules():
+            if module in self._sites:
+                continue
+            for name, param in module._parameters.items():
+                slot = by_parameter.get(id(param))
+                if slot is None:
+                    continue
+                kind, why = (None, REPLICAS) if replicas else _kind_of(module, name)
+                if kind is None:
+                    slot.left_to = slot.left_to or why
+                    continue
+                site = self._sites[module] = kind(module, slot, self._capture)
+                site.install()
+                if kind.path not in slot.paths:
+                    slot.paths += (kind.path,)
+
+    def remove(self) -> None:
+        """Stock's forward everywhere."""
+        for site in self._sites.values():
+            site.remove()
+            site.slot.paths = ()
+        self._sites.clear()
+
+
+def _kind_of(module: nn.Module, name: str) -> tuple[type[Site] | None, str]:
+    """The site for a module whose own parameter `name` is optimized, or None and the reason for explain()."""
+    if isinstance(module, parametrize.ParametrizationList):
+        return None, "parametrized: its gradient goes on through the parametrization"
+    kind = _known(module)
+    if kind is None or name == "bias":
+        return None, ""
+    if name != "weight":
+        return None, "weight or spectral norm: its gradient goes on through the norm"
+    if not is_stock(module):
+        return None, "somebody has replaced the module's forward"
+    if kind is EmbeddingSite and module.sparse:
+        return None, "sparse=True: its gradients are sparse already"
+    return kind, ""
+
+
+def _known(module: nn.Module) -> type[Site] | None:
+    """By the forward that a module runs, which a subclass may have inherited."""
+    forward = type(module).forward
+    if forward is nn.Linear.forward:
+        return LinearSite
+    if forward is nn.Embedding.forward:
+        return EmbeddingSite
+    kind = type(module)
+    if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
+        return Conv1DSite
+    return None

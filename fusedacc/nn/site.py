@@ -1,0 +1,99 @@
+"""One module whose `forward` is ours for a while, and its way back to stock."""
+
+from __future__ import annotations
+
+import types
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ..capture import Capture
+from ..slot import Slot
+from ..writes import Write
+
+ORDINARY = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
+
+
+class Site:
+    """What stands in `module.forward`: the module's own computation, by a function that accumulates.
+
+    It refers to the module and to the wrapper weakly. A copy of the module (deepcopy, pickle) gets the
+    forward of its class, and so does the module itself once the wrapper is gone.
+
+    Args:
+        module: whose class has a forward that this site knows how to differentiate.
+        slot: of the module's weight.
+        capture: asked in every backward what is to become of the gradient.
+    """
+
+    #: The path's name, as `explain()` shows it.
+    path = ""
+
+    def __init__(self, module: torch.nn.Module, slot: Slot, capture: Capture) -> None:
+        self._module = weakref.ref(module)
+        self._capture = weakref.ref(capture)
+        self.slot = slot
+
+    def __reduce__(self) -> tuple:
+        return stock_forward, (self.module,)
+
+    @property
+    def backend(self) -> str:
+        """The one that the wrapper was asked for."""
+        capture = self._capture()
+        return "auto" if capture is None else capture.arena.backend
+
+    @property
+    def module(self) -> Any:
+        return self._module()
+
+    def install(self) -> None:
+        """Take the place of the module's forward."""
+        self.module.forward = self
+
+    def remove(self) -> None:
+        """Give the module its class's forward back, unless somebody has put another in our place."""
+        module = self.module
+        if module is not None and module.__dict__.get("forward") is self:
+            del module.forward
+
+    def stands_aside(self, input: Any) -> bool:
+        """Whether this call is to be stock's: nothing to accumulate, or a transform wants the operators.
+
+        `input`: what the module was called with.
+        """
+        if torch.compiler.is_compiling():
+            return True
+        param = self.slot.param
+        return (
+            self._capture() is None
+            or self.module._parameters.get("weight") is not param
+            or not param.requires_grad
+            or not torch.is_grad_enabled()
+            or type(input) not in ORDINARY
+            or type(param) not in ORDINARY
+            or param.is_meta
+            or input.device != param.device
+            or torch._C._functorch.peek_interpreter_stack() is not None
+            or forward_ad._current_level >= 0
+            or torch.jit.is_tracing()
+        )
+
+    def takes(self, node: Any, write: Write, rows: Tensor | None = None) -> bool:
+        """As `Capture.take_in_place`, for the weight, whose AccumulateGrad node this is."""
+        capture = self._capture()
+        return capture is not None and capture.take_in_place(self.slot, node, write, rows)
+
+
+def stock_forward(module: torch.nn.Module) -> Any:
+    """The forward of the module's class, bound."""
+    return types.MethodType(type(module).forward, module)
+
+
+def is_stock(module: torch.nn.Module) -> bool:
+    """Whether the module runs the forward of its class."""
+    forward = module.__dict__.get("forward")
+    return forward is None or getattr(forward, "__func__", None) is type(module).forward

@@ -1,0 +1,81 @@
+"""How a module of the model adds to a sum by itself: the whole of it, or only some of its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from .additions import Additions
+from .buffers import buffers
+from .factors import near
+from .hooks import capturing
+from .slot import Slot
+from .touched import TouchedRows
+
+#: Adds one gradient to the sum that it is given: `(sum, scale, keep)`, sum = keep * sum + scale * gradient.
+Write = Callable[[Tensor, float | Tensor, float | Tensor], None]
+
+
+class Writes(Additions):
+    """Sums that modules add to by themselves; arguments as `Sums`."""
+
+    def write_in_place(
+        self, slot: Slot, write: Write, scale: float | Tensor, rows: Tensor | None = None
+    ) -> bool:
+        """Have `write` add to the slot's sum; False, with nothing done, where it cannot.
+
+        Args:
+            slot: whose sum it is: a matrix.
+            write: called with memory that holds nothing yet and a `keep` of 0, or with the sum and what it
+                owes.
+            scale: handed on to `write`.
+            rows: which rows `write` adds to; the memory is all zeros then where it held nothing, and `keep`
+                is 1. None: all.
+        """
+        with self._lock:
+            total = self.current(slot)
+            fresh = total is None
+            if total is None:
+                (total,) = buffers([slot], [True])
+            if not self._fits(slot, total) or not _is_matrix(total, by_rows=rows is not None):
+                return False
+            if rows is None:
+                if slot.touched is not None:
+                    slot.touched.forget()
+                keep = 0.0 if fresh else near(self.debts[slot], total)
+                write(total, near(scale, total), keep)
+                self.debts.pay([slot])
+            else:
+                self.settle([slot])
+                touched = self._touch(slot, total, rows, fresh)
+                write(total, near(scale, total), 1.0)
+                touched.written(total)
+            self.norms.forget([slot])
+            if fresh:
+                self.put(slot, total)
+            return True
+
+    def _touch(self, slot: Slot, total: Tensor, rows: Tensor, fresh: bool) -> TouchedRows:
+        """Note which rows are about to be added to, in a sum that is made all zeros if it is fresh."""
+        touched = slot.touched
+        if touched is None:
+            touched = slot.touched = TouchedRows()
+            self.launches.any_touched = True
+        if capturing():
+            # A replay would clean the rows of the window before the capture.
+            touched.forget()
+            if fresh:
+                total.zero_()
+            return touched
+        if fresh:
+            touched.clean(total, self.launches.backend)
+        elif touched.known(total) is None:
+            touched.forget()
+        touched.add(total, rows)
+        return touched
+
+
+def _is_matrix(total: Tensor, by_rows: bool) -> bool:
+    """Whether it is 2-d and dense, row after row if `by_rows`."""
+    return total.dim() == 2 and (total.is_contiguous() or (not by_rows and total.t().is_contiguous()))

@@ -1,0 +1,330 @@
+"""`model=`: whatever autograd may be asked for comes out as without it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fusedacc
+
+
+class Net(nn.Module):
+    """Token in, scores out; the head may share the embedding's weight."""
+
+    def __init__(self, tied: bool = True, how: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.how = how
+        self.embedding = nn.Embedding(11, 6)
+        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
+        self.head = nn.Linear(6, 11, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def block(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for _ in range(2):  # the same weights twice
+            if self.how:
+                x = checkpoint(self.block, x, use_reentrant=self.how == "reentrant")
+            else:
+                x = self.block(x)
+        return self.head(x)
+
+
+def tokens(seed: int) -> torch.Tensor:
+    return torch.randint(0, 11, (2, 3), generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(model, seed: int = 0):
+    return nn.functional.cross_entropy(model(tokens(seed)).flatten(0, 1), tokens(seed + 100).flatten())
+
+
+def wrap(model, steps=None, **options):
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    return fusedacc.AccumulatingOptimizer(inner, steps, model=model, **options)
+
+
+def pair(steps=None, **options):
+    """A model whose modules accumulate, its wrapper, and a stock twin."""
+    model = Net(**options)
+    twin = copy.deepcopy(model)
+    return model, wrap(model, steps), twin
+
+
+def assert_same_gradients(model, twin):
+    for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+        if theirs.grad is None:
+            assert ours.grad is None, name
+        else:
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("how", ["", "reentrant", "not reentrant"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_backwards_add_up_as_in_stock(tied, how):
+    model, _optimizer, twin = pair(tied=tied, how=how)
+    for seed in range(3):
+        loss_of(model, seed).backward()
+        loss_of(twin, seed).backward()
+    assert_same_gradients(model, twin)
+
+
+def test_grad_by_the_weight_is_an_ordinary_gradient_and_adds_nothing():
+    model, _optimizer, twin = pair()
+    loss_of(model).backward()
+    loss_of(twin).backward()
+    for weights in (["up.weight"], ["embedding.weight", "down.weight"]):
+        ours = torch.autograd.grad(loss_of(model, 1), [model.get_parameter(name) for name in weights])
+        theirs = torch.autograd.grad(loss_of(twin, 1), [twin.get_parameter(name) for name in weights])
+        for got, want in zip(ours, theirs, strict=True):
+            assert type(got) is torch.Tensor
+            torch.testing.assert_close(got, want)
+    assert_same_gradients(model, twin)
+
+
+def test_grad_by_an_input_adds_nothing():
+    model, _optimizer, twin = pair()
+    x = torch.randn(2, 6, requires_grad=True)
+    (ours,) = torch.autograd.grad(model.block(x).square().sum(), x)
+    (theirs,) = torch.autograd.grad(twin.block(x).square().sum(), x)
+    torch.testing.assert_close(ours, theirs)
+    assert all(p.grad is None for p in model.parameters())
+    model.block(x).square().sum().backward(inputs=[x])
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_backward_with_inputs_reaches_those_weights_only():
+    model, _optimizer, twin = pair()
+    for net in (model, twin):
+        loss_of(net).backward(inputs=[net.up.weight, net.down.bias])
+    assert_same_gradients(model, twin)
+    assert model.down.weight.grad is None
+
+
+def test_gradient_penalty():
+    model, _optimizer, twin = pair()
+    x = torch.randn(4, 6)
+    for net in (model, twin):
+        point = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(net.block(point).sum(), point, create_graph=True)
+        (slope.square().sum() + net.block(x).sum()).backward()
+    assert_same_gradients(model, twin)
+
+
+def test_gradient_penalty_under_autocast():
+    model, _optimizer, twin = pair()
+    x = torch.randn(4, 6)
+    for net in (model, twin):
+        point = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            out = net.block(point).float().sum()
+        (slope,) = torch.autograd.grad(out, point, create_graph=True)
+        slope.square().sum().backward()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        if theirs.grad is not None:
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=0.05, atol=0.02)
+
+
+def test_second_derivatives_by_the_weights():
+    model, _optimizer, twin = pair()
+    for net in (model, twin):
+        weights = list(net.parameters())
+        first = torch.autograd.grad(loss_of(net), weights, create_graph=True)
+        sum(gradient.square().sum() for gradient in first).backward()
+    assert_same_gradients(model, twin)
+
+
+def test_backward_with_create_graph():
+    model, _optimizer, twin = pair(tied=False)
+    with pytest.warns(UserWarning, match="create_graph"):
+        loss_of(model).backward(create_graph=True)
+    loss_of(twin).backward()
+    assert_same_gradients(model, twin)
+    assert model.up.weight.grad.grad_fn is not None
+    for net in (model, twin):
+        net.zero_grad()
+
+
+def test_an_adversarial_input_between_two_micro_batches():
+    model, optimizer, twin = pair(steps=2)
+    reference = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for seed in range(4):
+        for net in (model, twin):
+            x = torch.randn(2, 6, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+            (slope,) = torch.autograd.grad(net.block(x).sum(), x)
+            loss = net.block((x + 0.1 * slope.sign()).detach()).square().sum() + loss_of(net, seed)
+            (loss if net is model else loss / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if seed % 2:
+            reference.step()
+            reference.zero_grad()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_hook_on_the_weight_sees_and_changes_its_gradient():
+    model, optimizer, twin = pair()
+    seen = []
+    for net in (model, twin):
+        net.up.weight.register_hook(lambda gradient: seen.append(gradient.clone()) or gradient * 2)
+        loss_of(net).backward()
+    torch.testing.assert_close(seen[0], seen[1])
+    assert_same_gradients(model, twin)
+    row = next(line for line in optimizer.explain().splitlines() if line.startswith("0.1 "))
+    assert " multi_tensor " in row
+    assert "a hook on the weight" in optimizer.explain()
+
+
+def test_a_post_accumulate_hook_finds_the_gradient():
+    model, _optimizer, twin = pair()
+    seen = []
+    for net in (model, twin):
+        net.up.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+        loss_of(net).backward()
+    torch.testing.assert_close(seen[0], seen[1])
+    assert_same_gradients(model, twin)
+
+
+def test_a_multi_grad_hook_gets_the_gradients():
+    model, _optimizer, twin = pair(tied=False)
+    seen = []
+    for net in (model, twin):
+        torch.autograd.graph.register_multi_grad_hook((net.up.weight, net.down.weight), seen.append)
+        loss_of(net).backward()
+    for ours, theirs in zip(*seen, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_frozen_weight_and_an_unfrozen_one():
+    model, optimizer, twin = pair()
+    for net in (model, twin):
+        net.up.weight.requires_grad_(False)
+        loss_of(net).backward()
+    assert_same_gradients(model, twin)
+    optimizer.zero_grad()
+    twin.zero_grad()
+    for net in (model, twin):
+        net.up.weight.requires_grad_(True)
+        loss_of(net).backward()
+    assert_same_gradients(model, twin)
+
+
+def test_a_graph_that_is_kept_and_walked_twice():
+    model, _optimizer, twin = pair()
+    for net in (model, twin):
+        loss = loss_of(net)
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert_same_gradients(model, twin)
+
+
+def test_a_weight_changed_between_forward_and_backward_raises_as_in_stock():
+    for net in pair(tied=False)[::2]:
+        loss = loss_of(net)
+        with torch.no_grad():
+            net.down.weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_evaluation_and_other_transforms_are_left_alone():
+    model, _optimizer, twin = pair()
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens(0)), twin(tokens(0)))
+    with torch.inference_mode():
+        torch.testing.assert_close(model(tokens(0)), twin(tokens(0)))
+    x = torch.randn(4, 6)
+    for of in (
+        lambda net: torch.func.grad(lambda v: net.block(v).sum())(x),
+        lambda net: torch.func.vmap(net.block)(x),
+        lambda net: torch.func.jacrev(net.block)(x[0]),
+        lambda net: torch.func.jvp(net.block, (x,), (torch.ones_like(x),))[1],
+        lambda net: torch.func.functional_call(
+            net, {name: value.detach() * 2 for name, value in net.named_parameters()}, tokens(1)
+        ),
+        lambda net: torch.jit.trace(net.up, x)(x),
+    ):
+        torch.testing.assert_close(of(model), of(twin))
+    weights = {name: value.detach() for name, value in twin.named_parameters()}
+    for net in (model, twin):
+        out = torch.func.grad(lambda w, net=net: torch.func.functional_call(net, w, tokens(1)).sum())(weights)
+        net.by = out
+    for name in weights:
+        torch.testing.assert_close(model.by[name], twin.by[name])
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_an_exception_in_mid_backward_taints_the_window():
+    model, optimizer, _ = pair(steps=2)
+
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise ValueError("broken")
+
+    x = Broken.apply(torch.randn(2, 6, requires_grad=True))
+    with pytest.raises(ValueError, match="broken"):
+        model.block(x).sum().backward()
+    with pytest.raises(RuntimeError, match="discard"):
+        optimizer.step()
+    optimizer.discard()
+    loss_of(model).backward()
+    optimizer.step()
+
+
+def test_ignored_backwards_and_weight_zero():
+    model, optimizer, twin = pair(steps=2)
+    with optimizer.ignore():
+        loss_of(model, 5).backward()
+    loss_of(twin, 5).backward()
+    assert_same_gradients(model, twin)
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+
+    model = Net()
+    optimizer = wrap(model, 2, reduction="weighted")
+    twin = copy.deepcopy(model)
+    for seed, weight in ((0, 0), (1, 3.0)):
+        with optimizer.accumulate(weight=weight):
+            (loss_of(model, seed) * (float("nan") if weight == 0 else 1)).backward()
+        if seed == 0:
+            optimizer.step()
+    loss_of(twin, 1).backward()
+    assert_same_gradients(model, twin)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_shapes_and_errors_are_stocks(autocast):
+    model, _optimizer, twin = pair()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        for shape in ((6,), (0, 6), (2, 0, 6), (2, 3, 6), (2, 1, 3, 6)):
+            x = torch.randn(shape)
+            ours, theirs = model.up(x), twin.up(x)
+            assert ours.dtype == theirs.dtype
+            torch.testing.assert_close(ours, theirs)
+            ours.float().sum().backward()
+            theirs.float().sum().backward()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        if theirs.grad is not None:
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=0.02, atol=0.02)
+    for bad in (torch.randn(2, 5), torch.randn(2, 6).double(), torch.tensor(1.0)):
+        errors = []
+        for net in (model, twin):
+            with pytest.raises(Exception) as caught:  # noqa: PT011
+                net.up(bad)
+            errors.append((caught.type, str(caught.value)))
+        assert errors[0] == errors[1]
+    with pytest.raises(IndexError):
+        model.embedding(torch.tensor([11]))

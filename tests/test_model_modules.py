@@ -1,0 +1,323 @@
+"""`model=`: which modules are replaced, that nobody notices, and that it can be undone."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+
+import pytest
+import torch
+from test_model_autograd import Net, assert_same_gradients, loss_of, tokens, wrap
+from torch import nn
+
+import fusedacc
+
+
+def route_of(optimizer, name):
+    row = next(line.split() for line in optimizer.explain().splitlines() if line.split()[0] == name)
+    return row[2]
+
+
+def named(model, **options):
+    inner = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    return fusedacc.AccumulatingOptimizer(inner, model=model, **options)
+
+
+def is_stock(module):
+    return getattr(module.forward, "__func__", None) is type(module).forward
+
+
+def test_explain_shows_the_paths():
+    optimizer = named(Net())
+    assert route_of(optimizer, "embedding.weight") == "gemm+embedding"
+    assert route_of(optimizer, "up.weight") == "gemm"
+    assert route_of(optimizer, "up.bias") == "multi_tensor"
+    optimizer = named(Net(tied=False))
+    assert route_of(optimizer, "embedding.weight") == "embedding"
+    assert route_of(optimizer, "head.weight") == "gemm"
+
+
+def test_only_weights_that_are_optimized_are_replaced():
+    model = Net(tied=False)
+    inner = torch.optim.SGD([model.up.weight, model.up.bias], lr=0.1)
+    optimizer = fusedacc.AccumulatingOptimizer(inner, model=model)
+    assert not is_stock(model.up)
+    assert all(map(is_stock, (model.embedding, model.down, model.head)))
+    optimizer.add_param_group({"params": [model.down.weight]})
+    assert not is_stock(model.down)
+
+
+def test_close_restores_every_module():
+    model = Net()
+    optimizer = wrap(model)
+    assert not is_stock(model.up)
+    optimizer.close()
+    assert all(is_stock(module) for module in model.modules())
+    assert all("forward" not in module.__dict__ for module in model.modules())
+    loss_of(model).backward()
+    assert model.up.weight.grad is not None
+
+
+def test_a_wrapper_that_is_gone_leaves_stock():
+    model = Net()
+    twin = copy.deepcopy(model)
+    wrap(model)
+    gc.collect()
+    loss_of(model).backward()
+    loss_of(twin).backward()
+    assert_same_gradients(model, twin)
+    optimizer = wrap(model)  # and another may follow
+    assert not is_stock(model.up)
+    assert route_of(optimizer, "0.1") == "gemm"
+
+
+def test_the_model_is_freed_at_once():
+    model = Net()
+    optimizer = wrap(model)
+    loss_of(model).backward()
+    reference = weakref.ref(model.up)
+    gc.disable()
+    try:
+        del model, optimizer
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+def by_torch_save(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), by_torch_save]
+)
+def test_a_copy_is_stock(duplicate):
+    model = Net()
+    optimizer = wrap(model, 2)
+    other = duplicate(model)
+    assert all(is_stock(module) for module in other.modules())
+    assert other.head.weight is other.embedding.weight
+    loss_of(other).backward()
+    assert optimizer.micro_step == 0
+    assert all(p.grad is None for p in model.parameters())
+    second = wrap(other)
+    assert not is_stock(other.up)
+    second.close()
+    assert not is_stock(model.up)
+
+
+def test_state_dict_modes_and_repr_are_as_before():
+    model = Net()
+    before, text = set(model.state_dict()), repr(model)
+    optimizer = wrap(model)
+    assert set(model.state_dict()) == before
+    assert repr(model) == text
+    assert not is_stock(model.eval().train().up)
+    model.load_state_dict(Net().state_dict())
+    optimizer.close()
+
+
+@pytest.mark.parametrize("change", ["to", "half", "assign"])
+def test_a_moved_model_goes_on(change):
+    model = Net()
+    optimizer = wrap(model)
+    if change == "to":
+        model.to(torch.float64)
+    elif change == "half":
+        model.bfloat16()
+    else:
+        model.load_state_dict(Net().state_dict(), assign=True)
+    twin = copy.deepcopy(model)
+    loss_of(model).backward()
+    loss_of(twin).backward()
+    if change == "assign":  # new parameters, which the optimizer does not have
+        assert_same_gradients(model, twin)
+        return
+    optimizer.step()
+    optimizer.zero_grad()
+    twin = copy.deepcopy(model)
+    loss_of(model).backward()
+    loss_of(twin).backward()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.to(theirs.dtype), theirs.grad, rtol=0.02, atol=0.01)
+
+
+def test_hooks_on_modules_run():
+    model = Net()
+    wrap(model)
+    calls = []
+    model.up.register_forward_pre_hook(lambda module, args: calls.append("before"))
+    model.up.register_forward_hook(lambda module, args, out: calls.append("after"))
+    model.up.register_full_backward_hook(lambda module, grads, outs: calls.append("backward"))
+    loss_of(model).backward()
+    assert calls == ["before", "after"] * 2 + ["backward"] * 2
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_parametrized_modules_are_left_alone(when):
+    model, twin = Net(), Net()
+
+    class Double(nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    nn.utils.parametrize.register_parametrization(twin.up, "weight", Double())
+    nn.utils.parametrizations.weight_norm(twin.down)
+    if when == "after":
+        optimizer = named(model)
+    nn.utils.parametrize.register_parametrization(model.up, "weight", Double())
+    nn.utils.parametrizations.weight_norm(model.down)
+    if when == "before":
+        optimizer = named(model)
+        assert route_of(optimizer, "up.parametrizations.weight.original") == "multi_tensor"
+        assert "parametrization" in optimizer.explain()
+    loss_of(model).backward()
+    loss_of(twin).backward()
+    for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, msg=name)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
+def test_weight_norm_of_old_is_left_alone():
+    model = Net()
+    torch.nn.utils.weight_norm(model.up)
+    twin = Net()
+    torch.nn.utils.weight_norm(twin.up)
+    optimizer = named(model)
+    assert route_of(optimizer, "up.weight_g") == "multi_tensor"
+    assert "weight or spectral norm" in optimizer.explain()
+    loss_of(model).backward()
+    loss_of(twin).backward()
+    assert_same_gradients(model, twin)
+
+
+def test_other_forwards_are_left_alone():
+    class Scaled(nn.Linear):
+        def forward(self, input):
+            return 3 * super().forward(input)
+
+    class Same(nn.Linear):
+        pass
+
+    model = nn.Sequential(Scaled(3, 3), Same(3, 3), nn.Embedding(3, 3, sparse=True), nn.Linear(3, 3))
+    mine = model[3].forward = lambda x: nn.Linear.forward(model[3], x) + 1
+    optimizer = named(model)
+    assert is_stock(model[0])
+    assert not is_stock(model[1])
+    assert is_stock(model[2])
+    assert "sparse=True" in optimizer.explain()
+    assert "somebody has replaced" in optimizer.explain()
+    optimizer.close()
+    assert model[3].forward is mine
+
+
+def test_somebody_may_put_another_forward_over_ours():
+    model = Net()
+    optimizer = wrap(model)
+    ours = model.up.forward
+    model.up.forward = lambda x: ours(x) * 2
+    kept = model.up.forward
+    optimizer.close()
+    assert model.up.forward is kept
+    twin = Net()
+    torch.testing.assert_close(model.up(torch.ones(6)), 2 * twin.up(torch.ones(6)))
+
+
+def test_multihead_attention_uses_its_weights_without_calling_the_module():
+    torch.manual_seed(0)
+    model = nn.MultiheadAttention(8, 2)
+    twin = copy.deepcopy(model)
+    wrap(model)
+    x = torch.randn(5, 2, 8)
+    for net in (model, twin):
+        net(x, x, x)[0].square().sum().backward()
+    assert_same_gradients(model, twin)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_model_falls_back(backend):
+    torch.compiler.reset()
+    model = Net()
+    twin = copy.deepcopy(model)
+    optimizer = wrap(model)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    for seed in range(2):
+        nn.functional.cross_entropy(
+            compiled(tokens(seed)).flatten(0, 1), tokens(seed + 100).flatten()
+        ).backward()
+        loss_of(twin, seed).backward()
+    assert_same_gradients(model, twin)
+    optimizer.step()
+    torch.compiler.reset()
+
+
+def test_adapters_beside_frozen_weights():
+    class Adapted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.base = nn.Linear(6, 5).requires_grad_(False)
+            self.a, self.b = nn.Linear(6, 2, bias=False), nn.Linear(2, 5, bias=False)
+
+        def forward(self, x):
+            return self.base(x) + self.b(self.a(x))
+
+    model, twin = Adapted(), Adapted()
+    inner = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    optimizer = fusedacc.AccumulatingOptimizer(inner, model=model)
+    assert is_stock(model.base)
+    assert not is_stock(model.a)
+    for net in (model, twin):
+        net(torch.ones(3, 6)).square().sum().backward()
+    assert_same_gradients(model, twin)
+    optimizer.step()
+
+
+def test_bad_model_is_refused():
+    inner = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module or None, got list"):
+        fusedacc.AccumulatingOptimizer(inner, model=[nn.Linear(1, 1)])
+    with pytest.warns(UserWarning, match="model="):
+        fusedacc.AccumulatingOptimizer(inner, model=nn.Linear(1, 1))
+
+
+def test_data_parallel_is_left_alone():
+    model = nn.DataParallel(Net())
+    with pytest.warns(UserWarning, match="model="):
+        optimizer = named(model)
+    assert "replicas" in optimizer.explain()
+    assert all(map(is_stock, model.modules()))
+
+
+def test_the_conv1d_of_transformers(monkeypatch):
+    """Found by its name and module, without an import."""
+
+    class Conv1D(nn.Module):
+        __module__ = "transformers.pytorch_utils"
+
+        def __init__(self, nf, nx):
+            super().__init__()
+            self.nf, self.nx = nf, nx
+            self.weight, self.bias = nn.Parameter(torch.randn(nx, nf)), nn.Parameter(torch.zeros(nf))
+
+        def forward(self, x):
+            size_out = (*x.size()[:-1], self.nf)
+            return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(size_out)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Conv1D(5, 4), nn.Tanh(), Conv1D(4, 5))
+    twin = copy.deepcopy(model)
+    optimizer = named(model)
+    assert route_of(optimizer, "0.weight") == "gemm"
+    for seed in range(2):
+        x = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(seed))
+        for net in (model, twin):
+            net(x).square().sum().backward()
+    assert_same_gradients(model, twin)
+    assert is_stock(copy.deepcopy(model)[0])

@@ -1,0 +1,318 @@
+"""`model=` in whole training runs: the same as without it, whatever else the wrapper is told to do."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from loops import NoHostRead
+from test_model_autograd import Net, loss_of, tokens
+from torch import nn
+
+import fusedacc
+
+F32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+
+
+class Decoder(nn.Module):
+    """Two attention blocks over 23 tokens, with the head tied to the embedding or not."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.positions = nn.Embedding(23, 16, padding_idx=3), nn.Embedding(8, 16)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(2)
+        )
+        self.head = nn.Linear(16, 23, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, x):
+        h = self.tokens(x) + self.positions(torch.arange(x.shape[1]))
+        for layer in self.layers:
+            h = layer(h)
+        return self.head(h)
+
+
+def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(0, 23, (2, 5 + seed % 3), generator=generator)
+    return x, x.roll(1, 1)
+
+
+def decoder_loss(model, seed: int, autocast: bool = False):
+    x, y = batch(seed)
+    with torch.autocast("cpu", BF16, enabled=autocast):
+        scores = model(x)
+    return nn.functional.cross_entropy(scores.float().flatten(0, 1), y.flatten())
+
+
+def adamw(model, **options):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_float32_training_follows_stock_in_float64(tied, fused, clip):
+    model = Decoder(tied)
+    exact = copy.deepcopy(model).double()
+    stock = copy.deepcopy(model)
+    optimizer = fusedacc.AccumulatingOptimizer(adamw(model, fused=fused), 3, model=model, max_grad_norm=clip)
+    others = [(net, adamw(net)) for net in (exact, stock)]
+    for update in range(6):
+        for micro in range(3):
+            decoder_loss(model, 3 * update + micro).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for net, _ in others:
+                x, y = batch(3 * update + micro)
+                (nn.functional.cross_entropy(net(x).flatten(0, 1), y.flatten()) / 3).backward()
+        for net, inner in others:
+            if clip is not None:
+                norm = nn.utils.clip_grad_norm_(net.parameters(), clip)
+                if net is exact:
+                    torch.testing.assert_close(optimizer.grad_norm.double(), norm, rtol=1e-4, atol=0)
+            inner.step()
+            inner.zero_grad()
+        # Adam divides by the gradient's size: rounding shows most where that is smallest. Stock's own
+        # distance from float64 is the measure of it.
+        for ours, want, theirs in zip(
+            model.parameters(), exact.parameters(), stock.parameters(), strict=True
+        ):
+            distance = (ours - want).abs().max().item()
+            allowed = 4 * (theirs - want).abs().max().item() + 2**-20
+            assert distance <= allowed
+
+
+LOOPS = {
+    "mean": ({}, lambda optimizer, seed: None),
+    "normalized": ({"reduction": "normalized"}, lambda optimizer, seed: float(seed % 3 + 1)),
+    "weighted": ({"reduction": "weighted"}, lambda optimizer, seed: float(seed % 3)),
+    "device weights": ({"reduction": "weighted"}, lambda optimizer, seed: torch.tensor(seed % 3 + 1.0)),
+    "clip": ({"max_grad_norm": 0.3}, lambda optimizer, seed: None),
+    "inf norm": ({"max_grad_norm": 0.01, "norm_type": math.inf}, lambda optimizer, seed: None),
+    "skip": ({"skip_nonfinite": True}, lambda optimizer, seed: None),
+    "masters": ({"master_weights": True, "max_grad_norm": 0.3}, lambda optimizer, seed: None),
+    "low sums": ({"accumulate_dtype": BF16}, lambda optimizer, seed: None),
+}
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16", "autocast"])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_gradients_and_norms_are_those_without_model(loop, kind, fused):
+    """Window by window from the same weights, so that rounding does not add up over the run."""
+    options, weight_of = LOOPS[loop]
+    dtype = {"bfloat16": BF16, "float16": FP16}.get(kind, F32)
+    if (loop == "masters" and dtype == F32) or (loop == "low sums" and dtype == FP16):
+        pytest.skip("float32 has no masters; no kernel adds float16 into bfloat16")
+    model = Decoder(True).to(dtype)
+    twin = copy.deepcopy(model)
+    ours = fusedacc.AccumulatingOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1e-2, fused=fused), 3, model=model, **options
+    )
+    theirs = fusedacc.AccumulatingOptimizer(
+        torch.optim.SGD(twin.parameters(), lr=1e-2, fused=fused), 3, **options
+    )
+    coarse = kind != "float32" or loop == "low sums"
+    rtol, atol = (0.05, 0.02) if coarse else (1e-4, 1e-6)
+    for seed in range(8):  # the last window holds two
+        for net, optimizer in ((model, ours), (twin, theirs)):
+            weight = weight_of(optimizer, seed)
+            bad = math.nan if loop == "skip" and seed == 4 else 1.0
+            with optimizer.accumulate(weight=weight):
+                (decoder_loss(net, seed, kind == "autocast") * bad).backward()
+            optimizer.step()
+            if seed == 7:
+                optimizer.flush()
+        if ours.has_updated:
+            for (name, a), b in zip(model.named_parameters(), twin.parameters(), strict=True):
+                if seed != 5 or loop != "skip":
+                    torch.testing.assert_close(a.grad, b.grad, rtol=rtol, atol=atol, msg=name)
+            if ours.grad_norm is not None:
+                torch.testing.assert_close(
+                    ours.grad_norm, theirs.grad_norm, rtol=rtol, atol=0, equal_nan=True
+                )
+            model.load_state_dict(twin.state_dict())
+        ours.zero_grad()
+        theirs.zero_grad()
+    assert int(ours.num_skipped) == int(theirs.num_skipped)
+    assert ours.num_updates == 3
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+def test_manual_loop(tied, set_to_none):
+    model = Net(tied)
+    twin = copy.deepcopy(model)
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+    reference = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for seed in range(6):
+        for net, inner in ((model, optimizer), (twin, reference)):
+            (loss_of(net, seed) / 2).backward()
+            if seed % 2:
+                nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+                inner.step()
+                inner.zero_grad(set_to_none=set_to_none)
+        for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(a, b)
+            assert (a.grad is None) == (b.grad is None)
+            if a.grad is not None:
+                torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_what_a_user_holds_of_p_grad_is_not_written_again():
+    model = Net(tied=False)
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+    kept = []
+    for seed in range(3):
+        loss_of(model, seed).backward()
+        kept.append([(p.grad, p.grad.clone()) for p in model.parameters()])
+        kept.append([(p.grad[:1], p.grad[:1].clone()) for p in model.parameters()])
+        optimizer.step()
+        optimizer.zero_grad()
+    for pairs in kept:
+        for now, then in pairs:
+            assert torch.equal(now, then)
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("height", [11, 500])
+def test_gradients_written_between_windows_leave_no_trace(clip, height):
+    """Whatever happens to p.grad, the next window's rows start from zero."""
+    model = Net(tied=False)
+    model.embedding = nn.Embedding(height, 6)
+    optimizer = fusedacc.AccumulatingOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.0), 2, model=model, max_grad_norm=clip
+    )
+
+    def window(seed):
+        for micro in range(2):
+            loss_of(model, seed + micro).backward()
+            optimizer.step()
+        gradient = model.embedding.weight.grad.clone()
+        return gradient
+
+    want = window(0)
+    optimizer.zero_grad()
+    for spoil in (
+        lambda g: g.fill_(7.0),
+        lambda g: g.mul_(math.nan),
+        lambda g: g.data.fill_(3.0),
+        lambda g: g.data.add_(torch.randn(g.shape)),
+        lambda g: g.data.mul_(math.nan),
+        lambda g: torch._foreach_mul_([g], math.inf),
+        lambda g: None,
+    ):
+        window(5)
+        spoil(model.embedding.weight.grad)
+        optimizer.zero_grad()
+        torch.testing.assert_close(window(0), want)
+        optimizer.zero_grad()
+
+
+def test_nothing_is_read_by_the_host_over_a_window_of_rows():
+    torch.manual_seed(0)
+    model = nn.Embedding(500, 6)
+    optimizer = fusedacc.AccumulatingOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, fused=True), 2, model=model
+    )
+
+    def window(seed):
+        for micro in range(2):
+            model(tokens(seed + micro)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    window(0)
+    with NoHostRead():
+        window(2)
+    assert optimizer.num_updates == 2
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_window_of_nan_leaves_no_trace_in_the_next(fused):
+    model = Net(tied=False)
+    optimizer = fusedacc.AccumulatingOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, fused=fused), 1, model=model, max_grad_norm=1.0
+    )
+    start = copy.deepcopy(model.state_dict())
+    loss_of(model, 0).backward()
+    want = model.embedding.weight.grad.clone()
+    optimizer.step()
+    optimizer.zero_grad()
+    model.load_state_dict(start)
+    (loss_of(model, 0) * math.nan).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model.load_state_dict(start)
+    loss_of(model, 0).backward()
+    torch.testing.assert_close(model.embedding.weight.grad, want)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_window_survives_a_restart(tied):
+    model = Net(tied)
+    optimizer = fusedacc.AccumulatingOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), 3, model=model
+    )
+    for seed in range(5):
+        loss_of(model, seed).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    other = Net(tied)
+    other.load_state_dict(model.state_dict())
+    second = fusedacc.AccumulatingOptimizer(
+        torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9), 3, model=other
+    )
+    second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for seed in range(5, 9):
+        for net, wrapper in ((model, optimizer), (other, second)):
+            loss_of(net, seed).backward()
+            wrapper.step()
+            wrapper.zero_grad()
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_scaler_in_a_counted_loop():
+    model = Net()
+    twin = copy.deepcopy(model)
+    optimizer = fusedacc.AccumulatingOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, fused=True), 2, model=model
+    )
+    reference = torch.optim.SGD(twin.parameters(), lr=0.1)
+    scaler = fusedacc.amp.GradScaler("cpu", init_scale=2.0**10)
+    for seed in range(6):
+        bad = math.inf if seed == 3 else 1.0
+        scaler.scale(loss_of(model, seed) * bad).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        (loss_of(twin, seed) / 2).backward()
+        if seed % 2:
+            if seed != 3:
+                reference.step()
+            reference.zero_grad()
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+    assert scaler.get_scale() == 2.0**9
+
+
+def test_the_indices_memory_may_be_filled_anew():
+    model = Net(tied=False)
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), 2, model=model)
+    static = tokens(0).clone()
+    for seed in range(6):
+        static.copy_(tokens(seed))
+        model.embedding(static).sum().backward()
+        optimizer.step()
+        if optimizer.has_updated:
+            counts = torch.stack([tokens(seed - 1), tokens(seed)]).flatten().bincount(minlength=11)
+            want = counts.float()[:, None].expand(11, 6) / 2
+            torch.testing.assert_close(model.embedding.weight.grad, want)
+        optimizer.zero_grad()
