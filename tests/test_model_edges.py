@@ -200,3 +200,19 @@ def test_backwards_in_several_threads():
     for batch in batches:
         twin(batch).square().mean().backward()
     assert_same_gradients(model, twin)
+
+
+@pytest.mark.parametrize("steps", [None, 10**6])
+def test_what_a_lookup_remembers_does_not_grow_with_the_window(steps):
+    rows = 50
+    model = nn.Sequential(nn.Embedding(rows, 4))
+    optimizer = wrap(model, steps)
+    (slot,) = optimizer._slots
+    for seed in range(40):
+        model(torch.tensor([seed % 5, 7, 7])).sum().backward()
+        optimizer.step() if steps else None
+        assert sum(indices.numel() for indices in slot.touched._indices) <= rows
+    optimizer.discard()
+    model(torch.tensor([1])).sum().backward()
+    assert slot.touched.known(optimizer._arena.current(slot)).tolist() == [1]
+    assert optimizer._arena.current(slot).count_nonzero() == 4
