@@ -170,6 +170,8 @@ class Capture:
 
         `sole`: nobody but the engine and the hook refers to it, so that nobody can change it.
         """
+        if not slot.param.requires_grad:
+            return LET_THROUGH  # frozen since the forward: autograd drops it
         with self._lock:
             task = self._tasks.get(task_id()) or self._begin()
         if not task.captures or slot.param._post_accumulate_grad_hooks:
@@ -217,6 +219,8 @@ class Capture:
         param, armed = slot.param, self._nodes.get(slot)
         if (
             torch.is_grad_enabled()
+            or torch.is_anomaly_enabled()  # which looks for nan in it
+            or not param.requires_grad  # frozen since the forward: autograd drops its gradient
             or param._backward_hooks
             or param._post_accumulate_grad_hooks
             or slot.odd
@@ -349,11 +353,13 @@ class Capture:
 
     def flush_bucket(self, identity: int, bucket: Bucket) -> None:
         """Add what a bucket of this graph task holds, after what enclosing tasks hold for its parameters."""
-        self._flush_shared(self._tasks[identity], bucket[0::2])
-        self._add_bucket(identity, bucket)
+        task = self._tasks[identity]
+        self._flush_shared(task, bucket[0::2])
+        self._add_bucket(task, bucket)
 
-    def _add_bucket(self, identity: int, bucket: Bucket) -> None:
-        slots, gradients = bucket.take()
+    def _add_bucket(self, task: Task, bucket: Bucket) -> None:
+        with self._lock:
+            slots, gradients = bucket.take()
         if not slots:
             return
         if slots[0].lane[0].type == "cuda":
@@ -363,7 +369,7 @@ class Capture:
                 stream.wait_stream(other)
                 for gradient in gradients:
                     gradient.record_stream(stream)
-        self._add(self._tasks[identity], slots, gradients)
+        self._add(task, slots, gradients)
 
     def finish(self, identity: int) -> None:
         """The end of a graph task: add what is pending, and deliver if this was the window's last."""
@@ -391,13 +397,16 @@ class Capture:
         self.settle()
 
     def _flush_shared(self, inner: Task, slots: Sequence[Slot]) -> None:
-        """Add what enclosing tasks hold for these parameters first, in autograd's order."""
+        """Add what enclosing tasks hold for these parameters first, in autograd's order.
+
+        Tasks of other threads may come and go meanwhile.
+        """
         if len(self._tasks) == 1:
             return
-        for identity, task in self._tasks.items():
-            for bucket in task.buckets.values() if task is not inner else ():
+        for task in list(self._tasks.values()):
+            for bucket in list(task.buckets.values()) if task is not inner else ():
                 if not set(slots).isdisjoint(bucket[0::2]):
-                    self._add_bucket(identity, bucket)
+                    self._add_bucket(task, bucket)
 
     def _drop(self, identity: int) -> Task:
         """Forget a graph task and whatever it still holds."""
@@ -410,7 +419,7 @@ class Capture:
 
     def settle(self) -> None:
         """Forget backwards that an exception has ended; taint the window where they have added something."""
-        for identity in [key for key, task in self._tasks.items() if task.callback() is None]:
+        for identity in [key for key, task in list(self._tasks.items()) if task.callback() is None]:
             task = self._drop(identity)
             if task.ignored:
                 self._mark_ignored(task)

@@ -37,11 +37,14 @@ class Bucket(list):
         self.nbytes = 0
 
     def take(self) -> tuple[list[Slot], list[Tensor]]:
-        """Empty it: the slots and, in their order, the gradients."""
-        slots, gradients = self[0::2], self[1::2]
-        self.clear()
+        """Empty it: the slots and, in their order, the gradients.
+
+        What another thread's hook appends meanwhile stays.
+        """
+        taken = self[:]
+        del self[: len(taken)]
         self.nbytes = 0
-        return slots, gradients
+        return taken[0::2], taken[1::2]
 
 
 class Task:
@@ -148,6 +151,7 @@ def make_hook(
         if (
             bucket is not None
             and sole
+            and param.requires_grad
             and not param._post_accumulate_grad_hooks
             and type(gradient) is Tensor
             and not slot.odd

@@ -61,6 +61,8 @@ class TouchedRows:
         if self._of() is total:
             # A copy: the caller may fill the same memory with the next micro-batch's.
             self._indices.append(indices.detach().reshape(-1).to(torch.int64, copy=True))
+            if sum(known.numel() for known in self._indices) > total.shape[0]:
+                self.forget()  # more work than all rows, and a window may have no end
 
     def written(self, total: Tensor) -> None:
         """The rows of the last `add` have been added to."""

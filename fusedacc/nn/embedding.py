@@ -31,6 +31,7 @@ class Lookup(torch.autograd.Function):
     def forward(ctx: Any, weight: Tensor, indices: Tensor, site: EmbeddingSite) -> Tensor:
         module = site.module
         ctx.save_for_backward(indices)
+        ctx.set_materialize_grads(False)
         ctx.site, ctx.rows = site, weight.shape[0]
         ctx.padding, ctx.by_freq = module.padding_idx, module.scale_grad_by_freq
         return F.embedding(
@@ -38,7 +39,9 @@ class Lookup(torch.autograd.Function):
         )
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        if gradient is None:
+            return None, None, None
         (indices,) = ctx.saved_tensors
 
         def write(total: Tensor, scale: float | Tensor, keep: float | Tensor) -> None:
@@ -52,8 +55,8 @@ class Lookup(torch.autograd.Function):
                 backend=ctx.site.backend,
             )
 
-        if ctx.site.takes(ctx.next_functions[0][0], write, indices):
+        if ctx.site.takes(ctx.next_functions[0][0], write, (gradient,), indices):
             return None, None, None
-        padding = -1 if ctx.padding is None else ctx.padding
+        padding = -1 if ctx.padding is None else ctx.padding % ctx.rows
         dense = torch.ops.aten.embedding_dense_backward(gradient, indices, ctx.rows, padding, ctx.by_freq)
         return dense, None, None

@@ -47,6 +47,7 @@ class LinearSite(Site):
         shape = input.shape
         if (
             input.dtype != dtype
+            or weight.dtype.is_complex
             or not shape
             or shape[-1] != weight.shape[0 if self.transposed else 1]
             or (bias is not None and (type(bias) not in ORDINARY or bias.dtype != weight.dtype))
@@ -76,29 +77,33 @@ class Product(torch.autograd.Function):
         ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, site: LinearSite, dtype: torch.dtype
     ) -> Tensor:
         ctx.site = site
-        cast = weight
-        if weight.dtype is dtype:
-            ctx.save_for_backward(input, weight)
-        else:
-            cast = weight.to(dtype)
+        ctx.set_materialize_grads(False)
+        used = weight
+        if weight.dtype is not dtype:
+            used = weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
-            ctx.save_for_backward(input, weight, cast)
-        return F.linear(input, cast.t() if site.transposed else cast, bias)
+        # As stock: for the input only, and not the parameter itself, whose `.data` may be swapped.
+        ctx.save_for_backward(input, used.detach() if ctx.needs_input_grad[0] else None)
+        return F.linear(input, used.t() if site.transposed else used, bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        input, weight, *casts = ctx.saved_tensors
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        if gradient is None:
+            return None, None, None, None, None
+        input, used = ctx.saved_tensors
         site = ctx.site
+        weight = site.slot.param
         wants_input, _, wants_bias, _, _ = ctx.needs_input_grad
         if input.dim() == 2:
             rows, inputs = gradient, input
         else:
-            rows, inputs = gradient.reshape(-1, gradient.shape[-1]), input.reshape(-1, input.shape[-1])
+            count = input.shape[:-1].numel()
+            rows, inputs = gradient.reshape(count, gradient.shape[-1]), input.reshape(count, input.shape[-1])
         of_input = of_weight = of_bias = None
         if wants_input:
-            used = weight
-            if casts:  # no function of the weight, as it must be where the gradient is differentiated
-                used = weight.to(gradient.dtype) if torch.is_grad_enabled() else casts[0]
+            if torch.is_grad_enabled():  # then it has to be a function of the weight
+                cast = weight.to(used.dtype)
+                used = used + (cast - cast.detach())
             of_input = torch.mm(rows, used.t() if site.transposed else used)
             if rows is not gradient:
                 of_input = of_input.view(input.shape)
@@ -108,7 +113,7 @@ class Product(torch.autograd.Function):
             site.product(total, left)(total, left, right, scale, keep)
 
         fits = (left.dtype, site.slot.accumulate_dtype) in PAIRS
-        if not (fits and site.takes(ctx.next_functions[1][0], write)):
+        if not (fits and site.takes(ctx.next_functions[1][0], write, (left, right))):
             of_weight = torch.mm(left.t(), right).to(weight.dtype)
         if wants_bias:
             of_bias = rows.sum(0).to(weight.dtype)

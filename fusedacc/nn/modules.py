@@ -15,6 +15,8 @@ from .embedding import EmbeddingSite
 from .linear import Conv1DSite, LinearSite
 from .site import Site, is_stock
 
+#: Before anybody can have put a forward of theirs into torch's classes.
+LINEAR, EMBEDDING = nn.Linear.forward, nn.Embedding.forward
 REPLICAS = "DataParallel calls replicas of the modules, whose weights are others"
 
 
@@ -88,9 +90,9 @@ def _kind_of(module: nn.Module, name: str) -> tuple[type[Site] | None, str]:
 def _known(module: nn.Module) -> type[Site] | None:
     """By the forward that a module runs, which a subclass may have inherited."""
     forward = type(module).forward
-    if forward is nn.Linear.forward:
+    if forward is LINEAR:
         return LinearSite
-    if forward is nn.Embedding.forward:
+    if forward is EMBEDDING:
         return EmbeddingSite
     kind = type(module)
     if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":

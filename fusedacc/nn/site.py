@@ -35,6 +35,7 @@ class Site:
     def __init__(self, module: torch.nn.Module, slot: Slot, capture: Capture) -> None:
         self._module = weakref.ref(module)
         self._capture = weakref.ref(capture)
+        self._stock = type(module).forward
         self.slot = slot
 
     def __reduce__(self) -> tuple:
@@ -70,10 +71,13 @@ class Site:
         param = self.slot.param
         return (
             self._capture() is None
+            or type(self.module).forward is not self._stock
             or self.module._parameters.get("weight") is not param
             or not param.requires_grad
             or not torch.is_grad_enabled()
             or type(input) not in ORDINARY
+            or input.layout is not torch.strided
+            or input.is_nested
             or type(param) not in ORDINARY
             or param.is_meta
             or input.device != param.device
@@ -82,10 +86,21 @@ class Site:
             or torch.jit.is_tracing()
         )
 
-    def takes(self, node: Any, write: Write, rows: Tensor | None = None) -> bool:
-        """As `Capture.take_in_place`, for the weight, whose AccumulateGrad node this is."""
-        capture = self._capture()
-        return capture is not None and capture.take_in_place(self.slot, node, write, rows)
+    def takes(
+        self, node: Any, write: Write, operands: tuple[Tensor, ...], rows: Tensor | None = None
+    ) -> bool:
+        """As `Capture.take_in_place`, for the weight, whose AccumulateGrad node this is.
+
+        `operands`: what `write` reads; where p.grad itself was fed to the module, not while it is written.
+        """
+        capture, shown = self._capture(), self.slot.param.grad
+        if capture is None or (shown is not None and _share_memory(shown, operands)):
+            return False
+        return capture.take_in_place(self.slot, node, write, rows)
+
+
+def _share_memory(total: Tensor, operands: tuple[Tensor, ...]) -> bool:
+    return any(torch._C._is_alias_of(total, operand) for operand in operands)  # type: ignore[attr-defined]
 
 
 def stock_forward(module: torch.nn.Module) -> Any:

@@ -1,0 +1,218 @@
+"""`model=`: odd inputs, odd dtypes and odd moments, where stock goes on working."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import threading
+
+import pytest
+import torch
+from test_model_autograd import assert_same_gradients, wrap
+from torch import nn
+
+
+def nets(*layers: nn.Module):
+    """A wrapped model, and a stock twin; the wrapper is kept with the model."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*layers)
+    twin = copy.deepcopy(model)
+    model.kept = [wrap(model)]
+    return model, twin
+
+
+class Blocked(torch.autograd.Function):
+    """Passes its input on, and no gradient back."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None
+
+
+@pytest.mark.parametrize("first", [nn.Linear(5, 4), nn.Embedding(5, 4)])
+def test_a_gradient_that_never_comes_leaves_none(first):
+    pair = nets(first, nn.Linear(4, 4))
+    index = torch.tensor([1, 2])
+    for net in pair:
+        out = net[0](index if isinstance(first, nn.Embedding) else torch.ones(2, 5))
+        (Blocked.apply(out).sum() + net[1](torch.ones(2, 4)).sum()).backward()
+    assert pair[1][0].weight.grad is None
+    assert_same_gradients(*pair)
+
+
+@pytest.mark.parametrize("sizes", [(0, 3), (3, 0), (0, 0), (1, 1), (1, 3), (3, 1)])
+@pytest.mark.parametrize("shape", [(), (2,), (0,), (2, 2), (2, 0)])
+def test_layers_without_features_and_inputs_without_rows(sizes, shape):
+    pair = nets(nn.Linear(*sizes))
+    x = torch.randn(*shape, sizes[0])
+    for net in pair:
+        for _ in range(2):
+            net(x.clone().requires_grad_()).square().sum().backward()
+    assert_same_gradients(*pair)
+
+
+def test_complex_weights():
+    pair = nets(nn.Linear(3, 4, dtype=torch.complex64))
+    x = torch.randn(5, 3, dtype=torch.complex64)
+    for net in pair:
+        net(x).abs().square().sum().backward()
+    assert_same_gradients(*pair)
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype.*")
+def test_inputs_of_other_layouts():
+    ragged = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)])
+    whole = torch.randn(4, 3)
+    for x in (
+        ragged,
+        whole.to_sparse(),
+        whole.to_mkldnn() if torch.backends.mkldnn.is_available() else whole,
+    ):
+        pair = nets(nn.Linear(3, 4))
+        for net in pair:
+            out = net(x)
+            out = out.to_padded_tensor(0.0) if out.is_nested else out
+            (out if out.layout is torch.strided else out.to_dense()).square().sum().backward()
+        assert_same_gradients(*pair)
+
+
+def test_a_weight_that_the_backward_does_not_need_may_change():
+    """Stock keeps the weight for the input's gradient only, and under autocast its cast."""
+    pair = nets(nn.Linear(3, 4))
+    for net in pair:
+        loss = net(torch.ones(2, 3)).square().sum()
+        x = torch.ones(2, 3, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            cast = net(x).float().sum()
+        with torch.no_grad():
+            net[0].weight.mul_(2)
+        (loss + cast).backward()
+        net.slope = x.grad
+    assert_same_gradients(*pair)
+    torch.testing.assert_close(pair[0].slope, pair[1].slope)
+
+
+def test_weights_whose_memory_is_swapped_between_forward_and_backward():
+    pair = nets(nn.Linear(3, 4))
+    x = torch.ones(2, 3)
+    for net in pair:
+        point = x.clone().requires_grad_()
+        loss = net(point).square().sum()
+        net[0].weight.data = torch.zeros(4, 3)
+        loss.backward()
+        net.slope = point.grad
+    torch.testing.assert_close(pair[0].slope, pair[1].slope)
+    assert_same_gradients(*pair)
+
+
+def test_a_forward_put_into_the_class(monkeypatch):
+    class Twice(nn.Linear):
+        def forward(self, input):
+            return 2 * super().forward(input)
+
+    pair = nets(nn.Linear(3, 3), nn.Linear(3, 3))
+    stock = nn.Linear.forward
+    x = torch.ones(2, 3)
+    for net in pair:
+        net[0].__class__ = Twice
+    torch.testing.assert_close(pair[0](x), pair[1](x))
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, input: 3 * stock(self, input))
+    torch.testing.assert_close(pair[0](x), pair[1](x))
+    with pytest.warns(UserWarning, match="model="):
+        model, twin = nets(nn.Linear(3, 3))
+    torch.testing.assert_close(model(x), twin(x))
+
+
+@pytest.mark.parametrize("name", ["0.weight", "1.weight", "1.bias"])
+def test_a_parameter_frozen_between_forward_and_backward_gets_nothing(name):
+    pair = nets(nn.Embedding(3, 4), nn.Linear(4, 4))
+    for net in pair:
+        loss = net(torch.tensor([1, 2])).square().sum()
+        net.get_parameter(name).requires_grad_(False)
+        loss.backward()
+    assert pair[1].get_parameter(name).grad is None
+    assert_same_gradients(*pair)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_anomaly_mode_finds_nan_in_a_weights_gradient():
+    for net in nets(nn.Linear(3, 4)):
+        with torch.autograd.detect_anomaly():
+            out = net(torch.tensor([[float("nan")] * 3, [1.0] * 3]))
+            with pytest.raises(RuntimeError, match="nan values"):
+                out[1:].sum().backward()
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_padding_index_from_the_end(hooked):
+    pair = nets(nn.Embedding(3, 4))
+    for net in pair:
+        net[0].padding_idx = -1
+        if hooked:
+            net[0].weight.register_hook(lambda gradient: gradient)
+        net(torch.tensor([1, 2, 2, 0])).square().sum().backward()
+    assert_same_gradients(*pair)
+
+
+@pytest.mark.parametrize("width", [4, 16, 60, 128])
+def test_the_gradient_itself_as_input_and_as_output_gradient(width):
+    pair = nets(nn.Linear(width, width), nn.Embedding(width, width))
+    x, index = torch.randn(width, width) / width, torch.randperm(width)
+    for net in pair:
+        linear, table = net
+        linear(x).square().sum().backward()
+        linear(linear.weight.grad).square().sum().backward()
+        linear(x).backward(linear.weight.grad)
+        table(index).square().sum().backward()
+        table(index).backward(table.weight.grad)
+    assert_same_gradients(*pair)
+
+
+def test_backwards_in_several_threads():
+    table = nn.Embedding(7, 6)
+    model, twin = nets(table, nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 7))
+    batches = [torch.randint(0, 7, (4, 5)) for _ in range(40)]
+    losses = [model(batch).square().mean() for batch in batches]
+    failures = []
+
+    def run(mine):
+        try:
+            for loss in mine:
+                loss.backward()
+        except Exception as error:
+            failures.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=run, args=(losses[start::4],)) for start in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not failures
+    for batch in batches:
+        twin(batch).square().mean().backward()
+    assert_same_gradients(model, twin)
+
+
+@pytest.mark.parametrize("steps", [None, 10**6])
+def test_what_a_lookup_remembers_does_not_grow_with_the_window(steps):
+    rows = 50
+    model = nn.Sequential(nn.Embedding(rows, 4))
+    optimizer = wrap(model, steps)
+    (slot,) = optimizer._slots
+    for seed in range(40):
+        model(torch.tensor([seed % 5, 7, 7])).sum().backward()
+        optimizer.step() if steps else None
+        assert sum(indices.numel() for indices in slot.touched._indices) <= rows
+    optimizer.discard()
+    model(torch.tensor([1])).sum().backward()
+    assert slot.touched.known(optimizer._arena.current(slot)).tolist() == [1]
+    assert optimizer._arena.current(slot).count_nonzero() == 4
