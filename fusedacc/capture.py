@@ -233,14 +233,17 @@ class Capture:
                 return True
         except RuntimeError:  # torch.autograd.grad by the weight itself
             return False
-        with self._lock:
-            task = self._tasks.get(task_id()) or self._begin()
+        task = self._tasks.get(task_id())
+        if task is None:
+            with self._lock:
+                task = self._begin()
         if not task.captures:
             return False
         if task.drops:
             return True
-        self._flush_shared(task, [slot])
-        if slot.lane[0].type == "cuda":
+        if len(self._tasks) > 1:
+            self._flush_shared(task, [slot])
+        if slot.on_cuda:
             self._order_streams(task, slot)
         task.added = True
         return self.arena.write_in_place(slot, write, self._scale_of(task), rows)

@@ -38,6 +38,7 @@ class Slot:
         "name",
         "nbytes",
         "odd",
+        "on_cuda",
         "param",
         "paths",
         "requested_dtype",
@@ -105,6 +106,7 @@ class Slot:
         if dtype is None or (param.dtype, dtype) not in PAIRS:
             dtype = default_accumulate_dtype(param)
         self.lane: Lane = (param.device, param.dtype, dtype)
+        self.on_cuda = param.is_cuda
         #: A small number that stands for the lane where a hash of it would cost too much.
         self.lane_key = _lane_keys.setdefault(self.lane, len(_lane_keys) + 1)
         self.odd = (param.dtype, dtype) not in PAIRS

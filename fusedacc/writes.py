@@ -33,6 +33,18 @@ class Writes(Additions):
             rows: which rows `write` adds to; the memory is all zeros then where it held nothing, and `keep`
                 is 1. None: all.
         """
+        total = slot.sum
+        if (
+            total is not None
+            and total is slot.buffer  # it has been here before, and has not moved
+            and rows is None
+            and slot.touched is None
+            and not (self.shown or self.debts or isinstance(scale, Tensor))
+        ):
+            with self._lock:
+                write(total, scale, 1.0)
+                self.norms.forget([slot])
+            return True
         with self._lock:
             total = self.current(slot)
             fresh = total is None

@@ -23,18 +23,19 @@ class LinearSite(Site):
 
     def __init__(self, module: torch.nn.Module, slot: Slot, capture: Capture) -> None:
         super().__init__(module, slot, capture)
-        self._products: dict[tuple, gemm.Run] = {}
+        self._products: dict[tuple, gemm.Run | None] = {}
 
-    def product(self, total: Tensor, left: Tensor) -> gemm.Run:
-        """What multiplies operands like `left` into `total`."""
-        kind = left.dtype, total.dtype, total.device
-        if kind not in self._products:
-            chosen = gemm.select(total.device, total.dtype, left.dtype, self.backend)
-            self._products[kind] = chosen.run
-        return self._products[kind]
+    def product(self, operand: torch.dtype) -> gemm.Run | None:
+        """What multiplies operands of a dtype into the sum; None where nothing does."""
+        lane = self.slot.lane
+        known = self._products.get((lane, operand))
+        if known is None and (operand, lane[2]) in PAIRS:
+            known = gemm.select(lane[0], lane[2], operand, self.backend).run
+            self._products[lane, operand] = known
+        return known
 
     def __call__(self, input: Tensor) -> Tensor:
-        module = self.module
+        module = self._module()
         if self.stands_aside(input):
             return type(module).forward(module, input)
         own = module._parameters
@@ -108,12 +109,12 @@ class Product(torch.autograd.Function):
             if rows is not gradient:
                 of_input = of_input.view(input.shape)
         left, right = (inputs, rows) if site.transposed else (rows, inputs)
+        multiply = site.product(left.dtype)
 
         def write(total: Tensor, scale: float | Tensor, keep: float | Tensor) -> None:
-            site.product(total, left)(total, left, right, scale, keep)
+            multiply(total, left, right, scale, keep)  # type: ignore[misc]
 
-        fits = (left.dtype, site.slot.accumulate_dtype) in PAIRS
-        if not (fits and site.takes(ctx.next_functions[1][0], write, (left, right))):
+        if multiply is None or not site.takes(ctx.next_functions[1][0], write, (left, right)):
             of_weight = torch.mm(left.t(), right).to(weight.dtype)
         if wants_bias:
             of_bias = rows.sum(0).to(weight.dtype)

@@ -14,6 +14,8 @@ from ..capture import Capture
 from ..slot import Slot
 from ..writes import Write
 
+_grad_enabled, _tracing = torch.is_grad_enabled, torch._C._is_tracing
+_transform_at_hand = torch._C._functorch.peek_interpreter_stack
 ORDINARY = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 
@@ -68,22 +70,22 @@ class Site:
         """
         if torch.compiler.is_compiling():
             return True
-        param = self.slot.param
+        param, module = self.slot.param, self._module()
         return (
             self._capture() is None
-            or type(self.module).forward is not self._stock
-            or self.module._parameters.get("weight") is not param
+            or type(module).forward is not self._stock
+            or module._parameters.get("weight") is not param
             or not param.requires_grad
-            or not torch.is_grad_enabled()
+            or not _grad_enabled()
             or type(input) not in ORDINARY
             or input.layout is not torch.strided
             or input.is_nested
             or type(param) not in ORDINARY
             or param.is_meta
             or input.device != param.device
-            or torch._C._functorch.peek_interpreter_stack() is not None
+            or _transform_at_hand() is not None
             or forward_ad._current_level >= 0
-            or torch.jit.is_tracing()
+            or _tracing()
         )
 
     def takes(
