@@ -11,6 +11,8 @@ import torch
 from test_model_autograd import assert_same_gradients, wrap
 from torch import nn
 
+from fusedacc import AccumulatingOptimizer
+
 
 def nets(*layers: nn.Module):
     """A wrapped model, and a stock twin; the wrapper is kept with the model."""
@@ -216,3 +218,38 @@ def test_what_a_lookup_remembers_does_not_grow_with_the_window(steps):
     model(torch.tensor([1])).sum().backward()
     assert slot.touched.known(optimizer._arena.current(slot)).tolist() == [1]
     assert optimizer._arena.current(slot).count_nonzero() == 4
+
+
+def test_a_layer_used_often_under_autocast_is_cast_once():
+    """And anew after an update, a version, or other memory."""
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 64)
+    optimizer = AccumulatingOptimizer(torch.optim.SGD([layer.weight], lr=1.0, fused=True), model=layer)
+    saved: list[torch.Tensor] = []
+
+    def run(x):
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
+        ):
+            for _ in range(5):
+                x = layer(x)
+        return x.float().sum()
+
+    kept = [run(torch.randn(2, 64, requires_grad=True))]
+    weights = {t.data_ptr() for t in saved if t.shape == (64, 64)}
+    assert len(weights) == 1
+    for change in (
+        lambda: (kept[-1].backward(retain_graph=True), optimizer.step(), optimizer.zero_grad()),
+        lambda: layer.weight.detach().add_(1.0),
+        lambda: setattr(layer.weight, "data", torch.randn(64, 64)),
+    ):
+        change()
+        x = torch.randn(2, 64, requires_grad=True)
+        saved.clear()
+        kept.append(run(x))
+        want = x
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            for _ in range(5):
+                want = nn.functional.linear(want, layer.weight.detach().clone(), layer.bias)
+        assert torch.equal(kept[-1], want.float().sum())

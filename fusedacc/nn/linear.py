@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ class LinearSite(Site):
     def __init__(self, module: torch.nn.Module, slot: Slot, capture: Capture) -> None:
         super().__init__(module, slot, capture)
         self._products: dict[tuple, gemm.Run | None] = {}
+        self._cast: tuple[Callable[[], Tensor | None], tuple] = (_nothing, ())
 
     def product(self, operand: torch.dtype) -> gemm.Run | None:
         """What multiplies operands of a dtype into the sum; None where nothing does."""
@@ -32,6 +35,18 @@ class LinearSite(Site):
         if known is None and (operand, lane[2]) in PAIRS:
             known = gemm.select(lane[0], lane[2], operand, self.backend).run
             self._products[lane, operand] = known
+        return known
+
+    def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """The weight in another dtype: the last cast, while a graph still holds it and it is up to date.
+
+        As autocast's cache, it does not see what is written through `.data`.
+        """
+        state = dtype, weight._version, weight.data_ptr(), self.updates
+        known = self._cast[0]()
+        if known is None or self._cast[1] != state:
+            known = weight.to(dtype)
+            self._cast = weakref.ref(known), state
         return known
 
     def __call__(self, input: Tensor) -> Tensor:
@@ -57,6 +72,10 @@ class LinearSite(Site):
         return _apply_product(input, weight, bias, self, dtype)
 
 
+def _nothing() -> None:
+    """A weak reference to nothing."""
+
+
 class Conv1DSite(LinearSite):
     """Transformers' `Conv1D`, a Linear whose weight is (in, out) (transformers.pytorch_utils.Conv1D)."""
 
@@ -79,12 +98,12 @@ class Product(torch.autograd.Function):
     ) -> Tensor:
         ctx.site = site
         ctx.set_materialize_grads(False)
-        used = weight
-        if weight.dtype is not dtype:
-            used = weight.to(dtype)
+        if weight.dtype is dtype:
+            used = weight.detach()  # not the parameter itself, whose `.data` may be swapped
+        else:
+            used = site.cast(weight, dtype)
             bias = None if bias is None else bias.to(dtype)
-        # As stock: for the input only, and not the parameter itself, whose `.data` may be swapped.
-        ctx.save_for_backward(input, used.detach() if ctx.needs_input_grad[0] else None)
+        ctx.save_for_backward(input, used if ctx.needs_input_grad[0] else None)
         return F.linear(input, used.t() if site.transposed else used, bias)
 
     @staticmethod
@@ -112,7 +131,8 @@ class Product(torch.autograd.Function):
         multiply = site.product(left.dtype)
 
         def write(total: Tensor, scale: float | Tensor, keep: float | Tensor) -> None:
-            multiply(total, left, right, scale, keep)  # type: ignore[misc]
+            assert multiply is not None
+            multiply(total, left, right, scale, keep)
 
         if multiply is None or not site.takes(ctx.next_functions[1][0], write, (left, right)):
             of_weight = torch.mm(left.t(), right).to(weight.dtype)

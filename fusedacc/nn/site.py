@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ class Site:
     path = ""
 
     def __init__(self, module: torch.nn.Module, slot: Slot, capture: Capture) -> None:
-        self._module = weakref.ref(module)
+        self._module: Callable[[], Any] = weakref.ref(module)
         self._capture = weakref.ref(capture)
         self._stock = type(module).forward
         self.slot = slot
@@ -48,6 +49,12 @@ class Site:
         """The one that the wrapper was asked for."""
         capture = self._capture()
         return "auto" if capture is None else capture.arena.backend
+
+    @property
+    def updates(self) -> int:
+        """Updates of the inner optimizer so far; its kernels write weights and bump no version."""
+        capture = self._capture()
+        return 0 if capture is None else capture.window.num_updates
 
     @property
     def module(self) -> Any:
