@@ -190,8 +190,8 @@ class NothingAccumulated(Loop):
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """`competes`: among the best that stock has, which fusedacc is held against. `exact`: its sums are those of
-    the others bit for bit, and not up to the rounding of products."""
+    """`competes`: among the best that stock has, which fusedacc is held against. `exact`: its sums are those
+    of the others bit for bit, and not up to the rounding of products."""
 
     name: str
     kind: type[Loop]
