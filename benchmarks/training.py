@@ -88,7 +88,7 @@ class Size:
 #: By device, the largest last. Those of a GPU: the blocks of GPT-2 124M, and 1 B parameters.
 SIZES = {
     "cpu": (
-        Size(256, 3, 4, 128, 1, steps=8, rounds=9, at_least=1.05, short=("float32",)),
+        Size(256, 3, 4, 128, 1, steps=8, rounds=7, at_least=1.05, short=("float32",)),
         Size(256, 3, 4),
         Size(512, 3, 8, rounds=3, short=("bfloat16",)),
         Size(1024, 3, 16, short=()),
