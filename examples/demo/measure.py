@@ -1,4 +1,4 @@
-"""What the two loops cost: losses, time, peak memory, calls, measured in the same way for both."""
+"""What the loops cost: losses, time, peak memory, calls, measured in the same way for all."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def calls_per_micro_batch(config: Config, text: Tensor) -> dict[str, int]:
     """Kernel launches (CUDA) or operator calls (CPU) that accumulation adds to one backward, for each loop.
 
     Counted in the middle of a window, less those of the same backward through `torch.autograd.grad`, which
-    accumulates nothing.
+    accumulates nothing. Below 0 where casts of gradients that this makes are not needed.
     """
     inputs, targets = batches(text, config, 0)[0]
     on_gpu = config.device.type == "cuda"
@@ -108,7 +108,8 @@ def is_kernel(event: torch.autograd.profiler_util.FunctionEvent) -> bool:
 
 def is_work(event: torch.autograd.profiler_util.FunctionEvent) -> bool:
     """Operators that call no other and touch data."""
-    views = ("aten::empty", "aten::as_strided", "aten::detach", "aten::resolve", "aten::result_type")
+    views = ("aten::empty", "aten::as_strided", "aten::view", "aten::_unsafe_view", "aten::detach")
+    views += ("aten::to", "aten::resolve", "aten::result_type")  # `to` that casts calls another
     is_operator = event.name.startswith(("aten::", "fusedacc::")) and not event.name.startswith(views)
     return is_operator and not any(child.name.startswith("aten::") for child in event.cpu_children)
 
