@@ -181,7 +181,7 @@ def draw_bytes(axes: Axes, result: Result) -> None:
     axes.tick_params(axis="y", length=0)
     axes.set(
         xlabel=f"bytes per parameter and micro-batch (mean over a window of {result.steps})",
-        xlim=(0, 30),
+        xlim=(0, 34),
         title="Bytes moved, by part",
     )
     axes.set_ylim(position - 0.6, -0.6)
