@@ -41,7 +41,7 @@ build/system.stamp: $(SOURCES)
 	$(PYTHON) setup.py --quiet build_ext --inplace
 	mkdir -p build && touch $@
 
-demo: $(BUILT)  ## train a small byte-level transformer by the stock loop and wrapped: table and plot in build/demo
+demo: $(BUILT)  ## train a small byte-level transformer by the stock loop, wrapped, and with model=: table and plot in build/demo
 	$(PYTHON) examples/byte_transformer.py $(DEMO)
 
 test: $(BUILT)  ## the test suite with a fixed few hundred random cases (TEST=... passes options to pytest)

@@ -27,14 +27,14 @@ from common import Case, Results, cannot_run, progress, reached, row
 from machine import ROOT
 
 sys.path.insert(0, str(ROOT / "examples"))
-from demo.loops import DTYPES, LOOPS, Config
+from demo.loops import DTYPES, Config, StockLoop, WrappedLoop
 from demo.measure import peak_memory, run
 from demo.model import load_text
 
 BUCKET = 25_000_000
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 SLEEPING_THREADS = {"OMP_WAIT_POLICY": "passive"}  # nothing is timed, and other work may run beside
-KINDS = {kind.name: kind for kind in LOOPS}
+KINDS = {kind.name: kind for kind in (StockLoop, WrappedLoop)}
 
 
 def resident(field: str) -> int:

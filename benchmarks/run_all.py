@@ -22,6 +22,7 @@ BENCHMARKS = (
     "kernels",
     "linear",
     "embedding",
+    "layers",
     "training",
     "wrapper_window",
     "peak_memory",

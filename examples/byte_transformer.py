@@ -1,4 +1,4 @@
-"""Trains a small byte-level transformer by the stock accumulation loop, then wrapped, and compares the two.
+"""Trains a small byte-level transformer by the stock accumulation loop, then wrapped, and compares them.
 
     python examples/byte_transformer.py              # the standard library's sources, a GPU if there is one
     python examples/byte_transformer.py --dtype autocast --text war_and_peace.txt

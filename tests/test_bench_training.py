@@ -38,10 +38,13 @@ def config(dtype: str, steps: int = 4, device: str = "cpu"):
     return make(dtype, torch.device(device), steps, **shape)
 
 
+def text():
+    return importlib.import_module("demo.model").load_text()
+
+
 def batches(of, updates: int):
-    text = importlib.import_module("demo.model").load_text()
     measure = importlib.import_module("demo.measure")
-    return [measure.batches(text, of, update) for update in range(updates)]
+    return [measure.batches(text(), of, update) for update in range(updates)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -54,11 +57,15 @@ def test_all_ways_train_alike(loops, dtype):
         losses[way.name] = [loop.update(of_one).item() for of_one in data]
         weights[way.name] = loop.parameters
     for fused in (True, False):
-        first, *others = [way.name for way in loops.WAYS[dtype] if way.fused == fused]
+        first, *others = [way.name for way in loops.WAYS[dtype] if way.fused == fused and way.exact]
         assert others
         for name in others:  # float32 sums in one order, scaled by a power of two: bit for bit
             assert losses[name] == losses[first]
             assert all(map(torch.equal, weights[name], weights[first]))
+    (inside,) = [way.name for way in loops.WAYS[dtype] if not way.exact]
+    rounding = importlib.import_module("training").ROUNDING[dtype]
+    assert losses[inside][0] == losses["fusedacc"][0]
+    assert losses[inside] == pytest.approx(losses["fusedacc"], rel=rounding)
     stock = importlib.import_module("demo.loops").StockLoop(of)
     assert losses["fusedacc"] == pytest.approx([stock.update(of_one) for of_one in data], rel=1e-6)
     assert losses["fusedacc"][-1] < losses["fusedacc"][0]
@@ -66,9 +73,8 @@ def test_all_ways_train_alike(loops, dtype):
 
 def test_phases_add_up_to_the_update(loops):
     clock = importlib.import_module("training_clock")
-    text = importlib.import_module("demo.model").load_text()
     (way,) = [way for way in loops.WAYS["bfloat16"] if way.kind is loops.ByHand]
-    own, plain = (clock.Timed(w.make(config("bfloat16")), text) for w in (way, loops.BASELINE))
+    own, plain = (clock.Timed(w.make(config("bfloat16")), text()) for w in (way, loops.BASELINE))
     totals = []
     for _ in range(2):
         totals.append(own.run())
@@ -144,9 +150,8 @@ def test_kinds_add_up_to_the_peak_of_the_demos_instrument(training, loops):
     data = batches(of, 2)
     (way,) = [way for way in loops.WAYS["float32"] if way.name == "stock"]
     found = training.peak_by_kind(lambda look: training.watch(way, of, data, look), of.device)
-    text = importlib.import_module("demo.model").load_text()
     demo = importlib.import_module("demo.measure").peak_memory(
-        importlib.import_module("demo.loops").StockLoop, of, text
+        importlib.import_module("demo.loops").StockLoop, of, text()
     )
     # The demo's loop makes each update's micro-batches anew and keeps one loss less.
     assert sum(found.values()) == pytest.approx(demo, abs=4 * 16 * 2 * 8 * 2)
@@ -168,6 +173,17 @@ def test_peak_holds_weights_sums_and_state_whole(training, loops, dtype):
         assert found["optimizer"] == 2 * unit * size + 4 * tensors
         assert 4 * size <= found["gradients"] <= 6.5 * size, way.name
         assert found[training.KINDS[-1]] > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "autocast"])  # bfloat16's is at the update, which casts
+def test_the_lowest_peak_is_that_of_weight_gradients_that_are_never_written(training, loops, dtype):
+    of = dataclasses.replace(config(dtype, 2), width=256, micro_batch_size=1)
+    rows = training.memory(
+        importlib.import_module("common").Case("training", "case"), of, loops.WAYS[dtype], text()
+    )
+    peaks = {r.provider: r for r in rows if r.metric == "peak memory"}
+    assert peaks[loops.INSIDE.name].against == "the lowest of stock"
+    assert peaks[loops.INSIDE.name].reached == "yes"
 
 
 def test_quick_figures_have_every_measure_and_record_nothing(training, tmp_path, monkeypatch):
@@ -199,9 +215,8 @@ def test_quick_figures_have_every_measure_and_record_nothing(training, tmp_path,
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_meter_counts_every_operator_of_every_way(training, loops, dtype):
     of = config(dtype)
-    text = importlib.import_module("demo.model").load_text()
     size = sum(p.numel() for p in of.model().parameters())
-    found = {way.name: training.count(way.make(of), text) for way in loops.WAYS[dtype]}
+    found = {way.name: training.count(way.make(of), text()) for way in loops.WAYS[dtype]}
     for name, counted in found.items():
         assert counted["uncounted"] == {}, name
         assert training.of_known(counted["by_phase_and_kind"]["update"]) > 4 * size
@@ -209,6 +224,8 @@ def test_meter_counts_every_operator_of_every_way(training, loops, dtype):
     # Of one dtype, the window's first gradient becomes the sum: stock has it scaled already, with the loss.
     more = 0 if dtype == "bfloat16" else 8 * size
     assert found["fusedacc, fused AdamW"]["total_bytes"] <= stock + more
+    # 8 bytes per micro-batch after the first are saved in float32, 4 where sums and gradients differ.
+    assert found[loops.INSIDE.name]["total_bytes"] < stock - 3 * 3 * size
 
 
 def test_way_that_fails_is_a_row_that_says_why(training, loops, monkeypatch):
@@ -218,9 +235,8 @@ def test_way_that_fails_is_a_row_that_says_why(training, loops, monkeypatch):
 
     of = dataclasses.replace(config("float32", 2))
     ways = [loops.Way("failing", Failing), *loops.WAYS["float32"][:1]]
-    text = importlib.import_module("demo.model").load_text()
     case = importlib.import_module("common").Case("training", "case")
-    for rows in (training.speed(case, of, ways, text, 1), training.memory(case, of, ways, text)):
+    for rows in (training.speed(case, of, ways, text(), 1), training.memory(case, of, ways, text())):
         (failed,) = [r for r in rows if r.provider == "failing"]
         assert failed.note == "not run: RuntimeError: no such kernel"
         assert [r for r in rows if r.provider == "stock" and r.median]
@@ -249,10 +265,15 @@ def test_losses_that_differ_are_noted(training, loops):
 
 def test_choices(training):
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert (1024, "autocast") in training.choose("full", cpu, None, None)
-    assert training.choose("short", cpu, ["autocast"], [1024]) == [(1024, "autocast")]
-    assert {width for width, _ in training.choose("short", cpu, None, None)} == {256, 512}
-    assert {width for width, _ in training.choose("full", cuda, None, None)} == {768, 2048}
+    large = training.SIZES["cpu"][-1]
+    assert large.width == 1024
+    assert (large, "autocast") in training.choose("full", cpu, None, None)
+    assert training.choose("short", cpu, ["autocast"], [1024]) == [(large, "autocast")]
+    assert {size.width for size, _ in training.choose("short", cpu, None, None)} == {256, 512}
+    assert {size.width for size, _ in training.choose("full", cuda, None, None)} == {768, 2048}
+    (few,) = [(size, dtype) for size, dtype in training.choose("short", cpu, None, None) if size.at_least > 1]
+    assert few[1] == "float32"
+    assert (few[0].micro_batch_size * few[0].context, few[0].steps) == (128, 8)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +286,7 @@ def test_unknown_names_list_what_is_allowed(training, monkeypatch, option, allow
 
 
 def test_large_model_has_a_billion_parameters(training):
-    size = training.SIZES["cuda"][2048]
+    (size,) = [size for size in training.SIZES["cuda"] if size.width == 2048]
     of = dataclasses.replace(
         config("bfloat16", device="meta"),
         width=2048,

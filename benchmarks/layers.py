@@ -1,0 +1,289 @@
+"""Linear and Embedding layers through autograd and the wrapper: stock, wrapped, and wrapped with `model=`.
+
+linear.py and embedding.py measure the operators that `model=` is made of; this, what is left of their gain
+when autograd's engine, an autograd function in Python and the wrapper's bookkeeping come on top. All in a
+window that does not end; "first" is its first micro-batch.
+
+- "weight gradients": four Linears of GPT-2's widths, each on an input that needs a gradient. Their backward,
+  with the wrapper's `step()`, less the same backward of frozen weights in the same round. "forward and
+  backward": the whole, of which that is a part. "bytes: weights": read and written per weight, counted by a
+  TrafficMeter, less those of frozen weights and the products' operands.
+- "lookup": the backward of GPT-2's table for tokens as in text.
+- "host": microseconds per layer of a chain of tiny Linears on one thread, where nothing but the host counts.
+
+    python benchmarks/layers.py [--quick | --full] [--device cuda]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import common
+import torch
+from common import Case, Goal, Results, Row, Variant, measure, progress, quantile, reached, row
+from embedding import AT_LEAST, SETS, text_like
+from linear import FEW, MOST, SHAPES
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fusedacc
+from fusedacc.traffic import TrafficMeter
+
+F32, BF16 = torch.float32, torch.bfloat16
+DTYPES = {
+    "float32": F32,
+    "autocast bfloat16 into float32": F32,
+    "bfloat16 into float32": BF16,
+}
+STOCK, WRAPPED, INSIDE = "stock", "fusedacc", "fusedacc, model="
+WAYS = (STOCK, WRAPPED, INSIDE)
+FROZEN = "frozen weights"
+#: Tokens of a micro-batch; SHORT: those that the short sweep has for other dtypes than float32.
+TOKENS = {"quick": (4,), "short": (64, 128, 512, 1024), "full": (64, 128, 512, 1024, 4096)}
+SHORT = (64,)
+#: (rows, columns, tokens) of the lookup; (layers, width) of the chain.
+TABLES = {"quick": (1000, 64, 128), "short": (50_257, 768, 1024), "full": (50_257, 768, 1024)}
+CHAIN = {"quick": (4, 8), "short": (40, 8), "full": (40, 8)}
+#: Of the Linears, of the lookup and of the chain. With more tokens than ALL_ROUNDS the first has fewer.
+ROUNDS = {"quick": (3, 3, 3), "short": (15, 5, 201), "full": (41, 15, 1001)}
+ALL_ROUNDS = 128
+#: Micro-batches of a window that does not end. A power of two, as any that is used.
+ENDLESS = 2**20
+
+
+class Work:
+    """A model trained in one of WAYS, or with frozen weights, one micro-batch at a time.
+
+    Args:
+        model: the same for every way, and this way's own.
+        way: one of WAYS or FROZEN.
+        forward: runs the model and returns its outputs.
+        gradients: of the outputs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        way: str,
+        forward: Callable[[nn.Module], Sequence[Tensor]],
+        gradients: Sequence[Tensor],
+    ) -> None:
+        self.model, self.forward, self.gradients = model, forward, gradients
+        self.optimizer: Any = None
+        self.device = gradients[0].device
+        for parameter in model.parameters():
+            if way == FROZEN and parameter.dim() == 2:
+                parameter.requires_grad_(False)
+            elif way in (STOCK, FROZEN) and parameter.dtype == BF16:
+                parameter.grad_dtype = F32
+        if way in (WRAPPED, INSIDE):
+            inner = torch.optim.SGD(model.parameters(), lr=0.0)
+            given = {"model": model} if way == INSIDE else {}
+            self.optimizer = fusedacc.AccumulatingOptimizer(inner, ENDLESS, **given)
+
+    def backward(self, outputs: Sequence[Tensor]) -> None:
+        torch.autograd.backward(outputs, self.gradients)
+        if self.optimizer is not None:
+            self.optimizer.step()
+
+    def run(self) -> tuple[float, float]:
+        """Seconds of a forward and of its backward."""
+        start = self._now()
+        outputs = self.forward(self.model)
+        middle = self._now()
+        self.backward(outputs)
+        return middle - start, self._now() - middle
+
+    def bytes(self) -> int:
+        """Counted in the backward of the next micro-batch."""
+        outputs = self.forward(self.model)
+        with TrafficMeter(self.model) as meter:
+            self.backward(outputs)
+        if meter.uncounted:
+            raise RuntimeError(f"uncounted: {', '.join(meter.uncounted)}")
+        return meter.total_bytes
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+# Linears
+
+
+def linears(
+    shapes: Sequence[tuple[int, int]], tokens: int, dtypes: str, device: torch.device, way: str
+) -> Work:
+    """A Linear of each shape (outputs, inputs), side by side."""
+    torch.manual_seed(0)
+    weight = DTYPES[dtypes]
+    operand = F32 if dtypes == "float32" else BF16
+    model = nn.ModuleList(nn.Linear(inputs, outputs) for outputs, inputs in shapes).to(device, weight)
+    inputs = [torch.randn(tokens, inputs, device=device).to(operand) for _, inputs in shapes]
+    gradients = [torch.randn(tokens, outputs, device=device).to(operand) for outputs, _ in shapes]
+
+    def forward(model: nn.Module) -> list[Tensor]:
+        needing = [x.detach().requires_grad_() for x in inputs]
+        with torch.autocast(device.type, BF16, enabled=dtypes.startswith("autocast")):
+            return [layer(x) for layer, x in zip(model, needing, strict=True)]
+
+    return Work(model, way, forward, gradients)
+
+
+def weight_gradients(results: Results, effort: str) -> None:
+    shapes = SHAPES.get(effort, SHAPES["short"])
+    words = ", ".join(f"{outputs} x {inputs}" for outputs, inputs in shapes)
+    weights = sum(outputs * inputs for outputs, inputs in shapes)
+    for dtypes in DTYPES:
+        for tokens in TOKENS[effort]:
+            if effort == "short" and dtypes != "float32" and tokens not in SHORT:
+                continue
+            case = Case("layers", f"GPT-2 block, {tokens} tokens", "weight gradients", words, dtypes)
+            work = {way: linears(shapes, tokens, dtypes, results.device, way) for way in (*WAYS, FROZEN)}
+            operands = tokens * sum(map(sum, shapes)) * work[STOCK].gradients[0].itemsize
+            results.add(linear_bytes(case, work, weights, operands))
+            most = ROUNDS[effort][0]
+            rounds = max(most // 3, most * ALL_ROUNDS // max(ALL_ROUNDS, tokens))
+            results.add(linear_times(case, work, rounds, tokens))
+
+
+def linear_bytes(case: Case, work: dict[str, Work], weights: int, operands: int) -> list[Row]:
+    """Of the first and of a later micro-batch: it must not have run before."""
+    rows = []
+    for mode in ("first", "add"):
+        frozen = work[FROZEN].bytes()
+        for way in WAYS:
+            found = (work[way].bytes() - frozen - operands) / weights
+            held: dict[str, object] = {}
+            if way == INSIDE:
+                share = MOST[mode] / found
+                # The biases are added by other operators than stock's: less than 1 % at any width.
+                held = {"against": "limit", "speedup": share, "goal": 1.0, "reached": reached(share, 0.99)}
+            metric = f"bytes: weights, {'first' if mode == 'first' else 'later'}"
+            rows.append(row(case, way, metric=metric, unit="B/param", median=found, **held))
+    return rows
+
+
+def linear_times(case: Case, work: dict[str, Work], rounds: int, tokens: int) -> list[Row]:
+    """The part of the backward that is the weights', and forward and backward as a whole.
+
+    Ratios are of medians: a difference of two times may be small in one round.
+    """
+    whole: dict[str, list[float]] = {way: [] for way in WAYS}
+    part: dict[str, list[float]] = {way: [] for way in WAYS}
+    names = list(work)
+    for index in progress(range(-1, rounds), case.case, "round"):
+        found = {}
+        for turn in range(len(names)):
+            name = names[(index + turn) % len(names)]
+            found[name] = work[name].run()
+        for way in WAYS if index >= 0 else ():
+            whole[way].append(sum(found[way]))
+            part[way].append(found[way][1] - found[FROZEN][1])
+    least = 1.4 if tokens <= FEW and case.dtypes == "float32" else 1.0
+    rows = []
+    for mode, times in ((case.mode, part), ("forward and backward", whole)):
+        for way in WAYS:
+            own = sorted(1e6 * seconds for seconds in times[way])
+            figure = {"median": statistics.median(own), "rounds": rounds}
+            figure |= {"p20": quantile(own, 0.2), "p80": quantile(own, 0.8)}
+            if way == INSIDE:
+                speedup = 1e6 * statistics.median(times[STOCK]) / figure["median"]
+                figure |= {"against": STOCK, "speedup": speedup}
+                if mode == case.mode:
+                    figure |= {"goal": least, "reached": reached(speedup, least)}
+            rows.append(row(dataclasses.replace(case, mode=mode), way, **figure))
+    return rows
+
+
+# The lookup
+
+
+def lookup(size: tuple[int, int, int], device: torch.device, way: str) -> Work:
+    height, columns, count = size
+    torch.manual_seed(0)
+    model = nn.Embedding(height, columns, device=device)
+    gradients = [torch.randn(count, columns, device=device)]
+
+    def forward(model: nn.Module) -> list[Tensor]:
+        return [model(text_like(count, height, device))]
+
+    return Work(model, way, forward, gradients)
+
+
+def lookups(results: Results, effort: str) -> None:
+    height, columns, count = size = TABLES[effort]
+    shapes = f"means of {SETS} backwards, each of new tokens"
+    case = Case("layers", f"{height} x {columns}, {count} tokens", "lookup", shapes, "float32")
+    variants = []
+    for way in WAYS:
+        work = lookup(size, results.device, way)
+        work.run()  # the window's first, which makes the sum
+        wanted = AT_LEAST if results.device.type == "cpu" and effort != "quick" else 0.0
+        goals = (Goal(STOCK, wanted),) if way == INSIDE else ()
+        variants.append(Variant(way, lambda work=work: work.run()[1], work.bytes(), goals))
+
+    def mean(run: Callable[[], float], calls: int) -> float:
+        return statistics.mean(run() for _ in range(calls))
+
+    results.add(measure(case, variants, ROUNDS[effort][1], SETS, mean))
+
+
+# The host
+
+
+def chain(layers: int, width: int, device: torch.device, way: str) -> Work:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))).to(device)
+    x = torch.randn(4, width, device=device)
+    return Work(model, way, lambda model: [F.relu(model(x))], [torch.randn(4, width, device=device)])
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def host(results: Results, effort: str) -> None:
+    layers, width = CHAIN[effort]
+    work = {way: chain(layers, width, results.device, way) for way in WAYS}
+    shapes = f"{layers} Linears of {width} x {width}, 4 tokens, one thread; per layer"
+    with one_thread():
+        for index, name in enumerate(("forward", "backward")):
+            case = Case("layers", f"host, {name}", "host", shapes, "float32")
+
+            def timed(way: str, index: int = index) -> Callable[[], float]:
+                return lambda: work[way].run()[index] / layers
+
+            variants = [
+                Variant(way, timed(way), goals=(Goal(STOCK, 1.0),) if way == INSIDE else ()) for way in WAYS
+            ]
+            results.add(measure(case, variants, ROUNDS[effort][2], timer=lambda run, calls: run()))
+
+
+def figures(results: Results, effort: str) -> None:
+    weight_gradients(results, effort)
+    lookups(results, effort)
+    host(results, effort)
+
+
+def main() -> None:
+    options = common.arguments(__doc__).parse_args()
+    results = common.results(options)
+    figures(results, common.effort(options))
+    results.report()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""layers.py: every way sums the same, and its bytes are those that were promised. No time is asserted."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("tqdm", reason="the benchmarks show progress by tqdm")
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def layers(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("layers")
+
+
+@pytest.fixture
+def results(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("common").Results(None)
+
+
+def sums(layers, work) -> list[torch.Tensor]:
+    """What the weights' gradients of two micro-batches add up to."""
+    torch.manual_seed(1)
+    for _ in range(2):
+        work.run()
+    if work.optimizer is None:
+        return [p.grad for p in work.model.parameters()]
+    slots = work.optimizer._slots
+    return [slot.sum * layers.ENDLESS for slot in slots]
+
+
+@pytest.mark.parametrize("dtypes", ["float32", "autocast bfloat16 into float32", "bfloat16 into float32"])
+def test_every_way_sums_the_same(layers, dtypes):
+    found = {way: sums(layers, layers.linears([(24, 8), (8, 8)], 6, dtypes, CPU, way)) for way in layers.WAYS}
+    # Products of bfloat16 may be rounded to it in one way and not in another.
+    loose = 1e-5 if dtypes == "float32" else 2.0**-6
+    for way in (layers.WRAPPED, layers.INSIDE):
+        torch.testing.assert_close(found[way], found[layers.STOCK], rtol=loose, atol=loose)
+
+
+@pytest.mark.parametrize("make", ["lookup", "chain"])
+def test_the_others_too(layers, make):
+    shape = ((50, 8, 6),) if make == "lookup" else (3, 8)
+    found = {way: sums(layers, getattr(layers, make)(*shape, CPU, way)) for way in layers.WAYS}
+    for way in (layers.WRAPPED, layers.INSIDE):
+        torch.testing.assert_close(found[way], found[layers.STOCK], rtol=1e-5, atol=1e-6)
+
+
+def test_frozen_weights_leave_the_biases(layers):
+    work = layers.linears([(24, 8)], 6, "float32", CPU, layers.FROZEN)
+    work.run()
+    assert work.model[0].weight.grad is None
+    assert work.model[0].bias.grad is not None
+
+
+def test_a_quick_run_has_every_case_and_the_bytes_promised(layers, results):
+    threads = torch.get_num_threads()
+    layers.figures(results, "quick")
+    assert torch.get_num_threads() == threads
+    assert {found.mode for found in results.rows} == {
+        "weight gradients",
+        "forward and backward",
+        "lookup",
+        "host",
+    }
+    assert all(found.median is not None for found in results.rows)
+    limits = [found for found in results.rows if found.against == "limit"]
+    assert len(limits) == 2 * len(layers.DTYPES)
+    assert all(found.reached == "yes" for found in limits)
+    assert not any(found.reached for found in results.rows if found.mode == "lookup"), "no tiny table's goal"
