@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in four parts of at most ten minutes each. Needs no network.
+# Everything that needs a GPU, in five parts of at most ten minutes each. Needs no network.
 #
 #   benchmarks/gpu_run.sh [PART]
 #
@@ -7,14 +7,15 @@
 #   2  a few small tests under compute-sanitizer: memcheck, racecheck, initcheck
 #   3  the kernels' figures, and the byte counter against the DRAM counters where ncu can read them
 #   4  the figures of whole models, training, the wrapper's window and peak memory
+#   5  the figures of Linear and Embedding: products and rows alone, and through the wrapper
 #
 # Without PART: all of them in turn. Every part builds first, which takes seconds once it is built.
 #
 # Each step has a limit of its own, and one that fails does not stop the next. Exit status: 0 if every step
 # passed or was skipped, 1 if one failed or ran out of time, 2 if there is no such part.
 #
-# OUT      where everything goes (default build/gpu), at most six files: results.csv, which gets each row as
-#          soon as it is measured, summary.txt with a line per step, and part1.log to part4.log
+# OUT      where everything goes (default build/gpu), at most seven files: results.csv, which gets each row as
+#          soon as it is measured, summary.txt with a line per step, and part1.log to part5.log
 # EFFORT   quick (records nothing), short or full (default short): how much the figures take in
 # PYTHON   the interpreter (default python3); it has torch
 # DRY_RUN  1: print each step, with its limit in seconds, and do nothing
@@ -25,7 +26,7 @@ OUT=${OUT:+$(realpath -m "$OUT")}
 cd "$(dirname "$0")/.." || exit
 OUT=${OUT:-build/gpu}
 
-PARTS=(1 2 3 4)
+PARTS=(1 2 3 4 5)
 part=${1:-all}
 if [ $# -gt 1 ] || [[ " all ${PARTS[*]} " != *" $part "* ]]; then
   echo "no part '$*'; allowed: ${PARTS[*]}, or none for all" >&2
@@ -159,6 +160,13 @@ part_4() {
   figures training 130
   figures wrapper_window 90
   figures peak_memory 90
+}
+
+part_5() {
+  build 60
+  figures linear 180
+  figures embedding 120
+  figures layers 180
 }
 
 if [ "$part" = all ]; then
