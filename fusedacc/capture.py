@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from . import observers
+from . import observers, streams
 from .arena import Arena
 from .hooks import (
     LARGE_BYTES,
@@ -244,30 +244,9 @@ class Capture:
         if len(self._tasks) > 1:
             self._flush_shared(task, [slot])
         if slot.on_cuda:
-            self._order_streams(task, slot)
+            streams.order(task, slot)
         task.added = True
         return self.arena.write_in_place(slot, write, self._scale_of(task), rows)
-
-    def _order_streams(self, task: Task, slot: Slot) -> None:
-        """Before a write on the current stream: wait for an earlier one on another. The engine waits for the
-        streams of gradients that it hands on, and here it gets none.
-        """
-        device = slot.lane[0]
-        raw = torch._C._cuda_getCurrentRawStream(device.index)
-        if slot.stream not in (None, raw):
-            other = torch.cuda.ExternalStream(slot.stream, device=device)
-            torch.cuda.current_stream(device).wait_stream(other)
-        slot.stream = raw
-        task.streams.setdefault((device, raw), []).append(slot)
-
-    def _join_streams(self, task: Task) -> None:
-        """At the end of a graph task: what follows on the current stream waits for the modules' writes."""
-        for (device, raw), slots in task.streams.items():
-            current = torch.cuda.current_stream(device)
-            if current.cuda_stream != raw:
-                current.wait_stream(torch.cuda.ExternalStream(raw, device=device))
-            for slot in slots:
-                slot.stream = None
 
     def _begin(self) -> Task:
         """The first gradient of a graph task: decide what is done with all of them.
@@ -385,7 +364,7 @@ class Capture:
             task.reducer = "done"
             self._call_back(identity, task)
             return
-        self._join_streams(task)
+        streams.join(task)
         if not task.ignored:
             for bucket in task.buckets.values():
                 self.flush_bucket(identity, bucket)

@@ -1,0 +1,33 @@
+"""Order between the streams on which modules write to sums by themselves.
+
+The engine makes a stream wait for the gradients that it hands on; a gradient that a module has added by
+itself is handed to nobody.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .hooks import Task
+from .slot import Slot
+
+
+def order(task: Task, slot: Slot) -> None:
+    """Before a write to the slot's sum on the current stream: wait for an earlier one on another."""
+    device = slot.lane[0]
+    raw = torch._C._cuda_getCurrentRawStream(device.index)
+    if slot.stream not in (None, raw):
+        other = torch.cuda.ExternalStream(slot.stream, device=device)
+        torch.cuda.current_stream(device).wait_stream(other)
+    slot.stream = raw
+    task.streams.setdefault((device, raw), []).append(slot)
+
+
+def join(task: Task) -> None:
+    """At the end of a graph task: what follows on the current stream waits for what modules have written."""
+    for (device, raw), slots in task.streams.items():
+        current = torch.cuda.current_stream(device)
+        if current.cuda_stream != raw:
+            current.wait_stream(torch.cuda.ExternalStream(raw, device=device))
+        for slot in slots:
+            slot.stream = None

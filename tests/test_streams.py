@@ -1,0 +1,54 @@
+"""Which stream waits for which where modules write to sums by themselves, on streams that are stand-ins."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+
+from fusedacc import streams
+from fusedacc.hooks import Task
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A GPU with a current stream that can be set, and a record of who waited for whom."""
+    state = types.SimpleNamespace(current=0, waits=[])
+
+    class Stream:
+        def __init__(self, raw, device=None):
+            self.cuda_stream = raw
+
+        def wait_stream(self, other):
+            state.waits.append((self.cuda_stream, other.cuda_stream))
+
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: state.current, raising=False)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream(state.current))
+    return state
+
+
+def slot():
+    return types.SimpleNamespace(lane=(torch.device("cuda", 0),), stream=None)
+
+
+def test_one_stream_waits_for_nobody(device):
+    task, weight = Task(True), slot()
+    streams.order(task, weight)
+    streams.order(task, weight)
+    streams.join(task)
+    assert device.waits == []
+    assert weight.stream is None
+
+
+def test_a_write_waits_for_the_one_before_and_the_end_for_all(device):
+    task, shared, other = Task(True), slot(), slot()
+    for device.current, weight in ((7, shared), (9, shared), (8, other)):
+        streams.order(task, weight)
+    assert device.waits == [(9, 7)]
+    device.current = 7
+    streams.join(task)
+    assert device.waits[1:] == [(7, 9), (7, 8)]
+    assert shared.stream is None
+    assert other.stream is None
