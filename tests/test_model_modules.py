@@ -287,6 +287,15 @@ def test_bad_model_is_refused():
         fusedacc.AccumulatingOptimizer(inner, model=nn.Linear(1, 1))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated")
+def test_a_closed_wrapper_leaves_modules_that_can_be_scripted_and_copied():
+    model = Net()
+    wrap(model).close()
+    assert is_stock(copy.copy(model.up))
+    x = torch.ones(2, 6)
+    torch.testing.assert_close(torch.jit.script(model.up)(x), model.up(x))
+
+
 def test_data_parallel_is_left_alone():
     model = nn.DataParallel(Net())
     with pytest.warns(UserWarning, match="model="):

@@ -25,7 +25,7 @@ class LinearSite(Site):
 
     def __init__(self, module: torch.nn.Module, slot: Slot, capture: Capture) -> None:
         super().__init__(module, slot, capture)
-        self._products: dict[tuple, gemm.Run | None] = {}
+        self._products: dict[tuple, gemm.Run] = {}
         self._cast: tuple[Callable[[], Tensor | None], tuple] = (_nothing, ())
 
     def product(self, operand: torch.dtype) -> gemm.Run | None:
