@@ -1,6 +1,6 @@
 # `make help` lists the targets. SYSTEM_PYTHON=1 uses the current interpreter: no virtual environment, no network.
 .DEFAULT_GOAL := help
-.PHONY: help build demo test test-full lint format bench bench-full figures clean
+.PHONY: help build demo test test-full test-integrations lint format bench bench-full figures clean
 
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
 
@@ -8,21 +8,25 @@ ifeq ($(SYSTEM_PYTHON),1)
 PYTHON ?= python3
 DEPENDENCIES :=
 BUILT := build/system.stamp
+INTEGRATIONS :=
+INTEGRATIONS_PYTHON := $(PYTHON)
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 else
 BASE_PYTHON ?= python3
 override PYTHON := .venv/bin/python
 DEPENDENCIES := .venv/dependencies.stamp
 BUILT := .venv/built.stamp
+INTEGRATIONS := .venv-integrations/dependencies.stamp
+INTEGRATIONS_PYTHON := .venv-integrations/bin/python
 # nvcc, ninja and clang-format are looked up on PATH by the build and the linters.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 endif
 
 # Threads that spin while they wait make a machine with other work to do ten times slower.
-demo test test-full: export OMP_WAIT_POLICY ?= passive
+demo test test-full test-integrations: export OMP_WAIT_POLICY ?= passive
 
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1|/' | awk -F"|" '{printf "  %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1|/' | awk -F"|" '{printf "  %-17s %s\n", $$1, $$2}'
 
 build: $(BUILT)  ## virtual environment, pinned dependencies, the extension; does nothing when up to date
 
@@ -37,6 +41,14 @@ build: $(BUILT)  ## virtual environment, pinned dependencies, the extension; doe
 	.venv/bin/python -m pip install --quiet --no-build-isolation --no-deps --editable .
 	touch $@
 
+# fastai asks for torchvision, whose release on the index is made for another build of torch and breaks imports.
+.venv-integrations/dependencies.stamp: requirements.txt requirements-integrations.txt constraints.txt constraints-integrations.txt
+	test -x .venv-integrations/bin/python || $(BASE_PYTHON) -m venv .venv-integrations
+	.venv-integrations/bin/python -m pip install --quiet -c constraints.txt torch
+	.venv-integrations/bin/python -m pip install --quiet -c constraints.txt -c constraints-integrations.txt -r requirements.txt -r requirements-integrations.txt
+	.venv-integrations/bin/python -m pip uninstall --quiet --yes torchvision
+	touch $@
+
 build/system.stamp: $(SOURCES)
 	$(PYTHON) setup.py --quiet build_ext --inplace
 	mkdir -p build && touch $@
@@ -49,6 +61,9 @@ test: $(BUILT)  ## the test suite with a fixed few hundred random cases (TEST=..
 
 test-full: $(BUILT)  ## the same with thousands of random cases
 	FUSEDACC_FULL_TESTS=1 $(PYTHON) -m pytest -q $(TEST)
+
+test-integrations: $(BUILT) $(INTEGRATIONS)  ## the suite of fusedacc.integrations, with the frameworks, in a second virtual environment
+	PYTHONPATH=$(CURDIR) $(INTEGRATIONS_PYTHON) -m pytest -q tests/integrations $(TEST)
 
 lint: $(BUILT)  ## ruff, clang-format, mypy
 	$(PYTHON) -m ruff check .
@@ -72,6 +87,6 @@ figures: $(BUILT)  ## the newest results as plots in docs/figures and tables in 
 	$(PYTHON) benchmarks/readme_figures.py
 
 clean:  ## remove everything the other targets made
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-integrations build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -f fusedacc/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

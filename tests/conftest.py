@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import zlib
 
 import pytest
 import torch
+
+# Their frameworks are in an environment of their own: `make test-integrations`.
+collect_ignore = [] if importlib.util.find_spec("accelerate") else ["integrations"]
 
 if not torch.cuda.is_available():
     # Before anything imports Triton: its kernels then run on CPU tensors, interpreted.

@@ -1,0 +1,59 @@
+"""What a framework's own accumulation gives, and ours inside it, against the exact gradient of the whole batch.
+
+A module `case_<framework>.py` beside this one has a function `compare() -> list[Row]`; its tests assert on the
+rows, and `table.py` writes them into docs/integrations.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One training run of a framework, three ways.
+
+    Attributes:
+        framework: its name and version.
+        case: what is trained, in a few words: "ragged last window", "ragged lengths, token-weighted loss".
+        theirs: largest relative difference of the parameters after the run by the framework's own
+            accumulation, against updates from the exact gradient of each whole batch (`difference`).
+        ours: the same with fusedacc inside the framework.
+        updates: how many updates the reference makes.
+        their_updates: how many the framework's own accumulation made.
+        our_updates: how many ours made.
+        remark: why theirs differs; "" where it does not.
+    """
+
+    framework: str
+    case: str
+    theirs: float
+    ours: float
+    updates: int
+    their_updates: int
+    our_updates: int
+    remark: str = ""
+
+
+def difference(parameters: Sequence[Tensor], reference: Sequence[Tensor], start: Sequence[Tensor]) -> float:
+    """Largest |parameter - reference| relative to how far training has moved the reference, in float64.
+
+    Args:
+        parameters: after the run, of any floating dtype.
+        reference: after the reference run, of the same shapes.
+        start: before either.
+    """
+    worst = 0.0
+    for parameter, wanted, before in zip(parameters, reference, start, strict=True):
+        wanted = wanted.detach().double()
+        moved = (wanted - before.detach().double()).abs().max()
+        worst = max(worst, float((parameter.detach().double() - wanted).abs().max() / moved))
+    return worst
+
+
+def snapshot(model: torch.nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]

@@ -1,0 +1,49 @@
+"""Runs every comparison and writes the table of docs/integrations.md: `python tests/integrations/table.py`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+DOCUMENT = HERE.parent.parent / "docs" / "integrations.md"
+BEGIN, END = "<!-- table: written by tests/integrations/table.py -->", "<!-- end of table -->"
+
+
+def rows() -> list:
+    """The rows of every case_*.py here, in the order of the files' names."""
+    from tqdm import tqdm
+
+    found = []
+    for path in tqdm(sorted(HERE.glob("case_*.py")), unit="framework"):
+        found += importlib.import_module(path.stem).compare()
+    return found
+
+
+def markdown(found: list) -> str:
+    """The rows as a table: each way's largest relative difference from the exact updates, and its updates."""
+    lines = [
+        "| framework | case | its own accumulation | with fusedacc | updates: exact / its own / fusedacc | why |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in found:
+        updates = f"{row.updates} / {row.their_updates} / {row.our_updates}"
+        theirs, ours = f"{row.theirs:.1e}", f"{row.ours:.1e}"
+        lines.append(f"| {row.framework} | {row.case} | {theirs} | {ours} | {updates} | {row.remark} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    os.environ["KERAS_BACKEND"] = "torch"
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    sys.path.insert(0, str(HERE))
+    text = DOCUMENT.read_text()
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    DOCUMENT.write_text(f"{before}{BEGIN}\n\n{markdown(rows())}\n\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main()
