@@ -1,7 +1,7 @@
-"""What a framework's own accumulation gives, and ours inside it, against the exact gradient of the whole batch.
+"""A framework's own accumulation, and ours inside it, against the exact gradient of each whole batch.
 
-A module `case_<framework>.py` beside this one has a function `compare() -> list[Row]`; its tests assert on the
-rows, and `table.py` writes them into docs/integrations.md.
+A module `case_<framework>.py` beside this one has a function `compare() -> list[Row]`; its tests assert on
+the rows, and `table.py` writes them into docs/integrations.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs every comparison and writes the table of docs/integrations.md: `python tests/integrations/table.py`."""
+"""Runs every comparison and writes the table of docs/integrations.md: `python table.py`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def rows() -> list:
 def markdown(found: list) -> str:
     """The rows as a table: each way's largest relative difference from the exact updates, and its updates."""
     lines = [
-        "| framework | case | its own accumulation | with fusedacc | updates: exact / its own / fusedacc | why |",
+        "| framework | case | its own accumulation | fusedacc | updates: exact / its own / ours | why |",
         "|---|---|---|---|---|---|",
     ]
     for row in found:
