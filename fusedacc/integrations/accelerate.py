@@ -57,8 +57,8 @@ def prepare(accelerator: Accelerator, *objects: Any, device_placement: list[bool
     _check_steps(accelerator.gradient_accumulation_steps)
     if accelerator.distributed_type in _OTHER_WAYS:
         raise RuntimeError(
-            f"the Accelerator's distributed_type is {accelerator.distributed_type}, which steps optimizers in "
-            "a way of its own; allowed: one process, or DistributedDataParallel"
+            f"the Accelerator's distributed_type is {accelerator.distributed_type}, which steps optimizers "
+            "in a way of its own; allowed: one process, or DistributedDataParallel"
         )
     _replace_scaler(accelerator)
     accelerator.sync_gradients = (
@@ -160,8 +160,8 @@ def _is_counted(item: Any) -> bool:
 def _check_steps(steps: int) -> None:
     if steps != 1:
         raise RuntimeError(
-            f"the Accelerator has gradient_accumulation_steps={steps}, and the optimizer counts micro-batches "
-            "itself: losses would be divided twice. Allowed: 1 (and discard() if one has been divided already)"
+            f"the Accelerator has gradient_accumulation_steps={steps}, and the optimizer counts as well: "
+            "losses would be divided twice. Allowed: 1; if one has been divided already, discard()"
         )
 
 
