@@ -117,8 +117,7 @@ class CountedOptimizer(AcceleratedOptimizer):
             self.optimizer.step(closure)
         else:
             self._scaled(self.scaler.step, *filter(None, [closure]))
-        state = self.gradient_state
-        if state.end_of_dataloader and state.sync_with_dataloader and self.optimizer.micro_step:
+        if self._ends_loader() and self.optimizer.micro_step:
             self.flush()
 
     def flush(self) -> None:
@@ -128,6 +127,10 @@ class CountedOptimizer(AcceleratedOptimizer):
             self.optimizer.flush()
         else:
             self._scaled(self.scaler.flush)
+
+    def _ends_loader(self) -> bool:
+        """Whether the batch at hand is the last of a prepared loader, which ends a window as well."""
+        return self.gradient_state.end_of_dataloader and self.gradient_state.sync_with_dataloader
 
     def _scaled(self, act: Callable[..., Any], *arguments: Any) -> None:
         before = self.optimizer.num_skipped
@@ -150,7 +153,8 @@ class CountedOptimizer(AcceleratedOptimizer):
             RuntimeError: the accelerator accumulates as well.
         """
         _check_steps(self.gradient_state.num_steps)
-        return self.optimizer.accumulate(model, weight)
+        # Without the model it synchronises gradients, and those that waited for it.
+        return self.optimizer.accumulate(None if self._ends_loader() else model, weight)
 
 
 def _is_counted(item: Any) -> bool:

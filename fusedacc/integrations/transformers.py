@@ -36,6 +36,13 @@ class AccumulationCallback(TrainerCallback):
     that a checkpoint holds: the Trainer resumes at its first micro-batch.
     """
 
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Check an optimizer that the Trainer was given; raises as `on_train_begin`."""
+        if kwargs["optimizer"] is not None:
+            _checked(kwargs["optimizer"], args)
+
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
@@ -45,20 +52,7 @@ class AccumulationCallback(TrainerCallback):
             TypeError: it is no `AccumulatingOptimizer`.
             ValueError: it counts micro-batches itself, or its reduction is not "sum".
         """
-        optimizer = _unwrapped(kwargs["optimizer"])
-        window = optimizer._window
-        if window.counted:
-            raise ValueError(
-                f"the optimizer has gradient_accumulation_steps={window.schedule} and TrainingArguments have "
-                f"gradient_accumulation_steps={args.gradient_accumulation_steps}: both would count, and "
-                "global_step, max_steps and the schedule would not be in updates. Allowed: None for the "
-                "optimizer (AccumulatingOptimizer(optimizer)), and the number in TrainingArguments"
-            )
-        if window.reduction != "sum":
-            raise ValueError(
-                f"the optimizer has reduction={window.reduction!r}, and the Trainer scales losses itself, by "
-                "num_items_in_batch or gradient_accumulation_steps; allowed: 'sum', the default"
-            )
+        optimizer = _checked(kwargs["optimizer"].optimizer, args)
         name = type(kwargs["model"]).__name__
         loss_type = getattr(kwargs["model"], "loss_type", None)
         if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and loss_type not in LOSS_MAPPING:
@@ -75,7 +69,7 @@ class AccumulationCallback(TrainerCallback):
     ) -> TrainerControl:
         """Update from a window that the loader has left part-filled."""
         accelerated, scheduler = kwargs["optimizer"], kwargs["lr_scheduler"]
-        optimizer = _unwrapped(accelerated)
+        optimizer = accelerated.optimizer
         if control.should_training_stop or control.should_epoch_stop:
             optimizer.zero_grad()
         if optimizer._window.empty:
@@ -94,12 +88,24 @@ class AccumulationCallback(TrainerCallback):
         return DefaultFlowCallback().on_step_end(args, state, control)
 
 
-def _unwrapped(accelerated: Any) -> AccumulatingOptimizer:
-    optimizer = accelerated.optimizer
+def _checked(optimizer: Any, args: TrainingArguments) -> AccumulatingOptimizer:
     if not isinstance(optimizer, AccumulatingOptimizer):
         raise TypeError(
             f"the Trainer's optimizer is a {type(optimizer).__name__}; allowed: a "
             "fusedacc.AccumulatingOptimizer, given as Trainer(optimizers=(optimizer, None)) or made in "
             "Trainer.create_optimizer"
+        )
+    window = optimizer._window
+    if window.counted:
+        raise ValueError(
+            f"the optimizer has gradient_accumulation_steps={window.schedule} and TrainingArguments have "
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps}: both would count, and "
+            "global_step, max_steps and the schedule would not be in updates. Allowed: None for the "
+            "optimizer (AccumulatingOptimizer(optimizer)), and the number in TrainingArguments"
+        )
+    if window.reduction != "sum":
+        raise ValueError(
+            f"the optimizer has reduction={window.reduction!r}, and the Trainer scales losses itself, by "
+            "num_items_in_batch or gradient_accumulation_steps; allowed: 'sum', the default"
         )
     return optimizer

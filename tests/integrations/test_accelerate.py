@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +23,7 @@ import fusedacc
 from fusedacc.integrations.accelerate import CountedOptimizer, prepare
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([str(EXAMPLES.parent), *sys.path])}
 
 
 @pytest.fixture(autouse=True)
@@ -244,6 +247,40 @@ def test_scheduler_waits_when_an_update_overflows(scaled):
     assert accelerator.scaler.get_scale() == 512.0
 
 
+def test_clipping_by_the_accelerator_unscales_first(scaled):
+    accelerator, model, optimizer, loader, _, kind = scaled
+    accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"
+    plain = kind.model()
+    reference = counted(plain, max_grad_norm=0.1)
+    for batch, _ in zip(loader, range(8), strict=False):
+        accelerator.backward(kind.loss(model, batch))
+        kind.loss(plain, batch).backward()
+        accelerator.clip_grad_norm_(model.parameters(), 0.1)
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+    assert optimizer.num_updates == 2
+    for parameter, same in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter, same)
+
+
+def test_a_copy_goes_on_by_itself(scaled):
+    accelerator, model, optimizer, loader, _, kind = scaled
+    batches = [batch for batch, _ in zip(loader, range(4), strict=False)]
+    for batch in batches[:2]:
+        accelerator.backward(kind.loss(model, batch))
+        optimizer.step()
+    twin, other = copy.deepcopy((model, optimizer))
+    assert isinstance(other, CountedOptimizer)
+    assert (other.micro_step, other.scaler.get_scale()) == (2, 1024.0)
+    for trained, by in ((model, optimizer), (twin, other)):
+        for batch in batches[2:]:
+            by.scaler.scale(kind.loss(trained, batch)).backward()
+            by.step()
+    assert optimizer.num_updates == other.num_updates == 1
+    assert equal(model, twin)
+
+
 def test_a_scaler_of_another_kind_is_refused():
     class Sharded(torch.amp.GradScaler):
         pass
@@ -266,14 +303,34 @@ def test_what_steps_optimizers_otherwise_is_refused(kind):
     assert accelerator._models == []
 
 
-def test_example_learns_digits():
-    import os
+def test_two_ranks_train_as_one_by_accelerate_and_by_the_trainer():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = ENVIRONMENT | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("rank_accelerate.py"))],
+            env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=240)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0, 0], "\n".join(outputs)
 
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLES.parent), *sys.path])}
+
+def test_example_learns_digits():
     found = subprocess.run(
         [sys.executable, "accelerate_digits.py"],
         cwd=EXAMPLES,
-        env=environment,
+        env=ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=120,

@@ -210,7 +210,7 @@ def test_a_counted_wrapper_is_refused(trainers):
     with pytest.raises(ValueError, match=rf"{wanted}.*Allowed: None"):
         case.train_ours(model, optimizer=optimizer, gradient_accumulation_steps=trainers)
     assert equal(model, before)
-    assert optimizer.num_updates == 0
+    assert "initial_lr" not in optimizer.param_groups[0]  # no scheduler has touched it yet
 
 
 def test_other_optimizers_and_reductions_are_refused():
@@ -219,6 +219,8 @@ def test_other_optimizers_and_reductions_are_refused():
         case.train_ours(model, optimizer=case.wrapped(model, reduction="weighted"))
     with pytest.raises(TypeError, match=r"is a SGD; allowed: a fusedacc\.AccumulatingOptimizer"):
         case.train_ours(model, optimizer=case.stock(model))
+    with pytest.raises(TypeError, match="is a AdamW; allowed"):  # which the Trainer makes for train()
+        case.train(model, None, callbacks=[AccumulationCallback()])
 
 
 def test_a_model_whose_tokens_the_trainer_miscounts_is_warned_of():
