@@ -32,8 +32,7 @@ class AccumulationCallback(TrainerCallback):
     early, it carries the last gradients into the next epoch, at their full weight: here they make an update
     of their own at the epoch's end, which `global_step` and the scheduler count.
 
-    A window in which training or the epoch is stopped before its last micro-batch is dropped, and so is one
-    that a checkpoint holds: the Trainer resumes at its first micro-batch.
+    A window in which training or the epoch is stopped before its last micro-batch is dropped.
     """
 
     def on_init_end(
@@ -41,7 +40,7 @@ class AccumulationCallback(TrainerCallback):
     ) -> None:
         """Check an optimizer that the Trainer was given; raises as `on_train_begin`."""
         if kwargs["optimizer"] is not None:
-            _checked(kwargs["optimizer"], args)
+            _check(kwargs["optimizer"], args)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -52,7 +51,7 @@ class AccumulationCallback(TrainerCallback):
             TypeError: it is no `AccumulatingOptimizer`.
             ValueError: it counts micro-batches itself, or its reduction is not "sum".
         """
-        optimizer = _checked(kwargs["optimizer"].optimizer, args)
+        _check(kwargs["optimizer"].optimizer, args)
         name = type(kwargs["model"]).__name__
         loss_type = getattr(kwargs["model"], "loss_type", None)
         if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and loss_type not in LOSS_MAPPING:
@@ -62,7 +61,6 @@ class AccumulationCallback(TrainerCallback):
                 "too small. Set model.loss_type = 'ForCausalLM' before the Trainer is made",
                 stacklevel=2,
             )
-        optimizer.zero_grad()
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -88,7 +86,7 @@ class AccumulationCallback(TrainerCallback):
         return DefaultFlowCallback().on_step_end(args, state, control)
 
 
-def _checked(optimizer: Any, args: TrainingArguments) -> AccumulatingOptimizer:
+def _check(optimizer: Any, args: TrainingArguments) -> None:
     if not isinstance(optimizer, AccumulatingOptimizer):
         raise TypeError(
             f"the Trainer's optimizer is a {type(optimizer).__name__}; allowed: a "
@@ -108,4 +106,3 @@ def _checked(optimizer: Any, args: TrainingArguments) -> AccumulatingOptimizer:
             f"the optimizer has reduction={window.reduction!r}, and the Trainer scales losses itself, by "
             "num_items_in_batch or gradient_accumulation_steps; allowed: 'sum', the default"
         )
-    return optimizer
