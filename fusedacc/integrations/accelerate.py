@@ -61,9 +61,8 @@ def prepare(accelerator: Accelerator, *objects: Any, device_placement: list[bool
             "in a way of its own; allowed: one process, or DistributedDataParallel"
         )
     _replace_scaler(accelerator)
-    accelerator.sync_gradients = (
-        True  # shared by all accelerators: an accumulate() before may have left False
-    )
+    # All accelerators share it, and another's accumulate() may have left False.
+    accelerator.sync_gradients = True
     places = device_placement or [accelerator.device_placement] * len(objects)
     counted = [
         CountedOptimizer(item, place, accelerator.scaler) if _is_counted(item) else item
