@@ -82,11 +82,10 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         backends.requested(backend)
         super().__init__(learning_rate=0.0, name=name)
         self.inner_optimizer = inner
-        #: What the next micro-batch counts: a number or a 0-dim tensor; set before its loss is scaled.
-        self.weight: float | Tensor | None = None
         #: The `fusedacc.AccumulatingOptimizer`, for `explain()`, `micro_step`, `discard()`; None until built.
         self.accumulator: optimizer.AccumulatingOptimizer | None = None
         self._steps, self._reduction, self._backend = gradient_accumulation_steps, reduction, backend
+        self._weight: float | Tensor | None = None
         self._dtype = None if accumulate_dtype is None else keras.backend.standardize_dtype(accumulate_dtype)
 
     def build(self, variables: Sequence[Any]) -> None:
@@ -114,21 +113,28 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
             accumulate_dtype=self._dtype and getattr(torch, self._dtype),
             backend=self._backend,
         )
-        self._weigh()
+        self.weight = self._weight
 
-    def _weigh(self) -> None:
-        """Say what the micro-batch to come counts."""
-        weight, self.weight = self.weight, None
-        if self._reduction in ("weighted", "normalized"):
+    @property
+    def weight(self) -> float | Tensor | None:
+        """What the micro-batch to come counts, a number or a 0-dim tensor; None where nobody has said.
+
+        Settable before its backward ("normalized": before `apply`); raises as `MicroBatch.weight` does. With
+        "mean" and "sum" it is not used.
+        """
+        return self._weight
+
+    @weight.setter
+    def weight(self, weight: float | Tensor | None) -> None:
+        self._weight = weight
+        if self.accumulator is not None and self._reduction in ("weighted", "normalized"):
             if weight is None and self._reduction == "weighted":
                 weight = 1.0
-            with self.accumulator.accumulate(weight=weight):  # type: ignore[union-attr]
+            with self.accumulator.accumulate(weight=weight):
                 pass
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss as the inner optimizer scales it; `weight` holds for its backward."""
-        if self.weight is not None and self.accumulator is not None:
-            self._weigh()
+        """The loss as the inner optimizer scales it."""
         return self.inner_optimizer.scale_loss(loss)
 
     def apply(self, grads: Iterable[Tensor | None], trainable_variables: Iterable[Any] | None = None) -> None:
@@ -163,7 +169,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
     def _end(self, end: Callable[[], Any]) -> None:
         end()
         self.accumulator.zero_grad()  # type: ignore[union-attr]
-        self._weigh()
+        self.weight = None
 
     def stateless_apply(self, *args: Any, **kwargs: Any) -> Any:
         """Not supported: sums are state."""
@@ -236,7 +242,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
             if len(inner) < len(store.keys()):
                 saved = torch.load(io.BytesIO(numpy.asarray(store[_WINDOW]).tobytes()))
             self.accumulator.load_state_dict(saved)
-            self._weigh()
+            self.weight = None
         self.inner_optimizer.load_own_variables(inner)
 
     def get_config(self) -> dict[str, Any]:

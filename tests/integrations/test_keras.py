@@ -388,6 +388,21 @@ def test_weights_of_ones_own(weight: Any) -> None:
         torch.testing.assert_close(end, begin - (3 * first + second) / 4, rtol=16 * EPS, atol=16 * EPS)
 
 
+def test_weights_in_a_loop_without_scale_loss_and_before_build() -> None:
+    """Two micro-batches of 3 and 1 samples weigh 3 and 1: the mean over 4."""
+    x, y = (torch.tensor(part[:4], dtype=torch.float32) for part in case.samples())
+    model, optimizer = case.regression(), wrapped(2, keras.optimizers.SGD(1.0))
+    start = case.snapshot(model)
+    for rows in (slice(0, 3), slice(3, 4)):
+        optimizer.weight = rows.stop - rows.start
+        torch.nn.functional.mse_loss(model(x[rows]), y[rows]).backward()
+        optimizer.apply([v.value.grad for v in model.trainable_weights], model.trainable_weights)
+    stock = case.regression()
+    torch.nn.functional.mse_loss(stock(x), y).backward()
+    for begin, end, variable in zip(start, case.snapshot(model), stock.trainable_weights, strict=True):
+        torch.testing.assert_close(end, begin - variable.value.grad, rtol=16 * EPS, atol=16 * EPS)
+
+
 def test_normalized_divides_sums_of_losses_by_samples() -> None:
     data = case.samples()
     ends = []
