@@ -279,9 +279,7 @@ def test_train_and_eval_reach_schedule_free_optimizers(name: str) -> None:
         torch.testing.assert_close(back, was)
 
 
-@pytest.mark.parametrize(
-    "kind", [schedulefree.ScheduleFreeWrapper, schedulefree.ScheduleFreeWrapperReference]
-)
+@pytest.mark.parametrize("name", ["ScheduleFreeWrapper", "ScheduleFreeWrapperReference"])
 def test_schedule_free_wrapper_goes_around_a_manual_loop(name: str) -> None:
     """It is no torch optimizer, and averages in every step(): it is refused inside, and may stand outside."""
     kind = getattr(schedulefree, name)
