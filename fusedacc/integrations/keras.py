@@ -32,7 +32,7 @@ class _Update(torch.optim.Optimizer):
 
     def __init__(self, inner: keras.optimizers.Optimizer, variables: Sequence[Any]) -> None:
         self.inner, self.variables = inner, variables
-        super().__init__([variable.value for variable in variables], {})
+        super().__init__([(variable.path, variable.value) for variable in variables], {})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

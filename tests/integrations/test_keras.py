@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import os
 import subprocess
 import sys
@@ -82,6 +83,7 @@ def test_sums_are_filled_inside_the_backward() -> None:
     explained = model.optimizer.accumulator.explain()
     assert explained.count("multi_tensor") == len(model.trainable_weights)
     assert "4 micro-batches per update" in explained
+    assert model.trainable_weights[0].path in explained
 
 
 KERAS_OPTIMIZERS = [
@@ -322,6 +324,91 @@ def test_a_schedule_of_steps_asks_by_updates() -> None:
     assert asked[:3] == [0, 1, 2]
 
 
+def two_inputs() -> keras.Model:
+    first, second = keras.Input((3,), name="first"), keras.Input((3,), name="second")
+    shared = keras.layers.Dense(4)
+    outputs = keras.layers.Dense(1)(shared(first) + shared(second))
+    return keras.Model({"first": first, "second": second}, outputs)
+
+
+def torch_module() -> keras.Model:
+    inputs = keras.Input((6,))
+    layer = keras.layers.TorchModuleWrapper(torch.nn.Linear(6, 1), output_shape=(None, 1))
+    return keras.Model(inputs, layer(inputs))
+
+
+def regularized() -> keras.Model:
+    first = keras.layers.Dense(4, kernel_regularizer="l2", kernel_constraint="max_norm")
+    return keras.Sequential([keras.Input((6,)), first, keras.layers.Dense(1)])
+
+
+def recurrent() -> keras.Model:
+    layers = [keras.layers.Reshape((6, 1)), keras.layers.LSTM(4), keras.layers.Dense(1)]
+    return keras.Sequential([keras.Input((6,)), *layers])
+
+
+@pytest.mark.parametrize("build", [two_inputs, torch_module, regularized, recurrent])
+def test_models_of_all_kinds_with_sample_weights(build: Callable[[], keras.Model]) -> None:
+    x, y = (part.astype("float32") for part in case.samples())
+    data: Any = {"first": x[:, :3], "second": x[:, 3:]} if build is two_inputs else x
+    ends, weights = [], np.linspace(0.1, 2, len(x))
+    for optimizer, size in ((case.momentum(), case.MICRO * case.STEPS), (wrapped(), case.MICRO)):
+        keras.utils.set_random_seed(0)
+        torch.manual_seed(0)
+        model = build()
+        start = case.snapshot(model)
+        model.compile(optimizer=optimizer, loss="mse")
+        callbacks = [AccumulationCallback()] if size == case.MICRO else []
+        settings: dict[str, Any] = {"batch_size": size, "epochs": 4, "shuffle": False, "verbose": 0}
+        model.fit(data, y, sample_weight=weights, callbacks=callbacks, **settings)
+        ends.append(case.snapshot(model))
+    assert case.difference(ends[1], ends[0], start) < BY_SAMPLES
+
+
+def test_layers_frozen_and_thawed() -> None:
+    model = compiled(wrapped())
+    ends = [case.snapshot(model)]
+    for trainable in (True, False, True):
+        model.layers[0].trainable = trainable
+        train(model, *case.samples())
+        ends.append(case.snapshot(model))
+    moved = [
+        [not torch.equal(*pair) for pair in zip(*both, strict=True)] for both in itertools.pairwise(ends)
+    ]
+    assert moved == [[True] * 4, [False, False, True, True], [True] * 4]
+
+
+def test_compiled_again_with_another_wrapper() -> None:
+    model = compiled(wrapped())
+    train(model, *case.samples())
+    first = model.optimizer
+    model.compile(optimizer=wrapped(), loss="mse")
+    with pytest.raises(ValueError, match=r"already accumulated by another live.* close\(\) that one first"):
+        train(model, *case.samples())
+    first.accumulator.close()
+    train(model, *case.samples())
+    assert int(model.optimizer.iterations) == 3
+
+
+def test_callback_that_swaps_in_the_moving_average() -> None:
+    ends = []
+    for optimizer, size in ((case.averaged(), 64), (wrapped(inner=case.averaged()), case.MICRO)):
+        model, seen = compiled(optimizer), []
+
+        class Seen(keras.callbacks.Callback):
+            def on_epoch_end(self, epoch: int, logs: Any = None, seen: Any = seen) -> None:
+                seen.append(case.snapshot(self.model))
+
+        callbacks = [AccumulationCallback()] if size == case.MICRO else []
+        callbacks += [keras.callbacks.SwapEMAWeights(swap_on_epoch=True), Seen()]
+        x, y = case.samples()
+        model.fit(x, y, batch_size=size, epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
+        ends.append(seen)
+    start = case.snapshot(case.regression())
+    for one, other in zip(*ends, strict=True):
+        assert case.difference(other, one, start) < BY_SAMPLES
+
+
 # Loops of one's own
 
 
@@ -386,6 +473,17 @@ def test_weights_of_ones_own(weight: Any) -> None:
     model.train_on_batch(x[16:32], y[16:32])  # nobody says: 1
     for begin, end, first, second in zip(start, case.snapshot(model), *gradients, strict=True):
         torch.testing.assert_close(end, begin - (3 * first + second) / 4, rtol=16 * EPS, atol=16 * EPS)
+
+
+def test_a_short_last_batch_counts_by_its_samples() -> None:
+    """9 micro-batches of 16 and one of 6: the mean of their means is another gradient."""
+    ends = []
+    for optimizer in (wrapped(10), wrapped(10, reduction="mean")):
+        ends.append(case.fit(case.regression(), optimizer, case.samples(), case.MICRO, "mse"))
+    whole = case.fit(case.regression(), case.momentum(), case.samples(), case.SAMPLES, "mse")
+    start = case.snapshot(case.regression())
+    assert case.difference(ends[0], whole, start) < BY_SAMPLES
+    assert case.difference(ends[1], whole, start) > 10 * BY_SAMPLES
 
 
 def test_weights_in_a_loop_without_scale_loss_and_before_build() -> None:

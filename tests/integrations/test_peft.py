@@ -116,7 +116,7 @@ def wrapped(
 
 
 def same(found: list[Tensor], wanted: list[Tensor], exactly: bool) -> None:
-    """Equal bit for bit, or within float32 rounding of each term of a value, and of an update (less than 1)."""
+    """Equal bit for bit, or within float32 rounding of each term of a value and of an update (below 1)."""
     assert len(found) == len(wanted)
     for one, other in zip(found, wanted, strict=True):
         if exactly:
