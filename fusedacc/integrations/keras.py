@@ -233,14 +233,16 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
     def load_own_variables(self, store: Any) -> None:
         """What `save_own_variables` has saved, or the inner optimizer alone.
 
+        As every Keras optimizer, it warns and loads nothing if the number of variables is another.
+
         Raises:
-            ValueError, TypeError: the window does not fit; nothing is changed then.
+            ValueError, TypeError: the window is damaged or does not fit; nothing is changed then.
         """
         inner = {name: store[name] for name in store.keys() if name != _WINDOW}  # noqa: SIM118
-        if self.accumulator is not None:
+        if self.accumulator is not None and len(inner) == len(self.variables):
             saved = {"state": {}, "param_groups": self.accumulator.optimizer.state_dict()["param_groups"]}
             if len(inner) < len(store.keys()):
-                saved = torch.load(io.BytesIO(numpy.asarray(store[_WINDOW]).tobytes()))
+                saved = _window_of(numpy.asarray(store[_WINDOW]).tobytes())
             self.accumulator.load_state_dict(saved)
             self.weight = None
         self.inner_optimizer.load_own_variables(inner)
@@ -303,6 +305,18 @@ class AccumulationCallback(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         del self.model.train_step
+
+
+def _window_of(saved: bytes) -> dict[str, Any]:
+    """The accumulator's state_dict.
+
+    Raises:
+        ValueError: `saved` is damaged.
+    """
+    try:
+        return torch.load(io.BytesIO(saved))
+    except Exception as error:
+        raise ValueError(f"the saved window {_WINDOW!r} of {len(saved)} bytes is damaged: {error}") from error
 
 
 def _check_inner(inner: Any) -> None:

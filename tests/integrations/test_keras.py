@@ -615,6 +615,24 @@ def test_a_window_that_does_not_fit_is_refused_whole(tmp_path: Path) -> None:
     assert other.optimizer.accumulator.micro_step == 1
 
 
+def test_a_damaged_window_and_another_optimizers_variables_change_nothing() -> None:
+    model = compiled(wrapped())
+    x, y = case.samples()
+    model.train_on_batch(x, y)
+    store: dict[str, Any] = {}
+    model.optimizer.save_own_variables(store)
+    before = values(model.optimizer.variables)
+    window = store["fusedacc_window"]
+    for damaged in (window[: len(window) // 2], window[:0]):
+        with pytest.raises(ValueError, match=rf"window' of {len(damaged)} bytes is damaged"):
+            model.optimizer.load_own_variables(store | {"fusedacc_window": damaged})
+    del store["0"]
+    with pytest.warns(UserWarning, match="Skipping variable loading"):
+        model.optimizer.load_own_variables(store)
+    assert equal(before, values(model.optimizer.variables))
+    assert model.optimizer.accumulator.micro_step == 1
+
+
 def test_config_survives_json() -> None:
     inner = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(1e-4, clipnorm=2.0))
     optimizer = wrapped(7, inner, reduction="mean", accumulate_dtype=torch.float64, backend="eager", name="a")
