@@ -182,24 +182,6 @@ class Additions(Sums):
             total is not None and total.dtype == dtype and total.device == device and checks.is_plain(total)
         )
 
-    def addable(self, slots: Iterable[Slot]) -> tuple[list[Tensor | None], list[float]]:
-        """The sums to which native code may add gradients as they come; by what to multiply each first.
-
-        None: not to this one. What is in p.grad may be of any kind.
-        """
-        usual = [not (slot.odd or slot.paths) and slot.touched is None for slot in slots]
-        if self.shown:
-            sums = [self.current(slot) if fits else None for slot, fits in zip(slots, usual, strict=True)]
-        else:
-            sums = [slot.sum if fits else None for slot, fits in zip(slots, usual, strict=True)]
-        if not self.debts:
-            return sums, []
-        keeps = [self.debts[slot] for slot in slots]
-        if not all(type(keep) is float for keep in keeps):
-            sums = [total if type(keep) is float else None for total, keep in zip(sums, keeps, strict=True)]
-            keeps = [keep if type(keep) is float else 1.0 for keep in keeps]
-        return sums, keeps  # type: ignore[return-value]
-
     def add_mixed(self, slots: Iterable[Slot], gradients: Iterable[Tensor], scale: float | Tensor) -> None:
         """As `add`, for gradients of any kind and lane."""
         lanes: dict[Lane, tuple[list[Slot], list[Tensor]]] = {}

@@ -58,6 +58,8 @@ class Capture(Arming):
             return LET_THROUGH  # frozen since the forward: autograd drops it
         with self._lock:
             task = self._tasks.get(task_id()) or self._begin()
+        if slot.paths:
+            self._taking.hand_over(slot)
         if not task.captures or slot.param._post_accumulate_grad_hooks:
             self._leave(task, slot)
             return LET_THROUGH
@@ -86,6 +88,10 @@ class Capture(Arming):
             bucket.stream = stream
         bucket.put(slot, slot.param, gradient, slot.nbytes if slot.nbytes < hooks.LARGE_BYTES else 0)
         return SWALLOWED
+
+    def node_of(self, slot: Slot) -> Any:
+        """The AccumulateGrad node that carries the slot's hook; None where there is none."""
+        return self._nodes.get(slot, (None, None))[0]
 
     def take_in_place(self, slot: Slot, node: Any, write: Write, rows: Tensor | None = None) -> bool:
         """Let a module's backward add its weight's gradient to the sum by itself, if that is all right.
@@ -126,6 +132,7 @@ class Capture(Arming):
             return False
         if task.drops:
             return True
+        self._taking.hand_over(slot)
         if len(self._tasks) > 1:
             self._flush_shared(task, [slot])
         if slot.on_cuda:

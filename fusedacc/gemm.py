@@ -182,6 +182,15 @@ def _blas(accumulator: Tensor, left: Tensor, right: Tensor, scale: Number, keep:
         accumulator.addmm_(left.t(), right, beta=keep, alpha=scale)
 
 
+def native_multiplier(run: Run) -> int:
+    """The same way of multiplying as `Multiplier` in csrc/autograd/direct.h numbers it; 0 for others."""
+    if run is _blas:
+        return 1
+    if run is _native:
+        return 2
+    return 3 if isinstance(run, functools.partial) and run.func is _native else 0
+
+
 def _native(
     accumulator: Tensor,
     left: Tensor,

@@ -34,6 +34,7 @@ class Taking:
         #: The task whose gradients are added at once, and the state of the arena when the sums were loaded.
         self._task: Task | None = None
         self._known: tuple | None = None
+        self._loaded = -1
         if self._native is not None:
             self._tasks = self._native.Tasks()
             self._direct = self._native.Direct(native_hooks.add_flat())
@@ -58,7 +59,7 @@ class Taking:
         at_once = self._arena.launches.select(slot.lane).backend.name == "cpu"
         index = self._order.setdefault(slot, len(self._order)) if at_once else -1
         large = slot.nbytes >= hooks.LARGE_BYTES
-        shared = self._direct, self.lane(slot), self._tasks
+        shared = slot.accumulate_dtype, self._direct, self.lane(slot), self._tasks
         slot.native = self._native.attach(node, slot, index, slot.nbytes, large, *shared)
         slot.set_odd(slot.odd)
         self._known = None
@@ -84,7 +85,8 @@ class Taking:
         self._tasks.add(identity)
         self.add_later()
         arena = self._arena
-        nothing_yet = not arena.shown and all(slot.sum is None for slot in arena.slots[:1] + arena.slots[-1:])
+        ends = arena.slots[:1] + arena.slots[-1:]
+        nothing_yet = not (arena.shown or arena.any_written) and all(slot.sum is None for slot in ends)
         if (
             alone
             and not nothing_yet
@@ -95,8 +97,8 @@ class Taking:
         ):
             known = None if arena.debts or arena.shown else (arena.generation,)
             if known is None or known != self._known:
-                self._direct.load(*arena.addable(self._order), arena.shown)
-                self._known = known
+                self._direct.load(*arena.addable(list(self._order)), arena.shown)
+                self._loaded, self._known = arena.generation, known
             self._task = task
             self._direct.open(identity, scale)
 
@@ -110,15 +112,28 @@ class Taking:
         """No gradient is added at once any more; what has been added has paid what it owed."""
         if self._task is None:
             return
-        added, task, self._task = self._direct.close(), self._task, None
-        if added:
-            task.added = True
-            arena = self._arena
-            if arena.debts:
-                slots = list(self._order)
-                arena.debts.pay([slots[index] for index in added])
-                if not (arena.debts or arena.shown):
-                    self._known = (arena.generation,)
+        task, self._task = self._task, None
+        self._note(task, self._direct.close())
+        arena = self._arena
+        if arena.generation == self._loaded and not (arena.debts or arena.shown):
+            self._known = (arena.generation,)
+
+    def hand_over(self, slot: Slot) -> None:
+        """Python is about to deal with the slot's sum: note what has been added to it, and add no more."""
+        if self._task is not None:
+            self._note(self._task, self._direct.added())
+            self._direct.skip(self._order.get(slot, -1))
+            self._loaded, self._known = -1, None
+
+    def _note(self, task: Task, added: list[int]) -> None:
+        """What sums owed is paid, and memory that was written first is a sum."""
+        if not added:
+            return
+        task.added = True
+        arena = self._arena
+        if arena.debts or arena.any_written:
+            slots = list(self._order)
+            arena.added_to([slots[index] for index in added])
 
     def end(self, identity: int, task: Task) -> None:
         """A graph task is over."""

@@ -1,8 +1,8 @@
-"""How a module of the model adds to a sum by itself: the whole of it, or only some of its rows."""
+"""How others add to sums by themselves: a module of the model to all of a sum or some rows, native hooks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -17,8 +17,49 @@ from .touched import TouchedRows
 Write = Callable[[Tensor, float | Tensor, float | Tensor], None]
 
 
+#: Of the ways in which modules add to a sum, those that leave no record of touched rows.
+WHOLE: tuple[tuple[str, ...], ...] = ((), ("gemm",))
+
+
 class Writes(Additions):
-    """Sums that modules add to by themselves; arguments as `Sums`."""
+    """Sums that modules and native hooks add to by themselves; arguments as `Sums`."""
+
+    #: Whether any module has ever added to a sum by itself.
+    any_written = False
+
+    def addable(self, slots: Sequence[Slot]) -> tuple[list[Tensor | None], list[float]]:
+        """The sums to which native code may add, and by what to multiply each first (empty: by 1).
+
+        None: not to this one. Memory that waits for a module's first product is there too, with a factor of
+        0. What stands in p.grad may be of any kind.
+        """
+        usual = [not slot.odd and slot.touched is None and slot.paths in WHOLE for slot in slots]
+        sums = [self.current(slot) if fits else None for slot, fits in zip(slots, usual, strict=True)]
+        fresh: list[int] = []
+        if self.any_written:
+            fresh = [
+                index
+                for index, slot in enumerate(slots)
+                if sums[index] is None and usual[index] and slot.paths and slot.buffer is not None
+            ]
+        if not (self.debts or fresh):
+            return sums, []
+        keeps = [self.debts[slot] for slot in slots]
+        if not all(type(keep) is float for keep in keeps):
+            sums = [total if type(keep) is float else None for total, keep in zip(sums, keeps, strict=True)]
+            keeps = [keep if type(keep) is float else 1.0 for keep in keeps]
+        for index in fresh:
+            (sums[index],), keeps[index] = buffers([slots[index]], [True]), 0.0
+        return sums, keeps  # type: ignore[return-value]
+
+    def added_to(self, slots: Sequence[Slot]) -> None:
+        """Native code has added to what `addable` has returned for these slots."""
+        if self.debts:
+            self.debts.pay(slots)
+        if self.any_written:
+            for slot in slots:
+                if slot.paths and self.current(slot) is None:
+                    self.put(slot, slot.buffer)  # type: ignore[arg-type]
 
     def write_in_place(
         self, slot: Slot, write: Write, scale: float | Tensor, rows: Tensor | None = None
@@ -33,7 +74,7 @@ class Writes(Additions):
             rows: which rows `write` adds to; the memory is all zeros then where it held nothing, and `keep`
                 is 1. None: all.
         """
-        total = slot.sum
+        total, self.any_written = slot.sum, True
         if (
             total is not None
             and total is slot.buffer  # it has been here before, and has not moved

@@ -1,7 +1,11 @@
 #include "direct.h"
 
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
 #include <ATen/record_function.h>
 #include <c10/core/UndefinedTensorImpl.h>
+
+#include <utility>
 
 namespace fusedacc::autograd {
 
@@ -34,6 +38,13 @@ bool is_plain(const at::Tensor& tensor) {
   return tensor.layout() == at::kStrided && !tensor.key_set().has_any(kOdd);
 }
 
+namespace {
+
+// Between these numbers of tokens the operator cuts a float32 product up for its threads: csrc/cpu/gemm.cpp.
+constexpr int64_t kSplitFrom = 48, kSplitTo = 100;
+
+}  // namespace
+
 bool same_layout(const at::Tensor& a, const at::Tensor& b) {
   if (a.sizes() != b.sizes()) return false;
   if (a.is_contiguous() && b.is_contiguous()) return true;
@@ -53,6 +64,8 @@ void Direct::load(const std::vector<std::optional<at::Tensor>>& sums, std::vecto
   }
   keeps_ = std::move(keeps);
   keeps_.resize(sums_.size(), 1);
+  fresh_.assign(sums_.size(), false);
+  for (size_t i = 0; i < keeps_.size(); ++i) fresh_[i] = keeps_[i] == 0;
   visible_ = visible;
 }
 
@@ -66,25 +79,73 @@ void Direct::open(int task, double scale) {
 std::vector<int64_t> Direct::close() {
   std::lock_guard<std::mutex> lock(mutex_);
   task_ = -1;
-  return std::move(added_);
+  return std::exchange(added_, {});
+}
+
+std::vector<int64_t> Direct::added() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return std::exchange(added_, {});
+}
+
+void Direct::skip(int64_t index) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (index >= 0 && index < static_cast<int64_t>(sums_.size())) sums_[index].reset();
+}
+
+at::Tensor Direct::sum_of(int task, int64_t index, const at::Tensor& parameter) {
+  if (task_ != task || index < 0 || index >= static_cast<int64_t>(sums_.size())) return {};
+  auto held = sums_[index].lock();
+  if (!held) return {};
+  at::Tensor sum(std::move(held));
+  if (visible_) {
+    const at::Tensor& shown = parameter.grad();
+    if (shown.defined() ? !shown.is_same(sum) : !fresh_[index]) return {};
+  }
+  return sum.is_cpu() && is_plain(sum) ? sum : at::Tensor();
+}
+
+void Direct::note(int64_t index, const at::Tensor& sum) {
+  keeps_[index] = 1;
+  added_.push_back(index);
+  if (visible_) sum.unsafeGetTensorImpl()->bump_version();
 }
 
 bool Direct::take(int task, int64_t index, const at::Tensor& gradient, const at::Tensor& parameter) {
   if (task_.load(std::memory_order_relaxed) != task) return false;
   std::lock_guard<std::mutex> lock(mutex_);
-  if (task_ != task || index < 0 || index >= static_cast<int64_t>(sums_.size())) return false;
-  const auto held = sums_[index].lock();
-  if (!held) return false;
-  const at::Tensor sum(held);
-  if (visible_ && !parameter.grad().is_same(sum)) return false;
-  if (!sum.is_cpu() || !is_plain(sum) || !same_layout(gradient, sum) || gradient.is_alias_of(sum)) return false;
+  const at::Tensor sum = sum_of(task, index, parameter);
+  if (!sum.defined() || keeps_[index] == 0 || !same_layout(gradient, sum) || gradient.is_alias_of(sum)) {
+    return false;
+  }
   const int32_t from = dtype_number(gradient.scalar_type()), to = dtype_number(sum.scalar_type());
   if (from < 0 || to < 0) return false;
   RECORD_FUNCTION("fusedacc::add_at_once", std::vector<c10::IValue>());
   add_(sum.mutable_data_ptr(), gradient.const_data_ptr(), sum.numel(), from, to, scale_, keeps_[index]);
-  keeps_[index] = 1;
-  added_.push_back(index);
-  if (visible_) sum.unsafeGetTensorImpl()->bump_version();
+  note(index, sum);
+  return true;
+}
+
+bool Direct::multiply(int task, int64_t index, const at::Tensor& left, const at::Tensor& right,
+                      const at::Tensor& parameter, Multiplier by) {
+  if (task_.load(std::memory_order_relaxed) != task) return false;
+  std::lock_guard<std::mutex> lock(mutex_);
+  const at::Tensor sum = sum_of(task, index, parameter);
+  if (!sum.defined() || sum.dim() != 2 || !(sum.is_contiguous() || sum.t().is_contiguous())) return false;
+  if (left.is_alias_of(sum) || right.is_alias_of(sum)) return false;
+  const double keep = keeps_[index];
+  const int64_t tokens = left.size(0);
+  if (tokens == 0 || (by == Multiplier::kBlas && keep != 1 && keep != 0)) return false;
+  if (by == Multiplier::kBlas && !(tokens >= kSplitFrom && tokens <= kSplitTo)) {
+    sum.addmm_(left.t(), right, keep, scale_);
+  } else {
+    static const auto accumulate =
+        c10::Dispatcher::singleton().findSchemaOrThrow("fusedacc::gemm_accumulate_", "");
+    torch::jit::Stack stack;
+    torch::jit::push(stack, sum, left, right, c10::IValue(), scale_, c10::IValue(), keep,
+                     by == Multiplier::kOperatorBfloat16);
+    accumulate.callBoxed(stack);
+  }
+  note(index, sum);
   return true;
 }
 

@@ -24,25 +24,41 @@ bool same_layout(const at::Tensor& a, const at::Tensor& b);
 // The number of a dtype in pairs.h, or -1.
 int32_t dtype_number(at::ScalarType dtype);
 
+// Who adds a product to a sum: torch's own call, or libfusedacc.so's operator.
+enum class Multiplier : int8_t { kUnknown, kBlas, kOperator, kOperatorBfloat16 };
+
 // What one wrapper allows while one graph task runs. The sums are known weakly: they live and die elsewhere.
 class Direct {
  public:
   explicit Direct(AddFlat add) : add_(add) {}
 
   // By a parameter's index: its sum, or none where a gradient is to go the other way, and by what the sum is
-  // to be multiplied first (empty: by 1). visible: users see sums, in p.grad.
+  // to be multiplied first (empty: by 1); 0: its memory holds nothing yet. visible: users see sums, in
+  // p.grad.
   void load(const std::vector<std::optional<at::Tensor>>& sums, std::vector<double> keeps, bool visible);
 
   // From now on gradients of this graph task are multiplied by scale and added.
   void open(int task, double scale);
 
-  // None any more. Returns the indices of what has been added to since open().
+  // None any more. Returns the indices of what has been added to since open() or added().
   std::vector<int64_t> close();
+  std::vector<int64_t> added();
+
+  // The gradients of this parameter go the other way from now on.
+  void skip(int64_t index);
 
   // Adds, or returns false with nothing done. The gradient is strided, plain and on the CPU.
   bool take(int task, int64_t index, const at::Tensor& gradient, const at::Tensor& parameter);
 
+  // sum = keep * sum + scale * left^T right likewise; operands are matrices on the sum's device.
+  bool multiply(int task, int64_t index, const at::Tensor& left, const at::Tensor& right,
+                const at::Tensor& parameter, Multiplier by);
+
  private:
+  // The sum that may be added to, or undefined.
+  at::Tensor sum_of(int task, int64_t index, const at::Tensor& parameter);
+  void note(int64_t index, const at::Tensor& sum);
+
   const AddFlat add_;
   std::mutex mutex_;
   std::atomic<int> task_{-1};
@@ -50,6 +66,7 @@ class Direct {
   bool visible_ = false;
   std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> sums_;
   std::vector<double> keeps_;
+  std::vector<bool> fresh_;
   std::vector<int64_t> added_;
 };
 

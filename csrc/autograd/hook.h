@@ -78,7 +78,9 @@ struct Entry {
   std::shared_ptr<Direct> direct;
   std::shared_ptr<Lane> lane;
   std::shared_ptr<Tasks> tasks;
-  PyObject* slot;  // borrowed, from the wrapper
+  PyObject* slot;                     // borrowed, from the wrapper
+  const torch::autograd::Node* node;  // to be compared only
+  at::ScalarType sum_dtype;
   int64_t index;
   int64_t nbytes;
   bool large;  // never waits in a bucket, unless Python puts it there

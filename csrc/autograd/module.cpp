@@ -8,7 +8,7 @@
 #include <string_view>
 #include <typeinfo>
 
-#include "hook.h"
+#include "linear.h"
 
 namespace py = pybind11;
 
@@ -24,7 +24,8 @@ py::list slot_list(const std::vector<PyObject*>& slots) {
 py::tuple take(Bucket& bucket) {
   Bucket::Content content = bucket.take();
   py::list tensors(content.gradients.size());
-  for (size_t i = 0; i < content.gradients.size(); ++i) tensors[i] = py::cast(std::move(content.gradients[i]));
+  for (size_t i = 0; i < content.gradients.size(); ++i)
+    tensors[i] = py::cast(std::move(content.gradients[i]));
   return py::make_tuple(slot_list(content.slots), tensors, content.adoptable);
 }
 
@@ -37,8 +38,8 @@ bool any_gradient(const py::list& parameters) {
 
 // Puts a hook in front of the only pre-hook of an AccumulateGrad node, a Python one.
 std::shared_ptr<Entry> attach(py::object node, py::object slot, int64_t index, int64_t nbytes, bool large,
-                              std::shared_ptr<Direct> direct, std::shared_ptr<Lane> lane,
-                              std::shared_ptr<Tasks> tasks) {
+                              at::ScalarType sum_dtype, std::shared_ptr<Direct> direct,
+                              std::shared_ptr<Lane> lane, std::shared_ptr<Tasks> tasks) {
   if (!torch::autograd::THPCppFunction_Check(node.ptr())) return nullptr;
   auto& function = reinterpret_cast<torch::autograd::THPCppFunction*>(node.ptr())->cdata;
   auto* accumulate = dynamic_cast<torch::autograd::AccumulateGrad*>(function.get());
@@ -53,6 +54,8 @@ std::shared_ptr<Entry> attach(py::object node, py::object slot, int64_t index, i
                                                 .lane = std::move(lane),
                                                 .tasks = std::move(tasks),
                                                 .slot = slot.ptr(),
+                                                .node = accumulate,
+                                                .sum_dtype = sum_dtype,
                                                 .index = index,
                                                 .nbytes = nbytes,
                                                 .large = large,
@@ -91,6 +94,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("load", &Direct::load, without_gil)
       .def("open", &Direct::open, without_gil)
       .def("close", &Direct::close, without_gil)
+      .def("added", &Direct::added, without_gil)
+      .def("skip", &Direct::skip, without_gil)
       .def("take", &Direct::take);
   py::class_<Entry, std::shared_ptr<Entry>>(module, "Entry")
       .def_property(
@@ -99,6 +104,19 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def_property(
           "odd", [](const Entry& entry) { return entry.odd.load(); },
           [](Entry& entry, bool value) { entry.odd = value; });
+  py::class_<Site, c10::intrusive_ptr<Site>>(module, "Site")
+      .def(py::init(
+          [](py::object site, bool transposed) { return c10::make_intrusive<Site>(site.ptr(), transposed); }))
+      .def("set_multiplier", [](Site& site, at::ScalarType operand, at::ScalarType sum, int multiplier) {
+        site.set_multiplier(operand, sum, static_cast<Multiplier>(multiplier));
+      });
+  module.def("product",
+             [](const c10::intrusive_ptr<Site>& site, const std::shared_ptr<Entry>& entry,
+                const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                const std::optional<at::Tensor>& used) -> std::optional<at::Tensor> {
+               at::Tensor found = product(site, entry, input, weight, bias, used);
+               return found.defined() ? std::optional(found) : std::nullopt;
+             });
   module.def("attach", &attach);
   module.def("any_gradient", &any_gradient);
 }

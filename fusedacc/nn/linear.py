@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 from torch.nn import functional as F
 
-from .. import gemm
+from .. import gemm, native_hooks
 from ..capture import Capture
 from ..checks import PAIRS
 from ..slot import Slot
@@ -26,6 +29,11 @@ class LinearSite(Site):
     def __init__(self, module: torch.nn.Module, slot: Slot, capture: Capture) -> None:
         super().__init__(module, slot, capture)
         self._products: dict[tuple, gemm.Run] = {}
+        native = native_hooks.module()
+        self._native = (
+            None if native is None else native.Site(partial(_adds, weakref.ref(self)), self.transposed)
+        )
+        self._recorded = None if native is None else native.product
         self._cast: tuple[Callable[[], Tensor | None], tuple] = (_nothing, ())
 
     def product(self, operand: torch.dtype) -> gemm.Run | None:
@@ -35,6 +43,8 @@ class LinearSite(Site):
         if known is None and (operand, lane[2]) in PAIRS:
             known = gemm.select(lane[0], lane[2], operand, self.backend).run
             self._products[lane, operand] = known
+            if self._native is not None:
+                self._native.set_multiplier(operand, lane[2], gemm.native_multiplier(known))
         return known
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -45,12 +55,42 @@ class LinearSite(Site):
         state = dtype, weight._version, weight.data_ptr(), self.updates
         known = self._cast[0]()
         if known is None or self._cast[1] != state:
-            known = weight.to(dtype)
+            known = weight.detach().to(dtype)
             self._cast = weakref.ref(known), state
         return known
 
+    def adds(self, left: Tensor, right: Tensor, armed: bool) -> bool:
+        """What the native function asks in its backward: whether left^T right is done with (see `takes`).
+
+        armed: the graph ends in the node that carries the weight's hook.
+        """
+        multiply, capture = self.product(left.dtype), self._capture()
+        if multiply is None or capture is None or not armed:
+            return False
+
+        def write(total: Tensor, scale: float | Tensor, keep: float | Tensor) -> None:
+            multiply(total, left, right, scale, keep)
+
+        return self.takes(capture.node_of(self.slot), write, (left, right))
+
+    def _product(
+        self, input: Tensor, weight: Tensor, bias: Tensor | None, used: Tensor | None
+    ) -> Tensor | None:
+        """The output by the native function, or None where Python's is to make it."""
+        hook = self.slot.native
+        if hook is None or self._recorded is None or not (type(input) is Tensor or type(input) in ORDINARY):
+            return None
+        return self._recorded(self._native, hook, input, weight, bias, used)
+
     def __call__(self, input: Tensor) -> Tensor:
         module = self._module()
+        if not is_compiling() and forward_ad._current_level < 0:
+            own = module._parameters
+            weight = own.get("weight")
+            if weight is self.slot.param and type(module).forward is self._stock:
+                output = self._product(input, weight, own.get("bias"), None)
+                if output is not None:
+                    return output
         if self.stands_aside(input):
             return type(module).forward(module, input)
         own = module._parameters
@@ -69,11 +109,21 @@ class LinearSite(Site):
             or (bias is not None and (type(bias) not in ORDINARY or bias.dtype != weight.dtype))
         ):
             return type(module).forward(module, input)  # which knows what to make of it, or how to refuse
+        if dtype is not weight.dtype:
+            output = self._product(input, weight, bias, self.cast(weight, dtype))
+            if output is not None:
+                return output
         return _apply_product(input, weight, bias, self, dtype)
 
 
 def _nothing() -> None:
     """A weak reference to nothing."""
+
+
+def _adds(site: Callable[[], LinearSite | None], left: Tensor, right: Tensor, armed: bool) -> bool:
+    """`LinearSite.adds`, while there is one."""
+    known = site()
+    return known is not None and known.adds(left, right, armed)
 
 
 class Conv1DSite(LinearSite):
