@@ -59,6 +59,8 @@ class FusedAccumulation(FastaiCallback):
     Args:
         n_acc: samples per update, with `gradient_accumulation_steps=None` (as of `OptFunc` by default); None
             where the optimizer itself counts micro-batches.
+        weight: from a batch's `xb, yb` to what `n_acc` counts in its place: tokens, where the loss is a mean
+            over tokens.
 
     Raises (from `Learner.fit`, before any training):
         TypeError: the Learner's optimizer is no AccumulatingOptimizer.
@@ -67,11 +69,13 @@ class FusedAccumulation(FastaiCallback):
 
     order, run_valid = GradientAccumulation.order, False
 
-    def __init__(self, n_acc: int | None = None) -> None:
+    def __init__(
+        self, n_acc: int | None = None, weight: Callable[[tuple, tuple], float] | None = None
+    ) -> None:
         super().__init__()
         if n_acc is not None and (isinstance(n_acc, bool) or not isinstance(n_acc, int) or n_acc < 1):
             raise ValueError(f"n_acc must be an int of at least 1, or None, got {n_acc!r}")
-        self.n_acc = n_acc
+        self.n_acc, self._weight = n_acc, weight or _samples
         self._around = contextlib.ExitStack()
         self._held: list[dict[str, Any]] = []
 
@@ -82,6 +86,8 @@ class FusedAccumulation(FastaiCallback):
     def before_fit(self) -> None:
         _check(self.learn, self.n_acc)
         self._around.close()  # left open by a backward that raised
+        if self._optimizer._window.tainted is not None:
+            self._optimizer.discard()
         self._held = []
 
     def before_backward(self) -> None:
@@ -94,7 +100,8 @@ class FusedAccumulation(FastaiCallback):
         for group, held in zip(optimizer.param_groups, self._held, strict=True):
             group.update(held)
         if optimizer._window.weighs:
-            self._around.enter_context(optimizer.accumulate(weight=find_bs(self.learn.yb)))
+            weight = self._weight(self.learn.xb, self.learn.yb)
+            self._around.enter_context(optimizer.accumulate(weight=weight))
 
     def after_backward(self) -> None:
         self._around.close()
@@ -112,6 +119,10 @@ class FusedAccumulation(FastaiCallback):
 
     def after_cancel_fit(self) -> None:
         self._optimizer.discard()
+
+
+def _samples(xb: tuple, yb: tuple) -> int:
+    return find_bs(yb)
 
 
 def _check(learn: Any, n_acc: int | None) -> None:

@@ -145,7 +145,7 @@ def _check(trainer: Trainer) -> None:
         if not isinstance(optimizer, AccumulatingOptimizer):
             raise TypeError(
                 f"configure_optimizers returned a {type(optimizer).__name__}; FusedAccumulation needs every "
-                "optimizer to be a fusedacc.AccumulatingOptimizer (with gradient_accumulation_steps=1 where it "
+                "optimizer to be a fusedacc.AccumulatingOptimizer (gradient_accumulation_steps=1 where one "
                 "does not accumulate)"
             )
     if not any(optimizer._window.counted for optimizer in trainer.optimizers):
@@ -183,7 +183,7 @@ def _check(trainer: Trainer) -> None:
     if trainer.world_size != 1 or trainer.strategy.handles_gradient_accumulation:
         raise ValueError(
             f"strategy {type(trainer.strategy).__name__} with {trainer.world_size} processes is not "
-            "supported by FusedAccumulation; allowed: strategies of one process that leave accumulation to the loop"
+            "supported by FusedAccumulation; allowed: one process, and a strategy that does not accumulate"
         )
     if not hasattr(trainer.fit_loop.epoch_loop, "_should_accumulate"):
         raise ValueError("this release of Lightning decides elsewhere what a step is; tested with 2.6")

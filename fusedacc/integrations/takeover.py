@@ -1,4 +1,4 @@
-"""Trainers make an optimizer anew for each fit; the one that the last fit has left gives up its parameters."""
+"""Trainers make an optimizer anew for each fit; the one that the last has left gives up its parameters."""
 
 from __future__ import annotations
 
