@@ -15,7 +15,7 @@ from fastai.callback.core import CancelBatchException
 from fastai.callback.fp16 import AMPMode, MixedPrecision, NonNativeMixedPrecision
 from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.optimizer import OptimWrapper
-from fastai.torch_core import find_bs
+from fastai.torch_core import find_bs, num_distrib
 
 from ..optimizer import AccumulatingOptimizer
 from . import takeover
@@ -44,7 +44,7 @@ class OptFunc:
         inner = self._opt(groups, **hypers)
         takeover.release(p for group in inner.param_groups for p in group["params"])
         optimizer = AccumulatingOptimizer(inner, **self._options)
-        takeover.remember(optimizer)
+        takeover.remember([optimizer])
         return optimizer
 
 
@@ -64,7 +64,8 @@ class FusedAccumulation(FastaiCallback):
 
     Raises (from `Learner.fit`, before any training):
         TypeError: the Learner's optimizer is no AccumulatingOptimizer.
-        ValueError: it does not go with `n_acc`, or a callback accumulates, clips, or scales losses too.
+        ValueError: it does not go with `n_acc`, or a callback accumulates, clips, or scales losses too,
+            or there are several processes.
     """
 
     order, run_valid = GradientAccumulation.order, False
@@ -144,6 +145,8 @@ def _check(learn: Any, n_acc: int | None) -> None:
         raise ValueError(
             "n_acc=None needs gradient_accumulation_steps=k; else give n_acc, samples per update"
         )
+    if num_distrib() > 1:
+        raise ValueError(f"WORLD_SIZE={num_distrib()} is not supported by FusedAccumulation; allowed: 1")
     for callback in learn.cbs:
         if isinstance(callback, GradientAccumulation):
             raise ValueError(

@@ -44,12 +44,12 @@ class FusedAccumulation(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
-            takeover.release(pl_module.parameters())  # of a fit that an exception has ended
+            # Left by a fit that an exception has ended, or by the Tuner, which takes callbacks away.
+            takeover.remember(trainer.optimizers)
+            takeover.release(pl_module.parameters())
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for optimizer in trainer.optimizers:
-            if isinstance(optimizer, AccumulatingOptimizer):
-                takeover.remember(optimizer)
+        takeover.remember(trainer.optimizers)
         _check(trainer)
         self._optimizers = list(trainer.optimizers)
 

@@ -6,15 +6,16 @@ import weakref
 from collections.abc import Iterable
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..optimizer import AccumulatingOptimizer
 
 _made: weakref.WeakSet[AccumulatingOptimizer] = weakref.WeakSet()
 
 
-def remember(optimizer: AccumulatingOptimizer) -> None:
-    """Let a later `release` of any of its parameters close this wrapper."""
-    _made.add(optimizer)
+def remember(optimizers: Iterable[Optimizer]) -> None:
+    """Let a later `release` of any of its parameters close each of these that is a wrapper."""
+    _made.update(each for each in optimizers if isinstance(each, AccumulatingOptimizer))
 
 
 def release(parameters: Iterable[Tensor]) -> None:

@@ -19,6 +19,7 @@ from fastai.callback.fp16 import MixedPrecision, NonNativeMixedPrecision
 from fastai.callback.schedule import ParamScheduler
 from fastai.callback.training import GradientAccumulation, GradientClip, ShortEpochCallback
 from fastai.learner import Learner
+from fastai.optimizer import OptimWrapper
 
 import fusedacc
 from fusedacc.integrations.fastai import FusedAccumulation, OptFunc
@@ -282,6 +283,23 @@ def test_an_optimizer_is_made_anew_by_reset_opt():
     assert other.opt.opt.num_updates == 1
 
 
+def test_a_wrapper_that_the_user_has_made():
+    data, net = case.batches([8] * 8), case.network()
+    optimizer = fusedacc.AccumulatingOptimizer(case.sgd(net.parameters()), reduction="weighted")
+    learn = case.learner(data, OptimWrapper(opt=optimizer), FusedAccumulation(case.SAMPLES), net)
+    case.fit(learn, 8)
+    exact = snapshot(case.reference(data, 8))
+    assert difference(snapshot(net), exact, snapshot(case.network())) < tolerance(24, 40)
+
+
+def test_bf16_mixed_precision_is_let_through():
+    learn = case.learner(case.batches([8] * 8), OptFunc(case.sgd), FusedAccumulation(case.SAMPLES))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="CUDA is not available")  # fastai's autocast is CUDA's
+        case.fit(learn.to_bf16(), 1)
+    assert learn.opt.opt.num_updates == 3
+
+
 def test_discriminative_rates_and_frozen_layers():
     def split(net):
         return [list(part.parameters()) for part in net]
@@ -333,6 +351,13 @@ def test_what_would_compound_is_refused(name):
     with pytest.raises(ValueError, match=message):
         case.fit(learn, 1)
     assert all(map(torch.equal, before, snapshot(net)))
+
+
+def test_several_processes_are_refused(monkeypatch):
+    learn = case.learner(case.batches([8] * 3), OptFunc(case.sgd), FusedAccumulation(case.SAMPLES))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"WORLD_SIZE=2.*allowed: 1"):
+        case.fit(learn, 1)
 
 
 @pytest.mark.parametrize(

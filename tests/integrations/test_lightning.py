@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import os
 import re
 import subprocess
@@ -15,8 +16,11 @@ import pytest
 import torch
 from comparison import difference, snapshot
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
-from torch.utils.data import DataLoader
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.tuner import Tuner
+from torch.utils.data import DataLoader, IterableDataset
 
 import fusedacc
 from fusedacc.integrations.lightning import FusedAccumulation
@@ -104,6 +108,22 @@ def test_everything_counts_updates(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step=2.ckpt", "step=4.ckpt", "step=6.ckpt"]
 
 
+@pytest.mark.parametrize("steps", [None, 4])
+def test_loggers_get_a_row_for_each_update(tmp_path, steps):
+    class Logs(case.Module):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.log("loss", loss)
+            return loss
+
+    options = {"accumulate_grad_batches": 4} if steps is None else {"callbacks": [FusedAccumulation()]}
+    logger = CSVLogger(tmp_path)
+    runner = case.trainer(2, logger=logger, log_every_n_steps=1, **options)
+    runner.fit(Logs(case.network(), steps=steps), case.loader(case.batches([6] * 10)))
+    with open(Path(logger.log_dir) / "metrics.csv") as file:
+        assert [row["step"] for row in csv.DictReader(file)] == list("012345")
+
+
 def test_max_steps_are_updates():
     runner = case.trainer(-1, max_steps=5, callbacks=[FusedAccumulation()])
     runner.fit(case.Module(case.network(), steps=4), case.loader(case.batches([6] * 10)))
@@ -125,6 +145,75 @@ def test_a_scheduler_of_epochs_steps_after_the_last_update_of_each():
 class StopsAfterSix(lightning.Callback):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         trainer.should_stop = batch_idx == 5
+
+
+def test_a_plateau_scheduler_of_steps_steps_on_updates():
+    class Plateau(case.Module):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self):
+            (optimizer,), _ = super().configure_optimizers()
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            config = {"scheduler": scheduler, "interval": "step", "monitor": "loss"}
+            return [optimizer], [config]
+
+    module = Plateau(case.network(), steps=4)
+    runner = case.trainer(2, callbacks=[FusedAccumulation()])
+    runner.fit(module, case.loader(case.batches([6] * 10)))
+    assert runner.lr_scheduler_configs[0].scheduler.last_epoch == runner.global_step == 6
+
+
+@pytest.mark.parametrize("interval", [1, 3, 5])
+def test_validation_in_mid_window_changes_nothing(interval):
+    data = case.batches([6] * 10)
+    module = WithValidation(case.network(), steps=4)
+    options = {"val_check_interval": interval, "num_sanity_val_steps": 0}
+    case.trainer(8, callbacks=[FusedAccumulation()], **options).fit(module, *[case.loader(data)] * 2)
+    exact = case.reference(data, 8)
+    assert difference(snapshot(module.net), snapshot(exact), snapshot(case.network())) < tolerance(24, 40)
+
+
+class Stream(IterableDataset):
+    def __init__(self, data):
+        self.data = data
+
+    def __iter__(self):
+        return iter(self.data)
+
+
+def test_an_epoch_of_unknown_length_flushes():
+    data = case.batches([6] * 10)
+    module = case.Module(case.network(), steps=4)
+    runner = case.trainer(8, callbacks=[FusedAccumulation()])
+    runner.fit(module, DataLoader(Stream(data), batch_size=None))
+    assert runner.global_step == 24
+    exact = case.reference(data, 8)
+    assert difference(snapshot(module.net), snapshot(exact), snapshot(case.network())) < tolerance(24, 40)
+
+
+def test_gradients_that_are_never_written():
+    class Inside(case.Module):
+        def configure_optimizers(self):
+            self.options = {"model": self.net}
+            return super().configure_optimizers()
+
+    data = case.batches([6] * 10)
+    module = Inside(case.network(), steps=4)
+    case.trainer(8, callbacks=[FusedAccumulation()]).fit(module, case.loader(data))
+    exact = case.reference(data, 8)
+    assert difference(snapshot(module.net), snapshot(exact), snapshot(case.network())) < tolerance(24, 40)
+
+
+def test_a_schedule_of_steps():
+    """Windows of 1, 2, 3 and then 4 micro-batches, over epochs of 10."""
+    module = case.Module(case.network(), steps=lambda updates: min(updates + 1, 4))
+    runner = case.trainer(2, callbacks=[FusedAccumulation(), watch := Watch()])
+    runner.fit(module, case.loader(case.batches([6] * 10)))
+    assert watch.before_steps == [0, 2, 5, 9, 13, 17, 19]
+    assert runner.global_step == len(module.rates) == 7
 
 
 def test_an_epoch_that_is_stopped_early_flushes():
@@ -368,6 +457,19 @@ def test_what_would_compound_is_refused(name):
     assert all(map(torch.equal, before, snapshot(net)))
 
 
+class Accumulates(SingleDeviceStrategy):
+    handles_gradient_accumulation = True
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_other_strategies_are_refused(monkeypatch, processes):
+    strategy = Accumulates() if processes == 1 else SingleDeviceStrategy()
+    runner = case.trainer(1, callbacks=[FusedAccumulation()], strategy=strategy)
+    monkeypatch.setattr(lightning.Trainer, "world_size", processes)
+    with pytest.raises(ValueError, match=rf"with {processes} processes.*allowed: one process"):
+        runner.fit(case.Module(case.network(), steps=4), case.loader(case.batches([6] * 4)))
+
+
 def test_a_gradient_accumulation_scheduler_is_refused():
     callbacks = [FusedAccumulation(), GradientAccumulationScheduler({3: 2})]
     with pytest.raises(ValueError, match=r"GradientAccumulationScheduler.*pass a callable"):
@@ -422,6 +524,18 @@ def test_a_module_can_be_fitted_again_after_an_exception_and_after_a_fit(tmp_pat
     third = case.trainer(2, callbacks=[FusedAccumulation()])
     third.fit(module, data, ckpt_path=tmp_path / "after.ckpt")
     assert third.global_step == 6
+
+
+def test_a_fit_after_the_tuner(tmp_path):
+    data = case.batches([6] * 10)
+    module = case.Module(case.network(), steps=4)
+    runner = case.trainer(8, callbacks=[FusedAccumulation()], default_root_dir=tmp_path)
+    Tuner(runner).lr_find(module, case.loader(data), num_training=10, update_attr=False)
+    module.rates.clear()
+    runner.fit(module, case.loader(data))
+    assert runner.global_step == 24
+    exact = case.reference(data, 8)
+    assert difference(snapshot(module.net), snapshot(exact), snapshot(case.network())) < tolerance(24, 40)
 
 
 def test_the_example(tmp_path):
