@@ -87,8 +87,6 @@ class FusedAccumulation(FastaiCallback):
     def before_fit(self) -> None:
         _check(self.learn, self.n_acc)
         self._around.close()  # left open by a backward that raised
-        if self._optimizer._window.tainted is not None:
-            self._optimizer.discard()
         self._held = []
 
     def before_backward(self) -> None:

@@ -47,6 +47,13 @@ class FusedAccumulation(Callback):
             # Left by a fit that an exception has ended, or by the Tuner, which takes callbacks away.
             takeover.remember(trainer.optimizers)
             takeover.release(pl_module.parameters())
+            self._updates_before = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"updates_before": self._updates_before}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._updates_before = state_dict["updates_before"]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         takeover.remember(trainer.optimizers)
@@ -54,7 +61,6 @@ class FusedAccumulation(Callback):
         self._optimizers = list(trainer.optimizers)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._updates_before = self._updates - any(o.has_updated for o in self._optimizers)
         if pl_module.automatic_optimization:
             loop = trainer.fit_loop.epoch_loop
             loop._should_accumulate = partial(self._accumulates, loop)
