@@ -31,13 +31,8 @@ class Digits(lightning.LightningModule):
 
 
 model = Digits()
-trainer = lightning.Trainer(
-    max_epochs=20,
-    accelerator="cpu",
-    logger=False,
-    enable_checkpointing=False,
-    callbacks=[FusedAccumulation()],
-)
+quiet = {"logger": False, "enable_checkpointing": False}
+trainer = lightning.Trainer(max_epochs=20, accelerator="cpu", callbacks=[FusedAccumulation()], **quiet)
 trainer.fit(model, train)
 accuracy = (model.net(images[1500:]).argmax(1) == labels[1500:]).float().mean().item()
 print(f"{trainer.global_step} updates, accuracy on {len(labels) - 1500} unseen digits: {accuracy:.1%}")
