@@ -141,8 +141,14 @@ class Arena(Writes):
                     self.show(slot, slot.sum)
                 else:
                     cast, slot.cast, slot.sum = slot.cast, None, None
-                    if slot.param.grad is cast and cast.dtype != slot.param.dtype:  # it was a master's
-                        slot.param.grad = cast.to(slot.accumulate_dtype)
+                    if slot.param.grad is not cast:
+                        continue
+                    masters = cast.dtype != slot.param.dtype
+                    gradient = cast.to(slot.accumulate_dtype) if masters else cast
+                    if self.visible:
+                        slot.param.grad = gradient
+                    else:
+                        self.show(slot, gradient)  # it has been counted, and is no gradient of the user's
 
     def clear(self) -> None:
         """Forget every sum and clear every p.grad."""

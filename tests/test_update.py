@@ -339,3 +339,19 @@ def test_a_ratio_that_only_the_end_of_the_window_knows_is_folded(reduction):
     elements = sum(p.numel() for p in model.parameters())
     found = meter.as_dict()["by_phase_and_kind"]["update"]["gradients"] / elements
     assert found == pytest.approx(4 + 8, abs=0.05), meter.table()
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(("done", "options"), [(1, {}), (2, {"max_grad_norm": 0.01})])
+def test_what_an_update_leaves_in_grad_is_no_micro_batch(dtype, done, options):
+    """The gradient of a bfloat16 parameter is a cast then, for which the sum was given up."""
+    model = network(dtype)
+    optimizer = wrap(model, 2, **options)
+    for seed in range(done):
+        micro_batch(model, optimizer, seed)
+    optimizer.flush()
+    left = [p.grad for p in model.parameters()]
+    assert None not in left
+    optimizer.step()  # no backward: it does not count
+    assert (optimizer.num_updates, optimizer.micro_step) == (1, 0)
+    assert all(p.grad is gradient for p, gradient in zip(model.parameters(), left, strict=True))

@@ -1,0 +1,164 @@
+"""fastai: an `opt_func` around any torch optimizer, and a callback that accumulates by samples and flushes.
+
+Learner(dls, model, opt_func=OptFunc(torch.optim.AdamW), cbs=FusedAccumulation(n_acc=64))
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from fastai.callback.core import Callback as FastaiCallback
+from fastai.callback.core import CancelBatchException
+from fastai.callback.fp16 import AMPMode, MixedPrecision, NonNativeMixedPrecision
+from fastai.callback.training import GradientAccumulation, GradientClip
+from fastai.optimizer import OptimWrapper
+from fastai.torch_core import find_bs, num_distrib
+
+from ..optimizer import AccumulatingOptimizer
+from . import takeover
+
+
+class OptFunc:
+    """`opt_func` of a Learner: a torch optimizer, wrapped by `AccumulatingOptimizer` and by `OptimWrapper`.
+
+    A Learner that makes its optimizer anew (`reset_opt=True`, `export`) closes the one before.
+
+    Args:
+        opt: makes the inner optimizer of parameter groups and `lr`: `torch.optim.AdamW`, or a partial of it.
+        options: of `AccumulatingOptimizer`. `reduction` is "weighted" unless it or
+            `gradient_accumulation_steps` is given.
+    """
+
+    def __init__(self, opt: Callable[..., torch.optim.Optimizer], **options: Any) -> None:
+        if options.get("gradient_accumulation_steps") is None:
+            options.setdefault("reduction", "weighted")
+        self._opt, self._options = opt, options
+
+    def __call__(self, params: Any, **hypers: Any) -> OptimWrapper:
+        return OptimWrapper(params, opt=self._make, **hypers)
+
+    def _make(self, groups: Any, **hypers: Any) -> AccumulatingOptimizer:
+        inner = self._opt(groups, **hypers)
+        takeover.release(p for group in inner.param_groups for p in group["params"])
+        optimizer = AccumulatingOptimizer(inner, **self._options)
+        takeover.remember([optimizer])
+        return optimizer
+
+
+class FusedAccumulation(FastaiCallback):
+    """Updates once `n_acc` samples have been seen, as `GradientAccumulation` does, and when an epoch ends.
+
+    Each update is from the mean over the samples that its window holds, however large their batches were.
+    Hyper-parameters change between windows only: the whole of a window has those of its first batch, so that
+    `fit_one_cycle` and other schedules act as in a training whose batches are the windows. A part-filled
+    window is thrown away where a fit or an epoch is cancelled.
+
+    Args:
+        n_acc: samples per update, with `gradient_accumulation_steps=None` (as of `OptFunc` by default); None
+            where the optimizer itself counts micro-batches.
+        weight: from a batch's `xb, yb` to what `n_acc` counts in its place: tokens, where the loss is a mean
+            over tokens.
+
+    Raises (from `Learner.fit`, before any training):
+        TypeError: the Learner's optimizer is no AccumulatingOptimizer.
+        ValueError: it does not go with `n_acc`, or a callback accumulates, clips, or scales losses too,
+            or there are several processes.
+    """
+
+    order, run_valid = GradientAccumulation.order, False
+
+    def __init__(
+        self, n_acc: int | None = None, weight: Callable[[tuple, tuple], float] | None = None
+    ) -> None:
+        super().__init__()
+        if n_acc is not None and (isinstance(n_acc, bool) or not isinstance(n_acc, int) or n_acc < 1):
+            raise ValueError(f"n_acc must be an int of at least 1, or None, got {n_acc!r}")
+        self.n_acc, self._weight = n_acc, weight or _samples
+        self._around = contextlib.ExitStack()
+        self._held: list[dict[str, Any]] = []
+
+    @property
+    def _optimizer(self) -> AccumulatingOptimizer:
+        return self.learn.opt.opt
+
+    def before_fit(self) -> None:
+        _check(self.learn, self.n_acc)
+        self._around.close()  # left open by a backward that raised
+        self._held = []
+
+    def before_backward(self) -> None:
+        optimizer = self._optimizer
+        if optimizer._window.empty or not self._held:
+            self._held = [
+                {name: value for name, value in group.items() if name != "params"}
+                for group in optimizer.param_groups
+            ]
+        for group, held in zip(optimizer.param_groups, self._held, strict=True):
+            group.update(held)
+        if optimizer._window.weighs:
+            weight = self._weight(self.learn.xb, self.learn.yb)
+            self._around.enter_context(optimizer.accumulate(weight=weight))
+
+    def after_backward(self) -> None:
+        self._around.close()
+
+    def before_step(self) -> None:
+        if self.n_acc is not None and self._optimizer._window.weight_total < self.n_acc:
+            raise CancelBatchException  # no step, no zero_grad
+
+    def after_train(self) -> None:
+        self._optimizer.flush()
+        self._optimizer.zero_grad()
+
+    def after_cancel_epoch(self) -> None:
+        self._optimizer.discard()
+
+    def after_cancel_fit(self) -> None:
+        self._optimizer.discard()
+
+
+def _samples(xb: tuple, yb: tuple) -> int:
+    return find_bs(yb)
+
+
+def _check(learn: Any, n_acc: int | None) -> None:
+    """Raise TypeError or ValueError unless the Learner's optimizer can do its work as it is set."""
+    optimizer = getattr(learn.opt, "opt", learn.opt)
+    if not isinstance(optimizer, AccumulatingOptimizer):
+        raise TypeError(
+            f"the Learner's optimizer is a {type(optimizer).__name__}; FusedAccumulation needs a "
+            "fusedacc.AccumulatingOptimizer in an OptimWrapper: opt_func=OptFunc(torch.optim.AdamW)"
+        )
+    window = optimizer._window
+    if n_acc is not None and (window.counted or not window.weighs):
+        raise ValueError(
+            f"n_acc={n_acc} does not go with gradient_accumulation_steps={window.schedule!r} and "
+            f"reduction={window.reduction!r}; allowed: None and 'weighted', or 'normalized' for losses that "
+            "are sums; or n_acc=None with gradient_accumulation_steps=k"
+        )
+    if n_acc is None and not window.counted:
+        raise ValueError(
+            "n_acc=None needs gradient_accumulation_steps=k; else give n_acc, samples per update"
+        )
+    if num_distrib() > 1:
+        raise ValueError(f"WORLD_SIZE={num_distrib()} is not supported by FusedAccumulation; allowed: 1")
+    for callback in learn.cbs:
+        if isinstance(callback, GradientAccumulation):
+            raise ValueError(
+                f"the callback GradientAccumulation(n_acc={callback.n_acc}) would accumulate on top of the "
+                "optimizer; pass n_acc= to FusedAccumulation instead"
+            )
+        if isinstance(callback, GradientClip):
+            raise ValueError(
+                f"the callback GradientClip(max_norm={callback.max_norm}) would clip sums, or nothing; pass "
+                "max_grad_norm= to OptFunc instead, which clips every update once"
+            )
+        scales = isinstance(callback, MixedPrecision) and callback.amp_mode == AMPMode.FP16
+        if scales or isinstance(callback, NonNativeMixedPrecision):
+            raise ValueError(
+                f"the callback {type(callback).__name__} scales losses, and may change the scale inside a "
+                "window; allowed: to_bf16()"
+            )

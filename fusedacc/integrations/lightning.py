@@ -1,0 +1,195 @@
+"""Lightning: a callback by which the Trainer counts updates, and flushes, where the optimizer accumulates.
+
+`configure_optimizers` returns an `AccumulatingOptimizer` with `gradient_accumulation_steps=k`, and
+`Trainer(callbacks=[FusedAccumulation()])` leaves `accumulate_grad_batches` at 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from torch import Tensor
+
+from ..amp import GradScaler
+from ..optimizer import AccumulatingOptimizer
+from . import takeover
+
+
+class FusedAccumulation(Callback):
+    """Makes a Trainer treat a micro-batch that does not update as one that it accumulates itself.
+
+    `trainer.global_step`, `max_steps`, checkpoints every n steps, logging and schedulers with
+    `interval="step"` then count updates, `on_before_optimizer_step` is called for updates only, and the last
+    batch of an epoch updates from whatever the window holds, before schedulers and validation. In manual
+    optimization the module calls `step()` on every micro-batch; `global_step` and the flush are the same.
+
+    Args:
+        weight: from a batch (on its device) to its weight, tokens or samples, for reduction "weighted" or
+            "normalized": a number or a 0-dim tensor.
+
+    Raises (from `Trainer.fit`, before any training):
+        TypeError: an optimizer is no `AccumulatingOptimizer`.
+        ValueError: none of them counts, or the Trainer accumulates or clips too, scales losses by torch's
+            GradScaler, or has several processes.
+    """
+
+    def __init__(self, weight: Callable[[Any], float | Tensor] | None = None) -> None:
+        self._weight = weight
+        self._optimizers: list[AccumulatingOptimizer] = []
+        self._updates_before = self._completed_before = 0
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            # Left by a fit that an exception has ended, or by the Tuner, which takes callbacks away.
+            takeover.remember(trainer.optimizers)
+            takeover.release(pl_module.parameters())
+            self._updates_before = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"updates_before": self._updates_before}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._updates_before = state_dict["updates_before"]
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        takeover.remember(trainer.optimizers)
+        _check(trainer)
+        self._optimizers = list(trainer.optimizers)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if pl_module.automatic_optimization:
+            loop = trainer.fit_loop.epoch_loop
+            loop._should_accumulate = partial(self._accumulates, loop)
+
+    def _accumulates(self, loop: Any) -> bool:
+        """Whether the batch at hand does not update: asked before its step, and again after it."""
+        batches = loop.batch_progress.current
+        if batches.processed == batches.ready:
+            return self._updates == self._updates_before
+        return not (self._optimizers[0].will_update or loop._num_ready_batches_reached())
+
+    @property
+    def _updates(self) -> int:
+        return sum(optimizer.num_updates for optimizer in self._optimizers)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._updates_before = self._updates
+        self._completed_before = _steps(trainer).total.completed
+        if self._weight is not None:
+            for optimizer in self._optimizers:
+                with optimizer.accumulate(weight=self._weight(batch)):
+                    pass  # the weight stays with the micro-batch, which begins here
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if pl_module.automatic_optimization and trainer.fit_loop._should_accumulate():
+            _end(trainer, self._optimizers[0], "step")  # Lightning calls no step() when it accumulates
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        if pl_module.automatic_optimization and not optimizer.will_update:
+            _end(trainer, optimizer, "flush")  # the last batch; Lightning's step() after it does nothing
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not pl_module.automatic_optimization and trainer.fit_loop.epoch_loop._num_ready_batches_reached():
+            self._flush(trainer)
+        steps = _steps(trainer)
+        steps.increment_by(
+            self._updates - self._updates_before - steps.total.completed + self._completed_before
+        )
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        before = self._updates
+        self._flush(trainer)  # where an epoch has ended early
+        if self._updates > before:
+            _steps(trainer).increment_by(self._updates - before)
+            trainer.fit_loop.epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=False)
+
+    def _flush(self, trainer: Trainer) -> None:
+        for optimizer in self._optimizers:
+            if optimizer._window.counted and not optimizer._window.empty:
+                _end(trainer, optimizer, "flush")
+                optimizer.zero_grad()  # a module that clears after its step() does not see this update
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        trainer.fit_loop.epoch_loop.__dict__.pop("_should_accumulate", None)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            trainer.fit_loop.epoch_loop.__dict__.pop("_should_accumulate", None)
+            for optimizer in self._optimizers:
+                optimizer.close()
+
+
+def _end(trainer: Trainer, optimizer: AccumulatingOptimizer, method: str) -> None:
+    """`optimizer.step()` or `optimizer.flush()`, through the scaler where there is one."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if scaler is None:
+        getattr(optimizer, method)()
+    else:
+        getattr(scaler, method)(optimizer)
+        scaler.update()
+
+
+def _steps(trainer: Trainer) -> Any:
+    """The progress of which `trainer.global_step` is a part."""
+    loop = trainer.fit_loop.epoch_loop
+    if trainer.lightning_module.automatic_optimization:
+        return loop.automatic_optimization.optim_progress.optimizer.step
+    return loop.manual_optimization.optim_step_progress
+
+
+def _check(trainer: Trainer) -> None:
+    """Raise TypeError or ValueError unless a counted wrapper can do its work under this trainer."""
+    for optimizer in trainer.optimizers:
+        if not isinstance(optimizer, AccumulatingOptimizer):
+            raise TypeError(
+                f"configure_optimizers returned a {type(optimizer).__name__}; FusedAccumulation needs every "
+                "optimizer to be a fusedacc.AccumulatingOptimizer (gradient_accumulation_steps=1 where one "
+                "does not accumulate)"
+            )
+    if not any(optimizer._window.counted for optimizer in trainer.optimizers):
+        raise ValueError(
+            "FusedAccumulation needs an AccumulatingOptimizer that counts; got gradient_accumulation_steps="
+            "None, allowed: an int or a callable"
+        )
+    if trainer.accumulate_grad_batches != 1:
+        raise ValueError(
+            f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) would accumulate on top of "
+            "the optimizer's gradient_accumulation_steps=; allowed: 1"
+        )
+    for callback in trainer.callbacks:
+        if (
+            isinstance(callback, GradientAccumulationScheduler)
+            and callback.going_to_accumulate_grad_batches()
+        ):
+            raise ValueError(
+                f"GradientAccumulationScheduler(scheduling={callback.scheduling}) would accumulate on top of "
+                "the optimizer; pass a callable as gradient_accumulation_steps= instead"
+            )
+    if trainer.gradient_clip_val:
+        raise ValueError(
+            f"Trainer(gradient_clip_val={trainer.gradient_clip_val}) would not clip the update of a "
+            "part-filled window: pass max_grad_norm= to the AccumulatingOptimizer, which clips every update "
+            "once; allowed: None"
+        )
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise ValueError(
+            f"precision='16-mixed' scales losses by a {type(scaler).__module__} GradScaler, which would "
+            "change its scale inside the window: pass plugins=MixedPrecision('16-mixed', device, "
+            "scaler=fusedacc.amp.GradScaler(device))"
+        )
+    if trainer.world_size != 1 or trainer.strategy.handles_gradient_accumulation:
+        raise ValueError(
+            f"strategy {type(trainer.strategy).__name__} with {trainer.world_size} processes is not "
+            "supported by FusedAccumulation; allowed: one process, and a strategy that does not accumulate"
+        )
+    if not hasattr(trainer.fit_loop.epoch_loop, "_should_accumulate"):
+        raise ValueError("this release of Lightning decides elsewhere what a step is; tested with 2.6")

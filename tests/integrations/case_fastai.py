@@ -1,0 +1,145 @@
+"""fastai's own accumulation, and ours in its Learner, against updates from each whole batch."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import fastai
+import torch
+from comparison import Row, difference, snapshot
+from fastai.callback.schedule import Learner
+from fastai.callback.training import GradientAccumulation
+from fastai.data.core import DataLoaders
+from fastai.optimizer import OptimWrapper
+from torch import Tensor, nn
+
+from fusedacc.integrations.fastai import FusedAccumulation, OptFunc
+
+VERSION = f"fastai {fastai.__version__}"
+SAMPLES = 24
+RATE = 0.2
+Batch = tuple[Tensor, Tensor]
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11))
+
+
+def batches(sizes: Sequence[int]) -> list[Batch]:
+    """Micro-batches of so many samples: tokens, each with the one that is to be told from it."""
+    generator = torch.Generator().manual_seed(1)
+    return [tuple(torch.randint(11, (2, n), generator=generator)) for n in sizes]  # type: ignore[misc]
+
+
+def windows(micro_batches: Sequence[Batch], samples: int = SAMPLES) -> Iterator[Batch]:
+    """The whole batches of one epoch: each ends once it holds so many samples, the last with the epoch."""
+    held: list[Batch] = []
+    for batch in micro_batches:
+        held.append(batch)
+        if sum(len(y) for _, y in held) >= samples or batch is micro_batches[-1]:
+            xs, ys = zip(*held, strict=True)
+            yield torch.cat(xs), torch.cat(ys)
+            held = []
+
+
+class Batches(list):
+    """What a Learner needs of a data loader."""
+
+    dataset: Any = None
+
+
+def loss_of(prediction: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(prediction.float(), target)
+
+
+def sgd(parameters: Any, lr: float = RATE) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.5)
+
+
+def theirs(parameters: Any, lr: float) -> OptimWrapper:
+    return OptimWrapper(parameters, opt=sgd, lr=lr)
+
+
+def learner(
+    micro_batches: Sequence[Batch], opt_func: Callable = theirs, cbs: Any = None, net: Any = None
+) -> Learner:
+    """A quiet one, on the CPU."""
+    loaders = DataLoaders(Batches(micro_batches), Batches(), device="cpu")
+    options = {"loss_func": loss_of, "opt_func": opt_func, "lr": RATE, "path": tempfile.gettempdir()}
+    return Learner(loaders, net or network(), cbs=cbs, **options)
+
+
+def fit(learn: Learner, epochs: int, method: str = "fit", **options) -> Learner:
+    with learn.no_bar(), learn.no_logging():
+        getattr(learn, method)(epochs, **options)
+    return learn
+
+
+def reference(micro_batches: Sequence[Batch], epochs: int, max_norm: float | None = None) -> nn.Module:
+    net = network()
+    optimizer = sgd(net.parameters())
+    for _ in range(epochs):
+        for x, y in windows(micro_batches):
+            optimizer.zero_grad()
+            loss_of(net(x), y).backward()
+            if max_norm is not None:
+                nn.utils.clip_grad_norm_(net.parameters(), max_norm)
+            optimizer.step()
+    return net
+
+
+def fit_theirs(micro_batches: Sequence[Batch], epochs: int) -> tuple[nn.Module, int]:
+    """The trained network, and how many updates that took."""
+    steps: list[int] = []
+
+    def counting(parameters: Any, lr: float) -> OptimWrapper:
+        wrapped = theirs(parameters, lr)
+        wrapped.opt.register_step_pre_hook(lambda *_: steps.append(1))
+        return wrapped
+
+    learn = fit(learner(micro_batches, counting, GradientAccumulation(SAMPLES)), epochs)
+    return learn.model, len(steps)
+
+
+def fit_ours(micro_batches: Sequence[Batch], epochs: int, **options) -> tuple[nn.Module, int]:
+    learn = fit(learner(micro_batches, OptFunc(sgd, **options), FusedAccumulation(SAMPLES)), epochs)
+    return learn.model, learn.opt.opt.num_updates
+
+
+#: Name, samples in the micro-batches of an epoch, epochs.
+CASES = (
+    ("windows of n_acc samples", [8] * 6, 12, ""),
+    ("ragged last window", [8] * 8, 8, "the last window is carried into the next epoch, and past the fit"),
+    (
+        "ragged batches, mean over samples",
+        [3, 17, 9, 40, 5, 28, 11, 2],
+        6,
+        "divided by n_acc, however many samples there are; the last window is carried on",
+    ),
+)
+
+
+def compare() -> list[Row]:
+    start = snapshot(network())
+    rows = []
+    for case, sizes, epochs, remark in CASES:
+        data = batches(sizes)
+        exact = snapshot(reference(data, epochs))
+        their_net, their_updates = fit_theirs(data, epochs)
+        our_net, our_updates = fit_ours(data, epochs)
+        rows.append(
+            Row(
+                VERSION,
+                case,
+                difference(snapshot(their_net), exact, start),
+                difference(snapshot(our_net), exact, start),
+                epochs * len(list(windows(data))),
+                their_updates,
+                our_updates,
+                remark,
+            )
+        )
+    return rows

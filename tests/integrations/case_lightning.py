@@ -1,0 +1,156 @@
+"""Lightning's own accumulation, and ours in its Trainer, against updates from each whole batch."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+
+import lightning.pytorch as lightning
+import torch
+from comparison import Row, difference, snapshot
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import fusedacc
+from fusedacc.integrations.lightning import FusedAccumulation
+
+VERSION = f"Lightning {lightning.__version__}"
+STEPS = 4
+Batch = tuple[Tensor, Tensor]
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11))
+
+
+def batches(lengths: Sequence[int]) -> list[Batch]:
+    """Micro-batches of so many tokens, each with the token that is to be told from it."""
+    generator = torch.Generator().manual_seed(1)
+    return [tuple(torch.randint(11, (2, n), generator=generator)) for n in lengths]  # type: ignore[misc]
+
+
+def loader(micro_batches: Sequence[Batch]) -> DataLoader:
+    return DataLoader(micro_batches, batch_size=None)  # type: ignore[arg-type]
+
+
+def windows(micro_batches: Sequence[Batch], steps: int = STEPS) -> Iterator[Batch]:
+    """The whole batches of one epoch; the last may be smaller."""
+    for start in range(0, len(micro_batches), steps):
+        xs, ys = zip(*micro_batches[start : start + steps], strict=True)
+        yield torch.cat(xs), torch.cat(ys)
+
+
+def sgd(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.2, momentum=0.5)
+
+
+def loss_of(net: nn.Module, batch: Batch) -> Tensor:
+    """The mean over the tokens of the batch."""
+    return nn.functional.cross_entropy(net(batch[0]).float(), batch[1])
+
+
+class Module(lightning.LightningModule):
+    """Trains `net` by what `make` returns for its parameters; the learning rate falls with every step."""
+
+    def __init__(self, net: nn.Module, make: Callable = sgd, steps: int | None = None, **options) -> None:
+        super().__init__()
+        self.net, self.make, self.steps, self.options = net, make, steps, options
+        self.rates: list[float] = []  # of each step of the inner optimizer
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return loss_of(self.net, batch)
+
+    def configure_optimizers(self):
+        optimizer = self.make(self.net.parameters())
+        optimizer.register_step_pre_hook(lambda inner, *_: self.rates.append(inner.param_groups[0]["lr"]))
+        if self.steps is not None:
+            optimizer = fusedacc.AccumulatingOptimizer(optimizer, self.steps, **self.options)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def trainer(epochs: int, **options) -> lightning.Trainer:
+    """A quiet one, on the CPU."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="lightning")
+    quiet = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
+    options = quiet | {"default_root_dir": tempfile.gettempdir()} | options
+    return lightning.Trainer(max_epochs=epochs, accelerator="cpu", **options)
+
+
+def reference(micro_batches: Sequence[Batch], epochs: int, max_norm: float | None = None) -> nn.Module:
+    net = network()
+    optimizer = sgd(net.parameters())
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
+    for _ in range(epochs):
+        for whole in windows(micro_batches):
+            optimizer.zero_grad()
+            loss_of(net, whole).backward()
+            if max_norm is not None:
+                nn.utils.clip_grad_norm_(net.parameters(), max_norm)
+            optimizer.step()
+            scheduler.step()
+    return net
+
+
+def fit_theirs(micro_batches: Sequence[Batch], epochs: int) -> tuple[nn.Module, lightning.Trainer]:
+    module, runner = Module(network()), trainer(epochs, accumulate_grad_batches=STEPS)
+    runner.fit(module, loader(micro_batches))
+    return module.net, runner
+
+
+def fit_ours(
+    micro_batches: Sequence[Batch], epochs: int, weight: Callable | None = None, **options
+) -> tuple[nn.Module, lightning.Trainer]:
+    module, runner = (
+        Module(network(), steps=STEPS, **options),
+        trainer(epochs, callbacks=[FusedAccumulation(weight)]),
+    )
+    runner.fit(module, loader(micro_batches))
+    return module.net, runner
+
+
+def tokens(batch: Batch) -> int:
+    return len(batch[1])
+
+
+#: Name, tokens in the micro-batches of an epoch, epochs, and our settings.
+CASES = (
+    ("windows all full", [6] * 8, 12, {}, ""),
+    ("ragged last window", [6] * 10, 8, {}, "the last window is divided by k"),
+    (
+        "ragged lengths, token-weighted loss",
+        [3, 17, 9, 40, 5, 28, 11, 2],
+        12,
+        {"reduction": "weighted", "weight": tokens},
+        "the mean of the micro-batches' means",
+    ),
+)
+
+
+def compare() -> list[Row]:
+    start = snapshot(network())
+    rows = []
+    for case, lengths, epochs, options, remark in CASES:
+        data = batches(lengths)
+        exact = snapshot(reference(data, epochs))
+        theirs, their_trainer = fit_theirs(data, epochs)
+        ours, our_trainer = fit_ours(data, epochs, **options)
+        rows.append(
+            Row(
+                VERSION,
+                case,
+                difference(snapshot(theirs), exact, start),
+                difference(snapshot(ours), exact, start),
+                epochs * len(list(windows(data))),
+                their_trainer.global_step,
+                our_trainer.global_step,
+                remark,
+            )
+        )
+    return rows
