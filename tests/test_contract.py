@@ -75,51 +75,6 @@ class TestOptimizer:
         fusedacc.AccumulatingOptimizer(inner).train()
         assert inner.mode == "train"
 
-    @pytest.mark.parametrize(
-        "make",
-        [
-            lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda epoch: 0.5**epoch),
-            lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=20),
-            lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0),
-            lambda o: torch.optim.lr_scheduler.SequentialLR(
-                o,
-                [
-                    torch.optim.lr_scheduler.LinearLR(o, total_iters=2),
-                    torch.optim.lr_scheduler.ExponentialLR(o, 0.5),
-                ],
-                milestones=[2],
-            ),
-            lambda o: torch.optim.lr_scheduler.ChainedScheduler(
-                [
-                    torch.optim.lr_scheduler.ConstantLR(o, factor=0.1),
-                    torch.optim.lr_scheduler.StepLR(o, 1),
-                ]
-            ),
-        ],
-        ids=["lambda", "one-cycle", "plateau", "sequential", "chained"],
-    )
-    def test_schedulers_act_as_on_the_bare_optimizer(self, make, recwarn):
-        rates = []
-        for wrapped in (False, True):
-            model = network()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-            if wrapped:
-                optimizer = fusedacc.AccumulatingOptimizer(optimizer, 2)
-            scheduler = make(optimizer)
-            plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-            seen = []
-            for _ in range(5):
-                for _ in range(2 if wrapped else 1):
-                    loss_of(model).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-                scheduler.step(1.0) if plateau else scheduler.step()
-                seen.append(optimizer.param_groups[0]["lr"])
-            rates.append(seen)
-        assert rates[0] == rates[1]
-        assert len(set(rates[0])) > 1
-        assert not [w for w in recwarn if "lr_scheduler.step" in str(w.message)]
-
     @pytest.mark.parametrize("steps", [None, 3])
     def test_step_hooks_fire_once_per_update(self, steps):
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
