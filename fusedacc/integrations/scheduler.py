@@ -49,7 +49,9 @@ class UpdateScheduler(LRScheduler):
                 "scheduler was made on another object, pass optimizer="
             )
         if scheduler.optimizer.param_groups is not optimizer.param_groups:
-            raise ValueError("scheduler was made on another optimizer; make it on this one or on its inner one")
+            raise ValueError(
+                "scheduler was made on another optimizer; make it on this one or on its inner one"
+            )
         # Not LRScheduler.__init__, which would set every lr to its initial value.
         self.__dict__.update(scheduler=scheduler, optimizer=optimizer, _counted=None)
 
