@@ -62,7 +62,7 @@ class CountedLoop:
             self._capture.collect(self._slots)
 
     def _check_graphless(self) -> None:
-        """Raise RuntimeError before a sum would lose a gradient's graph, through which somebody differentiates."""
+        """Raise RuntimeError where a sum would lose the graph of a gradient."""
         for slot in self._slots:
             gradient = slot.param.grad
             if gradient is not None and gradient.requires_grad and slot.is_foreign(gradient):

@@ -1,4 +1,4 @@
-"""Every optimizer of torch's inside the wrapper, with every option, against itself under stock accumulation."""
+"""Every optimizer and option of torch's inside the wrapper, against itself under stock accumulation."""
 
 from __future__ import annotations
 

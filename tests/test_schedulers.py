@@ -284,7 +284,7 @@ class TestUpdateScheduler:
     """What frameworks look at."""
 
     def test_it_is_a_scheduler_of_the_wrapper(self):
-        weight, optimizer = scalar(K)
+        _, optimizer = scalar(K)
         inner = lr_scheduler.OneCycleLR(optimizer.optimizer, max_lr=0.1, total_steps=7)
         scheduler = UpdateScheduler(inner, optimizer)
         assert isinstance(scheduler, LRScheduler)

@@ -33,20 +33,21 @@ class UpdateScheduler(LRScheduler):
     """
 
     scheduler: LRScheduler
+    optimizer: AccumulatingOptimizer
     _counted: int | None
 
     def __init__(self, scheduler: LRScheduler, optimizer: AccumulatingOptimizer | None = None) -> None:
         if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, UpdateScheduler):
             raise TypeError(
-                f"scheduler must be a torch.optim.lr_scheduler.LRScheduler, and no {type(self).__name__}; got "
+                "scheduler must be a torch.optim.lr_scheduler.LRScheduler, and no UpdateScheduler; got "
                 f"{type(scheduler).__name__}"
             )
         if optimizer is None:
             optimizer = scheduler.optimizer  # type: ignore[assignment]
         if not isinstance(optimizer, AccumulatingOptimizer):
             raise TypeError(
-                f"optimizer must be a fusedacc.AccumulatingOptimizer, got {type(optimizer).__name__}; where the "
-                "scheduler was made on another object, pass optimizer="
+                f"optimizer must be a fusedacc.AccumulatingOptimizer, got {type(optimizer).__name__}; where "
+                "the scheduler was made on another object, pass optimizer="
             )
         if scheduler.optimizer.param_groups is not optimizer.param_groups:
             raise ValueError(
