@@ -1,9 +1,10 @@
 """What a state_dict carries beside the inner optimizer's own, and back.
 
-The sum of a part-filled window stands with its parameter's state, under `SUM`. Counters stand at the top
-level, under `OWN`, and once more beside each sum, under `COUNTERS`: distributed checkpoint drops top-level
-keys that it does not know. float32 masters stand with their parameters' state too, under `MASTER`. All are
-taken out before the inner optimizer sees a checkpoint, because it would cast them to the parameters' dtype.
+The sum of a part-filled window stands with its parameter's state, under `SUM`, and so do float32 masters,
+under `MASTER`. Counters stand at the top level, under `OWN`; in each group, as text, and beside each sum, as
+bytes, under `COUNTERS`: distributed checkpoint drops top-level keys that it does not know, and loads only
+what a fresh optimizer has too; a group's counters then tell of sums that were lost on the way. All are taken
+out before the inner optimizer sees a checkpoint, because it would cast them to the parameters' dtype.
 """
 
 from __future__ import annotations
@@ -45,11 +46,9 @@ def _packed(counters: dict[str, Any]) -> Tensor:
 
 def _unpacked(packed: Any) -> Any:
     try:
-        return json.loads(bytes(packed.tolist()))
+        return json.loads(packed if isinstance(packed, str) else bytes(packed.tolist()))
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"the counters of a part-filled window ({COUNTERS!r}) are damaged: {error}"
-        ) from None
+        raise ValueError(f"the counters ({COUNTERS!r}) are damaged: {error}") from None
 
 
 def save(
@@ -79,6 +78,7 @@ def save(
                 counters = _packed(own | {"delivered": slots[index].delivered, "owed": owed})
                 kept = {SUM: total.detach().clone(), COUNTERS: counters}
                 result["state"][index] = {**result["state"].get(index, {}), **kept}
+    result["param_groups"] = [group | {COUNTERS: json.dumps(own)} for group in result["param_groups"]]
     return result
 
 
@@ -106,16 +106,18 @@ class _Parts:
             del self.state[name]
         if self.sums.keys() != self.counters.keys():
             raise ValueError("state_dict is damaged: sums without counters, or counters without sums")
+        groups = state_dict["param_groups"]
+        self.copies = [_unpacked(group[COUNTERS]) for group in groups if COUNTERS in group]
         own = state_dict.get(OWN)
-        if own is None and self.counters:
-            first = next(iter(self.counters.values()))
-            if not isinstance(first, dict):
-                raise ValueError(f"the counters of a part-filled window ({COUNTERS!r}) are damaged")
-            own = {key: value for key, value in first.items() if key not in ("delivered", "owed")}
+        if own is None and (self.copies or self.counters):
+            own = [*self.copies, *self.counters.values()][0]
+            if not isinstance(own, dict):
+                raise ValueError(f"the counters ({COUNTERS!r}) are damaged")
+            own = {key: value for key, value in own.items() if key not in ("delivered", "owed")}
         self.own = own
-        self.groups = state_dict["param_groups"]
+        self.groups = [{key: value for key, value in group.items() if key != COUNTERS} for group in groups]
         others = {name: value for name, value in state_dict.items() if name != OWN}
-        self.inner = others | {"state": self.state}
+        self.inner = others | {"state": self.state, "param_groups": self.groups}
 
     def _inner_entry(self, name: Any, entry: Any) -> Any:
         if not isinstance(entry, dict) or entry.keys().isdisjoint((SUM, COUNTERS, MASTER)):
@@ -132,12 +134,17 @@ class _Parts:
         """Raise ValueError where it does not fit. `masters`: whether the wrapper keeps some."""
         if self.own is not None:
             checks.check_window(self.own, len(self.sums), window)
+            for copy in self.copies:
+                checks.check_copy(copy, self.own, "the counters in a group")
             for name, total in self.sums.items():
                 checks.check_counters(self.counters[name], self.own, name)
                 checks.check_sum(total, name, slots.get(name))
-        low = {name for name, slot in slots.items() if masters and slot.param.dtype in LOW}
-        checks.check_masters(self.masters, slots, low)
+        # Distributed checkpoint leaves out those of frozen parameters.
         params = {name: slot.param for name, slot in slots.items()}
+        low = {
+            name for name, param in params.items() if masters and param.dtype in LOW and param.requires_grad
+        }
+        checks.check_masters(self.masters, slots, low)
         checks.check_inner_state(optimizer, self.groups, self.state, params)
 
 

@@ -59,7 +59,6 @@ def _is_bool(value: Any) -> bool:
 
 
 _OWN: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "version": (lambda v: type(v) is int and v in READABLE, " or ".join(map(str, READABLE))),
     "counted": (_is_bool, "a bool"),
     "reduction": (lambda v: v in REDUCTIONS, ", ".join(REDUCTIONS)),
     "window": (lambda v: isinstance(v, dict), "a dict"),
@@ -85,8 +84,7 @@ def _check_entries(values: dict[str, Any], rules: Mapping[str, tuple[Callable[[A
     for name, (holds, allowed) in rules.items():
         if not holds(values[name]):
             raise ValueError(
-                f"state_dict[{OWN!r}] is damaged or of another version: {name} is {values[name]!r}; allowed: "
-                f"{allowed}"
+                f"state_dict[{OWN!r}] is damaged: {name} is {values[name]!r}; allowed: {allowed}"
             )
 
 
@@ -94,6 +92,10 @@ def check_window(own: Any, sums: int, window: Window) -> None:
     """The counters must be whole, fit the number of sums and, of a part-filled window, this loop."""
     if not isinstance(own, dict):
         raise ValueError(f"state_dict[{OWN!r}] must be a dict, got {type(own).__name__}")
+    version = own.get("version")
+    if type(version) is not int or version not in READABLE:
+        allowed = ", ".join(map(str, READABLE))
+        raise ValueError(f"state_dict[{OWN!r}] is of version {version!r}; allowed: {allowed}")
     _check_entries(own, _OWN)
     saved = own["window"]
     _check_entries(saved, _WINDOW)
@@ -102,7 +104,8 @@ def check_window(own: Any, sums: int, window: Window) -> None:
     if not _is_count(expected) or sums != expected:
         raise ValueError(
             f"state_dict is damaged: its window has the sums of {expected!r} parameters, it holds those of "
-            f"{sums}"
+            f"{sums}. Distributed checkpoint loads only what it is given room for: see "
+            "fusedacc.integrations.distributed_checkpoint.make_room"
         )
     if not partial:
         if any(saved[name] != value for name, value in fresh_window(saved).items()):
@@ -121,14 +124,21 @@ def check_window(own: Any, sums: int, window: Window) -> None:
         )
 
 
-def check_counters(counters: Any, own: dict[str, Any], name: Any) -> None:
-    """What stands beside a sum must be of the same window, and say whether it was shown and what it owes."""
-    whole = isinstance(counters, dict) and _is_bool(counters.get("delivered"))
-    if not whole or not _is_number(counters.get("owed", 1.0)):
-        raise ValueError(f"the counters beside the sum of parameter {name!r} are damaged")
+def check_copy(counters: Any, own: dict[str, Any], where: str) -> None:
+    """Counters that stand in several places must be of the same window."""
+    if not isinstance(counters, dict):
+        raise ValueError(f"{where} are damaged")
     of_window, its = ({key: each.get(key) for key in own.keys() - {"version"}} for each in (own, counters))
     if json.dumps(of_window, sort_keys=True) != json.dumps(its, sort_keys=True):
-        raise ValueError(f"the counters beside the sum of parameter {name!r} are of another window")
+        raise ValueError(f"{where} are of another window")
+
+
+def check_counters(counters: Any, own: dict[str, Any], name: Any) -> None:
+    """What stands beside a sum must be of the same window, and say whether it was shown and what it owes."""
+    where = f"the counters beside the sum of parameter {name!r}"
+    check_copy(counters, own, where)
+    if not _is_bool(counters.get("delivered")) or not _is_number(counters.get("owed", 1.0)):
+        raise ValueError(f"{where} are damaged")
 
 
 def _described(value: Any) -> str:
