@@ -1,5 +1,9 @@
 """Builds fusedacc/libfusedacc.so, a shared library on the LibTorch stable ABI, and the package around it.
 
+Beside it a small Python module is built, from csrc/autograd/, whose hooks take gradients without Python.
+torch's autograd has no stable ABI: its file is named after the one torch and the one Python that it serves,
+and where none matches, the hooks in Python do the same.
+
 Needs no GPU and no network. Environment: CXX; FORCE_CUDA=1 (fail without nvcc) or 0 (no CUDA); CUDACXX or
 CUDA_HOME (where nvcc is); TORCH_CUDA_ARCH_LIST (default "8.0;9.0;10.0+PTX"); MAX_JOBS.
 """
@@ -15,6 +19,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -32,6 +37,7 @@ ROOT = Path(__file__).resolve().parent
 SOURCES = ROOT / "csrc"
 OBJECTS = ROOT / "build" / "native"
 NAME = "libfusedacc.so"
+MODULE = "autograd"
 DEFAULT_ARCHITECTURES = ("8.0", "9.0", "10.0")
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # torch 2.10
 
@@ -101,7 +107,7 @@ class Toolchain:
 
         package = Path(torch.__file__).parent
         self.libraries = package / "lib"
-        self.nvcc = nvcc
+        self.nvcc, self.plain = nvcc, cxx
         common = ["-std=c++17", "-O3", STABLE_ABI, f'-DFUSEDACC_TORCH_VERSION="{torch.__version__}"']
         if nvcc is not None:
             architectures = os.environ.get("TORCH_CUDA_ARCH_LIST") or default_architectures(nvcc)
@@ -110,6 +116,10 @@ class Toolchain:
         host = ["-fPIC", "-fvisibility=hidden", *EXACT]
         include = ["-isystem", str(package / "include")]
         self.cxx = [*cxx, *common, *warnings, *host, *include]
+        api, python = package / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]
+        self.module = [*cxx, "-std=c++20", "-O2", *warnings, "-fPIC", "-fvisibility=hidden", *include]
+        self.module += ["-isystem", str(api), "-isystem", python]
+        self.module += ["-DTORCH_EXTENSION_NAME=_autograd", "-DTORCH_API_INCLUDE_EXTENSION_H"]
         if nvcc is None:
             self.linker = [*cxx, "-shared"]
         else:
@@ -125,6 +135,7 @@ class Toolchain:
     def sources(self) -> list[Path]:
         suffixes = [".cpp", ".cu"] if self.nvcc else [".cpp"]
         found = sorted(path for path in SOURCES.rglob("*") if path.suffix in suffixes)
+        found = [path for path in found if path.parent.name != MODULE]
         if self.nvcc is None:
             found = [path for path in found if path.parent.name != "cuda"]
         if platform.machine().lower() not in ("x86_64", "amd64"):
@@ -134,7 +145,10 @@ class Toolchain:
     def compile(self, source: Path) -> Path:
         relative = source.relative_to(SOURCES).as_posix()
         target = OBJECTS / f"{relative.replace('/', '_')}.o"
-        command = self.cuda if source.suffix == ".cu" else self.cxx + VECTOR_FLAGS.get(relative, [])
+        if source.parent.name == MODULE:
+            command = self.module
+        else:
+            command = self.cuda if source.suffix == ".cu" else self.cxx + VECTOR_FLAGS.get(relative, [])
         self.run([*command, "-c", str(source), "-o", str(target)], target, [source])
         return target
 
@@ -142,6 +156,10 @@ class Toolchain:
         # libtorch.so brings libtorch_cuda.so where torch has one: those symbols are weak here, null without.
         torch = ["-L", str(self.libraries), "-Xlinker", "--no-as-needed", "-ltorch", "-ltorch_cpu"]
         self.run([*self.linker, *map(str, objects), *torch, "-o", str(target)], target, objects)
+
+    def link_module(self, objects: list[Path], target: Path) -> None:
+        libraries = ["-L", str(self.libraries), "-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10"]
+        self.run([*self.plain, "-shared", *map(str, objects), *libraries, "-o", str(target)], target, objects)
 
     def run(self, command: list[str], target: Path, inputs: list[Path]) -> None:
         digest = hashlib.sha256("\0".join([*command, self.headers]).encode())
@@ -159,28 +177,39 @@ class BuildLibrary(build_ext):
     """Compiles with plain commands: what is built is no Python module."""
 
     def get_ext_filename(self, fullname: str) -> str:
-        return str(Path(*fullname.split(".")[:-1], NAME))
+        *package, name = fullname.split(".")
+        return str(Path(*package, NAME if name == "libfusedacc" else module_name()))
 
     def build_extension(self, extension: Extension) -> None:
         OBJECTS.mkdir(parents=True, exist_ok=True)
         toolchain = Toolchain(find_cxx() or [], find_nvcc())
+        library = extension.name.endswith("libfusedacc")
+        sources = toolchain.sources() if library else sorted((SOURCES / MODULE).glob("*.cpp"))
+        target = Path(self.get_ext_fullpath(extension.name))
+        built = OBJECTS / target.name
         jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
         try:
             with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-                objects = list(pool.map(toolchain.compile, toolchain.sources()))
-            built = OBJECTS / NAME
-            toolchain.link(objects, built)
+                objects = list(pool.map(toolchain.compile, sources))
+            (toolchain.link if library else toolchain.link_module)(objects, built)
         except subprocess.CalledProcessError as error:
-            hint = "" if toolchain.nvcc is None else "; FORCE_CUDA=0 builds without CUDA"
+            hint = "; FORCE_CUDA=0 builds without CUDA" if library and toolchain.nvcc else ""
             raise SystemExit(
                 f"fusedacc: a build command failed (exit status {error.returncode}){hint}"
             ) from error
-        target = Path(self.get_ext_fullpath(extension.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         # Replaced, not rewritten: a process that has the old library mapped keeps it.
         shutil.copyfile(built, target.with_suffix(".new"))
         target.with_suffix(".new").replace(target)
-        print(f"fusedacc: built {target} {'with' if toolchain.nvcc else 'without'} CUDA", flush=True)
+        kind = "" if not library else " with CUDA" if toolchain.nvcc else " without CUDA"
+        print(f"fusedacc: built {target}{kind}", flush=True)
+
+
+def module_name() -> str:
+    """The file of the Python module: `fusedacc.native_hooks.file_name` looks for the same."""
+    import torch
+
+    return f"_autograd.torch-{torch.__version__}.{sysconfig.get_config_var('SOABI')}.so"
 
 
 if find_cxx() is None:
@@ -194,6 +223,15 @@ if find_cxx() is None:
     extensions = []
 else:
     extensions = [Extension("fusedacc.libfusedacc", sources=[])]
+    if (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
+        extensions.append(Extension("fusedacc._autograd", sources=[]))
+    else:
+        print(
+            "fusedacc: Python.h was not found: building without the module of native hooks; Python's own are "
+            "used instead",
+            file=sys.stderr,
+            flush=True,
+        )
 
 commands = {"build_ext": BuildLibrary}
 if bdist_wheel is not None:

@@ -86,7 +86,8 @@ class Additions(Sums):
         ordinary = []
         for index, slot in enumerate(slots):
             gradient = gradients[index]
-            slot.odd = slot.odd or gradient.layout is not strided
+            if gradient.layout is not strided:
+                slot.set_odd(True)
             if slot.odd or gradient.dtype is not wanted:
                 self.add_odd(slot, gradient, scale)
             else:
@@ -158,6 +159,16 @@ class Additions(Sums):
         return (
             total is not None and total.dtype == dtype and total.device == device and checks.is_plain(total)
         )
+
+    def addable(self, slot: Slot) -> tuple[Tensor | None, float]:
+        """The sum, if native code may add gradients to it as they come, and by what to multiply it first."""
+        keep = self.debts[slot]
+        if slot.odd or slot.paths or slot.touched is not None or isinstance(keep, Tensor):
+            return None, 1.0
+        total = self.current(slot)
+        if not self._fits(slot, total) or self.launches.select(slot.lane).backend.name != "cpu":
+            return None, 1.0
+        return total, keep
 
     def add_mixed(self, slots: Iterable[Slot], gradients: Iterable[Tensor], scale: float | Tensor) -> None:
         """As `add`, for gradients of any kind and lane."""

@@ -11,42 +11,25 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-import sys
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
-from . import observers, streams
+from . import hooks, observers, streams
 from .arena import Arena
-from .hooks import (
-    LARGE_BYTES,
-    LET_THROUGH,
-    SWALLOWED,
-    Bucket,
-    Task,
-    accumulate_grad_node,
-    capturing,
-    make_hook,
-    process_group_up,
-    raw_stream,
-    task_id,
-)
+from .arming import Arming
+from .hooks import LET_THROUGH, SWALLOWED, Bucket, Task, capturing, process_group_up, raw_stream, task_id
 from .slot import Slot
 from .window import Window
 from .writes import Write
 
-#: Which capture holds a parameter, by the parameter's id: a live capture keeps its parameters alive, and weak
-#: references to parameters would stand in the way of `torch.utils.swap_tensors`.
-_owners: dict[int, weakref.ref[Capture]] = {}
 
-
-class Capture:
-    """Hooks on the parameters of `slots`, and what they have taken.
+class Capture(Arming):
+    """Hooks on the parameters of `slots`, and what becomes of the gradients that they take.
 
     Args:
         slots: the parameters; a list shared with its owner, who calls `refresh` after appending.
@@ -58,112 +41,13 @@ class Capture:
     """
 
     def __init__(self, slots: list[Slot], window: Window, arena: Arena) -> None:
-        self.slots = slots
-        self.window = window
-        self.arena = arena
         self.ignoring = False
-        self.closed = False
         self._lock = threading.RLock()
-        self._tasks: dict[int, Task] = {}
-        self._buckets: dict[int, dict[int, Bucket]] = {}
-        #: The nodes, which die with their hooks when nobody refers to them, and the hooks' handles. They are
-        #: not in the slots: a node holds its hook, the hook its slot, and the ring would never be freed.
-        self._nodes: dict[Slot, tuple[Any, RemovableHandle]] = {}
-        #: Whether a CUDA graph was being captured when the nodes were made, and when the window began.
-        self._armed_in_graph = self._began_in_graph = False
+        #: Whether a CUDA graph was being captured when the window began.
+        self._began_in_graph = False
         #: The stream on which the unit of the sums was made, where that is a tensor on a GPU.
         self._aimed_on: torch.cuda.Stream | None = None
-        self.claim(slots)
-        self.refresh()
-
-    def __del__(self) -> None:
-        if not sys.is_finalizing():  # at exit the parameters may be half gone already
-            self.release()
-
-    # Arming
-
-    def claim(self, slots: Sequence[Slot]) -> None:
-        """Make these parameters ours, or raise ValueError and claim none."""
-        for slot in slots:
-            owner = _owners.get(id(slot.param), _nobody)()
-            if owner not in (None, self):
-                raise ValueError(
-                    f"parameter {slot.name!r} is already accumulated by another live AccumulatingOptimizer; "
-                    "close() that one first, or give each wrapper its own parameters"
-                )
-        for slot in slots:
-            _owners[id(slot.param)] = weakref.ref(self)
-
-    def refresh(self) -> None:
-        """Hook what can be hooked; called again after whatever may have changed a parameter's node."""
-        if self.closed:
-            return
-        if capturing() != self._armed_in_graph:
-            # A node keeps the stream that it was made on, which a graph must not wait for.
-            self._armed_in_graph = not self._armed_in_graph
-            for slot in self.slots:
-                self._disarm(slot)
-        for slot in self.slots:
-            changed = slot.signature != slot.current_signature()
-            if changed:
-                former = slot.lane[1]
-                slot.describe()
-                self.arena.convert(slot)
-                if self.window.empty:
-                    self.arena.disown_added(slot)
-                if slot.widened and slot.former_grad_dtype == former:
-                    slot.former_grad_dtype = slot.param.dtype
-            if not slot.param.requires_grad:
-                self._disarm(slot)
-            elif changed or slot not in self._nodes:
-                self._arm(slot)
-
-    def rearm(self, slots: Iterable[Slot]) -> None:
-        """Hook the new nodes of parameters whose memory was another's for a while."""
-        for slot in slots:
-            if not self.closed and slot.param.requires_grad:
-                self._arm(slot)
-
-    def _arm(self, slot: Slot) -> None:
-        param = slot.param
-        if not param.is_leaf:  # of a differentiable optimizer: autograd hands its gradient on and stores none
-            return self._disarm(slot)
-        if slot.accumulate_dtype != param.dtype and not slot.widened and not process_group_up():
-            slot.former_grad_dtype, slot.widened = param.grad_dtype, True
-            param.grad_dtype = None
-        node = accumulate_grad_node(param)
-        if slot not in self._nodes or self._nodes[slot][0] is not node:
-            self._disarm(slot)
-            hook = make_hook(weakref.ref(self), self._open_buckets(slot), self._tasks, slot)
-            self._nodes[slot] = node, node.register_prehook(hook)
-
-    def _open_buckets(self, slot: Slot) -> dict[int, Bucket]:
-        """The buckets of the slot's lane, by graph task: one dict that all hooks of the lane look at."""
-        return self._buckets.setdefault(slot.lane_key, {})
-
-    def _disarm(self, slot: Slot) -> None:
-        _, handle = self._nodes.pop(slot, (None, None))
-        if handle is not None:
-            handle.remove()
-
-    def close(self) -> None:
-        """Release for good."""
-        self.closed = True
-        self.release()
-
-    def release(self) -> None:
-        """Take the hooks off and give back what was changed on the parameters. Sums are left alone."""
-        for slot in self.slots:
-            self._disarm(slot)
-            if slot.widened:
-                param, slot.widened = slot.param, False
-                gradient, param.grad = param.grad, None
-                param.grad_dtype = slot.former_grad_dtype
-                if gradient is not None:
-                    param.grad = gradient.to(slot.former_grad_dtype or gradient.dtype)
-            if _owners.get(id(slot.param), _nobody)() in (None, self):
-                _owners.pop(id(slot.param), None)
-        self.forget()
+        super().__init__(slots, window, arena)
 
     # A backward runs
 
@@ -183,25 +67,24 @@ class Capture:
             return SWALLOWED
         plain = type(gradient) is Tensor and gradient.layout is torch.strided
         if not plain or slot.odd or gradient.dtype is not slot.lane[1]:
-            slot.odd = slot.odd or not plain
+            if not plain:
+                slot.set_odd(True)
             task.added = True
             self._flush_shared(task, [slot])
             self.arena.add_odd(slot, gradient, self._scale_of(task))
             return SWALLOWED
-        if not sole or (slot.nbytes >= LARGE_BYTES and not self.arena.may_adopt(slot, gradient)):
+        if not sole or (slot.nbytes >= hooks.LARGE_BYTES and not self.arena.may_adopt(slot, gradient)):
             self._flush_shared(task, [slot])
             self._add(task, [slot], [gradient])
             return SWALLOWED
         stream, identity = raw_stream(gradient), task_id()
         bucket = task.buckets.get(slot.lane_key)
         if bucket is None:
-            bucket = task.buckets[slot.lane_key] = self._open_buckets(slot)[identity] = Bucket(stream)
+            bucket = task.buckets[slot.lane_key] = self._taking.open_bucket(slot, identity, stream)
         elif bucket.stream != stream:
             self.flush_bucket(identity, bucket)
             bucket.stream = stream
-        bucket += (slot, gradient)
-        if slot.nbytes < LARGE_BYTES:
-            bucket.nbytes += slot.nbytes
+        bucket.put(slot, gradient, slot.nbytes if slot.nbytes < hooks.LARGE_BYTES else 0)
         return SWALLOWED
 
     def take_in_place(self, slot: Slot, node: Any, write: Write, rows: Tensor | None = None) -> bool:
@@ -280,6 +163,8 @@ class Capture:
         norms.norm_type = norms.wanted if window.counted and window.will_update and not task.ignored else None
         self._tasks[identity] = task
         self._call_back(identity, task)
+        if task.captures:
+            self._taking.begin(identity, task, len(self._tasks) == 1, self._scale_of(task))
         return task
 
     def _check_graph(self) -> None:
@@ -338,7 +223,7 @@ class Capture:
     def flush_bucket(self, identity: int, bucket: Bucket) -> None:
         """Add what a bucket of this graph task holds, after what enclosing tasks hold for its parameters."""
         task = self._tasks[identity]
-        self._flush_shared(task, bucket[0::2])
+        self._flush_shared(task, bucket.slots())
         self._add_bucket(task, bucket)
 
     def _add_bucket(self, task: Task, bucket: Bucket) -> None:
@@ -367,6 +252,7 @@ class Capture:
             self._call_back(identity, task)
             return
         streams.join(task)
+        self._taking.add_later()
         if not task.ignored:
             for bucket in task.buckets.values():
                 self.flush_bucket(identity, bucket)
@@ -389,14 +275,13 @@ class Capture:
             return
         for task in list(self._tasks.values()):
             for bucket in list(task.buckets.values()) if task is not inner else ():
-                if not set(slots).isdisjoint(bucket[0::2]):
+                if not set(slots).isdisjoint(bucket.slots()):
                     self._add_bucket(task, bucket)
 
     def _drop(self, identity: int) -> Task:
         """Forget a graph task and whatever it still holds."""
         task = self._tasks.pop(identity)
-        for lane_key in task.buckets:
-            self._buckets[lane_key].pop(identity, None)
+        self._taking.end(identity, task)
         return task
 
     # Between backwards
@@ -433,7 +318,8 @@ class Capture:
         window = self.window
         if not window.leaves_out:
             for slot, gradient in foreign:
-                slot.odd = slot.odd or gradient.layout is not torch.strided
+                if gradient.layout is not torch.strided:
+                    slot.set_odd(True)
             with torch.no_grad(), observers.phase("accumulate"):
                 owners, gradients = zip(*foreign, strict=True)
                 self.arena.add_mixed(owners, gradients, window.base_scale * window.factor)
@@ -495,10 +381,6 @@ class Capture:
         """Drop what is pending."""
         for identity in list(self._tasks):
             self._drop(identity)
-
-
-def _nobody() -> None:
-    """A weak reference to nothing."""
 
 
 def _finish(capture: weakref.ref, identity: int) -> None:

@@ -26,23 +26,32 @@ Hook = Callable[[tuple], tuple | None]
 task_id = torch._C._current_graph_task_id
 
 
-class Bucket(list):
-    """Gradients of one lane, taken on one stream, that wait to be added: a slot, its gradient, and so on."""
+class Bucket:
+    """Gradients of one lane, taken on one stream, that wait to be added."""
 
-    __slots__ = ("nbytes", "stream")
+    __slots__ = ("_pending", "nbytes", "stream")
 
     def __init__(self, stream: int) -> None:
-        super().__init__()
+        self._pending: list[Any] = []  # a slot, its gradient, and so on
         self.stream = stream
         self.nbytes = 0
+
+    def put(self, slot: Slot, gradient: Tensor, nbytes: int) -> None:
+        """Let a gradient wait."""
+        self._pending += (slot, gradient)
+        self.nbytes += nbytes
+
+    def slots(self) -> list[Slot]:
+        """Whose gradients wait."""
+        return self._pending[0::2]
 
     def take(self) -> tuple[list[Slot], list[Tensor]]:
         """Empty it: the slots and, in their order, the gradients.
 
         What another thread's hook appends meanwhile stays.
         """
-        taken = self[:]
-        del self[: len(taken)]
+        taken = self._pending[:]
+        del self._pending[: len(taken)]
         self.nbytes = 0
         return taken[0::2], taken[1::2]
 
@@ -157,8 +166,7 @@ def make_hook(
             and not slot.odd
             and not (on_cuda and raw_stream(gradient) != bucket.stream)
         ):
-            bucket += (slot, gradient)
-            bucket.nbytes += nbytes
+            bucket.put(slot, gradient, nbytes)
             if bucket.nbytes >= BUCKET_BYTES:
                 owner = capture()
                 if owner is not None:

@@ -23,6 +23,10 @@ class LeftNorms:
         self.norm_type: float | None = None
         self._latest: dict[Slot, _Launch] = {}
 
+    def __bool__(self) -> bool:
+        """Whether there are any, or additions are to leave some."""
+        return bool(self._latest) or self.norm_type is not None
+
     def leave(self, slots: Sequence[Slot], sums: Sequence[Tensor], partials: Tensor) -> None:
         """A launch has added to these sums and left their partial norms."""
         launch = _Launch(partials, list(zip(slots, sums, [total._version for total in sums], strict=True)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ class Slot:
         "lane_key",
         "left_to",
         "name",
+        "native",
         "nbytes",
         "odd",
         "on_cuda",
@@ -84,6 +86,8 @@ class Slot:
         self.left_to = ""
         #: Which rows of the sum may differ from zero, where a lookup has added to it.
         self.touched: TouchedRows | None = None
+        #: The native hook on the parameter's node, where there is one.
+        self.native: Any = None
         #: The stream on which a module has added last, until the backward's end; 0 for the default one.
         self.stream: int | None = None
         self.describe()
@@ -109,7 +113,7 @@ class Slot:
         self.on_cuda = param.is_cuda
         #: A small number that stands for the lane where a hash of it would cost too much.
         self.lane_key = _lane_keys.setdefault(self.lane, len(_lane_keys) + 1)
-        self.odd = (param.dtype, dtype) not in PAIRS
+        self.set_odd((param.dtype, dtype) not in PAIRS)
         self.nbytes = param.numel() * param.element_size()
         kept = torch.empty_like(param, device="meta").stride()
         # AccumulateGrad's layout contract: a dense parameter's own strides, else row-major
@@ -117,6 +121,12 @@ class Slot:
         dense = kept == param.stride()
         self.strides = kept if dense else torch.empty(param.shape, device="meta").stride()
         self.signature = self.current_signature()
+
+    def set_odd(self, odd: bool) -> None:
+        """Note whether no kernel takes the gradients; the native hook knows then too."""
+        self.odd = odd
+        if self.native is not None:
+            self.native.odd = odd
 
     def current_signature(self) -> tuple:
         """What must not have changed since `describe`, for the node to be the same and the sum to fit.

@@ -128,7 +128,7 @@ class Sums:
             slot.sum = kept.copy_(total)
         else:
             slot.sum = total.to(device=device, dtype=dtype).clone()
-            slot.odd = True
+            slot.set_odd(True)
         if owed != 1.0:
             self.debts.owe([slot], owed)
         if self.visible or delivered:

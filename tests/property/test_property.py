@@ -64,7 +64,6 @@ def shrink_buckets(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("fusedacc.hooks.BUCKET_BYTES", 100)
     if seed % 3 == 2:
         monkeypatch.setattr("fusedacc.hooks.LARGE_BYTES", 64)
-        monkeypatch.setattr("fusedacc.capture.LARGE_BYTES", 64)
 
 
 def check_norms(monkeypatch: pytest.MonkeyPatch) -> None:

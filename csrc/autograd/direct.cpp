@@ -1,0 +1,86 @@
+#include "direct.h"
+
+#include <ATen/record_function.h>
+#include <c10/core/UndefinedTensorImpl.h>
+
+namespace fusedacc::autograd {
+
+int32_t dtype_number(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+      return 0;
+    case at::kBFloat16:
+      return 1;
+    case at::kHalf:
+      return 2;
+    case at::kDouble:
+      return 3;
+    default:
+      return -1;
+  }
+}
+
+namespace {
+
+// Whether element i of the one's memory belongs to element i of the other's, without gaps.
+bool same_layout(const at::Tensor& a, const at::Tensor& b) {
+  if (a.sizes() != b.sizes()) return false;
+  if (a.is_contiguous() && b.is_contiguous()) return true;
+  return a.strides() == b.strides() && a.is_non_overlapping_and_dense();
+}
+
+}  // namespace
+
+void Direct::load(const std::vector<std::optional<at::Tensor>>& sums, std::vector<double> keeps,
+                  bool visible) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  sums_.clear();
+  for (const auto& sum : sums) {
+    if (sum.has_value()) {
+      sums_.emplace_back(sum->getIntrusivePtr());
+    } else {
+      sums_.emplace_back(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>());
+    }
+  }
+  keeps_ = std::move(keeps);
+  visible_ = visible;
+}
+
+void Direct::open(int task, double scale) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  scale_ = scale;
+  added_.clear();
+  task_ = task;
+}
+
+std::vector<int64_t> Direct::close() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  task_ = -1;
+  return std::move(added_);
+}
+
+void Direct::skip(int64_t index) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (index < static_cast<int64_t>(sums_.size())) sums_[index].reset();
+}
+
+bool Direct::take(int task, int64_t index, const at::Tensor& gradient, const at::Tensor& parameter) {
+  if (task_.load(std::memory_order_relaxed) != task) return false;
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (task_ != task || index >= static_cast<int64_t>(sums_.size())) return false;
+  const auto held = sums_[index].lock();
+  if (!held) return false;
+  const at::Tensor sum(held);
+  if (visible_ && !parameter.grad().is_same(sum)) return false;
+  if (!sum.is_cpu() || !same_layout(gradient, sum) || gradient.is_alias_of(sum)) return false;
+  const int32_t from = dtype_number(gradient.scalar_type()), to = dtype_number(sum.scalar_type());
+  if (from < 0 || to < 0) return false;
+  RECORD_FUNCTION("fusedacc::add_at_once", std::vector<c10::IValue>());
+  add_(sum.mutable_data_ptr(), gradient.const_data_ptr(), sum.numel(), from, to, scale_, keeps_[index]);
+  keeps_[index] = 1;
+  added_.push_back(index);
+  if (visible_) sum.unsafeGetTensorImpl()->bump_version();
+  return true;
+}
+
+}  // namespace fusedacc::autograd

@@ -1,0 +1,53 @@
+// Gradients that are added to their sums at once, while they are in the cache: one by one, on the CPU.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+namespace fusedacc::autograd {
+
+// libfusedacc.so's `fusedacc_add_flat`: it knows the dtypes by their numbers in pairs.h.
+using AddFlat = void (*)(void* sum, const void* gradient, int64_t numel, int32_t gradient_dtype,
+                         int32_t sum_dtype, double scale, double keep);
+
+// The number of a dtype in pairs.h, or -1.
+int32_t dtype_number(at::ScalarType dtype);
+
+// What one wrapper allows while one graph task runs. The sums are known weakly: they live and die elsewhere.
+class Direct {
+ public:
+  explicit Direct(AddFlat add) : add_(add) {}
+
+  // By a parameter's index: its sum, or none where a gradient is to go the other way, and by what the sum is
+  // to be multiplied first. visible: users see sums, in p.grad.
+  void load(const std::vector<std::optional<at::Tensor>>& sums, std::vector<double> keeps, bool visible);
+
+  // From now on gradients of this graph task are multiplied by scale and added.
+  void open(int task, double scale);
+
+  // None any more. Returns the indices of what has been added to since open().
+  std::vector<int64_t> close();
+
+  // A module adds to this sum by itself: its other gradients go the other way.
+  void skip(int64_t index);
+
+  // Adds, or returns false with nothing done. The gradient is strided, plain and on the CPU.
+  bool take(int task, int64_t index, const at::Tensor& gradient, const at::Tensor& parameter);
+
+ private:
+  const AddFlat add_;
+  std::mutex mutex_;
+  std::atomic<int> task_{-1};
+  double scale_ = 1;
+  bool visible_ = false;
+  std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> sums_;
+  std::vector<double> keeps_;
+  std::vector<int64_t> added_;
+};
+
+}  // namespace fusedacc::autograd

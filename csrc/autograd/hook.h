@@ -1,0 +1,98 @@
+// The pre-hook of one parameter's AccumulateGrad node: the ordinary case without Python, the rest left to it.
+#pragma once
+
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/python_headers.h>
+
+#include <memory>
+#include <set>
+#include <unordered_map>
+#include <utility>
+
+#include "direct.h"
+
+namespace fusedacc::autograd {
+
+// Gradients of one lane, taken on one stream in one graph task, that wait to be added.
+class Bucket {
+ public:
+  // stream: what Python calls it. limit: Python is told before the bucket would hold as many bytes.
+  Bucket(int64_t stream, int64_t limit) : stream(stream), limit_(limit) {}
+
+  // Slots are borrowed: whoever puts one here keeps it alive.
+  void put(PyObject* slot, at::Tensor gradient, int64_t nbytes);
+  // The same, unless it would fill the bucket or comes on another stream than the first.
+  bool put_if_room(PyObject* slot, const at::Tensor& gradient, int64_t nbytes);
+  std::pair<std::vector<PyObject*>, std::vector<at::Tensor>> take();
+  std::vector<PyObject*> slots();
+  int64_t nbytes();
+
+  int64_t stream;
+
+ private:
+  const int64_t limit_;
+  std::mutex mutex_;
+  int64_t nbytes_ = 0;
+  std::optional<c10::Stream> taken_on_;
+  std::vector<PyObject*> slots_;
+  std::vector<at::Tensor> gradients_;
+};
+
+// The open buckets of a lane by graph task, which all hooks of the lane look at.
+class Lane {
+ public:
+  void open(int task, std::shared_ptr<Bucket> bucket);
+  void drop(int task);
+  std::shared_ptr<Bucket> find(int task);
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<int, std::shared_ptr<Bucket>> buckets_;
+};
+
+// Which graph tasks the wrapper knows.
+class Tasks {
+ public:
+  void add(int task);
+  void drop(int task);
+  bool has(int task);
+
+ private:
+  std::mutex mutex_;
+  std::set<int> known_;
+};
+
+// What a hook shares with its wrapper, which lets it go by `active`.
+struct Entry {
+  std::atomic<bool> active{true};
+  std::atomic<bool> odd{false};  // Python alone knows what to do with its gradients
+  std::shared_ptr<Direct> direct;
+  std::shared_ptr<Lane> lane;
+  std::shared_ptr<Tasks> tasks;
+  PyObject* slot;  // borrowed, from the wrapper
+  int64_t index;
+  int64_t nbytes;
+  bool large;  // never waits in a bucket, unless Python puts it there
+  at::ScalarType dtype;
+  c10::Device device;
+};
+
+class TakingHook : public torch::autograd::FunctionPreHook {
+ public:
+  // node owns the hook. python: asked where this hook does not take a gradient.
+  TakingHook(std::shared_ptr<Entry> entry, const torch::autograd::AccumulateGrad* node,
+             std::unique_ptr<torch::autograd::FunctionPreHook> python);
+
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override;
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override;
+
+ private:
+  bool takes(const at::Tensor& gradient) const;
+
+  const std::shared_ptr<Entry> entry_;
+  const torch::autograd::AccumulateGrad* const node_;
+  const std::unique_ptr<torch::autograd::FunctionPreHook> python_;
+};
+
+}  // namespace fusedacc::autograd

@@ -1,0 +1,95 @@
+// The Python module. It is compiled against one torch and one Python, unlike libfusedacc.so, and Python does
+// all of it itself where it is missing.
+#include <torch/csrc/autograd/python_cpp_function.h>
+#include <torch/csrc/autograd/python_hook.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <string_view>
+#include <typeinfo>
+
+#include "hook.h"
+
+namespace py = pybind11;
+
+namespace fusedacc::autograd {
+namespace {
+
+py::list slot_list(const std::vector<PyObject*>& slots) {
+  py::list found(slots.size());
+  for (size_t i = 0; i < slots.size(); ++i) found[i] = py::reinterpret_borrow<py::object>(slots[i]);
+  return found;
+}
+
+py::tuple take(Bucket& bucket) {
+  auto [slots, gradients] = bucket.take();
+  py::list tensors(gradients.size());
+  for (size_t i = 0; i < gradients.size(); ++i) tensors[i] = py::cast(std::move(gradients[i]));
+  return py::make_tuple(slot_list(slots), tensors);
+}
+
+// Puts a hook in front of the only pre-hook of an AccumulateGrad node, a Python one.
+std::shared_ptr<Entry> attach(py::object node, py::object slot, int64_t index, int64_t nbytes, bool large,
+                              std::shared_ptr<Direct> direct, std::shared_ptr<Lane> lane,
+                              std::shared_ptr<Tasks> tasks) {
+  if (!torch::autograd::THPCppFunction_Check(node.ptr())) return nullptr;
+  auto& function = reinterpret_cast<torch::autograd::THPCppFunction*>(node.ptr())->cdata;
+  auto* accumulate = dynamic_cast<torch::autograd::AccumulateGrad*>(function.get());
+  if (accumulate == nullptr || accumulate->pre_hooks().size() != 1) return nullptr;
+  auto& python = accumulate->pre_hooks()[0];
+  // By its name: torch does not export what a dynamic_cast would need.
+  const auto& hook = *python;
+  if (std::string_view(typeid(hook).name()) != "N5torch8autograd17PyFunctionPreHookE") return nullptr;
+  if (PyDict_Size(static_cast<const torch::autograd::PyFunctionPreHook&>(hook).dict) != 1) return nullptr;
+  const at::Tensor& parameter = accumulate->variable;
+  auto entry = std::shared_ptr<Entry>(new Entry{.direct = std::move(direct),
+                                                .lane = std::move(lane),
+                                                .tasks = std::move(tasks),
+                                                .slot = slot.ptr(),
+                                                .index = index,
+                                                .nbytes = nbytes,
+                                                .large = large,
+                                                .dtype = parameter.scalar_type(),
+                                                .device = parameter.device()});
+  python = std::make_unique<TakingHook>(entry, accumulate, std::move(python));
+  return entry;
+}
+
+}  // namespace
+}  // namespace fusedacc::autograd
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  using namespace fusedacc::autograd;
+  // A hook that holds the lock may let a tensor go, which takes the GIL.
+  const auto without_gil = py::call_guard<py::gil_scoped_release>();
+  py::class_<Bucket, std::shared_ptr<Bucket>>(module, "Bucket")
+      .def(py::init<int64_t, int64_t>())
+      .def("put", [](Bucket& bucket, py::object slot, at::Tensor gradient,
+                     int64_t nbytes) { bucket.put(slot.ptr(), std::move(gradient), nbytes); })
+      .def("take", &take)
+      .def("slots", [](Bucket& bucket) { return slot_list(bucket.slots()); })
+      .def_property_readonly("nbytes", &Bucket::nbytes)
+      .def_readwrite("stream", &Bucket::stream);
+  py::class_<Lane, std::shared_ptr<Lane>>(module, "Lane")
+      .def(py::init<>())
+      .def("__setitem__", &Lane::open)
+      .def("get", &Lane::find)
+      .def("pop", [](Lane& lane, int task, py::object) { lane.drop(task); });
+  py::class_<Tasks, std::shared_ptr<Tasks>>(module, "Tasks")
+      .def(py::init<>())
+      .def("add", &Tasks::add)
+      .def("drop", &Tasks::drop);
+  py::class_<Direct, std::shared_ptr<Direct>>(module, "Direct")
+      .def(py::init([](uintptr_t add) { return std::make_shared<Direct>(reinterpret_cast<AddFlat>(add)); }))
+      .def("load", &Direct::load, without_gil)
+      .def("open", &Direct::open, without_gil)
+      .def("close", &Direct::close, without_gil)
+      .def("skip", &Direct::skip, without_gil);
+  py::class_<Entry, std::shared_ptr<Entry>>(module, "Entry")
+      .def_property(
+          "active", [](const Entry& entry) { return entry.active.load(); },
+          [](Entry& entry, bool value) { entry.active = value; })
+      .def_property(
+          "odd", [](const Entry& entry) { return entry.odd.load(); },
+          [](Entry& entry, bool value) { entry.odd = value; });
+  module.def("attach", &attach);
+}

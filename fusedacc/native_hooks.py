@@ -1,0 +1,73 @@
+"""The hooks that take gradients without Python: found and loaded, or why not.
+
+They are compiled for exactly one torch and one Python, since autograd has no stable ABI. Where they are
+missing, the hooks of `hooks.py` do the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.machinery
+import importlib.util
+import os
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import ops
+
+#: "0": do without them; "1" or "": use them where they are built.
+VARIABLE = "FUSEDACC_NATIVE_HOOKS"
+
+
+def file_name() -> str:
+    """The name of the file that serves this torch and this Python."""
+    return f"_autograd.torch-{torch.__version__}.{sysconfig.get_config_var('SOABI')}.so"
+
+
+@functools.cache
+def _load() -> tuple[Any, str]:
+    problem = ops.load_error()
+    if problem is not None:
+        return None, problem
+    path = Path(__file__).with_name(file_name())
+    if not path.exists():
+        return None, (
+            f"{path.name} is not there: the installation was made under another torch or Python, or without "
+            f"a C++ compiler or Python.h. To build it run: {ops.REINSTALL}"
+        )
+    loader = importlib.machinery.ExtensionFileLoader(f"{__package__}._autograd", str(path))
+    spec = importlib.util.spec_from_loader(loader.name, loader)
+    assert spec is not None
+    try:
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+    except ImportError as error:
+        return None, f"{path} does not load: {error}. To build it again run: {ops.REINSTALL}"
+    return module, ""
+
+
+def module() -> Any | None:
+    """The module, or None where hooks are Python's."""
+    return None if why_not() else _load()[0]
+
+
+def why_not() -> str | None:
+    """Why hooks are Python's, or None if they are not.
+
+    Raises ValueError if FUSEDACC_NATIVE_HOOKS is neither 0 nor 1.
+    """
+    choice = os.environ.get(VARIABLE, "")
+    if choice not in ("", "0", "1"):
+        raise ValueError(f"{VARIABLE}={choice!r}: allowed are '0' (hooks in Python) and '1'")
+    return f"{VARIABLE}=0" if choice == "0" else _load()[1] or None
+
+
+@functools.cache
+def add_flat() -> int:
+    """Address of the native library's addition of one flat tensor."""
+    function = ctypes.CDLL(str(ops.LIBRARY)).fusedacc_add_flat
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
