@@ -10,7 +10,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from loops import LOW, expected, gradients, loss_of, micro_batch, network, wrap
 from test_resume import assert_identical
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from fusedacc.integrations.distributed_checkpoint import make_room
 
@@ -222,3 +226,15 @@ class TestFolder:
             assert_identical(
                 optimizer.optimizer.state_dict()["state"], resumed.optimizer.state_dict()["state"]
             )
+
+    def test_flattened_the_inner_state_comes_through_and_nothing_else(self):
+        """torch keeps only the keys that the live optimizer has; the documentation says so."""
+        options = StateDictOptions(flatten_optimizer_state_dict=True)
+        model, optimizer, train = settings()
+        train(range(6))
+        saved = get_optimizer_state_dict(model, optimizer, options=options)
+        other, resumed, _ = settings()
+        set_optimizer_state_dict(other, resumed, saved, options=options)
+        assert (resumed.micro_step, resumed.num_updates) == (0, 0)
+        inner = optimizer.optimizer.state_dict()["state"]
+        assert_identical(inner, resumed.optimizer.state_dict()["state"])

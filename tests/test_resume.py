@@ -243,6 +243,25 @@ def test_the_bare_optimizer_loads_what_the_wrapper_saved():
         assert torch.equal(bare.state[q]["momentum_buffer"], expected)
 
 
+def test_no_group_of_a_live_optimizer_keeps_our_counters():
+    """They stand in a checkpoint's groups; only a bare optimizer that loads one has them, and ignores them."""
+    model, optimizer = pair()
+    micro_batch(model, optimizer, 0)
+    optimizer.step()
+    state = through_file(optimizer.state_dict(include_partial=False))
+    assert all("fusedacc_counters" in group for group in state["param_groups"])
+    _, fresh = pair()
+    fresh.load_state_dict(state)
+    bare = torch.optim.SGD(pair()[0].parameters(), lr=0.7, momentum=0.9)
+    bare.load_state_dict(state)
+    bare.step(), bare.zero_grad()
+    again = pair()[1]
+    again.load_state_dict(through_file(bare.state_dict()))
+    for each in (optimizer, fresh, again):
+        assert each.param_groups[0].keys() == bare.param_groups[0].keys() - {"fusedacc_counters"}
+        assert each.param_groups[0]["lr"] == 0.1
+
+
 MISMATCHES = {
     "fewer parameters": lambda: torch.optim.SGD([nn.Parameter(torch.zeros(5, 4))], lr=0.3),
     "more groups": lambda: torch.optim.SGD(
