@@ -244,7 +244,7 @@ def test_the_bare_optimizer_loads_what_the_wrapper_saved():
 
 
 def test_no_group_of_a_live_optimizer_keeps_our_counters():
-    """They stand in a checkpoint's groups; only a bare optimizer that loads one has them, and ignores them."""
+    """They stand in a checkpoint's groups; a bare optimizer that loads one has them, and ignores them."""
     model, optimizer = pair()
     micro_batch(model, optimizer, 0)
     optimizer.step()
