@@ -82,10 +82,6 @@ def save(
     return result
 
 
-#: RuntimeErrors that say nothing of a checkpoint.
-_NO_FAULT = (torch.OutOfMemoryError, NotImplementedError, RecursionError)
-
-
 class _Parts:
     """A checkpoint taken apart: what is the inner optimizer's, and what is ours. Arguments as `load`.
 
@@ -130,7 +126,7 @@ class _Parts:
             self.masters[name] = entry[MASTER]
         return {key: value for key, value in entry.items() if key not in (SUM, COUNTERS, MASTER)}
 
-    def check(self, optimizer: Optimizer, slots: dict[Any, Slot], window: Window, masters: bool) -> None:
+    def check(self, slots: dict[Any, Slot], window: Window, masters: bool) -> None:
         """Raise ValueError where it does not fit. `masters`: whether the wrapper keeps some."""
         if self.own is not None:
             checks.check_window(self.own, len(self.sums), window)
@@ -139,13 +135,10 @@ class _Parts:
             for name, total in self.sums.items():
                 checks.check_counters(self.counters[name], self.own, name)
                 checks.check_sum(total, name, slots.get(name))
+        kept = slots.items() if masters else ()
         # Distributed checkpoint leaves out those of frozen parameters.
-        params = {name: slot.param for name, slot in slots.items()}
-        low = {
-            name for name, param in params.items() if masters and param.dtype in LOW and param.requires_grad
-        }
+        low = {name for name, slot in kept if slot.param.dtype in LOW and slot.param.requires_grad}
         checks.check_masters(self.masters, slots, low)
-        checks.check_inner_state(optimizer, self.groups, self.state, params)
 
 
 def load(
@@ -161,7 +154,7 @@ def load(
     names = [name for group in parts.groups for name in group["params"]]
     present = _slots_by_index(optimizer, arena)
     slots = {name: present[index] for index, name in enumerate(names) if index in present}
-    parts.check(optimizer, slots, window, masters is not None)
+    parts.check(slots, window, masters is not None)
 
     groups, state = optimizer.param_groups, optimizer.state
     # torch casts state to the parameters' dtype, which has to be the masters' then.
@@ -169,13 +162,13 @@ def load(
     try:
         with wide:
             optimizer.load_state_dict(parts.inner)
+        # Not before: users' hooks may adapt what is loaded.
         checks.check_groups(optimizer.param_groups, groups, optimizer.defaults)
+        checks.check_inner_state(optimizer, {id(slot.param): name for name, slot in slots.items()})
     except BaseException as error:
         optimizer.param_groups, optimizer.state = groups, state
-        # A key or a form that it relies on.
-        if isinstance(error, LookupError | AttributeError | RuntimeError) and not isinstance(
-            error, _NO_FAULT
-        ):
+        relied_on = LookupError, AttributeError, RuntimeError  # a key or a form that is not there
+        if isinstance(error, relied_on) and not isinstance(error, torch.OutOfMemoryError):
             raise ValueError(f"state_dict does not fit {type(optimizer).__name__}: {error!r}") from error
         raise
     if window.counted or parts.sums:

@@ -195,30 +195,27 @@ SHAPED = frozenset(
 )
 
 
-def check_inner_state(
-    inner: Optimizer, groups: list[dict[str, Any]], state: dict[Any, Any], params: dict
-) -> None:
+def check_inner_state(inner: Optimizer, names: dict[int, Any]) -> None:
     """State of torch's own optimizers must fit the parameters, which torch does not look at.
 
     Args:
-        inner: the inner optimizer.
-        groups, state: of the checkpoint.
-        params: the parameters by their names there.
+        inner: the inner optimizer, which has loaded it.
+        names: those of the checkpoint, by the parameters' ids.
     """
     kind = type(inner)
     if not kind.__module__.startswith("torch.optim") or kind is torch.optim.LBFGS:
         return
-    for group in groups:
-        entries = {name: state[name] for name in group["params"] if state.get(name) and name in params}
-        keys: set[str] = set().union(*entries.values())
-        for name, entry in entries.items():
+    for group in inner.param_groups:
+        entries = [(param, inner.state[param]) for param in group["params"] if inner.state.get(param)]
+        keys: set[str] = set().union(*(entry for _, entry in entries))
+        for param, entry in entries:
+            name = names.get(id(param), "of no name")
             missing = keys - entry.keys()
             if missing and kind is not torch.optim.Adafactor:
-                raise ValueError(
-                    f"the state of parameter {name!r} lacks {', '.join(sorted(map(str, missing)))}"
-                )
+                lacks = ", ".join(sorted(map(str, missing)))
+                raise ValueError(f"the state of parameter {name!r} lacks {lacks}")
             for key, value in entry.items():
-                _check_value(kind, key, value, name, params[name])
+                _check_value(kind, key, value, name, param)
 
 
 def _has_values(value: Any, param: Tensor) -> bool:

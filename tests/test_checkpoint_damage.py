@@ -352,3 +352,26 @@ def test_an_error_of_the_inner_optimizer_is_told_as_one():
         optimizer.load_state_dict(saved("masters"))
     loss_of(model, 0).backward()
     assert all(p.grad is None for p in model.parameters()), "captured: p.grad stays empty in mid-window"
+
+
+def test_a_hook_may_adapt_a_checkpoint_of_another_width():
+    """torch's way of loading what does not fit by itself."""
+
+    def widen(_, state: dict) -> None:
+        for index, shape in ((0, (5, 4)), (1, (5,)), (2, (2, 5))):
+            narrow = state["state"][index]["momentum_buffer"]
+            wide = torch.zeros(shape)
+            wide[tuple(slice(0, size) for size in narrow.shape)] = narrow
+            state["state"][index] = {"momentum_buffer": wide}
+
+    narrow = network(torch.float32, width=3)
+    bare = torch.optim.SGD([{"params": narrow[i].parameters()} for i in (0, 2)], lr=0.1, momentum=0.9)
+    loss_of(narrow, 0).backward()
+    bare.step()
+    _, optimizer = KINDS["counted"]()
+    with pytest.raises(ValueError, match="'momentum_buffer' of parameter 0"):
+        optimizer.load_state_dict(copy.deepcopy(bare.state_dict()))
+    optimizer.register_load_state_dict_pre_hook(widen)
+    optimizer.load_state_dict(copy.deepcopy(bare.state_dict()))
+    loaded = optimizer.state[optimizer.param_groups[0]["params"][0]]["momentum_buffer"]
+    assert torch.equal(loaded[:3], bare.state[narrow[0].weight]["momentum_buffer"])
