@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import functools
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from loops import LOW, expected, gradients, loss_of, micro_batch, network, wrap
-from test_resume import assert_identical
+from test_resume import WAYS, assert_identical, settings
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -113,37 +112,6 @@ def test_a_warm_up_from_lr_zero_counts_after_a_move():
         counts.append((optimizer.micro_step, optimizer.num_updates))
     assert counts == [(1, 0), (0, 1)]
     assert optimizer.state[model[0].weight]["step"] == 1
-
-
-def settings(**options):
-    """What a test of a folder trains: a model, its wrapper and one micro-batch of a seed."""
-    dtype, weighted = options.pop("dtype", torch.float32), options.get("reduction") == "weighted"
-    frozen, inside = options.pop("frozen", False), options.pop("inside", False)
-    model = network(dtype)
-    model[0].weight.requires_grad_(not frozen)
-    adam = functools.partial(torch.optim.Adam, eps=1e-4)  # float16 holds it
-    optimizer = wrap(model, 4, adam, lr=0.01, model=model if inside else None, **options)
-
-    def train(seeds) -> None:
-        for seed in seeds:
-            with optimizer.accumulate(weight=seed + 1 if weighted else None):
-                loss_of(model, seed).backward()
-            optimizer.step(), optimizer.zero_grad()
-
-    return model, optimizer, train
-
-
-WAYS = {
-    "float32": {},
-    "bfloat16": {"dtype": LOW},
-    "float16": {"dtype": torch.float16},
-    "masters": {"dtype": LOW, "master_weights": True},
-    "masters, one frozen": {"dtype": LOW, "master_weights": True, "frozen": True},
-    "model=": {"inside": True},
-    "model=, bfloat16": {"inside": True, "dtype": LOW},
-    "model=, masters": {"inside": True, "dtype": LOW, "master_weights": True},
-    "weighted": {"dtype": LOW, "reduction": "weighted"},
-}
 
 
 def nested(model, optimizer) -> dict:
