@@ -25,7 +25,9 @@ class Additions(Sums):
         first = gradient.dtype is slot.lane[2] and self.current(slot) is None
         return first and slot.obeys_layout(gradient) and owns_memory(gradient)
 
-    def add(self, slots: Sequence[Slot], gradients: list[Tensor], scale: float | Tensor) -> None:
+    def add(
+        self, slots: Sequence[Slot], gradients: list[Tensor], scale: float | Tensor, adoptable: bool = False
+    ) -> None:
         """sum += scale * gradient for each slot, in one pass.
 
         A first gradient of the sum's dtype that nobody else refers to becomes the sum, and owes its scale.
@@ -34,10 +36,15 @@ class Additions(Sums):
             slots: none twice, all of one lane.
             gradients: one per slot, strided and of its lane; the list is emptied.
             scale: what each gradient is multiplied by; a tensor must not change any more.
+            adoptable: each gradient is known to have memory of its own and its parameter's layout, and the
+                list alone refers to it.
         """
         if not slots:
             return
         with self._lock:
+            if adoptable and self._adopt(slots, gradients, scale):
+                gradients.clear()
+                return
             try:
                 self._add(slots, gradients, scale)
             except RuntimeError:
@@ -75,6 +82,21 @@ class Additions(Sums):
                 self.launches.bind(slots, sums, self.generation if private else -1)
         else:
             self._add_some_first(slots, gradients, scale)
+
+    def _adopt(self, slots: Sequence[Slot], gradients: list[Tensor], scale: float | Tensor) -> bool:
+        """Let each gradient become its slot's sum, if none has one yet; False with nothing done."""
+        _, given, dtype = slots[0].lane
+        may_owe = is_one(scale) or checks.computation_dtype(dtype) == dtype
+        if given != dtype or not may_owe or self.shown or self.norms or self.launches.any_touched:
+            return False
+        if any(slot.sum is not None or slot.odd or slot.delivered for slot in slots):
+            return False
+        self.generation += 1
+        for slot, gradient in zip(slots, gradients, strict=True):
+            slot.sum = gradient
+        if not is_one(scale):
+            self.debts.owe(slots, scale)
+        return True
 
     def _set_odd_apart(
         self, slots: Sequence[Slot], gradients: list[Tensor], scale: float | Tensor
@@ -160,15 +182,23 @@ class Additions(Sums):
             total is not None and total.dtype == dtype and total.device == device and checks.is_plain(total)
         )
 
-    def addable(self, slot: Slot) -> tuple[Tensor | None, float]:
-        """The sum, if native code may add gradients to it as they come, and by what to multiply it first."""
-        keep = self.debts[slot]
-        if slot.odd or slot.paths or slot.touched is not None or isinstance(keep, Tensor):
-            return None, 1.0
-        total = self.current(slot)
-        if not self._fits(slot, total) or self.launches.select(slot.lane).backend.name != "cpu":
-            return None, 1.0
-        return total, keep
+    def addable(self, slots: Iterable[Slot]) -> tuple[list[Tensor | None], list[float]]:
+        """The sums to which native code may add gradients as they come; by what to multiply each first.
+
+        None: not to this one. What is in p.grad may be of any kind.
+        """
+        usual = [not (slot.odd or slot.paths) and slot.touched is None for slot in slots]
+        if self.shown:
+            sums = [self.current(slot) if fits else None for slot, fits in zip(slots, usual, strict=True)]
+        else:
+            sums = [slot.sum if fits else None for slot, fits in zip(slots, usual, strict=True)]
+        if not self.debts:
+            return sums, []
+        keeps = [self.debts[slot] for slot in slots]
+        if not all(type(keep) is float for keep in keeps):
+            sums = [total if type(keep) is float else None for total, keep in zip(sums, keeps, strict=True)]
+            keeps = [keep if type(keep) is float else 1.0 for keep in keeps]
+        return sums, keeps  # type: ignore[return-value]
 
     def add_mixed(self, slots: Iterable[Slot], gradients: Iterable[Tensor], scale: float | Tensor) -> None:
         """As `add`, for gradients of any kind and lane."""

@@ -9,8 +9,6 @@ tasks, each flushed at its own end, so that no launch ever holds a sum twice.
 from __future__ import annotations
 
 import functools
-import itertools
-import operator
 import threading
 import weakref
 from collections.abc import Sequence
@@ -78,13 +76,15 @@ class Capture(Arming):
             self._add(task, [slot], [gradient])
             return SWALLOWED
         stream, identity = raw_stream(gradient), task_id()
+        if self._taking.adds(slot, identity, gradient):
+            return SWALLOWED
         bucket = task.buckets.get(slot.lane_key)
         if bucket is None:
             bucket = task.buckets[slot.lane_key] = self._taking.open_bucket(slot, identity, stream)
         elif bucket.stream != stream:
             self.flush_bucket(identity, bucket)
             bucket.stream = stream
-        bucket.put(slot, gradient, slot.nbytes if slot.nbytes < hooks.LARGE_BYTES else 0)
+        bucket.put(slot, slot.param, gradient, slot.nbytes if slot.nbytes < hooks.LARGE_BYTES else 0)
         return SWALLOWED
 
     def take_in_place(self, slot: Slot, node: Any, write: Write, rows: Tensor | None = None) -> bool:
@@ -208,9 +208,9 @@ class Capture(Arming):
             self.arena.set_aside(slot)
         task.stored.append(slot)
 
-    def _add(self, task: Task, slots: list[Slot], gradients: list[Tensor]) -> None:
+    def _add(self, task: Task, slots: list[Slot], gradients: list[Tensor], adoptable: bool = False) -> None:
         task.added = True
-        self.arena.add(slots, gradients, self._scale_of(task))
+        self.arena.add(slots, gradients, self._scale_of(task), adoptable)
 
     def _scale_of(self, task: Task) -> float | Tensor:
         """By what the gradients of a graph task are multiplied, ready on the current stream."""
@@ -228,7 +228,7 @@ class Capture(Arming):
 
     def _add_bucket(self, task: Task, bucket: Bucket) -> None:
         with self._lock:
-            slots, gradients = bucket.take()
+            slots, gradients, adoptable = bucket.take()
         if not slots:
             return
         if slots[0].lane[0].type == "cuda":
@@ -238,7 +238,7 @@ class Capture(Arming):
                 stream.wait_stream(other)
                 for gradient in gradients:
                     gradient.record_stream(stream)
-        self._add(task, slots, gradients)
+        self._add(task, slots, gradients, adoptable)
 
     def finish(self, identity: int) -> None:
         """The end of a graph task: add what is pending, and deliver if this was the window's last."""
@@ -304,9 +304,9 @@ class Capture(Arming):
 
     def collect(self, slots: Sequence[Slot]) -> None:
         """Counted loop: add what autograd has stored as this micro-batch's gradient."""
-        present = [slot.param.grad for slot in slots]
-        if all(map(operator.is_, present, itertools.repeat(None))):
+        if slots is self.slots and not self._taking.any_gradient(slots):
             return
+        present = [slot.param.grad for slot in slots]
         foreign = []
         for slot, gradient in zip(slots, present, strict=True):
             if gradient is not None and slot.is_foreign(gradient):

@@ -36,8 +36,8 @@ class Bucket:
         self.stream = stream
         self.nbytes = 0
 
-    def put(self, slot: Slot, gradient: Tensor, nbytes: int) -> None:
-        """Let a gradient wait."""
+    def put(self, slot: Slot, param: Tensor, gradient: Tensor, nbytes: int) -> None:
+        """Let a gradient wait that nobody else refers to."""
         self._pending += (slot, gradient)
         self.nbytes += nbytes
 
@@ -45,15 +45,16 @@ class Bucket:
         """Whose gradients wait."""
         return self._pending[0::2]
 
-    def take(self) -> tuple[list[Slot], list[Tensor]]:
-        """Empty it: the slots and, in their order, the gradients.
+    def take(self) -> tuple[list[Slot], list[Tensor], bool]:
+        """Empty it: the slots and, in their order, the gradients; whether each is known to have memory of its
+        own and its parameter's layout.
 
         What another thread's hook appends meanwhile stays.
         """
         taken = self._pending[:]
         del self._pending[: len(taken)]
         self.nbytes = 0
-        return taken[0::2], taken[1::2]
+        return taken[0::2], taken[1::2], False
 
 
 class Task:
@@ -166,7 +167,7 @@ def make_hook(
             and not slot.odd
             and not (on_cuda and raw_stream(gradient) != bucket.stream)
         ):
-            bucket.put(slot, gradient, nbytes)
+            bucket.put(slot, param, gradient, nbytes)
             if bucket.nbytes >= BUCKET_BYTES:
                 owner = capture()
                 if owner is not None:

@@ -58,8 +58,9 @@ class AccumulatingOptimizer(Delegate, Progress):
 
     Raises:
         TypeError: `optimizer` is no `torch.optim.Optimizer`, or an argument is of the wrong kind.
-        ValueError: an argument has a value that is not allowed, a parameter is in another live wrapper, or an
-            L-BFGS is to be counted (it evaluates its closure many times per step).
+        ValueError: an argument has a value that is not allowed, a parameter is in another live wrapper, an
+            L-BFGS is to be counted (it evaluates its closure many times per step), or `optimizer` updates
+            inside the backward (optimi's `gradient_release`).
         RuntimeError: the backend asked for cannot run here.
     """
 
@@ -84,6 +85,11 @@ class AccumulatingOptimizer(Delegate, Progress):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
         if isinstance(optimizer, AccumulatingOptimizer):
             raise TypeError("optimizer is an AccumulatingOptimizer already; wrap the inner optimizer once")
+        if optimizer.defaults.get("gradient_release"):  # optimi's
+            raise ValueError(
+                f"optimizer is {type(optimizer).__name__}(gradient_release=True), which updates inside every "
+                "backward, so that nothing could accumulate; allowed: gradient_release=False"
+            )
         window = Window(gradient_accumulation_steps, reduction)
         if window.counted and isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError(

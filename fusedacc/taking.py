@@ -30,6 +30,7 @@ class Taking:
         self._native = native_hooks.module()
         self._lanes: dict[int, Any] = {}
         self._order: dict[Slot, int] = {}
+        self._parameters: list[Tensor] = []
         #: The task whose gradients are added at once, and the state of the arena when the sums were loaded.
         self._task: Task | None = None
         self._known: tuple | None = None
@@ -54,7 +55,8 @@ class Taking:
         """Put a native hook before the Python hook of the slot's node, which has no other."""
         if self._native is None:
             return
-        index = self._order.setdefault(slot, len(self._order))
+        at_once = self._arena.launches.select(slot.lane).backend.name == "cpu"
+        index = self._order.setdefault(slot, len(self._order)) if at_once else -1
         large = slot.nbytes >= hooks.LARGE_BYTES
         shared = self._direct, self.lane(slot), self._tasks
         slot.native = self._native.attach(node, slot, index, slot.nbytes, large, *shared)
@@ -67,6 +69,14 @@ class Taking:
             slot.native.active = False
             slot.native = None
 
+    def any_gradient(self, slots: list[Slot]) -> bool:
+        """Whether anything stands in the p.grad of any slot; `slots` only ever grows."""
+        if self._native is None:
+            return any(slot.param.grad is not None for slot in slots)
+        if len(self._parameters) != len(slots):
+            self._parameters = [slot.param for slot in slots]
+        return self._native.any_gradient(self._parameters)
+
     def begin(self, identity: int, task: Task, alone: bool, scale: float | Tensor) -> None:
         """A graph task's first gradient is at hand. `alone`: no other graph task runs."""
         if self._native is None:
@@ -74,8 +84,10 @@ class Taking:
         self._tasks.add(identity)
         self.add_later()
         arena = self._arena
+        nothing_yet = not arena.shown and all(slot.sum is None for slot in arena.slots[:1] + arena.slots[-1:])
         if (
             alone
+            and not nothing_yet
             and not task.drops
             and not observers.watching
             and not arena.norms
@@ -83,11 +95,16 @@ class Taking:
         ):
             known = None if arena.debts or arena.shown else (arena.generation,)
             if known is None or known != self._known:
-                offered = [arena.addable(slot) for slot in self._order]
-                self._direct.load([total for total, _ in offered], [keep for _, keep in offered], arena.shown)
+                self._direct.load(*arena.addable(self._order), arena.shown)
                 self._known = known
             self._task = task
             self._direct.open(identity, scale)
+
+    def adds(self, slot: Slot, identity: int, gradient: Tensor) -> bool:
+        """Add a gradient at once, if that is all that is to be done with it."""
+        if self._task is None or slot.native is None:
+            return False
+        return self._direct.take(identity, self._order.get(slot, -1), gradient, slot.param)
 
     def add_later(self) -> None:
         """No gradient is added at once any more; what has been added has paid what it owed."""
@@ -96,10 +113,12 @@ class Taking:
         added, task, self._task = self._direct.close(), self._task, None
         if added:
             task.added = True
-            if self._arena.debts:
-                self._known = None
+            arena = self._arena
+            if arena.debts:
                 slots = list(self._order)
-                self._arena.debts.pay([slots[index] for index in added])
+                arena.debts.pay([slots[index] for index in added])
+                if not (arena.debts or arena.shown):
+                    self._known = (arena.generation,)
 
     def end(self, identity: int, task: Task) -> None:
         """A graph task is over."""

@@ -6,14 +6,14 @@ import pytest
 import torch
 from loops import loss_of, micro_batch, network, wrap
 
-from fusedacc import capture, update
+from fusedacc import arming, capture, update
 
 
 @pytest.fixture
 def graph(monkeypatch):
     """`graph(True)` begins a capture, `graph(False)` ends it."""
     state = {"on": False}
-    for module in (capture, update):
+    for module in (arming, capture, update):
         monkeypatch.setattr(module, "capturing", lambda: state["on"])
     return lambda on: state.update(on=on)
 

@@ -20,16 +20,25 @@ int32_t dtype_number(at::ScalarType dtype) {
   }
 }
 
-namespace {
+// Whether it is an ordinary tensor: no subclass, no wrapper of a function transform, no lazy bits.
+bool is_plain(const at::Tensor& tensor) {
+  constexpr c10::DispatchKeySet kOdd({
+      c10::DispatchKey::Python,
+      c10::DispatchKey::FuncTorchBatched,
+      c10::DispatchKey::FuncTorchGradWrapper,
+      c10::DispatchKey::Functionalize,
+      c10::DispatchKey::Conjugate,
+      c10::DispatchKey::Negative,
+      c10::DispatchKey::ZeroTensor,
+  });
+  return tensor.layout() == at::kStrided && !tensor.key_set().has_any(kOdd);
+}
 
-// Whether element i of the one's memory belongs to element i of the other's, without gaps.
 bool same_layout(const at::Tensor& a, const at::Tensor& b) {
   if (a.sizes() != b.sizes()) return false;
   if (a.is_contiguous() && b.is_contiguous()) return true;
   return a.strides() == b.strides() && a.is_non_overlapping_and_dense();
 }
-
-}  // namespace
 
 void Direct::load(const std::vector<std::optional<at::Tensor>>& sums, std::vector<double> keeps,
                   bool visible) {
@@ -43,6 +52,7 @@ void Direct::load(const std::vector<std::optional<at::Tensor>>& sums, std::vecto
     }
   }
   keeps_ = std::move(keeps);
+  keeps_.resize(sums_.size(), 1);
   visible_ = visible;
 }
 
@@ -59,20 +69,15 @@ std::vector<int64_t> Direct::close() {
   return std::move(added_);
 }
 
-void Direct::skip(int64_t index) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (index < static_cast<int64_t>(sums_.size())) sums_[index].reset();
-}
-
 bool Direct::take(int task, int64_t index, const at::Tensor& gradient, const at::Tensor& parameter) {
   if (task_.load(std::memory_order_relaxed) != task) return false;
   std::lock_guard<std::mutex> lock(mutex_);
-  if (task_ != task || index >= static_cast<int64_t>(sums_.size())) return false;
+  if (task_ != task || index < 0 || index >= static_cast<int64_t>(sums_.size())) return false;
   const auto held = sums_[index].lock();
   if (!held) return false;
   const at::Tensor sum(held);
   if (visible_ && !parameter.grad().is_same(sum)) return false;
-  if (!sum.is_cpu() || !same_layout(gradient, sum) || gradient.is_alias_of(sum)) return false;
+  if (!sum.is_cpu() || !is_plain(sum) || !same_layout(gradient, sum) || gradient.is_alias_of(sum)) return false;
   const int32_t from = dtype_number(gradient.scalar_type()), to = dtype_number(sum.scalar_type());
   if (from < 0 || to < 0) return false;
   RECORD_FUNCTION("fusedacc::add_at_once", std::vector<c10::IValue>());

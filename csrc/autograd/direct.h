@@ -15,6 +15,12 @@ namespace fusedacc::autograd {
 using AddFlat = void (*)(void* sum, const void* gradient, int64_t numel, int32_t gradient_dtype,
                          int32_t sum_dtype, double scale, double keep);
 
+// Whether it is an ordinary tensor: no subclass, no wrapper of a function transform, no lazy bits.
+bool is_plain(const at::Tensor& tensor);
+
+// Whether element i of the one's memory belongs to element i of the other's, without gaps.
+bool same_layout(const at::Tensor& a, const at::Tensor& b);
+
 // The number of a dtype in pairs.h, or -1.
 int32_t dtype_number(at::ScalarType dtype);
 
@@ -24,7 +30,7 @@ class Direct {
   explicit Direct(AddFlat add) : add_(add) {}
 
   // By a parameter's index: its sum, or none where a gradient is to go the other way, and by what the sum is
-  // to be multiplied first. visible: users see sums, in p.grad.
+  // to be multiplied first (empty: by 1). visible: users see sums, in p.grad.
   void load(const std::vector<std::optional<at::Tensor>>& sums, std::vector<double> keeps, bool visible);
 
   // From now on gradients of this graph task are multiplied by scale and added.
@@ -32,9 +38,6 @@ class Direct {
 
   // None any more. Returns the indices of what has been added to since open().
   std::vector<int64_t> close();
-
-  // A module adds to this sum by itself: its other gradients go the other way.
-  void skip(int64_t index);
 
   // Adds, or returns false with nothing done. The gradient is strided, plain and on the CPU.
   bool take(int task, int64_t index, const at::Tensor& gradient, const at::Tensor& parameter);

@@ -7,49 +7,47 @@
 namespace fusedacc::autograd {
 namespace {
 
-// Whether it is an ordinary tensor: no subclass, no wrapper of a function transform, no lazy bits.
-bool is_plain(const at::Tensor& tensor) {
-  constexpr c10::DispatchKeySet kOdd({
-      c10::DispatchKey::Python,
-      c10::DispatchKey::FuncTorchBatched,
-      c10::DispatchKey::FuncTorchGradWrapper,
-      c10::DispatchKey::Functionalize,
-      c10::DispatchKey::Conjugate,
-      c10::DispatchKey::Negative,
-      c10::DispatchKey::ZeroTensor,
-  });
-  return tensor.layout() == at::kStrided && !tensor.key_set().has_any(kOdd);
-}
-
 c10::Stream current_stream(const at::Tensor& tensor) {
   return c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device());
 }
 
-}  // namespace
-
-void Bucket::put(PyObject* slot, at::Tensor gradient, int64_t nbytes) {
-  std::lock_guard<std::mutex> guard(mutex_);
-  if (!gradient.is_cpu()) taken_on_ = current_stream(gradient);
-  slots_.push_back(slot);
-  gradients_.push_back(std::move(gradient));
-  nbytes_ += nbytes;
+// Whether nobody else has the gradient's memory, and it may stand in p.grad as it is. A transposed product is
+// a view of a tensor that nothing but the view refers to.
+bool is_adoptable(const at::Tensor& gradient, const at::Tensor& parameter) {
+  if (!same_layout(gradient, parameter)) return false;
+  const size_t users = gradient.storage().use_count();
+  return gradient.is_view() ? users == 2 && gradient._base().use_count() == 1 : users == 1;
 }
 
-bool Bucket::put_if_room(PyObject* slot, const at::Tensor& gradient, int64_t nbytes) {
+}  // namespace
+
+void Bucket::put(PyObject* slot, const at::Tensor& parameter, const at::Tensor& gradient, int64_t nbytes) {
+  std::lock_guard<std::mutex> guard(mutex_);
+  if (!gradient.is_cpu()) taken_on_ = current_stream(gradient);
+  append(slot, parameter, gradient, nbytes);
+}
+
+bool Bucket::put_if_room(PyObject* slot, const at::Tensor& parameter, const at::Tensor& gradient,
+                         int64_t nbytes) {
   std::lock_guard<std::mutex> guard(mutex_);
   if (nbytes_ + nbytes >= limit_) return false;
   if (!gradient.is_cpu() && (!taken_on_.has_value() || *taken_on_ != current_stream(gradient))) return false;
-  slots_.push_back(slot);
-  gradients_.push_back(gradient);
-  nbytes_ += nbytes;
+  append(slot, parameter, gradient, nbytes);
   return true;
 }
 
-std::pair<std::vector<PyObject*>, std::vector<at::Tensor>> Bucket::take() {
+void Bucket::append(PyObject* slot, const at::Tensor& parameter, const at::Tensor& gradient, int64_t nbytes) {
+  adoptable_ = adoptable_ && is_adoptable(gradient, parameter);
+  slots_.push_back(slot);
+  gradients_.push_back(gradient);
+  nbytes_ += nbytes;
+}
+
+Bucket::Content Bucket::take() {
   std::lock_guard<std::mutex> guard(mutex_);
   nbytes_ = 0;
   taken_on_.reset();
-  return {std::exchange(slots_, {}), std::exchange(gradients_, {})};
+  return {std::exchange(slots_, {}), std::exchange(gradients_, {}), std::exchange(adoptable_, true)};
 }
 
 std::vector<PyObject*> Bucket::slots() {
@@ -120,7 +118,8 @@ bool TakingHook::takes(const at::Tensor& gradient) const {
   if (entry.large) return false;
   const std::shared_ptr<Bucket> bucket = entry.lane->find(task);
   // More references than the engine's: somebody may still change it.
-  return bucket && gradient.use_count() == 1 && bucket->put_if_room(entry.slot, gradient, entry.nbytes);
+  return bucket && gradient.use_count() == 1 &&
+         bucket->put_if_room(entry.slot, parameter, gradient, entry.nbytes);
 }
 
 }  // namespace fusedacc::autograd

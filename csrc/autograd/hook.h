@@ -8,7 +8,6 @@
 #include <memory>
 #include <set>
 #include <unordered_map>
-#include <utility>
 
 #include "direct.h"
 
@@ -20,23 +19,32 @@ class Bucket {
   // stream: what Python calls it. limit: Python is told before the bucket would hold as many bytes.
   Bucket(int64_t stream, int64_t limit) : stream(stream), limit_(limit) {}
 
-  // Slots are borrowed: whoever puts one here keeps it alive.
-  void put(PyObject* slot, at::Tensor gradient, int64_t nbytes);
+  // Nobody else refers to the gradient. Slots are borrowed: whoever puts one here keeps it alive.
+  void put(PyObject* slot, const at::Tensor& parameter, const at::Tensor& gradient, int64_t nbytes);
   // The same, unless it would fill the bucket or comes on another stream than the first.
-  bool put_if_room(PyObject* slot, const at::Tensor& gradient, int64_t nbytes);
-  std::pair<std::vector<PyObject*>, std::vector<at::Tensor>> take();
+  bool put_if_room(PyObject* slot, const at::Tensor& parameter, const at::Tensor& gradient, int64_t nbytes);
+  // Empties it. adoptable: each gradient may become the sum of its parameter.
+  struct Content {
+    std::vector<PyObject*> slots;
+    std::vector<at::Tensor> gradients;
+    bool adoptable;
+  };
+  Content take();
   std::vector<PyObject*> slots();
   int64_t nbytes();
 
   int64_t stream;
 
  private:
+  void append(PyObject* slot, const at::Tensor& parameter, const at::Tensor& gradient, int64_t nbytes);
+
   const int64_t limit_;
   std::mutex mutex_;
   int64_t nbytes_ = 0;
   std::optional<c10::Stream> taken_on_;
   std::vector<PyObject*> slots_;
   std::vector<at::Tensor> gradients_;
+  bool adoptable_ = true;
 };
 
 // The open buckets of a lane by graph task, which all hooks of the lane look at.

@@ -2,6 +2,7 @@
 // all of it itself where it is missing.
 #include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_hook.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <string_view>
@@ -21,10 +22,17 @@ py::list slot_list(const std::vector<PyObject*>& slots) {
 }
 
 py::tuple take(Bucket& bucket) {
-  auto [slots, gradients] = bucket.take();
-  py::list tensors(gradients.size());
-  for (size_t i = 0; i < gradients.size(); ++i) tensors[i] = py::cast(std::move(gradients[i]));
-  return py::make_tuple(slot_list(slots), tensors);
+  Bucket::Content content = bucket.take();
+  py::list tensors(content.gradients.size());
+  for (size_t i = 0; i < content.gradients.size(); ++i) tensors[i] = py::cast(std::move(content.gradients[i]));
+  return py::make_tuple(slot_list(content.slots), tensors, content.adoptable);
+}
+
+bool any_gradient(const py::list& parameters) {
+  for (const py::handle parameter : parameters) {
+    if (THPVariable_Unpack(parameter.ptr()).grad().defined()) return true;
+  }
+  return false;
 }
 
 // Puts a hook in front of the only pre-hook of an AccumulateGrad node, a Python one.
@@ -63,8 +71,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   const auto without_gil = py::call_guard<py::gil_scoped_release>();
   py::class_<Bucket, std::shared_ptr<Bucket>>(module, "Bucket")
       .def(py::init<int64_t, int64_t>())
-      .def("put", [](Bucket& bucket, py::object slot, at::Tensor gradient,
-                     int64_t nbytes) { bucket.put(slot.ptr(), std::move(gradient), nbytes); })
+      .def("put", [](Bucket& bucket, py::object slot, const at::Tensor& parameter, const at::Tensor& gradient,
+                     int64_t nbytes) { bucket.put(slot.ptr(), parameter, gradient, nbytes); })
       .def("take", &take)
       .def("slots", [](Bucket& bucket) { return slot_list(bucket.slots()); })
       .def_property_readonly("nbytes", &Bucket::nbytes)
@@ -83,7 +91,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("load", &Direct::load, without_gil)
       .def("open", &Direct::open, without_gil)
       .def("close", &Direct::close, without_gil)
-      .def("skip", &Direct::skip, without_gil);
+      .def("take", &Direct::take);
   py::class_<Entry, std::shared_ptr<Entry>>(module, "Entry")
       .def_property(
           "active", [](const Entry& entry) { return entry.active.load(); },
@@ -92,4 +100,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
           "odd", [](const Entry& entry) { return entry.odd.load(); },
           [](Entry& entry, bool value) { entry.odd = value; });
   module.def("attach", &attach);
+  module.def("any_gradient", &any_gradient);
 }

@@ -1,0 +1,186 @@
+"""Accelerate: a counted optimizer behind `Accelerator.prepare`, in the place of `Accelerator.accumulate`.
+
+optimizer = fusedacc.AccumulatingOptimizer(torch.optim.AdamW(...), gradient_accumulation_steps=8)
+model, optimizer, loader, scheduler = prepare(accelerator, model, optimizer, loader, scheduler)
+for x, y in loader:
+    accelerator.backward(criterion(model(x), y))
+    optimizer.step()        # every 8th call updates, and the loader's last
+    scheduler.step()        # only after an update
+    optimizer.zero_grad()
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType
+from torch import Tensor
+
+from ..amp import GradScaler
+from ..optimizer import AccumulatingOptimizer
+from ..window import MicroBatch
+
+__all__ = ["CountedOptimizer", "prepare"]
+
+_OTHER_WAYS = (
+    DistributedType.DEEPSPEED,
+    DistributedType.MEGATRON_LM,
+    DistributedType.FSDP,
+    DistributedType.XLA,
+)
+
+
+def prepare(accelerator: Accelerator, *objects: Any, device_placement: list[bool] | None = None) -> Any:
+    """`accelerator.prepare(*objects)`, where counted `AccumulatingOptimizer`s become `CountedOptimizer`s.
+
+    With mixed_precision="fp16" the accelerator's loss scaler is replaced by a `fusedacc.amp.GradScaler` of
+    the same settings, which lets the scale change at the end of a window only.
+
+    Args:
+        accelerator: its `gradient_accumulation_steps` is 1.
+        objects, device_placement: as `Accelerator.prepare` takes them.
+
+    Returns:
+        What `Accelerator.prepare` returns.
+
+    Raises:
+        RuntimeError: `accelerator.gradient_accumulation_steps` is not 1, its loss scaler is not torch's, or
+            it is set up for DeepSpeed, Megatron-LM, FSDP or XLA, which step optimizers in ways of their own.
+    """
+    if not any(map(_is_counted, objects)):
+        return accelerator.prepare(*objects, device_placement=device_placement)
+    _check_steps(accelerator.gradient_accumulation_steps)
+    if accelerator.distributed_type in _OTHER_WAYS:
+        raise RuntimeError(
+            f"the Accelerator's distributed_type is {accelerator.distributed_type}, which steps optimizers "
+            "in a way of its own; allowed: one process, or DistributedDataParallel"
+        )
+    _replace_scaler(accelerator)
+    # All accelerators share it, and another's accumulate() may have left False.
+    accelerator.sync_gradients = True
+    places = device_placement or [accelerator.device_placement] * len(objects)
+    counted = [
+        CountedOptimizer(item, place, accelerator.scaler) if _is_counted(item) else item
+        for item, place in zip(objects, places, strict=True)
+    ]
+    return accelerator.prepare(*counted, device_placement=device_placement)
+
+
+class CountedOptimizer(AcceleratedOptimizer):
+    """What `prepare` makes of a counted `AccumulatingOptimizer`, `optimizer`, whose attributes it shows.
+
+    `step_was_skipped` is true on all calls that do not update, so that a prepared scheduler and
+    `accelerator.optimizer_step_was_skipped` count updates.
+
+    Args:
+        optimizer: the counted wrapper.
+        device_placement: whether its state is moved to the accelerator's device.
+        scaler: the accelerator's, if it has one.
+    """
+
+    #: `Accelerator.prepare` registers what is prepared already, and returns it as it is.
+    _is_accelerate_prepared = True
+    optimizer: AccumulatingOptimizer
+    scaler: GradScaler | None
+
+    def __init__(
+        self,
+        optimizer: AccumulatingOptimizer,
+        device_placement: bool = True,
+        scaler: GradScaler | None = None,
+    ) -> None:
+        super().__init__(optimizer, device_placement)
+        self.scaler = scaler
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer" or (name.startswith("__") and name.endswith("__")):
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """End a micro-batch; update from a full window, and from what there is at the loader's end.
+
+        A loader that was not prepared, or `GradientAccumulationPlugin(sync_with_dataloader=False)`, leaves
+        that to `flush()`.
+
+        Raises:
+            RuntimeError: the accelerator accumulates as well; as `AccumulatingOptimizer.step` otherwise.
+        """
+        _check_steps(self.gradient_state.num_steps)
+        if self.scaler is None:
+            self.optimizer.step(closure)
+        else:
+            self._scaled(self.scaler.step, *filter(None, [closure]))
+        if self._ends_loader() and self.optimizer.micro_step:
+            self.flush()
+
+    def flush(self) -> None:
+        """`AccumulatingOptimizer.flush`, with the accelerator's loss scale; `scheduler.step()` may follow."""
+        _check_steps(self.gradient_state.num_steps)
+        if self.scaler is None:
+            self.optimizer.flush()
+        else:
+            self._scaled(self.scaler.flush)
+
+    def _ends_loader(self) -> bool:
+        """Whether the batch at hand is the last of a prepared loader, which ends a window as well."""
+        return self.gradient_state.end_of_dataloader and self.gradient_state.sync_with_dataloader
+
+    def _scaled(self, act: Callable[..., Any], *arguments: Any) -> None:
+        before = self.optimizer.num_skipped
+        act(self.optimizer, *arguments)
+        if self.optimizer.has_updated:  # waits for the device, as torch's scaler does
+            self._is_overflow = bool(self.optimizer.num_skipped > before)
+        self.scaler.update()  # type: ignore[union-attr]
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last `step()` or `flush()` made no update: in mid-window, or of an overflow."""
+        return not self.optimizer.has_updated or self._is_overflow
+
+    def accumulate(
+        self, model: torch.nn.Module | None = None, weight: float | Tensor | None = None
+    ) -> contextlib.AbstractContextManager[MicroBatch]:
+        """`AccumulatingOptimizer.accumulate`, in the place of `Accelerator.accumulate`.
+
+        Raises:
+            RuntimeError: the accelerator accumulates as well.
+        """
+        _check_steps(self.gradient_state.num_steps)
+        # Without the model it synchronises gradients, and those that waited for it.
+        return self.optimizer.accumulate(None if self._ends_loader() else model, weight)
+
+
+def _is_counted(item: Any) -> bool:
+    return isinstance(item, AccumulatingOptimizer) and item._window.counted
+
+
+def _check_steps(steps: int) -> None:
+    if steps != 1:
+        raise RuntimeError(
+            f"the Accelerator has gradient_accumulation_steps={steps}, and the optimizer counts as well: "
+            "losses would be divided twice. Allowed: 1; if one has been divided already, discard()"
+        )
+
+
+def _replace_scaler(accelerator: Accelerator) -> None:
+    scaler = accelerator.scaler
+    if scaler is None or isinstance(scaler, GradScaler):
+        return
+    if type(scaler) not in (torch.amp.GradScaler, torch.cuda.amp.GradScaler):
+        raise RuntimeError(
+            f"the Accelerator's loss scaler is a {type(scaler).__name__}; allowed: torch.amp.GradScaler, none"
+        )
+    accelerator.scaler = GradScaler(
+        accelerator.device.type,
+        init_scale=scaler.get_scale(),
+        growth_factor=scaler.get_growth_factor(),
+        backoff_factor=scaler.get_backoff_factor(),
+        growth_interval=scaler.get_growth_interval(),
+        enabled=scaler.is_enabled(),
+    )

@@ -1,0 +1,108 @@
+"""Transformers: the manual loop inside `Trainer`, whose own `gradient_accumulation_steps` is the only count.
+
+trainer = Trainer(
+    model=model,
+    args=TrainingArguments(gradient_accumulation_steps=8, ...),
+    optimizers=(fusedacc.AccumulatingOptimizer(torch.optim.AdamW(model.parameters())), None),
+    callbacks=[AccumulationCallback()],
+)
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from transformers import GreedyLR, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.loss.loss_utils import LOSS_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.trainer_callback import DefaultFlowCallback
+
+from ..optimizer import AccumulatingOptimizer
+
+__all__ = ["AccumulationCallback"]
+
+
+class AccumulationCallback(TrainerCallback):
+    """Checks that micro-batches are counted once, by the Trainer, and ends what it leaves part-filled.
+
+    The Trainer knows when a window ends from the length of its loader. With a loader that has none, or ends
+    early, it carries the last gradients into the next epoch, at their full weight: here they make an update
+    of their own at the epoch's end, which `global_step` and the scheduler count.
+
+    A window in which training or the epoch is stopped before its last micro-batch is dropped.
+    """
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Check an optimizer that the Trainer was given; raises as `on_train_begin`."""
+        if kwargs["optimizer"] is not None:
+            _check(kwargs["optimizer"], args)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Check the optimizer; warn if the Trainer is going to miscount the model's tokens.
+
+        Raises:
+            TypeError: it is no `AccumulatingOptimizer`.
+            ValueError: it counts micro-batches itself, or its reduction is not "sum".
+        """
+        _check(kwargs["optimizer"].optimizer, args)
+        name = type(kwargs["model"]).__name__
+        loss_type = getattr(kwargs["model"], "loss_type", None)
+        if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and loss_type not in LOSS_MAPPING:
+            warnings.warn(
+                f"{name}.loss_type is {loss_type!r}, from which the Trainer cannot tell that the loss shifts "
+                "labels: num_items_in_batch counts one token too many in each row, and gradients come out "
+                "too small. Set model.loss_type = 'ForCausalLM' before the Trainer is made",
+                stacklevel=2,
+            )
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Update from a window that the loader has left part-filled."""
+        accelerated, scheduler = kwargs["optimizer"], kwargs["lr_scheduler"]
+        optimizer = accelerated.optimizer
+        if control.should_training_stop or control.should_epoch_stop:
+            optimizer.zero_grad()
+        if optimizer._window.empty:
+            return control
+        # As the Trainer does at a window's end.
+        if accelerated.scaler is not None:
+            accelerated.scaler.unscale_(optimizer)
+        if args.max_grad_norm > 0:
+            torch.nn.utils.clip_grad_norm_(kwargs["model"].parameters(), args.max_grad_norm)
+        accelerated.gradient_state._set_sync_gradients(True)
+        accelerated.step()
+        if not accelerated.step_was_skipped and not isinstance(scheduler, ReduceLROnPlateau | GreedyLR):
+            scheduler.step()
+        optimizer.zero_grad()
+        state.global_step += 1
+        return DefaultFlowCallback().on_step_end(args, state, control)
+
+
+def _check(optimizer: Any, args: TrainingArguments) -> None:
+    if not isinstance(optimizer, AccumulatingOptimizer):
+        raise TypeError(
+            f"the Trainer's optimizer is a {type(optimizer).__name__}; allowed: a "
+            "fusedacc.AccumulatingOptimizer, given as Trainer(optimizers=(optimizer, None)) or made in "
+            "Trainer.create_optimizer"
+        )
+    window = optimizer._window
+    if window.counted:
+        raise ValueError(
+            f"the optimizer has gradient_accumulation_steps={window.schedule} and TrainingArguments have "
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps}: both would count, and "
+            "global_step, max_steps and the schedule would not be in updates. Allowed: None for the "
+            "optimizer (AccumulatingOptimizer(optimizer)), and the number in TrainingArguments"
+        )
+    if window.reduction != "sum":
+        raise ValueError(
+            f"the optimizer has reduction={window.reduction!r}, and the Trainer scales losses itself, by "
+            "num_items_in_batch or gradient_accumulation_steps; allowed: 'sum', the default"
+        )

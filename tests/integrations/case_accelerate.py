@@ -1,0 +1,197 @@
+"""Accelerate's own accumulation and ours inside it, on the same loops."""
+
+from __future__ import annotations
+
+import itertools
+import textwrap
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import accelerate
+import torch
+from accelerate import Accelerator
+from comparison import Row, difference, snapshot
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import fusedacc
+from fusedacc.integrations.accelerate import prepare
+
+STEPS, EPOCHS, LR, MOMENTUM = 4, 4, 0.05, 0.9
+Loss = Callable[[nn.Module, list[Tensor]], Tensor]
+
+
+class Case:
+    """A model, its data and its loss; the same at every call.
+
+    Attributes:
+        model: makes it.
+        loader: makes a DataLoader of micro-batches, whose number is no multiple of `STEPS`.
+        loss: the loss of a micro-batch, a mean over its `weight`.
+        weight: how many samples or tokens a micro-batch's loss is the mean of.
+        reduction: ours.
+    """
+
+    reduction: str
+
+    def model(self) -> nn.Module: ...
+    def loader(self) -> DataLoader: ...
+    def loss(self, model: nn.Module, batch: list[Tensor]) -> Tensor: ...
+    def weight(self, batch: list[Tensor]) -> int: ...
+
+
+class Digits(Case):
+    """352 handwritten digits in micro-batches of 16: 22, five windows of four and one of two."""
+
+    reduction = "mean"
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10))
+
+    def loader(self) -> DataLoader:
+        images, labels = load_digits(return_X_y=True)
+        images, labels = torch.tensor(images[:352], dtype=torch.float32) / 16, torch.tensor(labels[:352])
+        return DataLoader(TensorDataset(images, labels), batch_size=16)
+
+    def loss(self, model: nn.Module, batch: list[Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    def weight(self, batch: list[Tensor]) -> int:
+        return len(batch[1])
+
+
+class Text(Case):
+    """Lines of Python's source, two to a micro-batch, of 1 to 90 bytes; the loss is a mean over bytes."""
+
+    reduction = "weighted"
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(128, 16), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 128))
+
+    def loader(self) -> DataLoader:
+        lines = [line for line in Path(textwrap.__file__).read_bytes().splitlines() if len(line) > 1][:44]
+        lines = [torch.tensor(list(line)).clamp(max=127) for line in lines]
+        return DataLoader(lines, batch_size=2, collate_fn=self._padded)
+
+    @staticmethod
+    def _padded(lines: list[Tensor]) -> list[Tensor]:
+        pad = nn.utils.rnn.pad_sequence
+        inputs = pad([line[:-1] for line in lines], batch_first=True)
+        return [inputs, pad([line[1:] for line in lines], batch_first=True, padding_value=-100)]
+
+    def loss(self, model: nn.Module, batch: list[Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    def weight(self, batch: list[Tensor]) -> int:
+        return int(batch[1].ne(-100).sum())
+
+
+def stock(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
+
+
+def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    """A schedule that shows when it is stepped too often or too rarely."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 0.5 ** (update // 8))
+
+
+def windows(batches: Iterable[list[Tensor]]) -> Iterable[list[list[Tensor]]]:
+    batches = iter(batches)
+    while window := list(itertools.islice(batches, STEPS)):
+        yield window
+
+
+def exact(case: Case) -> tuple[nn.Module, int]:
+    """float64 updates from the gradient of each whole window's mean; the model, and how many updates."""
+    model = case.model().double()
+    optimizer, updates = stock(model), 0
+    scheduler = halving(optimizer)
+    for _epoch in range(EPOCHS):
+        for window in windows(case.loader()):
+            total = sum(case.weight(batch) for batch in window)
+            for batch in window:
+                batch = [part.double() if part.is_floating_point() else part for part in batch]
+                (case.loss(model, batch) * case.weight(batch) / total).backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            updates += 1
+    return model, updates
+
+
+def theirs(case: Case) -> tuple[nn.Module, int]:
+    """Accelerate's loop as its guide writes it."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=STEPS)
+    model = case.model()
+    optimizer = stock(model)
+    scheduler, updates = halving(optimizer), []
+    optimizer.register_step_post_hook(lambda *_: updates.append(1))
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, case.loader(), scheduler)
+    for _epoch in range(EPOCHS):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(case.loss(model, batch))
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+    return model, len(updates)
+
+
+def ours(case: Case, **options) -> tuple[nn.Module, int]:
+    """The same with our window; `options` are the wrapper's, `model=True` for the model at hand."""
+    accelerator = Accelerator(cpu=True)
+    model = case.model()
+    options = options | {"model": model if options.get("model") else None}
+    optimizer = fusedacc.AccumulatingOptimizer(stock(model), STEPS, reduction=case.reduction, **options)
+    scheduler = halving(optimizer)
+    model, optimizer, loader, scheduler = prepare(accelerator, model, optimizer, case.loader(), scheduler)
+    for _epoch in range(EPOCHS):
+        for batch in loader:
+            weight = case.weight(batch) if case.reduction == "weighted" else None
+            with optimizer.accumulate(model, weight):
+                accelerator.backward(case.loss(model, batch))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    return model, optimizer.num_updates
+
+
+def tolerance(case: Case) -> float:
+    """What rounding in float32 may add up to, relative to how far the parameters move (`difference`).
+
+    Each update rounds a sum over all rows of its window, and then the parameter.
+    """
+    reference, updates = exact(case)
+    start, rows = snapshot(case.model()), max(case.weight(batch) for batch in case.loader()) * STEPS
+    moved = zip(reference.parameters(), start, strict=True)
+    sizes = max(float(end.detach().abs().max() / (end.detach() - begin).abs().max()) for end, begin in moved)
+    return torch.finfo(torch.float32).eps * updates * (rows + sizes)
+
+
+def compare() -> list[Row]:
+    """A row for each case."""
+    rows = []
+    for case, name, remark in (
+        (Digits(), "ragged last window", "divides the last window, which is not full, by k"),
+        (Text(), "ragged lengths, token-weighted loss", "mean of means; and the last window"),
+    ):
+        start = snapshot(case.model())
+        runs = exact(case), theirs(case), ours(case)
+        (reference, updates), (their_model, their_updates), (our_model, our_updates) = runs
+        wanted = snapshot(reference)
+        rows.append(
+            Row(
+                f"Accelerate {accelerate.__version__}",
+                name,
+                difference(snapshot(their_model), wanted, start),
+                difference(snapshot(our_model), wanted, start),
+                updates,
+                their_updates,
+                our_updates,
+                remark,
+            )
+        )
+    return rows
