@@ -95,6 +95,8 @@ class Arming:
 
     def _arm(self, slot: Slot) -> None:
         param = slot.param
+        if not param.is_leaf:  # of a differentiable optimizer: autograd hands its gradient on and stores none
+            return self._disarm(slot)
         if slot.accumulate_dtype != param.dtype and not slot.widened and not process_group_up():
             slot.former_grad_dtype, slot.widened = param.grad_dtype, True
             param.grad_dtype = None

@@ -1,9 +1,10 @@
 """What a state_dict carries beside the inner optimizer's own, and back.
 
-The sum of a part-filled window stands with its parameter's state, under `SUM`. Counters stand at the top
-level, under `OWN`, and once more beside each sum, under `COUNTERS`: distributed checkpoint drops top-level
-keys that it does not know. float32 masters stand with their parameters' state too, under `MASTER`. All are
-taken out before the inner optimizer sees a checkpoint, because it would cast them to the parameters' dtype.
+The sum of a part-filled window stands with its parameter's state, under `SUM`, and so do float32 masters,
+under `MASTER`. Counters stand at the top level, under `OWN`; in each group, as text, and beside each sum, as
+bytes, under `COUNTERS`: distributed checkpoint drops top-level keys that it does not know, and loads only
+what a fresh optimizer has too; a group's counters then tell of sums that were lost on the way. All are taken
+out before the inner optimizer sees a checkpoint, because it would cast them to the parameters' dtype.
 """
 
 from __future__ import annotations
@@ -17,18 +18,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from . import checkpoint_checks as checks
 from .arena import Arena
-from .masters import Masters
+from .checkpoint_checks import OWN, VERSION
+from .masters import LOW, Masters
 from .slot import Slot
 from .window import Window, fresh_window
 
-OWN = "fusedacc"
 SUM = "fusedacc_sum"
 COUNTERS = "fusedacc_counters"
 MASTER = "fusedacc_master"
-VERSION = 2
-#: Those that can be read; before 2, sums owed nothing (see `debts`).
-READABLE = (1, VERSION)
 
 
 def _slots_by_index(optimizer: Optimizer, arena: Arena) -> dict[int, Slot]:
@@ -47,11 +46,9 @@ def _packed(counters: dict[str, Any]) -> Tensor:
 
 def _unpacked(packed: Any) -> Any:
     try:
-        return json.loads(bytes(packed.tolist()))
-    except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"the counters of a part-filled window ({COUNTERS!r}) are damaged: {error}"
-        ) from None
+        return json.loads(packed if isinstance(packed, str) else bytes(packed.tolist()))
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"the counters ({COUNTERS!r}) are damaged: {error}") from None
 
 
 def save(
@@ -81,7 +78,67 @@ def save(
                 counters = _packed(own | {"delivered": slots[index].delivered, "owed": owed})
                 kept = {SUM: total.detach().clone(), COUNTERS: counters}
                 result["state"][index] = {**result["state"].get(index, {}), **kept}
+    result["param_groups"] = [group | {COUNTERS: json.dumps(own)} for group in result["param_groups"]]
     return result
+
+
+class _Parts:
+    """A checkpoint taken apart: what is the inner optimizer's, and what is ours. Arguments as `load`.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+
+    def __init__(self, state_dict: dict[str, Any]) -> None:
+        checks.check_structure(state_dict)
+        #: By the saved names of the parameters: sums, the counters beside them, and masters.
+        self.sums: dict[Any, Any] = {}
+        self.counters: dict[Any, Any] = {}
+        self.masters: dict[Any, Any] = {}
+        self.state: dict[Any, Any] = {}
+        for name, entry in state_dict["state"].items():
+            self.state[name] = self._inner_entry(name, entry)
+        for name in [name for name, entry in state_dict["state"].items() if entry and not self.state[name]]:
+            del self.state[name]
+        if self.sums.keys() != self.counters.keys():
+            raise ValueError("state_dict is damaged: sums without counters, or counters without sums")
+        groups = state_dict["param_groups"]
+        self.copies = [_unpacked(group[COUNTERS]) for group in groups if COUNTERS in group]
+        own = state_dict.get(OWN)
+        if own is None and (self.copies or self.counters):
+            own = [*self.copies, *self.counters.values()][0]
+            if not isinstance(own, dict):
+                raise ValueError(f"the counters ({COUNTERS!r}) are damaged")
+            own = {key: value for key, value in own.items() if key not in ("delivered", "owed")}
+        self.own = own
+        self.groups = [{key: value for key, value in group.items() if key != COUNTERS} for group in groups]
+        others = {name: value for name, value in state_dict.items() if name != OWN}
+        self.inner = others | {"state": self.state, "param_groups": self.groups}
+
+    def _inner_entry(self, name: Any, entry: Any) -> Any:
+        if not isinstance(entry, dict) or entry.keys().isdisjoint((SUM, COUNTERS, MASTER)):
+            return entry
+        if SUM in entry:
+            self.sums[name] = entry[SUM]
+        if COUNTERS in entry:
+            self.counters[name] = _unpacked(entry[COUNTERS])
+        if MASTER in entry:
+            self.masters[name] = entry[MASTER]
+        return {key: value for key, value in entry.items() if key not in (SUM, COUNTERS, MASTER)}
+
+    def check(self, slots: dict[Any, Slot], window: Window, masters: bool) -> None:
+        """Raise ValueError where it does not fit. `masters`: whether the wrapper keeps some."""
+        if self.own is not None:
+            checks.check_window(self.own, len(self.sums), window)
+            for copy in self.copies:
+                checks.check_copy(copy, self.own, "the counters in a group")
+            for name, total in self.sums.items():
+                checks.check_counters(self.counters[name], self.own, name)
+                checks.check_sum(total, name, slots.get(name))
+        kept = slots.items() if masters else ()
+        # Distributed checkpoint leaves out those of frozen parameters.
+        low = {name for name, slot in kept if slot.param.dtype in LOW and slot.param.requires_grad}
+        checks.check_masters(self.masters, slots, low)
 
 
 def load(
@@ -92,101 +149,40 @@ def load(
     Raises:
         TypeError, ValueError: it is damaged or does not fit; nothing has changed then.
     """
-    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
-        raise ValueError("state_dict must be a dict with 'state' and 'param_groups', as state_dict() returns")
-    inner = {name: value for name, value in state_dict.items() if name != OWN}
-    own = state_dict.get(OWN)
-    sums: dict[Any, tuple[Any, bool, float]] = {}
-    saved: dict[Any, Any] = {}
-    inner["state"] = {}
-    for index, entry in state_dict["state"].items():
-        if isinstance(entry, dict) and MASTER in entry:
-            saved[index] = entry[MASTER]
-            entry = {name: value for name, value in entry.items() if name != MASTER}
-            if not entry:
-                continue
-        if isinstance(entry, dict) and SUM in entry:
-            counters = _unpacked(entry.get(COUNTERS))
-            own = own or counters
-            sums[index] = entry[SUM], counters.get("delivered") is True, counters.get("owed", 1.0)
-            entry = {name: value for name, value in entry.items() if name not in (SUM, COUNTERS)}
-            if not entry:
-                continue
-        inner["state"][index] = entry
+    parts = _Parts(state_dict)
     # As torch does: the saved names of parameters, whatever they are, stand for the present ones by position.
-    names = [name for group in state_dict["param_groups"] for name in group["params"]]
+    names = [name for group in parts.groups for name in group["params"]]
     present = _slots_by_index(optimizer, arena)
     slots = {name: present[index] for index, name in enumerate(names) if index in present}
-    if own is not None:
-        _check(own, {name: total for name, (total, *_) in sums.items()}, slots, window)
-    _check_masters(saved, slots)
+    parts.check(slots, window, masters is not None)
 
     groups, state = optimizer.param_groups, optimizer.state
     # torch casts state to the parameters' dtype, which has to be the masters' then.
     wide = nullcontext() if masters is None else masters.swapped(arena.slots, write_back=False)
     try:
         with wide:
-            optimizer.load_state_dict(inner)
-    except BaseException:
+            optimizer.load_state_dict(parts.inner)
+        # Not before: users' hooks may adapt what is loaded.
+        checks.check_groups(optimizer.param_groups, groups, optimizer.defaults)
+        checks.check_inner_state(optimizer, {id(slot.param): name for name, slot in slots.items()})
+    except BaseException as error:
         optimizer.param_groups, optimizer.state = groups, state
+        relied_on = LookupError, AttributeError, RuntimeError  # a key or a form that is not there
+        if isinstance(error, relied_on) and not isinstance(error, torch.OutOfMemoryError):
+            raise ValueError(f"state_dict does not fit {type(optimizer).__name__}: {error!r}") from error
         raise
-    if window.counted or sums:
+    if window.counted or parts.sums:
         arena.clear()
-    window.restore(Window(None, None).state() if own is None else own["window"])
-    for name, saved_sum in sums.items():
-        arena.restore(slots[name], *saved_sum)
+    window.restore(Window(None, None).state() if parts.own is None else parts.own["window"])
+    for name, total in parts.sums.items():
+        counters = parts.counters[name]
+        arena.restore(slots[name], total, counters["delivered"], counters.get("owed", 1.0))
     if masters is not None:
-        for name, master in saved.items():
+        for name, master in parts.masters.items():
             masters.put(slots[name], master)
-    elif saved:
+    elif parts.masters:
         warnings.warn(
             "state_dict holds float32 masters, and this wrapper keeps none: they and the precision of the "
             "state are lost; pass master_weights=True to take them over",
             stacklevel=3,
         )
-
-
-def _check_masters(saved: dict[Any, Any], slots: dict[Any, Slot]) -> None:
-    """Raise ValueError unless the masters are float32 tensors of the parameters' shapes."""
-    for name, master in saved.items():
-        if name not in slots:
-            raise ValueError(f"state_dict holds a master of parameter {name!r}, of {len(slots)} parameters")
-        shape = slots[name].param.shape
-        if not isinstance(master, Tensor) or master.shape != shape or master.dtype != torch.float32:
-            got = f"{tuple(master.shape)} {master.dtype}" if isinstance(master, Tensor) else type(master)
-            raise ValueError(f"the master of parameter {name!r} is {got}; allowed: float32 {tuple(shape)}")
-
-
-def _check(own: Any, sums: dict[Any, Any], slots: dict[Any, Slot], window: Window) -> None:
-    """Raise ValueError unless the counters and sums fit each other, the parameters and the window."""
-    required = {"version", "counted", "reduction", "window"} | ({"sums"} if sums else set())
-    if not isinstance(own, dict) or not required <= own.keys() or not isinstance(own["window"], dict):
-        raise ValueError(f"state_dict[{OWN!r}] is damaged: it needs {', '.join(sorted(required))}")
-    if own["version"] not in READABLE:
-        allowed = ", ".join(map(str, READABLE))
-        raise ValueError(f"state_dict[{OWN!r}] is of version {own['version']!r}; allowed: {allowed}")
-    missing = window.state().keys() - own["window"].keys()
-    if missing:
-        raise ValueError(f"state_dict[{OWN!r}]['window'] is damaged: it lacks {', '.join(sorted(missing))}")
-    if len(sums) != own.get("sums", 0):
-        raise ValueError(
-            f"state_dict is damaged: its window has the sums of {own.get('sums', 0)} parameters, it holds "
-            f"those of {len(sums)}"
-        )
-    if sums and (own["counted"], own["reduction"]) != (window.counted, window.reduction):
-        loops = {True: "counted", False: "manual"}
-        raise ValueError(
-            f"state_dict holds a part-filled window of a {loops[bool(own['counted'])]} loop with "
-            f"reduction={own['reduction']!r}, this is a {loops[window.counted]} loop with "
-            f"reduction={window.reduction!r}; save with include_partial=False to change between them"
-        )
-    for name, total in sums.items():
-        if name not in slots:
-            raise ValueError(f"state_dict holds a sum of parameter {name!r}, of {len(slots)} parameters")
-        param = slots[name].param
-        if not isinstance(total, Tensor) or total.shape != param.shape:
-            got = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
-            raise ValueError(f"the sum of parameter {name!r} is {got}; its shape is {tuple(param.shape)}")
-        kinds = (total.is_floating_point(), total.is_complex())
-        if kinds != (param.is_floating_point(), param.is_complex()):
-            raise ValueError(f"the sum of parameter {name!r} is {total.dtype}, the parameter {param.dtype}")

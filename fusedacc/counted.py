@@ -56,8 +56,21 @@ class CountedLoop:
             self._capture.refresh()
             self._arena.disown()
         waiting = window.unsynchronised and not window.micro.ran  # for a backward that synchronises
+        if self._ending.inner.defaults.get("differentiable"):
+            self._check_graphless()
         if not (window.micro.deferred or waiting):
             self._capture.collect(self._slots)
+
+    def _check_graphless(self) -> None:
+        """Raise RuntimeError where a sum would lose the graph of a gradient."""
+        for slot in self._slots:
+            gradient = slot.param.grad
+            if gradient is not None and gradient.requires_grad and slot.is_foreign(gradient):
+                raise RuntimeError(
+                    f"the gradient of parameter {slot.name!r} has a graph, and the optimizer is made with "
+                    "differentiable=True: sums over micro-batches have none. Allowed: "
+                    "gradient_accumulation_steps=None (the manual loop), or gradients that are detached"
+                )
 
     def closes_window(self) -> bool:
         """Whether a `step()` now would update; takes in what is in p.grad, as that would."""

@@ -75,6 +75,8 @@ def route(slot: Slot, arena: Arena) -> Route:
     param = slot.param
     if not param.requires_grad:
         return Route("none", "-", "frozen: requires_grad is False")
+    if not param.is_leaf:
+        return Route("eager", "eager", "not a leaf: autograd stores no gradient; one put into p.grad counts")
     if process_group_up():
         return Route("eager", "stock", "a process group is up: autograd fills p.grad")
     if param._post_accumulate_grad_hooks:

@@ -302,9 +302,12 @@ class AccumulatingOptimizer(Delegate, Progress):
             ValueError, TypeError: the checkpoint does not fit; everything is left as it was.
         """
         self._capture.settle()
-        checkpoint.load(self.optimizer, self._window, self._arena, self._masters, state_dict)
-        self._capture.rearm(self._slots if self._masters is not None else ())
-        self._capture.refresh()
+        self._count_skipped()
+        try:
+            checkpoint.load(self.optimizer, self._window, self._arena, self._masters, state_dict)
+        finally:
+            self._capture.rearm(self._slots if self._masters is not None else ())
+            self._capture.refresh()
 
     def __getstate__(self) -> dict[str, Any]:
         self._capture.settle()

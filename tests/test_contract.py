@@ -75,51 +75,6 @@ class TestOptimizer:
         fusedacc.AccumulatingOptimizer(inner).train()
         assert inner.mode == "train"
 
-    @pytest.mark.parametrize(
-        "make",
-        [
-            lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda epoch: 0.5**epoch),
-            lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=20),
-            lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0),
-            lambda o: torch.optim.lr_scheduler.SequentialLR(
-                o,
-                [
-                    torch.optim.lr_scheduler.LinearLR(o, total_iters=2),
-                    torch.optim.lr_scheduler.ExponentialLR(o, 0.5),
-                ],
-                milestones=[2],
-            ),
-            lambda o: torch.optim.lr_scheduler.ChainedScheduler(
-                [
-                    torch.optim.lr_scheduler.ConstantLR(o, factor=0.1),
-                    torch.optim.lr_scheduler.StepLR(o, 1),
-                ]
-            ),
-        ],
-        ids=["lambda", "one-cycle", "plateau", "sequential", "chained"],
-    )
-    def test_schedulers_act_as_on_the_bare_optimizer(self, make, recwarn):
-        rates = []
-        for wrapped in (False, True):
-            model = network()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-            if wrapped:
-                optimizer = fusedacc.AccumulatingOptimizer(optimizer, 2)
-            scheduler = make(optimizer)
-            plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-            seen = []
-            for _ in range(5):
-                for _ in range(2 if wrapped else 1):
-                    loss_of(model).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-                scheduler.step(1.0) if plateau else scheduler.step()
-                seen.append(optimizer.param_groups[0]["lr"])
-            rates.append(seen)
-        assert rates[0] == rates[1]
-        assert len(set(rates[0])) > 1
-        assert not [w for w in recwarn if "lr_scheduler.step" in str(w.message)]
-
     @pytest.mark.parametrize("steps", [None, 3])
     def test_step_hooks_fire_once_per_update(self, steps):
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -370,3 +325,130 @@ class TestVisibility:
         assert [g.item() for g in kept] == [1.0, 2.0, 4.0]
         assert weight.grad.item() == 7.0
         optimizer.step()
+
+
+class TestWrapping:
+    """What frameworks do to an optimizer that they take over."""
+
+    def test_a_dynamic_subclass_with_a_dict_of_its_own(self):
+        """Lightning's way: the counters are one object, whichever of the two is asked or stepped."""
+        model = network()
+        optimizer = wrap(model, 2)
+        kind = type("Taken" + type(optimizer).__name__, (type(optimizer),), {})
+        taken = object.__new__(kind)
+        taken.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k not in ("step", "__del__")})
+        assert isinstance(taken, torch.optim.Optimizer)
+        for stepped in (taken, optimizer, optimizer, taken):
+            loss_of(model).backward()
+            stepped.step(), stepped.zero_grad()
+            for name in ("micro_step", "num_updates", "has_updated", "will_update"):
+                assert getattr(taken, name) == getattr(optimizer, name)
+        assert (taken.num_updates, optimizer.has_updated) == (2, True)
+        assert taken.param_groups is optimizer.param_groups is optimizer.optimizer.param_groups
+
+    @pytest.mark.parametrize("steps", [None, 3])
+    def test_the_closure_always_runs(self, steps):
+        """Also in mid-window, where nothing is updated, and also after a scheduler has patched `step`."""
+        weight, optimizer = scalar(steps)
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        calls = []
+
+        def closure() -> torch.Tensor:
+            calls.append(torch.is_grad_enabled())
+            loss = weight * 1.0
+            loss.backward()
+            return loss
+
+        for _ in range(4):
+            assert isinstance(optimizer.step(closure), torch.Tensor)
+        assert calls == [True] * 4
+        assert optimizer.num_updates == (1 if steps else 4)
+
+    def test_a_patched_step_is_patched_once(self):
+        _, optimizer = scalar(2)
+        schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+        patched = optimizer.step
+        schedulers.append(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+        assert optimizer.step is patched
+        assert optimizer.step.__name__ == "step"
+
+    @pytest.mark.parametrize("steps", [None, 2])
+    def test_profilers_see_the_inner_step_once_per_update(self, steps):
+        """torch's own wrapping of step() names the region of the inner optimizer."""
+        model = network()
+        optimizer = wrap(model, steps)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            for _ in range(4):
+                micro_batch(model, optimizer)
+        seen = [event.name for event in profile.events() if event.name.startswith("Optimizer.step")]
+        assert seen == ["Optimizer.step#SGD.step"] * (2 if steps else 4)
+
+    def test_the_same_hook_on_the_wrapper_and_the_inner_optimizer_is_one_list(self):
+        model = network()
+        optimizer = wrap(model, 2)
+        fired: list[str] = []
+        handle = optimizer.register_step_post_hook(lambda *_: fired.append("wrapper"))
+        optimizer.optimizer.register_step_post_hook(lambda *_: fired.append("inner"))
+        for _ in range(4):
+            micro_batch(model, optimizer)
+        optimizer.flush()
+        handle.remove()
+        micro_batch(model, optimizer)
+        optimizer.flush()
+        assert fired == ["wrapper", "inner"] * 2 + ["inner"]
+
+    def test_hooks_get_the_inner_optimizer_and_may_change_gradients(self):
+        weight, optimizer = scalar(2)
+        got = []
+
+        def halve(inner, arguments, keywords) -> None:
+            got.append(inner)
+            weight.grad.mul_(0.5)
+
+        optimizer.register_step_pre_hook(halve)
+        for _ in range(2):
+            (weight * 4.0).backward()
+            optimizer.step()
+        assert got == [optimizer.optimizer]
+        assert weight.item() == -2.0
+
+    def test_state_dict_hooks_may_replace_what_they_get(self):
+        model = network()
+        optimizer = wrap(model, 2)
+        micro_batch(model, optimizer), micro_batch(model, optimizer)
+        micro_batch(model, optimizer)
+        optimizer.register_state_dict_post_hook(lambda _, state: {**state, "note": "mine"})
+        saved = optimizer.state_dict()
+        assert saved["note"] == "mine"
+        seen = []
+        optimizer.register_load_state_dict_pre_hook(lambda _, state: seen.append(state.pop("note")))
+        optimizer.load_state_dict(saved)
+        assert seen == ["mine"]
+        assert (optimizer.micro_step, optimizer.num_updates) == (1, 1)
+        assert saved["note"] == "mine", "a hook works on a copy"
+
+    def test_reassigned_groups_and_state_are_what_an_update_uses(self):
+        """fastai assigns `param_groups`, Accelerate reloads them at prepare, schedulers write into them."""
+        weight, optimizer = scalar(2)
+        optimizer.param_groups = [dict(group, lr=10.0) for group in optimizer.param_groups]
+        for wanted in (-10.0, -11.0):
+            for _ in range(2):
+                (weight * 1.0).backward()
+                optimizer.step(), optimizer.zero_grad()
+            assert weight.item() == wanted
+            optimizer.param_groups[0]["lr"] = 1.0
+
+    def test_saved_whole_by_torch(self, tmp_path):
+        """Model and optimizer in one file, in mid-window, with a scheduler that has patched `step`."""
+        model = network()
+        optimizer = wrap(model, 2)
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        for seed in range(3):
+            micro_batch(model, optimizer, seed)
+        torch.save((model, optimizer), tmp_path / "both.pt")
+        twin, other = torch.load(tmp_path / "both.pt", weights_only=False)
+        assert (other.micro_step, other.num_updates) == (1, 1)
+        for m, o in ((model, optimizer), (twin, other)):
+            micro_batch(m, o, 3)
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(p, q)

@@ -6,8 +6,16 @@ import copy
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from loops import LOW, expected, gradients, loss_of, micro_batch, network, wrap
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from test_resume import WAYS, assert_identical, settings
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from fusedacc.integrations.distributed_checkpoint import make_room
 
 
 def pair(steps, dtype=torch.float32):
@@ -104,3 +112,97 @@ def test_a_warm_up_from_lr_zero_counts_after_a_move():
         counts.append((optimizer.micro_step, optimizer.num_updates))
     assert counts == [(1, 0), (0, 1)]
     assert optimizer.state[model[0].weight]["step"] == 1
+
+
+def nested(model, optimizer) -> dict:
+    return {"model": model.state_dict(), "training": {"optim": get_optimizer_state_dict(model, optimizer)}}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+class TestFolder:
+    """torch.distributed.checkpoint.save and load, in a single process."""
+
+    @pytest.mark.parametrize("done", [2, 4, 6])
+    @pytest.mark.parametrize("before", [0, 5])
+    @pytest.mark.parametrize("options", WAYS.values(), ids=WAYS.keys())
+    def test_goes_on_bit_for_bit(self, tmp_path, options, done, before):
+        """Into a fresh wrapper, or one that is in mid-window; from mid-window or from a window's end."""
+        model, optimizer, train = settings(**options)
+        train(range(done))
+        dcp.save(nested(model, optimizer), checkpoint_id=tmp_path)
+        other, resumed, train_other = settings(**options)
+        train_other(range(20, 20 + before))
+        target = nested(other, resumed)
+        make_room(target, tmp_path)
+        dcp.load(target, checkpoint_id=tmp_path)
+        other.load_state_dict(target["model"])
+        set_optimizer_state_dict(other, resumed, target["training"]["optim"])
+        assert (resumed.micro_step, resumed.num_updates) == (done % 4, done // 4)
+        for go_on in (train, train_other):
+            go_on(range(done, 13))
+        optimizer.flush(), resumed.flush()
+        assert_identical(model.state_dict(), other.state_dict())
+        assert_identical(optimizer.state_dict(), resumed.state_dict())
+
+    def test_a_window_that_was_given_no_room_is_missed(self, tmp_path):
+        model, optimizer, train = settings()
+        train(range(6))
+        dcp.save(nested(model, optimizer), checkpoint_id=tmp_path)
+        other, resumed, train_other = settings()
+        train_other(range(4))
+        before = copy.deepcopy(resumed.state_dict())
+        target = nested(other, resumed)
+        dcp.load(target, checkpoint_id=tmp_path)
+        with pytest.raises(ValueError, match=r"sums of 4 parameters, it holds those of 0.*make_room"):
+            set_optimizer_state_dict(other, resumed, target["training"]["optim"])
+        assert_identical(before["state"], resumed.state_dict()["state"])
+        assert (resumed.micro_step, resumed.num_updates) == (0, 1)
+
+    def test_a_windows_end_needs_no_room(self, tmp_path):
+        model, optimizer, train = settings()
+        train(range(8))
+        dcp.save(nested(model, optimizer), checkpoint_id=tmp_path)
+        other, resumed, _ = settings()
+        target = nested(other, resumed)
+        dcp.load(target, checkpoint_id=tmp_path)
+        set_optimizer_state_dict(other, resumed, target["training"]["optim"])
+        assert (resumed.micro_step, resumed.num_updates) == (0, 2)
+
+    def test_room_in_a_reader_and_none_where_there_is_no_optimizer(self, tmp_path):
+        model, optimizer, train = settings()
+        train(range(2))
+        dcp.save(nested(model, optimizer), checkpoint_id=tmp_path)
+        target = {"model": model.state_dict()}
+        make_room(target, dcp.FileSystemReader(tmp_path))
+        assert target.keys() == {"model"}
+        assert "training" not in target
+
+    def test_the_bare_optimizers_folder(self, tmp_path):
+        """Saved without the wrapper and loaded with it, and the other way round."""
+        model, optimizer, train = settings()
+        train(range(8))
+        other, resumed, _ = settings()
+        for number, (saver, loader) in enumerate(
+            [(optimizer.optimizer, resumed), (optimizer, resumed.optimizer)]
+        ):
+            folder = tmp_path / str(number)
+            dcp.save(nested(model, saver), checkpoint_id=folder)
+            target = nested(other, loader)
+            make_room(target, folder)
+            dcp.load(target, checkpoint_id=folder)
+            set_optimizer_state_dict(other, loader, target["training"]["optim"])
+            assert_identical(
+                optimizer.optimizer.state_dict()["state"], resumed.optimizer.state_dict()["state"]
+            )
+
+    def test_flattened_the_inner_state_comes_through_and_nothing_else(self):
+        """torch keeps only the keys that the live optimizer has; the documentation says so."""
+        options = StateDictOptions(flatten_optimizer_state_dict=True)
+        model, optimizer, train = settings()
+        train(range(6))
+        saved = get_optimizer_state_dict(model, optimizer, options=options)
+        other, resumed, _ = settings()
+        set_optimizer_state_dict(other, resumed, saved, options=options)
+        assert (resumed.micro_step, resumed.num_updates) == (0, 0)
+        inner = optimizer.optimizer.state_dict()["state"]
+        assert_identical(inner, resumed.optimizer.state_dict()["state"])

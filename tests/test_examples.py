@@ -37,6 +37,17 @@ def test_digits_are_learnt():
     assert float(accuracy) > 85
 
 
+def test_a_schedule_is_resumed_in_mid_window():
+    script = [sys.executable, "scheduler.py"]
+    found = subprocess.run(
+        script, cwd=EXAMPLES, env=with_package(), capture_output=True, text=True, timeout=300
+    )
+    assert found.returncode == 0, found.stderr
+    steps, accuracy, same = re.search(r"(\d+) steps .*accuracy ([\d.]+)%, .*: (\w+)", found.stdout).groups()
+    assert (int(steps), same) == (300, "True")
+    assert float(accuracy) > 85
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "autocast"])
 def test_demo_trains_all_loops_alike(byte_transformer, dtype, tmp_path, capsys):
     arguments = ["--dtype", dtype, "--updates", "6", "--steps", "4", "--rounds", "1", "--width", "64"]

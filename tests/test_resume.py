@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import os
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from loops import LOW, loss_of, network, wrap
 from torch import nn
 
 import fusedacc
@@ -146,6 +148,56 @@ def test_state_dict_survives_a_file_of_plain_tensors_and_numbers():
     assert_identical(optimizer.state_dict(), fresh.state_dict())
 
 
+def settings(**options):
+    """What is trained and saved: a model, its wrapper, and micro-batches by their seeds."""
+    dtype, weighted = options.pop("dtype", torch.float32), options.get("reduction") == "weighted"
+    frozen, inside = options.pop("frozen", False), options.pop("inside", False)
+    model = network(dtype)
+    model[0].weight.requires_grad_(not frozen)
+    adam = functools.partial(torch.optim.Adam, eps=1e-4)  # float16 holds it
+    optimizer = wrap(model, 4, adam, lr=0.01, model=model if inside else None, **options)
+
+    def train(seeds) -> None:
+        for seed in seeds:
+            with optimizer.accumulate(weight=seed + 1 if weighted else None):
+                loss_of(model, seed).backward()
+            optimizer.step(), optimizer.zero_grad()
+
+    return model, optimizer, train
+
+
+WAYS = {
+    "float32": {},
+    "bfloat16": {"dtype": LOW},
+    "float16": {"dtype": torch.float16},
+    "masters": {"dtype": LOW, "master_weights": True},
+    "masters, one frozen": {"dtype": LOW, "master_weights": True, "frozen": True},
+    "model=": {"inside": True},
+    "model=, bfloat16": {"inside": True, "dtype": LOW},
+    "model=, masters": {"inside": True, "dtype": LOW, "master_weights": True},
+    "weighted": {"dtype": LOW, "reduction": "weighted"},
+}
+
+
+@pytest.mark.parametrize("done", [2, 4, 7])
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS.keys())
+def test_every_kind_of_window_survives_a_file_bit_for_bit(options, done):
+    model, optimizer, train = settings(**options)
+    train(range(done))
+    saved = through_file([model.state_dict(), optimizer.state_dict()])
+    other, resumed, train_other = settings(**options)
+    train_other(range(20, 25))
+    other.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    assert_identical(saved[1], resumed.state_dict())
+    sums = [e["fusedacc_sum"].dtype for e in saved[1]["state"].values() if "fusedacc_sum" in e]
+    assert set(sums) == (set() if done == 4 else {torch.float32})
+    for go_on in (train, train_other):
+        go_on(range(done, 13))
+    optimizer.flush(), resumed.flush()
+    assert_identical([model.state_dict(), optimizer.state_dict()], [other.state_dict(), resumed.state_dict()])
+
+
 def test_a_checkpoint_is_a_snapshot():
     """What is done after `state_dict()` does not show in what it returned."""
     model, optimizer = pair()
@@ -241,6 +293,25 @@ def test_the_bare_optimizer_loads_what_the_wrapper_saved():
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         expected = optimizer.optimizer.state[p]["momentum_buffer"]
         assert torch.equal(bare.state[q]["momentum_buffer"], expected)
+
+
+def test_no_group_of_a_live_optimizer_keeps_our_counters():
+    """They stand in a checkpoint's groups; a bare optimizer that loads one has them, and ignores them."""
+    model, optimizer = pair()
+    micro_batch(model, optimizer, 0)
+    optimizer.step()
+    state = through_file(optimizer.state_dict(include_partial=False))
+    assert all("fusedacc_counters" in group for group in state["param_groups"])
+    _, fresh = pair()
+    fresh.load_state_dict(state)
+    bare = torch.optim.SGD(pair()[0].parameters(), lr=0.7, momentum=0.9)
+    bare.load_state_dict(state)
+    bare.step(), bare.zero_grad()
+    again = pair()[1]
+    again.load_state_dict(through_file(bare.state_dict()))
+    for each in (optimizer, fresh, again):
+        assert each.param_groups[0].keys() == bare.param_groups[0].keys() - {"fusedacc_counters"}
+        assert each.param_groups[0]["lr"] == 0.1
 
 
 MISMATCHES = {

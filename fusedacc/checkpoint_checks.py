@@ -1,0 +1,263 @@
+"""Whether a checkpoint is whole and fits: asked before anything is changed. All raise ValueError."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .slot import Slot
+from .window import REDUCTIONS, Window, fresh_window
+
+OWN = "fusedacc"
+VERSION = 2
+#: Those that can be read; before 2, sums owed nothing (see `debts`).
+READABLE = (1, VERSION)
+
+
+def check_structure(state_dict: Any) -> None:
+    """It must have the two parts that torch's have, each of torch's form."""
+    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError("state_dict must be a dict with 'state' and 'param_groups', as state_dict() returns")
+    if not isinstance(state_dict["state"], dict):
+        raise ValueError(f"state_dict['state'] must be a dict, got {type(state_dict['state']).__name__}")
+    groups = state_dict["param_groups"]
+    whole = isinstance(groups, list) and all(
+        isinstance(group, dict) and isinstance(group.get("params"), list | tuple) for group in groups
+    )
+    if not whole:
+        raise ValueError("state_dict['param_groups'] must be a list of dicts that have 'params'")
+    names = [name for group in groups for name in group["params"]]
+    if not all(isinstance(name, int | str) for name in names) or len(set(names)) != len(names):
+        raise ValueError("state_dict['param_groups'] must name each parameter once, by a number or a string")
+    for name in names:
+        entry = state_dict["state"].get(name, {})
+        if not isinstance(entry, dict):
+            raise ValueError(f"the state of parameter {name!r} must be a dict, got {type(entry).__name__}")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_weight(value: Any) -> bool:
+    return value is None or (_is_number(value) and math.isfinite(value) and value >= 0)
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+_OWN: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "counted": (_is_bool, "a bool"),
+    "reduction": (lambda v: v in REDUCTIONS, ", ".join(REDUCTIONS)),
+    "window": (lambda v: isinstance(v, dict), "a dict"),
+}
+_WINDOW: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "num_updates": (_is_count, "an int >= 0"),
+    "num_skipped": (_is_count, "an int >= 0"),
+    "has_updated": (_is_bool, "a bool"),
+    "micro_step": (_is_count, "an int >= 0"),
+    "weight_total": (_is_number, "a number"),
+    "factor": (_is_number, "a number"),
+    "steps": (lambda v: v is None or (type(v) is int and v >= 1), "an int >= 1 or None"),
+    "tainted": (lambda v: v is None, "None"),
+    "ran": (_is_bool, "a bool"),
+    "weight": (_is_weight, "None or a finite number >= 0"),
+}
+
+
+def _check_entries(values: dict[str, Any], rules: Mapping[str, tuple[Callable[[Any], bool], str]]) -> None:
+    missing = rules.keys() - values.keys()
+    if missing:
+        raise ValueError(f"state_dict[{OWN!r}] is damaged: it lacks {', '.join(sorted(missing))}")
+    for name, (holds, allowed) in rules.items():
+        if not holds(values[name]):
+            raise ValueError(
+                f"state_dict[{OWN!r}] is damaged: {name} is {values[name]!r}; allowed: {allowed}"
+            )
+
+
+def check_window(own: Any, sums: int, window: Window) -> None:
+    """The counters must be whole, fit the number of sums and, of a part-filled window, this loop."""
+    if not isinstance(own, dict):
+        raise ValueError(f"state_dict[{OWN!r}] must be a dict, got {type(own).__name__}")
+    version = own.get("version")
+    if type(version) is not int or version not in READABLE:
+        allowed = ", ".join(map(str, READABLE))
+        raise ValueError(f"state_dict[{OWN!r}] is of version {version!r}; allowed: {allowed}")
+    _check_entries(own, _OWN)
+    saved = own["window"]
+    _check_entries(saved, _WINDOW)
+    partial = saved["micro_step"] > 0 or saved["ran"]
+    expected = own.get("sums") if partial else 0
+    if not _is_count(expected) or sums != expected:
+        raise ValueError(
+            f"state_dict is damaged: its window has the sums of {expected!r} parameters, it holds those of "
+            f"{sums}. Distributed checkpoint loads only what it is given room for: see "
+            "fusedacc.integrations.distributed_checkpoint.make_room"
+        )
+    if not partial:
+        if any(saved[name] != value for name, value in fresh_window(saved).items()):
+            raise ValueError(f"state_dict[{OWN!r}]['window'] is damaged: it is neither empty nor part-filled")
+        return
+    if (own["counted"], own["reduction"]) != (window.counted, window.reduction):
+        loops = {True: "counted", False: "manual"}
+        raise ValueError(
+            f"state_dict holds a part-filled window of a {loops[own['counted']]} loop with "
+            f"reduction={own['reduction']!r}, this is a {loops[window.counted]} loop with "
+            f"reduction={window.reduction!r}; save with include_partial=False to change between them"
+        )
+    if saved["weight"] is not None and not window.weighs:
+        raise ValueError(
+            f"state_dict[{OWN!r}]['window'] is damaged: reduction={window.reduction!r} has no weights"
+        )
+
+
+def check_copy(counters: Any, own: dict[str, Any], where: str) -> None:
+    """Counters that stand in several places must be of the same window."""
+    if not isinstance(counters, dict):
+        raise ValueError(f"{where} are damaged")
+    of_window, its = ({key: each.get(key) for key in own.keys() - {"version"}} for each in (own, counters))
+    if json.dumps(of_window, sort_keys=True) != json.dumps(its, sort_keys=True):
+        raise ValueError(f"{where} are of another window")
+
+
+def check_counters(counters: Any, own: dict[str, Any], name: Any) -> None:
+    """What stands beside a sum must be of the same window, and say whether it was shown and what it owes."""
+    where = f"the counters beside the sum of parameter {name!r}"
+    check_copy(counters, own, where)
+    if not _is_bool(counters.get("delivered")) or not _is_number(counters.get("owed", 1.0)):
+        raise ValueError(f"{where} are damaged")
+
+
+def _described(value: Any) -> str:
+    return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def check_sum(total: Any, name: Any, slot: Slot | None) -> None:
+    """A sum must have its parameter's shape, and a dtype whose values this wrapper's sums hold exactly."""
+    if slot is None:
+        raise ValueError(f"state_dict holds a sum of parameter {name!r}, which is in none of its groups")
+    shape, wanted = slot.param.shape, slot.accumulate_dtype
+    fits = isinstance(total, Tensor) and total.shape == shape and total.is_meta == slot.param.is_meta
+    if not fits or torch.promote_types(total.dtype, wanted) != wanted:
+        raise ValueError(
+            f"the sum of parameter {name!r} is {_described(total)}; allowed: its shape, {tuple(shape)}, and "
+            f"{wanted} or what that holds exactly"
+        )
+
+
+def check_masters(saved: dict[Any, Any], slots: dict[Any, Slot], wanted: set[Any]) -> None:
+    """Masters must be float32 tensors of their parameters' shapes; where there are some, all of `wanted`."""
+    for name, master in saved.items():
+        if name not in slots:
+            raise ValueError(f"state_dict holds a master of parameter {name!r}, of {len(slots)} parameters")
+        param = slots[name].param
+        fits = _has_values(master, param) and master.shape == param.shape
+        if not fits or master.dtype != torch.float32:
+            raise ValueError(
+                f"the master of parameter {name!r} is {_described(master)}; allowed: float32 "
+                f"{tuple(param.shape)}"
+            )
+    missing = wanted - saved.keys()
+    if saved and missing:
+        raise ValueError(f"state_dict is damaged: it lacks the masters of {len(missing)} parameters")
+
+
+#: State of torch's own optimizers that has the parameter's shape; Adafactor's factors and L-BFGS's do not.
+SHAPED = frozenset(
+    (
+        "exp_avg",
+        "exp_avg_sq",
+        "max_exp_avg_sq",
+        "exp_inf",
+        "momentum_buffer",
+        "square_avg",
+        "grad_avg",
+        "acc_delta",
+        "sum",
+        "prev",
+        "step_size",
+        "ax",
+        "variance",
+    )
+)
+
+
+def check_inner_state(inner: Optimizer, names: dict[int, Any]) -> None:
+    """State of torch's own optimizers must fit the parameters, which torch does not look at.
+
+    Args:
+        inner: the inner optimizer, which has loaded it.
+        names: those of the checkpoint, by the parameters' ids.
+    """
+    kind = type(inner)
+    if not kind.__module__.startswith("torch.optim") or kind is torch.optim.LBFGS:
+        return
+    for group in inner.param_groups:
+        entries = [(param, inner.state[param]) for param in group["params"] if inner.state.get(param)]
+        keys: set[str] = set().union(*(entry for _, entry in entries))
+        for param, entry in entries:
+            name = names.get(id(param), "of no name")
+            missing = keys - entry.keys()
+            if missing and kind is not torch.optim.Adafactor:
+                lacks = ", ".join(sorted(map(str, missing)))
+                raise ValueError(f"the state of parameter {name!r} lacks {lacks}")
+            for key, value in entry.items():
+                _check_value(kind, key, value, name, param)
+
+
+def _has_values(value: Any, param: Tensor) -> bool:
+    """Whether it is a dense tensor, with memory where the parameter has some."""
+    whole = isinstance(value, Tensor) and value.layout is torch.strided
+    return whole and value.is_meta == param.is_meta
+
+
+def _check_value(kind: type, key: str, value: Any, name: Any, param: Tensor) -> None:
+    if key in SHAPED:
+        allowed = f"a tensor of its shape, {tuple(param.shape)}"
+        fits = _has_values(value, param) and value.shape == param.shape
+        fits = fits or (value is None and key == "momentum_buffer")
+    else:
+        allowed, fits = "a tensor of numbers, or a number", _has_values(value, param) or _is_number(value)
+        if kind is not torch.optim.Adafactor:
+            allowed, fits = "one number", fits and (not isinstance(value, Tensor) or value.numel() == 1)
+    if not fits:
+        raise ValueError(
+            f"the state {key!r} of parameter {name!r} is {_described(value)}; allowed: {allowed}"
+        )
+
+
+def check_groups(
+    loaded: list[dict[str, Any]], present: list[dict[str, Any]], defaults: dict[str, Any]
+) -> None:
+    """Groups as the inner optimizer has taken them must have its options, numbers where it has numbers."""
+    for index, (group, former) in enumerate(zip(loaded, present, strict=True)):
+        for key in defaults.keys() & former.keys():
+            if key not in group:
+                raise ValueError(f"group {index} of the state_dict lacks {key!r}")
+            if not _is_alike(group[key], former[key]):
+                raise ValueError(
+                    f"{key!r} of group {index} of the state_dict is {group[key]!r}, and {former[key]!r} here"
+                )
+
+
+def _is_alike(loaded: Any, present: Any) -> bool:
+    """Whether an option is of the kind that it is here: a number, several, yes or no, or something else."""
+    if isinstance(present, tuple | list):
+        several = isinstance(loaded, tuple | list) and len(loaded) == len(present)
+        return several and all(map(_is_alike, loaded, present))
+    if _is_number(present) or isinstance(present, Tensor):
+        return loaded is None or _is_number(loaded) or (isinstance(loaded, Tensor) and loaded.numel() == 1)
+    return loaded is None or _is_bool(loaded) or not _is_bool(present)

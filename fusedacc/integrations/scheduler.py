@@ -1,0 +1,120 @@
+"""A learning-rate scheduler that is stepped once per micro-batch and counts updates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler
+
+from ..optimizer import AccumulatingOptimizer
+
+#: Where a state dict says for how many updates the wrapped scheduler has been stepped.
+COUNTED = "fusedacc_counted_updates"
+
+
+class UpdateScheduler(LRScheduler):
+    """Any scheduler, stepped once for every update of an `AccumulatingOptimizer`.
+
+    `step()` is called wherever the loop calls the optimizer's, once per micro-batch. It compares the
+    optimizer's `num_updates` with the updates that it has stepped for: in mid-window it does nothing, a
+    second call after one update does nothing, and an update by `flush()` is counted by the next call.
+    Updates that were dropped (`skip_nonfinite`, a GradScaler) count too, as they do in `num_updates`.
+
+    It is an `LRScheduler`, because frameworks refuse or leave alone what is none; whatever else is read from
+    or set on it is the wrapped scheduler's. Chain schedulers first and wrap the result.
+
+    Args:
+        scheduler: made on `optimizer` or on its inner optimizer.
+        optimizer: the wrapper whose updates count; None: the one that `scheduler` was made on.
+
+    Raises:
+        TypeError: `scheduler` is no LRScheduler, or `optimizer` no AccumulatingOptimizer.
+        ValueError: `scheduler` changes another optimizer's groups.
+    """
+
+    scheduler: LRScheduler
+    optimizer: AccumulatingOptimizer
+    _counted: int | None
+
+    def __init__(self, scheduler: LRScheduler, optimizer: AccumulatingOptimizer | None = None) -> None:
+        if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, UpdateScheduler):
+            raise TypeError(
+                "scheduler must be a torch.optim.lr_scheduler.LRScheduler, and no UpdateScheduler; got "
+                f"{type(scheduler).__name__}"
+            )
+        if optimizer is None:
+            optimizer = scheduler.optimizer  # type: ignore[assignment]
+        if not isinstance(optimizer, AccumulatingOptimizer):
+            raise TypeError(
+                f"optimizer must be a fusedacc.AccumulatingOptimizer, got {type(optimizer).__name__}; where "
+                "the scheduler was made on another object, pass optimizer="
+            )
+        if scheduler.optimizer.param_groups is not optimizer.param_groups:
+            raise ValueError(
+                "scheduler was made on another optimizer; make it on this one or on its inner one"
+            )
+        # Not LRScheduler.__init__, which would set every lr to its initial value.
+        self.__dict__.update(scheduler=scheduler, optimizer=optimizer, _counted=None)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Step the wrapped scheduler for the updates since the last call: as a rule one, or none.
+
+        Args:
+            args, kwargs: the wrapped scheduler's, such as `metrics` of ReduceLROnPlateau. One measurement is
+                one step: with any of them it is stepped at most once.
+        """
+        updates = self.optimizer.num_updates
+        if self._counted is None or self._counted > updates:  # new, or the optimizer has been set back
+            self.__dict__["_counted"] = updates - self.optimizer.has_updated
+        missed = updates - self.__dict__["_counted"]
+        for _ in range(min(missed, 1) if args or kwargs else missed):
+            self.scheduler.step(*args, **kwargs)
+        self.__dict__["_counted"] = updates
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped scheduler's, and the updates that it was stepped for. It loads into a bare one too."""
+        counted = {} if self._counted is None else {COUNTED: self._counted}
+        return self.scheduler.state_dict() | counted
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned, from here or from a bare scheduler; before the optimizer or after.
+
+        A bare scheduler's is taken to have been stepped for every update up to then.
+
+        Raises:
+            ValueError: the count of updates is damaged; nothing has changed then.
+        """
+        state = dict(state_dict)
+        counted = state.pop(COUNTED, None)
+        if counted is not None and (type(counted) is not int or counted < 0):
+            raise ValueError(f"state_dict[{COUNTED!r}] must be an int of at least 0, got {counted!r}")
+        self.scheduler.load_state_dict(state)
+        self.__dict__["_counted"] = counted
+
+    def get_last_lr(self) -> list[Any]:
+        """The wrapped scheduler's."""
+        return self.scheduler.get_last_lr()
+
+    def get_lr(self) -> list[Any]:
+        """The wrapped scheduler's."""
+        return self.scheduler.get_lr()
+
+    def _initial_step(self) -> None:
+        raise TypeError(
+            f"{type(self).__name__} cannot be a part of SequentialLR, which counts its own steps: wrap the "
+            "SequentialLR"
+        )
+
+    def _update_lr(self, epoch: int | None = None) -> None:
+        self._initial_step()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "scheduler" or (name.startswith("__") and name.endswith("__")):
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("scheduler", "optimizer", "_counted"):
+            self.__dict__[name] = value
+        else:
+            setattr(self.scheduler, name, value)

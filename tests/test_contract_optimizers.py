@@ -1,0 +1,178 @@
+"""Every optimizer and option of torch's inside the wrapper, against itself under stock accumulation."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+
+import pytest
+import torch
+from loops import loss_of, network
+from torch import nn
+
+import fusedacc
+
+K, UPDATES = 4, 6
+KINDS = {name: kind for name, kind in inspect.getmembers(torch.optim, inspect.isclass) if name != "Optimizer"}
+#: What they need that is not their default.
+REQUIRED = {"SGD": {"momentum": 0.9}, "Muon": {"weight_decay": 0.1}}
+FLAGS = ("maximize", "amsgrad", "centered", "nesterov", "decoupled_weight_decay")
+#: L-BFGS evaluates closures (test_training.py), SparseAdam takes sparse gradients only (test_training.py).
+ELSEWHERE = ("LBFGS", "SparseAdam")
+
+
+def cases() -> dict[str, tuple[str, dict]]:
+    found: dict[str, tuple[str, dict]] = {}
+    for name, kind in KINDS.items():
+        if name in ELSEWHERE:
+            continue
+        accepted = inspect.signature(kind).parameters
+        options: list[dict] = [{}]
+        options += [{"foreach": value} for value in (False, True) if "foreach" in accepted]
+        options += [{flag: True} for flag in ("fused", *FLAGS) if flag in accepted]
+        options += [{"fused": True, flag: True} for flag in FLAGS if {"fused", flag} <= accepted.keys()]
+        if name != "Muon":
+            options.append({"lr": torch.tensor(0.01)})  # which a scheduler of a compiled step needs
+        for each in options:
+            label = "-".join([name, *(f"{k}={'tensor' if k == 'lr' else v}" for k, v in each.items())])
+            if each.get("lr") is not None and "foreach" in accepted:
+                each = each | {"foreach": False}  # with foreach torch wants capturable=True, or no tensor
+            found[label] = name, {"lr": 0.01} | REQUIRED.get(name, {}) | each
+    return found
+
+
+def make_inner(model: nn.Module, name: str, options: dict) -> torch.optim.Optimizer:
+    params = [p for p in model.parameters() if p.ndim == 2 or name != "Muon"]
+    options = {key: each.clone() if isinstance(each, torch.Tensor) else each for key, each in options.items()}
+    return KINDS[name](params, **options)
+
+
+def train(wrap: Callable | None, steps: int | None, name: str, options: dict, device: str = "cpu"):
+    """Weights and inner state after some updates: stock where `wrap` is None."""
+    model = network().to(device)
+    inner = optimizer = make_inner(model, name, options)
+    if wrap is not None:
+        optimizer = wrap(inner, steps)
+    for seed in range(K * UPDATES):
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed)).to(device)
+        (model(x).pow(2).mean() / (K if steps is None else 1)).backward()
+        if steps is not None or (seed + 1) % K == 0:
+            optimizer.step(), optimizer.zero_grad()
+    return [p.detach() for p in model.parameters()], inner.state_dict()["state"]
+
+
+def assert_equal_bits(found: tuple[list, dict], wanted: tuple[list, dict]) -> None:
+    assert all(map(torch.equal, found[0], wanted[0]))
+    assert found[1].keys() == wanted[1].keys()
+    for index, entry in wanted[1].items():
+        assert found[1][index].keys() == entry.keys()
+        for key, value in entry.items():
+            mine = found[1][index][key]
+            assert torch.equal(mine, value) if isinstance(value, torch.Tensor) else mine == value, key
+
+
+@pytest.mark.parametrize("steps", [None, K])
+@pytest.mark.parametrize(("name", "options"), cases().values(), ids=cases().keys())
+def test_equal_to_stock(name, options, steps):
+    """Dividing by 4 is exact, so that the bits of weights and state are stock's, in either loop."""
+    wanted = train(None, None, name, options)
+    before = network().parameters()
+    assert any(not torch.equal(p, q.detach()) for p, q in zip(wanted[0], before, strict=True))
+    assert_equal_bits(train(fusedacc.AccumulatingOptimizer, steps, name, options), wanted)
+
+
+CAPTURABLE = [name for name, kind in KINDS.items() if "capturable" in inspect.signature(kind).parameters]
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("name", CAPTURABLE)
+def test_capturable_on_a_cpu_is_refused_by_torch_as_without_the_wrapper(name, foreach):
+    """torch's optimizers step with `capturable=True` on accelerators only. The window waits for a retry."""
+    options = {"capturable": True, "foreach": foreach}
+    with pytest.raises(Exception, match="capturable") as bare:
+        train(None, None, name, options)
+    with pytest.raises(type(bare.value)) as wrapped:
+        train(fusedacc.AccumulatingOptimizer, K, name, options)
+    assert str(wrapped.value) == str(bare.value)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("steps", [None, K])
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("name", CAPTURABLE)
+def test_capturable_equals_stock(name, foreach, steps):
+    options = {"lr": 0.01, "capturable": True, "foreach": foreach}
+    wanted = train(None, None, name, options, "cuda")
+    assert_equal_bits(train(fusedacc.AccumulatingOptimizer, steps, name, options, "cuda"), wanted)
+
+
+DIFFERENTIABLE = [
+    name for name, kind in KINDS.items() if "differentiable" in inspect.signature(kind).parameters
+]
+
+
+def unrolled(wrapped: bool, steps: int | None, name: str, leaf: bool, graph: bool) -> list:
+    """Updates that are differentiated through: torch allows them of non-leaves and of frozen leaves.
+
+    Returns:
+        The parameter, and the derivatives by what it was made of and by what its gradients were made of.
+    """
+    source = torch.linspace(1.0, 2.0, 5, requires_grad=True)
+    factor = torch.full((5,), 0.5, requires_grad=True)
+    param = source.detach().clone() if leaf else source * 1.0
+    optimizer = KINDS[name]([param], lr=0.1, differentiable=True)
+    if wrapped:
+        optimizer = fusedacc.AccumulatingOptimizer(optimizer, steps)
+    for index in range(3):
+        gradient = factor * (index + 1)
+        param.grad = gradient if graph else gradient.detach()
+        optimizer.step()
+        param.grad = None
+    if param.requires_grad and name == "SGD":  # others write over state that their own graph needs
+        param.sum().backward()
+    return [param.detach(), source.grad, factor.grad]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+class TestDifferentiable:
+    """`differentiable=True`: updates with a graph."""
+
+    @pytest.mark.parametrize("leaf", [True, False])
+    @pytest.mark.parametrize("steps", [None, 1])
+    def test_gradients_without_a_graph(self, steps, leaf):
+        for name in DIFFERENTIABLE:
+            wanted, found = (unrolled(wrapped, steps, name, leaf, graph=False) for wrapped in (False, True))
+            for mine, its in zip(found, wanted, strict=True):
+                assert (mine is None and its is None) or torch.equal(mine, its), name
+
+    @pytest.mark.parametrize("leaf", [True, False])
+    def test_through_the_gradients_in_a_manual_loop(self, leaf):
+        wanted, found = (unrolled(wrapped, None, "SGD", leaf, graph=True) for wrapped in (False, True))
+        assert torch.equal(found[2], wanted[2])
+        assert wanted[2].count_nonzero()
+        for mine, its in zip(found[:2], wanted[:2], strict=True):
+            assert (mine is None and its is None) or torch.equal(mine, its)
+
+    def test_a_counted_loop_says_that_it_would_lose_the_graph(self):
+        with pytest.raises(RuntimeError, match=r"differentiable=True.*manual loop"):
+            unrolled(True, 1, "SGD", True, graph=True)
+
+    @pytest.mark.parametrize("steps", [None, 1])
+    def test_a_backward_through_a_parameter_that_is_no_leaf_is_stocks(self, steps):
+        source = torch.ones(3, requires_grad=True)
+        param = source * 2.0
+        inner = torch.optim.SGD([param], lr=0.1, differentiable=True)
+        optimizer = fusedacc.AccumulatingOptimizer(inner, steps)
+        assert "not a leaf" in optimizer.explain()
+        (param * 3.0).sum().backward()
+        assert torch.equal(source.grad, torch.full((3,), 6.0))
+        optimizer.step()
+        assert optimizer.micro_step == 0
+
+    def test_leaves_that_require_a_gradient_are_refused_by_torch_as_without_the_wrapper(self):
+        model = network()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, differentiable=True)
+        optimizer = fusedacc.AccumulatingOptimizer(inner, 1)
+        loss_of(model).backward()
+        with pytest.raises(RuntimeError, match="leaf Variable"):
+            optimizer.step()
