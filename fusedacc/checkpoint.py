@@ -5,6 +5,9 @@ under `MASTER`. Counters stand at the top level, under `OWN`; in each group, as 
 bytes, under `COUNTERS`: distributed checkpoint drops top-level keys that it does not know, and loads only
 what a fresh optimizer has too; a group's counters then tell of sums that were lost on the way. All are taken
 out before the inner optimizer sees a checkpoint, because it would cast them to the parameters' dtype.
+
+An inner optimizer whose state_dict has not torch's form (pytorch_optimizer's Lookahead, say) keeps its own as
+it is; what would stand with the parameters' state then stands under `APART`, by the parameters' positions.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from .window import Window, fresh_window
 SUM = "fusedacc_sum"
 COUNTERS = "fusedacc_counters"
 MASTER = "fusedacc_master"
+APART = "fusedacc_state"
 
 
 def _slots_by_index(optimizer: Optimizer, arena: Arena) -> dict[int, Slot]:
@@ -59,51 +63,66 @@ def save(
     partial = include_partial and not window.empty
     own: dict[str, Any] = {"version": VERSION, "counted": window.counted, "reduction": window.reduction}
     own["window"] = window.state() if partial else fresh_window(window.state())
-    result[OWN] = own
     slots = _slots_by_index(optimizer, arena)
+    ours: dict[int, dict[str, Tensor]] = {}
     if masters is not None:
-        result["state"] = dict(result["state"])
-        for index, slot in slots.items():
-            master = masters.of(slot)
-            if master is not None:
-                kept = {MASTER: master.clone()}
-                result["state"][index] = {**result["state"].get(index, {}), **kept}
+        copies = {index: masters.of(slot) for index, slot in slots.items()}
+        ours = {index: {MASTER: copy.clone()} for index, copy in copies.items() if copy is not None}
     if partial:
         sums = {index: arena.current(slot) for index, slot in slots.items()}
         own["sums"] = sum(total is not None for total in sums.values())
-        result["state"] = dict(result["state"])
         for index, total in sums.items():
             if total is not None:
                 owed = arena.owed(slots[index])
                 counters = _packed(own | {"delivered": slots[index].delivered, "owed": owed})
                 kept = {SUM: total.detach().clone(), COUNTERS: counters}
-                result["state"][index] = {**result["state"].get(index, {}), **kept}
+                ours[index] = {**ours.get(index, {}), **kept}
+    result[OWN] = own
+    if not checks.has_torch_form(result):
+        return result | ({APART: ours} if ours else {})
+    if ours:
+        state = dict(result["state"])
+        result["state"] = state | {index: {**state.get(index, {}), **kept} for index, kept in ours.items()}
     result["param_groups"] = [group | {COUNTERS: json.dumps(own)} for group in result["param_groups"]]
     return result
 
 
+def _stands_apart(optimizer: Optimizer, state_dict: Any) -> bool:
+    """Whether a checkpoint has ours apart, which one of torch's form never has."""
+    stock = getattr(optimizer.state_dict, "__func__", None) is Optimizer.state_dict
+    if stock or checks.has_torch_form(state_dict):
+        return False
+    return not checks.has_torch_form(optimizer.state_dict())
+
+
 class _Parts:
-    """A checkpoint taken apart: what is the inner optimizer's, and what is ours. Arguments as `load`.
+    """A checkpoint taken to pieces: what is the inner optimizer's, and what is ours.
+
+    Args:
+        state_dict: as `load` has it.
+        count: of the inner optimizer's parameters, where ours stands apart; None where it does not.
 
     Raises:
         ValueError: it is damaged.
     """
 
-    def __init__(self, state_dict: dict[str, Any]) -> None:
-        checks.check_structure(state_dict)
+    def __init__(self, state_dict: dict[str, Any], count: int | None) -> None:
         #: By the saved names of the parameters: sums, the counters beside them, and masters.
         self.sums: dict[Any, Any] = {}
         self.counters: dict[Any, Any] = {}
         self.masters: dict[Any, Any] = {}
-        self.state: dict[Any, Any] = {}
-        for name, entry in state_dict["state"].items():
-            self.state[name] = self._inner_entry(name, entry)
-        for name in [name for name, entry in state_dict["state"].items() if entry and not self.state[name]]:
-            del self.state[name]
+        #: The saved names in the order of the parameters, and the counters of the groups.
+        self.names: list[Any] = list(range(count or 0))
+        self.copies: list[Any] = []
+        others = {name: value for name, value in state_dict.items() if name != OWN}
+        if count is None:
+            self.inner = others | self._of_torch_form(state_dict)
+        else:
+            for name, entry in others.pop(APART, {}).items():
+                self._inner_entry(name, entry)
+            self.inner = others
         if self.sums.keys() != self.counters.keys():
             raise ValueError("state_dict is damaged: sums without counters, or counters without sums")
-        groups = state_dict["param_groups"]
-        self.copies = [_unpacked(group[COUNTERS]) for group in groups if COUNTERS in group]
         own = state_dict.get(OWN)
         if own is None and (self.copies or self.counters):
             own = [*self.copies, *self.counters.values()][0]
@@ -111,9 +130,17 @@ class _Parts:
                 raise ValueError(f"the counters ({COUNTERS!r}) are damaged")
             own = {key: value for key, value in own.items() if key not in ("delivered", "owed")}
         self.own = own
-        self.groups = [{key: value for key, value in group.items() if key != COUNTERS} for group in groups]
-        others = {name: value for name, value in state_dict.items() if name != OWN}
-        self.inner = others | {"state": self.state, "param_groups": self.groups}
+
+    def _of_torch_form(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The state and groups without ours."""
+        inner = {name: self._inner_entry(name, entry) for name, entry in state_dict["state"].items()}
+        for name in [name for name, entry in state_dict["state"].items() if entry and not inner[name]]:
+            del inner[name]
+        groups = state_dict["param_groups"]
+        self.names = [name for group in groups for name in group["params"]]
+        self.copies = [_unpacked(group[COUNTERS]) for group in groups if COUNTERS in group]
+        kept = [{key: value for key, value in group.items() if key != COUNTERS} for group in groups]
+        return {"state": inner, "param_groups": kept}
 
     def _inner_entry(self, name: Any, entry: Any) -> Any:
         if not isinstance(entry, dict) or entry.keys().isdisjoint((SUM, COUNTERS, MASTER)):
@@ -141,22 +168,53 @@ class _Parts:
         checks.check_masters(self.masters, slots, low)
 
 
+class _Former:
+    """What an optimizer holds before it loads: its attributes, and the dicts and lists in them.
+
+    So too of what it holds that loads a state_dict of its own: another optimizer, a scheduler.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        found: list[Any] = [vars(optimizer)]
+        known = {id(found[0])}
+        for each in found:
+            for value in each.values() if isinstance(each, dict) else each:
+                loads = hasattr(type(value), "load_state_dict") and hasattr(value, "__dict__")
+                inside = vars(value) if loads and not isinstance(value, torch.nn.Module) else value
+                if isinstance(inside, dict | list) and id(inside) not in known:
+                    known.add(id(inside))
+                    found.append(inside)
+        self._contents = [(each, each.copy()) for each in found]
+
+    def restore(self) -> None:
+        for each, former in self._contents:
+            each.clear()
+            each.update(former) if isinstance(each, dict) else each.extend(former)
+
+
 def load(
     optimizer: Optimizer, window: Window, arena: Arena, masters: Masters | None, state_dict: dict[str, Any]
 ) -> None:
     """Load a checkpoint of the wrapper or of the bare inner optimizer.
 
     Raises:
-        TypeError, ValueError: it is damaged or does not fit; nothing has changed then.
+        TypeError, ValueError: it is damaged or does not fit; nothing has changed then, but for tensors that
+            the inner optimizer's own `load_state_dict` has written in place before it raised.
     """
-    parts = _Parts(state_dict)
-    # As torch does: the saved names of parameters, whatever they are, stand for the present ones by position.
-    names = [name for group in parts.groups for name in group["params"]]
     present = _slots_by_index(optimizer, arena)
-    slots = {name: present[index] for index, name in enumerate(names) if index in present}
+    apart = _stands_apart(optimizer, state_dict)
+    if apart:
+        checks.check_apart(state_dict, APART)
+    else:
+        checks.check_structure(state_dict)
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    parts = _Parts(state_dict, count if apart else None)
+    # As torch does: the saved names of parameters, whatever they are, stand for the present ones by position.
+    slots = {name: present[index] for index, name in enumerate(parts.names) if index in present}
     parts.check(slots, window, masters is not None)
 
-    groups, state = optimizer.param_groups, optimizer.state
+    groups = optimizer.param_groups
+    former = _Former(optimizer)
     # torch casts state to the parameters' dtype, which has to be the masters' then.
     wide = nullcontext() if masters is None else masters.swapped(arena.slots, write_back=False)
     try:
@@ -166,7 +224,7 @@ def load(
         checks.check_groups(optimizer.param_groups, groups, optimizer.defaults)
         checks.check_inner_state(optimizer, {id(slot.param): name for name, slot in slots.items()})
     except BaseException as error:
-        optimizer.param_groups, optimizer.state = groups, state
+        former.restore()
         relied_on = LookupError, AttributeError, RuntimeError  # a key or a form that is not there
         if isinstance(error, relied_on) and not isinstance(error, torch.OutOfMemoryError):
             raise ValueError(f"state_dict does not fit {type(optimizer).__name__}: {error!r}") from error

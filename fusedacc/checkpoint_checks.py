@@ -21,9 +21,25 @@ VERSION = 2
 READABLE = (1, VERSION)
 
 
+def has_torch_form(state_dict: Any) -> bool:
+    """Whether it has the two parts that torch's have."""
+    return isinstance(state_dict, dict) and {"state", "param_groups"} <= state_dict.keys()
+
+
+def check_apart(state_dict: Any, key: str) -> None:
+    """What stands apart, under `key`, must be dicts; the rest is for the inner optimizer to look at."""
+    if not isinstance(state_dict, dict):
+        raise ValueError(
+            f"state_dict must be a dict, as state_dict() returns, got {type(state_dict).__name__}"
+        )
+    entries = state_dict.get(key, {})
+    if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
+        raise ValueError(f"state_dict[{key!r}] must be a dict of dicts, by the parameters' positions")
+
+
 def check_structure(state_dict: Any) -> None:
     """It must have the two parts that torch's have, each of torch's form."""
-    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
+    if not has_torch_form(state_dict):
         raise ValueError("state_dict must be a dict with 'state' and 'param_groups', as state_dict() returns")
     if not isinstance(state_dict["state"], dict):
         raise ValueError(f"state_dict['state'] must be a dict, got {type(state_dict['state']).__name__}")

@@ -299,7 +299,9 @@ class AccumulatingOptimizer(Delegate, Progress):
         """Load what `state_dict` returned, from here or from the bare inner optimizer.
 
         Raises:
-            ValueError, TypeError: the checkpoint does not fit; everything is left as it was.
+            ValueError, TypeError: the checkpoint does not fit; everything is left as it was, but for tensors
+                that an inner optimizer with a `load_state_dict` of its own has written in place by then.
+                What its state must be like only that one knows: what it takes is not looked at.
         """
         self._capture.settle()
         self._count_skipped()

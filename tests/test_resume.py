@@ -381,3 +381,131 @@ def test_state_is_loaded_by_keyword_and_unknown_keys_are_no_error():
     micro_batch(model, optimizer, 1), micro_batch(twin, fresh, 1)
     optimizer.flush(), fresh.flush()
     assert_identical(model.state_dict(), twin.state_dict())
+
+
+class Averaged(torch.optim.Optimizer):
+    """Around another optimizer, with averages of the weights; its state_dict has not torch's form."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base, self.updates = base, 0
+        super().__init__(base.param_groups, base.defaults)
+        self.param_groups = base.param_groups
+
+    def step(self, closure=None) -> None:
+        self.base.step()
+        self.updates += 1
+        for group in self.param_groups:
+            for param in group["params"]:
+                average = self.state[param].get("average", param.detach())
+                self.state[param]["average"] = average.lerp(param.detach(), 0.5)
+
+    def state_dict(self) -> dict:
+        averages = {(0, i): self.state[p] for i, p in enumerate(self.param_groups[0]["params"])}
+        return {"updates": self.updates, "averages": averages, "base": self.base.state_dict()}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        self.updates = state_dict["updates"]
+        self.base.load_state_dict(state_dict["base"])
+        self.param_groups = self.base.param_groups
+        for i, param in enumerate(self.param_groups[0]["params"]):
+            self.state[param] = dict(state_dict["averages"][0, i])
+
+
+APART = {
+    "float32": {},
+    "bfloat16": {"dtype": LOW},
+    "masters": {"dtype": LOW, "master_weights": True},
+    "manual": {"steps": None},
+}
+
+
+def averaged(steps: int | None = 3, dtype: torch.dtype = torch.float32, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)).to(dtype)
+    inner = Averaged(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    optimizer = fusedacc.AccumulatingOptimizer(inner, steps, **options)
+
+    def train(seeds) -> None:
+        for seed in seeds:
+            micro_batch(model, optimizer, seed)
+            if steps or seed % 3 == 2:
+                optimizer.step(), optimizer.zero_grad()
+
+    return model, optimizer, train
+
+
+@pytest.mark.parametrize("done", [1, 3, 5])
+@pytest.mark.parametrize("options", APART.values(), ids=APART.keys())
+def test_a_state_dict_without_torchs_form_survives_a_file_bit_for_bit(options, done):
+    model, optimizer, train = averaged(**options)
+    train(range(done))
+    saved = through_file([model.state_dict(), optimizer.state_dict()])
+    theirs = {key: value for key, value in saved[1].items() if not key.startswith("fusedacc")}
+    assert_identical(theirs, optimizer.optimizer.state_dict())
+    other, resumed, train_other = averaged(**options)
+    train_other(range(20, 24))
+    other.load_state_dict(saved[0]), resumed.load_state_dict(saved[1])
+    assert_identical(saved[1], resumed.state_dict())
+    for go_on in (train, train_other):
+        go_on(range(done, 11))
+    optimizer.flush(), resumed.flush()
+    assert_identical([model.state_dict(), optimizer.state_dict()], [other.state_dict(), resumed.state_dict()])
+
+
+def test_a_state_dict_without_torchs_form_goes_to_and_from_the_bare_optimizer():
+    _, optimizer, train = averaged()
+    train(range(6))
+    bare = averaged()[1].optimizer
+    bare.load_state_dict(through_file(optimizer.state_dict()))
+    assert_identical(bare.state_dict(), optimizer.optimizer.state_dict())
+    _, fresh, train_fresh = averaged()
+    train_fresh(range(1))
+    fresh.load_state_dict(through_file(bare.state_dict()))
+    assert (fresh.micro_step, fresh.num_updates, fresh.optimizer.updates) == (0, 0, 2)
+    train(range(5))
+    fresh.load_state_dict(optimizer.state_dict(include_partial=False))
+    assert (fresh.micro_step, fresh.num_updates, fresh.optimizer.updates) == (0, 3, 3)
+
+
+APART_DAMAGE = {
+    "no dict": (lambda s: [], "must be a dict, as state_dict"),
+    "nothing": (lambda s: {}, "does not fit Averaged: KeyError"),
+    "torch's form": (lambda s: s["base"], "does not fit Averaged: KeyError"),
+    "sums that are lost": (lambda s: s.pop("fusedacc_state") and s, "sums of 4 parameters"),
+    "sums that are no dict": (lambda s: s | {"fusedacc_state": [1]}, "must be a dict of dicts"),
+    "a sum is lost": (lambda s: s["fusedacc_state"].pop(2) and s, "it holds those of 3"),
+    "a sum of another": (
+        lambda s: s | {"fusedacc_state": {i + 1: e for i, e in s["fusedacc_state"].items()}},
+        "the sum of parameter 1 is",
+    ),
+    "the window is lost": (lambda s: s["fusedacc"].pop("window") and s, "lacks window"),
+    "theirs, found late": (lambda s: s["averages"].popitem() and s, "does not fit Averaged: KeyError"),
+    "the base's": (lambda s: s["base"].pop("param_groups") and s, "does not fit Averaged: KeyError"),
+}
+
+
+@pytest.mark.parametrize(("change", "told"), APART_DAMAGE.values(), ids=APART_DAMAGE.keys())
+def test_damage_to_a_state_dict_without_torchs_form_changes_nothing(change, told):
+    _, other, train_other = averaged()
+    train_other(range(7))
+    damaged = change(through_file(other.state_dict()))
+    (model, optimizer, train), (twin, untouched, train_twin) = averaged(), averaged()
+    train(range(4)), train_twin(range(4))
+    with pytest.raises(ValueError, match=told):
+        optimizer.load_state_dict(damaged)
+    assert_identical(optimizer.state_dict(), untouched.state_dict())
+    train(range(4, 9)), train_twin(range(4, 9))
+    assert_identical(
+        [model.state_dict(), optimizer.state_dict()], [twin.state_dict(), untouched.state_dict()]
+    )
+
+
+def test_counters_at_the_top_may_be_lost_where_sums_stand_apart():
+    _, optimizer, train = averaged()
+    train(range(4))
+    state = through_file(optimizer.state_dict())
+    del state["fusedacc"]
+    _, fresh, _ = averaged()
+    fresh.load_state_dict(state)
+    assert (fresh.micro_step, fresh.num_updates) == (1, 1)
+    assert_identical(fresh.state_dict(), optimizer.state_dict())

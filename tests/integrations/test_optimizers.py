@@ -6,6 +6,8 @@ for bit: stock accumulation in float32, and sums kept in float32 by hand beside 
 
 from __future__ import annotations
 
+import copy
+import io
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -194,6 +196,7 @@ OPTIMIZERS: dict[str, Make] = (
         "pytorch_optimizer.PCGrad": around_adamw(pytorch_optimizer.PCGrad),
         "pytorch_optimizer.TRAC": around_adamw(pytorch_optimizer.TRAC),
         "pytorch_optimizer.ScheduleFreeWrapper": around_adamw(pytorch_optimizer.ScheduleFreeWrapper),
+        "pytorch_optimizer.Magma": around_adamw(pytorch_optimizer.Magma),
     }
 )
 #: What raises, or gives nan, with bfloat16 parameters by itself.
@@ -292,6 +295,128 @@ def test_schedule_free_wrapper_goes_around_a_manual_loop(name: str) -> None:
     assert equal(stock(lambda model: make(model, True), network()), wanted)
     with pytest.raises(TypeError, match=f"must be a torch.optim.Optimizer, got {name}"):
         fusedacc.AccumulatingOptimizer(make(network(), False), STEPS)
+
+
+# Checkpoints
+
+#: Whose state_dict has not torch's form.
+APART = ["magma", "Lookahead", "Magma", "ScheduleFreeWrapper"]
+#: Whose state_dict is their own and has it.
+OWN = ["flashadamw", "spam", "stablespam", "ranger21", "OrthoGrad", "PCGrad", "TRAC"]
+
+
+def test_which_state_dicts_have_not_torchs_form() -> None:
+    apart, own = set(), set()
+    for name, make in OPTIMIZERS.items():
+        kind = make(network(bias=False))
+        if not {"state", "param_groups"} <= kind.state_dict().keys():
+            apart.add(name)
+        elif type(kind).state_dict is not torch.optim.Optimizer.state_dict:
+            own.add(name)
+    assert apart == {f"pytorch_optimizer.{name}" for name in APART}
+    assert own == {f"pytorch_optimizer.{name}" for name in OWN}
+
+
+class Resumable:
+    """A model in a counted loop of four."""
+
+    def __init__(self, name: str) -> None:
+        self.model = network()
+        self.optimizer: Any = fusedacc.AccumulatingOptimizer(
+            OPTIMIZERS[f"pytorch_optimizer.{name}"](self.model), 4
+        )
+        if hasattr(self.optimizer.optimizer, "train"):
+            self.optimizer.train()
+
+    def train(self, begin: int, end: int) -> None:
+        for index, x in enumerate(inputs()[begin:end], begin):
+            torch.manual_seed(index)
+            numpy.random.seed(index)
+            loss_of(self.model, x).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def state(self) -> list[Any]:
+        return copy.deepcopy([self.model.state_dict(), self.optimizer.state_dict()])
+
+    def load(self, state: list[Any]) -> None:
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        model, optimizer = torch.load(file)
+        self.model.load_state_dict(model)
+        self.optimizer.load_state_dict(optimizer)
+
+
+def identical(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(identical(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(identical, one, other))
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+@pytest.mark.parametrize("done", [4, 6])
+@pytest.mark.parametrize("name", [*APART, *OWN])
+def test_own_state_dicts_resume_bit_for_bit(name: str, done: int) -> None:
+    """At a window's end, and in the middle of one."""
+    run, resumed = Resumable(name), Resumable(name)
+    run.train(0, done)
+    resumed.train(8, 9)
+    resumed.load(run.state())
+    assert identical(resumed.state(), run.state())
+    run.train(done, 22)
+    resumed.train(done, 22)
+    assert identical(resumed.state(), run.state())
+
+
+@pytest.mark.parametrize("key", ["base_optimizer", "lookahead_state", "fusedacc_state"])
+def test_a_damaged_checkpoint_of_lookahead_changes_nothing(key: str) -> None:
+    run, other = Resumable("Lookahead"), Resumable("Lookahead")
+    run.train(0, 6)
+    other.train(0, 9)
+    before, damaged = run.state(), other.state()[1]
+    del damaged[key]
+    with pytest.raises(ValueError, match=r"damaged|does not fit Lookahead"):
+        run.optimizer.load_state_dict(damaged)
+    assert identical(run.state(), before)
+
+
+@pytest.mark.parametrize("name", ["Lookahead", "OrthoGrad", "PCGrad"])
+def test_a_checkpoint_of_a_base_with_other_groups_changes_nothing(name: str) -> None:
+    run, other = Resumable(name), Resumable(name)
+    run.train(0, 6)
+    other.optimizer.optimizer.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+    before, wrong = run.state(), other.optimizer.optimizer.state_dict()
+    with pytest.raises(ValueError, match="group"):
+        run.optimizer.load_state_dict(wrong)
+    assert identical(run.state(), before)
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda base: pytorch_optimizer.Lookahead(base, k=2),
+        pytorch_optimizer.TRAC,
+        pytorch_optimizer.ScheduleFreeWrapper,
+        schedulefree.ScheduleFreeWrapper,
+    ],
+    ids=["Lookahead", "TRAC", "ScheduleFreeWrapper", "schedulefree.ScheduleFreeWrapper"],
+)
+def test_what_acts_in_every_step_stands_inside_or_around_a_manual_loop(around: Any) -> None:
+    """Around a counted one it acts in mid-window too, and to us it looks like any caller of step()."""
+    ends = []
+    for steps in (None, STEPS):
+        model = network()
+        optimizer = around(fusedacc.AccumulatingOptimizer(SGD(model.parameters(), lr=0.1), steps))
+        with Training(optimizer):
+            for index, x in enumerate(inputs()[:24]):
+                (loss_of(model, x) / (1 if steps else STEPS)).backward()
+                if steps or index % STEPS:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        ends.append(end_of(model))
+    assert not equal(*ends)
 
 
 def test_gradient_release_of_optimi_is_refused() -> None:
