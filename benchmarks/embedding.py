@@ -7,6 +7,12 @@ torch has where the gradient need not exist by itself; on a GPU it adds in any o
 distributed as in text (the k-th most frequent has a share of about 1/k). Bytes are counted by a TrafficMeter;
 those of a call vary with its tokens, and the first set's are given. Several sets of tokens and gradients take
 turns, so that no call finds its own in a near cache.
+
+Modes "accumulate", "norm" and "zero" call our operators. Modes "clip and update" and "window k=2" train an
+`nn.Embedding` with torch's fused optimizers: the first is what stands between the last backward and the end
+of the update, the second all of a window. The optimizers move the whole table in every update, whatever few
+rows have a gradient, in stock and in ours alike: what can differ is the gradient's part. The ways that are
+"not clipped" show by difference what norm and clipping cost.
 """
 
 from __future__ import annotations
@@ -19,8 +25,10 @@ from collections.abc import Callable
 import common
 import torch
 from common import Case, Goal, Results, Variant, cannot_run, first_line, measure
-from torch import Tensor
+from torch import Tensor, nn
+from update import LIMIT, timed
 
+import fusedacc
 from fusedacc import rows
 from fusedacc.functional import total_norm
 from fusedacc.traffic import TrafficMeter
@@ -36,6 +44,17 @@ SETS = 4
 DTYPES = ((torch.float32, torch.float32), (torch.bfloat16, torch.float32))
 #: The goal for a micro-batch of 1,024 tokens on a CPU.
 GOAL_TOKENS, AT_LEAST = 1024, 50.0
+#: Micro-batches of a window, which share its tokens; rounds of windows.
+STEPS = 2
+WINDOWS = {"quick": 2, "short": 5, "full": 15}
+OPTIMIZERS = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}
+#: The goals on a CPU. By passes over the table: stock's clipping makes 3 and ours none, AdamW 7 and SGD 3 (in
+#: ours one more where it clips); stock's two gradients and their sum are 5.
+UPDATE_GOALS = {"AdamW": 1.15, "SGD": 1.3}
+WINDOW_GOALS = {"AdamW": 1.4, "SGD": 2.0}
+
+
+# Operators
 
 
 @dataclasses.dataclass
@@ -121,7 +140,129 @@ def zeros(own: Work) -> list[Variant]:
     return [counted("whole table", whole), counted("rows", touched, (Goal("whole table"),))]
 
 
+# Windows
+
+
+class Training:
+    """Stock's window: `run()` is what is timed, after `ready()`.
+
+    Args:
+        kind: of optimizer.
+        weight: the table's, which all ways share.
+        moments: Adam's, likewise.
+        batches: tokens and output gradients of the micro-batches.
+        clip: whether the gradient is clipped.
+        whole: time the micro-batches too.
+    """
+
+    name = "stock"
+
+    def __init__(
+        self,
+        kind: type[torch.optim.Optimizer],
+        weight: Tensor,
+        moments: tuple[Tensor, Tensor],
+        batches: list[tuple[Tensor, Tensor]],
+        clip: bool,
+        whole: bool,
+    ) -> None:
+        self.table = nn.Embedding.from_pretrained(weight, freeze=False)
+        self.parameters = list(self.table.parameters())
+        self.batches, self.clip, self.whole = batches, clip, whole
+        inner = kind(self.parameters, lr=1e-6, fused=True)
+        if kind is torch.optim.AdamW:
+            step = torch.zeros((), device=weight.device)
+            inner.state[self.table.weight] = {"step": step, "exp_avg": moments[0], "exp_avg_sq": moments[1]}
+        self.optimizer = self.wrap(inner)
+
+    def wrap(self, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        return inner
+
+    def micro_batches(self) -> None:
+        for tokens, gradient in self.batches:
+            self.table(tokens).backward(gradient / len(self.batches))
+
+    def update(self) -> None:
+        if self.clip:
+            nn.utils.clip_grad_norm_(self.parameters, LIMIT)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def ready(self) -> None:
+        if not self.whole:
+            self.micro_batches()
+
+    def run(self) -> None:
+        if self.whole:
+            self.micro_batches()
+        self.update()
+
+    def close(self) -> None:
+        """`run` has cleared the gradients."""
+
+
+class Wrapped(Training):
+    name = "fusedacc, model="
+
+    def wrap(self, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        return fusedacc.AccumulatingOptimizer(
+            inner, len(self.batches), max_grad_norm=LIMIT if self.clip else None, model=self.table
+        )
+
+    def micro_batches(self) -> None:
+        for index, (tokens, gradient) in enumerate(self.batches):
+            if index:
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            self.table(tokens).backward(gradient)
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def window_ways(name: str, own: Work, moments: tuple[Tensor, Tensor], whole: bool) -> list[Variant]:
+    """Both ways, and without clipping where only the update is timed."""
+    batches = list(zip(own.tokens[0].chunk(STEPS), own.gradients[0].chunk(STEPS), strict=True))
+    goals = WINDOW_GOALS if whole else UPDATE_GOALS
+    large = own.sums.device.type == "cpu" and own.sums.shape[0] > 50_000
+    variants = []
+    for clip in (True,) if whole else (True, False):
+        suffix = "" if clip else ", not clipped"
+        for kind in (Training, Wrapped):
+            way = kind(OPTIMIZERS[name], own.sums, moments, batches, clip, whole)
+            for _ in range(2):  # the first one makes sums and state
+                way.ready()
+                with TrafficMeter(way.parameters) as meter:
+                    way.run()
+            against = ()
+            if kind is Wrapped:
+                against = (Goal(f"stock{suffix}", goals[name] if large and clip else 0.0),)
+            variants.append(Variant(way.name + suffix, way.run, meter.total_bytes, against, meter.calls))
+    return variants
+
+
+def trainings(results: Results, effort: str) -> None:
+    size, counts = SIZES[effort][0]
+    count = GOAL_TOKENS if GOAL_TOKENS in counts else counts[0]
+    own = work(size, count, (torch.float32, torch.float32), results.device)
+    moments = torch.zeros_like(own.sums), torch.zeros_like(own.sums)
+    table = f"{size[0]} x {size[1]}, {count} tokens"
+    for name, whole in itertools.product(OPTIMIZERS, (False, True)):
+        mode = f"window k={STEPS}" if whole else "clip and update"
+        case = Case("embedding", table, mode, f"{name}(fused=True), {STEPS} micro-batches", "float32")
+        results.add(measure(case, window_ways(name, own, moments, whole), WINDOWS[effort], timer=timed))
+
+
 def figures(results: Results, effort: str) -> None:
+    operators(results, effort)
+    try:
+        trainings(results, effort)
+    except RuntimeError as error:  # out of memory, say
+        results.add([cannot_run(Case("embedding", "training"), "all", first_line(error))])
+
+
+def operators(results: Results, effort: str) -> None:
     timer = common.timer_for(results.device)
     for size, counts in SIZES[effort]:
         for count, dtypes in itertools.product(counts, DTYPES):

@@ -56,10 +56,66 @@ def test_tokens_are_rows_and_the_first_are_the_most_frequent(embedding):
 def test_a_quick_run_has_every_case(embedding, common):
     results = common.Results(None)
     embedding.figures(results, "quick")
-    assert {found.mode for found in results.rows} == {"accumulate", "norm", "zero"}
+    assert {found.mode for found in results.rows} == {
+        "accumulate",
+        "norm",
+        "zero",
+        "clip and update",
+        "window k=2",
+    }
+    assert all(found.median for found in results.rows)
     assert {found.dtypes for found in results.rows} == {
         "float32 into float32",
         "bfloat16 into float32",
         "float32",
     }
     assert not any(found.reached for found in results.rows), "no goal is for tiny tables"
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+@pytest.mark.parametrize("clip", [True, False])
+def test_both_windows_train_the_same_table(embedding, monkeypatch, name, clip):
+    monkeypatch.setattr(embedding, "LIMIT", 0.5)
+    monkeypatch.setitem(
+        embedding.OPTIMIZERS, name, lambda p, lr, fused: getattr(torch.optim, name)(p, lr=0.1, fused=fused)
+    )
+    ends = []
+    for kind in (embedding.Training, embedding.Wrapped):
+        torch.manual_seed(0)
+        own = embedding.work((300, 16), 40, (torch.float32, torch.float32), torch.device("cpu"))
+        moments = torch.zeros_like(own.sums), torch.zeros_like(own.sums)
+        batches = list(zip(own.tokens[0].chunk(2), own.gradients[0].chunk(2), strict=True))
+        way = kind(embedding.OPTIMIZERS[name], own.sums, moments, batches, clip, False)
+        for _ in range(3):
+            embedding.timed(way.run, 1)
+            assert way.table.weight.grad is None
+        ends.append(own.sums)
+    assert ends[0].any()
+    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-6)
+
+
+def test_what_a_window_of_the_table_moves(embedding):
+    """By passes over the table: stock's clipping reads it and writes it, and ours reads a few rows."""
+    size, count = (4000, 16), 20
+    own = embedding.work(size, count, (torch.float32, torch.float32), torch.device("cpu"))
+    moments = torch.zeros_like(own.sums), torch.zeros_like(own.sums)
+    passes = {}
+    for name in embedding.OPTIMIZERS:
+        for whole in (False, True):
+            for variant in embedding.window_ways(name, own, moments, whole):
+                passes[name, whole, variant.name] = variant.bytes / own.sums.nbytes
+    wanted = {
+        ("AdamW", False, "stock"): 3 + 7,
+        ("AdamW", False, "fusedacc, model="): 8,  # the kernel clips, and writes what it has clipped
+        ("AdamW", False, "stock, not clipped"): 7,
+        ("AdamW", False, "fusedacc, model=, not clipped"): 7,
+        ("AdamW", True, "stock"): 5 + 3 + 7,
+        ("AdamW", True, "fusedacc, model="): 8,
+        ("SGD", False, "stock"): 3 + 3,
+        ("SGD", False, "fusedacc, model="): 4,
+        ("SGD", False, "stock, not clipped"): 3,
+        ("SGD", False, "fusedacc, model=, not clipped"): 3,
+        ("SGD", True, "stock"): 5 + 3 + 3,
+        ("SGD", True, "fusedacc, model="): 4,
+    }
+    assert passes == pytest.approx(wanted, abs=0.1)
