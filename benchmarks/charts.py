@@ -23,7 +23,7 @@ from drawing import (
     finish,
     label_ends,
 )
-from headline import MODE, ROLES, TITLES, headline
+from headline import MODE, ROLES, TITLES, against_best, headline
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -81,25 +81,27 @@ def bytes_per_parameter(rows: Sequence[Row]) -> Figure:
     found = headline(rows)
     if not found:
         raise NoRows("there are no rows of benchmarks/models.py with a counted window of 8")
-    figure, axes = plt.subplots(figsize=(10.5, 5.5))
+    figure, axes = plt.subplots(figsize=(10.5, 6.4))
     bars = Bars(axes, max(counted.total for counted in found))
     for title in dict.fromkeys(counted.title for counted in found):
         bars.heading(title)
         own = {counted.role: counted for counted in found if counted.title == title}
         for role in (role for role in ROLES if role in own):
             counted = own[role]
-            stock = "" if role == "ours" else f"{role.replace('as written', 'stock as written')}: "
+            stock = "" if counted.ours else f"{role.replace('as written', 'stock as written')}: "
             parts = {part: counted.parts[part] for part in PARTS if counted.parts.get(part)}
             end = bars.add((stock + counted.way).removesuffix(": "), parts, PARTS)
             told = f"{counted.total:.1f}"
-            if role == "ours" and "best stock" in own:
-                told += f"  ({100 * (counted.total / own['best stock'].total - 1):+.0f} %)"
+            if counted.ours and (ratio := against_best(counted, own)):
+                told += f"  ({ratio})"
             bars.tell(end, told)
     bars.finish("bytes read and written per parameter in one window", room=1.12)
     about = found[0].row
     text = (
         f"Counted on {about['shapes']}, each operand of each operator once. In brackets: against best stock."
     )
+    if any(counted.role == "ours, model=" for counted in found):
+        text += " model=: as weights of Linear layers, without what their products read."
     title = "Memory traffic of one window: 8 micro-batches, clipping, AdamW"
     return finish(figure, title, about, text, PARTS)
 

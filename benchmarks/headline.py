@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from common import newest
 
 MODE = "window k=8"
 CASE = "counted"
 UNIT = "B/param"
+MODEL = "ours, model="
 #: A row's note begins with its way's role.
-ROLES = ("as written", "best stock", "ours")
+ROLES = ("as written", "best stock", "ours", MODEL)
 #: By the column `dtypes`.
 TITLES = {
     "float32 into float32": "float32 parameters and sums",
@@ -31,10 +32,20 @@ class Counted:
     row: dict[str, str]
 
     @property
+    def ours(self) -> bool:
+        return self.role.startswith("ours")
+
+    @property
     def way(self) -> str:
         """Its name without "stock" ("mixed add_"); empty for what is only its role, "as written"."""
         name = self.row["provider"].removeprefix("stock ")
         return "" if name == self.role else name
+
+
+def against_best(counted: Counted, own: Mapping[str, Counted]) -> str:
+    """How much more or less it moves than the best of stock; empty where `own`, by role, has none."""
+    best = own.get("best stock")
+    return f"{100 * (counted.total / best.total - 1):+.0f} %" if best else ""
 
 
 def headline(rows: Sequence[dict[str, str]]) -> list[Counted]:

@@ -8,12 +8,13 @@ Ways and settings are in windows.py, lists in parameter_lists/. Rows of benchmar
 mode "window k=8", metric "time": a whole window; `bytes` and `launches` are what a TrafficMeter counts in it.
 mode "window k=8", metric "bytes: total" and, for case "counted" only, "bytes: PART" for each of
     windows.PARTS: counted bytes of one window per parameter, in B/param. They depend on the way, not on the
-    model. Case "counted" is a small list, but so large that scalars do not show.
+    model. Case "counted" is a small list, but so large that scalars do not show. It alone has the way
+    "fusedacc model=".
 mode "accumulate", metric "time": one pass over the whole list (model_pass.py).
 
 The `note` of a window begins with the way's role: "as written", "best stock", "stock", "ours", "ours, manual
-loop", "inexact", "floor". All ways work on the same weights and Adam states in turns. Where memory does not
-suffice, a model keeps the first of its layers, whole ones, and `shapes` says how many.
+loop", "ours, model=", "inexact", "floor". All ways work on the same weights and Adam states in turns. Where
+memory does not suffice, a model keeps the first of its layers, whole ones, and `shapes` says how many.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from windows import PARTS, Window
 from fusedacc import backends
 from fusedacc.traffic import TrafficMeter
 
-PROVIDERS = tuple(way.name for way in windows.WAYS)
+PROVIDERS = tuple(way.name for way in (*windows.WAYS, *windows.COUNTED_ONLY))
 COUNTED: Parameters = [(f"weight{index}", (512, 512)) for index in range(4)]
 #: Bytes per parameter below which a part of the counted window is left out: it is scalars.
 NOTHING = 0.01
@@ -120,7 +121,8 @@ def count(
     """The bytes of a window by part, on a small list."""
     for setting in settings or SETTINGS:
         case = Case("models", "counted", loop.mode, "4 parameters of 512 x 512", DTYPES[setting])
-        opened = start(results, case, setting, ways(setting, providers), COUNTED, loop)
+        alone = [way for way in windows.COUNTED_ONLY if not providers or way.name in providers]
+        opened = start(results, case, setting, ways(setting, providers) + alone, COUNTED, loop)
         for part in (*PARTS, "total"):
             found = [part_of_window(case, way, part, COUNTED) for way in opened]
             results.add([figure for figure in found if figure.median >= NOTHING])
@@ -229,7 +231,7 @@ def part_of_window(case: Case, way: Opened, part: str, parameters: Parameters) -
     by_part: Counter[str] = Counter()
     for phase, ops in way.meter.as_dict()["by_phase_and_op"].items():
         for op, found in ops.items():
-            by_part[windows.part(phase, op)] += found["total_bytes"]
+            by_part[windows.part(phase, op)] += way.window.moved(phase, op, found)
     size = sum(by_part.values()) if part == "total" else by_part[part]
     return common.row(
         case,

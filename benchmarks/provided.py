@@ -69,10 +69,13 @@ class Source:
         with self.phase("weight gradients"):
             return [self.gradient(index, parameter) for index, parameter in group.items()]
 
-    def gradient(self, index: int, parameter: nn.Parameter) -> Tensor:
+    def value(self, index: int) -> float:
+        """Of every element of a parameter's gradient in this micro-batch."""
         # 1/128 times at most 19: exact in bfloat16, and never 0.
-        value = ((3 * index + 5 * self.micro_batches) % 17 - 7.5) / 64 * self.scale
-        return torch.full(parameter.shape, value, dtype=self.dtype, device=parameter.device)
+        return ((3 * index + 5 * self.micro_batches) % 17 - 7.5) / 64 * self.scale
+
+    def gradient(self, index: int, parameter: nn.Parameter) -> Tensor:
+        return torch.full(parameter.shape, self.value(index), dtype=self.dtype, device=parameter.device)
 
 
 class _Node(torch.autograd.Function):

@@ -21,6 +21,7 @@ Row = dict[str, str]
 
 FIGURES = ("<!-- figures: written by benchmarks/readme_figures.py -->", "<!-- end of figures -->")
 BYTES = ("<!-- bytes: written by benchmarks/readme_figures.py -->", "<!-- end of bytes -->")
+MODEL = "ours, model="
 #: What one figure shares with the one it is held against.
 CASE = ("case", "mode", "shapes", "dtypes", "metric")
 
@@ -80,7 +81,7 @@ def goals(rows: Sequence[Row]) -> str:
 
 
 def cell(counted: headline.Counted) -> str:
-    way = "" if counted.role == "ours" else counted.way
+    way = "" if counted.ours else counted.way
     return f"{counted.total:.1f}" + (f" ({way})" if way else "")
 
 
@@ -91,10 +92,17 @@ def window_bytes(rows: Sequence[Row]) -> str:
         print("no bytes per parameter from benchmarks/models.py", file=sys.stderr)
         return ""
     about = found[0].row
-    titles = ("stock, as written", "best of stock", "fusedacc", "against the best")
+    titles = ["stock, as written", "best of stock", "fusedacc", "against the best"]
+    of_model = any(counted.role == MODEL for counted in found)
+    titles += ["fusedacc, `model=`", "against the best"] if of_model else []
     lines = [
         "Bytes read and written per parameter in one window of 8 micro-batches, clipping and AdamW included; "
-        f"counted, each operand of each operator once, on {about['shapes']}.",
+        f"counted, each operand of each operator once, on {about['shapes']}"
+        + (
+            ", with `model=` as weights of Linear layers, without what their products read."
+            if of_model
+            else "."
+        ),
         "",
         conditions(about),
         "",
@@ -103,9 +111,12 @@ def window_bytes(rows: Sequence[Row]) -> str:
     ]
     for title in dict.fromkeys(counted.title for counted in found):
         own = {counted.role: counted for counted in found if counted.title == title}
-        cells = [cell(own[role]) if role in own else "" for role in headline.ROLES]
-        if "ours" in own and "best stock" in own:
-            cells.append(f"{100 * (own['ours'].total / own['best stock'].total - 1):+.0f} %")
+        cells = []
+        for role in (role for role in headline.ROLES if of_model or role != MODEL):
+            counted = own.get(role)
+            cells.append(cell(counted) if counted else "")
+            if role.startswith("ours"):
+                cells.append(headline.against_best(counted, own) if counted else "")
         lines.append(f"| {' | '.join([title, *cells])} |")
     return "\n".join(lines)
 

@@ -1,6 +1,7 @@
 """Ways to run a window: `steps` micro-batches whose gradients are summed, and the update.
 
-Gradients are provided (provided.py has how, and the settings), so no activations are needed.
+Gradients are provided (provided.py has how, and the settings), so no activations are needed. `Linears` alone
+has layers and makes its gradients by products, which `model=` adds into the sums.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Callable, Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from provided import BF16, F32, GROUP_BYTES, SETTINGS, Memory, Source
@@ -33,7 +34,7 @@ class Window:
 
     name = ""
     settings: tuple[str, ...] = SETTINGS
-    #: "as written", "best stock", "stock", "ours", "ours, manual loop", "inexact" or "floor".
+    #: "as written", "best stock", "stock", "ours", "ours, manual loop", "ours, model=", "inexact" or "floor".
     role = "stock"
     note = ""
     #: Bytes per element that the way itself holds from window to window, by setting.
@@ -109,6 +110,11 @@ class Window:
             yield
         finally:
             self.phase, self.source.phase = _no_phase, None
+
+    @staticmethod
+    def moved(phase: str, op: str, found: dict[str, Any]) -> int:
+        """Bytes that count, of what a meter's `by_phase_and_op` has found of an operator in a phase."""
+        return found["total_bytes"]
 
     def close(self) -> None:
         """Lets go of hooks and gradients."""
@@ -335,6 +341,56 @@ class Manual(Fusedacc):
             self.wrapper.zero_grad()
 
 
+class Linears(Fusedacc):
+    """On the weights of Linear layers, each with an input of its own, which needs no gradient.
+
+    What the products read of weights, inputs and outputs is not counted, as the other ways have no products:
+    only casts of the weights and what is added to the sums.
+    """
+
+    name, role = "fusedacc model=", "ours, model="
+    note = "counted loop around AdamW(fused=True), max_grad_norm, model=: weights of Linear layers"
+    tokens = 16
+
+    def prepare(self) -> None:
+        self.layers = nn.ModuleList()
+        self.inputs = []
+        for weight in self.parameters:
+            outputs, inputs = weight.shape
+            layer = nn.Linear(inputs, outputs, bias=False, device="meta")
+            layer.weight = weight
+            self.layers.append(layer)
+            self.inputs.append(torch.ones(self.tokens, inputs, dtype=self.source.dtype, device=weight.device))
+        super().prepare()
+
+    def wrap(self, steps: int | None) -> fusedacc.AccumulatingOptimizer:
+        return fusedacc.AccumulatingOptimizer(
+            self.optimizer,
+            steps,
+            max_grad_norm=MAX_NORM if self.clip else None,
+            model=self.layers,
+            backend=self.backend,
+        )
+
+    def backward(self) -> None:
+        self.source.micro_batches += 1
+        device, autocast = self.parameters[0].device.type, self.memory.setting == "autocast"
+        with self.phase("forward"), torch.autocast(device, BF16, enabled=autocast):
+            outputs = [layer(x) for layer, x in zip(self.layers, self.inputs, strict=True)]
+        # Each token has its share of the gradient that is provided in the other ways.
+        value = [self.source.value(index) / self.tokens for index in range(len(outputs))]
+        gradients = [torch.full_like(output, v) for output, v in zip(outputs, value, strict=True)]
+        with self.phase("accumulate"):
+            torch.autograd.backward(outputs, gradients)
+
+    @staticmethod
+    def moved(phase: str, op: str, found: dict[str, Any]) -> int:
+        if phase == "accumulate":
+            return found["by_kind"].get("gradients", 0)
+        casts = phase == "forward" and op == "aten::_to_copy"
+        return found["total_bytes"] if casts or phase.startswith("update") else 0
+
+
 WAYS: tuple[type[Window], ...] = (
     AsWritten,
     ByHand,
@@ -347,6 +403,10 @@ WAYS: tuple[type[Window], ...] = (
     Optimi,
     Floor,
 )
+
+
+#: Of these only bytes are counted.
+COUNTED_ONLY: tuple[type[Window], ...] = (Linears,)
 
 
 def ways(setting: str) -> list[type[Window]]:

@@ -188,6 +188,24 @@ def test_ways_share_weights_and_leave_each_other_alone(windows: ModuleType) -> N
             torch.testing.assert_close(got, want, rtol=8e-3, atol=5e-4)
 
 
+@pytest.mark.parametrize("clip", [True, False])
+@pytest.mark.parametrize("setting", ["float32", "autocast", "bfloat16"])
+def test_the_layers_of_model_get_the_same_gradients(windows: ModuleType, setting: str, clip: bool) -> None:
+    shapes = [(5, 7), (64, 33)]
+    ends = []
+    for way in (windows.Fusedacc, windows.Linears):
+        memory = windows.Memory(shapes, setting, "cpu")
+        window = way(memory, 3, clip=clip, optimizer=sgd)
+        for _ in range(2):
+            window.run()
+        assert ("gemm" in window.wrapper.explain()) == (way is windows.Linears)
+        window.close()
+        ends.append(memory.weights)
+    rtol, atol = (1e-5, 1e-6) if setting == "float32" else (1e-2, 1e-3)
+    for got, want in zip(*ends, strict=True):
+        torch.testing.assert_close(got, want, rtol=rtol, atol=atol)
+
+
 def test_inexact_ways_and_the_floor_say_so(windows: ModuleType) -> None:
     for setting in windows.SETTINGS:
         for way in windows.ways(setting):
@@ -323,6 +341,23 @@ COUNTED = {
         "update: optimizer": 2 + 3 * 4,
     },
     ("float32", "floor"): {"weight gradients": 8 * 4},
+    ("float32", "fusedacc model="): {
+        "accumulate": 4 + 7 * 8,
+        "update: clip": 4,
+        "update: optimizer": 8 + 3 * 8,
+    },
+    ("autocast", "fusedacc model="): {
+        "forward": 8 * 6,
+        "accumulate": 4 + 7 * 8,
+        "update: clip": 4,
+        "update: optimizer": 8 + 3 * 8,
+    },
+    ("bfloat16", "fusedacc model="): {
+        "accumulate": 4 + 7 * 8,
+        "update: clip": 4,
+        "update: cast": 6,
+        "update: optimizer": 2 + 3 * 4,
+    },
 }
 
 

@@ -398,7 +398,8 @@ def synthetic(common, tmp_path):
     for dtypes in ("float32 into float32", "autocast bfloat16 into float32", "bfloat16 into float32"):
         counted = common.Case("models", "counted", "window k=8", "4 parameters of 512 x 512", dtypes)
         ways = (("stock as written", "as written", 100.0), ("stock mixed", "best stock", 50.0))
-        for name, role, size in (*ways, ("fusedacc", "ours", 40.0)):
+        own = (("fusedacc", "ours", 40.0), ("fusedacc model=", "ours, model=", 30.0))
+        for name, role, size in (*ways, *own):
             for part, share in (("accumulate", 0.7), ("update: optimizer", 0.3), ("total", 1.0)):
                 figure = {"metric": f"bytes: {part}", "unit": "B/param", "median": share * size}
                 kept.add([common.row(counted, name, **figure, note=f"{role}: how")])
@@ -450,7 +451,13 @@ def test_plots_say_what_they_show_and_under_which_conditions(common, synthetic):
     charts = importlib.import_module("charts")
     rows = common.read(synthetic)
     expected = {
-        charts.bytes_per_parameter: ("bytes read and written per parameter", "best stock: mixed", "(-20 %)"),
+        charts.bytes_per_parameter: (
+            "bytes read and written per parameter",
+            "best stock: mixed",
+            "(-20 %)",
+            "(-40 %)",
+            "model=: as",
+        ),
         charts.bandwidth: ("GB/s", "elements in one tensor", "1 Gi", "measured peak", "fusedacc cpu", "add_"),
         charts.speedup: ("GPT-2 124M: 148 parameters, 124 M elements", "1.25 x stock mixed"),
         charts.memory: ("MB alive at the peak", "70.0 MB", "activations and others", "2.5 M parameters"),
@@ -523,7 +530,9 @@ def test_readme_shows_the_newest_figures(synthetic, script, tmp_path):
     assert "old" not in text
     assert "prose that stays" in text
     assert text.endswith("the end\n")
-    assert "| float32 parameters and sums | 100.0 | 50.0 (mixed) | 40.0 | -20 % |" in text
+    assert "| fusedacc | against the best | fusedacc, `model=` | against the best |" in text
+    assert "| float32 parameters and sums | 100.0 | 50.0 (mixed) | 40.0 | -20 % | 30.0 | -40 % |" in text
+    assert "with `model=` as weights of Linear layers" in text
     row = "| gpt2, window k=8 | bfloat16 into float32 | fusedacc | 400.00 ms | "
     assert row + "1.25 times the speed of `stock mixed` (500.00 ms), goal 1 |" in text
     assert script(*command)[0] == 0
@@ -541,6 +550,14 @@ def test_a_later_run_of_a_part_does_not_hide_the_rest(common, synthetic):
     rows = common.read(synthetic)
     assert [counted.total for counted in headline.headline(rows)] == [7.0]
     assert "1.25 x stock mixed" in texts(charts.speedup(rows))
+
+
+def test_results_without_a_count_of_the_model_have_no_column_for_it(common, synthetic):
+    readme_figures = importlib.import_module("readme_figures")
+    rows = [row for row in common.read(synthetic) if row["provider"] != "fusedacc model="]
+    text = readme_figures.window_bytes(rows)
+    assert "| float32 parameters and sums | 100.0 | 50.0 (mixed) | 40.0 | -20 % |\n" in text
+    assert "model=" not in text
 
 
 def test_readme_says_what_was_missed(common):
