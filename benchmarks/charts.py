@@ -23,7 +23,7 @@ from drawing import (
     finish,
     label_ends,
 )
-from headline import MODE, ROLES, TITLES, against_best, headline
+from headline import MODE, MODEL, ROLES, TITLES, against_best, headline
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -100,8 +100,8 @@ def bytes_per_parameter(rows: Sequence[Row]) -> Figure:
     text = (
         f"Counted on {about['shapes']}, each operand of each operator once. In brackets: against best stock."
     )
-    if any(counted.role == "ours, model=" for counted in found):
-        text += " model=: as weights of Linear layers, without what their products read."
+    if any(counted.role == MODEL for counted in found):
+        text += " With model= these are weights of Linear layers; what products read is in no bar."
     title = "Memory traffic of one window: 8 micro-batches, clipping, AdamW"
     return finish(figure, title, about, text, PARTS)
 

@@ -21,7 +21,6 @@ Row = dict[str, str]
 
 FIGURES = ("<!-- figures: written by benchmarks/readme_figures.py -->", "<!-- end of figures -->")
 BYTES = ("<!-- bytes: written by benchmarks/readme_figures.py -->", "<!-- end of bytes -->")
-MODEL = "ours, model="
 #: What one figure shares with the one it is held against.
 CASE = ("case", "mode", "shapes", "dtypes", "metric")
 
@@ -93,15 +92,14 @@ def window_bytes(rows: Sequence[Row]) -> str:
         return ""
     about = found[0].row
     titles = ["stock, as written", "best of stock", "fusedacc", "against the best"]
-    of_model = any(counted.role == MODEL for counted in found)
+    of_model = any(counted.role == headline.MODEL for counted in found)
     titles += ["fusedacc, `model=`", "against the best"] if of_model else []
     lines = [
         "Bytes read and written per parameter in one window of 8 micro-batches, clipping and AdamW included; "
-        f"counted, each operand of each operator once, on {about['shapes']}"
+        f"counted, each operand of each operator once, on {about['shapes']}."
         + (
-            ", with `model=` as weights of Linear layers, without what their products read."
-            if of_model
-            else "."
+            " With `model=` these are weights of Linear layers; what products read is in no column."
+            * of_model
         ),
         "",
         conditions(about),
@@ -112,7 +110,7 @@ def window_bytes(rows: Sequence[Row]) -> str:
     for title in dict.fromkeys(counted.title for counted in found):
         own = {counted.role: counted for counted in found if counted.title == title}
         cells = []
-        for role in (role for role in headline.ROLES if of_model or role != MODEL):
+        for role in (role for role in headline.ROLES if of_model or role != headline.MODEL):
             counted = own.get(role)
             cells.append(cell(counted) if counted else "")
             if role.startswith("ours"):

@@ -344,8 +344,8 @@ class Manual(Fusedacc):
 class Linears(Fusedacc):
     """On the weights of Linear layers, each with an input of its own, which needs no gradient.
 
-    What the products read of weights, inputs and outputs is not counted, as the other ways have no products:
-    only casts of the weights and what is added to the sums.
+    What the products read is not counted, as the other ways have no products: of the micro-batches only casts
+    of the weights and what is added to the sums.
     """
 
     name, role = "fusedacc model=", "ours, model="

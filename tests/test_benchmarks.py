@@ -456,7 +456,7 @@ def test_plots_say_what_they_show_and_under_which_conditions(common, synthetic):
             "best stock: mixed",
             "(-20 %)",
             "(-40 %)",
-            "model=: as",
+            "With model= these are",
         ),
         charts.bandwidth: ("GB/s", "elements in one tensor", "1 Gi", "measured peak", "fusedacc cpu", "add_"),
         charts.speedup: ("GPT-2 124M: 148 parameters, 124 M elements", "1.25 x stock mixed"),
@@ -532,7 +532,7 @@ def test_readme_shows_the_newest_figures(synthetic, script, tmp_path):
     assert text.endswith("the end\n")
     assert "| fusedacc | against the best | fusedacc, `model=` | against the best |" in text
     assert "| float32 parameters and sums | 100.0 | 50.0 (mixed) | 40.0 | -20 % | 30.0 | -40 % |" in text
-    assert "with `model=` as weights of Linear layers" in text
+    assert "With `model=` these are weights of Linear layers" in text
     row = "| gpt2, window k=8 | bfloat16 into float32 | fusedacc | 400.00 ms | "
     assert row + "1.25 times the speed of `stock mixed` (500.00 ms), goal 1 |" in text
     assert script(*command)[0] == 0
