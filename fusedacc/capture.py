@@ -143,6 +143,7 @@ class Capture(Arming):
             return Task(captures=False)  # compiled autograd traces the hooks, and has no end to call back at
         window = self.window
         self._check_graph()
+        self._taking.add_later()  # another task's hooks must not add to sums that change here
         if self.ignoring:
             self._make_room()
             task = Task(captures=False, ignored=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -31,6 +32,8 @@ class Taking:
         self._lanes: dict[int, Any] = {}
         self._order: dict[Slot, int] = {}
         self._parameters: list[Tensor] = []
+        #: Held while that task changes: closing `Direct` lets other threads run.
+        self._lock = threading.RLock()
         #: The task whose gradients are added at once, and the state of the arena when the sums were loaded.
         self._task: Task | None = None
         self._known: tuple | None = None
@@ -78,11 +81,10 @@ class Taking:
         return self._native.any_gradient(self._parameters)
 
     def begin(self, identity: int, task: Task, alone: bool, scale: float | Tensor) -> None:
-        """A graph task's first gradient is at hand. `alone`: no other graph task runs."""
+        """A graph task's first gradient is at hand, and none is added at once. `alone`: no other task runs."""
         if self._native is None:
             return
         self._tasks.add(identity)
-        self.add_later()
         arena = self._arena
         nothing_yet = not arena.shown and all(slot.sum is None for slot in arena.slots[:1] + arena.slots[-1:])
         if (
@@ -93,12 +95,13 @@ class Taking:
             and not arena.norms
             and not isinstance(scale, Tensor)
         ):
-            known = None if arena.debts or arena.shown else (arena.generation,)
-            if known is None or known != self._known:
-                self._direct.load(*arena.addable(self._order), arena.shown)
-                self._known = known
-            self._task = task
-            self._direct.open(identity, scale)
+            with self._lock:
+                known = None if arena.debts or arena.shown else (arena.generation,)
+                if known is None or known != self._known:
+                    self._direct.load(*arena.addable(self._order), arena.shown)
+                    self._known = known
+                self._task = task
+                self._direct.open(identity, scale)
 
     def adds(self, slot: Slot, identity: int, gradient: Tensor) -> bool:
         """Add a gradient at once, if that is all that is to be done with it."""
@@ -110,15 +113,17 @@ class Taking:
         """No gradient is added at once any more; what has been added has paid what it owed."""
         if self._task is None:
             return
-        added, task, self._task = self._direct.close(), self._task, None
-        if added:
-            task.added = True
-            arena = self._arena
-            if arena.debts:
-                slots = list(self._order)
-                arena.debts.pay([slots[index] for index in added])
-                if not (arena.debts or arena.shown):
-                    self._known = (arena.generation,)
+        with self._lock:
+            task, self._task = self._task, None
+            added = self._direct.close() if task is not None else []
+            if task is not None and added:
+                task.added = True
+                arena = self._arena
+                if arena.debts:
+                    slots = list(self._order)
+                    arena.debts.pay([slots[index] for index in added])
+                    if not (arena.debts or arena.shown):
+                        self._known = (arena.generation,)
 
     def end(self, identity: int, task: Task) -> None:
         """A graph task is over."""

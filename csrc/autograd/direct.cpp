@@ -3,6 +3,8 @@
 #include <ATen/record_function.h>
 #include <c10/core/UndefinedTensorImpl.h>
 
+#include "../pairs.h"
+
 namespace fusedacc::autograd {
 
 int32_t dtype_number(at::ScalarType dtype) {
@@ -78,8 +80,10 @@ bool Direct::take(int task, int64_t index, const at::Tensor& gradient, const at:
   const at::Tensor sum(held);
   if (visible_ && !parameter.grad().is_same(sum)) return false;
   if (!sum.is_cpu() || !is_plain(sum) || !same_layout(gradient, sum) || gradient.is_alias_of(sum)) return false;
+  if (!is_plain(gradient) || sum.is_inference()) return false;
   const int32_t from = dtype_number(gradient.scalar_type()), to = dtype_number(sum.scalar_type());
-  if (from < 0 || to < 0) return false;
+  // p.grad may be of any dtype where the user has put it there.
+  if (find_pair(static_cast<Dtype>(from), static_cast<Dtype>(to)) < 0) return false;
   RECORD_FUNCTION("fusedacc::add_at_once", std::vector<c10::IValue>());
   add_(sum.mutable_data_ptr(), gradient.const_data_ptr(), sum.numel(), from, to, scale_, keeps_[index]);
   keeps_[index] = 1;
