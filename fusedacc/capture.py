@@ -279,10 +279,11 @@ class Capture(Arming):
                 if not set(slots).isdisjoint(bucket.slots()):
                     self._add_bucket(task, bucket)
 
-    def _drop(self, identity: int) -> Task:
-        """Forget a graph task and whatever it still holds."""
-        task = self._tasks.pop(identity)
-        self._taking.end(identity, task)
+    def _drop(self, identity: int) -> Task | None:
+        """Forget a graph task and whatever it still holds; None if another thread has."""
+        task = self._tasks.pop(identity, None)
+        if task is not None:
+            self._taking.end(identity, task)
         return task
 
     # Between backwards
@@ -291,6 +292,8 @@ class Capture(Arming):
         """Forget backwards that an exception has ended; taint the window where they have added something."""
         for identity in [key for key, task in list(self._tasks.items()) if task.callback() is None]:
             task = self._drop(identity)
+            if task is None:
+                continue
             if task.ignored:
                 self._mark_ignored(task)
             elif task.added or any(slot.param.grad is not None for slot in task.stored):

@@ -111,12 +111,14 @@ class Taking:
 
     def add_later(self) -> None:
         """No gradient is added at once any more; what has been added has paid what it owed."""
-        if self._task is None:
+        if self._native is None:
             return
-        with self._lock:
+        with self._lock:  # and wait until another thread, that is doing so, has paid
+            if self._task is None:
+                return
             task, self._task = self._task, None
-            added = self._direct.close() if task is not None else []
-            if task is not None and added:
+            added = self._direct.close()
+            if added:
                 task.added = True
                 arena = self._arena
                 if arena.debts:

@@ -96,7 +96,8 @@ TakingHook::TakingHook(std::shared_ptr<Entry> entry, const torch::autograd::Accu
     : entry_(std::move(entry)), node_(node), python_(std::move(python)) {}
 
 torch::autograd::variable_list TakingHook::operator()(const torch::autograd::variable_list& gradients) {
-  if (entry_->active && gradients.size() == 1 && takes(gradients[0])) return {at::Tensor()};
+  if (!entry_->active) return gradients;  // the hook in Python is gone too
+  if (gradients.size() == 1 && takes(gradients[0])) return {at::Tensor()};
   return (*python_)(gradients);
 }
 
