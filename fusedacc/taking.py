@@ -6,7 +6,6 @@ import threading
 from collections.abc import MutableMapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from . import hooks, native_hooks, observers
@@ -81,7 +80,7 @@ class Taking:
         return self._native.any_gradient(self._parameters)
 
     def begin(self, identity: int, task: Task, alone: bool, scale: float | Tensor) -> None:
-        """A graph task's first gradient is at hand, and none is added at once. `alone`: no other task runs."""
+        """A graph task's first gradient is at hand; none is added at once yet. `alone`: no other runs."""
         if self._native is None:
             return
         self._tasks.add(identity)
@@ -135,9 +134,3 @@ class Taking:
             self._tasks.drop(identity)
         for lane_key in task.buckets:
             self._lanes[lane_key].pop(identity, None)
-
-
-def takes_natively() -> tuple[bool, str]:
-    """Whether native hooks are used, and the reason, for `info`."""
-    problem = native_hooks.why_not()
-    return problem is None, problem or f"built for torch {torch.__version__}"

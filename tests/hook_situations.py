@@ -1,7 +1,7 @@
-"""Situations in which gradients come, each written once and run with native hooks, with Python's, and by stock.
+"""Situations in which gradients come, each written once, for native hooks, Python's hooks, and stock.
 
-A situation is a function of a `Run`, through which it makes its optimizer, runs micro-batches and notes what is
-to be compared.
+A situation is a function of a `Run`, through which it makes its optimizer, runs micro-batches and notes what
+is to be compared.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import itertools
 import pickle
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -122,14 +123,12 @@ class Run:
     def network(self, *sizes: int) -> nn.Sequential:
         torch.manual_seed(1)
         sizes = sizes or (6, 8, 5, 3)
-        layers = [nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False)]
+        layers = [nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
         return nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh()))).to(self.loop.dtype)
 
     def parameters(self, *shapes: tuple[int, ...]) -> list[nn.Parameter]:
         generator = torch.Generator().manual_seed(2)
-        return [
-            nn.Parameter(torch.randn(shape, generator=generator).to(self.loop.dtype)) for shape in shapes
-        ]
+        return [nn.Parameter(torch.randn(shape, generator=generator).to(self.loop.dtype)) for shape in shapes]
 
     def train(self, loss: Callable[[], Tensor], micro_batches: int = 6) -> None:
         for _ in range(micro_batches):
@@ -363,7 +362,7 @@ returning(a_sparse_gradient, as_stock=False)
 
 @situation()
 def negated_by_autograd(run: Run) -> None:
-    """The imaginary part of a conjugated gradient: a view of plain float32 that is to be negated on reading."""
+    """The imaginary part of a conjugated gradient: a plain tensor that is to be negated on reading."""
     real, imaginary = run.parameters((1,), (1,))
     run.wrap([imaginary, real])
 
@@ -640,7 +639,7 @@ def interrupted(run: Run) -> None:
 
 @situation()
 def threads(run: Run) -> None:
-    """Graphs that share parameters, each in a thread of its own; in whole numbers, so that order is nothing."""
+    """Graphs that share parameters, a thread for each; in whole numbers, so that order is nothing."""
     a, b, c = params = [nn.Parameter(p.detach().round()) for p in run.parameters((3, 4), (5,), (2, 2))]
     run.wrap(params)
 
@@ -685,10 +684,12 @@ def a_copy_in_mid_window(run: Run) -> None:
     run.wrap(model)
     run.train(lambda: loss_of(run, model), 2)
     for copied in (copy.deepcopy((model, run.opt)), pickle.loads(pickle.dumps((model, run.opt)))):
-        run.train(lambda: loss_of(run, model), 2)
+        for trained, optimizer in ((model, run.opt), copied):
+            run.opt = optimizer
+            run.params = list(trained.parameters())
+            for _ in range(4):
+                run.backward(loss_of(run, trained))
         model, run.opt = copied
-        run.params = list(model.parameters())
-        run.train(lambda: loss_of(run, model), 4)
 
 
 @situation(as_stock=False)

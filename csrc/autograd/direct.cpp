@@ -79,7 +79,8 @@ bool Direct::take(int task, int64_t index, const at::Tensor& gradient, const at:
   if (!held) return false;
   const at::Tensor sum(held);
   if (visible_ && !parameter.grad().is_same(sum)) return false;
-  if (!sum.is_cpu() || !is_plain(sum) || !same_layout(gradient, sum) || gradient.is_alias_of(sum)) return false;
+  if (!sum.is_cpu() || !is_plain(sum) || !same_layout(gradient, sum) || gradient.is_alias_of(sum))
+    return false;
   if (!is_plain(gradient) || sum.is_inference()) return false;
   const int32_t from = dtype_number(gradient.scalar_type()), to = dtype_number(sum.scalar_type());
   // p.grad may be of any dtype where the user has put it there.

@@ -39,8 +39,9 @@ class Direct {
   // None any more. Returns the indices of what has been added to since open().
   std::vector<int64_t> close();
 
-  // Adds, or returns false with nothing done. The gradient is strided and on the CPU. The GIL must not be held:
-  // to lock a sum that only Python refers to takes it, and hooks on other threads do so within the mutex.
+  // Adds, or returns false with nothing done. The gradient is strided and on the CPU. The GIL must not be
+  // held: to lock a sum that only Python refers to takes it, and hooks on other threads do so within the
+  // mutex.
   bool take(int task, int64_t index, const at::Tensor& gradient, const at::Tensor& parameter);
 
  private:

@@ -25,7 +25,8 @@ py::list slot_list(const std::vector<PyObject*>& slots) {
 py::tuple take(Bucket& bucket) {
   Bucket::Content content = bucket.take();
   py::list tensors(content.gradients.size());
-  for (size_t i = 0; i < content.gradients.size(); ++i) tensors[i] = py::cast(std::move(content.gradients[i]));
+  for (size_t i = 0; i < content.gradients.size(); ++i)
+    tensors[i] = py::cast(std::move(content.gradients[i]));
   return py::make_tuple(slot_list(content.slots), tensors, content.adoptable);
 }
 
