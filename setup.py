@@ -193,7 +193,17 @@ class BuildLibrary(build_ext):
                 objects = list(pool.map(toolchain.compile, sources))
             (toolchain.link if library else toolchain.link_module)(objects, built)
         except subprocess.CalledProcessError as error:
-            hint = "; FORCE_CUDA=0 builds without CUDA" if library and toolchain.nvcc else ""
+            if not library:
+                # What an older build has left must not be taken for it.
+                target.unlink(missing_ok=True)
+                print(
+                    f"fusedacc: the module of native hooks was not built (exit status {error.returncode}): "
+                    "Python's own hooks are used instead",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                return
+            hint = "; FORCE_CUDA=0 builds without CUDA" if toolchain.nvcc else ""
             raise SystemExit(
                 f"fusedacc: a build command failed (exit status {error.returncode}){hint}"
             ) from error
@@ -227,8 +237,8 @@ else:
         extensions.append(Extension("fusedacc._autograd", sources=[]))
     else:
         print(
-            "fusedacc: Python.h was not found: building without the module of native hooks; Python's own are "
-            "used instead",
+            "fusedacc: Python.h was not found: building without the module of native hooks; Python's own "
+            "are used instead",
             file=sys.stderr,
             flush=True,
         )

@@ -16,14 +16,15 @@ class Arena(Writes):
 
     def deliver(self) -> None:
         """Put every sum into p.grad, and the truth with it, where it may stand there. None owes any more."""
-        self.settle()
-        for slot in self.slots:
-            if slot.sum is None or not slot.shows_sum():
-                continue
-            present = slot.param.grad
-            if present is None or not slot.is_foreign(present):
-                self.show(slot, slot.sum)
-        self.any_delivered = True
+        with self._lock:  # another thread's backward may be adding
+            self.settle()
+            for slot in self.slots:
+                if slot.sum is None or not slot.shows_sum():
+                    continue
+                present = slot.param.grad
+                if present is None or not slot.is_foreign(present):
+                    self.show(slot, slot.sum)
+            self.any_delivered = True
 
     def retract(self) -> None:
         """Begin a window: sums that nobody has cleared go on, but in private."""

@@ -38,10 +38,10 @@ class Arming:
         self.arena = arena
         self.closed = False
         self._tasks: dict[int, Task] = {}
-        self._taking = Taking(arena)
         #: The nodes, which die with their hooks when nobody refers to them, and the hooks' handles. They are
         #: not in the slots: a node holds its hook, the hook its slot, and the ring would never be freed.
         self._nodes: dict[Slot, tuple[Any, RemovableHandle]] = {}
+        self._taking = Taking(arena)
         #: Whether a CUDA graph was being captured when the nodes were made.
         self._armed_in_graph = False
         self.claim(slots)

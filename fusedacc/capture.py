@@ -150,6 +150,7 @@ class Capture(Arming):
             return Task(captures=False)  # compiled autograd traces the hooks, and has no end to call back at
         window = self.window
         self._check_graph()
+        self._taking.add_later()  # another task's hooks must not add to sums that change here
         if self.ignoring:
             self._make_room()
             task = Task(captures=False, ignored=True)
@@ -285,10 +286,11 @@ class Capture(Arming):
                 if not set(slots).isdisjoint(bucket.slots()):
                     self._add_bucket(task, bucket)
 
-    def _drop(self, identity: int) -> Task:
-        """Forget a graph task and whatever it still holds."""
-        task = self._tasks.pop(identity)
-        self._taking.end(identity, task)
+    def _drop(self, identity: int) -> Task | None:
+        """Forget a graph task and whatever it still holds; None if another thread has."""
+        task = self._tasks.pop(identity, None)
+        if task is not None:
+            self._taking.end(identity, task)
         return task
 
     # Between backwards
@@ -297,6 +299,8 @@ class Capture(Arming):
         """Forget backwards that an exception has ended; taint the window where they have added something."""
         for identity in [key for key, task in list(self._tasks.items()) if task.callback() is None]:
             task = self._drop(identity)
+            if task is None:
+                continue
             if task.ignored:
                 self._mark_ignored(task)
             elif task.added or any(slot.param.grad is not None for slot in task.stored):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import Any
 
-from . import gemm, traffic
+from . import gemm, native_hooks, traffic
 from .arena import Arena
 from .hooks import process_group_up
 from .slot import Slot
@@ -67,7 +67,21 @@ def explain(slots: Sequence[Slot], window: Window, arena: Arena, update: str) ->
         "first, later: bytes read and written per element in the window's first micro-batch and the others, "
         "the gradient's own write included; rows: only of the rows that were looked up"
     )
-    return "\n".join([f"{loop}, reduction {window.reduction!r}", *table, legend, *notes, f"update: {update}"])
+    head, tail = f"{loop}, reduction {window.reduction!r}", [f"hooks: {_hooks(slots)}", f"update: {update}"]
+    return "\n".join([head, *table, legend, *notes, *tail])
+
+
+def _hooks(slots: Sequence[Slot]) -> str:
+    """Who takes the gradients that autograd delivers."""
+    native, all_hooked = (
+        sum(slot.native is not None for slot in slots),
+        sum(s.param.requires_grad for s in slots),
+    )
+    if native == 0:
+        return f"in Python ({native_hooks.why_not() or 'no parameter has a native one'})"
+    return (
+        "native" if native == all_hooked else f"native on {native} of {all_hooked} parameters, else in Python"
+    )
 
 
 def route(slot: Slot, arena: Arena) -> Route:

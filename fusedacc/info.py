@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from . import backends, checks, ops, reference
+from . import backends, checks, native_hooks, ops, reference
+from .optimizer import AccumulatingOptimizer
 
 _ELEMENTS = 1000
 _SCALE = 0.3
@@ -96,6 +97,26 @@ def _automatic(device: torch.device) -> dict[str, str | None]:
     return {"backend": chosen.backend.name, "reason": chosen.reason}
 
 
+def _hooks() -> dict[str, Any]:
+    """Whether a wrapper's hooks are native, tried on one parameter, and why; None: no wrapper can be made."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    try:
+        optimizer = AccumulatingOptimizer(torch.optim.SGD([parameter], lr=1.0))
+        native, why_not = optimizer._slots[0].native is not None, native_hooks.why_not()
+        optimizer.close()
+    except (RuntimeError, ValueError) as problem:
+        return {"native": None, "why": str(problem)}
+    if native:
+        return {
+            "native": True,
+            "why": f"built for torch {torch.__version__}, Python {platform.python_version()}",
+        }
+    return {
+        "native": False,
+        "why": why_not or "the module loads, and this torch's nodes do not take its hooks",
+    }
+
+
 def collect() -> dict[str, Any]:
     """All that `info` prints, as plain values: versions, the library, each backend on each device."""
     problem = ops.load_error()
@@ -109,6 +130,8 @@ def collect() -> dict[str, Any]:
         "triton": _version("triton"),
         "threads": torch.get_num_threads(),
         "library": library,
+        "hooks": _hooks(),
+        native_hooks.VARIABLE: os.environ.get(native_hooks.VARIABLE),
         backends.VARIABLE: os.environ.get(backends.VARIABLE),
         "devices": [
             {
@@ -123,8 +146,8 @@ def collect() -> dict[str, Any]:
 
 
 def healthy(facts: dict[str, Any]) -> bool:
-    """Whether every trial run gave the right sums and "auto" has a backend on every device."""
-    return all(
+    """Whether every trial run gave the right sums, a wrapper has hooks, and "auto" a backend everywhere."""
+    return facts["hooks"]["native"] is not None and all(
         device["auto"]["backend"] is not None and not any(row["failures"] for row in device["backends"])
         for device in facts["devices"]
     )
@@ -146,7 +169,10 @@ def render(facts: dict[str, Any]) -> str:
         ]
     else:
         lines.append(f"native library: not loaded: {library['why_not']}")
-    lines.append(f"{backends.VARIABLE}: {facts[backends.VARIABLE] or 'not set'}")
+    hooks = facts["hooks"]
+    kind = {True: "native", False: "in Python", None: "none"}[hooks["native"]]
+    lines.append(f"hooks: {kind} ({hooks['why']})")
+    lines += [f"{name}: {facts[name] or 'not set'}" for name in (native_hooks.VARIABLE, backends.VARIABLE)]
     for device in facts["devices"]:
         threads = f", {facts['threads']} threads" if device["device"] == "cpu" else ""
         auto = device["auto"]

@@ -59,8 +59,11 @@ def is_sole(gradients: list[Tensor], index: int) -> bool:
 
     Stricter than AccumulateGrad, which counts the tensor's references only and can hand one memory to two
     parameters (two views of one gradient). A view keeps its base alive, which must have no other user then.
+    One with a graph, or whose memory holds something else than its values, is not for keeping either.
     """
     gradient = gradients[index]
+    if gradient.requires_grad or gradient.is_neg() or gradient._is_zerotensor():
+        return False
     if sys.getrefcount(gradient) > _PICKED or tensor_references(gradient) != 1:
         return False
     base = gradient._base

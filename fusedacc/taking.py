@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import MutableMapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from . import hooks, native_hooks, observers
@@ -31,6 +31,8 @@ class Taking:
         self._lanes: dict[int, Any] = {}
         self._order: dict[Slot, int] = {}
         self._parameters: list[Tensor] = []
+        #: Held while that task changes: closing `Direct` lets other threads run.
+        self._lock = threading.RLock()
         #: The task whose gradients are added at once, and the state of the arena when the sums were loaded.
         self._task: Task | None = None
         self._known: tuple | None = None
@@ -79,11 +81,10 @@ class Taking:
         return self._native.any_gradient(self._parameters)
 
     def begin(self, identity: int, task: Task, alone: bool, scale: float | Tensor) -> None:
-        """A graph task's first gradient is at hand. `alone`: no other graph task runs."""
+        """A graph task's first gradient is at hand; none is added at once yet. `alone`: no other runs."""
         if self._native is None:
             return
         self._tasks.add(identity)
-        self.add_later()
         arena = self._arena
         ends = arena.slots[:1] + arena.slots[-1:]
         nothing_yet = not (arena.shown or arena.any_written) and all(slot.sum is None for slot in ends)
@@ -95,12 +96,13 @@ class Taking:
             and not arena.norms
             and not isinstance(scale, Tensor)
         ):
-            known = None if arena.debts or arena.shown else (arena.generation,)
-            if known is None or known != self._known:
-                self._direct.load(*arena.addable(list(self._order)), arena.shown)
-                self._loaded, self._known = arena.generation, known
-            self._task = task
-            self._direct.open(identity, scale)
+            with self._lock:
+                known = None if arena.debts or arena.shown else (arena.generation,)
+                if known is None or known != self._known:
+                    self._direct.load(*arena.addable(list(self._order)), arena.shown)
+                    self._loaded, self._known = arena.generation, known
+                self._task = task
+                self._direct.open(identity, scale)
 
     def adds(self, slot: Slot, identity: int, gradient: Tensor) -> bool:
         """Add a gradient at once, if that is all that is to be done with it."""
@@ -110,20 +112,26 @@ class Taking:
 
     def add_later(self) -> None:
         """No gradient is added at once any more; what has been added has paid what it owed."""
-        if self._task is None:
+        if self._native is None:
             return
-        task, self._task = self._task, None
-        self._note(task, self._direct.close())
-        arena = self._arena
-        if arena.generation == self._loaded and not (arena.debts or arena.shown):
-            self._known = (arena.generation,)
+        with self._lock:  # and wait until another thread, that is doing so, has paid
+            if self._task is None:
+                return
+            task, self._task = self._task, None
+            self._note(task, self._direct.close())
+            arena = self._arena
+            if arena.generation == self._loaded and not (arena.debts or arena.shown):
+                self._known = (arena.generation,)
 
     def hand_over(self, slot: Slot) -> None:
         """Python is about to deal with the slot's sum: note what has been added to it, and add no more."""
-        if self._task is not None:
-            self._note(self._task, self._direct.added())
-            self._direct.skip(self._order.get(slot, -1))
-            self._loaded, self._known = -1, None
+        if self._native is None:
+            return
+        with self._lock:
+            if self._task is not None:
+                self._note(self._task, self._direct.added())
+                self._direct.skip(self._order.get(slot, -1))
+                self._loaded, self._known = -1, None
 
     def _note(self, task: Task, added: list[int]) -> None:
         """What sums owed is paid, and memory that was written first is a sum."""
@@ -143,9 +151,3 @@ class Taking:
             self._tasks.drop(identity)
         for lane_key in task.buckets:
             self._lanes[lane_key].pop(identity, None)
-
-
-def takes_natively() -> tuple[bool, str]:
-    """Whether native hooks are used, and the reason, for `info`."""
-    problem = native_hooks.why_not()
-    return problem is None, problem or f"built for torch {torch.__version__}"

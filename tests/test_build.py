@@ -6,13 +6,29 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
 import pytest
 
+from fusedacc import native_hooks
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGED = ("setup.py", "pyproject.toml", "README.md", "LICENSE")
+HAS_HEADERS = (Path(sysconfig.get_paths()["include"]) / "Python.h").exists()
+#: Trains by the installed package and prints why hooks are Python's.
+TRAINS = """
+import torch, fusedacc
+from fusedacc import native_hooks
+p = torch.nn.Parameter(torch.zeros(3))
+optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 2)
+for _ in range(2):
+    p.sum().backward()
+    optimizer.step()
+assert p.tolist() == [-1.0] * 3
+print(native_hooks.why_not())
+"""
 COMPILER = next((found for found in map(shutil.which, ("g++", "c++", "clang++")) if found), None)
 
 
@@ -62,6 +78,43 @@ def test_wheel_serves_every_python_of_its_platform(tmp_path: Path) -> None:
     assert platform.startswith("linux_")
     program = "from fusedacc import ops; print(ops.load_error(), ops.built_with()['cuda_architectures'])"
     assert run_installed(tmp_path, program) == "None []"
+    if HAS_HEADERS:
+        native = tmp_path / "installed" / "fusedacc" / native_hooks.file_name()
+        assert native.exists()
+        assert run_installed(tmp_path, TRAINS) == "None"
+        # Built for another torch: it has another name, and nobody tries to load it.
+        native.rename(native.with_name(native.name.replace("torch-", "torch-9.")))
+        assert f"{native.name} is not there" in run_installed(tmp_path, TRAINS)
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_without_the_module_of_native_hooks_it_installs_and_says_so(tmp_path: Path, missing: bool) -> None:
+    """Without Python.h, or where the compiler refuses the module; this one makes empty files of the rest."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text(
+        """#!/bin/sh
+case "$*" in *autograd*) exit 1 ;; esac
+while [ $# -gt 0 ]; do [ "$1" = -o ] && : > "$2"; shift; done
+exit 0
+"""
+    )
+    compiler.chmod(0o755)
+    path = os.environ.get("PYTHONPATH", "")
+    if missing:
+        (tmp_path / "sitecustomize.py").write_text(
+            """
+import sysconfig
+found = sysconfig.get_paths
+sysconfig.get_paths = lambda *args, **kwargs: {**found(*args, **kwargs), "include": "/nowhere"}
+"""
+        )
+        path = os.pathsep.join([str(tmp_path), path])
+    wheel, said = build_wheel(tmp_path, CXX=str(compiler), PYTHONPATH=path)
+    assert ("Python.h was not found" if missing else "the module of native hooks was not built") in said
+    assert "Python's own" in said
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "fusedacc/libfusedacc.so" in names
+    assert not any("_autograd" in name for name in names)
 
 
 def test_without_a_compiler_it_installs_without_the_library_and_says_so(tmp_path: Path) -> None:

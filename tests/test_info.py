@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fusedacc
-from fusedacc import __main__, backends, info, ops
+from fusedacc import __main__, backends, info, native_hooks, ops
 
 PACKAGE = Path(fusedacc.__file__).parent
 
@@ -46,6 +46,7 @@ def test_text_names_everything(capsys):
     assert f"torch {torch.__version__}" in text
     assert "FUSEDACC_BACKEND: not set" in text
     assert "native library: " in text
+    assert "hooks: " in text
     for name in backends.NAMES:
         reason = backends.obstacle(name, torch.device("cpu"), torch.float32, torch.float32)
         line = next(line for line in text.splitlines() if line.startswith(f"  {name:<7}"))
@@ -61,6 +62,7 @@ def test_json_says_the_same(capsys):
     assert len(eager["pairs"]) == 8
     assert facts["devices"][0]["auto"]["backend"] in ("cpu", "eager")
     assert facts["library"]["loaded"] == (ops.load_error() is None)
+    assert facts["hooks"]["native"] == (native_hooks.why_not() is None)
 
 
 def test_wrong_sums_are_reported_and_fail(monkeypatch):
@@ -93,10 +95,32 @@ def test_a_wrong_variable_is_shown_and_fails(monkeypatch, capsys):
     assert "auto: none (FUSEDACC_BACKEND='gpu' is no backend; allowed: " in text
 
 
+@pytest.mark.skipif(native_hooks.module() is None, reason=f"{native_hooks.why_not()}")
+def test_hooks_are_named_with_the_reason(monkeypatch, capsys):
+    assert __main__.main(["info"]) == 0
+    assert f"hooks: native (built for torch {torch.__version__}, Python " in capsys.readouterr().out
+    monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", "0")
+    assert __main__.main(["info"]) == 0
+    assert "hooks: in Python (FUSEDACC_NATIVE_HOOKS=0)" in capsys.readouterr().out
+    monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", "yes")
+    assert __main__.main(["info"]) == 1
+    assert "hooks: none (FUSEDACC_NATIVE_HOOKS='yes': allowed are '0' " in capsys.readouterr().out
+
+
+def test_hooks_that_a_torch_does_not_take_are_told(monkeypatch):
+    if native_hooks.module() is not None:
+        monkeypatch.setattr(native_hooks.module(), "attach", lambda *arguments: None)
+        facts = info.collect()
+        assert "this torch's nodes do not take its hooks" in facts["hooks"]["why"]
+        assert not facts["hooks"]["native"]
+        assert info.healthy(facts)
+
+
 def test_without_the_extension(tmp_path):
     done = run_copy(tmp_path, "info")
     assert done.returncode == 0, done.stderr
     assert "native library: not loaded: " in done.stdout
+    assert "hooks: in Python (" in done.stdout
     assert "auto: eager (" in done.stdout
     assert "Warning" not in done.stderr
     assert next(line for line in done.stdout.splitlines() if line.startswith("  eager")).endswith(

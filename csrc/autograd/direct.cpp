@@ -7,6 +7,8 @@
 
 #include <utility>
 
+#include "../pairs.h"
+
 namespace fusedacc::autograd {
 
 int32_t dtype_number(at::ScalarType dtype) {
@@ -43,6 +45,12 @@ namespace {
 // Between these numbers of tokens the operator cuts a float32 product up for its threads: csrc/cpu/gemm.cpp.
 constexpr int64_t kSplitFrom = 48, kSplitTo = 100;
 
+// Whether there is a kernel for such gradients: p.grad may be of any dtype where the user has put it there.
+bool are_pair(const at::Tensor& gradient, const at::Tensor& sum) {
+  const int32_t from = dtype_number(gradient.scalar_type()), to = dtype_number(sum.scalar_type());
+  return find_pair(static_cast<Dtype>(from), static_cast<Dtype>(to)) >= 0;
+}
+
 c10::OperatorHandle library_operator(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
 }
@@ -57,7 +65,7 @@ bool same_layout(const at::Tensor& a, const at::Tensor& b) {
 
 void Direct::load(const std::vector<std::optional<at::Tensor>>& sums, std::vector<double> keeps,
                   bool visible) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
   sums_.clear();
   for (const auto& sum : sums) {
     if (sum.has_value()) {
@@ -74,25 +82,25 @@ void Direct::load(const std::vector<std::optional<at::Tensor>>& sums, std::vecto
 }
 
 void Direct::open(int task, double scale) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
   scale_ = scale;
   added_.clear();
   task_ = task;
 }
 
 std::vector<int64_t> Direct::close() {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
   task_ = -1;
   return std::exchange(added_, {});
 }
 
 std::vector<int64_t> Direct::added() {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
   return std::exchange(added_, {});
 }
 
 void Direct::skip(int64_t index) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (index >= 0 && index < static_cast<int64_t>(sums_.size())) sums_[index].reset();
 }
 
@@ -105,7 +113,7 @@ at::Tensor Direct::sum_of(int task, int64_t index, const at::Tensor& parameter) 
     const at::Tensor& shown = parameter.grad();
     if (shown.defined() ? !shown.is_same(sum) : !fresh_[index]) return {};
   }
-  return sum.is_cpu() && is_plain(sum) ? sum : at::Tensor();
+  return sum.is_cpu() && is_plain(sum) && !sum.is_inference() ? sum : at::Tensor();
 }
 
 void Direct::note(int64_t index, const at::Tensor& sum) {
@@ -116,15 +124,16 @@ void Direct::note(int64_t index, const at::Tensor& sum) {
 
 bool Direct::take(int task, int64_t index, const at::Tensor& gradient, const at::Tensor& parameter) {
   if (task_.load(std::memory_order_relaxed) != task) return false;
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
   const at::Tensor sum = sum_of(task, index, parameter);
-  if (!sum.defined() || keeps_[index] == 0 || !same_layout(gradient, sum) || gradient.is_alias_of(sum)) {
+  if (!sum.defined() || keeps_[index] == 0 || !is_plain(gradient) || !same_layout(gradient, sum) ||
+      gradient.is_alias_of(sum)) {
     return false;
   }
-  const int32_t from = dtype_number(gradient.scalar_type()), to = dtype_number(sum.scalar_type());
-  if (from < 0 || to < 0) return false;
+  if (!are_pair(gradient, sum)) return false;
   RECORD_FUNCTION("fusedacc::add_at_once", std::vector<c10::IValue>());
-  add_(sum.mutable_data_ptr(), gradient.const_data_ptr(), sum.numel(), from, to, scale_, keeps_[index]);
+  add_(sum.mutable_data_ptr(), gradient.const_data_ptr(), sum.numel(), dtype_number(gradient.scalar_type()),
+       dtype_number(sum.scalar_type()), scale_, keeps_[index]);
   note(index, sum);
   return true;
 }
@@ -132,10 +141,11 @@ bool Direct::take(int task, int64_t index, const at::Tensor& gradient, const at:
 bool Direct::multiply(int task, int64_t index, const at::Tensor& left, const at::Tensor& right,
                       const at::Tensor& parameter, Multiplier by) {
   if (task_.load(std::memory_order_relaxed) != task) return false;
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
   const at::Tensor sum = sum_of(task, index, parameter);
   if (!sum.defined() || sum.dim() != 2 || !(sum.is_contiguous() || sum.t().is_contiguous())) return false;
-  if (left.is_alias_of(sum) || right.is_alias_of(sum)) return false;
+  if (!are_pair(left, sum) || left.is_alias_of(sum) || right.is_alias_of(sum)) return false;
+  if (by == Multiplier::kBlas && left.scalar_type() != sum.scalar_type()) return false;
   const double keep = keeps_[index];
   const int64_t tokens = left.size(0);
   if (tokens == 0 || (by == Multiplier::kBlas && keep != 1 && keep != 0)) return false;
@@ -155,11 +165,10 @@ bool Direct::multiply(int task, int64_t index, const at::Tensor& left, const at:
 bool Direct::add_rows(int task, int64_t index, const at::Tensor& rows, const at::Tensor& gradients,
                       const at::Tensor& parameter, int64_t padding, bool by_frequency) {
   if (task_.load(std::memory_order_relaxed) != task) return false;
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
   const at::Tensor sum = sum_of(task, index, parameter);
   if (!sum.defined() || sum.dim() != 2 || !sum.is_contiguous() || keeps_[index] != 1) return false;
-  if (dtype_number(gradients.scalar_type()) < 0 || !is_plain(gradients) || gradients.is_alias_of(sum))
-    return false;
+  if (!are_pair(gradients, sum) || !is_plain(gradients) || gradients.is_alias_of(sum)) return false;
   const at::Tensor named = rows.reshape({rows.numel()});
   at::Tensor terms = gradients.reshape({rows.numel(), sum.size(1)});
   if (sum.size(1) > 1 && terms.stride(1) != 1) terms = terms.contiguous();

@@ -47,7 +47,9 @@ class Direct {
   // The gradients of this parameter go the other way from now on.
   void skip(int64_t index);
 
-  // Adds, or returns false with nothing done. The gradient is strided, plain and on the CPU.
+  // Adds, or returns false with nothing done. The gradient is strided and on the CPU. The GIL must not be
+  // held: to lock a sum that only Python refers to takes it, and hooks on other threads do so within the
+  // mutex.
   bool take(int task, int64_t index, const at::Tensor& gradient, const at::Tensor& parameter);
 
   // sum = keep * sum + scale * left^T right likewise; operands are matrices on the sum's device.
@@ -64,7 +66,7 @@ class Direct {
   void note(int64_t index, const at::Tensor& sum);
 
   const AddFlat add_;
-  std::mutex mutex_;
+  std::recursive_mutex mutex_;  // an operator may run Python, which may ask for anything
   std::atomic<int> task_{-1};
   double scale_ = 1;
   bool visible_ = false;

@@ -11,10 +11,10 @@ c10::Stream current_stream(const at::Tensor& tensor) {
   return c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device());
 }
 
-// Whether nobody else has the gradient's memory, and it may stand in p.grad as it is. A transposed product is
-// a view of a tensor that nothing but the view refers to.
+// Whether nobody else has the gradient's memory, and it may stand in p.grad as it is: neither lazily negated
+// nor with a graph. A transposed product is a view of a tensor that nothing but the view refers to.
 bool is_adoptable(const at::Tensor& gradient, const at::Tensor& parameter) {
-  if (!same_layout(gradient, parameter)) return false;
+  if (!same_layout(gradient, parameter) || !is_plain(gradient) || gradient.requires_grad()) return false;
   const size_t users = gradient.storage().use_count();
   return gradient.is_view() ? users == 2 && gradient._base().use_count() == 1 : users == 1;
 }
@@ -96,7 +96,8 @@ TakingHook::TakingHook(std::shared_ptr<Entry> entry, const torch::autograd::Accu
     : entry_(std::move(entry)), node_(node), python_(std::move(python)) {}
 
 torch::autograd::variable_list TakingHook::operator()(const torch::autograd::variable_list& gradients) {
-  if (entry_->active && gradients.size() == 1 && takes(gradients[0])) return {at::Tensor()};
+  if (!entry_->active) return gradients;  // the hook in Python is gone too
+  if (gradients.size() == 1 && takes(gradients[0])) return {at::Tensor()};
   return (*python_)(gradients);
 }
 

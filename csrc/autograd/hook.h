@@ -96,6 +96,7 @@ class TakingHook : public torch::autograd::FunctionPreHook {
 
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override;
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override;
+  bool active() const { return entry_->active; }
 
  private:
   bool takes(const at::Tensor& gradient) const;

@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <string_view>
 #include <typeinfo>
 
@@ -37,6 +38,12 @@ bool any_gradient(const py::list& parameters) {
   return false;
 }
 
+// Whether it is a hook of ours that its wrapper has let go: such a one does nothing.
+bool is_over(const std::unique_ptr<torch::autograd::FunctionPreHook>& hook) {
+  const auto* ours = dynamic_cast<const TakingHook*>(hook.get());
+  return ours != nullptr && !ours->active();
+}
+
 // Puts a hook in front of the only pre-hook of an AccumulateGrad node, a Python one.
 std::shared_ptr<Entry> attach(py::object node, py::object slot, int64_t index, int64_t nbytes, bool large,
                               at::ScalarType sum_dtype, std::shared_ptr<Direct> direct,
@@ -44,8 +51,10 @@ std::shared_ptr<Entry> attach(py::object node, py::object slot, int64_t index, i
   if (!torch::autograd::THPCppFunction_Check(node.ptr())) return nullptr;
   auto& function = reinterpret_cast<torch::autograd::THPCppFunction*>(node.ptr())->cdata;
   auto* accumulate = dynamic_cast<torch::autograd::AccumulateGrad*>(function.get());
-  if (accumulate == nullptr || accumulate->pre_hooks().size() != 1) return nullptr;
-  auto& python = accumulate->pre_hooks()[0];
+  if (accumulate == nullptr || accumulate->pre_hooks().empty()) return nullptr;
+  auto& hooks = accumulate->pre_hooks();
+  if (!std::all_of(hooks.begin(), hooks.end() - 1, is_over)) return nullptr;
+  auto& python = hooks.back();
   // By its name: torch does not export what a dynamic_cast would need.
   const auto& hook = *python;
   if (std::string_view(typeid(hook).name()) != "N5torch8autograd17PyFunctionPreHookE") return nullptr;
@@ -97,7 +106,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("close", &Direct::close, without_gil)
       .def("added", &Direct::added, without_gil)
       .def("skip", &Direct::skip, without_gil)
-      .def("take", &Direct::take);
+      .def("take", &Direct::take, without_gil);
   py::class_<Entry, std::shared_ptr<Entry>>(module, "Entry")
       .def_property(
           "active", [](const Entry& entry) { return entry.active.load(); },

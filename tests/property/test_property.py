@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import fusedacc
+from fusedacc import native_hooks
 from fusedacc.update import Update
 
 from .events import random_case
@@ -66,6 +67,11 @@ def shrink_buckets(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("fusedacc.hooks.LARGE_BYTES", 64)
 
 
+def choose_hooks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every fourth case has hooks in Python; the others native ones, where they are built."""
+    monkeypatch.setenv(native_hooks.VARIABLE, "0" if seed % 4 == 3 else "1")
+
+
 def check_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hold every norm that clipping takes, left by an addition or read, to the sums in float64."""
     taken = Update._norm
@@ -86,6 +92,7 @@ def check_norms(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_wrapped_training_equals_stock(seed, monkeypatch):
     shrink_buckets(seed, monkeypatch)
+    choose_hooks(seed, monkeypatch)
     check_norms(monkeypatch)
     case, make = random_case(seed), wrapping(seed)
     failed = failure(case, make) is not None

@@ -1,0 +1,757 @@
+"""Situations in which gradients come, each written once, for native hooks, Python's hooks, and stock.
+
+A situation is a function of a `Run`, through which it makes its optimizer, runs micro-batches and notes what
+is to be compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import itertools
+import pickle
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import fusedacc
+from fusedacc.traffic import TrafficMeter
+
+LOW = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop of windows of three micro-batches."""
+
+    dtype: torch.dtype
+    counted: bool
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def weighs(self) -> bool:
+        return self.options.get("reduction") in ("weighted", "normalized")
+
+
+LOOPS = {
+    "float32": Loop(torch.float32, True),
+    "float32-sum": Loop(torch.float32, True, {"reduction": "sum"}),
+    "bfloat16": Loop(LOW, True),
+    "bfloat16-weighted": Loop(LOW, True, {"reduction": "weighted", "max_grad_norm": 0.5}),
+    "float32-normalized": Loop(torch.float32, True, {"reduction": "normalized"}),
+    "float32-clipped": Loop(torch.float32, True, {"max_grad_norm": 0.5, "skip_nonfinite": True}),
+    "masters": Loop(LOW, True, {"master_weights": True, "max_grad_norm": 0.5}),
+    "manual-float64": Loop(torch.float64, False),
+    "manual-float32": Loop(torch.float32, False),
+    "manual-bfloat16": Loop(LOW, False),
+    "manual-mean": Loop(torch.float32, False, {"reduction": "mean"}),
+    "manual-weighted": Loop(torch.float32, False, {"reduction": "weighted", "max_grad_norm": 0.5}),
+}
+
+
+class Run:
+    """One run of a situation; `stock`: without a wrapper. `seen`: what is compared."""
+
+    def __init__(self, loop: Loop, stock: bool = False) -> None:
+        self.loop, self.stock = loop, stock
+        self.seen: list[Any] = []
+        self.opt: Any = None
+        self.params: list[nn.Parameter] = []
+        self._micro_batches = 0
+
+    def wrap(self, params: nn.Module | Iterable[nn.Parameter]) -> Any:
+        """Makes the optimizer, of momentum so that a lost update shows for long."""
+        module = isinstance(params, nn.Module)
+        self.params = list(params.parameters() if module else params)  # type: ignore[union-attr]
+        inner = torch.optim.SGD(self.params, lr=0.125, momentum=0.5)
+        steps = 3 if self.loop.counted else None
+        self.opt = inner
+        if not self.stock:
+            self.opt = fusedacc.AccumulatingOptimizer(inner, steps, **self.loop.options)
+        return self.opt
+
+    def see(self, *values: Any) -> None:
+        """Note values as they are now."""
+        for value in values:
+            self.seen.append(value.detach().clone() if isinstance(value, Tensor) else copy.copy(value))
+
+    def look(self) -> None:
+        """Note gradients, parameters, and the wrapper's state."""
+        self.see(*(p.grad for p in self.params), *(p.data for p in self.params))
+        if not self.stock:
+            opt = self.opt
+            self.see(opt.micro_step, opt.num_updates, opt.num_skipped, opt.grad_norm)
+            told = opt.explain().splitlines()
+            self.see([line for line in told if not line.startswith("hooks: ")])
+
+    def backward(self, *losses: Tensor, **options: Any) -> None:
+        """The backwards of one micro-batch."""
+        with self.micro_batch():
+            for loss in losses:
+                loss.backward(**options)
+
+    @contextlib.contextmanager
+    def micro_batch(self) -> Iterator[None]:
+        """Around the backwards of one micro-batch; then what the loop does."""
+        with self.context():
+            yield
+        self.look()
+        if self.loop.counted or self._micro_batches % 3 == 0:
+            self.opt.step()
+            self.look()
+            self.opt.zero_grad()
+
+    def context(self) -> contextlib.AbstractContextManager[None]:
+        """Where the loop asks for it, `accumulate()`, with the next weight."""
+        self._micro_batches += 1
+        weight = float(1 + self._micro_batches % 2) if self.loop.weighs else None
+        plain = self.loop.counted or self.stock or not self.loop.options
+        return contextlib.nullcontext() if plain and weight is None else self.opt.accumulate(weight=weight)
+
+    def input(self, *shape: int) -> Tensor:
+        seed = self._micro_batches
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(self.loop.dtype)
+
+    def network(self, *sizes: int) -> nn.Sequential:
+        torch.manual_seed(1)
+        sizes = sizes or (6, 8, 5, 3)
+        layers = [nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
+        return nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh()))).to(self.loop.dtype)
+
+    def parameters(self, *shapes: tuple[int, ...]) -> list[nn.Parameter]:
+        generator = torch.Generator().manual_seed(2)
+        return [nn.Parameter(torch.randn(shape, generator=generator).to(self.loop.dtype)) for shape in shapes]
+
+    def train(self, loss: Callable[[], Tensor], micro_batches: int = 6) -> None:
+        for _ in range(micro_batches):
+            self.backward(loss())
+
+
+def loss_of(run: Run, model: nn.Module) -> Tensor:
+    return model(run.input(4, 6)).square().sum()
+
+
+SITUATIONS: dict[str, Callable[[Run], None]] = {}
+#: Those for which stock's loop, run the same way, gives the same gradients.
+AS_STOCK: set[str] = set()
+#: Those in which only Python's hooks take gradients.
+WITHOUT_NATIVE: set[str] = set()
+
+
+def situation(as_stock: bool = True, native: bool = True) -> Callable:
+    def register(function: Callable[[Run], None]) -> Callable[[Run], None]:
+        name = function.__name__
+        SITUATIONS[name] = function
+        AS_STOCK.update([name] if as_stock else [])
+        WITHOUT_NATIVE.update([] if native else [name])
+        return function
+
+    return register
+
+
+# Plain training
+
+
+@situation()
+def linear_layers(run: Run) -> None:
+    model = run.network()
+    run.wrap(model)
+    run.train(lambda: loss_of(run, model), 9)
+
+
+@situation()
+def several_backwards_per_micro_batch(run: Run) -> None:
+    model = run.network()
+    run.wrap(model)
+    for _ in range(6):
+        run.backward(loss_of(run, model), model(run.input(2, 6)).sum())
+
+
+@situation()
+def retained_graph_twice(run: Run) -> None:
+    model = run.network()
+    run.wrap(model)
+    for _ in range(6):
+        with run.micro_batch():
+            loss = loss_of(run, model)
+            loss.backward(retain_graph=True)
+            loss.backward()
+
+
+@situation()
+def shapes_of_all_kinds(run: Run) -> None:
+    """0-dim, empty, transposed and one-element parameters; expanded and permuted gradients."""
+    a, b, c, d, e = run.parameters((), (0, 3), (5, 4), (1,), (3, 4, 2))
+    c.data = c.data.t()
+    e.data = e.data.permute(2, 0, 1)
+    run.wrap([a, b, c, d, e])
+
+    def loss() -> Tensor:
+        x = run.input(4, 5)
+        expanded = a + d.sum() + b.sum() + e.sum()
+        return expanded * (c * x).sum() + (c.t() @ x).sum() + (e.permute(1, 2, 0) * 2).square().sum()
+
+    run.train(loss)
+
+
+@situation()
+def channels_last(run: Run) -> None:
+    torch.manual_seed(1)
+    layers = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)
+    model = nn.Sequential(*layers).to(run.loop.dtype).to(memory_format=torch.channels_last)
+    run.wrap(model)
+    run.train(lambda: model(run.input(2, 2, 6, 6).to(memory_format=torch.channels_last)).square().sum())
+
+
+@situation()
+def tied_weights(run: Run) -> None:
+    model = run.network(6, 6, 6)
+    model[2].weight = model[0].weight
+    run.wrap(model)
+    run.train(lambda: loss_of(run, model))
+
+
+@situation()
+def unused_parameters(run: Run) -> None:
+    """Each micro-batch uses other layers, so that sums begin at different times."""
+    model = run.network(6, 6, 6, 6)
+    run.wrap(model)
+    for number in range(9):
+        run.backward(loss_of(run, model[: 2 + 2 * (number % 3)]))
+
+
+@situation()
+def several_buckets(run: Run) -> None:
+    """A bucket of 4 MB and gradients of 0.3 MB."""
+    params = run.parameters(*[(280, 280)] * 5, (700, 700))
+    run.wrap(params)
+    run.train(lambda: sum((p * p.detach().sin()).sum() for p in params), 4)
+
+
+# Checkpointing
+
+
+@situation()
+def reentrant_checkpoint(run: Run) -> None:
+    model = run.network(6, 6, 6, 6)
+    run.wrap(model)
+
+    def loss() -> Tensor:
+        x = run.input(4, 6).requires_grad_()
+        hidden = checkpoint(model[:4], model[0](x), use_reentrant=True)
+        return model[2:](hidden).square().sum()
+
+    run.train(loss)
+
+
+@situation()
+def checkpoint_without_reentry(run: Run) -> None:
+    model = run.network(6, 6, 6, 6)
+    run.wrap(model)
+    run.train(lambda: checkpoint(model, model[0](run.input(4, 6)), use_reentrant=False).square().sum())
+
+
+# Gradients of odd kinds
+
+
+class Returns(torch.autograd.Function):
+    """A sum of parameters, whose backward returns what `make` makes of the incoming gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, make: Callable[..., Any], *params: Tensor) -> Tensor:
+        ctx.make, ctx.params = make, params
+        return sum(p.sum() for p in params)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return None, *ctx.make(gradient, *ctx.params)
+
+
+def returning(make: Callable[..., Any], as_stock: bool = True, native: bool = True) -> None:
+    """Registers a situation in which a custom backward returns the gradients of two parameters of four."""
+
+    def training(run: Run) -> None:
+        params = run.parameters((3, 4), (3, 4), (3, 4), (2,))
+        run.wrap(params)
+        first, second, plain, last = params
+        run.train(lambda: Returns.apply(make, first, second) + (plain * run.input(3, 4)).sum() + last.sum())
+
+    training.__name__ = make.__name__
+    situation(as_stock, native)(training)
+
+
+def the_same_tensor_twice(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
+    fresh = torch.full_like(a, 3.0) * gradient
+    return fresh, fresh
+
+
+def two_views_of_one_tensor(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
+    fresh = torch.full((2, 3, 4), 3.0, dtype=a.dtype) * gradient
+    return fresh[0], fresh[1]
+
+
+def one_memory_for_both(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
+    fresh = torch.full_like(a, 3.0) * gradient
+    return fresh.view(4, 3).view(3, 4), fresh.detach()
+
+
+def strides_of_all_kinds(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
+    return gradient.expand(3, 4), (torch.ones(4, 6, dtype=a.dtype) * gradient)[:, ::2].t()
+
+
+def own_parameter(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
+    return b.detach(), a
+
+
+def its_own_p_grad(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
+    grads = [torch.ones_like(p) if p.grad is None else p.grad.to(p.dtype) for p in (a, b)]
+    return grads[0], grads[1].view(12).view(3, 4)
+
+
+def with_a_graph(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
+    with torch.enable_grad():
+        fresh = torch.ones_like(a, requires_grad=True)
+        return fresh * 3, fresh.exp()
+
+
+def lazily_negated(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
+    return torch._neg_view(torch.ones_like(a)), torch._neg_view(b.detach().clone())
+
+
+def lazily_zero(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
+    return torch._efficientzerotensor((3, 4), dtype=a.dtype), torch.ones_like(b)
+
+
+def none_for_one(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
+    return None, torch.ones_like(b)
+
+
+class Tagged(Tensor):
+    pass
+
+
+def a_subclass(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
+    return (torch.ones_like(a) * gradient).as_subclass(Tagged), torch.ones_like(b)
+
+
+def a_sparse_gradient(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
+    return (torch.eye(3, 4, dtype=a.dtype) * gradient).to_sparse(), torch.ones_like(b)
+
+
+returning(the_same_tensor_twice)
+returning(two_views_of_one_tensor)
+returning(one_memory_for_both, as_stock=False)  # which stock adds to twice
+returning(strides_of_all_kinds)
+returning(own_parameter, as_stock=False)  # whose p.grad is the parameter then
+returning(its_own_p_grad, as_stock=False)
+returning(with_a_graph)
+returning(lazily_negated)
+returning(lazily_zero, as_stock=False)
+returning(none_for_one)
+returning(a_subclass, as_stock=False)
+returning(a_sparse_gradient, as_stock=False)
+
+
+@situation()
+def negated_by_autograd(run: Run) -> None:
+    """The imaginary part of a conjugated gradient: a plain tensor that is to be negated on reading."""
+    real, imaginary = run.parameters((1,), (1,))
+    run.wrap([imaginary, real])
+
+    def loss() -> Tensor:
+        z = torch.conj(torch.complex(real.double(), imaginary.double()))
+        return (z * (1 - 2j)).abs().square().sum() + (real * imaginary).sum()
+
+    run.train(loss)
+
+
+@situation(native=False)
+def negated_of_its_own_dtype(run: Run) -> None:
+    real, imaginary = run.parameters((1,), (1,))
+    if run.loop.dtype == LOW:
+        return linear_layers(run)  # there is no complex of it
+    run.wrap([imaginary, real])
+    run.train(lambda: (torch.conj(torch.complex(real, imaginary)) * (1 - 2j)).abs().square().sum())
+
+
+@situation(as_stock=False)
+def sparse_and_dense_in_turns(run: Run) -> None:
+    table = run.parameters((7, 3))[0]
+    other = run.parameters((3,))[0]
+    run.wrap([table, other])
+    rows = torch.tensor([1, 5, 1])
+    for number in range(8):
+        looked_up = nn.functional.embedding(rows, table, sparse=number % 3 == 1)
+        run.backward((looked_up * other).sum() + (table.square().sum() if number % 3 == 2 else 0.0))
+
+
+# Hooks of others
+
+
+@situation()
+def tensor_hooks(run: Run) -> None:
+    model = run.network()
+    handle = model[0].weight.register_hook(lambda gradient: gradient * 2)
+    run.wrap(model)
+    run.train(lambda: loss_of(run, model), 2)
+    model[2].weight.register_hook(lambda gradient: run.see(gradient))
+    handle.remove()
+    run.train(lambda: loss_of(run, model), 4)
+
+
+@situation(as_stock=False)
+def post_accumulate_hooks_come_and_go(run: Run) -> None:
+    model = run.network()
+    run.wrap(model)
+    run.train(lambda: loss_of(run, model), 1)
+    handle = model[0].weight.register_post_accumulate_grad_hook(lambda p: run.see(p.grad))
+    run.train(lambda: loss_of(run, model), 3)
+    handle.remove()
+    run.train(lambda: loss_of(run, model), 5)
+
+
+def node_of(param: nn.Parameter) -> Any:
+    return param.view_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
+@situation()
+def a_hook_on_the_node_before_ours(run: Run) -> None:
+    model = run.network()
+    node = node_of(model[0].weight)
+    node.register_prehook(lambda gradients: (gradients[0] * 2,))
+    run.wrap(model)
+    run.train(lambda: loss_of(run, model))
+
+
+@situation(as_stock=False)
+def hooks_on_the_node_after_ours(run: Run) -> None:
+    model = run.network()
+    run.wrap(model)
+    node = node_of(model[0].weight)
+    handle = node.register_prehook(lambda gradients: run.see(gradients[0]))
+    node.register_hook(lambda gradients, inputs: run.see(len(gradients)))
+    run.train(lambda: loss_of(run, model), 2)
+    handle.remove()
+    run.train(lambda: loss_of(run, model), 4)
+
+
+@situation(as_stock=False)
+def a_hook_changes_p_grad_in_mid_backward(run: Run) -> None:
+    model = run.network()
+    run.wrap(model)
+    first, second = model[0].weight, model[0].bias
+    put = torch.full_like(second, 0.5)
+
+    def change(gradient: Tensor) -> None:
+        first.grad = None
+        second.grad = put.clone()
+
+    model[2].weight.register_hook(change)
+    run.train(lambda: loss_of(run, model))
+
+
+# Other ways to ask for gradients
+
+
+@situation()
+def some_inputs_only(run: Run) -> None:
+    model = run.network()
+    run.wrap(model)
+    for number in range(6):
+        run.backward(loss_of(run, model), inputs=[model[2 * (number % 2)].weight, model[4].bias])
+
+
+@situation()
+def autograd_grad_in_between(run: Run) -> None:
+    model = run.network()
+    run.wrap(model)
+    for _ in range(6):
+        with run.micro_batch():
+            loss = loss_of(run, model)
+            run.see(*torch.autograd.grad(loss, [model[0].weight, model[2].bias], retain_graph=True))
+            loss.backward()
+
+
+@situation(as_stock=False)
+def create_graph_in_between(run: Run) -> None:
+    model = run.network()
+    run.wrap(model)
+    for number in range(6):
+        run.backward(loss_of(run, model), create_graph=number == 1)
+
+
+@situation()
+def a_gradient_penalty(run: Run) -> None:
+    model = run.network()
+    run.wrap(model)
+
+    def loss() -> Tensor:
+        x = run.input(4, 6).requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return model(x).square().sum() + slope.square().sum()
+
+    run.train(loss)
+
+
+@situation()
+def anomaly_detection(run: Run) -> None:
+    model = run.network()
+    run.wrap(model)
+    with torch.autograd.detect_anomaly(check_nan=True):
+        run.train(lambda: loss_of(run, model))
+
+
+class PassesOn(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@situation()
+def a_dispatch_mode(run: Run) -> None:
+    model = run.network()
+    run.wrap(model)
+    with PassesOn():
+        run.train(lambda: loss_of(run, model))
+
+
+@situation(as_stock=False)
+def a_traffic_meter(run: Run) -> None:
+    model = run.network()
+    run.wrap(model)
+    run.train(lambda: loss_of(run, model), 2)
+    with TrafficMeter(model) as meter:
+        run.train(lambda: loss_of(run, model), 3)
+    phases = meter.as_dict()["by_phase"]
+    run.see({name: phase["total_bytes"] for name, phase in phases.items()})
+    run.train(lambda: loss_of(run, model), 4)
+
+
+@situation()
+def a_compiled_model(run: Run) -> None:
+    model = run.network()
+    run.wrap(model)
+    compiled = torch.compile(model, backend="aot_eager")
+    run.train(lambda: loss_of(run, compiled), 3)
+
+
+@situation(as_stock=False)
+def compiled_autograd(run: Run) -> None:
+    model = run.network()
+    run.wrap(model)
+    run.train(lambda: loss_of(run, model), 1)
+    for _ in range(2):
+        with (
+            run.micro_batch(),
+            torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager", dynamic=False)),
+        ):
+            loss_of(run, model).backward()
+    run.train(lambda: loss_of(run, model), 3)
+
+
+# Windows that are disturbed
+
+
+@situation()
+def frozen_in_mid_window(run: Run) -> None:
+    model = run.network()
+    run.wrap(model)
+    run.train(lambda: loss_of(run, model), 1)
+    model[0].weight.requires_grad_(False)
+    run.train(lambda: loss_of(run, model), 3)
+    model[0].weight.requires_grad_(True)
+    run.train(lambda: loss_of(run, model), 4)
+
+
+@situation()
+def frozen_between_forward_and_backward(run: Run) -> None:
+    model = run.network()
+    run.wrap(model)
+    for number in range(6):
+        loss = loss_of(run, model)
+        model[2].weight.requires_grad_(number % 2 == 0)
+        run.backward(loss)
+        model[2].weight.requires_grad_(True)
+
+
+@situation(as_stock=False)
+def ignored_backwards(run: Run) -> None:
+    model = run.network()
+    run.wrap(model)
+    for number in range(6):
+        run.backward(loss_of(run, model))
+        if number % 2:
+            with run.opt.ignore():
+                loss_of(run, model).backward()
+            run.look()
+
+
+@situation(as_stock=False)
+def discarded_in_mid_window(run: Run) -> None:
+    model = run.network()
+    run.wrap(model)
+    run.train(lambda: loss_of(run, model), 2)
+    run.opt.discard()
+    run.train(lambda: loss_of(run, model), 6)
+
+
+@situation(as_stock=False)
+def discarded_in_mid_backward(run: Run) -> None:
+    model = run.network()
+    run.wrap(model)
+    run.train(lambda: loss_of(run, model), 1)
+    handle = model[2].weight.register_hook(lambda gradient: run.opt.discard())
+    with run.context():
+        loss_of(run, model).backward()
+    handle.remove()
+    run.opt.discard()
+    run.train(lambda: loss_of(run, model), 6)
+
+
+class Halt(RuntimeError):
+    pass
+
+
+@situation(as_stock=False)
+def interrupted(run: Run) -> None:
+    """By an exception in the last layer's backward but one; what is in the sums then is thrown away."""
+    model = run.network()
+    run.wrap(model)
+    run.train(lambda: loss_of(run, model), 1)
+
+    def halt(gradient: Tensor) -> None:
+        raise Halt("halt")
+
+    handle = model[0].weight.register_hook(halt)
+    with contextlib.suppress(Halt), run.context():
+        loss_of(run, model).backward()
+    handle.remove()
+    run.opt.discard()
+    run.train(lambda: loss_of(run, model), 6)
+
+
+@situation()
+def threads(run: Run) -> None:
+    """Graphs that share parameters, a thread for each; in whole numbers, so that order is nothing."""
+    a, b, c = params = [nn.Parameter(p.detach().round()) for p in run.parameters((3, 4), (5,), (2, 2))]
+    run.wrap(params)
+
+    def work(number: int) -> None:
+        loss = (a * number).sum() + (b * 2).sum() + (c.t().sum() * number if number else 0)
+        gate.wait()
+        loss.backward()
+
+    gate = threading.Barrier(4)
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(6):
+            with run.micro_batch():
+                list(pool.map(work, range(4)))
+
+
+# Parameters and wrappers that change
+
+
+@situation(as_stock=False)
+def cast_in_mid_window(run: Run) -> None:
+    model = run.network()
+    run.wrap(model)
+    run.train(lambda: loss_of(run, model), 1)
+    run.loop = Loop(torch.float64, run.loop.counted, run.loop.options)
+    model.double()
+    run.train(lambda: loss_of(run, model), 2)
+
+
+@situation()
+def other_memory_in_mid_window(run: Run) -> None:
+    model = run.network()
+    run.wrap(model)
+    run.train(lambda: loss_of(run, model), 1)
+    for p in model.parameters():
+        p.data = p.data.clone()
+    run.train(lambda: loss_of(run, model), 5)
+
+
+@situation(as_stock=False)
+def a_copy_in_mid_window(run: Run) -> None:
+    model = run.network()
+    run.wrap(model)
+    run.train(lambda: loss_of(run, model), 2)
+    for copied in (copy.deepcopy((model, run.opt)), pickle.loads(pickle.dumps((model, run.opt)))):
+        for trained, optimizer in ((model, run.opt), copied):
+            run.opt = optimizer
+            run.params = list(trained.parameters())
+            for _ in range(4):
+                run.backward(loss_of(run, trained))
+        model, run.opt = copied
+
+
+@situation(as_stock=False)
+def a_checkpoint_in_mid_window(run: Run) -> None:
+    model = run.network()
+    run.wrap(model)
+    run.train(lambda: loss_of(run, model), 2)
+    file = io.BytesIO()
+    torch.save(run.opt.state_dict(), file)
+    run.train(lambda: loss_of(run, model), 3)
+    file.seek(0)
+    run.opt.load_state_dict(torch.load(file))
+    run.train(lambda: loss_of(run, model), 4)
+
+
+@situation()
+def tensors_as_weights(run: Run) -> None:
+    model = run.network()
+    run.wrap(model)
+    if not run.loop.weighs:
+        return linear_layers(run)
+    for number in range(6):
+        with run.opt.accumulate(weight=torch.tensor(1.0 + number % 3)):
+            loss_of(run, model).backward()
+        run.look()
+        if run.loop.counted or number == 5:
+            run.opt.step()
+            run.opt.zero_grad()
+
+
+@situation(as_stock=False)
+def not_finite(run: Run) -> None:
+    model = run.network()
+    run.wrap(model)
+    for number in range(6):
+        run.backward(loss_of(run, model) * (float("inf") if number == 1 else 1.0))
+
+
+@situation(as_stock=False)
+def gradients_put_by_hand(run: Run) -> None:
+    """Into p.grad, in mid-window: of another layout, a tensor of inference mode, one that others see too."""
+    model = run.network()
+    run.wrap(model)
+    weight = model[0].weight
+    with torch.inference_mode():
+        untracked = torch.ones_like(weight)
+    flat = torch.ones(2, *weight.shape, dtype=weight.dtype)
+    for put in (torch.ones_like(weight.t()).t(), flat[1], untracked):
+        run.train(lambda: loss_of(run, model), 1)
+        if not run.loop.counted:
+            weight.grad = put.clone() if put is untracked and run.loop.weighs else put
+        run.train(lambda: loss_of(run, model), 2)
+    run.see(flat)
+
+
+@situation(as_stock=False)
+def sums_of_a_dtype_that_no_kernel_pairs(run: Run) -> None:
+    """A bfloat16 parameter's p.grad may be of any dtype, since the wrapper allows float32 there."""
+    model = run.network()
+    run.wrap(model)
+    for dtype in (torch.float64, torch.float16, torch.float32):
+        run.train(lambda: loss_of(run, model), 1)
+        if run.loop.dtype == LOW and not run.loop.counted:
+            model[0].weight.grad = torch.ones_like(model[0].weight, dtype=dtype)
+        run.train(lambda: loss_of(run, model), 2)

@@ -1,0 +1,360 @@
+"""Native hooks: that they are there, that they take what Python's take to the same bits and let go."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hook_situations import AS_STOCK, LOOPS, SITUATIONS, WITHOUT_NATIVE, Run, loss_of
+from torch import Tensor, nn
+
+import fusedacc
+from fusedacc import arming, hooks, native_hooks, ops
+
+PACKAGE = Path(fusedacc.__file__).parent
+needs_native = pytest.mark.skipif(native_hooks.module() is None, reason=f"{native_hooks.why_not()}")
+
+
+def test_the_module_is_loaded_where_it_can_be_built():
+    compiler = next((found for found in map(shutil.which, ("g++", "c++", "clang++")) if found), None)
+    if compiler is None or not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
+        pytest.skip("no C++ compiler or no Python.h: hooks are Python's")
+    assert native_hooks.why_not() is None
+
+
+def worth_a_test(name: str, loop: str) -> bool:
+    if "compiled" in name:  # which takes long
+        return loop in ("float32", "bfloat16", "manual-float32")
+    # The bits of a norm depend on what is added together, and that on the threads.
+    return name != "threads" or "max_grad_norm" not in LOOPS[loop].options
+
+
+CASES = [(name, loop) for name in SITUATIONS for loop in LOOPS if worth_a_test(name, loop)]
+
+
+class Calls:
+    """Counts the calls of Python hooks, of wrappers made while it is in force."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        make_hook = arming.make_hook
+
+        def make_counted(*arguments: Any) -> hooks.Hook:
+            hook = make_hook(*arguments)
+
+            def counted(gradients: tuple) -> tuple | None:
+                self.count += 1
+                return hook(gradients)
+
+            return counted
+
+        monkeypatch.setattr(arming, "make_hook", make_counted)
+
+    def take(self) -> int:
+        count, self.count = self.count, 0
+        return count
+
+
+def same(mine: Any, its: Any) -> bool:
+    """Bit for bit, nan and layout included."""
+    if not isinstance(mine, Tensor) or not isinstance(its, Tensor):
+        return type(mine) is type(its) and (mine == its or mine != mine)
+    if mine.layout is not torch.strided:
+        return its.layout is mine.layout and same(mine.to_dense(), its.to_dense())
+    alike = (mine.shape, mine.dtype, mine.stride()) == (its.shape, its.dtype, its.stride())
+    return alike and torch.equal(mine.nan_to_num(nan=12345.0), its.nan_to_num(nan=12345.0))
+
+
+def play(name: str, run: Run) -> list[Any]:
+    torch.manual_seed(0)
+    try:
+        SITUATIONS[name](run)
+    except Exception as error:
+        run.see(f"{type(error).__name__}: {error}")
+    return run.seen
+
+
+@needs_native
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "loop"), CASES)
+def test_native_hooks_give_the_bits_of_pythons(name, loop, monkeypatch):
+    monkeypatch.setattr(hooks, "BUCKET_BYTES", 2**19)
+    calls, seen = Calls(monkeypatch), {}
+    for choice in "10":
+        monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", choice)
+        torch._dynamo.reset()
+        seen[choice] = play(name, Run(LOOPS[loop])), calls.take()
+    (native, fewer), (python, every) = seen["1"], seen["0"]
+    assert len(native) == len(python), (native[-1], python[-1])
+    for index, (mine, its) in enumerate(zip(native, python, strict=True)):
+        assert same(mine, its), (index, mine, its)
+    if name not in WITHOUT_NATIVE:
+        assert fewer < every
+
+
+@needs_native
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("loop", ["manual-float32", "manual-float64"])
+@pytest.mark.parametrize("name", sorted(AS_STOCK))
+def test_native_hooks_give_what_stock_gives(name, loop):
+    wrapped, stock = (
+        [value for value in play(name, Run(LOOPS[loop], stock)) if isinstance(value, Tensor)]
+        for stock in (False, True)
+    )
+    assert len(wrapped) == len(stock)
+    eps = torch.finfo(LOOPS[loop].dtype).eps
+    for mine, its in zip(wrapped, stock, strict=True):
+        torch.testing.assert_close(mine, its, rtol=200 * eps, atol=200 * eps)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", "1")
+    return Calls(monkeypatch)
+
+
+@needs_native
+@pytest.mark.parametrize("loop", ["float32", "bfloat16", "manual-float32", "manual-bfloat16"])
+def test_python_sees_one_gradient_of_each_backward(loop, calls):
+    run = Run(LOOPS[loop])
+    model = run.network()
+    run.wrap(model)
+    for _ in range(7):
+        run.backward(loss_of(run, model))
+        assert calls.take() == 1
+
+
+@needs_native
+@pytest.mark.parametrize("loop", ["float32", "bfloat16"])
+def test_gradients_are_added_as_they_come(loop, calls):
+    """Seen from a hook on the first layer, whose gradient comes last: the others are in the sums by then."""
+    run = Run(LOOPS[loop])
+    model = run.network()
+    sums = {slot.param: slot for slot in run.wrap(model)._slots}
+    first, last = model[0].weight, model[4].weight
+    during: list[Tensor | None] = []
+
+    def look(gradient: Tensor) -> None:
+        total = sums[last].sum
+        during.append(None if total is None else total.clone())
+
+    first.register_hook(look)
+    run.backward(loss_of(run, model))
+    before = sums[last].sum.clone()
+    run.backward(loss_of(run, model))
+    assert during[0] is None
+    assert not torch.equal(during[1], before)
+    assert torch.equal(during[1], sums[last].sum)
+
+
+@needs_native
+def test_a_second_wrapper_of_a_living_graph_takes_natively(calls):
+    run = Run(LOOPS["manual-float32"])
+    model = run.network()
+    kept = loss_of(run, model)  # and with it the nodes, which have the closed wrappers' hooks
+    for _ in range(3):
+        run.wrap(model).close()
+    run.wrap(model)
+    kept.backward()
+    assert calls.take() == 1
+    assert all(map(torch.equal, [p.grad for p in run.params], stock_gradients()))
+
+
+def stock_gradients() -> list[Tensor]:
+    run = Run(LOOPS["manual-float32"])
+    model = run.network()
+    loss_of(run, model).backward()
+    return [p.grad for p in model.parameters()]
+
+
+@needs_native
+def test_threads_may_ask_while_hooks_add(calls):
+    """A hook that adds holds a lock and may need the GIL: who has the GIL must not wait for that lock."""
+    params = [nn.Parameter(torch.zeros(64)) for _ in range(50)]
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(params, lr=1.0), 1000, reduction="sum")
+    taking, tasks = optimizer._capture._taking, optimizer._capture._tasks
+    over = threading.Event()
+
+    def ask() -> None:
+        while not over.is_set():
+            for identity in list(tasks):
+                taking._direct.take(identity, 10**6, params[0].detach(), params[0])
+
+    asking = [threading.Thread(target=ask, daemon=True) for _ in range(2)]
+    for thread in asking:
+        thread.start()
+    for _ in range(100):
+        sum((p * 1.0).sum() for p in params).backward()
+        optimizer.step()
+    over.set()
+    for thread in asking:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert optimizer.micro_step == 100
+    assert all((slot.sum == 100).all() for slot in optimizer._slots)
+
+
+@pytest.fixture
+def eager_threads():
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.parametrize("loop", ["masters", "float32-normalized", "float32-sum"])
+@pytest.mark.parametrize("choice", ["0", "1"])
+def test_backwards_that_end_while_others_run(choice, loop, monkeypatch, eager_threads):
+    """One delivers, pays what sums owe, or is forgotten while another adds and leaves norms."""
+    monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", choice)
+    runs = [Run(LOOPS[loop]) for _ in range(60)]
+    for run in runs:
+        SITUATIONS["threads"](run)
+    if loop != "masters":  # the bits of a norm depend on what is added together
+        for run in runs[1:]:
+            assert all(map(same, run.seen, runs[0].seen))
+
+
+def test_a_wrong_setting_is_named(monkeypatch):
+    monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", "2")
+    with pytest.raises(ValueError, match=r"FUSEDACC_NATIVE_HOOKS='2': allowed are '0' .* and '1'"):
+        fusedacc.AccumulatingOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=1.0))
+
+
+def run_copy(tmp_path: Path, file: str | None) -> str:
+    """Trains by a copy of the package with something else for the native module, or nothing; returns why its
+    hooks are Python's."""
+    shutil.copytree(
+        PACKAGE, tmp_path / "fusedacc", ignore=shutil.ignore_patterns("_autograd*", "__pycache__")
+    )
+    if file is not None:
+        (tmp_path / "fusedacc" / native_hooks.file_name()).write_bytes(file.encode())
+    program = """
+import torch, fusedacc
+from fusedacc import native_hooks
+p = torch.nn.Parameter(torch.zeros(3))
+optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 2)
+for _ in range(2):
+    p.sum().backward()
+    optimizer.step()
+assert p.tolist() == [-1.0] * 3
+print(native_hooks.why_not())
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(ops.load_error() is not None, reason=f"{ops.load_error()}")
+@pytest.mark.parametrize(("file", "told"), [(None, "is not there"), ("no library", "does not load")])
+def test_without_its_file_hooks_are_pythons_and_the_cure_is_told(tmp_path, file, told):
+    why = run_copy(tmp_path, file)
+    assert native_hooks.file_name() in why
+    assert told in why
+    assert "pip install" in why
+
+
+@pytest.fixture
+def uncollected():
+    """No garbage collection: what must go by itself must go at once."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@needs_native
+@pytest.mark.parametrize("loop", ["float32", "bfloat16", "manual-float32"])
+@pytest.mark.parametrize("failed", [False, True])
+def test_nothing_is_kept_alive(uncollected, loop, failed):
+    """Neither by hooks on nodes that live on, nor by a bucket that an exception has left."""
+    run = Run(LOOPS[loop])
+    model = run.network()
+    optimizer = run.wrap(model)
+    run.train(lambda: loss_of(run, model), 4)
+    if failed:
+        handle = model[2].weight.register_hook(lambda gradient: 1 / 0)
+        with contextlib.suppress(ZeroDivisionError):
+            loss_of(run, model).backward()
+        handle.remove()
+    kept = loss_of(run, model)
+    sums = [slot.sum for slot in optimizer._slots if slot.sum is not None]
+    gone = [weakref.ref(part) for part in (optimizer._capture, optimizer._arena, *sums)]
+    run.opt, run.seen, optimizer, sums = None, [], None, []
+    assert [reference() for reference in gone] == [None] * len(gone)
+    model.zero_grad()
+    kept.backward()
+    assert all(p.grad is not None for p in run.params)
+    gone, model, kept, run = [weakref.ref(p) for p in run.params], None, None, None
+    assert [reference() for reference in gone] == [None] * len(gone)
+
+
+@needs_native
+@pytest.mark.parametrize("how", ["close", "delete"])
+def test_a_wrapper_that_is_gone_lets_gradients_through(how, calls):
+    run = Run(LOOPS["manual-float32"])
+    model = run.network()
+    optimizer = run.wrap(model)
+    kept = loss_of(run, model)
+    if how == "close":
+        optimizer.close()
+    run.opt = optimizer = None
+    kept.backward()
+    assert all(map(torch.equal, [p.grad for p in run.params], stock_gradients()))
+    assert calls.take() == 0
+
+
+def peak(run: Any) -> int:
+    """The most bytes that are allocated at a time, beyond those before."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        run()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    live = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        most = max(most, live)
+    return most
+
+
+@needs_native
+@pytest.mark.parametrize("loop", ["float32", "bfloat16", "manual-float32", "manual-bfloat16"])
+def test_peak_memory_is_not_above_that_of_pythons_hooks(loop, monkeypatch):
+    peaks = []
+    for choice in "10":
+        monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", choice)
+        run = Run(LOOPS[loop])
+        model = run.network(*[64] * 12)
+        optimizer = run.wrap(model)
+
+        def window(model: nn.Module = model, optimizer: Any = optimizer) -> None:
+            for _ in range(3):
+                model(torch.ones(2, 64, dtype=LOOPS[loop].dtype)).sum().backward()
+                if optimizer._window.counted:
+                    optimizer.step()
+            if not optimizer._window.counted:
+                optimizer.step()
+            optimizer.zero_grad()
+
+        window()
+        peaks.append(peak(window))
+    assert 0 < peaks[0] <= peaks[1] * 1.01
