@@ -23,6 +23,11 @@ class TouchedRows:
         self._version = 0
         self._indices: list[Tensor] = []
 
+    @property
+    def tracks(self) -> bool:
+        """Whether it knows the rows of any tensor."""
+        return self._of() is not None
+
     def known(self, total: Tensor) -> Tensor | None:
         """The rows of `total` that may differ from zero, 1-d, some of them more than once; None: any."""
         if self._of() is not total or total._version != self._version:

@@ -17,8 +17,8 @@ from .touched import TouchedRows
 Write = Callable[[Tensor, float | Tensor, float | Tensor], None]
 
 
-#: Of the ways in which modules add to a sum, those that leave no record of touched rows.
-WHOLE: tuple[tuple[str, ...], ...] = ((), ("gemm",))
+#: The paths of a parameter whose modules write all of its sum.
+PRODUCTS = ("gemm",)
 
 
 class Writes(Additions):
@@ -33,14 +33,14 @@ class Writes(Additions):
         None: not to this one. Memory that waits for a module's first product is there too, with a factor of
         0. What stands in p.grad may be of any kind.
         """
-        usual = [not slot.odd and slot.touched is None and slot.paths in WHOLE for slot in slots]
+        usual = [not (slot.odd or (slot.touched is not None and slot.touched.tracks)) for slot in slots]
         sums = [self.current(slot) if fits else None for slot, fits in zip(slots, usual, strict=True)]
         fresh: list[int] = []
         if self.any_written:
             fresh = [
                 index
                 for index, slot in enumerate(slots)
-                if sums[index] is None and usual[index] and slot.paths and slot.buffer is not None
+                if sums[index] is None and usual[index] and slot.paths == PRODUCTS and slot.buffer is not None
             ]
         if not (self.debts or fresh):
             return sums, []

@@ -43,6 +43,10 @@ namespace {
 // Between these numbers of tokens the operator cuts a float32 product up for its threads: csrc/cpu/gemm.cpp.
 constexpr int64_t kSplitFrom = 48, kSplitTo = 100;
 
+c10::OperatorHandle library_operator(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
+}
+
 }  // namespace
 
 bool same_layout(const at::Tensor& a, const at::Tensor& b) {
@@ -138,13 +142,31 @@ bool Direct::multiply(int task, int64_t index, const at::Tensor& left, const at:
   if (by == Multiplier::kBlas && !(tokens >= kSplitFrom && tokens <= kSplitTo)) {
     sum.addmm_(left.t(), right, keep, scale_);
   } else {
-    static const auto accumulate =
-        c10::Dispatcher::singleton().findSchemaOrThrow("fusedacc::gemm_accumulate_", "");
+    static const auto operation = library_operator("fusedacc::gemm_accumulate_");
     torch::jit::Stack stack;
     torch::jit::push(stack, sum, left, right, c10::IValue(), scale_, c10::IValue(), keep,
                      by == Multiplier::kOperatorBfloat16);
-    accumulate.callBoxed(stack);
+    operation.callBoxed(stack);
   }
+  note(index, sum);
+  return true;
+}
+
+bool Direct::add_rows(int task, int64_t index, const at::Tensor& rows, const at::Tensor& gradients,
+                      const at::Tensor& parameter, int64_t padding, bool by_frequency) {
+  if (task_.load(std::memory_order_relaxed) != task) return false;
+  std::lock_guard<std::mutex> lock(mutex_);
+  const at::Tensor sum = sum_of(task, index, parameter);
+  if (!sum.defined() || sum.dim() != 2 || !sum.is_contiguous() || keeps_[index] != 1) return false;
+  if (dtype_number(gradients.scalar_type()) < 0 || !is_plain(gradients) || gradients.is_alias_of(sum))
+    return false;
+  const at::Tensor named = rows.reshape({rows.numel()});
+  at::Tensor terms = gradients.reshape({rows.numel(), sum.size(1)});
+  if (sum.size(1) > 1 && terms.stride(1) != 1) terms = terms.contiguous();
+  static const auto operation = library_operator("fusedacc::accumulate_rows_");
+  torch::jit::Stack stack;
+  torch::jit::push(stack, sum, named, terms, c10::IValue(), scale_, padding, by_frequency);
+  operation.callBoxed(stack);
   note(index, sum);
   return true;
 }

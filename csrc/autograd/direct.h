@@ -54,6 +54,10 @@ class Direct {
   bool multiply(int task, int64_t index, const at::Tensor& left, const at::Tensor& right,
                 const at::Tensor& parameter, Multiplier by);
 
+  // sum[i] += scale * the gradients of row i, for each row that is named; likewise.
+  bool add_rows(int task, int64_t index, const at::Tensor& rows, const at::Tensor& gradients,
+                const at::Tensor& parameter, int64_t padding, bool by_frequency);
+
  private:
   // The sum that may be added to, or undefined.
   at::Tensor sum_of(int task, int64_t index, const at::Tensor& parameter);

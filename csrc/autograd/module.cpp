@@ -8,6 +8,7 @@
 #include <string_view>
 #include <typeinfo>
 
+#include "embedding.h"
 #include "linear.h"
 
 namespace py = pybind11;
@@ -117,6 +118,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
                at::Tensor found = product(site, entry, input, weight, bias, used);
                return found.defined() ? std::optional(found) : std::nullopt;
              });
+  module.def(
+      "lookup",
+      [](const c10::intrusive_ptr<Site>& site, const std::shared_ptr<Entry>& entry, const at::Tensor& indices,
+         const at::Tensor& weight, int64_t padding, bool by_frequency) -> std::optional<at::Tensor> {
+        at::Tensor found = lookup(site, entry, indices, weight, padding, by_frequency);
+        return found.defined() ? std::optional(found) : std::nullopt;
+      });
   module.def("attach", &attach);
   module.def("any_gradient", &any_gradient);
 }

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import weakref
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 from torch.nn import functional as F
 
+from .. import native_hooks
+from ..capture import Capture
 from ..rows import accumulate_rows_
-from .site import Site
+from ..slot import Slot
+from ..writes import Write
+from .site import ORDINARY, Site, adds
 
 
 class EmbeddingSite(Site):
@@ -17,11 +25,68 @@ class EmbeddingSite(Site):
 
     path = "embedding"
 
+    def __init__(self, module: torch.nn.Module, slot: Slot, capture: Capture) -> None:
+        super().__init__(module, slot, capture)
+        native = native_hooks.module()
+        self._native = None if native is None else native.Site(partial(adds, weakref.ref(self)), False)
+        self._recorded: Any = None if native is None else native.lookup
+
+    def adds(self, indices: Tensor, gradients: Tensor, armed: bool) -> bool:
+        """What the native function asks in its backward: whether these gradients of rows are done with.
+
+        armed: the graph ends in the node that carries the weight's hook.
+        """
+        capture, module = self._capture(), self._module()
+        if capture is None or module is None or not armed:
+            return False
+        write = _writer(indices, gradients, module.padding_idx, module.scale_grad_by_freq, self.backend)
+        return self.takes(capture.node_of(self.slot), write, (gradients,), indices)
+
+    def _lookup(self, module: Any, input: Any) -> Tensor | None:
+        """The output by the native function, or None where Python's is to make it."""
+        hook, weight = self.slot.native, module._parameters.get("weight")
+        if (
+            hook is None
+            or self._recorded is None
+            or module.max_norm is not None
+            or module.sparse
+            or weight is not self.slot.param
+            or type(module).forward is not self._stock
+            or type(input) not in ORDINARY
+            or forward_ad._current_level >= 0
+        ):
+            return None
+        padding = -1 if module.padding_idx is None else module.padding_idx % max(weight.shape[0], 1)
+        return self._recorded(self._native, hook, input, weight, padding, module.scale_grad_by_freq)
+
     def __call__(self, input: Tensor) -> Tensor:
         module = self.module
+        if not is_compiling():
+            output = self._lookup(module, input)
+            if output is not None:
+                return output
         if self.stands_aside(input) or module.sparse:
             return type(module).forward(module, input)
         return Lookup.apply(module.weight, input, self)
+
+
+def _writer(
+    indices: Tensor, gradients: Tensor, padding_idx: int | None, by_frequency: bool, backend: str
+) -> Write:
+    """What adds these gradients to the rows of a sum that are named; it owes nothing then."""
+
+    def write(total: Tensor, scale: float | Tensor, keep: float | Tensor) -> None:
+        accumulate_rows_(
+            total,
+            indices,
+            gradients,
+            scale,
+            padding_idx=padding_idx,
+            scale_grad_by_freq=by_frequency,
+            backend=backend,
+        )
+
+    return write
 
 
 class Lookup(torch.autograd.Function):
@@ -43,18 +108,7 @@ class Lookup(torch.autograd.Function):
         if gradient is None:
             return None, None, None
         (indices,) = ctx.saved_tensors
-
-        def write(total: Tensor, scale: float | Tensor, keep: float | Tensor) -> None:
-            accumulate_rows_(
-                total,
-                indices,
-                gradient,
-                scale,
-                padding_idx=ctx.padding,
-                scale_grad_by_freq=ctx.by_freq,
-                backend=ctx.site.backend,
-            )
-
+        write = _writer(indices, gradient, ctx.padding, ctx.by_freq, ctx.site.backend)
         if ctx.site.takes(ctx.next_functions[0][0], write, (gradient,), indices):
             return None, None, None
         padding = -1 if ctx.padding is None else ctx.padding % ctx.rows

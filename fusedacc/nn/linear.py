@@ -17,7 +17,7 @@ from .. import gemm, native_hooks
 from ..capture import Capture
 from ..checks import PAIRS
 from ..slot import Slot
-from .site import ORDINARY, Site
+from .site import ORDINARY, Site, adds
 
 
 class LinearSite(Site):
@@ -31,7 +31,7 @@ class LinearSite(Site):
         self._products: dict[tuple, gemm.Run] = {}
         native = native_hooks.module()
         self._native = (
-            None if native is None else native.Site(partial(_adds, weakref.ref(self)), self.transposed)
+            None if native is None else native.Site(partial(adds, weakref.ref(self)), self.transposed)
         )
         self._recorded = None if native is None else native.product
         self._cast: tuple[Callable[[], Tensor | None], tuple] = (_nothing, ())
@@ -118,12 +118,6 @@ class LinearSite(Site):
 
 def _nothing() -> None:
     """A weak reference to nothing."""
-
-
-def _adds(site: Callable[[], LinearSite | None], left: Tensor, right: Tensor, armed: bool) -> bool:
-    """`LinearSite.adds`, while there is one."""
-    known = site()
-    return known is not None and known.adds(left, right, armed)
 
 
 class Conv1DSite(LinearSite):

@@ -108,6 +108,12 @@ class Site:
         return capture.take_in_place(self.slot, node, write, rows)
 
 
+def adds(site: Callable[[], Any], left: Tensor, right: Tensor, armed: bool) -> bool:
+    """The site's own `adds`, while there is one."""
+    known = site()
+    return known is not None and known.adds(left, right, armed)
+
+
 def _share_memory(total: Tensor, operands: tuple[Tensor, ...]) -> bool:
     return any(torch._C._is_alias_of(total, operand) for operand in operands)  # type: ignore[attr-defined]
 

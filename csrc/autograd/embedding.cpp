@@ -1,0 +1,54 @@
+#include "embedding.h"
+
+#include <ATen/ops/embedding.h>
+#include <ATen/ops/embedding_dense_backward.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+namespace fusedacc::autograd {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+class Lookup : public torch::autograd::Function<Lookup> {
+ public:
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& weight, const at::Tensor& indices,
+                            int64_t padding, bool by_frequency, const c10::intrusive_ptr<Site>& site,
+                            const std::shared_ptr<Entry>& entry) {
+    context->set_materialize_grads(false);
+    Call::keep(context, site, entry);
+    context->saved_data["options"] = c10::List<int64_t>({weight.size(0), padding, by_frequency ? 1 : 0});
+    context->save_for_backward({indices});
+    return at::embedding(weight, indices, padding, by_frequency, false);
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    variable_list found(6);
+    const at::Tensor& gradient = gradients[0];
+    if (!gradient.defined()) return found;
+    const at::Tensor indices = context->get_saved_variables()[0];
+    const Destination destination(context, 0);
+    const Call& call = destination.call();
+    const auto options = context->saved_data["options"].toIntVector();
+    const int64_t rows = options[0], padding = options[1];
+    const bool by_frequency = options[2] != 0;
+    const at::Tensor* weight = destination.weight();
+    const int task = torch::autograd::get_current_graph_task_id();
+    const bool added = (weight && call.entry->direct->add_rows(task, call.entry->index, indices, gradient,
+                                                               *weight, padding, by_frequency)) ||
+                       call.site->adds(indices, gradient, destination.armed());
+    if (!added) found[0] = at::embedding_dense_backward(gradient, indices, rows, padding, by_frequency);
+    return found;
+  }
+};
+
+}  // namespace
+
+at::Tensor lookup(const c10::intrusive_ptr<Site>& site, const std::shared_ptr<Entry>& entry,
+                  const at::Tensor& indices, const at::Tensor& weight, int64_t padding, bool by_frequency) {
+  const bool integers = indices.scalar_type() == at::kLong || indices.scalar_type() == at::kInt;
+  if (!integers || !may_record(indices, weight)) return {};
+  return Lookup::apply(weight, indices, padding, by_frequency, site, entry);
+}
+
+}  // namespace fusedacc::autograd

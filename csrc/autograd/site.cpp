@@ -1,0 +1,71 @@
+#include "site.h"
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <torch/csrc/autograd/anomaly_mode.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/jit/frontend/tracer.h>
+#include <torch/csrc/utils/pybind.h>
+
+namespace py = pybind11;
+
+namespace fusedacc::autograd {
+
+Site::Site(PyObject* python, bool transposed) : transposed(transposed), python_(python) {
+  Py_INCREF(python_);
+}
+
+Site::~Site() {
+  if (Py_IsInitialized() == 0) return;
+  py::gil_scoped_acquire gil;
+  Py_DECREF(python_);
+}
+
+void Site::set_multiplier(at::ScalarType operand, at::ScalarType sum, Multiplier multiplier) {
+  const int32_t from = dtype_number(operand), to = dtype_number(sum);
+  if (from >= 0 && to >= 0) multipliers_[4 * from + to] = multiplier;
+}
+
+Multiplier Site::multiplier(at::ScalarType operand, at::ScalarType sum) const {
+  const int32_t from = dtype_number(operand), to = dtype_number(sum);
+  return from < 0 || to < 0 ? Multiplier::kUnknown : multipliers_[4 * from + to].load();
+}
+
+bool Site::adds(const at::Tensor& left, const at::Tensor& right, bool armed) const {
+  py::gil_scoped_acquire gil;
+  return py::handle(python_)(left, right, armed).cast<bool>();
+}
+
+void Call::keep(torch::autograd::AutogradContext* context, const c10::intrusive_ptr<Site>& site,
+                const std::shared_ptr<Entry>& entry) {
+  context->saved_data["call"] = at::IValue::make_capsule(c10::make_intrusive<Call>(site, entry));
+}
+
+Destination::Destination(const torch::autograd::AutogradContext* context, uint32_t position)
+    : capsule_(context->saved_data.at("call").toCapsule()) {
+  const auto node = torch::autograd::get_current_node();
+  end_ = node->next_edge(position).function.get();
+  armed_ = call().entry->active && end_ != nullptr && end_ == call().entry->node;
+}
+
+const at::Tensor* Destination::weight() const {
+  if (!armed_ || call().entry->odd) return nullptr;
+  const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
+  if (wanted == nullptr || !wanted->empty() || at::GradMode::is_enabled() ||
+      torch::autograd::AnomalyMode::is_enabled()) {
+    return nullptr;
+  }
+  const at::Tensor& weight = static_cast<const torch::autograd::AccumulateGrad*>(end_)->variable;
+  const bool watched = !torch::autograd::impl::hooks(weight).empty() ||
+                       torch::autograd::impl::post_acc_grad_hooks(weight) != nullptr;
+  return weight.requires_grad() && !watched ? &weight : nullptr;
+}
+
+bool may_record(const at::Tensor& input, const at::Tensor& weight) {
+  return at::GradMode::is_enabled() && weight.requires_grad() && is_plain(input) && is_plain(weight) &&
+         input.device() == weight.device() && weight.dim() == 2 && !input.is_nested() &&
+         !at::impl::torch_function_mode_enabled() && !torch::jit::tracer::isTracing() &&
+         !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
+}
+
+}  // namespace fusedacc::autograd

@@ -1,0 +1,70 @@
+// A module whose forward is ours for a while, and what its backward asks before it adds to a sum by itself.
+#pragma once
+
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/python_headers.h>
+#include <torch/custom_class.h>
+
+#include <array>
+
+#include "hook.h"
+
+namespace fusedacc::autograd {
+
+// One module. Python is asked where no sum may be added to at once.
+class Site : public torch::CustomClassHolder {
+ public:
+  // python: `adds`. transposed: the weight of a Linear is (in, out).
+  Site(PyObject* python, bool transposed);
+  ~Site() override;
+
+  // How products of operands of this dtype are added into sums of that one.
+  void set_multiplier(at::ScalarType operand, at::ScalarType sum, Multiplier multiplier);
+  Multiplier multiplier(at::ScalarType operand, at::ScalarType sum) const;
+
+  // Python's answer: whether the weight's gradient is done with, which is left^T right, or for an Embedding
+  // the rows of `right` at the indices `left`. armed: the graph ends in the hooked node.
+  bool adds(const at::Tensor& left, const at::Tensor& right, bool armed) const;
+
+  const bool transposed;
+
+ private:
+  PyObject* const python_;
+  std::array<std::atomic<Multiplier>, 16> multipliers_{};
+};
+
+// One call of the module, as its backward remembers it.
+struct Call : torch::CustomClassHolder {
+  Call(c10::intrusive_ptr<Site> site, std::shared_ptr<Entry> entry)
+      : site(std::move(site)), entry(std::move(entry)) {}
+
+  static void keep(torch::autograd::AutogradContext* context, const c10::intrusive_ptr<Site>& site,
+                   const std::shared_ptr<Entry>& entry);
+
+  const c10::intrusive_ptr<Site> site;
+  const std::shared_ptr<Entry> entry;
+};
+
+// In a backward: where the gradient of the weight, the function's argument at this position among its
+// tensors, is to go.
+class Destination {
+ public:
+  explicit Destination(const torch::autograd::AutogradContext* context, uint32_t position);
+
+  // Whether the graph ends in the hooked node.
+  bool armed() const { return armed_; }
+  // The weight, if a sum may be added to without Python: a backward of everything, and nobody looks at
+  // gradients on their way. Else null.
+  const at::Tensor* weight() const;
+  const Call& call() const { return static_cast<const Call&>(*capsule_); }
+
+ private:
+  const c10::intrusive_ptr<torch::CustomClassHolder> capsule_;
+  const torch::autograd::Node* end_;
+  bool armed_;
+};
+
+// Whether a function of ours may take the place of the module's own forward.
+bool may_record(const at::Tensor& input, const at::Tensor& weight);
+
+}  // namespace fusedacc::autograd
