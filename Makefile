@@ -24,6 +24,8 @@ endif
 
 # Threads that spin while they wait make a machine with other work to do ten times slower.
 demo test test-full test-integrations: export OMP_WAIT_POLICY ?= passive
+# The frameworks' models are so small that a second thread costs more than it brings.
+test-integrations: export OMP_NUM_THREADS ?= 1
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1|/' | awk -F"|" '{printf "  %-17s %s\n", $$1, $$2}'

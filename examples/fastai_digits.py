@@ -6,7 +6,7 @@ from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from sklearn.datasets import load_digits
 
-from fusedacc.integrations.fastai import FusedAccumulation, OptFunc
+from fusedacc.integrations.fastai import AccumulationCallback, OptFunc
 
 torch.manual_seed(0)
 images, labels = load_digits(return_X_y=True)
@@ -19,7 +19,7 @@ learn = Learner(
     model,
     loss_func=torch.nn.functional.cross_entropy,
     opt_func=OptFunc(torch.optim.AdamW, max_grad_norm=1.0),
-    cbs=FusedAccumulation(n_acc=64),
+    cbs=AccumulationCallback(n_acc=64),
 )
 with learn.no_bar(), learn.no_logging():
     learn.fit_one_cycle(20, 3e-3)

@@ -7,7 +7,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import fusedacc
-from fusedacc.integrations.lightning import FusedAccumulation
+from fusedacc.integrations.lightning import AccumulationCallback
 
 lightning.seed_everything(0)
 images, labels = load_digits(return_X_y=True)
@@ -32,7 +32,7 @@ class Digits(lightning.LightningModule):
 
 model = Digits()
 quiet = {"logger": False, "enable_checkpointing": False}
-trainer = lightning.Trainer(max_epochs=20, accelerator="cpu", callbacks=[FusedAccumulation()], **quiet)
+trainer = lightning.Trainer(max_epochs=20, accelerator="cpu", callbacks=[AccumulationCallback()], **quiet)
 trainer.fit(model, train)
 accuracy = (model.net(images[1500:]).argmax(1) == labels[1500:]).float().mean().item()
 print(f"{trainer.global_step} updates, accuracy on {len(labels) - 1500} unseen digits: {accuracy:.1%}")

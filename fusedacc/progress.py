@@ -6,7 +6,7 @@ from torch import Tensor
 
 from .arena import Arena
 from .update import Update
-from .window import Window
+from .window import Schedule, Window
 
 
 class Progress:
@@ -15,6 +15,21 @@ class Progress:
     _window: Window
     _arena: Arena
     _inner_update: Update
+
+    @property
+    def gradient_accumulation_steps(self) -> Schedule:
+        """As it was given: an int, a callable of the number of updates, or None for the manual loop."""
+        return self._window.schedule
+
+    @property
+    def reduction(self) -> str:
+        """How a window's gradients become one: "mean", "sum", "weighted" or "normalized"."""
+        return self._window.reduction
+
+    @property
+    def has_partial_window(self) -> bool:
+        """Whether a backward has come since the window began: `flush()` would update."""
+        return not self._window.empty
 
     @property
     def micro_step(self) -> int:

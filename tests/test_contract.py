@@ -213,6 +213,28 @@ class TestVisibility:
             seen.append((*state, optimizer.has_updated))
         assert seen == [(0, 0, False, False), (1, 0, True, True), (0, 1, False, False), (1, 1, True, True)]
 
+    @pytest.mark.parametrize("steps", [None, 2])
+    def test_a_window_is_partial_from_its_first_backward_to_its_update(self, steps):
+        weight, optimizer = scalar(steps)
+        assert not optimizer.has_partial_window
+        (weight * 1.0).backward()
+        assert optimizer.has_partial_window
+        optimizer.step()
+        assert optimizer.has_partial_window == (steps == 2)
+        for end in (optimizer.flush, optimizer.discard):
+            (weight * 1.0).backward()
+            end()
+            assert not optimizer.has_partial_window
+
+    def test_arguments_can_be_read(self):
+        def schedule(updates):
+            return 2 + updates
+
+        for steps, reduction in ((None, "sum"), (3, "mean"), (schedule, "mean")):
+            optimizer = scalar(steps)[1]
+            assert (optimizer.gradient_accumulation_steps, optimizer.reduction) == (steps, reduction)
+        assert scalar(2, reduction="weighted")[1].reduction == "weighted"
+
     def test_a_step_without_backward_does_not_count(self):
         weight, optimizer = scalar(2)
         (weight * 2.0).backward()
@@ -341,7 +363,7 @@ class TestWrapping:
         for stepped in (taken, optimizer, optimizer, taken):
             loss_of(model).backward()
             stepped.step(), stepped.zero_grad()
-            for name in ("micro_step", "num_updates", "has_updated", "will_update"):
+            for name in ("micro_step", "num_updates", "has_updated", "will_update", "has_partial_window"):
                 assert getattr(taken, name) == getattr(optimizer, name)
         assert (taken.num_updates, optimizer.has_updated) == (2, True)
         assert taken.param_groups is optimizer.param_groups is optimizer.optimizer.param_groups

@@ -5,19 +5,16 @@ from __future__ import annotations
 import importlib
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from example_scripts import EXAMPLES, output_of
 
 from fusedacc import native_hooks
 
 pytest.importorskip("matplotlib", reason="the examples draw with matplotlib")
 pytest.importorskip("sklearn", reason="the examples read scikit-learn's digits")
 pytest.importorskip("tqdm", reason="the examples show progress by tqdm")
-
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
 @pytest.fixture
@@ -27,23 +24,15 @@ def byte_transformer(monkeypatch):
 
 
 def test_digits_are_learnt():
-    script = [sys.executable, "digits.py"]
-    found = subprocess.run(
-        script, cwd=EXAMPLES, env=with_package(), capture_output=True, text=True, timeout=300
-    )
-    assert found.returncode == 0, found.stderr
-    updates, accuracy = re.search(r"(\d+) updates, accuracy .*: ([\d.]+)%", found.stdout).groups()
+    printed = output_of("digits.py")
+    updates, accuracy = re.search(r"(\d+) updates, accuracy .*: ([\d.]+)%", printed).groups()
     assert int(updates) == 20 * 24  # 47 micro-batches are 23 windows of two, and one of one
     assert float(accuracy) > 85
 
 
 def test_a_schedule_is_resumed_in_mid_window():
-    script = [sys.executable, "scheduler.py"]
-    found = subprocess.run(
-        script, cwd=EXAMPLES, env=with_package(), capture_output=True, text=True, timeout=300
-    )
-    assert found.returncode == 0, found.stderr
-    steps, accuracy, same = re.search(r"(\d+) steps .*accuracy ([\d.]+)%, .*: (\w+)", found.stdout).groups()
+    printed = output_of("scheduler.py")
+    steps, accuracy, same = re.search(r"(\d+) steps .*accuracy ([\d.]+)%, .*: (\w+)", printed).groups()
     assert (int(steps), same) == (300, "True")
     assert float(accuracy) > 85
 
@@ -103,10 +92,3 @@ def assert_drawn(path: Path) -> None:
     pixels = imread(path)
     assert pixels.shape[1] >= 1000
     assert (pixels[..., :3].reshape(-1, 3) != 1).any(axis=1).mean() > 0.02, "the plot is blank"
-
-
-def with_package() -> dict[str, str]:
-    import os
-
-    root = str(EXAMPLES.parent)
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}

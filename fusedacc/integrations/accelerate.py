@@ -157,7 +157,7 @@ class CountedOptimizer(AcceleratedOptimizer):
 
 
 def _is_counted(item: Any) -> bool:
-    return isinstance(item, AccumulatingOptimizer) and item._window.counted
+    return isinstance(item, AccumulatingOptimizer) and item.gradient_accumulation_steps is not None
 
 
 def _check_steps(steps: int) -> None:

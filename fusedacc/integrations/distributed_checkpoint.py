@@ -10,6 +10,8 @@ from torch.distributed.checkpoint import FileSystemReader, StorageReader, Tensor
 
 from ..checkpoint import COUNTERS, MASTER, SUM
 
+__all__ = ["make_room"]
+
 _OURS = (SUM, COUNTERS, MASTER)
 
 

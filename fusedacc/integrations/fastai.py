@@ -1,6 +1,6 @@
 """fastai: an `opt_func` around any torch optimizer, and a callback that accumulates by samples and flushes.
 
-Learner(dls, model, opt_func=OptFunc(torch.optim.AdamW), cbs=FusedAccumulation(n_acc=64))
+Learner(dls, model, opt_func=OptFunc(torch.optim.AdamW), cbs=AccumulationCallback(n_acc=64))
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ from fastai.torch_core import find_bs, num_distrib
 
 from ..optimizer import AccumulatingOptimizer
 from . import takeover
+
+__all__ = ["AccumulationCallback", "OptFunc"]
+
+_WEIGHTED = ("weighted", "normalized")
 
 
 class OptFunc:
@@ -48,7 +52,7 @@ class OptFunc:
         return optimizer
 
 
-class FusedAccumulation(FastaiCallback):
+class AccumulationCallback(FastaiCallback):
     """Updates once `n_acc` samples have been seen, as `GradientAccumulation` does, and when an epoch ends.
 
     Each update is from the mean over the samples that its window holds, however large their batches were.
@@ -91,14 +95,14 @@ class FusedAccumulation(FastaiCallback):
 
     def before_backward(self) -> None:
         optimizer = self._optimizer
-        if optimizer._window.empty or not self._held:
+        if not optimizer.has_partial_window or not self._held:
             self._held = [
                 {name: value for name, value in group.items() if name != "params"}
                 for group in optimizer.param_groups
             ]
         for group, held in zip(optimizer.param_groups, self._held, strict=True):
             group.update(held)
-        if optimizer._window.weighs:
+        if optimizer.reduction in _WEIGHTED:
             weight = self._weight(self.learn.xb, self.learn.yb)
             self._around.enter_context(optimizer.accumulate(weight=weight))
 
@@ -129,27 +133,27 @@ def _check(learn: Any, n_acc: int | None) -> None:
     optimizer = getattr(learn.opt, "opt", learn.opt)
     if not isinstance(optimizer, AccumulatingOptimizer):
         raise TypeError(
-            f"the Learner's optimizer is a {type(optimizer).__name__}; FusedAccumulation needs a "
+            f"the Learner's optimizer is a {type(optimizer).__name__}; AccumulationCallback needs a "
             "fusedacc.AccumulatingOptimizer in an OptimWrapper: opt_func=OptFunc(torch.optim.AdamW)"
         )
-    window = optimizer._window
-    if n_acc is not None and (window.counted or not window.weighs):
+    steps, reduction = optimizer.gradient_accumulation_steps, optimizer.reduction
+    if n_acc is not None and (steps is not None or reduction not in _WEIGHTED):
         raise ValueError(
-            f"n_acc={n_acc} does not go with gradient_accumulation_steps={window.schedule!r} and "
-            f"reduction={window.reduction!r}; allowed: None and 'weighted', or 'normalized' for losses that "
+            f"n_acc={n_acc} does not go with gradient_accumulation_steps={steps!r} and "
+            f"reduction={reduction!r}; allowed: None and 'weighted', or 'normalized' for losses that "
             "are sums; or n_acc=None with gradient_accumulation_steps=k"
         )
-    if n_acc is None and not window.counted:
+    if n_acc is None and steps is None:
         raise ValueError(
             "n_acc=None needs gradient_accumulation_steps=k; else give n_acc, samples per update"
         )
     if num_distrib() > 1:
-        raise ValueError(f"WORLD_SIZE={num_distrib()} is not supported by FusedAccumulation; allowed: 1")
+        raise ValueError(f"WORLD_SIZE={num_distrib()} is not supported by AccumulationCallback; allowed: 1")
     for callback in learn.cbs:
         if isinstance(callback, GradientAccumulation):
             raise ValueError(
                 f"the callback GradientAccumulation(n_acc={callback.n_acc}) would accumulate on top of the "
-                "optimizer; pass n_acc= to FusedAccumulation instead"
+                "optimizer; pass n_acc= to AccumulationCallback instead"
             )
         if isinstance(callback, GradientClip):
             raise ValueError(

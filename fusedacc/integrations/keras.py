@@ -17,6 +17,8 @@ from torch import Tensor
 from .. import backends, optimizer
 from ..window import Window
 
+__all__ = ["AccumulatingOptimizer", "AccumulationCallback"]
+
 if keras.config.backend() != "torch":
     raise ImportError(
         "fusedacc.integrations.keras needs Keras on its torch backend, here it runs on "

@@ -1,7 +1,7 @@
 """Lightning: a callback by which the Trainer counts updates, and flushes, where the optimizer accumulates.
 
 `configure_optimizers` returns an `AccumulatingOptimizer` with `gradient_accumulation_steps=k`, and
-`Trainer(callbacks=[FusedAccumulation()])` leaves `accumulate_grad_batches` at 1.
+`Trainer(callbacks=[AccumulationCallback()])` leaves `accumulate_grad_batches` at 1.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from ..amp import GradScaler
 from ..optimizer import AccumulatingOptimizer
 from . import takeover
 
+__all__ = ["AccumulationCallback"]
 
-class FusedAccumulation(Callback):
+
+class AccumulationCallback(Callback):
     """Makes a Trainer treat a micro-batch that does not update as one that it accumulates itself.
 
     `trainer.global_step`, `max_steps`, checkpoints every n steps, logging and schedulers with
@@ -113,7 +115,7 @@ class FusedAccumulation(Callback):
 
     def _flush(self, trainer: Trainer) -> None:
         for optimizer in self._optimizers:
-            if optimizer._window.counted and not optimizer._window.empty:
+            if optimizer.gradient_accumulation_steps is not None and optimizer.has_partial_window:
                 _end(trainer, optimizer, "flush")
                 optimizer.zero_grad()  # a module that clears after its step() does not see this update
 
@@ -150,14 +152,14 @@ def _check(trainer: Trainer) -> None:
     for optimizer in trainer.optimizers:
         if not isinstance(optimizer, AccumulatingOptimizer):
             raise TypeError(
-                f"configure_optimizers returned a {type(optimizer).__name__}; FusedAccumulation needs every "
-                "optimizer to be a fusedacc.AccumulatingOptimizer (gradient_accumulation_steps=1 where one "
-                "does not accumulate)"
+                f"configure_optimizers returned a {type(optimizer).__name__}; AccumulationCallback needs "
+                "every optimizer to be a fusedacc.AccumulatingOptimizer (gradient_accumulation_steps=1 where "
+                "one does not accumulate)"
             )
-    if not any(optimizer._window.counted for optimizer in trainer.optimizers):
+    if all(optimizer.gradient_accumulation_steps is None for optimizer in trainer.optimizers):
         raise ValueError(
-            "FusedAccumulation needs an AccumulatingOptimizer that counts; got gradient_accumulation_steps="
-            "None, allowed: an int or a callable"
+            "AccumulationCallback needs an AccumulatingOptimizer that counts; got "
+            "gradient_accumulation_steps=None, allowed: an int or a callable"
         )
     if trainer.accumulate_grad_batches != 1:
         raise ValueError(
@@ -189,7 +191,7 @@ def _check(trainer: Trainer) -> None:
     if trainer.world_size != 1 or trainer.strategy.handles_gradient_accumulation:
         raise ValueError(
             f"strategy {type(trainer.strategy).__name__} with {trainer.world_size} processes is not "
-            "supported by FusedAccumulation; allowed: one process, and a strategy that does not accumulate"
+            "supported by AccumulationCallback; allowed: one process, and a strategy that does not accumulate"
         )
     if not hasattr(trainer.fit_loop.epoch_loop, "_should_accumulate"):
         raise ValueError("this release of Lightning decides elsewhere what a step is; tested with 2.6")

@@ -8,6 +8,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..optimizer import AccumulatingOptimizer
 
+__all__ = ["UpdateScheduler"]
+
 #: Where a state dict says for how many updates the wrapped scheduler has been stepped.
 COUNTED = "fusedacc_counted_updates"
 

@@ -70,7 +70,7 @@ class AccumulationCallback(TrainerCallback):
         optimizer = accelerated.optimizer
         if control.should_training_stop or control.should_epoch_stop:
             optimizer.zero_grad()
-        if optimizer._window.empty:
+        if not optimizer.has_partial_window:
             return control
         # As the Trainer does at a window's end.
         if accelerated.scaler is not None:
@@ -93,16 +93,16 @@ def _check(optimizer: Any, args: TrainingArguments) -> None:
             "fusedacc.AccumulatingOptimizer, given as Trainer(optimizers=(optimizer, None)) or made in "
             "Trainer.create_optimizer"
         )
-    window = optimizer._window
-    if window.counted:
+    steps = optimizer.gradient_accumulation_steps
+    if steps is not None:
         raise ValueError(
-            f"the optimizer has gradient_accumulation_steps={window.schedule} and TrainingArguments have "
+            f"the optimizer has gradient_accumulation_steps={steps} and TrainingArguments have "
             f"gradient_accumulation_steps={args.gradient_accumulation_steps}: both would count, and "
             "global_step, max_steps and the schedule would not be in updates. Allowed: None for the "
             "optimizer (AccumulatingOptimizer(optimizer)), and the number in TrainingArguments"
         )
-    if window.reduction != "sum":
+    if optimizer.reduction != "sum":
         raise ValueError(
-            f"the optimizer has reduction={window.reduction!r}, and the Trainer scales losses itself, by "
+            f"the optimizer has reduction={optimizer.reduction!r}, and the Trainer scales losses itself, by "
             "num_items_in_batch or gradient_accumulation_steps; allowed: 'sum', the default"
         )

@@ -175,8 +175,8 @@ def compare() -> list[Row]:
     """A row for each case."""
     rows = []
     for case, name, remark in (
-        (Digits(), "ragged last window", "divides the last window, which is not full, by k"),
-        (Text(), "ragged lengths, token-weighted loss", "mean of means; and the last window"),
+        (Digits(), "part-filled last window", "divides the last window by k"),
+        (Text(), "token-weighted loss, ragged lengths", "mean of means; divides the last window by k"),
     ):
         start = snapshot(case.model())
         runs = exact(case), theirs(case), ours(case)

@@ -8,6 +8,7 @@ from typing import Any
 
 import fastai
 import torch
+from bigrams import Batch, batches, network
 from comparison import Row, difference, snapshot
 from fastai.callback.schedule import Learner
 from fastai.callback.training import GradientAccumulation
@@ -15,23 +16,11 @@ from fastai.data.core import DataLoaders
 from fastai.optimizer import OptimWrapper
 from torch import Tensor, nn
 
-from fusedacc.integrations.fastai import FusedAccumulation, OptFunc
+from fusedacc.integrations.fastai import AccumulationCallback, OptFunc
 
 VERSION = f"fastai {fastai.__version__}"
 SAMPLES = 24
 RATE = 0.2
-Batch = tuple[Tensor, Tensor]
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11))
-
-
-def batches(sizes: Sequence[int]) -> list[Batch]:
-    """Micro-batches of so many samples: tokens, each with the one that is to be told from it."""
-    generator = torch.Generator().manual_seed(1)
-    return [tuple(torch.randint(11, (2, n), generator=generator)) for n in sizes]  # type: ignore[misc]
 
 
 def windows(micro_batches: Sequence[Batch], samples: int = SAMPLES) -> Iterator[Batch]:
@@ -105,19 +94,19 @@ def fit_theirs(micro_batches: Sequence[Batch], epochs: int) -> tuple[nn.Module, 
 
 
 def fit_ours(micro_batches: Sequence[Batch], epochs: int, **options) -> tuple[nn.Module, int]:
-    learn = fit(learner(micro_batches, OptFunc(sgd, **options), FusedAccumulation(SAMPLES)), epochs)
+    learn = fit(learner(micro_batches, OptFunc(sgd, **options), AccumulationCallback(SAMPLES)), epochs)
     return learn.model, learn.opt.opt.num_updates
 
 
 #: Name, samples in the micro-batches of an epoch, epochs.
 CASES = (
-    ("windows of n_acc samples", [8] * 6, 12, ""),
-    ("ragged last window", [8] * 8, 8, "the last window is carried into the next epoch, and past the fit"),
+    ("full windows", [8] * 6, 12, ""),
+    ("part-filled last window", [8] * 8, 8, "carries the last window into the next epoch, and past `fit`"),
     (
-        "ragged batches, mean over samples",
+        "ragged micro-batches",
         [3, 17, 9, 40, 5, 28, 11, 2],
         6,
-        "divided by n_acc, however many samples there are; the last window is carried on",
+        "divides by n_acc whatever a window holds; carries the last on",
     ),
 )
 

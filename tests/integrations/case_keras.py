@@ -173,16 +173,16 @@ def branching() -> tuple[np.ndarray, np.ndarray]:
 def compare() -> list[Row]:
     return [
         three_ways(
-            "ragged last window",
-            "carries the last window into the next epoch and drops it after `fit`",
+            "part-filled last window",
+            "carries the last window into the next epoch; drops it after `fit`",
             regression,
             samples(),
             momentum,
             "mse",
         ),
         three_ways(
-            "ragged lengths, token-weighted loss",
-            "mean of means; carries the last window",
+            "token-weighted loss, ragged lengths",
+            "mean of means; carries the last window on",
             Tagger,
             sentences(),
             momentum,
@@ -190,7 +190,7 @@ def compare() -> list[Row]:
         ),
         three_ways(
             "learning rate schedule",
-            "the schedule counts micro-batches",
+            "its schedule counts micro-batches",
             regression,
             full_windows(),
             scheduled,
@@ -205,7 +205,7 @@ def compare() -> list[Row]:
             "mse",
         ),
         three_ways(
-            "a layer without gradient in a window's last micro-batch",
+            "layer without gradient in the last micro-batch",
             "drops that layer's sum",
             Branches,
             branching(),

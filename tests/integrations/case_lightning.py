@@ -9,27 +9,16 @@ from collections.abc import Callable, Iterator, Sequence
 
 import lightning.pytorch as lightning
 import torch
+from bigrams import Batch, batches, network
 from comparison import Row, difference, snapshot
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import fusedacc
-from fusedacc.integrations.lightning import FusedAccumulation
+from fusedacc.integrations.lightning import AccumulationCallback
 
 VERSION = f"Lightning {lightning.__version__}"
 STEPS = 4
-Batch = tuple[Tensor, Tensor]
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11))
-
-
-def batches(lengths: Sequence[int]) -> list[Batch]:
-    """Micro-batches of so many tokens, each with the token that is to be told from it."""
-    generator = torch.Generator().manual_seed(1)
-    return [tuple(torch.randint(11, (2, n), generator=generator)) for n in lengths]  # type: ignore[misc]
 
 
 def loader(micro_batches: Sequence[Batch]) -> DataLoader:
@@ -109,7 +98,7 @@ def fit_ours(
 ) -> tuple[nn.Module, lightning.Trainer]:
     module, runner = (
         Module(network(), steps=STEPS, **options),
-        trainer(epochs, callbacks=[FusedAccumulation(weight)]),
+        trainer(epochs, callbacks=[AccumulationCallback(weight)]),
     )
     runner.fit(module, loader(micro_batches))
     return module.net, runner
@@ -121,14 +110,14 @@ def tokens(batch: Batch) -> int:
 
 #: Name, tokens in the micro-batches of an epoch, epochs, and our settings.
 CASES = (
-    ("windows all full", [6] * 8, 12, {}, ""),
-    ("ragged last window", [6] * 10, 8, {}, "the last window is divided by k"),
+    ("full windows", [6] * 8, 12, {}, ""),
+    ("part-filled last window", [6] * 10, 8, {}, "divides the last window by k"),
     (
-        "ragged lengths, token-weighted loss",
+        "token-weighted loss, ragged lengths",
         [3, 17, 9, 40, 5, 28, 11, 2],
         12,
         {"reduction": "weighted", "weight": tokens},
-        "the mean of the micro-batches' means",
+        "mean of means",
     ),
 )
 

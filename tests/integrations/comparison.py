@@ -19,14 +19,14 @@ class Row:
 
     Attributes:
         framework: its name and version.
-        case: what is trained, in a few words: "ragged last window", "ragged lengths, token-weighted loss".
+        case: what is trained, in a few words: "token-weighted loss, ragged lengths".
         theirs: largest relative difference of the parameters after the run by the framework's own
             accumulation, against updates from the exact gradient of each whole batch (`difference`).
         ours: the same with fusedacc inside the framework.
         updates: how many updates the reference makes.
         their_updates: how many the framework's own accumulation made.
         our_updates: how many ours made.
-        remark: why theirs differs; "" where it does not.
+        remark: what the framework does otherwise; "" where it is exact.
     """
 
     framework: str
@@ -57,3 +57,8 @@ def difference(parameters: Sequence[Tensor], reference: Sequence[Tensor], start:
 
 def snapshot(model: torch.nn.Module) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def equal(model: torch.nn.Module, other: torch.nn.Module) -> bool:
+    """Whether all parameters have the same bits."""
+    return all(map(torch.equal, snapshot(model), snapshot(other)))

@@ -25,20 +25,26 @@ def rows() -> list:
 def markdown(found: list) -> str:
     """The rows as a table: each way's largest relative difference from the exact updates, and its updates."""
     lines = [
-        "| framework | case | its own accumulation | fusedacc | updates: exact / its own / ours | why |",
+        "| framework | case | its own | fusedacc | updates: due / its own / fusedacc | what its own does |",
         "|---|---|---|---|---|---|",
     ]
     for row in found:
         updates = f"{row.updates} / {row.their_updates} / {row.our_updates}"
-        theirs, ours = f"{row.theirs:.1e}", f"{row.ours:.1e}"
-        lines.append(f"| {row.framework} | {row.case} | {theirs} | {ours} | {updates} | {row.remark} |")
+        figures = f"{_figure(row.theirs)} | {_figure(row.ours)}"
+        remark = row.remark or "exact"
+        lines.append(f"| {row.framework} | {row.case} | {figures} | {updates} | {remark} |")
     return "\n".join(lines)
+
+
+def _figure(difference: float) -> str:
+    """Rounding by its order, what is more in per cent."""
+    return f"{difference:.0e}" if difference < 1e-3 else f"{100 * difference:.0f} %"
 
 
 def main() -> None:
     os.environ["KERAS_BACKEND"] = "torch"
     os.environ["HF_HUB_OFFLINE"] = "1"
-    sys.path.insert(0, str(HERE))
+    sys.path[:0] = [str(HERE), str(HERE.parent.parent)]
     text = DOCUMENT.read_text()
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)

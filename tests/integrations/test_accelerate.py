@@ -17,12 +17,13 @@ from accelerate import Accelerator
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType, GradientAccumulationPlugin
+from comparison import equal
+from example_scripts import EXAMPLES, output_of
 from torch import nn
 
 import fusedacc
 from fusedacc.integrations.accelerate import CountedOptimizer, prepare
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([str(EXAMPLES.parent), *sys.path])}
 
 
@@ -35,11 +36,6 @@ def _no_state_of_other_accelerators():
 
 def counted(model: nn.Module, steps=4, make=torch.optim.SGD, **options) -> fusedacc.AccumulatingOptimizer:
     return fusedacc.AccumulatingOptimizer(make(model.parameters(), lr=0.05), steps, **options)
-
-
-def equal(model: nn.Module, other: nn.Module) -> bool:
-    pairs = zip(model.parameters(), other.parameters(), strict=True)
-    return all(torch.equal(parameter, same) for parameter, same in pairs)
 
 
 def test_ours_is_exact_where_accelerate_divides_the_last_window_by_k_and_takes_means_of_means():
@@ -345,15 +341,7 @@ def test_two_ranks_train_as_one_by_accelerate_and_by_the_trainer():
 
 
 def test_example_learns_digits():
-    found = subprocess.run(
-        [sys.executable, "accelerate_digits.py"],
-        cwd=EXAMPLES,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert found.returncode == 0, found.stderr
-    updates, accuracy = re.search(r"(\d+) updates, accuracy .*: ([\d.]+)%", found.stdout).groups()
+    printed = output_of("accelerate_digits.py")
+    updates, accuracy = re.search(r"(\d+) updates, accuracy .*: ([\d.]+)%", printed).groups()
     assert int(updates) == 20 * 24
     assert float(accuracy) > 85

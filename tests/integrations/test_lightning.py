@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import case_lightning as case
 import lightning.pytorch as lightning
 import pytest
 import torch
-from comparison import difference, snapshot
+from bigrams import tolerance
+from comparison import difference, equal, snapshot
+from example_scripts import output_of
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -23,19 +22,9 @@ from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader, IterableDataset
 
 import fusedacc
-from fusedacc.integrations.lightning import FusedAccumulation
+from fusedacc.integrations.lightning import AccumulationCallback
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-EPS = torch.finfo(torch.float32).eps
-
-
-def tolerance(updates: int, terms: int) -> float:
-    """Of `difference`: each update sums `terms` products, rounded once each; momentum 0.5 doubles it."""
-    return 2 * EPS * updates * terms
-
-
-def equal(module: torch.nn.Module, other: torch.nn.Module) -> bool:
-    return all(map(torch.equal, snapshot(module), snapshot(other)))
 
 
 class TestAgainstWholeBatches:
@@ -52,16 +41,16 @@ class TestAgainstWholeBatches:
         assert row.ours < tolerance(row.updates, 40)
 
     def test_lightning_is_exact_where_all_windows_are_full(self, rows):
-        row = rows["windows all full"]
+        row = rows["full windows"]
         assert row.theirs < tolerance(row.updates, 40)
 
     def test_lightning_divides_a_part_filled_window_by_k(self, rows):
-        row = rows["ragged last window"]
+        row = rows["part-filled last window"]
         assert row.their_updates == row.updates
         assert row.theirs > 0.1
 
     def test_lightning_takes_the_mean_of_means(self, rows):
-        assert rows["ragged lengths, token-weighted loss"].theirs > 0.1
+        assert rows["token-weighted loss, ragged lengths"].theirs > 0.1
 
     def test_each_update_is_clipped_once(self):
         data = case.batches([6] * 10)
@@ -97,7 +86,7 @@ def test_everything_counts_updates(tmp_path):
     saves = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
     module = WithValidation(case.network(), steps=4)
     options = {"enable_checkpointing": True, "num_sanity_val_steps": 0}
-    runner = case.trainer(2, callbacks=[FusedAccumulation(), watch, saves], **options)
+    runner = case.trainer(2, callbacks=[AccumulationCallback(), watch, saves], **options)
     runner.fit(module, data, data)
     assert runner.global_step == runner.optimizers[0].num_updates == 6
     assert module.rates == pytest.approx([0.2 * 0.98**i for i in range(6)])
@@ -116,7 +105,7 @@ def test_loggers_get_a_row_for_each_update(tmp_path, steps):
             self.log("loss", loss)
             return loss
 
-    options = {"accumulate_grad_batches": 4} if steps is None else {"callbacks": [FusedAccumulation()]}
+    options = {"accumulate_grad_batches": 4} if steps is None else {"callbacks": [AccumulationCallback()]}
     logger = CSVLogger(tmp_path)
     runner = case.trainer(2, logger=logger, log_every_n_steps=1, **options)
     runner.fit(Logs(case.network(), steps=steps), case.loader(case.batches([6] * 10)))
@@ -125,7 +114,7 @@ def test_loggers_get_a_row_for_each_update(tmp_path, steps):
 
 
 def test_max_steps_are_updates():
-    runner = case.trainer(-1, max_steps=5, callbacks=[FusedAccumulation()])
+    runner = case.trainer(-1, max_steps=5, callbacks=[AccumulationCallback()])
     runner.fit(case.Module(case.network(), steps=4), case.loader(case.batches([6] * 10)))
     assert runner.global_step == runner.optimizers[0].num_updates == 5
     assert runner.fit_loop.epoch_loop.total_batch_idx == 17
@@ -138,7 +127,7 @@ def test_a_scheduler_of_epochs_steps_after_the_last_update_of_each():
             return optimizers, [config | {"interval": "epoch"}]
 
     module = ByEpoch(case.network(), steps=4)
-    case.trainer(2, callbacks=[FusedAccumulation()]).fit(module, case.loader(case.batches([6] * 10)))
+    case.trainer(2, callbacks=[AccumulationCallback()]).fit(module, case.loader(case.batches([6] * 10)))
     assert module.rates == pytest.approx([0.2] * 3 + [0.2 * 0.98] * 3)
 
 
@@ -161,7 +150,7 @@ def test_a_plateau_scheduler_of_steps_steps_on_updates():
             return [optimizer], [config]
 
     module = Plateau(case.network(), steps=4)
-    runner = case.trainer(2, callbacks=[FusedAccumulation()])
+    runner = case.trainer(2, callbacks=[AccumulationCallback()])
     runner.fit(module, case.loader(case.batches([6] * 10)))
     assert runner.lr_scheduler_configs[0].scheduler.last_epoch == runner.global_step == 6
 
@@ -171,7 +160,7 @@ def test_validation_in_mid_window_changes_nothing(interval):
     data = case.batches([6] * 10)
     module = WithValidation(case.network(), steps=4)
     options = {"val_check_interval": interval, "num_sanity_val_steps": 0}
-    case.trainer(8, callbacks=[FusedAccumulation()], **options).fit(module, *[case.loader(data)] * 2)
+    case.trainer(8, callbacks=[AccumulationCallback()], **options).fit(module, *[case.loader(data)] * 2)
     exact = case.reference(data, 8)
     assert difference(snapshot(module.net), snapshot(exact), snapshot(case.network())) < tolerance(24, 40)
 
@@ -187,7 +176,7 @@ class Stream(IterableDataset):
 def test_an_epoch_of_unknown_length_flushes():
     data = case.batches([6] * 10)
     module = case.Module(case.network(), steps=4)
-    runner = case.trainer(8, callbacks=[FusedAccumulation()])
+    runner = case.trainer(8, callbacks=[AccumulationCallback()])
     runner.fit(module, DataLoader(Stream(data), batch_size=None))
     assert runner.global_step == 24
     exact = case.reference(data, 8)
@@ -202,7 +191,7 @@ def test_gradients_that_are_never_written():
 
     data = case.batches([6] * 10)
     module = Inside(case.network(), steps=4)
-    case.trainer(8, callbacks=[FusedAccumulation()]).fit(module, case.loader(data))
+    case.trainer(8, callbacks=[AccumulationCallback()]).fit(module, case.loader(data))
     exact = case.reference(data, 8)
     assert difference(snapshot(module.net), snapshot(exact), snapshot(case.network())) < tolerance(24, 40)
 
@@ -210,7 +199,7 @@ def test_gradients_that_are_never_written():
 def test_a_schedule_of_steps():
     """Windows of 1, 2, 3 and then 4 micro-batches, over epochs of 10."""
     module = case.Module(case.network(), steps=lambda updates: min(updates + 1, 4))
-    runner = case.trainer(2, callbacks=[FusedAccumulation(), watch := Watch()])
+    runner = case.trainer(2, callbacks=[AccumulationCallback(), watch := Watch()])
     runner.fit(module, case.loader(case.batches([6] * 10)))
     assert watch.before_steps == [0, 2, 5, 9, 13, 17, 19]
     assert runner.global_step == len(module.rates) == 7
@@ -219,7 +208,7 @@ def test_a_schedule_of_steps():
 def test_an_epoch_that_is_stopped_early_flushes():
     data = case.batches([6] * 10)
     module = case.Module(case.network(), steps=4)
-    runner = case.trainer(1, callbacks=[FusedAccumulation(), StopsAfterSix()], min_epochs=0)
+    runner = case.trainer(1, callbacks=[AccumulationCallback(), StopsAfterSix()], min_epochs=0)
     runner.fit(module, case.loader(data))
     assert runner.global_step == runner.optimizers[0].num_updates == 2
     assert runner.lr_scheduler_configs[0].scheduler.last_epoch == 2
@@ -233,7 +222,7 @@ def test_an_epoch_whose_rest_the_module_skips_flushes():
             return -1 if batch_idx == 6 else None
 
     module = Skips(case.network(), steps=4)
-    runner = case.trainer(1, callbacks=[FusedAccumulation()])
+    runner = case.trainer(1, callbacks=[AccumulationCallback()])
     runner.fit(module, case.loader(case.batches([6] * 10)))
     assert runner.global_step == runner.optimizers[0].num_updates == 2
     assert runner.lr_scheduler_configs[0].scheduler.last_epoch == 2
@@ -247,7 +236,7 @@ def test_a_training_step_without_a_loss_does_not_count(skipped):
 
     data = case.batches([6] * 10)
     module = Sometimes(case.network(), steps=4)
-    runner = case.trainer(2, callbacks=[FusedAccumulation()])
+    runner = case.trainer(2, callbacks=[AccumulationCallback()])
     runner.fit(module, case.loader(data))
     del data[skipped]
     assert runner.global_step == runner.optimizers[0].num_updates == 6
@@ -303,7 +292,7 @@ def test_resume_is_bit_identical(tmp_path, precision, batch, reduction):
     def run(callbacks=(), path=None):
         module = case.Module(case.network(), torch.optim.AdamW, steps=4, reduction=reduction)
         options = {"plugins": scaled()} if precision == "16-mixed" else {"precision": precision}
-        runner = case.trainer(3, callbacks=[FusedAccumulation(weight), *callbacks], **options)
+        runner = case.trainer(3, callbacks=[AccumulationCallback(weight), *callbacks], **options)
         runner.fit(module, Resumable(data, batch_size=None), ckpt_path=path)
         assert runner.global_step == runner.optimizers[0].num_updates == 9
         assert runner.lr_scheduler_configs[0].scheduler.last_epoch == 9
@@ -324,7 +313,7 @@ def test_bf16_parameters_have_float32_sums():
         def on_after_backward(self, trainer, pl_module):
             seen.append({slot.accumulate_dtype for slot in trainer.optimizers[0]._slots})
 
-    runner = case.trainer(1, precision="bf16-true", callbacks=[FusedAccumulation(), Sums()])
+    runner = case.trainer(1, precision="bf16-true", callbacks=[AccumulationCallback(), Sums()])
     runner.fit(case.Module(case.network(), steps=4), case.loader(case.batches([6] * 4)))
     assert seen == [{torch.float32}] * 4
 
@@ -334,7 +323,7 @@ def test_a_scaler_of_ours_goes_with_16_mixed():
     data = case.batches([6] * 10)
     plugin = scaled()
     module = case.Module(case.network(), steps=4, max_grad_norm=0.1)
-    runner = case.trainer(3, plugins=plugin, callbacks=[FusedAccumulation()])
+    runner = case.trainer(3, plugins=plugin, callbacks=[AccumulationCallback()])
     runner.fit(module, case.loader(data))
 
     net = case.network()
@@ -379,7 +368,7 @@ def test_manual_optimization():
     data = case.batches([6] * 10)
     module = Manual(case.network(), steps=4)
     module.automatic_optimization = False
-    runner = case.trainer(8, callbacks=[FusedAccumulation()])
+    runner = case.trainer(8, callbacks=[AccumulationCallback()])
     runner.fit(module, case.loader(data))
     assert runner.global_step == runner.optimizers[0].num_updates == 24
     assert module.rates == pytest.approx([0.2 * 0.98**i for i in range(24)])
@@ -404,7 +393,7 @@ def test_manual_optimization_of_two_with_windows_of_their_own():
                 optimizer.zero_grad()
 
     module = Two()
-    runner = case.trainer(2, callbacks=[FusedAccumulation()])
+    runner = case.trainer(2, callbacks=[AccumulationCallback()])
     data = case.batches([6] * 9)
     runner.fit(module, case.loader(data))
     assert [optimizer.num_updates for optimizer in runner.optimizers] == [6, 10]
@@ -459,7 +448,7 @@ def test_what_would_compound_is_refused(name):
     options = {key: value() if callable(value) else value for key, value in options.items()}
     net = case.network()
     before = snapshot(net)
-    runner = case.trainer(1, callbacks=[FusedAccumulation()], **options)
+    runner = case.trainer(1, callbacks=[AccumulationCallback()], **options)
     with pytest.raises(ValueError, match=message):
         runner.fit(case.Module(net, steps=4), case.loader(case.batches([6] * 4)))
     assert all(map(torch.equal, before, snapshot(net)))
@@ -472,14 +461,14 @@ class Accumulates(SingleDeviceStrategy):
 @pytest.mark.parametrize("processes", [1, 2])
 def test_other_strategies_are_refused(monkeypatch, processes):
     strategy = Accumulates() if processes == 1 else SingleDeviceStrategy()
-    runner = case.trainer(1, callbacks=[FusedAccumulation()], strategy=strategy)
+    runner = case.trainer(1, callbacks=[AccumulationCallback()], strategy=strategy)
     monkeypatch.setattr(lightning.Trainer, "world_size", processes)
     with pytest.raises(ValueError, match=rf"with {processes} processes.*allowed: one process"):
         runner.fit(case.Module(case.network(), steps=4), case.loader(case.batches([6] * 4)))
 
 
 def test_a_gradient_accumulation_scheduler_is_refused():
-    callbacks = [FusedAccumulation(), GradientAccumulationScheduler({3: 2})]
+    callbacks = [AccumulationCallback(), GradientAccumulationScheduler({3: 2})]
     with pytest.raises(ValueError, match=r"GradientAccumulationScheduler.*pass a callable"):
         case.trainer(1, callbacks=callbacks).fit(
             case.Module(case.network(), steps=4), case.loader(case.batches([6] * 4))
@@ -497,7 +486,7 @@ def test_an_optimizer_that_does_not_count_is_refused(steps, error, message):
             return inner if steps is None else fusedacc.AccumulatingOptimizer(inner)
 
     with pytest.raises(error, match=message):
-        case.trainer(1, callbacks=[FusedAccumulation()]).fit(
+        case.trainer(1, callbacks=[AccumulationCallback()]).fit(
             NotCounting(case.network()), case.loader(case.batches([6] * 4))
         )
 
@@ -513,11 +502,11 @@ def test_a_module_can_be_fitted_again_after_an_exception_and_after_a_fit(tmp_pat
 
     data = case.loader(case.batches([6] * 10))
     module = Fails(case.network(), steps=4)
-    first = case.trainer(1, callbacks=[FusedAccumulation()])
+    first = case.trainer(1, callbacks=[AccumulationCallback()])
     with contextlib.suppress(KeyError):
         first.fit(module, data)
     module.fails = False
-    second = case.trainer(1, callbacks=[FusedAccumulation()])
+    second = case.trainer(1, callbacks=[AccumulationCallback()])
     second.fit(module, data)
     assert second.global_step == 3
     second.save_checkpoint(tmp_path / "after.ckpt")
@@ -529,7 +518,7 @@ def test_a_module_can_be_fitted_again_after_an_exception_and_after_a_fit(tmp_pat
     case.loss_of(module.net, case.batches([6])[0]).backward()
     assert all(parameter.grad is not None for parameter in module.net.parameters())
 
-    third = case.trainer(2, callbacks=[FusedAccumulation()])
+    third = case.trainer(2, callbacks=[AccumulationCallback()])
     third.fit(module, data, ckpt_path=tmp_path / "after.ckpt")
     assert third.global_step == 6
 
@@ -537,7 +526,7 @@ def test_a_module_can_be_fitted_again_after_an_exception_and_after_a_fit(tmp_pat
 def test_a_fit_after_the_tuner(tmp_path):
     data = case.batches([6] * 10)
     module = case.Module(case.network(), steps=4)
-    runner = case.trainer(8, callbacks=[FusedAccumulation()], default_root_dir=tmp_path)
+    runner = case.trainer(8, callbacks=[AccumulationCallback()], default_root_dir=tmp_path)
     Tuner(runner).lr_find(module, case.loader(data), num_training=10, update_attr=False)
     module.rates.clear()
     runner.fit(module, case.loader(data))
@@ -546,11 +535,8 @@ def test_a_fit_after_the_tuner(tmp_path):
     assert difference(snapshot(module.net), snapshot(exact), snapshot(case.network())) < tolerance(24, 40)
 
 
-def test_the_example(tmp_path):
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    script = [sys.executable, str(ROOT / "examples" / "lightning_digits.py")]
-    found = subprocess.run(script, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-    assert found.returncode == 0, found.stderr
-    updates, accuracy = re.search(r"(\d+) updates, accuracy .*: ([\d.]+)%", found.stdout).groups()
+def test_the_example():
+    printed = output_of("lightning_digits.py")
+    updates, accuracy = re.search(r"(\d+) updates, accuracy .*: ([\d.]+)%", printed).groups()
     assert int(updates) == 20 * 24  # 47 micro-batches are 23 windows of two, and one of one
     assert float(accuracy) > 85
