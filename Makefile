@@ -10,6 +10,7 @@ DEPENDENCIES :=
 BUILT := build/system.stamp
 INTEGRATIONS :=
 INTEGRATIONS_PYTHON := $(PYTHON)
+PARALLEL :=
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 else
 BASE_PYTHON ?= python3
@@ -18,6 +19,7 @@ DEPENDENCIES := .venv/dependencies.stamp
 BUILT := .venv/built.stamp
 INTEGRATIONS := .venv-integrations/dependencies.stamp
 INTEGRATIONS_PYTHON := .venv-integrations/bin/python
+PARALLEL := -n auto  # pytest-xdist, which a system's Python may lack
 # nvcc, ninja and clang-format are looked up on PATH by the build and the linters.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 endif
@@ -59,13 +61,13 @@ demo: $(BUILT)  ## train a small byte-level transformer by the stock loop, wrapp
 	$(PYTHON) examples/byte_transformer.py $(DEMO)
 
 test: $(BUILT)  ## the test suite with a fixed few hundred random cases (TEST=... passes options to pytest)
-	$(PYTHON) -m pytest -q $(TEST)
+	$(PYTHON) -m pytest -q $(PARALLEL) $(TEST)
 
 test-full: $(BUILT)  ## the same with thousands of random cases
-	FUSEDACC_FULL_TESTS=1 $(PYTHON) -m pytest -q $(TEST)
+	FUSEDACC_FULL_TESTS=1 $(PYTHON) -m pytest -q $(PARALLEL) $(TEST)
 
 test-integrations: $(BUILT) $(INTEGRATIONS)  ## the suite of fusedacc.integrations, with the frameworks, in a second virtual environment
-	PYTHONPATH=$(CURDIR) $(INTEGRATIONS_PYTHON) -m pytest -q tests/integrations $(TEST)
+	PYTHONPATH=$(CURDIR) $(INTEGRATIONS_PYTHON) -m pytest -q $(PARALLEL) tests/integrations $(TEST)
 
 lint: $(BUILT)  ## ruff, clang-format, mypy
 	$(PYTHON) -m ruff check .

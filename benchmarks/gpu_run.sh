@@ -133,7 +133,8 @@ part_1() {
   build 90
   step info 60 "$PYTHON" -m fusedacc info
   backends
-  step tests 280 "$PYTHON" -m pytest -q -rs --durations=10 -p no:cacheprovider -m cuda tests
+  step tests 230 "$PYTHON" -m pytest -q -rs --durations=10 -p no:cacheprovider -m cuda tests
+  step python_hooks 50 env FUSEDACC_NATIVE_HOOKS=0 "$PYTHON" -m pytest -q -p no:cacheprovider tests/cuda/test_model_cuda.py
   step demo 100 "$PYTHON" examples/byte_transformer.py --device cuda --out "$scratch/demo"
 }
 
