@@ -48,13 +48,13 @@ class Product : public torch::autograd::Function<Product> {
                             const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& used,
                             const c10::intrusive_ptr<Site>& site, const std::shared_ptr<Entry>& entry) {
     context->set_materialize_grads(false);
-    Call::keep(context, site, entry);
-    context->saved_data["bias"] = bias.has_value();
+    Call::keep(context, site, entry, bias.has_value());
     // Not the parameter itself, whose `.data` may be swapped.
     const at::Tensor multiplied = used.has_value() ? *used : weight.detach();
     context->save_for_backward({input, input.requires_grad() ? multiplied : at::Tensor()});
-    const std::optional<at::Tensor> added = bias.has_value() ? std::optional(bias->to(input.dtype())) : bias;
-    return at::linear(input, site->transposed ? multiplied.t() : multiplied, added);
+    const bool cast = bias.has_value() && bias->scalar_type() != input.scalar_type();
+    return at::linear(input, site->transposed ? multiplied.t() : multiplied,
+                      cast ? std::optional(bias->to(input.scalar_type())) : bias);
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
@@ -77,7 +77,7 @@ class Product : public torch::autograd::Function<Product> {
     const at::Tensor& left = transposed ? inputs : rows;
     const at::Tensor& right = transposed ? rows : inputs;
     if (!adds(destination, left, right)) found[kWeight] = at::mm(left.t(), right).to(dtype);
-    if (context->saved_data["bias"].toBool() && context->needs_input_grad(kBias)) {
+    if (destination.call().has_bias && context->needs_input_grad(kBias)) {
       found[kBias] = rows.sum(0).to(dtype);
     }
     return found;

@@ -37,8 +37,8 @@ bool Site::adds(const at::Tensor& left, const at::Tensor& right, bool armed) con
 }
 
 void Call::keep(torch::autograd::AutogradContext* context, const c10::intrusive_ptr<Site>& site,
-                const std::shared_ptr<Entry>& entry) {
-  context->saved_data["call"] = at::IValue::make_capsule(c10::make_intrusive<Call>(site, entry));
+                const std::shared_ptr<Entry>& entry, bool has_bias) {
+  context->saved_data["call"] = at::IValue::make_capsule(c10::make_intrusive<Call>(site, entry, has_bias));
 }
 
 Destination::Destination(const torch::autograd::AutogradContext* context, uint32_t position)

@@ -35,14 +35,15 @@ class Site : public torch::CustomClassHolder {
 
 // One call of the module, as its backward remembers it.
 struct Call : torch::CustomClassHolder {
-  Call(c10::intrusive_ptr<Site> site, std::shared_ptr<Entry> entry)
-      : site(std::move(site)), entry(std::move(entry)) {}
+  Call(c10::intrusive_ptr<Site> site, std::shared_ptr<Entry> entry, bool has_bias)
+      : site(std::move(site)), entry(std::move(entry)), has_bias(has_bias) {}
 
   static void keep(torch::autograd::AutogradContext* context, const c10::intrusive_ptr<Site>& site,
-                   const std::shared_ptr<Entry>& entry);
+                   const std::shared_ptr<Entry>& entry, bool has_bias = false);
 
   const c10::intrusive_ptr<Site> site;
   const std::shared_ptr<Entry> entry;
+  const bool has_bias;
 };
 
 // In a backward: where the gradient of the weight, the function's argument at this position among its

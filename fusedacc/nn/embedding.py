@@ -27,9 +27,10 @@ class EmbeddingSite(Site):
 
     def __init__(self, module: torch.nn.Module, slot: Slot, capture: Capture) -> None:
         super().__init__(module, slot, capture)
-        native = native_hooks.module()
-        self._native = None if native is None else native.Site(partial(adds, weakref.ref(self)), False)
-        self._recorded: Any = None if native is None else native.lookup
+        native: Any = native_hooks.module()
+        if native is not None:
+            self._native = native.Site(partial(adds, weakref.ref(self)), False)
+            self._recorded = native.lookup
 
     def adds(self, indices: Tensor, gradients: Tensor, armed: bool) -> bool:
         """What the native function asks in its backward: whether these gradients of rows are done with.

@@ -29,11 +29,10 @@ class LinearSite(Site):
     def __init__(self, module: torch.nn.Module, slot: Slot, capture: Capture) -> None:
         super().__init__(module, slot, capture)
         self._products: dict[tuple, gemm.Run] = {}
-        native = native_hooks.module()
-        self._native = (
-            None if native is None else native.Site(partial(adds, weakref.ref(self)), self.transposed)
-        )
-        self._recorded = None if native is None else native.product
+        native: Any = native_hooks.module()
+        if native is not None:
+            self._native = native.Site(partial(adds, weakref.ref(self)), self.transposed)
+            self._recorded = native.product
         self._cast: tuple[Callable[[], Tensor | None], tuple] = (_nothing, ())
 
     def product(self, operand: torch.dtype) -> gemm.Run | None:
@@ -73,22 +72,20 @@ class LinearSite(Site):
 
         return self.takes(capture.node_of(self.slot), write, (left, right))
 
-    def _product(
-        self, input: Tensor, weight: Tensor, bias: Tensor | None, used: Tensor | None
-    ) -> Tensor | None:
-        """The output by the native function, or None where Python's is to make it."""
-        hook = self.slot.native
-        if hook is None or self._recorded is None or not (type(input) is Tensor or type(input) in ORDINARY):
-            return None
-        return self._recorded(self._native, hook, input, weight, bias, used)
-
     def __call__(self, input: Tensor) -> Tensor:
-        module = self._module()
-        if not is_compiling() and forward_ad._current_level < 0:
+        module, slot = self._module(), self.slot
+        hook = slot.native  # the native function first, with as few calls on the way as can be
+        if (
+            hook is not None
+            and self._recorded is not None
+            and not is_compiling()
+            and forward_ad._current_level < 0
+            and type(input) in ORDINARY
+        ):
             own = module._parameters
             weight = own.get("weight")
-            if weight is self.slot.param and type(module).forward is self._stock:
-                output = self._product(input, weight, own.get("bias"), None)
+            if weight is slot.param and type(module).forward is self._stock:
+                output = self._recorded(self._native, hook, input, weight, own.get("bias"), None)
                 if output is not None:
                     return output
         if self.stands_aside(input):
@@ -109,8 +106,9 @@ class LinearSite(Site):
             or (bias is not None and (type(bias) not in ORDINARY or bias.dtype != weight.dtype))
         ):
             return type(module).forward(module, input)  # which knows what to make of it, or how to refuse
-        if dtype is not weight.dtype:
-            output = self._product(input, weight, bias, self.cast(weight, dtype))
+        if hook is not None and self._recorded is not None and dtype is not weight.dtype:
+            used = self.cast(weight, dtype)
+            output = self._recorded(self._native, hook, input, weight, bias, used)
             if output is not None:
                 return output
         return _apply_product(input, weight, bias, self, dtype)

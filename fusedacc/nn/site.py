@@ -34,6 +34,9 @@ class Site:
 
     #: The path's name, as `explain()` shows it.
     path = ""
+    #: The native site and its function, where there are any.
+    _native: Any = None
+    _recorded: Any = None
 
     def __init__(self, module: torch.nn.Module, slot: Slot, capture: Capture) -> None:
         self._module: Callable[[], Any] = weakref.ref(module)
