@@ -239,6 +239,9 @@ class Capture(Arming):
             slots, gradients, adoptable = bucket.take()
         if not slots:
             return
+        for slot in slots:
+            if slot.paths:  # a module may have made its sum, in memory that held nothing
+                self._taking.hand_over(slot)
         if slots[0].lane[0].type == "cuda":
             stream = torch.cuda.current_stream(slots[0].lane[0])
             if stream.cuda_stream != bucket.stream:

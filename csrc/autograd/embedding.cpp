@@ -28,15 +28,16 @@ class Lookup : public torch::autograd::Function<Lookup> {
     if (!gradient.defined()) return found;
     const at::Tensor indices = context->get_saved_variables()[0];
     const Destination destination(context, 0);
-    const Call& call = destination.call();
+    const Call* call = destination.call();
     const auto options = context->saved_data["options"].toIntVector();
     const int64_t rows = options[0], padding = options[1];
     const bool by_frequency = options[2] != 0;
     const at::Tensor* weight = destination.weight();
     const int task = torch::autograd::get_current_graph_task_id();
-    const bool added = (weight && call.entry->direct->add_rows(task, call.entry->index, indices, gradient,
-                                                               *weight, padding, by_frequency)) ||
-                       call.site->adds(indices, gradient, destination.armed());
+    const bool added =
+        (weight && call->entry->direct->add_rows(task, call->entry->index, indices, gradient, *weight,
+                                                 padding, by_frequency)) ||
+        (call && call->site->adds(indices, gradient, destination.armed(), padding, by_frequency));
     if (!added) found[0] = at::embedding_dense_backward(gradient, indices, rows, padding, by_frequency);
     return found;
   }

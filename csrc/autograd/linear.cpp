@@ -21,20 +21,22 @@ at::Tensor as_rows(const at::Tensor& tensor) {
 
 // Adds left^T right to the weight's sum; false where autograd is to have it.
 bool adds(const Destination& destination, const at::Tensor& left, const at::Tensor& right) {
-  const Call& call = destination.call();
-  const Multiplier by = call.site->multiplier(left.scalar_type(), call.entry->sum_dtype);
+  const Call* call = destination.call();
+  if (call == nullptr) return false;
+  const Multiplier by = call->site->multiplier(left.scalar_type(), call->entry->sum_dtype);
   if (by != Multiplier::kUnknown) {
     const at::Tensor* weight = destination.weight();
     const int task = torch::autograd::get_current_graph_task_id();
-    if (weight && call.entry->direct->multiply(task, call.entry->index, left, right, *weight, by))
+    if (weight && call->entry->direct->multiply(task, call->entry->index, left, right, *weight, by))
       return true;
   }
-  return call.site->adds(left, right, destination.armed());
+  return call->site->adds(left, right, destination.armed());
 }
 
 // The same numbers, differentiable by the parameter: this backward is recorded.
 at::Tensor as_function_of_weight(const at::Tensor& used) {
   const auto node = torch::autograd::get_current_node();
+  if (node == nullptr) return used;
   const auto* end =
       dynamic_cast<const torch::autograd::AccumulateGrad*>(node->next_edge(kWeight).function.get());
   if (end == nullptr) return used;
@@ -48,7 +50,9 @@ class Product : public torch::autograd::Function<Product> {
                             const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& used,
                             const c10::intrusive_ptr<Site>& site, const std::shared_ptr<Entry>& entry) {
     context->set_materialize_grads(false);
-    Call::keep(context, site, entry, bias.has_value());
+    Call::keep(context, site, entry);
+    context->saved_data["bias"] = bias.has_value();
+    context->saved_data["transposed"] = site->transposed;
     // Not the parameter itself, whose `.data` may be swapped.
     const at::Tensor multiplied = used.has_value() ? *used : weight.detach();
     context->save_for_backward({input, input.requires_grad() ? multiplied : at::Tensor()});
@@ -63,8 +67,7 @@ class Product : public torch::autograd::Function<Product> {
     if (!gradient.defined()) return found;
     const variable_list saved = context->get_saved_variables();
     const Destination destination(context, kWeight);
-    const bool transposed = destination.call().site->transposed;
-    const at::ScalarType dtype = destination.call().entry->dtype;
+    const bool transposed = context->saved_data["transposed"].toBool();
     const at::Tensor& input = saved[0];
     const bool flat = input.dim() == 2;
     const at::Tensor rows = flat ? gradient : as_rows(gradient);
@@ -76,9 +79,9 @@ class Product : public torch::autograd::Function<Product> {
     }
     const at::Tensor& left = transposed ? inputs : rows;
     const at::Tensor& right = transposed ? rows : inputs;
-    if (!adds(destination, left, right)) found[kWeight] = at::mm(left.t(), right).to(dtype);
-    if (destination.call().has_bias && context->needs_input_grad(kBias)) {
-      found[kBias] = rows.sum(0).to(dtype);
+    if (!adds(destination, left, right)) found[kWeight] = at::mm(left.t(), right);  // autograd casts it
+    if (context->saved_data["bias"].toBool() && context->needs_input_grad(kBias)) {
+      found[kBias] = rows.sum(0);
     }
     return found;
   }
@@ -92,7 +95,8 @@ at::Tensor product(const c10::intrusive_ptr<Site>& site, const std::shared_ptr<E
   const at::ScalarType dtype = used.has_value() ? used->scalar_type() : weight.scalar_type();
   const bool fits = may_record(input, weight) && input.scalar_type() == dtype && !weight.is_complex() &&
                     input.dim() > 0 && input.size(-1) == weight.size(site->transposed ? 0 : 1) &&
-                    (!bias.has_value() || (is_plain(*bias) && bias->scalar_type() == weight.scalar_type())) &&
+                    (!bias.has_value() ||
+                     (is_plain(*bias) && bias->dim() == 1 && bias->scalar_type() == weight.scalar_type())) &&
                     (used.has_value() || !at::autocast::is_autocast_enabled(input.device().type()));
   return fits ? Product::apply(input, weight, bias, used, site, entry) : at::Tensor();
 }

@@ -120,20 +120,23 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("set_multiplier", [](Site& site, at::ScalarType operand, at::ScalarType sum, int multiplier) {
         site.set_multiplier(operand, sum, static_cast<Multiplier>(multiplier));
       });
-  module.def("product",
-             [](const c10::intrusive_ptr<Site>& site, const std::shared_ptr<Entry>& entry,
-                const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                const std::optional<at::Tensor>& used) -> std::optional<at::Tensor> {
-               at::Tensor found = product(site, entry, input, weight, bias, used);
-               return found.defined() ? std::optional(found) : std::nullopt;
-             });
+  module.def(
+      "product",
+      [](const c10::intrusive_ptr<Site>& site, const std::shared_ptr<Entry>& entry, const at::Tensor& input,
+         const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+         const std::optional<at::Tensor>& used) -> std::optional<at::Tensor> {
+        at::Tensor found = product(site, entry, input, weight, bias, used);
+        return found.defined() ? std::optional(found) : std::nullopt;
+      },
+      without_gil);
   module.def(
       "lookup",
       [](const c10::intrusive_ptr<Site>& site, const std::shared_ptr<Entry>& entry, const at::Tensor& indices,
          const at::Tensor& weight, int64_t padding, bool by_frequency) -> std::optional<at::Tensor> {
         at::Tensor found = lookup(site, entry, indices, weight, padding, by_frequency);
         return found.defined() ? std::optional(found) : std::nullopt;
-      });
+      },
+      without_gil);
   module.def("attach", &attach);
   module.def("any_gradient", &any_gradient);
 }

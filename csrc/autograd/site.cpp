@@ -5,7 +5,6 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/jit/frontend/tracer.h>
-#include <torch/csrc/utils/pybind.h>
 
 namespace py = pybind11;
 
@@ -31,25 +30,33 @@ Multiplier Site::multiplier(at::ScalarType operand, at::ScalarType sum) const {
   return from < 0 || to < 0 ? Multiplier::kUnknown : multipliers_[4 * from + to].load();
 }
 
-bool Site::adds(const at::Tensor& left, const at::Tensor& right, bool armed) const {
-  py::gil_scoped_acquire gil;
-  return py::handle(python_)(left, right, armed).cast<bool>();
-}
+namespace {
+
+void forget_call(void* call) { delete static_cast<Call*>(call); }
+
+}  // namespace
 
 void Call::keep(torch::autograd::AutogradContext* context, const c10::intrusive_ptr<Site>& site,
-                const std::shared_ptr<Entry>& entry, bool has_bias) {
-  context->saved_data["call"] = at::IValue::make_capsule(c10::make_intrusive<Call>(site, entry, has_bias));
+                const std::shared_ptr<Entry>& entry) {
+  c10::Storage storage(c10::Storage::use_byte_size_t(), 0,
+                       at::DataPtr(nullptr, new Call{site, entry}, &forget_call, at::kCPU), nullptr, false);
+  context->saved_data["call"] = at::detail::make_tensor<at::TensorImpl>(
+      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), caffe2::TypeMeta::Make<uint8_t>());
 }
 
 Destination::Destination(const torch::autograd::AutogradContext* context, uint32_t position)
-    : capsule_(context->saved_data.at("call").toCapsule()) {
+    : holder_(context->saved_data.at("call").toTensor()) {
   const auto node = torch::autograd::get_current_node();
+  if (node == nullptr || !holder_.has_storage()) return;
+  const at::DataPtr& data = holder_.storage().data_ptr();
+  if (data.get_deleter() != &forget_call) return;
+  call_ = static_cast<const Call*>(data.get_context());
   end_ = node->next_edge(position).function.get();
-  armed_ = call().entry->active && end_ != nullptr && end_ == call().entry->node;
+  armed_ = call_->entry->active && end_ != nullptr && end_ == call_->entry->node;
 }
 
 const at::Tensor* Destination::weight() const {
-  if (!armed_ || call().entry->odd) return nullptr;
+  if (!armed_ || call_->entry->odd) return nullptr;
   const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
   if (wanted == nullptr || !wanted->empty() || at::GradMode::is_enabled() ||
       torch::autograd::AnomalyMode::is_enabled()) {
@@ -63,7 +70,7 @@ const at::Tensor* Destination::weight() const {
 
 bool may_record(const at::Tensor& input, const at::Tensor& weight) {
   return at::GradMode::is_enabled() && weight.requires_grad() && is_plain(input) && is_plain(weight) &&
-         input.device() == weight.device() && weight.dim() == 2 && !input.is_nested() &&
+         input.device() == weight.device() && !weight.is_meta() && weight.dim() == 2 && !input.is_nested() &&
          !at::impl::torch_function_mode_enabled() && !torch::jit::tracer::isTracing() &&
          !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
 }

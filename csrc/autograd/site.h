@@ -3,6 +3,7 @@
 
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/python_headers.h>
+#include <torch/csrc/utils/pybind.h>
 #include <torch/custom_class.h>
 
 #include <array>
@@ -23,8 +24,13 @@ class Site : public torch::CustomClassHolder {
   Multiplier multiplier(at::ScalarType operand, at::ScalarType sum) const;
 
   // Python's answer: whether the weight's gradient is done with, which is left^T right, or for an Embedding
-  // the rows of `right` at the indices `left`. armed: the graph ends in the hooked node.
-  bool adds(const at::Tensor& left, const at::Tensor& right, bool armed) const;
+  // the rows of `right` at the indices `left`. armed: the graph ends in the hooked node. options: of the
+  // call, for Python alone.
+  template <class... Options>
+  bool adds(const at::Tensor& left, const at::Tensor& right, bool armed, Options... options) const {
+    pybind11::gil_scoped_acquire gil;
+    return pybind11::handle(python_)(left, right, armed, options...).template cast<bool>();
+  }
 
   const bool transposed;
 
@@ -34,16 +40,14 @@ class Site : public torch::CustomClassHolder {
 };
 
 // One call of the module, as its backward remembers it.
-struct Call : torch::CustomClassHolder {
-  Call(c10::intrusive_ptr<Site> site, std::shared_ptr<Entry> entry, bool has_bias)
-      : site(std::move(site)), entry(std::move(entry)), has_bias(has_bias) {}
-
+struct Call {
+  // In the context: a tensor without elements whose storage owns the call, as compiled autograd knows what to
+  // do with tensors, unlike capsules.
   static void keep(torch::autograd::AutogradContext* context, const c10::intrusive_ptr<Site>& site,
-                   const std::shared_ptr<Entry>& entry, bool has_bias = false);
+                   const std::shared_ptr<Entry>& entry);
 
   const c10::intrusive_ptr<Site> site;
   const std::shared_ptr<Entry> entry;
-  const bool has_bias;
 };
 
 // In a backward: where the gradient of the weight, the function's argument at this position among its
@@ -57,12 +61,14 @@ class Destination {
   // The weight, if a sum may be added to without Python: a backward of everything, and nobody looks at
   // gradients on their way. Else null.
   const at::Tensor* weight() const;
-  const Call& call() const { return static_cast<const Call&>(*capsule_); }
+  // Null in compiled autograd.
+  const Call* call() const { return call_; }
 
  private:
-  const c10::intrusive_ptr<torch::CustomClassHolder> capsule_;
-  const torch::autograd::Node* end_;
-  bool armed_;
+  const at::Tensor holder_;
+  const Call* call_ = nullptr;
+  const torch::autograd::Node* end_ = nullptr;
+  bool armed_ = false;
 };
 
 // Whether a function of ours may take the place of the module's own forward.

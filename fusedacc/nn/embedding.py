@@ -32,15 +32,16 @@ class EmbeddingSite(Site):
             self._native = native.Site(partial(adds, weakref.ref(self)), False)
             self._recorded = native.lookup
 
-    def adds(self, indices: Tensor, gradients: Tensor, armed: bool) -> bool:
+    def adds(self, indices: Tensor, gradients: Tensor, armed: bool, padding: int, by_frequency: bool) -> bool:
         """What the native function asks in its backward: whether these gradients of rows are done with.
 
-        armed: the graph ends in the node that carries the weight's hook.
+        armed: the graph ends in the node that carries the weight's hook. The rest is of the forward, which
+        the module may have changed since; padding: -1 for none.
         """
-        capture, module = self._capture(), self._module()
-        if capture is None or module is None or not armed:
+        capture = self._capture()
+        if capture is None or not armed:
             return False
-        write = _writer(indices, gradients, module.padding_idx, module.scale_grad_by_freq, self.backend)
+        write = _writer(indices, gradients, None if padding < 0 else padding, by_frequency, self.backend)
         return self.takes(capture.node_of(self.slot), write, (gradients,), indices)
 
     def _lookup(self, module: Any, input: Any) -> Tensor | None:

@@ -52,8 +52,9 @@ class LinearSite(Site):
         As autocast's cache, it does not see what is written through `.data`.
         """
         state = dtype, weight._version, weight.data_ptr(), self.updates
-        known = self._cast[0]()
-        if known is None or self._cast[1] != state:
+        reference, its_state = self._cast  # of one moment: other threads cast too
+        known = reference()
+        if known is None or its_state != state:
             known = weight.detach().to(dtype)
             self._cast = weakref.ref(known), state
         return known
@@ -103,7 +104,10 @@ class LinearSite(Site):
             or weight.dtype.is_complex
             or not shape
             or shape[-1] != weight.shape[0 if self.transposed else 1]
-            or (bias is not None and (type(bias) not in ORDINARY or bias.dtype != weight.dtype))
+            or (
+                bias is not None
+                and (type(bias) not in ORDINARY or bias.dtype != weight.dtype or bias.dim() != 1)
+            )
         ):
             return type(module).forward(module, input)  # which knows what to make of it, or how to refuse
         if hook is not None and self._recorded is not None and dtype is not weight.dtype:

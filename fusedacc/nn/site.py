@@ -111,10 +111,10 @@ class Site:
         return capture.take_in_place(self.slot, node, write, rows)
 
 
-def adds(site: Callable[[], Any], left: Tensor, right: Tensor, armed: bool) -> bool:
+def adds(site: Callable[[], Any], *arguments: Any) -> bool:
     """The site's own `adds`, while there is one."""
     known = site()
-    return known is not None and known.adds(left, right, armed)
+    return known is not None and known.adds(*arguments)
 
 
 def _share_memory(total: Tensor, operands: tuple[Tensor, ...]) -> bool:
