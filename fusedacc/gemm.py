@@ -24,7 +24,7 @@ from . import backends, checks, gemm_eager
 from .gemm_checks import check
 from .plan import bump_versions
 
-#: Tokens for which the extension cuts a float32 product up for its threads, as csrc/cpu/gemm.cpp says.
+#: Tokens for which the extension cuts a float32 product up for its threads, as csrc/cpu/split_tokens.h says.
 SPLIT_TOKENS = range(48, 101)
 
 Number = gemm_eager.Number

@@ -90,6 +90,7 @@ class Taking:
         nothing_yet = not (arena.shown or arena.any_written) and all(slot.sum is None for slot in ends)
         if (
             alone
+            and self._order
             and not nothing_yet
             and not task.drops
             and not observers.watching

@@ -44,13 +44,14 @@ class Writes(Additions):
             ]
         if not (self.debts or fresh):
             return sums, []
-        keeps = [self.debts[slot] for slot in slots]
-        if not all(type(keep) is float for keep in keeps):
-            sums = [total if type(keep) is float else None for total, keep in zip(sums, keeps, strict=True)]
-            keeps = [keep if type(keep) is float else 1.0 for keep in keeps]
+        owed = [self.debts[slot] for slot in slots]
+        keeps = [1.0 if isinstance(factor, Tensor) else factor for factor in owed]
+        for index, factor in enumerate(owed):
+            if isinstance(factor, Tensor):
+                sums[index] = None
         for index in fresh:
             (sums[index],), keeps[index] = buffers([slots[index]], [True]), 0.0
-        return sums, keeps  # type: ignore[return-value]
+        return sums, keeps
 
     def added_to(self, slots: Sequence[Slot]) -> None:
         """Native code has added to what `addable` has returned for these slots."""
@@ -58,8 +59,8 @@ class Writes(Additions):
             self.debts.pay(slots)
         if self.any_written:
             for slot in slots:
-                if slot.paths and self.current(slot) is None:
-                    self.put(slot, slot.buffer)  # type: ignore[arg-type]
+                if slot.paths and slot.buffer is not None and self.current(slot) is None:
+                    self.put(slot, slot.buffer)
 
     def write_in_place(
         self, slot: Slot, write: Write, scale: float | Tensor, rows: Tensor | None = None

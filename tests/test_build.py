@@ -11,24 +11,13 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from loops import TRAINS
 
 from fusedacc import native_hooks
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGED = ("setup.py", "pyproject.toml", "README.md", "LICENSE")
 HAS_HEADERS = (Path(sysconfig.get_paths()["include"]) / "Python.h").exists()
-#: Trains by the installed package and prints why hooks are Python's.
-TRAINS = """
-import torch, fusedacc
-from fusedacc import native_hooks
-p = torch.nn.Parameter(torch.zeros(3))
-optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 2)
-for _ in range(2):
-    p.sum().backward()
-    optimizer.step()
-assert p.tolist() == [-1.0] * 3
-print(native_hooks.why_not())
-"""
 COMPILER = next((found for found in map(shutil.which, ("g++", "c++", "clang++")) if found), None)
 
 

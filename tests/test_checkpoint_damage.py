@@ -280,7 +280,10 @@ def test_what_is_no_checkpoint(state):
 
 def test_masters_that_are_not_all_there():
     _, optimizer = KINDS["masters"]()
-    change = lambda state: state["state"][2].pop(checkpoint.MASTER)  # noqa: E731
+
+    def change(state):
+        state["state"][2].pop(checkpoint.MASTER)
+
     with pytest.raises(ValueError, match="lacks the masters of 1"):
         optimizer.load_state_dict(damaged(change, "masters"))
 

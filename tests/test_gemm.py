@@ -128,8 +128,8 @@ def test_what_is_cut_up_for_threads(way, pair, layout, generator):
 
 
 def test_split_tokens_are_the_extensions():
-    source = (ROOT / "csrc" / "cpu" / "gemm.cpp").read_text()
-    first, last = re.search(r"kFirstSplit = (\d+), kLastSplit = (\d+)", source).groups()
+    source = (ROOT / "csrc" / "cpu" / "split_tokens.h").read_text()
+    first, last = re.search(r"return (\d+) <= tokens && tokens <= (\d+);", source).groups()
     assert range(int(first), int(last) + 1) == gemm.SPLIT_TOKENS
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from hook_situations import AS_STOCK, LOOPS, SITUATIONS, WITHOUT_NATIVE, Run, loss_of
+from loops import TRAINS
 from torch import Tensor, nn
 
 import fusedacc
@@ -240,19 +241,8 @@ def run_copy(tmp_path: Path, file: str | None) -> str:
     )
     if file is not None:
         (tmp_path / "fusedacc" / native_hooks.file_name()).write_bytes(file.encode())
-    program = """
-import torch, fusedacc
-from fusedacc import native_hooks
-p = torch.nn.Parameter(torch.zeros(3))
-optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 2)
-for _ in range(2):
-    p.sum().backward()
-    optimizer.step()
-assert p.tolist() == [-1.0] * 3
-print(native_hooks.why_not())
-"""
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program],
+        [sys.executable, "-W", "error", "-c", TRAINS],
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         cwd=tmp_path,
         capture_output=True,

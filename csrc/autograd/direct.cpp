@@ -7,6 +7,7 @@
 
 #include <utility>
 
+#include "../cpu/split_tokens.h"
 #include "../pairs.h"
 
 namespace fusedacc::autograd {
@@ -14,13 +15,13 @@ namespace fusedacc::autograd {
 int32_t dtype_number(at::ScalarType dtype) {
   switch (dtype) {
     case at::kFloat:
-      return 0;
+      return static_cast<int32_t>(Dtype::kFloat32);
     case at::kBFloat16:
-      return 1;
+      return static_cast<int32_t>(Dtype::kBFloat16);
     case at::kHalf:
-      return 2;
+      return static_cast<int32_t>(Dtype::kFloat16);
     case at::kDouble:
-      return 3;
+      return static_cast<int32_t>(Dtype::kFloat64);
     default:
       return -1;
   }
@@ -41,9 +42,6 @@ bool is_plain(const at::Tensor& tensor) {
 }
 
 namespace {
-
-// Between these numbers of tokens the operator cuts a float32 product up for its threads: csrc/cpu/gemm.cpp.
-constexpr int64_t kSplitFrom = 48, kSplitTo = 100;
 
 // Whether there is a kernel for such gradients: p.grad may be of any dtype where the user has put it there.
 bool are_pair(const at::Tensor& gradient, const at::Tensor& sum) {
@@ -149,7 +147,7 @@ bool Direct::multiply(int task, int64_t index, const at::Tensor& left, const at:
   const double keep = keeps_[index];
   const int64_t tokens = left.size(0);
   if (tokens == 0 || (by == Multiplier::kBlas && keep != 1 && keep != 0)) return false;
-  if (by == Multiplier::kBlas && !(tokens >= kSplitFrom && tokens <= kSplitTo)) {
+  if (by == Multiplier::kBlas && !cpu::are_split_tokens(tokens)) {
     sum.addmm_(left.t(), right, keep, scale_);
   } else {
     static const auto operation = library_operator("fusedacc::gemm_accumulate_");

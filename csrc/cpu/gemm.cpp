@@ -8,15 +8,13 @@
 
 #include "../stable_arguments.h"
 #include "run.h"
+#include "split_tokens.h"
 
 namespace fusedacc::cpu {
 namespace {
 
-// With a few dozen tokens a thread gets through parts of so many rows faster than BLAS through the whole: a
-// quarter less time at 64 tokens, where MKL goes over to packing its operands. SPLIT_TOKENS of
-// fusedacc/gemm.py says the same range.
+// The rows of a part, where a product is cut up for the threads.
 constexpr int64_t kSplitRows = 128;
-constexpr int64_t kFirstSplit = 48, kLastSplit = 100;
 // What may be allocated beside the operands. Products of fewer elements than this repack the other operand
 // too often; two parts of a weight of 3072 x 768 fit.
 constexpr int64_t kPartBytes = 3 << 20;
@@ -96,7 +94,7 @@ void multiply(const Matrix& sum, const Matrix& left, const Matrix& right, double
   const int64_t parts = (sum.rows + kSplitRows - 1) / kSplitRows;
   uint32_t threads = 1;
   FUSEDACC_SHIM(torch_get_num_threads(&threads));
-  const bool few = left.rows >= kFirstSplit && left.rows <= kLastSplit;
+  const bool few = are_split_tokens(left.rows);
   // Fewer parts would leave threads without work.
   if (sum.dtype == Dtype::kFloat32 && few && parts >= 2 * static_cast<int64_t>(threads)) {
     Product all{sum, left, right, keep, scale};
