@@ -14,6 +14,7 @@ scaler.update()
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any
 
@@ -70,14 +71,18 @@ class GradScaler(torch.amp.GradScaler):
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Ends the micro-batch; on the window's last, updates, unless the gradient holds inf or nan.
 
+        Keyword arguments go to `optimizer.step`, as torch's scaler hands them on.
+
         Raises:
+            TypeError: the optimizer takes no such argument; nothing is counted then.
             RuntimeError: called twice for an update without `update()` between, with a closure, or after
                 `unscale_` on the inner optimizer.
         """
         if not self._enabled or not isinstance(optimizer, AccumulatingOptimizer):
             return super().step(optimizer, *args, **kwargs)
-        if args or kwargs:
+        if args or "closure" in kwargs:
             raise RuntimeError("GradScaler.step() takes no closure")
+        optimizer._check_arguments(kwargs)
         self._check_inner(optimizer)
         if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update()")
@@ -87,20 +92,22 @@ class GradScaler(torch.amp.GradScaler):
             if optimizer._window.micro.ran:
                 self._open.add(optimizer)
             return optimizer._handover.run(Scaling(), optimizer.step)
-        return self._close(optimizer, optimizer.step)
+        return self._close(optimizer, functools.partial(optimizer.step, **kwargs))
 
-    def flush(self, optimizer: AccumulatingOptimizer) -> None:
-        """`optimizer.flush()` for a window of scaled losses; `update()` afterwards, as after `step`.
+    def flush(self, optimizer: AccumulatingOptimizer, **kwargs: Any) -> None:
+        """`optimizer.flush(**kwargs)` for a window of scaled losses; `update()` afterwards, as after `step`.
 
         Raises:
-            TypeError: `optimizer` is no AccumulatingOptimizer. RuntimeError: as `step`.
+            TypeError: `optimizer` is no AccumulatingOptimizer, or takes no such argument.
+            RuntimeError: as `step`.
         """
         if not isinstance(optimizer, AccumulatingOptimizer):
             raise TypeError(f"optimizer must be an AccumulatingOptimizer, got {type(optimizer).__name__}")
         if not self._enabled or optimizer._window.empty:
-            return optimizer._handover.run(Scaling(), optimizer.flush)
+            return optimizer._handover.run(Scaling(), functools.partial(optimizer.flush, **kwargs))
+        optimizer._check_arguments(kwargs)
         self._check_inner(optimizer)
-        return self._close(optimizer, optimizer.flush)
+        return self._close(optimizer, functools.partial(optimizer.flush, **kwargs))
 
     def _close(self, optimizer: AccumulatingOptimizer, run: Any) -> Any:
         """The update of a window, with the loss scale; keeps what was found for `update()`."""

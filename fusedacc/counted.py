@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ class CountedLoop:
         self._capture, self._ending = capture, ending
         self._window, self._arena, self._slots = capture.window, capture.arena, capture.slots
 
-    def step(self, closure: Callable[[], Any] | None, scaling: Scaling) -> Any:
+    def step(self, closure: Callable[[], Any] | None, scaling: Scaling, arguments: Mapping[str, Any]) -> Any:
         """End a micro-batch and, if it was the window's last, update; returns what the closure returned."""
         window = self._window
         loss = None
@@ -46,7 +46,7 @@ class CountedLoop:
             window.unsynchronised = window.micro.deferred
             window.end_micro_batch()
         if window.full:
-            self._update(scaling, partial=False)
+            self._update(scaling, arguments, partial=False)
         return loss
 
     def _collect(self) -> None:
@@ -98,7 +98,7 @@ class CountedLoop:
             )
         self._capture.deliver(ending=micro.ran)
 
-    def flush(self, scaling: Scaling) -> None:
+    def flush(self, scaling: Scaling, arguments: Mapping[str, Any]) -> None:
         """Update from a part-filled window; a no-op if it is empty."""
         window = self._window
         window.check_synchronised("flush() would update every rank with gradients of its own")
@@ -108,15 +108,15 @@ class CountedLoop:
         if window.micro.ran:
             window.end_micro_batch()
         if not window.empty:
-            self._update(scaling, partial=True)
+            self._update(scaling, arguments, partial=True)
 
-    def _update(self, scaling: Scaling, partial: bool) -> None:
+    def _update(self, scaling: Scaling, arguments: Mapping[str, Any], partial: bool) -> None:
         """One update of the inner optimizer from the window's sums.
 
         If it raises, the window stays as it is: `step()` or `flush()` tries again, `zero_grad()` gives up.
         """
         ratio = self._capture.conclude(partial)
-        _, skipped = self._ending.run(ratio, scaling)
+        _, skipped = self._ending.run(ratio, scaling, arguments)
         if ratio is None:
             self._arena.clear()
         else:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 
 from . import observers
@@ -35,11 +36,14 @@ class Ending:
         self._roster, self._capture = roster, capture
         self._window, self._arena = capture.window, capture.arena
 
-    def run(self, ratio: float | Tensor | None, scaling: Scaling) -> tuple[Any, bool]:
+    def run(
+        self, ratio: float | Tensor | None, scaling: Scaling, arguments: Mapping[str, Any]
+    ) -> tuple[Any, bool]:
         """The inner optimizer's step on the sums times `ratio`; None drops it, for all weights are 0.
 
         Args:
             scaling: what a GradScaler has said of this update.
+            arguments: the inner optimizer's own, of this step.
 
         Returns:
             The step's result, and whether the host has decided to drop it.
@@ -52,7 +56,7 @@ class Ending:
         scaling.multiply(ratio)
         try:
             with observers.phase("update"), self.on_masters():
-                return self.update.step(scaling)
+                return self.update.step(scaling, arguments)
         except BaseException:
             if self.update.applied:
                 self._window.tainted = "an exception has interrupted an update that had scaled its gradients"
@@ -83,8 +87,10 @@ class Ending:
         if not window.empty:
             window.restart()
         window.tainted = None
-        if set_to_none:
-            self._arena.clear()
-        else:
-            self._arena.zero()
+        # As torch's own zero_grad names itself in a profile (torch/optim/optimizer.py).
+        with record_function(f"Optimizer.zero_grad#{type(self.inner).__name__}.zero_grad"):
+            if set_to_none:
+                self._arena.clear()
+            else:
+                self._arena.zero()
         self._roster.follow(self._capture)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ class ManualLoop:
         self._capture, self._ending = capture, ending
         self._window, self._arena, self._slots = capture.window, capture.arena, capture.slots
 
-    def step(self, closure: Callable[[], Any] | None, scaling: Scaling) -> Any:
+    def step(self, closure: Callable[[], Any] | None, scaling: Scaling, arguments: Mapping[str, Any]) -> Any:
         """Update; returns what the inner optimizer's step returned."""
         self._capture.settle()
         window = self._window
@@ -39,11 +39,11 @@ class ManualLoop:
             window.end_micro_batch()
 
         if closure is not None:
-            loss, skipped = self._step_with(closure), False
+            loss, skipped = self._step_with(closure, arguments), False
         else:
             window.check_untainted()
             ratio = self._capture.conclude() if self._reduces else 1.0
-            loss, skipped = self._ending.run(ratio, scaling)
+            loss, skipped = self._ending.run(ratio, scaling, arguments)
         self._arena.withdraw()
         self._ending.count(skipped)
         return loss
@@ -60,7 +60,7 @@ class ManualLoop:
         """Whether the sums are to be brought to another scale than the one that they were added in."""
         return self._window.reduction != "sum" and self._window.micro_step > 0
 
-    def _step_with(self, closure: Callable[[], Any]) -> Any:
+    def _step_with(self, closure: Callable[[], Any], arguments: Mapping[str, Any]) -> Any:
         """The inner optimizer evaluates the closure as often as it likes; gradients are readied each time."""
         update = self._ending.update
         for name, is_set in (
@@ -85,7 +85,7 @@ class ManualLoop:
         self._finish_sums()
         self._arena.present()
         try:
-            return self._ending.inner.step(evaluate)
+            return self._ending.inner.step(evaluate, **arguments)
         finally:
             update.release()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -137,23 +138,28 @@ class AccumulatingOptimizer(Delegate, Progress):
     # The loop
 
     @_disable_dynamo
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
         """End a micro-batch and, if it was the window's last, update (counted); update (manual).
 
         A `step()` with no backward since the last does not count. `closure` is run with gradients enabled:
         once in a counted loop; in a manual loop the inner optimizer runs it, as often as it likes.
+        `arguments` are the inner optimizer's own, as SophiaH's `hessian`: those of a call that updates are
+        handed on, and those of the others are not kept.
 
         Returns:
             What the closure returned; None without one.
 
         Raises:
+            TypeError: the inner optimizer's `step` takes no such argument; nothing is counted then.
             RuntimeError: a weight is missing (nothing is changed: set it and call again), or an exception has
                 left sums that are neither old nor new (see `discard`).
         """
         if self._closed:
-            return self.optimizer.step(closure)
+            return self.optimizer.step(closure, **arguments)
+        self._check_arguments(arguments)
         self._handover.check("step")
-        return self._loop.step(closure, self._handover.take(self.__dict__, self._window.counted))
+        scaling = self._handover.take(self.__dict__, self._window.counted)
+        return self._loop.step(closure, scaling, arguments)
 
     @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -215,24 +221,35 @@ class AccumulatingOptimizer(Delegate, Progress):
             self._capture.ignoring = before
 
     @_disable_dynamo
-    def flush(self) -> None:
+    def flush(self, **arguments: Any) -> None:
         """Update from a part-filled window; a no-op if it is empty.
 
         "mean" divides by the micro-batches that the window holds. A backward that no `step()` has ended
         counts as a micro-batch. In a manual loop this is `step()` if any gradient has come since the last.
+        `arguments` are handed on to the inner optimizer's `step`.
 
         Raises:
-            RuntimeError: as `step`.
+            TypeError, RuntimeError: as `step`.
         """
+        self._check_arguments(arguments)
         self._handover.check("flush")
         self._capture.settle()
         window = self._window
         window.check_untainted()
         window.has_updated = False
         if isinstance(self._loop, CountedLoop):
-            self._loop.flush(self._handover.take(self.__dict__, counted=True))
+            self._loop.flush(self._handover.take(self.__dict__, counted=True), arguments)
         elif not window.empty:
-            self.step()
+            self.step(**arguments)
+
+    def _check_arguments(self, arguments: dict[str, Any]) -> None:
+        """Raise TypeError for what the inner optimizer's `step` does not take."""
+        if not arguments:
+            return
+        try:
+            inspect.signature(self.optimizer.step).bind_partial(**arguments)
+        except TypeError as error:
+            raise TypeError(f"step() of the inner {type(self.optimizer).__name__}: {error}") from None
 
     @_disable_dynamo
     def discard(self) -> None:

@@ -7,7 +7,7 @@ be dropped and the inner optimizer cannot do so by itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -107,11 +107,12 @@ class Update:
         where = "in the pass that casts" if low else f"inside {name}'s fused kernel"
         return f"{', '.join(asked)} {where}"
 
-    def step(self, scaling: Scaling) -> tuple[Any, bool]:
+    def step(self, scaling: Scaling, arguments: Mapping[str, Any]) -> tuple[Any, bool]:
         """One step of the inner optimizer, on gradients as `scaling` and the settings make them.
 
         Args:
             scaling: what is known of the sums; its `found_inf` is set where somebody asks for it.
+            arguments: the inner optimizer's own, of this step.
 
         Returns:
             What the inner step returned, and whether the host has decided to drop it.
@@ -125,7 +126,7 @@ class Update:
                 if self.skipped is None:
                     self.skipped = torch.zeros((), dtype=torch.int64, device=found.device)
                 self.skipped += found.ne(0).to(self.skipped.device, non_blocking=True)
-            return self._inner.step(), False
+            return self._inner.step(**arguments), False
         finally:
             self.release()
 

@@ -21,12 +21,12 @@ class TestOptimizer:
         kind = fusedacc.AccumulatingOptimizer
         assert issubclass(kind, torch.optim.Optimizer)
         for name, expected in {
-            "step": [("closure", None)],
+            "step": [("closure", None), ("arguments", inspect.Parameter.empty)],
             "zero_grad": [("set_to_none", True)],
             "accumulate": [("model", None), ("weight", None)],
             "state_dict": [("include_partial", True)],
             "load_state_dict": [("state_dict", inspect.Parameter.empty)],
-            "flush": [],
+            "flush": [("arguments", inspect.Parameter.empty)],
             "discard": [],
             "ignore": [],
             "close": [],
@@ -395,15 +395,19 @@ class TestWrapping:
         assert optimizer.step.__name__ == "step"
 
     @pytest.mark.parametrize("steps", [None, 2])
-    def test_profilers_see_the_inner_step_once_per_update(self, steps):
-        """torch's own wrapping of step() names the region of the inner optimizer."""
+    @pytest.mark.parametrize("set_to_none", [True, False])
+    def test_profilers_see_step_and_zero_grad_once_per_update(self, steps, set_to_none):
+        """By the inner optimizer's names, as in stock."""
         model = network()
         optimizer = wrap(model, steps)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            for _ in range(4):
-                micro_batch(model, optimizer)
-        seen = [event.name for event in profile.events() if event.name.startswith("Optimizer.step")]
-        assert seen == ["Optimizer.step#SGD.step"] * (2 if steps else 4)
+            for seed in range(4):
+                loss_of(model, seed).backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none)
+        seen = [event.name for event in profile.events() if event.name.startswith("Optimizer.")]
+        expected = ["Optimizer.step#SGD.step", "Optimizer.zero_grad#SGD.zero_grad"]
+        assert sorted(seen) == sorted(expected * (2 if steps else 4))
 
     def test_the_same_hook_on_the_wrapper_and_the_inner_optimizer_is_one_list(self):
         model = network()

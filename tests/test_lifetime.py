@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 import fusedacc
 from fusedacc import copying
+from fusedacc.hooks import references
 
 LOW = torch.bfloat16
 
@@ -133,6 +135,17 @@ def test_memory_of_the_sums_does_not_grow():
     parameters = sum(p.numel() for p in model.parameters())
     assert max(held) == 4 * parameters
     assert held[-2:] == held[2:4]
+
+
+def test_a_wrapper_is_made_without_a_backward_that_users_may_have_replaced(monkeypatch):
+    """A mock counts the backwards of a loop, and none may be ours."""
+    references.cache_clear()
+    refused = mock.Mock(side_effect=AssertionError("called"))
+    for where, name in ((torch.Tensor, "backward"), (torch.autograd, "backward"), (torch.autograd, "grad")):
+        monkeypatch.setattr(where, name, refused)
+    wrap(network(), 2)
+    monkeypatch.undo()
+    assert references() == references.__wrapped__()
 
 
 def test_a_deep_copied_model_is_stock():
