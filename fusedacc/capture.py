@@ -20,6 +20,7 @@ from torch import Tensor
 from . import hooks, observers, streams
 from .arena import Arena
 from .arming import Arming
+from .data_parallel import Reducers
 from .hooks import LET_THROUGH, SWALLOWED, Bucket, Task, capturing, process_group_up, raw_stream, task_id
 from .slot import Slot
 from .window import Window
@@ -45,6 +46,7 @@ class Capture(Arming):
         self._began_in_graph = False
         #: The stream on which the unit of the sums was made, where that is a tensor on a GPU.
         self._aimed_on: torch.cuda.Stream | None = None
+        self._reducers = Reducers(slots)
         super().__init__(slots, window, arena)
 
     # A backward runs
@@ -159,6 +161,8 @@ class Capture(Arming):
             differentiable, reduced = torch.is_grad_enabled(), process_group_up()
             task = Task(not (differentiable or reduced), scale, drops=window.leaves_out)
             task.reducer = "ahead" if reduced and not differentiable else ""
+            if reduced and window.counted and not window.micro.deferred:
+                task.watch = self._reducers.watch()
             if window.full:
                 window.restart()  # its update has failed, and nobody has retried it or cleared the gradients
             if not window.counted:
@@ -267,6 +271,8 @@ class Capture(Arming):
         if not task.ignored:
             for bucket in task.buckets.values():
                 self.flush_bucket(identity, bucket)
+            if task.watch:
+                self._reducers.check(task.watch, task.stored)
             window.micro.ran = True
             if delivers and window.tainted is None:
                 if task.captures or task.reducer:

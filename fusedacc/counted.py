@@ -10,6 +10,7 @@ import torch
 
 from . import initialising
 from .capture import Capture
+from .data_parallel import may_defer
 from .ending import Ending
 from .update import Scaling
 from .window import MicroBatch
@@ -144,7 +145,7 @@ class CountedLoop:
     ) -> contextlib.AbstractContextManager[None]:
         """Context around a micro-batch: the model does not synchronise before the window's last."""
         if hasattr(model, "no_sync") and self._window.reduction != "weighted":
-            micro.deferred = not self._window.will_update
+            micro.deferred = not self._window.will_update and may_defer(model)
             if micro.deferred:
                 return model.no_sync()  # type: ignore[union-attr, operator]
         return contextlib.nullcontext()

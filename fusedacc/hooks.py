@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .data_parallel import Watch
 from .memory import tensor_references
 from .slot import Slot
 
@@ -73,6 +74,7 @@ class Task:
         "scaled",
         "stored",
         "streams",
+        "watch",
     )
 
     def __init__(
@@ -98,6 +100,8 @@ class Task:
         self.callback: Callable[[], object] = object
         #: Whether a reducer may fill p.grad in a callback of its own: "" if not, "ahead" or "done".
         self.reducer = ""
+        #: What reducers knew when it began.
+        self.watch: Watch = []
 
     def scale_in(self, factor: float | Tensor) -> float | Tensor:
         """The scale in this unit of the sums; where it is a tensor, one for all launches, and ours alone."""

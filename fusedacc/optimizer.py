@@ -186,7 +186,8 @@ class AccumulatingOptimizer(Delegate, Progress):
         Args:
             model: a DistributedDataParallel (or whatever has `no_sync()`), which is told not to synchronise
                 gradients before the window's last micro-batch. With reduction "weighted", and in a manual
-                loop, where the last is not known, it synchronises every time.
+                loop, where the last is not known, it synchronises every time; with `static_graph=True` also
+                in the first backward of all. `no_sync()` by hand is refused in a counted loop.
             weight: tokens or samples in this micro-batch, for "weighted" and "normalized"; 0 adds nothing. A
                 number, or a 0-dim tensor, which is not waited for where it is on a device. It may also be set
                 later on the object that is yielded (see `MicroBatch.weight`).

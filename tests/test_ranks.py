@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
-import fusedacc
+from ranks import run_on_two_ranks
 
 SCRIPT = textwrap.dedent(
     """
@@ -135,23 +131,4 @@ SCRIPT = textwrap.dedent(
 
 
 def test_two_ranks_train_as_stock(tmp_path):
-    script = tmp_path / "rank.py"
-    script.write_text(SCRIPT)
-    path = os.pathsep.join([str(Path(fusedacc.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(tmp_path / "rendezvous")],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=240)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], "\n".join(outputs)
+    run_on_two_ranks(tmp_path, SCRIPT)
