@@ -249,8 +249,7 @@ class Capture(Arming):
         if slots[0].lane[0].type == "cuda":
             stream = torch.cuda.current_stream(slots[0].lane[0])
             if stream.cuda_stream != bucket.stream:
-                other = torch.cuda.ExternalStream(bucket.stream, device=stream.device)
-                stream.wait_stream(other)
+                stream.wait_stream(streams.external(bucket.stream, stream.device))
                 for gradient in gradients:
                     gradient.record_stream(stream)
         self._add(task, slots, gradients, adoptable)

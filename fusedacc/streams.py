@@ -12,13 +12,21 @@ from .hooks import Task
 from .slot import Slot
 
 
+def external(raw: int, device: torch.device) -> torch.cuda.Stream:
+    """The stream of that address, which torch has somewhere made.
+
+    The default stream's is 0, of which `torch.cuda.ExternalStream` makes a fresh stream: nobody would wait for
+    the right one.
+    """
+    return torch.cuda.get_stream_from_external(raw, device)
+
+
 def order(task: Task, slot: Slot) -> None:
     """Before a write to the slot's sum on the current stream: wait for an earlier one on another."""
     device = slot.lane[0]
     raw = torch._C._cuda_getCurrentRawStream(device.index)
     if slot.stream not in (None, raw):
-        other = torch.cuda.ExternalStream(slot.stream, device=device)
-        torch.cuda.current_stream(device).wait_stream(other)
+        torch.cuda.current_stream(device).wait_stream(external(slot.stream, device))
     slot.stream = raw
     task.streams.setdefault((device, raw), []).append(slot)
 
@@ -28,6 +36,6 @@ def join(task: Task) -> None:
     for (device, raw), slots in task.streams.items():
         current = torch.cuda.current_stream(device)
         if current.cuda_stream != raw:
-            current.wait_stream(torch.cuda.ExternalStream(raw, device=device))
+            current.wait_stream(external(raw, device))
         for slot in slots:
             slot.stream = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import types
 
 import pytest
@@ -17,14 +18,17 @@ def device(monkeypatch):
     state = types.SimpleNamespace(current=0, waits=[])
 
     class Stream:
-        def __init__(self, raw, device=None):
+        def __init__(self, raw):
             self.cuda_stream = raw
 
         def wait_stream(self, other):
             state.waits.append((self.cuda_stream, other.cuda_stream))
 
+    fresh = itertools.count(-1, -1)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: state.current, raising=False)
-    monkeypatch.setattr(torch.cuda, "ExternalStream", Stream)
+    # As in torch: no address, no stream of anybody's, but a new one.
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda raw, device=None: Stream(raw or next(fresh)))
+    monkeypatch.setattr(torch.cuda, "get_stream_from_external", lambda raw, device=None: Stream(raw))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream(state.current))
     return state
 
@@ -52,3 +56,12 @@ def test_a_write_waits_for_the_one_before_and_the_end_for_all(device):
     assert device.waits[1:] == [(7, 9), (7, 8)]
     assert shared.stream is None
     assert other.stream is None
+
+
+def test_the_default_stream_is_waited_for_by_its_address_0(device):
+    task, weight = Task(True), slot()
+    for device.current in (0, 7):
+        streams.order(task, weight)
+    assert device.waits == [(7, 0)]
+    streams.join(task)
+    assert device.waits[1:] == [(7, 0)]
