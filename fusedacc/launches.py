@@ -14,18 +14,21 @@ from .factors import near
 from .left_norms import LeftNorms
 from .slot import Lane, Slot
 
-#: Lists that are kept bound; models that use other parameters every time would bind ever new ones.
-MAX_BINDINGS = 64
+#: How often each parameter may be in a list that is kept bound, on average. One list for each is usual; models
+#: that use other parameters every time would bind ever new ones.
+MAX_BINDINGS = 2
 
 
 class Launches:
     """Chooses backends and runs them.
 
     Args:
+        slots: the parameters; a list shared with its owner, who may append.
         backend: as in `AccumulatingOptimizer`.
     """
 
-    def __init__(self, backend: str) -> None:
+    def __init__(self, slots: Sequence[Slot], backend: str) -> None:
+        self.slots = slots
         self.backend = backend
         #: What a window's last additions leave for the update.
         self.norms = LeftNorms()
@@ -35,6 +38,7 @@ class Launches:
         self.any_touched = False
         #: By the first of the parameters that were added together; the same come in every micro-batch.
         self.bindings: dict[Slot, Binding] = {}
+        self._bound = 0
 
     def select(self, lane: Lane) -> backends.Selection:
         """Which backend adds gradients of this lane, and why."""
@@ -102,9 +106,17 @@ class Launches:
 
     def bind(self, slots: Sequence[Slot], sums: Sequence[Tensor], generation: int) -> None:
         """Keep these sums of one lane bound to their backend; `generation` as `Binding` has it."""
-        if len(self.bindings) >= MAX_BINDINGS:
-            self.bindings.clear()
+        former = self.bindings.pop(slots[0], None)
+        self._bound += len(slots) - (0 if former is None else len(former.slots))
+        if self._bound > MAX_BINDINGS * len(self.slots):
+            self.unbind()
+            self._bound = len(slots)
         self.bindings[slots[0]] = Binding(self.select(slots[0].lane).backend, slots, sums, generation)
+
+    def unbind(self) -> None:
+        """Forget all that is bound."""
+        self.bindings.clear()
+        self._bound = 0
 
     def run_bound(
         self,

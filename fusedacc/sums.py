@@ -33,7 +33,7 @@ class Sums:
         self.visible = visible
         self.backend = backend
         self.any_delivered = False
-        self.launches = Launches(backend)
+        self.launches = Launches(slots, backend)
         self.norms, self.debts = self.launches.norms, self.launches.debts
         #: Counts the changes of which tensors are private sums.
         self.generation = 0
@@ -139,7 +139,7 @@ class Sums:
         """Move a private sum to where its parameter has gone."""
         self.settle([slot])
         self.generation += 1
-        self.launches.bindings.clear()
+        self.launches.unbind()
         device, _, dtype = slot.lane
         buffer = slot.buffer
         if buffer is not None and (buffer.device, buffer.dtype, buffer.stride()) != (

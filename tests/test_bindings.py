@@ -1,0 +1,63 @@
+"""Lists of sums that are prepared once and used in every micro-batch, however many there are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fusedacc
+from fusedacc import backends, hooks
+
+LAYERS = 100
+
+
+@pytest.fixture
+def each_alone(monkeypatch):
+    """Every gradient is a large one, and all come to hooks in Python, as on a GPU."""
+    monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", "0")
+    monkeypatch.setattr(hooks, "LARGE_BYTES", 1)
+
+
+@pytest.fixture
+def prepared(monkeypatch):
+    """How many sums each list had that was prepared."""
+    found: list[int] = []
+    prepare = backends.get("cpu").prepare
+
+    def counted(accumulators):
+        found.append(len(accumulators))
+        return prepare(accumulators)
+
+    monkeypatch.setattr(backends.get("cpu"), "prepare", counted, raising=False)
+    return found
+
+
+def model() -> nn.ParameterList:
+    return nn.ParameterList(torch.ones(3, dtype=torch.bfloat16) for _ in range(LAYERS))
+
+
+@pytest.mark.usefixtures("each_alone")
+def test_more_lists_than_any_fixed_number_stay_bound(prepared):
+    weights = model()
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(weights, lr=0.0), 3, backend="cpu")
+    for _ in range(9):
+        sum(weight.sum() for weight in weights).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert prepared == [1] * LAYERS
+
+
+def test_lists_that_are_never_used_again_are_let_go(monkeypatch):
+    monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", "0")
+    weights = model()
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(weights, lr=0.0), None, backend="cpu")
+    sum(weight.sum() for weight in weights).backward()
+    launches = optimizer._arena.launches
+    seen = []
+    for first in range(0, LAYERS - 30):
+        sum(weight.sum() for weight in weights[first : first + 30]).backward()
+        seen.append(sum(len(binding.slots) for binding in launches.bindings.values()))
+    assert seen[:3] == [30, 60, 90]
+    assert max(seen) <= 2 * LAYERS
+    assert launches.bindings
