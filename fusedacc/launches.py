@@ -14,8 +14,8 @@ from .factors import near
 from .left_norms import LeftNorms
 from .slot import Lane, Slot
 
-#: How often each parameter may be in a list that is kept bound, on average. One list for each is usual; models
-#: that use other parameters every time would bind ever new ones.
+#: In how many of the lists that are kept bound a parameter may be, on average. One is usual; models that use
+#: other parameters every time would bind ever new ones.
 MAX_BINDINGS = 2
 
 

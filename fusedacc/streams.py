@@ -15,8 +15,8 @@ from .slot import Slot
 def external(raw: int, device: torch.device) -> torch.cuda.Stream:
     """The stream of that address, which torch has somewhere made.
 
-    The default stream's is 0, of which `torch.cuda.ExternalStream` makes a fresh stream: nobody would wait for
-    the right one.
+    The default stream's is 0, of which `torch.cuda.ExternalStream` makes a fresh stream: nobody would wait
+    for the right one.
     """
     return torch.cuda.get_stream_from_external(raw, device)
 

@@ -15,7 +15,7 @@ FRAMEWORKS = Path(__file__).parents[1] / "requirements-integrations.txt"
 
 
 def missing_frameworks() -> list[str]:
-    """What `tests/integrations` needs and this environment lacks: `make test-integrations` has one of its own."""
+    """What `tests/integrations` needs and this environment lacks; `make test-integrations` has its own."""
     wanted = re.findall(r"^[A-Za-z0-9][\w.-]*", FRAMEWORKS.read_text(), re.MULTILINE)
     return [name for name in wanted if not any(importlib.metadata.distributions(name=name))]
 

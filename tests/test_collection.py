@@ -18,9 +18,10 @@ def test_one_framework_without_the_others_stops_no_collection(tmp_path: Path) ->
     (package / "__init__.py").touch()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: accelerate\nVersion: 1.15.0\n")
     paths = [str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", "cuda"]
+    others = ["--ignore-glob=tests/test_*.py", "--ignore-glob=tests/property"]
     found = subprocess.run(
-        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", "cuda", "tests"]
-        + ["--ignore-glob=tests/test_*.py", "--ignore-glob=tests/property"],
+        [*command, "tests", *others],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         capture_output=True,
