@@ -6,7 +6,11 @@ import copy
 import gc
 import io
 import pickle
+import subprocess
+import sys
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ from test_model_autograd import Net, assert_same_gradients, loss_of, tokens, wra
 from torch import nn
 
 import fusedacc
+from fusedacc.nn.site import stock_forward
 
 
 def route_of(optimizer, name):
@@ -94,14 +99,29 @@ def by_torch_save(model):
     return torch.load(file, weights_only=False)
 
 
+def by_pickle(module, protocol=pickle.DEFAULT_PROTOCOL):
+    return pickle.loads(pickle.dumps(module, protocol))
+
+
+def by_state(module):
+    """As people write it who hold what a module is made of."""
+    other = type(module).__new__(type(module))
+    other.__setstate__(copy.deepcopy(module.__reduce_ex__(2)[2]))
+    return other
+
+
 @pytest.mark.parametrize(
-    "duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), by_torch_save]
+    "duplicate",
+    [copy.deepcopy, by_pickle, lambda model: by_pickle(model, 2), by_torch_save, by_state],
 )
 def test_a_copy_is_stock(duplicate):
     model = Net()
+    stocks = [module.__dict__.keys() for module in copy.deepcopy(model).modules()]
     optimizer = wrap(model, 2)
+    ours = [dict(module.__dict__) for module in model.modules()]
     other = duplicate(model)
-    assert all(is_stock(module) for module in other.modules())
+    assert [module.__dict__ for module in model.modules()] == ours
+    assert [module.__dict__.keys() for module in other.modules()] == stocks
     assert other.head.weight is other.embedding.weight
     loss_of(other).backward()
     assert optimizer.micro_step == 0
@@ -110,6 +130,153 @@ def test_a_copy_is_stock(duplicate):
     assert not is_stock(other.up)
     second.close()
     assert not is_stock(model.up)
+
+
+def test_a_shallow_copy_and_a_replica_are_stock():
+    linear = nn.Linear(3, 2)
+    stock = set(linear.__dict__)
+    optimizer = named(linear, gradient_accumulation_steps=2)
+    assert set(copy.copy(linear).__dict__) == stock
+    assert "forward" not in linear._replicate_for_data_parallel().__dict__
+    assert not is_stock(linear)
+    other = copy.copy(linear)
+    for module in (linear, other):
+        module(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    assert linear.weight.grad.tolist() == [[1.0] * 3] * 2
+
+
+class Counted(nn.Linear):
+    """Copied and pickled by methods of its own."""
+
+    def __deepcopy__(self, memo):
+        other = type(self).__new__(type(self))
+        memo[id(self)] = other
+        other.__dict__ = copy.deepcopy(self.__dict__, memo) | {"copies": 1}
+        return other
+
+    def __getstate__(self):
+        return {"all": self.__dict__.copy()}
+
+    def __setstate__(self, state):
+        self.__dict__.update(state["all"])
+
+
+class Slotted(nn.Linear):
+    __slots__ = ("note",)
+
+
+@pytest.mark.parametrize("kind", [Counted, Slotted])
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, by_pickle, by_torch_save])
+def test_a_module_with_a_way_of_its_own_to_be_copied(kind, duplicate):
+    linear = kind(3, 2)
+    stock = set(linear.__dict__)
+    optimizer = named(linear)
+    assert not is_stock(linear)
+    other = duplicate(linear)
+    assert set(other.__dict__) - {"copies"} == stock
+    assert ("copies" in other.__dict__) == (kind is Counted and duplicate is copy.deepcopy)
+    assert not is_stock(linear)
+    optimizer.close()
+    assert set(linear.__dict__) == stock
+
+
+def test_a_module_that_copies_itself_shallowly_is_left_alone():
+    class Copies(nn.Linear):
+        def __copy__(self):
+            other = type(self).__new__(type(self))
+            other.__dict__.update(self.__dict__)
+            return other
+
+    model = nn.Sequential(Copies(3, 3), nn.Linear(3, 3))
+    optimizer = named(model)
+    assert is_stock(model[0])
+    assert "__copy__" in optimizer.explain()
+
+
+@pytest.mark.parametrize("write", [torch.save, lambda model, path: path.write_bytes(pickle.dumps(model))])
+def test_a_saved_model_loads_where_there_is_no_fusedacc(tmp_path, write):
+    path = tmp_path / "model"
+    model = nn.Sequential(nn.Linear(3, 2), nn.Embedding(4, 2))
+    optimizer = wrap(model, 2)
+    write(model, path)
+    program = f"""
+import pickle, sys, torch
+sys.modules["fusedacc"] = None
+try:
+    model = torch.load({str(path)!r}, weights_only=False)
+except (RuntimeError, pickle.UnpicklingError):
+    model = pickle.loads(open({str(path)!r}, "rb").read())
+assert not any("forward" in module.__dict__ for module in model.modules())
+print(model[0](torch.ones(3)).tolist())
+"""
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert printed.stdout.strip() == str(model[0](torch.ones(3)).tolist())
+    assert not is_stock(model[0])
+    optimizer.close()
+
+
+def test_pickles_that_name_the_package_still_load():
+    """They were made by 0.1, of models that were wrapped with model=."""
+
+    class Former:
+        def __reduce__(self):
+            return stock_forward, (linear,)
+
+    linear = nn.Linear(3, 2)
+    linear.__dict__["forward"] = Former()
+    written = pickle.dumps(linear)
+    assert b"fusedacc.nn.site" in written
+    other = pickle.loads(written)
+    assert is_stock(other)
+    x = torch.ones(3)
+    assert torch.equal(other(x), nn.functional.linear(x, linear.weight, linear.bias))
+    assert other.forward.__self__ is other
+    optimizer = wrap(other)
+    assert not is_stock(other)
+    optimizer.close()
+    assert is_stock(other)
+
+
+def test_what_others_keep_of_the_forward_is_stocks_in_a_copy():
+    """Accelerate keeps the former forward beside its own."""
+    linear = nn.Linear(3, 2)
+    optimizer = named(linear)
+    linear._old_forward = linear.forward
+    other = by_pickle(linear)
+    assert other._old_forward.__func__ is nn.Linear.forward
+    assert other._old_forward.__self__ is other
+    optimizer.close()
+
+
+def test_modules_may_be_copied_while_others_run_them():
+    model, stop = Net(), threading.Event()
+    optimizer = wrap(model, 2)
+    ours = [dict(module.__dict__) for module in model.modules()]
+
+    def keep_copying():
+        while not stop.is_set():
+            assert all("forward" not in module.__dict__ for module in copy.deepcopy(model).modules())
+
+    with ThreadPoolExecutor(2) as pool:
+        copying = pool.submit(keep_copying)
+        try:
+            for seed in range(40):
+                loss_of(model, seed).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        finally:
+            stop.set()
+        copying.result()
+    assert [module.__dict__ for module in model.modules()] == ours
+    twin = Net()
+    stock = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for seed in range(0, 40, 2):
+        ((loss_of(twin, seed) + loss_of(twin, seed + 1)) / 2).backward()
+        stock.step()
+        stock.zero_grad()
+    for param, wanted in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(param, wanted)
 
 
 def test_state_dict_modes_and_repr_are_as_before():
@@ -288,12 +455,17 @@ def test_bad_model_is_refused():
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated")
-def test_a_closed_wrapper_leaves_modules_that_can_be_scripted_and_copied():
+@pytest.mark.parametrize("closed", [False, True])
+def test_modules_can_be_scripted(closed):
     model = Net()
-    wrap(model).close()
-    assert is_stock(copy.copy(model.up))
+    optimizer = wrap(model)
+    if closed:
+        optimizer.close()
     x = torch.ones(2, 6)
-    torch.testing.assert_close(torch.jit.script(model.up)(x), model.up(x))
+    scripted = torch.jit.script(nn.Sequential(model.up, model.down))
+    torch.testing.assert_close(scripted(x), model.down(model.up(x)))
+    assert is_stock(model.up)
+    assert is_stock(model.head) == closed
 
 
 def test_data_parallel_is_left_alone():

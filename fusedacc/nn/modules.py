@@ -82,6 +82,8 @@ def _kind_of(module: nn.Module, name: str) -> tuple[type[Site] | None, str]:
         return None, "weight or spectral norm: its gradient goes on through the norm"
     if not is_stock(module):
         return None, "somebody has replaced the module's forward"
+    if hasattr(type(module), "__copy__"):
+        return None, "its class has a __copy__ of its own, which would copy the forward too"
     if kind is EmbeddingSite and module.sparse:
         return None, "sparse=True: its gradients are sparse already"
     return kind, ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,13 +19,16 @@ from ..writes import Write
 _grad_enabled, _tracing = torch.is_grad_enabled, torch._C._is_tracing
 _transform_at_hand = torch._C._functorch.peek_interpreter_stack
 ORDINARY = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
+#: The methods by which copy, pickle and DataParallel copy a module; they are looked up on the instance first.
+COPYING = ("__reduce_ex__", "__deepcopy__", "_replicate_for_data_parallel")
 
 
 class Site:
     """What stands in `module.forward`: the module's own computation, by a function that accumulates.
 
-    It refers to the module and to the wrapper weakly. A copy of the module (deepcopy, pickle) gets the
-    forward of its class, and so does the module itself once the wrapper is gone.
+    It refers to the module and to the wrapper weakly. Whatever copies the module (copy, deepcopy, pickle,
+    DataParallel's replicas) sees nothing of it, and the module itself runs the forward of its class once the
+    wrapper is gone.
 
     Args:
         module: whose class has a forward that this site knows how to differentiate.
@@ -42,10 +46,13 @@ class Site:
         self._module: Callable[[], Any] = weakref.ref(module)
         self._capture = weakref.ref(capture)
         self._stock = type(module).forward
+        #: What `install` has put into the module's `__dict__`.
+        self._entries: dict[str, Any] = {}
         self.slot = slot
 
     def __reduce__(self) -> tuple:
-        return stock_forward, (self.module,)
+        # In what others keep of the module's forward; the module itself is copied without a site.
+        return getattr, (self.module, "forward")
 
     @property
     def backend(self) -> str:
@@ -65,13 +72,42 @@ class Site:
 
     def install(self) -> None:
         """Take the place of the module's forward."""
-        self.module.forward = self
+        kind = type(self.module)
+        self._entries = {"forward": self, "__prepare_scriptable__": self._give_way} | {
+            name: partial(self._as_stock, name) for name in COPYING if hasattr(kind, name)
+        }
+        self.module.__dict__.update(self._entries)
 
     def remove(self) -> None:
         """Give the module its class's forward back, unless somebody has put another in our place."""
+        self._withdraw()
+        self._entries = {}
+
+    def _withdraw(self) -> dict[str, Any]:
+        """Take what is ours out of the module; returns it."""
         module = self.module
-        if module is not None and module.__dict__.get("forward") is self:
-            del module.forward
+        own: dict[str, Any] = {} if module is None else module.__dict__
+        return {name: own.pop(name) for name, entry in self._entries.items() if own.get(name) is entry}
+
+    def _as_stock(self, name: str, *arguments: Any) -> Any:
+        """What a method of the module's class that copies the module returns: with nothing of ours in it.
+
+        A forward that another thread runs meanwhile is stock's; its gradient goes the usual way.
+        """
+        module, ours = self.module, self._withdraw()
+        own = module.__dict__
+        try:
+            copied = getattr(type(module), name)(module, *arguments)
+            return _apart(copied, own) if name == "__reduce_ex__" else copied
+        finally:
+            if self._entries:  # not removed meanwhile
+                own.update(ours)
+
+    def _give_way(self) -> Any:
+        """torch.jit.script compiles the module's own forward, and gives no sign when it is done."""
+        module, kind = self.module, type(self.module)
+        self.remove()
+        return kind.__prepare_scriptable__(module) if hasattr(kind, "__prepare_scriptable__") else module
 
     def stands_aside(self, input: Any) -> bool:
         """Whether this call is to be stock's: nothing to accumulate, or a transform wants the operators.
@@ -121,8 +157,15 @@ def _share_memory(total: Tensor, operands: tuple[Tensor, ...]) -> bool:
     return any(torch._C._is_alias_of(total, operand) for operand in operands)  # type: ignore[attr-defined]
 
 
+def _apart(state: Any, own: dict[str, Any]) -> Any:
+    """A reduced value in which a copy stands for the module's live `__dict__`."""
+    if isinstance(state, tuple):
+        return tuple(_apart(part, own) for part in state)
+    return own.copy() if state is own else state
+
+
 def stock_forward(module: torch.nn.Module) -> Any:
-    """The forward of the module's class, bound."""
+    """The forward of the module's class, bound: what pickles of version 0.1 name."""
     return types.MethodType(type(module).forward, module)
 
 
