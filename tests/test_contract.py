@@ -257,6 +257,47 @@ class TestVisibility:
         optimizer.step()
         assert weight.item() == -3.0
 
+    def test_what_reads_gradients_asks_whether_the_next_step_updates(self):
+        """As the README has it: before, torch refuses to clip values where there is no gradient at all."""
+        model, twin = network(), network()
+        optimizer, stock = wrap(model, 3), torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
+        for seed in range(6):
+            loss_of(model, seed).backward()
+            (loss_of(twin, seed) / 3).backward()
+            if optimizer.will_update:
+                torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+            else:
+                assert torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01) == 0.0
+                with pytest.raises(RuntimeError, match="nested_tensorlist"):
+                    torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+            if seed % 3 == 2:
+                torch.nn.utils.clip_grad_value_(twin.parameters(), 0.01)
+                stock.step()
+                stock.zero_grad()
+        for param, wanted in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(param, wanted)
+
+    def test_what_is_written_into_a_spent_gradient_updates_nothing(self):
+        """Stock would; a tensor in its place counts."""
+        weight, optimizer = scalar(2)
+        for _ in range(2):
+            weight.backward()
+            optimizer.step()
+        assert (weight.item(), weight.grad.item(), optimizer.num_updates) == (-1.0, 1.0, 1)
+        for _ in range(3):
+            weight.grad.fill_(5.0)
+            optimizer.step()
+        optimizer.flush()
+        assert (weight.item(), weight.grad.item(), optimizer.num_updates) == (-1.0, 5.0, 1)
+        weight.grad = torch.tensor(4.0)
+        optimizer.step()
+        assert (optimizer.micro_step, weight.item()) == (1, -1.0)
+        weight.backward()
+        optimizer.step()
+        assert weight.item() == -1.0 - (4.0 + 1.0) / 2
+
     def test_model_zero_grad_keeps_a_counted_window(self):
         model, reference = network(), network()
         optimizer, other = wrap(model, 2), wrap(reference, 2)

@@ -468,6 +468,54 @@ def test_second_derivatives_have_no_graph_in_a_counted_loop(name: str) -> None:
     assert equal(end_of(model), before)
 
 
+# Optimizers whose step takes more than a closure
+
+
+def muon_clip(model: torch.nn.Module) -> torch.optim.Optimizer:
+    weights = {"params": [model[0].weight, model[2].weight], "use_muon": True}
+    clipped = weights | {"qk_clip": "query", "attention_name": "first", "qk_clip_threshold": 1.0}
+    return pytorch_optimizer.MuonClip(
+        [clipped, {"params": [model[0].bias, model[2].bias], "use_muon": False}]
+    )
+
+
+def hessian(model: torch.nn.Module, update: int) -> dict[str, Any]:
+    return {"hessian": [torch.full_like(param, 0.5 + update) for param in model.parameters()]}
+
+
+#: How one is made, and what it is given in an update.
+WITH_ARGUMENTS: dict[str, tuple[Make, Callable[[torch.nn.Module, int], dict[str, Any]]]] = {
+    "adahessian": (plain(load("adahessian")), hessian),
+    "sophiah": (plain(load("sophiah")), hessian),
+    "muonclip": (
+        muon_clip,
+        lambda _, update: {"attention_max_logits": {"first": torch.tensor([2.0, 1.5]) + update}},
+    ),
+}
+
+
+def with_arguments(name: str, steps: int | None, wrap: Callable[[Any], Any]) -> list[Any]:
+    make, arguments_of = WITH_ARGUMENTS[name]
+    model = network()
+    optimizer = wrap(make(model))
+    for i, x in enumerate(inputs()[:8]):
+        loss = loss_of(model, x)
+        (loss if steps else loss / STEPS).backward()
+        ends = i % STEPS == STEPS - 1
+        if ends or steps:
+            optimizer.step(**arguments_of(model, i // STEPS))
+            optimizer.zero_grad()
+    return end_of(model)
+
+
+@pytest.mark.parametrize("steps", [None, STEPS])
+@pytest.mark.parametrize("name", list(WITH_ARGUMENTS))
+def test_arguments_of_the_inner_step(name: str, steps: int | None) -> None:
+    wanted = with_arguments(name, None, lambda bare: bare)
+    found = with_arguments(name, steps, lambda bare: fusedacc.AccumulatingOptimizer(bare, steps))
+    assert equal(found, wanted)
+
+
 # Optimizers that take a closure
 
 SGD = torch.optim.SGD
