@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from torch.optim import Optimizer
+
+#: Modules that must not find the inner optimizer: Lightning has two names.
+_UNWRAPS = frozenset(
+    f"{package}.callbacks.lr_monitor" for package in ("lightning.pytorch", "pytorch_lightning")
+)
 
 
 class Delegate(Optimizer):
@@ -13,7 +19,21 @@ class Delegate(Optimizer):
     That would wrap step() so that hooks fire on every call.
     """
 
-    optimizer: Optimizer
+    @property
+    def optimizer(self) -> Optimizer:
+        """The inner optimizer.
+
+        Lightning's LearningRateMonitor takes whatever has this attribute for a pair of DeepSpeed's and looks
+        the inner one up among the schedulers' optimizers, where only the outer one is: it would log each rate
+        twice. It does not see the attribute.
+        """
+        if sys._getframe(1).f_globals.get("__name__") in _UNWRAPS or "optimizer" not in self.__dict__:
+            raise AttributeError("optimizer")
+        return self.__dict__["optimizer"]
+
+    @optimizer.setter
+    def optimizer(self, optimizer: Optimizer) -> None:
+        self.__dict__["optimizer"] = optimizer
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

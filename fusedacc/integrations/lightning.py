@@ -25,9 +25,10 @@ class AccumulationCallback(Callback):
     """Makes a Trainer treat a micro-batch that does not update as one that it accumulates itself.
 
     `trainer.global_step`, `max_steps`, checkpoints every n steps, logging and schedulers with
-    `interval="step"` then count updates, `on_before_optimizer_step` is called for updates only, and the last
-    batch of an epoch updates from whatever the window holds, before schedulers and validation. In manual
-    optimization the module calls `step()` on every micro-batch; `global_step` and the flush are the same.
+    `interval="step"` then count updates, `on_before_optimizer_step` is called for updates only and
+    `on_before_zero_grad` and `optimizer_zero_grad` once a window, and the last batch of an epoch updates from
+    whatever the window holds, before schedulers and validation. In manual optimization the module calls
+    `step()` on every micro-batch; `global_step` and the flush are the same.
 
     Args:
         weight: from a batch (on its device) to its weight, tokens or samples, for reduction "weighted" or
@@ -43,13 +44,15 @@ class AccumulationCallback(Callback):
         self._weight = weight
         self._optimizers: list[AccumulatingOptimizer] = []
         self._updates_before = self._completed_before = 0
+        #: How many updates there were when gradients were last cleared.
+        self._cleared_after: int | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
             # Left by a fit that an exception has ended, or by the Tuner, which takes callbacks away.
             takeover.remember(trainer.optimizers)
             takeover.release(pl_module.parameters())
-            self._updates_before = 0
+            self._updates_before, self._cleared_after = 0, None
 
     def state_dict(self) -> dict[str, Any]:
         return {"updates_before": self._updates_before}
@@ -66,6 +69,8 @@ class AccumulationCallback(Callback):
         if pl_module.automatic_optimization:
             loop = trainer.fit_loop.epoch_loop
             loop._should_accumulate = partial(self._accumulates, loop)
+            automatic = loop.automatic_optimization
+            automatic._make_zero_grad_fn = partial(self._clearing, automatic)
 
     def _accumulates(self, loop: Any) -> bool:
         """Whether the batch at hand does not update: asked before its step, and again after it."""
@@ -73,6 +78,18 @@ class AccumulationCallback(Callback):
         if batches.processed == batches.ready:
             return self._updates == self._updates_before
         return not (self._optimizers[0].will_update or loop._num_ready_batches_reached())
+
+    def _clearing(self, automatic: Any, batch_idx: int, optimizer: Any) -> Callable[[], None] | None:
+        """What Lightning calls before the batch's backward: it clears gradients where a window begins."""
+        if self._optimizers[0].has_partial_window or self._cleared_after == self._updates:
+            return None
+        clear = type(automatic)._make_zero_grad_fn(automatic, batch_idx, optimizer)
+
+        def clear_once() -> None:
+            self._cleared_after = self._updates  # a batch without a loss begins no window
+            clear()
+
+        return clear and clear_once
 
     @property
     def _updates(self) -> int:
@@ -120,13 +137,20 @@ class AccumulationCallback(Callback):
                 optimizer.zero_grad()  # a module that clears after its step() does not see this update
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        trainer.fit_loop.epoch_loop.__dict__.pop("_should_accumulate", None)
+        _restore(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
-            trainer.fit_loop.epoch_loop.__dict__.pop("_should_accumulate", None)
+            _restore(trainer)
             for optimizer in self._optimizers:
                 optimizer.close()
+
+
+def _restore(trainer: Trainer) -> None:
+    """Let Lightning's loops decide by themselves again."""
+    loop = trainer.fit_loop.epoch_loop
+    loop.__dict__.pop("_should_accumulate", None)
+    loop.automatic_optimization.__dict__.pop("_make_zero_grad_fn", None)
 
 
 def _end(trainer: Trainer, optimizer: AccumulatingOptimizer, method: str) -> None:
@@ -193,5 +217,8 @@ def _check(trainer: Trainer) -> None:
             f"strategy {type(trainer.strategy).__name__} with {trainer.world_size} processes is not "
             "supported by AccumulationCallback; allowed: one process, and a strategy that does not accumulate"
         )
-    if not hasattr(trainer.fit_loop.epoch_loop, "_should_accumulate"):
+    loop = trainer.fit_loop.epoch_loop
+    if not (
+        hasattr(loop, "_should_accumulate") and hasattr(loop.automatic_optimization, "_make_zero_grad_fn")
+    ):
         raise ValueError("this release of Lightning decides elsewhere what a step is; tested with 2.6")

@@ -14,7 +14,13 @@ import torch
 from bigrams import tolerance
 from comparison import difference, equal, snapshot
 from example_scripts import output_of
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    WeightAveraging,
+)
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -73,6 +79,88 @@ class Watch(lightning.Callback):
     def on_validation_start(self, trainer, pl_module):
         (optimizer,) = trainer.optimizers
         self.validations.append((trainer.global_step, optimizer.num_updates, optimizer.micro_step))
+
+
+class Cleared(lightning.Callback):
+    """When gradients are cleared: the batch, and the updates before; and an average of the weights then."""
+
+    def __init__(self):
+        self.seen, self.average = [], None
+
+    def on_fit_start(self, trainer, pl_module):
+        self.average = torch.optim.swa_utils.AveragedModel(pl_module.net)
+
+    def on_before_zero_grad(self, trainer, pl_module, optimizer):
+        self.seen.append((trainer.fit_loop.epoch_loop.total_batch_idx, trainer.global_step))
+        self.average.update_parameters(pl_module.net)
+
+
+class CountsClearing(case.Module):
+    cleared = 0
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        self.cleared += 1
+        super().optimizer_zero_grad(epoch, batch_idx, optimizer)
+
+
+def test_gradients_are_cleared_once_a_window_as_by_the_trainers_own_accumulation():
+    data, found = case.loader(case.batches([6] * 8)), []
+    for steps in (None, 4):
+        watch, module = Cleared(), CountsClearing(case.network(), steps=steps)
+        averages = EMAWeightAveraging(decay=0.5), WeightAveraging()
+        ours = {"callbacks": [*averages, watch, AccumulationCallback()]}
+        theirs = {"callbacks": [*averages, watch], "accumulate_grad_batches": 4}
+        runner = case.trainer(2, **(ours if steps else theirs))
+        runner.fit(module, data)
+        progress = runner.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer
+        assert watch.seen == [(0, 0), (4, 1), (8, 2), (12, 3)]
+        assert module.cleared == progress.zero_grad.total.completed == progress.step.total.completed == 4
+        assert watch.average.n_averaged == 4
+        assert [average._average_model.n_averaged.item() for average in averages] == [4, 4]
+        found.append(
+            (module.net, watch.average.module, *(each._average_model.module.net for each in averages))
+        )
+    start = snapshot(case.network())
+    for theirs, ours in zip(*found, strict=True):
+        assert difference(snapshot(ours), snapshot(theirs), start) < tolerance(4, 40)
+
+
+def test_a_batch_without_a_loss_clears_nothing_twice():
+    class Sometimes(CountsClearing):
+        def training_step(self, batch, batch_idx):
+            return None if batch_idx in (0, 5) else super().training_step(batch, batch_idx)
+
+    module = Sometimes(case.network(), steps=4)
+    runner = case.trainer(1, callbacks=[AccumulationCallback()])
+    runner.fit(module, case.loader(case.batches([6] * 10)))
+    assert module.cleared == runner.global_step == 2
+
+
+@pytest.mark.parametrize("steps", [None, 4])
+@pytest.mark.parametrize("scheduled", [True, False])
+def test_learning_rates_are_logged_once(tmp_path, scheduled, steps):
+    class Maybe(case.Module):
+        def configure_optimizers(self):
+            optimizers, schedulers = super().configure_optimizers()
+            if steps is None:  # a manual loop inside the Trainer's own accumulation
+                optimizers = [fusedacc.AccumulatingOptimizer(optimizers[0])]
+                schedulers[0]["scheduler"] = torch.optim.lr_scheduler.ExponentialLR(optimizers[0], 0.98)
+            return optimizers, schedulers if scheduled else []
+
+    options = {"accumulate_grad_batches": 4} if steps is None else {}
+    callbacks = [AccumulationCallback()] if steps else []
+    monitor = LearningRateMonitor("step", log_momentum=True)
+    module = Maybe(case.network(), steps=steps)
+    runner = case.trainer(
+        1, logger=CSVLogger(tmp_path), log_every_n_steps=1, callbacks=[monitor, *callbacks], **options
+    )
+    runner.fit(module, case.loader(case.batches([6] * 12)))
+    assert list(monitor.lrs) == ["lr-AccumulatingOptimizer"]
+    # At each batch, as for an optimizer that is not wrapped; Lightning logs where a step of loggers begins.
+    rates = sorted(set(monitor.lrs["lr-AccumulatingOptimizer"]), reverse=True)
+    assert rates == pytest.approx([0.2 * 0.98**i for i in range(3)] if scheduled else [0.2])
+    assert monitor.last_momentum_values == {"lr-AccumulatingOptimizer-momentum": 0.5}
+    assert isinstance(runner.optimizers[0].optimizer, torch.optim.SGD)
 
 
 class WithValidation(case.Module):
