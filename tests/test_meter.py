@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gc
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -230,11 +232,97 @@ def test_backward_in_another_thread_and_an_exception_in_a_step():
     found = meter.as_dict()["by_phase_and_kind"]
     assert found["forward"]["weights"] == 2 * 4000
     assert "update" not in found
-    thread = threading.Thread(target=lambda: weight.detach().mul(2))
-    with TrafficMeter() as other:
-        thread.start()
-        thread.join()
-    assert other.total_bytes == 0, "a mode is its thread's own"
+
+
+def test_other_threads_are_named_and_take_meters_of_their_own(tmp_path):
+    """A mode is its thread's own: torch shows a meter no operator of another thread."""
+    x, before = torch.randn(100), threading.getprofile()
+    meters = []
+
+    def add(own: bool = False) -> None:
+        with TrafficMeter() if own else contextlib.nullcontext() as meter:
+            meters.append(meter)
+            x.add(1)
+
+    with ThreadPoolExecutor(1, "early") as pool:
+        pool.submit(add).result()
+        with TrafficMeter() as meter:
+            x.add(1)
+            assert (meter.uncounted_threads, meter.total_bytes) == (["early_0"], 800)
+            for name in ("late", "later"):
+                thread = threading.Thread(target=add, name=name)
+                thread.start()
+                thread.join()
+            pool.submit(add, own=True).result()
+        assert (meters[-1].total_bytes, meter.total_bytes) == (800, 800)
+        assert meters[-1].uncounted_threads == ["MainThread"]
+        names = ["early_0", "late", "later"]
+        assert meter.uncounted_threads == meter.as_dict()["uncounted_threads"] == names
+        assert "NOT COUNTED: what 3 other threads ran, if anything: early_0, late, later" in meter.table()
+        meter.to_csv(tmp_path / "traffic.csv")
+        with (tmp_path / "traffic.csv").open(newline="") as file:
+            rows = [row["op"] for row in csv.DictReader(file) if row["phase"] == "uncounted"]
+        assert rows == [f"thread {name}" for name in names]
+        with meter:
+            meter.reset()
+            x.add(1)
+        assert meter.uncounted_threads == ["early_0"]
+    assert threading.getprofile() is before
+    with TrafficMeter() as meter:
+        x.add(1)
+    assert (meter.uncounted_threads, "NOT COUNTED" in meter.table()) == ([], False)
+
+
+def test_somebody_elses_profile_function_is_called_as_before():
+    called: list[str] = []
+    former = threading.getprofile()
+    threading.setprofile(lambda frame, event, argument: called.append(event))
+    try:
+        with TrafficMeter() as meter:
+            thread = threading.Thread(target=lambda: len("ab"), name="profiled")
+            thread.start()
+            thread.join()
+    finally:
+        threading.setprofile(former)
+    assert meter.uncounted_threads == ["profiled"]
+    assert called.count("c_call") > 1
+
+
+def test_meters_that_end_in_another_order_leave_no_profile_function():
+    former = threading.getprofile()
+    first, second, third = TrafficMeter(), TrafficMeter(), TrafficMeter()
+    for meter in (first, second, third):
+        meter._threads.begin()
+    for meter in (second, first, third):
+        meter._threads.end()
+    assert threading.getprofile() is former
+
+
+def test_what_other_threads_do_changes_no_phase_and_no_figure():
+    """A launch outside the dispatcher, a phase that fusedacc names, an optimizer at work."""
+    x, weight = torch.randn(100), nn.Parameter(torch.zeros(100))
+    weight.grad = torch.ones(100)
+    inside, leave = threading.Event(), threading.Event()
+
+    class Slow(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            inside.set()
+            assert leave.wait(60)
+            super().step(closure)
+
+    def work() -> None:
+        with observers.phase("update"):
+            observers.launched("triton::scale_accumulate", [x], [x], 1.0, [True], 1.0)
+            Slow([weight], lr=0.1).step()
+
+    with TrafficMeter() as meter, ThreadPoolExecutor(1) as pool:
+        done = pool.submit(work)
+        assert inside.wait(60)
+        x.add(1)
+        leave.set()
+        done.result()
+    assert meter.as_dict()["by_phase"] == {"forward": 800}
 
 
 def test_figures_agree_with_each_other(tmp_path):

@@ -22,6 +22,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
     is_traceable_wrapper_subclass,
     is_traceable_wrapper_subclass_type,
 )
@@ -40,6 +41,7 @@ from .operands import (
     tensors_in,
 )
 from .report import Cell, Counts
+from .threads import Threads
 
 #: What an operand is. Parameters' own traffic is the first three together.
 KINDS = ("weights", "gradients", "optimizer", "other")
@@ -59,6 +61,9 @@ class TrafficMeter(TorchDispatchMode):
     expanded tensor counts the elements it really has. An operator without a rule is not guessed at: it is in
     `uncounted`, by name. Regions under `torch.compile` run as they are written while the meter is on; the
     backward of a forward that ran compiled before is in `uncounted`, and `fullgraph=True` torch refuses then.
+
+    Counted is the thread that has entered the meter, with the backwards that it calls, wherever they run.
+    Other threads are in `uncounted_threads`: enter a meter of its own in each.
 
     Each byte has a **phase**: "backward" inside autograd's engine, but "accumulate" where a leaf's gradient
     is cast, stored or added (AccumulateGrad, its hooks and the cast before it, the engine's final callbacks,
@@ -90,8 +95,10 @@ class TrafficMeter(TorchDispatchMode):
         self._kinds: dict[int, str] = {}
         self._open: dict[int, dict[tuple[str, str, str], list[int]]] = {}
         self._counts = Counts()
+        self._threads = Threads()
         self._named: list[str] = []
-        self._observed: list[str] = []
+        #: What fusedacc says that it does, by thread.
+        self._observed: dict[int, list[str]] = {}
         #: Steps of optimizers that run: thread, graph task and Python frame.
         self._steps: list[tuple[int, int, Any]] = []
         self._compiled = ""
@@ -133,11 +140,18 @@ class TrafficMeter(TorchDispatchMode):
         """Operators that have no rule, with the number of their calls. Their bytes are in no figure."""
         return dict(self._counts.uncounted)
 
+    @property
+    def uncounted_threads(self) -> list[str]:
+        """Names of the Python threads that were alive while the meter was on, and whose operators it did not
+        see, if they ran any."""
+        return self._threads.unseen()
+
     def counts(self) -> Counts:
         """A copy of the counts as they stand, every byte with the kind that is known by now."""
         with self._lock:
             self._forget_the_gone()
             copy = self._counts.copy()
+            copy.threads = self.uncounted_threads
             for key, cells in self._open.items():
                 copy.book(cells, self._kinds.get(key, "other"))
             return copy
@@ -151,7 +165,7 @@ class TrafficMeter(TorchDispatchMode):
             `by_phase_and_kind`: bytes by kind, in a dict for each phase;
             `by_op`: `calls`, `read_bytes`, `written_bytes` and `total_bytes` of each operator;
             `by_phase_and_op`: the same and `by_kind`, in a dict for each phase;
-            `uncounted`: calls by name.
+            `uncounted`: calls by name; `uncounted_threads`: names.
         """
         return self.counts().as_dict()
 
@@ -166,7 +180,7 @@ class TrafficMeter(TorchDispatchMode):
         """Writes one line per phase, operator, kind and device: bytes read and written.
 
         `calls` is of the operator in the phase, over all kinds and devices. Operators that were not counted
-        are in a phase "uncounted", without bytes.
+        are in a phase "uncounted", without bytes, and so are threads, by name and without calls.
         """
         self.counts().to_csv(Path(path))
 
@@ -175,6 +189,7 @@ class TrafficMeter(TorchDispatchMode):
         with self._lock:
             self._counts = Counts()
             self._open.clear()
+            self._threads.clear()
 
     # What is watched
 
@@ -184,6 +199,7 @@ class TrafficMeter(TorchDispatchMode):
         if self in observers.watching:
             raise RuntimeError("this TrafficMeter is on already: enter another one, or name a phase")
         self._know_gradients()
+        self._threads.begin()
         self._handles = [
             register_optimizer_step_pre_hook(self._step_begins),
             register_optimizer_step_post_hook(self._step_ends),
@@ -194,6 +210,7 @@ class TrafficMeter(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         observers.watching.remove(self)
+        self._threads.end()
         self._steps.clear()
         for handle in self._handles:
             handle.remove()
@@ -202,6 +219,7 @@ class TrafficMeter(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        self._threads.saw()
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # its own dispatch unwraps it, and what that calls comes here
         if not isinstance(func, OpOverload):  # a higher-order operator
@@ -237,13 +255,11 @@ class TrafficMeter(TorchDispatchMode):
         keep: float | Tensor,
     ) -> None:
         """A kernel of ours was launched outside the dispatcher."""
-        with self._lock:
-            self._book(kernel, "fusedacc", accumulation(accumulators, gradients, (scale, keep), overwrite))
+        self._book_launch(kernel, accumulation(accumulators, gradients, (scale, keep), overwrite))
 
     def measured(self, kernel: str, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
         """A kernel of ours that only reads its tensors was launched outside the dispatcher."""
-        with self._lock:
-            self._book(kernel, "fusedacc", measurement(tensors, results))
+        self._book_launch(kernel, measurement(tensors, results))
 
     def rows_added(
         self,
@@ -255,28 +271,33 @@ class TrafficMeter(TorchDispatchMode):
         padding: int,
     ) -> None:
         """A kernel of ours that adds into rows of a table was launched outside the dispatcher."""
-        with self._lock:
-            self._book_launch(kernel, rows_accumulation(table, indices, gradients, scale, padding))
+        self._book_launch(kernel, rows_accumulation(table, indices, gradients, scale, padding))
 
     def rows_measured(self, kernel: str, table: Tensor, indices: Tensor, results: Sequence[Tensor]) -> None:
         """A kernel of ours that reads rows of a table was launched outside the dispatcher."""
-        with self._lock:
-            self._book_launch(kernel, rows_measurement(table, indices, results))
+        self._book_launch(kernel, rows_measurement(table, indices, results))
+
+    def _is_on(self) -> bool:
+        """Whether this thread's operators are counted."""
+        return self in _get_current_dispatch_mode_stack()
 
     def enter_phase(self, name: str) -> None:
         """fusedacc says what it does; a name given by the user goes before."""
-        self._observed.append(name)
+        self._observed.setdefault(threading.get_ident(), []).append(name)
 
     def leave_phase(self) -> None:
         """The end of `enter_phase`."""
-        self._observed.pop()
+        thread = threading.get_ident()
+        self._observed[thread].pop()
+        if not self._observed[thread]:
+            del self._observed[thread]
 
     # Phases
 
     def _automatic(self, namespace: str, touches_gradients: bool, casts_gradient: bool) -> str:
         """The phase, whatever name the user has given it."""
-        if self._observed:
-            return self._observed[-1]
+        if threading.get_ident() in self._observed:
+            return self._observed[threading.get_ident()][-1]
         task = torch._C._current_graph_task_id()
         if self._in_step(task):
             return "update"
@@ -300,6 +321,8 @@ class TrafficMeter(TorchDispatchMode):
         return False
 
     def _step_begins(self, optimizer: Optimizer, *_: Any) -> None:
+        if not self._is_on():
+            return
         with self._lock:
             for leaf in _leaves_of(optimizer):
                 self._know(leaf)
@@ -387,10 +410,13 @@ class TrafficMeter(TorchDispatchMode):
         return any(leaf.shape == result.shape and _grad_dtype(leaf) == result.dtype for leaf in leaves)
 
     def _book_launch(self, kernel: str, moved: Sequence[Operand] | None) -> None:
-        if moved is None:
-            self._counts.uncounted[kernel] += 1
-        else:
-            self._book(kernel, "fusedacc", moved)
+        if not self._is_on():
+            return  # of another thread, whose operators are not counted either
+        with self._lock:
+            if moved is None:
+                self._counts.uncounted[kernel] += 1
+            else:
+                self._book(kernel, "fusedacc", moved)
 
     def _book(self, op: str, namespace: str, moved: Sequence[Operand], casts_gradient: bool = False) -> None:
         keys = [None if operand.tensor is None else self._key(operand.tensor) for operand in moved]

@@ -38,11 +38,12 @@ class Place(NamedTuple):
 
 @dataclass
 class Counts:
-    """Bytes by place, calls by (phase, operator), and the operators that could not be counted."""
+    """Bytes by place, calls by (phase, operator), and the operators and threads that could not be counted."""
 
     cells: dict[Place, Cell] = field(default_factory=dict)
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     uncounted: Counter[str] = field(default_factory=Counter)
+    threads: list[str] = field(default_factory=list)
 
     def add(self, phase: str, op: str, kind: str, device: str, cell: Cell) -> None:
         place = Place(phase, op, kind, device)
@@ -54,7 +55,7 @@ class Counts:
             self.add(phase, op, kind, device, Cell(read, written))
 
     def copy(self) -> Counts:
-        return Counts(dict(self.cells), Counter(self.calls), Counter(self.uncounted))
+        return Counts(dict(self.cells), Counter(self.calls), Counter(self.uncounted), list(self.threads))
 
     @property
     def total(self) -> int:
@@ -95,6 +96,7 @@ class Counts:
             "by_op": by_op,
             "by_phase_and_op": by_phase_and_op,
             "uncounted": dict(self.uncounted),
+            "uncounted_threads": list(self.threads),
         }
 
     def _only(self, phase: str, op: str) -> Counts:
@@ -122,6 +124,9 @@ class Counts:
         if self.uncounted:
             names = ", ".join(f"{op} ({count} calls)" for op, count in self.uncounted.most_common())
             lines.append(f"NOT COUNTED, for want of a rule: {names}")
+        if self.threads:
+            names = ", ".join(self.threads)
+            lines.append(f"NOT COUNTED: what {len(self.threads)} other threads ran, if anything: {names}")
         return "\n".join(lines)
 
     def to_csv(self, path: Path) -> None:
@@ -133,6 +138,8 @@ class Counts:
                 writer.writerow([*place, self.calls[place.phase, place.op], *cell])
             for op, count in sorted(self.uncounted.items()):
                 writer.writerow(["uncounted", op, "", "", count, "", ""])
+            for thread in self.threads:
+                writer.writerow(["uncounted", f"thread {thread}", "", "", "", "", ""])
 
 
 def _figures(cell: Cell, calls: int) -> dict[str, int]:
