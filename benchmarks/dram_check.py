@@ -34,6 +34,8 @@ from fusedacc.functional import prepare
 SCALE = 0.125
 TOLERANCE = 0.05
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
+#: Pieces of 32 bytes that were written to the L2 cache: more than were written, where stores half fill them.
+SECTORS, SECTOR_BYTES = "lts__t_sectors_op_write.sum", 32
 UNITS = {"byte": 1, "Kbyte": 10**3, "Mbyte": 10**6, "Gbyte": 10**9, "Tbyte": 10**12}
 #: A process that imports torch, fills its tensors and calls twice, under the profiler.
 SECONDS = 90
@@ -129,11 +131,12 @@ def launch(name: str, elements: int, device: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Bytes that the DRAM counters saw, over `kernels` launches."""
+    """Bytes that the DRAM counters saw, over `kernels` launches, and sectors written to L2."""
 
     read: int
     written: int
     kernels: int
+    sectors: int = 0
 
 
 def parse(text: str) -> Traffic:
@@ -149,8 +152,11 @@ def parse(text: str) -> Traffic:
     listing = [line for line in lines[start:] if line.startswith('"')]
     sums = dict.fromkeys(METRICS, 0.0)
     kernels: dict[str, set[str]] = {metric: set() for metric in METRICS}
+    sectors = 0.0
     for found in csv.DictReader(io.StringIO("\n".join(listing))):
         metric = found["Metric Name"]
+        if metric == SECTORS:
+            sectors += float(found["Metric Value"].replace(",", ""))
         if metric not in sums:
             continue
         unit, value = found["Metric Unit"], found["Metric Value"]
@@ -166,7 +172,7 @@ def parse(text: str) -> Traffic:
         raise ValueError(
             f"ncu listed {read} for {len(kernels[read])} kernels, {written} for {len(kernels[written])}"
         )
-    return Traffic(round(sums[read]), round(sums[written]), len(kernels[read]))
+    return Traffic(round(sums[read]), round(sums[written]), len(kernels[read]), round(sectors))
 
 
 def unavailable(said: str) -> str | None:
@@ -195,7 +201,7 @@ def profile(name: str, elements: int, device: str) -> tuple[Traffic, dict]:
         raise CountersUnavailable("ncu (Nsight Compute) is not on PATH")
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
-        command = [ncu, "--metrics", ",".join(METRICS), "--csv", "--print-units", "base"]
+        command = [ncu, "--metrics", ",".join((*METRICS, SECTORS)), "--csv", "--print-units", "base"]
         command += ["--profile-from-start", "off", "--target-processes", "all"]
         command += ["--cache-control", "none", "--clock-control", "none", "--log-file", str(log)]
         command += [sys.executable, __file__, "--launch", name]
@@ -239,6 +245,9 @@ def check_row(case: Case, name: str, measured: Traffic, counted: dict) -> Row:
         f"goal: within {TOLERANCE:.0%}; read {measured.read} of {counted['read_bytes']} counted, "
         f"written {measured.written} of {counted['written_bytes']}"
     )
+    if measured.sectors:
+        share = measured.sectors * SECTOR_BYTES / max(counted["written_bytes"], 1)
+        note += f"; {share:.2f} times the bytes written went to L2 in sectors of {SECTOR_BYTES}"
     if counted["uncounted"]:
         note += "; not counted: " + ", ".join(counted["uncounted"])
     return common.row(

@@ -1,35 +1,38 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in five parts of at most ten minutes each. Needs no network.
+# Everything that needs a GPU, in parts of at most ten minutes each. Needs no network.
 #
 #   benchmarks/gpu_run.sh [PART]
 #
+#   first  what a first run on a new machine is to settle: the cuda tests, variants of the kernel, L2 and DRAM
+#          counters, kernels and two models, memcheck, from how many bytes on a gradient is best added at once
 #   1  build, what runs here, the cuda tests, the demo
 #   2  a few small tests under compute-sanitizer: memcheck, racecheck, initcheck
-#   3  the kernels' figures, and the byte counter against the DRAM counters where ncu can read them
+#   3  the kernels' and the update's figures, and the byte counter against the DRAM counters where ncu can read them
 #   4  the figures of whole models, training, the wrapper's window and peak memory
 #   5  the figures of Linear and Embedding: products and rows alone, and through the wrapper
 #
-# Without PART: all of them in turn. Every part builds first, which takes seconds once it is built.
+# Without PART: 1 to 5 in turn. Every part builds first, which takes seconds once it is built. Where a machine is
+# to be had for half an hour: first, then 3, then the others by what is still to be known.
 #
 # Each step has a limit of its own, and one that fails does not stop the next. Exit status: 0 if every step
 # passed or was skipped, 1 if one failed or ran out of time, 2 if there is no such part.
 #
-# OUT      where everything goes (default build/gpu), at most seven files: results.csv, which gets each row as
-#          soon as it is measured, summary.txt with a line per step, and part1.log to part5.log
+# OUT      where everything goes (default build/gpu), at most eight files: results.csv, which gets each row as
+#          soon as it is measured, summary.txt with a line per step, partfirst.log and part1.log to part5.log
 # EFFORT   quick (records nothing), short or full (default short): how much the figures take in
 # PYTHON   the interpreter (default python3); it has torch
 # DRY_RUN  1: print each step, with its limit in seconds, and do nothing
 #
-# In a copy that is no git checkout, FUSEDACC_COMMIT says which commit the rows are of.
+# In a copy that is no git checkout, FUSEDACC_COMMIT must say which commit the rows are of.
 set -uo pipefail
 OUT=${OUT:+$(realpath -m "$OUT")}
 cd "$(dirname "$0")/.." || exit
 OUT=${OUT:-build/gpu}
 
-PARTS=(1 2 3 4 5)
+PARTS=(first 1 2 3 4 5)
 part=${1:-all}
 if [ $# -gt 1 ] || [[ " all ${PARTS[*]} " != *" $part "* ]]; then
-  echo "no part '$*'; allowed: ${PARTS[*]}, or none for all" >&2
+  echo "no part '$*'; allowed: ${PARTS[*]}, or none for 1 to 5" >&2
   exit 2
 fi
 case ${EFFORT:=short} in
@@ -41,7 +44,16 @@ case ${EFFORT:=short} in
     ;;
 esac
 
-export SYSTEM_PYTHON=1 FORCE_CUDA=1 TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-9.0}
+if [ ! -e .git ] && [ -z "${FUSEDACC_COMMIT:-}" ]; then
+  echo "this is no git checkout: say which commit it is of in FUSEDACC_COMMIT" >&2
+  exit 2
+fi
+
+# nvcc, compute-sanitizer and ncu may be installed and not on PATH.
+for folder in "${CUDA_HOME:-/usr/local/cuda}"/{bin,compute-sanitizer} /opt/nvidia/nsight-compute/*; do
+  [ -d "$folder" ] && PATH=$PATH:$folder
+done
+export FORCE_CUDA=1 TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-9.0}
 export PYTHON=${PYTHON:-python3} PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 export MAX_JOBS=${MAX_JOBS:-$(nproc)} TQDM_MININTERVAL=${TQDM_MININTERVAL:-15}
 DRY_RUN=${DRY_RUN:-0}
@@ -94,8 +106,24 @@ shorten() { # shorten LOG BYTES: cuts the middle out of what follows the first B
   } >"$scratch/log" && cat "$scratch/log" >"$1"
 }
 
-build() { # build SECONDS. Again even if Make thinks it is built: that may have been without CUDA.
-  step build "$1" make --always-make build
+build() { # build SECONDS
+  step build "$1" "$PYTHON" setup.py build_ext --inplace
+}
+
+gpu_tests() { # gpu_tests SECONDS: eight at a time where pytest-xdist is there
+  local paths=(tests/cuda tests/test_contract_optimizers.py tests/test_bench_kernels.py tests/test_bench_training.py)
+  local parallel=()
+  "$PYTHON" -c 'import xdist' 2>/dev/null && parallel=(-n 8)
+  step tests "$1" "$PYTHON" -m pytest -q -rs --durations=10 -p no:cacheprovider ${parallel[@]+"${parallel[@]}"} \
+    -m cuda "${paths[@]}"
+}
+
+variants() { # variants SECONDS
+  step variants "$1" bash -c '
+set -e
+for model in resnet50 gpt2; do "$PYTHON" benchmarks/parameter_lists.py $model >"$0/$model"; done
+nvcc -O3 -std=c++17 -fmad=false -arch=native benchmarks/gpu_variants.cu -o "$0/variants"
+"$0/variants" "$0/resnet50" "$0/gpt2"' "$scratch"
 }
 
 backends() { # Tests of a backend that cannot run are skipped, so this fails where one cannot.
@@ -128,12 +156,27 @@ figures() { # figures NAME SECONDS [OPTION...]
     --results "$OUT/results.csv"
 }
 
+part_first() {
+  step machine 10 nvidia-smi
+  build 75
+  step info 30 "$PYTHON" -m fusedacc info
+  backends
+  gpu_tests 120
+  variants 50
+  figures dram_check 60 --elements $((1 << 28)) --cases "fusedacc cuda bf16,torch mixed add_"
+  figures kernels 70 --sizes 1Ki,1Mi,64Mi,1Gi --dtypes bfloat16:float32,float32:float32 \
+    --providers "fusedacc cuda,fusedacc triton,add_,torch._foreach_add_,foreach cast and add"
+  figures models 50 --models resnet50,gpt2 --settings bfloat16
+  sanitize memcheck 50
+  figures at_once 35
+}
+
 part_1() {
   step machine 20 nvidia-smi
   build 90
   step info 60 "$PYTHON" -m fusedacc info
   backends
-  step tests 230 "$PYTHON" -m pytest -q -rs --durations=10 -p no:cacheprovider -m cuda tests
+  gpu_tests 230
   step python_hooks 50 env FUSEDACC_NATIVE_HOOKS=0 "$PYTHON" -m pytest -q -p no:cacheprovider tests/cuda/test_model_cuda.py
   step demo 100 "$PYTHON" examples/byte_transformer.py --device cuda --out "$scratch/demo"
 }
@@ -148,8 +191,9 @@ part_2() {
 
 part_3() {
   build 60
-  figures kernels 310
-  figures dram_check 200
+  figures kernels 300
+  figures dram_check 110 --cases "fusedacc cuda bf16,fusedacc cuda f32,fusedacc triton bf16,torch mixed add_"
+  figures update 100
 }
 
 part_4() {
@@ -171,7 +215,7 @@ part_5() {
 }
 
 if [ "$part" = all ]; then
-  chosen=("${PARTS[@]}")
+  chosen=("${PARTS[@]:1}")
 else
   chosen=("$part")
 fi

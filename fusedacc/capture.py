@@ -75,7 +75,7 @@ class Capture(Arming):
             self._flush_shared(task, [slot])
             self.arena.add_odd(slot, gradient, self._scale_of(task))
             return SWALLOWED
-        if not sole or (slot.nbytes >= hooks.LARGE_BYTES and not self.arena.may_adopt(slot, gradient)):
+        if not sole or (hooks.is_large(slot) and not self.arena.may_adopt(slot, gradient)):
             self._flush_shared(task, [slot])
             self._add(task, [slot], [gradient])
             return SWALLOWED
@@ -88,7 +88,7 @@ class Capture(Arming):
         elif bucket.stream != stream:
             self.flush_bucket(identity, bucket)
             bucket.stream = stream
-        bucket.put(slot, slot.param, gradient, slot.nbytes if slot.nbytes < hooks.LARGE_BYTES else 0)
+        bucket.put(slot, slot.param, gradient, 0 if hooks.is_large(slot) else slot.nbytes)
         return SWALLOWED
 
     def node_of(self, slot: Slot) -> Any:

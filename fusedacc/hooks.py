@@ -17,8 +17,10 @@ from .slot import Slot
 
 #: Pending gradients are added when a bucket holds this many bytes.
 BUCKET_BYTES = 25 * 2**20
-#: A gradient of at least this many bytes is added at once, while it is in the cache.
-LARGE_BYTES = 2**20
+#: A gradient of at least this many bytes, by type of device, is added at once: on a CPU while it is in the
+#: cache. On a GPU a launch of 1 MiB does not fill the chip, and costs the host as much as one of a whole
+#: bucket; what is best there has not been measured yet (`benchmarks/at_once.py`).
+LARGE_BYTES = {"cpu": 2**20, "cuda": 2**24}
 
 #: A hook's answers: autograd stores the gradient, or nothing.
 LET_THROUGH = None
@@ -155,7 +157,7 @@ def make_hook(
     current_task, python_count, tensor_count = task_id, sys.getrefcount, tensor_references
     python_limit, tensor_limit = references()
     on_cuda = slot.lane[0].type == "cuda"
-    if nbytes >= LARGE_BYTES:
+    if is_large(slot):
         open_buckets = {}
 
     def hook(gradients: tuple) -> tuple | None:
@@ -183,6 +185,11 @@ def make_hook(
         return LET_THROUGH if owner is None else owner.receive(slot, gradient, sole)
 
     return hook
+
+
+def is_large(slot: Slot) -> bool:
+    """Whether the parameter's gradients are added at once, unless they may become the sum."""
+    return slot.nbytes >= LARGE_BYTES.get(slot.lane[0].type, LARGE_BYTES["cpu"])
 
 
 def raw_stream(gradient: Tensor) -> int:

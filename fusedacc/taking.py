@@ -60,7 +60,7 @@ class Taking:
             return
         at_once = self._arena.launches.select(slot.lane).backend.name == "cpu"
         index = self._order.setdefault(slot, len(self._order)) if at_once else -1
-        large = slot.nbytes >= hooks.LARGE_BYTES
+        large = hooks.is_large(slot)
         shared = slot.accumulate_dtype, self._direct, self.lane(slot), self._tasks
         slot.native = self._native.attach(node, slot, index, slot.nbytes, large, *shared)
         slot.set_odd(slot.odd)

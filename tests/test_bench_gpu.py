@@ -34,10 +34,12 @@ def line(index: int, kernel: str, metric: str, unit: str, value: str) -> str:
 
 
 READ, WRITTEN = "dram__bytes_read.sum", "dram__bytes_write.sum"
+SECTORS = "lts__t_sectors_op_write.sum"
 TWO_KERNELS = (
     LISTING
     + line(0, "flat_kernel<(int)1>(fusedacc::Flat, int)", READ, "byte", "6,442,450,944")
     + line(0, "flat_kernel<(int)1>(fusedacc::Flat, int)", WRITTEN, "byte", "4,294,967,296")
+    + line(0, "flat_kernel<(int)1>(fusedacc::Flat, int)", SECTORS, "sector", "134,217,728")
     + line(1, "multi_tensor_apply_kernel", READ, "Kbyte", "2.5")
     + line(1, "multi_tensor_apply_kernel", WRITTEN, "byte", "0")
     + "==PROF== Disconnected from process 2583\n"
@@ -87,6 +89,7 @@ def test_every_part_builds_first_and_ends_within_ten_minutes(tmp_path):
     for part, name, limit, _ in steps(OUT=str(tmp_path / "out")):
         parts.setdefault(part, []).append((name, limit))
     assert list(parts) == ["part 1", "part 2", "part 3", "part 4", "part 5"]
+    parts["part first"] = [(name, limit) for _, name, limit, _ in steps("first")]
     for part, found in parts.items():
         assert sum(limit for _, limit in found) <= PART_SECONDS, part
         assert "build" in [name for name, _ in found][:2], part
@@ -97,6 +100,7 @@ def test_every_part_builds_first_and_ends_within_ten_minutes(tmp_path):
         "racecheck",
         "initcheck",
         "kernels",
+        "update",
         "dram_check",
         "models",
         "training",
@@ -107,9 +111,86 @@ def test_every_part_builds_first_and_ends_within_ten_minutes(tmp_path):
 
 def test_a_part_is_its_own_steps_with_the_effort_asked_for():
     chosen = steps("3", EFFORT="full")
-    assert [name for _, name, _, _ in chosen] == ["build", "kernels", "dram_check"]
+    assert [name for _, name, _, _ in chosen] == ["build", "kernels", "dram_check", "update"]
     assert all("--full" in command for _, _, _, command in chosen[1:])
     assert not any("--full" in command for _, _, _, command in steps("3"))
+
+
+def test_the_first_part_settles_things_in_their_order(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    chosen = {name: command for _, name, _, command in steps("first")}
+    order = "machine build info backends tests variants dram_check kernels models memcheck at_once"
+    assert list(chosen) == order.split()
+    # What is asked for by name is there: a wrong name would be found on the GPU only.
+    common, cases = importlib.import_module("common"), importlib.import_module("kernel_cases")
+    asked = dict(
+        re.findall(r"--(sizes|dtypes|providers|cases|models|settings) (.*?)(?= --|$)", chosen["kernels"])
+    )
+    common.chosen(asked["sizes"], cases.SIZES, "size")
+    common.chosen(asked["dtypes"], tuple(cases.DTYPES), "dtypes")
+    common.chosen(asked["providers"], importlib.import_module("kernels").PROVIDERS, "provider")
+    (settings,) = re.findall(r"--settings (\S+)", chosen["models"])
+    common.chosen(settings, importlib.import_module("models").SETTINGS, "setting")
+    checks = importlib.import_module("dram_check").CHECKS
+    for command in (
+        chosen["dram_check"],
+        *(command for _, name, _, command in steps("3") if name == "dram_check"),
+    ):
+        (named,) = re.findall(r"--cases (.*?) --results", command)
+        assert 2 <= len(common.chosen(named, list(checks), "case")) <= 4
+
+
+def test_the_tests_are_named_and_every_file_of_gpu_tests_is_among_them():
+    (command,) = [command for _, name, _, command in steps("first") if name == "tests"]
+    named = command.split("-m cuda ")[1].split()
+    marked = {
+        str(file.relative_to(ROOT))
+        for file in (ROOT / "tests").rglob("test_*.py")
+        if re.search(r"^(@|pytestmark = )pytest\.mark\.cuda$", file.read_text(), re.MULTILINE)
+    }
+    assert marked
+    assert all(any(file == path or file.startswith(f"{path}/") for path in named) for file in marked)
+
+
+def test_a_copy_without_git_must_say_its_commit(tmp_path):
+    (tmp_path / "benchmarks").mkdir()
+    copied = executable(tmp_path / "benchmarks" / "gpu_run.sh", SCRIPT.read_text())
+    refused = run("bash", copied, "first", DRY_RUN="1", FUSEDACC_COMMIT="")
+    assert refused.returncode == 2
+    assert "FUSEDACC_COMMIT" in refused.stderr
+    assert run("bash", copied, "first", DRY_RUN="1", FUSEDACC_COMMIT="abc").returncode == 0
+
+
+def test_tools_beside_the_path_are_found(tmp_path):
+    """As where an image has them installed and leaves PATH alone."""
+    home = tmp_path / "cuda"
+    (home / "bin").mkdir(parents=True)
+    executable(home / "bin" / "compute-sanitizer", '#!/bin/sh\necho "sanitizer $*"\n')
+    python = executable(tmp_path / "python-stub", "#!/bin/sh\n")
+    out = tmp_path / "out"
+    found = run(
+        "bash", SCRIPT, "2", PATH="/usr/bin:/bin", CUDA_HOME=str(home), PYTHON=str(python), OUT=str(out)
+    )
+    assert found.returncode == 0, found.stdout
+    assert "skipped" not in (out / "summary.txt").read_text()
+
+
+def test_sizes_for_the_bench_of_variants_are_one_a_line():
+    found = run(sys.executable, ROOT / "benchmarks" / "parameter_lists.py", "gpt2")
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.splitlines()[:3] == ["38597376", "786432", "768"]
+    assert "one of resnet50" in run(sys.executable, ROOT / "benchmarks" / "parameter_lists.py").stderr
+
+
+def test_limits_from_which_gradients_are_added_at_once_are_measured_and_put_back(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    at_once, common = importlib.import_module("at_once"), importlib.import_module("common")
+    before = dict(at_once.hooks.LARGE_BYTES)
+    results = common.Results(None)
+    at_once.figures(results, "quick", mebibytes=(1, 16))
+    assert [row.provider for row in results.rows] == ["from 1 MiB", "from 16 MiB"]
+    assert all(row.median and row.launches for row in results.rows)
+    assert before == at_once.hooks.LARGE_BYTES
 
 
 def test_models_that_only_a_gpu_has_room_for_are_run(monkeypatch):
@@ -123,8 +204,8 @@ def test_models_that_only_a_gpu_has_room_for_are_run(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "variables", "named"),
     [
-        (["7"], {}, "no part '7'; allowed: 1 2 3 4 5"),
-        (["1", "2"], {}, "no part '1 2'; allowed: 1 2 3 4 5"),
+        (["7"], {}, "no part '7'; allowed: first 1 2 3 4 5"),
+        (["1", "2"], {}, "no part '1 2'; allowed: first 1 2 3 4 5"),
         ([], {"EFFORT": "huge"}, "EFFORT=huge; allowed: quick, short, full"),
     ],
 )
@@ -136,7 +217,7 @@ def test_bad_arguments_are_answered_with_what_is_allowed(arguments, variables, n
 
 STUB = """#!/usr/bin/env bash
 case "$*" in
-  *"-m cuda tests"*) head -c 900000 /dev/zero | tr '\\0' x; echo; echo the end of the tests ;;
+  *"-m cuda tests/cuda"*) head -c 900000 /dev/zero | tr '\\0' x; echo; echo the end of the tests ;;
   *benchmarks/models.py*) echo no models; exit 3 ;;
   *dram_check.py*) echo skipped: no counters; exit 77 ;;
 esac
@@ -158,8 +239,7 @@ def test_a_step_that_fails_stops_nothing_and_few_files_remain(tmp_path):
     tools = tmp_path / "tools"
     tools.mkdir()
     python = executable(tools / "python-stub", STUB)
-    for name in ("make", "nvidia-smi"):
-        executable(tools / name, "#!/bin/sh\n")
+    executable(tools / "nvidia-smi", "#!/bin/sh\n")
     executable(tools / "timeout", TIMEOUT)
     executable(tools / "compute-sanitizer", '#!/bin/sh\necho "sanitizer $*"\n')
     out = tmp_path / "out"
@@ -183,11 +263,11 @@ def test_a_step_that_fails_stops_nothing_and_few_files_remain(tmp_path):
 
 
 def test_without_the_sanitizer_its_steps_are_skipped(tmp_path):
-    for name in ("make", "python-stub"):
-        executable(tmp_path / name, "#!/bin/sh\n")
+    executable(tmp_path / "python-stub", "#!/bin/sh\n")
     out = tmp_path / "out"
     path = os.pathsep.join([str(tmp_path), "/usr/bin", "/bin"])
-    found = run("bash", SCRIPT, "2", PATH=path, PYTHON=str(tmp_path / "python-stub"), OUT=str(out))
+    python = str(tmp_path / "python-stub")
+    found = run("bash", SCRIPT, "2", PATH=path, CUDA_HOME=str(tmp_path), PYTHON=python, OUT=str(out))
     assert found.returncode == 0, found.stdout
     assert (out / "summary.txt").read_text().count("skipped") == 3
 
@@ -196,7 +276,7 @@ def test_without_the_sanitizer_its_steps_are_skipped(tmp_path):
 
 
 def test_listings_are_summed_over_kernels_and_units(dram_check):
-    assert dram_check.parse(TWO_KERNELS) == dram_check.Traffic(6_442_450_944 + 2500, 4_294_967_296, 2)
+    assert dram_check.parse(TWO_KERNELS) == dram_check.Traffic(6_442_450_944 + 2500, 4_294_967_296, 2, 2**27)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +299,7 @@ FAKE_NCU = """#!{python}
 import subprocess, sys
 arguments = sys.argv[1:]
 listing, status = {listing!r}, 1
-assert arguments[arguments.index("--metrics") + 1] == "dram__bytes_read.sum,dram__bytes_write.sum"
+assert arguments[arguments.index("--metrics") + 1] == {metrics!r}
 if "==ERROR==" not in listing:
     status = subprocess.run(arguments[arguments.index(sys.executable) :]).returncode
 open(arguments[arguments.index("--log-file") + 1], "w").write(listing)
@@ -235,7 +315,12 @@ def measured(dram_check, monkeypatch, tmp_path):
         monkeypatch.setenv("PATH", str(tmp_path))
         monkeypatch.delenv("FUSEDACC_COMMIT", raising=False)
         if listing is not None:
-            executable(tmp_path / "ncu", FAKE_NCU.format(python=sys.executable, listing=listing))
+            executable(
+                tmp_path / "ncu",
+                FAKE_NCU.format(
+                    python=sys.executable, listing=listing, metrics=f"{READ},{WRITTEN},{SECTORS}"
+                ),
+            )
         results = dram_check.common.Results(tmp_path / "results.csv")
         dram_check.figures(results, "short", names, elements)
         with (tmp_path / "results.csv").open(newline="") as file:
@@ -260,6 +345,9 @@ def test_the_counters_are_held_against_the_bytes_counted(dram_check, off, uncoun
     assert row.speedup == pytest.approx(off)
     assert (row.metric, row.unit, row.reached) == ("bytes", "B", reached)
     assert row.note.startswith("goal: within 5%; read 6000 of 6000 counted")
+    halved = dram_check.dataclasses.replace(seen, sectors=250)
+    row = dram_check.check_row(dram_check.Case("dram", "case"), "name", halved, counted)
+    assert "2.00 times the bytes written went to L2" in row.note
     assert ("aten.new_op" in row.note) == bool(uncounted)
 
 

@@ -16,7 +16,7 @@ LAYERS = 100
 def each_alone(monkeypatch):
     """Every gradient is a large one, and all come to hooks in Python, as on a GPU."""
     monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", "0")
-    monkeypatch.setattr(hooks, "LARGE_BYTES", 1)
+    monkeypatch.setitem(hooks.LARGE_BYTES, "cpu", 1)
 
 
 @pytest.fixture
@@ -61,3 +61,14 @@ def test_lists_that_are_never_used_again_are_let_go(monkeypatch):
     assert seen[:3] == [30, 60, 90]
     assert max(seen) <= 2 * LAYERS
     assert launches.bindings
+
+
+def test_what_is_large_depends_on_the_device(monkeypatch):
+    class Slot:
+        def __init__(self, kind: str, nbytes: int) -> None:
+            self.lane, self.nbytes = (torch.device(kind, 0),), nbytes
+
+    assert [hooks.is_large(Slot("cpu", size)) for size in (2**20 - 1, 2**20)] == [False, True]
+    assert [hooks.is_large(Slot("cuda", size)) for size in (2**20, 2**24)] == [False, True]
+    monkeypatch.setitem(hooks.LARGE_BYTES, "cuda", 2**25)
+    assert not hooks.is_large(Slot("cuda", 2**24))

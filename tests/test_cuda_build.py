@@ -210,3 +210,22 @@ def test_registers_and_spills(name: str, count: int, tmp_path: Path) -> None:
     frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", said)
     assert len(frames) == len(registers)
     assert set(frames) == {("0", "0", "0")}
+
+
+def test_the_bench_of_variants_compiles_without_warnings(tmp_path: Path) -> None:
+    source, program = ROOT / "benchmarks" / "gpu_variants.cu", tmp_path / "variants"
+    flags = [
+        "-std=c++17",
+        "-O3",
+        "-fmad=false",
+        "-arch=sm_90",
+        "-Werror",
+        "all-warnings",
+        "-Xcompiler",
+        "-Wall",
+    ]
+    result = subprocess.run(
+        [NVCC, *flags, source, "-o", program], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert program.exists()

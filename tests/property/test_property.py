@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fusedacc
-from fusedacc import native_hooks
+from fusedacc import hooks, native_hooks
 from fusedacc.update import Update
 
 from .events import random_case
@@ -64,7 +64,7 @@ def shrink_buckets(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if seed % 3 == 1:
         monkeypatch.setattr("fusedacc.hooks.BUCKET_BYTES", 100)
     if seed % 3 == 2:
-        monkeypatch.setattr("fusedacc.hooks.LARGE_BYTES", 64)
+        monkeypatch.setitem(hooks.LARGE_BYTES, "cpu", 64)
 
 
 def choose_hooks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,90 @@
+"""From how many bytes on a gradient is best added at once, on a GPU: windows of one model, by that limit.
+
+    python benchmarks/at_once.py [--model gpt2] [--mebibytes 1,16,32]
+
+bfloat16 parameters behind one cheap node, whose backward hands each a fresh gradient; each way has a limit of
+`fusedacc.hooks` of its own. Rows of benchmark "at_once" have the device's time, the host's and the launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from unittest import mock
+
+import common
+import parameter_lists
+import torch
+from common import Case, Results, Variant, measure
+from torch import nn
+from wrapper_window import STEPS, OneNode
+
+import fusedacc
+from fusedacc import hooks
+from fusedacc.traffic import TrafficMeter
+
+ROUNDS = {"quick": 3, "short": 11, "full": 31}
+MEBIBYTES = (1, 16, 32)
+
+
+class Listed(nn.Module):
+    """Parameters of these shapes behind one node."""
+
+    def __init__(self, shapes: list[tuple[int, ...]], device: torch.device) -> None:
+        super().__init__()
+        kind = {"dtype": torch.bfloat16, "device": device}
+        self.weights = nn.ParameterList(torch.zeros(shape, **kind) for shape in shapes)
+        self.gradients = [torch.full(shape, 1 / 64, **kind) for shape in shapes]
+        self.listed = list(self.weights)
+
+    def forward(self) -> torch.Tensor:
+        return OneNode.apply(self.gradients, *self.listed)
+
+
+def window(model: nn.Module, limit: int, device: torch.device) -> Callable[[], None]:
+    """A counted window with that limit; hooks read it when they are made."""
+    with mock.patch.dict(hooks.LARGE_BYTES, {device.type: limit}):
+        optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), STEPS)
+
+    def run() -> None:
+        for _ in range(STEPS):
+            model().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return run
+
+
+def figures(
+    results: Results, effort: str, name: str = "gpt2", mebibytes: tuple[int, ...] = MEBIBYTES
+) -> None:
+    """One case: a window of `STEPS` micro-batches of the model's list."""
+    parameters = parameter_lists.load(name)
+    if effort == "quick":
+        parameters = parameter_lists.tiny(parameters)
+    shapes = parameter_lists.shapes(parameters)
+    case = Case("at_once", name, "window", parameter_lists.describe(parameters, parameters), "bfloat16")
+    variants = []
+    for size in mebibytes:
+        run = window(Listed(shapes, results.device), size * 2**20, results.device)
+        run()
+        with TrafficMeter() as meter:
+            run()
+        variants.append(Variant(f"from {size} MiB", run, meter.total_bytes, (), meter.calls))
+    results.add(measure(case, variants, ROUNDS[effort], timer=common.timer_for(results.device)))
+
+
+def main() -> None:
+    parser = common.arguments(__doc__)
+    parser.add_argument(
+        "--model", default="gpt2", help=f"one of {', '.join(parameter_lists.NAMES)} (%(default)s)"
+    )
+    parser.add_argument("--mebibytes", default=",".join(map(str, MEBIBYTES)), help="limits (%(default)s)")
+    options = parser.parse_args()
+    (name,) = common.chosen(options.model, parameter_lists.NAMES, "model")
+    results = common.results(options)
+    figures(results, common.effort(options), name, tuple(int(size) for size in options.mebibytes.split(",")))
+    results.report()
+
+
+if __name__ == "__main__":
+    main()
