@@ -19,7 +19,7 @@ import torch
 
 from . import ops
 
-#: "0": do without them; "1" or "": use them where they are built.
+#: "0": do without them; "1": raise where they are not there; not set or "": use them where they are.
 VARIABLE = "FUSEDACC_NATIVE_HOOKS"
 
 
@@ -58,12 +58,22 @@ def module() -> Any | None:
 def why_not() -> str | None:
     """Why hooks are Python's, or None if they are not.
 
-    Raises ValueError if FUSEDACC_NATIVE_HOOKS is neither 0 nor 1.
+    Raises:
+        ValueError: FUSEDACC_NATIVE_HOOKS is set to neither 0 nor 1.
+        RuntimeError: it is 1, and there are no native hooks.
     """
     choice = os.environ.get(VARIABLE, "")
     if choice not in ("", "0", "1"):
-        raise ValueError(f"{VARIABLE}={choice!r}: allowed are '0' (hooks in Python) and '1'")
-    return f"{VARIABLE}=0" if choice == "0" else _load()[1] or None
+        raise ValueError(
+            f"{VARIABLE}={choice!r}: allowed are '0' (hooks in Python), '1' (native hooks, or an error), and "
+            "not to set it (native hooks where there are any)"
+        )
+    if choice == "0":
+        return f"{VARIABLE}=0"
+    problem = _load()[1] or None
+    if choice == "1" and problem is not None:
+        raise RuntimeError(f"{VARIABLE}=1, but there are no native hooks: {problem}")
+    return problem
 
 
 @functools.cache

@@ -22,6 +22,7 @@ from .explain import explain
 from .handover import Handover
 from .manual import ManualLoop
 from .masters import Masters
+from .nn import name_slots
 from .progress import Progress
 from .roster import Roster
 from .update import Update, check_settings
@@ -102,7 +103,7 @@ class AccumulatingOptimizer(Delegate, Progress):
         finishing = (*clipping, bool(skip_nonfinite))
         if not isinstance(model, torch.nn.Module | None):
             raise TypeError(f"model must be a torch.nn.Module or None, got {type(model).__name__}")
-        self._build(optimizer, window, accumulate_dtype, backend, finishing, bool(master_weights))
+        self._build(optimizer, window, accumulate_dtype, backend, finishing, bool(master_weights), model)
         if model is not None:
             self._roster.replace_in(model, self._capture)
 
@@ -114,6 +115,7 @@ class AccumulatingOptimizer(Delegate, Progress):
         backend: str,
         finishing: tuple[float | None, float, bool],
         master_weights: bool,
+        model: torch.nn.Module | None = None,
         lenient: bool = False,
     ) -> None:
         self.optimizer = optimizer
@@ -121,6 +123,8 @@ class AccumulatingOptimizer(Delegate, Progress):
         self._window = window
         self._roster = Roster(optimizer, accumulate_dtype, backend, lenient)
         self._slots = slots = self._roster.slots
+        if model is not None:
+            name_slots(model, slots)
         self._arena = Arena(slots, not window.counted, backend)
         self._inner_update = Update(optimizer, self._arena, *finishing)
         self._masters = Masters(slots, optimizer, backend) if master_weights else None

@@ -45,6 +45,21 @@ def test_explain_shows_the_paths():
     assert route_of(optimizer, "head.weight") == "gemm"
 
 
+def test_explain_and_errors_name_parameters_as_the_model_does():
+    model = Net()
+    other = nn.Linear(2, 2)
+    groups = [{"params": list(model.parameters())}, {"params": list(other.parameters())}]
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(groups, lr=0.1), 2, model=model)
+    names = [line.split()[0] for line in optimizer.explain().splitlines()[2:8]]
+    assert names == [*(name for name, _ in model.named_parameters()), "1.0"]
+    with pytest.raises(ValueError, match=r"parameter 'embedding.weight' is already accumulated"):
+        fusedacc.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+    model.late = nn.Linear(6, 6)
+    optimizer.add_param_group({"params": list(model.late.parameters())})
+    assert route_of(optimizer, "late.weight") == "gemm"
+    assert route_of(optimizer, "late.bias") == "multi_tensor"
+
+
 def test_only_weights_that_are_optimized_are_replaced():
     model = Net(tied=False)
     inner = torch.optim.SGD([model.up.weight, model.up.bias], lr=0.1)
@@ -76,7 +91,7 @@ def test_a_wrapper_that_is_gone_leaves_stock():
     assert_same_gradients(model, twin)
     optimizer = wrap(model)  # and another may follow
     assert not is_stock(model.up)
-    assert route_of(optimizer, "0.1") == "gemm"
+    assert route_of(optimizer, "up.weight") == "gemm"
 
 
 def test_the_model_is_freed_at_once():

@@ -229,37 +229,54 @@ def test_backwards_that_end_while_others_run(choice, loop, monkeypatch, eager_th
 
 def test_a_wrong_setting_is_named(monkeypatch):
     monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", "2")
-    with pytest.raises(ValueError, match=r"FUSEDACC_NATIVE_HOOKS='2': allowed are '0' .* and '1'"):
+    with pytest.raises(
+        ValueError, match=r"FUSEDACC_NATIVE_HOOKS='2': allowed are '0' .*, '1' .*, and not to set"
+    ):
         fusedacc.AccumulatingOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=1.0))
 
 
-def run_copy(tmp_path: Path, file: str | None) -> str:
-    """Trains by a copy of the package with something else for the native module, or nothing; returns why its
+def run_copy(tmp_path: Path, file: str | None, choice: str = "") -> subprocess.CompletedProcess[str]:
+    """Trains by a copy of the package with something else for the native module, or nothing; prints why its
     hooks are Python's."""
     shutil.copytree(
         PACKAGE, tmp_path / "fusedacc", ignore=shutil.ignore_patterns("_autograd*", "__pycache__")
     )
     if file is not None:
         (tmp_path / "fusedacc" / native_hooks.file_name()).write_bytes(file.encode())
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-W", "error", "-c", TRAINS],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "FUSEDACC_NATIVE_HOOKS": choice},
         cwd=tmp_path,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.mark.skipif(ops.load_error() is not None, reason=f"{ops.load_error()}")
 @pytest.mark.parametrize(("file", "told"), [(None, "is not there"), ("no library", "does not load")])
 def test_without_its_file_hooks_are_pythons_and_the_cure_is_told(tmp_path, file, told):
-    why = run_copy(tmp_path, file)
+    done = run_copy(tmp_path, file)
+    assert done.returncode == 0, done.stderr
+    why = done.stdout
     assert native_hooks.file_name() in why
     assert told in why
     assert "pip install" in why
+
+
+@pytest.mark.parametrize(("choice", "trains"), [("1", False), ("0", True)])
+def test_native_hooks_that_are_asked_for_and_not_there_are_an_error(tmp_path, choice, trains):
+    done = run_copy(tmp_path, None, choice)
+    assert (done.returncode == 0) == trains, done.stderr
+    why = f"FUSEDACC_NATIVE_HOOKS=1, but there are no native hooks: {native_hooks.file_name()}"
+    assert (f"RuntimeError: {why}" in done.stderr) != trains
+
+
+@pytest.mark.skipif(native_hooks.module() is None, reason=f"{native_hooks.why_not()}")
+def test_native_hooks_that_are_asked_for_and_there_are_used(monkeypatch):
+    monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", "1")
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=1.0))
+    assert "hooks: native" in optimizer.explain()
 
 
 @pytest.fixture

@@ -45,6 +45,7 @@ class Replacements:
 
     def follow(self, slots: Sequence[Slot]) -> None:
         """Replace what can be replaced among the modules of these slots' parameters."""
+        name_slots(self._model, slots)
         by_parameter = {id(slot.param): slot for slot in slots}
         replicas = any(isinstance(module, nn.DataParallel) for module in self._model.modules())
         for module in self._model.modules():
@@ -69,6 +70,13 @@ class Replacements:
             site.remove()
             site.slot.paths = ()
         self._sites.clear()
+
+
+def name_slots(model: nn.Module, slots: Sequence[Slot]) -> None:
+    """Call the parameters of the model as it calls them."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    for slot in slots:
+        slot.name = names.get(id(slot.param), slot.name)
 
 
 def _kind_of(module: nn.Module, name: str) -> tuple[type[Site] | None, str]:
