@@ -26,8 +26,28 @@ class Arena(Writes):
                     self.show(slot, slot.sum)
             self.any_delivered = True
 
+    def drop_spent(self) -> None:
+        """Let go of what an update has consumed; what the user has put into p.grad in its place stays."""
+        if not self.spent:
+            return
+        self.disown()
+        for slot in self.slots:
+            gradient = slot.param.grad
+            if gradient is not None and not slot.is_foreign(gradient):
+                slot.param.grad = None
+            slot.forget()
+        self.spent = self.any_delivered = False
+
+    def note_spent(self) -> None:
+        """What stands in p.grad, of whatever origin, has been consumed by an update."""
+        for slot in self.slots:
+            if slot.param.grad is not None:
+                self.show(slot, slot.param.grad)
+        self.spent = self.any_delivered = True
+
     def retract(self) -> None:
-        """Begin a window: sums that nobody has cleared go on, but in private."""
+        """Begin a window: sums that no update has consumed and nobody has cleared go on, but in private."""
+        self.drop_spent()
         if self.any_delivered:
             self.disown()
             for slot in self.slots:
@@ -72,6 +92,7 @@ class Arena(Writes):
     def set_aside(self, slot: Slot) -> None:
         """Ready p.grad for a gradient that autograd will store, and that is to be scaled or counted after."""
         self.generation += 1
+        self.drop_spent()
         if not self.visible:
             self.hide(slot)
         elif not slot.aside:
@@ -133,9 +154,13 @@ class Arena(Writes):
         slot.delivered = False
 
     def withdraw(self) -> None:
-        """After an update: the sum stands in p.grad again where it may, and its copy goes."""
+        """After an update: the sum stands in p.grad again where it may, and its copy goes.
+
+        In a counted loop it is spent then.
+        """
         self.generation += 1
         self.norms.clear()
+        self.spent = not self.visible
         for slot in self.slots:
             if slot.cast is not None and slot.shows_sum():
                 if slot.param.grad is slot.cast and slot.sum is not None:
@@ -154,6 +179,7 @@ class Arena(Writes):
     def clear(self) -> None:
         """Forget every sum and clear every p.grad."""
         self.generation += 1
+        self.spent = False
         self.norms.clear()
         self.debts.clear()
         for slot in self.slots:
@@ -165,6 +191,7 @@ class Arena(Writes):
     def zero(self) -> None:
         """As `clear`, but where there is a gradient, zeros stay visible in p.grad."""
         self.generation += 1
+        self.spent = False
         self.debts.clear()
         for slot in self.slots:
             gradient = slot.param.grad

@@ -41,6 +41,8 @@ class Capture(Arming):
 
     def __init__(self, slots: list[Slot], window: Window, arena: Arena) -> None:
         self.ignoring = False
+        #: Whether compiled autograd has run, which reads p.grad before any hook can clear it.
+        self.compiled = False
         self._lock = threading.RLock()
         #: Whether a CUDA graph was being captured when the window began.
         self._began_in_graph = False
@@ -149,12 +151,14 @@ class Capture(Arming):
         """
         identity = task_id()
         if identity == -1 or torch.compiler.is_compiling():
-            return Task(captures=False)  # compiled autograd traces the hooks, and has no end to call back at
+            self.compiled = True  # it traces the hooks, and has no end to call back at
+            return Task(captures=False)
         window = self.window
         self._check_graph()
         self._taking.add_later()  # another task's hooks must not add to sums that change here
         if self.ignoring:
             self._make_room()
+            self.arena.drop_spent()
             task = Task(captures=False, ignored=True)
         else:
             scale = window.base_scale
@@ -172,7 +176,8 @@ class Capture(Arming):
             if window.counted and window.will_update:
                 self._aim(window.target(ending=True))  # the last additions bring the sums to it
         norms = self.arena.norms
-        norms.norm_type = norms.wanted if window.counted and window.will_update and not task.ignored else None
+        # Where p.grad shows the final gradient, users may write to it in ways that leave no trace.
+        norms.norm_type = norms.wanted if window.private and window.will_update and not task.ignored else None
         self._tasks[identity] = task
         self._call_back(identity, task)
         if task.captures:
@@ -276,7 +281,8 @@ class Capture(Arming):
             if delivers and window.tainted is None:
                 if task.captures or task.reducer:
                     self.collect(task.stored)
-                self.deliver()
+                if not window.private:
+                    self.deliver()
         self._drop(identity)
         if task.ignored:
             self._mark_ignored(task)
@@ -334,6 +340,7 @@ class Capture(Arming):
         if not foreign:
             return
         self.refresh()  # a hook that did not fire may belong to a node that is gone
+        self.arena.drop_spent()  # no backward of ours has begun this window
         window = self.window
         if not window.leaves_out:
             for slot, gradient in foreign:

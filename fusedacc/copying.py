@@ -13,7 +13,7 @@ from .masters import Masters
 from .window import Window, fresh_window
 
 #: What stands beside the wrapper's own attributes.
-NAMES = ("schedule", "reduction", "window", "backend", "masters", "sums")
+NAMES = ("schedule", "reduction", "private", "window", "backend", "masters", "sums", "spent")
 
 
 def carried(window: Window, arena: Arena, masters: Masters | None) -> dict[str, Any]:
@@ -23,6 +23,7 @@ def carried(window: Window, arena: Arena, masters: Masters | None) -> dict[str, 
     return {
         "schedule": window.schedule,
         "reduction": window.reduction,
+        "private": window.private,
         "window": window.state(),
         "backend": arena.backend,
         "masters": None if masters is None else [masters.of(slot) for slot in arena.slots],
@@ -30,6 +31,7 @@ def carried(window: Window, arena: Arena, masters: Masters | None) -> dict[str, 
             (arena.current(slot), slot.delivered, arena.owed(slot)) if private else None
             for slot in arena.slots
         ],
+        "spent": arena.spent,
     }
 
 
@@ -39,6 +41,8 @@ def restore(kept: dict[str, Any], window: Window, arena: Arena, masters: Masters
     for slot, held in zip(arena.slots, kept["sums"], strict=True):
         if held is not None and held[0] is not None:
             arena.restore(slot, *held)
+    if kept["spent"]:
+        arena.note_spent()
     for slot, master in zip(arena.slots, kept["masters"] or (), strict=False):
         if master is not None and masters is not None:
             masters.put(slot, master)

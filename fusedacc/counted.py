@@ -122,6 +122,8 @@ class CountedLoop:
             self._arena.clear()
         else:
             self._arena.withdraw()
+            if self._capture.compiled:
+                self._arena.drop_spent()
         self._ending.count(skipped)
 
     def zero_grad(self, set_to_none: bool) -> None:

@@ -57,6 +57,9 @@ class AccumulatingOptimizer(Delegate, Progress):
             of the optimizer, does so only once it is wrapped itself.
         backend: "auto", "cuda", "triton", "cpu" or "eager". The environment variable FUSEDACC_BACKEND
             overrides "auto".
+        private_gradients: counted loop: `p.grad` stays None until `step()`, so that nothing outside can write to the
+            final gradient, and the window's last additions leave its norm: clipping then reads nothing (4
+            bytes a parameter less). Clip by `max_grad_norm` only: `clip_grad_norm_` would find no gradient.
 
     Raises:
         TypeError: `optimizer` is no `torch.optim.Optimizer`, or an argument is of the wrong kind.
@@ -82,6 +85,7 @@ class AccumulatingOptimizer(Delegate, Progress):
         master_weights: bool = False,
         model: torch.nn.Module | None = None,
         backend: str = "auto",
+        private_gradients: bool = False,
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
@@ -92,7 +96,7 @@ class AccumulatingOptimizer(Delegate, Progress):
                 f"optimizer is {type(optimizer).__name__}(gradient_release=True), which updates inside every "
                 "backward, so that nothing could accumulate; allowed: gradient_release=False"
             )
-        window = Window(gradient_accumulation_steps, reduction)
+        window = Window(gradient_accumulation_steps, reduction, bool(private_gradients))
         if window.counted and isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError(
                 f"gradient_accumulation_steps={gradient_accumulation_steps!r} cannot count micro-batches of "
@@ -341,8 +345,8 @@ class AccumulatingOptimizer(Delegate, Progress):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         own = dict(state)
-        kept = {name: own.pop(name) for name in copying.NAMES}
-        window = Window(kept["schedule"], kept["reduction"])
+        kept = {name: own.pop(name, None) for name in copying.NAMES}  # an older pickle lacks some
+        window = Window(kept["schedule"], kept["reduction"], bool(kept["private"]))
         settings = own.pop("_accumulate_dtype"), kept["backend"], own.pop("_finishing")
         self._build(own.pop("optimizer"), window, *settings, kept["masters"] is not None, lenient=True)
         self.__dict__.update(own)

@@ -1,7 +1,8 @@
 """Where sums are, what they owe, and what becomes of them when a parameter moves or a checkpoint is loaded.
 
 In a manual loop p.grad is the sum and the truth. In a counted loop sums are private until the window's last
-backward ends; then they are delivered: p.grad is the sum, and again the truth, until the next window begins.
+backward ends; then they are delivered: p.grad is the sum, and again the truth, until an update has consumed it.
+What is spent so stays visible until the next backward, and is never counted again.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ class Sums:
         self.visible = visible
         self.backend = backend
         self.any_delivered = False
+        #: Counted loop: whether an update has consumed the sums that stand in p.grad.
+        self.spent = False
         self.launches = Launches(slots, backend)
         self.norms, self.debts = self.launches.norms, self.launches.debts
         #: Counts the changes of which tensors are private sums.

@@ -207,6 +207,7 @@ class Update:
     def _norm(self, finals: Sequence[tuple[Slot, Tensor]]) -> tuple[Tensor, Tensor]:
         """Norm of the sums, and a 0-dim float32 flag for inf and nan; reads what has no norm left for it."""
         left, totals = self._arena.norms.split(finals)
+        self._arena.norms.clear()  # should this update fail, p.grad can be written to before the next try
         if self._arena.launches.any_touched:
             by_rows, totals = self._split_touched(finals, totals)
             left += by_rows

@@ -129,6 +129,7 @@ class Window:
     Args:
         schedule: `gradient_accumulation_steps`; None for the manual loop.
         reduction: one of `REDUCTIONS`; None for "mean" when counted and "sum" when manual.
+        private: final gradients are not put into p.grad before the update; for counted loops only.
 
     Raises:
         TypeError, ValueError: an argument is none of those.
@@ -137,7 +138,7 @@ class Window:
     micro: MicroBatch
     in_context: bool
 
-    def __init__(self, schedule: Schedule, reduction: str | None) -> None:
+    def __init__(self, schedule: Schedule, reduction: str | None, private: bool = False) -> None:
         self.schedule = check_schedule(schedule)
         if reduction is None:
             reduction = "sum" if schedule is None else "mean"
@@ -145,7 +146,13 @@ class Window:
             raise ValueError(
                 f"reduction must be one of {', '.join(map(repr, REDUCTIONS))} or None, got {reduction!r}"
             )
+        if private and schedule is None:
+            raise ValueError(
+                "private_gradients=True needs a counted loop: in a manual one p.grad is the accumulator; give "
+                "gradient_accumulation_steps, or leave private_gradients=False"
+            )
         self.reduction = reduction
+        self.private = private
         self.num_updates = 0
         self.num_skipped = 0
         self.has_updated = False

@@ -1,11 +1,17 @@
-"""The norm that a window's last additions leave: the bits of reading the sums, and never a stale one."""
+"""The norm that clipping goes by: of what stands in p.grad at `step()`, whoever wrote it and how; and with
+private gradients what a window's last additions leave of it, with the same bits.
+"""
 
 from __future__ import annotations
+
+import copy
+from collections.abc import Callable
 
 import pytest
 import torch
 from loops import LOW, loss_of, network
 from torch import nn
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 import fusedacc
 from fusedacc.functional import total_norm
@@ -17,6 +23,12 @@ F32 = torch.float32
 def build(model, steps=2, **options):
     inner = torch.optim.SGD(model.parameters(), lr=0.0)
     return fusedacc.AccumulatingOptimizer(inner, steps, max_grad_norm=1e9, **options)
+
+
+def both(model: nn.Module, steps=2, **options):
+    """The model and a copy, whose optimizer keeps its gradients private."""
+    twin = copy.deepcopy(model)
+    return (model, build(model, steps, **options)), (twin, build(twin, steps, private_gradients=True, **options))
 
 
 def norm_of_grads(model: nn.Module) -> torch.Tensor:
@@ -31,34 +43,54 @@ def reads(optimizer) -> int:
     return sum(op["calls"] for name, op in ops.items() if "norm_partials" in name)
 
 
+def run_last(optimizer, model, seeds=(0, 1)) -> None:
+    """A window but for its last `step()`."""
+    for seed in seeds:
+        loss_of(model, seed).backward()
+        if seed != seeds[-1]:
+            optimizer.step()
+
+
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 @pytest.mark.parametrize("dtype", [F32, LOW, torch.float64])
 @pytest.mark.parametrize("steps", [2, 3])
-def test_the_bits_are_those_of_reading_the_sums(dtype, steps, norm_type, cpu_backend):
-    model = network(dtype)
-    optimizer = build(model, steps, backend=cpu_backend, norm_type=norm_type)
-    for window in range(4):
-        for step in range(steps):
-            loss_of(model, steps * window + step).backward()
-            if step < steps - 1:
-                optimizer.step()
-        wanted = total_norm([p.grad for p in model.parameters()], norm_type, backend=cpu_backend)
-        optimizer.step()
-        if dtype == torch.float64:  # the chunks are joined in another order, which float32 does not show
-            torch.testing.assert_close(optimizer.grad_norm, wanted, rtol=1e-14, atol=0)
-        else:
-            assert torch.equal(optimizer.grad_norm, wanted)
-        optimizer.zero_grad()
-
-
-def test_nothing_is_read_where_the_last_addition_left_all():
-    model = network()
-    optimizer = build(model)
-    for seed in (0, 1):
-        loss_of(model, seed).backward()
-        if seed == 0:
+def test_what_is_left_has_the_bits_of_reading_the_sums(dtype, steps, norm_type, cpu_backend):
+    found = []
+    for model, optimizer in both(network(dtype), steps, backend=cpu_backend, norm_type=norm_type):
+        norms = []
+        for window in range(4):
+            run_last(optimizer, model, range(steps * window, steps * (window + 1)))
             optimizer.step()
-    assert reads(optimizer) == 0
+            norms.append(optimizer.grad_norm)
+            optimizer.zero_grad()
+        found.append(torch.stack(norms))
+    if dtype == torch.float64:  # the chunks are joined in another order, which float32 does not show
+        torch.testing.assert_close(found[0], found[1], rtol=1e-14, atol=0)
+    else:
+        assert torch.equal(*found)
+
+
+def test_it_is_read_where_users_can_write_and_left_where_they_cannot():
+    (model, optimizer), (twin, private) = both(network())
+    run_last(optimizer, model)
+    run_last(private, twin)
+    assert all(p.grad is None for p in twin.parameters())
+    assert (reads(optimizer), reads(private)) == (1, 0)
+
+
+def through_numpy(model: nn.Module) -> None:
+    array = model[0].weight.grad.numpy()
+    array *= 3.0
+
+
+def kept_numpy(model: nn.Module) -> Callable[[], None]:
+    arrays = [p.grad.numpy() for p in model.parameters()]
+    return lambda: [array.__imul__(5.0) for array in arrays]  # type: ignore[return-value]
+
+
+def divided_as_in_the_tutorial(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.grad.data /= 64.0
 
 
 CHANGES = {
@@ -68,100 +100,174 @@ CHANGES = {
     "removed": lambda model: setattr(model[0].weight, "grad", None),
     "through a view": lambda model: model[0].weight.grad.view(-1)[:3].zero_(),
     "by clip_grad_norm_": lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
+    "through .data": lambda model: model[0].weight.grad.data.mul_(3.0),
+    ".data, as the tutorial divides": divided_as_in_the_tutorial,
+    ".data replaced": lambda model: setattr(model[0].weight.grad, "data", torch.ones(5, 4)),
+    "through numpy": through_numpy,
+    "through dlpack": lambda model: from_dlpack(to_dlpack(model[0].weight.grad)).mul_(3.0),
+    "through its storage": lambda model: model[0].weight.grad.untyped_storage().fill_(0),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_the_user_does_to_the_gradients_counts(change):
+@pytest.mark.parametrize("steps", [1, 2])
+def test_what_the_user_does_to_the_gradients_counts(change, steps):
     model = network()
-    optimizer = build(model)
-    for seed in (0, 1):
-        loss_of(model, seed).backward()
-        if seed == 0:
-            optimizer.step()
+    optimizer = build(model, steps)
+    run_last(optimizer, model, range(steps))
     CHANGES[change](model)
     wanted = norm_of_grads(model)
     optimizer.step()
     assert torch.equal(optimizer.grad_norm, wanted)
 
 
-def test_several_backwards_in_the_last_micro_batch():
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_update_is_clipped_by_what_it_really_is(change):
+    """An update of norm 1 where 1 was asked, and stock's direction."""
+    model = network()
+    optimizer = fusedacc.AccumulatingOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0), 2, max_grad_norm=1e-4
+    )
+    run_last(optimizer, model)
+    CHANGES[change](model)
+    wanted = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    before = [p.detach().clone() for p in model.parameters()]
+    norm = torch.linalg.vector_norm(torch.cat([g.double().flatten() for g in wanted if g is not None]))
+    optimizer.step()
+    for param, old, gradient in zip(model.parameters(), before, wanted, strict=True):
+        moved = torch.zeros_like(old) if gradient is None else gradient * (1e-4 / norm.clamp(min=1e-4))
+        # A step of 1e-4 from a parameter of up to 1 is rounded to the parameter's ulp.
+        torch.testing.assert_close(old - param, moved.to(old.dtype), rtol=1e-4, atol=2.0**-23)
+
+
+def test_what_is_written_in_a_closure_counts():
+    """Code of the user's runs between the backward and the update there too."""
     model = network()
     optimizer = build(model)
     loss_of(model, 0).backward()
     optimizer.step()
+    wanted = []
+
+    def closure():
+        loss = loss_of(model, 1)
+        loss.backward()
+        model[0].weight.grad.data.mul_(3.0)
+        wanted.append(norm_of_grads(model))
+        return loss
+
+    optimizer.step(closure)
+    assert torch.equal(optimizer.grad_norm, wanted[0])
+
+
+def test_arrays_that_the_user_has_kept():
+    model = network()
+    optimizer = build(model, 1)
+    loss_of(model, 0).backward()
+    write = kept_numpy(model)
+    write()
+    wanted = norm_of_grads(model)
+    optimizer.step()
+    assert torch.equal(optimizer.grad_norm, wanted)
+    write()  # of what is spent by now
     loss_of(model, 1).backward()
-    model[0](torch.randn(3, 4)).square().mean().backward()  # a part of the parameters once more
+    write()
     wanted = norm_of_grads(model)
     optimizer.step()
     assert torch.equal(optimizer.grad_norm, wanted)
 
 
-@pytest.mark.parametrize("steps", [2, 3])
-def test_parameters_that_the_last_micro_batch_does_not_touch(steps):
+PRIVATE = [False, True]
+
+
+def the_norm_is_right(optimizer, model: nn.Module, private: bool) -> None:
+    """Of what stands in p.grad before `step()`, or where that is private, after it, which lr=0 leaves."""
+    wanted = None if private else norm_of_grads(model)
+    optimizer.step()
+    assert torch.equal(optimizer.grad_norm, norm_of_grads(model) if wanted is None else wanted)
+
+
+@pytest.mark.parametrize("private", PRIVATE)
+def test_several_backwards_in_the_last_micro_batch(private):
     model = network()
-    optimizer = build(model, steps)
+    optimizer = build(model, private_gradients=private)
+    run_last(optimizer, model)
+    model[0](torch.randn(3, 4)).square().mean().backward()  # a part of the parameters once more
+    the_norm_is_right(optimizer, model, private)
+
+
+@pytest.mark.parametrize("private", PRIVATE)
+@pytest.mark.parametrize("steps", [2, 3])
+def test_parameters_that_the_last_micro_batch_does_not_touch(steps, private):
+    model = network()
+    optimizer = build(model, steps, private_gradients=private)
     for seed in range(steps - 1):
         loss_of(model, seed).backward()
         optimizer.step()
     model[0](torch.randn(3, 4)).square().mean().backward()
-    wanted = norm_of_grads(model)
-    # Added to once only, they are scaled at the end, which leaves their norm too.
-    assert reads(optimizer) == (0 if steps == 2 else 1)
-    assert torch.equal(optimizer.grad_norm, wanted)
+    the_norm_is_right(optimizer, model, private)
 
 
-def test_gradients_that_autograd_stores():
+@pytest.mark.parametrize("steps", [2, 3])
+def test_sums_that_are_scaled_at_the_end_leave_their_norm_too(steps):
+    model = network()
+    optimizer = build(model, steps, private_gradients=True)
+    for seed in range(steps - 1):
+        loss_of(model, seed).backward()
+        optimizer.step()
+    model[0](torch.randn(3, 4)).square().mean().backward()
+    assert reads(optimizer) == (0 if steps == 2 else 1)  # with three, the others owe nothing
+
+
+@pytest.mark.parametrize("private", PRIVATE)
+def test_gradients_that_autograd_stores(private):
     model = network()
     model[0].bias.register_post_accumulate_grad_hook(lambda p: None)
-    optimizer = build(model)
-    for seed in (0, 1):
-        loss_of(model, seed).backward()
-        if seed == 0:
-            optimizer.step()
-    wanted = norm_of_grads(model)
-    optimizer.step()
-    assert torch.equal(optimizer.grad_norm, wanted)
+    optimizer = build(model, private_gradients=private)
+    run_last(optimizer, model)
+    the_norm_is_right(optimizer, model, private)
 
 
-@pytest.mark.parametrize("clears", [True, False])
-def test_an_update_that_fails_leaves_no_stale_norm(clears):
+@pytest.mark.parametrize("private", PRIVATE)
+@pytest.mark.parametrize("then", ["clears", "goes on", "writes and tries again"])
+def test_an_update_that_fails_leaves_no_stale_norm(then, private):
     model = network()
-    inner = torch.optim.SGD(model.parameters(), lr=0.0)
-    optimizer = fusedacc.AccumulatingOptimizer(inner, 2, max_grad_norm=1e9)
+    inner = torch.optim.SGD(model.parameters(), lr=0.0, fused=True)  # it scales: a second try is allowed
+    optimizer = fusedacc.AccumulatingOptimizer(inner, 2, max_grad_norm=1e9, private_gradients=private)
     fails = inner.register_step_pre_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("broken")))
-    for seed in (0, 1):
-        loss_of(model, seed).backward()
-        if seed == 0:
-            optimizer.step()
+    run_last(optimizer, model)
     with pytest.raises(RuntimeError, match="broken"):
         optimizer.step()
     fails.remove()
-    if clears:
+    if then == "writes and tries again":
+        model[0].weight.grad.data.mul_(3.0)
+        wanted = norm_of_grads(model)
+        optimizer.step()
+        assert torch.equal(optimizer.grad_norm, wanted)
+        return
+    if then == "clears":
         optimizer.zero_grad()
     loss_of(model, 2).backward()  # touches every sum
     optimizer.step()
     model[0](torch.randn(3, 4)).square().mean().backward()  # and this one a part
-    wanted = norm_of_grads(model)
-    optimizer.step()
-    assert torch.equal(optimizer.grad_norm, wanted)
+    the_norm_is_right(optimizer, model, private)
 
 
+@pytest.mark.parametrize("private", PRIVATE)
 @pytest.mark.parametrize("reduction", ["weighted", "normalized"])
-def test_sums_that_are_rescaled_are_read(reduction):
+def test_weights(reduction, private):
     model = network()
-    optimizer = build(model, reduction=reduction)
+    optimizer = build(model, reduction=reduction, private_gradients=private)
     for seed in (0, 1):
         with optimizer.accumulate(weight=3.0 + seed):
             loss_of(model, seed).backward()
         optimizer.step()
-    wanted = norm_of_grads(model)
-    assert torch.equal(optimizer.grad_norm, wanted)
+    assert torch.equal(optimizer.grad_norm, norm_of_grads(model))
 
 
-def test_a_flushed_window():
+@pytest.mark.parametrize("private", PRIVATE)
+def test_a_flushed_window(private):
     model = network()
-    optimizer = build(model, steps=4)
+    optimizer = build(model, steps=4, private_gradients=private)
     for seed in (0, 1):
         loss_of(model, seed).backward()
         optimizer.step()
@@ -171,20 +277,63 @@ def test_a_flushed_window():
     optimizer.discard()
 
 
+def test_a_scaler_shows_private_gradients_and_reads_them():
+    model = network()
+    optimizer = build(model, private_gradients=True)
+    scaler = fusedacc.amp.GradScaler("cpu", init_scale=8.0)
+    for seed in (0, 1):
+        scaler.scale(loss_of(model, seed)).backward()
+        if seed == 0:
+            scaler.step(optimizer)
+            scaler.update()
+    scaler.unscale_(optimizer)
+    model[0].weight.grad.data.mul_(3.0)
+    wanted = norm_of_grads(model)
+    scaler.step(optimizer)
+    assert torch.equal(optimizer.grad_norm, wanted)
+
+
+def test_private_gradients_survive_a_checkpoint_before_the_update():
+    (model, optimizer), (twin, other) = both(network())
+    run_last(optimizer, model)
+    run_last(other, twin)
+    saved = other.state_dict()
+    third = build(copy.deepcopy(twin), private_gradients=True)
+    third.load_state_dict(saved)
+    assert all(p.grad is None for group in third.param_groups for p in group["params"])
+    for each in (optimizer, other, third):
+        each.step()
+    assert torch.equal(optimizer.grad_norm, other.grad_norm)
+    assert torch.equal(other.grad_norm, third.grad_norm)
+
+
+def test_copies_keep_their_gradients_private():
+    model = network()
+    optimizer = copy.deepcopy(build(model, private_gradients=True))
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for _ in range(2):
+        sum(p.square().sum() for p in params).backward()
+        assert all(p.grad is None for p in params)
+        optimizer.step()
+    assert all(p.grad is not None for p in params)
+
+
+def test_a_manual_loop_has_no_private_gradients():
+    with pytest.raises(ValueError, match="private_gradients=True needs a counted loop"):
+        build(network(), None, private_gradients=True)
+
+
 def test_mixed_dtypes_and_many_parameters():
     torch.manual_seed(0)
     model = nn.ModuleList(nn.Linear(8, 8).to(LOW if index % 2 else F32) for index in range(40))
-    optimizer = build(model, steps=2)
-
-    def loss():
-        return sum(layer(torch.randn(2, 8).to(layer.weight.dtype)).float().square().mean() for layer in model)
-
-    for step in range(6):
-        loss().backward()
-        if step % 2:
-            wanted = norm_of_grads(model)
-            assert reads(optimizer) == 0
-            torch.testing.assert_close(optimizer.grad_norm, wanted, rtol=1e-6, atol=0)
-            optimizer.zero_grad()
-        else:
-            optimizer.step()
+    (model, optimizer), (twin, private) = both(model)
+    for window in range(3):
+        for step in (0, 1):
+            for net, each in ((model, optimizer), (twin, private)):
+                torch.manual_seed(2 * window + step)
+                inputs = [torch.randn(2, 8).to(layer.weight.dtype) for layer in net]
+                sum(layer(x).float().square().mean() for layer, x in zip(net, inputs, strict=True)).backward()
+                if step == 0:
+                    each.step()
+        assert (reads(private), reads(optimizer) > 0) == (0, True)
+        torch.testing.assert_close(private.grad_norm, optimizer.grad_norm, rtol=1e-6, atol=0)

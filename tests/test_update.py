@@ -202,25 +202,27 @@ def wide(dtype=F32) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("inner", "dtype", "steps", "gradient_bytes"),
+    ("inner", "dtype", "steps", "private", "gradient_bytes"),
     [
-        ("adamw fused", F32, None, 4 + 8),  # norm, and the kernel that scales, writes back
-        ("adam foreach", F32, None, 4 + 8 + 4 + 4),  # norm, one pass, lerp and addcmul read
-        ("adamw fused", BF16, None, 4 + 6 + 2),  # norm, cast and scale in one, the kernel
-        ("adamw fused", F32, 2, 8),  # the last addition has left the norm
-        ("adam foreach", F32, 2, 8 + 4 + 4),
-        ("adamw fused", BF16, 2, 6 + 2),
+        ("adamw fused", F32, None, False, 4 + 8),  # norm, and the kernel that scales, writes back
+        ("adam foreach", F32, None, False, 4 + 8 + 4 + 4),  # norm, one pass, lerp and addcmul read
+        ("adamw fused", BF16, None, False, 4 + 6 + 2),  # norm, cast and scale in one, the kernel
+        ("adamw fused", F32, 2, False, 4 + 8),
+        ("adamw fused", BF16, 2, False, 4 + 6 + 2),
+        ("adamw fused", F32, 2, True, 8),  # the last addition has left the norm
+        ("adam foreach", F32, 2, True, 8 + 4 + 4),
+        ("adamw fused", BF16, 2, True, 6 + 2),
     ],
 )
-def test_gradient_bytes_at_the_update(inner, dtype, steps, gradient_bytes):
+def test_gradient_bytes_at_the_update(inner, dtype, steps, private, gradient_bytes):
     model = wide(dtype)
     optimizer = fusedacc.AccumulatingOptimizer(
-        INNER[inner](list(model.parameters())), steps, max_grad_norm=0.01
+        INNER[inner](list(model.parameters())), steps, max_grad_norm=0.01, private_gradients=private
     )
     x = torch.randn(2, 300, dtype=dtype)
     for _ in range(4):
-        model(x).float().square().mean().backward()
-        with TrafficMeter(model) as meter:
+        with TrafficMeter(model) as meter:  # from the backward on, where it learns which memory holds gradients
+            model(x).float().square().mean().backward()
             optimizer.step()
         optimizer.zero_grad()
     assert optimizer.has_updated
