@@ -9,7 +9,7 @@ mode "clip", "unscale and clip": metric "time", what stands between the last bac
     update; metric "bytes: gradients", what a TrafficMeter counts there of gradients, in B/param.
 mode "total_norm": metric "time", the norm of a list beside torch's own and beside reads of the same bytes.
 
-"norm left" is a counted loop, whose last additions have left the norm; it is otherwise as "fusedacc".
+"private_gradients" is a counted loop, whose last additions have left the norm; it is otherwise as "fusedacc".
 """
 
 from __future__ import annotations
@@ -95,15 +95,18 @@ class Ours(Way):
         return fusedacc.amp.GradScaler(device, init_scale=SCALE, growth_interval=10**9, enabled=self.scaled)
 
     def wrap(self, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        return fusedacc.AccumulatingOptimizer(inner, self.steps, max_grad_norm=LIMIT)
+        private = self.steps is not None
+        return fusedacc.AccumulatingOptimizer(
+            inner, self.steps, max_grad_norm=LIMIT, private_gradients=private
+        )
 
     def run(self) -> None:
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
 
-class NormLeft(Ours):
-    name = "fusedacc norm left"
+class Private(Ours):
+    name = "fusedacc private_gradients"
     steps = 2
 
     def ready(self) -> None:
@@ -159,22 +162,23 @@ def updates(results: Results, effort: str) -> None:
     elements = sum(weight.numel() for weight in weights)
     shapes = f"{count} of {side} x {side}: {elements} parameters"
     goals = {
-        "clip": {"fusedacc": 1.15, "fusedacc norm left": 1.15},
-        "unscale and clip": {"fusedacc": 1.3, "fusedacc norm left": 1.5},
+        "clip": {"fusedacc": 1.15, Private.name: 1.15},
+        "unscale and clip": {"fusedacc": 1.3, Private.name: 1.5},
     }
-    most = {"fusedacc": 12.0, "fusedacc norm left": 8.0}
+    most = {"fusedacc": 12.0, Private.name: 8.0}
     for mode, wanted in goals.items():
         case = Case("update", "AdamW(fused=True)", mode, shapes, "float32")
         variants = []
-        for kind in (Stock, Ours, NormLeft):
+        for kind in (Stock, Ours, Private):
             way = kind(weights, moments, gradients, mode != "clip")
             for _ in range(2):
                 way.ready()
                 with TrafficMeter(way.parameters) as meter, meter.phase("update"):
                     way.run()
                 way.close()
-            found = meter.as_dict()
-            counted = found["by_phase_and_kind"]["update"]["gradients"] / elements
+            moved = meter.as_dict()["by_kind"]
+            # Private gradients are in no p.grad that they could be known by; all else is a few scalars.
+            counted = (moved.get("gradients", 0) + moved.get("other", 0)) / elements
             limit = most.get(way.name)
             held = (
                 {}

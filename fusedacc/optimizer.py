@@ -57,7 +57,7 @@ class AccumulatingOptimizer(Delegate, Progress):
             of the optimizer, does so only once it is wrapped itself.
         backend: "auto", "cuda", "triton", "cpu" or "eager". The environment variable FUSEDACC_BACKEND
             overrides "auto".
-        private_gradients: counted loop: `p.grad` stays None until `step()`, so that nothing outside can write to the
+        private_gradients: counted loop: `p.grad` stays None until `step()`, so that nobody can write to the
             final gradient, and the window's last additions leave its norm: clipping then reads nothing (4
             bytes a parameter less). Clip by `max_grad_norm` only: `clip_grad_norm_` would find no gradient.
 
@@ -296,7 +296,7 @@ class AccumulatingOptimizer(Delegate, Progress):
     def explain(self) -> str:
         """A table: each parameter's path, backend, dtypes, bytes per micro-batch, and why; and the update."""
         self._capture.refresh()
-        update = self._inner_update.describe(casts=self._masters is None)
+        update = self._inner_update.describe(self._masters is None, self._window.private)
         if self._masters is not None:
             update += "; on float32 masters, which one pass then rounds into the parameters"
         return explain(self._slots, self._window, self._arena, update)

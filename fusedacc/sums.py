@@ -1,8 +1,8 @@
 """Where sums are, what they owe, and what becomes of them when a parameter moves or a checkpoint is loaded.
 
 In a manual loop p.grad is the sum and the truth. In a counted loop sums are private until the window's last
-backward ends; then they are delivered: p.grad is the sum, and again the truth, until an update has consumed it.
-What is spent so stays visible until the next backward, and is never counted again.
+backward ends; then they are delivered: p.grad is the sum, and again the truth, until an update has consumed
+it. What is spent so stays visible until the next backward, and is never counted again.
 """
 
 from __future__ import annotations

@@ -84,10 +84,12 @@ class Update:
         """The next update will ask for the norm: let a window's last additions leave what they can of it."""
         self._arena.norms.wanted = self.norm_type
 
-    def describe(self, casts: bool) -> str:
+    def describe(self, casts: bool, private: bool) -> str:
         """In words: what happens between the final sums and the inner optimizer, and where.
 
-        `casts`: whether sums are cast where the parameter has another dtype; with masters they are not.
+        Args:
+            casts: whether sums are cast where the parameter has another dtype; with masters they are not.
+            private: whether gradients are private until `step()`.
         """
         asked = []
         if self.max_grad_norm is not None:
@@ -100,12 +102,13 @@ class Update:
         if not asked:
             cast = "cast to the parameters' dtype, " if low else ""
             return f"{cast}then {name}; a loss scale or device weights would be folded in"
+        norm = "; the window's last additions leave the norm" if private else "; p.grad is read for the norm"
         if not takes_scale(self._inner):
             where = f"in one pass{', with the cast' if low else ''}; {name} does not scale by itself"
             dropping = "; dropping waits for the device" if self.skip_nonfinite else ""
-            return f"{', '.join(asked)} {where}{dropping}"
+            return f"{', '.join(asked)} {where}{dropping}{norm}"
         where = "in the pass that casts" if low else f"inside {name}'s fused kernel"
-        return f"{', '.join(asked)} {where}"
+        return f"{', '.join(asked)} {where}{norm}"
 
     def step(self, scaling: Scaling, arguments: Mapping[str, Any]) -> tuple[Any, bool]:
         """One step of the inner optimizer, on gradients as `scaling` and the settings make them.

@@ -148,8 +148,8 @@ class Window:
             )
         if private and schedule is None:
             raise ValueError(
-                "private_gradients=True needs a counted loop: in a manual one p.grad is the accumulator; give "
-                "gradient_accumulation_steps, or leave private_gradients=False"
+                "private_gradients=True needs a counted loop: in a manual one p.grad is the accumulator; "
+                "allowed: private_gradients=False, or gradient_accumulation_steps of 1 or more"
             )
         self.reduction = reduction
         self.private = private

@@ -312,7 +312,8 @@ COUNTED = {
     },
     ("float32", "fusedacc"): {
         "weight gradients": 8 * 4,
-        "accumulate": 7 * 12,  # the last leaves the norm
+        "accumulate": 7 * 12,
+        "update: clip": 4,
         "update: optimizer": 8 + 3 * 8,  # the kernel clips, and writes what it has clipped
     },
     ("float32", "fusedacc manual loop"): {
@@ -324,6 +325,7 @@ COUNTED = {
     ("bfloat16", "fusedacc"): {
         "weight gradients": 8 * 2,
         "accumulate": 6 + 7 * 10,
+        "update: clip": 4,
         "update: cast": 6,
         "update: optimizer": 2 + 3 * 4,
     },

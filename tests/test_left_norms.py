@@ -28,7 +28,10 @@ def build(model, steps=2, **options):
 def both(model: nn.Module, steps=2, **options):
     """The model and a copy, whose optimizer keeps its gradients private."""
     twin = copy.deepcopy(model)
-    return (model, build(model, steps, **options)), (twin, build(twin, steps, private_gradients=True, **options))
+    return (model, build(model, steps, **options)), (
+        twin,
+        build(twin, steps, private_gradients=True, **options),
+    )
 
 
 def norm_of_grads(model: nn.Module) -> torch.Tensor:

@@ -82,7 +82,9 @@ def same(model: nn.Module, other: nn.Module, rounding: float) -> None:
 
 @pytest.mark.parametrize("clears", [True, False])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "weighted", "normalized"])
-@pytest.mark.parametrize("options", [{}, {"model": True}, {"max_grad_norm": 1e6}, {"private_gradients": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"model": True}, {"max_grad_norm": 1e6}, {"private_gradients": True}]
+)
 def test_epochs_that_end_with_flush(options, reduction, clears):
     model = Words() if options.get("model") else network()
     reference = copy.deepcopy(model)

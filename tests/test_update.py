@@ -221,7 +221,7 @@ def test_gradient_bytes_at_the_update(inner, dtype, steps, private, gradient_byt
     )
     x = torch.randn(2, 300, dtype=dtype)
     for _ in range(4):
-        with TrafficMeter(model) as meter:  # from the backward on, where it learns which memory holds gradients
+        with TrafficMeter(model) as meter:  # from the backward on: it learns what holds gradients
             model(x).float().square().mean().backward()
             optimizer.step()
         optimizer.zero_grad()
@@ -296,7 +296,18 @@ def test_a_closure_in_a_manual_loop_is_clipped():
     [
         ("adamw fused", F32, {}, "update: then AdamW; a loss scale or device weights would be folded in"),
         ("adamw fused", BF16, {}, "update: cast to the parameters' dtype, then AdamW;"),
-        ("adamw fused", F32, {"max_grad_norm": 0.5}, "clip to L2 norm 0.5 inside AdamW's fused kernel"),
+        (
+            "adamw fused",
+            F32,
+            {"max_grad_norm": 0.5},
+            "clip to L2 norm 0.5 inside AdamW's fused kernel; p.grad is read for the norm",
+        ),
+        (
+            "adamw fused",
+            F32,
+            {"max_grad_norm": 0.5, "private_gradients": True},
+            "fused kernel; the window's last additions leave the norm",
+        ),
         (
             "adamw fused",
             BF16,
@@ -313,7 +324,7 @@ def test_a_closure_in_a_manual_loop_is_clipped():
             "adamw fused",
             BF16,
             {"master_weights": True, "max_grad_norm": 1.0},
-            "inside AdamW's fused kernel; on float32 masters",
+            "fused kernel; p.grad is read for the norm; on float32 masters",
         ),
     ],
 )
