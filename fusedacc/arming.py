@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch.utils.hooks import RemovableHandle
 
 from .arena import Arena
@@ -32,24 +34,31 @@ class Arming:
         ValueError: a parameter is in another live wrapper.
     """
 
+    #: True until there is something to release, and after that.
+    closed = True
+
     def __init__(self, slots: list[Slot], window: Window, arena: Arena) -> None:
         self.slots = slots
         self.window = window
         self.arena = arena
-        self.closed = False
         self._tasks: dict[int, Task] = {}
         #: The nodes, which die with their hooks when nobody refers to them, and the hooks' handles. They are
         #: not in the slots: a node holds its hook, the hook its slot, and the ring would never be freed.
         self._nodes: dict[Slot, tuple[Any, RemovableHandle]] = {}
+        #: Weak references to the parameters' memory, which tell when a parameter has got other memory.
+        self._memory: dict[Slot, weakref.ref] = {}
+        #: Parameters whose shape has changed since the last update, and the shapes that they had.
+        self.reshaped: dict[Slot, set[torch.Size]] = {}
         self._taking = Taking(arena)
         #: Whether a CUDA graph was being captured when the nodes were made.
         self._armed_in_graph = False
+        self.closed = False
         self.claim(slots)
         self.refresh()
 
     def __del__(self) -> None:
-        if not sys.is_finalizing():  # at exit the parameters may be half gone already
-            self.release()
+        if not (self.closed or sys.is_finalizing()):  # at exit the parameters may be half gone already
+            self.close()
 
     def claim(self, slots: Sequence[Slot]) -> None:
         """Make these parameters ours, or raise ValueError and claim none."""
@@ -63,29 +72,73 @@ class Arming:
         for slot in slots:
             _owners[id(slot.param)] = weakref.ref(self)
 
-    def refresh(self) -> None:
-        """Hook what can be hooked; called again after whatever may have changed a parameter's node."""
+    @property
+    def busy(self) -> bool:
+        """Whether a backward is running, as far as `settle` has found out."""
+        return bool(self._tasks)
+
+    def refresh(self, slots: Sequence[Slot] | None = None) -> None:
+        """Hook what can be hooked of `slots` (None: of all); called after whatever may have changed a node.
+
+        Raises:
+            RuntimeError: a parameter has another shape than its sum in a part-filled window.
+        """
         if self.closed:
             return
-        if capturing() != self._armed_in_graph:
-            # A node keeps the stream that it was made on, which a graph must not wait for.
-            self._armed_in_graph = not self._armed_in_graph
-            for slot in self.slots:
-                self._disarm(slot)
-        for slot in self.slots:
+        if slots is None:
+            slots = self.slots
+            if capturing() != self._armed_in_graph:
+                # A node keeps the stream that it was made on, which a graph must not wait for.
+                self._armed_in_graph = not self._armed_in_graph
+                for slot in slots:
+                    self._disarm(slot)
+        for slot in slots:
             changed = slot.signature != slot.current_signature()
             if changed:
-                former = slot.lane[1]
-                slot.describe()
-                self.arena.convert(slot)
-                if self.window.empty:
-                    self.arena.disown_added(slot)
-                if slot.widened and slot.former_grad_dtype == former:
-                    slot.former_grad_dtype = slot.param.dtype
+                self._describe(slot)
             if not slot.param.requires_grad:
                 self._disarm(slot)
             elif changed or slot not in self._nodes:
                 self._arm(slot)
+
+    def _describe(self, slot: Slot) -> None:
+        """Take note of what a parameter has become."""
+        former = slot.lane[1]
+        if slot.shape != slot.param.shape:
+            self._let_go(slot)
+            self._check_shape(slot)
+        slot.describe()
+        self.arena.convert(slot)
+        if self.window.empty:
+            self.arena.disown_added(slot)
+        if slot.widened and slot.former_grad_dtype == former:
+            slot.former_grad_dtype = slot.param.dtype
+
+    def _let_go(self, slot: Slot) -> None:
+        """The parameter's shape has changed: its node knows the former one, for as long as we hold it."""
+        self._disarm(slot)
+        self.reshaped.setdefault(slot, set()).add(slot.shape)
+        if self.window.empty:
+            self.arena.drop_outgrown(slot)
+
+    def _check_shape(self, slot: Slot) -> None:
+        total, shape = self.arena.current(slot), slot.param.shape
+        if total is not None and total.shape != shape and not (self.arena.visible and not slot.aside):
+            raise RuntimeError(
+                f"parameter {slot.name!r} is of shape {tuple(shape)} now, and gradients of shape "
+                f"{tuple(total.shape)} are in the window's sum: change shapes between an update and the next "
+                "backward, or call discard() to throw the window away"
+            )
+
+    def release(self, slots: Sequence[Slot]) -> None:
+        """Take the hooks off these parameters and give back what was changed on them. Sums are left alone."""
+        for slot in slots:
+            self._disarm(slot)
+            self.reshaped.pop(slot, None)
+            slot.narrow()
+            if _owners.get(id(slot.param), _nobody)() in (None, self):
+                _owners.pop(id(slot.param), None)
+        self._taking.forget(slots)
 
     def rearm(self, slots: Iterable[Slot]) -> None:
         """Hook the new nodes of parameters whose memory was another's for a while."""
@@ -97,17 +150,34 @@ class Arming:
         param = slot.param
         if not param.is_leaf:  # of a differentiable optimizer: autograd hands its gradient on and stores none
             return self._disarm(slot)
-        if slot.accumulate_dtype != param.dtype and not slot.widened and not process_group_up():
-            slot.former_grad_dtype, slot.widened = param.grad_dtype, True
-            param.grad_dtype = None
+        if not process_group_up():
+            slot.widen()
         node = accumulate_grad_node(param)
+        if slot in self.reshaped and torch.Size(node._input_metadata[0].shape) != param.shape:
+            return self._disarm(slot)  # a graph of the former shape holds the node
         if slot not in self._nodes or self._nodes[slot][0] is not node:
             self._disarm(slot)
             hook = make_hook(weakref.ref(self), self._taking.lane(slot), self._tasks, slot)
             self._nodes[slot] = node, node.register_prehook(hook)
             self._taking.attach(slot, node)
+        self._watch(slot)
+
+    def _watch(self, slot: Slot) -> None:
+        """Hear of it when `p.data = other` gives the parameter another shape.
+
+        Autograd then makes a new node in the next forward, if nobody holds the old one. Nothing of ours runs
+        in between, but the memory that the parameter has let go tells, where nobody else has it.
+        """
+        try:
+            memory = slot.param.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # sparse, or a subclass that has none
+            return
+        known = self._memory.get(slot)
+        if known is None or known() is not memory:
+            self._memory[slot] = weakref.ref(memory, functools.partial(_moved, weakref.ref(self), slot))
 
     def _disarm(self, slot: Slot) -> None:
+        self._memory.pop(slot, None)
         _, handle = self._nodes.pop(slot, (None, None))
         if handle is not None:
             handle.remove()
@@ -116,25 +186,19 @@ class Arming:
     def close(self) -> None:
         """Release for good."""
         self.closed = True
-        self.release()
-
-    def release(self) -> None:
-        """Take the hooks off and give back what was changed on the parameters. Sums are left alone."""
-        for slot in self.slots:
-            self._disarm(slot)
-            if slot.widened:
-                param, slot.widened = slot.param, False
-                gradient, param.grad = param.grad, None
-                param.grad_dtype = slot.former_grad_dtype
-                if gradient is not None:
-                    param.grad = gradient.to(slot.former_grad_dtype or gradient.dtype)
-            if _owners.get(id(slot.param), _nobody)() in (None, self):
-                _owners.pop(id(slot.param), None)
+        self.release(self.slots)
         self.forget()
 
     def forget(self) -> None:
         """Drop what is pending."""
         raise NotImplementedError
+
+
+def _moved(arming: weakref.ref[Arming], slot: Slot, memory: weakref.ref) -> None:
+    """The memory that a parameter had is gone."""
+    owner = arming()
+    if owner is not None and not owner.closed and slot.param.shape != slot.shape:
+        owner._let_go(slot)
 
 
 def _nobody() -> None:

@@ -37,6 +37,7 @@ class CountedLoop:
                 loss = closure()
         self._capture.settle()
         window.check_untainted()
+        self._ending.follow()
         window.has_updated = False
         if initialising.is_asked_for(self._ending.inner, self._slots):
             initialising.make_state(self._ending, self._slots)
@@ -78,6 +79,7 @@ class CountedLoop:
         window = self._window
         self._capture.settle()
         if window.tainted is None and not self._capture.closed:
+            self._ending.follow()
             self._collect()
         return window.full or (window.micro.ran and window.will_update)
 
@@ -103,6 +105,7 @@ class CountedLoop:
         """Update from a part-filled window; a no-op if it is empty."""
         window = self._window
         window.check_synchronised("flush() would update every rank with gradients of its own")
+        self._ending.follow()
         if window.empty:
             self._arena.disown()
         self._capture.collect(self._slots)

@@ -50,6 +50,7 @@ class Ending:
         """
         if ratio is None:
             return None, True
+        self._check_state()
         faulty = self._window.faulty
         if faulty is not None:
             scaling.drop_if(faulty)
@@ -76,14 +77,44 @@ class Ending:
         finally:
             self._capture.rearm(slots)
 
+    def follow(self) -> list[Slot]:
+        """Be in step with what users have done to parameters; the slots that are new.
+
+        Raises as `Roster.follow` and `Capture.refresh`.
+        """
+        fresh = self._roster.follow(self._capture, self.masters)
+        if self._capture.reshaped:
+            self._capture.refresh()
+        return fresh
+
+    def _check_state(self) -> None:
+        """Raise RuntimeError where the inner optimizer's state has a shape that its parameter had before.
+
+        torch's fused kernels would write beyond its end.
+        """
+        for slot, former in self._capture.reshaped.items():
+            if self._arena.current(slot) is None:
+                continue
+            for name, value in self.inner.state.get(slot.param, {}).items():
+                shape = value.shape if isinstance(value, Tensor) and value.dim() else slot.shape
+                if shape in former and shape != slot.param.shape:
+                    raise RuntimeError(
+                        f"the optimizer's state {name!r} of parameter {slot.name!r} is of shape "
+                        f"{tuple(shape)}, which the parameter had before; it is {tuple(slot.param.shape)} "
+                        "now. Delete optimizer.state[parameter], or give it tensors of that shape, and call "
+                        "step() again"
+                    )
+
     def count(self, skipped: bool) -> None:
         """An update was attempted: the next window begins."""
         self._window.end_update(skipped)
-        self._roster.follow(self._capture)
+        self._capture.reshaped.clear()
+        self._capture.refresh()
 
     def clear(self, set_to_none: bool) -> None:
         """Begin a window from nothing; zeros stay in p.grad unless `set_to_none`."""
         window = self._window
+        self._roster.follow(self._capture, self.masters)
         if not window.empty:
             window.restart()
         window.tainted = None
@@ -93,4 +124,4 @@ class Ending:
                 self._arena.clear()
             else:
                 self._arena.zero()
-        self._roster.follow(self._capture)
+        self._capture.refresh()

@@ -31,6 +31,7 @@ class ManualLoop:
         """Update; returns what the inner optimizer's step returned."""
         self._capture.settle()
         window = self._window
+        self._follow()
         window.has_updated = False
         if closure is None and initialising.is_asked_for(self._ending.inner, self._slots):
             return initialising.make_state(self._ending, self._slots)
@@ -47,6 +48,18 @@ class ManualLoop:
         self._arena.withdraw()
         self._ending.count(skipped)
         return loss
+
+    def _follow(self) -> None:
+        """Be in step with groups that were changed by hand.
+
+        Inside `accumulate()`, what autograd has stored for parameters that are new belongs to this
+        micro-batch.
+        """
+        window = self._window
+        for slot in self._ending.follow():
+            if window.in_context and slot.param.grad is not None:
+                window.micro.ran = True
+                slot.aside = window.weighs
 
     def closes_window(self) -> bool:
         """Whether a `step()` now would update."""
@@ -107,6 +120,7 @@ class ManualLoop:
             yield
         finally:
             self._capture.settle()
+            self._follow()
             window = self._window
             if window.micro is micro and micro.ran and window.tainted is None:
                 self._capture.reclaim()

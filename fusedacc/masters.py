@@ -64,6 +64,12 @@ class Masters:
         kept = torch.empty_like(param, dtype=torch.float32).copy_(master)
         self._masters[slot], self._versions[slot] = kept, (param.data_ptr(), param._version)
 
+    def drop(self, slots: Sequence[Slot]) -> None:
+        """Let the masters of these slots go."""
+        for slot in slots:
+            self._masters.pop(slot, None)
+            self._versions.pop(slot, None)
+
     @contextlib.contextmanager
     def swapped(self, slots: Sequence[Slot], write_back: bool = True) -> Iterator[None]:
         """While inside, the parameters of `slots` are their masters; then they are these, rounded."""

@@ -159,8 +159,9 @@ class AccumulatingOptimizer(Delegate, Progress):
 
         Raises:
             TypeError: the inner optimizer's `step` takes no such argument; nothing is counted then.
-            RuntimeError: a weight is missing (nothing is changed: set it and call again), or an exception has
-                left sums that are neither old nor new (see `discard`).
+            RuntimeError: a weight is missing, or the inner optimizer's state has the shape that a parameter
+                had before (nothing is changed: mend it and call again); an exception has left sums that are
+                neither old nor new, or a parameter's shape has changed in mid-window (see `discard`).
         """
         if self._closed:
             return self.optimizer.step(closure, **arguments)
@@ -206,8 +207,9 @@ class AccumulatingOptimizer(Delegate, Progress):
             RuntimeError: contexts are nested.
         """
         window = self._window
-        micro = window.open(weight)
+        self._follow()
         self._capture.refresh()
+        micro = window.open(weight)
         try:
             with self._loop.around(model, micro):
                 yield micro
@@ -264,9 +266,17 @@ class AccumulatingOptimizer(Delegate, Progress):
     def discard(self) -> None:
         """Throw the window away: its sums, its count, and what is in `p.grad`."""
         self._capture.forget()
+        self._roster.follow(self._capture, self._masters)
         self._arena.clear()
         self._window.reset()
         self._capture.refresh()
+
+    def _follow(self) -> None:
+        """Be in step with `param_groups` that were changed by hand, and with shapes that have changed."""
+        if not self._closed:
+            self._roster.follow(self._capture, self._masters)
+            if self._capture.reshaped:
+                self._capture.refresh()
 
     def close(self) -> None:
         """Restore stock completely: no hooks, each module and each parameter's `grad_dtype` as it was.
@@ -295,6 +305,7 @@ class AccumulatingOptimizer(Delegate, Progress):
 
     def explain(self) -> str:
         """A table: each parameter's path, backend, dtypes, bytes per micro-batch, and why; and the update."""
+        self._follow()
         self._capture.refresh()
         update = self._inner_update.describe(self._masters is None, self._window.private)
         if self._masters is not None:
@@ -310,13 +321,15 @@ class AccumulatingOptimizer(Delegate, Progress):
         Without a part-filled window the result loads into the bare inner optimizer too.
 
         Raises:
-            RuntimeError: the window's sums are neither old nor new after an exception (see `discard`), or
-                gradients that `accumulate(model)` has left unsynchronised.
+            RuntimeError: the window's sums are neither old nor new after an exception (see `discard`), a
+                parameter's shape has changed in mid-window, or gradients that `accumulate(model)` has left
+                unsynchronised.
         """
         self._capture.settle()
         self._window.check_untainted()
         if include_partial:
             self._window.check_synchronised("state_dict(include_partial=True) would save one rank's part")
+        self._follow()
         self._count_skipped()
         return checkpoint.save(self.optimizer, self._window, self._arena, self._masters, include_partial)
 
@@ -330,6 +343,7 @@ class AccumulatingOptimizer(Delegate, Progress):
                 What its state must be like only that one knows: what it takes is not looked at.
         """
         self._capture.settle()
+        self._follow()
         self._count_skipped()
         try:
             checkpoint.load(self.optimizer, self._window, self._arena, self._masters, state_dict)
@@ -339,6 +353,7 @@ class AccumulatingOptimizer(Delegate, Progress):
 
     def __getstate__(self) -> dict[str, Any]:
         self._capture.settle()
+        self._follow()
         self._count_skipped()
         own = {name: value for name, value in self.__dict__.items() if name not in _REBUILT}
         return own | copying.carried(self._window, self._arena, self._masters)

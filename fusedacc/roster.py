@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from operator import is_
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from . import backends
 from .capture import Capture
 from .checks import PAIRS, allowed_pairs
+from .masters import Masters
 from .nn import Replacements
-from .slot import Slot, default_accumulate_dtype
+from .slot import Lane, Slot, default_accumulate_dtype
 
 
 class Roster:
-    """The slots of every parameter in the groups of `inner`.
+    """The slots of every parameter in the groups of `inner`, each parameter once, in the groups' order.
 
     Args:
         inner: the inner optimizer.
@@ -33,11 +37,14 @@ class Roster:
         if accumulate_dtype is not None and not isinstance(accumulate_dtype, torch.dtype):
             raise TypeError(f"accumulate_dtype must be a torch.dtype or None, got {accumulate_dtype!r}")
         self._inner, self._dtype, self._backend = inner, accumulate_dtype, backend
-        #: Shared with whoever works on the parameters; it grows in place.
-        self.slots: list[Slot] = []
-        for index, group in enumerate(inner.param_groups):
-            self.slots += self._new_slots(group, index, lenient)
         self._replacements: Replacements | None = None
+        self._slot_of: dict[int, Slot] = {}
+        self._accepted: set[Lane] = set()
+        #: Shared with whoever works on the parameters, and changed in place.
+        self.slots: list[Slot] = self._new_slots(range(len(inner.param_groups)), lenient)
+        self._note(self.slots)
+        #: Each group's parameters, when the slots were last in step with them.
+        self._seen = self._present()
 
     def replace_in(self, model: torch.nn.Module, capture: Capture) -> None:
         """Have those modules of `model` that can add gradients of these parameters to the sums."""
@@ -48,51 +55,111 @@ class Roster:
         if self._replacements is not None:
             self._replacements.remove()
 
-    def _join(self, slots: list[Slot]) -> None:
-        self.slots.extend(slots)
-        if self._replacements is not None:
-            self._replacements.follow(slots)
+    def _present(self) -> list[list[Tensor]]:
+        return [list(group["params"]) for group in self._inner.param_groups]
 
-    def _new_slots(self, group: dict[str, Any], index: int, lenient: bool = False) -> list[Slot]:
-        """Slots for those of the group's parameters that have none."""
+    def _note(self, slots: Sequence[Slot]) -> None:
+        self._slot_of.update((id(slot.param), slot) for slot in slots)
+
+    def _named(self, indices: Sequence[int]) -> Iterator[tuple[int, str, Tensor]]:
+        """The parameters of these groups, each with its group's index and its name."""
+        for index in indices:
+            group = self._inner.param_groups[index]
+            names, params = group.get("param_names") or (), group["params"]
+            if len(names) != len(params):  # none, or of a group that was changed by hand
+                names = [f"{index}.{position}" for position in range(len(params))]
+            for name, param in zip(names, params, strict=True):
+                yield index, name, param
+
+    def _new_slots(self, indices: Sequence[int], lenient: bool = False) -> list[Slot]:
+        """Slots for those parameters of these groups that have none."""
+        found: dict[int, Slot] = {}
+        for index, name, param in self._named(indices):
+            if id(param) not in self._slot_of and id(param) not in found:
+                found[id(param)] = self._new_slot(index, name, param, lenient)
+        return list(found.values())
+
+    def _new_slot(self, index: int, name: str, param: Any, lenient: bool) -> Slot:
+        if not isinstance(param, Tensor):
+            raise TypeError(
+                f"param_groups[{index}] holds {type(param).__name__} {name!r}, which is no Tensor"
+            )
         dtype = self._dtype
-        names = group.get("param_names") or [f"{index}.{i}" for i in range(len(group["params"]))]
-        slots = []
-        known = {id(slot.param) for slot in self.slots}
-        for param, name in zip(group["params"], names, strict=True):
-            if id(param) in known:
-                continue
-            known.add(id(param))
-            wanted = dtype or default_accumulate_dtype(param)
-            fits = dtype is None or (param.dtype, dtype) in PAIRS or not param.is_floating_point()
-            if not fits and not lenient:
-                raise ValueError(
-                    f"accumulate_dtype={dtype} does not go with parameter {name!r} of {param.dtype}; allowed "
-                    f"(gradient into sum): {allowed_pairs()}"
-                )
-            if (param.dtype, wanted) in PAIRS and param.device.type != "meta":
-                backends.select(param.device, wanted, param.dtype, self._backend)
-            slots.append(Slot(param, index, name, dtype))
-        return slots
+        fits = dtype is None or (param.dtype, dtype) in PAIRS or not param.is_floating_point()
+        if not fits and not lenient:
+            raise ValueError(
+                f"accumulate_dtype={dtype} does not go with parameter {name!r} of {param.dtype}; allowed "
+                f"(gradient into sum): {allowed_pairs()}"
+            )
+        lane = param.device, param.dtype, dtype or default_accumulate_dtype(param)
+        if lane not in self._accepted and lane[1:] in PAIRS and param.device.type != "meta":
+            backends.select(lane[0], lane[2], lane[1], self._backend)
+            self._accepted.add(lane)
+        return Slot(param, index, name, dtype)
 
     def add_last_group(self, capture: Capture) -> None:
         """Take in the group that was added last, or take it out of the inner optimizer and raise."""
         groups = self._inner.param_groups
+        last = len(groups) - 1
         try:
-            slots = self._new_slots(groups[-1], len(groups) - 1)
+            slots = self._new_slots([last])
             capture.claim(slots)
         except Exception:
             groups.pop()
             raise
-        self._join(slots)
-        capture.refresh()
+        if len(self._seen) == last:  # else `follow` finds out what has become of the others
+            self._seen.append(list(groups[last]["params"]))
+        self.slots.extend(slots)
+        self._take_in(slots, capture)
 
-    def follow(self, capture: Capture) -> None:
-        """Take in parameters that were put into `param_groups` behind our back, and re-arm what has moved."""
-        groups = self._inner.param_groups
-        if sum(len(group["params"]) for group in groups) != len(self.slots):
-            for index, group in enumerate(groups):
-                slots = self._new_slots(group, index, lenient=True)
-                capture.claim(slots)
-                self._join(slots)
-        capture.refresh()
+    def _take_in(self, slots: Sequence[Slot], capture: Capture) -> None:
+        self._note(slots)
+        if slots and self._replacements is not None:
+            self._replacements.follow(slots)
+        capture.refresh(slots)
+
+    @property
+    def in_step(self) -> bool:
+        """Whether each group has the parameters that it had, by identity."""
+        groups, seen = self._inner.param_groups, self._seen
+        return len(groups) == len(seen) and all(
+            len(group["params"]) == len(params) and all(map(is_, group["params"], params))
+            for group, params in zip(groups, seen, strict=True)
+        )
+
+    def follow(self, capture: Capture, masters: Masters | None) -> list[Slot]:
+        """Be in step with groups that were changed by hand: parameters put in, taken out, or replaced.
+
+        What is new is hooked; what is gone is given back as `close` would, and what was summed of its
+        gradients in the window at hand is dropped. While a backward runs, nothing is done yet.
+
+        Returns the slots that are new, for whose gradients autograd may have been left to store.
+
+        Raises:
+            ValueError: a new parameter is in another live wrapper. TypeError: it is no Tensor.
+            RuntimeError: the backend asked for cannot run on it. Nothing is changed then.
+        """
+        if self.in_step or capture.busy:
+            return []
+        groups = range(len(self._inner.param_groups))
+        places: dict[int, tuple[int, str]] = {}
+        for index, name, param in self._named(groups):
+            places.setdefault(id(param), (index, name))
+        fresh = self._new_slots(groups, lenient=True)
+        capture.claim(fresh)
+        gone = [slot for slot in self.slots if id(slot.param) not in places]
+        for slot in gone:
+            del self._slot_of[id(slot.param)]
+        capture.release(gone)
+        capture.arena.drop(gone)
+        if masters is not None:
+            masters.drop(gone)
+        if self._replacements is not None:
+            self._replacements.drop(gone)
+        self._note(fresh)
+        self.slots[:] = [self._slot_of[key] for key in places]
+        for slot in self.slots:
+            slot.group, slot.name = places[id(slot.param)]
+        self._seen = self._present()
+        self._take_in(fresh, capture)
+        return fresh

@@ -45,6 +45,7 @@ class Slot:
         "paths",
         "requested_dtype",
         "segment",
+        "shape",
         "shown",
         "shown_version",
         "signature",
@@ -115,11 +116,7 @@ class Slot:
         self.lane_key = _lane_keys.setdefault(self.lane, len(_lane_keys) + 1)
         self.set_odd((param.dtype, dtype) not in PAIRS)
         self.nbytes = param.numel() * param.element_size()
-        kept = torch.empty_like(param, device="meta").stride()
-        # AccumulateGrad's layout contract: a dense parameter's own strides, else row-major
-        # (ATen grad_layout_contract.h). empty_like keeps strides only where they are dense.
-        dense = kept == param.stride()
-        self.strides = kept if dense else torch.empty(param.shape, device="meta").stride()
+        self.shape, self.strides = param.shape, _gradient_strides(param)
         self.signature = self.current_signature()
 
     def set_odd(self, odd: bool) -> None:
@@ -134,7 +131,22 @@ class Slot:
         A change of device or layout comes with other memory.
         """
         param = self.param
-        return param.data_ptr(), param.dtype, param.requires_grad
+        return param.data_ptr(), param.dtype, param.requires_grad, param.shape
+
+    def widen(self) -> None:
+        """Let p.grad be of any dtype, where the sum has another than the parameter."""
+        if self.accumulate_dtype != self.param.dtype and not self.widened:
+            self.former_grad_dtype, self.widened = self.param.grad_dtype, True
+            self.param.grad_dtype = None
+
+    def narrow(self) -> None:
+        """Give the parameter its `grad_dtype` back, and p.grad in it."""
+        if self.widened:
+            param, self.widened = self.param, False
+            gradient, param.grad = param.grad, None
+            param.grad_dtype = self.former_grad_dtype
+            if gradient is not None:
+                param.grad = gradient.to(self.former_grad_dtype or gradient.dtype)
 
     @property
     def accumulate_dtype(self) -> torch.dtype:
@@ -155,6 +167,17 @@ class Slot:
             size == 1 or have == want
             for size, have, want in zip(gradient.shape, strides, self.strides, strict=True)
         )
+
+
+def _gradient_strides(param: Tensor) -> tuple[int, ...]:
+    """AccumulateGrad's layout contract: a dense parameter's own strides, else row-major.
+
+    See ATen grad_layout_contract.h.
+    """
+    if param.layout is torch.strided and param.is_contiguous():
+        return param.stride()
+    kept = torch.empty_like(param, device="meta").stride()  # which keeps strides only where they are dense
+    return kept if kept == param.stride() else torch.empty(param.shape, device="meta").stride()
 
 
 def _nothing() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -144,16 +144,36 @@ class Sums:
         self.generation += 1
         self.launches.unbind()
         device, _, dtype = slot.lane
-        buffer = slot.buffer
-        if buffer is not None and (buffer.device, buffer.dtype, buffer.stride()) != (
-            device,
-            dtype,
-            slot.strides,
-        ):
+        buffer, wanted = slot.buffer, (device, dtype, slot.shape, slot.strides)
+        if buffer is not None and (buffer.device, buffer.dtype, buffer.shape, buffer.stride()) != wanted:
             slot.drop_buffer()
         total = slot.sum
         if total is not None and (total.device != device or total.dtype != dtype):
             slot.sum = total.to(device=device, dtype=dtype)
+
+    def drop(self, slots: Sequence[Slot]) -> None:
+        """These slots are accumulated no more: forget their sums; what is in p.grad stays."""
+        self.generation += 1
+        self.launches.bindings.clear()
+        self.debts.pay(slots)
+        self.norms.forget(slots)
+        for slot in slots:
+            slot.forget()
+            slot.drop_buffer()
+
+    def drop_outgrown(self, slot: Slot) -> None:
+        """Counted loop, between windows: clear what an update has left, if it has another shape than now."""
+        total, gradient = self.current(slot), slot.param.grad
+        if self.visible or total is None or total.shape == slot.param.shape:
+            return
+        if slot.delivered and gradient is not slot.shown():
+            return  # the user's
+        if gradient is not None and not slot.is_foreign(gradient):
+            slot.param.grad = None
+        self.generation += 1
+        self.debts.pay([slot])
+        self.norms.forget([slot])
+        slot.forget()
 
     @property
     def nbytes(self) -> int:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from . import hooks, native_hooks, observers
 from .arena import Arena
 from .hooks import Bucket, Task
 from .slot import Slot
+
+#: Stands where a slot was: it has no sum.
+_NOBODY = Slot(torch.empty(0, device="cpu"), -1, "", None)
 
 
 class Taking:
@@ -29,7 +33,11 @@ class Taking:
         self._arena = arena
         self._native = native_hooks.module()
         self._lanes: dict[int, Any] = {}
+        self._at_once: dict[int, bool] = {}
+        #: The numbers of slots whose gradients may be added at once, and the slots by their numbers.
         self._order: dict[Slot, int] = {}
+        self._numbered: list[Slot] = []
+        self._vacant: list[int] = []
         self._parameters: list[Tensor] = []
         #: Held while that task changes: closing `Direct` lets other threads run.
         self._lock = threading.RLock()
@@ -58,13 +66,34 @@ class Taking:
         """Put a native hook before the Python hook of the slot's node, which has no other."""
         if self._native is None:
             return
-        at_once = self._arena.launches.select(slot.lane).backend.name == "cpu"
-        index = self._order.setdefault(slot, len(self._order)) if at_once else -1
+        at_once = self._at_once.get(slot.lane_key)
+        if at_once is None:
+            at_once = self._arena.launches.select(slot.lane).backend.name == "cpu"
+            self._at_once[slot.lane_key] = at_once
+        index = self._number(slot) if at_once else -1
         large = hooks.is_large(slot)
         shared = slot.accumulate_dtype, self._direct, self.lane(slot), self._tasks
         slot.native = self._native.attach(node, slot, index, slot.nbytes, large, *shared)
         slot.set_odd(slot.odd)
         self._known = None
+
+    def _number(self, slot: Slot) -> int:
+        number = self._order.get(slot)
+        if number is None:
+            number = self._vacant.pop() if self._vacant else len(self._numbered)
+            self._numbered[number : number + 1] = [slot]
+            self._order[slot] = number
+        return number
+
+    def forget(self, slots: Sequence[Slot]) -> None:
+        """These slots have no hooks any more, and no others will have."""
+        self._parameters = []
+        self._known = None
+        for slot in slots:
+            number = self._order.pop(slot, None)
+            if number is not None:
+                self._numbered[number] = _NOBODY
+                self._vacant.append(number)
 
     def detach(self, slot: Slot) -> None:
         """The hook in Python alone, from now on."""
@@ -73,7 +102,7 @@ class Taking:
             slot.native = None
 
     def any_gradient(self, slots: list[Slot]) -> bool:
-        """Whether anything stands in the p.grad of any slot; `slots` only ever grows."""
+        """Whether anything stands in the p.grad of any slot; `slots` are always the same list."""
         if self._native is None:
             return any(slot.param.grad is not None for slot in slots)
         if len(self._parameters) != len(slots):
@@ -100,7 +129,7 @@ class Taking:
             with self._lock:
                 known = None if arena.debts or arena.shown else (arena.generation,)
                 if known is None or known != self._known:
-                    self._direct.load(*arena.addable(list(self._order)), arena.shown)
+                    self._direct.load(*arena.addable(self._numbered), arena.shown)
                     self._loaded, self._known = arena.generation, known
                 self._task = task
                 self._direct.open(identity, scale)
@@ -141,8 +170,7 @@ class Taking:
         task.added = True
         arena = self._arena
         if arena.debts or arena.any_written:
-            slots = list(self._order)
-            arena.added_to([slots[index] for index in added])
+            arena.added_to([self._numbered[index] for index in added])
 
     def end(self, identity: int, task: Task) -> None:
         """A graph task is over."""

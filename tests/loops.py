@@ -13,6 +13,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fusedacc
 
 LOW = torch.bfloat16
+#: Of what dtype a model is and what its wrapper is made with; "model" is to be the model itself, and
+#: "python": without native hooks.
+WAYS = {
+    "float32": (torch.float32, {}),
+    "python float32": (torch.float32, {}),
+    "bfloat16": (LOW, {}),
+    "python bfloat16": (LOW, {}),
+    "float32 model": (torch.float32, {"model": True}),
+    "bfloat16 model": (LOW, {"model": True}),
+    "bfloat16 masters": (LOW, {"master_weights": True}),
+    "python bfloat16 masters": (LOW, {"master_weights": True, "model": True}),
+}
 #: Trains by the package on the path, for a process of its own, and prints why its hooks are Python's.
 TRAINS = """
 import torch, fusedacc

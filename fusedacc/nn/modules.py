@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 from torch.nn.utils import parametrize
@@ -66,10 +66,15 @@ class Replacements:
 
     def remove(self) -> None:
         """Stock's forward everywhere."""
-        for site in self._sites.values():
+        self.drop([site.slot for site in self._sites.values()])
+
+    def drop(self, slots: Iterable[Slot]) -> None:
+        """Stock's forward for the modules of these slots' parameters."""
+        dropped = set(slots)
+        for module in [module for module, site in self._sites.items() if site.slot in dropped]:
+            site = self._sites.pop(module)
             site.remove()
             site.slot.paths = ()
-        self._sites.clear()
 
 
 def name_slots(model: nn.Module, slots: Sequence[Slot]) -> None:

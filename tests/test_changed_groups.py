@@ -1,0 +1,283 @@
+"""Parameters put into `param_groups` by hand, taken out or replaced: the wrapper follows, as stock would."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fusedacc
+from tests.loops import LOW, WAYS
+
+K = 4
+
+
+class Net(nn.Module):
+    """Gradients are small whole numbers, whatever the weights: every sum is exact in every dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 3, bias=False, dtype=dtype)
+        self.b = nn.Linear(4, 3, bias=False, dtype=dtype)
+        for layer in (self.a, self.b):
+            nn.init.zeros_(layer.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x).sum() + 2 * self.b(x).sum()
+
+
+def batch(number: int, dtype: torch.dtype) -> Tensor:
+    return ((torch.arange(8).reshape(2, 4) * (number + 1)) % 5 - 2).to(dtype)
+
+
+def append(net: Net, optimizer) -> None:
+    optimizer.param_groups[0]["params"].append(net.b.weight)
+
+
+def append_group(net: Net, optimizer) -> None:
+    group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    optimizer.param_groups.append(group | {"params": [net.b.weight]})
+
+
+def assign_groups(net: Net, optimizer) -> None:
+    group = dict(optimizer.param_groups[0], params=[net.b.weight, net.a.weight])
+    optimizer.param_groups = [group]
+
+
+def replace(net: Net, optimizer) -> None:
+    """As Gaussian splatting's densification does."""
+    old, params = net.a.weight, optimizer.param_groups[0]["params"]
+    state = optimizer.state.pop(old, None)
+    net.a.weight = nn.Parameter(old.detach() + 1)
+    if state is not None:
+        optimizer.state[net.a.weight] = state
+    params[[param is old for param in params].index(True)] = net.a.weight
+
+
+def grow(net: Net, optimizer) -> None:
+    """As `replace`, with more rows than before."""
+    old, params = net.a.weight, optimizer.param_groups[0]["params"]
+    optimizer.state.pop(old, None)
+    net.a.weight = nn.Parameter(torch.cat([old.detach(), old.detach()]))
+    params[[param is old for param in params].index(True)] = net.a.weight
+
+
+def remove(net: Net, optimizer) -> None:
+    optimizer.param_groups[0]["params"][:] = [net.b.weight]
+
+
+EDITS: dict[str, tuple[Callable, bool]] = {
+    "append": (append, False),
+    "append_group": (append_group, False),
+    "assign_groups": (assign_groups, False),
+    "replace": (replace, True),
+    "grow": (grow, True),
+    "remove": (remove, True),
+}
+#: After which call the edit comes: (update, micro-batch, "backward" or "step").
+MOMENTS = {
+    "between windows": (0, K - 1, "step"),
+    "after a first backward": (1, 0, "backward"),
+    "in mid-window": (1, 1, "step"),
+    "before the update": (1, K - 1, "backward"),
+}
+
+
+def train(net: Net, optimizer, edit: Callable, moment: tuple, kind: str) -> list[list[Tensor | None]]:
+    """Three updates; returns the weights and gradients after each backward and each update."""
+    seen: list[list[Tensor | None]] = []
+
+    def maybe(*now) -> None:
+        if now == moment:
+            edit(net, optimizer)
+
+    for update in range(3):
+        for micro in range(K):
+            loss = net(batch(K * update + micro, net.a.weight.dtype))
+            (loss if kind == "counted" else loss / K).backward()
+            maybe(update, micro, "backward")
+            if kind == "counted" or micro == K - 1:
+                optimizer.step()
+                optimizer.zero_grad()
+            maybe(update, micro, "step")
+        seen.append([net.a.weight.detach().clone(), net.b.weight.detach().clone()])
+    return seen
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["counted", "manual"])
+def test_groups_changed_by_hand_train_as_stock(monkeypatch, kind, way, edit, moment):
+    dtype, options = WAYS[way]
+    if way.startswith("python"):
+        monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", "0")
+    change, both = EDITS[edit]
+    results = []
+    for wrapped in (False, True):
+        net = Net(dtype)
+        inner = torch.optim.SGD(net.parameters() if both else [net.a.weight], lr=0.5)
+        optimizer = inner
+        if wrapped:
+            given = options | ({"model": net} if "model" in options else {})
+            optimizer = fusedacc.AccumulatingOptimizer(inner, K if kind == "counted" else None, **given)
+        results.append(train(net, optimizer, change, MOMENTS[moment], kind if wrapped else "manual"))
+    for stock, ours in zip(*results, strict=True):
+        for want, got in zip(stock, ours, strict=True):
+            assert torch.equal(want, got)
+
+
+@pytest.mark.parametrize("kind", ["counted", "manual"])
+@pytest.mark.parametrize("edit", ["append", "replace"])
+def test_a_parameter_put_in_by_hand_is_hooked_clipped_and_cleared(kind, edit):
+    change, both = EDITS[edit]
+    norms = []
+    for wrapped in (False, True):
+        net = Net(torch.float32)
+        optimizer = torch.optim.SGD(net.parameters() if both else [net.a.weight], lr=0.5, momentum=0.5)
+        if wrapped:
+            optimizer = fusedacc.AccumulatingOptimizer(
+                optimizer, K if kind == "counted" else None, max_grad_norm=1.0
+            )
+        for update in range(3):
+            for micro in range(K):
+                loss = net(batch(micro, torch.float32))
+                (loss if wrapped and kind == "counted" else loss / K).backward()
+                if (update, micro) == (1, 1):
+                    change(net, optimizer)
+                if wrapped and kind == "counted":
+                    optimizer.step()
+            if not wrapped:
+                params = [p for group in optimizer.param_groups for p in group["params"]]
+                norm = nn.utils.clip_grad_norm_(params, 1.0)
+            if not (wrapped and kind == "counted"):
+                optimizer.step()
+            if not wrapped:
+                norms.append((norm, net.b.weight.detach().clone()))
+            else:
+                want, weight = norms[update]
+                torch.testing.assert_close(optimizer.grad_norm, want.to(optimizer.grad_norm.dtype))
+                torch.testing.assert_close(net.b.weight, weight)
+            optimizer.zero_grad()
+            if update > 0:
+                assert net.a.weight.grad is None
+                assert net.b.weight.grad is None
+    rows = optimizer.explain().splitlines()
+    assert sum("multi_tensor" in row for row in rows) == 2
+
+
+@pytest.mark.parametrize("reduction", ["weighted", "normalized"])
+@pytest.mark.parametrize("steps", [K, None], ids=["counted", "manual"])
+def test_gradients_stored_before_a_parameter_is_followed_are_weighed(steps, reduction):
+    net = Net(torch.float32)
+    inner = torch.optim.SGD([net.a.weight], lr=1.0)
+    optimizer = fusedacc.AccumulatingOptimizer(inner, steps, reduction=reduction)
+    weights, sums = [1.0, 3.0, 4.0, 8.0], torch.zeros(3, 4)
+    for number, weight in enumerate(weights):
+        with optimizer.accumulate(weight=weight):
+            if number == 2:
+                net.b.weight.grad = None  # what came before does not count in this test
+                append(net, optimizer)
+            x = batch(number, torch.float32)
+            net(x).backward()
+        if number >= 2:
+            sums += (weight if reduction == "weighted" else 1.0) * 2 * x.sum(0).expand(3, 4)
+        if steps:
+            optimizer.step()
+    if not steps:
+        optimizer.step()
+    assert torch.equal(net.b.weight.detach(), -sums / sum(weights))
+
+
+@pytest.mark.parametrize("steps", [2, None], ids=["counted", "manual"])
+def test_a_parameter_of_another_live_wrapper_put_in_by_hand_is_refused_before_anything_changes(steps):
+    first, second = Net(LOW), Net(LOW)
+    other = fusedacc.AccumulatingOptimizer(torch.optim.SGD(second.parameters(), lr=1.0), steps)
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(first.parameters(), lr=1.0), steps)
+    first(batch(0, LOW)).backward()
+    optimizer.param_groups[0]["params"].append(second.a.weight)
+    with pytest.raises(ValueError, match="another live AccumulatingOptimizer"):
+        optimizer.step()
+    assert (optimizer.num_updates, optimizer.micro_step) == (0, 0)
+    assert not first.a.weight.any()
+    other.close()
+    optimizer.step()
+    assert optimizer.micro_step == (1 if steps else 0)
+
+
+def test_what_is_no_tensor_in_a_group_is_refused_with_its_place():
+    net = Net(torch.float32)
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), 2)
+    optimizer.param_groups[0]["params"].append(3)
+    net(batch(0, torch.float32)).backward()
+    with pytest.raises(TypeError, match=r"param_groups\[0\] holds int '0.2'"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("steps", [2, None], ids=["counted", "manual"])
+def test_a_parameter_taken_out_is_given_back_and_freed(steps):
+    net = Net(LOW)
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=0.5), steps, model=net)
+    net(batch(0, LOW)).backward()
+    optimizer.step()
+    before = net.b.weight.grad_dtype
+    remove(net, optimizer)
+    net(batch(1, LOW)).backward()
+    optimizer.step()
+    assert before is None
+    assert net.a.weight.grad_dtype is LOW
+    assert "forward" not in net.a.__dict__
+    assert "forward" in net.b.__dict__
+    assert net.a.weight.grad is not None
+    assert net.a.weight.grad.dtype is LOW
+    other = fusedacc.AccumulatingOptimizer(torch.optim.SGD([net.a.weight], lr=0.5), 2)
+    other.close()
+    gone = weakref.ref(net.a.weight)
+    net.a = nn.Identity()
+    del other
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_thousand_replacements_leave_nothing_behind():
+    net = Net(LOW)
+    optimizer = fusedacc.AccumulatingOptimizer(
+        torch.optim.SGD(net.parameters(), lr=0.5), 1, model=net, master_weights=True
+    )
+    for number in range(1000):
+        replace(net, optimizer)
+        net(batch(number % 7, LOW)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    capture = optimizer._capture
+    kept = (optimizer._slots, capture._nodes, capture._memory, optimizer._masters._masters)
+    assert [len(each) for each in kept] == [2, 2, 2, 2]
+    assert len(optimizer._roster._replacements._sites) == 2
+    assert len(capture._taking._numbered) <= 3
+
+
+@pytest.mark.parametrize("steps", [2, None], ids=["counted", "manual"])
+def test_copies_and_checkpoints_hold_each_sum_at_its_parameter_after_an_insertion(steps):
+    first, second = Net(torch.float32), nn.Parameter(torch.zeros(2))
+    inner = torch.optim.SGD([{"params": [first.a.weight]}, {"params": [second]}], lr=1.0)
+    optimizer = fusedacc.AccumulatingOptimizer(inner, 4 if steps else None)
+    optimizer.param_groups[0]["params"].append(first.b.weight)
+    (first(batch(0, torch.float32)) + second.sum()).backward()
+    if steps:
+        optimizer.step()
+    saved = optimizer.state_dict()
+    shapes = [tuple(entry["fusedacc_sum"].shape) for _, entry in sorted(saved["state"].items())]
+    assert shapes == [(3, 4), (3, 4), (2,)]
+    twin = copy.deepcopy(optimizer)
+    twin.load_state_dict(saved)
+    if steps:
+        twin.flush()
+        optimizer.flush()
+        for one, other in zip(optimizer._slots, twin._slots, strict=True):
+            assert torch.equal(one.param, other.param)
+            assert one.param.any()

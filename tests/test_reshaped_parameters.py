@@ -1,0 +1,227 @@
+"""A parameter whose shape changes through `.data` (as Transformers' `resize_token_embeddings` does it)."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fusedacc
+from tests.loops import LOW, WAYS
+
+K = 2
+
+
+class Tied(nn.Module):
+    """An Embedding and a Linear that share a weight, and a bias; gradients are small whole numbers."""
+
+    def __init__(self, dtype: torch.dtype, tied: bool = True) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(6, 4, dtype=dtype)
+        self.head = nn.Linear(4, 6, bias=False, dtype=dtype)
+        self.bias = nn.Parameter(torch.zeros(4, dtype=dtype))
+        with torch.no_grad():
+            for weight in (self.embedding.weight, self.head.weight):
+                weight.copy_(torch.arange(24).reshape(6, 4) % 3 - 1)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, number: int) -> Tensor:
+        rows = self.embedding.num_embeddings
+        tokens = torch.tensor([number % rows, (number + 1) % rows, rows - 1])
+        x = torch.full((2, 4), 1.0 + number % 2, dtype=self.bias.dtype)
+        return self.embedding(tokens).sum() + self.head(x).sum() + self.bias.sum()
+
+    def resize(self, rows: int) -> None:
+        """As Transformers' `_get_resized_embeddings`: the parameter stays, its memory is another."""
+        for weight in {self.embedding.weight, self.head.weight}:
+            data = torch.zeros(rows, 4, dtype=weight.dtype)
+            kept = min(rows, weight.shape[0])
+            data[:kept] = weight.detach()[:kept]
+            weight.data = data
+        self.embedding.num_embeddings = self.head.out_features = rows
+
+
+def wrap(net: nn.Module, kind: str, make=torch.optim.SGD, lr: float = 0.5, **options):
+    given = options | ({"model": net} if options.get("model") else {})
+    inner = make(net.parameters(), lr=lr)
+    return fusedacc.AccumulatingOptimizer(inner, K if kind == "counted" else None, **given)
+
+
+def update(net: Tied, optimizer, first: int, counted: bool, zero_first: bool = False) -> None:
+    if zero_first:
+        optimizer.zero_grad()
+    for number in range(first, first + K):
+        loss = net(number)
+        (loss if counted else loss / K).backward()
+        if counted or number == first + K - 1:
+            optimizer.step()
+    if not zero_first:
+        optimizer.zero_grad()
+
+
+OPTIONS = {
+    "plain": {},
+    "model": {"model": True},
+    "masters": {"master_weights": True},
+    "model+masters": {"model": True, "master_weights": True},
+}
+
+
+@pytest.mark.parametrize("rows", [[9], [4], [9, 4, 7]], ids=["grown", "shrunk", "grown and shrunk"])
+@pytest.mark.parametrize("first", [0, 2], ids=["before the first update", "after two updates"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "apart"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["counted", "manual"])
+def test_a_shape_that_changes_between_windows_trains_on_as_stock(monkeypatch, kind, way, tied, first, rows):
+    dtype, options = WAYS[way]
+    if way.startswith("python"):
+        monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", "0")
+    stock, ours = Tied(dtype, tied), Tied(dtype, tied)
+    optimizers = torch.optim.SGD(stock.parameters(), lr=0.5), wrap(ours, kind, **options)
+    for number in range(first + 2 * len(rows)):
+        for net, optimizer in zip((stock, ours), optimizers, strict=True):
+            if number >= first and (number - first) % 2 == 0:
+                net.resize(rows[(number - first) // 2])
+            update(net, optimizer, K * number, net is ours and kind == "counted")
+        for want, got in zip(stock.parameters(), ours.parameters(), strict=True):
+            assert got.shape == want.shape
+            assert torch.equal(got, want)
+            assert got.grad is None
+    rows_of = optimizers[1].explain().splitlines()
+    assert any(f"{ours.embedding.num_embeddings}x4" in row for row in rows_of)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_the_hooks_are_back_after_the_first_micro_batch_of_the_new_shape(options):
+    net = Tied(LOW)
+    optimizer = wrap(net, "counted", **options)
+    update(net, optimizer, 0, True)
+    net.resize(9)
+    net(0).backward()
+    assert net.embedding.weight.grad is not None, "autograd has stored it: the new node has no hook yet"
+    optimizer.step()
+    assert net.embedding.weight.grad is None
+    assert optimizer.micro_step == 1
+    net(1)  # whose graph would have made a new node
+    assert optimizer._capture.node_of(optimizer._slots[1]) is not None
+    assert len(optimizer._capture._nodes) == len(optimizer._slots)
+
+
+@pytest.mark.parametrize("view", ["narrow", "held"])
+@pytest.mark.parametrize("kind", ["counted", "manual"])
+def test_where_the_former_memory_lives_on_zero_grad_says_that_the_shape_has_changed(kind, view):
+    stock, ours = Tied(LOW), Tied(LOW)
+    optimizers = torch.optim.SGD(stock.parameters(), lr=0.5), wrap(ours, kind, model=True)
+    held = []
+    for number in range(3):
+        for net, optimizer in zip((stock, ours), optimizers, strict=True):
+            if number == 1:
+                weight = net.embedding.weight
+                held.append(weight.data)
+                if view == "narrow":
+                    weight.data = weight.data[:5]
+                    net.embedding.num_embeddings = net.head.out_features = 5
+                else:
+                    net.resize(9)
+            update(net, optimizer, K * number, net is ours and kind == "counted", zero_first=True)
+        for want, got in zip(stock.parameters(), ours.parameters(), strict=True):
+            assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("after", ["step", "backward"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_shape_that_changes_in_mid_window_is_refused_by_the_next_step(options, after):
+    """Stock fails in the next backward, for p.grad has the former shape; after that, p.grad is cleared."""
+    net = Tied(LOW)
+    optimizer = wrap(net, "counted", **options)
+    net(0).backward()
+    if after == "step":
+        optimizer.step()
+    net.resize(9)
+    before = [p.detach().clone() for p in net.parameters()]
+    if after == "step":
+        net(1).backward()
+    with pytest.raises(RuntimeError, match=r"'0\.\d' is of shape \(9, 4\) now.*\(6, 4\).*discard\(\)"):
+        optimizer.step()
+    assert optimizer.num_updates == 0
+    assert all(torch.equal(p, was) for p, was in zip(net.parameters(), before, strict=True))
+    optimizer.discard()
+    stock = Tied(LOW)
+    stock.resize(9)
+    update(stock, torch.optim.SGD(stock.parameters(), lr=0.5), 4, False)
+    update(net, optimizer, 4, True)
+    for want, got in zip(stock.parameters(), net.parameters(), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_a_final_gradient_of_the_former_shape_is_refused_before_the_update():
+    net = Tied(torch.float32)
+    optimizer = wrap(net, "counted", functools.partial(torch.optim.AdamW, fused=True))
+    for number in range(K):
+        net(number).backward()
+        if number < K - 1:
+            optimizer.step()
+    net.resize(9)
+    with pytest.raises(RuntimeError, match=r"discard\(\)"):
+        optimizer.step()
+    assert optimizer.num_updates == 0
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zeros_and_spent_gradients_of_the_former_shape_are_forgotten(set_to_none):
+    net = Tied(torch.float32)
+    optimizer = wrap(net, "counted")
+    for number in range(K):
+        net(number).backward()
+        optimizer.step()
+    optimizer.zero_grad(set_to_none)
+    net.resize(9)
+    stock = Tied(torch.float32)
+    stock.resize(9)
+    stock.load_state_dict(net.state_dict())
+    update(stock, torch.optim.SGD(stock.parameters(), lr=0.5), 4, False)
+    update(net, optimizer, 4, True)
+    assert torch.equal(net.embedding.weight, stock.embedding.weight)
+
+
+@pytest.mark.parametrize("kind", ["counted", "manual"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        functools.partial(torch.optim.SGD, momentum=0.5),
+        torch.optim.AdamW,
+        functools.partial(torch.optim.AdamW, fused=True),
+    ],
+    ids=["momentum", "AdamW", "fused"],
+)
+def test_state_of_the_former_shape_is_named_before_the_update_and_may_be_mended(make, kind):
+    """Stock fails in the middle of the update; torch's fused kernels write beyond the state's end."""
+    net = Tied(torch.float32)
+    optimizer = wrap(net, kind, make)
+    update(net, optimizer, 0, kind == "counted")
+    net.resize(9)
+    before = [p.detach().clone() for p in net.parameters()]
+    with pytest.raises(RuntimeError, match=r"state '\w+' of parameter '0\.\d' is of shape \(6, 4\)"):
+        update(net, optimizer, K, kind == "counted")
+    assert all(torch.equal(p, was) for p, was in zip(net.parameters(), before, strict=True))
+    del optimizer.state[net.embedding.weight]
+    optimizer.step()
+    assert optimizer.num_updates == 2
+    assert not torch.equal(net.embedding.weight, before[0])
+    optimizer.zero_grad()
+    update(net, optimizer, 2 * K, kind == "counted")
+    assert optimizer.num_updates == 3
+
+
+def test_a_checkpoint_of_a_window_whose_parameter_has_changed_its_shape_is_refused():
+    net = Tied(torch.float32)
+    optimizer = wrap(net, "counted")
+    net(0).backward()
+    optimizer.step()
+    net.resize(9)
+    with pytest.raises(RuntimeError, match=r"\(9, 4\) now.*discard\(\)"):
+        optimizer.state_dict()
