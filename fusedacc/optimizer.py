@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from . import backends, checkpoint, copying
+from . import backends, checkpoint, copying, torch_kernels
 from .arena import Arena
 from .capture import Capture
 from .counted import CountedLoop
@@ -25,6 +25,7 @@ from .masters import Masters
 from .nn import name_slots
 from .progress import Progress
 from .roster import Roster
+from .slot import Slot
 from .update import Update, check_settings
 from .window import MicroBatch, Schedule, Window
 
@@ -132,6 +133,7 @@ class AccumulatingOptimizer(Delegate, Progress):
         self._arena = Arena(slots, not window.counted, backend)
         self._inner_update = Update(optimizer, self._arena, *finishing)
         self._masters = Masters(slots, optimizer, backend) if master_weights else None
+        self._warn_of_unwritten(slots, 4)
         self._capture = capture = Capture(slots, window, self._arena)
         ending = Ending(optimizer, self._roster, capture, self._inner_update, self._masters)
         self._loop = CountedLoop(capture, ending) if window.counted else ManualLoop(capture, ending)
@@ -301,7 +303,14 @@ class AccumulatingOptimizer(Delegate, Progress):
             ValueError, TypeError: as torch and `__init__`; nothing is added then.
         """
         self.optimizer.add_param_group(param_group)
+        known = len(self._slots)
         self._roster.add_last_group(self._capture)
+        self._warn_of_unwritten(self._slots[known:], 3)
+
+    def _warn_of_unwritten(self, slots: list[Slot], stacklevel: int) -> None:
+        if self._masters is None:  # else torch's kernel runs on float32
+            params = [slot.param for slot in slots]
+            torch_kernels.warn_of_unwritten(self.optimizer, params, stacklevel)
 
     def explain(self) -> str:
         """A table: each parameter's path, backend, dtypes, bytes per micro-batch, and why; and the update."""
