@@ -87,7 +87,7 @@ class Additions(Sums):
         """Let each gradient become its slot's sum, if none has one yet; False with nothing done."""
         _, given, dtype = slots[0].lane
         may_owe = is_one(scale) or checks.computation_dtype(dtype) == dtype
-        if given != dtype or not may_owe or self.shown or self.norms or self.launches.any_touched:
+        if given != dtype or not may_owe or self.shown or self.norms:
             return False
         if any(slot.sum is not None or slot.odd or slot.delivered for slot in slots):
             return False

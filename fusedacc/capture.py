@@ -97,7 +97,7 @@ class Capture(Arming):
         """The AccumulateGrad node that carries the slot's hook; None where there is none."""
         return self._nodes.get(slot, (None, None))[0]
 
-    def take_in_place(self, slot: Slot, node: Any, write: Write, rows: Tensor | None = None) -> bool:
+    def take_in_place(self, slot: Slot, node: Any, write: Write, by_rows: bool = False) -> bool:
         """Let a module's backward add its weight's gradient to the sum by itself, if that is all right.
 
         Args:
@@ -105,7 +105,7 @@ class Capture(Arming):
             node: the weight's AccumulateGrad node in the graph that runs.
             write: called at most once, with the sum, by what to multiply the gradient, and by what to
                 multiply the sum first: 0 where it holds nothing yet.
-            rows: the rows that `write` adds to; the sum is ready to be added to then. None: all.
+            by_rows: `write` adds to some rows only, of a sum that is ready to be added to then.
 
         Returns:
             Whether the weight's gradient is done with: added, or wanted by nobody. Else it is to be returned
@@ -142,7 +142,7 @@ class Capture(Arming):
         if slot.on_cuda:
             streams.order(task, slot)
         task.added = True
-        return self.arena.write_in_place(slot, write, self._scale_of(task), rows)
+        return self.arena.write_in_place(slot, write, self._scale_of(task), by_rows)
 
     def _begin(self) -> Task:
         """The first gradient of a graph task: decide what is done with all of them.

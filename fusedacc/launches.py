@@ -34,8 +34,6 @@ class Launches:
         self.norms = LeftNorms()
         #: What sums that stand private are still to be multiplied by.
         self.debts = Debts()
-        #: Whether any slot knows which rows of its sum were touched.
-        self.any_touched = False
         #: By the first of the parameters that were added together; the same come in every micro-batch.
         self.bindings: dict[Slot, Binding] = {}
         self._bound = 0
@@ -81,8 +79,6 @@ class Launches:
         """
         if not sums:
             return
-        if terms is not sums:
-            self.forget_touched(slots)
         chosen = self.select((sums[0].device, terms[0].dtype, sums[0].dtype)).backend
         scale, keep = near(scale, sums[0]), near(keep, sums[0])
         norm_type = self.norms.norm_type if slots else None
@@ -96,13 +92,6 @@ class Launches:
             increment_version(sums)
         if partials is not None:
             self.norms.leave(slots, sums, partials)
-
-    def forget_touched(self, slots: Sequence[Slot]) -> None:
-        """Any row of these slots' sums may be other than zero from now on."""
-        if self.any_touched:
-            for slot in slots:
-                if slot.touched is not None:
-                    slot.touched.forget()
 
     def bind(self, slots: Sequence[Slot], sums: Sequence[Tensor], generation: int) -> None:
         """Keep these sums of one lane bound to their backend; `generation` as `Binding` has it."""
@@ -128,7 +117,6 @@ class Launches:
         keep: float | Tensor,
     ) -> None:
         """As `run`, for sums that are bound; None for those that are private and have not changed."""
-        self.forget_touched(slots)
         scale, keep = near(scale, gradients[0]), near(keep, gradients[0])
         partials = binding.add(sums, gradients, scale, self.norms.norm_type, keep)
         if self.debts:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from .checks import PAIRS
 from .memory import Segment
-from .touched import TouchedRows
 
 #: (device, gradient dtype, accumulate dtype): what one launch may hold.
 Lane = tuple[torch.device, torch.dtype, torch.dtype]
@@ -52,7 +51,6 @@ class Slot:
         "stream",
         "strides",
         "sum",
-        "touched",
         "widened",
     )
 
@@ -85,8 +83,6 @@ class Slot:
         #: How modules of the model add to the sum by themselves, and why they do not where they might.
         self.paths: tuple[str, ...] = ()
         self.left_to = ""
-        #: Which rows of the sum may differ from zero, where a lookup has added to it.
-        self.touched: TouchedRows | None = None
         #: The native hook on the parameter's node, where there is one.
         self.native: Any = None
         #: The stream on which a module has added last, until the backward's end; 0 for the default one.

@@ -109,8 +109,6 @@ class Sums:
         groups: dict[tuple, tuple[list[Slot], list[Tensor]]] = {}
         for slot, total in sums:
             self.norms.forget([slot])
-            if slot.touched is not None and slot.touched.scale(total, near(ratio, total)):
-                continue
             if checks.is_plain(total) and (total.dtype, total.dtype) in checks.PAIRS:
                 chosen = groups.setdefault((total.device, total.dtype), ([], []))
                 chosen[0].append(slot)

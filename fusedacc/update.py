@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from . import checks, norms
 from .arena import Arena
 from .hooks import capturing
-from .rows import row_partials
 from .slot import Slot
 
 #: torch's optimizers whose fused kernels divide by `grad_scale` and do nothing where `found_inf` is 1.
@@ -211,9 +210,6 @@ class Update:
         """Norm of the sums, and a 0-dim float32 flag for inf and nan; reads what has no norm left for it."""
         left, totals = self._arena.norms.split(finals)
         self._arena.norms.clear()  # should this update fail, p.grad can be written to before the next try
-        if self._arena.launches.any_touched:
-            by_rows, totals = self._split_touched(finals, totals)
-            left += by_rows
         plain = [total for total in totals if _is_ordinary(total)]
         if plain:
             left += norms.partials(plain, self.norm_type, self._arena.backend)
@@ -224,21 +220,6 @@ class Update:
                 left.append(torch.linalg.vector_norm(values, self.norm_type).double().reshape(1))
         dtype = norms.norm_dtype([total for _, total in finals])
         return norms.finish(left, self.norm_type, dtype, self._arena.backend)
-
-    def _split_touched(
-        self, finals: Sequence[tuple[Slot, Tensor]], totals: Sequence[Tensor]
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Partial norms of those `totals` of which few rows were touched, and the others."""
-        found, others = [], []
-        owners = {id(total): slot for slot, total in finals}
-        for total in totals:
-            touched = owners[id(total)].touched
-            rows = None if touched is None else touched.known(total)
-            if rows is None:
-                others.append(total)
-            elif rows.numel():
-                found.append(row_partials(total, rows, self.norm_type, backend=self._arena.backend))
-        return found, others
 
 
 def _is_ordinary(total: Tensor) -> bool:

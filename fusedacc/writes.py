@@ -9,9 +9,7 @@ from torch import Tensor
 from .additions import Additions
 from .buffers import buffers
 from .factors import near
-from .hooks import capturing
 from .slot import Slot
-from .touched import TouchedRows
 
 #: Adds one gradient to the sum that it is given: `(sum, scale, keep)`, sum = keep * sum + scale * gradient.
 Write = Callable[[Tensor, float | Tensor, float | Tensor], None]
@@ -33,14 +31,13 @@ class Writes(Additions):
         None: not to this one. Memory that waits for a module's first product is there too, with a factor of
         0. What stands in p.grad may be of any kind.
         """
-        usual = [not (slot.odd or (slot.touched is not None and slot.touched.tracks)) for slot in slots]
-        sums = [self.current(slot) if fits else None for slot, fits in zip(slots, usual, strict=True)]
+        sums = [None if slot.odd else self.current(slot) for slot in slots]
         fresh: list[int] = []
         if self.any_written:
             fresh = [
                 index
                 for index, slot in enumerate(slots)
-                if sums[index] is None and usual[index] and slot.paths == PRODUCTS and slot.buffer is not None
+                if sums[index] is None and not slot.odd and slot.paths == PRODUCTS and slot.buffer is not None
             ]
         if not (self.debts or fresh):
             return sums, []
@@ -62,9 +59,7 @@ class Writes(Additions):
                 if slot.paths and slot.buffer is not None and self.current(slot) is None:
                     self.put(slot, slot.buffer)
 
-    def write_in_place(
-        self, slot: Slot, write: Write, scale: float | Tensor, rows: Tensor | None = None
-    ) -> bool:
+    def write_in_place(self, slot: Slot, write: Write, scale: float | Tensor, by_rows: bool = False) -> bool:
         """Have `write` add to the slot's sum; False, with nothing done, where it cannot.
 
         Args:
@@ -72,15 +67,13 @@ class Writes(Additions):
             write: called with memory that holds nothing yet and a `keep` of 0, or with the sum and what it
                 owes.
             scale: handed on to `write`.
-            rows: which rows `write` adds to; the memory is all zeros then where it held nothing, and `keep`
-                is 1. None: all.
+            by_rows: `write` adds to some rows only: memory that held nothing is all zeros then, and `keep`
+                is 1.
         """
         total, self.any_written = slot.sum, True
         if (
             total is not None
             and total is slot.buffer  # it has been here before, and has not moved
-            and rows is None
-            and slot.touched is None
             and not (self.shown or self.debts or isinstance(scale, Tensor))
         ):
             with self._lock:
@@ -92,42 +85,21 @@ class Writes(Additions):
             fresh = total is None
             if total is None:
                 (total,) = buffers([slot], [True])
-            if not self._fits(slot, total) or not _is_matrix(total, by_rows=rows is not None):
+            if not self._fits(slot, total) or not _is_matrix(total, by_rows):
                 return False
-            if rows is None:
-                if slot.touched is not None:
-                    slot.touched.forget()
+            if by_rows:
+                self.settle([slot])
+                if fresh:
+                    total.zero_()
+                write(total, near(scale, total), 1.0)
+            else:
                 keep = 0.0 if fresh else near(self.debts[slot], total)
                 write(total, near(scale, total), keep)
                 self.debts.pay([slot])
-            else:
-                self.settle([slot])
-                touched = self._touch(slot, total, rows, fresh)
-                write(total, near(scale, total), 1.0)
-                touched.written(total)
             self.norms.forget([slot])
             if fresh:
                 self.put(slot, total)
             return True
-
-    def _touch(self, slot: Slot, total: Tensor, rows: Tensor, fresh: bool) -> TouchedRows:
-        """Note which rows are about to be added to, in a sum that is made all zeros if it is fresh."""
-        touched = slot.touched
-        if touched is None:
-            touched = slot.touched = TouchedRows()
-            self.launches.any_touched = True
-        if capturing():
-            # A replay would clean the rows of the window before the capture.
-            touched.forget()
-            if fresh:
-                total.zero_()
-            return touched
-        if fresh:
-            touched.clean(total, self.launches.backend)
-        elif touched.known(total) is None:
-            touched.forget()
-        touched.add(total, rows)
-        return touched
 
 
 def _is_matrix(total: Tensor, by_rows: bool) -> bool:

@@ -42,7 +42,7 @@ class EmbeddingSite(Site):
         if capture is None or not armed:
             return False
         write = _writer(indices, gradients, None if padding < 0 else padding, by_frequency, self.backend)
-        return self.takes(capture.node_of(self.slot), write, (gradients,), indices)
+        return self.takes(capture.node_of(self.slot), write, (gradients,), by_rows=True)
 
     def _lookup(self, module: Any, input: Any) -> Tensor | None:
         """The output by the native function, or None where Python's is to make it."""
@@ -111,7 +111,7 @@ class Lookup(torch.autograd.Function):
             return None, None, None
         (indices,) = ctx.saved_tensors
         write = _writer(indices, gradient, ctx.padding, ctx.by_freq, ctx.site.backend)
-        if ctx.site.takes(ctx.next_functions[0][0], write, (gradient,), indices):
+        if ctx.site.takes(ctx.next_functions[0][0], write, (gradient,), by_rows=True):
             return None, None, None
         padding = -1 if ctx.padding is None else ctx.padding % ctx.rows
         dense = torch.ops.aten.embedding_dense_backward(gradient, indices, ctx.rows, padding, ctx.by_freq)

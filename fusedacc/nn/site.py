@@ -134,9 +134,7 @@ class Site:
             or _tracing()
         )
 
-    def takes(
-        self, node: Any, write: Write, operands: tuple[Tensor, ...], rows: Tensor | None = None
-    ) -> bool:
+    def takes(self, node: Any, write: Write, operands: tuple[Tensor, ...], by_rows: bool = False) -> bool:
         """As `Capture.take_in_place`, for the weight, whose AccumulateGrad node this is.
 
         `operands`: what `write` reads; where p.grad itself was fed to the module, not while it is written.
@@ -144,7 +142,7 @@ class Site:
         capture, shown = self._capture(), self.slot.param.grad
         if capture is None or (shown is not None and _share_memory(shown, operands)):
             return False
-        return capture.take_in_place(self.slot, node, write, rows)
+        return capture.take_in_place(self.slot, node, write, by_rows)
 
 
 def adds(site: Callable[[], Any], *arguments: Any) -> bool:
