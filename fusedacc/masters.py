@@ -26,7 +26,7 @@ class Masters:
     """The masters of the parameters in `slots`.
 
     A parameter that was changed from outside since the last update (weights were loaded, say) gives its value
-    to its master, in the elements where it is not the master's own, rounded.
+    to its master, in the elements where it is not the master's own, rounded; with `refresh` in all.
 
     Args:
         slots: the parameters; a list shared with its owner, who may append.
@@ -63,6 +63,17 @@ class Masters:
         param = slot.param
         kept = torch.empty_like(param, dtype=torch.float32).copy_(master)
         self._masters[slot], self._versions[slot] = kept, (param.data_ptr(), param._version)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take every master anew from its parameter, in the memory that it has: a CUDA graph may know it."""
+        for slot, master in list(self._masters.items()):
+            param = slot.param
+            if param.dtype in LOW and master.shape == param.shape and master.device == param.device:
+                master.copy_(param.detach())
+                self._versions[slot] = (param.data_ptr(), param._version)
+            else:
+                self.drop([slot])
 
     def drop(self, slots: Sequence[Slot]) -> None:
         """Let the masters of these slots go."""

@@ -280,6 +280,18 @@ class AccumulatingOptimizer(Delegate, Progress):
             if self._capture.reshaped:
                 self._capture.refresh()
 
+    def refresh_master_weights(self) -> None:
+        """With `master_weights`: make every float32 master the value of its parameter, low bits and all.
+
+        For weights that were loaded, or written where autograd does not see it (`param.data`). Without this
+        call, a parameter that was written under `torch.no_grad()` gives its master the elements that differ
+        from the master, rounded; the others keep what rounding has cut off. Sums, counters and the inner
+        optimizer's state stay. Does nothing without `master_weights`, and after `close()`.
+        """
+        if self._masters is not None and not self._closed:
+            self._capture.settle()
+            self._masters.refresh()
+
     def close(self) -> None:
         """Restore stock completely: no hooks, each module and each parameter's `grad_dtype` as it was.
 

@@ -165,6 +165,72 @@ def test_weights_that_are_loaded_reach_the_masters():
     )
 
 
+def write_in_place(param, value):
+    with torch.no_grad():
+        param.copy_(value)
+
+
+def write_behind_autograd(param, value):
+    param.data.copy_(value)
+
+
+def replace_memory(param, value):
+    param.data = value.clone()
+
+
+@pytest.mark.parametrize("write", [write_in_place, write_behind_autograd, replace_memory])
+@pytest.mark.parametrize("steps", [STEPS, None])
+def test_masters_can_be_taken_anew_from_the_parameters(write, steps):
+    """Weights that are loaded equal those at hand, rounded: the low bits of the masters are not theirs."""
+    model, other = network(LOW), network(LOW)
+    optimizer = wrapped(model, "adamw", steps)
+    train(model, optimizer, 3)
+    for param, its in zip(model.parameters(), other.parameters(), strict=True):
+        write(its, param.detach())
+        write(param, param.detach().clone())
+    kept = [master.data_ptr() for master in masters_of(optimizer)]
+    assert any((m != m.to(LOW)).any() for m in masters_of(optimizer)), "nothing was cut off"
+    optimizer.refresh_master_weights()
+    masters = masters_of(optimizer)
+    assert all(torch.equal(m, p.float()) for m, p in zip(masters, other.parameters(), strict=True))
+    assert [master.data_ptr() for master in masters] == kept
+    fresh = wrapped(other, "adamw", steps)
+    for param, its in zip(model.parameters(), other.parameters(), strict=True):
+        fresh.state[its] = copy.deepcopy(optimizer.state[param])
+    train(model, optimizer, 2, start=3)
+    train(other, fresh, 2, start=3)
+    for param, its in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(param, its)
+
+
+def test_masters_taken_anew_in_mid_window_leave_its_sums():
+    model, twin = network(LOW), network(LOW)
+    ends = []
+    for net in (model, twin):
+        optimizer = wrapped(net, "adamw")
+        loss_of(net, 0).backward()
+        optimizer.step()
+        if net is model:
+            optimizer.refresh_master_weights()
+        assert optimizer.micro_step == 1
+        loss_of(net, 1).backward()
+        optimizer.step()
+        ends.append(masters_of(optimizer))
+    assert all(map(torch.equal, *ends))
+
+
+def test_without_masters_there_are_none_to_take_anew():
+    model, other = network(LOW), network(LOW)
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer.refresh_master_weights()
+    closed = wrapped(other)
+    train(other, closed, 1)
+    kept = [master.clone() for master in masters_of(closed)]
+    closed.close()
+    closed.refresh_master_weights()
+    assert all(map(torch.equal, kept, masters_of(closed)))
+
+
 def test_a_checkpoint_of_the_bare_optimizer_becomes_float32():
     model = network(LOW)
     bare = INNER["adamw fused"](list(model.parameters()))
