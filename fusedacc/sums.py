@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import checks
 from .factors import is_one, near
+from .hooks import process_group_up
 from .launches import Launches
 from .slot import Slot
 
@@ -132,7 +133,11 @@ class Sums:
             slot.set_odd(True)
         if owed != 1.0:
             self.debts.owe([slot], owed)
-        if self.visible or delivered:
+        if not process_group_up():
+            slot.widen()  # which arming has not done where the parameter is frozen
+        if self.visible and not slot.shows_sum():
+            slot.param.grad, slot.sum = slot.sum.to(slot.param.dtype), None
+        elif (self.visible or delivered) and slot.shows_sum():
             self.show(slot, slot.sum)
             self.any_delivered = True
 

@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from loops import LOW, WAYS
 from torch import Tensor, nn
 
 import fusedacc
-from tests.loops import LOW, WAYS
 
 K = 4
 

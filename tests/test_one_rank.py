@@ -125,3 +125,24 @@ def test_an_unsynchronised_window_is_neither_saved_nor_flushed():
         optimizer.step()
     assert_gradients(model, wanted)
     assert (optimizer.num_updates, optimizer.state_dict()["fusedacc"]["window"]["micro_step"]) == (1, 0)
+
+
+@pytest.mark.parametrize("steps", [None, 4], ids=["manual", "counted"])
+def test_a_part_filled_window_of_low_precision_resumes_bit_for_bit(steps):
+    results = []
+    for resumes in (False, True):
+        model = network(torch.bfloat16)
+        optimizer = wrap(model, steps)
+        for seed in range(4):
+            if resumes and seed == 2:
+                saved = optimizer.state_dict()
+                optimizer.close()
+                twin = network(torch.bfloat16)
+                twin.load_state_dict(model.state_dict())
+                model, optimizer = twin, wrap(twin, steps)
+                optimizer.load_state_dict(saved)
+            loss_of(model, seed).backward()
+            if steps or seed == 3:
+                optimizer.step()
+        results.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *results))

@@ -6,10 +6,10 @@ import functools
 
 import pytest
 import torch
+from loops import LOW, WAYS
 from torch import Tensor, nn
 
 import fusedacc
-from tests.loops import LOW, WAYS
 
 K = 2
 
