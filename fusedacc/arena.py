@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 from torch import Tensor
 
 from . import backends, checks
@@ -89,6 +91,30 @@ class Arena(Writes):
         if slot.delivered and total is slot.shown() and total is not None:
             slot.delivered = total._version == slot.shown_version
 
+    def keep_spent(self, slot: Slot, moved: bool, hooked: bool) -> None:
+        """Between windows, after a parameter has changed: what was spent stays so, in p.grad's new place too.
+
+        Args:
+            slot: the parameter's.
+            moved: to another dtype or device, and p.grad with it.
+            hooked: autograd cannot have stored a gradient meanwhile.
+
+        Raises:
+            RuntimeError: something was added to what is spent; both can no longer be told apart.
+        """
+        gradient, shown = slot.param.grad, slot.shown()
+        if gradient is None or shown is None or (gradient is not shown and not moved):
+            return
+        same = gradient._version == slot.shown_version if gradient is shown else gradient._version == 0
+        if not hooked and not (same and not (moved and gradient.is_sparse)):
+            raise RuntimeError(
+                f"parameter {slot.name!r} was cast, moved or unfrozen while p.grad still held a gradient that "
+                "an update had consumed, and to which a backward may have added since: call "
+                "optimizer.zero_grad() between an update and such a change"
+            )
+        if gradient is not shown:
+            self.show(slot, gradient)
+
     def set_aside(self, slot: Slot) -> None:
         """Ready p.grad for a gradient that autograd will store, and that is to be scaled or counted after."""
         self.generation += 1
@@ -167,14 +193,17 @@ class Arena(Writes):
                     self.show(slot, slot.sum)
                 else:
                     cast, slot.cast, slot.sum = slot.cast, None, None
-                    if slot.param.grad is not cast:
-                        continue
-                    masters = cast.dtype != slot.param.dtype
-                    gradient = cast.to(slot.accumulate_dtype) if masters else cast
-                    if self.visible:
-                        slot.param.grad = gradient
-                    else:
-                        self.show(slot, gradient)  # it has been counted, and is no gradient of the user's
+                    if slot.param.grad is cast:
+                        masters = cast.dtype != slot.param.dtype
+                        gradient = cast.to(slot.accumulate_dtype) if masters else cast
+                        if self.visible:
+                            slot.param.grad = gradient
+                        else:
+                            self.show(slot, gradient)  # it has been counted, and is no gradient of the user's
+            if self.spent and (gradient := slot.param.grad) is not None:
+                if gradient is slot.cast:
+                    slot.shown = weakref.ref(gradient)
+                slot.shown_version = gradient._version  # the update has scaled it, perhaps
 
     def clear(self) -> None:
         """Forget every sum and clear every p.grad."""

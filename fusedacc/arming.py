@@ -103,16 +103,24 @@ class Arming:
 
     def _describe(self, slot: Slot) -> None:
         """Take note of what a parameter has become."""
-        former = slot.lane[1]
+        former = slot.lane
         if slot.shape != slot.param.shape:
             self._let_go(slot)
             self._check_shape(slot)
         slot.describe()
         self.arena.convert(slot)
         if self.window.empty:
-            self.arena.disown_added(slot)
-        if slot.widened and slot.former_grad_dtype == former:
+            if self.arena.spent:
+                self.arena.keep_spent(slot, slot.lane != former, self._is_hooked(slot))
+            else:
+                self.arena.disown_added(slot)
+        if slot.widened and slot.former_grad_dtype == former[1]:
             slot.former_grad_dtype = slot.param.dtype
+
+    def _is_hooked(self, slot: Slot) -> bool:
+        """Whether the node that the parameter has now carries our hook."""
+        node, _ = self._nodes.get(slot, (None, None))
+        return node is not None and (not slot.param.requires_grad or node is accumulate_grad_node(slot.param))
 
     def _let_go(self, slot: Slot) -> None:
         """The parameter's shape has changed: its node knows the former one, for as long as we hold it."""

@@ -254,3 +254,62 @@ def test_memory_of_it_goes_with_the_next_backward():
     assert torch.equal(kept, torch.ones_like(kept))
     optimizer.step()
     assert torch.equal(weight, torch.full_like(weight, -5.0))
+
+
+def swap(layer: nn.Module) -> None:
+    layer.weight.data = layer.weight.data.clone()
+
+
+@pytest.mark.parametrize("change", [swap, lambda m: m.to(torch.float64), lambda m: m.half()])
+@pytest.mark.parametrize("clipped", [True, False])
+@pytest.mark.parametrize("tells", [True, False])
+def test_a_parameter_that_moves_before_the_next_backward(change, clipped, tells):
+    """Where a node without our hook may have added to what is spent, `step()` refuses."""
+    layer = nn.Linear(2, 2, bias=False)
+    inner = torch.optim.SGD(layer.parameters(), lr=0.0)
+    optimizer = fusedacc.AccumulatingOptimizer(inner, 2, max_grad_norm=0.5 if clipped else None)
+
+    def window() -> None:
+        for _ in range(2):
+            layer(torch.ones(1, 2, dtype=layer.weight.dtype)).sum().backward()
+            optimizer.step()
+
+    window()
+    change(layer)
+    if tells:
+        optimizer.explain()
+    if change is not swap and not tells:
+        with pytest.raises(
+            RuntimeError, match=r"'0.0' was cast, moved or unfrozen .* call optimizer.zero_grad"
+        ):
+            window()
+        optimizer.zero_grad()
+    window()
+    wanted = torch.full((2, 2), 0.25 if clipped else 1.0)
+    torch.testing.assert_close(layer.weight.grad.float(), wanted, rtol=1e-3, atol=0)
+
+
+def test_one_frozen_in_mid_window_goes_too():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = fusedacc.AccumulatingOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), 2, max_grad_norm=0.1
+    )
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        model[0].requires_grad_(False)
+    assert all(p.grad is not None for p in model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_one_unfrozen_before_the_next_backward():
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), 1)
+    for frozen in (False, True, False):
+        model[0].requires_grad_(not frozen)
+        model(torch.ones(1, 2)).sum().backward()
+        wanted = None if frozen else model[1].weight.sum(0).expand(2, 2).t()
+        optimizer.step()
+        if not frozen:
+            torch.testing.assert_close(model[0].weight.grad, wanted)
