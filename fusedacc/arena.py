@@ -108,8 +108,8 @@ class Arena(Writes):
         same = gradient._version == slot.shown_version if gradient is shown else gradient._version == 0
         if not hooked and not (same and not (moved and gradient.is_sparse)):
             raise RuntimeError(
-                f"parameter {slot.name!r} was cast, moved or unfrozen while p.grad still held a gradient that "
-                "an update had consumed, and to which a backward may have added since: call "
+                f"parameter {slot.name!r} was cast, moved or unfrozen while p.grad still held what "
+                "an update had consumed, and a backward may have added to it since: call "
                 "optimizer.zero_grad() between an update and such a change"
             )
         if gradient is not shown:
