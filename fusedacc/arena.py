@@ -200,10 +200,11 @@ class Arena(Writes):
                             slot.param.grad = gradient
                         else:
                             self.show(slot, gradient)  # it has been counted, and is no gradient of the user's
-            if self.spent and (gradient := slot.param.grad) is not None:
-                if gradient is slot.cast:
-                    slot.shown = weakref.ref(gradient)
-                slot.shown_version = gradient._version  # the update has scaled it, perhaps
+            left = slot.param.grad
+            if self.spent and left is not None:
+                if left is slot.cast:
+                    slot.shown = weakref.ref(left)
+                slot.shown_version = left._version  # the update has scaled it, perhaps
 
     def clear(self) -> None:
         """Forget every sum and clear every p.grad."""
