@@ -298,6 +298,19 @@ class TestVisibility:
         optimizer.step()
         assert weight.item() == -1.0 - (4.0 + 1.0) / 2
 
+    @pytest.mark.parametrize("clears", [True, False])
+    def test_what_is_written_into_a_spent_gradient_reaches_no_later_window(self, clears):
+        weight, optimizer = scalar(2)
+        for window in range(1, 4):
+            for _ in range(2):
+                weight.backward()
+                optimizer.step()
+            weight.grad.fill_(5.0)
+            optimizer.step()
+            if clears:
+                optimizer.zero_grad()
+            assert (weight.item(), optimizer.num_updates) == (-window, window)
+
     def test_model_zero_grad_keeps_a_counted_window(self):
         model, reference = network(), network()
         optimizer, other = wrap(model, 2), wrap(reference, 2)

@@ -264,6 +264,31 @@ def test_what_others_keep_of_the_forward_is_stocks_in_a_copy():
     optimizer.close()
 
 
+def test_a_module_that_is_parametrized_later_copies_itself_by_another_method():
+    linear = nn.Linear(3, 2)
+    optimizer = named(linear)
+    nn.utils.parametrize.register_parametrization(linear, "bias", nn.Identity())
+    other = copy.deepcopy(linear)
+    assert "forward" not in other.__dict__
+    assert other.__dict__.keys() == copy.deepcopy(other).__dict__.keys()
+    optimizer.close()
+    assert linear.__dict__.keys() == other.__dict__.keys()
+
+
+def test_a_copy_made_by_hand_can_be_copied():
+    """Of what a module is made of, by those who know nothing of our forward."""
+    linear = nn.Linear(3, 2)
+    optimizer = named(linear)
+    other = nn.Linear.__new__(nn.Linear)
+    other.__dict__ = copy.deepcopy(linear.__dict__, {id(linear): other})
+    with torch.no_grad():
+        other.weight.fill_(2.0)
+    for module in (other, copy.deepcopy(other), by_pickle(other)):
+        assert torch.equal(module.weight, torch.full((2, 3), 2.0))
+        assert torch.equal(module(torch.zeros(3)), linear.bias)
+    optimizer.close()
+
+
 def test_modules_may_be_copied_while_others_run_them():
     model, stop = Net(), threading.Event()
     optimizer = wrap(model, 2)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import types
 import weakref
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from ..writes import Write
 _grad_enabled, _tracing = torch.is_grad_enabled, torch._C._is_tracing
 _transform_at_hand = torch._C._functorch.peek_interpreter_stack
 ORDINARY = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
-#: The methods by which copy, pickle and DataParallel copy a module; they are looked up on the instance first.
-COPYING = ("__reduce_ex__", "__deepcopy__", "_replicate_for_data_parallel")
+#: The methods by which pickle, copy, DataParallel and torch.jit.script make a module of another: they are
+#: looked up on the instance first.
+COPYING = ("__reduce_ex__", "__deepcopy__", "_replicate_for_data_parallel", "__prepare_scriptable__")
 
 
 class Site:
@@ -72,10 +74,7 @@ class Site:
 
     def install(self) -> None:
         """Take the place of the module's forward."""
-        kind = type(self.module)
-        self._entries = {"forward": self, "__prepare_scriptable__": self._give_way} | {
-            name: partial(self._as_stock, name) for name in COPYING if hasattr(kind, name)
-        }
+        self._entries = {"forward": self} | {name: Copying(self, name) for name in COPYING}
         self.module.__dict__.update(self._entries)
 
     def remove(self) -> None:
@@ -89,25 +88,18 @@ class Site:
         own: dict[str, Any] = {} if module is None else module.__dict__
         return {name: own.pop(name) for name, entry in self._entries.items() if own.get(name) is entry}
 
-    def _as_stock(self, name: str, *arguments: Any) -> Any:
-        """What a method of the module's class that copies the module returns: with nothing of ours in it.
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[Any]:
+        """The module, while nothing of ours is in it.
 
         A forward that another thread runs meanwhile is stock's; its gradient goes the usual way.
         """
         module, ours = self.module, self._withdraw()
-        own = module.__dict__
         try:
-            copied = getattr(type(module), name)(module, *arguments)
-            return _apart(copied, own) if name == "__reduce_ex__" else copied
+            yield module
         finally:
             if self._entries:  # not removed meanwhile
-                own.update(ours)
-
-    def _give_way(self) -> Any:
-        """torch.jit.script compiles the module's own forward, and gives no sign when it is done."""
-        module, kind = self.module, type(self.module)
-        self.remove()
-        return kind.__prepare_scriptable__(module) if hasattr(kind, "__prepare_scriptable__") else module
+                module.__dict__.update(ours)
 
     def stands_aside(self, input: Any) -> bool:
         """Whether this call is to be stock's: nothing to accumulate, or a transform wants the operators.
@@ -153,6 +145,35 @@ def adds(site: Callable[[], Any], *arguments: Any) -> bool:
 
 def _share_memory(total: Tensor, operands: tuple[Tensor, ...]) -> bool:
     return any(torch._C._is_alias_of(total, operand) for operand in operands)  # type: ignore[attr-defined]
+
+
+class Copying:
+    """Stands in a module's `__dict__` before a method that copies the module: the copy holds nothing of ours.
+
+    torch.jit.script asks the module for what it is to compile, and gives no sign when it is done: the site
+    makes way for good.
+
+    Args:
+        site: of the module.
+        name: of the method; one of `COPYING`.
+    """
+
+    def __init__(self, site: Site, name: str) -> None:
+        self._site, self._name = site, name
+
+    def __call__(self, *arguments: Any) -> Any:
+        if self._name == "__prepare_scriptable__":
+            self._site.remove()
+        with self._site.aside() as module:
+            if self._name == "__deepcopy__":  # which the class need not have
+                return copy.deepcopy(module, *arguments)
+            if self._name == "__prepare_scriptable__":
+                return getattr(module, self._name, lambda: module)()
+            copied = getattr(module, self._name)(*arguments)
+            return _apart(copied, module.__dict__) if self._name == "__reduce_ex__" else copied
+
+    def __reduce__(self) -> tuple:
+        return getattr, (self._site.module, self._name, None)
 
 
 def _apart(state: Any, own: dict[str, Any]) -> Any:
