@@ -160,6 +160,8 @@ class Roster:
         self.slots[:] = [self._slot_of[key] for key in places]
         for slot in self.slots:
             slot.group, slot.name = places[id(slot.param)]
+        if self._replacements is not None:
+            self._replacements.name(self.slots)
         self._seen = self._present()
         self._take_in(fresh, capture)
         return fresh

@@ -144,7 +144,7 @@ def test_a_shape_that_changes_in_mid_window_is_refused_by_the_next_step(options,
     before = [p.detach().clone() for p in net.parameters()]
     if after == "step":
         net(1).backward()
-    with pytest.raises(RuntimeError, match=r"'0\.\d' is of shape \(9, 4\) now.*\(6, 4\).*discard\(\)"):
+    with pytest.raises(RuntimeError, match=r"' is of shape \(9, 4\) now.*\(6, 4\).*discard\(\)"):
         optimizer.step()
     assert optimizer.num_updates == 0
     assert all(torch.equal(p, was) for p, was in zip(net.parameters(), before, strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+import weakref
 from collections.abc import Iterable, Sequence
 
 from torch import nn
@@ -31,6 +32,7 @@ class Replacements:
     def __init__(self, model: nn.Module, capture: Capture) -> None:
         self._model, self._capture = model, capture
         self._sites: dict[nn.Module, Site] = {}
+        self._search()
         self.follow(capture.slots)
         if not self._sites:
             warnings.warn(
@@ -44,18 +46,14 @@ class Replacements:
             self.remove()
 
     def follow(self, slots: Sequence[Slot]) -> None:
-        """Replace what can be replaced among the modules of these slots' parameters."""
-        name_slots(self._model, slots)
-        by_parameter = {id(slot.param): slot for slot in slots}
-        replicas = any(isinstance(module, nn.DataParallel) for module in self._model.modules())
-        for module in self._model.modules():
-            if module in self._sites:
-                continue
-            for name, param in module._parameters.items():
-                slot = by_parameter.get(id(param))
-                if slot is None:
+        """Replace what can be replaced among the modules of these slots' parameters, and name those."""
+        if not all(self._places_of(slot) for slot in slots):
+            self._search()
+        for slot in slots:
+            for module, name, _ in self._places_of(slot):
+                if module in self._sites:
                     continue
-                kind, why = (None, REPLICAS) if replicas else _kind_of(module, name)
+                kind, why = (None, REPLICAS) if self._replicas else _kind_of(module, name)
                 if kind is None:
                     slot.left_to = slot.left_to or why
                     continue
@@ -63,6 +61,31 @@ class Replacements:
                 site.install()
                 if kind.path not in slot.paths:
                     slot.paths += (kind.path,)
+        self.name(slots)
+
+    def name(self, slots: Sequence[Slot]) -> None:
+        """As `name_slots`, for what the last search has found."""
+        for slot in slots:
+            for _, _, name in self._places_of(slot)[:1]:
+                slot.name = name
+
+    def _search(self) -> None:
+        """Note where each parameter is: a search for each group that is added would be too much."""
+        self._places: dict[int, list[tuple[weakref.ref[nn.Module], str, str]]] = {}
+        self._replicas = any(isinstance(module, nn.DataParallel) for module in self._model.modules())
+        for prefix, module in self._model.named_modules():
+            for name, param in module._parameters.items():
+                place = weakref.ref(module), name, f"{prefix}.{name}" if prefix else name
+                self._places.setdefault(id(param), []).append(place)
+
+    def _places_of(self, slot: Slot) -> list[tuple[nn.Module, str, str]]:
+        """The modules that have the slot's parameter, what they call it, and what the model does."""
+        places = [(module(), own, name) for module, own, name in self._places.get(id(slot.param), ())]
+        return [
+            (module, own, name)
+            for module, own, name in places
+            if module is not None and module._parameters.get(own) is slot.param
+        ]
 
     def remove(self) -> None:
         """Stock's forward everywhere."""
