@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from typing import Any
 
@@ -61,6 +62,19 @@ class Delegate(Optimizer):
     @defaults.setter
     def defaults(self, defaults: dict[str, Any]) -> None:
         self.optimizer.defaults = defaults
+
+    def _check_arguments(self, arguments: dict[str, Any]) -> None:
+        """Raise TypeError for what the inner optimizer's `step` does not take."""
+        if not arguments:
+            return
+        try:
+            signature = inspect.signature(self.optimizer.step)
+        except ValueError:  # compiled, without one
+            return
+        try:
+            signature.bind_partial(**arguments)
+        except TypeError as error:
+            raise TypeError(f"step() of the inner {type(self.optimizer).__name__}: {error}") from None
 
     def __getattr__(self, name: str) -> Any:
         # Hooks registered here, train() and eval() of schedule-free optimizers, and the like.

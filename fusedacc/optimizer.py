@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -254,15 +253,6 @@ class AccumulatingOptimizer(Delegate, Progress):
             self._loop.flush(self._handover.take(self.__dict__, counted=True), arguments)
         elif not window.empty:
             self.step(**arguments)
-
-    def _check_arguments(self, arguments: dict[str, Any]) -> None:
-        """Raise TypeError for what the inner optimizer's `step` does not take."""
-        if not arguments:
-            return
-        try:
-            inspect.signature(self.optimizer.step).bind_partial(**arguments)
-        except TypeError as error:
-            raise TypeError(f"step() of the inner {type(self.optimizer).__name__}: {error}") from None
 
     @_disable_dynamo
     def discard(self) -> None:
