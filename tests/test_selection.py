@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fusedacc import backends, functional
+from fusedacc.backends import native
 
 CPU = torch.device("cpu")
 FLOAT = torch.float32
@@ -51,6 +52,58 @@ def test_every_other_device_has_the_eager_backend():
     chosen = select(device=torch.device("meta"))
     assert chosen.backend.name == "eager"
     assert all(f"not {name}: " in chosen.reason for name in ("cuda", "triton", "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("built", "capability", "runs"),
+    [
+        ("8.0", (8, 0), True),
+        ("8.0", (8, 9), True),
+        ("8.6", (8, 0), False),
+        ("8.0", (9, 0), False),
+        ("9.0", (8, 9), False),
+        ("9.0+PTX", (12, 0), True),
+        ("9.0+PTX", (8, 9), False),
+        ("9.0a", (9, 0), True),
+        ("9.0a+PTX", (10, 0), False),
+        ("10.0f", (10, 3), True),
+        ("10.0f+PTX", (12, 0), False),
+    ],
+)
+def test_which_gpus_run_what_was_built(built, capability, runs):
+    assert native.runs_on(built, capability) is runs
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU of a capability, on which Triton runs, and a library built for some: as far as choosing goes."""
+
+    def pretend(capability, built, hip=None):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        monkeypatch.setattr(torch.version, "hip", hip)
+        monkeypatch.setattr(native.ops, "load_error", lambda: None)
+        monkeypatch.setattr(native.ops, "built_with", lambda: {"cuda_architectures": built})
+        triton = backends.get("triton")
+        monkeypatch.setattr(triton, "unavailable", lambda: None)
+        monkeypatch.setattr(triton, "unsupported", lambda *where: None)
+        return backends._automatic.__wrapped__(torch.device("cuda", 0), FLOAT, FLOAT)
+
+    return pretend
+
+
+def test_auto_takes_triton_where_the_library_has_no_code_for_the_gpu(gpu):
+    assert gpu((9, 0), ["8.0", "9.0"]).backend.name == "cuda"
+    assert gpu((12, 0), ["8.0", "9.0+PTX"]).backend.name == "cuda"
+    other = gpu((12, 0), ["8.0", "9.0"])
+    assert other.backend.name == "triton"
+    assert "not cuda: the native library was built for 8.0, 9.0, and cuda:0 is of 12.0" in other.reason
+
+
+def test_auto_takes_triton_on_rocm(gpu):
+    chosen = gpu((9, 4), ["9.0"], hip="7.1")
+    assert chosen.backend.name == "triton"
+    assert "not cuda: this torch is for ROCm" in chosen.reason
 
 
 def test_explicit_choice_is_honoured():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,21 @@ from .. import ops
 from ..checks import PAIRS
 
 _MOST_LISTS = 200
+
+
+def runs_on(architecture: str, capability: tuple[int, int]) -> bool:
+    """Whether a GPU of that capability runs what was built for an entry of TORCH_CUDA_ARCH_LIST.
+
+    Machine code runs on its own architecture and on later ones of the same major number, that for 9.0a on 9.0
+    alone; PTX is compiled by the driver for whatever is later.
+    """
+    match = re.fullmatch(r"(\d+)\.(\d+)([af]?)(\+PTX)?", architecture)
+    if match is None:
+        return False
+    built, kind, ptx = (int(match[1]), int(match[2])), match[3], match[4]
+    if kind == "a":
+        return capability == built
+    return capability >= built and (capability[0] == built[0] or (ptx is not None and not kind))
 
 
 class NativeBackend:
@@ -27,6 +43,8 @@ class NativeBackend:
     def unavailable(self) -> str | None:
         problem = ops.load_error()
         if problem is None and self.name == "cuda":
+            if torch.version.hip is not None:
+                return "this torch is for ROCm, which has no CUDA kernels"
             if not ops.built_with()["cuda_architectures"]:
                 return "the native library was built without CUDA (nvcc was not found, or FORCE_CUDA=0)"
             if not torch.cuda.is_available():
@@ -38,6 +56,14 @@ class NativeBackend:
     ) -> str | None:
         if device.type != self.name:
             return f"the {self.name} backend takes {self.name} tensors, not {device.type}"
+        if device.type == "cuda" and self.unavailable() is None:
+            capability, built = (
+                torch.cuda.get_device_capability(device),
+                ops.built_with()["cuda_architectures"],
+            )
+            if not any(runs_on(architecture, capability) for architecture in built):
+                number = ".".join(map(str, capability))
+                return f"the native library was built for {', '.join(built)}, and {device} is of {number}"
         if (gradient_dtype, accumulator_dtype) not in PAIRS:
             return f"no kernel adds {gradient_dtype} into {accumulator_dtype}"
         return None
