@@ -30,6 +30,13 @@ FUSEDACC_INLINE int32_t find_segment(int32_t count, Position position, First fir
 
 constexpr int64_t kMaxChunks = 0x7fffffff;  // a grid's limit in x
 
+// A block's elements in a pass of so many elements that leaves no norms: chunks of the usual size would not
+// fill a GPU with blocks.
+constexpr int32_t launch_chunk(int64_t elements) {
+  constexpr int64_t kFew = int64_t{1} << 22, kSmall = 2048;
+  return static_cast<int32_t>(elements < kFew ? kSmall : kChunkElements);
+}
+
 // The scale as a kernel gets it: a number, or where to read one on the device.
 struct ScaleArgument {
   const void* tensor;  // null: use value
@@ -62,14 +69,34 @@ FUSEDACC_INLINE Multipliers read_factors(const Factors& factors) {
   return {read_scale<Compute>(factors.scale), read_scale<Compute>(factors.keep)};
 }
 
+// What has to be in a launch's arguments: tensors, and all dimensions of those that need a loop nest.
+struct Need {
+  int64_t tensors = 0, dims = 0;
+};
+
+// Of a work's tasks, by whether they need a loop nest and by pair.
+struct Needs {
+  Need of[2][kPairCount];
+
+  explicit Needs(const Work& work) {
+    for (const Task& task : work.tasks) {
+      Need& need = of[task.layout >= 0][task.pair];
+      ++need.tensors;
+      if (task.layout >= 0) need.dims += work.layouts[task.layout].dims;
+    }
+  }
+};
+
 // One launch over tensors whose elements lie alike. 28 bytes a tensor, so that a thousand fit 32 KB of
 // arguments.
 template <int32_t capacity>
 struct FlatBatch {
   static constexpr int32_t kCapacity = capacity;
+  static constexpr bool holds(const Need& need) { return need.tensors <= capacity; }
 
   Factors factors;
   int32_t count;
+  int32_t chunk = static_cast<int32_t>(kChunkElements);
   void* accumulators[capacity];
   const void* gradients[capacity];
   int64_t sizes[capacity];  // ~size where the accumulator is overwritten
@@ -90,9 +117,13 @@ struct FlatBatch {
 template <int32_t capacity, int32_t pool_capacity>
 struct StridedBatch {
   static constexpr int32_t kCapacity = capacity;
+  static constexpr bool holds(const Need& need) {
+    return need.tensors <= capacity && need.dims <= pool_capacity;
+  }
 
   Factors factors;
   int32_t count;
+  int32_t chunk = static_cast<int32_t>(kChunkElements);
   void* accumulators[capacity];
   const void* gradients[capacity];
   int64_t sizes[capacity];
@@ -151,7 +182,7 @@ void for_each_batch(const Work& work, int32_t pair, bool strided, Batch& batch, 
   for (const Task& task : work.tasks) {
     if (task.pair != pair || (task.layout >= 0) != strided) continue;
     const StridedLayout* layout = strided ? &work.layouts[task.layout] : nullptr;
-    const int64_t needed = chunks_of(task.numel);
+    const int64_t needed = (task.numel + batch.chunk - 1) / batch.chunk;
     if (chunks + needed > kMaxChunks) flush();
     if (!batch.push(task, layout, chunks)) {
       flush();

@@ -1,4 +1,4 @@
-// What the launchers share: the size of a launch's arguments, the check of its error, the device's guard.
+// What the launchers share: the size of a launch's arguments, the check of its error.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "device_guard.h"
 #include "multi_tensor.h"
 
 namespace fusedacc::cuda {
@@ -22,23 +23,5 @@ inline void check(cudaError_t error, const char* what) {
     throw std::runtime_error(std::string("fusedacc: ") + what + ": " + cudaGetErrorString(error));
   }
 }
-
-class DeviceGuard {
- public:
-  explicit DeviceGuard(int32_t device) {
-    check(cudaGetDevice(&previous_), "cudaGetDevice");
-    if (previous_ != device) check(cudaSetDevice(device), "cudaSetDevice");
-    changed_ = previous_ != device;
-  }
-  ~DeviceGuard() {
-    if (changed_) cudaSetDevice(previous_);
-  }
-  DeviceGuard(const DeviceGuard&) = delete;
-  DeviceGuard& operator=(const DeviceGuard&) = delete;
-
- private:
-  int previous_ = 0;
-  bool changed_ = false;
-};
 
 }  // namespace fusedacc::cuda

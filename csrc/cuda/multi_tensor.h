@@ -22,20 +22,40 @@ namespace fusedacc::cuda {
 constexpr int32_t kThreads = 256;
 constexpr int32_t kVectorBytes = 16;
 
-// `count` neighbours moved together, 16 bytes at a time.
 template <typename T, int32_t count>
-struct alignas(kVectorBytes) Packed {
+constexpr int32_t kPackedBytes = static_cast<int32_t>(sizeof(T)) * count;
+// In how many accesses: of 16 bytes, or one of 8.
+template <typename T, int32_t count>
+constexpr int32_t kAccessBytes = kPackedBytes<T, count> < kVectorBytes ? 8 : kVectorBytes;
+
+// `count` neighbours moved together, 16 bytes at a time, or 8 where those are all.
+template <typename T, int32_t count>
+struct alignas(kAccessBytes<T, count>) Packed {
+  static_assert(kPackedBytes<T, count> % kAccessBytes<T, count> == 0);
   T values[count];
 };
 
+template <int32_t bytes>
+struct AccessOf;
+#if defined(__CUDACC__)
+template <>
+struct AccessOf<8> {
+  using type = uint2;
+};
+template <>
+struct AccessOf<16> {
+  using type = uint4;
+};
+#endif
+
 template <int32_t count, typename T>
 FUSEDACC_INLINE Packed<T, count> load(const T* from) {
-  static_assert(sizeof(T) * count % kVectorBytes == 0);
   Packed<T, count> packed;
 #if defined(__CUDA_ARCH__)
+  using Access = typename AccessOf<kAccessBytes<T, count>>::type;
 #pragma unroll
-  for (int32_t i = 0; i < static_cast<int32_t>(sizeof(packed) / kVectorBytes); ++i) {
-    reinterpret_cast<uint4*>(&packed)[i] = reinterpret_cast<const uint4*>(from)[i];
+  for (int32_t i = 0; i < static_cast<int32_t>(sizeof(packed) / sizeof(Access)); ++i) {
+    reinterpret_cast<Access*>(&packed)[i] = reinterpret_cast<const Access*>(from)[i];
   }
 #else
   std::memcpy(&packed, from, sizeof(packed));
@@ -46,17 +66,24 @@ FUSEDACC_INLINE Packed<T, count> load(const T* from) {
 template <int32_t count, typename T>
 FUSEDACC_INLINE void store(T* to, const Packed<T, count>& packed) {
 #if defined(__CUDA_ARCH__)
+  using Access = typename AccessOf<kAccessBytes<T, count>>::type;
 #pragma unroll
-  for (int32_t i = 0; i < static_cast<int32_t>(sizeof(packed) / kVectorBytes); ++i) {
-    reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(&packed)[i];
+  for (int32_t i = 0; i < static_cast<int32_t>(sizeof(packed) / sizeof(Access)); ++i) {
+    reinterpret_cast<Access*>(to)[i] = reinterpret_cast<const Access*>(&packed)[i];
   }
 #else
   std::memcpy(to, &packed, sizeof(packed));
 #endif
 }
 
-FUSEDACC_INLINE int32_t misalignment(const void* pointer) {
-  return static_cast<int32_t>(reinterpret_cast<uintptr_t>(pointer) % kVectorBytes);
+FUSEDACC_INLINE int32_t misalignment(const void* pointer, int32_t bytes = kVectorBytes) {
+  return static_cast<int32_t>(reinterpret_cast<uintptr_t>(pointer) % static_cast<uint32_t>(bytes));
+}
+
+// Whether `count` neighbours can be moved together from there.
+template <int32_t count, typename T>
+FUSEDACC_INLINE bool aligned_for(const T* pointer) {
+  return misalignment(pointer, kAccessBytes<T, count>) == 0;
 }
 
 template <int32_t pair>
@@ -66,13 +93,13 @@ struct PairKernels {
   using Functor = ScaleAccumulate<Gradient, Accumulator>;
   using Compute = typename Functor::Compute;
 
-  // Elements of one step: one vector of the narrower side.
-  static constexpr int32_t kNarrow =
-      sizeof(Gradient) < sizeof(Accumulator) ? sizeof(Gradient) : sizeof(Accumulator);
-  static constexpr int32_t kStep = kVectorBytes / kNarrow;
-  // Steps whose loads are all issued before the first is used: about 100 bytes a thread in flight.
-  static constexpr int32_t kUnroll =
-      128 / (kStep * static_cast<int32_t>(sizeof(Gradient) + sizeof(Accumulator)));
+  // Elements of one step: 16 bytes of the wider side. With more, neighbouring threads would write to memory
+  // with gaps between them, and every write would fill its sectors in part only.
+  static constexpr int32_t kWide = sizeof(Gradient) > sizeof(Accumulator) ? sizeof(Gradient)
+                                                                          : sizeof(Accumulator);
+  static constexpr int32_t kStep = kVectorBytes / kWide;
+  // Steps whose loads are all issued before the first is used: 96 or 128 bytes a thread in flight.
+  static constexpr int32_t kUnroll = 4;
 
   static FUSEDACC_INLINE void element(Accumulator* accumulator, const Gradient* gradient, Functor functor,
                                       bool overwrite) {
@@ -103,12 +130,9 @@ struct PairKernels {
   // How many elements to pass singly until both sides are aligned; `count` if that never happens.
   static FUSEDACC_INLINE int32_t head_of(const Accumulator* accumulator, const Gradient* gradient,
                                          int32_t count) {
-    constexpr int32_t size = sizeof(Accumulator);
-    int32_t head = (kVectorBytes - misalignment(accumulator)) % kVectorBytes / size;
-    for (; head < kStep; head += kVectorBytes / size) {
-      if (misalignment(gradient + head) == 0) return head < count ? head : count;
-    }
-    return count;
+    constexpr int32_t size = sizeof(Accumulator), period = kStep * size;
+    const int32_t head = (period - misalignment(accumulator, period)) % period / size;
+    return head < count && aligned_for<kStep>(gradient + head) ? head : count;
   }
 
   template <bool overwrite>
@@ -118,11 +142,16 @@ struct PairKernels {
     const int32_t body = (count - head) / kStep * kStep;
     constexpr int32_t kDistance = kThreads * kStep;
     int32_t i = head + thread * kStep;
+    FUSEDACC_ROLLED
     for (; i + (kUnroll - 1) * kDistance < head + body; i += kUnroll * kDistance) {
       steps<overwrite, kUnroll>(accumulator + i, gradient + i, kDistance, functor);
     }
-    FUSEDACC_ROLLED
-    for (; i < head + body; i += kDistance) steps<overwrite, 1>(accumulator + i, gradient + i, 0, functor);
+    // All that a small chunk has.
+    if (i + kDistance < head + body) {
+      steps<overwrite, 2>(accumulator + i, gradient + i, kDistance, functor);
+      i += 2 * kDistance;
+    }
+    if (i < head + body) steps<overwrite, 1>(accumulator + i, gradient + i, 0, functor);
     // What stands before and after the vectors.
     FUSEDACC_ROLLED
     for (int32_t single = thread; single < count - body; single += kThreads) {
@@ -134,10 +163,10 @@ struct PairKernels {
   template <typename Batch>
   static FUSEDACC_INLINE void flat_block(const Batch& batch, uint32_t block, int32_t thread) {
     const int32_t tensor = find_segment(batch.count, block, [&](int32_t i) { return batch.first_chunk[i]; });
-    const int64_t first = (block - batch.first_chunk[tensor]) * kChunkElements;
+    const int64_t first = static_cast<int64_t>(block - batch.first_chunk[tensor]) * batch.chunk;
     const int64_t marked = batch.sizes[tensor];
     const int64_t left = (marked < 0 ? ~marked : marked) - first;
-    const int32_t count = static_cast<int32_t>(left < kChunkElements ? left : kChunkElements);
+    const int32_t count = static_cast<int32_t>(left < batch.chunk ? left : batch.chunk);
     auto* accumulator = static_cast<Accumulator*>(batch.accumulators[tensor]) + first;
     auto* gradient = static_cast<const Gradient*>(batch.gradients[tensor]) + first;
     const Functor functor(read_factors<Compute>(batch.factors));
@@ -173,10 +202,10 @@ struct PairKernels {
   template <typename Batch>
   static FUSEDACC_INLINE void strided_block(const Batch& batch, uint32_t block, int32_t thread) {
     const int32_t tensor = find_segment(batch.count, block, [&](int32_t i) { return batch.first_chunk[i]; });
-    const int64_t first = (block - batch.first_chunk[tensor]) * kChunkElements;
+    const int64_t first = static_cast<int64_t>(block - batch.first_chunk[tensor]) * batch.chunk;
     const int64_t marked = batch.sizes[tensor];
     const int64_t size = marked < 0 ? ~marked : marked;
-    const int64_t end = size - first < kChunkElements ? size : first + kChunkElements;
+    const int64_t end = size - first < batch.chunk ? size : first + batch.chunk;
     if (size <= 0x7fffffff) {
       strided_chunk<uint32_t>(batch, tensor, first, end, marked < 0, thread);
     } else {
@@ -185,7 +214,9 @@ struct PairKernels {
   }
 };
 
-// The batches' capacities for a toolkit's limit on kernel arguments: a thousand flat tensors need 32 KB.
+// The batches' capacities for a toolkit's limit on kernel arguments: a thousand flat tensors need 32 KB. All
+// bytes are sent with every launch, so that fewer tensors get less room.
+constexpr int32_t kFewBytes = 656, kSomeBytes = 4096;  // for 16 and for 111 flat tensors with norms
 template <int32_t bytes>
 using FlatBatchOf = FlatBatch<(bytes - 64) / 28>;
 template <int32_t bytes>
@@ -195,5 +226,16 @@ template <int32_t bytes>
 using FlatNormBatchOf = WithPartials<FlatBatch<(bytes - 80) / 36>>;
 template <int32_t bytes>
 using StridedNormBatchOf = WithPartials<StridedBatch<bytes / 128, (bytes - 88 - bytes / 128 * 40) / 24>>;
+
+// Calls launch(batch) with a batch of the first of these sizes that has room for all, or of the last.
+template <template <int32_t> class BatchOf, int32_t bytes, int32_t... larger, typename Launch>
+void with_batch(const Need& need, Launch&& launch) {
+  if constexpr (sizeof...(larger) > 0) {
+    if (!BatchOf<bytes>::holds(need)) return with_batch<BatchOf, larger...>(need, launch);
+  }
+  BatchOf<bytes> batch;
+  static_assert(sizeof(batch) <= bytes);
+  launch(batch);
+}
 
 }  // namespace fusedacc::cuda

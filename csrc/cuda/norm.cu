@@ -1,4 +1,5 @@
 // The kernels that leave norms, and their launchers.
+#include <type_traits>
 #include <utility>
 
 #include "join_block.h"
@@ -9,22 +10,22 @@
 namespace fusedacc::cuda {
 namespace {
 
-using Flat = FlatNormBatchOf<kArgumentBytes>;
-using Strided = StridedNormBatchOf<kArgumentBytes>;
 using Lists = PartialLists<kArgumentBytes>;
-static_assert(sizeof(Flat) <= kArgumentBytes && sizeof(Strided) <= kArgumentBytes &&
-              sizeof(Lists) <= kArgumentBytes);
+static_assert(sizeof(Lists) <= kArgumentBytes);
 
-template <int32_t pair, NormKind kind, bool reads>
-__global__ void __launch_bounds__(kThreads) flat_norm_kernel(const __grid_constant__ Flat batch) {
+// As in accumulate.cu.
+constexpr int32_t kBlocks = 4;
+
+template <int32_t pair, NormKind kind, bool reads, typename Batch>
+__global__ void __launch_bounds__(kThreads, kBlocks) flat_norm_kernel(const __grid_constant__ Batch batch) {
   using Kernels = NormKernels<pair, kind, reads>;
   const auto chunk = Kernels::find(batch, blockIdx.x);
   const double norm = Kernels::flat_block(batch, chunk, JoinBlock<kThreads>{});
   if (threadIdx.x == 0) *chunk.partial = norm;
 }
 
-template <int32_t pair, NormKind kind, bool reads>
-__global__ void __launch_bounds__(kThreads) strided_norm_kernel(const __grid_constant__ Strided batch) {
+template <int32_t pair, NormKind kind, bool reads, typename Batch>
+__global__ void __launch_bounds__(kThreads) strided_norm_kernel(const __grid_constant__ Batch batch) {
   using Kernels = NormKernels<pair, kind, reads>;
   const auto chunk = Kernels::find(batch, blockIdx.x);
   const double norm = Kernels::strided_block(batch, chunk, JoinBlock<kThreads>{});
@@ -37,47 +38,51 @@ __global__ void __launch_bounds__(kFinishThreads) finish_norm_kernel(const __gri
 }
 
 template <int32_t pair, NormKind kind, bool reads>
-void launch_pair(const Work& work, const Factors& factors, double* partials, bool strided,
+void launch_pair(const Work& work, const Factors& factors, double* partials, const Need& need, bool strided,
                  cudaStream_t stream) {
-  if (strided) {
-    Strided batch;
+  const auto fill = [&](auto& batch, auto kernel) {
+    using Batch = std::decay_t<decltype(batch)>;
     batch.factors = factors;
     batch.partials = partials;
-    for_each_batch(work, pair, true, batch, [&](const Strided& full, int64_t chunks) {
-      strided_norm_kernel<pair, kind, reads><<<static_cast<uint32_t>(chunks), kThreads, 0, stream>>>(full);
-      check(cudaGetLastError(), "launch of strided_norm_kernel");
+    for_each_batch(work, pair, strided, batch, [&](const Batch& full, int64_t chunks) {
+      kernel<<<static_cast<uint32_t>(chunks), kThreads, 0, stream>>>(full);
+      check(cudaGetLastError(), strided ? "launch of strided_norm_kernel" : "launch of flat_norm_kernel");
+    });
+  };
+  if (strided) {
+    with_batch<StridedNormBatchOf, kArgumentBytes>(need, [&](auto& batch) {
+      fill(batch, strided_norm_kernel<pair, kind, reads, std::decay_t<decltype(batch)>>);
     });
   } else {
-    Flat batch;
-    batch.factors = factors;
-    batch.partials = partials;
-    for_each_batch(work, pair, false, batch, [&](const Flat& full, int64_t chunks) {
-      flat_norm_kernel<pair, kind, reads><<<static_cast<uint32_t>(chunks), kThreads, 0, stream>>>(full);
-      check(cudaGetLastError(), "launch of flat_norm_kernel");
+    with_batch<FlatNormBatchOf, kFewBytes, kArgumentBytes>(need, [&](auto& batch) {
+      fill(batch, flat_norm_kernel<pair, kind, reads, std::decay_t<decltype(batch)>>);
     });
   }
 }
 
 template <int32_t pair>
-void launch_kind(const Work& work, const Factors& factors, const NormRequest& norm, bool strided,
-                 cudaStream_t stream) {
+void launch_kind(const Work& work, const Factors& factors, const NormRequest& norm, const Need& need,
+                 bool strided, cudaStream_t stream) {
   constexpr NormKind two = NormKind::kTwo, infinity = NormKind::kInfinity;
   const bool is_two = norm.kind == two;
   if (!norm.reads) {
     (is_two ? launch_pair<pair, two, false>
-            : launch_pair<pair, infinity, false>)(work, factors, norm.partials, strided, stream);
+            : launch_pair<pair, infinity, false>)(work, factors, norm.partials, need, strided, stream);
   } else if constexpr (kPairs[pair].gradient == kPairs[pair].accumulator) {
     (is_two ? launch_pair<pair, two, true> : launch_pair<pair, infinity, true>)(work, factors, norm.partials,
-                                                                                strided, stream);
+                                                                                need, strided, stream);
   }
 }
 
 template <int32_t... pairs>
-void launch_present(const Work& work, const Factors& factors, const NormRequest& norm,
-                    const bool (&present)[2][kPairCount], cudaStream_t stream,
-                    std::integer_sequence<int32_t, pairs...>) {
+void launch_present(const Work& work, const Factors& factors, const NormRequest& norm, const Needs& needs,
+                    cudaStream_t stream, std::integer_sequence<int32_t, pairs...>) {
   for (const bool strided : {false, true}) {
-    ((present[strided][pairs] ? launch_kind<pairs>(work, factors, norm, strided, stream) : void()), ...);
+    const auto launch_one = [&](auto pair) {
+      const Need& need = needs.of[strided][pair];
+      if (need.tensors > 0) launch_kind<pair>(work, factors, norm, need, strided, stream);
+    };
+    (launch_one(std::integral_constant<int32_t, pairs>()), ...);
   }
 }
 
@@ -87,9 +92,7 @@ void launch_norm(const Work& work, const Factors& factors, const NormRequest& no
                  void* stream) {
   if (work.tasks.empty()) return;
   const DeviceGuard guard(device_index);
-  bool present[2][kPairCount] = {};
-  for (const Task& task : work.tasks) present[task.layout >= 0][task.pair] = true;
-  launch_present(work, factors, norm, present, static_cast<cudaStream_t>(stream),
+  launch_present(work, factors, norm, Needs(work), static_cast<cudaStream_t>(stream),
                  std::make_integer_sequence<int32_t, kPairCount>());
 }
 

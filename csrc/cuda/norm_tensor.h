@@ -1,9 +1,9 @@
 // What one block does that leaves a partial norm: it reads a chunk, or adds to it, and joins its threads'
 // states. Host and device, torch-free, like multi_tensor.h.
 //
-// A chunk's norm depends on nothing but its elements in their order: eight neighbours belong to one thread,
-// wherever the chunk starts in memory and whatever the gradient's dtype. So the norm that an addition leaves
-// has the bits of the norm of the sums.
+// A chunk's norm depends on nothing but its elements in their order: 16 bytes of neighbours belong to one
+// thread, wherever the chunk starts in memory and whatever the gradient's dtype. So the norm that an addition
+// leaves has the bits of the norm of the sums.
 #pragma once
 
 #include "../norm_functors.h"
@@ -11,13 +11,14 @@
 
 namespace fusedacc::cuda {
 
-constexpr int32_t kGroup = 8;  // neighbours that belong to one thread
-constexpr int32_t kGroupDistance = kThreads * kGroup;
+template <typename Element>
+constexpr int32_t kGroupOf = kVectorBytes / static_cast<int32_t>(sizeof(Element));
 
 // Reads elements in their order in memory.
 template <typename Element_>
 struct FlatReader {
   using Element = Element_;
+  static constexpr int32_t kGroup = kGroupOf<Element>;
   using Loaded = Packed<Element, kGroup>;
   static constexpr bool kInGroups = true;
   static constexpr int32_t kBytes = sizeof(Element);
@@ -37,6 +38,7 @@ struct FlatAdder {
   using Kernels = PairKernels<pair>;
   using Gradient = typename Kernels::Gradient;
   using Element = typename Kernels::Accumulator;
+  static constexpr int32_t kGroup = kGroupOf<Element>;
   struct Loaded {
     Packed<Gradient, kGroup> fresh;
     Packed<Element, kGroup> sums;
@@ -49,7 +51,7 @@ struct FlatAdder {
   typename Kernels::Functor functor;
 
   FUSEDACC_INLINE bool aligned() const {
-    return misalignment(accumulator) == 0 && misalignment(gradient) == 0;
+    return aligned_for<kGroup>(accumulator) && aligned_for<kGroup>(gradient);
   }
   FUSEDACC_INLINE Loaded load_group(int32_t at) const {
     Loaded loaded;
@@ -137,14 +139,17 @@ struct StridedAdder {
 template <typename Compute, typename Functor, typename Source>
 FUSEDACC_INLINE typename Functor::State thread_state(Functor functor, const Source& source, int32_t count,
                                                      int32_t thread) {
+  constexpr int32_t kGroup = kGroupOf<typename Source::Element>, kGroupDistance = kThreads * kGroup;
   typename Functor::State state = 0;
   int32_t at = thread * kGroup;
   if constexpr (Source::kInGroups) {
     if (source.aligned()) {
       // Groups whose loads are all issued before the first is used: about 100 bytes a thread in flight.
       constexpr int32_t wanted = 128 / (kGroup * Source::kBytes);
-      constexpr int32_t most = kChunkElements / kGroupDistance;
-      constexpr int32_t unroll = wanted < 1 ? 1 : wanted > most ? most : wanted;
+      constexpr int32_t unroll = wanted >= 8 && kChunkElements >= 8 * kGroupDistance ? 8
+                                 : wanted >= 4                                       ? 4
+                                                                                     : 2;
+      static_assert(unroll <= wanted && unroll * kGroupDistance <= kChunkElements);
       const auto take = [&](auto& loaded, int32_t place) {
         const auto group = source.take(place, loaded);
         FUSEDACC_UNROLL
@@ -160,12 +165,10 @@ FUSEDACC_INLINE typename Functor::State thread_state(Functor functor, const Sour
         FUSEDACC_UNROLL
         for (int32_t u = 0; u < unroll; ++u) take(loaded[u], at + u * kGroupDistance);
       }
-      if constexpr (unroll > 1) {
-        FUSEDACC_ROLLED
-        for (; at + kGroup <= count; at += kGroupDistance) {
-          auto loaded = source.load_group(at);
-          take(loaded, at);
-        }
+      FUSEDACC_ROLLED
+      for (; at + kGroup <= count; at += kGroupDistance) {
+        auto loaded = source.load_group(at);
+        take(loaded, at);
       }
     }
   }

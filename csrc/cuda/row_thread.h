@@ -244,11 +244,13 @@ struct RowKernels {
   }
 };
 
-// Whether every row of both sides can be moved 16 bytes at a time.
+// Whether every row of both sides can be moved 16 bytes of the wider side at a time.
 inline bool rows_aligned(const RowWork& work) {
   const DtypePair pair = kPairs[work.table.pair];
-  const auto fits = [](const void* data, int64_t stride, Dtype dtype) {
-    return misalignment(data) == 0 && stride * element_size(dtype) % kVectorBytes == 0;
+  const int64_t wide = std::max(element_size(pair.accumulator), element_size(pair.gradient));
+  const auto fits = [&](const void* data, int64_t stride, Dtype dtype) {
+    const int64_t bytes = kVectorBytes / wide * element_size(dtype);
+    return misalignment(data, static_cast<int32_t>(bytes)) == 0 && stride * element_size(dtype) % bytes == 0;
   };
   return fits(work.table.data, work.table.stride, pair.accumulator) &&
          fits(work.gradients, work.gradient_stride, pair.gradient);

@@ -4,11 +4,27 @@
 
 #include <stdexcept>
 
-// Weak, since a torch without CUDA does not have it and the library must load there too.
-extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
-                                                                                   void** stream);
+#include "../operation_helpers.h"
+#include "device_guard.h"
+
+// Weak, since a torch without CUDA does not have them and the library must load there too.
+extern "C" {
+__attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
+__attribute__((weak)) AOTITorchError aoti_torch_create_cuda_guard(int32_t device_index, void** guard);
+__attribute__((weak)) AOTITorchError aoti_torch_delete_cuda_guard(void* guard);
+}
 
 namespace fusedacc::cuda {
+
+DeviceGuard::DeviceGuard(int32_t device_index) {
+  if (aoti_torch_create_cuda_guard == nullptr) throw std::runtime_error("fusedacc: this torch has no CUDA");
+  if (aoti_torch_create_cuda_guard(device_index, &guard_) != 0) {
+    throw std::runtime_error("fusedacc: torch cannot make cuda:" + std::to_string(device_index) +
+                             " the current device");
+  }
+}
+
+DeviceGuard::~DeviceGuard() { aoti_torch_delete_cuda_guard(guard_); }
 
 void* current_stream(int32_t device_index) {
   if (aoti_torch_get_current_cuda_stream == nullptr) {
@@ -31,7 +47,21 @@ void run_norm(const Work& work, const Factors& factors, const NormRequest& norm,
 }
 
 void finish_norm(const FinishRequest& finish, int32_t device_index) {
-  launch_finish(finish, device_index, current_stream(device_index));
+  void* stream = current_stream(device_index);
+  Work work;
+  const int32_t pair = find_pair(Dtype::kFloat64, Dtype::kFloat64);
+  for (const auto& [data, count] : finish.partials) {
+    if (count > 0) work.push({const_cast<double*>(data), data, count, 0, pair, -1, false});
+  }
+  if (work.elements <= kMostPartials) return launch_finish(finish, device_index, stream);
+  // Partials are numbers to take partial norms of: many blocks read them, and one reads what those leave.
+  const OwnedTensor joined(
+      empty(1, work.chunks, aoti_torch_dtype_float64(), {aoti_torch_device_type_cuda(), device_index}));
+  auto* norms = static_cast<double*>(data_of(joined));
+  launch_norm(work, {}, {finish.kind, norms, true}, device_index, stream);
+  FinishRequest last = finish;
+  last.partials = {{norms, work.chunks}};
+  launch_finish(last, device_index, stream);
 }
 
 std::string build_info() {

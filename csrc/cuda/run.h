@@ -14,7 +14,10 @@ void* current_stream(int32_t device_index);
 // On torch's current stream of that device. Asynchronous; copies nothing; can be captured in a graph.
 void run(const Work& work, const Factors& factors, int32_t device_index);
 
-// The same with a partial norm for each chunk, or those alone, and the end of it: one small launch.
+// As many partial norms are read by one block.
+constexpr int64_t kMostPartials = 32768;
+
+// The same with a partial norm for each chunk, or those alone, and the end of it: one small launch, or two.
 void run_norm(const Work& work, const Factors& factors, const NormRequest& norm, int32_t device_index);
 void finish_norm(const FinishRequest& finish, int32_t device_index);
 

@@ -140,6 +140,8 @@ int64_t check_plan(const std::vector<int64_t>& sizes) {
 }
 
 void check_plans() {
+  CHECK(launch_chunk(1) == 2048 && launch_chunk((int64_t{1} << 22) - 1) == 2048);
+  CHECK(launch_chunk(int64_t{1} << 22) == kChunkElements);
   CHECK(check_plan<Flat>({}) == 0);
   CHECK(check_plan<Flat>(std::vector<int64_t>(1000, 1000)) == 1);
   CHECK(check_plan<Flat>(std::vector<int64_t>(Flat::kCapacity, 7)) == 1);
@@ -155,6 +157,35 @@ void check_plans() {
     for (int64_t& size : sizes) size = 1 + random_below(int64_t{1} << random_below(34));
     check_plan<Flat>(sizes);
   }
+}
+
+template <template <int32_t> class BatchOf>
+size_t chosen(int64_t tensors, int64_t dims) {
+  size_t bytes = 0;
+  cuda::with_batch<BatchOf, cuda::kFewBytes, cuda::kSomeBytes, 32764>(
+      {tensors, dims}, [&](const auto& batch) { bytes = sizeof(batch); });
+  return bytes;
+}
+
+// A launch sends the smallest arguments that have room for all tensors and dimensions.
+void check_capacities() {
+  Work work = work_of({5, 6, 7});
+  work.tasks[1].pair = 4;
+  work.tasks[2].layout = 0;
+  work.layouts.push_back({3, {1, 1, 1}, {1, 1, 1}, {1, 1, 1}});
+  const Needs needs(work);
+  CHECK(needs.of[0][0].tensors == 1 && needs.of[0][4].tensors == 1 && needs.of[0][0].dims == 0);
+  CHECK(needs.of[1][0].tensors == 1 && needs.of[1][0].dims == 3 && needs.of[1][4].tensors == 0);
+  CHECK(chosen<cuda::FlatBatchOf>(1, 0) <= cuda::kFewBytes);
+  CHECK(chosen<cuda::FlatBatchOf>(16, 0) <= cuda::kFewBytes);
+  CHECK(chosen<cuda::FlatBatchOf>(140, 0) <= cuda::kSomeBytes);
+  CHECK(chosen<cuda::FlatBatchOf>(145, 0) == sizeof(Flat) &&
+        chosen<cuda::FlatBatchOf>(9999, 0) == sizeof(Flat));
+  CHECK(chosen<cuda::FlatNormBatchOf>(16, 0) <= cuda::kFewBytes);
+  CHECK(chosen<cuda::FlatNormBatchOf>(17, 0) > cuda::kFewBytes);
+  CHECK(chosen<cuda::StridedBatchOf>(5, 15) <= cuda::kFewBytes);
+  CHECK(chosen<cuda::StridedBatchOf>(2, 32) > cuda::kFewBytes);
+  CHECK(chosen<cuda::StridedBatchOf>(6, 12) > cuda::kFewBytes);
 }
 
 // The CPU's parts cover every element once, wherever the line is cut.
@@ -250,6 +281,7 @@ void check_flat_kernel() {
       }
     }
     static Flat batch;
+    batch.chunk = round % 3 == 1 ? launch_chunk(1) : kChunkElements;
     // On odd rounds from a tensor; float32 also where the computation is in double.
     batch.factors = {{nullptr, scale, 0}, {nullptr, keep, 0}};
     if (round % 2 && sizeof(Accumulator) < 8) batch.factors = {{&stored_scale, 0, 0}, {&stored_keep, 0, 0}};
@@ -288,9 +320,10 @@ void check_strided_kernel() {
   work.tasks.push_back({sum.data(), fresh.data(), rows * columns, 0, pair, 0, false});
   work.layouts.push_back({2, {rows, columns}, {columns, 1}, {1, rows}});
   static Strided batch;
+  batch.chunk = pair % 2 ? launch_chunk(1) : kChunkElements;
   batch.factors = {{nullptr, -1.5, 0}, {nullptr, 0.3, 0}};
   for_each_batch(work, pair, true, batch, [&](const Strided& full, int64_t chunks) {
-    CHECK(chunks == 3);
+    CHECK(chunks == (pair % 2 ? 9 : 3));
     for (int64_t block = 0; block < chunks; ++block) {
       for (int32_t thread = 0; thread < cuda::kThreads; ++thread) {
         Kernels::strided_block(full, static_cast<uint32_t>(block), thread);
@@ -364,6 +397,7 @@ int main() {
   check_keep<double>();
   check_merging();
   check_plans();
+  check_capacities();
   check_parts();
   check_kernels(std::make_integer_sequence<int32_t, kPairCount>());
   check_huge();
