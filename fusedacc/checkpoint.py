@@ -4,7 +4,9 @@ The sum of a part-filled window stands with its parameter's state, under `SUM`, 
 under `MASTER`. Counters stand at the top level, under `OWN`; in each group, as text, and beside each sum, as
 bytes, under `COUNTERS`: distributed checkpoint drops top-level keys that it does not know, and loads only
 what a fresh optimizer has too; a group's counters then tell of sums that were lost on the way. All are taken
-out before the inner optimizer sees a checkpoint, because it would cast them to the parameters' dtype.
+out before the inner optimizer sees a checkpoint, because it would cast them to the parameters' dtype. A bare
+optimizer that loads such a checkpoint keeps what stands in groups and state, and saves it again however many
+updates it has made since; but it drops the top level, casts, and may count its own updates, which tell.
 
 An inner optimizer whose state_dict has not torch's form (pytorch_optimizer's Lookahead, say) keeps its own as
 it is; what would stand with the parameters' state then stands under `APART`, by the parameters' positions.
@@ -15,6 +17,7 @@ from __future__ import annotations
 import json
 import warnings
 from contextlib import nullcontext
+from numbers import Real
 from typing import Any
 
 import torch
@@ -34,6 +37,28 @@ MASTER = "fusedacc_master"
 APART = "fusedacc_state"
 
 
+def forget_stale(inner: Optimizer) -> None:
+    """Take out of an optimizer what a checkpoint of a wrapper has left in its groups and state."""
+    for group in inner.param_groups:
+        group.pop(COUNTERS, None)
+    for entry in inner.state.values():
+        if isinstance(entry, dict):
+            for key in (SUM, COUNTERS, MASTER):
+                entry.pop(key, None)
+
+
+def _inner_steps(state: Any) -> float | None:
+    """How many updates the inner optimizer's state counts, the most of any parameter; None: it does not."""
+    steps = [entry["step"] for entry in state.values() if isinstance(entry, dict) and "step" in entry]
+    counts = [float(step) for step in steps if isinstance(step, Real)]
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for step in steps:
+        if type(step) is Tensor and step.numel() == 1 and not step.is_meta:
+            by_device.setdefault(step.device, []).append(step.reshape(()).double())
+    counts += [torch.stack(tensors).amax().item() for tensors in by_device.values()]
+    return max(counts, default=None)
+
+
 def _slots_by_index(optimizer: Optimizer, arena: Arena) -> dict[int, Slot]:
     """The slots by the index that torch gives their parameters in a state_dict."""
     indices: dict[int, int] = {}
@@ -50,7 +75,7 @@ def _packed(counters: dict[str, Any]) -> Tensor:
 
 def _unpacked(packed: Any) -> Any:
     try:
-        return json.loads(packed if isinstance(packed, str) else bytes(packed.tolist()))
+        return json.loads(packed if isinstance(packed, str) else bytes(packed.to(torch.uint8).tolist()))
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"the counters ({COUNTERS!r}) are damaged: {error}") from None
 
@@ -63,6 +88,8 @@ def save(
     partial = include_partial and not window.empty
     own: dict[str, Any] = {"version": VERSION, "counted": window.counted, "reduction": window.reduction}
     own["window"] = window.state() if partial else fresh_window(window.state())
+    if checks.has_torch_form(result):
+        own["inner_steps"] = _inner_steps(result["state"])
     slots = _slots_by_index(optimizer, arena)
     ours: dict[int, dict[str, Tensor]] = {}
     if masters is not None:
@@ -111,6 +138,8 @@ class _Parts:
         self.sums: dict[Any, Any] = {}
         self.counters: dict[Any, Any] = {}
         self.masters: dict[Any, Any] = {}
+        #: Whether torch has cast what is ours, as it does where a bare optimizer loads it.
+        self._was_cast = False
         #: The saved names in the order of the parameters, and the counters of the groups.
         self.names: list[Any] = list(range(count or 0))
         self.copies: list[Any] = []
@@ -129,7 +158,31 @@ class _Parts:
             if not isinstance(own, dict):
                 raise ValueError(f"the counters ({COUNTERS!r}) are damaged")
             own = {key: value for key, value in own.items() if key not in ("delivered", "owed")}
+            if self._is_stale(own):
+                own = None
+                self._forget_ours()
         self.own = own
+
+    def _is_stale(self, own: dict[str, Any]) -> bool:
+        """Whether these counters, which the top level lacks, were in a bare optimizer that has gone on."""
+        if self._was_cast:
+            return True
+        if "inner_steps" not in own:  # of a former release
+            return False
+        saved, present = own["inner_steps"], _inner_steps(self.inner.get("state", {}))
+        if present is not None:
+            return saved is None or (isinstance(saved, Real) and present > saved)
+        # Nothing counts. Distributed checkpoint, which drops the top level too, calls parameters by names.
+        return not self.sums and not any(isinstance(name, str) for name in self.names)
+
+    def _forget_ours(self) -> None:
+        if self.sums:
+            warnings.warn(
+                "state_dict holds sums of a window that was part-filled before a bare optimizer loaded them "
+                "and went on: they are left out",
+                stacklevel=5,
+            )
+        self.sums, self.counters, self.masters, self.copies = {}, {}, {}, []
 
     def _of_torch_form(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The state and groups without ours."""
@@ -149,6 +202,7 @@ class _Parts:
             self.sums[name] = entry[SUM]
         if COUNTERS in entry:
             self.counters[name] = _unpacked(entry[COUNTERS])
+            self._was_cast |= entry[COUNTERS].is_floating_point()
         if MASTER in entry:
             self.masters[name] = entry[MASTER]
         return {key: value for key, value in entry.items() if key not in (SUM, COUNTERS, MASTER)}

@@ -108,6 +108,7 @@ class AccumulatingOptimizer(Delegate, Progress):
         if not isinstance(model, torch.nn.Module | None):
             raise TypeError(f"model must be a torch.nn.Module or None, got {type(model).__name__}")
         self._build(optimizer, window, accumulate_dtype, backend, finishing, bool(master_weights), model)
+        checkpoint.forget_stale(optimizer)
         if model is not None:
             self._roster.replace_in(model, self._capture)
 
