@@ -508,6 +508,16 @@ def test_modules_can_be_scripted(closed):
     assert is_stock(model.head) == closed
 
 
+def test_a_module_can_be_exported_and_goes_on():
+    linear = nn.Linear(3, 2)
+    optimizer = named(linear)
+    x = torch.ones(4, 3)
+    exported = torch.export.export(linear, (x,))
+    assert torch.equal(exported.module()(x), linear(x))
+    assert not is_stock(linear)
+    optimizer.close()
+
+
 def test_data_parallel_is_left_alone():
     model = nn.DataParallel(Net())
     with pytest.warns(UserWarning, match="model="):

@@ -72,6 +72,11 @@ class Site:
     def module(self) -> Any:
         return self._module()
 
+    @property
+    def __code__(self) -> types.CodeType:
+        # torch.export asks a model's forward for the names of its arguments.
+        return self._stock.__code__
+
     def install(self) -> None:
         """Take the place of the module's forward."""
         self._entries = {"forward": self} | {name: Copying(self, name) for name in COPYING}
