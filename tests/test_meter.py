@@ -273,6 +273,36 @@ def test_other_threads_are_named_and_take_meters_of_their_own(tmp_path):
     assert (meter.uncounted_threads, "NOT COUNTED" in meter.table()) == ([], False)
 
 
+def test_the_engines_own_threads_are_counted():
+    """It takes one for backwards that are nested deeper than 60, as it does for a GPU."""
+    threads, x = set(), torch.randn(100)
+
+    class Nested(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, leaf, depth):
+            ctx.depth = depth
+            return leaf.view_as(leaf)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            if ctx.depth:
+                with torch.enable_grad():
+                    Nested.apply(torch.ones(1, requires_grad=True), ctx.depth - 1).backward()
+            elif threading.get_ident() not in threads:
+                threads.add(threading.get_ident())
+                x.add(1)
+                observers.launched("triton::scale_accumulate", [x], [x], 1.0, [True], 1.0)
+            return gradient, None
+
+    with TrafficMeter() as meter:
+        Nested.apply(torch.ones(1, requires_grad=True), 70).backward()
+    assert threads
+    assert threading.get_ident() not in threads
+    counted = meter.as_dict()["by_op"]
+    assert counted["aten::add"]["total_bytes"] == counted["triton::scale_accumulate"]["total_bytes"] == 800
+    assert meter.uncounted_threads == []
+
+
 def test_somebody_elses_profile_function_is_called_as_before():
     called: list[str] = []
     former = threading.getprofile()
