@@ -13,7 +13,7 @@ PROBLEM = backends.obstacle("triton", torch.device(DEVICE), torch.float32, torch
 if PROBLEM is not None:
     pytest.skip(f"the triton backend cannot run here: {PROBLEM}", allow_module_level=True)
 
-from fusedacc.backends import triton, triton_kernels, triton_table  # noqa: E402
+from fusedacc.backends import triton, triton_kernels, triton_norms, triton_table  # noqa: E402
 
 
 def one_step(values):
@@ -123,6 +123,23 @@ def test_a_plan_uploads_only_what_changed(monkeypatch):
     plan(gradients, scale)  # read on the device, at the time of the call
     assert len(uploads) == 5
     assert [tensor[0].item() for tensor in accumulators] == [6.75, 5.5, 6.75]
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_many_partial_norms_end_in_one_norm(norm_type, monkeypatch, generator):
+    chunk = triton_kernels.CHUNK
+    monkeypatch.setattr(triton_kernels, "MOST_PARTIALS", chunk)
+    for count in (chunk, chunk + 1, 3 * chunk + 5):
+        found = torch.rand(count, dtype=torch.float64, generator=generator).to(DEVICE)
+        norm, bad = triton_norms.finish([found[:7].clone(), found[7:]], norm_type, torch.float64)
+        expected = torch.linalg.vector_norm(found, norm_type)
+        torch.testing.assert_close(norm, expected, rtol=1e-14, atol=0)
+        assert bad.item() == 0
+        again, _ = triton_norms.finish([found], norm_type, torch.float64)
+        assert torch.equal(norm, again)
+        found[count - 2] = torch.inf
+        norm, bad = triton_norms.finish([found], norm_type, torch.float64)
+        assert (norm.item(), bad.item()) == (torch.inf, 1)
 
 
 @pytest.mark.parametrize("layout", GRADIENT_LAYOUTS)

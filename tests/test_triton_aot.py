@@ -1,4 +1,5 @@
-"""The Triton kernel compiled ahead of time for sm_90, with no GPU: vector accesses, registers, spills.
+"""The Triton kernels compiled ahead of time, with no GPU: for sm_90 (vector accesses, registers, spills), and
+for AMD's gfx942.
 
 The compiler runs in a process of its own, because this one may have Triton interpreted.
 """
@@ -22,8 +23,8 @@ import fusedacc
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 CASES = list(zip(PAIR_IDS, PAIRS, strict=True))
-# A Hopper SM has 65,536 registers for 2,048 threads: at 40 per thread, 12 of its 16 blocks of 128 fit.
-MOST_REGISTERS = 40
+# A Hopper SM has 65,536 registers: at 64 per thread, eight blocks of 128 fit.
+MOST_REGISTERS = 64
 
 NORM_DTYPES = {"float64": 4, "float32": 2, "bfloat16": 1, "float16": 1}
 
@@ -34,7 +35,9 @@ import triton.language as tl
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from fusedacc.backends.triton_kernels import WARPS, finish_norm, norm_partials, scale_accumulate
+from fusedacc.backends.triton_kernels import (
+    ADDING, WARPS, finish_norm, join_partials, norm_partials, scale_accumulate,
+)
 from fusedacc.backends.triton_row_kernels import add_long_rows, add_runs, row_norms
 
 def wide(dtype):
@@ -47,7 +50,7 @@ def accumulation(gradient, accumulator):
         "gradient_dtype": getattr(tl, gradient),
         "wide": wide(accumulator),
     }
-    return compiled(scale_accumulate, types, constants, 2)
+    return compiled(scale_accumulate, types, constants, 2, ADDING)
 
 def norm(dtype, infinity):
     types = {"table": "*i64", "partials": "*fp64", "count": "i32"}
@@ -57,6 +60,10 @@ def norm(dtype, infinity):
 def end(dtype, infinity):
     types = {"partials": "*fp64", "count": "i32", "norm": "*fp" + dtype[-2:], "found": "*fp32"}
     return compiled(finish_norm, types, {"infinity": infinity == "inf"}, 1)
+
+def join(infinity):
+    types = {"partials": "*fp64", "count": "i32", "joined": "*fp64"}
+    return compiled(join_partials, types, {"infinity": infinity == "inf"}, 1)
 
 SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 ROWS = {"table_stride": "i32", "table_rows": "i32", "width": "i32", "rows": "*i64"}
@@ -81,7 +88,7 @@ def norm_of_rows(dtype, infinity):
     constants = {"chunk": 16384, "wide": wide(dtype), "infinity": infinity == "inf"}
     return compiled(row_norms, types, constants, [0, 1, 4, 5])
 
-def compiled(function, types, constants, aligned):
+def compiled(function, types, constants, aligned, options={"num_warps": WARPS}):
     source = ASTSource(
         function,
         {**types, **{name: "constexpr" for name in constants}},
@@ -91,7 +98,11 @@ def compiled(function, types, constants, aligned):
             for index in (range(aligned) if isinstance(aligned, int) else aligned)
         },
     )
-    kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": WARPS})
+    if TARGET == "gfx942":
+        # As launches on ROCm have it: no number of registers.
+        kernel = triton.compile(source, target=GPUTarget("hip", TARGET, 64), options={"num_warps": WARPS})
+        return {"amdgcn": kernel.asm["amdgcn"], "shared": kernel.metadata.shared}
+    kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:
         ptx.write(kernel.asm["ptx"])
         ptx.flush()
@@ -99,17 +110,18 @@ def compiled(function, types, constants, aligned):
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     return {"ptx": kernel.asm["ptx"], "shared": kernel.metadata.shared, "usage": usage}
 
+TARGET = sys.argv[2]
 print(json.dumps([globals()[name](*names) for name, *names in json.loads(sys.argv[1])]))
 """
 
 
-def compile_all(wanted):
+def compile_all(wanted, target="sm_90"):
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     path = os.pathsep.join(
         filter(None, [str(Path(fusedacc.__file__).parents[1]), os.environ.get("PYTHONPATH")])
     )
     done = subprocess.run(
-        [sys.executable, "-c", COMPILE, json.dumps(wanted)],
+        [sys.executable, "-c", COMPILE, json.dumps(wanted), target],
         env={**environment, "PYTHONPATH": path},
         capture_output=True,
         text=True,
@@ -130,6 +142,7 @@ def compiled():
 def norms():
     wanted = [("norm", dtype, kind) for dtype in NORM_DTYPES for kind in ("2", "inf")]
     wanted += [("end", dtype, kind) for dtype in ("float32", "float64") for kind in ("2", "inf")]
+    wanted += [("join", kind) for kind in ("2", "inf")]
     return dict(zip(wanted, compile_all(wanted), strict=True))
 
 
@@ -147,15 +160,19 @@ def accesses(ptx):
 
 
 @pytest.mark.parametrize(("pair", "dtypes"), CASES, ids=PAIR_IDS)
-def test_every_main_access_is_16_bytes(pair, dtypes, compiled):
-    """One step is 8 elements a thread, and each side moves them in as few 16-byte accesses as hold them."""
+def test_a_step_is_16_bytes_of_the_wider_side(pair, dtypes, compiled):
+    """One access of each side, so that neighbouring threads' writes leave no gaps between them."""
     gradient_bytes, accumulator_bytes = (dtype.itemsize for dtype in dtypes)
-    wide = "v2.b64" if accumulator_bytes == 8 else "v4.b32"
-    found = {kind: count for kind, count in accesses(compiled[pair]["ptx"]).items() if "v" in kind[1]}
-    assert found == {
-        ("ld", wide): (gradient_bytes + accumulator_bytes) * 8 // 16,
-        ("st", wide): accumulator_bytes * 8 // 16,
-    }
+    widest = max(gradient_bytes, accumulator_bytes)
+    sixteen = "v2.b64" if widest == 8 else "v4.b32"
+    kinds = ["v2.b32" if size < widest else sixteen for size in (gradient_bytes, accumulator_bytes)]
+    ptx = compiled[pair]["ptx"]
+    order = re.findall(r"\b(ld|st)\.global\.(v\d\.b\d+)", ptx)
+    assert {kind for access, kind in order if access == "st"} == {kinds[1]}
+    assert {kind for access, kind in order if access == "ld"} == set(kinds)
+    # Four steps' loads before the first is stored, and then loops of single steps.
+    assert Counter(order[:8]) == Counter({("ld", kinds[0]): 4}) + Counter({("ld", kinds[1]): 4})
+    assert order[8:12] == [("st", kinds[1])] * 4
 
 
 @pytest.mark.parametrize("pair", PAIR_IDS)
@@ -199,6 +216,30 @@ def test_the_end_of_a_norm_compiles(dtype, kind, norms):
     result = norms["end", dtype, kind]
     assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in result["usage"]
     assert ".local" not in result["ptx"]
+
+
+@pytest.mark.parametrize("kind", ["2", "inf"])
+def test_many_partial_norms_are_joined_16_bytes_at_a_time(kind, norms):
+    result = norms["join", kind]
+    assert accesses(result["ptx"])["ld", "v2.b64"] == 4 * (1 if kind == "inf" else 3)
+    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in result["usage"]
+    assert ".local" not in result["ptx"]
+
+
+def test_every_kernel_compiles_for_amd():
+    """For MI300, where `auto` takes Triton under ROCm; nothing of it has run there."""
+    names = [[str(dtype).removeprefix("torch.") for dtype in pair] for pair in PAIRS]
+    wanted = [["accumulation", *pair] for pair in names]
+    wanted += [["rows", *pair, kernel] for pair in names for kernel in ("add_runs", "add_long_rows")]
+    wanted += [[kernel, dtype, "2"] for dtype in NORM_DTYPES for kernel in ("norm", "norm_of_rows")]
+    wanted += [["norm", "float32", "inf"], ["end", "float32", "2"], ["end", "float64", "inf"], ["join", "2"]]
+    results = compile_all(wanted, "gfx942")
+    assert len(results) == len(wanted)
+    for (name, *dtypes), result in zip(wanted, results, strict=True):
+        assert "gfx942" in result["amdgcn"]
+        if name == "accumulation":
+            kind = "f64" if dtypes[1] == "float64" else "f32"
+            assert re.search(rf"v_(pk_)?fma(c)?_{kind}", result["amdgcn"]), dtypes
 
 
 def uses_nothing_but_registers(result, most):

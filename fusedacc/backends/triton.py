@@ -137,7 +137,7 @@ class _Group:
                 accumulator_dtype=shared.triton_dtype(accumulator_dtype),
                 gradient_dtype=shared.triton_dtype(self._gradient_dtype),
                 wide=shared.triton_dtype(computation_dtype(accumulator_dtype)),
-                num_warps=kernels.WARPS,
+                **kernels.ADDING,
             )
             if observers.watching:
                 observers.launched("triton::scale_accumulate", self.accumulators, ready, scale, flags, keep)

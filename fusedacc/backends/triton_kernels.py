@@ -7,15 +7,21 @@ for the kernels to run on CPU tensors.
 """
 
 # No `from __future__ import annotations`: Triton reads the annotations.
+import torch
 import triton
 import triton.language as tl
 from triton import knobs
 
 #: Elements that one program handles, a multiple of `BLOCK`.
 CHUNK = 16384
-#: Elements of one step of the main loop: 8 per thread, 16 bytes of a 16-bit dtype.
+#: Elements of one step of a norm's loop: 8 per thread, 16 bytes of a 16-bit dtype.
 BLOCK = 1024
 WARPS = 4
+#: Options of the launch that adds. Without a number of registers to use, the compiler saves them, and waits
+#: for the first loads before it issues the others: 64 a thread leave a multiprocessor eight programs.
+ADDING = {"num_warps": WARPS} | ({"maxnreg": 64} if torch.version.hip is None else {})
+#: As many partial norms are read by one program.
+MOST_PARTIALS = 32768
 #: Bits of a tensor's flags in the table.
 OVERWRITE = 1
 MISALIGNED = 2
@@ -93,33 +99,40 @@ def scale_accumulate(
     gradient = gradient_address.to(tl.pointer_type(gradient_dtype)) + start
     adds = (flags & _OVERWRITE) == 0
 
+    # A step is 16 bytes of the wider side for each thread: with more, neighbouring threads would write to
+    # memory with gaps between them. Four steps' loads are all issued before the first is used.
+    gradient_bits: tl.constexpr = gradient_dtype.primitive_bitwidth
+    accumulator_bits: tl.constexpr = accumulator_dtype.primitive_bitwidth
+    bits: tl.constexpr = accumulator_bits if gradient_bits < accumulator_bits else gradient_bits
+    each: tl.constexpr = _THREADS * 128 // bits
     whole = 0
     if (flags & _MISALIGNED) == 0:
-        whole = length // _BLOCK * _BLOCK
         # After the cast from an integer: a hint on the integer does not survive it.
         accumulator16 = tl.multiple_of(accumulator, 16)
         gradient16 = tl.multiple_of(gradient, 16)
-        if gradient_dtype.primitive_bitwidth < accumulator_dtype.primitive_bitwidth:
-            # 16 bytes of the gradient are two 16-byte pieces of the accumulator; as two stores of their own
-            # they need no exchange between threads, which one store of 8 elements would (shared memory).
-            row = 8 * tl.arange(0, _BLOCK // 8)[:, None]
-            eight = row + tl.arange(0, 8)[None, :]
-            low = row + tl.arange(0, 4)[None, :]
-            for step in range(0, whole, _BLOCK):
-                at = tl.multiple_of(step, _BLOCK)
-                g = tl.load(gradient16 + at + eight).reshape(_BLOCK // 8, 2, 4)
-                g_low, g_high = tl.split(g.trans(0, 2, 1))
-                a_low = tl.load(accumulator16 + at + low, mask=adds, other=0.0)
-                a_high = tl.load(accumulator16 + at + low + 4, mask=adds, other=0.0)
-                tl.store(accumulator16 + at + low, combine(s, g_low, k, a_low, adds, accumulator_dtype))
-                tl.store(accumulator16 + at + low + 4, combine(s, g_high, k, a_high, adds, accumulator_dtype))
-        else:
-            lanes = tl.arange(0, _BLOCK)
-            for step in range(0, whole, _BLOCK):
-                at = tl.multiple_of(step, _BLOCK)
-                g = tl.load(gradient16 + at + lanes)
-                a = tl.load(accumulator16 + at + lanes, mask=adds, other=0.0)
-                tl.store(accumulator16 + at + lanes, combine(s, g, k, a, adds, accumulator_dtype))
+        lanes = tl.arange(0, each)
+        fours = length // (4 * each) * (4 * each)
+        for step in range(0, fours, 4 * each):
+            to = accumulator16 + tl.multiple_of(step, 4 * each) + lanes
+            at = gradient16 + tl.multiple_of(step, 4 * each) + lanes
+            g0 = tl.load(at)
+            g1 = tl.load(at + each)
+            g2 = tl.load(at + 2 * each)
+            g3 = tl.load(at + 3 * each)
+            a0 = tl.load(to, mask=adds, other=0.0)
+            a1 = tl.load(to + each, mask=adds, other=0.0)
+            a2 = tl.load(to + 2 * each, mask=adds, other=0.0)
+            a3 = tl.load(to + 3 * each, mask=adds, other=0.0)
+            tl.store(to, combine(s, g0, k, a0, adds, accumulator_dtype))
+            tl.store(to + each, combine(s, g1, k, a1, adds, accumulator_dtype))
+            tl.store(to + 2 * each, combine(s, g2, k, a2, adds, accumulator_dtype))
+            tl.store(to + 3 * each, combine(s, g3, k, a3, adds, accumulator_dtype))
+        whole = length // each * each
+        for step in range(fours, whole, each):
+            to = accumulator16 + tl.multiple_of(step, each) + lanes
+            g = tl.load(gradient16 + tl.multiple_of(step, each) + lanes)
+            a = tl.load(to, mask=adds, other=0.0)
+            tl.store(to, combine(s, g, k, a, adds, accumulator_dtype))
 
     # Tails and misaligned tensors: one element per thread.
     lane = tl.arange(0, _THREADS)
@@ -212,6 +225,19 @@ def norm_partials(table, partials, count, dtype: tl.constexpr, wide: tl.constexp
     elements = address.to(tl.pointer_type(dtype)) + start
     norm = _norm(elements, length, address % 16 == 0, infinity, wide)
     tl.store(partials + program, norm)
+
+
+@triton.jit(do_not_specialize=["count"])
+def join_partials(partials, count, joined, infinity: tl.constexpr):
+    """Partial norms of partial norms: one for each program's chunk of them.
+
+    Args:
+        partials: float64, aligned to 16 bytes.
+        joined: float64, one for each program.
+    """
+    start = tl.program_id(0).to(tl.int64) * _CHUNK
+    length = tl.minimum(count.to(tl.int64) - start, _CHUNK).to(tl.int32)
+    tl.store(joined + tl.program_id(0), _norm(partials + start, length, True, infinity, tl.float64))
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -57,10 +57,13 @@ def finish(partials: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> 
     together = torch.cat(list(partials)) if len(partials) > 1 else partials[0].contiguous()
     norm = together.new_empty((), dtype=dtype)
     found = together.new_empty((), dtype=torch.float32)
+    options = {"infinity": norm_type != 2.0, "num_warps": kernels.WARPS}
+    last = together
     with shared.on_device(together.device):
-        kernels.finish_norm[(1,)](
-            together, together.numel(), norm, found, infinity=norm_type != 2.0, num_warps=kernels.WARPS
-        )
+        if together.numel() > kernels.MOST_PARTIALS:
+            last = together.new_empty(-(-together.numel() // kernels.CHUNK))
+            kernels.join_partials[(last.numel(),)](together, together.numel(), last, **options)
+        kernels.finish_norm[(1,)](last, last.numel(), norm, found, **options)
     if observers.watching:
         observers.measured("triton::finish_norm", [together], [norm, found])
     return norm, found
