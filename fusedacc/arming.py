@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from .arena import Arena
-from .hooks import Task, accumulate_grad_node, capturing, make_hook, process_group_up
+from .hooks import Hook, Task, accumulate_grad_node, capturing, hook_maker, process_group_up
 from .slot import Slot
 from .taking import Taking
 from .window import Window
@@ -46,10 +46,13 @@ class Arming:
         #: not in the slots: a node holds its hook, the hook its slot, and the ring would never be freed.
         self._nodes: dict[Slot, tuple[Any, RemovableHandle]] = {}
         #: Weak references to the parameters' memory, which tell when a parameter has got other memory.
-        self._memory: dict[Slot, weakref.ref] = {}
+        self._memory: dict[Slot, _Memory] = {}
+        self._moved = functools.partial(_moved, weakref.ref(self))
         #: Parameters whose shape has changed since the last update, and the shapes that they had.
         self.reshaped: dict[Slot, set[torch.Size]] = {}
         self._taking = Taking(arena)
+        #: What makes the hooks of each lane, by its key.
+        self._makers: dict[int, Callable[[Slot], Hook]] = {}
         #: Whether a CUDA graph was being captured when the nodes were made.
         self._armed_in_graph = False
         self.closed = False
@@ -165,10 +168,16 @@ class Arming:
             return self._disarm(slot)  # a graph of the former shape holds the node
         if slot not in self._nodes or self._nodes[slot][0] is not node:
             self._disarm(slot)
-            hook = make_hook(weakref.ref(self), self._taking.lane(slot), self._tasks, slot)
-            self._nodes[slot] = node, node.register_prehook(hook)
+            self._nodes[slot] = node, node.register_prehook(self._make_hook(slot))
             self._taking.attach(slot, node)
         self._watch(slot)
+
+    def _make_hook(self, slot: Slot) -> Hook:
+        maker = self._makers.get(slot.lane_key)
+        if maker is None:
+            maker = hook_maker(weakref.ref(self), self._taking.lane(slot), self._tasks, slot.on_cuda)
+            self._makers[slot.lane_key] = maker
+        return maker(slot)
 
     def _watch(self, slot: Slot) -> None:
         """Hear of it when `p.data = other` gives the parameter another shape.
@@ -182,7 +191,8 @@ class Arming:
             return
         known = self._memory.get(slot)
         if known is None or known() is not memory:
-            self._memory[slot] = weakref.ref(memory, functools.partial(_moved, weakref.ref(self), slot))
+            self._memory[slot] = known = _Memory(memory, self._moved)
+            known.slot = slot
 
     def _disarm(self, slot: Slot) -> None:
         self._memory.pop(slot, None)
@@ -202,9 +212,16 @@ class Arming:
         raise NotImplementedError
 
 
-def _moved(arming: weakref.ref[Arming], slot: Slot, memory: weakref.ref) -> None:
+class _Memory(weakref.ref):
+    """A weak reference to the memory of a slot's parameter."""
+
+    __slots__ = ("slot",)
+    slot: Slot
+
+
+def _moved(arming: weakref.ref[Arming], memory: _Memory) -> None:
     """The memory that a parameter had is gone."""
-    owner = arming()
+    owner, slot = arming(), memory.slot
     if owner is not None and not owner.closed and slot.param.shape != slot.shape:
         owner._let_go(slot)
 

@@ -138,53 +138,56 @@ def references() -> tuple[int, int]:
     return seen[0]
 
 
-def make_hook(
-    capture: weakref.ref, open_buckets: Mapping[int, Bucket], tasks: Mapping[int, Task], slot: Slot
-) -> Hook:
-    """The pre-hook of one parameter: it holds no capture, and lets gradients through when that is gone.
+def hook_maker(
+    capture: weakref.ref, open_buckets: Mapping[int, Bucket], tasks: Mapping[int, Task], on_cuda: bool
+) -> Callable[[Slot], Hook]:
+    """What makes the pre-hooks of one lane's parameters, which share all that is the lane's.
 
-    The ordinary case is spelled out here and everything else left to `Capture.receive`, because a call per
-    parameter and micro-batch costs as much as autograd's own addition of a small gradient. What is not looked
-    at here (layout, dtype) the arena finds out.
+    A hook holds no capture, and lets gradients through when that is gone. The ordinary case is spelled out
+    in it and everything else left to `Capture.receive`, because a call per parameter and micro-batch costs as
+    much as autograd's own addition of a small gradient. What is not looked at there (layout, dtype) the arena
+    finds out.
 
     Args:
         capture: a weak reference to the owner.
-        open_buckets: the buckets of the slot's lane, by graph task.
+        open_buckets: the buckets of the lane, by graph task.
         tasks: the graph tasks that are known.
-        slot: the parameter.
+        on_cuda: whether the lane's gradients are on a GPU.
     """
-    param, nbytes = slot.param, slot.nbytes
     current_task, python_count, tensor_count = task_id, sys.getrefcount, tensor_references
     python_limit, tensor_limit = references()
-    on_cuda = slot.lane[0].type == "cuda"
-    if is_large(slot):
-        open_buckets = {}
 
-    def hook(gradients: tuple) -> tuple | None:
-        bucket = open_buckets.get(current_task())
-        (gradient,) = gradients
-        if gradient is None and current_task() in tasks:
-            return LET_THROUGH  # a module has added it by itself
-        sole = python_count(gradient) <= python_limit and tensor_count(gradient) <= tensor_limit
-        if (
-            bucket is not None
-            and sole
-            and param.requires_grad
-            and not param._post_accumulate_grad_hooks
-            and type(gradient) is Tensor
-            and not slot.odd
-            and not (on_cuda and raw_stream(gradient) != bucket.stream)
-        ):
-            bucket.put(slot, param, gradient, nbytes)
-            if bucket.nbytes >= BUCKET_BYTES:
-                owner = capture()
-                if owner is not None:
-                    owner.flush_bucket(current_task(), bucket)
-            return SWALLOWED
-        owner = capture()
-        return LET_THROUGH if owner is None else owner.receive(slot, gradient, sole)
+    def make_hook(slot: Slot) -> Hook:
+        param, nbytes = slot.param, slot.nbytes
+        buckets = {} if is_large(slot) else open_buckets
 
-    return hook
+        def hook(gradients: tuple) -> tuple | None:
+            bucket = buckets.get(current_task())
+            (gradient,) = gradients
+            if gradient is None and current_task() in tasks:
+                return LET_THROUGH  # a module has added it by itself
+            sole = python_count(gradient) <= python_limit and tensor_count(gradient) <= tensor_limit
+            if (
+                bucket is not None
+                and sole
+                and param.requires_grad
+                and not param._post_accumulate_grad_hooks
+                and type(gradient) is Tensor
+                and not slot.odd
+                and not (on_cuda and raw_stream(gradient) != bucket.stream)
+            ):
+                bucket.put(slot, param, gradient, nbytes)
+                if bucket.nbytes >= BUCKET_BYTES:
+                    owner = capture()
+                    if owner is not None:
+                        owner.flush_bucket(current_task(), bucket)
+                return SWALLOWED
+            owner = capture()
+            return LET_THROUGH if owner is None else owner.receive(slot, gradient, sole)
+
+        return hook
+
+    return make_hook
 
 
 def is_large(slot: Slot) -> bool:

@@ -24,7 +24,6 @@ from .masters import Masters
 from .nn import name_slots
 from .progress import Progress
 from .roster import Roster
-from .slot import Slot
 from .update import Update, check_settings
 from .window import MicroBatch, Schedule, Window
 
@@ -133,7 +132,7 @@ class AccumulatingOptimizer(Delegate, Progress):
         self._arena = Arena(slots, not window.counted, backend)
         self._inner_update = Update(optimizer, self._arena, *finishing)
         self._masters = Masters(slots, optimizer, backend) if master_weights else None
-        self._warn_of_unwritten(slots, 4)
+        self._warn_of_unwritten(optimizer.param_groups, 4)
         self._capture = capture = Capture(slots, window, self._arena)
         ending = Ending(optimizer, self._roster, capture, self._inner_update, self._masters)
         self._loop = CountedLoop(capture, ending) if window.counted else ManualLoop(capture, ending)
@@ -306,14 +305,12 @@ class AccumulatingOptimizer(Delegate, Progress):
             ValueError, TypeError: as torch and `__init__`; nothing is added then.
         """
         self.optimizer.add_param_group(param_group)
-        known = len(self._slots)
         self._roster.add_last_group(self._capture)
-        self._warn_of_unwritten(self._slots[known:], 3)
+        self._warn_of_unwritten(self.param_groups[-1:], 3)
 
-    def _warn_of_unwritten(self, slots: list[Slot], stacklevel: int) -> None:
+    def _warn_of_unwritten(self, groups: list[dict[str, Any]], stacklevel: int) -> None:
         if self._masters is None:  # else torch's kernel runs on float32
-            params = [slot.param for slot in slots]
-            torch_kernels.warn_of_unwritten(self.optimizer, params, stacklevel)
+            torch_kernels.warn_of_unwritten(self.optimizer, groups, stacklevel)
 
     def explain(self) -> str:
         """A table: each parameter's path, backend, dtypes, bytes per micro-batch, and why; and the update."""

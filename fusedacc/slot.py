@@ -13,7 +13,8 @@ from .memory import Segment
 
 #: (device, gradient dtype, accumulate dtype): what one launch may hold.
 Lane = tuple[torch.device, torch.dtype, torch.dtype]
-_lane_keys: dict[Lane, int] = {}
+#: Every lane there was, itself and its key: slots of a lane share the tuple.
+_lanes: dict[Lane, tuple[Lane, int]] = {}
 
 
 def default_accumulate_dtype(param: Tensor) -> torch.dtype:
@@ -106,10 +107,10 @@ class Slot:
         param, dtype = self.param, self.requested_dtype
         if dtype is None or (param.dtype, dtype) not in PAIRS:
             dtype = default_accumulate_dtype(param)
-        self.lane: Lane = (param.device, param.dtype, dtype)
+        lane = param.device, param.dtype, dtype
+        #: The key is a small number that stands for the lane where a hash of it would cost too much.
+        self.lane, self.lane_key = _lanes.setdefault(lane, (lane, len(_lanes) + 1))
         self.on_cuda = param.is_cuda
-        #: A small number that stands for the lane where a hash of it would cost too much.
-        self.lane_key = _lane_keys.setdefault(self.lane, len(_lane_keys) + 1)
         self.set_odd((param.dtype, dtype) not in PAIRS)
         self.nbytes = param.numel() * param.element_size()
         self.shape, self.strides = param.shape, _gradient_strides(param)

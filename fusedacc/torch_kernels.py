@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from collections.abc import Iterable
+from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -42,15 +43,15 @@ def unwritten_from(dtype: torch.dtype) -> int | None:
     return None
 
 
-def warn_of_unwritten(inner: Optimizer, params: Iterable[Tensor], stacklevel: int) -> None:
-    """Warn where a step of `inner` leaves one of these parameters unwritten.
+def warn_of_unwritten(inner: Optimizer, groups: Iterable[dict[str, Any]], stacklevel: int) -> None:
+    """Warn where a step of `inner` leaves a parameter of these groups of it unwritten.
 
     Args:
         stacklevel: the caller's, as of `warnings.warn`.
     """
-    if not isinstance(inner, torch.optim.SGD) or not any(group.get("fused") for group in inner.param_groups):
+    if not isinstance(inner, torch.optim.SGD):
         return
-    for param in params:
+    for param in itertools.chain.from_iterable(group["params"] for group in groups if group.get("fused")):
         if param.device.type == "cpu" and param.dtype in (torch.bfloat16, torch.float16):
             size = unwritten_from(param.dtype)
             if size is not None and param.numel() >= size:
