@@ -8,11 +8,11 @@ distributed as in text (the k-th most frequent has a share of about 1/k). Bytes 
 those of a call vary with its tokens, and the first set's are given. Several sets of tokens and gradients take
 turns, so that no call finds its own in a near cache.
 
-Modes "accumulate", "norm" and "zero" call our operators. Modes "clip and update" and "window k=2" train an
-`nn.Embedding` with torch's fused optimizers: the first is what stands between the last backward and the end
-of the update, the second all of a window. The optimizers move the whole table in every update, whatever few
-rows have a gradient, in stock and in ours alike: what can differ is the gradient's part. The ways that are
-"not clipped" show by difference what norm and clipping cost.
+Mode "accumulate" calls our operator. Modes "clip and update" and "window k=2" train an `nn.Embedding` with
+torch's fused optimizers: the first is what stands between the last backward and the end of the update, the
+second all of a window. The optimizers move the whole table in every update, whatever few rows have a
+gradient, in stock and in ours alike: what can differ is the gradient's part. The ways that are "not clipped"
+show by difference what norm and clipping cost.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from update import LIMIT, timed
 
 import fusedacc
 from fusedacc import rows
-from fusedacc.functional import total_norm
 from fusedacc.traffic import TrafficMeter
 
 #: (rows, columns) of the table, and the numbers of tokens.
@@ -48,10 +47,11 @@ GOAL_TOKENS, AT_LEAST = 1024, 50.0
 STEPS = 2
 WINDOWS = {"quick": 2, "short": 5, "full": 15}
 OPTIMIZERS = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}
-#: The goals on a CPU. By passes over the table: stock's clipping makes 3 and ours none, AdamW 7 and SGD 3 (in
-#: ours one more where it clips); stock's two gradients and their sum are 5.
-UPDATE_GOALS = {"AdamW": 1.15, "SGD": 1.3}
-WINDOW_GOALS = {"AdamW": 1.4, "SGD": 2.0}
+#: The goals on a CPU, by passes over the table: stock's clipping makes 3 and ours reads once, for the norm;
+#: AdamW makes 7 and SGD 3 (in ours one more where it clips); stock's two gradients and their sum are 5, and
+#: ours zeroes once.
+UPDATE_GOALS = {"AdamW": 1.1, "SGD": 1.2}
+WINDOW_GOALS = {"AdamW": 1.5, "SGD": 1.8}
 
 
 # Operators
@@ -118,26 +118,6 @@ def accumulations(own: Work, size: tuple[int, int], count: int) -> list[Variant]
         counted("index_add_", index_add),
         counted("fusedacc", ours, (Goal("stock", wanted), Goal("index_add_"))),
     ]
-
-
-def norms(own: Work) -> list[Variant]:
-    def whole() -> None:
-        total_norm([own.sums])
-
-    def touched() -> None:
-        rows.row_partials(own.sums, own.next()[0])
-
-    return [counted("whole table", whole), counted("rows", touched, (Goal("whole table"),))]
-
-
-def zeros(own: Work) -> list[Variant]:
-    def whole() -> None:
-        own.sums.zero_()
-
-    def touched() -> None:
-        rows.zero_rows_(own.sums, own.next()[0])
-
-    return [counted("whole table", whole), counted("rows", touched, (Goal("whole table"),))]
 
 
 # Windows
@@ -272,10 +252,6 @@ def operators(results: Results, effort: str) -> None:
             try:
                 own = work(size, count, dtypes, results.device)
                 results.add(measure(case, accumulations(own, size, count), ROUNDS[effort], SETS, timer))
-                if dtypes[0] == dtypes[1]:
-                    for mode, variants in (("norm", norms(own)), ("zero", zeros(own))):
-                        part = dataclasses.replace(case, mode=mode, dtypes=names.split()[0])
-                        results.add(measure(part, variants, ROUNDS[effort], SETS, timer))
             except RuntimeError as error:  # out of memory, say
                 results.add([cannot_run(case, "all", first_line(error))])
 

@@ -38,9 +38,6 @@ STABLE_TORCH_LIBRARY(fusedacc, m) {
   m.def(
       "accumulate_rows_(Tensor(a!) table, Tensor indices, Tensor gradients, Tensor? scale_tensor=None, "
       "float scale=1.0, int padding=-1, bool by_frequency=False) -> ()");
-  m.def("row_partials(Tensor table, Tensor indices, float norm_type=2.0) -> Tensor");
-  // The table, which has no gaps, becomes zero unless the flag, a 0-dim bool or floating tensor, is 0.
-  m.def("clear_if_(Tensor(a!) table, Tensor flag) -> ()");
   m.def("build_info() -> str");
 }
 
@@ -55,7 +52,5 @@ STABLE_TORCH_LIBRARY_IMPL(fusedacc, CompositeExplicitAutograd, m) {
   m.impl("gemm_accumulate_", &fusedacc::gemm_accumulate_);
   m.impl("gemm_problem", &fusedacc::gemm_problem);
   m.impl("accumulate_rows_", &fusedacc::accumulate_rows_);
-  m.impl("row_partials", &fusedacc::row_partials);
-  m.impl("clear_if_", &fusedacc::clear_if_);
   m.impl("build_info", &fusedacc::build_info);
 }

@@ -11,14 +11,10 @@ namespace fusedacc {
 #ifndef FUSEDACC_CUDA
 namespace cuda {
 void add_rows(RowWork, AtenTensorHandle, const ScaleArgument&, int32_t) { refuse_cuda(); }
-void norm_rows(const Table&, RowNumbers, AtenTensorHandle, NormKind, double*, int32_t) { refuse_cuda(); }
-void clear_if(const ClearWork&, int32_t) { refuse_cuda(); }
 }  // namespace cuda
 #endif
 
 namespace {
-
-constexpr const char* kOwnDtypes = "allowed: float32, bfloat16, float16 and float64";
 
 [[noreturn]] void fail(const char* argument, const std::string& problem) {
   throw std::runtime_error("fusedacc: " + std::string(argument) + " " + problem);
@@ -37,14 +33,18 @@ TensorView matrix(AtenTensorHandle tensor, const char* argument) {
 
 bool is_empty(const TensorView& view) { return view.sizes[0] == 0 || view.sizes[1] == 0; }
 
-Table read_table(const TensorView& view) {
+Table read_table(const TensorView& view, const TensorView& gradients) {
   if (view.sizes[0] > 1 && view.strides[0] < view.sizes[1]) {
     fail("table", "has rows of " + std::to_string(view.sizes[1]) + " elements that are " +
                       std::to_string(view.strides[0]) + " apart: they overlap");
   }
-  const Dtype dtype = dtype_of(view);
-  if (dtype == Dtype::kOther) fail("table", std::string("has another dtype; ") + kOwnDtypes);
-  return {view.data, view.strides[0], view.sizes[0], view.sizes[1], find_pair(dtype, dtype)};
+  const Dtype fresh = dtype_of(gradients), own = dtype_of(view);
+  const int32_t pair = find_pair(fresh, own);
+  if (pair < 0) {
+    fail("gradients", std::string("has ") + dtype_name(fresh) + " and the table " + dtype_name(own) +
+                          "; allowed: " + kAllowedPairs);
+  }
+  return {view.data, view.strides[0], view.sizes[0], view.sizes[1], pair};
 }
 
 RowNumbers read_numbers(AtenTensorHandle tensor, const Device& device) {
@@ -56,31 +56,6 @@ RowNumbers read_numbers(AtenTensorHandle tensor, const Device& device) {
   }
   if (!device.holds(view)) fail("indices", "is not on " + device.name() + ", where the table is");
   return {view.data, view.strides[0], view.sizes[0], wide, nullptr};
-}
-
-// The bytes of a tensor without gaps.
-int64_t dense_bytes(const TensorView& view, const char* argument) {
-  const Dtype dtype = dtype_of(view);
-  if (dtype == Dtype::kOther) fail(argument, std::string("has another dtype; ") + kOwnDtypes);
-  int64_t elements = 1;
-  for (int64_t d = 0; d < view.dims; ++d) elements *= view.sizes[d];
-  bool dense = true;
-  if (elements > 0 && !(strides_nest(view.dims, view.sizes, view.strides, dense) && dense)) {
-    fail(argument, "has gaps or overlaps itself; it must fill its memory");
-  }
-  return elements * element_size(dtype);
-}
-
-Flag read_flag(AtenTensorHandle tensor, const Device& device) {
-  const TensorView view = view_of(tensor, {"flag", -1});
-  const Dtype dtype = dtype_of(view);
-  const bool is_bool = view.dtype == aoti_torch_dtype_bool();
-  if (view.dims != 0) fail("flag", "has " + std::to_string(view.dims) + " dimensions; it must have none");
-  if (!is_bool && dtype == Dtype::kOther) {
-    fail("flag", std::string("has another dtype; ") + kOwnDtypes + ", and bool");
-  }
-  if (!device.holds(view)) fail("flag", "is not on " + device.name() + ", where the table is");
-  return {view.data, is_bool ? 1 : static_cast<int32_t>(element_size(dtype))};
 }
 
 // The bytes from a matrix's first element to the end of its last.
@@ -105,18 +80,13 @@ void accumulate_rows_(StableIValue* stack, uint64_t, uint64_t) {
   const OwnedTensor scale_tensor(take_optional(stack[3]));
   const TensorView sums = matrix(table.get(), "table"), fresh = matrix(gradients.get(), "gradients");
   const Device device{sums.device_type, sums.device_index};
-  RowWork work{read_table(sums),
+  RowWork work{read_table(sums, fresh),
                read_numbers(indices.get(), device),
                fresh.data,
                fresh.strides[0],
                torch::stable::detail::to<int64_t>(stack[5]),
                torch::stable::detail::to<bool>(stack[6])};
   if (!device.holds(fresh)) fail("gradients", "is not on " + device.name() + ", where the table is");
-  work.table.pair = find_pair(dtype_of(fresh), dtype_of(sums));
-  if (work.table.pair < 0) {
-    fail("gradients", std::string("has ") + dtype_name(dtype_of(fresh)) + " and the table " +
-                          dtype_name(dtype_of(sums)) + "; allowed: " + kAllowedPairs);
-  }
   if (fresh.sizes[0] != work.numbers.count || fresh.sizes[1] != work.table.columns) {
     fail("gradients", "has shape [" + std::to_string(fresh.sizes[0]) + ", " + std::to_string(fresh.sizes[1]) +
                           "]; it must be [" + std::to_string(work.numbers.count) + ", " +
@@ -128,35 +98,6 @@ void accumulate_rows_(StableIValue* stack, uint64_t, uint64_t) {
   run_on(
       device, [&] { cpu::add_rows(work, read_scale<double>(scale)); },
       [&] { cuda::add_rows(work, indices.get(), scale, device.index); });
-}
-
-// stack: table, indices, norm_type.
-void row_partials(StableIValue* stack, uint64_t, uint64_t) {
-  const OwnedTensor owned_table(reinterpret_cast<AtenTensorHandle>(stack[0]));
-  const OwnedTensor indices(reinterpret_cast<AtenTensorHandle>(stack[1]));
-  const NormKind kind = norm_kind(stack[2]);
-  const TensorView view = matrix(owned_table.get(), "table");
-  const Device device{view.device_type, view.device_index};
-  const Table table = read_table(view);
-  const RowNumbers numbers = read_numbers(indices.get(), device);
-  OwnedTensor partials(empty(1, row_partials(table, numbers.count), aoti_torch_dtype_float64(), device));
-  auto* to = static_cast<double*>(data_of(partials));
-  run_on(
-      device, [&] { cpu::norm_rows(table, numbers, kind, to); },
-      [&] { cuda::norm_rows(table, numbers, indices.get(), kind, to, device.index); });
-  stack[0] = torch::stable::detail::from(partials.release());
-}
-
-// stack: table, flag.
-void clear_if_(StableIValue* stack, uint64_t, uint64_t) {
-  const OwnedTensor table(reinterpret_cast<AtenTensorHandle>(stack[0]));
-  const OwnedTensor flag(reinterpret_cast<AtenTensorHandle>(stack[1]));
-  const TensorView view = view_of(table.get(), {"table", -1});
-  const Device device{view.device_type, view.device_index};
-  const ClearWork work{view.data, dense_bytes(view, "table"), read_flag(flag.get(), device)};
-  const auto *begin = static_cast<const char*>(work.data), *at = static_cast<const char*>(work.flag.data);
-  if (begin < at + work.flag.bytes && at < begin + work.bytes) fail("flag", "overlaps the table in memory");
-  run_on(device, [&] { cpu::clear_if(work); }, [&] { cuda::clear_if(work, device.index); });
 }
 
 }  // namespace fusedacc

@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
+#include "pairs.h"
 #include "row_functors.h"
-#include "work.h"
 
 namespace fusedacc {
 
@@ -14,7 +14,7 @@ struct Table {
   int64_t stride;
   int64_t rows;
   int64_t columns;
-  int32_t pair;  // an index into kPairs; where nothing is added, that of the table's dtype with itself
+  int32_t pair;  // an index into kPairs
 };
 
 // Row numbers, int64 or int32. On a GPU they are sorted, and `order` says where each stood.
@@ -31,9 +31,7 @@ struct RowNumbers {
   }
 };
 
-constexpr int64_t kNoPadding = -1;
-
-// Gradient i belongs to row numbers[i], unless that is `padding`.
+// Gradient i belongs to row numbers[i], unless that is `padding`, which is -1 for none.
 struct RowWork {
   Table table;
   RowNumbers numbers;
@@ -42,11 +40,5 @@ struct RowWork {
   int64_t padding;
   bool by_frequency;  // a row takes the mean of its gradients
 };
-
-// A row is measured in chunks, and each leaves a partial norm, at the place of the row's first number in
-// ascending order; the others of that row leave 0.
-inline int64_t row_partials(const Table& table, int64_t numbers) {
-  return numbers * chunks_of(table.columns);
-}
 
 }  // namespace fusedacc

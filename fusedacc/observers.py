@@ -43,9 +43,6 @@ class Observer(Protocol):
     ) -> None:
         """A kernel has been launched that adds gradients into the rows of a table; -1: no padding."""
 
-    def rows_measured(self, kernel: str, table: Tensor, indices: Tensor, results: Sequence[Tensor]) -> None:
-        """A kernel has been launched that reads rows of a table and writes results."""
-
     def enter_phase(self, name: str) -> None: ...
 
     def leave_phase(self) -> None: ...
@@ -80,12 +77,6 @@ def rows_added(
     """Report a launch outside the dispatcher that adds gradients into rows."""
     for observer in watching:
         observer.rows_added(kernel, table, indices, gradients, scale, padding)
-
-
-def rows_measured(kernel: str, table: Tensor, indices: Tensor, results: Sequence[Tensor]) -> None:
-    """Report a launch outside the dispatcher that only reads rows."""
-    for observer in watching:
-        observer.rows_measured(kernel, table, indices, results)
 
 
 @contextlib.contextmanager

@@ -229,17 +229,5 @@ def _register_fakes() -> None:
             raise RuntimeError(f"fusedacc: gradients has shape {gradients.shape}; it must be {wanted}")
         _check_not_meta(table, [indices, gradients], scale_tensor)
 
-    @torch.library.register_fake("fusedacc::row_partials")
-    def _(table: Tensor, indices: Tensor, norm_type: float = 2.0) -> Tensor:
-        _check_not_meta(table, [indices], None)
-        chunks = (table.shape[1] + CHUNK_ELEMENTS - 1) // CHUNK_ELEMENTS
-        return torch.empty(indices.shape[0] * chunks, dtype=torch.float64, device=table.device)
-
-    @torch.library.register_fake("fusedacc::clear_if_")
-    def _(table: Tensor, flag: Tensor) -> None:
-        if flag.dim() != 0:
-            raise RuntimeError(f"fusedacc: flag has {flag.dim()} dimensions; it must have none")
-        _check_not_meta(table, [flag])
-
 
 load_error()

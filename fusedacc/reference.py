@@ -88,19 +88,17 @@ def _factor(value: float | Tensor, dtype: torch.dtype) -> float | Tensor:
     return value.to(dtype) if isinstance(value, Tensor) else float(value)
 
 
-def _norm(tensor: Tensor, norm_type: float, dim: int | None = None) -> Tensor:
-    """The norm in float64, of all or along a dimension, not finite only where an element is not."""
-    largest = torch.linalg.vector_norm(tensor, float("inf"), dim, dim is not None).double()
+def _norm(tensor: Tensor, norm_type: float) -> Tensor:
+    """The norm in float64, not finite only where an element is not."""
+    largest = torch.linalg.vector_norm(tensor, float("inf")).double()
     if norm_type == float("inf"):
-        norm = largest
-    elif tensor.dtype != torch.float64:
-        norm = torch.linalg.vector_norm(tensor.double(), norm_type, dim, dim is not None)
-    else:
-        # Squares of float64 can overflow or vanish.
-        scale = torch.where(largest.isfinite() & (largest > 0), largest, 1.0)
-        norm = torch.linalg.vector_norm(tensor / scale, norm_type, dim, dim is not None) * scale
-        norm = torch.where(largest.isfinite(), norm.clamp(max=torch.finfo(torch.float64).max), norm)
-    return norm if dim is None else norm.squeeze(dim)
+        return largest
+    if tensor.dtype != torch.float64:
+        return torch.linalg.vector_norm(tensor.double(), norm_type)
+    # Squares of float64 can overflow or vanish.
+    scale = torch.where(largest.isfinite() & (largest > 0), largest, 1.0)
+    norm = torch.linalg.vector_norm(tensor / scale, norm_type) * scale
+    return torch.where(largest.isfinite(), norm.clamp(max=torch.finfo(torch.float64).max), norm)
 
 
 def norm_partials(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
@@ -114,11 +112,6 @@ def norm_partials(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
         if norms:
             return torch.stack(norms)
         return torch.zeros(0, dtype=torch.float64, device=tensors[0].device if tensors else None)
-
-
-def row_norms(matrix: Tensor, norm_type: float) -> Tensor:
-    """The norm of each row in float64, not finite only where an element is not."""
-    return _norm(matrix, norm_type, 1)
 
 
 def finish_norm(partials: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -79,14 +79,3 @@ def accumulate_rows_(
             new = torch.where((rows == padding)[:, None], old, new)
         # Equal rows are written with equal values.
         table.index_copy_(0, rows.long(), new)
-
-
-def row_partials(table: Tensor, indices: Tensor, norm_type: float) -> Tensor:
-    """The norms of the rows named, in ascending order: each once, and 0 for what names it again. float64."""
-    with torch.no_grad():
-        if indices.numel() == 0 or table.shape[1] == 0:
-            return torch.zeros(0, dtype=torch.float64, device=table.device)
-        rows, _ = torch.sort(indices)
-        again = first_places(rows) != torch.arange(len(rows), device=rows.device)
-        norms = reference.row_norms(table.index_select(0, rows), norm_type)
-        return norms.masked_fill(again, 0)

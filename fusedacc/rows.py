@@ -15,11 +15,9 @@ from torch import Tensor
 from . import backends, checks, reference_rows
 from .plan import bump_versions, traced_backend
 
-__all__ = ["accumulate_rows_", "restore_zeros_", "row_partials", "scale_rows_", "select", "zero_rows_"]
+__all__ = ["accumulate_rows_", "select"]
 
 _INDEX_DTYPES = (torch.int64, torch.int32)
-#: What `restore_zeros_` looks at: so many rows at most, and of each a cache line of float32.
-_SAMPLE_ROWS, _SAMPLE_COLUMNS = 64, 16
 
 
 def select(table: Tensor, gradient_dtype: torch.dtype, backend: str = "auto") -> backends.Selection:
@@ -89,108 +87,6 @@ def accumulate_rows_(
             _check(table, indices, gradients, scale, padding_idx)
         raise
     bump_versions([table])
-
-
-def row_partials(table: Tensor, indices: Tensor, norm_type: float = 2.0, *, backend: str = "auto") -> Tensor:
-    """Partial norms of the rows that are named, each row counted once, for `norms.finish`.
-
-    Deterministic; nothing waits for a device.
-
-    Args:
-        table: `[rows, columns]`, floating.
-        indices: the rows, int64 or int32, of any shape.
-        norm_type: 2.0 or inf.
-        backend: as for `accumulate_rows_`.
-
-    Returns:
-        A float64 vector on the table's device whose length depends on the shapes alone: 0 stands for what
-        names a row again.
-
-    Raises:
-        TypeError, ValueError, IndexError, RuntimeError: as `accumulate_rows_`; ValueError for another
-            `norm_type`.
-    """
-    norm_type = checks.check_norm_type(norm_type)
-    if torch.compiler.is_compiling():
-        flat = indices.reshape(-1)
-        if traced_backend(table.device, table.dtype, table.dtype, backend) in backends.SELF_CHECKING:
-            return torch.ops.fusedacc.row_partials(table.detach(), flat, norm_type)
-        return reference_rows.row_partials(table, flat, norm_type)
-    chosen, checked = None, False
-    try:
-        chosen = select(table, table.dtype, backend).backend
-        if chosen.name not in backends.SELF_CHECKING:
-            _check_rows(table, indices)
-            checked = True
-        return chosen.row_partials(table, indices.reshape(-1), norm_type)
-    except Exception:
-        if not checked:
-            _check_rows(table, indices)
-        raise
-
-
-def zero_rows_(table: Tensor, indices: Tensor) -> None:
-    """The rows that are named become zero. Plain torch on every device; the table's version is bumped.
-
-    Args:
-        table: `[rows, columns]`.
-        indices: the rows, int64 or int32, of any shape.
-
-    Raises:
-        IndexError: on a CPU, an index is no row; rows before it may be zero already.
-    """
-    with torch.no_grad():
-        table.index_fill_(0, indices.reshape(-1).long(), 0)
-
-
-def restore_zeros_(table: Tensor, indices: Tensor, *, backend: str = "auto") -> None:
-    """Make a table all zeros of which no rows but those named should differ from zero.
-
-    The rows named are zeroed, and then the whole table is if anything in a sample of it is not zero: in the
-    first 16 columns of at most 64 rows, evenly spaced, the last among them. That finds what was done to the
-    table as a whole without its version telling: noise or a constant added to `.data`, a multiplication by
-    nan or inf. It does not find single elements, rows or columns that were written outside of the sample.
-    Deterministic; nothing waits for a device; the table's version is bumped.
-
-    Args:
-        table: `[rows, columns]`, floating. Zeroed as a whole, without a look, where its rows do not lie side
-            by side without gaps, where at least as many rows are named as it has, and by the triton and
-            eager backends, which have no cheaper way to write only if a number on the device says so.
-        indices: the rows, int64 or int32, of any shape.
-        backend: as for `accumulate_rows_`.
-
-    Raises:
-        IndexError: on a CPU, an index is no row, if rows are zeroed by their numbers; rows before it may be
-            zero already.
-        ValueError, RuntimeError: there is no such backend, or it cannot run here.
-    """
-    if torch.compiler.is_compiling():
-        name = traced_backend(table.device, table.dtype, table.dtype, backend)
-    else:
-        name = select(table, table.dtype, backend).backend.name
-    rows = table.shape[0]
-    by_rows = indices.numel() < rows and table.is_contiguous() and name in backends.SELF_CHECKING
-    with torch.no_grad():
-        if not by_rows:
-            table.zero_()
-            return
-        zero_rows_(table, indices)
-        step = -(-rows // _SAMPLE_ROWS)
-        sample = table.detach()[(rows - 1) % step :: step, :_SAMPLE_COLUMNS]
-        torch.ops.fusedacc.clear_if_.default(table, sample.any())
-    if not torch.compiler.is_compiling():
-        bump_versions([table])
-
-
-def scale_rows_(table: Tensor, indices: Tensor, ratio: float | Tensor) -> None:
-    """The rows that are named are multiplied by `ratio`, once each; plain torch, arguments as `zero_rows_`.
-
-    `ratio`: a float, or a 0-dim tensor on the table's device.
-    """
-    with torch.no_grad():
-        flat = indices.reshape(-1).long()
-        # A row that is named twice is written twice, with the same values.
-        table.index_copy_(0, flat, (table.index_select(0, flat) * ratio).to(table.dtype))
 
 
 def _traced(

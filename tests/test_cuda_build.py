@@ -37,8 +37,8 @@ NORM_CAPACITIES = {"flat": (16, 907), "strided": (204,)}
 OWN_PAIRS = (0, 3, 4, 5)
 KERNELS = sum(map(len, CAPACITIES.values())) * len(PAIRS)
 NORM_KERNELS = 2 * sum(map(len, NORM_CAPACITIES.values())) * (len(PAIRS) + len(OWN_PAIRS)) + 2
-#: By pair, aligned or not, the first launch and the second; two norms for each of the own pairs.
-ROW_KERNELS = 4 * len(PAIRS) + 2 * len(OWN_PAIRS)
+#: By pair, aligned or not, the first launch and the second.
+ROW_KERNELS = 4 * len(PAIRS)
 #: Arguments of one launch from CUDA 12.1 on, and of launches over fewer tensors.
 MAX_ARGUMENT_BYTES, SOME_BYTES, FEW_BYTES = 32764, 4096, 656
 #: Accesses in PTX, and the pairs one of whose sides is half as wide as the other.
@@ -98,8 +98,8 @@ def norm_kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def row_kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """By kind, pair, and whether rows are aligned and long, such as `row_kernel1E10`, or by norm."""
-    pattern = r"(row_kernel|row_norm_kernel)I(?:Li(\d+E))?(?:Lb(\d)ELb(\d))?(?:\w*?NormKindE(\d))?"
+    """By kind, pair, and whether rows are aligned and long, such as `row_kernel1E10`."""
+    pattern = r"(row_kernel)ILi(\d+E)Lb(\d)ELb(\d)"
     return kernels_of(tmp_path_factory.mktemp("ptx"), "rows", pattern)
 
 
@@ -195,15 +195,6 @@ def test_rows_are_added_by_one_fma_after_a_correct_division(row_kernels: dict[st
             assert not re.search(r"div\.(full|approx)|\.ftz", body)
 
 
-def test_a_table_is_cleared_16_bytes_at_a_time_after_a_look_at_the_flag(tmp_path: Path) -> None:
-    (body,) = kernels_of(tmp_path, "clear", "(clear_kernel)").values()
-    looked, *stores = re.split(r"st\.global\.v4\.[ubf]32", body)
-    assert stores
-    assert "ld.global" in looked
-    assert "ld.global" not in "".join(stores)
-    assert ".local" not in body
-
-
 @pytest.mark.parametrize("kind", ["flat", "strided"])
 def test_arguments_fit_one_launch_and_are_read_in_place(kernels: dict[str, str], kind: str) -> None:
     limits = {21: FEW_BYTES, 5: FEW_BYTES, 144: SOME_BYTES}
@@ -224,7 +215,6 @@ def test_arguments_fit_one_launch_and_are_read_in_place(kernels: dict[str, str],
         ("norm", NORM_KERNELS),
         ("gemm", 2),
         ("rows", ROW_KERNELS),
-        ("clear", 1),
     ],
 )
 def test_registers_and_spills(name: str, count: int, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from conftest import cpu_backends
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
-from fusedacc import ops, rows
+from fusedacc import rows
 from fusedacc.functional import prepare, scale_accumulate_, scale_cast_, total_norm
 from fusedacc.traffic import TrafficMeter
 
@@ -331,17 +331,11 @@ def test_rows_of_a_table_are_counted_once_and_padding_never(backend):
         assert counted["read_bytes"] == touched + 6 * 8 + named * 7 * 2 + 4
         assert counted["written_bytes"] == touched
         assert not meter.uncounted
-    with TrafficMeter() as meter:
-        partials = rows.row_partials(table, NAMED.int(), backend=backend)
-    own = {"cpu": "fusedacc::row_partials", "triton": "triton::row_norms"}[backend]
-    counted = meter.as_dict()["by_op"][own]
-    assert (counted["read_bytes"], counted["written_bytes"]) == (3 * 7 * 4 + 6 * 4, partials.nbytes)
-    assert not meter.uncounted
 
 
-def test_rows_that_become_zero_are_counted():
+def test_rows_that_are_filled_are_counted():
     with TrafficMeter() as meter:
-        rows.zero_rows_(torch.zeros(50, 7), NAMED)
+        torch.zeros(50, 7).index_fill_(0, NAMED.flatten(), 0.0)
         torch.zeros(50, 7).index_fill(0, NAMED[0], 1.0)
     counted = meter.as_dict()["by_op"]
     assert counted["aten::index_fill_"]["written_bytes"] == 6 * 7 * 4
@@ -349,33 +343,8 @@ def test_rows_that_become_zero_are_counted():
     assert not meter.uncounted
 
 
-@pytest.mark.skipif(ops.load_error() is not None, reason="the native library is not there")
-def test_a_table_that_is_cleared_if_a_flag_says_so():
-    for flag, written in ((torch.tensor(True), 50 * 7 * 4), (torch.tensor(0.0), 0)):
-        with TrafficMeter() as meter:
-            torch.ops.fusedacc.clear_if_(torch.zeros(50, 7), flag)
-        counted = meter.as_dict()["by_op"]["fusedacc::clear_if_"]
-        assert (counted["read_bytes"], counted["written_bytes"]) == (flag.nbytes, written)
-        assert not meter.uncounted
-    with FakeTensorMode(), TrafficMeter() as meter:
-        torch.ops.fusedacc.clear_if_(torch.zeros(50, 7), torch.tensor(True))
-    assert meter.uncounted == {"fusedacc.clear_if_.default": 1}
-
-
-@pytest.mark.skipif(ops.load_error() is not None, reason="the native library is not there")
-def test_zeros_restored_by_rows_cost_the_rows_and_a_sample():
-    with TrafficMeter() as meter:
-        rows.restore_zeros_(torch.zeros(1000, 40), NAMED, backend="cpu")
-    counted = meter.as_dict()
-    sample = -(-1000 // 16) * 16 * 4
-    assert counted["read_bytes"] == 6 * 8 + sample + 1
-    assert counted["written_bytes"] == 1000 * 40 * 4 + 6 * 40 * 4 + 1
-    assert not meter.uncounted
-
-
 def test_rows_of_fake_tensors_are_uncounted():
     with FakeTensorMode(), TrafficMeter() as meter:
         indices, gradients = torch.zeros(3, dtype=torch.int64), torch.ones(3, 7)
         torch.ops.fusedacc.accumulate_rows_(torch.zeros(50, 7), indices, gradients)
-        torch.ops.fusedacc.row_partials(torch.zeros(50, 7), indices)
-    assert meter.uncounted == {"fusedacc.accumulate_rows_.default": 1, "fusedacc.row_partials.default": 1}
+    assert meter.uncounted == {"fusedacc.accumulate_rows_.default": 1}

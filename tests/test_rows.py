@@ -19,7 +19,7 @@ from row_cases import (
     random_indices,
 )
 
-from fusedacc import backends, norms, reference_rows, rows
+from fusedacc import backends, reference_rows, rows
 
 INF, NAN = math.inf, math.nan
 
@@ -87,8 +87,6 @@ def test_rows_that_are_not_dense_are_plain_torchs(generator):
         needs(backend)
         with pytest.raises(RuntimeError, match="table has stride 5 in its second dimension"):
             rows.accumulate_rows_(turned, indices, gradients, backend=backend)
-        with pytest.raises(RuntimeError, match="table has stride 5 in its second dimension"):
-            rows.row_partials(turned, indices, backend=backend)
 
 
 def test_selection_is_that_of_the_backends(cpu_backend):
@@ -167,14 +165,12 @@ def test_one_thread_and_more_give_the_same_bits(generator):
         for kind in ("random", "one", "mixed"):
             indices = random_indices((3000,), 700, kind, generator)
             gradients = torch.randn(3000, 200, generator=generator)
-            sums, partials = [], []
+            sums = []
             for count in (1, 2, 3):
                 torch.set_num_threads(count)
                 sums.append(torch.zeros(700, 200))
                 rows.accumulate_rows_(sums[-1], indices, gradients, 0.3, backend="cpu")
-                partials.append(rows.row_partials(sums[-1], indices, backend="cpu"))
             assert all(torch.equal(found, sums[0]) for found in sums)
-            assert all(torch.equal(found, partials[0]) for found in partials)
             assert_rows(sums[0], torch.zeros(700, 200), indices, gradients, 0.3)
     finally:
         torch.set_num_threads(threads)
@@ -211,10 +207,6 @@ def test_a_number_that_is_no_row_is_named_before_anything_is_written(bad, dtype,
     table, indices = torch.ones(5, 3), torch.tensor([[0, 1], [2, 3], [4, bad]], dtype=dtype)
     with pytest.raises(IndexError, match=rf"indices holds {bad} \(element 5\); allowed: 0 to 4"):
         rows.accumulate_rows_(table, indices, torch.ones(3, 2, 3), backend=cpu_backend)
-    with pytest.raises(IndexError, match=rf"indices holds {bad} \(element 5\); allowed: 0 to 4"):
-        rows.row_partials(table, indices, backend=cpu_backend)
-    with pytest.raises(IndexError):
-        rows.zero_rows_(table, torch.tensor([7]))
     assert torch.equal(table, torch.ones(5, 3))
     assert table._version == 0
 
@@ -280,12 +272,7 @@ def test_gradients_and_tables_that_autograd_knows(cpu_backend):
     rows.accumulate_rows_(weight, torch.tensor([1, 1, 2]), gradients, 2.0, backend=cpu_backend)
     assert weight.tolist() == [[0, 0], [4, 4], [2, 2], [0, 0]]
     assert weight.is_leaf
-    version = weight._version
-    assert version > 0
-    assert not rows.row_partials(weight, torch.tensor([1]), backend=cpu_backend).requires_grad
-    rows.zero_rows_(weight, torch.tensor([2]))
-    assert weight.tolist() == [[0, 0], [4, 4], [0, 0], [0, 0]]
-    assert weight._version > version
+    assert weight._version > 0
 
 
 def test_nothing_is_read_by_the_host(generator):
@@ -295,75 +282,10 @@ def test_nothing_is_read_by_the_host(generator):
     before, flat, fresh = table.clone(), indices.reshape(-1), gradients.reshape(-1, 4)
     with NoHostRead():
         rows.accumulate_rows_(table, indices, gradients, torch.tensor(0.5), padding_idx=3)
-        partials = rows.row_partials(table, indices)
-        norms.finish([partials], 2.0, torch.float32, "auto")
         reference_rows.accumulate_rows_(before, flat, fresh, torch.tensor(0.5), 3, True)
-        reference_rows.row_partials(before, flat, 2.0)
-        rows.zero_rows_(before, indices)
 
 
-# Norms
-
-
-@pytest.mark.parametrize("norm_type", [2.0, INF])
-@pytest.mark.parametrize("table_layout", TABLES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_norms_count_each_row_once(dtype, table_layout, norm_type, cpu_backend, generator):
-    cases = [case for case in SHAPES if cpu_backend != "triton" or case[2] < 2000]
-    for case in [*cases, ((3,), 4, 20_001, "random")]:
-        matrix, indices, _ = random_case(case, (dtype, dtype), generator, table_layout)
-        partials = rows.row_partials(matrix, indices, norm_type, backend=cpu_backend)
-        assert (partials.dtype, partials.dim()) == (torch.float64, 1)
-        again = rows.row_partials(matrix, indices, norm_type, backend=cpu_backend)
-        assert torch.equal(partials, again)
-        norm, found = norms.finish([partials], norm_type, torch.float64, cpu_backend)
-        values = matrix[indices.reshape(-1).unique()].double()
-        wanted = torch.linalg.vector_norm(values, norm_type) if values.numel() else torch.zeros(())
-        # Of a lane's squares, as in the tests of norms; none where the largest is sought.
-        sums = 0.0 if norm_type == INF else 523 * torch.finfo(torch.float32).eps / 4
-        assert (norm - wanted).abs() <= wanted * (sums + 1e-12)
-        assert found.item() == 0.0
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in Triton's interpreter
-def test_norms_of_rows_find_inf_and_nan_only_where_named(cpu_backend):
-    matrix = torch.ones(6, 9)
-    matrix[1, 3], matrix[2, 8] = INF, NAN
-    for named, found in (([0, 3, 3], 0.0), ([0, 1], 1.0), ([2, 2], 1.0)):
-        partials = rows.row_partials(matrix, torch.tensor(named), backend=cpu_backend)
-        assert norms.finish([partials], 2.0, torch.float32, cpu_backend)[1].item() == found
-    huge = torch.full((2, 50), 1e30)
-    partials = rows.row_partials(huge, torch.tensor([1]), backend=cpu_backend)
-    assert norms.finish([partials], 2.0, torch.float32, cpu_backend)[0].item() == pytest.approx(
-        1e30 * 50**0.5
-    )
-    with pytest.raises(ValueError, match=r"norm_type is 3; allowed: 2\.0 and inf"):
-        rows.row_partials(matrix, torch.tensor([0]), 3, backend=cpu_backend)
-
-
-def test_partials_join_those_of_other_tensors(generator):
-    matrix, dense = torch.randn(9, 5, generator=generator), torch.randn(40, generator=generator)
-    found = [rows.row_partials(matrix, torch.tensor([8, 2, 2])), *norms.partials([dense], 2.0, "auto")]
-    norm, _ = norms.finish(found, 2.0, torch.float32, "auto")
-    assert norm.item() == pytest.approx(torch.cat([matrix[[2, 8]].flatten(), dense]).norm().item())
-
-
-# Zeroing
-
-
-@pytest.mark.parametrize("table_layout", [*TABLES, "transposed"])
-def test_rows_become_zero(table_layout, generator):
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        matrix, indices, _ = random_case(((2, 3), 9, 5, "random"), (dtype, dtype), generator, table_layout)
-        wanted = matrix.clone()
-        wanted[indices.reshape(-1)] = 0
-        rows.zero_rows_(matrix, indices.int())
-        assert torch.equal(matrix, wanted)
-        rows.zero_rows_(matrix, indices[:0])
-        assert torch.equal(matrix, wanted)
-
-
-# What the operators are to torch
+# What the operator is to torch
 
 
 @pytest.mark.parametrize("scale", [0.3, torch.tensor(0.3)], ids=["float", "tensor"])
@@ -375,8 +297,6 @@ def test_opcheck(scale, generator):
         for padding, by_frequency in ((-1, False), (2, True)):
             arguments = (matrix, indices, gradients, tensor, number, padding, by_frequency)
             torch.library.opcheck(torch.ops.fusedacc.accumulate_rows_.default, arguments)
-        for norm_type in (2.0, INF):
-            torch.library.opcheck(torch.ops.fusedacc.row_partials.default, (matrix, indices, norm_type))
 
 
 @pytest.mark.parametrize("backend", ["cpu", "eager"])
@@ -387,16 +307,14 @@ def test_in_a_full_graph(backend, generator):
     @torch.compile(fullgraph=True, backend="aot_eager")
     def step(table, indices, gradients, scale):
         rows.accumulate_rows_(table, indices, gradients, scale, padding_idx=-2, backend=backend)
-        return table * 2, rows.row_partials(table, indices, backend=backend)
+        return table * 2
 
     for scale in (0.3, torch.tensor(0.7)):
         table, indices, gradients = random_case(((2, 7), 9, 24, "random"), PAIRS[0], generator)
         before, version = table.clone(), table._version
-        doubled, partials = step(table, indices, gradients, scale)
+        doubled = step(table, indices, gradients, scale)
         assert_rows(table, before, indices, gradients, scale, -2)
         assert torch.equal(doubled, table * 2)
-        wanted = rows.row_partials(table, indices, backend=backend)
-        torch.testing.assert_close(partials, wanted, rtol=1e-6, atol=0)
         assert table._version > version
     torch.compiler.reset()
 
@@ -417,7 +335,6 @@ def test_every_instruction_set_gives_the_same_bits(tmp_path):
             fresh = torch.randn(300, 77).to(gradient)
             rows.accumulate_rows_(table, indices, fresh, 0.3, scale_grad_by_freq=True, backend="cpu")
             digest.update(table.view(torch.uint8).numpy().tobytes())
-            digest.update(rows.row_partials(table, indices, backend="cpu").numpy().tobytes())
         print(digest.hexdigest())
     """
     from fusedacc import ops

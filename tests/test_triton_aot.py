@@ -38,7 +38,7 @@ from triton.compiler import ASTSource
 from fusedacc.backends.triton_kernels import (
     ADDING, WARPS, finish_norm, join_partials, norm_partials, scale_accumulate,
 )
-from fusedacc.backends.triton_row_kernels import add_long_rows, add_runs, row_norms
+from fusedacc.backends.triton_row_kernels import add_long_rows, add_runs
 
 def wide(dtype):
     return tl.float64 if dtype == "float64" else tl.float32
@@ -82,11 +82,6 @@ def rows(gradient, accumulator, kernel):
         constants["wide"] = wide(accumulator)
     whole = [name for name in table if name not in ("table_rows", "count", "scale", "padding")]
     return compiled(globals()[kernel], table, constants, [list(table).index(name) for name in whole])
-
-def norm_of_rows(dtype, infinity):
-    types = {"table": "*" + SHORT[dtype], **ROWS, "partials": "*fp64"}
-    constants = {"chunk": 16384, "wide": wide(dtype), "infinity": infinity == "inf"}
-    return compiled(row_norms, types, constants, [0, 1, 4, 5])
 
 def compiled(function, types, constants, aligned, options={"num_warps": WARPS}):
     source = ASTSource(
@@ -150,7 +145,6 @@ def norms():
 def rows():
     names = [[str(dtype).removeprefix("torch.") for dtype in pair] for pair in PAIRS]
     wanted = [("rows", *pair, kernel) for pair in names for kernel in ("add_runs", "add_long_rows")]
-    wanted += [("norm_of_rows", dtype, kind) for dtype in NORM_DTYPES for kind in ("2", "inf")]
     return dict(zip(wanted, compile_all(wanted), strict=True))
 
 
@@ -231,7 +225,7 @@ def test_every_kernel_compiles_for_amd():
     names = [[str(dtype).removeprefix("torch.") for dtype in pair] for pair in PAIRS]
     wanted = [["accumulation", *pair] for pair in names]
     wanted += [["rows", *pair, kernel] for pair in names for kernel in ("add_runs", "add_long_rows")]
-    wanted += [[kernel, dtype, "2"] for dtype in NORM_DTYPES for kernel in ("norm", "norm_of_rows")]
+    wanted += [["norm", dtype, "2"] for dtype in NORM_DTYPES]
     wanted += [["norm", "float32", "inf"], ["end", "float32", "2"], ["end", "float64", "inf"], ["join", "2"]]
     results = compile_all(wanted, "gfx942")
     assert len(results) == len(wanted)
@@ -275,9 +269,3 @@ def test_rows_are_added_by_one_fma_after_a_correct_division(pair, dtypes, rows):
         assert re.search(rf"\bdiv\.rn\.{kind}\b", ptx)
         assert not re.search(r"\bdiv\.(full|approx)", ptx)
         assert ".ftz" not in ptx
-
-
-@pytest.mark.parametrize("kind", ["2", "inf"])
-@pytest.mark.parametrize("dtype", NORM_DTYPES)
-def test_norms_of_rows_compile(dtype, kind, rows):
-    uses_nothing_but_registers(rows["norm_of_rows", dtype, kind], 96)

@@ -1,7 +1,6 @@
 #include "rows.h"
 
 #include <algorithm>
-#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -100,33 +99,6 @@ void add_part(int64_t begin, int64_t end, void* opaque) {
   }
 }
 
-struct NormContext {
-  const Table& table;
-  const Places& places;
-  NormKind kind;
-  double* partials;
-};
-
-void norm_part(int64_t begin, int64_t end, void* opaque) {
-  const NormContext& context = *static_cast<const NormContext*>(opaque);
-  const Table& table = context.table;
-  const auto norm = loops().norm[static_cast<int32_t>(context.kind)][table.pair];
-  double* partial = context.partials + begin * chunks_of(table.columns);
-  for (int64_t i = begin; i < end; ++i) {
-    const int64_t row = context.places[i].row;
-    const bool first = i == 0 || context.places[i - 1].row != row;
-    for (int64_t column = 0; column < table.columns; column += kChunkElements) {
-      const int64_t stop = std::min(column + kChunkElements, table.columns);
-      *partial++ = first ? norm(row_of(table, row), nullptr, column, stop) : 0;
-    }
-  }
-}
-
-void clear_part(int64_t begin, int64_t end, void* opaque) {
-  std::memset(static_cast<char*>(static_cast<const ClearWork*>(opaque)->data) + begin, 0,
-              static_cast<size_t>(end - begin));
-}
-
 // Rows that make a thread's least share.
 int64_t grain_of(int64_t columns) { return std::max<int64_t>(1, kGrain / std::max<int64_t>(1, columns)); }
 
@@ -142,17 +114,6 @@ void add_rows(const RowWork& work, double scale) {
   const int64_t tiles = (work.table.columns + tile - 1) / tile;
   AddContext context{work, places, firsts, tile, scale};
   share_out(count * tiles, grain_of(tile), add_part, context);
-}
-
-void norm_rows(const Table& table, const RowNumbers& numbers, NormKind kind, double* partials) {
-  const Places& places = sorted(numbers, table.rows, kNoPadding);
-  NormContext context{table, places, kind, partials};
-  if (!places.empty()) share_out(numbers.count, grain_of(table.columns), norm_part, context);
-}
-
-void clear_if(const ClearWork& work) {
-  ClearWork context = work;
-  if (is_set(work.flag)) share_out(work.bytes, kGrain * sizeof(float), clear_part, context);
 }
 
 }  // namespace fusedacc::cpu

@@ -54,15 +54,4 @@ void add_rows(RowWork work, AtenTensorHandle indices, const ScaleArgument& scale
   launch_rows(work, scale, data_of(sums), device_index, current_stream(device_index));
 }
 
-void norm_rows(const Table& table, RowNumbers numbers, AtenTensorHandle indices, NormKind kind,
-               double* partials, int32_t device_index) {
-  const Sorted sorted(indices);
-  sorted.put(numbers);
-  launch_row_norms(table, numbers, kind, partials, device_index, current_stream(device_index));
-}
-
-void clear_if(const ClearWork& work, int32_t device_index) {
-  launch_clear(work, device_index, current_stream(device_index));
-}
-
 }  // namespace fusedacc::cuda

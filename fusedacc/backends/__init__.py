@@ -119,9 +119,6 @@ class Backend(Protocol):
         the table's are; `padding` is -1 for none. Bumps no version counter.
         """
 
-    def row_partials(self, table: Tensor, indices: Tensor, norm_type: float) -> Tensor:
-        """As `rows.row_partials`, of indices `[n]`."""
-
 
 @dataclass(frozen=True)
 class Selection:

@@ -67,9 +67,6 @@ class EagerBackend:
     ) -> None:
         reference_rows.accumulate_rows_(table, indices, gradients, scale, padding, by_frequency)
 
-    def row_partials(self, table: Tensor, indices: Tensor, norm_type: float) -> Tensor:
-        return reference_rows.row_partials(table, indices, norm_type)
-
 
 class Bound:
     """Accumulators, and nothing prepared."""

@@ -120,10 +120,6 @@ class NativeBackend:
         operator = torch.ops.fusedacc.accumulate_rows_.default
         operator(table, indices, gradients, *_factor(scale), padding, by_frequency)
 
-    def row_partials(self, table: Tensor, indices: Tensor, norm_type: float) -> Tensor:
-        with torch.no_grad():
-            return torch.ops.fusedacc.row_partials.default(table, indices, norm_type)
-
 
 class Bound:
     """Accumulators with their checks done, as a table that the operators read."""

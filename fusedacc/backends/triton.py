@@ -300,8 +300,5 @@ class TritonBackend:
     ) -> None:
         triton_rows.accumulate_rows_(table, indices, gradients, scale, padding, by_frequency)
 
-    def row_partials(self, table: Tensor, indices: Tensor, norm_type: float) -> Tensor:
-        return triton_rows.row_partials(table, indices, norm_type)
-
 
 backend = TritonBackend()

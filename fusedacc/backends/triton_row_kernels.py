@@ -10,7 +10,7 @@ runs of longer rows leave their sums in a table of their own, and a second launc
 import triton
 import triton.language as tl
 
-from .triton_kernels import _norm, combine, widen
+from .triton_kernels import combine, widen
 
 #: `kRowRun` of csrc/row_functors.h: gradients of one row that are summed before their sum is added to others.
 RUN = 64
@@ -148,30 +148,3 @@ def add_long_rows(
         slot = 2 * (place // _RUN) + 1
         total += tl.load(sums + slot * sum_stride + columns, mask=inside)
     add_to_row(table + row * table_stride, scale, total, end - begin, columns, inside, by_frequency)
-
-
-@triton.jit
-def row_norms(
-    table,
-    table_stride,
-    table_rows,
-    width,
-    rows,
-    partials,
-    chunk: tl.constexpr,
-    wide: tl.constexpr,
-    infinity: tl.constexpr,
-):
-    """One partial norm for each chunk of each place's row; all but the first place of a row leave 0."""
-    place = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows + place).to(tl.int64)
-    counts = (row >= 0) & (row < table_rows)
-    if place > 0:
-        counts = counts & (tl.load(rows + place - 1) != row)
-    norm = tl.full([], 0.0, tl.float64)
-    if counts:
-        start = tl.program_id(1) * chunk
-        elements = table + row * table_stride + start
-        length = tl.minimum(width - start, chunk)
-        norm = _norm(elements, length, elements.to(tl.int64) % 16 == 0, infinity, wide)
-    tl.store(partials + place * tl.num_programs(1) + tl.program_id(1), norm)

@@ -1,4 +1,4 @@
-"""Sums into the rows of a table, and their norms, by Triton: torch sorts, one launch or two do the rest."""
+"""Sums into the rows of a table by Triton: torch sorts, one launch or two do the rest."""
 
 from __future__ import annotations
 
@@ -55,37 +55,6 @@ def accumulate_rows_(
             )
     if observers.watching:
         observers.rows_added("triton::add_rows", table, indices, gradients, scale, padding)
-
-
-def row_partials(table: Tensor, indices: Tensor, norm_type: float) -> Tensor:
-    """As `backends.Backend.row_partials`."""
-    from . import triton_row_kernels as kernels
-
-    _refuse_gaps(table)
-    width = table.shape[1]
-    chunk = shared.kernels().CHUNK
-    across = -(-width // chunk)
-    partials = torch.empty(indices.numel() * across, dtype=torch.float64, device=table.device)
-    if partials.numel() == 0:
-        return partials
-    rows, _ = torch.sort(indices, stable=True)
-    plain = table.detach()
-    with shared.on_device(table.device):
-        kernels.row_norms[(len(rows), across)](
-            plain,
-            table.stride(0),
-            table.shape[0],
-            width,
-            rows,
-            partials,
-            chunk=chunk,
-            wide=shared.triton_dtype(computation_dtype(table.dtype)),
-            infinity=norm_type != 2.0,
-            num_warps=shared.kernels().WARPS,
-        )
-    if observers.watching:
-        observers.rows_measured("triton::row_norms", table, indices, [partials])
-    return partials
 
 
 def _refuse_gaps(table: Tensor) -> None:

@@ -37,7 +37,6 @@ from .operands import (
     name_of,
     operands,
     rows_accumulation,
-    rows_measurement,
     tensors_in,
 )
 from .report import Cell, Counts
@@ -272,10 +271,6 @@ class TrafficMeter(TorchDispatchMode):
     ) -> None:
         """A kernel of ours that adds into rows of a table was launched outside the dispatcher."""
         self._book_launch(kernel, rows_accumulation(table, indices, gradients, scale, padding))
-
-    def rows_measured(self, kernel: str, table: Tensor, indices: Tensor, results: Sequence[Tensor]) -> None:
-        """A kernel of ours that reads rows of a table was launched outside the dispatcher."""
-        self._book_launch(kernel, rows_measurement(table, indices, results))
 
     def _is_on(self) -> bool:
         """Whether this thread's operators are counted."""

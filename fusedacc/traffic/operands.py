@@ -351,17 +351,12 @@ def measurement(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> list[Op
     return [*found.values(), *(Operand(result, written=bytes_of(result)) for result in results)]
 
 
-def _has_data(tensor: Tensor) -> bool:
-    """Whether its values can be looked at here and now."""
-    if isinstance(tensor, FakeTensor) or tensor.is_meta:
-        return False
-    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
 def _rows_named(indices: Tensor, padding: int) -> tuple[int, int] | None:
     """How many indices name a row other than `padding`, and how many such rows: by the data, for which a GPU
     is waited for. None where there is none to read."""
-    if not _has_data(indices):
+    if isinstance(indices, FakeTensor) or indices.is_meta:
+        return None
+    if indices.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
     with _disable_current_modes():  # the meter's own look is nobody's traffic
         named = indices[indices != padding]
@@ -384,34 +379,10 @@ def rows_accumulation(
     return found
 
 
-def rows_measurement(table: Tensor, indices: Tensor, results: Sequence[Tensor]) -> list[Operand] | None:
-    """The rows that the indices name are read, each once, and results are written."""
-    named = _rows_named(indices, -1)
-    if named is None:
-        return None
-    touched = named[1] * table.shape[1] * table.element_size()
-    found = [Operand(table, touched), Operand(indices, bytes_of(indices))]
-    return found + [Operand(result, written=bytes_of(result)) for result in results]
-
-
 def _accumulate_rows(call: Call) -> list[Operand] | None:
     return rows_accumulation(
         call["table"], call["indices"], call["gradients"], call["scale_tensor"], call["padding"]
     )
-
-
-def _row_partials(call: Call) -> list[Operand] | None:
-    return rows_measurement(call["table"], call["indices"], call.results)
-
-
-def _clear_if(call: Call) -> list[Operand] | None:
-    """The flag is read, and the whole table is written if it is set: by the data, as `_rows_named` looks."""
-    table, flag = call["table"], call["flag"]
-    if not _has_data(flag):
-        return None
-    with _disable_current_modes():
-        is_set = bool(flag)
-    return [Operand(table, 0, bytes_of(table) if is_set else 0), Operand(flag, bytes_of(flag))]
 
 
 def _flag(overwrite: Sequence[bool], index: int) -> bool:
@@ -472,6 +443,4 @@ _OUR_RULES: dict[str, Rule] = {
     "norm_partials": _measurement("tensors"),
     "finish_norm": _measurement("partials"),
     "accumulate_rows_": _accumulate_rows,
-    "row_partials": _row_partials,
-    "clear_if_": _clear_if,
 }

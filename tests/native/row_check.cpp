@@ -1,14 +1,11 @@
 // Runs the bodies of the CUDA kernels that add into the rows of a table on the host, thread by thread, against
-// sums made one by one, and of the kernel that clears a table. Prints what fails and exits with 1.
+// sums made one by one. Prints what fails and exits with 1.
 #include <algorithm>
-#include <cmath>
 #include <cstring>
-#include <limits>
 #include <map>
 #include <utility>
 #include <vector>
 
-#include "cuda/clear_thread.h"
 #include "cuda/row_thread.h"
 
 #include "check.h"
@@ -125,7 +122,7 @@ struct Case {
     one.columns = 1 + random_below(20);
     one.table_stride = (one.columns + 7) / 8 * 8 + 8 * random_below(2);
     one.gradient_stride = (one.columns + 7) / 8 * 8;
-    one.padding = random_below(2) ? random_below(one.rows) : kNoPadding;
+    one.padding = random_below(2) ? random_below(one.rows) : -1;
     one.by_frequency = random_below(2);
     one.numbers = random_numbers(count, one.rows);
     one.table = random_elements<Accumulator>(one.rows * one.table_stride);
@@ -148,51 +145,9 @@ void check_all(std::integer_sequence<int32_t, pairs...>) {
   }
 }
 
-template <typename T>
-void check_flag(T value, bool set) {
-  CHECK(is_set({&value, sizeof value}) == set);
-}
-
-void check_flags() {
-  const float nan = std::numeric_limits<float>::quiet_NaN();
-  for (const float value : {0.0f, -0.0f, 1.0f, -1e-45f, nan}) {
-    const bool set = !(value == 0);
-    check_flag(value, set);
-    check_flag(static_cast<double>(value), set);
-    check_flag(narrow<BFloat16, float>(value), set && std::abs(value) != 1e-45f);
-    check_flag(narrow<Float16, float>(value), set && std::abs(value) != 1e-45f);
-  }
-  check_flag(true, true);
-  check_flag(false, false);
-}
-
-void check_clear(int64_t before, int64_t bytes, bool set) {
-  std::vector<uint64_t> words(static_cast<size_t>(before + bytes) / 8 + 8, ~uint64_t{0});
-  char* all = reinterpret_cast<char*>(words.data());
-  const int64_t blocks = cuda::clear_blocks(bytes), threads = blocks * cuda::kThreads;
-  CHECK(blocks <= cuda::kClearBlocks && (bytes == 0) == (blocks == 0));
-  const ClearWork work{all + before, bytes, {&set, 1}};
-  for (int64_t thread = 0; thread < threads; ++thread) cuda::clear_thread(work, thread, threads);
-  for (int64_t i = 0; i < static_cast<int64_t>(words.size()) * 8; ++i) {
-    CHECK(all[i] == (set && i >= before && i < before + bytes ? 0 : -1));
-  }
-}
-
-void check_clears() {
-  for (int64_t before = 0; before < 18; before += 2) {
-    for (const int64_t bytes : {0, 2, 14, 16, 18, 30, 32, 34, 4094, 4096, 4098, 70000}) {
-      for (const bool set : {false, true}) check_clear(before, bytes, set);
-    }
-  }
-  // More than one vector a thread.
-  check_clear(2, 3 * cuda::kClearBlocks * cuda::kThreads * cuda::kVectorBytes + 10, true);
-}
-
 }  // namespace
 
 int main() {
-  check_flags();
-  check_clears();
   check_all(std::make_integer_sequence<int32_t, kPairCount>());
   std::printf("runs of %d\n", static_cast<int>(kRowRun));
   return 0;
