@@ -251,13 +251,14 @@ class Capture(Arming):
         for slot in slots:
             if slot.paths:  # a module may have made its sum, in memory that held nothing
                 self._taking.hand_over(slot)
-        if slots[0].lane[0].type == "cuda":
-            stream = torch.cuda.current_stream(slots[0].lane[0])
-            if stream.cuda_stream != bucket.stream:
-                stream.wait_stream(streams.external(bucket.stream, stream.device))
-                for gradient in gradients:
-                    gradient.record_stream(stream)
-        self._add(task, slots, gradients, adoptable)
+        if not slots[0].on_cuda:
+            self._add(task, slots, gradients, adoptable)
+            return
+        with streams.on(bucket.stream, slots[0].lane[0]):
+            for slot in slots:
+                if slot.paths:
+                    streams.order(task, slot)
+            self._add(task, slots, gradients, adoptable)
 
     def finish(self, identity: int) -> None:
         """The end of a graph task: add what is pending, and deliver if this was the window's last."""
@@ -270,11 +271,12 @@ class Capture(Arming):
             task.reducer = "done"
             self._call_back(identity, task)
             return
-        streams.join(task)
         self._taking.add_later()
         if not task.ignored:
             for bucket in task.buckets.values():
                 self.flush_bucket(identity, bucket)
+        streams.join(task)
+        if not task.ignored:
             if task.watch:
                 self._reducers.check(task.watch, task.stored)
             window.micro.ran = True

@@ -1,10 +1,13 @@
-"""Order between the streams on which modules write to sums by themselves.
+"""Order between the streams on which sums are written.
 
 The engine makes a stream wait for the gradients that it hands on; a gradient that a module has added by
-itself is handed to nobody.
+itself is handed to nobody, and one that waits in a bucket is added when another stream may be current.
 """
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
 
 import torch
 
@@ -29,6 +32,23 @@ def order(task: Task, slot: Slot) -> None:
         torch.cuda.current_stream(device).wait_stream(external(slot.stream, device))
     slot.stream = raw
     task.streams.setdefault((device, raw), []).append(slot)
+
+
+@contextlib.contextmanager
+def on(raw: int, device: torch.device) -> Iterator[None]:
+    """What is done inside is done on that stream, and the current one waits for it.
+
+    All micro-batches add a parameter's gradients on the stream of its node, as autograd does: were they added
+    on the callers' streams, two callers that do not wait for each other would add to one sum at once.
+    """
+    current = torch.cuda.current_stream(device)
+    if current.cuda_stream == raw:
+        yield
+        return
+    stream = external(raw, device)
+    with torch.cuda.stream(stream):
+        yield
+    current.wait_stream(stream)
 
 
 def join(task: Task) -> None:

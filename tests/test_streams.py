@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import types
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from fusedacc import streams
+from fusedacc.capture import Capture
 from fusedacc.hooks import Task
 
 
@@ -16,6 +18,12 @@ from fusedacc.hooks import Task
 def device(monkeypatch):
     """A GPU with a current stream that can be set, and a record of who waited for whom."""
     state = types.SimpleNamespace(current=0, waits=[])
+
+    @contextlib.contextmanager
+    def entered(stream):
+        before, state.current = state.current, stream.cuda_stream
+        yield
+        state.current = before
 
     class Stream:
         def __init__(self, raw):
@@ -30,6 +38,7 @@ def device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda raw, device=None: Stream(raw or next(fresh)))
     monkeypatch.setattr(torch.cuda, "get_stream_from_external", lambda raw, device=None: Stream(raw))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream(state.current))
+    monkeypatch.setattr(torch.cuda, "stream", entered)
     return state
 
 
@@ -65,3 +74,40 @@ def test_the_default_stream_is_waited_for_by_its_address_0(device):
     assert device.waits == [(7, 0)]
     streams.join(task)
     assert device.waits[1:] == [(7, 0)]
+
+
+def test_work_on_another_stream_is_waited_for_by_the_current_one(device):
+    where = torch.device("cuda", 0)
+    with streams.on(0, where):
+        assert device.current == 0
+    assert device.waits == []
+    device.current = 7
+    with streams.on(0, where):
+        assert device.current == 0
+        assert device.waits == []
+    assert (device.current, device.waits) == (7, [(7, 0)])
+
+
+def test_a_bucket_is_added_on_its_own_stream_after_what_modules_have_written(device):
+    """Callers on streams that do not wait for each other: the node's stream orders their additions."""
+    done = []
+
+    class Taken:
+        stream = 3
+
+        def take(self):
+            return [weight], [torch.ones(1)], False
+
+    weight = types.SimpleNamespace(lane=(torch.device("cuda", 0),), stream=5, paths=("gemm",), on_cuda=True)
+    owner = types.SimpleNamespace(
+        _lock=contextlib.nullcontext(),
+        _taking=types.SimpleNamespace(hand_over=lambda slot: done.append("handed over")),
+        _add=lambda task, slots, gradients, adoptable: done.append(device.current),
+    )
+    task = Task(True)
+    for device.current in (7, 9):
+        Capture._add_bucket(owner, task, Taken())
+    assert done == ["handed over", 3, "handed over", 3]
+    assert device.waits == [(3, 5), (7, 3), (9, 3)]
+    streams.join(task)
+    assert weight.stream is None

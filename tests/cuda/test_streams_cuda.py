@@ -1,0 +1,77 @@
+"""Backwards on other streams than the default one: whoever adds waits for what it adds, and to what."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fusedacc
+from fusedacc import hooks
+
+pytestmark = pytest.mark.cuda
+
+STEPS = 4
+CYCLES = 20_000_000  # some milliseconds
+
+
+class Late(torch.autograd.Function):
+    """Passes on, and hands its gradient on when the stream that it runs on has slept."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        torch.cuda._sleep(CYCLES)
+        return gradient * 1.0
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x))) * Late.apply(self.first.bias)
+
+
+def windows(forward, backward, model: bool, wraps: bool):
+    """Gradients of a window whose micro-batches run on streams that take turns."""
+    net = Net().cuda()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    if wraps:
+        optimizer = fusedacc.AccumulatingOptimizer(optimizer, None, model=net if model else None)
+    batches = [
+        torch.randn(8, 64, generator=torch.Generator().manual_seed(seed)).cuda() for seed in range(STEPS)
+    ]
+    torch.cuda.synchronize()
+    for turn, batch in enumerate(batches):
+        there, back = forward[turn % len(forward)], backward[turn % len(backward)]
+        with torch.cuda.stream(there):
+            loss = net(batch).square().sum()
+        back.wait_stream(there)
+        with torch.cuda.stream(back):
+            loss.backward()
+    torch.cuda.synchronize()
+    return [parameter.grad.clone() for parameter in net.parameters()]
+
+
+@pytest.mark.parametrize("large", [True, False], ids=["at once", "in buckets"])
+@pytest.mark.parametrize("model", [True, False], ids=["model", "plain"])
+@pytest.mark.parametrize("where", ["default to side", "side to default", "default to sides in turn"])
+def test_sums_are_those_of_one_stream(where, model, large, monkeypatch):
+    monkeypatch.setitem(hooks.LARGE_BYTES, "cuda", 1 if large else 2**24)
+    default, sides = torch.cuda.default_stream(), [torch.cuda.Stream(), torch.cuda.Stream()]
+    forward, backward = {
+        "default to side": ([default], sides[:1]),
+        "side to default": (sides[:1], [default]),
+        "default to sides in turn": ([default], sides),
+    }[where]
+    expected = windows([default], [default], False, wraps=False)
+    found = windows(forward, backward, model, wraps=True)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
