@@ -17,7 +17,7 @@ BASE_PYTHON ?= python3
 override PYTHON := .venv/bin/python
 DEPENDENCIES := .venv/dependencies.stamp
 BUILT := .venv/built.stamp
-INTEGRATIONS := .venv-integrations/dependencies.stamp
+INTEGRATIONS := .venv-integrations/suites.stamp
 INTEGRATIONS_PYTHON := .venv-integrations/bin/python
 PARALLEL := -n auto  # pytest-xdist, which a system's Python may lack
 # nvcc, ninja and clang-format are looked up on PATH by the build and the linters.
@@ -51,6 +51,16 @@ build: $(BUILT)  ## virtual environment, pinned dependencies, the extension; doe
 	.venv-integrations/bin/python -m pip install --quiet -c constraints.txt torch
 	.venv-integrations/bin/python -m pip install --quiet -c constraints.txt -c constraints-integrations.txt -r requirements.txt -r requirements-integrations.txt
 	.venv-integrations/bin/python -m pip uninstall --quiet --yes torchvision
+	touch $@
+
+# Optimizer packages whose own tests are run with every optimizer wrapped; wheels hold no tests.
+SUITES := pytorch_optimizer schedulefree
+
+.venv-integrations/suites.stamp: .venv-integrations/dependencies.stamp
+	rm -rf .venv-integrations/suites && mkdir .venv-integrations/suites
+	.venv-integrations/bin/python -m pip download --quiet --no-deps $(addprefix --no-binary ,$(SUITES)) \
+		-c constraints-integrations.txt -d .venv-integrations/suites $(SUITES)
+	for archive in .venv-integrations/suites/*.tar.gz; do tar -xzf $$archive -C .venv-integrations/suites; done
 	touch $@
 
 build/system.stamp: $(SOURCES)

@@ -1,0 +1,170 @@
+"""Every input that PyTorch's own optimizer tests draw (`optim_db`), wrapped, against the bare optimizer.
+
+Windows hold two micro-batches, and dividing by two is exact: weights and state must be stock's bit for bit,
+in either loop, and so must what a bare optimizer makes of a wrapped one's checkpoint.
+"""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fusedacc
+
+pytest.importorskip("expecttest", reason="torch.testing._internal imports expecttest")
+
+K, FIRST, REST = 2, range(2), range(2, 4)
+#: What optim_db says of an optimizer: class, implementations, whether it wants sparse gradients or a closure,
+#: and each input's description and arguments.
+READS = """
+import sys, torch
+from torch.testing._internal.common_optimizers import optim_db
+torch.save({
+    info.optim_cls.__name__: (
+        [*info.supported_impls], info.only_supports_sparse_grads, info.step_requires_closure,
+        [(each.desc, each.kwargs) for each in info.optim_inputs_func(device="cpu")],
+    )
+    for info in optim_db
+}, sys.argv[1])
+"""
+NAMES = [
+    *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "Muon", "NAdam"),
+    *("RAdam", "RMSprop", "Rprop", "SGD", "SparseAdam"),
+]
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory) -> dict[str, tuple]:
+    """Read in a process of its own: importing it freezes torch's global flags."""
+    path = tmp_path_factory.mktemp("optim_db") / "inputs.pt"
+    subprocess.run([sys.executable, "-c", READS, str(path)], check=True, timeout=300)
+    return torch.load(path)
+
+
+class Network(nn.Module):
+    """A matrix, a vector, a number, and a parameter that is not used; or a table with sparse gradients."""
+
+    def __init__(self, sparse: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        if sparse:
+            self.table = nn.Embedding(7, 3, sparse=True, dtype=dtype)
+        else:
+            self.linear = nn.Linear(4, 3, dtype=dtype)
+            self.gain, self.idle = (nn.Parameter(torch.ones((), dtype=dtype)) for _ in range(2))
+        self.sparse, self.dtype = sparse, dtype
+
+    def loss(self, index: int) -> Tensor:
+        generator = torch.Generator().manual_seed(index)
+        if self.sparse:
+            return (self.table(torch.randint(7, (4,), generator=generator)) - 1).square().sum()
+        x = torch.randn(5, 4, generator=generator, dtype=self.dtype)
+        return (self.gain * self.linear(x) - 1).square().mean()
+
+
+def implementations(name: str, supported: list[str], arguments: dict[str, Any]) -> Iterator[dict[str, bool]]:
+    """Options beside those of the input; torch takes a learning rate on a CPU that is a tensor not in all."""
+    yield {"foreach": False} if "foreach" in supported else {}
+    if "foreach" in supported and not isinstance(arguments.get("lr"), Tensor):
+        yield {"foreach": True}
+    if "fused" in supported:
+        yield {"fused": True}
+
+
+def handed_on(run: Run, *kind_and_options: Any) -> Run:
+    """A bare run that goes on from the checkpoint of another."""
+    bare = Run(*kind_and_options)
+    bare.net.load_state_dict(run.net.state_dict())
+    bare.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+    return bare
+
+
+class Run:
+    """A network and its optimizer: bare, wrapped in a manual loop, or counted."""
+
+    def __init__(
+        self, kind: type, arguments: dict[str, Any], loop: str, sparse: bool, dtype: torch.dtype
+    ) -> None:
+        self.net, self.loop = Network(sparse, dtype), loop
+        wanted = [p for p in self.net.parameters() if p.ndim == 2 or kind is not torch.optim.Muon]
+        groups = (
+            [{"params": wanted[:1]}, {"params": wanted[1:], "weight_decay": 0.0}] if wanted[1:] else wanted
+        )
+        if kind in (torch.optim.LBFGS, torch.optim.Rprop, torch.optim.SparseAdam):  # one group, or no decay
+            groups = wanted
+        self.inner = self.optimizer = kind(groups, **copy.deepcopy(arguments))
+        if loop != "bare":
+            steps = K if loop == "counted" else None
+            self.optimizer = fusedacc.AccumulatingOptimizer(self.inner, steps)
+
+    def train(self, updates: range, closures: bool) -> None:
+        for update in updates:
+            window = range(update * K, update * K + K)
+            if closures:
+                self.optimizer.step(lambda window=window: self.evaluate(window))
+                continue
+            for index in window:
+                (self.net.loss(index) / (1 if self.loop == "counted" else K)).backward()
+                if self.loop == "counted":
+                    self.optimizer.step()
+            if self.loop != "counted":
+                self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def evaluate(self, window: range) -> float:
+        self.optimizer.zero_grad()
+        losses = [self.net.loss(index) / K for index in window]
+        for loss in losses:
+            loss.backward()
+        return float(sum(losses).detach())
+
+    def found(self) -> list[Any]:
+        """Weights, state, and the groups' options without what a wrapper has left there."""
+        state, names = self.inner.state_dict(), self.inner.defaults.keys()
+        groups = [{name: group[name] for name in names & group.keys()} for group in state["param_groups"]]
+        return [[p.detach() for p in self.net.parameters()], state["state"], groups]
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return torch.equal(one, other) and one.dtype == other.dtype if isinstance(one, Tensor) else one == other
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_equal_to_the_bare_optimizer(database, name, dtype):
+    kind = getattr(torch.optim, name)
+    supported, sparse, closures, inputs = database[name]
+    start = [p.detach() for p in Network(sparse, dtype).parameters()]
+    for description, arguments in inputs:
+        for extra in implementations(name, supported, arguments):
+            options, what = arguments | extra, f"{description}, {extra}"
+            made = kind, options, "bare", sparse, dtype
+            bare = Run(*made)
+            bare.train(FIRST, closures)
+            resumed = handed_on(bare, *made)  # torch casts some state as it loads: not always bare's own bits
+            for run in (bare, resumed):
+                run.train(REST, closures)
+            assert not same(bare.found()[0], start), f"{what}: nothing was trained"
+            for loop in ("manual",) if closures else ("manual", "counted"):
+                wrapped = Run(kind, options, loop, sparse, dtype)
+                wrapped.train(FIRST, closures)
+                after = handed_on(wrapped, *made)
+                for run, wanted in ((wrapped, bare), (after, resumed)):
+                    run.train(REST, closures)
+                    assert same(run.found(), wanted.found()), f"{what}: {loop}, handed on: {run is after}"
+
+
+def test_all_of_them_are_there(database):
+    assert sorted(database) == NAMES
+    assert sum(len(inputs) for *_, inputs in database.values()) >= 90
