@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import runpy
 from pathlib import Path
 
 import pytest
+import torch
 from example_scripts import EXAMPLES, output_of
 
 from fusedacc import native_hooks
@@ -28,6 +30,25 @@ def test_digits_are_learnt():
     updates, accuracy = re.search(r"(\d+) updates, accuracy .*: ([\d.]+)%", printed).groups()
     assert int(updates) == 20 * 24  # 47 micro-batches are 23 windows of two, and one of one
     assert float(accuracy) > 85
+
+
+def test_digits_are_learnt_as_by_stock_accumulation():
+    """All twenty epochs; halves and doubles are exact, so that the weights are equal bit for bit."""
+    found = runpy.run_path(str(EXAMPLES / "digits.py"))
+    torch.manual_seed(0)
+    train = torch.utils.data.DataLoader(found["train"].dataset, batch_size=32, shuffle=True)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+    start = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(20):
+        for index, (x, y) in enumerate(train):
+            loss = torch.nn.functional.cross_entropy(model(x), y)
+            (loss if index == 46 else loss / 2).backward()
+            if index % 2 or index == 46:
+                optimizer.step(), optimizer.zero_grad()
+    for mine, stock, before in zip(found["model"].parameters(), model.parameters(), start, strict=True):
+        assert torch.equal(mine, stock)
+        assert not torch.equal(stock, before)
 
 
 def test_a_schedule_is_resumed_in_mid_window():

@@ -18,11 +18,26 @@ def data(micro_batches: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def test_pytorch():
+    """Three epochs, each of two full windows and a last of two micro-batches, against float64 by hand."""
+    torch.manual_seed(0)
     model = nn.Linear(4, 2)
-    given = {"model": model, "loader": data(10), "criterion": nn.MSELoss()}
-    found = pages.run("pytorch", torch=torch, num_updates=3, **given)
-    assert found["optimizer"].num_updates == found["scheduler"].last_epoch == 3
+    start, exact = copy.deepcopy(model).double(), copy.deepcopy(model).double()
+    given = {"model": model, "loader": data(10), "criterion": nn.MSELoss(), "epochs": 3, "num_updates": 9}
+    found = pages.run("pytorch", torch=torch, **given)
+    assert found["optimizer"].num_updates == found["scheduler"].last_epoch == 9
     assert found["optimizer"].param_groups[0]["lr"] == 0  # the cosine's end
+
+    plain = torch.optim.AdamW(exact.parameters())
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(plain, T_max=9)
+    for _ in range(3):
+        for window in (data(10)[:4], data(10)[4:8], data(10)[8:]):
+            for x, y in window:
+                (nn.functional.mse_loss(exact(x.double()), y.double()) / len(window)).backward()
+            plain.step(), plain.zero_grad(), scheduler.step()
+    for mine, right, before in zip(model.parameters(), exact.parameters(), start.parameters(), strict=True):
+        # A gradient of some tens of operations, by which AdamW moves a weight no further than its rate.
+        assert (mine - right).abs().max() < 100 * torch.finfo(torch.float32).eps * before.abs().max()
+        assert (right - before).abs().max() > 1e-3
 
 
 def test_checkpoints(tmp_path):

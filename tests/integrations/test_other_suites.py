@@ -116,7 +116,7 @@ DESELECTED_COUNTED = {
 
 
 def run(package: str, tests: str, steps: str, folder: Path, deselected: list[str]) -> tuple[int, int, int]:
-    """How many tests have passed, none failing, and how many optimizers of how many classes they have made."""
+    """How many tests have passed, none failing, and how many optimizers of how many classes they made."""
     root = SUITES / f"{package}-{version(package)}"
     if not root.is_dir():
         pytest.skip(f"{root} is not there; `make test-integrations` fetches it")

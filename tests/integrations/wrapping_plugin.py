@@ -1,9 +1,9 @@
 """A plugin for another project's pytest: every optimizer that its tests make is put into a wrapper.
 
 `pytest -p wrapping_plugin` with FUSEDACC_SUITE_STEPS in the environment: "1" for the counted loop with
-windows of one micro-batch, "manual" for the manual loop: in either, a test's every `step()` is an update, and what
-it asserts keeps its meaning. What a test makes by `torch.optim.NAME` is left bare: it is what theirs is held to.
-At the end it prints how many optimizers were wrapped.
+windows of one micro-batch, "manual" for the manual loop. In either, a test's every `step()` is an update, and
+what it asserts keeps its meaning. What a test makes by `torch.optim.NAME` is left bare: what theirs is held
+to. At the end the plugin prints how many optimizers were wrapped.
 """
 
 from __future__ import annotations
