@@ -225,6 +225,7 @@ class AccumulatingOptimizer(Delegate, Progress):
         For a generator's pass through a discriminator: the gradients land in `p.grad`, and `zero_grad()` of
         this optimizer clears them, in mid-window too.
         """
+        self._follow()
         self._capture.refresh()
         before, self._capture.ignoring = self._capture.ignoring, True
         try:
