@@ -6,10 +6,12 @@ import random
 
 import torch
 
+from .edits import CHANGES, ROADS
+from .event import Event
 from .models import ModelSpec, random_model
-from .oracle import Loop
+from .oracle import NEVER, Loop
 from .scaling import Scaling
-from .world import Case, Event, OptimizerSpec
+from .world import Case, OptimizerSpec
 
 VARIANTS = {
     "plain": 12,
@@ -47,7 +49,16 @@ BETWEEN = {
     "raising": 2,
     "critic": 3,
     "zero_grad": 1,
+    "edit": 1,
+    "edit_spent": 3,
+    "put": 1,
+    "append": 2,
+    "remove": 1,
+    "exchange": 2,
+    "resize": 2,
 }
+#: After these a checkpoint is saved, loaded or restarted from now and then.
+CHECKED = ("freeze", "edit_spent", "put", "append", "remove", "exchange", "resize", "flush")
 OPTIMIZERS = (
     ("SGD", {"lr": 0.1}),
     ("SGD", {"lr": 0.02, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
@@ -71,7 +82,9 @@ def random_optimizer(rng: random.Random, model: ModelSpec, loop: Loop) -> Optimi
     halves = model.dtype == "float16" and not loop.masters  # whose squares vanish
     plain = model.front == "sparse" or halves or rng.random() < 0.25
     # A fused kernel scales a low-precision gradient without rounding it: nobody sees from what it updates.
-    unseen = options.get("fused") and loop.accumulate_dtype is not None and not loop.masters
+    scaled = loop.clips or loop.scaling is not None or loop.reduction != "sum"
+    kept_low = not loop.counted and scaled and model.dtype in ("bfloat16", "float16")  # without zero_grad()
+    unseen = options.get("fused") and not loop.masters and (loop.accumulate_dtype is not None or kept_low)
     plain = (
         plain or unseen or (name == "Adafactor" and "expanded" in model.blocks)
     )  # it divides by an empty one's size
@@ -98,7 +111,11 @@ def random_loop(rng: random.Random, dtype: str) -> Loop:
     masters = dtype in ("bfloat16", "float16") and not low and rng.random() < 0.5
     scales = rng.random() < (0.6 if dtype == "float16" else 0.25)
     scaling = random_scaling(rng, steps is not None) if scales else None
-    return Loop(steps, reduction, torch.bfloat16 if low else None, masters, rng.random() < 0.2, scaling)
+    skips, private = rng.random() < 0.2, steps is not None and rng.random() < 0.2
+    clip = rng.choice([None, None, NEVER, 0.01, 0.1, 1.0])
+    norm_type = rng.choice([2.0, 2.0, 2.0, float("inf")])
+    low = torch.bfloat16 if low else None
+    return Loop(steps, reduction, low, masters, skips, scaling, clip, norm_type, private)
 
 
 def random_backward(rng: random.Random, loop: Loop, odd: float, dtype: str) -> dict[str, object]:
@@ -129,6 +146,11 @@ def random_backward(rng: random.Random, loop: Loop, odd: float, dtype: str) -> d
     return args
 
 
+def random_edit(rng: random.Random, changes: tuple[str, ...]) -> dict[str, object]:
+    args = {"change": rng.choice(changes), "road": rng.choice(ROADS), "value": rng.choice([0.25, 5.0])}
+    return args | ({} if rng.random() < 0.3 else {"index": rng.randrange(20)})
+
+
 def random_event(rng: random.Random, kind: str, loop: Loop) -> Event:
     args: dict[str, object] = {}
     if kind in ("grad", "stash", "model_copy", "ignored", "raising", "critic"):
@@ -137,10 +159,19 @@ def random_event(rng: random.Random, kind: str, loop: Loop) -> Event:
         args["depth"] = rng.choice([0, 1, 9])
     if kind == "raising":
         args |= {"early": rng.random() < 0.3, "weight": 2.0 if loop.weighs else None}
-    if kind in ("freeze", "hook", "swap", "set_grad", "write"):
+    if kind in ("freeze", "hook", "swap", "set_grad", "write", "put", "remove", "exchange"):
         args["index"] = rng.randrange(20)
     if kind == "freeze":
-        args["on"] = rng.random() < 0.5
+        args |= {"on": rng.random() < 0.5, "one": rng.random() < 0.5}
+    if kind == "edit":
+        args = random_edit(rng, CHANGES)
+    if kind == "edit_spent":
+        args = random_edit(rng, ("halve", "fill", "nan", "remove"))
+    if kind == "append":
+        args |= {"one": rng.random() < 0.5, "group": rng.random() < 0.5}
+    if kind == "resize":
+        args |= {"where": rng.choice(["front", "head"]), "rows": rng.choice([2, 4, 5, 8, 9, 12])}
+        args["new"] = rng.random() < 0.5
     if kind == "hook":
         args["action"] = rng.choice(["scale", "keep", "post_see", "post_halve"])
     if kind == "set_grad":
@@ -149,6 +180,7 @@ def random_event(rng: random.Random, kind: str, loop: Loop) -> Event:
         args["dtype"] = rng.choice(DTYPES)
     if kind == "copy":
         args |= {"how": rng.choice(["deepcopy", "pickle", "state_dict"]), "keep": rng.random() < 0.7}
+        args["late"] = rng.random() < 0.3
     if kind == "zero_grad":
         args |= {"set_to_none": rng.random() < 0.7, "model": rng.random() < 0.3}
     return Event(kind, args)
@@ -162,10 +194,15 @@ def random_case(seed: int) -> Case:
     odd = rng.choice([0.1, 0.3, 0.6, 0.9])
     unscales = rng.choice([0.0, 0.5, 1.0])
     critic_loop = Loop(rng.choice([None, 1, 2, 3]), "sum")
+    zeroes = 0.0 if rng.random() < 0.3 else (1.0 if loop.counted else 0.5)
+    epochs = rng.choice([0.0, 0.15, 0.4])
     events: list[Event] = []
     for _ in range(rng.randint(5, 12)):
         while rng.random() < odd * 0.6:
-            events.append(random_event(rng, rng.choices(list(BETWEEN), list(BETWEEN.values()))[0], loop))
+            kind = rng.choices(list(BETWEEN), list(BETWEEN.values()))[0]
+            events.append(random_event(rng, kind, loop))
+            if kind in CHECKED and rng.random() < 0.3:
+                events.append(random_event(rng, rng.choice(["copy", "save", "restore"]), loop))
         calls_back = loop.scaling is None and (loop.counted or not (loop.skips or loop.masters))
         closure = rng.random() < 0.15 and calls_back
         backwards = 2 if rng.random() < 0.15 else 1
@@ -184,14 +221,16 @@ def random_case(seed: int) -> Case:
             steps = loop.counted or rng.random() < 0.4
             if loop.scaling is not None and steps and rng.random() < unscales:
                 events.append(Event("unscale"))
-            if rng.random() < odd * 0.3:
-                events.append(Event("edit"))
+            while rng.random() < odd * 0.4:
+                events.append(random_event(rng, "edit", loop))
             if steps:
                 events.append(Event("step", {"late_update": rng.random() < 0.2}))
-        if loop.counted or rng.random() < 0.5:
+        if rng.random() < zeroes:
             events.append(
                 Event("zero_grad", {"set_to_none": rng.random() < 0.85, "model": rng.random() < 0.1})
             )
+        if loop.counted and rng.random() < epochs:
+            events.append(Event("flush"))
     if loop.counted:
         events.append(Event("flush"))
     if model.spare and rng.random() < 0.6:

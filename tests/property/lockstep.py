@@ -12,23 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .collector import Collector
+from .event import Event
+from .legality import BACKWARD, exact, legal
 from .masters import MasterCollector
-from .oracle import LOW, Collector, Loop, Mismatch, StockManual, dense, difference
-from .world import Case, Event, Make, World
+from .oracle import LOW, Loop, Mismatch, StockManual, dense, difference
+from .world import Case, Make, World
 
 #: A case whose parameters grow beyond this has diverged and ends: sums overflow, and differences say nothing.
 HUGE = 1e4
-BACKWARD = ("backward", "closure")
-#: What may come between `unscale_` and its step, and before the gradient of a dropped update is cleared.
-UNSCALED = ("step", "edit", "rate", "inspect", "grad", "model_copy", "unhook", "critic")
-DROPPED = ("zero_grad", "discard", "rate", "inspect", "grad", "model_copy", "unhook", "critic")
-
-
-def exact(case: Case) -> bool:
-    """Whether stock's own loop gives the bits that the wrapper must give."""
-    loop = case.loop
-    plain = loop.reduction == "sum" and loop.accumulate_dtype is None
-    return not loop.counted and plain and case.model.dtype in ("float32", "float64")
+#: What may make autograd store a gradient in p.grad by itself.
+MOVES = ("freeze", "cast", "restore", "hook", "copy", "add_group", "swap", "ignored")
+MOVES += ("append", "remove", "exchange", "resize")
 
 
 def stock(case: Case) -> Make:
@@ -40,84 +35,6 @@ def stock(case: Case) -> Make:
     return make
 
 
-def legal(case: Case, world: World, event: Event) -> bool:
-    """Whether the contract says what this event does now. Judged on the stock side; others are left out."""
-    opt, kind, counted = world.opt, event.kind, case.loop.counted
-    variant = event.get("variant", "plain")
-    if not legal_scaled(case.loop, world, event):
-        return False
-    if variant == "stashed" and (world.stash is None or world.stashed_at != opt.num_updates):
-        return False
-    if (kind == "critic" or variant == "adversarial") and world.critic is None:
-        return False
-    if kind in ("critic", "unhook"):
-        return True
-    if kind == "cast":
-        odd = event.get("dtype") == "bfloat16" and "lstm" in case.model.blocks
-        if odd or case.loop.masters or case.loop.accumulate_dtype is not None:
-            return False  # neither need go with the new dtype
-        stateless = not any(opt.inner.state.values())
-        if exact(case):
-            return stateless and event.get("dtype") in ("float32", "float64")
-        return stateless and not opt.dirty and not opt.stale and (counted or not opt.mid_window)
-    if kind == "restore" and (world.saved is None or world.saved_groups != len(opt.param_groups)):
-        return False
-    if isinstance(opt, Collector):
-        return legal_collected(case, opt, event)
-    if kind in ("copy", "save", "restore"):
-        empty = all(p.grad is None for p in world.params)
-        if kind == "save" or event.get("how") == "state_dict":
-            return empty or (opt.ran and not opt.stale)
-        return empty  # stock's copies lose p.grad, and loading keeps it
-    return kind not in ("edit", "flush", "ignored")
-
-
-def legal_scaled(loop: Loop, world: World, event: Event) -> bool:
-    """What loss scaling, dropped updates and masters ask for."""
-    opt, kind = world.opt, event.kind
-    if (opt.unscaled and kind not in UNSCALED) or (opt.found and kind not in DROPPED):
-        return False
-    if kind == "closure":
-        return loop.scaling is None and (loop.counted or not (loop.skips or loop.masters))
-    if kind not in ("unscale", "step", "flush") or loop.scaling is None:
-        return True
-    if not loop.counted:  # torch's scaler asks for a gradient
-        return world.scaler.ready and opt.has_gradients
-    if kind == "unscale":
-        return world.scaler.ready and opt.dirty
-    return world.scaler.ready or not opt.mid_window
-
-
-def legal_collected(case: Case, opt: Collector, event: Event) -> bool:
-    kind, loop = event.kind, case.loop
-    again = opt.dirty or event.get("calls") == 2 or event.get("variant") == "retain"
-    if kind in BACKWARD and again and any(p._post_accumulate_grad_hooks for p in opt.params):
-        return False  # a hook that changes p.grad may see one backward's gradient or the micro-batch's
-    if kind in BACKWARD or kind == "raising":
-        emptied = event.get("zero") and not loop.counted
-        heavy = event.get("weight") != 0 or (opt.window.weight > 0 and not emptied)
-        single = not loop.needs_context or not opt.dirty
-        assigns = event.get("variant") == "assign" and (opt.dirty or not loop.counted)
-        return not opt.stale and heavy and single and not assigns and not (kind == "closure" and opt.dirty)
-    if kind == "step":
-        fresh = not opt.stale and all(p.grad is None for p in opt.params)
-        return bool(opt.dirty or (fresh and loop.counted) or (not loop.counted and opt.window.count))
-    if kind == "zero_grad":
-        return not opt.dirty if loop.counted else not (event.get("model") and loop.needs_context)
-    if kind == "flush":
-        return loop.counted and not opt.dirty and not opt.stale
-    if kind == "discard":
-        return not opt.stale
-    if kind == "edit":
-        return loop.counted and opt.dirty and opt.will_update and opt.edits == 1.0
-    if kind == "set_grad":
-        return False
-    if kind in ("copy", "save", "restore", "ignored", "add_group", "freeze", "hook"):
-        clean = not opt.dirty and not opt.stale
-        return clean and (loop.counted or not opt.mid_window) and (kind != "ignored" or loop.counted)
-    return kind in ("grad", "stash", "swap", "write", "rate", "model_copy", "inspect", "unscale")
-
-
 class Lockstep:
     def __init__(self, case: Case, make: Make, exposes: bool = True) -> None:
         self.case, self.exposes = case, exposes
@@ -126,6 +43,8 @@ class Lockstep:
         self.diverged = False
         self.zeroed = False  # p.grad may still hold zeros that `zero_grad(set_to_none=False)` has left
         self.rough = False  # p.grad may hold raw gradients until the next step
+        self.recast = False  # what an update has left was cast with its parameters, from this dtype or that
+        self.lingers = False  # the user has put gradients beside spent ones, which nobody has cleared
 
     def play(self, event: Event) -> None:
         unseen = (
@@ -153,18 +72,26 @@ class Lockstep:
             self.rough = False
 
     def note(self, event: Event) -> None:
-        odd = event.get("variant") in ("create_graph", "assign")
+        odd = event.get("variant") in ("create_graph", "assign") or event.kind == "put"
         zeroed = event.kind == "zero_grad" and not event.get("set_to_none", True)
-        moved = event.kind in ("freeze", "cast", "restore", "hook", "copy", "add_group", "swap", "ignored")
-        self.rough = self.rough or odd or zeroed or moved
+        self.rough = self.rough or odd or zeroed or event.kind in MOVES
+        self.recast = self.stock.opt.stale and (self.recast or event.kind == "cast")
+        if not self.stock.opt.stale:
+            self.stock.written = self.stock.moved = False
+        puts = event.kind == "put" or event.get("variant") == "assign"
+        if puts and self.stock.opt.stale:
+            self.lingers = True
+        elif event.kind in (*BACKWARD, "zero_grad", "discard", "ignored") and not puts:
+            self.lingers = False
         self.zeroed = zeroed or (self.zeroed and not self.stock.opt.stale)
 
     def editable(self) -> bool:
-        return self.exposes and self.plain() and self.case.loop.reduction in ("mean", "sum")
+        return exact(self.case) or (self.exposes and self.plain())
 
     def refused(self) -> bool:
         """torch's `unscale_` takes no float16 gradients, as autograd may have stored in a manual loop."""
-        return self.case.model.dtype == "float16" and not (self.case.loop.counted or self.plain())
+        stored = not self.plain() or getattr(self.stock.opt, "rounds", False)
+        return self.case.model.dtype == "float16" and not self.case.loop.counted and stored
 
     def plain(self) -> bool:
         return not self.rough and not any(p._post_accumulate_grad_hooks for p in self.stock.owned)
@@ -211,15 +138,19 @@ class Lockstep:
         norm = getattr(subject.opt, "grad_norm", None)
         if norm is None or stock.opt.found or not present:
             return
-        gradients = [dense(subject.owned[i].grad) for i in present]
-        must = torch.stack([gradient.double().norm() for gradient in gradients]).norm().item()
-        rounding = 1e-5 + max(torch.finfo(gradient.dtype).eps for gradient in gradients)
-        if must < HUGE and abs(norm.item() - must) > rounding * must + 1e-6:
+        if self.case.loop.clips:
+            must, rounding = stock.opt.norm, stock.opt.slack + 1e-6
+        else:
+            kind = self.case.loop.norm_type
+            gradients = [dense(subject.owned[i].grad).flatten().double() for i in present]
+            must = torch.linalg.vector_norm(torch.cat(gradients), kind).item()
+            rounding = 1e-5 + max(torch.finfo(subject.owned[i].grad.dtype).eps for i in present)
+        if must is not None and must < HUGE and abs(norm.item() - must) > rounding * must + 1e-6:
             raise Mismatch(f"grad_norm is {norm.item()} and must be {must}")
 
     def compare_gradients(self, event: Event) -> None:
         stock, subject = self.stock, self.subject
-        known = {id(p) for p in stock.owned}
+        known = {id(p) for p in (*stock.owned, *stock.removed)}
         strangers = [
             (a.grad, b.grad)
             for a, b in zip(stock.params, subject.params, strict=True)
@@ -231,10 +162,20 @@ class Lockstep:
         if exact(self.case) or not self.exposes:
             return
         opt = stock.opt
+        if opt.stale and self.recast:
+            return
         if opt.stale:
             equal(finals(stock), finals(subject), "final p.grad", self.case)
-        elif self.case.loop.counted and event.kind in (*BACKWARD, "unscale") and opt.dirty and self.plain():
-            self.check_visible(opt.will_update and self.case.loop.reduction != "normalized")
+        elif self.lingers:
+            return
+        elif (
+            self.case.loop.counted
+            and event.kind in (*BACKWARD, "unscale", "edit")
+            and opt.dirty
+            and self.plain()
+        ):
+            final = opt.will_update and self.case.loop.reduction != "normalized"
+            self.check_visible(final and (opt.unscaled or not self.case.loop.private))
         elif self.case.loop.counted and not opt.dirty and not self.rough:
             self.check_visible(False)
         elif not self.case.loop.counted and self.case.loop.reduction == "sum" and opt.dirty and self.plain():
@@ -318,8 +259,15 @@ def equal(mine: list[Any], its: list[Any], what: str, case: Case) -> None:
 
 
 def finals(world: World) -> list[Tensor | None]:
-    """The gradients that an update left, in the parameters' dtype: a low-precision one's may show its sum."""
-    return [None if p.grad is None else p.grad.to(p.dtype) for p in world.owned]
+    """The gradients that an update left, in the parameters' dtype: a low-precision one's may show its sum.
+
+    Without those of another shape than the parameter has by now: they may go or stay.
+    """
+    fitting = [p.grad if p.grad is not None and p.grad.shape == p.shape else None for p in world.owned]
+    return [
+        None if gradient is None else gradient.to(p.dtype)
+        for p, gradient in zip(world.owned, fitting, strict=True)
+    ]
 
 
 @contextmanager
@@ -328,6 +276,7 @@ def quiet() -> Iterator[None]:
     torch.set_num_threads(1)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*create_graph=True.*")
+        warnings.filterwarnings("ignore", message=".*leaves .* parameters .* unwritten.*")
         warnings.filterwarnings("ignore", message=".*gradient layout contract.*")
         warnings.filterwarnings("ignore", message=".*None of the inputs have requires_grad.*")
         yield

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .oracle import Collector, Loop
+from .collector import Collector
+from .oracle import Loop
 
 
 class MasterCollector(Collector):
@@ -58,6 +59,29 @@ class MasterCollector(Collector):
     def add_param_group(self, group: dict[str, Any]) -> None:
         self.low.append(list(group["params"]))
         super().add_param_group({"params": [master_of(p) for p in group["params"]]})
+
+    def master(self, p: Tensor) -> Tensor:
+        return next(master for q, master in zip(self.params, self.masters, strict=True) if q is p)
+
+    def append(self, params: list[Tensor], as_group: bool) -> None:
+        super().append([master_of(p) for p in params], as_group)
+        if as_group:
+            self.low.append(list(params))
+        else:
+            self.low[0].extend(params)
+
+    def remove(self, p: Tensor) -> None:
+        super().remove(self.master(p))
+        self.low = [[q for q in group if q is not p] for group in self.low]
+
+    def replace(self, old: Tensor, new: Tensor) -> None:
+        super().replace(self.master(old), master_of(new))
+        self.low = [[new if q is old else q for q in group] for group in self.low]
+
+    def resize(self, p: Tensor, data: Tensor) -> None:
+        self.follow()
+        super().resize(self.master(p), data.detach().float())
+        p.data = data
 
     def state_dict(self) -> dict[str, Any]:
         self.follow()

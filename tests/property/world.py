@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,21 +16,12 @@ from torch import Tensor
 
 import fusedacc
 
+from . import regrouping
+from .changes import Changes
+from .event import Event
 from .models import Network, build, loss_of
 from .oracle import Loop
 from .scaling import PlainScaler, spoilt
-
-
-@dataclass(frozen=True)
-class Event:
-    kind: str
-    args: dict[str, Any] = field(default_factory=dict)
-
-    def __repr__(self) -> str:
-        return f"Event({self.kind!r}, {self.args})"
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self.args.get(name, default)
 
 
 @dataclass(frozen=True)
@@ -61,7 +52,7 @@ class Halt(RuntimeError):
 Make = Callable[[torch.optim.Optimizer, Loop], Any]
 
 
-class World:
+class World(Changes):
     """`observed` collects what hooks and calls showed the user, for comparison."""
 
     def __init__(self, case: Case, make: Make) -> None:
@@ -80,9 +71,13 @@ class World:
         self.observed: list[Tensor | None] = []
         self.handles: list[Any] = []
         self.saved: tuple[dict[str, Any], bytes, Any] | None = None
-        self.saved_groups = 0
+        self.saved_shapes: Any = None
         self.stash: Tensor | None = None  # a loss whose backward comes later
         self.stashed_at = 0
+        self.written = False  # somebody has written to what an update has consumed
+        self.moved = False  # parameters have got new nodes since, under which autograd adds to it
+        self.removed: list[Tensor] = []  # taken out of their groups by hand, which the wrapper sees later
+        self.keeps_graphs = False  # a gradient may still hold the graph that it was made with
 
     # What the comparison reads.
 
@@ -102,6 +97,11 @@ class World:
     @property
     def dtype(self) -> torch.dtype:
         return self.model.head.bias.dtype
+
+    @property
+    def shapes(self) -> Any:
+        """The shapes of all parameters, and by group."""
+        return [[tuple(p.shape) for p in group] for group in (self.params, *self.groups)]
 
     # Forward and backward.
 
@@ -124,6 +124,7 @@ class World:
             gradients = torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)
             loss = loss + 0.01 * sum(g.pow(2).sum() for g in gradients if g is not None)
         loss = self.scaled(loss)
+        self.begin()
         if variant == "inputs":
             picked = [
                 p for i, p in enumerate(self.params) if p.requires_grad and i % 2 == event.get("seed") % 2
@@ -131,6 +132,7 @@ class World:
             loss.backward(inputs=[*picked, self.model.head.bias])
         elif variant == "create_graph":
             loss.backward(create_graph=True)
+            self.keeps_graphs = True
         elif variant == "retain":
             loss.backward(retain_graph=True)
             self.finished(True)
@@ -174,6 +176,11 @@ class World:
         found = iter(torch.autograd.grad(loss, leaves, allow_unused=True))
         return [next(found) if p.requires_grad else None for p in params]
 
+    def begin(self) -> None:
+        """Whoever has no hooks is told that a backward begins."""
+        if hasattr(self.opt, "before_backward"):
+            self.opt.before_backward()
+
     def finished(self, several: bool, by_hand: bool = False) -> None:
         """Oracles collect after each backward."""
         if hasattr(self.opt, "after_backward"):
@@ -213,6 +220,8 @@ class World:
             raise Halt
 
         loss = self.scaled(self.loss(event))
+        if not event.get("early"):
+            self.begin()
         handle = (loss if event.get("early") else self.model.front.weight).register_hook(halt)
         try:
             with self.context(event):
@@ -255,6 +264,7 @@ class World:
         self.opt.discard()
 
     def do_ignored(self, event: Event) -> None:
+        self.begin()
         with self.opt.ignore():
             self.loss(event).backward()
         self.opt.zero_grad()
@@ -273,14 +283,6 @@ class World:
 
     def do_stash(self, event: Event) -> None:
         self.stash, self.stashed_at = self.loss(event), self.opt.num_updates
-
-    def do_edit(self, event: Event) -> None:
-        if hasattr(self.opt, "edits"):
-            self.opt.edits *= 0.5
-        else:
-            for p in self.owned:
-                if p.grad is not None:
-                    p.grad.mul_(0.5)
 
     def do_hook(self, event: Event) -> None:
         p = self.params[event.get("index") % len(self.params)]
@@ -304,11 +306,19 @@ class World:
         self.handles = []
 
     def do_freeze(self, event: Event) -> None:
+        """A block, or one parameter of those without which a loss still has a gradient."""
+        self.moved = self.moved or bool(event.get("on"))
+        if event.get("one"):
+            kept = {id(self.model.front.weight), id(self.model.head.bias)}
+            params = [p for p in self.params if id(p) not in kept]
+            params[event.get("index") % len(params)].requires_grad_(event.get("on", False))
+            return
         blocks = self.model.blocks
         blocks[event.get("index") % len(blocks)].requires_grad_(event.get("on", False))
 
     def do_cast(self, event: Event) -> None:
         self.stash = None
+        self.moved = True
         self.model.to(getattr(torch, event.get("dtype")))
         if self.critic is not None:
             self.critic.to(getattr(torch, event.get("dtype")))
@@ -361,7 +371,7 @@ class World:
         self.stash = None
         how = event.get("how")
         if how == "state_dict":
-            model, opt = self.restarted()
+            model, opt = self.restarted(event.get("late", False))
         elif how == "deepcopy":
             model, opt = copy.deepcopy((self.model, self.opt))
         else:
@@ -372,20 +382,28 @@ class World:
                 before, self.scaler = self.scaler, scaler_of(opt, self.case.loop)
                 self.scaler.load_state_dict(before.state_dict())
 
-    def restarted(self) -> tuple[Network, Any]:
+    def restarted(self, late: bool) -> tuple[Network, Any]:
+        """late: what is frozen is frozen after everything is loaded."""
         file = io.BytesIO()
         state = self.opt.state_dict()
         torch.save({"model": self.model.state_dict(), "optimizer": state}, file)
         file.seek(0)
         loaded = torch.load(file, weights_only=not hasattr(self.opt, "after_backward"))
         model, _ = build(self.case.model)
+        regrouping.fit(model, self.model)
         model.to(self.dtype).load_state_dict(loaded["model"])
-        for new, old in zip(model.parameters(), self.params, strict=True):
-            new.requires_grad_(old.requires_grad)
+
+        def freeze() -> None:
+            for new, old in zip(model.parameters(), self.params, strict=True):
+                new.requires_grad_(old.requires_grad)
+
+        if not late:
+            freeze()
         twin = {id(old): new for old, new in zip(self.params, model.parameters(), strict=True)}
         groups = [[twin[id(p)] for p in group] for group in self.groups]
         opt = self.make(self.case.optimizer.make(groups), self.case.loop)
         opt.load_state_dict(loaded["optimizer"])
+        freeze()
         return model, opt
 
     def do_save(self, event: Event) -> None:
@@ -393,7 +411,7 @@ class World:
         torch.save(self.opt.state_dict(), file)
         scaler = None if self.scaler is None else self.scaler.state_dict()
         self.saved = copy.deepcopy(self.model.state_dict()), file.getvalue(), scaler
-        self.saved_groups = len(self.opt.param_groups)
+        self.saved_shapes = self.shapes
 
     def do_restore(self, event: Event) -> None:
         self.stash = None

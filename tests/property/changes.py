@@ -1,0 +1,143 @@
+"""What a user changes by hand: p.grad, param_groups, shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import edits, regrouping
+from .event import Event
+from .models import VOCABULARY
+
+
+class ByHand:
+    """Changes a wrapper's groups, state and parameters without a word to it."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def append(self, params: list[Tensor], as_group: bool) -> None:
+        regrouping.append(self.optimizer, params, as_group)
+
+    def remove(self, p: Tensor) -> None:
+        regrouping.remove(self.optimizer, p)
+
+    def replace(self, old: Tensor, new: Tensor) -> None:
+        regrouping.replace(self.optimizer, old, new)
+
+    def resize(self, p: Tensor, data: Tensor) -> None:
+        regrouping.resize(self.optimizer, p, data)
+
+
+class Changes:
+    """The part of a `World` that changes things by hand."""
+
+    model: Any
+    critic: Any
+    opt: Any
+    stash: Tensor | None
+    written: bool
+    removed: list[Tensor]
+    params: list[Tensor]
+    groups: list[list[Tensor]]
+    owned: list[Tensor]
+
+    def chosen(self, event: Event) -> list[int]:
+        """The indices of the parameters that an event is about: one or all."""
+        count = len(self.owned)
+        return list(range(count)) if event.get("index") is None else [event.get("index") % count]
+
+    def do_edit(self, event: Event) -> None:
+        change, road, value = event.get("change", "halve"), event.get("road"), event.get("value", 0.25)
+        for index in self.chosen(event):
+            sparse = self.model.spec.front == "sparse" and self.owned[index] is self.model.front.weight
+            if (sparse and change != "halve") or (change == "remove" and event.get("index") is None):
+                continue
+            if hasattr(self.opt, "edit"):
+                self.opt.edit(index, change, road, value)
+            else:
+                edits.edit(self.owned[index], change, road, value)
+
+    def do_edit_spent(self, event: Event) -> None:
+        """Writes into what an update has consumed, or takes it out of p.grad."""
+        self.written = True
+        for index in self.chosen(event):
+            edits.edit(self.owned[index], event.get("change"), event.get("road"), event.get("value", 0.25))
+
+    def do_put(self, event: Event) -> None:
+        """After an update: a gradient of the user's in the place of the spent one."""
+        (index,) = self.chosen(event)
+        if hasattr(self.opt, "put"):
+            self.opt.put(index, event.get("value", 0.25))
+        else:
+            self.owned[index].grad = torch.full_like(self.owned[index], event.get("value", 0.25))
+
+    @contextmanager
+    def regrouped(self) -> Iterator[None]:
+        """The groups are changed by hand inside."""
+        before = self.owned
+        yield
+        if hasattr(self.opt, "regroup"):
+            self.opt.regroup(before)
+
+    @property
+    def hand(self) -> Any:
+        """Who changes groups: the oracle does it for itself, the wrapper's are changed behind its back."""
+        return self.opt if hasattr(self.opt, "resize") else ByHand(self.opt)
+
+    def do_append(self, event: Event) -> None:
+        known = {id(p) for p in self.owned}
+        new = [p for p in self.params if id(p) not in known]
+        for p in new:
+            p.grad = None
+        if new:
+            with self.regrouped():
+                self.hand.append(new[:1] if event.get("one") else new, bool(event.get("group")))
+
+    def do_remove(self, event: Event) -> None:
+        group = self.groups[event.get("index") % len(self.groups)]
+        if len(group) < 2:
+            return
+        p = group[event.get("index") % len(group)]
+        with self.regrouped():
+            self.hand.remove(p)
+        p.grad = None
+        self.removed.append(p)
+
+    def do_exchange(self, event: Event) -> None:
+        """A new Parameter of the same values in the place of one."""
+        self.replace(self.owned[event.get("index") % len(self.owned)], None)
+
+    def replace(self, old: Tensor, rows: int | None) -> None:
+        self.stash = None
+        data = old.detach().clone() if rows is None else regrouping.with_rows(old, rows, 0.5)
+        new = torch.nn.Parameter(data, requires_grad=old.requires_grad)
+        with self.regrouped():
+            self.hand.replace(old, new)
+        regrouping.put_in(self.model, old, new)
+
+    def do_resize(self, event: Event) -> None:
+        """The embedding's or the head's rows grow or shrink: through `.data`, or as new Parameters."""
+        model, spec, rows = self.model, self.model.spec, event.get("rows")
+        looks_up = spec.front != "linear"
+        if spec.tied or (looks_up and event.get("where") == "front"):
+            rows, changing = max(rows, VOCABULARY), [model.front.weight]
+            model.front.num_embeddings = rows
+        elif self.critic is not None:
+            return
+        else:
+            changing = [model.head.weight]
+        if spec.tied or changing[0] is model.head.weight:
+            changing.append(model.head.bias)
+            model.head.out_features = rows
+        self.stash = None
+        for p in changing:
+            if event.get("new"):
+                self.replace(p, rows)
+            else:
+                with self.regrouped():
+                    self.hand.resize(p, regrouping.with_rows(p, rows, 0.5))

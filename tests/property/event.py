@@ -1,0 +1,18 @@
+"""One user action, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Event:
+    kind: str
+    args: dict[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"Event({self.kind!r}, {self.args})"
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.args.get(name, default)
