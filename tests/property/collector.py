@@ -175,7 +175,7 @@ class Collector(StockManual):
     def end_micro_batch(self) -> None:
         self.collect(everything=True)
         weight = self.context.weight if self.loop.weighs and self.context is not None else 1.0
-        factor = {"weighted": weight, "normalized": 1.0 if weight else 0.0}.get(self.loop.reduction, 1.0)
+        factor = self.factor(weight)
         if factor:
             for index, micro in self.micro.items():
                 total = self.window.sums.setdefault(index, ExactSum.like(micro.value))
@@ -184,6 +184,10 @@ class Collector(StockManual):
         self.window.count += 1
         self.window.weight += weight
         self.micro, self.context, self.dirty, self.several = {}, None, False, False
+
+    def factor(self, weight: float) -> float:
+        """By what a micro-batch's gradients are multiplied before they are added."""
+        return {"weighted": weight, "normalized": 1.0 if weight else 0.0}.get(self.loop.reduction, 1.0)
 
     def scale(self) -> float:
         if self.loop.reduction == "mean":
@@ -274,7 +278,7 @@ class Collector(StockManual):
         weight = self.context.weight if self.loop.weighs and self.context is not None else 1.0
         total, micro = self.window.sums.get(index), self.micro.get(index)
         both = ExactSum.like((total or micro).value) if total or micro else None
-        for part, factor in ((total, 1.0), (micro, weight if self.loop.reduction == "weighted" else 1.0)):
+        for part, factor in ((total, 1.0), (micro, self.factor(weight))):
             if part is not None and both is not None and factor:
                 scaled = part.value * factor, part.magnitude * factor
                 both.add(*scaled, part.terms + 1, part.eps, part.coarse * factor)
