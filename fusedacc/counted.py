@@ -106,6 +106,7 @@ class CountedLoop:
         window = self._window
         window.check_synchronised("flush() would update every rank with gradients of its own")
         self._ending.follow()
+        self._capture.refresh()  # after the update, a parameter that was cast before it would look cast since
         if window.empty:
             self._arena.disown()
         self._capture.collect(self._slots)

@@ -313,3 +313,16 @@ def test_one_unfrozen_before_the_next_backward():
         optimizer.step()
         if not frozen:
             torch.testing.assert_close(model[0].weight.grad, wanted)
+
+
+def test_flush_after_a_cast_of_a_sparse_table_in_mid_window():
+    table = torch.nn.Embedding(3, 2, sparse=True, dtype=torch.float64)
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(table.parameters(), lr=1.0), 4)
+    table(torch.tensor([0, 0])).sum().backward()
+    optimizer.step()
+    table.to(torch.bfloat16)
+    before = table.weight.detach().clone()
+    optimizer.flush()
+    assert torch.equal(
+        before - table.weight, (before - (before - torch.tensor([[2.0], [0], [0]]).bfloat16()))
+    )
