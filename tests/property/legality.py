@@ -32,6 +32,8 @@ def legal(case: Case, world: World, event: Event) -> bool:
         return False
     if kind in ("critic", "unhook"):
         return True
+    if counted and opt.stale and not legal_spent(world, event):
+        return False
     if kind == "cast":
         odd = event.get("dtype") == "bfloat16" and "lstm" in case.model.blocks
         if odd or case.loop.masters or case.loop.accumulate_dtype is not None:
@@ -45,8 +47,6 @@ def legal(case: Case, world: World, event: Event) -> bool:
     if kind == "edit" and event.get("change") == "nan" and (not case.loop.skips or case.loop.scaling):
         return False  # nothing drops it, or a scaler has looked before
     if kind == "resize" and not resizable(world, event):
-        return False
-    if counted and opt.stale and not legal_spent(world, event):
         return False
     if isinstance(opt, Collector):
         return legal_collected(world, opt, event)
@@ -95,6 +95,7 @@ def legal_scaled(loop: Loop, world: World, event: Event) -> bool:
 def legal_collected(world: World, opt: Collector, event: Event) -> bool:
     kind, loop = event.kind, world.case.loop
     again = opt.dirty or event.get("calls") == 2 or event.get("variant") == "retain"
+    again = again or (not loop.counted and (opt.stale or opt.window.count > 0))
     if kind in BACKWARD and again and any(p._post_accumulate_grad_hooks for p in opt.params):
         return False  # a hook that changes p.grad may see one backward's gradient or the micro-batch's
     if kind in BACKWARD or kind == "raising":

@@ -22,7 +22,7 @@ from .world import Case, Make, World
 #: A case whose parameters grow beyond this has diverged and ends: sums overflow, and differences say nothing.
 HUGE = 1e4
 #: What may make autograd store a gradient in p.grad by itself.
-MOVES = ("freeze", "cast", "restore", "hook", "copy", "add_group", "swap", "ignored")
+MOVES = ("freeze", "cast", "restore", "hook", "unhook", "copy", "add_group", "swap", "ignored")
 MOVES += ("append", "remove", "exchange", "resize")
 
 
