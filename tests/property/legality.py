@@ -38,7 +38,8 @@ def legal(case: Case, world: World, event: Event) -> bool:
         odd = event.get("dtype") == "bfloat16" and "lstm" in case.model.blocks
         if odd or case.loop.masters or case.loop.accumulate_dtype is not None:
             return False  # neither need go with the new dtype
-        stateless = not any(opt.inner.state.values())
+        # A fused optimizer makes state in an update that it drops.
+        stateless = not any(opt.inner.state.values()) and not opt.num_skipped
         if exact(case):
             return stateless and event.get("dtype") in ("float32", "float64")
         return stateless and not opt.dirty and (counted or not (opt.stale or opt.mid_window))
@@ -95,6 +96,7 @@ def legal_scaled(loop: Loop, world: World, event: Event) -> bool:
 def legal_collected(world: World, opt: Collector, event: Event) -> bool:
     kind, loop = event.kind, world.case.loop
     again = opt.dirty or event.get("calls") == 2 or event.get("variant") == "retain"
+    again = again or event.get("mode") == "reentrant"
     again = again or (not loop.counted and (opt.stale or opt.window.count > 0))
     if kind in BACKWARD and again and any(p._post_accumulate_grad_hooks for p in opt.params):
         return False  # a hook that changes p.grad may see one backward's gradient or the micro-batch's

@@ -79,8 +79,8 @@ class MasterCollector(Collector):
         self.low = [[new if q is old else q for q in group] for group in self.low]
 
     def resize(self, p: Tensor, data: Tensor) -> None:
-        self.follow()
-        super().resize(self.master(p), data.detach().float())
+        if p.shape != data.shape:
+            super().resize(self.master(p), data.detach().float())
         p.data = data
 
     def state_dict(self) -> dict[str, Any]:
