@@ -256,20 +256,6 @@ class ClipsByTheFirst(Naive):
         return factor
 
 
-class KeepsTheRemoved(Naive):
-    """Still takes the gradients of a parameter that was taken out of its group."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, loop: Loop) -> None:
-        super().__init__(optimizer, loop)
-        self.first = list(super().params)
-
-    def collect(self, weight: float) -> None:
-        for p in self.first:
-            if self.loop.counted or self.loop.needs_context:
-                p.grad = p.grad if any(p is q for q in self.params) else None
-        super().collect(weight)
-
-
 class LosesTheFrozenOnRestart(Naive):
     """Its checkpoints hold no sums of frozen parameters."""
 
@@ -308,6 +294,8 @@ class UpdatesFromItsOwn(Exposing):
 class BringsBackTheRemoved(Exposing):
     """Updates from its sum where the user has set `p.grad` to None."""
 
+    change = "remove"
+
     def take_back(self) -> None:
         sums = self.sums if self.shows else {}
         super().take_back()
@@ -345,7 +333,6 @@ BROKEN = (
     CountsWhatIsWritten,
     DoesNotClip,
     ClipsByTheFirst,
-    KeepsTheRemoved,
     LosesTheFrozenOnRestart,
     MeasuresTooSoon,
     UpdatesFromItsOwn,

@@ -21,6 +21,8 @@ class Naive:
     scaler_kind = PlainScaler
     #: The feature of a loop without which this one does nothing wrong.
     feature: str | None = None
+    #: The change of `p.grad` without which it does nothing wrong.
+    change: str | None = None
 
     def __init__(self, optimizer: torch.optim.Optimizer, loop: Loop) -> None:
         self.optimizer, self.loop = optimizer, loop

@@ -65,9 +65,16 @@ def test_the_plain_scaler_is_torchs():
             assert plain.state_dict().items() <= torchs.state_dict().items()
 
 
+def edited(change):
+    """Cases in which somebody makes this change of p.grad, which few do."""
+    drawn = [case for case in map(random_case, range(2000)) if not exact(case)]
+    return [case for case in drawn if any(event.get("change") == change for event in case.events)]
+
+
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
 def test_a_broken_wrapper_is_found_out(broken):
-    cases = [case for case in CASES if broken.feature is None or getattr(case.loop, broken.feature)]
+    drawn = CASES if broken.change is None else edited(broken.change)
+    cases = [case for case in drawn if broken.feature is None or getattr(case.loop, broken.feature)]
     honest, exposes = (Exposing, True) if issubclass(broken, Exposing) else (Naive, False)
     if exposes:
         cases = list(filter(Exposing.takes, cases))

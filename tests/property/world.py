@@ -136,6 +136,7 @@ class World(Changes):
         elif variant == "retain":
             loss.backward(retain_graph=True)
             self.finished(True)
+            self.begin()
             loss.backward()
         elif variant == "assign":
             for p, gradient in zip(self.owned, self.gradients(loss, self.owned), strict=True):
