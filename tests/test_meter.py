@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import gc
+import io
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ import pytest
 import torch
 from loops import LOW, loss_of, network, wrap
 from torch import nn
+from tqdm import tqdm
 
 import fusedacc
 from fusedacc import observers
@@ -607,3 +609,10 @@ def test_a_prepared_plan_of_fake_tensors_is_uncounted():
         with TrafficMeter() as meter:
             plan([torch.randn(10)], 0.5)
     assert "fusedacc.accumulate_prepared_.default" in meter.uncounted
+
+
+def test_a_progress_bar_is_no_thread_that_was_missed():
+    with tqdm(total=2, file=io.StringIO(), mininterval=0) as bar, TrafficMeter() as meter:
+        bar.update()
+        torch.ones(4).add(1)
+    assert meter.uncounted_threads == []

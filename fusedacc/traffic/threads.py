@@ -6,6 +6,9 @@ import sys
 import threading
 from typing import Any
 
+#: Names of threads that run no operator: that of tqdm's progress bars looks after those that stand still.
+IDLE = frozenset({"tqdm_monitor"})
+
 
 class Threads:
     """Python's threads that are alive between `begin` and `end`, but for those in which operators were seen.
@@ -60,7 +63,8 @@ class Threads:
 
     def _note(self, thread: threading.Thread) -> None:
         assert thread.ident is not None
-        self._alive.setdefault(thread.ident, set()).add(thread.name)
+        if thread.name not in IDLE:
+            self._alive.setdefault(thread.ident, set()).add(thread.name)
 
     def _begins(self, frame: Any, event: str, argument: Any) -> None:
         """The profile function of a thread that begins: it steps aside at once."""
