@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import gc
-import io
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,6 @@ import pytest
 import torch
 from loops import LOW, loss_of, network, wrap
 from torch import nn
-from tqdm import tqdm
 
 import fusedacc
 from fusedacc import observers
@@ -22,6 +20,14 @@ from fusedacc.traffic import TrafficMeter, bytes_per_micro_batch, bytes_per_wind
 
 F32, BF16 = torch.float32, torch.bfloat16
 STEPS = 8
+
+
+@pytest.fixture(autouse=True)
+def threads_of_other_tests(monkeypatch):
+    """Pools that earlier tests in this process have left are no threads of the test at hand."""
+    everyone = threading.enumerate
+    others = set(everyone()) - {threading.current_thread(), threading.main_thread()}
+    monkeypatch.setattr(threading, "enumerate", lambda: [t for t in everyone() if t not in others])
 
 
 def large(dtype: torch.dtype = F32) -> nn.Module:
@@ -611,8 +617,13 @@ def test_a_prepared_plan_of_fake_tensors_is_uncounted():
     assert "fusedacc.accumulate_prepared_.default" in meter.uncounted
 
 
-def test_a_progress_bar_is_no_thread_that_was_missed():
-    with tqdm(total=2, file=io.StringIO(), mininterval=0) as bar, TrafficMeter() as meter:
-        bar.update()
+def test_the_thread_of_progress_bars_is_none_that_was_missed():
+    """tqdm's, by its name, which looks after bars that stand still."""
+    ends = threading.Event()
+    monitor = threading.Thread(target=ends.wait, name="tqdm_monitor")
+    with TrafficMeter() as meter:
+        monitor.start()
         torch.ones(4).add(1)
+        ends.set()
+        monitor.join()
     assert meter.uncounted_threads == []
