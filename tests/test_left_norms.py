@@ -88,7 +88,12 @@ def through_numpy(model: nn.Module) -> None:
 
 def kept_numpy(model: nn.Module) -> Callable[[], None]:
     arrays = [p.grad.numpy() for p in model.parameters()]
-    return lambda: [array.__imul__(5.0) for array in arrays]  # type: ignore[return-value]
+
+    def write() -> None:
+        for array in arrays:
+            array *= 5.0
+
+    return write
 
 
 def divided_as_in_the_tutorial(model: nn.Module) -> None:
