@@ -91,7 +91,7 @@ def factory(function: Callable) -> Callable:
         made = function(*arguments, **settings)
         return proxy(made) if isinstance(made, type) else wrapped(made)
 
-    make.__wrapped__ = function  # type: ignore[attr-defined]
+    make.__wrapped__ = function
     return make
 
 
@@ -116,7 +116,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_configure(config: pytest.Config) -> None:
     if not torch.cuda.is_available():  # schedulefree's tests put every tensor on a GPU
-        torch.Tensor.cuda = lambda self: self  # type: ignore[method-assign, assignment]
+        torch.Tensor.cuda = lambda self: self
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
