@@ -1,4 +1,4 @@
-"""Commands: `python -m fusedacc info`."""
+"""Commands: `python -m fusedacc info` and `python -m fusedacc bench`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import sys
 from collections.abc import Sequence
 
 from . import info
+from .commands import bench
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 1 where a backend fails or sums wrongly, else 0."""
+    """Run a command; returns the exit status: 1 where a backend fails or a result is wrong, else 0."""
     parser = argparse.ArgumentParser(prog="python -m fusedacc", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser(
@@ -20,7 +21,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Runs and checks one small sum of each dtype pair on each backend and device.",
     )
     command.add_argument("--json", action="store_true", help="print the same facts as JSON")
+    command = commands.add_parser(
+        "bench",
+        help="how fast our kernels are here, against every form that stock torch has",
+        description="Checks and times our kernels and every stock form, in about a minute.",
+    )
+    bench.add_arguments(command)
     chosen = parser.parse_args(arguments)
+    if chosen.command == "bench":
+        return bench.run(chosen)
     facts = info.collect()
     print(json.dumps(facts, indent=2) if chosen.json else info.render(facts))
     return 0 if info.healthy(facts) else 1

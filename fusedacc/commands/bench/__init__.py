@@ -1,0 +1,119 @@
+"""`python -m fusedacc bench`: our kernels against every stock form, on this machine.
+
+Ways are checked against a float64 reference before they are timed, and take turns with a copy of as many
+bytes. Bytes are counted by `fusedacc.traffic.TrafficMeter`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ... import backends
+from . import cases, conditions, measuring, plot, report, timing
+
+#: Exit statuses: a result is wrong; an argument is.
+WRONG, MISUSED = 1, 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.add_argument(
+        "--device", type=_device, help="cpu, cuda or cuda:N (default: cuda where torch has one)"
+    )
+    parser.add_argument("--full", action="store_true", help="more sizes, dtypes and rounds: several minutes")
+    parser.add_argument("--threads", type=_threads, help="CPU threads of torch and of our kernels")
+    parser.add_argument("--json", action="store_true", help="print everything, each sample too, as JSON")
+    parser.add_argument(
+        "--plot",
+        type=_picture,
+        metavar="FILE",
+        help="draw the speeds too (.png, .svg, ...; needs matplotlib)",
+    )
+
+
+def _device(text: str) -> torch.device:
+    allowed = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    allowed += [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    if text not in allowed:
+        raise argparse.ArgumentTypeError(f"{text!r} is no device here; allowed: {', '.join(allowed)}")
+    return torch.device("cuda", torch.cuda.current_device()) if text == "cuda" else torch.device(text)
+
+
+def _threads(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of threads; allowed: integers from 1 on")
+    return int(text)
+
+
+def _picture(text: str) -> Path:
+    problem = plot.problem(Path(text))
+    if problem is not None:
+        raise argparse.ArgumentTypeError(problem)
+    return Path(text)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures and prints; returns the exit status: 1 where a result of any way is wrong, else 0."""
+    try:
+        backends.requested("auto")
+    except ValueError as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return MISUSED
+    device = options.device or _device("cuda" if torch.cuda.is_available() else "cpu")
+    effort = timing.FULL if options.full else timing.SHORT
+    before = torch.get_num_threads()
+    torch.set_num_threads(options.threads or before)
+    try:
+        found = collect(device, effort, None if options.json else sys.stdout)
+    finally:
+        torch.set_num_threads(before)
+    print(json.dumps(found, indent=2) if options.json else report.ending(found))
+    if options.plot is not None:
+        plot.draw(found, options.plot)
+        print(f"drawn: {options.plot}", file=sys.stderr)
+    return WRONG if report.wrong(found) else 0
+
+
+def collect(device: torch.device, effort: timing.Effort, stream: Any = None) -> dict[str, Any]:
+    """All figures as plain values: `machine`, `effort`, `seconds`, `tuning`, `cases` (`measuring.measure`).
+
+    Args:
+        device: where to measure.
+        effort: how much.
+        stream: where a table of each case is printed as soon as it is measured; None: nowhere.
+    """
+    start = time.perf_counter()
+    found: dict[str, Any] = {
+        "machine": conditions.collect(device),
+        "effort": effort.name,
+        "cases": [],
+    }
+    if stream is not None:
+        print(report.beginning(found), file=stream, flush=True)
+    on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    forked = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    with on_device, forked, report.Progress(sys.stderr) as progress:
+        torch.manual_seed(0)
+        names = measuring.our_backends(device, effort.name)
+        works = deque(cases.of(effort.name, device, measuring.limit(device)))
+        total = len(works)
+        while works:
+            work = works.popleft()  # what the last one has kept goes
+            progress.show(total - len(works), total, work.title)
+            case = measuring.measure(work, names, effort, measuring.limit(device))
+            found["cases"].append(case)
+            if stream is not None:
+                progress.clear()
+                print(report.table(case), file=stream, flush=True)
+    found["tuning"] = report.tuning()
+    found["seconds"] = time.perf_counter() - start
+    return found

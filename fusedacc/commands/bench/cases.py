@@ -1,0 +1,88 @@
+"""Which cases there are: sizes, dtypes and models, by how much is to be measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from . import models
+from .lists import Additions
+from .norms import Norms
+from .products import Products
+from .rows import Rows
+from .work import Work
+
+_F32, _BF16, _F16 = torch.float32, torch.bfloat16, torch.float16
+_MI = 2**20
+
+Shapes = Sequence[tuple[int, ...]]
+Pair = tuple[torch.dtype, torch.dtype]
+
+#: Gradient and accumulator.
+PAIRS: tuple[Pair, ...] = ((_F32, _F32), (_BF16, _F32))
+OTHER_PAIRS: tuple[Pair, ...] = ((_F16, _F32), (_BF16, _BF16))
+
+_ONES = {"64 Ki elements": 2**16, "16 Mi elements": 16 * _MI}
+_LARGE_ONES = {"64 Mi elements": 64 * _MI}
+_SMALL: dict[str, Shapes] = {"1000 tensors of 1000": ((1000,),) * 1000}
+_SMALLER: dict[str, Shapes] = {"300 tensors of 16 x 16": ((16, 16),) * 300}
+_MODELS = {"ResNet-50": models.resnet50()}
+_LARGE_MODELS = {"GPT-2 small": models.gpt2()}
+_LAYER = (3072, 768)
+_TABLE = (50_257, 768)
+
+#: An addition's bytes per element at the most, with all that ways and checks need: what cuts a model's list.
+_MOST_BYTES = 8 + 12 + 12
+
+
+def _cut(name: str, shapes: models.Shapes, limit: int) -> tuple[str, models.Shapes]:
+    """A model's name and parameters; the first of them where memory has no room for all."""
+    kept = models.first_of(shapes, (limit - 48 * _MI) // _MOST_BYTES)
+    if not kept or len(kept) == len(shapes):
+        return f"{name}'s {len(shapes)} parameters", shapes  # one that has no room is reported so
+    return f"{name}'s first {len(kept)} of {len(shapes)} parameters", kept
+
+
+def of(effort: str, device: torch.device, limit: int) -> Iterable[Work]:
+    """The cases of a "tiny", "short" or "full" run, made one by one.
+
+    Args:
+        device: where the tensors will be.
+        limit: bytes that a case may take.
+    """
+    if effort == "tiny":
+        yield from _tiny(device)
+        return
+    full, large = effort == "full", effort == "full" or device.type == "cuda"
+    listed: dict[str, Shapes] = {name: ((size,),) for name, size in _ONES.items()}
+    if large:
+        listed |= {name: ((size,),) for name, size in _LARGE_ONES.items()}
+    listed |= _SMALL | (_SMALLER if full else {})
+    of_models = dict(_cut(*item, limit) for item in (_MODELS | (_LARGE_MODELS if large else {})).items())
+    for name, shapes in (listed | of_models).items():
+        for pair in (*PAIRS, *(OTHER_PAIRS if full else ())):
+            yield Additions(name, shapes, *pair, device, compiled=full and pair in PAIRS)
+            if full and pair in PAIRS and name in (_SMALL | _SMALLER):
+                yield Additions(name, shapes, *pair, device, warm=True)
+    for name, shapes in ((_SMALL if full else {}) | of_models).items():
+        for dtype in (_F32, *([_BF16] if full else [])):
+            yield Norms(name, shapes, dtype, device)
+    for tokens in (16, 64, 256, 1024) if full else (64, 1024):
+        for pair in (*PAIRS, *(OTHER_PAIRS if full else ())):
+            yield Products(tokens, *_LAYER, *pair, device)
+    for tokens in (64, 1024, 8192) if full else (1024,):
+        for pair in PAIRS if full else PAIRS[:1]:
+            yield Rows(*_TABLE, tokens, *pair, device)
+
+
+def _tiny(device: torch.device) -> Iterable[Work]:
+    """To try the code by, not to measure."""
+    shapes = ((33,), (4, 5), (0,), (300,))
+    for pair in (*PAIRS, *OTHER_PAIRS):
+        yield Additions("4 tensors", shapes, *pair, device)
+    for dtype in (_F32, _BF16):
+        yield Norms("4 tensors", shapes, dtype, device)
+    for pair in PAIRS:
+        yield Products(16, 32, 24, *pair, device)
+        yield Rows(50, 8, 40, *pair, device)

@@ -1,0 +1,229 @@
+"""One case: every way checked against a reference, its bytes counted, all timed in turns with a copy."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ... import backends
+from ...traffic import TrafficMeter
+from . import conditions, timing
+from .timing import Effort, Timer
+from .work import OURS, STOCK, YARDSTICK, Run, Way, Work, first_line
+
+COPY = "copy of as many bytes as an ideal pass"
+MEASURED, NOT_MEASURED, WRONG = "measured", "not measured", "wrong"
+
+#: Of the memory that is free: what a case may take.
+SHARE = 0.25
+#: Tensors of all sets together.
+_MOST_TENSORS = 40_000
+
+Entry = dict[str, Any]
+
+
+def limit(device: torch.device) -> int:
+    """Bytes that a case may take now."""
+    return int(SHARE * conditions.available_memory(device))
+
+
+def our_backends(device: torch.device, effort: str) -> list[str]:
+    """Those to measure: what "auto" takes, and in a full run every other that can run there."""
+    if effort != "full":
+        return ["auto"]
+    taken = backends.select(device, torch.float32, torch.float32).backend.name
+    others = [name for name in backends.order(device) if name != taken]
+    able = [name for name in others if backends.obstacle(name, device, torch.float32, torch.float32) is None]
+    return ["auto", *able]
+
+
+def measure(work: Work, names: Sequence[str], effort: Effort, most: int) -> dict[str, Any]:
+    """The figures of one case, as plain values.
+
+    Args:
+        work: the case.
+        names: our backends, "auto" first.
+        effort: how much to measure.
+        most: bytes that it may take.
+
+    Returns:
+        What is measured (`what`, `name`, `dtypes`, `sizes`, `warm`, `sets`), who runs "auto" (`backend`,
+        `reason`), `why` where nothing could be measured, else None, `rounds`, and `ways`: see `_entry`.
+        Those of role "fusedacc" have `speed`, how many times as fast they are as the fastest stock form
+        (`against`), in the median over rounds, and its 95 % `interval`.
+    """
+    backend, reason = work.chosen()
+    facts: dict[str, Any] = {
+        "what": work.what,
+        "name": work.name,
+        "title": work.title,
+        "dtypes": work.dtypes,
+        "sizes": work.sizes,
+        "warm": work.warm,
+        "sets": _sets(work, effort, most),
+        "backend": backend,
+        "reason": reason,
+        "why": None,
+        "rounds": 0,
+        "ways": [],
+    }
+    if facts["sets"] == 0:
+        needed = work.set_bytes + work.moved + work.working_bytes
+        facts["why"] = f"needs {needed} bytes; allowed are {most}, a quarter of the free memory"
+        return facts
+    try:
+        facts["ways"] = _ways(work, names, effort, facts["sets"])
+    except (MemoryError, RuntimeError) as error:  # out of memory, say: the other cases are still measured
+        facts["why"] = first_line(error)
+    finally:
+        gc.collect()
+    facts["rounds"] = max((len(entry["samples"]) for entry in facts["ways"]), default=0)
+    return facts
+
+
+def _sets(work: Work, effort: Effort, most: int) -> int:
+    """How many sets of tensors take turns, so that a call finds none that it just left in a cache."""
+    room = (most - work.working_bytes) // max(1, work.set_bytes + work.moved)
+    if room < 1 or work.warm:
+        return max(0, min(1, room))
+    caches = (4 if work.device.type == "cuda" else 2) * conditions.cache_bytes(work.device)
+    cold = max(effort.cold_bytes, min(caches, 8 * effort.cold_bytes))
+    tensors = len(getattr(work, "shapes", [()]))
+    wanted = math.ceil(cold / max(1, work.set_bytes))
+    return max(1, min(wanted, effort.most_sets, room, _MOST_TENSORS // tensors))
+
+
+def _ways(work: Work, names: Sequence[str], effort: Effort, sets: int) -> list[Entry]:
+    tensors = [work.make() for _ in range(sets)]
+    copies = [_copy(work) for _ in range(sets)]
+    entries, runs = [], {}
+    for way in work.ways(names):
+        entry, run = _checked(work, way, tensors)
+        entries.append(entry)
+        if run is not None:
+            runs[way.name] = run
+    entries.append(_entry(COPY, YARDSTICK, MEASURED))
+    runs[COPY] = _in_turn(copies)
+    _count(entries[-1], runs[COPY])
+    timer: Timer = timing.cpu_timer
+    if work.device.type == "cuda":
+        timer = timing.queued_timer
+        for entry in entries:
+            if entry["name"] in runs:
+                entry["host_seconds"] = timing.host_seconds(runs[entry["name"]])
+    times = timing.take_turns(runs, timer, effort)
+    for entry in entries:
+        if entry["name"] in times:
+            _add_times(entry, times[entry["name"]])
+    _compare(entries)
+    return entries
+
+
+def _copy(work: Work) -> Run:
+    source = torch.ones(max(1, work.moved // 8), device=work.device)
+    return _copying(torch.zeros_like(source), source)
+
+
+def _copying(target: torch.Tensor, source: torch.Tensor) -> Run:
+    return lambda: target.copy_(source)
+
+
+def _in_turn(runs: Sequence[Run]) -> Run:
+    """Each call calls the next."""
+    if len(runs) == 1:
+        return runs[0]
+    following: Callable[[], Run] = itertools.cycle(runs).__next__
+    return lambda: following()()
+
+
+def _entry(name: str, role: str, status: str, why: str | None = None) -> Entry:
+    """What is known of a way: `status` and `why` not or what is wrong; `inexact`: why it is no baseline.
+
+    Bytes and operator calls are of one call; `bytes` is None where operators in `uncounted` have no rule.
+    `samples`: seconds per call, one for each round. `host_seconds`: to issue a call, on a GPU.
+    """
+    return {
+        "name": name,
+        "role": role,
+        "status": status,
+        "why": why,
+        "inexact": None,
+        "bytes": None,
+        "calls": None,
+        "uncounted": {},
+        "seconds": None,
+        "samples": [],
+        "gb_per_s": None,
+        "percent_of_copy": None,
+        "host_seconds": None,
+        "against": None,
+        "speed": None,
+        "interval": None,
+    }
+
+
+def _checked(work: Work, way: Way, tensors: Sequence[Any]) -> tuple[Entry, Run | None]:
+    """The way's entry, and what calls it with each set in turn unless it cannot run or is wrong."""
+    if way.obstacle is not None:
+        return _entry(way.name, way.role, NOT_MEASURED, way.obstacle), None
+    try:
+        runs = [way.make(each) for each in tensors]
+        problem = work.check(way, runs[0], tensors[0])
+    except Exception as error:  # whatever this torch, or a broken installation, raises is what is reported
+        status = WRONG if way.role == OURS else NOT_MEASURED
+        return _entry(way.name, way.role, status, first_line(error)), None
+    if problem is not None:
+        return _entry(way.name, way.role, WRONG, problem), None
+    for run in runs[1:]:
+        run()
+    entry = _entry(way.name, way.role, MEASURED)
+    entry["inexact"] = way.inexact
+    _count(entry, runs[0])
+    return entry, _in_turn(runs)
+
+
+def _count(entry: Entry, run: Run) -> None:
+    with TrafficMeter() as meter:
+        run()
+    entry["calls"], entry["uncounted"] = meter.calls, meter.uncounted
+    entry["bytes"] = None if meter.uncounted else meter.total_bytes
+
+
+def _add_times(entry: Entry, samples: list[float]) -> None:
+    median = statistics.median(samples)
+    entry["samples"] = samples
+    entry["seconds"] = {
+        "median": median,
+        "p20": timing.quantile(samples, 0.2),
+        "p80": timing.quantile(samples, 0.8),
+    }
+    if entry["bytes"] is not None:
+        entry["gb_per_s"] = entry["bytes"] / median / 1e9
+
+
+def _compare(entries: Sequence[Entry]) -> None:
+    """Adds the share of the copy's bandwidth to each, and to ours the speed against the fastest of stock."""
+    copy = entries[-1]["gb_per_s"]
+    for entry in entries:
+        if entry["gb_per_s"] is not None:
+            entry["percent_of_copy"] = 100 * entry["gb_per_s"] / copy
+    base = fastest([entry for entry in entries if entry["role"] == STOCK and not entry["inexact"]])
+    if base is None:
+        return
+    for entry in entries:
+        if entry["role"] == OURS and entry["samples"]:
+            ratios = [b / own for b, own in zip(base["samples"], entry["samples"], strict=True)]
+            entry["against"] = base["name"]
+            entry["speed"], entry["interval"] = statistics.median(ratios), timing.interval(ratios)
+
+
+def fastest(entries: Sequence[Entry]) -> Entry | None:
+    """The entry of the lowest median; None where nothing was measured."""
+    timed = [entry for entry in entries if entry["seconds"]]
+    return min(timed, key=lambda entry: entry["seconds"]["median"], default=None)

@@ -1,0 +1,190 @@
+"""What is printed: a table per case, then a summary: what was slower, wrong or not measured, and who ran."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TextIO
+
+from .measuring import NOT_MEASURED, WRONG, Entry, fastest
+from .work import OURS, STOCK
+
+#: What a kind of case does.
+KINDS = {
+    "add": "sums of gradients: acc += s * g",
+    "norm": "norm of a list, for clipping",
+    "product": "a Linear's weight gradient into its sum: acc += dy.t() @ x",
+    "rows": "an Embedding's weight gradient into its sum: acc[tokens] += g",
+}
+
+
+class Progress:
+    """One line on a terminal that is rewritten; on anything else, a line per case."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream, self.live = stream, stream.isatty()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.clear()
+
+    def show(self, number: int, of: int, title: str) -> None:
+        text = f"[{number}/{of}] {title}"
+        self.clear()
+        self.stream.write(text[:78] if self.live else f"{text}\n")
+        self.stream.flush()
+
+    def clear(self) -> None:
+        if self.live:
+            self.stream.write("\r\033[K")
+            self.stream.flush()
+
+
+def tuning() -> Any:
+    """What `fusedacc.tuning` chose on this machine by trial; None as long as there is nothing to tell."""
+    return None
+
+
+def beginning(found: dict[str, Any]) -> str:
+    """The conditions."""
+    machine = found["machine"]
+    lines = [
+        f"{machine['device']}: {machine['name']}; {machine['threads']} threads, {machine['cpu_capability']}",
+        f"fusedacc {machine['fusedacc'] or 'from its sources'}, torch {machine['torch']}, "
+        f"Triton {machine['triton'] or 'not installed'}, CUDA {machine['cuda'] or 'none'}, "
+        f"Python {machine['python']}",
+    ]
+    if machine["environment"]:
+        lines.append(", ".join(f"{name}={value}" for name, value in machine["environment"].items()))
+    lines.append(
+        "% copy: of the bandwidth of a copy in the same rounds. x: speed against the fastest stock form\n"
+        "(above 1 is faster), with the 95 % interval of its median. s is 1/8."
+    )
+    return "\n".join(lines)
+
+
+def table(case: dict[str, Any]) -> str:
+    """One case: ours first, then stock from the fastest on, then the yardsticks."""
+    kept = "the same tensors on every call" if case["warm"] else f"{case['sets']} sets of them in turn"
+    head = f"\n{case['title']}\n  {KINDS[case['what']]}; {case['sizes']}; {kept}, {case['rounds']} rounds"
+    if case["why"] is not None:
+        return f"{head}\n  not measured: {case['why']}"
+    device = any(entry["host_seconds"] is not None for entry in case["ways"])
+    lines = [head, f"  {'':<50}{'median':>10}{'host':>10}" if device else f"  {'':<50}{'median':>10}"]
+    lines[-1] += f"{'MB':>9}{'GB/s':>8}{'% copy':>8}"
+    shown = [entry for entry in case["ways"] if entry["status"] != NOT_MEASURED]
+    lines += [_line(entry, device) for entry in _sorted(shown)]
+    return "\n".join(lines)
+
+
+def _sorted(entries: Iterable[Entry]) -> list[Entry]:
+    roles = (OURS, STOCK)
+
+    def key(entry: Entry) -> tuple:
+        rank = roles.index(entry["role"]) if entry["role"] in roles else len(roles)
+        timed = entry["seconds"] is not None
+        return rank, not timed, entry["seconds"]["median"] if timed and rank else 0.0
+
+    return sorted(entries, key=key)
+
+
+def _line(entry: Entry, device: bool) -> str:
+    name = f"  {entry['name']:<50}"
+    if entry["seconds"] is None:
+        return f"{name}  WRONG: {entry['why']}"
+    line = name + f"{_time(entry['seconds']['median']):>10}"
+    if device:
+        line += f"{_time(entry['host_seconds']):>10}"
+    if entry["bytes"] is None:
+        line += f"  bytes not counted: {', '.join(entry['uncounted'])}"
+    else:
+        line += f"{_mega(entry['bytes']):>9}{entry['gb_per_s']:>8.1f}{entry['percent_of_copy']:>8.0f}"
+    if entry["speed"] is not None:
+        line += f"  {_speed(entry)}"
+    return line + (f"  (no baseline: {entry['inexact']})" if entry["inexact"] else "")
+
+
+def _speed(entry: Entry) -> str:
+    spread = entry["interval"]
+    within = f" [{spread[0]:.2f}, {spread[1]:.2f}]" if spread else ""
+    return f"{entry['speed']:.2f}{within} x {entry['against']}"
+
+
+def _time(seconds: float) -> str:
+    for unit, name in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= unit:
+            return f"{seconds / unit:.2f} {name}"
+    return f"{seconds * 1e6:.1f} us"
+
+
+def _mega(size: int) -> str:
+    return f"{size / 1e6:.3g}" if size < 100e6 else f"{size / 1e6:.0f}"
+
+
+def wrong(found: dict[str, Any]) -> list[str]:
+    """Every wrong result, in words."""
+    return [
+        f"{case['title']}: {entry['name']}: {entry['why']}"
+        for case in found["cases"]
+        for entry in case["ways"]
+        if entry["status"] == WRONG
+    ]
+
+
+def not_measured(found: dict[str, Any]) -> dict[str, list[str]]:
+    """What was not measured: a reason, and the ways or cases that have it."""
+    reasons: dict[str, list[str]] = {}
+    for case in found["cases"]:
+        if case["why"] is not None:
+            reasons.setdefault(case["why"], []).append(case["title"])
+        for entry in case["ways"]:
+            if entry["status"] == NOT_MEASURED:
+                names = reasons.setdefault(entry["why"], [])
+                names += [entry["name"]] if entry["name"] not in names else []
+    return reasons
+
+
+def chosen(found: dict[str, Any]) -> list[str]:
+    """Who runs "auto", and why; and the kinds of work and dtypes that have it."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for case in found["cases"]:
+        kinds = groups.setdefault((case["backend"], case["reason"]), [])
+        kind = f"{case['what']} {case['dtypes']}"
+        kinds += [kind] if kind not in kinds else []
+    return [f"{backend}: {', '.join(kinds)}: {reason}" for (backend, reason), kinds in groups.items()]
+
+
+def best(case: dict[str, Any]) -> Entry | None:
+    """Our fastest way in a case."""
+    return fastest([entry for entry in case["ways"] if entry["role"] == OURS])
+
+
+def ending(found: dict[str, Any]) -> str:
+    """The summary: our fastest way in each case, what was chosen, wrong, and not measured."""
+    lines = ["", "our fastest way in each case"]
+    slower = []
+    for case in found["cases"]:
+        entry = best(case)
+        if entry is None:
+            lines.append(f"  {case['what']:<8}{case['title']:<62}not measured")
+            continue
+        share = f"{entry['percent_of_copy']:>5.0f} % of copy" if entry["percent_of_copy"] else " " * 15
+        speed = _speed(entry) if entry["speed"] is not None else "no stock form was measured"
+        lines.append(f"  {case['what']:<8}{case['title']:<62}{share}  {speed}")
+    for case in found["cases"]:
+        for entry in case["ways"]:
+            if entry["interval"] is not None and entry["interval"][1] < 1:
+                slower.append(f"{case['what']}, {case['title']}: {entry['name']}: {_speed(entry)}")
+    lines += _block("slower than the best of stock", slower or ["nothing"])
+    lines += _block("chosen", chosen(found))
+    if found["tuning"] is not None:
+        lines += _block("chosen by trial", [str(found["tuning"])])
+    lines += _block("not measured", [f"{', '.join(n)}: {r}" for r, n in not_measured(found).items()])
+    lines += _block("WRONG RESULTS", wrong(found))
+    lines += ["", f"{found['seconds']:.0f} seconds"]
+    return "\n".join(lines)
+
+
+def _block(title: str, lines: list[str]) -> list[str]:
+    return ["", title, *(f"  {line}" for line in lines)] if lines else []

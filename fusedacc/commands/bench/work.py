@@ -1,0 +1,132 @@
+"""What a case is made of: the work, the ways to do it, and whether a result is right."""
+
+from __future__ import annotations
+
+import abc
+import math
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Run = Callable[[], object]
+
+OURS, STOCK, YARDSTICK = "fusedacc", "stock", "yardstick"
+
+#: Elements that are filled, or compared with the reference, at a time.
+BLOCK = 2**20
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to do a case's work.
+
+    `make(tensors)` returns a function that does it once with one set of tensors; its result is checked by
+    `Work.check`. `role`: `OURS`, `STOCK` or `YARDSTICK`. `scale`: of the gradients, in the sums that are to
+    come out. `obstacle`: why it does not apply to this case, or None. `inexact`: what makes its result less
+    exact than a sum in the accumulator's dtype; such a way is no baseline.
+    """
+
+    name: str
+    role: str
+    make: Callable[[Any], Run]
+    scale: float = 1.0
+    obstacle: str | None = None
+    inexact: str | None = None
+
+
+class Work(abc.ABC):
+    """One case: a kind of work on tensors of given sizes, dtypes and device.
+
+    `what`: the kind ("add", "norm", "product", "rows"). `sizes`: in words that a reader can check.
+    `warm`: whether every call takes the same tensors, so that caches hold what fits there.
+    """
+
+    what: str
+    name: str
+    sizes: str
+    dtypes: str
+    device: torch.device
+    warm: bool = False
+
+    @property
+    def title(self) -> str:
+        return ", ".join([self.name, self.dtypes, *(["warm"] if self.warm else [])])
+
+    @property
+    @abc.abstractmethod
+    def set_bytes(self) -> int:
+        """Of one set of tensors."""
+
+    @property
+    @abc.abstractmethod
+    def moved(self) -> int:
+        """What an ideal pass reads and writes: a copy that moves as much is timed beside the ways."""
+
+    @property
+    @abc.abstractmethod
+    def working_bytes(self) -> int:
+        """What ways and checks need at the most beside the sets."""
+
+    @abc.abstractmethod
+    def make(self) -> Any:
+        """A set of tensors."""
+
+    @abc.abstractmethod
+    def ways(self, backends: Sequence[str]) -> list[Way]:
+        """Ours by each of those backends ("auto" first), and every form of stock torch."""
+
+    @abc.abstractmethod
+    def chosen(self) -> tuple[str, str]:
+        """The backend that "auto" takes, with how it works, and why it was chosen."""
+
+    @abc.abstractmethod
+    def check(self, way: Way, run: Run, tensors: Any) -> str | None:
+        """Runs once; returns what is wrong with the result, by a reference in float64, if anything is."""
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def filled(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Random numbers, those beyond a block repeated; every page is written."""
+    flat = torch.empty(math.prod(shape), dtype=dtype, device=device)
+    block = torch.randn(min(flat.numel(), BLOCK), device=device).to(dtype)
+    for part in flat.split(BLOCK):
+        part.copy_(block[: part.numel()])
+    return flat.view(tuple(shape))
+
+
+def label(way: str, backend: str) -> str:
+    """The name of one of our ways: "fusedacc, prepared", "fusedacc eager, prepared"."""
+    prefix = OURS if backend == "auto" else f"{OURS} {backend}"
+    return f"{prefix}, {way}" if way else prefix
+
+
+def wrong(bad: int, elements: int) -> str | None:
+    return f"{bad} of {elements} elements are wrong" if bad else None
+
+
+def first_line(error: BaseException) -> str:
+    """An error in one line: its first sentence, as far as that is short."""
+    lines = str(error).strip().splitlines() or [""]
+    text = lines[0].partition(". ")[0]
+    return f"{type(error).__name__}: {textwrap.shorten(text, 120, placeholder=' ...')}"
+
+
+def grad_dtype_obstacle() -> str | None:
+    """Why a parameter's gradient cannot be of another dtype than the parameter."""
+    return None if hasattr(Tensor, "grad_dtype") else f"torch {torch.__version__} has no Tensor.grad_dtype"
+
+
+def parameter_with(values: Tensor, accumulator: Tensor) -> torch.nn.Parameter:
+    """A parameter of those values whose `.grad` is the accumulator, whatever its dtype."""
+    parameter = torch.nn.Parameter(values)
+    if values.dtype != accumulator.dtype:
+        parameter.grad_dtype = accumulator.dtype
+    parameter.grad = accumulator
+    return parameter
