@@ -10,7 +10,6 @@ import math
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -18,11 +17,11 @@ import machine  # before torch, for the threads
 import torch
 from tqdm import tqdm
 
+from fusedacc.commands.bench.timing import Timer, cpu_timer, quantile
+
 RESULTS = machine.ROOT / "benchmarks" / "results" / "results.csv"
 #: Variants of these names measure the machine: the peak is the faster of them.
 PEAK = ("copy", "triad")
-
-Timer = Callable[[Callable[[], object], int], float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,14 +120,6 @@ def first_line(error: BaseException) -> str:
 # Timing
 
 
-def cpu_timer(run: Callable[[], object], calls: int) -> float:
-    """Seconds per call."""
-    start = time.perf_counter()
-    for _ in range(calls):
-        run()
-    return (time.perf_counter() - start) / calls
-
-
 def event_timer(run: Callable[[], object], calls: int) -> float:
     """Seconds per call on the device, by CUDA events.
 
@@ -210,11 +201,6 @@ def _against(figure: Row, goal: Goal, times: dict[str, list[float]], moved: dict
 
 def reached(value: float | None, goal: float) -> str:
     return "" if value is None or not goal else "yes" if value >= goal else "no"
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """The nearest-rank quantile."""
-    return sorted(values)[round(share * (len(values) - 1))]
 
 
 def progress(items: Iterable, what: str, unit: str) -> Iterable:

@@ -52,10 +52,12 @@ from kernel_cases import (
     SWEEPS,
     Work,
 )
-from machine import available_memory
 from products import PRODUCT
 from providers import ACCUMULATE, Provider
 from torch import Tensor
+
+from fusedacc.commands.bench.conditions import available_memory
+from fusedacc.commands.bench.timing import queued_timer
 
 SCALE = 0.125
 SAMPLE_SECONDS = 0.5e-3
@@ -141,22 +143,6 @@ def with_kernels(variants: Sequence[Variant]) -> list[Variant]:
             for variant in variants
         ]
     return [dataclasses.replace(variant, launches=found.get(variant.name)) for variant in variants]
-
-
-def queued_timer(run: Callable[[], object], calls: int) -> float:
-    """Seconds per call on the device, the calls being queued behind a kernel that waits for the host."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    issue = common.cpu_timer(run, 1)
-    torch.cuda.synchronize()
-    cycles_per_second = 2e9  # at most that, on any GPU of today: it waits too long rather than too short
-    torch.cuda._sleep(int(cycles_per_second * min(0.05, 20e-6 + 1.5 * calls * issue)))
-    start.record()
-    for _ in range(calls):
-        run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3 / calls
 
 
 # One cell

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import os
 import platform
 import subprocess
@@ -14,6 +13,8 @@ os.environ.setdefault("OMP_PROC_BIND", "true")
 os.environ.setdefault("OMP_PLACES", "cores")
 
 import torch
+
+from fusedacc.commands.bench.conditions import cpu_name, version
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -29,7 +30,7 @@ def environment(device: torch.device | str = "cpu") -> dict[str, str]:
         "threads": " ".join([str(torch.get_num_threads()), *threads]),
         "allocator": " ".join(malloc) or "libc, defaults",
         "torch": torch.__version__,
-        "triton": version("triton"),
+        "triton": version("triton") or "",
         "cuda": str(torch.version.cuda or ""),
         "python": platform.python_version(),
         "commit": commit(),
@@ -38,22 +39,6 @@ def environment(device: torch.device | str = "cpu") -> dict[str, str]:
 
 
 CONDITIONS = ("device", "threads", "allocator", "torch", "triton", "cuda", "python", "commit", "date")
-
-
-def version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()}, {len(names) or os.cpu_count()} cores"
 
 
 def commit() -> str:
@@ -70,17 +55,3 @@ def commit() -> str:
     except OSError:  # no git
         return "unknown"
     return found.stdout.strip() or "unknown"
-
-
-def available_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated, a tenth being left alone."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        free = torch.cuda.mem_get_info(device)[0]
-    else:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-        group = Path("/sys/fs/cgroup")
-        if (group / "memory.max").exists() and (most := (group / "memory.max").read_text().strip()) != "max":
-            free = min(free, int(most) - int((group / "memory.current").read_text()))
-    return free * 9 // 10

@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 
 import torch
-from machine import available_memory
+
+from fusedacc.commands.bench.conditions import available_memory
 
 FOLDER = Path(__file__).resolve().parent / "parameter_lists"
 NAMES = ("resnet50", "vit_b_16", "bert_base", "gpt2", "gpt2_xl", "llama3_8b", "mixtral_8x7b")

@@ -13,15 +13,15 @@ import sys
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
 from ... import backends
 from . import cases, conditions, measuring, plot, report, timing
 
-#: Exit statuses: a result is wrong; an argument is.
-WRONG, MISUSED = 1, 2
+#: Exit statuses: a result is wrong; an argument or variable is; the user has stopped it.
+WRONG, MISUSED, STOPPED = 1, 2, 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,17 +63,20 @@ def _picture(text: str) -> Path:
 
 def run(options: argparse.Namespace) -> int:
     """Measures and prints; returns the exit status: 1 where a result of any way is wrong, else 0."""
-    try:
-        backends.requested("auto")
-    except ValueError as problem:
-        print(f"error: {problem}", file=sys.stderr)
-        return MISUSED
     device = options.device or _device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        backends.select(device, torch.float32, torch.float32)
+    except (RuntimeError, ValueError) as problem:  # by FUSEDACC_BACKEND
+        print(f"python -m fusedacc bench: error: {problem}", file=sys.stderr)
+        return MISUSED
     effort = timing.FULL if options.full else timing.SHORT
     before = torch.get_num_threads()
     torch.set_num_threads(options.threads or before)
     try:
         found = collect(device, effort, None if options.json else sys.stdout)
+    except KeyboardInterrupt:
+        print("stopped: cases that were printed are complete", file=sys.stderr)
+        return STOPPED
     finally:
         torch.set_num_threads(before)
     print(json.dumps(found, indent=2) if options.json else report.ending(found))
@@ -83,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
     return WRONG if report.wrong(found) else 0
 
 
-def collect(device: torch.device, effort: timing.Effort, stream: Any = None) -> dict[str, Any]:
+def collect(device: torch.device, effort: timing.Effort, stream: TextIO | None = None) -> dict[str, Any]:
     """All figures as plain values: `machine`, `effort`, `seconds`, `tuning`, `cases` (`measuring.measure`).
 
     Args:

@@ -19,6 +19,7 @@ from .work import (
     Run,
     Way,
     Work,
+    counted,
     filled,
     grad_dtype_obstacle,
     label,
@@ -57,11 +58,12 @@ class Additions(Work):
         warm: bool = False,
         compiled: bool = False,
     ) -> None:
+        super().__init__()
         self.name, self.shapes, self.device, self.warm = name, shapes, device, warm
         self.gradient, self.accumulator, self.compiled = gradient, accumulator, compiled
         self.dtypes = f"{name_of(gradient)} into {name_of(accumulator)}"
         self.elements = sum(map(math.prod, shapes))
-        self.sizes = f"{len(shapes)} tensors, {self.elements} elements"
+        self.sizes = counted(shapes)
         self._casts: list[Tensor] = []
 
     @property
@@ -213,5 +215,6 @@ def _add_all(accumulators: list[Tensor], gradients: list[Tensor]) -> None:
 
 def _compiled(tensors: Lists) -> Run:
     accumulators, gradients = tensors
+    torch._dynamo.reset()  # what other cases have compiled counts for no recompilation
     step = torch.compile(_add_all, dynamic=False)
     return lambda: step(accumulators, gradients)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import math
 import statistics
@@ -81,8 +80,6 @@ def measure(work: Work, names: Sequence[str], effort: Effort, most: int) -> dict
         facts["ways"] = _ways(work, names, effort, facts["sets"])
     except (MemoryError, RuntimeError) as error:  # out of memory, say: the other cases are still measured
         facts["why"] = first_line(error)
-    finally:
-        gc.collect()
     facts["rounds"] = max((len(entry["samples"]) for entry in facts["ways"]), default=0)
     return facts
 
@@ -143,7 +140,8 @@ def _in_turn(runs: Sequence[Run]) -> Run:
 
 
 def _entry(name: str, role: str, status: str, why: str | None = None) -> Entry:
-    """What is known of a way: `status` and `why` not or what is wrong; `inexact`: why it is no baseline.
+    """What is known of a way: `status` and `why` not or what is wrong; `inexact`: why it is no baseline;
+    `note`: what else is worth telling of its result.
 
     Bytes and operator calls are of one call; `bytes` is None where operators in `uncounted` have no rule.
     `samples`: seconds per call, one for each round. `host_seconds`: to issue a call, on a GPU.
@@ -154,6 +152,7 @@ def _entry(name: str, role: str, status: str, why: str | None = None) -> Entry:
         "status": status,
         "why": why,
         "inexact": None,
+        "note": None,
         "bytes": None,
         "calls": None,
         "uncounted": {},
@@ -183,7 +182,7 @@ def _checked(work: Work, way: Way, tensors: Sequence[Any]) -> tuple[Entry, Run |
     for run in runs[1:]:
         run()
     entry = _entry(way.name, way.role, MEASURED)
-    entry["inexact"] = way.inexact
+    entry["inexact"], entry["note"] = way.inexact, work.notes.get(way.name)
     _count(entry, runs[0])
     return entry, _in_turn(runs)
 

@@ -41,6 +41,7 @@ class Products(Work):
         accumulator: torch.dtype,
         device: torch.device,
     ) -> None:
+        super().__init__()
         self.shape, self.device = (tokens, outputs, inputs), device
         self.operand, self.accumulator = operand, accumulator
         self.name = f"Linear {inputs} to {outputs}, {tokens} tokens"

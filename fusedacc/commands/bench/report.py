@@ -61,12 +61,20 @@ def beginning(found: dict[str, Any]) -> str:
         "% copy: of the bandwidth of a copy in the same rounds. x: speed against the fastest stock form\n"
         "(above 1 is faster), with the 95 % interval of its median. s is 1/8."
     )
+    if machine["device"] != "cpu":
+        lines.append(
+            "median: the GPU's time of calls that wait in its queue; host: the CPU's time to issue one."
+        )
     return "\n".join(lines)
 
 
 def table(case: dict[str, Any]) -> str:
     """One case: ours first, then stock from the fastest on, then the yardsticks."""
-    kept = "the same tensors on every call" if case["warm"] else f"{case['sets']} sets of them in turn"
+    kept = (
+        "the same tensors on every call"
+        if case["warm"]
+        else f"{case['sets']} set{'s in turn' if case['sets'] > 1 else ''}"
+    )
     head = f"\n{case['title']}\n  {KINDS[case['what']]}; {case['sizes']}; {kept}, {case['rounds']} rounds"
     if case["why"] is not None:
         return f"{head}\n  not measured: {case['why']}"
@@ -102,7 +110,9 @@ def _line(entry: Entry, device: bool) -> str:
         line += f"{_mega(entry['bytes']):>9}{entry['gb_per_s']:>8.1f}{entry['percent_of_copy']:>8.0f}"
     if entry["speed"] is not None:
         line += f"  {_speed(entry)}"
-    return line + (f"  (no baseline: {entry['inexact']})" if entry["inexact"] else "")
+    notes = [f"no baseline: {entry['inexact']}"] if entry["inexact"] else []
+    notes += [entry["note"]] if entry["note"] else []
+    return line + (f"  ({'; '.join(notes)})" if notes else "")
 
 
 def _speed(entry: Entry) -> str:
@@ -162,16 +172,16 @@ def best(case: dict[str, Any]) -> Entry | None:
 
 def ending(found: dict[str, Any]) -> str:
     """The summary: our fastest way in each case, what was chosen, wrong, and not measured."""
-    lines = ["", "our fastest way in each case"]
-    slower = []
+    lines, slower = ["", "our fastest way in each case"], []
+    width = max(len(case["title"]) for case in found["cases"]) + 1
     for case in found["cases"]:
         entry = best(case)
         if entry is None:
-            lines.append(f"  {case['what']:<8}{case['title']:<62}not measured")
+            lines.append(f"  {case['what']:<8}{case['title']:<{width}}not measured")
             continue
         share = f"{entry['percent_of_copy']:>5.0f} % of copy" if entry["percent_of_copy"] else " " * 15
         speed = _speed(entry) if entry["speed"] is not None else "no stock form was measured"
-        lines.append(f"  {case['what']:<8}{case['title']:<62}{share}  {speed}")
+        lines.append(f"  {case['what']:<8}{case['title']:<{width}}{share}  {speed}")
     for case in found["cases"]:
         for entry in case["ways"]:
             if entry["interval"] is not None and entry["interval"][1] < 1:

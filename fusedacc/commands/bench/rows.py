@@ -42,6 +42,7 @@ class Rows(Work):
         accumulator: torch.dtype,
         device: torch.device,
     ) -> None:
+        super().__init__()
         self.shape, self.device = (height, columns, tokens), device
         self.gradient, self.accumulator = gradient, accumulator
         self.name = f"Embedding {height} x {columns}, {tokens} tokens"

@@ -42,7 +42,8 @@ class Work(abc.ABC):
     """One case: a kind of work on tensors of given sizes, dtypes and device.
 
     `what`: the kind ("add", "norm", "product", "rows"). `sizes`: in words that a reader can check.
-    `warm`: whether every call takes the same tensors, so that caches hold what fits there.
+    `warm`: whether every call takes the same tensors, so that caches hold what fits there. `notes`: what
+    `check` has found worth telling of a result that is not wrong, by the way's name.
     """
 
     what: str
@@ -51,6 +52,9 @@ class Work(abc.ABC):
     dtypes: str
     device: torch.device
     warm: bool = False
+
+    def __init__(self) -> None:
+        self.notes: dict[str, str] = {}
 
     @property
     def title(self) -> str:
@@ -130,3 +134,9 @@ def parameter_with(values: Tensor, accumulator: Tensor) -> torch.nn.Parameter:
         parameter.grad_dtype = accumulator.dtype
     parameter.grad = accumulator
     return parameter
+
+
+def counted(shapes: Sequence[tuple[int, ...]]) -> str:
+    """How many tensors and elements there are, in words."""
+    elements = sum(map(math.prod, shapes))
+    return f"{len(shapes)} tensor{'s' if len(shapes) != 1 else ''}, {elements} elements"

@@ -1,0 +1,533 @@
+"""`python -m fusedacc bench`: what is measured, checked and told, on sizes that only try the code."""
+
+from __future__ import annotations
+
+import csv
+import gc
+import importlib.util
+import itertools
+import json
+import math
+import shutil
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+import fusedacc
+from fusedacc import __main__, backends, gemm_eager
+from fusedacc.commands import bench
+from fusedacc.commands.bench import cases, conditions, measuring, models, plot, report, timing
+from fusedacc.commands.bench.lists import Additions
+from fusedacc.commands.bench.norms import Norms
+from fusedacc.commands.bench.work import OURS, STOCK, YARDSTICK, Way
+from fusedacc.traffic import bytes_per_micro_batch
+
+TINY = timing.Effort("tiny", 0.0, 7, 7, 0.0, 1024, 2)
+CPU = torch.device("cpu")
+F32, BF16 = torch.float32, torch.bfloat16
+ROOT = Path(__file__).parent.parent
+
+#: Every form of stock torch, by kind.
+STOCK_FORMS = {
+    "add": {
+        "acc.add_(g)",
+        "acc.add_(g, alpha=s)",
+        "torch._foreach_add_(accs, gs)",
+        "torch._foreach_add_(accs, gs, alpha=s)",
+        "acc.add_(g.to(acc.dtype), alpha=s)",
+        "torch._foreach_copy_ to casts, _foreach_add_",
+        "acc += g.to(float32) * s",
+        "autograd into .grad",
+        "torch.compile of _foreach_add_",
+    },
+    "norm": {
+        "torch._foreach_norm, stack, norm",
+        "torch._foreach_norm(dtype=float32), stack, norm",
+        "torch.nn.utils.get_total_norm",
+        "vector_norm of each, stack, norm",
+        "square root of the sum of g.square().sum()",
+        "torch.cat, norm",
+    },
+    "product": {
+        "acc.add_(dy.t() @ x)",
+        "torch.mm(dy.t(), x, out=kept), acc.add_(kept)",
+        "acc.add_((dy.t() @ x).to(acc.dtype))",
+        "acc.addmm_(dy.t().to(acc.dtype), x.to(acc.dtype))",
+        "acc.addmm_(dy.t(), x)",
+        "torch.addmm(acc, dy.t(), x, out=acc)",
+        "torch.addmm(out_dtype=acc.dtype, out=acc)",
+        "autograd of F.linear into .grad",
+    },
+    "rows": {
+        "acc.index_add_(0, tokens, g)",
+        "acc.index_put_((tokens,), g, accumulate=True)",
+        "acc.add_(sparse gradient)",
+        "acc.add_(dense gradient)",
+        "autograd of F.embedding into .grad",
+    },
+}
+#: Those that a CPU or these dtypes do not have: what their reasons say.
+REASONS = ("nothing to cast", "too long", "wide already", "needs operands", "aten::addmm.dtype_out")
+ENTRY = {
+    *(
+        "name",
+        "role",
+        "status",
+        "why",
+        "inexact",
+        "note",
+        "bytes",
+        "calls",
+        "uncounted",
+        "seconds",
+        "samples",
+    ),
+    *("gb_per_s", "percent_of_copy", "host_seconds", "against", "speed", "interval"),
+}
+
+
+@pytest.fixture(scope="module")
+def found():
+    return bench.collect(CPU, TINY)
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    monkeypatch.setattr(timing, "SHORT", TINY)
+
+
+@pytest.fixture
+def nothing_measured(monkeypatch):
+    def measures(*_):
+        raise AssertionError("measured before the arguments were refused")
+
+    monkeypatch.setattr(bench, "collect", measures)
+
+
+def entries(found):
+    return [(case, entry) for case in found["cases"] for entry in case["ways"]]
+
+
+# What is measured
+
+
+def test_no_stock_form_is_missing(found):
+    assert {case["what"] for case in found["cases"]} == set(STOCK_FORMS)
+    for case in found["cases"]:
+        names = {entry["name"] for entry in case["ways"] if entry["role"] == STOCK}
+        assert names == STOCK_FORMS[case["what"]], case["title"]
+    for case, entry in entries(found):
+        if entry["status"] != measuring.MEASURED:
+            assert entry["role"] == STOCK
+            assert any(reason in entry["why"] for reason in REASONS), (case["title"], entry)
+
+
+def test_every_figure_is_there(found):
+    for case, entry in entries(found):
+        assert set(entry) == ENTRY
+        if entry["status"] == measuring.MEASURED:
+            assert len(entry["samples"]) == case["rounds"] == 7
+            assert min(entry["samples"]) <= entry["seconds"]["median"] <= max(entry["samples"])
+            assert (entry["bytes"] is None) == bool(entry["uncounted"])
+            if entry["bytes"] is not None:
+                rate = entry["bytes"] / entry["seconds"]["median"] / 1e9
+                assert entry["gb_per_s"] == pytest.approx(rate)
+        if entry["role"] == OURS:
+            low, high = entry["interval"]
+            assert low <= entry["speed"] <= high
+            assert entry["against"] in STOCK_FORMS[case["what"]]
+        else:
+            assert entry["speed"] is None
+
+
+def test_ours_is_held_against_the_fastest_of_stock_that_is_exact(found):
+    for case in found["cases"]:
+        exact = [e for e in case["ways"] if e["role"] == STOCK and e["seconds"] and not e["inexact"]]
+        fastest = min(exact, key=lambda e: e["seconds"]["median"])
+        ours = [e for e in case["ways"] if e["role"] == OURS]
+        assert {e["against"] for e in ours} == {fastest["name"]}
+
+
+@pytest.mark.parametrize("gradient", [F32, BF16])
+def test_bytes_are_those_of_the_accounting(gradient):
+    shapes = ((64,), (3, 5))
+    case = measuring.measure(Additions("two", shapes, gradient, F32, CPU), ["auto"], TINY, 2**30)
+    counted = {entry["name"]: entry["bytes"] for entry in case["ways"]}
+    for loop, name in (
+        ("fusedacc", "fusedacc, prepared"),
+        ("mixed_add", "acc.add_(g, alpha=s)"),
+        ("stock", "autograd into .grad"),
+        ("by_hand", "acc += g.to(float32) * s"),
+    ):
+        parts = bytes_per_micro_batch(gradient, gradient, F32, loop=loop)
+        per_element = sum(part.bytes for part in parts if part.name != "weight-gradient write")
+        assert counted[name] == 79 * per_element, name
+
+
+def test_a_copy_moves_as_much_as_an_ideal_pass():
+    work = Additions("one", ((4096,),), BF16, F32, CPU)
+    case = measuring.measure(work, ["auto"], TINY, 2**30)
+    bytes_of = {entry["name"]: entry["bytes"] for entry in case["ways"]}
+    assert bytes_of[measuring.COPY] == bytes_of["fusedacc, prepared"] == work.moved
+
+
+def test_the_lists_are_those_of_the_models():
+    for name, shapes in (("resnet50", models.resnet50()), ("gpt2", models.gpt2())):
+        with (ROOT / "benchmarks" / "parameter_lists" / f"{name}.csv").open(newline="") as file:
+            lines = list(csv.DictReader(line for line in file if not line.startswith("#")))
+        assert shapes == tuple(tuple(map(int, line["shape"].split("x"))) for line in lines)
+
+
+@pytest.mark.parametrize("effort", ["short", "full"])
+def test_no_case_takes_more_memory_than_it_may(effort):
+    for limit in (2**24, 2**27, 2**29, 2**31, 2**34):
+        for work in cases.of(effort, CPU, limit):
+            sets = measuring._sets(work, timing.SHORT, limit)
+            assert sets == 0 or sets * (work.set_bytes + work.moved) + work.working_bytes <= limit
+    names = [work.name for work in cases.of(effort, CPU, 2**29)]
+    assert any(name.startswith("ResNet-50's first ") for name in names)
+
+
+def test_a_case_without_room_says_what_it_needs():
+    case = measuring.measure(Additions("one", ((4096,),), F32, F32, CPU), ["auto"], TINY, 1000)
+    assert case["ways"] == []
+    assert case["why"].startswith("needs ")
+    assert "allowed are 1000, a quarter of the free memory" in case["why"]
+    assert f"not measured: {case['why']}" in report.table(case)
+
+
+@pytest.mark.parametrize("index", range(len(list(cases.of("tiny", CPU, 0)))))
+def test_the_tensors_of_a_case_go_with_it(monkeypatch, index):
+    work = list(cases.of("tiny", CPU, 0))[index]
+    make, made = type(work).make, []
+
+    def watched(self):
+        tensors = make(self)
+        flat = [t for part in tensors for t in (part if isinstance(part, list) else [part])]
+        made.extend(map(weakref.ref, flat))
+        return tensors
+
+    monkeypatch.setattr(type(work), "make", watched)
+    gc.collect()
+    gc.disable()
+    try:
+        assert measuring.measure(work, ["auto"], TINY, 2**30)["ways"]
+        del work
+        assert made
+        assert [found() for found in made] == [None] * len(made)
+    finally:
+        gc.enable()
+
+
+def test_a_full_run_takes_every_backend_that_can_run():
+    assert measuring.our_backends(CPU, "short") == ["auto"]
+    taken = backends.select(CPU, F32, F32).backend.name
+    others = measuring.our_backends(CPU, "full")[1:]
+    assert ("eager" in others) == (taken != "eager")
+    work = Additions("one", ((8,),), F32, F32, CPU)
+    case = measuring.measure(work, ["auto", "eager"], TINY, 2**30)
+    assert {e["name"] for e in case["ways"] if e["role"] == OURS} == {
+        *("fusedacc, prepared", "fusedacc, fresh lists"),
+        *("fusedacc eager, prepared", "fusedacc eager, fresh lists"),
+    }
+
+
+# Wrong results
+
+
+def forgets_the_scale(accumulators, gradients, scale, overwrite, keep=1.0):
+    for accumulator, gradient in zip(accumulators, gradients, strict=True):
+        accumulator.add_(gradient)
+
+
+@pytest.mark.parametrize(
+    ("broken", "named"),
+    [
+        ("lists", "fusedacc, fresh lists: "),
+        ("norms", "fusedacc, total_norm: the norm is "),
+        ("products", "fusedacc, into the sum: "),
+        ("rows", "fusedacc, rows: "),
+    ],
+)
+def test_wrong_results_are_told_and_fail(monkeypatch, capsys, tiny, broken, named):
+    monkeypatch.setenv(backends.VARIABLE, "eager")
+    eager = backends.get("eager")
+    if broken == "lists":
+        monkeypatch.setattr(eager, "accumulate_", forgets_the_scale)
+    elif broken == "norms":
+        one = torch.ones((), dtype=torch.float64)
+        monkeypatch.setattr(eager, "norm_partials", lambda tensors, norm_type: one[None])
+    elif broken == "products":
+        monkeypatch.setattr(gemm_eager, "accumulate_", lambda acc, left, right, scale, keep: acc.add_(1))
+        fusedacc.gemm._select.cache_clear()
+    else:
+        monkeypatch.setattr(eager, "accumulate_rows_", lambda table, *_: table[0].add_(1))
+    try:
+        assert __main__.main(["bench"]) == 1
+    finally:
+        fusedacc.gemm._select.cache_clear()
+    text = capsys.readouterr().out
+    ending = text[text.index("WRONG RESULTS") :]
+    assert named in ending
+
+
+def test_an_exception_of_ours_fails(monkeypatch, capsys, tiny):
+    def breaks(*_):
+        raise OSError("no such device")
+
+    monkeypatch.setenv(backends.VARIABLE, "eager")
+    monkeypatch.setattr(backends.get("eager"), "norm_partials", breaks)
+    assert __main__.main(["bench", "--json"]) == 1
+    wrong = report.wrong(json.loads(capsys.readouterr().out))
+    assert wrong
+    assert all(line.endswith("fusedacc, total_norm: OSError: no such device") for line in wrong)
+
+
+def broken_way(make, scale=1.0, role=STOCK):
+    return Way("broken", role, make, scale)
+
+
+def test_checks_find_what_is_off_by_little():
+    work = Additions("one", ((3000,), (7,)), F32, F32, CPU)
+    tensors = work.make()
+
+    def off_by_three_roundings(tensors):
+        def run():
+            for accumulator, gradient in zip(*tensors, strict=True):
+                accumulator.add_(gradient)
+            accumulator[3] *= 1 + 2**-20
+
+        return run
+
+    def right(tensors):
+        return lambda: [a.add_(g) for a, g in zip(*tensors, strict=True)]
+
+    assert work.check(broken_way(right), right(tensors), tensors) is None
+    problem = work.check(broken_way(off_by_three_roundings), off_by_three_roundings(tensors), tensors)
+    assert problem == "1 of 3007 elements are wrong"
+    nan = work.make()
+    nan[0][0][5] = math.nan
+    assert work.check(broken_way(right), right(nan), nan) == "1 of 3007 elements are wrong"
+
+
+def test_a_norm_of_stock_may_be_off_by_a_little_and_is_noted():
+    work = Norms("one", ((1000,),), F32, CPU)
+    tensors = work.make()
+    exact = tensors[0].double().norm()
+    for error, role, wrong, noted in (
+        (0.0, OURS, False, False),
+        (1e-4, OURS, True, False),
+        (1e-4, STOCK, False, True),
+        (0.1, STOCK, True, False),
+    ):
+        work.notes.clear()
+        way = broken_way(None, role=role)
+        problem = work.check(way, lambda error=error: exact * (1 + error), tensors)
+        assert (problem is not None) == wrong
+        assert (work.notes == {"broken": "off by 0.0001"}) == noted
+    assert work.check(broken_way(None, role=YARDSTICK), lambda: None, tensors) is None
+
+
+# Time
+
+
+def test_the_interval_is_that_of_the_binomial_distribution():
+    assert timing.interval(range(5)) is None
+    assert timing.interval(range(6)) == (0, 5)
+    assert timing.interval(range(11)) == (1, 9)
+    for count in (6, 8, 9, 20, 61):
+        low, high = timing.interval(range(count))
+        inside = sum(math.comb(count, k) for k in range(low + 1, high + 1)) / 2**count
+        narrower = sum(math.comb(count, k) for k in range(low + 2, high)) / 2**count
+        assert inside >= 0.95 > narrower
+
+
+def test_ways_take_turns_in_an_order_that_changes():
+    called = []
+    ways = {name: (lambda name=name: called.append(name)) for name in "abc"}
+
+    def timer(run, calls):
+        for _ in range(calls):
+            run()
+        return 1.0
+
+    times = timing.take_turns(ways, timer, timing.Effort("", 0.0, 6, 6, 0.0, 0, 1))
+    assert {name: len(found) for name, found in times.items()} == dict.fromkeys("abc", 6)
+    rounds = ["".join(called[start : start + 3]) for start in range(9, len(called), 3)]
+    assert len(rounds) == 7
+    assert all(sorted(order) == list("abc") for order in rounds)
+    assert {order[0] for order in rounds[1:]} == set("abc")
+    before = {(a, b) for order in rounds[1:] for a, b in itertools.pairwise(order)}
+    assert before == {(a, b) for a in "abc" for b in "abc" if a != b}
+
+
+def test_rounds_follow_the_time_there_is():
+    for seconds, least, most, wanted in ((0.0, 3, 9, 3), (5.0, 3, 9, 5), (100.0, 3, 9, 9)):
+        effort = timing.Effort("", seconds, least, most, 0.0, 0, 1)
+        times = timing.take_turns({"one": lambda: None}, lambda run, calls: 1.0, effort)
+        assert len(times["one"]) == wanted
+
+
+# The command
+
+
+def test_the_table_and_its_ending(capsys, tiny):
+    assert __main__.main(["bench", "--device", "cpu"]) == 0
+    done = capsys.readouterr()
+    assert done.out.startswith(f"cpu: {conditions.cpu_name()}")
+    for form in STOCK_FORMS["add"]:
+        assert form in done.out
+    for title in ("our fastest way in each case", "slower than the best of stock", "chosen", "not measured"):
+        assert f"\n{title}\n" in done.out
+    assert "WRONG" not in done.out
+    chosen = backends.select(CPU, F32, F32)
+    assert f"  {chosen.backend.name}: add float32 into float32" in done.out
+    assert chosen.reason in done.out
+    # Progress is on the other stream.
+    assert done.err.splitlines()[0] == "[1/10] 4 tensors, float32 into float32"
+    assert "[1/10]" not in done.out
+
+
+def test_json_is_all_that_is_printed(capsys, tiny):
+    assert __main__.main(["bench", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == {"machine", "effort", "seconds", "cases", "tuning"}
+    assert found["effort"] == "tiny"
+    assert found["machine"]["torch"] == torch.__version__
+    assert {
+        "what",
+        "name",
+        "title",
+        "dtypes",
+        "sizes",
+        "warm",
+        "sets",
+        "backend",
+        "reason",
+        "why",
+        "rounds",
+    } | {"ways"} == set(found["cases"][0])
+    assert set(found["cases"][0]["ways"][0]) == ENTRY
+
+
+def test_full_is_another_effort(monkeypatch, capsys):
+    monkeypatch.setattr(timing, "FULL", TINY)
+    monkeypatch.setattr(timing, "SHORT", None)
+    assert __main__.main(["bench", "--full", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["cases"]
+
+
+def test_threads_are_set_and_given_back(monkeypatch, tiny, capsys):
+    before = torch.get_num_threads()
+    assert __main__.main(["bench", "--threads", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["machine"]["threads"] == 1
+    assert torch.get_num_threads() == before
+
+
+def test_the_random_state_is_left_alone(found):
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    bench.collect(CPU, TINY)
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--device", "gpu"], "argument --device: 'gpu' is no device here; allowed: cpu"),
+        (["--device", "cuda:99"], "argument --device: 'cuda:99' is no device here; allowed: cpu"),
+        (["--threads", "0"], "argument --threads: '0' is no number of threads; allowed: integers from 1 on"),
+        (["--threads", "two"], "argument --threads: 'two' is no number of threads"),
+        (
+            ["--plot", "picture.doc"],
+            "argument --plot: 'picture.doc' has no ending of a picture; allowed: .",
+        ),
+        (["--plot", "no/such/b.png"], "argument --plot: 'no/such/b.png' is in no folder that exists"),
+        (["--size", "3"], "unrecognized arguments: --size 3"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_is_measured(capsys, nothing_measured, arguments, said):
+    if "--plot" in arguments:
+        pytest.importorskip("matplotlib")
+    with pytest.raises(SystemExit) as caught:
+        __main__.main(["bench", *arguments])
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_missing_matplotlib_is_named_before_anything_is_measured(monkeypatch, capsys, nothing_measured):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *_: None if name == "matplotlib" else find_spec(name)
+    )
+    with pytest.raises(SystemExit):
+        __main__.main(["bench", "--plot", "b.png"])
+    said = capsys.readouterr().err
+    assert "argument --plot: the package matplotlib, which draws, is not installed" in said
+
+
+def test_a_wrong_variable_is_refused_before_anything_is_measured(monkeypatch, capsys, nothing_measured):
+    monkeypatch.setenv(backends.VARIABLE, "gpu")
+    assert __main__.main(["bench", "--device", "cpu"]) == 2
+    assert "FUSEDACC_BACKEND='gpu' is no backend; allowed: " in capsys.readouterr().err
+    monkeypatch.setenv(backends.VARIABLE, "cuda")
+    assert __main__.main(["bench", "--device", "cpu"]) == 2
+    assert "FUSEDACC_BACKEND='cuda' cannot run float32 into float32 on cpu: " in capsys.readouterr().err
+
+
+def test_stopping_it_is_no_traceback(monkeypatch, capsys, tiny):
+    def stops(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(measuring, "measure", stops)
+    assert __main__.main(["bench"]) == 130
+    assert "stopped" in capsys.readouterr().err
+
+
+def test_the_picture(monkeypatch, tmp_path, capsys, tiny):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # no window system is asked for
+    path = tmp_path / "b.svg"
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        assert __main__.main(["bench", "--plot", str(path)]) == 0
+    drawn = path.read_text()
+    for words in ("Embedding 50 x 8, 40 tokens, bfloat16 into float32", "a copy of as many bytes"):
+        assert words in drawn
+    assert all(words in drawn for words in report.KINDS.values())
+
+
+def test_a_picture_of_nothing_is_drawn_too(tmp_path, found):
+    pytest.importorskip("matplotlib")
+    plot.draw(found | {"cases": []}, tmp_path / "b.png")
+    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_it_runs_without_the_extension_and_without_benchmarks(tmp_path):
+    """As in an installed wheel that was built without a compiler."""
+    package = Path(fusedacc.__file__).parent
+    skip = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(package, tmp_path / "fusedacc", ignore=skip)
+    program = (
+        "import sys; from fusedacc import __main__; from fusedacc.commands.bench import timing; "
+        f"timing.SHORT = timing.{TINY}; sys.exit(__main__.main(['bench', '--json', '--device', 'cpu']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert {case["backend"].split()[0] for case in found["cases"]} == {"eager"}
+    assert all("not cpu: " in case["reason"] for case in found["cases"])
+
+
+def test_a_wheel_has_its_packages():
+    setuptools = pytest.importorskip("setuptools")
+    packages = setuptools.find_packages(str(ROOT), include=["fusedacc*"])
+    assert {"fusedacc.commands", "fusedacc.commands.bench"} <= set(packages)
