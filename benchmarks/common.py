@@ -10,7 +10,7 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import machine  # before torch, for the threads
@@ -141,6 +141,29 @@ def timer_for(device: torch.device | str) -> Timer:
     return event_timer if torch.device(device).type == "cuda" else cpu_timer
 
 
+def in_turns(
+    runs: Mapping[str, Callable[[], object]],
+    rounds: int,
+    what: str,
+    calls: int = 1,
+    timer: Timer = cpu_timer,
+) -> dict[str, list[float]]:
+    """Seconds of each in each round, by name: once per round, in an order that turns with each round, after
+    one untimed round. `what`: is shown beside the progress.
+    """
+    if rounds < 1:
+        raise ValueError(f"rounds must be at least 1; got {rounds}")
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    names = list(runs)
+    for index in progress(range(-1, rounds), what, "round"):
+        for turn in range(len(names)):
+            name = names[(index + turn) % len(names)]
+            seconds = timer(runs[name], calls)
+            if index >= 0:
+                times[name].append(seconds)
+    return times
+
+
 def measure(
     case: Case,
     variants: Sequence[Variant],
@@ -148,16 +171,8 @@ def measure(
     calls: int = 1,
     timer: Timer = cpu_timer,
 ) -> list[Row]:
-    """Times every variant once per round, in an order that turns with each round, after one untimed round."""
-    if rounds < 1:
-        raise ValueError(f"rounds must be at least 1; got {rounds}")
-    times: dict[str, list[float]] = {variant.name: [] for variant in variants}
-    for index in progress(range(-1, rounds), case.case, "round"):
-        for turn in range(len(variants)):
-            variant = variants[(index + turn) % len(variants)]
-            seconds = timer(variant.run, calls)
-            if index >= 0:
-                times[variant.name].append(seconds)
+    """Rows of the times that `in_turns` finds."""
+    times = in_turns({variant.name: variant.run for variant in variants}, rounds, case.case, calls, timer)
     moved = {variant.name: variant.bytes for variant in variants}
     peaks = [moved[name] / statistics.median(times[name]) for name in PEAK if name in moved]
     rows = []
@@ -217,16 +232,19 @@ class Results:
     Args:
         path: the CSV, made with its header if it is not there; None records nothing.
         device: whose name goes into the rows.
+        columns: the rows' own, before those of the conditions; attributes of what is added.
 
     Raises:
         ValueError: `path` holds a table with other columns.
     """
 
-    def __init__(self, path: Path | None, device: torch.device | str = "cpu") -> None:
-        self.path, self.device = path, torch.device(device)
+    def __init__(
+        self, path: Path | None, device: torch.device | str = "cpu", columns: Sequence[str] = COLUMNS
+    ) -> None:
+        self.path, self.device, self.columns = path, torch.device(device), columns
         self.conditions = machine.environment(device)
         self.rows: list[Row] = []
-        header = [*COLUMNS, *machine.CONDITIONS]
+        header = [*columns, *machine.CONDITIONS]
         if path is not None and path.exists() and path.stat().st_size:
             with path.open(newline="") as file:
                 found = next(csv.reader(file))
@@ -248,7 +266,7 @@ class Results:
         if self.path is None:
             return
         conditions = [self.conditions[name] for name in machine.CONDITIONS]
-        lines = [[*(_short(getattr(row, name)) for name in COLUMNS), *conditions] for row in rows]
+        lines = [[*(_short(getattr(row, name)) for name in self.columns), *conditions] for row in rows]
         try:
             self._append(lines)
         except OSError:

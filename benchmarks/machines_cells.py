@@ -1,0 +1,176 @@
+"""A cell, one model in one precision on one machine: its rows, what they are held against, their table."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from common import read
+from machine import ROOT
+from machines_kinds import MACHINES
+from machines_loops import MODEL, PLAIN, PRECISIONS
+
+RESULTS = ROOT / "benchmarks" / "results" / "machines.csv"
+STOCK = "stock"
+LOOPS = (STOCK, PLAIN, MODEL)
+#: Each loop's speed against stock, judged by the upper end of its interval.
+LEAST = 0.98
+#: That of `model=`, in the median over all cells.
+LEAST_MEDIAN = 1.05
+#: The peak may be above stock's by so many bytes or by this share of it.
+ROOM, SHARE = 1_000_000, 0.01
+#: What a figure depends on beside the machine, and a rerun measures again when it has changed.
+SOURCES = ("fusedacc/**/*.py", "csrc/**/*", "benchmarks/machines*.py", "benchmarks/zoo/*.py")
+SOURCES += ("benchmarks/training_loops.py", "examples/demo/model.py")
+
+Key = tuple[str, str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A loop's figures in a cell: a line of the CSV.
+
+    `steps`: micro-batches of a window; `median`, `p20`, `p80`: microseconds of a window. `ratio`: the median
+    over rounds of stock's time over this loop's in the same round, above 1 is faster; `low` and `high`: its
+    95 % interval. `way`: which of stock's was fastest. `peak` and `stock_peak`: live bytes. `effects`: what
+    the machine's settings came to. `sources`: a digest of what was measured. A cell, or a machine, that
+    cannot be measured has one row with a note.
+    """
+
+    machine: str
+    model: str = ""
+    precision: str = ""
+    loop: str = ""
+    shapes: str = ""
+    steps: int | None = None
+    rounds: int | None = None
+    median: float | None = None
+    p20: float | None = None
+    p80: float | None = None
+    way: str = ""
+    ratio: float | None = None
+    low: float | None = None
+    high: float | None = None
+    peak: int | None = None
+    stock_peak: int | None = None
+    effects: str = ""
+    sources: str = ""
+    note: str = ""
+
+    @property
+    def key(self) -> Key:
+        return self.machine, self.model, self.precision
+
+
+COLUMNS = tuple(field.name for field in dataclasses.fields(Row))
+_KINDS = {"steps": int, "rounds": int, "peak": int, "stock_peak": int}
+_KINDS |= dict.fromkeys(("median", "p20", "p80", "ratio", "low", "high"), float)
+
+
+def sources() -> str:
+    """A digest of the files that SOURCES names: the same code gives the same, in any checkout."""
+    digest = hashlib.sha256()
+    for path in sorted(path for pattern in SOURCES for path in ROOT.glob(pattern) if path.is_file()):
+        digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
+
+
+def finished(path: Path, conditions: dict[str, str], digest: str) -> dict[tuple[str, ...], Row]:
+    """The rows of `path` by cell and loop that were measured on these versions and this device; of several
+    the last. Only those of `digest`; with an empty one the last of any.
+    """
+    if not path.exists():
+        return {}
+    same = ("device", "torch", "python")
+    found = {}
+    for line in read(path):
+        if all(line[name] == conditions[name] for name in same) and digest in ("", line["sources"]):
+            values = {name: _KINDS.get(name, str)(text) for name in COLUMNS if (text := line[name])}
+            row = Row(**values)
+            found[(*row.key, row.loop)] = row
+    return found
+
+
+# Statistics
+
+
+def interval(values: Sequence[float], share: float = 0.95) -> tuple[float, float]:
+    """Two of the values that hold the distribution's median between them with at least this probability,
+    whatever the distribution; the least and the largest where there are fewer than six values for 95 %.
+    """
+    ordered, count = sorted(values), len(values)
+    below = 0.0  # that so few values are below the median
+    for outer in range(count // 2 + 1):
+        below += math.comb(count, outer) / 2**count
+        if below > (1 - share) / 2:
+            break
+    outer = max(outer, 1)
+    return ordered[outer - 1], ordered[-outer]
+
+
+def short(row: Row) -> bool:
+    """Whether a loop is slower than it may be."""
+    return row.high is not None and row.loop != STOCK and row.high < LEAST
+
+
+def large(row: Row) -> bool:
+    """Whether a loop's peak is higher than it may be."""
+    return bool(row.peak and row.stock_peak and row.peak > row.stock_peak + max(ROOM, SHARE * row.stock_peak))
+
+
+def ratio(row: Row) -> str:
+    return f"{row.ratio:.2f} ({row.low:.2f} to {row.high:.2f})"
+
+
+# The table
+
+
+def report(rows: Iterable[Row]) -> str:
+    """Each cell's ratios, by machine; the worst of each loop; what falls short."""
+    rows = list(rows)
+    measured = [row for row in rows if row.ratio is not None and row.loop != STOCK]
+    lines = []
+    for machine in MACHINES:
+        own = [row for row in measured if row.machine == machine.name]
+        lines += _machine(machine.about, own) if own else []
+    lines += [
+        f"{' '.join(row.key).strip()}: {row.note}" for row in rows if row.ratio is None and not row.loop
+    ]
+    lines.append("")
+    for loop in (PLAIN, MODEL):
+        own = [row for row in measured if row.loop == loop]
+        if own:
+            worst, best = min(own, key=lambda row: row.ratio), max(own, key=lambda row: row.ratio)
+            median = statistics.median(row.ratio for row in own)
+            lines.append(
+                f"{loop}: worst {ratio(worst)} of stock's speed ({', '.join(worst.key)}), "
+                f"median {median:.2f}, best {best.ratio:.2f}; {len(own)} cells"
+            )
+            if loop == MODEL and median < LEAST_MEDIAN:
+                lines.append(f"  the median is to be {LEAST_MEDIAN}: MISSED")
+            for row in sorted(filter(short, own), key=lambda row: row.ratio):
+                lines.append(f"  below {LEAST}: {', '.join(row.key)}: {ratio(row)}")
+            for row in filter(large, own):
+                above = f"{row.peak / 1e6:.1f} MB, stock {row.stock_peak / 1e6:.1f}"
+                lines.append(f"  peak above stock's: {', '.join(row.key)}: {above}")
+    return "\n".join(lines)
+
+
+def _machine(about: str, rows: Sequence[Row]) -> list[str]:
+    """A block of the table: a line to a model, `plain / model=` in each precision; `!` below the goal, `^`
+    a peak above it."""
+    of = {(row.model, row.precision, row.loop): row for row in rows}
+    lines = ["", f"{about}; {rows[-1].effects}"]
+    lines.append(f"  {'speed against stock, plain / model=':<36}" + "".join(f"{p:>18}" for p in PRECISIONS))
+    for model in dict.fromkeys(row.model for row in rows):
+        cells = []
+        for precision in PRECISIONS:
+            pair = [of.get((model, precision, loop)) for loop in (PLAIN, MODEL)]
+            told = [f"{r.ratio:.2f}{'!' * short(r)}{'^' * large(r)}" if r else "-" for r in pair]
+            cells.append(f"{' / '.join(told):>18}")
+        lines.append(f"  {model:<36}{''.join(cells)}")
+    return lines

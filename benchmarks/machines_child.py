@@ -1,0 +1,161 @@
+"""Measures the cells of one model in this process, which machines.py has started as one of its machines."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import gc
+import statistics
+import time
+import traceback
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import machine  # noqa: F401 (before torch, for the threads)
+import torch
+from common import Results, first_line, in_turns, quantile
+from machines_cells import COLUMNS, LOOPS, STOCK, Row, interval, ratio, sources
+from machines_kinds import MACHINES, effects
+from machines_loops import OURS, PRECISIONS, STOCK_WAYS, Training
+from peak_kinds import peak_by_kind
+from tqdm import tqdm
+from training import watch
+from training_loops import Way
+from zoo import entries
+
+#: The least and the most rounds that are timed: of fewer than seven the interval is no 95 %.
+ROUNDS = (7, 101)
+
+
+class Turn:
+    """A loop that trains on two windows in turn."""
+
+    def __init__(self, way: Way, training: Training) -> None:
+        self.loop = way.make(training)
+        self.windows = [training.window(number) for number in range(2)]
+        self.count = 0
+
+    def __call__(self) -> None:
+        self.loop.update(self.windows[self.count % 2])
+        self.count += 1
+
+
+def micro_batches(training: Training, loops: int, seconds: float) -> int:
+    """How many make a window: all, unless the least number of rounds of so many loops would take far longer
+    than `seconds`; then half of them, or a quarter."""
+    run = Turn(STOCK_WAYS[training.precision][0], dataclasses.replace(training, steps=1))
+    run()
+    start = time.perf_counter()
+    run()
+    took = time.perf_counter() - start
+    steps = training.steps
+    while steps > 2 and took * steps * loops * ROUNDS[0] > 2 * seconds:
+        steps //= 2
+    return steps
+
+
+def cell(training: Training, seconds: float, what: str) -> list[Row]:
+    """Times the loops in turns for about so many seconds, then takes their peaks.
+
+    A few rounds of all ways say which of stock's is the fastest; the others are not in the rounds that count.
+    """
+    stock = STOCK_WAYS[training.precision]
+    end = time.perf_counter() + seconds
+    training = dataclasses.replace(training, steps=micro_batches(training, len(stock) + 2, seconds))
+    turns = {way.name: Turn(way, training) for way in (*stock, *OURS)}
+    trial = in_turns(turns, 3 if len(stock) > 1 else 1, f"{what}, trial")
+    medians = {name: statistics.median(times) for name, times in trial.items()}
+    best = min(stock, key=lambda way: medians[way.name])
+    ways = {STOCK: best, **{way.name: way for way in OURS}}
+    runs = {name: turns[way.name] for name, way in ways.items()}
+    del turns
+    gc.collect()
+    one_round = sum(medians[way.name] for way in ways.values())
+    rounds = int((end - time.perf_counter()) / one_round) - 1
+    times = in_turns(runs, min(max(rounds, ROUNDS[0]), ROUNDS[1]), what)
+    del runs
+    gc.collect()
+    peaks = {name: peak(way, training) for name, way in ways.items()}
+
+    rows = []
+    for name in LOOPS:
+        pairs = [theirs / own for theirs, own in zip(times[STOCK], times[name], strict=True)]
+        low, high = interval(pairs)
+        rows.append(
+            Row(
+                machine="",
+                model=training.entry.name,
+                precision=training.precision,
+                loop=name,
+                shapes=training.entry.shapes,
+                steps=training.steps,
+                rounds=len(pairs),
+                median=1e6 * statistics.median(times[name]),
+                p20=1e6 * quantile(times[name], 0.2),
+                p80=1e6 * quantile(times[name], 0.8),
+                way=best.name,
+                ratio=statistics.median(pairs),
+                low=low,
+                high=high,
+                peak=peaks[name],
+                stock_peak=peaks[STOCK],
+            )
+        )
+    return rows
+
+
+def peak(way: Way, training: Training) -> int:
+    """Live bytes through two updates of two micro-batches."""
+    training = dataclasses.replace(training, steps=2)
+    data = [training.window(number) for number in range(2)]
+    return sum(peak_by_kind(functools.partial(watch, way, training, data), torch.device("cpu")).values())
+
+
+def measure(
+    name: str, model: str, precisions: Sequence[str], seconds: float, kept: Results, quick: bool
+) -> None:
+    """Adds each cell's rows as soon as it is measured, or one that says why it could not be: none can, if
+    this process is not the machine that it should be.
+    """
+    (kind,) = (known for known in MACHINES if known.name == name)
+    found = effects()
+    wrong = kind.wrong(found)
+    told = ", ".join(f"{library}: {what}" for library, what in found.items())
+    common = {"machine": name, "effects": told, "sources": sources()}
+    for precision in precisions:
+        what = f"{name}, {model}, {precision}"
+        try:
+            if wrong:
+                raise RuntimeError(f"settings took no effect: {wrong}")
+            rows = cell(Training(entries(quick)[model], precision), seconds, what)
+        except Exception as error:
+            with tqdm.external_write_mode():
+                traceback.print_exc()
+            rows = [Row("", model, precision, note=f"not run: {first_line(error)}")]
+        rows = [dataclasses.replace(row, **common) for row in rows]
+        kept.add(rows)
+        figures = [f"{row.loop} {ratio(row)}" for row in rows if row.ratio and row.loop != STOCK]
+        tqdm.write(f"{what}: {'; '.join(figures) or rows[0].note}")
+        gc.collect()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--machine", required=True, choices=[kind.name for kind in MACHINES])
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--precisions", required=True, help=f"some of {', '.join(PRECISIONS)}")
+    parser.add_argument("--seconds", type=float, required=True, help="that a cell may take to be timed")
+    parser.add_argument("--results", type=Path, help="the CSV; without it nothing is recorded")
+    parser.add_argument("--quick", action="store_true", help="tiny models")
+    options = parser.parse_args()
+    # U-Net has no layer that `model=` takes; a row of it shows that nothing is lost.
+    warnings.filterwarnings("ignore", message="model= was given, but")
+    precisions = options.precisions.split(",")
+    kept = Results(options.results, "cpu", COLUMNS)
+    measure(options.machine, options.model, precisions, options.seconds, kept, options.quick)
+
+
+if __name__ == "__main__":
+    main()
