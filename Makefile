@@ -1,6 +1,6 @@
 # `make help` lists the targets. SYSTEM_PYTHON=1 uses the current interpreter: no virtual environment, no network.
 .DEFAULT_GOAL := help
-.PHONY: help build demo test test-full test-integrations lint format bench bench-full figures clean
+.PHONY: help build demo test test-full test-integrations lint format bench bench-full bench-machines figures clean
 
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
 
@@ -95,6 +95,9 @@ bench: $(BUILT)  ## measure: five minutes on two cores; rows go to benchmarks/re
 
 bench-full: $(BUILT)  ## the whole sweep: every size, dtype and model
 	$(PYTHON) benchmarks/run_all.py --full $(BENCH)
+
+bench-machines: $(BUILT)  ## training on real models, on this machine and on lesser ones that it emulates: an hour, goes on where it was cut off
+	$(PYTHON) benchmarks/machines.py $(MACHINES)
 
 figures: $(BUILT)  ## the newest results as plots in docs/figures and tables in the README
 	$(PYTHON) benchmarks/plot.py

@@ -117,17 +117,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="tiny models, to try it: nothing is recorded")
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny models, to try it: recorded only by --results"
+    )
     parser.add_argument("--only", help="comma-separated patterns machine/model/precision; all without it")
     parser.add_argument("--minutes", type=float, default=55, help="to take at most (%(default)s)")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the CSV (%(default)s)")
+    parser.add_argument("--results", type=Path, help=f"the CSV ({RESULTS.relative_to(ROOT)})")
     parser.add_argument("--report", action="store_true", help="only the table of what was measured")
     parser.add_argument(
         "--any-sources", action="store_true", help="take older sources' cells as finished too"
     )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "quick.csv") if options.quick else options.results
+        path = options.results or (Path(folder, "quick.csv") if options.quick else RESULTS)
         try:
             kept = Results(path, "cpu", COLUMNS)
         except (OSError, ValueError) as error:

@@ -36,9 +36,10 @@ class Row:
 
     `steps`: micro-batches of a window; `median`, `p20`, `p80`: microseconds of a window. `ratio`: the median
     over rounds of stock's time over this loop's in the same round, above 1 is faster; `low` and `high`: its
-    95 % interval. `way`: which of stock's was fastest. `peak` and `stock_peak`: live bytes. `effects`: what
-    the machine's settings came to. `sources`: a digest of what was measured. A cell, or a machine, that
-    cannot be measured has one row with a note.
+    95 % interval. `way`: which of stock's was fastest. `peak` and `stock_peak`: live bytes. `others`: the
+    share of the CPUs' time that other processes took. `effects`: what the machine's settings came to.
+    `sources`: a digest of what was measured. A cell, or a machine, that cannot be measured has one row with
+    a note.
     """
 
     machine: str
@@ -57,6 +58,7 @@ class Row:
     high: float | None = None
     peak: int | None = None
     stock_peak: int | None = None
+    others: float | None = None
     effects: str = ""
     sources: str = ""
     note: str = ""
@@ -68,7 +70,7 @@ class Row:
 
 COLUMNS = tuple(field.name for field in dataclasses.fields(Row))
 _KINDS = {"steps": int, "rounds": int, "peak": int, "stock_peak": int}
-_KINDS |= dict.fromkeys(("median", "p20", "p80", "ratio", "low", "high"), float)
+_KINDS |= dict.fromkeys(("median", "p20", "p80", "ratio", "low", "high", "others"), float)
 
 
 def sources() -> str:

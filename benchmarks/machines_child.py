@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import functools
 import gc
+import os
 import statistics
 import time
 import traceback
@@ -13,7 +14,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-import machine  # noqa: F401 (before torch, for the threads)
+import common  # before torch, for the threads
 import torch
 from common import Results, first_line, in_turns, quantile
 from machines_cells import COLUMNS, LOOPS, STOCK, Row, interval, ratio, sources
@@ -27,6 +28,25 @@ from zoo import entries
 
 #: The least and the most rounds that are timed: of fewer than seven the interval is no 95 %.
 ROUNDS = (7, 101)
+
+
+class Others:
+    """How much of the CPUs' time other processes take from here on."""
+
+    def __init__(self) -> None:
+        self.start = self._now()
+
+    @staticmethod
+    def _now() -> tuple[float, float, float]:
+        """Seconds: by the clock, of all CPUs at work or held by other guests, and of this process at work."""
+        ticks = [int(text) for text in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+        idle = ticks[3] + ticks[4]  # with waiting for disks
+        return time.monotonic(), (sum(ticks) - idle) / os.sysconf("SC_CLK_TCK"), sum(os.times()[:2])
+
+    def share(self) -> float:
+        """Of the CPUs' time, from 0 to 1."""
+        clock, all_work, own = (after - before for before, after in zip(self.start, self._now(), strict=True))
+        return max(0.0, (all_work - own) / (clock * (os.cpu_count() or 1)))
 
 
 class Turn:
@@ -62,9 +82,11 @@ def cell(training: Training, seconds: float, what: str) -> list[Row]:
     A few rounds of all ways say which of stock's is the fastest; the others are not in the rounds that count.
     """
     stock = STOCK_WAYS[training.precision]
-    end = time.perf_counter() + seconds
     training = dataclasses.replace(training, steps=micro_batches(training, len(stock) + 2, seconds))
     turns = {way.name: Turn(way, training) for way in (*stock, *OURS)}
+    for turn in common.progress(turns.values(), f"{what}, first windows", "loop"):
+        turn()  # what is compiled, tried and allocated once takes no part of the time
+    end = time.perf_counter() + seconds
     trial = in_turns(turns, 3 if len(stock) > 1 else 1, f"{what}, trial")
     medians = {name: statistics.median(times) for name, times in trial.items()}
     best = min(stock, key=lambda way: medians[way.name])
@@ -74,7 +96,9 @@ def cell(training: Training, seconds: float, what: str) -> list[Row]:
     gc.collect()
     one_round = sum(medians[way.name] for way in ways.values())
     rounds = int((end - time.perf_counter()) / one_round) - 1
+    busy = Others()
     times = in_turns(runs, min(max(rounds, ROUNDS[0]), ROUNDS[1]), what)
+    others = busy.share()
     del runs
     gc.collect()
     peaks = {name: peak(way, training) for name, way in ways.items()}
@@ -101,6 +125,7 @@ def cell(training: Training, seconds: float, what: str) -> list[Row]:
                 high=high,
                 peak=peaks[name],
                 stock_peak=peaks[STOCK],
+                others=others,
             )
         )
     return rows
@@ -123,7 +148,7 @@ def measure(
     found = effects()
     wrong = kind.wrong(found)
     told = ", ".join(f"{library}: {what}" for library, what in found.items())
-    common = {"machine": name, "effects": told, "sources": sources()}
+    same = {"machine": name, "effects": told, "sources": sources()}
     for precision in precisions:
         what = f"{name}, {model}, {precision}"
         try:
@@ -134,7 +159,7 @@ def measure(
             with tqdm.external_write_mode():
                 traceback.print_exc()
             rows = [Row("", model, precision, note=f"not run: {first_line(error)}")]
-        rows = [dataclasses.replace(row, **common) for row in rows]
+        rows = [dataclasses.replace(row, **same) for row in rows]
         kept.add(rows)
         figures = [f"{row.loop} {ratio(row)}" for row in rows if row.ratio and row.loop != STOCK]
         tqdm.write(f"{what}: {'; '.join(figures) or rows[0].note}")

@@ -116,8 +116,8 @@ def _lstm(width: int, length: int) -> Entry:
 def _mlp(name: str, width: int, rows: int, compiled: bool = False) -> Entry:
     return Entry(
         name,
-        f"784 features, 3 layers of width {width}, 10 classes; {rows} rows",
-        functools.partial(tables.mlp, (784, width, width, width, 10)),
+        f"784 features, 2 layers of width {width}, 10 classes; {rows} rows",
+        functools.partial(tables.mlp, (784, width, width, 10)),
         _labelled(10, rows, 784),
         cross_entropy,
         (lambda model: [model]) if compiled else None,
@@ -211,10 +211,10 @@ def entries(quick: bool = False) -> dict[str, Entry]:
         ]  # fmt: skip
     else:
         found = [
-            _gpt("gpt-64", 256, 512, 2, 64), _gpt("gpt-256", 256, 512, 2, 256),
-            _gpt("gpt-words", 50_257, 128, 2, 64), _vit(224, 16, 192, 3), _lstm(512, 32),
-            _mlp("mlp", 2048, 8), _conv(32, 32), _unet(32, 32), _moe(256, 8, 64), _t5(4096, 256, 48, 16),
-            _mamba(256, 48), _dlrm(20_000, 64, 128), _gpt("gpt-compiled", 256, 256, 2, 128, True),
-            _mlp("mlp-compiled", 1024, 32, True),
+            _gpt("gpt-64", 256, 512, 1, 64), _gpt("gpt-256", 256, 512, 1, 256),
+            _gpt("gpt-words", 50_257, 64, 2, 64), _vit(112, 16, 192, 3), _lstm(384, 32), _mlp("mlp", 2048, 8),
+            _conv(32, 16), _unet(32, 16), _moe(192, 8, 64), _t5(4096, 192, 32, 16), _mamba(192, 32),
+            _dlrm(10_000, 64, 128), _gpt("gpt-compiled", 256, 256, 2, 64, True),
+            _mlp("mlp-compiled", 1024, 16, True),
         ]  # fmt: skip
     return {entry.name: entry for entry in found}

@@ -1,0 +1,284 @@
+"""The benchmark of emulated machines: its models train, its loops agree, its goals are judged as they say. No
+time is asserted."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("tqdm", reason="the benchmarks show progress by tqdm")
+
+ROOT = Path(__file__).resolve().parent.parent
+MODELS = (
+    "gpt-64", "gpt-256", "gpt-words", "vit", "lstm", "mlp", "conv", "unet", "moe", "t5", "mamba", "dlrm",
+    "gpt-compiled", "mlp-compiled",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _paths(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+
+
+@pytest.fixture
+def loops():
+    return importlib.import_module("machines_loops")
+
+
+@pytest.fixture
+def cells():
+    return importlib.import_module("machines_cells")
+
+
+@pytest.fixture
+def kinds():
+    return importlib.import_module("machines_kinds")
+
+
+def entry(name: str, quick: bool = True):
+    return importlib.import_module("zoo").entries(quick)[name]
+
+
+# The models
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_learns_its_micro_batch(name):
+    of = dataclasses.replace(entry(name), regions=None)
+    torch.manual_seed(0)
+    model = of.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    inputs, targets = of.batch(torch.Generator().manual_seed(0))
+    losses = []
+    for _ in range(20):
+        loss = of.loss(model(*inputs), targets)
+        loss.backward()
+        assert all(p.grad is not None for p in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_both_sizes_have_the_same_models():
+    zoo = importlib.import_module("zoo")
+    assert tuple(zoo.entries(True)) == tuple(zoo.entries()) == MODELS
+    for of in (zoo.entries(True), zoo.entries()):
+        assert [name for name, found in of.items() if found.compiled] == ["gpt-compiled", "mlp-compiled"]
+
+
+# The loops
+
+
+@pytest.mark.parametrize("precision", ["float32", "autocast", "bfloat16", "bfloat16 sums"])
+def test_all_ways_train_alike(loops, precision):
+    training = loops.Training(entry("mlp"), precision, steps=4)
+    data = [training.window(number) for number in range(3)]
+    losses, weights = {}, {}
+    for way in (*loops.STOCK_WAYS[precision], *loops.OURS):
+        loop = way.make(training)
+        losses[way.name] = [loop.update(window).item() for window in data]
+        weights[way.name] = loop.parameters
+        assert {p.dtype for p in loop.parameters} == {training.dtype}
+    first, *others = losses
+    # Norms are summed in different orders, and bfloat16 weights may be rounded to either side of a tie.
+    rounding = 2.0**-6 if precision.startswith("bfloat16") else 2.0**-8 if precision == "autocast" else 1e-5
+    for name in others:
+        assert losses[name][0] == pytest.approx(losses[first][0], rel=0 if name != loops.MODEL else rounding)
+        assert losses[name] == pytest.approx(losses[first], rel=rounding)
+    assert len(set(losses[first])) == 3
+
+
+def test_the_sums_of_stock_are_the_exact_ones(loops, monkeypatch):
+    """Every way of float32 sums clips the same tensors, which are those of a sum in float32."""
+    training = loops.Training(entry("mlp"), "bfloat16", steps=4)
+    window = training.window(0)
+    seen = {}
+    for way in loops.STOCK_WAYS["bfloat16"]:
+        loop = way.make(training)
+        monkeypatch.setattr(
+            loop,
+            "clip",
+            lambda way=way, loop=loop: seen.update({way.name: [t.clone() for t in loop.clipped()]}),
+        )
+        loop.update(window)
+    model = training.model()
+    expected = [torch.zeros_like(p, dtype=torch.float32) for p in model.parameters()]
+    for inputs, targets in window:
+        loss = training.loss(model, inputs, targets) / 4
+        for total, gradient in zip(
+            expected, torch.autograd.grad(loss, list(model.parameters())), strict=True
+        ):
+            total += gradient
+    assert len(seen) == len(loops.STOCK_WAYS["bfloat16"])
+    for found in seen.values():
+        assert all(map(torch.equal, found, expected))
+
+
+def test_stock_clips(loops):
+    training = dataclasses.replace(loops.Training(entry("mlp"), "float32"), steps=2)
+    loop = loops.STOCK_WAYS["float32"][0].make(training)
+    norms = []
+
+    def look(*_):
+        norms.append(torch.nn.utils.get_total_norm([p.grad for p in loop.parameters]).item())
+
+    loop.inner.register_step_pre_hook(look)
+    for parameter in loop.parameters:
+        parameter.grad = torch.ones_like(parameter)
+    loop.step()
+    assert norms == [pytest.approx(loops.MAX_NORM, rel=1e-4)]
+    assert all(p.grad is None for p in loop.parameters)
+
+
+# The machines
+
+
+def test_a_machine_is_left_out_where_the_cpu_has_no_more(kinds):
+    of = {kind.name: kind for kind in kinds.MACHINES}
+    assert not of["native"].left_out(frozenset())
+    assert "none of avx512f" in of["avx2"].left_out(frozenset({"avx2", "fma"}))
+    assert not of["avx2"].left_out(frozenset({"avx2", "avx512f"}))
+    assert not of["baseline"].left_out(frozenset({"avx2"}))
+
+
+def looked_at(kind, tmp_path: Path, **more: str) -> dict[str, str]:
+    """`effects()` of a fresh process that is this machine."""
+    program = "import json, machines_kinds; print(json.dumps(machines_kinds.effects()))"
+    paths = os.pathsep.join([str(ROOT / "benchmarks"), str(ROOT)])
+    environment = {**kind.environment(tmp_path), "PYTHONPATH": paths, **more}
+    found = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    return json.loads(found.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", ["native-1", "avx512", "avx2", "baseline"])
+def test_a_machine_is_what_it_says(kinds, tmp_path, name):
+    (kind,) = [kind for kind in kinds.MACHINES if kind.name == name]
+    if why := kind.left_out(kinds.flags()):
+        pytest.skip(why)
+    found = looked_at(kind, tmp_path)
+    if found["fusedacc"] == "not built":
+        pytest.skip("the library is not built")
+    assert kind.wrong(found) == ""
+    assert found["threads"] == str(kind.threads)
+
+
+def test_nonsense_is_found_out(kinds, tmp_path):
+    (kind,) = [kind for kind in kinds.MACHINES if kind.name == "avx2"]
+    if why := kind.left_out(kinds.flags()):
+        pytest.skip(why)
+    found = looked_at(kind, tmp_path, ONEDNN_MAX_CPU_ISA="AVX_TWO")
+    assert kind.wrong(found).startswith("oneDNN is 'Intel AVX-512")
+
+
+# The goals
+
+
+def row(cells, loop="fusedacc", model="mlp", **values):
+    figures = {"ratio": 1.0, "low": 0.9, "high": 1.1, "peak": 10_000_000, "stock_peak": 10_000_000, **values}
+    return cells.Row("native", model, "float32", loop, **figures)
+
+
+@pytest.mark.parametrize(("count", "place"), [(5, 0), (6, 0), (7, 0), (8, 0), (9, 1), (15, 3), (50, 17)])
+def test_the_interval_is_the_narrowest_of_order_statistics(cells, count, place):
+    values = [float(value) for value in range(count)]
+    assert cells.interval(values[::-1]) == (place, count - 1 - place)
+    outside = 2 * sum(math.comb(count, below) for below in range(place + 1)) / 2**count
+    assert count < 6 or outside <= 0.05
+    assert outside + 2 * math.comb(count, place + 1) / 2**count > 0.05
+
+
+def test_a_loop_falls_short_by_the_upper_end_of_its_interval(cells):
+    assert cells.short(row(cells, ratio=0.9, high=0.979))
+    assert not cells.short(row(cells, ratio=0.9, high=0.98))
+    assert not cells.short(row(cells, loop="stock", high=0.9))
+    assert not cells.large(row(cells, peak=11_000_000))
+    assert cells.large(row(cells, peak=11_000_001))
+    assert not cells.large(row(cells, peak=505_000_000, stock_peak=500_000_000))
+    assert cells.large(row(cells, peak=505_000_001, stock_peak=500_000_000))
+
+
+def test_the_table_names_what_falls_short(cells):
+    text = cells.report(
+        [
+            row(cells, ratio=0.9, high=0.95),
+            row(cells, model="lstm", peak=12_000_000),
+            row(cells, loop=cells.MODEL, ratio=1.2, low=1.1, high=1.3),
+            cells.Row("avx2", note="left out: of course"),
+        ]
+    )
+    assert "fusedacc: worst 0.90 (0.90 to 0.95) of stock's speed (native, mlp, float32), median 0.95" in text
+    assert "below 0.98: native, mlp, float32: 0.90 (0.90 to 0.95)" in text
+    assert "peak above stock's: native, lstm, float32: 12.0 MB, stock 10.0" in text
+    assert "avx2: left out: of course" in text
+    assert "MISSED" not in text
+    assert "1.05: MISSED" in cells.report([row(cells, loop=cells.MODEL)])
+
+
+# The driver
+
+
+def test_a_pattern_chooses_cells_and_a_wrong_one_is_refused():
+    machines = importlib.import_module("machines")
+    assert machines.wanted("avx2/mlp/float32") == [("avx2", "mlp", "float32")]
+    assert {cell[1] for cell in machines.wanted("native/gpt-*")} == {name for name in MODELS if "gpt" in name}
+    assert len(machines.wanted(None)) == 7 * len(MODELS) * 4
+    with pytest.raises(
+        SystemExit, match="'pentium' matches no cell; allowed: native; .* / .*mlp; .* / float32"
+    ):
+        machines.wanted("native,pentium")
+
+
+def test_what_is_finished_is_found_again(cells, tmp_path):
+    results = importlib.import_module("common").Results
+    kept = results(tmp_path / "machines.csv", "cpu", cells.COLUMNS)
+    kept.add([dataclasses.replace(row(cells, ratio=ratio), sources="new") for ratio in (0.5, 0.75)])
+    kept.add([dataclasses.replace(row(cells, model="lstm", steps=8), sources="old")])
+    found = cells.finished(kept.path, kept.conditions, "new")
+    assert {key: row.ratio for key, row in found.items()} == {("native", "mlp", "float32", "fusedacc"): 0.75}
+    every = cells.finished(kept.path, kept.conditions, "")
+    assert every["native", "lstm", "float32", "fusedacc"].steps == 8
+    assert not cells.finished(kept.path, {**kept.conditions, "torch": "1.0"}, "")
+
+
+def test_a_run_is_gone_on_with(cells, tmp_path):
+    path = tmp_path / "machines.csv"
+    command = [sys.executable, str(ROOT / "benchmarks" / "machines.py"), "--results", str(path)]
+    command += ["--only", "native-1/mlp/bfloat16", "--quick"]
+
+    def run() -> subprocess.CompletedProcess:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "passive"}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+
+    first = run()
+    assert "1 cells to measure, 0 there already" in first.stderr
+    before = path.read_text()
+    assert [line.split(",")[3] for line in before.splitlines()[1:]] == [
+        "stock",
+        "fusedacc",
+        "fusedacc model=",
+    ]
+    again = run()
+    assert "0 cells to measure, 1 there already" in again.stderr
+    assert path.read_text() == before
+    assert "fusedacc model=: worst" in again.stdout
+
+
+def test_a_process_that_breaks_down_has_a_row(cells, tmp_path):
+    machines = importlib.import_module("machines")
+    kept = importlib.import_module("common").Results(tmp_path / "machines.csv", "cpu", cells.COLUMNS)
+    machines.run("native", "no model", ["float32"], 1.0, kept, tmp_path, True)
+    (line,) = cells.finished(kept.path, kept.conditions, "").values()
+    assert (line.model, line.note) == ("no model", "not run: its process ended with 1")
