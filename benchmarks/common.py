@@ -148,16 +148,18 @@ def in_turns(
     calls: int = 1,
     timer: Timer = cpu_timer,
 ) -> dict[str, list[float]]:
-    """Seconds of each in each round, by name: once per round, in an order that turns with each round, after
-    one untimed round. `what`: is shown beside the progress.
+    """Seconds of each in each round, by name: once per round, after one untimed round. The order turns with
+    each round, and runs backwards in every second one, so that none always follows the same other. `what`:
+    is shown beside the progress.
     """
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1; got {rounds}")
     times: dict[str, list[float]] = {name: [] for name in runs}
     names = list(runs)
     for index in progress(range(-1, rounds), what, "round"):
-        for turn in range(len(names)):
-            name = names[(index + turn) % len(names)]
+        turn = index % len(names)
+        order = names[turn:] + names[:turn]
+        for name in reversed(order) if index % 2 else order:
             seconds = timer(runs[name], calls)
             if index >= 0:
                 times[name].append(seconds)

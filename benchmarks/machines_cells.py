@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -97,21 +96,7 @@ def finished(path: Path, conditions: dict[str, str], digest: str) -> dict[tuple[
     return found
 
 
-# Statistics
-
-
-def interval(values: Sequence[float], share: float = 0.95) -> tuple[float, float]:
-    """Two of the values that hold the distribution's median between them with at least this probability,
-    whatever the distribution; the least and the largest where there are fewer than six values for 95 %.
-    """
-    ordered, count = sorted(values), len(values)
-    below = 0.0  # that so few values are below the median
-    for outer in range(count // 2 + 1):
-        below += math.comb(count, outer) / 2**count
-        if below > (1 - share) / 2:
-            break
-    outer = max(outer, 1)
-    return ordered[outer - 1], ordered[-outer]
+# Goals
 
 
 def short(row: Row) -> bool:

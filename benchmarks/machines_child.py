@@ -17,7 +17,7 @@ from pathlib import Path
 import common  # before torch, for the threads
 import torch
 from common import Results, first_line, in_turns, quantile
-from machines_cells import COLUMNS, LOOPS, STOCK, Row, interval, ratio, sources
+from machines_cells import COLUMNS, LOOPS, STOCK, Row, ratio, sources
 from machines_kinds import MACHINES, effects
 from machines_loops import OURS, PRECISIONS, STOCK_WAYS, Training
 from peak_kinds import peak_by_kind
@@ -25,6 +25,8 @@ from tqdm import tqdm
 from training import watch
 from training_loops import Way
 from zoo import entries
+
+from fusedacc.commands.bench.timing import interval
 
 #: The least and the most rounds that are timed: of fewer than seven the interval is no 95 %.
 ROUNDS = (7, 101)

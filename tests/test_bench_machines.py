@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
-import math
 import os
 import subprocess
 import sys
@@ -191,15 +190,6 @@ def row(cells, loop="fusedacc", model="mlp", **values):
     return cells.Row("native", model, "float32", loop, **figures)
 
 
-@pytest.mark.parametrize(("count", "place"), [(5, 0), (6, 0), (7, 0), (8, 0), (9, 1), (15, 3), (50, 17)])
-def test_the_interval_is_the_narrowest_of_order_statistics(cells, count, place):
-    values = [float(value) for value in range(count)]
-    assert cells.interval(values[::-1]) == (place, count - 1 - place)
-    outside = 2 * sum(math.comb(count, below) for below in range(place + 1)) / 2**count
-    assert count < 6 or outside <= 0.05
-    assert outside + 2 * math.comb(count, place + 1) / 2**count > 0.05
-
-
 def test_a_loop_falls_short_by_the_upper_end_of_its_interval(cells):
     assert cells.short(row(cells, ratio=0.9, high=0.979))
     assert not cells.short(row(cells, ratio=0.9, high=0.98))
@@ -235,9 +225,7 @@ def test_a_pattern_chooses_cells_and_a_wrong_one_is_refused():
     assert machines.wanted("avx2/mlp/float32") == [("avx2", "mlp", "float32")]
     assert {cell[1] for cell in machines.wanted("native/gpt-*")} == {name for name in MODELS if "gpt" in name}
     assert len(machines.wanted(None)) == 7 * len(MODELS) * 4
-    with pytest.raises(
-        SystemExit, match="'pentium' matches no cell; allowed: native; .* / .*mlp; .* / float32"
-    ):
+    with pytest.raises(SystemExit, match=r"'pentium' matches no cell; allowed: native; .* / gpt-64; .* / fl"):
         machines.wanted("native,pentium")
 
 
@@ -276,9 +264,10 @@ def test_a_run_is_gone_on_with(cells, tmp_path):
     assert "fusedacc model=: worst" in again.stdout
 
 
-def test_a_process_that_breaks_down_has_a_row(cells, tmp_path):
+def test_a_process_that_breaks_down_has_a_row(cells, tmp_path, monkeypatch):
     machines = importlib.import_module("machines")
+    monkeypatch.setattr(machines, "ROOT", tmp_path)  # which holds no script to run
     kept = importlib.import_module("common").Results(tmp_path / "machines.csv", "cpu", cells.COLUMNS)
-    machines.run("native", "no model", ["float32"], 1.0, kept, tmp_path, True)
+    machines.run("native", "mlp", ["float32"], 1.0, kept, tmp_path, True)
     (line,) = cells.finished(kept.path, kept.conditions, "").values()
-    assert (line.model, line.note) == ("no model", "not run: its process ended with 1")
+    assert (line.model, line.note) == ("mlp", "not run: its process ended with 2")
