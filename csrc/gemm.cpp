@@ -99,7 +99,7 @@ Matrix for_blas(AtenTensorHandle tensor, const Argument& operand, OwnedTensor& m
 
 }  // namespace
 
-// stack: accumulator, left, right, scale_tensor, scale, keep_tensor, keep, bfloat16_products.
+// stack: accumulator, left, right, scale_tensor, scale, keep_tensor, keep, way.
 void gemm_accumulate_(StableIValue* stack, uint64_t, uint64_t) {
   const OwnedTensor accumulator_tensor(reinterpret_cast<AtenTensorHandle>(stack[0]));
   const OwnedTensor left_tensor(reinterpret_cast<AtenTensorHandle>(stack[1]));
@@ -123,6 +123,10 @@ void gemm_accumulate_(StableIValue* stack, uint64_t, uint64_t) {
   const Beside beside{"accumulator is", device.type, device.index};
   const ScaleArgument scale = scalar_argument("scale", scale_tensor.get(), number(stack[4]), beside);
   const ScaleArgument keep = scalar_argument("keep", keep_tensor.get(), number(stack[6]), beside);
+  const int64_t way = torch::stable::detail::to<int64_t>(stack[7]);
+  if (way < 0 || way > static_cast<int64_t>(cpu::Way::kRounded)) {
+    fail("way", "is " + std::to_string(way) + "; allowed: those of csrc/cpu/gemm_ways.h");
+  }
   const Matrix sum = matrix(accumulator);
   if (sum.rows == 0 || sum.cols == 0) return;
   const bool row_major = rows_are_dense(sum);
@@ -139,7 +143,7 @@ void gemm_accumulate_(StableIValue* stack, uint64_t, uint64_t) {
   const GemmRequest request = row_major ? GemmRequest{sum, first, second, scale, keep}
                                         : GemmRequest{sum.transposed(), second, first, scale, keep};
   run_on(
-      device, [&] { cpu::run_gemm(request, torch::stable::detail::to<bool>(stack[7])); },
+      device, [&] { cpu::run_gemm(request, static_cast<cpu::Way>(way)); },
       [&] { cuda::run_gemm(request, device.index); });
 }
 

@@ -28,10 +28,10 @@ STABLE_TORCH_LIBRARY(fusedacc, m) {
       "finish_norm(Tensor[] partials, float norm_type=2.0, bool wide=False) -> (Tensor norm, Tensor "
       "found_inf)");
   // accumulator <- keep * accumulator + scale * left^T right; where keep is 0, the accumulator is not read.
-  // bfloat16_products: see csrc/cpu/gemm.h.
+  // way: on a CPU, see csrc/cpu/gemm_ways.h.
   m.def(
       "gemm_accumulate_(Tensor(a!) accumulator, Tensor left, Tensor right, Tensor? scale_tensor=None, "
-      "float scale=1.0, Tensor? keep_tensor=None, float keep=1.0, bool bfloat16_products=False) -> ()");
+      "float scale=1.0, Tensor? keep_tensor=None, float keep=1.0, int way=0) -> ()");
   // Why that cannot run on CUDA tensors; empty where it can.
   m.def("gemm_problem() -> str");
   // For each row that is named and is not `padding` (-1: none): its gradients' sum, or their mean, is added.

@@ -25,8 +25,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import checkpoint_checks as checks
+from . import tuning
 from .arena import Arena
-from .checkpoint_checks import OWN, VERSION
+from .checkpoint_checks import CHOICES, OWN, VERSION
 from .masters import LOW, Masters
 from .slot import Slot
 from .window import Window, fresh_window
@@ -88,6 +89,8 @@ def save(
     partial = include_partial and not window.empty
     own: dict[str, Any] = {"version": VERSION, "counted": window.counted, "reduction": window.reduction}
     own["window"] = window.state() if partial else fresh_window(window.state())
+    if arena.choices:
+        own[CHOICES] = {"processor": tuning.processor(), "ways": dict(arena.choices)}
     if checks.has_torch_form(result):
         own["inner_steps"] = _inner_steps(result["state"])
     slots = _slots_by_index(optimizer, arena)
@@ -98,10 +101,11 @@ def save(
     if partial:
         sums = {index: arena.current(slot) for index, slot in slots.items()}
         own["sums"] = sum(total is not None for total in sums.values())
+        of_window = {key: value for key, value in own.items() if key != CHOICES}
         for index, total in sums.items():
             if total is not None:
                 owed = arena.owed(slots[index])
-                counters = _packed(own | {"delivered": slots[index].delivered, "owed": owed})
+                counters = _packed(of_window | {"delivered": slots[index].delivered, "owed": owed})
                 kept = {SUM: total.detach().clone(), COUNTERS: counters}
                 ours[index] = {**ours.get(index, {}), **kept}
     result[OWN] = own
@@ -286,6 +290,11 @@ def load(
     if window.counted or parts.sums:
         arena.clear()
     window.restore(Window(None, None).state() if parts.own is None else parts.own["window"])
+    choices = (parts.own or {}).get(CHOICES)
+    # On another processor torch's own products have other bits, and what was the fastest need not be so.
+    if choices is not None and choices["processor"] == tuning.processor():
+        arena.choices.clear()
+        arena.choices.update(choices["ways"])
     for name, total in parts.sums.items():
         counters = parts.counters[name]
         arena.restore(slots[name], total, counters["delivered"], counters.get("owed", 1.0))

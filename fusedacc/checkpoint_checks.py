@@ -16,6 +16,8 @@ from .slot import Slot
 from .window import REDUCTIONS, Window, fresh_window
 
 OWN = "fusedacc"
+#: Under `OWN`: what was found out by trial (see `tuning`), and on which processor.
+CHOICES = "choices"
 VERSION = 2
 #: Those that can be read; before 2, sums owed nothing (see `debts`).
 READABLE = (1, VERSION)
@@ -93,6 +95,13 @@ _WINDOW: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
+def _are_choices(value: Any) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("processor"), str):
+        return False
+    ways = value.get("ways")
+    return isinstance(ways, dict) and all(isinstance(name, str) for pair in ways.items() for name in pair)
+
+
 def _check_entries(values: dict[str, Any], rules: Mapping[str, tuple[Callable[[Any], bool], str]]) -> None:
     missing = rules.keys() - values.keys()
     if missing:
@@ -113,6 +122,11 @@ def check_window(own: Any, sums: int, window: Window) -> None:
         allowed = ", ".join(map(str, READABLE))
         raise ValueError(f"state_dict[{OWN!r}] is of version {version!r}; allowed: {allowed}")
     _check_entries(own, _OWN)
+    if CHOICES in own and not _are_choices(own[CHOICES]):
+        raise ValueError(
+            f"state_dict[{OWN!r}] is damaged: {CHOICES} is {own[CHOICES]!r}; allowed: a dict of 'processor', "
+            "a string, and 'ways', a dict of strings"
+        )
     saved = own["window"]
     _check_entries(saved, _WINDOW)
     partial = saved["micro_step"] > 0 or saved["ran"]
@@ -144,7 +158,8 @@ def check_copy(counters: Any, own: dict[str, Any], where: str) -> None:
     """Counters that stand in several places must be of the same window."""
     if not isinstance(counters, dict):
         raise ValueError(f"{where} are damaged")
-    of_window, its = ({key: each.get(key) for key in own.keys() - {"version"}} for each in (own, counters))
+    compared = own.keys() - {"version", CHOICES}
+    of_window, its = ({key: each.get(key) for key in compared} for each in (own, counters))
     if json.dumps(of_window, sort_keys=True) != json.dumps(its, sort_keys=True):
         raise ValueError(f"{where} are of another window")
 

@@ -13,7 +13,7 @@ from .masters import Masters
 from .window import Window, fresh_window
 
 #: What stands beside the wrapper's own attributes.
-NAMES = ("schedule", "reduction", "private", "window", "backend", "masters", "sums", "spent")
+NAMES = ("schedule", "reduction", "private", "window", "backend", "masters", "sums", "spent", "choices")
 
 
 def carried(window: Window, arena: Arena, masters: Masters | None) -> dict[str, Any]:
@@ -32,6 +32,7 @@ def carried(window: Window, arena: Arena, masters: Masters | None) -> dict[str, 
             for slot in arena.slots
         ],
         "spent": arena.spent,
+        "choices": dict(arena.choices),
     }
 
 
@@ -41,6 +42,7 @@ def restore(kept: dict[str, Any], window: Window, arena: Arena, masters: Masters
     for slot, held in zip(arena.slots, kept["sums"], strict=True):
         if held is not None and held[0] is not None:
             arena.restore(slot, *held)
+    arena.choices.update(kept["choices"] or {})
     if kept["spent"]:
         arena.note_spent()
     for slot, master in zip(arena.slots, kept["masters"] or (), strict=False):

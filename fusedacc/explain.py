@@ -115,9 +115,9 @@ def _in_backward(slot: Slot, arena: Arena) -> Route:
     device, gradient, accumulator = slot.lane
     names, ways = [], []
     if "gemm" in slot.paths:
-        product = gemm.select(device, accumulator, gradient, arena.backend)
-        names.append(product.name)
-        ways.append(f"a Linear's product: {product.how}; {product.reason}")
+        name, how = gemm.describe(device, accumulator, gradient, arena.backend, arena.choices)
+        names.append(name)
+        ways.append(f"a Linear's product: {how}")
     if "embedding" in slot.paths:
         lookup = arena.launches.select(slot.lane)
         names.append(lookup.backend.name)

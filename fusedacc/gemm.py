@@ -3,8 +3,10 @@
     accumulator <- keep * accumulator + scale * left^T right
 
 The product is summed in float32 (float64 for float64) and rounded once to the accumulator, with one
-exception: on a CPU with bfloat16 matrix instructions (AMX) a product of bfloat16 is rounded to bfloat16, as
-torch rounds its own, before it is added to a float32 sum. In float32 it would take four times as long there.
+exception: on a CPU that multiplies bfloat16 faster than float32 a product of bfloat16 is rounded to bfloat16,
+as torch rounds its own, before it is added to a float32 sum. Whether it does, a short trial tells
+(`tuning`), by how many tokens there are: AMX is four times as fast from the first one on, the bfloat16
+instructions of AVX-512 twice as fast with many, and without either such products are out of the question.
 
 Who multiplies: on CUDA the extension calls cuBLAS on torch's own handle, so that stream, workspace,
 determinism and TF32 are as torch is set (but 16-bit sums never take its reduced-precision reduction); on the
@@ -14,18 +16,20 @@ CPU it calls torch's BLAS and oneDNN in place. The eager backend is plain torch,
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from . import backends, checks, gemm_eager
+from . import backends, checks, gemm_eager, tuning
 from .gemm_checks import check
+from .gemm_ways import TOKEN_CLASSES, Way, class_of, question_of
 from .plan import bump_versions
 
-#: Tokens for which the extension cuts a float32 product up for its threads, as csrc/cpu/split_tokens.h says.
-SPLIT_TOKENS = range(48, 101)
+#: What csrc/autograd/direct.h calls Multiplier; the operator's ways begin at _OPERATOR.
+_PYTHON, _BLAS, _OPERATOR = 1, 2, 3
 
 Number = gemm_eager.Number
 Run = Callable[[Tensor, Tensor, Tensor, Number, Number], None]
@@ -36,13 +40,15 @@ class Selection:
     """Who multiplies: the backend's name, what it does in words, and why it was chosen.
 
     `run(accumulator, left, right, scale, keep)` is `gemm_accumulate_` without the choice and, for arguments
-    that are sure to be right, without the words of its errors.
+    that are sure to be right, without the words of its errors. `multiplier`: the same way as csrc/autograd/
+    direct.h numbers it.
     """
 
     name: str
     how: str
     reason: str
     run: Run
+    multiplier: int
 
 
 def gemm_accumulate_(
@@ -82,7 +88,8 @@ def gemm_accumulate_(
     if backend == "auto" and not (checks.is_plain(accumulator) and checks.is_plain(left)):
         backend = "eager"
     try:
-        chosen = select(accumulator.device, accumulator.dtype, left.dtype, backend)
+        tokens = left.shape[0]
+        chosen = select(accumulator.device, accumulator.dtype, left.dtype, backend, tokens=tokens)
         if chosen.name == "eager" or 1 not in accumulator.stride():
             check(accumulator, left, right, scale, keep)
         chosen.run(accumulator, left, right, scale, keep)
@@ -96,33 +103,86 @@ def select(
     accumulator_dtype: torch.dtype,
     operand_dtype: torch.dtype,
     backend: str = "auto",
+    *,
+    tokens: int,
+    kept: MutableMapping[str, str] | None = None,
 ) -> Selection:
     """Who multiplies operands of one dtype into an accumulator of another on a device, and why.
+
+    Args:
+        device: where the tensors are.
+        accumulator_dtype: a supported pair with `operand_dtype` (see `checks.PAIRS`).
+        operand_dtype: dtype of both operands.
+        backend: as `gemm_accumulate_` has it.
+        tokens: rows of the operands.
+        kept: answers of trials to stay with, as `tuning.choose` has them.
 
     Raises:
         ValueError: the name, or the value of `FUSEDACC_BACKEND`, is no backend.
         RuntimeError: the backend that was asked for cannot run there.
     """
     name, source = backends.requested(backend)
-    return _select(name, source, device, accumulator_dtype, operand_dtype)
+    name, reason = _who(name, source, device, accumulator_dtype, operand_dtype)
+    if name != "cpu":
+        return _elsewhere(name, reason)
+    question = question_of(accumulator_dtype, operand_dtype, class_of(tokens))
+    if question is None:
+        return _on_cpu(accumulator_dtype, operand_dtype, Way.WHOLE, reason)
+    choice = tuning.choose(question, kept)
+    way = Way[choice.way.upper()]
+    return _on_cpu(accumulator_dtype, operand_dtype, way, f"{reason}; {_because(question, choice)}")
+
+
+def _because(question: tuning.Question, choice: tuning.Choice) -> str:
+    tokens = question.name.partition(", ")[2]
+    figures = ", ".join(f"{way} {own:g} us" for way, own in choice.microseconds.items())
+    return f"with {tokens} {choice.way}: {choice.why}{f' ({figures})' if figures else ''}"
+
+
+def describe(
+    device: torch.device,
+    accumulator_dtype: torch.dtype,
+    operand_dtype: torch.dtype,
+    backend: str,
+    kept: Mapping[str, str],
+) -> tuple[str, str]:
+    """The backend, and in words who multiplies and why, by tokens where it depends; arguments as `select`.
+
+    What is not in `kept` has not come up yet, and is not tried for this.
+    """
+    name, reason = _who(*backends.requested(backend), device, accumulator_dtype, operand_dtype)
+    if name != "cpu":
+        return name, f"{_elsewhere(name, reason).how}; {reason}"
+    by_class, open_questions = [], False
+    for number in range(len(TOKEN_CLASSES) + 1):
+        question = question_of(accumulator_dtype, operand_dtype, number)
+        if question is not None and question.name not in kept:
+            open_questions = True
+        elif question is not None:
+            way = Way[kept[question.name].upper()]
+            how = _on_cpu(accumulator_dtype, operand_dtype, way, "").how
+            by_class.append(f"{how}, {_because(question, tuning.choose(question, dict(kept)))}")
+    if not by_class:
+        how = _on_cpu(accumulator_dtype, operand_dtype, Way.WHOLE, "").how
+        by_class = ["a trial will tell how"] if open_questions else [how]
+    return name, "; ".join([*by_class, reason])
 
 
 @functools.cache
-def _select(
+def _who(
     name: str, source: str, device: torch.device, accumulator: torch.dtype, operand: torch.dtype
-) -> Selection:
+) -> tuple[str, str]:
+    """The backend for a pair, and why."""
     order = ("cuda", "cpu", "eager")
     if name == "auto":
         passed: list[str] = []
         for candidate in order:
             problem = obstacle(candidate, device, accumulator, operand)
             if problem is None:
-                reason = "; ".join([f"first of {', '.join(order)} that can run here", *passed])
-                return _selection(candidate, reason, accumulator, operand)
+                return candidate, "; ".join([f"first of {', '.join(order)} that can run here", *passed])
             passed.append(f"not {candidate}: {problem}")
     if name == "triton":
-        reason = f"chosen by {source}={name!r}, which has no kernel for products"
-        return _selection("eager", reason, accumulator, operand)
+        return "eager", f"chosen by {source}={name!r}, which has no kernel for products"
     problem = obstacle(name, device, accumulator, operand)
     if problem is not None:
         can = [other for other in order if obstacle(other, device, accumulator, operand) is None]
@@ -130,7 +190,7 @@ def _select(
             f"{source}={name!r} cannot add a product of {str(operand)[6:]} into {str(accumulator)[6:]} on "
             f"{device}: {problem}. Allowed here: {', '.join(map(repr, ('auto', *can)))}"
         )
-    return _selection(name, f"chosen by {source}={name!r}", accumulator, operand)
+    return name, f"chosen by {source}={name!r}"
 
 
 def obstacle(
@@ -145,35 +205,32 @@ def obstacle(
     return problem
 
 
-def _selection(name: str, reason: str, accumulator: torch.dtype, operand: torch.dtype) -> Selection:
+def _elsewhere(name: str, reason: str) -> Selection:
     if name == "eager":
-        return Selection(name, "torch's product", reason, gemm_eager.accumulate_)
-    if name == "cuda":
-        return Selection(name, "cuBLAS into the sum", reason, _native)
-    if operand == torch.bfloat16 and _multiplies_bfloat16():
-        run = functools.partial(_native, bfloat16_products=True)
+        return Selection(name, "torch's product", reason, gemm_eager.accumulate_, _PYTHON)
+    return Selection(name, "cuBLAS into the sum", reason, _native, _OPERATOR)
+
+
+def _on_cpu(accumulator: torch.dtype, operand: torch.dtype, way: Way, reason: str) -> Selection:
+    multiplier, run = _OPERATOR + way, _RUNS[way]
+    if way is Way.ROUNDED:
+        how = "oneDNN into the sum"
         if accumulator == torch.float32:
-            return Selection(name, "parts of torch's bfloat16 product, added one by one", reason, run)
-        return Selection(name, "oneDNN into the sum", reason, run)
-    if operand.itemsize > 2 and operand == accumulator:
-        return Selection(name, "BLAS into the sum", reason, _blas)
-    if accumulator.itemsize > 2:
-        return Selection(name, "BLAS into the sum, of operands cast to float32 in parts", reason, _native)
-    return Selection(name, "BLAS into float32 copies of parts of the sum", reason, _native)
-
-
-@functools.cache
-def _multiplies_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 faster than float32: with AMX. By the bfloat16 instructions of
-    AVX-512 alone products take longer, and without either many times as long.
-    """
-    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    return bool(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled and has_amx())
+            how = "parts of torch's bfloat16 product, added one by one"
+    elif way is Way.SPLIT:
+        how = "BLAS into the sum, rows shared out among the threads"
+    elif operand.itemsize > 2 and operand == accumulator:
+        how, multiplier, run = "BLAS into the sum", _BLAS, _blas
+    elif accumulator.itemsize > 2:
+        how = "BLAS into the sum, of operands cast to float32 in parts"
+    else:
+        how = "BLAS into float32 copies of parts of the sum"
+    return Selection("cpu", how, reason, run, multiplier)
 
 
 def _blas(accumulator: Tensor, left: Tensor, right: Tensor, scale: Number, keep: Number) -> None:
     # The operator reads tensors without a word to the dispatcher; torch's own call costs the host less.
-    if isinstance(scale, Tensor) or isinstance(keep, Tensor) or left.shape[0] in SPLIT_TOKENS:
+    if isinstance(scale, Tensor) or isinstance(keep, Tensor):
         _native(accumulator, left, right, scale, keep)
     elif torch.is_grad_enabled():
         with torch.no_grad():
@@ -182,22 +239,13 @@ def _blas(accumulator: Tensor, left: Tensor, right: Tensor, scale: Number, keep:
         accumulator.addmm_(left.t(), right, beta=keep, alpha=scale)
 
 
-def native_multiplier(run: Run) -> int:
-    """The same way of multiplying as `Multiplier` in csrc/autograd/direct.h numbers it; 0 for others."""
-    if run is _blas:
-        return 1
-    if run is _native:
-        return 2
-    return 3 if isinstance(run, functools.partial) and run.func is _native else 0
-
-
 def _native(
     accumulator: Tensor,
     left: Tensor,
     right: Tensor,
     scale: Number,
     keep: Number,
-    bfloat16_products: bool = False,
+    way: int = Way.WHOLE,
 ) -> None:
     if left.shape[0] == 0:
         gemm_eager.keep_only(accumulator, keep)
@@ -206,10 +254,14 @@ def _native(
     numbers = *_number(scale), *_number(keep)
     if torch.is_grad_enabled():
         with torch.no_grad():
-            operator(accumulator, left, right, *numbers, bfloat16_products)
+            operator(accumulator, left, right, *numbers, way)
     else:
-        operator(accumulator, left, right, *numbers, bfloat16_products)
+        operator(accumulator, left, right, *numbers, way)
     bump_versions([accumulator])
+
+
+#: The operator by each of its ways.
+_RUNS: dict[Way, Run] = {way: functools.partial(_native, way=int(way)) for way in Way}
 
 
 def _number(value: Number) -> tuple[Tensor | None, float]:
@@ -220,28 +272,24 @@ def _traced(
     accumulator: Tensor, left: Tensor, right: Tensor, scale: Number, keep: Number, backend: str
 ) -> None:
     """The graph under `torch.compile`: one operator, or plain torch for the compiler to fuse."""
-    name = _traced_name(accumulator.device, accumulator.dtype, left.dtype, backend)
+    name, way = _traced_way(accumulator.device, accumulator.dtype, left.dtype, backend)
     with torch.no_grad():
         if left.shape[0] == 0:
             gemm_eager.keep_only(accumulator, keep)
         elif name in ("cuda", "cpu"):
             numbers = *_number(scale), *_number(keep)
-            flag = _multiplies_bfloat16_traced()
-            torch.ops.fusedacc.gemm_accumulate_(accumulator, left, right, *numbers, flag)
+            torch.ops.fusedacc.gemm_accumulate_(accumulator, left, right, *numbers, way)
         else:
             gemm_eager.by_parts(accumulator, left, right, scale, keep, accumulator.numel())
 
 
-def _traced_name(
+def _traced_way(
     device: torch.device, accumulator_dtype: torch.dtype, operand_dtype: torch.dtype, backend: str
-) -> str:
-    return select(device, accumulator_dtype, operand_dtype, backend).name
-
-
-def _multiplies_bfloat16_traced() -> bool:
-    return _multiplies_bfloat16()
+) -> tuple[str, int]:
+    """The backend, and the operator's way, which is that of many tokens: a graph may serve any number."""
+    chosen = select(device, accumulator_dtype, operand_dtype, backend, tokens=sys.maxsize)
+    return chosen.name, max(0, chosen.multiplier - _OPERATOR)
 
 
 # As in `plan.traced_backend`: evaluated while tracing.
-_traced_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_multiplies_bfloat16_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_traced_way._dynamo_marked_constant = True  # type: ignore[attr-defined]

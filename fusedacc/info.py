@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import backends, checks, native_hooks, ops, reference
+from . import backends, checks, gemm_ways, native_hooks, ops, reference, tuning
 from .optimizer import AccumulatingOptimizer
 
 _ELEMENTS = 1000
@@ -117,6 +117,23 @@ def _hooks() -> dict[str, Any]:
     }
 
 
+def _choices() -> dict[str, Any]:
+    """What trials have found on this machine; what nobody has asked yet is asked now."""
+    try:
+        fixed = tuning.fixed_by()
+        if ops.load_error() is None:
+            for question in gemm_ways.questions():
+                tuning.choose(question)
+    except ValueError as problem:
+        return {"problem": str(problem)}
+    return {
+        "machine": tuning.machine(),
+        "fixed_by": fixed,
+        "kept_in": tuning.kept_where(),
+        "found": [] if fixed else tuning.report(),
+    }
+
+
 def collect() -> dict[str, Any]:
     """All that `info` prints, as plain values: versions, the library, each backend on each device."""
     problem = ops.load_error()
@@ -133,6 +150,7 @@ def collect() -> dict[str, Any]:
         "hooks": _hooks(),
         native_hooks.VARIABLE: os.environ.get(native_hooks.VARIABLE),
         backends.VARIABLE: os.environ.get(backends.VARIABLE),
+        "choices": _choices(),
         "devices": [
             {
                 "device": str(device),
@@ -147,10 +165,26 @@ def collect() -> dict[str, Any]:
 
 def healthy(facts: dict[str, Any]) -> bool:
     """Whether every trial run gave the right sums, a wrapper has hooks, and "auto" a backend everywhere."""
-    return facts["hooks"]["native"] is not None and all(
-        device["auto"]["backend"] is not None and not any(row["failures"] for row in device["backends"])
-        for device in facts["devices"]
+    return (
+        facts["hooks"]["native"] is not None
+        and "problem" not in facts["choices"]
+        and all(
+            device["auto"]["backend"] is not None and not any(row["failures"] for row in device["backends"])
+            for device in facts["devices"]
+        )
     )
+
+
+def _render_choices(choices: dict[str, Any]) -> list[str]:
+    if "problem" in choices:
+        return [f"choices: {choices['problem']}"]
+    if choices["fixed_by"]:
+        return [f"choices: by the processor's features, since {choices['fixed_by']} forbids trials"]
+    lines = [f"choices by trial, kept in {choices['kept_in']}", f"  on {choices['machine']}"]
+    for found in choices["found"]:
+        times = ", ".join(f"{way} {own:g} us" for way, own in found["microseconds"].items())
+        lines.append(f"  {found['question']}: {found['way']}, {found['why']} ({times})")
+    return lines
 
 
 def render(facts: dict[str, Any]) -> str:
@@ -173,6 +207,7 @@ def render(facts: dict[str, Any]) -> str:
     kind = {True: "native", False: "in Python", None: "none"}[hooks["native"]]
     lines.append(f"hooks: {kind} ({hooks['why']})")
     lines += [f"{name}: {facts[name] or 'not set'}" for name in (native_hooks.VARIABLE, backends.VARIABLE)]
+    lines += ["", *_render_choices(facts["choices"])]
     for device in facts["devices"]:
         threads = f", {facts['threads']} threads" if device["device"] == "cpu" else ""
         auto = device["auto"]

@@ -195,7 +195,7 @@ def _register_fakes() -> None:
         scale: float = 1.0,
         keep_tensor: Tensor | None = None,
         keep: float = 1.0,
-        bfloat16_products: bool = False,
+        way: int = 0,
     ) -> None:
         torch._check(accumulator.dim() == left.dim() == right.dim() == 2, lambda: "fusedacc: not matrices")
         for size, other in (

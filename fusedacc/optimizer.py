@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from . import backends, checkpoint, copying, torch_kernels
+from . import backends, checkpoint, copying, torch_kernels, tuning
 from .arena import Arena
 from .capture import Capture
 from .counted import CountedLoop
@@ -62,9 +62,9 @@ class AccumulatingOptimizer(Delegate, Progress):
 
     Raises:
         TypeError: `optimizer` is no `torch.optim.Optimizer`, or an argument is of the wrong kind.
-        ValueError: an argument has a value that is not allowed, a parameter is in another live wrapper, an
-            L-BFGS is to be counted (it evaluates its closure many times per step), or `optimizer` updates
-            inside the backward (optimi's `gradient_release`).
+        ValueError: an argument or FUSEDACC_TUNE has a value that is not allowed, a parameter is in another
+            live wrapper, an L-BFGS is to be counted (it evaluates its closure many times per step), or
+            `optimizer` updates inside the backward (optimi's `gradient_release`).
         RuntimeError: the backend asked for cannot run here.
     """
 
@@ -102,6 +102,7 @@ class AccumulatingOptimizer(Delegate, Progress):
                 "L-BFGS, which evaluates its closure many times per step; allowed: None (the manual loop)"
             )
         backends.requested(backend)
+        tuning.fixed_by()
         clipping = check_settings(max_grad_norm, norm_type)
         finishing = (*clipping, bool(skip_nonfinite))
         if not isinstance(model, torch.nn.Module | None):
@@ -358,6 +359,7 @@ class AccumulatingOptimizer(Delegate, Progress):
         try:
             checkpoint.load(self.optimizer, self._window, self._arena, self._masters, state_dict)
         finally:
+            self._roster.forget_choices()
             self._capture.rearm(self._slots if self._masters is not None else ())
             self._capture.refresh()
 

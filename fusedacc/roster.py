@@ -50,6 +50,11 @@ class Roster:
         """Have those modules of `model` that can add gradients of these parameters to the sums."""
         self._replacements = Replacements(model, capture)
 
+    def forget_choices(self) -> None:
+        """Have the modules ask anew what was found out by trial."""
+        if self._replacements is not None:
+            self._replacements.forget_choices()
+
     def restore_modules(self) -> None:
         """Give every module its own forward back."""
         if self._replacements is not None:

@@ -34,6 +34,8 @@ class Sums:
         self.slots = slots
         self.visible = visible
         self.backend = backend
+        #: What was found out by trial and changes bits, by question (see `tuning`): it stays as it is.
+        self.choices: dict[str, str] = {}
         self.any_delivered = False
         #: Counted loop: whether an update has consumed the sums that stand in p.grad.
         self.spent = False

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from answers import answer
 from cases import PAIR_IDS
 from gemm_cases import (
     GEMM_PAIRS,
@@ -23,21 +24,21 @@ from gemm_cases import (
 from loops import NoHostRead
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fusedacc import checks, gemm, gemm_eager, ops
+from fusedacc import checks, gemm, gemm_eager, gemm_ways, ops
 from fusedacc.gemm import gemm_accumulate_
+from fusedacc.gemm_ways import TOKEN_CLASSES, Way
 from fusedacc.traffic import TrafficMeter
 
 ROOT = Path(__file__).resolve().parents[1]
 BACKENDS = [name for name in ("cpu", "eager") if name == "eager" or ops.load_error() is None]
 native = pytest.mark.skipif(ops.load_error() is not None, reason=str(ops.load_error()))
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
-PRODUCTS = {"BLAS": False, "oneDNN": True}
 
 
-def operator(accumulator, left, right, scale=1.0, keep=1.0, *, bfloat16_products=False):
-    """The operator itself, either way, whatever this processor would choose."""
+def operator(accumulator, left, right, scale=1.0, keep=1.0, *, way=Way.WHOLE):
+    """The operator itself, any way, whatever this processor would choose."""
     numbers = [argument for value in (scale, keep) for argument in gemm._number(value)]
-    torch.ops.fusedacc.gemm_accumulate_(accumulator, left, right, *numbers, bfloat16_products)
+    torch.ops.fusedacc.gemm_accumulate_(accumulator, left, right, *numbers, int(way))
 
 
 def ways():
@@ -45,15 +46,15 @@ def ways():
     found = [pytest.param(functools.partial(gemm_accumulate_, backend=name), id=name) for name in BACKENDS]
     if ops.load_error() is None:
         found += [
-            pytest.param(functools.partial(operator, bfloat16_products=flag), id=f"operator {name}")
-            for name, flag in PRODUCTS.items()
+            pytest.param(functools.partial(operator, way=way), id=f"operator {way.name.lower()}")
+            for way in Way
         ]
     return found
 
 
 def rounds(way, left, accumulator):
     """The dtype to which this way may round the product."""
-    may = way.keywords.get("bfloat16_products") or way.keywords.get("backend") == "cpu"
+    may = way.keywords.get("way") == Way.ROUNDED or way.keywords.get("backend") == "cpu"
     return BF16 if may and left.dtype == BF16 and accumulator.dtype == F32 else None
 
 
@@ -120,17 +121,28 @@ def test_what_is_cut_up_for_threads(way, pair, layout, generator):
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        for tokens in (gemm.SPLIT_TOKENS[0], gemm.SPLIT_TOKENS[-1]):
+        for tokens in (48, 100):
             run(way, matrices(pair, (650, 30, tokens), generator, (layout, "rows", "rows")), 0.3, 0.5)
             run(way, matrices(pair, (30, 650, tokens), generator, (layout, "rows", "rows")), 0.3, 0.0)
     finally:
         torch.set_num_threads(threads)
 
 
-def test_split_tokens_are_the_extensions():
-    source = (ROOT / "csrc" / "cpu" / "split_tokens.h").read_text()
-    first, last = re.search(r"return (\d+) <= tokens && tokens <= (\d+);", source).groups()
-    assert range(int(first), int(last) + 1) == gemm.SPLIT_TOKENS
+def test_ways_and_classes_are_the_extensions():
+    source = (ROOT / "csrc" / "cpu" / "gemm_ways.h").read_text()
+    names = re.search(r"enum class Way : int64_t \{ ([\w, ]+) \};", source)[1].split(", ")
+    assert names == [f"k{way.name.title()}" for way in sorted(Way)]
+    classes = re.search(r"kTokenClasses\[\] = \{([\d, ]+)\};", source)[1].split(", ")
+    assert tuple(map(int, classes)) == TOKEN_CLASSES
+
+
+@native
+def test_a_way_that_there_is_not_is_refused_before_anything_is_written():
+    accumulator = torch.zeros(2, 2)
+    for way in (-1, len(Way)):
+        with pytest.raises(RuntimeError, match=f"way is {way}; allowed"):
+            operator(accumulator, torch.ones(1, 2), torch.ones(1, 2), way=way)
+    assert accumulator.eq(0).all()
 
 
 @pytest.mark.parametrize("way", ways())
@@ -153,7 +165,7 @@ def test_rounded_products_are_stocks_bit_for_bit(generator):
     """As a loop that adds bfloat16 gradients into float32 sums, where one part holds all."""
     accumulator, left, right = matrices((BF16, F32), (64, 128, 64), generator)
     expected = accumulator + left.t() @ right
-    operator(accumulator, left, right, bfloat16_products=True)
+    operator(accumulator, left, right, way=Way.ROUNDED)
     assert torch.equal(accumulator, expected)
 
 
@@ -239,28 +251,51 @@ def test_bytes(pair, generator):
 
 def test_selection_says_who_and_why(monkeypatch):
     cpu = torch.device("cpu")
-    assert gemm.select(cpu, F32, F32, "eager").reason == "chosen by backend='eager'"
-    asked = gemm.select(cpu, F32, F32, "triton")
+    assert gemm.select(cpu, F32, F32, "eager", tokens=5).reason == "chosen by backend='eager'"
+    asked = gemm.select(cpu, F32, F32, "triton", tokens=5)
     assert asked.name == "eager"
     assert asked.reason == "chosen by backend='triton', which has no kernel for products"
-    chosen = gemm.select(cpu, F32, F32)
+    chosen = gemm.select(cpu, F32, F32, tokens=5)
     assert "not cuda: " in chosen.reason
     if ops.load_error() is None:
         assert (chosen.name, chosen.how) == ("cpu", "BLAS into the sum")
     monkeypatch.setenv("FUSEDACC_BACKEND", "eager")
-    assert gemm.select(cpu, F32, F32).reason == "chosen by FUSEDACC_BACKEND='eager'"
+    assert gemm.select(cpu, F32, F32, tokens=5).reason == "chosen by FUSEDACC_BACKEND='eager'"
 
 
 @native
+@pytest.mark.parametrize("has", [True, False])
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
-def test_bfloat16_products_where_the_processor_has_them(pair, monkeypatch):
-    monkeypatch.setattr(gemm, "_multiplies_bfloat16", lambda: True)
-    gemm._select.cache_clear()
-    how = gemm.select(torch.device("cpu"), pair[1], pair[0]).how
-    assert ("bfloat16 product" in how) == (pair == (BF16, F32))
-    assert ("oneDNN" in how) == (pair == (BF16, BF16))
-    monkeypatch.undo()
-    gemm._select.cache_clear()
+def test_without_trials_the_processor_says_whether_products_are_rounded(pair, has, monkeypatch):
+    monkeypatch.setattr(gemm_ways, "_multiplies_bfloat16", lambda: has)
+    how = gemm.select(torch.device("cpu"), pair[1], pair[0], tokens=200).how
+    assert ("bfloat16 product" in how) == (has and pair == (BF16, F32))
+    assert ("oneDNN" in how) == (has and pair == (BF16, BF16))
+
+
+@native
+@pytest.mark.parametrize("question", gemm_ways.questions(), ids=lambda question: question.name)
+def test_every_answer_to_every_question_is_followed(question, generator):
+    """And what a trial times is what is then run."""
+    operand, accumulator = (
+        getattr(torch, name) for name in re.match(r"product of (\w+) into (\w+),", question.name).groups()
+    )
+    number = [gemm_ways.in_words(n) for n in range(4)].index(question.name.partition(", ")[2])
+    tokens = (8, 32, 64, 192)[number]
+    for run in question.trial().values():
+        run()
+    results = {}
+    for way in question.ways:
+        with answer(question.name, way):
+            chosen = gemm.select(torch.device("cpu"), accumulator, operand, tokens=tokens)
+            assert way in chosen.reason
+            tensors = matrices((operand, accumulator), (600, 40, tokens), generator)
+            before = tensors[0].clone()
+            chosen.run(*tensors, 0.5, 0.25)
+        rounded = BF16 if way == "rounded" and accumulator == F32 else None
+        assert_is_product(tensors[0], before, *tensors[1:], 0.5, 0.25, product_dtype=rounded)
+        results[way] = chosen.multiplier
+    assert len(set(results.values())) == len(question.ways)
 
 
 def test_refused_backends():
@@ -372,12 +407,12 @@ def test_the_operator_checks_by_itself(arguments, says):
 
 
 @native
-@pytest.mark.parametrize("flag", PRODUCTS.values(), ids=PRODUCTS)
-def test_opcheck(flag, generator):
+@pytest.mark.parametrize("way", Way)
+def test_opcheck(way, generator):
     for pair in GEMM_PAIRS:
         tensors = matrices(pair, (5, 7, 3), generator, ("columns", "rows", "gaps"))
         for numbers in ((None, 0.3, None, 0.0), (torch.tensor(0.3), 1.0, torch.tensor(0.5), 1.0)):
-            torch.library.opcheck(torch.ops.fusedacc.gemm_accumulate_.default, (*tensors, *numbers, flag))
+            torch.library.opcheck(torch.ops.fusedacc.gemm_accumulate_.default, (*tensors, *numbers, int(way)))
 
 
 @native

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from answers import trials
 
 import fusedacc
-from fusedacc import __main__, backends, info, native_hooks, ops
+from fusedacc import __main__, backends, gemm_ways, info, native_hooks, ops, tuning
 
 PACKAGE = Path(fusedacc.__file__).parent
 
@@ -51,6 +52,38 @@ def test_text_names_everything(capsys):
         reason = backends.obstacle(name, torch.device("cpu"), torch.float32, torch.float32)
         line = next(line for line in text.splitlines() if line.startswith(f"  {name:<7}"))
         assert line.endswith(reason or "right for every dtype pair")
+
+
+@pytest.mark.skipif(ops.load_error() is not None, reason=str(ops.load_error()))
+def test_what_trials_have_found_is_shown_with_its_figures(capsys, tmp_path):
+    with trials(FUSEDACC_CACHE=str(tmp_path)):
+        assert __main__.main(["info", "--json"]) == 0
+        choices = json.loads(capsys.readouterr().out)["choices"]
+        assert __main__.main(["info"]) == 0
+        text = capsys.readouterr().out
+    assert {found["question"] for found in choices["found"]} == {
+        asked.name for asked in gemm_ways.questions()
+    }
+    for found in choices["found"]:
+        assert f"  {found['question']}: {found['way']}, {found['why']} (" in text
+        assert all(f"{way} {own:g} us" in text for way, own in found["microseconds"].items())
+    assert f"choices by trial, kept in {tmp_path / tuning.FILE}" in text
+
+
+def test_without_trials_it_says_so(capsys):
+    assert __main__.main(["info"]) == 0
+    assert (
+        "choices: by the processor's features, since FUSEDACC_TUNE=0 forbids trials"
+        in capsys.readouterr().out
+    )
+
+
+def test_a_wrong_variable_is_named(capsys, monkeypatch):
+    monkeypatch.setenv(tuning.VARIABLE, "maybe")
+    assert __main__.main(["info"]) == 1
+    assert "choices: FUSEDACC_TUNE='maybe': allowed are '0'" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="FUSEDACC_TUNE='maybe'"):
+        fusedacc.AccumulatingOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))
 
 
 def test_json_says_the_same(capsys):

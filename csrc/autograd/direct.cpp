@@ -7,7 +7,6 @@
 
 #include <utility>
 
-#include "../cpu/split_tokens.h"
 #include "../pairs.h"
 
 namespace fusedacc::autograd {
@@ -145,15 +144,14 @@ bool Direct::multiply(int task, int64_t index, const at::Tensor& left, const at:
   if (!are_pair(left, sum) || left.is_alias_of(sum) || right.is_alias_of(sum)) return false;
   if (by == Multiplier::kBlas && left.scalar_type() != sum.scalar_type()) return false;
   const double keep = keeps_[index];
-  const int64_t tokens = left.size(0);
-  if (tokens == 0 || (by == Multiplier::kBlas && keep != 1 && keep != 0)) return false;
-  if (by == Multiplier::kBlas && !cpu::are_split_tokens(tokens)) {
+  if (left.size(0) == 0 || (by == Multiplier::kBlas && keep != 1 && keep != 0)) return false;
+  if (by == Multiplier::kBlas) {
     sum.addmm_(left.t(), right, keep, scale_);
   } else {
     static const auto operation = library_operator("fusedacc::gemm_accumulate_");
     torch::jit::Stack stack;
     torch::jit::push(stack, sum, left, right, c10::IValue(), scale_, c10::IValue(), keep,
-                     by == Multiplier::kOperatorBfloat16);
+                     static_cast<int64_t>(by) - static_cast<int64_t>(Multiplier::kOperator));
     operation.callBoxed(stack);
   }
   note(index, sum);

@@ -24,8 +24,9 @@ bool same_layout(const at::Tensor& a, const at::Tensor& b);
 // The number of a dtype in pairs.h, or -1.
 int32_t dtype_number(at::ScalarType dtype);
 
-// Who adds a product to a sum: torch's own call, or libfusedacc.so's operator.
-enum class Multiplier : int8_t { kUnknown, kBlas, kOperator, kOperatorBfloat16 };
+// Who adds a product to a sum: nobody has said so yet, Python, torch's own call, or libfusedacc.so's
+// operator, whose way number w is kOperator + w.
+enum class Multiplier : int8_t { kUnknown, kPython, kBlas, kOperator };
 
 // What one wrapper allows while one graph task runs. The sums are known weakly: they live and die elsewhere.
 class Direct {

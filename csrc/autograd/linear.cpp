@@ -15,16 +15,18 @@ using torch::autograd::variable_list;
 constexpr uint32_t kInput = 0, kWeight = 1, kBias = 2;
 constexpr size_t kArguments = 6;
 
-at::Tensor as_rows(const at::Tensor& tensor) {
-  return tensor.reshape({c10::multiply_integers(tensor.sizes().slice(0, tensor.dim() - 1)), tensor.size(-1)});
+int64_t tokens(const at::Tensor& tensor) {
+  return c10::multiply_integers(tensor.sizes().slice(0, tensor.dim() - 1));
 }
+
+at::Tensor as_rows(const at::Tensor& tensor) { return tensor.reshape({tokens(tensor), tensor.size(-1)}); }
 
 // Adds left^T right to the weight's sum; false where autograd is to have it.
 bool adds(const Destination& destination, const at::Tensor& left, const at::Tensor& right) {
   const Call* call = destination.call();
   if (call == nullptr) return false;
-  const Multiplier by = call->site->multiplier(left.scalar_type(), call->entry->sum_dtype);
-  if (by != Multiplier::kUnknown) {
+  const Multiplier by = call->site->multiplier(left.scalar_type(), call->entry->sum_dtype, left.size(0));
+  if (by > Multiplier::kPython) {
     const at::Tensor* weight = destination.weight();
     const int task = torch::autograd::get_current_graph_task_id();
     if (weight && call->entry->direct->multiply(task, call->entry->index, left, right, *weight, by))
@@ -98,7 +100,9 @@ at::Tensor product(const c10::intrusive_ptr<Site>& site, const std::shared_ptr<E
                     (!bias.has_value() ||
                      (is_plain(*bias) && bias->dim() == 1 && bias->scalar_type() == weight.scalar_type())) &&
                     (used.has_value() || !at::autocast::is_autocast_enabled(input.device().type()));
-  return fits ? Product::apply(input, weight, bias, used, site, entry) : at::Tensor();
+  // Before a graph is made: a trial may tell, and where the backward runs it would be in its way.
+  const bool known = fits && site->multiplier(dtype, entry->sum_dtype, tokens(input)) != Multiplier::kUnknown;
+  return known ? Product::apply(input, weight, bias, used, site, entry) : at::Tensor();
 }
 
 }  // namespace fusedacc::autograd

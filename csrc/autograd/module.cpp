@@ -117,9 +117,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::class_<Site, c10::intrusive_ptr<Site>>(module, "Site")
       .def(py::init(
           [](py::object site, bool transposed) { return c10::make_intrusive<Site>(site.ptr(), transposed); }))
-      .def("set_multiplier", [](Site& site, at::ScalarType operand, at::ScalarType sum, int multiplier) {
-        site.set_multiplier(operand, sum, static_cast<Multiplier>(multiplier));
-      });
+      .def("set_multiplier",
+           [](Site& site, at::ScalarType operand, at::ScalarType sum, int64_t tokens, int multiplier) {
+             site.set_multiplier(operand, sum, tokens, static_cast<Multiplier>(multiplier));
+           })
+      .def("forget_multipliers", &Site::forget_multipliers);
   module.def(
       "product",
       [](const c10::intrusive_ptr<Site>& site, const std::shared_ptr<Entry>& entry, const at::Tensor& input,

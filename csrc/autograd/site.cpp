@@ -20,14 +20,28 @@ Site::~Site() {
   Py_DECREF(python_);
 }
 
-void Site::set_multiplier(at::ScalarType operand, at::ScalarType sum, Multiplier multiplier) {
+namespace {
+
+// The place of a product in the table of multipliers; -1 where there is none for such dtypes.
+int32_t place(at::ScalarType operand, at::ScalarType sum, int64_t tokens) {
   const int32_t from = dtype_number(operand), to = dtype_number(sum);
-  if (from >= 0 && to >= 0) multipliers_[4 * from + to] = multiplier;
+  return from < 0 || to < 0 ? -1 : (4 * from + to) * cpu::kClasses + cpu::class_of(tokens);
 }
 
-Multiplier Site::multiplier(at::ScalarType operand, at::ScalarType sum) const {
-  const int32_t from = dtype_number(operand), to = dtype_number(sum);
-  return from < 0 || to < 0 ? Multiplier::kUnknown : multipliers_[4 * from + to].load();
+}  // namespace
+
+void Site::set_multiplier(at::ScalarType operand, at::ScalarType sum, int64_t tokens, Multiplier multiplier) {
+  const int32_t where = place(operand, sum, tokens);
+  if (where >= 0) multipliers_[where] = multiplier;
+}
+
+Multiplier Site::multiplier(at::ScalarType operand, at::ScalarType sum, int64_t tokens) const {
+  const int32_t where = place(operand, sum, tokens);
+  return where < 0 ? Multiplier::kPython : multipliers_[where].load();
+}
+
+void Site::forget_multipliers() {
+  for (auto& multiplier : multipliers_) multiplier = Multiplier::kUnknown;
 }
 
 namespace {

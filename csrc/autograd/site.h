@@ -8,6 +8,7 @@
 
 #include <array>
 
+#include "../cpu/gemm_ways.h"
 #include "hook.h"
 
 namespace fusedacc::autograd {
@@ -19,9 +20,11 @@ class Site : public torch::CustomClassHolder {
   Site(PyObject* python, bool transposed);
   ~Site() override;
 
-  // How products of operands of this dtype are added into sums of that one.
-  void set_multiplier(at::ScalarType operand, at::ScalarType sum, Multiplier multiplier);
-  Multiplier multiplier(at::ScalarType operand, at::ScalarType sum) const;
+  // How products of operands of this dtype and so many tokens are added into sums of that dtype.
+  void set_multiplier(at::ScalarType operand, at::ScalarType sum, int64_t tokens, Multiplier multiplier);
+  Multiplier multiplier(at::ScalarType operand, at::ScalarType sum, int64_t tokens) const;
+  // From now on nobody has said so.
+  void forget_multipliers();
 
   // Python's answer: whether the weight's gradient is done with, which is left^T right, or for an Embedding
   // the rows of `right` at the indices `left`. armed: the graph ends in the hooked node. options: of the
@@ -36,7 +39,7 @@ class Site : public torch::CustomClassHolder {
 
  private:
   PyObject* const python_;
-  std::array<std::atomic<Multiplier>, 16> multipliers_{};
+  std::array<std::atomic<Multiplier>, 16 * cpu::kClasses> multipliers_{};
 };
 
 // One call of the module, as its backward remembers it.

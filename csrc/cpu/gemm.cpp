@@ -8,7 +8,6 @@
 
 #include "../stable_arguments.h"
 #include "run.h"
-#include "split_tokens.h"
 
 namespace fusedacc::cpu {
 namespace {
@@ -90,13 +89,12 @@ void multiply_rows(int64_t begin, int64_t end, void* opaque) {
   }
 }
 
-void multiply(const Matrix& sum, const Matrix& left, const Matrix& right, double keep, double scale) {
+void multiply_split(const Matrix& sum, const Matrix& left, const Matrix& right, double keep, double scale) {
   const int64_t parts = (sum.rows + kSplitRows - 1) / kSplitRows;
   uint32_t threads = 1;
   FUSEDACC_SHIM(torch_get_num_threads(&threads));
-  const bool few = are_split_tokens(left.rows);
   // Fewer parts would leave threads without work.
-  if (sum.dtype == Dtype::kFloat32 && few && parts >= 2 * static_cast<int64_t>(threads)) {
+  if (parts >= 2 * static_cast<int64_t>(threads)) {
     Product all{sum, left, right, keep, scale};
     FUSEDACC_SHIM(torch_parallel_for(0, parts, 1, multiply_rows, &all));
   } else {
@@ -116,7 +114,7 @@ void multiply_cast(const Matrix& sum, const Matrix& left, const Matrix& right, d
     const Matrix right_part = right_room.matrix(count, right.cols);
     copy(left_part, left.part(first, count, 0, left.cols));
     copy(right_part, right.part(first, count, 0, right.cols));
-    multiply(sum, left_part, right_part, first == 0 ? keep : 1.0, scale);
+    multiply_whole(sum, left_part, right_part, first == 0 ? keep : 1.0, scale);
     first += count;
   } while (first < left.rows);
 }
@@ -165,7 +163,7 @@ void add(const Matrix& sum, const Matrix& product, double scale, double keep) {
 void add_rounded(const GemmRequest& request, double keep, double scale) {
   by_parts(request, Dtype::kBFloat16,
            [&](const Matrix& sum, const Matrix& left, const Matrix& right, const Matrix& product) {
-             multiply(product, left, right, 0, 1);
+             multiply_whole(product, left, right, 0, 1);
              add(sum, product, scale, keep);
            });
 }
@@ -176,7 +174,7 @@ void add_narrow(const GemmRequest& request, double keep, double scale) {
            [&](const Matrix& sum, const Matrix& left, const Matrix& right, const Matrix& wide) {
              if (keep != 0) copy(wide, sum);
              if (left.dtype == Dtype::kFloat32) {
-               multiply(wide, left, right, keep, scale);
+               multiply_whole(wide, left, right, keep, scale);
              } else {
                multiply_cast(wide, left, right, keep, scale);
              }
@@ -186,14 +184,16 @@ void add_narrow(const GemmRequest& request, double keep, double scale) {
 
 }  // namespace
 
-void run_gemm(const GemmRequest& request, bool bfloat16_products) {
+void run_gemm(const GemmRequest& request, Way way) {
   const double scale = read_scale<double>(request.scale), keep = read_scale<double>(request.keep);
   const Dtype sum = request.accumulator.dtype, operands = request.left.dtype;
   const bool wide = sum == Dtype::kFloat32 || sum == Dtype::kFloat64;
-  const bool direct = bfloat16_products && operands == Dtype::kBFloat16;
-  if (sum == operands && (wide || direct)) {
-    multiply(request.accumulator, request.left, request.right, keep, scale);
-  } else if (direct && wide) {
+  const bool rounded = way == Way::kRounded && operands == Dtype::kBFloat16;
+  if (way == Way::kSplit && sum == operands && sum == Dtype::kFloat32) {
+    multiply_split(request.accumulator, request.left, request.right, keep, scale);
+  } else if (sum == operands && (wide || rounded)) {
+    multiply_whole(request.accumulator, request.left, request.right, keep, scale);
+  } else if (rounded && wide) {
     add_rounded(request, keep, scale);
   } else if (wide) {
     multiply_cast(request.accumulator, request.left, request.right, keep, scale);

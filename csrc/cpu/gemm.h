@@ -2,11 +2,11 @@
 #pragma once
 
 #include "../gemm.h"
+#include "gemm_ways.h"
 
 namespace fusedacc::cpu {
 
-// bfloat16_products: bfloat16 operands are multiplied as torch multiplies them, which rounds the product to
-// bfloat16 before it is added to a float32 sum; else they are cast to float32 first.
-void run_gemm(const GemmRequest& request, bool bfloat16_products);
+// A way that does not fit the dtypes is taken as kWhole.
+void run_gemm(const GemmRequest& request, Way way);
 
 }  // namespace fusedacc::cpu

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from .. import gemm, native_hooks
 from ..capture import Capture
 from ..checks import PAIRS
+from ..gemm_ways import class_of
 from ..slot import Slot
 from .site import ORDINARY, Site, adds
 
@@ -35,16 +36,25 @@ class LinearSite(Site):
             self._recorded = native.product
         self._cast: tuple[Callable[[], Tensor | None], tuple] = (_nothing, ())
 
-    def product(self, operand: torch.dtype) -> gemm.Run | None:
-        """What multiplies operands of a dtype into the sum; None where nothing does."""
+    def product(self, operand: torch.dtype, tokens: int) -> gemm.Run | None:
+        """What multiplies operands of a dtype and so many tokens into the sum; None where nothing does."""
         lane = self.slot.lane
-        known = self._products.get((lane, operand))
-        if known is None and (operand, lane[2]) in PAIRS:
-            known = gemm.select(lane[0], lane[2], operand, self.backend).run
-            self._products[lane, operand] = known
+        asked = lane, operand, class_of(tokens)
+        known = self._products.get(asked)
+        capture = self._capture()
+        if known is None and capture is not None and (operand, lane[2]) in PAIRS:
+            arena = capture.arena
+            chosen = gemm.select(lane[0], lane[2], operand, arena.backend, tokens=tokens, kept=arena.choices)
+            known = self._products[asked] = chosen.run
             if self._native is not None:
-                self._native.set_multiplier(operand, lane[2], gemm.native_multiplier(known))
+                self._native.set_multiplier(operand, lane[2], tokens, chosen.multiplier)
         return known
+
+    def forget_choices(self) -> None:
+        """Ask anew how to multiply: a checkpoint has brought other answers."""
+        self._products.clear()
+        if self._native is not None:
+            self._native.forget_multipliers()
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """The weight in another dtype: the last cast, while a graph still holds it and it is up to date.
@@ -64,7 +74,7 @@ class LinearSite(Site):
 
         armed: the graph ends in the node that carries the weight's hook.
         """
-        multiply, capture = self.product(left.dtype), self._capture()
+        multiply, capture = self.product(left.dtype, left.shape[0]), self._capture()
         if multiply is None or capture is None or not armed:
             return False
 
@@ -110,8 +120,9 @@ class LinearSite(Site):
             )
         ):
             return type(module).forward(module, input)  # which knows what to make of it, or how to refuse
-        if hook is not None and self._recorded is not None and dtype is not weight.dtype:
-            used = self.cast(weight, dtype)
+        multiply = self.product(dtype, shape[:-1].numel())
+        if multiply is not None and hook is not None and self._recorded is not None:
+            used = None if dtype is weight.dtype else self.cast(weight, dtype)
             output = self._recorded(self._native, hook, input, weight, bias, used)
             if output is not None:
                 return output
@@ -174,7 +185,7 @@ class Product(torch.autograd.Function):
             if rows is not gradient:
                 of_input = of_input.view(input.shape)
         left, right = (inputs, rows) if site.transposed else (rows, inputs)
-        multiply = site.product(left.dtype)
+        multiply = site.product(left.dtype, left.shape[0])
 
         def write(total: Tensor, scale: float | Tensor, keep: float | Tensor) -> None:
             assert multiply is not None

@@ -69,6 +69,11 @@ class Replacements:
             for _, _, name in self._places_of(slot)[:1]:
                 slot.name = name
 
+    def forget_choices(self) -> None:
+        """What was found out by trial is to be asked anew."""
+        for site in self._sites.values():
+            site.forget_choices()
+
     def _search(self) -> None:
         """Note where each parameter is: a search for each group that is added would be too much."""
         self._places: dict[int, list[tuple[weakref.ref[nn.Module], str, str]]] = {}

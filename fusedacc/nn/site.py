@@ -77,6 +77,9 @@ class Site:
         # torch.export asks a model's forward for the names of its arguments.
         return self._stock.__code__
 
+    def forget_choices(self) -> None:
+        """Ask anew what was found out by trial, if anything."""
+
     def install(self) -> None:
         """Take the place of the module's forward."""
         self._entries = {"forward": self} | {name: Copying(self, name) for name in COPYING}

@@ -203,12 +203,12 @@ def test_bytes(pair, generator):
 
 def test_selection():
     device = torch.device("cuda", 0)
-    assert gemm.select(device, F32, BF16).name == "cuda"
-    refused = gemm.select(device, BF16, F32)
+    assert gemm.select(device, F32, BF16, tokens=5).name == "cuda"
+    refused = gemm.select(device, BF16, F32, tokens=5)
     assert refused.name == "eager"
     assert "not cuda: cuBLAS adds no product of float32 into bfloat16" in refused.reason
     with pytest.raises(RuntimeError, match="Allowed here: 'auto', 'eager'"):
-        gemm.select(device, BF16, F32, "cuda")
+        gemm.select(device, BF16, F32, "cuda", tokens=5)
 
 
 def test_a_sum_that_32_bits_cannot_index():

@@ -1,0 +1,389 @@
+"""Choices by trial: who decides, what is remembered where, and that nothing of a trial is seen outside."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import multiprocessing
+import os
+import time
+
+import pytest
+import torch
+from answers import answer, trials
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fusedacc import AccumulatingOptimizer, gemm_ways, ops, tuning
+from fusedacc.tuning import Choice, Question, choose, decide
+
+BF16 = torch.bfloat16
+needs_library = pytest.mark.skipif(ops.load_error() is not None, reason=str(ops.load_error()))
+
+
+def question(*, slow="first", calls=None, name="how", fixed="first"):
+    """Two ways of which one sleeps. `calls`: is told of every trial."""
+
+    def trial():
+        if calls is not None:
+            calls.append(name)
+        return {way: (lambda way=way: time.sleep(0.002 if way == slow else 0)) for way in ("first", "second")}
+
+    return Question(name, ("first", "second"), fixed, trial)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv(tuning.VARIABLE, "1")
+    monkeypatch.setenv(tuning.FOLDER, str(tmp_path / "cache"))
+    monkeypatch.setattr(tuning, "_found", {})
+    return tmp_path / "cache"
+
+
+def written(folder):
+    return json.loads((folder / tuning.FILE).read_text())[tuning.machine()]
+
+
+def test_the_faster_way_is_found_once_and_kept(folder):
+    calls = []
+    found = choose(question(calls=calls))
+    assert (found.way, found.why) == ("second", "the fastest in a trial")
+    assert found.microseconds["first"] >= 2000 > found.microseconds["second"]
+    assert choose(question(calls=calls, slow="second")) is found
+    assert len(calls) == 1
+    entry = written(folder)["how"]
+    assert (entry["way"], entry["microseconds"]) == ("second", dict(found.microseconds))
+    assert tuning.report() == [
+        {"question": "how", "way": "second", "why": found.why, "microseconds": dict(found.microseconds)}
+    ]
+    tuning.forget()  # as in another process
+    assert choose(question(calls=calls, slow="second")) == found
+    assert len(calls) == 1
+
+
+def test_an_answer_is_of_the_machine_it_was_found_on(folder, monkeypatch):
+    assert choose(question()).way == "second"
+    monkeypatch.setattr(tuning, "machine", lambda: "another")
+    assert choose(question(slow="second")).way == "first"
+    assert {
+        name: entry["how"]["way"] for name, entry in json.loads((folder / tuning.FILE).read_text()).items()
+    } == {
+        "another": "first",
+        **{name: "second" for name in json.loads((folder / tuning.FILE).read_text()) if name != "another"},
+    }
+
+
+def test_threads_and_limits_make_another_machine(monkeypatch):
+    names = {tuning.machine()}
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    names.add(tuning.machine())
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        names.add(tuning.machine())
+    finally:
+        torch.set_num_threads(threads)
+    with torch.backends.mkldnn.flags(enabled=False):
+        names.add(tuning.machine())
+    assert len(names) == 4
+
+
+def test_the_first_to_write_is_followed(folder):
+    calls = []
+    asked = question(calls=calls)
+
+    def trial():
+        # Another process is done while this one still tries.
+        tuning._save(tuning.machine(), asked, Choice("first", "somebody else's trial"))
+        return asked.trial()
+
+    assert choose(Question("how", asked.ways, "first", trial)).why == "somebody else's trial"
+    assert written(folder)["how"]["way"] == "first"
+
+
+def _choose_there(folder, name):
+    os.environ |= {tuning.VARIABLE: "1", tuning.FOLDER: folder}
+    choose(question(name=name))
+
+
+def test_processes_that_write_at_once_lose_nothing(folder):
+    names = [f"how {index}" for index in range(6)]
+    context = multiprocessing.get_context("spawn")
+    workers = [context.Process(target=_choose_there, args=(str(folder), name)) for name in names]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(120)
+    assert [worker.exitcode for worker in workers] == [0] * len(names)
+    stored = json.loads((folder / tuning.FILE).read_text())
+    assert sorted(itertools.chain.from_iterable(stored.values())) == names
+    assert sorted(path.name for path in folder.iterdir()) == [tuning.FILE, f"{tuning.FILE}.lock"]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"x": 3}', '{"MACHINE": {"how": {"way": "third"}}}'])
+def test_a_damaged_file_is_written_anew(folder, content):
+    folder.mkdir()
+    (folder / tuning.FILE).write_text(content.replace("MACHINE", tuning.machine()))
+    assert choose(question()).way == "second"
+    assert written(folder)["how"]["way"] == "second"
+
+
+def test_a_folder_that_cannot_be_written_leaves_answers_to_the_process(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(tuning, "_unsaved", "")
+    with trials(FUSEDACC_CACHE=str(tmp_path / "file" / "below")):
+        calls = []
+        assert choose(question(calls=calls)).way == choose(question(calls=calls)).way == "second"
+        assert len(calls) == 1
+        assert "not written: NotADirectoryError" in tuning.kept_where()
+
+
+def test_where_it_is_kept(monkeypatch):
+    monkeypatch.delenv(tuning.FOLDER, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert str(tuning.folder()) == "/somewhere/fusedacc"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/she")
+    assert str(tuning.folder()) == "/home/she/.cache/fusedacc"
+
+
+# Who decides
+
+
+def test_the_environment_and_determinism_forbid_trials(folder, monkeypatch):
+    calls = []
+    torch.use_deterministic_algorithms(True)
+    try:
+        chosen = choose(question(calls=calls), {"how": "second"})
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert chosen.way == "first"
+    assert "torch.use_deterministic_algorithms forbids trials" in chosen.why
+    monkeypatch.setenv(tuning.VARIABLE, "0")
+    assert "FUSEDACC_TUNE=0 forbids" in choose(question(calls=calls)).why
+    assert not calls
+    assert not folder.exists()
+    monkeypatch.setenv(tuning.VARIABLE, "yes")
+    with pytest.raises(ValueError, match="FUSEDACC_TUNE='yes': allowed are '0'"):
+        choose(question(calls=calls))
+
+
+def test_what_somebody_keeps_is_kept(folder):
+    kept = {"how": "first"}
+    assert choose(question(), kept).way == "first"
+    assert choose(question(name="other"), kept).way == "second"
+    assert kept == {"how": "first", "other": "second"}
+    assert choose(question(), {"how": "of a later release"}).way == "second"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "way"),
+    [
+        ([1.0] * 8, [0.9] * 8, "second"),
+        ([1.0] * 8, [0.97] * 8, "first"),
+        ([1.0] * 8, [1.2] * 8, "first"),
+        ([1.0] * 8, [0.5] * 5 + [2.0] * 3, "first"),
+        ([1.0] * 8, [9.0], "first"),
+        ([9.0], [1.0] * 8, "second"),
+    ],
+)
+def test_only_what_is_beyond_doubt_replaces_the_fixed_way(first, second, way):
+    assert decide(question(), {"first": first, "second": second}).way == way
+
+
+def test_a_hopeless_way_is_left_out_early():
+    calls = {"fast": 0, "slow": 0}
+
+    def run(name, seconds):
+        calls[name] += 1
+        time.sleep(seconds)
+
+    times = tuning.time_ways({"fast": lambda: run("fast", 0.0005), "slow": lambda: run("slow", 0.02)})
+    assert calls["slow"] == 2
+    assert decide(question(), {"first": times["slow"], "second": times["fast"]}).way == "second"
+
+
+def test_a_trial_is_seen_by_nobody(folder):
+    """Neither modes nor the generator nor autograd know of it, whatever it comes up in the middle of."""
+
+    class Counting(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            type(self).calls += 1
+            return func(*args, **(kwargs or {}))
+
+    seen = []
+
+    def trial():
+        def run():
+            x = torch.ones(3, 3, device="cpu", requires_grad=True)
+            product = x @ x
+            seen.append((product.dtype, product.requires_grad, product.is_inference()))
+
+        return {"first": run, "second": run}
+
+    asked = Question("how", ("first", "second"), "first", trial)
+    state = torch.get_rng_state()
+    with Counting(), torch.device("meta"), torch.autocast("cpu", BF16), torch.inference_mode():
+        choose(asked)
+    assert set(seen) == {(torch.float32, False, False)}
+    assert Counting.calls == 0
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_question_within_a_trial_takes_the_fixed_way(folder):
+    inner = []
+    asked = question(name="inner")
+
+    def trial():
+        inner.append(choose(asked).why)
+        return asked.trial()
+
+    choose(Question("outer", asked.ways, "first", trial))
+    assert inner == ["inside of a trial"]
+    assert set(written(folder)) == {"outer"}
+
+
+# In a wrapper
+
+SMALL = "product of bfloat16 into float32, 1 to 16 tokens"
+MANY = "product of bfloat16 into float32, over 100 tokens"
+
+
+def made(seed=0):
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(96, 200), torch.nn.Tanh(), torch.nn.Linear(200, 96)).to(BF16)
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return model, AccumulatingOptimizer(inner, 2, model=model)
+
+
+def train(model, optimizer, batches):
+    for batch in batches:
+        model(batch).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def batches(tokens, count=6):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(tokens, 96, generator=generator).to(BF16) for _ in range(count)]
+
+
+def same(ours, others):
+    return all(map(torch.equal, ours, others))
+
+
+@needs_library
+def test_ways_differ_in_bits_and_a_wrapper_stays_with_its_own():
+    ends = {}
+    for way in ("whole", "rounded"):
+        with answer(MANY, way):
+            model, optimizer = made()
+            train(model, optimizer, batches(150)[:3])
+        with answer(MANY, "rounded" if way == "whole" else "whole"):
+            ends[way] = train(model, optimizer, batches(150)[3:])
+            assert optimizer._arena.choices == {MANY: way}
+        with answer(MANY, way):
+            model, optimizer = made()
+            assert same(ends[way], train(model, optimizer, batches(150)))
+    assert not same(ends["whole"], ends["rounded"])
+
+
+@needs_library
+@pytest.mark.parametrize("top_level", [True, False], ids=["whole", "as distributed checkpoint keeps it"])
+@pytest.mark.parametrize("way", ["whole", "rounded"])
+def test_what_resumes_goes_on_with_the_choices_it_began_with(way, top_level):
+    """Bit for bit, in mid-window, though this process would choose the other way."""
+    with answer(MANY, way):
+        model, optimizer = made()
+        whole = train(model, optimizer, batches(150))
+        model, optimizer = made()
+        train(model, optimizer, batches(150)[:3])
+        saved = optimizer.state_dict()
+    assert saved["fusedacc"]["choices"]["ways"] == {MANY: way}
+    with answer(MANY, "rounded" if way == "whole" else "whole"):
+        assert copy.deepcopy(optimizer)._arena.choices == {MANY: way}
+        second, resumed = made(seed=5)
+        second.load_state_dict(model.state_dict())
+        train(second, resumed, batches(150)[:2])  # it has chosen by then
+        assert resumed._arena.choices[MANY] != way
+        second.load_state_dict(model.state_dict())
+        if not top_level:
+            saved = {key: value for key, value in saved.items() if key != "fusedacc"}
+        resumed.load_state_dict(saved)
+        assert same(whole, train(second, resumed, batches(150)[3:]))
+
+
+@needs_library
+def test_choices_of_another_processor_are_not_taken():
+    with answer(MANY, "rounded"):
+        model, optimizer = made()
+        train(model, optimizer, batches(150))
+        saved = optimizer.state_dict()
+    saved["fusedacc"]["choices"]["processor"] = "another"
+    with answer(MANY, "whole"):
+        second, resumed = made()
+        resumed.load_state_dict(saved)
+        train(second, resumed, batches(150))
+        assert resumed._arena.choices == {MANY: "whole"}
+
+
+@pytest.mark.parametrize(
+    "choices", [3, {"ways": {}}, {"processor": "x", "ways": []}, {"processor": "x", "ways": {"how": 1}}]
+)
+def test_damaged_choices_are_refused_before_anything_is_changed(choices):
+    _, optimizer = made()
+    saved = optimizer.state_dict()
+    saved["fusedacc"]["choices"] = choices
+    with pytest.raises(ValueError, match="choices is"):
+        optimizer.load_state_dict(saved)
+    assert optimizer._arena.choices == {}
+
+
+@needs_library
+def test_every_class_of_tokens_is_asked_about_once_and_explained():
+    with answer(SMALL, "whole", MANY, "rounded"):
+        model, optimizer = made()
+        train(model, optimizer, [*batches(8), *batches(150)])
+        assert optimizer._arena.choices == {SMALL: "whole", MANY: "rounded"}
+        said = optimizer.explain()
+    assert "with 1 to 16 tokens whole: says the test" in said
+    assert "with over 100 tokens rounded: says the test" in said
+    _, fresh = made()
+    assert "a trial will tell how" in fresh.explain()
+
+
+@needs_library
+@pytest.mark.parametrize("native", ["0", "1"])
+@pytest.mark.parametrize("way", ["whole", "rounded"])
+@pytest.mark.parametrize("tokens", [8, 40, 64, 150])
+def test_each_way_trains_as_stock_does(way, tokens, native, monkeypatch):
+    """`rounded` bit for bit: it multiplies and adds as stock does with float32 sums."""
+    monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", native)
+    name = f"product of bfloat16 into float32, {gemm_ways.in_words(gemm_ways.class_of(tokens))}"
+    with answer(name, way):
+        model, optimizer = made()
+        ours = train(model, optimizer, batches(tokens))
+        assert optimizer._arena.choices == {name: way}
+    torch.manual_seed(0)
+    stock = torch.nn.Sequential(torch.nn.Linear(96, 200), torch.nn.Tanh(), torch.nn.Linear(200, 96)).to(BF16)
+    for parameter in stock.parameters():
+        parameter.grad_dtype = torch.float32
+    inner = torch.optim.AdamW(stock.parameters(), lr=1e-2)
+    for index, batch in enumerate(batches(tokens)):
+        stock(batch).float().square().mean().backward()
+        if index % 2:
+            for parameter in stock.parameters():
+                total = parameter.grad / 2
+                parameter.grad, parameter.grad_dtype = None, None
+                parameter.grad = total.to(BF16)
+            inner.step()
+            for parameter in stock.parameters():
+                parameter.grad, parameter.grad_dtype = None, torch.float32
+    for own, its in zip(ours, stock.parameters(), strict=True):
+        if way == "rounded":
+            assert torch.equal(own, its)
+        else:
+            assert torch.allclose(own.float(), its.float(), atol=5e-2)
