@@ -16,9 +16,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from answers import trials
 
 import fusedacc
-from fusedacc import __main__, backends, gemm_eager
+from fusedacc import __main__, backends, gemm_eager, ops, tuning
 from fusedacc.commands import bench
 from fusedacc.commands.bench import cases, conditions, measuring, models, plot, report, timing
 from fusedacc.commands.bench.lists import Additions
@@ -263,13 +264,9 @@ def test_wrong_results_are_told_and_fail(monkeypatch, capsys, tiny, broken, name
         monkeypatch.setattr(eager, "norm_partials", lambda tensors, norm_type: one[None])
     elif broken == "products":
         monkeypatch.setattr(gemm_eager, "accumulate_", lambda acc, left, right, scale, keep: acc.add_(1))
-        fusedacc.gemm._select.cache_clear()
     else:
         monkeypatch.setattr(eager, "accumulate_rows_", lambda table, *_: table[0].add_(1))
-    try:
-        assert __main__.main(["bench"]) == 1
-    finally:
-        fusedacc.gemm._select.cache_clear()
+    assert __main__.main(["bench"]) == 1
     text = capsys.readouterr().out
     ending = text[text.index("WRONG RESULTS") :]
     assert named in ending
@@ -395,7 +392,7 @@ def test_the_table_and_its_ending(capsys, tiny):
 def test_json_is_all_that_is_printed(capsys, tiny):
     assert __main__.main(["bench", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert set(found) == {"machine", "effort", "seconds", "cases", "tuning"}
+    assert set(found) == {"machine", "effort", "seconds", "cases", "choices"}
     assert found["effort"] == "tiny"
     assert found["machine"]["torch"] == torch.__version__
     assert {
@@ -478,6 +475,26 @@ def test_a_wrong_variable_is_refused_before_anything_is_measured(monkeypatch, ca
     monkeypatch.setenv(backends.VARIABLE, "cuda")
     assert __main__.main(["bench", "--device", "cpu"]) == 2
     assert "FUSEDACC_BACKEND='cuda' cannot run float32 into float32 on cpu: " in capsys.readouterr().err
+
+
+def test_a_wrong_word_on_trials_is_refused_before_anything_is_measured(monkeypatch, capsys, nothing_measured):
+    monkeypatch.setenv(tuning.VARIABLE, "no")
+    assert __main__.main(["bench"]) == 2
+    assert "FUSEDACC_TUNE='no': allowed are '0'" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(ops.load_error() is not None, reason=f"{ops.load_error()}")
+def test_what_trials_have_found_is_told(monkeypatch, tmp_path, capsys, tiny):
+    with trials(**{tuning.FOLDER: str(tmp_path)}):
+        assert __main__.main(["bench", "--device", "cpu"]) == 0
+        asked = tuning.report()
+    text = capsys.readouterr().out
+    assert asked
+    told = text[text.index("\nchosen by trial\n") : text.index("\nnot measured\n")]
+    for found in asked:
+        assert f"  {found['question']}: {found['way']}, {found['why']} (" in told
+    assert __main__.main(["bench", "--device", "cpu"]) == 0
+    assert "  nothing: FUSEDACC_TUNE=0 forbids trials" in capsys.readouterr().out
 
 
 def test_stopping_it_is_no_traceback(monkeypatch, capsys, tiny):

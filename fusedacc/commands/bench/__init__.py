@@ -11,13 +11,14 @@ import contextlib
 import json
 import sys
 import time
+import warnings
 from collections import deque
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 
-from ... import backends
+from ... import backends, tuning
 from . import cases, conditions, measuring, plot, report, timing
 
 #: Exit statuses: a result is wrong; an argument or variable is; the user has stopped it.
@@ -66,7 +67,8 @@ def run(options: argparse.Namespace) -> int:
     device = options.device or _device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         backends.select(device, torch.float32, torch.float32)
-    except (RuntimeError, ValueError) as problem:  # by FUSEDACC_BACKEND
+        tuning.fixed_by()
+    except (RuntimeError, ValueError) as problem:  # by FUSEDACC_BACKEND or FUSEDACC_TUNE
         print(f"python -m fusedacc bench: error: {problem}", file=sys.stderr)
         return MISUSED
     effort = timing.FULL if options.full else timing.SHORT
@@ -87,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def collect(device: torch.device, effort: timing.Effort, stream: TextIO | None = None) -> dict[str, Any]:
-    """All figures as plain values: `machine`, `effort`, `seconds`, `tuning`, `cases` (`measuring.measure`).
+    """All figures as plain values: `machine`, `effort`, `seconds`, `choices`, `cases` (`measuring.measure`).
 
     Args:
         device: where to measure.
@@ -104,7 +106,8 @@ def collect(device: torch.device, effort: timing.Effort, stream: TextIO | None =
         print(report.beginning(found), file=stream, flush=True)
     on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     forked = torch.random.fork_rng([device] if device.type == "cuda" else [])
-    with on_device, forked, report.Progress(sys.stderr) as progress:
+    with warnings.catch_warnings(), on_device, forked, report.Progress(sys.stderr) as progress:
+        warnings.filterwarnings("ignore", "Sparse invariant checks")  # they are left out on purpose
         torch.manual_seed(0)
         names = measuring.our_backends(device, effort.name)
         works = deque(cases.of(effort.name, device, measuring.limit(device)))
@@ -117,6 +120,6 @@ def collect(device: torch.device, effort: timing.Effort, stream: TextIO | None =
             if stream is not None:
                 progress.clear()
                 print(report.table(case), file=stream, flush=True)
-    found["tuning"] = report.tuning()
+    found["choices"] = report.choices()
     found["seconds"] = time.perf_counter() - start
     return found

@@ -61,7 +61,8 @@ def of(effort: str, device: torch.device, limit: int) -> Iterable[Work]:
     listed |= _SMALL | (_SMALLER if full else {})
     of_models = dict(_cut(*item, limit) for item in (_MODELS | (_LARGE_MODELS if large else {})).items())
     for name, shapes in (listed | of_models).items():
-        for pair in (*PAIRS, *(OTHER_PAIRS if full else ())):
+        is_large = name in _LARGE_ONES or name.startswith(tuple(_LARGE_MODELS))
+        for pair in (*PAIRS, *(OTHER_PAIRS if full and not is_large else ())):
             yield Additions(name, shapes, *pair, device, compiled=full and pair in PAIRS)
             if full and pair in PAIRS and name in (_SMALL | _SMALLER):
                 yield Additions(name, shapes, *pair, device, warm=True)
@@ -69,7 +70,9 @@ def of(effort: str, device: torch.device, limit: int) -> Iterable[Work]:
         for dtype in (_F32, *([_BF16] if full else [])):
             yield Norms(name, shapes, dtype, device)
     for tokens in (16, 64, 256, 1024) if full else (64, 1024):
-        for pair in (*PAIRS, *(OTHER_PAIRS if full else ())):
+        # Many tokens in float16 take a CPU seconds.
+        others = full and (device.type == "cuda" or tokens <= 64)
+        for pair in (*PAIRS, *(OTHER_PAIRS if others else ())):
             yield Products(tokens, *_LAYER, *pair, device)
     for tokens in (64, 1024, 8192) if full else (1024,):
         for pair in PAIRS if full else PAIRS[:1]:

@@ -84,7 +84,7 @@ class Products(Work):
         )
 
     def chosen(self) -> tuple[str, str]:
-        found = gemm.select(self.device, self.accumulator, self.operand)
+        found = gemm.select(self.device, self.accumulator, self.operand, tokens=self.shape[0])
         return f"{found.name} ({found.how})", found.reason
 
     def ways(self, backends: Sequence[str]) -> list[Way]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, TextIO
 
+from ... import tuning
 from .measuring import NOT_MEASURED, WRONG, Entry, fastest
 from .work import OURS, STOCK
 
@@ -41,9 +42,20 @@ class Progress:
             self.stream.flush()
 
 
-def tuning() -> Any:
-    """What `fusedacc.tuning` chose on this machine by trial; None as long as there is nothing to tell."""
-    return None
+def choices() -> dict[str, Any]:
+    """What `fusedacc.tuning` has `found` by trial in this run; `fixed_by`: what forbids trials."""
+    fixed = tuning.fixed_by()
+    return {"fixed_by": fixed, "found": [] if fixed else tuning.report()}
+
+
+def _choices(choices: dict[str, Any]) -> list[str]:
+    if choices["fixed_by"]:
+        return [f"nothing: {choices['fixed_by']} forbids trials, the processor's features decide"]
+    lines = []
+    for found in choices["found"]:
+        times = ", ".join(f"{way} {own:g} us" for way, own in found["microseconds"].items())
+        lines.append(f"{found['question']}: {found['way']}, {found['why']} ({times})")
+    return lines
 
 
 def beginning(found: dict[str, Any]) -> str:
@@ -188,8 +200,7 @@ def ending(found: dict[str, Any]) -> str:
                 slower.append(f"{case['what']}, {case['title']}: {entry['name']}: {_speed(entry)}")
     lines += _block("slower than the best of stock", slower or ["nothing"])
     lines += _block("chosen", chosen(found))
-    if found["tuning"] is not None:
-        lines += _block("chosen by trial", [str(found["tuning"])])
+    lines += _block("chosen by trial", _choices(found["choices"]))
     lines += _block("not measured", [f"{', '.join(n)}: {r}" for r, n in not_measured(found).items()])
     lines += _block("WRONG RESULTS", wrong(found))
     lines += ["", f"{found['seconds']:.0f} seconds"]

@@ -16,8 +16,8 @@ Run = Callable[[], object]
 
 OURS, STOCK, YARDSTICK = "fusedacc", "stock", "yardstick"
 
-#: Elements that are filled, or compared with the reference, at a time.
-BLOCK = 2**20
+#: Elements that are filled, or compared with the reference, at a time: few enough for a cache.
+BLOCK = 2**18
 
 
 @dataclass(frozen=True)
