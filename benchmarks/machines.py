@@ -18,12 +18,16 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import functools
+import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+# Else this process is pinned to a core when torch is loaded, and what it starts is with it.
+os.environ["OMP_PROC_BIND"] = "false"
 
 from common import Results
 from machine import ROOT

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from common import read
@@ -27,6 +27,8 @@ SOURCES = ("fusedacc/**/*.py", "csrc/**/*", "benchmarks/machines*.py", "benchmar
 SOURCES += ("benchmarks/training_loops.py", "examples/demo/model.py")
 
 Key = tuple[str, str, str]
+#: Of the CSV, as text by column.
+Line = Mapping[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,20 +82,28 @@ def sources() -> str:
     return digest.hexdigest()[:12]
 
 
-def finished(path: Path, conditions: dict[str, str], digest: str) -> dict[tuple[str, ...], Row]:
+def parsed(line: Line) -> Row:
+    """The row of a line of the CSV."""
+    return Row(**{name: _KINDS.get(name, str)(line[name]) for name in COLUMNS if line[name]})
+
+
+def latest(lines: Sequence[Line]) -> list[Line]:
+    """The newest line of each cell and loop, of those with the last one's sources, device and versions."""
+    same, of = ("sources", "device", "torch", "python"), ("machine", "model", "precision", "loop")
+    own = [line for line in lines if all(line[name] == lines[-1][name] for name in same)]
+    return list({tuple(line[name] for name in of): line for line in own}.values())
+
+
+def finished(path: Path, conditions: Mapping[str, str], digest: str) -> dict[tuple[str, ...], Row]:
     """The rows of `path` by cell and loop that were measured on these versions and this device; of several
     the last. Only those of `digest`; with an empty one the last of any.
     """
     if not path.exists():
         return {}
     same = ("device", "torch", "python")
-    found = {}
-    for line in read(path):
-        if all(line[name] == conditions[name] for name in same) and digest in ("", line["sources"]):
-            values = {name: _KINDS.get(name, str)(text) for name in COLUMNS if (text := line[name])}
-            row = Row(**values)
-            found[(*row.key, row.loop)] = row
-    return found
+    lines = [line for line in read(path) if all(line[name] == conditions[name] for name in same)]
+    rows = [parsed(line) for line in lines if digest in ("", line["sources"])]
+    return {(*row.key, row.loop): row for row in rows}
 
 
 # Goals
@@ -131,15 +141,15 @@ def report(rows: Iterable[Row]) -> str:
     for loop in (PLAIN, MODEL):
         own = [row for row in measured if row.loop == loop]
         if own:
-            worst, best = min(own, key=lambda row: row.ratio), max(own, key=lambda row: row.ratio)
-            median = statistics.median(row.ratio for row in own)
+            worst, best = min(own, key=_ratio), max(own, key=_ratio)
+            median = statistics.median(map(_ratio, own))
             lines.append(
                 f"{loop}: worst {ratio(worst)} of stock's speed ({', '.join(worst.key)}), "
                 f"median {median:.2f}, best {best.ratio:.2f}; {len(own)} cells"
             )
             if loop == MODEL and median < LEAST_MEDIAN:
                 lines.append(f"  the median is to be {LEAST_MEDIAN}: MISSED")
-            for row in sorted(filter(short, own), key=lambda row: row.ratio):
+            for row in sorted(filter(short, own), key=_ratio):
                 lines.append(f"  below {LEAST}: {', '.join(row.key)}: {ratio(row)}")
             for row in filter(large, own):
                 above = f"{row.peak / 1e6:.1f} MB, stock {row.stock_peak / 1e6:.1f}"
@@ -161,3 +171,26 @@ def _machine(about: str, rows: Sequence[Row]) -> list[str]:
             cells.append(f"{' / '.join(told):>18}")
         lines.append(f"  {model:<36}{''.join(cells)}")
     return lines
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """A table with the range of each loop by machine, and over all of them."""
+    measured = [row for row in rows if row.ratio is not None and row.loop != STOCK]
+    lines = [
+        "| machine | cells |" + "".join(f" {loop}: worst | median | best |" for loop in (PLAIN, "`model=`"))
+    ]
+    lines.append("|---|---|" + 6 * "---|")
+    named = [(machine.about, {machine.name}) for machine in MACHINES]
+    for about, names in (*named, ("**all**", {machine.name for machine in MACHINES})):
+        told = []
+        for loop in (PLAIN, MODEL):
+            own = sorted((row for row in measured if row.machine in names and row.loop == loop), key=_ratio)
+            if own:
+                told += [ratio(own[0]), f"{statistics.median(map(_ratio, own)):.2f}", f"{own[-1].ratio:.2f}"]
+        if told:
+            lines.append(f"| {about} | {len(own)} | {' | '.join(told)} |")
+    return "\n".join(lines)
+
+
+def _ratio(row: Row) -> float:
+    return row.ratio

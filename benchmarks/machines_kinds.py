@@ -35,8 +35,8 @@ class Machine:
 
     def environment(self, caches: Path) -> dict[str, str]:
         """The variables of a process that is this machine; what it remembers is under `caches`."""
-        own = {"OMP_NUM_THREADS": str(self.threads), "XDG_CACHE_HOME": str(caches / "user")}
-        own["TORCHINDUCTOR_CACHE_DIR"] = str(caches / "inductor")
+        own = {"OMP_NUM_THREADS": str(self.threads), "OMP_PROC_BIND": "true", "OMP_PLACES": "cores"}
+        own |= {"XDG_CACHE_HOME": str(caches / "user"), "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor")}
         return {**os.environ, **own, **self.settings}
 
     def left_out(self, flags: frozenset[str]) -> str:
@@ -46,11 +46,16 @@ class Machine:
         return ""
 
     def wrong(self, found: Mapping[str, str]) -> str:
-        """Which of its settings took no effect, by what `effects()` found; empty if all did."""
+        """Which of its settings took no effect, by what `effects()` found; empty if all did.
+
+        So that threads that share a core are found out too.
+        """
         wanted = {**self.expects, "threads": str(self.threads)}
         differ = [
             f"{name} is {found[name]!r}, not {text!r}" for name, text in wanted.items() if found[name] != text
         ]
+        if int(found["cores"]) < self.threads:
+            differ.append(f"{self.threads} threads have {found['cores']} cores")
         return "; ".join(differ)
 
 
@@ -107,7 +112,7 @@ def flags() -> frozenset[str]:
 
 def effects() -> dict[str, str]:
     """What this process uses: oneDNN's instructions and its bfloat16 product, MKL's processor and branch of
-    reproducible bits, torch's and fusedacc's own loops, threads."""
+    reproducible bits, torch's and fusedacc's own loops, threads, and the cores that they may run on."""
     from fusedacc import ops
 
     with tempfile.TemporaryFile() as file:
@@ -120,6 +125,7 @@ def effects() -> dict[str, str]:
                 )
                 torch.ones(64, 64, dtype=torch.bfloat16) @ torch.ones(64, 64, dtype=torch.bfloat16)
                 torch.ones(64, 64) @ torch.ones(64, 64)
+                torch.ones(1 << 20).add_(1)  # by all threads
         finally:
             os.dup2(said, 1)
             os.close(said)
@@ -141,4 +147,14 @@ def effects() -> dict[str, str]:
         "torch": torch.backends.cpu.get_cpu_capability(),
         "fusedacc": ops.built_with()["cpu_capability"] if ops.load_error() is None else "not built",
         "threads": str(torch.get_num_threads()),
+        "cores": str(_cores()),
     }
+
+
+def _cores() -> int:
+    """How many cores the threads of this process may run on, each being pinned or not."""
+    try:
+        threads = [int(name) for name in os.listdir("/proc/self/task")]
+        return len(set().union(*(os.sched_getaffinity(thread) for thread in threads)))
+    except (OSError, AttributeError):  # no Linux
+        return os.cpu_count() or 1

@@ -5,7 +5,9 @@
 - bytes: per parameter of one window by part, stock as written, best stock and ours (from models.py's rows);
 - bandwidth: of the bytes that accumulation needs, against size, beside a copy's (kernels.py);
 - speedup: a window's time on real models' parameter lists, best stock's over ours (models.py);
-- memory: the peak by kind while the demo trains (training.py).
+- memory: the peak by kind while the demo trains (training.py);
+- machines: training speed of real models by emulated machine (machines.py, whose rows are in machines.csv
+  beside the results).
 
 A plot whose rows are missing is skipped, and the reason is printed.
 """
@@ -19,10 +21,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import charts
+import machines_chart
 import matplotlib
 from common import RESULTS, chosen, read
 from drawing import STYLE
 from machine import ROOT
+from machines_cells import RESULTS as MACHINES
 from matplotlib import pyplot as plt
 
 CHARTS = {
@@ -30,17 +34,21 @@ CHARTS = {
     "bandwidth": charts.bandwidth,
     "speedup": charts.speedup,
     "memory": charts.memory,
+    "machines": machines_chart.machines,
 }
 
 
-def draw(rows: Sequence[dict[str, str]], out: Path, names: Sequence[str]) -> list[Path]:
+Rows = Sequence[dict[str, str]]
+
+
+def draw(rows: Rows, of_machines: Rows, out: Path, names: Sequence[str]) -> list[Path]:
     """Writes a PNG and an SVG of each plot that has its rows, and prints why the others have none."""
     out.mkdir(parents=True, exist_ok=True)
     written = []
     for name in names:
         with plt.rc_context(STYLE):
             try:
-                figure = CHARTS[name](rows)
+                figure = CHARTS[name](of_machines if name == "machines" else rows)
             except charts.NoRows as why:
                 print(f"{name}: not drawn: {why}")
                 continue
@@ -69,7 +77,8 @@ def main() -> None:
     except OSError as error:
         print(f"no results: {error}. Run `make bench` first", file=sys.stderr)
         raise SystemExit(2) from None
-    draw(rows, options.out, names)
+    beside = options.results.with_name(MACHINES.name)
+    draw(rows, read(beside) if beside.exists() else [], options.out, names)
 
 
 if __name__ == "__main__":

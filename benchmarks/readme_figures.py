@@ -2,7 +2,8 @@
 
     python benchmarks/readme_figures.py [--results CSV] [--readme README.md]
 
-Between their markers: every figure that has a goal, and bytes per parameter of one window.
+Between their markers: every figure that has a goal, bytes per parameter of one window, and the range of
+speeds over the machines of machines.csv, which is beside the results.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import headline
+import machines_cells
+import machines_loops
 from common import RESULTS, newest, read
 from machine import ROOT
 from run_all import BENCHMARKS
@@ -21,6 +24,7 @@ Row = dict[str, str]
 
 FIGURES = ("<!-- figures: written by benchmarks/readme_figures.py -->", "<!-- end of figures -->")
 BYTES = ("<!-- bytes: written by benchmarks/readme_figures.py -->", "<!-- end of bytes -->")
+MACHINES = ("<!-- machines: written by benchmarks/readme_figures.py -->", "<!-- end of machines -->")
 #: What one figure shares with the one it is held against.
 CASE = ("case", "mode", "shapes", "dtypes", "metric")
 
@@ -119,6 +123,23 @@ def window_bytes(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def machines(lines: Sequence[Row]) -> str:
+    """The range of each loop's speed by machine, from the newest rows."""
+    lines = machines_cells.latest(lines)
+    if not lines:
+        print("no speed from benchmarks/machines.py", file=sys.stderr)
+        return ""
+    rows = [machines_cells.parsed(line) for line in lines]
+    models = len({row.model for row in rows if row.ratio})
+    about = (
+        "Speed of training against the fastest exact loop of stock torch in the same precision, "
+        f"{models} models in {len(machines_loops.PRECISIONS)} precisions: medians of ratios within a round, "
+        "the worst with its 95 % interval. All machines but the first two are emulated on the same processor."
+    )
+    last = {**lines[-1], "benchmark": "machines", "threads": "as told"}
+    return f"{about}\n\n{conditions(last)}\n\n{machines_cells.markdown(rows)}"
+
+
 def rewritten(text: str, markers: tuple[str, str], section: str) -> str:
     """The text with the section between the markers. ValueError if they are not there."""
     begin, end = markers
@@ -138,8 +159,11 @@ def main() -> None:
     options = parser.parse_args()
     try:
         rows = read(options.results)
+        beside = options.results.with_name(machines_cells.RESULTS.name)
+        of_machines = machines(read(beside) if beside.exists() else [])
         text = options.readme.read_text()
-        for markers, section in ((BYTES, window_bytes(rows)), (FIGURES, goals(rows))):
+        sections = ((BYTES, window_bytes(rows)), (MACHINES, of_machines), (FIGURES, goals(rows)))
+        for markers, section in sections:
             text = rewritten(text, markers, section)
     except FileNotFoundError as error:
         raise SystemExit(f"{error}: run `make bench` first") from None

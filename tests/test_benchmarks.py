@@ -422,10 +422,16 @@ def synthetic(common, tmp_path):
         for kind, size in (("weights", 10.0), ("gradients", 20.0), ("activations and others", 40.0)):
             figure = {"metric": f"peak memory: {kind}", "unit": "MB", "median": size}
             kept.add([common.row(case, name, **figure)])
+    cells = importlib.import_module("machines_cells")
+    of_machines = common.Results(tmp_path / "machines.csv", columns=cells.COLUMNS)
+    for name, ratio in (("native", 1.25), ("avx2", 0.75)):
+        for loop in cells.LOOPS:
+            figure = {"ratio": ratio, "low": ratio - 0.125, "high": ratio + 0.125, "sources": "digest"}
+            of_machines.add([cells.Row(name, "mlp", "autocast", loop, **figure)])
     return kept.path
 
 
-NAMES = ("bytes", "bandwidth", "speedup", "memory")
+NAMES = ("bytes", "bandwidth", "speedup", "memory", "machines")
 
 
 def test_every_plot_is_drawn_as_png_and_svg(synthetic, script, tmp_path):
@@ -449,6 +455,7 @@ def texts(figure):
 def test_plots_say_what_they_show_and_under_which_conditions(common, synthetic):
     pytest.importorskip("matplotlib").use("Agg")
     charts = importlib.import_module("charts")
+    of_machines = importlib.import_module("machines_chart").machines
     rows = common.read(synthetic)
     expected = {
         charts.bytes_per_parameter: (
@@ -461,9 +468,18 @@ def test_plots_say_what_they_show_and_under_which_conditions(common, synthetic):
         charts.bandwidth: ("GB/s", "elements in one tensor", "1 Gi", "measured peak", "fusedacc cpu", "add_"),
         charts.speedup: ("GPT-2 124M: 148 parameters, 124 M elements", "1.25 x stock mixed"),
         charts.memory: ("MB alive at the peak", "70.0 MB", "activations and others", "2.5 M parameters"),
+        of_machines: (
+            "as it is, two threads",
+            "AVX2, two threads",
+            "1 models",
+            "autocast",
+            "fusedacc model=",
+        ),
     }
     for draw, wanted in expected.items():
-        shown = texts(draw(rows))
+        shown = texts(
+            draw(rows if draw is not of_machines else common.read(synthetic.with_name("machines.csv")))
+        )
         for text in (*wanted, rows[0]["device"], torch.__version__, rows[0]["commit"], rows[0]["date"][:10]):
             assert text in shown.replace("\n", " "), (draw.__name__, text)
 
@@ -474,8 +490,9 @@ def test_no_label_of_a_plot_lies_on_another_or_outside(common, synthetic):
 
     charts = importlib.import_module("charts")
     rows = common.read(synthetic)
-    for draw in (charts.bytes_per_parameter, charts.bandwidth, charts.speedup, charts.memory):
-        figure = draw(rows)
+    of_machines = importlib.import_module("machines_chart").machines
+    for draw in (charts.bytes_per_parameter, charts.bandwidth, charts.speedup, charts.memory, of_machines):
+        figure = draw(rows if draw is not of_machines else common.read(synthetic.with_name("machines.csv")))
         figure.canvas.draw()
         labels = [text for axes in figure.axes for text in axes.texts if text.get_text()]
         labels += [text for axes in figure.axes for text in axes.get_yticklabels() if text.get_text()]
@@ -494,6 +511,7 @@ def test_a_plot_without_rows_is_skipped_with_the_reason(runs, script, tmp_path):
     assert code == 0
     assert told.count("not drawn") == len(NAMES)
     assert "bytes: not drawn: there are no rows of benchmarks/models.py with a counted window" in told
+    assert "machines: not drawn: there are no rows of benchmarks/machines.py" in told
     assert not list(out.iterdir())
 
 
@@ -514,6 +532,9 @@ README = """# name
 old bytes
 <!-- end of bytes -->
 prose that stays
+<!-- machines: written by benchmarks/readme_figures.py -->
+old machines
+<!-- end of machines -->
 <!-- figures: written by benchmarks/readme_figures.py -->
 old figures
 <!-- end of figures -->
@@ -533,6 +554,10 @@ def test_readme_shows_the_newest_figures(synthetic, script, tmp_path):
     assert "| fusedacc | against the best | fusedacc, `model=` | against the best |" in text
     assert "| float32 parameters and sums | 100.0 | 50.0 (mixed) | 40.0 | -20 % | 30.0 | -40 % |" in text
     assert "With `model=` these are weights of Linear layers" in text
+    assert "stock torch in the same precision, 1 models in 4 precisions" in text
+    of_avx2 = "| 0.75 (0.62 to 0.88) | 0.75 | 0.75 | 0.75 (0.62 to 0.88) | 0.75 | 0.75 |"
+    assert f"| AVX2, two threads | 1 {of_avx2}" in text
+    assert "| **all** | 2 | 0.75 (0.62 to 0.88) | 1.00 | 1.25 |" in text
     row = "| gpt2, window k=8 | bfloat16 into float32 | fusedacc | 400.00 ms | "
     assert row + "1.25 times the speed of `stock mixed` (500.00 ms), goal 1 |" in text
     assert script(*command)[0] == 0

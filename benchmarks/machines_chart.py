@@ -1,0 +1,65 @@
+"""The plot of machines.py: the speed of every cell against stock's, by machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from charts import NoRows
+from drawing import BLUE, FAINT, GREEN, INK, Row, finish
+from machines_cells import LEAST, latest, parsed
+from machines_kinds import MACHINES
+from machines_loops import MODEL, PLAIN, PRECISIONS
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MultipleLocator, NullFormatter, NullLocator
+
+COLOURS = {PLAIN: BLUE, MODEL: GREEN}
+MARKERS = dict(zip(PRECISIONS, ("o", "s", "^", "v"), strict=True))
+
+
+def machines(lines: Sequence[Row]) -> Figure:
+    """A row per machine and loop, a mark per cell: the median of stock's time over the loop's."""
+    lines = latest(lines)
+    cells = [row for row in map(parsed, lines) if row.ratio is not None and row.loop in COLOURS]
+    if not cells:
+        raise NoRows("there are no rows of benchmarks/machines.py")
+    shown = [machine for machine in MACHINES if any(row.machine == machine.name for row in cells)]
+    figure, axes = plt.subplots(figsize=(10.5, 2.2 + 0.75 * len(shown)))
+    models = list(dict.fromkeys(row.model for row in cells))
+    for place, machine in enumerate(shown):
+        for lane, (loop, colour) in enumerate(COLOURS.items()):
+            height = place + 0.4 * lane - 0.2
+            for row in (row for row in cells if (row.machine, row.loop) == (machine.name, loop)):
+                shift = 0.26 * (models.index(row.model) / max(1, len(models) - 1) - 0.5)
+                marker = MARKERS[row.precision]
+                axes.plot(
+                    row.ratio, height + shift, marker, color=colour, markersize=4.5, alpha=0.75, zorder=3
+                )
+    axes.axvline(1, color=INK, linewidth=1.4, zorder=2)
+    axes.axvline(LEAST, color=INK, linewidth=0.9, linestyle=(0, (4, 3)), zorder=2)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(MultipleLocator(0.1 if max(row.ratio for row in cells) < 2 else 0.5))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.1f}"))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_yticks(range(len(shown)), [machine.about for machine in shown])
+    axes.set(ylim=(len(shown) - 0.45, -0.55), xlabel="speed, the fastest exact way of stock torch being 1")
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", color=FAINT)
+    axes.set_axisbelow(True)
+    keys = [plt.Line2D([], [], color=INK, marker=m, linestyle="", markersize=4.5) for m in MARKERS.values()]
+    axes.legend(
+        keys,
+        list(MARKERS),
+        frameon=False,
+        loc="lower right",
+        bbox_to_anchor=(1, 1),
+        ncols=len(keys),
+        fontsize=9,
+    )
+    text = (
+        f"{len(models)} models, windows of up to 8 micro-batches, clipping, AdamW; a mark is the median "
+        "of the ratios within a round. All machines but the first two are emulated by environment variables. "
+        f"Dashed: {LEAST}, the goal."
+    )
+    return finish(figure, "Training speed by machine, model and precision", lines[-1], text, COLOURS)
