@@ -136,7 +136,7 @@ def machines(lines: Sequence[Row]) -> str:
         f"{models} models in {len(machines_loops.PRECISIONS)} precisions: medians of ratios within a round, "
         "the worst with its 95 % interval. All machines but the first two are emulated on the same processor."
     )
-    last = {**lines[-1], "benchmark": "machines", "threads": "as told"}
+    last = {**lines[-1], "benchmark": "machines", "threads": "as named"}
     return f"{about}\n\n{conditions(last)}\n\n{machines_cells.markdown(rows)}"
 
 
