@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ MEASURED, NOT_MEASURED, WRONG = "measured", "not measured", "wrong"
 
 #: Of the memory that is free: what a case may take.
 SHARE = 0.25
+#: Seconds of untimed calls with the other sets.
+_WARMING = 0.5
 #: Tensors of all sets together.
 _MOST_TENSORS = 40_000
 
@@ -179,7 +182,10 @@ def _checked(work: Work, way: Way, tensors: Sequence[Any]) -> tuple[Entry, Run |
         return _entry(way.name, way.role, status, first_line(error)), None
     if problem is not None:
         return _entry(way.name, way.role, WRONG, problem), None
+    start = time.perf_counter()
     for run in runs[1:]:
+        if time.perf_counter() - start > _WARMING:  # hundreds of sets of a slow form
+            break
         run()
     entry = _entry(way.name, way.role, MEASURED)
     entry["inexact"], entry["note"] = way.inexact, work.notes.get(way.name)

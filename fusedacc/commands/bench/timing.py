@@ -37,7 +37,7 @@ class Effort:
 
 
 SHORT = Effort("short", 1.8, 11, 61, 0.5e-3, 64 * 2**20, 128)
-FULL = Effort("full", 4.0, 21, 101, 1e-3, 64 * 2**20, 512)
+FULL = Effort("full", 4.0, 21, 101, 1e-3, 64 * 2**20, 128)
 
 
 def cpu_timer(run: Run, calls: int) -> float:
