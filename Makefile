@@ -67,8 +67,8 @@ build/system.stamp: $(SOURCES)
 	$(PYTHON) setup.py --quiet build_ext --inplace
 	mkdir -p build && touch $@
 
-demo: $(BUILT)  ## train a small byte-level transformer by the stock loop, wrapped, and with model=: table and plot in build/demo
-	$(PYTHON) examples/byte_transformer.py $(DEMO)
+demo: $(BUILT)  ## train a byte-level and a word-level transformer by the stock loop, wrapped, and with model=: table and plot in build/demo
+	$(PYTHON) examples/where_it_pays.py $(DEMO)
 
 test: $(BUILT)  ## the test suite with a fixed few hundred random cases (TEST=... passes options to pytest)
 	$(PYTHON) -m pytest -q $(PARALLEL) $(TEST)

@@ -178,7 +178,7 @@ part_1() {
   backends
   gpu_tests 230
   step python_hooks 50 env FUSEDACC_NATIVE_HOOKS=0 "$PYTHON" -m pytest -q -p no:cacheprovider tests/cuda/test_model_cuda.py
-  step demo 100 "$PYTHON" examples/byte_transformer.py --device cuda --out "$scratch/demo"
+  step demo 100 "$PYTHON" examples/where_it_pays.py --device cuda --out "$scratch/demo"
 }
 
 part_2() {

@@ -67,7 +67,8 @@ def test_all_ways_train_alike(loops, dtype):
     assert losses[inside][0] == losses["fusedacc"][0]
     assert losses[inside] == pytest.approx(losses["fusedacc"], rel=rounding)
     stock = importlib.import_module("demo.loops").StockLoop(of)
-    assert losses["fusedacc"] == pytest.approx([stock.update(of_one) for of_one in data], rel=1e-6)
+    stocks = [stock.update(of_one) for of_one in data]  # which adds up losses in float64
+    assert losses["fusedacc, fused AdamW"] == pytest.approx(stocks, rel=1e-6)
     assert losses["fusedacc"][-1] < losses["fusedacc"][0]
 
 

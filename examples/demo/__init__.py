@@ -1,1 +1,1 @@
-"""The parts of the byte-level transformer demo: model, loops, measurements, report."""
+"""The parts of the demo (`examples/where_it_pays.py`): texts, model, loops, measurements, table, plot."""

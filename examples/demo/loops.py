@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fusedacc
 
-from .model import CONTEXT, MICRO_BATCH_SIZE, ByteTransformer
+from .model import CONTEXT, MICRO_BATCH_SIZE, Transformer
 
 DTYPES = ("float32", "bfloat16", "autocast")
 Batches = Sequence[tuple[Tensor, Tensor]]
@@ -22,7 +22,8 @@ Batches = Sequence[tuple[Tensor, Tensor]]
 class Config:
     """`dtype`: of the parameters (the sum is float32 in every case), or "autocast": float32 parameters and
     bfloat16 products. `device`: where to train. `steps`: micro-batches per update, each of
-    `micro_batch_size` sequences of `context` bytes. `width`, `layers`, `heads`: of the model."""
+    `micro_batch_size` sequences of `context` bytes or words, of which there are `vocabulary`. `width`,
+    `layers`, `heads`: of the model."""
 
     dtype: str
     device: torch.device
@@ -34,12 +35,14 @@ class Config:
     heads: int = 4
     context: int = CONTEXT
     micro_batch_size: int = MICRO_BATCH_SIZE
+    vocabulary: int = 256
 
     def model(self) -> nn.Module:
         torch.manual_seed(self.seed)
         dtype = torch.bfloat16 if self.dtype == "bfloat16" else torch.float32
         with self.device:
-            return ByteTransformer(self.width, self.layers, self.heads, self.context).to(dtype)
+            model = Transformer(self.width, self.layers, self.heads, self.context, self.vocabulary)
+            return model.to(dtype)
 
     def loss(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
         autocast = torch.autocast(self.device.type, torch.bfloat16)
@@ -48,18 +51,39 @@ class Config:
         return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
+class MixedSum:
+    """Gradients of one bfloat16 parameter, added in float32 as soon as autograd has stored each."""
+
+    def __init__(self, parameter: Tensor) -> None:
+        self.sum, self.is_empty = torch.empty_like(parameter, dtype=torch.float32), True
+        parameter.register_post_accumulate_grad_hook(self.add)
+
+    @torch.no_grad()
+    def add(self, parameter: Tensor) -> None:
+        if self.is_empty:  # spares a pass that zeroes the sum
+            self.sum.copy_(parameter.grad)
+        else:
+            self.sum.add_(parameter.grad)
+        self.is_empty, parameter.grad = False, None
+
+    def take(self) -> Tensor:
+        """The sum in bfloat16; the next gradient begins another."""
+        self.is_empty = True
+        return self.sum.to(torch.bfloat16)
+
+
 class StockLoop:
-    """Plain PyTorch. With bfloat16 parameters the sum is kept in float32 by `grad_dtype` and cast at the
-    update, because no torch optimizer takes float32 gradients with bfloat16 parameters."""
+    """Plain PyTorch at its best: the fused AdamW, and sums in `.grad`, or for bfloat16 parameters in float32
+    by a hook; cast at the update, because no torch optimizer takes float32 gradients with such parameters."""
 
     name = "stock"
 
     def __init__(self, config: Config) -> None:
         self.config, self.model = config, config.model()
         self.parameters = list(self.model.parameters())
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-3)
-        self.mixed = config.dtype == "bfloat16"
-        self._sum_in(torch.float32)
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-3, fused=True)
+        mixed = self.parameters if config.dtype == "bfloat16" else []
+        self.sums = [(parameter, MixedSum(parameter)) for parameter in mixed]
 
     def update(self, batches: Batches) -> float:
         """One update from `config.steps` micro-batches; returns the mean loss."""
@@ -68,18 +92,11 @@ class StockLoop:
             loss = self.config.loss(self.model, inputs, targets)
             (loss / len(batches)).backward()
             total += loss.item()
-        self._sum_in(torch.bfloat16)
+        for parameter, gradients in self.sums:
+            parameter.grad = gradients.take()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self._sum_in(torch.float32)
         return total / len(batches)
-
-    def _sum_in(self, dtype: torch.dtype) -> None:
-        """Casts `.grad` of bfloat16 parameters, and makes autograd keep it in `dtype` from here on."""
-        for parameter in self.parameters if self.mixed else ():
-            gradient, parameter.grad = parameter.grad, None
-            parameter.grad_dtype = dtype
-            parameter.grad = None if gradient is None else gradient.to(dtype)
 
 
 class WrappedLoop:
@@ -91,7 +108,7 @@ class WrappedLoop:
         self.config, self.model = config, config.model()
         self.parameters = list(self.model.parameters())
         self.optimizer = fusedacc.AccumulatingOptimizer(
-            torch.optim.AdamW(self.parameters, lr=1e-3),
+            torch.optim.AdamW(self.parameters, lr=1e-3, fused=True),
             gradient_accumulation_steps=config.steps,
             backend=config.backend,
             **self.options(),

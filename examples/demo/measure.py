@@ -1,8 +1,10 @@
-"""What the loops cost: losses, time, peak memory, calls, measured in the same way for all."""
+"""What the loops cost: losses, time, peak memory, bytes, measured in the same way for all."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import statistics
 import tempfile
 import time
@@ -11,13 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from .loops import LOOPS, Batches, Config, StockLoop, WrappedLoop
+from fusedacc.traffic import TrafficMeter
+
+from .loops import Batches, Config, StockLoop, WrappedLoop
 from .model import micro_batch
 
 Loop = StockLoop | WrappedLoop
+#: What a window's bytes are made of: weights and activations, then gradients, then the optimizer's step.
+PARTS = ("forward and backward", "gradients written and summed", "update")
+#: Updates of a loop that are not timed: optimizer state is made in the first, and what is chosen by trial.
+UNTIMED = 2
 
 
 def batches(text: Tensor, config: Config, update: int) -> Batches:
@@ -33,21 +41,59 @@ def train(loop: Loop, text: Tensor, updates: int) -> Iterator[float]:
         yield loop.update(batches(text, loop.config, update))
 
 
-def time_per_update(
-    loops: Sequence[Loop], text: Tensor, rounds: int, tick: Callable[[], object]
-) -> dict[str, float]:
-    """Median seconds of an update for each loop. They take turns, in changing order, on the same data."""
+def train_in_turns(
+    loops: Sequence[Loop], text: Tensor, updates: int, tick: Callable[[float], object]
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Losses of every update, and seconds of those that are timed, by loop.
+
+    In each round every loop makes the same update, in an order that changes, so that work of others slows
+    neighbours alike. `tick` is called with each loss.
+    """
+    losses: dict[str, list[float]] = {loop.name: [] for loop in loops}
     times: dict[str, list[float]] = {loop.name: [] for loop in loops}
-    for turn in range(rounds):
-        data = batches(text, loops[0].config, turn)
-        for loop in loops if turn % 2 else reversed(loops):
+    orders = list(itertools.permutations(loops))
+    for update in range(updates):
+        data = batches(text, loops[0].config, update)
+        for loop in orders[update % len(orders)]:
             synchronize(loop.config.device)
             start = time.perf_counter()
-            loop.update(data)
+            losses[loop.name].append(loop.update(data))
             synchronize(loop.config.device)
             times[loop.name].append(time.perf_counter() - start)
-            tick()
-    return {name: statistics.median(values) for name, values in times.items()}
+            tick(losses[loop.name][-1])
+    untimed = min(UNTIMED, updates - 1)
+    return losses, {name: seconds[untimed:] for name, seconds in times.items()}
+
+
+def ratio(times: Sequence[float], stock: Sequence[float]) -> tuple[float, float, float]:
+    """Time against stock's: the median of the rounds' ratios, and the ends of its 95 % interval.
+
+    The interval is between two of the sorted ratios, those that the true median is between in 95 of 100 runs
+    whatever the distribution; below six rounds it is the whole range.
+    """
+    ratios = sorted(own / other for own, other in zip(times, stock, strict=True))
+    count, outside, below = len(ratios), 0, 0.0
+    while (below := below + math.comb(count, outside) / 2**count) <= 0.025:
+        outside += 1
+    outside = max(outside - 1, 0)
+    return statistics.median(ratios), ratios[outside], ratios[-1 - outside]
+
+
+def bytes_by_part(kind: type[Loop], config: Config, text: Tensor) -> tuple[dict[str, int], int]:
+    """What the meter counts in a loop's second update, when all state is there: bytes of each of `PARTS`, and
+    the calls of operators that accumulate outside the backward of a layer."""
+    loop = kind(config)
+    loop.update(batches(text, config, 0))
+    with TrafficMeter(loop.model) as meter:
+        loop.update(batches(text, config, 1))
+    counts = meter.as_dict()
+    found = dict.fromkeys(PARTS, 0)
+    for phase, kinds in counts["by_phase_and_kind"].items():
+        for what, size in kinds.items():
+            is_gradient = what == "gradients" and phase != "update"
+            found["update" if phase == "update" else PARTS[is_gradient]] += size
+    calls = counts["by_phase_and_op"].get("accumulate", {}).values()
+    return found, sum(op["calls"] for op in calls)
 
 
 def peak_memory(kind: type[Loop], config: Config, text: Tensor, updates: int = 2) -> int:
@@ -80,46 +126,6 @@ def _time(event: dict[str, Any]) -> float:
 def run(kind: type[Loop], config: Config, text: Tensor, updates: int) -> None:
     for _ in train(kind(config), text, updates):
         pass
-
-
-def calls_per_micro_batch(config: Config, text: Tensor) -> dict[str, int]:
-    """Kernel launches (CUDA) or operator calls (CPU) that accumulation adds to one backward, for each loop.
-
-    Counted in the middle of a window, less those of the same backward through `torch.autograd.grad`, which
-    accumulates nothing. Below 0 where casts of gradients that this makes are not needed.
-    """
-    inputs, targets = batches(text, config, 0)[0]
-    on_gpu = config.device.type == "cuda"
-
-    def count(model: nn.Module, backward: Callable[[Tensor], object]) -> int:
-        with profile(activities=list(torch.profiler.supported_activities())) as profiler:
-            backward(config.loss(model, inputs, targets))
-            synchronize(config.device)
-        return sum(is_kernel(event) if on_gpu else is_work(event) for event in profiler.events())
-
-    plain = config.model()
-    without = count(plain, lambda loss: torch.autograd.grad(loss, list(plain.parameters())))
-    counts = {}
-    for kind in LOOPS:
-        loop = kind(config)
-        config.loss(loop.model, inputs, targets).backward()
-        if isinstance(loop, WrappedLoop):
-            loop.optimizer.step()
-        counts[loop.name] = count(loop.model, Tensor.backward) - without
-    return counts
-
-
-def is_kernel(event: torch.autograd.profiler_util.FunctionEvent) -> bool:
-    no_kernels = ("Mem", "Activity Buffer")
-    return event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith(no_kernels)
-
-
-def is_work(event: torch.autograd.profiler_util.FunctionEvent) -> bool:
-    """Operators that call no other and touch data."""
-    views = ("aten::empty", "aten::as_strided", "aten::view", "aten::_unsafe_view", "aten::detach")
-    views += ("aten::to", "aten::resolve", "aten::result_type")  # `to` that casts calls another
-    is_operator = event.name.startswith(("aten::", "fusedacc::")) and not event.name.startswith(views)
-    return is_operator and not any(child.name.startswith("aten::") for child in event.cpu_children)
 
 
 def synchronize(device: torch.device) -> None:

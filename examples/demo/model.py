@@ -1,8 +1,10 @@
-"""Real text as bytes, and a small transformer that predicts the next one."""
+"""Real text as bytes or as words, and a small transformer that predicts the next one."""
 
 from __future__ import annotations
 
+import re
 import sysconfig
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -10,6 +12,10 @@ from torch import Tensor, nn
 
 CONTEXT = 64
 MICRO_BATCH_SIZE = 8
+#: Words that get a row of their own, at most, and one for all others.
+VOCABULARY = 32_768
+UNKNOWN = 0
+NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests"}
 
 
 def load_text(path: Path | None = None, limit: int = 4_000_000) -> Tensor:
@@ -19,9 +25,38 @@ def load_text(path: Path | None = None, limit: int = 4_000_000) -> Tensor:
     """
     paths = [path] if path else sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = b"".join(p.read_bytes() for p in paths)[:limit]
-    if len(text) < CONTEXT + 2:
-        raise ValueError(f"text must hold at least {CONTEXT + 2} bytes; {path or 'it'} holds {len(text)}")
+    _check_length(len(text), "bytes", path)
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def load_words(path: Path | None = None, vocabulary: int = VOCABULARY) -> tuple[Tensor, int]:
+    """The words of `path`, or of the Python standard library's sources with its packages, as numbers.
+
+    A word is a name, a number, a sign or the end of a line. The `vocabulary - 1` that are most frequent have
+    numbers of their own, from 1 on; all others are `UNKNOWN`.
+
+    Returns:
+        int32 [words], and how many numbers there are: `vocabulary`, or fewer where the text has not as many.
+
+    Raises ValueError if there are fewer words than one micro-batch needs.
+    """
+    library = Path(sysconfig.get_path("stdlib"))
+    paths = [path] if path else [p for p in sorted(library.rglob("*.py")) if _is_library(p, library)]
+    words = [word for p in paths for word in re.findall(r"\w+|[^\w\s]|\n", p.read_text("utf-8", "replace"))]
+    _check_length(len(words), "words", path)
+    frequent = Counter(words).most_common(vocabulary - 1)
+    numbers = {word: UNKNOWN + 1 + i for i, (word, _) in enumerate(frequent)}
+    text = torch.tensor([numbers.get(word, UNKNOWN) for word in words], dtype=torch.int32)
+    return text, len(numbers) + 1
+
+
+def _is_library(path: Path, library: Path) -> bool:
+    return not NOT_THE_LIBRARY.intersection(path.relative_to(library).parts)
+
+
+def _check_length(length: int, unit: str, path: Path | None) -> None:
+    if length < CONTEXT + 2:
+        raise ValueError(f"text must hold at least {CONTEXT + 2} {unit}; {path or 'it'} holds {length}")
 
 
 def micro_batch(
@@ -51,17 +86,20 @@ class Block(nn.Module):
         return x + self.mlp(self.norm_mlp(x))
 
 
-class ByteTransformer(nn.Module):
-    """Decoder-only transformer over 256 byte values, of at most `context` positions."""
+class Transformer(nn.Module):
+    """Decoder-only transformer over `vocabulary` bytes or words, of at most `context` positions. The table of
+    its inputs and the layer that predicts are two weights."""
 
-    def __init__(self, width: int = 256, layers: int = 3, heads: int = 4, context: int = CONTEXT) -> None:
+    def __init__(
+        self, width: int = 256, layers: int = 3, heads: int = 4, context: int = CONTEXT, vocabulary: int = 256
+    ) -> None:
         super().__init__()
-        self.bytes, self.positions = nn.Embedding(256, width), nn.Embedding(context, width)
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
-        self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 256))
-        for weight in (self.bytes.weight, self.positions.weight):
+        self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocabulary))
+        for weight in (self.tokens.weight, self.positions.weight):
             nn.init.normal_(weight, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        """int64 [batch, length] to logits [batch, length, 256]."""
-        return self.head(self.blocks(self.bytes(x) + self.positions.weight[: x.shape[1]]))
+        """int64 [batch, length] to logits [batch, length, vocabulary]."""
+        return self.head(self.blocks(self.tokens(x) + self.positions.weight[: x.shape[1]]))

@@ -1,0 +1,134 @@
+"""The one plot: what is equal, what is saved, and where."""
+
+from __future__ import annotations
+
+import statistics
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .measure import PARTS
+from .report import ModelResult, Result, equality
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Okabe and Ito's colours, which the colour-blind can tell apart.
+LOOP_COLOURS = {"stock": "#E69F00", "fusedacc": "#0072B2", "fusedacc, model=": "#222222"}
+PART_COLOURS = dict(zip(PARTS, ("#C8C8C8", "#D55E00", "#009E73"), strict=True))
+GREY, LIGHT = "#555555", "#E6E6E6"
+FASTER, SLOWER = "#007A5A", "#C04A00"
+STYLE = {
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": GREY,
+    "axes.axisbelow": True,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 11,
+    "figure.facecolor": "white",
+}
+
+
+def plot(result: Result, path: Path) -> None:
+    """A row for each model: losses, time, bytes by part, peak. Writes a PNG to `path`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    highest = max(model.ratio(loop)[2] for model in result.models for loop in model.wrapped)
+    with plt.rc_context(STYLE):
+        figure = plt.figure(figsize=(13.5, 7.2), layout="constrained")
+        *rows, foot = figure.subfigures(
+            len(result.models) + 1, 1, height_ratios=[1] * len(result.models) + [0.1]
+        )
+        for row, model in zip(rows, result.models, strict=True):
+            row.suptitle(heading(model), x=0.012, ha="left", fontsize=12, fontweight="bold")
+            losses, times, moved, peaks = row.subplots(1, 4, width_ratios=(1.2, 1, 1.2, 0.9))
+            draw_losses(losses, model)
+            draw_times(times, model, max(1.1, 1.03 * highest))
+            draw_bytes(moved, model)
+            draw_peaks(peaks, model)
+        note = textwrap.fill(result.conditions, 180)
+        foot.text(0.012, 0.5, note, fontsize=8.5, color=GREY, ha="left", va="center")
+        figure.savefig(path, dpi=140)
+        plt.close(figure)
+
+
+def heading(model: ModelResult) -> str:
+    return (
+        f"{model.name.capitalize()}, vocabulary of {model.vocabulary:,}, micro-batches of "
+        f"{model.micro_batch_size} x {model.context}: gradients are {100 * model.share_of_gradients():.0f} % "
+        "of the bytes that stock moves"
+    )
+
+
+def draw_losses(axes: Axes, model: ModelResult) -> None:
+    updates = range(1, len(model.losses["stock"]) + 1)
+    lines = (
+        {"linewidth": 5, "alpha": 0.55},
+        {"linewidth": 1.8},
+        {"linewidth": 1.2, "linestyle": (0, (1, 2))},
+    )
+    for (loop, losses), line in zip(model.losses.items(), lines, strict=True):
+        told = f": {equality(model, loop)}" if loop in model.wrapped else ""
+        axes.plot(updates, losses, color=LOOP_COLOURS[loop], label=short(loop) + told, **line)
+    axes.set(xlabel="update", title="Training loss")
+    axes.grid(axis="y", color=LIGHT)
+    axes.legend(frameon=False, loc="upper right", fontsize=9)
+
+
+def draw_times(axes: Axes, model: ModelResult, right: float) -> None:
+    """`right`: where the axis ends, the same for all models."""
+    axes.barh(0, 1, color=LOOP_COLOURS["stock"], alpha=0.75, height=0.62)
+    stock = statistics.median(model.times["stock"])
+    axes.text(right, 0, f"{1e3 * stock:.0f} ms", va="center")
+    for position, loop in enumerate(model.wrapped, start=1):
+        median, low, high = model.ratio(loop)
+        axes.barh(position, median, color=LOOP_COLOURS[loop], alpha=0.75, height=0.62)
+        errors = [[median - low], [high - median]]
+        axes.errorbar(median, position, xerr=errors, color="#999999", capsize=4, linewidth=1.8)
+        colour = FASTER if high < 1 else SLOWER if low > 1 else GREY
+        axes.text(right, position, f"{median:.2f}", va="bottom", color=colour, fontweight="bold", fontsize=12)
+        axes.text(right, position + 0.03, f"{low:.2f} to {high:.2f}", va="top", color=colour, fontsize=8)
+    axes.axvline(1, color=GREY, linewidth=1, linestyle="--")
+    finish_bars(axes, list(model.times), "Time per update (stock's is 1)")
+    axes.set_xlim(0, right)
+
+
+def draw_bytes(axes: Axes, model: ModelResult) -> None:
+    for position, (loop, parts) in enumerate(model.parts.items()):
+        left = 0.0
+        for part, size in parts.items():
+            colour, label = PART_COLOURS[part], part if loop == "stock" else None
+            axes.barh(
+                position, size / 1e9, left=left, color=colour, label=label, height=0.62, edgecolor="white"
+            )
+            left += size / 1e9
+        axes.text(left, position, f" {left:.2f}", va="center")
+    finish_bars(axes, list(model.parts), "Bytes moved in a window (GB)", room=1.4)
+    axes.set_xlim(0, 1.15 * max(model.bytes(loop) for loop in model.parts) / 1e9)
+    axes.legend(frameon=False, loc="upper left", fontsize=8.5, borderaxespad=0, labelspacing=0.3)
+
+
+def draw_peaks(axes: Axes, model: ModelResult) -> None:
+    for position, (loop, peak) in enumerate(model.peaks.items()):
+        axes.barh(position, peak / 1e6, color=LOOP_COLOURS[loop], alpha=0.75, height=0.62)
+        axes.text(peak / 1e6, position, f" {peak / 1e6:.1f}", va="center")
+    finish_bars(axes, list(model.peaks), "Peak memory (MB)")
+    axes.set_xlim(0, 1.3 * max(model.peaks.values()) / 1e6)
+
+
+def finish_bars(axes: Axes, loops: list[str], title: str, room: float = 0.0) -> None:
+    """`room`: above the bars, in bars."""
+    axes.set_yticks(range(len(loops)), [short(loop) for loop in loops])
+    axes.set_ylim(len(loops) - 0.5, -0.5 - room)
+    axes.tick_params(axis="y", length=0)
+    axes.set_title(title)
+    axes.grid(axis="x", color=LIGHT)
+    axes.spines["left"].set_visible(False)
+
+
+def short(loop: str) -> str:
+    return loop.removeprefix("fusedacc, ")

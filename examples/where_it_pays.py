@@ -1,0 +1,141 @@
+"""Trains two small transformers by the stock accumulation loop, wrapped, and with model=, and compares them.
+
+    python examples/where_it_pays.py              # the standard library's sources, a GPU if there is one
+    python examples/where_it_pays.py --dtype autocast --text war_and_peace.txt
+
+One model reads bytes, many at a time: adding up gradients is a small part of its work. The other reads words,
+few at a time: it is a large part. Prints a table and writes a plot and the numbers behind it to `--out`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would write into the progress bar
+
+import torch
+from demo.loops import DTYPES, LOOPS, Config
+from demo.measure import bytes_by_part, peak_memory, train_in_turns
+from demo.model import load_text, load_words
+from demo.plot import plot
+from demo.report import SETTINGS, ModelResult, Result, table
+from torch import Tensor
+from tqdm import tqdm
+
+import fusedacc
+
+#: Updates of a loop in each of the two measurements that are not of time.
+COUNTED_UPDATES = 2
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="default: bfloat16 where the hardware has it, else float32"
+    )
+    parser.add_argument("--text", type=Path, help="a file to learn instead of the standard library's sources")
+    parser.add_argument(
+        "--updates", type=int, default=32, help="optimizer updates of each loop, in turns (%(default)s)"
+    )
+    parser.add_argument("--steps", type=int, default=8, help="micro-batches per update (%(default)s)")
+    parser.add_argument("--width", type=int, default=256, help="of the models (%(default)s)")
+    parser.add_argument("--backend", default="auto", help="auto, cuda, triton, cpu or eager (%(default)s)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/demo"), help="folder for plot and numbers (%(default)s)"
+    )
+    options = parser.parse_args(arguments)
+    for name in ("updates", "steps"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} must be at least 1; got {getattr(options, name)}")
+    if options.width < 1 or options.width % Config.heads:
+        parser.error(f"--width must be a positive multiple of {Config.heads}; got {options.width}")
+    try:
+        options.device = torch.device(options.device)
+        ones = torch.ones(1, device=options.device)
+        fusedacc.functional.scale_accumulate_([ones], [ones.clone()], backend=options.backend)
+        options.out.mkdir(parents=True, exist_ok=True)
+        options.bytes, options.words = load_text(options.text), load_words(options.text)
+    except (AssertionError, OSError, RuntimeError, ValueError) as error:  # torch asserts that it has CUDA
+        parser.error(str(error))
+    return options
+
+
+def default_dtype(device: torch.device) -> str:
+    """bfloat16 where it is no slower than float32: a GPU, or a CPU with instructions for it."""
+    if device.type == "cuda":
+        return "bfloat16"
+    return "bfloat16" if torch.cpu._is_avx512_bf16_supported() else "float32"
+
+
+def conditions(config: Config, updates: int) -> str:
+    device = (
+        torch.cuda.get_device_name(config.device)
+        if config.device.type == "cuda"
+        else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    )
+    return (
+        f"{device}, torch {torch.__version__}, backend {config.backend}. {SETTINGS[config.dtype]}, "
+        f"fused AdamW, {config.steps} micro-batches per update; "
+        f"{updates} updates by each loop from one seed, in turns."
+    )
+
+
+def compare(
+    name: str, text: Tensor, config: Config, updates: int, bar: tqdm, tick: Callable[[int], object]
+) -> ModelResult:
+    """Everything that is measured of one model. `tick` is called with a number of updates that are done."""
+    peaks, parts, calls = {}, {}, {}
+    short = dataclasses.replace(
+        config, steps=min(2, config.steps)
+    )  # with more micro-batches the peak is the same
+    for kind in LOOPS:
+        bar.set_description(f"{name}: memory and bytes, {kind.name}")
+        peaks[kind.name] = peak_memory(kind, short, text, COUNTED_UPDATES)
+        tick(COUNTED_UPDATES)
+        parts[kind.name], calls[kind.name] = bytes_by_part(kind, config, text)
+        tick(COUNTED_UPDATES)
+    bar.set_description(f"{name}: training in turns")
+    loops = [kind(config) for kind in LOOPS]
+
+    def trained(loss: float) -> None:
+        bar.set_postfix(loss=f"{loss:.3f}")
+        tick(1)
+
+    losses, times = train_in_turns(loops, text, updates, trained)
+    bar.set_postfix()
+    parameters = sum(p.numel() for p in loops[0].parameters)
+    shape = (config.vocabulary, config.micro_batch_size, config.context)
+    return ModelResult(name, parameters, *shape, losses, times, peaks, parts, calls)
+
+
+def main(arguments: list[str] | None = None) -> Result:
+    options = parse(arguments)
+    dtype = options.dtype or default_dtype(options.device)
+    config = Config(dtype, options.device, options.steps, options.backend, options.seed, options.width)
+    text, vocabulary = options.words
+    words = dataclasses.replace(config, vocabulary=vocabulary, micro_batch_size=1)
+    runs = (("bytes", options.bytes, config), ("words", text, words))
+    total = len(runs) * len(LOOPS) * (2 * COUNTED_UPDATES + options.updates)
+    with tqdm(total=total, unit="update", dynamic_ncols=True) as bar:
+        models = [compare(name, text, own, options.updates, bar, bar.update) for name, text, own in runs]
+    result = Result(dtype, options.steps, conditions(config, options.updates), models)
+    print(table(result))
+    path = options.out / f"where_it_pays-{dtype}.png"
+    plot(result, path)
+    path.with_suffix(".json").write_text(json.dumps(dataclasses.asdict(result), indent=1) + "\n")
+    print(f"\nplot: {os.path.relpath(path)}, numbers: {os.path.relpath(path.with_suffix('.json'))}")
+    return result
+
+
+if __name__ == "__main__":
+    main()
