@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import statistics
 import tempfile
 import time
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from fusedacc.commands.bench.timing import interval
 from fusedacc.traffic import TrafficMeter
 
 from .loops import Batches, Config, StockLoop, WrappedLoop
@@ -66,17 +66,11 @@ def train_in_turns(
 
 
 def ratio(times: Sequence[float], stock: Sequence[float]) -> tuple[float, float, float]:
-    """Time against stock's: the median of the rounds' ratios, and the ends of its 95 % interval.
-
-    The interval is between two of the sorted ratios, those that the true median is between in 95 of 100 runs
-    whatever the distribution; below six rounds it is the whole range.
-    """
-    ratios = sorted(own / other for own, other in zip(times, stock, strict=True))
-    count, outside, below = len(ratios), 0, 0.0
-    while (below := below + math.comb(count, outside) / 2**count) <= 0.025:
-        outside += 1
-    outside = max(outside - 1, 0)
-    return statistics.median(ratios), ratios[outside], ratios[-1 - outside]
+    """Time against stock's: the median of the rounds' ratios, and the ends of its 95 % interval, or of their
+    whole range below six rounds, which are too few for one."""
+    ratios = [own / other for own, other in zip(times, stock, strict=True)]
+    low, high = interval(ratios) or (min(ratios), max(ratios))
+    return statistics.median(ratios), low, high
 
 
 def bytes_by_part(kind: type[Loop], config: Config, text: Tensor) -> tuple[dict[str, int], int]:
