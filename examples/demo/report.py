@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass
 
 from .measure import PARTS, ratio
@@ -89,12 +90,10 @@ def time_taken(model: ModelResult, loop: str) -> str:
 
 def bytes_moved(model: ModelResult, loop: str) -> str:
     """In words, against stock's."""
-    percent = 100 * (model.bytes(loop) / model.bytes("stock") - 1)
-    return (
-        f"moved {abs(percent):.0f} % {'more' if percent > 0 else 'fewer'} bytes"
-        if abs(percent) >= 0.5
-        else ("moved as many bytes")
-    )
+    percent = round(100 * (model.bytes(loop) / model.bytes("stock") - 1))
+    if percent == 0:
+        return "moved as many bytes"
+    return f"moved {abs(percent)} % {'more' if percent > 0 else 'fewer'} bytes"
 
 
 def summary(model: ModelResult) -> list[str]:
@@ -125,8 +124,6 @@ def _line(row: tuple[str, ...]) -> str:
 
 
 def _rows(model: ModelResult) -> list[tuple[str, ...]]:
-    import statistics
-
     names, wrapped = list(model.losses), model.wrapped
     count = len(model.losses["stock"])
     shown = sorted({round(i * (count - 1) / 3) for i in range(4)})
