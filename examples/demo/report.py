@@ -129,7 +129,7 @@ def _rows(model: ModelResult) -> list[tuple[str, ...]]:
     shown = sorted({round(i * (count - 1) / 3) for i in range(4)})
     medians = [statistics.median(model.times[name]) for name in names]
     ratios = ["{:.2f} ({:.2f} to {:.2f})".format(*model.ratio(name)) for name in wrapped]
-    more = [(model.peaks[name] - model.peaks["stock"]) / 1e6 for name in wrapped]
+    more = [round((model.peaks[name] - model.peaks["stock"]) / 1e6, 2) + 0.0 for name in wrapped]  # no -0.00
     rows = [("", *names)]
     rows += [(f"loss of update {i + 1}", *(f"{model.losses[n][i]:.6f}" for n in names)) for i in shown]
     rows += [
