@@ -112,9 +112,10 @@ def run(
     command += ["--model", model, "--precisions", ",".join(precisions), "--seconds", f"{seconds:.2f}"]
     command += ["--results", str(kept.path)] if kept.path else []
     command += ["--quick"] if quick else []
-    status = subprocess.run(command, env=KINDS[name].environment(caches / name)).returncode
+    digest = sources()
+    status = subprocess.run(command, env=KINDS[name].environment(caches, digest)).returncode
     if status:
-        kept.add([Row(name, model, sources=sources(), note=f"not run: its process ended with {status}")])
+        kept.add([Row(name, model, sources=digest, note=f"not run: its process ended with {status}")])
 
 
 def main() -> None:

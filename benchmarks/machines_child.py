@@ -81,7 +81,7 @@ def micro_batches(training: Training, loops: int, seconds: float) -> int:
 def cell(training: Training, seconds: float, what: str) -> list[Row]:
     """Times the loops in turns for about so many seconds, then takes their peaks.
 
-    A few rounds of all ways say which of stock's is the fastest; the others are not in the rounds that count.
+    A few rounds of stock's ways say which of them is the fastest; the others are not in those that count.
     """
     stock = STOCK_WAYS[training.precision]
     training = dataclasses.replace(training, steps=micro_batches(training, len(stock) + 2, seconds))
@@ -89,15 +89,15 @@ def cell(training: Training, seconds: float, what: str) -> list[Row]:
     for turn in common.progress(turns.values(), f"{what}, first windows", "loop"):
         turn()  # what is compiled, tried and allocated once takes no part of the time
     end = time.perf_counter() + seconds
-    trial = in_turns(turns, 3 if len(stock) > 1 else 1, f"{what}, trial")
+    theirs = {way.name: turns[way.name] for way in stock}
+    trial = in_turns(theirs, 3 if len(stock) > 1 else 1, f"{what}, trial")
     medians = {name: statistics.median(times) for name, times in trial.items()}
     best = min(stock, key=lambda way: medians[way.name])
     ways = {STOCK: best, **{way.name: way for way in OURS}}
     runs = {name: turns[way.name] for name, way in ways.items()}
-    del turns
+    del turns, theirs
     gc.collect()
-    one_round = sum(medians[way.name] for way in ways.values())
-    rounds = int((end - time.perf_counter()) / one_round) - 1
+    rounds = int((end - time.perf_counter()) / (len(runs) * medians[best.name])) - 1
     busy = Others()
     times = in_turns(runs, min(max(rounds, ROUNDS[0]), ROUNDS[1]), what)
     others = busy.share()
@@ -107,7 +107,7 @@ def cell(training: Training, seconds: float, what: str) -> list[Row]:
 
     rows = []
     for name in LOOPS:
-        pairs = [theirs / own for theirs, own in zip(times[STOCK], times[name], strict=True)]
+        pairs = [before / after for before, after in zip(times[STOCK], times[name], strict=True)]
         low, high = interval(pairs)
         rows.append(
             Row(

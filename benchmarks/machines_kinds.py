@@ -33,10 +33,13 @@ class Machine:
     expects: Mapping[str, str] = dataclasses.field(default_factory=dict)
     above: tuple[str, ...] = ()
 
-    def environment(self, caches: Path) -> dict[str, str]:
-        """The variables of a process that is this machine; what it remembers is under `caches`."""
+    def environment(self, caches: Path, sources: str) -> dict[str, str]:
+        """The variables of a process that is this machine. What it remembers is under `caches`; what trials
+        of fusedacc have chosen is kept for each state of the `sources`, what torch has compiled for all.
+        """
+        caches /= self.name
         own = {"OMP_NUM_THREADS": str(self.threads), "OMP_PROC_BIND": "true", "OMP_PLACES": "cores"}
-        own |= {"XDG_CACHE_HOME": str(caches / "user"), "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor")}
+        own |= {"FUSEDACC_CACHE": str(caches / sources), "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor")}
         return {**os.environ, **own, **self.settings}
 
     def left_out(self, flags: frozenset[str]) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from training_loops import BF16, F32, ByHand, GradDtype, InsideBackward, Loop, MixedAdd, Way, Wrapped
+from training_loops import BF16, F32, GradDtype, InsideBackward, Loop, Way, Wrapped
 from zoo import Entry
 
 MAX_NORM = 1.0
@@ -82,17 +82,27 @@ class ClippedGradDtype(Clipped, GradDtype):
     """Autograd casts each gradient and adds it to p.grad, which is float32."""
 
 
-class OfAccumulators(Clipped, ByHand):
+class WithSums(Clipped):
+    """float32 sums beside the parameters; at the update they are cast into p.grad, one by one."""
+
+    def __init__(self, config: Training, fused: bool) -> None:
+        super().__init__(config, fused)
+        self.accumulators = [torch.zeros_like(p, dtype=F32) for p in self.parameters]
+
+    def clip(self) -> None:
+        super().clip()
+        for parameter, total in zip(self.parameters, self.accumulators, strict=True):
+            parameter.grad = total.to(BF16)
+
     def clipped(self) -> list[Tensor]:
         return self.accumulators
 
+    def sums(self) -> Sequence[Tensor]:
+        return self.accumulators
 
-class ZeroedMixedAdd(OfAccumulators, MixedAdd):
-    """Each gradient is added by a mixed `add_` in a hook, the first to zeros."""
 
-
-class CopiedMixedAdd(OfAccumulators):
-    """The same, and the first is copied."""
+class MixedAdd(WithSums):
+    """Each gradient is added by a mixed `add_` in a hook; the window's first is copied."""
 
     def __init__(self, config: Training, fused: bool) -> None:
         super().__init__(config, fused)
@@ -113,12 +123,6 @@ class CopiedMixedAdd(OfAccumulators):
 
         return add
 
-    def backward(self, loss: Tensor) -> None:
-        (loss / self.config.steps).backward()
-
-    def accumulate(self) -> None:
-        """The hooks have."""
-
     def step(self) -> None:
         for total, touched in zip(self.accumulators, self.touched, strict=True):
             if not touched:
@@ -127,7 +131,7 @@ class CopiedMixedAdd(OfAccumulators):
         super().step()
 
 
-class MixedGradient(OfAccumulators):
+class MixedGradient(WithSums):
     """p.grad is float32 from the start, and autograd itself adds each gradient to it by a mixed `add_`."""
 
     def __init__(self, config: Training, fused: bool) -> None:
@@ -140,14 +144,9 @@ class MixedGradient(OfAccumulators):
         for parameter, total in zip(self.parameters, self.accumulators, strict=True):
             parameter.grad = total
 
-    def backward(self, loss: Tensor) -> None:
-        (loss / self.config.steps).backward()
-
-    def accumulate(self) -> None:
-        """Autograd has."""
-
     def step(self) -> None:
         super().step()
+        torch._foreach_zero_(self.accumulators)
         self._show()
 
 
@@ -172,8 +171,7 @@ STOCK_WAYS = {
     "autocast": IN_GRAD,
     "bfloat16": (
         Way("grad_dtype", ClippedGradDtype),
-        Way("mixed add_ in a hook", ZeroedMixedAdd),
-        Way("copy_, then mixed add_ in a hook", CopiedMixedAdd),
+        Way("mixed add_ in a hook", MixedAdd),
         Way("float32 p.grad", MixedGradient),
     ),
     "bfloat16 sums": IN_GRAD,

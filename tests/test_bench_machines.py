@@ -155,7 +155,7 @@ def looked_at(kind, tmp_path: Path, **more: str) -> dict[str, str]:
     """`effects()` of a fresh process that is this machine."""
     program = "import json, machines_kinds; print(json.dumps(machines_kinds.effects()))"
     paths = os.pathsep.join([str(ROOT / "benchmarks"), str(ROOT)])
-    environment = {**kind.environment(tmp_path), "PYTHONPATH": paths, **more}
+    environment = {**kind.environment(tmp_path, "digest"), "PYTHONPATH": paths, **more}
     found = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
     )
