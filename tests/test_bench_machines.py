@@ -105,19 +105,19 @@ def test_the_sums_of_stock_are_the_exact_ones(loops, monkeypatch):
     seen = {}
     for way in loops.STOCK_WAYS["bfloat16"]:
         loop = way.make(training)
-        monkeypatch.setattr(
-            loop,
-            "clip",
-            lambda way=way, loop=loop: seen.update({way.name: [t.clone() for t in loop.clipped()]}),
-        )
+
+        def look(name=way.name, loop=loop, clip=loop.clip):
+            seen[name] = [total.clone() for total in loop.clipped()]
+            clip()
+
+        monkeypatch.setattr(loop, "clip", look)
         loop.update(window)
     model = training.model()
     expected = [torch.zeros_like(p, dtype=torch.float32) for p in model.parameters()]
     for inputs, targets in window:
         loss = training.loss(model, inputs, targets) / 4
-        for total, gradient in zip(
-            expected, torch.autograd.grad(loss, list(model.parameters())), strict=True
-        ):
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        for total, gradient in zip(expected, gradients, strict=True):
             total += gradient
     assert len(seen) == len(loops.STOCK_WAYS["bfloat16"])
     for found in seen.values():
