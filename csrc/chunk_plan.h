@@ -197,7 +197,7 @@ void for_each_batch(const Work& work, int32_t pair, bool strided, Batch& batch, 
 // visit(task, begin, end) for each piece of [begin, end) of it. Cuts within a tensor are rounded up to whole
 // cache lines of the narrowest element, so that no two parts write to one line of an aligned tensor.
 template <typename Visit>
-void visit_part(const std::vector<Task>& tasks, int64_t begin, int64_t end, Visit&& visit) {
+void visit_part(const TaskSpan& tasks, int64_t begin, int64_t end, Visit&& visit) {
   constexpr int64_t kLine = 32;
   const auto cut = [](const Task& task, int64_t position) {
     const int64_t offset = (position - task.first + kLine - 1) / kLine * kLine;
@@ -213,7 +213,7 @@ void visit_part(const std::vector<Task>& tasks, int64_t begin, int64_t end, Visi
 
 // The same in whole chunks: calls visit(task, begin, end, chunk) for each of the chunks [begin, end).
 template <typename Visit>
-void visit_chunks(const std::vector<Task>& tasks, int64_t begin, int64_t end, Visit&& visit) {
+void visit_chunks(const TaskSpan& tasks, int64_t begin, int64_t end, Visit&& visit) {
   const int32_t count = static_cast<int32_t>(tasks.size());
   int32_t i = find_segment(count, begin, [&](int32_t k) { return tasks[k].first_chunk; });
   for (int64_t chunk = begin; chunk < end; ++chunk) {

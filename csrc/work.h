@@ -36,6 +36,17 @@ struct Task {
   int64_t first_chunk = 0;  // the chunks of all tasks before
 };
 
+// Tasks that somebody else holds.
+struct TaskSpan {
+  const Task* tasks;
+  int64_t count;
+
+  TaskSpan(const Task* first, int64_t size) : tasks(first), count(size) {}
+  TaskSpan(const std::vector<Task>& held) : TaskSpan(held.data(), static_cast<int64_t>(held.size())) {}
+  int64_t size() const { return count; }
+  const Task& operator[](int64_t i) const { return tasks[i]; }
+};
+
 struct Work {
   std::vector<Task> tasks;
   std::vector<StridedLayout> layouts;

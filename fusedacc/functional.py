@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import backends, checks, norms, reference
+from . import backends, checks, norms, reference, undispatched
 from .plan import Plan, bump_versions, split, traced_backend
 
 __all__ = ["prepare", "scale_accumulate_", "scale_cast_", "total_norm"]
@@ -54,6 +54,10 @@ def scale_accumulate_(
     """
     if torch.compiler.is_compiling():
         _traced(accumulators, gradients, scale, overwrite, backend)
+        return
+    if backend == "auto" and undispatched.accumulate(
+        accumulators, gradients, scale, overwrite, 1.0, None, True, True
+    ):
         return
     refused, chosen = None, None
     try:

@@ -50,6 +50,11 @@ def _load() -> tuple[Any, str]:
     return module, ""
 
 
+def loaded() -> Any | None:
+    """The module where it was built, whatever FUSEDACC_NATIVE_HOOKS says."""
+    return _load()[0]
+
+
 def module() -> Any | None:
     """The module, or None where hooks are Python's."""
     return None if why_not() else _load()[0]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from . import backends, checks, reference
+from . import backends, checks, reference, undispatched
 from .plan import split, traced_backend
 
 #: Joins partial norms of one device to a norm of that dtype.
@@ -116,6 +116,10 @@ def norm_and_nonfinite(
     norm_type = checks.check_norm_type(norm_type)
     if torch.compiler.is_compiling():
         return _traced(tensors, norm_type, backend)
+    if backend == "auto":
+        found = undispatched.total_norm(tensors, norm_type)
+        if found:
+            return found
     backends.requested(backend)
-    found = partials(tensors, norm_type, backend)
-    return finish(found, norm_type, norm_dtype(tensors), backend)
+    parts = partials(tensors, norm_type, backend)
+    return finish(parts, norm_type, norm_dtype(tensors), backend)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from . import backends, checks
+from . import backends, checks, undispatched
 
 #: `kMaxDims` of csrc/work.h.
 _MOST_DIMENSIONS = 16
@@ -106,6 +106,8 @@ class Plan:
         self._parts = split(self._accumulators, self._accumulators, backend)
         self._runs = [part.backend.prepare(part.of(self._accumulators)) for part in self._parts]
         self._direct = len(self._parts) == 1 and self._parts[0].backend.name in backends.SELF_CHECKING
+        on_cpu = self.backends == ("cpu",)
+        self._undispatched = on_cpu and undispatched.prepare(self._accumulators, self._versions)
 
     @property
     def backends(self) -> tuple[str, ...]:
@@ -126,7 +128,9 @@ class Plan:
         overwrite: bool | Sequence[bool] = False,
     ) -> None:
         """Accumulate once; arguments and errors as `functional.scale_accumulate_`."""
-        self._pass(gradients, scale, overwrite, None)
+        quick = self._undispatched
+        if not (quick and quick(gradients, scale, overwrite, 1.0, None)):
+            self._pass(gradients, scale, overwrite, None)
 
     def with_norm(
         self,
@@ -142,7 +146,12 @@ class Plan:
         Raises:
             TypeError, ValueError, RuntimeError: as a call; ValueError for another `norm_type` than 2 and inf.
         """
-        return self._pass(gradients, scale, overwrite, checks.check_norm_type(norm_type))
+        norm_type = checks.check_norm_type(norm_type)
+        if self._undispatched:
+            partials = self._undispatched(gradients, scale, overwrite, 1.0, norm_type)
+            if partials is not False:
+                return [partials]
+        return self._pass(gradients, scale, overwrite, norm_type)
 
     def _pass(
         self,

@@ -11,6 +11,7 @@
 
 #include "embedding.h"
 #include "linear.h"
+#include "lists.h"
 
 namespace py = pybind11;
 
@@ -141,4 +142,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       without_gil);
   module.def("attach", &attach);
   module.def("any_gradient", &any_gradient);
+  define_lists(module.ptr());
 }

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import ops
+from .. import ops, undispatched
 from ..checks import PAIRS
 
 _MOST_LISTS = 200
@@ -39,6 +39,7 @@ class NativeBackend:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self._on_cpu = name == "cpu"
 
     def unavailable(self) -> str | None:
         problem = ops.load_error()
@@ -76,14 +77,22 @@ class NativeBackend:
         overwrite: bool | Sequence[bool],
         keep: float | Tensor = 1.0,
     ) -> None:
+        if self._on_cpu and undispatched.accumulate(
+            accumulators, gradients, scale, overwrite, keep, None, False, False
+        ):
+            return
         operator = torch.ops.fusedacc.scale_accumulate_.default
         flags = _flags(overwrite, accumulators)
         ops.call(operator, accumulators, gradients, *_factor(scale), flags, *_kept(keep))
 
     def prepare(self, accumulators: Sequence[Tensor]) -> Bound:
-        return Bound(accumulators)
+        return Bound(accumulators, self._on_cpu)
 
     def norm_partials(self, tensors: Sequence[Tensor], norm_type: float) -> Tensor:
+        if self._on_cpu:
+            found = undispatched.norm_partials(tensors, norm_type)
+            if found is not False:
+                return found
         return _unrecorded(torch.ops.fusedacc.norm_partials.default, tensors, norm_type)
 
     def finish_norm(
@@ -103,6 +112,12 @@ class NativeBackend:
         norm_type: float,
         keep: float | Tensor = 1.0,
     ) -> Tensor:
+        if self._on_cpu:
+            found = undispatched.accumulate(
+                accumulators, gradients, scale, overwrite, keep, norm_type, False, False
+            )
+            if found is not False:
+                return found
         operator = torch.ops.fusedacc.scale_accumulate_norm_.default
         flags = _flags(overwrite, accumulators)
         factors = *_factor(scale), flags, norm_type, *_kept(keep)
@@ -124,8 +139,9 @@ class NativeBackend:
 class Bound:
     """Accumulators with their checks done, as a table that the operators read."""
 
-    def __init__(self, accumulators: Sequence[Tensor]) -> None:
+    def __init__(self, accumulators: Sequence[Tensor], on_cpu: bool) -> None:
         self._plan = torch.ops.fusedacc.prepare.default(accumulators)
+        self._undispatched = on_cpu and undispatched.prepare(accumulators, ())
 
     def __call__(
         self,
@@ -134,6 +150,8 @@ class Bound:
         overwrite: bool | Sequence[bool],
         keep: float | Tensor = 1.0,
     ) -> None:
+        if self._undispatched and self._undispatched(gradients, scale, overwrite, keep, None):
+            return
         operator = torch.ops.fusedacc.accumulate_prepared_.default
         flags = _flags(overwrite, gradients)
         ops.call(operator, self._plan, gradients, *_factor(scale), flags, *_kept(keep))
@@ -146,6 +164,10 @@ class Bound:
         norm_type: float,
         keep: float | Tensor = 1.0,
     ) -> Tensor:
+        if self._undispatched:
+            found = self._undispatched(gradients, scale, overwrite, keep, norm_type)
+            if found is not False:
+                return found
         operator = torch.ops.fusedacc.accumulate_prepared_norm_.default
         flags = _flags(overwrite, gradients)
         factors = *_factor(scale), flags, norm_type, *_kept(keep)

@@ -1,0 +1,83 @@
+// Reads lists of tensors from Python into tasks, in one pass over torch's records of them.
+#pragma once
+
+#include <Python.h>
+#include <c10/core/TensorImpl.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "../work.h"
+
+namespace fusedacc::autograd {
+
+// The items of a list or a tuple, borrowed; `ok` is false for anything else.
+struct Items {
+  PyObject** items = nullptr;
+  int64_t count = 0;
+  bool ok = false;
+
+  Items() = default;
+  explicit Items(PyObject* sequence);
+};
+
+// Whether calls may pass by the dispatcher here and now: no mode, no transform and no tracer would see them.
+bool nobody_watches();
+
+// A float, or what stands in a 0-dim CPU tensor.
+bool read_number(PyObject* object, double& value);
+
+// Memory of an accumulator, [begin, end).
+struct Range {
+  uintptr_t begin, end;
+  int64_t index;
+};
+
+// Sorts ranges, and says whether no two of them overlap.
+bool sort_apart(std::vector<Range>& ranges);
+
+// What is known of an accumulator that stays.
+struct Bound {
+  void* data;
+  int64_t numel;
+  int32_t dtype, dims;
+  int64_t shape;  // where its sizes start among Accumulators::words; its strides follow
+  bool contiguous;
+};
+
+// Accumulators that have been checked once; their memory is not kept alive.
+struct BoundList {
+  std::vector<Bound> bound;
+  std::vector<int64_t> words;
+  std::vector<Range> ranges;
+  std::vector<c10::VariableVersion> versions;
+
+  // False: not for us.
+  bool read(const Items& accumulators);
+  // Versions are bumped by every call from here on: one for each counter among these tensors.
+  bool own(const Items& tensors);
+  void bump();
+};
+
+// The tasks of one call, and what was read on the way. Kept from call to call.
+struct Reading {
+  std::vector<Task> tasks;
+  std::vector<Range> ranges;
+  std::vector<c10::TensorImpl*> written;
+  int64_t elements = 0, chunks = 0;
+  bool wide = false;  // one of the tensors that were measured is of float64
+
+  // Each of these returns false for lists that are not for us. `flags` is one bool per tensor, or null.
+  bool match(const Items& accumulators, const Items& gradients, bool overwrite, PyObject** flags);
+  bool match(const BoundList& accumulators, const Items& gradients, bool overwrite, PyObject** flags);
+  bool measure(const Items& tensors);
+  // Bumps the versions of the accumulators that were read last.
+  void bump();
+
+ private:
+  void clear();
+  void push(void* accumulator, const void* gradient, int64_t numel, int32_t pair, bool overwrite);
+};
+
+}  // namespace fusedacc::autograd

@@ -1,0 +1,276 @@
+#include "lists.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/record_function.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <cmath>
+#include <cstdlib>
+#include <limits>
+
+#include "list_tasks.h"
+
+namespace fusedacc::autograd {
+namespace {
+
+// Of libfusedacc.so; csrc/cpu/run.cpp has them.
+struct Kernels {
+  void (*run)(const Task*, int64_t, double, double) = nullptr;
+  void (*run_norm)(const Task*, int64_t, double, double, int32_t, bool, double*) = nullptr;
+  double (*join_norms)(const double*, int64_t, int32_t) = nullptr;
+} kernels;
+
+// Work that takes longer than letting go of the GIL is worth, in elements: about 20 microseconds.
+constexpr int64_t kLong = 1 << 17;
+
+constexpr const char* kCapsule = "fusedacc.BoundList";
+
+PyObject* refuse() { Py_RETURN_FALSE; }
+
+bool is_set(const char* variable) {
+  const char* value = std::getenv(variable);
+  return value != nullptr && *value != '\0';
+}
+
+// `automatic`: the caller has not looked which backend is asked for.
+bool may_pass(bool automatic) {
+  const char* hooks = std::getenv("FUSEDACC_NATIVE_HOOKS");
+  if (hooks != nullptr && *hooks == '0') return false;
+  return nobody_watches() && !(automatic && is_set("FUSEDACC_BACKEND"));
+}
+
+// Keeps the items alive and lets other threads run meanwhile, where the work is long enough.
+class Unlocked {
+ public:
+  Unlocked(int64_t elements, std::initializer_list<const Items*> lists) {
+    if (elements < kLong) return;
+    for (const Items* list : lists) {
+      for (int64_t i = 0; i < list->count; ++i) {
+        Py_INCREF(list->items[i]);
+        held_.push_back(list->items[i]);
+      }
+    }
+    state_ = PyEval_SaveThread();
+  }
+  ~Unlocked() {
+    if (state_ == nullptr) return;
+    PyEval_RestoreThread(state_);
+    for (PyObject* object : held_) Py_DECREF(object);
+  }
+  Unlocked(const Unlocked&) = delete;
+  Unlocked& operator=(const Unlocked&) = delete;
+
+ private:
+  PyThreadState* state_ = nullptr;
+  std::vector<PyObject*> held_;
+};
+
+bool norm_kind(PyObject* norm_type, int32_t& kind) {
+  if (!PyFloat_CheckExact(norm_type)) return false;
+  const double value = PyFloat_AS_DOUBLE(norm_type);
+  kind = static_cast<int32_t>(value == 2 ? NormKind::kTwo : NormKind::kInfinity);
+  return value == 2 || value == std::numeric_limits<double>::infinity();
+}
+
+// `overwrite` as one bool, or one for each of `count` tensors.
+struct Flags {
+  bool all = false, ok = false;
+  PyObject** each = nullptr;
+
+  Flags(PyObject* overwrite, int64_t count) {
+    if (PyBool_Check(overwrite)) {
+      all = overwrite == Py_True;
+      ok = true;
+      return;
+    }
+    const Items items(overwrite);
+    ok = items.ok && items.count == count;
+    for (int64_t i = 0; ok && i < count; ++i) ok = PyBool_Check(items.items[i]);
+    each = items.items;
+  }
+};
+
+Reading& reading() {
+  static thread_local Reading found;
+  return found;
+}
+
+// What is read, run: True, or with `norm_type` the partial norms.
+PyObject* run(Reading& read, std::initializer_list<const Items*> lists, double scale, double keep,
+              bool wants_norm, int32_t kind) {
+  if (!wants_norm) {
+    RECORD_FUNCTION("fusedacc::scale_accumulate_", std::vector<c10::IValue>());
+    const Unlocked unlocked(read.elements, lists);
+    if (!read.tasks.empty()) {
+      kernels.run(read.tasks.data(), static_cast<int64_t>(read.tasks.size()), scale, keep);
+    }
+    return nullptr;
+  }
+  RECORD_FUNCTION("fusedacc::scale_accumulate_norm_", std::vector<c10::IValue>());
+  at::Tensor partials = at::detail::empty_cpu({read.chunks}, at::kDouble, false, std::nullopt);
+  if (!read.tasks.empty()) {
+    const Unlocked unlocked(read.elements, lists);
+    kernels.run_norm(read.tasks.data(), static_cast<int64_t>(read.tasks.size()), scale, keep, kind, false,
+                     partials.mutable_data_ptr<double>());
+  }
+  return THPVariable_Wrap(std::move(partials));
+}
+
+// (accumulators, gradients, scale, overwrite, keep, norm_type, automatic, bumps)
+PyObject* accumulate(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 8 || kernels.run == nullptr || !may_pass(arguments[6] == Py_True)) return refuse();
+  const Items accumulators(arguments[0]), gradients(arguments[1]);
+  if (!accumulators.ok || !gradients.ok || accumulators.count == 0 || accumulators.count != gradients.count) {
+    return refuse();
+  }
+  const Flags flags(arguments[3], accumulators.count);
+  double scale, keep;
+  int32_t kind = 0;
+  const bool wants_norm = arguments[5] != Py_None;
+  if (!flags.ok || !read_number(arguments[2], scale) || !read_number(arguments[4], keep)) return refuse();
+  if (wants_norm && !norm_kind(arguments[5], kind)) return refuse();
+  Reading& read = reading();
+  if (!read.match(accumulators, gradients, flags.all, flags.each)) return refuse();
+  if (arguments[7] == Py_True) read.bump();
+  PyObject* partials = run(read, {&accumulators, &gradients}, scale, keep, wants_norm, kind);
+  if (wants_norm) return partials;
+  Py_RETURN_TRUE;
+}
+
+BoundList* bound_list(PyObject* capsule) {
+  return static_cast<BoundList*>(PyCapsule_GetPointer(capsule, kCapsule));
+}
+
+// (gradients, scale, overwrite, keep, norm_type)
+PyObject* accumulate_bound(PyObject* capsule, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 5 || !may_pass(false)) return refuse();
+  BoundList& accumulators = *bound_list(capsule);
+  const Items gradients(arguments[0]);
+  const Flags flags(arguments[2], gradients.count);
+  double scale, keep;
+  int32_t kind = 0;
+  const bool wants_norm = arguments[4] != Py_None;
+  if (!gradients.ok || !flags.ok || !read_number(arguments[1], scale) || !read_number(arguments[3], keep)) {
+    return refuse();
+  }
+  if (wants_norm && !norm_kind(arguments[4], kind)) return refuse();
+  Reading& read = reading();
+  if (!read.match(accumulators, gradients, flags.all, flags.each)) return refuse();
+  accumulators.bump();
+  PyObject* partials = run(read, {&gradients}, scale, keep, wants_norm, kind);
+  if (wants_norm) return partials;
+  Py_RETURN_TRUE;
+}
+
+// (tensors, norm_type)
+PyObject* norm_partials(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  int32_t kind;
+  if (count != 2 || kernels.run == nullptr || !may_pass(false) || !norm_kind(arguments[1], kind)) {
+    return refuse();
+  }
+  const Items tensors(arguments[0]);
+  Reading& read = reading();
+  if (!tensors.ok || tensors.count == 0 || !read.measure(tensors)) return refuse();
+  RECORD_FUNCTION("fusedacc::norm_partials", std::vector<c10::IValue>());
+  at::Tensor partials = at::detail::empty_cpu({read.chunks}, at::kDouble, false, std::nullopt);
+  if (!read.tasks.empty()) {
+    const Unlocked unlocked(read.elements, {&tensors});
+    kernels.run_norm(read.tasks.data(), static_cast<int64_t>(read.tasks.size()), 1, 1, kind, true,
+                     partials.mutable_data_ptr<double>());
+  }
+  return THPVariable_Wrap(std::move(partials));
+}
+
+at::Tensor scalar(double value, at::ScalarType dtype) {
+  at::Tensor found = at::detail::empty_cpu({}, dtype, false, std::nullopt);
+  if (dtype == at::kDouble) {
+    *found.mutable_data_ptr<double>() = value;
+  } else {
+    *found.mutable_data_ptr<float>() = static_cast<float>(value);
+  }
+  return found;
+}
+
+// (tensors, norm_type): the norm, and 1 or 0: whether an element was not finite.
+PyObject* total_norm(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  int32_t kind;
+  if (count != 2 || kernels.run == nullptr || !may_pass(true) || !norm_kind(arguments[1], kind)) {
+    return refuse();
+  }
+  const Items tensors(arguments[0]);
+  Reading& read = reading();
+  if (!tensors.ok || tensors.count == 0 || !read.measure(tensors) || read.tasks.empty()) return refuse();
+  RECORD_FUNCTION("fusedacc::total_norm", std::vector<c10::IValue>());
+  static thread_local std::vector<double> partials;
+  partials.resize(static_cast<size_t>(read.chunks));
+  double norm;
+  {
+    const Unlocked unlocked(read.elements, {&tensors});
+    kernels.run_norm(read.tasks.data(), static_cast<int64_t>(read.tasks.size()), 1, 1, kind, true,
+                     partials.data());
+    norm = kernels.join_norms(partials.data(), read.chunks, kind);
+  }
+  const bool wide = read.wide;
+  PyObject* found = THPVariable_Wrap(scalar(norm, wide ? at::kDouble : at::kFloat));
+  PyObject* nonfinite = THPVariable_Wrap(scalar(std::isfinite(norm) ? 0 : 1, at::kFloat));
+  PyObject* both = PyTuple_Pack(2, found, nonfinite);
+  Py_XDECREF(found);
+  Py_XDECREF(nonfinite);
+  return both;
+}
+
+// What goes wrong here goes wrong in the operators too, which say so in words.
+template <PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)>
+PyObject* guarded(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
+  try {
+    return function(self, arguments, count);
+  } catch (const std::exception&) {
+    return refuse();
+  }
+}
+
+template <PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)>
+PyCFunction as_method() {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&guarded<function>));
+}
+
+PyMethodDef bound_method{"accumulate", as_method<accumulate_bound>(), METH_FASTCALL, nullptr};
+
+// (accumulators, owners of their versions): a function, as accumulate_bound.
+PyObject* prepare(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 2 || kernels.run == nullptr || !may_pass(false)) return refuse();
+  auto list = std::make_unique<BoundList>();
+  if (!list->read(Items(arguments[0])) || !list->own(Items(arguments[1]))) return refuse();
+  PyObject* capsule =
+      PyCapsule_New(list.get(), kCapsule, [](PyObject* capsule) { delete bound_list(capsule); });
+  if (capsule == nullptr) return nullptr;
+  list.release();
+  PyObject* method = PyCFunction_New(&bound_method, capsule);
+  Py_DECREF(capsule);
+  return method;
+}
+
+// Addresses of the kernels, as above.
+PyObject* set_kernels(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 3) return refuse();
+  const auto address = [&](int i) { return PyLong_AsVoidPtr(arguments[i]); };
+  kernels.run = reinterpret_cast<decltype(kernels.run)>(address(0));
+  kernels.run_norm = reinterpret_cast<decltype(kernels.run_norm)>(address(1));
+  kernels.join_norms = reinterpret_cast<decltype(kernels.join_norms)>(address(2));
+  Py_RETURN_TRUE;
+}
+
+PyMethodDef functions[] = {
+    {"accumulate", as_method<accumulate>(), METH_FASTCALL, nullptr},
+    {"prepare", as_method<prepare>(), METH_FASTCALL, nullptr},
+    {"norm_partials", as_method<norm_partials>(), METH_FASTCALL, nullptr},
+    {"total_norm", as_method<total_norm>(), METH_FASTCALL, nullptr},
+    {"set_kernels", as_method<set_kernels>(), METH_FASTCALL, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+}  // namespace
+
+void define_lists(PyObject* module) { PyModule_AddFunctions(module, functions); }
+
+}  // namespace fusedacc::autograd

@@ -1,0 +1,46 @@
+"""The list operators past torch's dispatcher, which costs more than the work on lists of small tensors.
+
+Compiled with the native hooks (`csrc/autograd/lists.cpp`), for ordinary CPU tensors whose elements lie alike.
+Each function returns False, with nothing done, for everything else: where it was not built, a dispatch mode,
+a transform or a tracer is on, FUSEDACC_NATIVE_HOOKS is 0, or a check fails. The caller then takes the
+operator, whose results have the same bits and whose errors say what is wrong.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+from . import native_hooks, ops
+
+
+def _left_to_the_operator(*arguments: Any) -> bool:
+    return False
+
+
+#: (accumulators, gradients, scale, overwrite, keep, norm_type or None, automatic, bumps) -> True, or the
+#: partial norms. `automatic`: refuse where FUSEDACC_BACKEND names a backend; `bumps`: versions too.
+accumulate: Callable[..., Any] = _left_to_the_operator
+#: (accumulators, owners of versions to bump) -> (gradients, scale, overwrite, keep, norm_type or None), which
+#: does as `accumulate`. The accumulators' memory is not kept alive.
+prepare: Callable[..., Any] = _left_to_the_operator
+#: (tensors, norm_type) -> the partial norms.
+norm_partials: Callable[..., Any] = _left_to_the_operator
+#: (tensors, norm_type) -> the norm, and 1.0 or 0.0: whether an element was not finite. Automatic.
+total_norm: Callable[..., Any] = _left_to_the_operator
+
+
+def _load() -> None:
+    global accumulate, prepare, norm_partials, total_norm
+    module = native_hooks.loaded()
+    if module is None:
+        return
+    library = ctypes.CDLL(str(ops.LIBRARY))
+    kernels = library.fusedacc_run, library.fusedacc_run_norm, library.fusedacc_join_norms
+    module.set_kernels(*(ctypes.cast(kernel, ctypes.c_void_p).value for kernel in kernels))
+    accumulate, prepare = module.accumulate, module.prepare
+    norm_partials, total_norm = module.norm_partials, module.total_norm
+
+
+_load()
