@@ -38,7 +38,7 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("gradient, accumulator", sorted(PAIRS, key=str), ids=str)
+@pytest.mark.parametrize(("gradient", "accumulator"), sorted(PAIRS, key=str), ids=str)
 @pytest.mark.parametrize("prepared", [False, True])
 def test_the_bits_of_the_operators(gradient: torch.dtype, accumulator: torch.dtype, prepared: bool) -> None:
     operators = torch.ops.fusedacc
@@ -79,7 +79,9 @@ def test_the_norms_of_the_operators(dtype: torch.dtype, norm_type: float) -> Non
     same(list(undispatched.total_norm(tensors, norm_type)), list(wanted))
     tensors[3][1] = float("nan")
     norm, found = undispatched.total_norm(tensors, norm_type)
-    assert norm.isnan() and found.item() == 1.0 and norm.dtype == wanted[0].dtype
+    assert norm.isnan()
+    assert found.item() == 1.0
+    assert norm.dtype == wanted[0].dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -100,9 +102,11 @@ def test_lists_in_any_order_of_addresses_and_dense_layouts_of_any_kind() -> None
     for _ in range(2):
         assert accumulate(views, fresh) is True
     assert block.eq(2).all()
-    assert accumulate(views, views, 3.0, True) is True and block.eq(6).all()
+    assert accumulate(views, views, 3.0, True) is True
+    assert block.eq(6).all()
     plan = undispatched.prepare(views, ())
-    assert plan(fresh, 1.0, False, 1.0, None) is True and block.eq(7).all()
+    assert plan(fresh, 1.0, False, 1.0, None) is True
+    assert block.eq(7).all()
 
 
 class Sub(torch.Tensor):
