@@ -120,10 +120,34 @@ FUSEDACC_INLINE Float16 narrow<Float16, float>(float value) {
 #endif
 }
 
+// Where the compiler may not use such an instruction, it would call a function for each element.
+#if defined(__x86_64__) && !defined(__FMA__)
+#define FUSEDACC_SLOW_FMA
+#endif
+
+// a * b + c with one rounding, where there is no instruction for it: the product of two floats is a double,
+// and a sum that is rounded to odd keeps what the rounding to float has to know.
+FUSEDACC_INLINE float multiply_add_by_doubles(float a, float b, float c) {
+  const double product = static_cast<double>(a) * static_cast<double>(b), addend = c;
+  const double sum = product + addend, part = sum - product;
+  const double error = (product - (sum - part)) + (addend - part);
+  int64_t bits;
+  std::memcpy(&bits, &sum, sizeof(bits));
+  // All ones or none: selects that plain SSE2 has instructions for.
+  const int64_t above = error > 0 ? -1 : 0, below = error < 0 ? -1 : 0, positive = sum > 0 ? -1 : 0;
+  const int64_t away = 1 + 2 * (above ^ positive), is_even = (bits & 1) - 1;
+  bits += away & (above | below) & is_even;
+  double odd;
+  std::memcpy(&odd, &bits, sizeof(odd));
+  return static_cast<float>(odd);
+}
+
 // One rounding. Spelled out, so that every backend rounds alike whatever its compiler's habits.
 FUSEDACC_INLINE float fused_multiply_add(float a, float b, float c) {
 #if defined(__CUDA_ARCH__)
   return __fmaf_rn(a, b, c);
+#elif defined(FUSEDACC_SLOW_FMA)
+  return multiply_add_by_doubles(a, b, c);
 #else
   return __builtin_fmaf(a, b, c);
 #endif
@@ -155,6 +179,12 @@ struct ScaleAccumulate {
   FUSEDACC_INLINE Accumulator add(Gradient gradient, Accumulator accumulator) const {
     const Compute kept = keeps ? keep * widen(accumulator) : widen(accumulator);
     return narrow<Accumulator, Compute>(fused_multiply_add(scale, widen(gradient), kept));
+  }
+  // The same where scale * gradient is known, and not rounded.
+  template <bool keeps>
+  FUSEDACC_INLINE Accumulator add_product(Compute product, Accumulator accumulator) const {
+    const Compute kept = keeps ? keep * widen(accumulator) : widen(accumulator);
+    return narrow<Accumulator, Compute>(product + kept);
   }
   FUSEDACC_INLINE Accumulator overwrite(Gradient gradient) const {
     return narrow<Accumulator, Compute>(scale * widen(gradient));

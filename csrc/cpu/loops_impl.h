@@ -2,6 +2,7 @@
 // compiled for its own instructions; the unnamed namespace keeps the copies apart.
 #pragma once
 
+#include <cmath>
 #include <utility>
 
 #if defined(__SSE2__)
@@ -79,11 +80,21 @@ inline void for_each_row(const StridedLayout& layout, int64_t begin, int64_t end
   }
 }
 
+// 1 / scale where scale is a power of two, neither too large nor too small for that; else 0.
+template <typename Compute>
+inline Compute exact_inverse(Compute scale) {
+  int exponent;
+  const Compute fraction = std::frexp(scale < 0 ? -scale : scale, &exponent);
+  const int most = sizeof(Compute) == 4 ? 120 : 1000;
+  return fraction == Compute(0.5) && exponent > -most && exponent < most ? 1 / scale : 0;
+}
+
 template <int32_t pair>
 struct PairLoops {
   using Gradient = GradientOf<pair>;
   using Accumulator = AccumulatorOf<pair>;
   using Functor = ScaleAccumulate<Gradient, Accumulator>;
+  using Compute = typename Functor::Compute;
 
   static void overwrite_row(Accumulator* accumulator, const Gradient* gradient, int64_t count,
                             Functor functor) {
@@ -107,9 +118,49 @@ struct PairLoops {
 
   template <bool keeps>
   static void add_row(Accumulator* accumulator, const Gradient* gradient, int64_t count, Functor functor) {
+#if defined(FUSEDACC_SLOW_FMA)
+    const Compute inverse = exact_inverse(functor.scale);
+    if (inverse != 0) {
+      add_products<keeps>(accumulator, gradient, count, functor, inverse);
+      return;
+    }
+#endif
+    add_each<keeps>(accumulator, gradient, count, functor);
+  }
+
+  template <bool keeps>
+  static void add_each(Accumulator* accumulator, const Gradient* gradient, int64_t count, Functor functor) {
     FUSEDACC_INDEPENDENT
     for (int64_t i = 0; i < count; ++i) {
       accumulator[i] = functor.template add<keeps>(gradient[i], accumulator[i]);
+    }
+  }
+
+  // Products by a power of two are rounded only where they leave the range: else a plain sum has the bits of
+  // the fused one, at a fraction of what that takes without an instruction for it.
+  template <bool keeps>
+  static void add_products(Accumulator* accumulator, const Gradient* gradient, int64_t count, Functor functor,
+                           Compute inverse) {
+    constexpr int64_t kBlock = 256;
+    for (int64_t begin = 0; begin < count; begin += kBlock) {
+      const int64_t length = count - begin < kBlock ? count - begin : kBlock;
+      Accumulator* into = accumulator + begin;
+      const Gradient* from = gradient + begin;
+      int32_t rounded = 0;
+      if (inverse != 1 && inverse != -1) {
+        for (int64_t i = 0; i < length; ++i) {
+          const Compute value = widen(from[i]);
+          rounded |= functor.scale * value * inverse != value;
+        }
+      }
+      if (rounded) {
+        add_each<keeps>(into, from, length, functor);
+        continue;
+      }
+      FUSEDACC_INDEPENDENT
+      for (int64_t i = 0; i < length; ++i) {
+        into[i] = functor.template add_product<keeps>(functor.scale * widen(from[i]), into[i]);
+      }
     }
   }
 
