@@ -34,7 +34,7 @@ total_norm: Callable[..., Any] = _left_to_the_operator
 def _load() -> None:
     global accumulate, prepare, norm_partials, total_norm
     module = native_hooks.loaded()
-    if module is None:
+    if module is None or not hasattr(module, "set_kernels"):  # not built, or by an older release
         return
     library = ctypes.CDLL(str(ops.LIBRARY))
     kernels = library.fusedacc_run, library.fusedacc_run_norm, library.fusedacc_join_norms

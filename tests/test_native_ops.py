@@ -274,10 +274,15 @@ for layout in GRADIENT_LAYOUTS:
     if layout == "contiguous":
         for tensor in fresh[1::2]:
             tensor[:3] *= 1e30
-    for flags in ((), (True,)):
-        torch.ops.fusedacc.scale_accumulate_(sums, fresh, None, 1 / 3, flags)
-        for tensor in sums:
-            digest.update(tensor.nan_to_num(nan=7.0).double().numpy().tobytes())
+            tensor[3:5] *= 1e-38
+        for tensor in sums[1::4]:
+            tensor[2:5] *= 1e-38
+    by = [(1 / 3, 1.0), (1 / 8, 1.0), (-1.0, 0.7), (2.0**-90, 1.0), (2.0**100, 1.0), (2.0**-140, 1.0)]
+    for scale, keep in by:
+        for flags in ((), (True,)):
+            torch.ops.fusedacc.scale_accumulate_(sums, fresh, None, scale, flags, None, keep)
+            for tensor in sums:
+                digest.update(tensor.nan_to_num(nan=7.0).double().numpy().tobytes())
     for norm_type in (2.0, float("inf")):
         for tensors in (sums, fresh):
             partials = torch.ops.fusedacc.norm_partials(tensors, norm_type)
