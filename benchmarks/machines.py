@@ -4,8 +4,8 @@ Machines (machines_kinds.py) are environment variables for a fresh process, whic
 On each, every model of zoo/ is trained in four precisions by the fastest of stock's exact loops, by fusedacc,
 and by fusedacc with `model=`; all with the fused AdamW, clipping, and windows of eight micro-batches (fewer
 where one takes too long). A cell, one model in one precision on one machine, is a few rows of
-benchmarks/results/machines.csv as soon as it is measured; a rerun goes on with those that are missing. They
-are all measured anew when the sources or the versions have changed.
+benchmarks/results/machines.csv as soon as it is measured; a rerun goes on with those that are missing, or
+that other processes disturbed. All are measured anew when the sources or the versions have changed.
 
 A loop falls short where the upper end of the 95 % interval of its median ratio is below 0.98; `model=` is to
 be at least 1.05 in the median over all cells; no peak may be above stock's by more than 1 MB and 1 %.
@@ -31,7 +31,7 @@ os.environ["OMP_PROC_BIND"] = "false"
 
 from common import Results
 from machine import ROOT
-from machines_cells import COLUMNS, RESULTS, STOCK, Key, Row, finished, report, sources
+from machines_cells import COLUMNS, RESULTS, STOCK, Key, Row, disturbed, finished, report, sources
 from machines_kinds import MACHINES, flags
 from machines_loops import PRECISIONS
 from run_all import INTERRUPTED
@@ -77,6 +77,12 @@ def possible(cells: Sequence[Key], kept: Results, done: dict[tuple[str, ...], Ro
         if why[name] and (name, "", "", "") not in done:
             kept.add([Row(name, sources=sources(), note=why[name])])
     return [cell for cell in cells if not why[cell[0]]]
+
+
+def missing(cells: Sequence[Key], done: dict[tuple[str, ...], Row]) -> list[Key]:
+    """The cells that have no rows, or such as others disturbed."""
+    rows = {cell: done.get((*cell, STOCK)) for cell in cells}
+    return [cell for cell, row in rows.items() if row is None or disturbed(row)]
 
 
 def measure(cells: Sequence[Key], kept: Results, caches: Path, minutes: float, quick: bool) -> bool:
@@ -144,7 +150,7 @@ def main() -> None:
         found = functools.partial(finished, path, kept.conditions, digest)
         done = found()
         can = possible(chosen, kept, done)
-        todo = [cell for cell in can if (*cell, STOCK) not in done]
+        todo = missing(can, done)
         interrupted = False
         complete = True
         if not options.report:

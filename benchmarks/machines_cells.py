@@ -22,6 +22,9 @@ LEAST = 0.98
 LEAST_MEDIAN = 1.05
 #: The peak may be above stock's by so many bytes or by this share of it.
 ROOM, SHARE = 1_000_000, 0.01
+#: Where others took more than this share of the CPUs' time, a cell is shown as it is, and a rerun measures it
+#: again.
+BUSY = 0.1
 #: What a figure depends on beside the machine, and a rerun measures again when it has changed.
 SOURCES = ("fusedacc/**/*.py", "csrc/**/*", "benchmarks/machines*.py", "benchmarks/zoo/*.py")
 SOURCES += ("benchmarks/training_loops.py", "examples/demo/model.py")
@@ -114,6 +117,11 @@ def short(row: Row) -> bool:
     return row.high is not None and row.loop != STOCK and row.high < LEAST
 
 
+def disturbed(row: Row) -> bool:
+    """Whether other processes had too large a share of the machine."""
+    return row.others is not None and row.others > BUSY
+
+
 def large(row: Row) -> bool:
     """Whether a loop's peak is higher than it may be."""
     return bool(row.peak and row.stock_peak and row.peak > row.stock_peak + max(ROOM, SHARE * row.stock_peak))
@@ -137,6 +145,8 @@ def report(rows: Iterable[Row]) -> str:
     lines += [
         f"{' '.join(row.key).strip()}: {row.note}" for row in rows if row.ratio is None and not row.loop
     ]
+    busy = dict.fromkeys(", ".join(row.key) for row in measured if disturbed(row))
+    lines += [f"others took more than {BUSY:.0%} of the CPUs: {'; '.join(busy)}"] if busy else []
     lines.append("")
     for loop in (PLAIN, MODEL):
         own = [row for row in measured if row.loop == loop]

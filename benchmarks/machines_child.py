@@ -64,16 +64,17 @@ class Turn:
         self.count += 1
 
 
-def micro_batches(training: Training, loops: int, seconds: float) -> int:
-    """How many make a window: all, unless the least number of rounds of so many loops would take far longer
-    than `seconds`; then half of them, or a quarter."""
-    run = Turn(STOCK_WAYS[training.precision][0], dataclasses.replace(training, steps=1))
-    run()
-    start = time.perf_counter()
-    run()
-    took = time.perf_counter() - start
+def micro_batches(training: Training, seconds: float) -> int:
+    """How many make a window: all, unless the least number of rounds would take far longer than `seconds`;
+    then half of them, or a quarter."""
+    model = training.model()
+    parameters = list(model.parameters())
+    for batch in training.window(0)[:2]:
+        start = time.perf_counter()
+        torch.autograd.grad(training.loss(model, *batch), parameters)
+        took = time.perf_counter() - start
     steps = training.steps
-    while steps > 2 and took * steps * loops * ROUNDS[0] > 2 * seconds:
+    while steps > 2 and took * steps * len(LOOPS) * ROUNDS[0] > 2 * seconds:
         steps //= 2
     return steps
 
@@ -84,7 +85,7 @@ def cell(training: Training, seconds: float, what: str) -> list[Row]:
     A few rounds of stock's ways say which of them is the fastest; the others are not in those that count.
     """
     stock = STOCK_WAYS[training.precision]
-    training = dataclasses.replace(training, steps=micro_batches(training, len(stock) + 2, seconds))
+    training = dataclasses.replace(training, steps=micro_batches(training, seconds))
     turns = {way.name: Turn(way, training) for way in (*stock, *OURS)}
     for turn in common.progress(turns.values(), f"{what}, first windows", "loop"):
         turn()  # what is compiled, tried and allocated once takes no part of the time

@@ -3,6 +3,7 @@ time is asserted."""
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import importlib
 import json
@@ -203,6 +204,15 @@ def test_a_loop_falls_short_by_the_upper_end_of_its_interval(cells):
     assert cells.large(row(cells, peak=505_000_001, stock_peak=500_000_000))
 
 
+def test_a_cell_is_disturbed_by_what_others_took(cells):
+    assert not cells.disturbed(row(cells))
+    assert not cells.disturbed(row(cells, others=0.1))
+    assert cells.disturbed(row(cells, others=0.101))
+    assert "others took more than 10% of the CPUs: native, mlp, float32\n" in cells.report(
+        [row(cells, others=0.5), row(cells, model="lstm")]
+    )
+
+
 def test_the_table_names_what_falls_short(cells):
     text = cells.report(
         [
@@ -244,7 +254,16 @@ def test_what_is_finished_is_found_again(cells, tmp_path):
     assert not cells.finished(kept.path, {**kept.conditions, "torch": "1.0"}, "")
 
 
-def test_a_run_is_gone_on_with(cells, tmp_path):
+def test_what_is_missing_or_was_disturbed_is_measured(cells):
+    machines = importlib.import_module("machines")
+    rows = [row(cells, "stock"), row(cells, "stock", "lstm", others=0.5), row(cells, "fusedacc", "vit")]
+    done = {(*row.key, row.loop): row for row in rows}
+    every = [("native", model, "float32") for model in ("mlp", "lstm", "vit")]
+    assert machines.missing(every, done) == every[1:]
+
+
+def test_a_run_is_gone_on_with(tmp_path):
+    common = importlib.import_module("common")
     path = tmp_path / "machines.csv"
     command = [sys.executable, str(ROOT / "benchmarks" / "machines.py"), "--results", str(path)]
     command += ["--only", "native-1/mlp/bfloat16", "--quick"]
@@ -255,12 +274,14 @@ def test_a_run_is_gone_on_with(cells, tmp_path):
 
     first = run()
     assert "1 cells to measure, 0 there already" in first.stderr
+    lines = common.read(path)
+    assert [line["loop"] for line in lines] == ["stock", "fusedacc", "fusedacc model="]
+    assert all(0 <= float(line["others"]) <= 1 for line in lines)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({**line, "others": 0} for line in lines)  # whatever ran beside this test
     before = path.read_text()
-    assert [line.split(",")[3] for line in before.splitlines()[1:]] == [
-        "stock",
-        "fusedacc",
-        "fusedacc model=",
-    ]
     again = run()
     assert "0 cells to measure, 1 there already" in again.stderr
     assert path.read_text() == before
