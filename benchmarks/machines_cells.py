@@ -91,9 +91,11 @@ def parsed(line: Line) -> Row:
 
 
 def latest(lines: Sequence[Line]) -> list[Line]:
-    """The newest line of each cell and loop, of those with the last one's sources, device and versions."""
+    """The newest line of each loop in each cell that was measured, of those with the last one's sources,
+    device and versions."""
     same, of = ("sources", "device", "torch", "python"), ("machine", "model", "precision", "loop")
-    own = [line for line in lines if all(line[name] == lines[-1][name] for name in same)]
+    measured = [line for line in lines if line["ratio"]]
+    own = [line for line in measured if all(line[name] == measured[-1][name] for name in same)]
     return list({tuple(line[name] for name in of): line for line in own}.values())
 
 

@@ -20,7 +20,7 @@ MARKERS = dict(zip(PRECISIONS, ("o", "s", "^", "v"), strict=True))
 def machines(lines: Sequence[Row]) -> Figure:
     """A row per machine and loop, a mark per cell: the median of stock's time over the loop's."""
     lines = latest(lines)
-    cells = [row for row in map(parsed, lines) if row.ratio is not None and row.loop in COLOURS]
+    cells = [row for row in map(parsed, lines) if row.loop in COLOURS]
     if not cells:
         raise NoRows("there are no rows of benchmarks/machines.py")
     shown = [machine for machine in MACHINES if any(row.machine == machine.name for row in cells)]
@@ -62,4 +62,5 @@ def machines(lines: Sequence[Row]) -> Figure:
         "of the ratios within a round. All machines but the first two are emulated by environment variables. "
         f"Dashed: {LEAST}, the goal."
     )
-    return finish(figure, "Training speed by machine, model and precision", lines[-1], text, COLOURS)
+    about = {**lines[-1], "threads": "as named"}
+    return finish(figure, "Training speed by machine, model and precision", about, text, COLOURS)
