@@ -70,6 +70,29 @@ def test_a_model_learns_its_micro_batch(name):
     assert losses[-1] < 0.9 * losses[0]
 
 
+@pytest.mark.parametrize("name", ["gpt-compiled", "mlp-compiled"])
+def test_what_is_said_to_be_compiled_is(name, monkeypatch):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda self, **how: compiled(self, backend=backend, **how)
+    )
+    torch._dynamo.reset()
+    of = entry(name)
+    model = of.model()
+    inputs, _ = of.batch(torch.Generator().manual_seed(0))
+    model(*inputs)
+    assert len(graphs) == 1
+    linears = sum(isinstance(module, torch.nn.Linear) for of in of.regions(model) for module in of.modules())
+    called = [node for node in graphs[0].graph.nodes if "linear" in str(node.target)]
+    assert len(called) == linears > 0
+
+
 def test_both_sizes_have_the_same_models():
     zoo = importlib.import_module("zoo")
     assert tuple(zoo.entries(True)) == tuple(zoo.entries()) == MODELS

@@ -117,7 +117,7 @@ def _mlp(name: str, width: int, rows: int, compiled: bool = False) -> Entry:
     return Entry(
         name,
         f"784 features, 2 layers of width {width}, 10 classes; {rows} rows",
-        functools.partial(tables.mlp, (784, width, width, 10)),
+        functools.partial(tables.MLP, (784, width, width, 10)),
         _labelled(10, rows, 784),
         cross_entropy,
         (lambda model: [model]) if compiled else None,

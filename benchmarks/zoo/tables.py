@@ -15,6 +15,20 @@ def mlp(widths: Sequence[int]) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
+class MLP(nn.Module):
+    """Features [rows, widths[0]] to logits [rows, widths[-1]].
+
+    No bare Sequential: `compile()` of one does nothing, as torch leaves frames of its own modules alone.
+    """
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        super().__init__()
+        self.layers = mlp(widths)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.layers(features)
+
+
 class DLRM(nn.Module):
     """Features [samples, 13] and a row of each table, int64 [samples, tables], to a logit, [samples]."""
 
