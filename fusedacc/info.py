@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from . import backends, checks, gemm_ways, native_hooks, ops, reference, tuning
+from .nn import small
 from .optimizer import AccumulatingOptimizer
 
 _ELEMENTS = 1000
@@ -122,7 +123,7 @@ def _choices() -> dict[str, Any]:
     try:
         fixed = tuning.fixed_by()
         if ops.load_error() is None:
-            for question in gemm_ways.questions():
+            for question in (*gemm_ways.questions(), *small.questions()):
                 tuning.choose(question)
     except ValueError as problem:
         return {"problem": str(problem)}

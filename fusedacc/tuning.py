@@ -113,7 +113,7 @@ def choose(question: Question, kept: MutableMapping[str, str] | None = None) -> 
             return known
         return Choice(kept[question.name], "as it was when the wrapper began, or in its checkpoint")
     elif _trying:
-        return Choice(question.fixed, "inside of a trial")
+        return _found.get((machine(), question.name)) or Choice(question.fixed, "inside of a trial")
     else:
         choice = _answer(question)
     if kept is not None:

@@ -15,6 +15,7 @@ from ..slot import Slot
 from .embedding import EmbeddingSite
 from .linear import Conv1DSite, LinearSite
 from .site import Site, is_stock
+from .small import question_of, why_left
 
 #: Before anybody can have put a forward of theirs into torch's classes.
 LINEAR, EMBEDDING = nn.Linear.forward, nn.Embedding.forward
@@ -54,7 +55,9 @@ class Replacements:
                 if module in self._sites:
                     continue
                 kind, why = (None, REPLICAS) if self._replicas else _kind_of(module, name)
-                if kind is None:
+                if kind is not None and issubclass(kind, LinearSite):
+                    why = why_left(slot.param, self._capture.arena.choices)
+                if kind is None or why:
                     slot.left_to = slot.left_to or why
                     continue
                 site = self._sites[module] = kind(module, slot, self._capture)
@@ -70,9 +73,12 @@ class Replacements:
                 slot.name = name
 
     def forget_choices(self) -> None:
-        """What was found out by trial is to be asked anew."""
+        """What was found out by trial is to be asked anew, also whether a module is to be replaced."""
         for site in self._sites.values():
             site.forget_choices()
+        slots = [slot for slot in self._capture.slots if question_of(slot.param) is not None]
+        self.drop(slots)
+        self.follow(slots)
 
     def _search(self) -> None:
         """Note where each parameter is: a search for each group that is added would be too much."""

@@ -1,0 +1,86 @@
+"""Whether a small Linear gains by `model=`: where its product takes microseconds, the host decides."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, MutableMapping
+
+import torch
+
+from .. import gemm_ways, tuning
+from ..slot import default_accumulate_dtype
+
+#: The most weights of each class; larger layers gain, and are not asked about.
+CLASSES = (32 * 32, 64 * 64, 128 * 128)
+INSIDE, STOCK = "inside", "stock"
+#: Layers in a row and tokens of a trial, and micro-batches of a window that does not end.
+_LAYERS, _TOKENS, _ENDLESS = 6, 4, 2**20
+
+
+def question_of(weight: torch.Tensor) -> tuning.Question | None:
+    """What is to be found out before a Linear of this weight is replaced; None: it is large, or on no CPU."""
+    if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
+        return None
+    most = next((size for size in CLASSES if weight.numel() <= size), None)
+    return None if most is None else _question(most, weight.dtype)
+
+
+@functools.cache
+def _question(most: int, dtype: torch.dtype) -> tuning.Question:
+    # A processor's features do not tell: what one asks for by `model=` is done.
+    trial = functools.partial(_trial, round(most**0.5), dtype)
+    name = f"model= for a Linear of up to {most} weights of {str(dtype)[6:]}"
+    return tuning.Question(name, (INSIDE, STOCK), INSIDE, trial)
+
+
+def questions() -> list[tuning.Question]:
+    """All that can be asked."""
+    return [_question(most, dtype) for most in CLASSES for dtype in (torch.float32, torch.bfloat16)]
+
+
+def why_left(weight: torch.Tensor, kept: MutableMapping[str, str]) -> str:
+    """Why a Linear is better left to stock's node; empty where it is replaced.
+
+    Args:
+        weight: the Linear's.
+        kept: answers to stay with, as `tuning.choose` has them.
+    """
+    question = question_of(weight)
+    if question is None:
+        return ""
+    product = gemm_ways.question_of(default_accumulate_dtype(weight), weight.dtype, 0)
+    if product is not None:
+        tuning.choose(product)  # what the trial multiplies by
+    choice = tuning.choose(question, kept)
+    if choice.way == INSIDE:
+        return ""
+    figures = ", ".join(f"{way} {own:g} us" for way, own in choice.microseconds.items())
+    return f"so small that stock's node is faster: {choice.why}{f' ({figures})' if figures else ''}"
+
+
+def _trial(width: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
+    return {way: _training(width, dtype, way == INSIDE) for way in (INSIDE, STOCK)}
+
+
+def _training(width: int, dtype: torch.dtype, inside: bool) -> Callable[[], object]:
+    """One micro-batch of a row of layers, in a window that does not end."""
+    from ..optimizer import AccumulatingOptimizer
+
+    layers = []
+    for _ in range(_LAYERS):  # without a word to the generator
+        layer = torch.nn.Linear(width, width, device="meta", dtype=dtype).to_empty(device="cpu")
+        layers.append(layer)
+    model = torch.nn.Sequential(*layers)
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, 1 / width)
+    inner = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = AccumulatingOptimizer(inner, _ENDLESS, model=model if inside else None)
+    x = torch.ones(_TOKENS, width, device="cpu", dtype=dtype)
+    gradient = torch.ones_like(x)
+
+    def micro_batch() -> None:
+        with torch.enable_grad():
+            model(x).backward(gradient)
+            optimizer.step()
+
+    return micro_batch

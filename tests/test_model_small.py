@@ -1,0 +1,115 @@
+"""Small Linears: replaced where a trial says that it pays, and as a checkpoint has it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from answers import answer, trials
+from torch import nn
+
+from fusedacc import AccumulatingOptimizer, native_hooks
+from fusedacc.nn import small
+
+F32 = torch.float32
+needs_hooks = pytest.mark.skipif(native_hooks.why_not() is not None, reason=str(native_hooks.why_not()))
+SMALLEST = small.questions()[0].name
+
+
+def made(seed=0):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 200), nn.Tanh(), nn.Linear(200, 100))
+    return model, AccumulatingOptimizer(torch.optim.AdamW(model.parameters()), 2, model=model)
+
+
+def replaced(model):
+    return ["forward" in layer.__dict__ for layer in model[::2]]
+
+
+def train(model, optimizer, count):
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(count):
+        model(torch.randn(6, 20, generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_what_is_asked_about():
+    def name(*shape, **options):
+        question = small.question_of(torch.empty(*shape, **options))
+        return None if question is None else question.name
+
+    assert name(32, 32) == name(1, 2) == SMALLEST == "model= for a Linear of up to 1024 weights of float32"
+    assert name(32, 33, dtype=torch.bfloat16) == "model= for a Linear of up to 4096 weights of bfloat16"
+    assert name(128, 128) is not None
+    assert name(128, 129) is name(2, 2, device="meta") is name(2, 2, dtype=torch.float64) is None
+    assert name(32, 32) in {question.name for question in small.questions()}
+
+
+@pytest.mark.parametrize("way", [small.INSIDE, small.STOCK])
+def test_the_answer_is_followed_kept_and_explained(way):
+    with answer(SMALLEST, way, small.question_of(torch.empty(200, 30)).name, small.INSIDE):
+        model, optimizer = made()
+    assert replaced(model) == [way == small.INSIDE, True, True]
+    assert optimizer._arena.choices[SMALLEST] == way
+    rows = dict(line.split()[:3:2] for line in optimizer.explain().splitlines() if ".weight " in line)
+    assert rows["0.weight"] == ("gemm" if way == small.INSIDE else "multi_tensor")
+    assert ("so small that stock's node is faster: says the test" in optimizer.explain()) == (
+        way == small.STOCK
+    )
+    plain, wrapped = made()
+    wrapped.close()
+    wrapped = AccumulatingOptimizer(torch.optim.AdamW(plain.parameters()), 2)
+    for ours, others in zip(train(model, optimizer, 4), train(plain, wrapped, 4), strict=True):
+        torch.testing.assert_close(ours, others)
+    optimizer.close()
+    assert replaced(model) == [False] * 3
+
+
+@pytest.mark.parametrize("way", [small.INSIDE, small.STOCK])
+def test_a_checkpoint_brings_its_own(way):
+    """In mid-window, bit for bit, though this process has decided otherwise."""
+    other = small.STOCK if way == small.INSIDE else small.INSIDE
+    with answer(SMALLEST, way):
+        model, optimizer = made()
+        train(model, optimizer, 3)
+        saved, weights = copy.deepcopy((optimizer.state_dict(), model.state_dict()))
+        whole = train(model, optimizer, 3)
+    with answer(SMALLEST, other):
+        second, resumed = made(seed=7)
+        assert replaced(second)[0] == (other == small.INSIDE)
+        second.load_state_dict(weights)
+        resumed.load_state_dict(saved)
+        assert replaced(second) == [way == small.INSIDE, True, True]
+        assert all(map(torch.equal, whole, train(second, resumed, 3)))
+        said = resumed.explain()
+    assert ("so small" in said) == (way == small.STOCK)
+
+
+def test_larger_layers_are_not_asked_about():
+    with trials():
+        model = nn.Sequential(nn.Linear(200, 200))
+        optimizer = AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
+        assert optimizer._arena.choices == {}
+
+
+@pytest.mark.parametrize("question", small.questions(), ids=lambda question: question.name)
+def test_a_trial_trains_both_ways_and_leaves_no_trace(question):
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    ways = question.trial()
+    assert tuple(ways) == question.ways
+    for run in ways.values():
+        for _ in range(3):
+            run()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_num_threads() == threads
+
+
+@needs_hooks
+def test_the_trial_itself_is_made_where_nothing_is_known(tmp_path):
+    with trials(FUSEDACC_CACHE=str(tmp_path)):
+        _, optimizer = made()
+        assert optimizer._arena.choices[SMALLEST] in (small.INSIDE, small.STOCK)
+        assert all(name.startswith("model= for") for name in optimizer._arena.choices)
