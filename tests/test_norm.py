@@ -347,3 +347,12 @@ def test_scale_cast_names_its_own_arguments(cpu_backend):
     ):
         with pytest.raises(error, match=message):
             functional.scale_cast_(outputs, inputs, 0.5, backend=cpu_backend)
+
+
+def test_large_norms_try_how_to_read_and_keep_their_bits():
+    """The first ones fetch ahead in some stretches and not in others, until it is known what is faster."""
+    large = torch.randn(9_000_000, generator=torch.Generator().manual_seed(0))
+    small = [functional.total_norm([part]) for part in large.split(2_048_000)]
+    norms = {functional.total_norm([large]).item() for _ in range(6)}
+    assert len(norms) == 1
+    assert norms.pop() == pytest.approx(torch.stack(small).double().norm().item(), rel=1e-6)

@@ -53,6 +53,10 @@ struct Loops {
 // first read the line that it replaces. Two thirds of the time, measured with bfloat16 into float32.
 constexpr int64_t kStreamBytes = 4 << 20;
 
+// How far ahead of what they read norms fetch. 0: not at all, since what is about to be read is named.
+constexpr int64_t kAheadBytes = 2048;
+extern int64_t norm_ahead_bytes;
+
 extern const Loops kBaselineLoops;
 #if defined(__x86_64__)
 extern const Loops kAvx2Loops;

@@ -15,7 +15,6 @@ namespace {
 constexpr int32_t kLanes = 32;
 // 16-bit elements are widened in blocks first: compilers vectorise that loop, and not one that does both.
 constexpr int64_t kWideBlock = 256;
-constexpr int64_t kAheadBytes = 2048;
 // Elements that are added to and then measured while the first-level cache holds them.
 constexpr int64_t kNormBlock = 512;
 static_assert(kNormBlock % kLanes == 0 && kChunkElements % kNormBlock == 0 && kWideBlock % kLanes == 0);
@@ -59,9 +58,9 @@ class Lanes {
  private:
   // The lines of kLanes elements, some way ahead: the processor's own prefetching ends with each page.
   template <typename Element>
-  static void prefetch(const Element* from) {
+  void prefetch(const Element* from) const {
     for (size_t byte = 0; byte < kLanes * sizeof(Element); byte += kLineBytes) {
-      __builtin_prefetch(reinterpret_cast<const char*>(from) + kAheadBytes + byte);
+      __builtin_prefetch(reinterpret_cast<const char*>(from) + ahead_ + byte);
     }
   }
 
@@ -83,6 +82,7 @@ class Lanes {
   }
 
   Functor functor_;
+  int64_t ahead_ = __atomic_load_n(&norm_ahead_bytes, __ATOMIC_RELAXED);
   State states_[kLanes] = {};
 };
 
