@@ -19,7 +19,8 @@ import torch
 
 from . import ops
 
-#: "0": do without them, and without `undispatched`; "1": raise where they are not there; not set or "": use them where they are.
+#: "0": do without them, and without `undispatched`; "1": raise where they are not there; not set or "": use
+#: them where they are.
 VARIABLE = "FUSEDACC_NATIVE_HOOKS"
 
 
