@@ -42,6 +42,8 @@ START, BESIDE = 5.0, 3.0
 #: A cell is timed for at most and for at least so long.
 MOST, LEAST = 8.0, 2.0
 QUICK = 0.2
+#: A process is ended after so many seconds.
+HUNG = 600
 KINDS = {kind.name: kind for kind in MACHINES}
 
 
@@ -119,9 +121,13 @@ def run(
     command += ["--results", str(kept.path)] if kept.path else []
     command += ["--quick"] if quick else []
     digest = sources()
-    status = subprocess.run(command, env=KINDS[name].environment(caches, digest)).returncode
-    if status:
-        kept.add([Row(name, model, sources=digest, note=f"not run: its process ended with {status}")])
+    try:
+        status = subprocess.run(command, env=KINDS[name].environment(caches, digest), timeout=HUNG).returncode
+        why = f"its process ended with {status}" if status else ""
+    except subprocess.TimeoutExpired:
+        why = f"its process took longer than {HUNG} seconds"
+    if why:
+        kept.add([Row(name, model, sources=digest, note=f"not run: {why}")])
 
 
 def main() -> None:

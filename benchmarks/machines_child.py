@@ -39,15 +39,21 @@ class Others:
         self.start = self._now()
 
     @staticmethod
-    def _now() -> tuple[float, float, float]:
-        """Seconds: by the clock, of all CPUs at work or held by other guests, and of this process at work."""
+    def _now() -> tuple[float, float, float] | None:
+        """Seconds: by the clock, of all CPUs at work or held by other guests, and of this process at work.
+        None where there is no /proc/stat."""
+        if not Path("/proc/stat").exists():
+            return None
         ticks = [int(text) for text in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
         idle = ticks[3] + ticks[4]  # with waiting for disks
         return time.monotonic(), (sum(ticks) - idle) / os.sysconf("SC_CLK_TCK"), sum(os.times()[:2])
 
-    def share(self) -> float:
-        """Of the CPUs' time, from 0 to 1."""
-        clock, all_work, own = (after - before for before, after in zip(self.start, self._now(), strict=True))
+    def share(self) -> float | None:
+        """Of the CPUs' time, from 0 to 1; None where it cannot be told."""
+        now = self._now()
+        if self.start is None or now is None:
+            return None
+        clock, all_work, own = (after - before for before, after in zip(self.start, now, strict=True))
         return max(0.0, (all_work - own) / (clock * (os.cpu_count() or 1)))
 
 

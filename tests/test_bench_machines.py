@@ -318,3 +318,15 @@ def test_a_process_that_breaks_down_has_a_row(cells, tmp_path, monkeypatch):
     machines.run("native", "mlp", ["float32"], 1.0, kept, tmp_path, True)
     (line,) = cells.finished(kept.path, kept.conditions, "").values()
     assert (line.model, line.note) == ("mlp", "not run: its process ended with 2")
+
+
+def test_a_process_that_hangs_is_ended(cells, tmp_path, monkeypatch):
+    machines = importlib.import_module("machines")
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "machines_child.py").write_text("import time; time.sleep(60)")
+    monkeypatch.setattr(machines, "ROOT", tmp_path)
+    monkeypatch.setattr(machines, "HUNG", 0.2)
+    kept = importlib.import_module("common").Results(tmp_path / "machines.csv", "cpu", cells.COLUMNS)
+    machines.run("native", "mlp", ["float32"], 1.0, kept, tmp_path, True)
+    (line,) = cells.finished(kept.path, kept.conditions, "").values()
+    assert line.note == "not run: its process took longer than 0.2 seconds"
