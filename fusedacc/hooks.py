@@ -17,6 +17,9 @@ from .slot import Slot
 
 #: Pending gradients are added when a bucket holds this many bytes.
 BUCKET_BYTES = 25 * 2**20
+#: The same on a CPU where they are of another dtype than their sums, and cannot become them: until then they
+#: are memory that a loop which adds each as it comes does not have.
+CAST_BYTES = 2**20
 #: A gradient of at least this many bytes, by type of device, is added at once: on a CPU while it is in the
 #: cache. On a GPU a launch of 1 MiB does not fill the chip, and costs the host as much as one of a whole
 #: bucket; what is best there has not been measured yet (`benchmarks/at_once.py`).
@@ -160,6 +163,7 @@ def hook_maker(
     def make_hook(slot: Slot) -> Hook:
         param, nbytes = slot.param, slot.nbytes
         buckets = {} if is_large(slot) else open_buckets
+        limit = bucket_bytes(slot)
 
         def hook(gradients: tuple) -> tuple | None:
             bucket = buckets.get(current_task())
@@ -177,7 +181,7 @@ def hook_maker(
                 and not (on_cuda and raw_stream(gradient) != bucket.stream)
             ):
                 bucket.put(slot, param, gradient, nbytes)
-                if bucket.nbytes >= BUCKET_BYTES:
+                if bucket.nbytes >= limit:
                     owner = capture()
                     if owner is not None:
                         owner.flush_bucket(current_task(), bucket)
@@ -193,6 +197,13 @@ def hook_maker(
 def is_large(slot: Slot) -> bool:
     """Whether the parameter's gradients are added at once, unless they may become the sum."""
     return slot.nbytes >= LARGE_BYTES.get(slot.lane[0].type, LARGE_BYTES["cpu"])
+
+
+def bucket_bytes(slot: Slot) -> int:
+    """How many bytes of pending gradients there may be in the lane of this parameter."""
+    device, gradient, accumulator = slot.lane
+    casts = device.type == "cpu" and gradient != accumulator
+    return min(BUCKET_BYTES, CAST_BYTES) if casts else BUCKET_BYTES
 
 
 def raw_stream(gradient: Tensor) -> int:

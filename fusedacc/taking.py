@@ -58,7 +58,8 @@ class Taking:
 
     def open_bucket(self, slot: Slot, identity: int, stream: int) -> Bucket:
         """A new bucket for the slot's lane and a graph task."""
-        bucket = Bucket(stream) if self._native is None else self._native.Bucket(stream, hooks.BUCKET_BYTES)
+        limit = hooks.bucket_bytes(slot)
+        bucket = Bucket(stream) if self._native is None else self._native.Bucket(stream, limit)
         self.lane(slot)[identity] = bucket
         return bucket
 
