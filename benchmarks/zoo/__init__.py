@@ -18,6 +18,10 @@ from . import recurrent, tables, transformers, vision
 Batch = tuple[tuple[Tensor, ...], Tensor]
 
 
+#: Blocks, loops and precisions that share a class, and more.
+RECOMPILES = 64
+
+
 @dataclasses.dataclass(frozen=True)
 class Entry:
     """A model, and what it is trained on.
@@ -40,8 +44,11 @@ class Entry:
 
     def model(self) -> nn.Module:
         model = self.make()
-        for region in self.regions(model) if self.regions else ():
-            region.compile(dynamic=False)
+        if self.regions is not None:
+            # Each loop has a model of its own, of one class: beyond it Dynamo would run some as written.
+            torch._dynamo.config.recompile_limit = RECOMPILES
+            for region in self.regions(model):
+                region.compile(dynamic=False)
         return model
 
 
