@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import backends, checks, norms, reference, undispatched
+from . import backends, checks, norms, reference, shares, undispatched
 from .plan import Plan, bump_versions, split, traced_backend
 
 __all__ = ["prepare", "scale_accumulate_", "scale_cast_", "total_norm"]
@@ -55,6 +55,7 @@ def scale_accumulate_(
     if torch.compiler.is_compiling():
         _traced(accumulators, gradients, scale, overwrite, backend)
         return
+    shares.settle()
     if backend == "auto" and undispatched.accumulate(
         accumulators, gradients, scale, overwrite, 1.0, None, True, True
     ):
@@ -121,6 +122,7 @@ def prepare(accumulators: Sequence[Tensor], *, backend: str = "auto") -> Plan:
     Raises:
         TypeError, ValueError, RuntimeError: as `scale_accumulate_`.
     """
+    shares.settle()
     return Plan(accumulators, backend)
 
 

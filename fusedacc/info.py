@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import backends, checks, gemm_ways, native_hooks, ops, reference, tuning
+from . import backends, checks, gemm_ways, native_hooks, ops, reference, shares, tuning
 from .nn import small
 from .optimizer import AccumulatingOptimizer
 
@@ -123,6 +123,7 @@ def _choices() -> dict[str, Any]:
     try:
         fixed = tuning.fixed_by()
         if ops.load_error() is None:
+            shares.find_out()
             for question in (*gemm_ways.questions(), *small.questions()):
                 tuning.choose(question)
     except ValueError as problem:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from . import checks
+from . import checks, shares
 from .factors import is_one, near
 from .hooks import process_group_up
 from .launches import Launches
@@ -34,6 +34,8 @@ class Sums:
         self.slots = slots
         self.visible = visible
         self.backend = backend
+        if any(slot.lane[0].type == "cpu" for slot in slots):
+            shares.settle()
         #: What was found out by trial and changes bits, by question (see `tuning`): it stays as it is.
         self.choices: dict[str, str] = {}
         self.any_delivered = False

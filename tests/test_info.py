@@ -14,7 +14,7 @@ import torch
 from answers import trials
 
 import fusedacc
-from fusedacc import __main__, backends, gemm_ways, info, native_hooks, ops, tuning
+from fusedacc import __main__, backends, gemm_ways, info, native_hooks, ops, shares, tuning
 from fusedacc.nn import small
 
 PACKAGE = Path(fusedacc.__file__).parent
@@ -63,7 +63,9 @@ def test_what_trials_have_found_is_shown_with_its_figures(capsys, tmp_path):
         assert __main__.main(["info"]) == 0
         text = capsys.readouterr().out
     assert {found["question"] for found in choices["found"]} == {
-        asked.name for asked in (*gemm_ways.questions(), *small.questions())
+        asked.name
+        for asked in (*gemm_ways.questions(), *small.questions(), shares.question())
+        if asked is not None
     }
     for found in choices["found"]:
         assert f"  {found['question']}: {found['way']}, {found['why']} (" in text

@@ -31,5 +31,5 @@ extern "C" __attribute__((visibility("default"))) void fusedacc_add_flat(void* s
   if (numel == 0) return;
   const int32_t pair = find_pair(static_cast<Dtype>(gradient_dtype), static_cast<Dtype>(sum_dtype));
   cpu::Context context{cpu::loops().flat[pair], sum, gradient, {scale, keep}};
-  cpu::share_out(numel, cpu::kGrain, cpu::add_part, context);
+  cpu::share_out(numel, cpu::grain(), cpu::add_part, context);
 }

@@ -100,7 +100,7 @@ void add_part(int64_t begin, int64_t end, void* opaque) {
 }
 
 // Rows that make a thread's least share.
-int64_t grain_of(int64_t columns) { return std::max<int64_t>(1, kGrain / std::max<int64_t>(1, columns)); }
+int64_t grain_of(int64_t columns) { return std::max<int64_t>(1, grain() / std::max<int64_t>(1, columns)); }
 
 }  // namespace
 

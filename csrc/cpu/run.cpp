@@ -1,5 +1,6 @@
 #include "run.h"
 
+#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <cstdlib>
@@ -85,6 +86,14 @@ void run_norm_part(int64_t begin, int64_t end, void* opaque) {
 
 }  // namespace
 
+namespace {
+
+std::atomic<int64_t> least_share{131072};
+
+}  // namespace
+
+int64_t grain() { return least_share.load(std::memory_order_relaxed); }
+
 const Loops& loops() {
   static const Loops& chosen = choose_loops();
   return chosen;
@@ -95,7 +104,7 @@ namespace {
 void run_tasks(TaskSpan tasks, const StridedLayout* layouts, int64_t elements, Multipliers by) {
   if (tasks.size() == 0) return;
   Context context{tasks, layouts, loops(), by};
-  share_out(elements, kGrain, run_part, context);
+  share_out(elements, grain(), run_part, context);
 }
 
 // Whether fetching ahead pays is the machine's affair: on some processors it makes the norm of what is in no
@@ -146,7 +155,7 @@ void run_norm_tasks(TaskSpan tasks, const StridedLayout* layouts, int64_t chunks
   if (tasks.size() == 0) return;
   const auto run = [&](int64_t begin, int64_t end) {
     NormContext context{tasks, layouts, loops(), by, norm, begin};
-    share_out(end - begin, kGrain / kChunkElements, run_norm_part, context);
+    share_out(end - begin, grain() / kChunkElements, run_norm_part, context);
   };
   static FetchTrial trial;
   const auto is_single = [](const Task& task) { return kPairs[task.pair].accumulator == Dtype::kFloat32; };
@@ -208,4 +217,9 @@ __attribute__((visibility("default"))) double fusedacc_join_norms(const double* 
                                                                   int32_t kind) {
   return fusedacc::cpu::norm_of_partials(partials, count, static_cast<fusedacc::NormKind>(kind));
 }
+}
+
+// For fusedacc/shares.py: from now on this is a thread's least share.
+extern "C" __attribute__((visibility("default"))) void fusedacc_set_grain(int64_t elements) {
+  fusedacc::cpu::least_share = std::max<int64_t>(elements, fusedacc::kChunkElements);
 }

@@ -9,8 +9,9 @@
 
 namespace fusedacc::cpu {
 
-// A thread's least share, in elements: about 30 microseconds of work, some times what waking it costs.
-constexpr int64_t kGrain = 131072;
+// A thread's least share, in elements, a multiple of a chunk's: some times what waking a thread costs, which
+// differs from machine to machine (see fusedacc/shares.py).
+int64_t grain();
 
 // The loops for this processor's vector instructions.
 const Loops& loops();
