@@ -12,6 +12,7 @@ from common import read
 from machine import ROOT
 from machines_kinds import MACHINES
 from machines_loops import MODEL, PLAIN, PRECISIONS
+from zoo import LAYERS
 
 RESULTS = ROOT / "benchmarks" / "results" / "machines.csv"
 STOCK = "stock"
@@ -151,7 +152,7 @@ def report(rows: Iterable[Row]) -> str:
     lines += [f"others took more than {BUSY:.0%} of the CPUs: {'; '.join(busy)}"] if busy else []
     lines.append("")
     for loop in (PLAIN, MODEL):
-        own = [row for row in measured if row.loop == loop]
+        own = [row for row in measured if row.loop == loop and row.model not in LAYERS]
         if own:
             worst, best = min(own, key=_ratio), max(own, key=_ratio)
             median = statistics.median(map(_ratio, own))
@@ -188,6 +189,7 @@ def _machine(about: str, rows: Sequence[Row]) -> list[str]:
 def markdown(rows: Sequence[Row]) -> str:
     """A table with the range of each loop by machine, and over all of them."""
     measured = [row for row in rows if row.ratio is not None and row.loop != STOCK]
+    measured = [row for row in measured if row.model not in LAYERS]
     lines = [
         "| machine | cells |" + "".join(f" {loop}: worst | median | best |" for loop in (PLAIN, "`model=`"))
     ]
@@ -200,7 +202,8 @@ def markdown(rows: Sequence[Row]) -> str:
             if own:
                 told += [ratio(own[0]), f"{statistics.median(map(_ratio, own)):.2f}", f"{own[-1].ratio:.2f}"]
         if told:
-            lines.append(f"| {about} | {len(own)} | {' | '.join(told)} |")
+            cells = len({row.key for row in measured if row.machine in names})
+            lines.append(f"| {about} | {cells} | {' | '.join(told)} |")
     return "\n".join(lines)
 
 

@@ -12,6 +12,7 @@ from machines_loops import MODEL, PLAIN, PRECISIONS
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MultipleLocator, NullFormatter, NullLocator
+from zoo import LAYERS
 
 COLOURS = {PLAIN: BLUE, MODEL: GREEN}
 MARKERS = dict(zip(PRECISIONS, ("o", "s", "^", "v"), strict=True))
@@ -20,7 +21,7 @@ MARKERS = dict(zip(PRECISIONS, ("o", "s", "^", "v"), strict=True))
 def machines(lines: Sequence[Row]) -> Figure:
     """A row per machine and loop, a mark per cell: the median of stock's time over the loop's."""
     lines = latest(lines)
-    cells = [row for row in map(parsed, lines) if row.loop in COLOURS]
+    cells = [row for row in map(parsed, lines) if row.loop in COLOURS and row.model not in LAYERS]
     if not cells:
         raise NoRows("there are no rows of benchmarks/machines.py")
     shown = [machine for machine in MACHINES if any(row.machine == machine.name for row in cells)]

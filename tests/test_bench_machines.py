@@ -8,6 +8,7 @@ import dataclasses
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ pytest.importorskip("tqdm", reason="the benchmarks show progress by tqdm")
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = (
     "gpt-64", "gpt-256", "gpt-words", "vit", "lstm", "mlp", "conv", "unet", "moe", "t5", "mamba", "dlrm",
-    "gpt-compiled", "mlp-compiled",
+    "gpt-compiled", "mlp-compiled", "linears", "lookup",
 )  # fmt: skip
 
 
@@ -98,6 +99,7 @@ def test_both_sizes_have_the_same_models():
     assert tuple(zoo.entries(True)) == tuple(zoo.entries()) == MODELS
     for of in (zoo.entries(True), zoo.entries()):
         assert [name for name, found in of.items() if found.compiled] == ["gpt-compiled", "mlp-compiled"]
+    assert set(MODELS) > zoo.LAYERS
 
 
 # The loops
@@ -234,6 +236,15 @@ def test_a_cell_is_disturbed_by_what_others_took(cells):
     assert "others took more than 10% of the CPUs: native, mlp, float32\n" in cells.report(
         [row(cells, others=0.5), row(cells, model="lstm")]
     )
+
+
+def test_layers_are_shown_and_count_for_nothing(cells):
+    rows = [row(cells, ratio=0.9, high=0.95), row(cells, model="lookup", ratio=30.0, high=0.5)]
+    text = cells.report(rows)
+    assert re.search(r"lookup +30\.00! / - ", text)
+    assert "best 0.90; 1 cells" in text
+    assert "below 0.98: native, lookup" not in text
+    assert "| 1 | 0.90 (0.90 to 0.95) | 0.90 | 0.90 |" in cells.markdown(rows)
 
 
 def test_the_table_names_what_falls_short(cells):

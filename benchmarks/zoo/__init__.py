@@ -207,14 +207,47 @@ def _dlrm(rows: int, width: int, samples: int) -> Entry:
     )
 
 
+def _linears(width: int, tokens: int) -> Entry:
+    """The four Linears of a block, side by side: a layer, not a model."""
+    return Entry(
+        "linears",
+        f"4 Linears of a block of width {width}, side by side; {tokens} tokens",
+        functools.partial(tables.Linears, width),
+        lambda generator: (
+            (torch.randn(tokens, 4 * width, generator=generator),),
+            torch.randn(tokens, 9 * width, generator=generator),
+        ),
+        squared_error,
+    )
+
+
+def _lookup(rows: int, width: int, tokens: int) -> Entry:
+    """An Embedding: a layer, not a model."""
+    return Entry(
+        "lookup",
+        f"a table of {rows:,} x {width}; {tokens} tokens",
+        functools.partial(nn.Embedding, rows, width),
+        lambda generator: (
+            (_tokens(rows, tokens)(generator),),
+            torch.randn(tokens, width, generator=generator),
+        ),
+        squared_error,
+    )
+
+
+#: Layers by themselves: their figures stand beside those of models, and count for none.
+LAYERS = frozenset(("linears", "lookup"))
+
+
 def entries(quick: bool = False) -> dict[str, Entry]:
-    """The models by name; with `quick` of the same shapes and tiny."""
+    """The models and layers by name; with `quick` of the same shapes and tiny."""
     if quick:
         found = [
             _gpt("gpt-64", 50, 32, 1, 16), _gpt("gpt-256", 50, 32, 1, 32), _gpt("gpt-words", 500, 16, 1, 16),
             _vit(16, 8, 32, 1), _lstm(16, 8), _mlp("mlp", 32, 8), _conv(8, 8), _unet(8, 8), _moe(32, 4, 16),
             _t5(50, 32, 8, 8), _mamba(16, 8), _dlrm(50, 8, 16),
             _gpt("gpt-compiled", 50, 32, 1, 16, True), _mlp("mlp-compiled", 32, 8, True),
+            _linears(16, 8), _lookup(50, 8, 16),
         ]  # fmt: skip
     else:
         found = [
@@ -222,6 +255,6 @@ def entries(quick: bool = False) -> dict[str, Entry]:
             _gpt("gpt-words", 50_257, 64, 2, 64), _vit(112, 16, 192, 3), _lstm(384, 32), _mlp("mlp", 2048, 8),
             _conv(32, 16), _unet(32, 16), _moe(192, 8, 64), _t5(4096, 192, 32, 16), _mamba(192, 32),
             _dlrm(10_000, 64, 128), _gpt("gpt-compiled", 256, 256, 2, 64, True),
-            _mlp("mlp-compiled", 1024, 16, True),
+            _mlp("mlp-compiled", 1024, 16, True), _linears(512, 64), _lookup(20_000, 128, 256),
         ]  # fmt: skip
     return {entry.name: entry for entry in found}

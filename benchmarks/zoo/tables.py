@@ -45,3 +45,16 @@ class DLRM(nn.Module):
         first, second = torch.tril_indices(stacked.shape[1], stacked.shape[1], -1)
         products = (stacked @ stacked.transpose(1, 2))[:, first, second]
         return self.top(torch.cat([dense, products], 1))[:, 0]
+
+
+class Linears(nn.Module):
+    """Those of a transformer's block: attention's two and the MLP's two, each on columns of the input."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        shapes = ((width, 3 * width), (width, width), (width, 4 * width), (4 * width, width))
+        self.layers = nn.ModuleList(nn.Linear(*shape) for shape in shapes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(tokens, 4 width) -> (tokens, 9 width)."""
+        return torch.cat([layer(x[:, : layer.in_features]) for layer in self.layers], 1)
