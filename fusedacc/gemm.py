@@ -134,9 +134,7 @@ def select(
 
 
 def _because(question: tuning.Question, choice: tuning.Choice) -> str:
-    tokens = question.name.partition(", ")[2]
-    figures = ", ".join(f"{way} {own:g} us" for way, own in choice.microseconds.items())
-    return f"with {tokens} {choice.way}: {choice.why}{f' ({figures})' if figures else ''}"
+    return f"with {question.name.partition(', ')[2]} {choice}"
 
 
 def describe(

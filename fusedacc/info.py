@@ -183,10 +183,7 @@ def _render_choices(choices: dict[str, Any]) -> list[str]:
     if choices["fixed_by"]:
         return [f"choices: by the processor's features, since {choices['fixed_by']} forbids trials"]
     lines = [f"choices by trial, kept in {choices['kept_in']}", f"  on {choices['machine']}"]
-    for found in choices["found"]:
-        times = ", ".join(f"{way} {own:g} us" for way, own in found["microseconds"].items())
-        lines.append(f"  {found['question']}: {found['way']}, {found['why']} ({times})")
-    return lines
+    return lines + [f"  {tuning.describe(found)}" for found in choices["found"]]
 
 
 def render(facts: dict[str, Any]) -> str:

@@ -14,6 +14,7 @@ checkpoints carry them, so that what resumes on the same processor goes on as it
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import functools
 import importlib.metadata
@@ -21,6 +22,7 @@ import json
 import math
 import os
 import platform
+import resource
 import statistics
 import tempfile
 import threading
@@ -43,6 +45,9 @@ FILE = "choices.json"
 MARGIN = 0.05
 #: In this share of the rounds it must have been faster at all.
 AGREEMENT = 0.75
+#: A trial tells nothing where other processes have taken a core from this one more often than once in so many
+#: timed samples: what two threads share then takes as long as the scheduler likes.
+SAMPLES_PER_PREEMPTION = 4
 #: Of a trial: seconds, rounds, seconds of a timed sample at least, and when a way is out of the question.
 BUDGET, ROUNDS, LEAST_ROUNDS, SAMPLE, HOPELESS = 0.008, 15, 4, 40e-6, 3.0
 
@@ -69,6 +74,10 @@ class Choice:
     way: str
     why: str
     microseconds: Mapping[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        times = ", ".join(f"{way} {own:g} us" for way, own in self.microseconds.items())
+        return f"{self.way}: {self.why}{f' ({times})' if times else ''}"
 
 
 _lock = threading.RLock()
@@ -138,10 +147,16 @@ def report() -> list[dict[str, Any]]:
     """What this process has found or looked up on the machine as it is now: plain values, by question."""
     here = machine()
     return [
-        {"question": name, "way": choice.way, "why": choice.why, "microseconds": dict(choice.microseconds)}
+        {"question": name, **dataclasses.asdict(choice)}
         for (where, name), choice in sorted(_found.items())
         if where == here
     ]
+
+
+def describe(found: Mapping[str, Any]) -> str:
+    """One of a report's entries, as a line."""
+    choice = Choice(found["way"], found["why"], found["microseconds"])
+    return f"{found['question']}: {choice}"
 
 
 def forget() -> None:
@@ -158,10 +173,10 @@ def _try(question: Question) -> Choice:
     _trying = True
     try:
         with _undisturbed():
-            times = time_ways(question.trial())
+            trial = time_ways(question.trial())
     finally:
         _trying = False
-    return decide(question, times)
+    return decide(question, trial)
 
 
 @contextlib.contextmanager
@@ -178,9 +193,22 @@ def _undisturbed() -> Iterator[None]:
         yield
 
 
-def time_ways(ways: Mapping[str, Callable[[], object]]) -> dict[str, list[float]]:
-    """Seconds of each way in each round, in turns. Those that are hopeless have one round only."""
-    once = {}
+@dataclass(frozen=True)
+class Trial:
+    """Seconds of each way in each round, and how often another process has taken a core meanwhile."""
+
+    times: Mapping[str, list[float]]
+    preemptions: int = 0
+
+    @property
+    def disturbed(self) -> bool:
+        samples = sum(map(len, self.times.values()))
+        return self.preemptions * SAMPLES_PER_PREEMPTION > samples
+
+
+def time_ways(ways: Mapping[str, Callable[[], object]]) -> Trial:
+    """Run the ways in turns. Those that are hopeless have one round only."""
+    before, once = preemptions(), {}
     for name, run in ways.items():
         run()
         once[name] = _seconds(run, 1)
@@ -195,7 +223,12 @@ def time_ways(ways: Mapping[str, Callable[[], object]]) -> dict[str, list[float]
         for turn in range(len(names)):
             name = names[(index + turn) % len(names)]
             times[name].append(_seconds(ways[name], calls))
-    return {name: times.get(name, [once[name]]) for name in ways}
+    return Trial({name: times.get(name, [once[name]]) for name in ways}, preemptions() - before)
+
+
+def preemptions() -> int:
+    """How often another process has taken a core from a thread of this one, so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
 def _seconds(run: Callable[[], object], calls: int) -> float:
@@ -205,15 +238,18 @@ def _seconds(run: Callable[[], object], calls: int) -> float:
     return (time.perf_counter() - begin) / calls
 
 
-def decide(question: Question, times: Mapping[str, list[float]]) -> Choice:
+def decide(question: Question, trial: Trial) -> Choice:
     """The fastest way where that is beyond doubt, else the fixed one."""
-    medians = {name: statistics.median(own) for name, own in times.items()}
+    medians = {name: statistics.median(own) for name, own in trial.times.items()}
     figures = {name: round(1e6 * seconds, 1) for name, seconds in medians.items()}
     fastest, fixed = min(medians, key=lambda name: medians[name]), question.fixed
+    if trial.disturbed:
+        return Choice(fixed, "by the processor's features: other processes disturbed the trial", figures)
     if fastest == fixed:
         return Choice(fixed, "the fastest in a trial", figures)
-    if len(times[fixed]) == len(times[fastest]):  # else it was hopeless
-        ratios = [own / its for own, its in zip(times[fastest], times[fixed], strict=True)]
+    both = trial.times[fastest], trial.times[fixed]
+    if len(both[0]) == len(both[1]):  # else one of them was hopeless
+        ratios = [own / its for own, its in zip(*both, strict=True)]
         agree = sum(ratio < 1 for ratio in ratios) >= AGREEMENT * len(ratios)
         if statistics.median(ratios) > 1 - MARGIN or not agree:
             why = f"by the processor's features: {fastest} was not faster beyond doubt in a trial"
@@ -224,19 +260,22 @@ def decide(question: Question, times: Mapping[str, list[float]]) -> Choice:
 # The machine and the file
 
 
+#: Of other libraries: which instructions they use, and how threads wait for work.
+_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "OMP_WAIT_POLICY")
+
+
 def machine() -> str:
     """What an answer depends on beside the question: processor, instruction sets, threads and versions."""
     onednn = torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled()
-    limits = [os.environ.get(name, "") for name in ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")]
-    return _machine(torch.get_num_threads(), bool(onednn), *limits)
+    set_by = [f"{name}={os.environ[name]}" for name in _VARIABLES if os.environ.get(name)]
+    return _machine(torch.get_num_threads(), bool(onednn), *set_by)
 
 
 @functools.cache
-def _machine(threads: int, onednn: bool, *limits: str) -> str:
+def _machine(threads: int, onednn: bool, *set_by: str) -> str:
     from . import ops
 
     own = ops.built_with()["cpu_capability"] if ops.load_error() is None else "no library"
-    limited = ", ".join(limit for limit in limits if limit)
     try:
         version = importlib.metadata.version("fusedacc")
     except importlib.metadata.PackageNotFoundError:
@@ -247,10 +286,10 @@ def _machine(threads: int, onednn: bool, *limits: str) -> str:
         f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()}",
         f"kernels {own}",
         "oneDNN" if onednn else "no oneDNN",
-        f"limited to {limited}" if limited else "",
         f"{threads} thread{'s' if threads > 1 else ''}",
+        *set_by,
     )
-    return "; ".join(filter(None, parts))
+    return "; ".join(parts)
 
 
 @functools.cache

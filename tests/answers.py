@@ -16,6 +16,7 @@ def trials(**variables: str) -> Iterator[None]:
     with (
         mock.patch.dict(os.environ, {tuning.VARIABLE: "1", **variables}),
         mock.patch.dict(tuning._found, clear=True),
+        mock.patch.object(tuning, "preemptions", return_value=0),  # other tests run beside
     ):
         yield
 

@@ -492,7 +492,7 @@ def test_what_trials_have_found_is_told(monkeypatch, tmp_path, capsys, tiny):
     assert asked
     told = text[text.index("\nchosen by trial\n") : text.index("\nnot measured\n")]
     for found in asked:
-        assert f"  {found['question']}: {found['way']}, {found['why']} (" in told
+        assert f"  {found['question']}: {found['way']}: {found['why']} (" in told
     assert __main__.main(["bench", "--device", "cpu"]) == 0
     assert "  nothing: FUSEDACC_TUNE=0 forbids trials" in capsys.readouterr().out
 

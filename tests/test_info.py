@@ -68,7 +68,7 @@ def test_what_trials_have_found_is_shown_with_its_figures(capsys, tmp_path):
         if asked is not None
     }
     for found in choices["found"]:
-        assert f"  {found['question']}: {found['way']}, {found['why']} (" in text
+        assert f"  {found['question']}: {found['way']}: {found['why']} (" in text
         assert all(f"{way} {own:g} us" in text for way, own in found["microseconds"].items())
     assert f"choices by trial, kept in {tmp_path / tuning.FILE}" in text
 

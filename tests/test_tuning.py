@@ -15,7 +15,7 @@ from answers import answer, trials
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedacc import AccumulatingOptimizer, gemm_ways, ops, tuning
-from fusedacc.tuning import Choice, Question, choose, decide
+from fusedacc.tuning import Choice, Question, Trial, choose, decide
 
 BF16 = torch.bfloat16
 needs_library = pytest.mark.skipif(ops.load_error() is not None, reason=str(ops.load_error()))
@@ -37,6 +37,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv(tuning.VARIABLE, "1")
     monkeypatch.setenv(tuning.FOLDER, str(tmp_path / "cache"))
     monkeypatch.setattr(tuning, "_found", {})
+    monkeypatch.setattr(tuning, "preemptions", lambda: 0)  # other tests run beside
     return tmp_path / "cache"
 
 
@@ -184,11 +185,27 @@ def test_what_somebody_keeps_is_kept(folder):
         ([1.0] * 8, [1.2] * 8, "first"),
         ([1.0] * 8, [0.5] * 5 + [2.0] * 3, "first"),
         ([1.0] * 8, [9.0], "first"),
-        ([9.0], [1.0] * 8, "second"),
     ],
 )
 def test_only_what_is_beyond_doubt_replaces_the_fixed_way(first, second, way):
-    assert decide(question(), {"first": first, "second": second}).way == way
+    assert decide(question(), Trial({"first": first, "second": second})).way == way
+
+
+def test_a_disturbed_trial_leaves_it_to_the_features(folder, monkeypatch):
+    """As the scheduler counts: a thread that waits for its core makes any way slow."""
+    monkeypatch.setattr(tuning, "preemptions", itertools.count(0, 1000).__next__)
+    found = choose(question())
+    assert (found.way, found.why) == (
+        "first",
+        "by the processor's features: other processes disturbed the trial",
+    )
+    assert written(folder)["how"]["way"] == "first"
+    assert not Trial({"first": [1.0] * 4, "second": [1.0] * 4}, 2).disturbed
+    assert Trial({"first": [1.0] * 4, "second": [1.0] * 4}, 3).disturbed
+
+
+def test_preemptions_are_counted():
+    assert tuning.preemptions() >= 0
 
 
 def test_a_hopeless_way_is_left_out_early():
@@ -198,9 +215,9 @@ def test_a_hopeless_way_is_left_out_early():
         calls[name] += 1
         time.sleep(seconds)
 
-    times = tuning.time_ways({"fast": lambda: run("fast", 0.0005), "slow": lambda: run("slow", 0.02)})
+    times = tuning.time_ways({"fast": lambda: run("fast", 0.0005), "slow": lambda: run("slow", 0.02)}).times
     assert calls["slow"] == 2
-    assert decide(question(), {"first": times["slow"], "second": times["fast"]}).way == "second"
+    assert decide(question(), Trial({"first": times["slow"], "second": times["fast"]})).way == "second"
 
 
 def test_a_trial_is_seen_by_nobody(folder):

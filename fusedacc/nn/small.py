@@ -52,10 +52,7 @@ def why_left(weight: torch.Tensor, kept: MutableMapping[str, str]) -> str:
     if product is not None:
         tuning.choose(product)  # what the trial multiplies by
     choice = tuning.choose(question, kept)
-    if choice.way == INSIDE:
-        return ""
-    figures = ", ".join(f"{way} {own:g} us" for way, own in choice.microseconds.items())
-    return f"so small that stock's node is faster: {choice.why}{f' ({figures})' if figures else ''}"
+    return "" if choice.way == INSIDE else f"so small that a node of ours costs more than it saves; {choice}"
 
 
 def _trial(width: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:

@@ -51,11 +51,7 @@ def choices() -> dict[str, Any]:
 def _choices(choices: dict[str, Any]) -> list[str]:
     if choices["fixed_by"]:
         return [f"nothing: {choices['fixed_by']} forbids trials, the processor's features decide"]
-    lines = []
-    for found in choices["found"]:
-        times = ", ".join(f"{way} {own:g} us" for way, own in found["microseconds"].items())
-        lines.append(f"{found['question']}: {found['way']}, {found['why']} ({times})")
-    return lines
+    return [tuning.describe(found) for found in choices["found"]]
 
 
 def beginning(found: dict[str, Any]) -> str:
