@@ -19,6 +19,7 @@ import machines_loops
 from common import RESULTS, newest, read
 from machine import ROOT
 from run_all import BENCHMARKS
+from zoo import LAYERS
 
 Row = dict[str, str]
 
@@ -130,7 +131,7 @@ def machines(lines: Sequence[Row]) -> str:
         print("no speed from benchmarks/machines.py", file=sys.stderr)
         return ""
     rows = [machines_cells.parsed(line) for line in lines]
-    models = len({row.model for row in rows if row.ratio})
+    models = len({row.model for row in rows if row.ratio} - LAYERS)
     about = (
         "Speed of training against the fastest exact loop of stock torch in the same precision, "
         f"{models} models in {len(machines_loops.PRECISIONS)} precisions: medians of ratios within a round, "
