@@ -90,7 +90,7 @@ format: $(BUILT)  ## rewrite the sources as `make lint` wants them
 	$(PYTHON) -m ruff format .
 	clang-format -i $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-bench: $(BUILT)  ## measure: five minutes on two cores; rows go to benchmarks/results/results.csv (BENCH=... passes options)
+bench: $(BUILT)  ## measure: seven minutes on two cores; rows go to benchmarks/results/results.csv (BENCH=... passes options)
 	$(PYTHON) benchmarks/run_all.py $(BENCH)
 
 bench-full: $(BUILT)  ## the whole sweep: every size, dtype and model

@@ -1,4 +1,4 @@
-"""Every benchmark as one run: `make bench` (five minutes on two cores) and `make bench-full`.
+"""Every benchmark as one run: `make bench` (seven minutes on two cores) and `make bench-full`.
 
     python benchmarks/run_all.py [--quick | --full] [--only kernels,models]
 

@@ -82,7 +82,7 @@ class Choice:
 
 _lock = threading.RLock()
 _found: dict[tuple[str, str], Choice] = {}
-_trying = False
+_this_thread = threading.local()
 _unsaved = ""
 
 
@@ -121,8 +121,9 @@ def choose(question: Question, kept: MutableMapping[str, str] | None = None) -> 
         if known is not None and known.way == kept[question.name]:
             return known
         return Choice(kept[question.name], "as it was when the wrapper began, or in its checkpoint")
-    elif _trying:
-        return _found.get((machine(), question.name)) or Choice(question.fixed, "inside of a trial")
+    elif not _may_try():
+        known = _found.get((machine(), question.name))
+        return known or Choice(question.fixed, "by the processor's features: this is no place for a trial")
     else:
         choice = _answer(question)
     if kept is not None:
@@ -168,14 +169,22 @@ def forget() -> None:
 # Trials
 
 
+def _may_try() -> bool:
+    """Whether nothing would see a trial that cannot be kept from it: an outer trial, a trace, a transform."""
+    return not (
+        getattr(_this_thread, "trying", False)
+        or torch._C._is_tracing()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
 def _try(question: Question) -> Choice:
-    global _trying
-    _trying = True
+    _this_thread.trying = True
     try:
         with _undisturbed():
             trial = time_ways(question.trial())
     finally:
-        _trying = False
+        _this_thread.trying = False
     return decide(question, trial)
 
 

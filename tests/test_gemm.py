@@ -175,8 +175,11 @@ def test_tensors_are_not_read_by_the_host(backend, pair, generator):
     scale, keep = torch.tensor(0.3), torch.tensor(0.5)
     for shape in ((5, 7, 3), (6, 5, 0)):
         tensors = matrices(pair, shape, generator)
+        expected = tensors[0].clone()
+        gemm_accumulate_(expected, *tensors[1:], scale.item(), keep.item(), backend=backend)
         with NoHostRead():
             gemm_accumulate_(*tensors, scale, keep, backend=backend)
+        torch.testing.assert_close(tensors[0], expected)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -15,9 +15,12 @@ from answers import answer, trials
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedacc import AccumulatingOptimizer, gemm_ways, ops, tuning
+from fusedacc.gemm import gemm_accumulate_
 from fusedacc.tuning import Choice, Question, Trial, choose, decide
 
 BF16 = torch.bfloat16
+SMALL = "product of bfloat16 into float32, 1 to 16 tokens"
+MANY = "product of bfloat16 into float32, over 100 tokens"
 needs_library = pytest.mark.skipif(ops.load_error() is not None, reason=str(ops.load_error()))
 
 
@@ -30,6 +33,14 @@ def question(*, slow="first", calls=None, name="how", fixed="first"):
         return {way: (lambda way=way: time.sleep(0.002 if way == slow else 0)) for way in ("first", "second")}
 
     return Question(name, ("first", "second"), fixed, trial)
+
+
+def question_of_tensors():
+    def trial():
+        x = torch.ones(3, 3, device="cpu")
+        return {"first": lambda: x @ x, "second": lambda: x @ x}
+
+    return Question("products", ("first", "second"), "first", trial)
 
 
 @pytest.fixture
@@ -249,6 +260,37 @@ def test_a_trial_is_seen_by_nobody(folder):
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.parametrize(
+    "run", [lambda asks, x: torch.func.vmap(asks)(x), lambda asks, x: torch.jit.trace(asks, x)(x)]
+)
+def test_no_trial_is_made_under_a_transform_or_a_trace(folder, run):
+    """Which would see its operators; and what was taken instead is nobody else's answer."""
+    why = set()
+
+    def asks(x):
+        why.add(choose(question_of_tensors()).why)
+        return x + 1
+
+    assert torch.equal(run(asks, torch.ones(2)), torch.full((2,), 2.0))
+    assert "by the processor's features: this is no place for a trial" in why
+    choose(question())
+    assert "how" in written(folder)
+
+
+@needs_library
+def test_a_trial_is_made_while_a_graph_is_compiled(folder):
+    def add(total, left, right):
+        gemm_accumulate_(total, left, right)
+        return total * 2
+
+    total, left, right = torch.zeros(30, 20), torch.ones(200, 30).to(BF16), torch.ones(200, 20).to(BF16)
+    torch._dynamo.reset()
+    result = torch.compile(add, fullgraph=True, backend="aot_eager")(total, left, right)
+    assert torch.equal(total, torch.full((30, 20), 200.0))
+    assert torch.equal(result, total * 2)
+    assert MANY in written(folder)
+
+
 def test_a_question_within_a_trial_takes_the_fixed_way(folder):
     inner = []
     asked = question(name="inner")
@@ -258,14 +300,11 @@ def test_a_question_within_a_trial_takes_the_fixed_way(folder):
         return asked.trial()
 
     choose(Question("outer", asked.ways, "first", trial))
-    assert inner == ["inside of a trial"]
+    assert inner == ["by the processor's features: this is no place for a trial"]
     assert set(written(folder)) == {"outer"}
 
 
 # In a wrapper
-
-SMALL = "product of bfloat16 into float32, 1 to 16 tokens"
-MANY = "product of bfloat16 into float32, over 100 tokens"
 
 
 def made(seed=0):
