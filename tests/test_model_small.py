@@ -87,6 +87,21 @@ def test_a_checkpoint_brings_its_own(way):
     assert ("so small" in said) == (way == small.STOCK)
 
 
+def test_a_checkpoint_lets_alone_what_its_answers_do_not_change():
+    """A forward that somebody has put before ours stays, and what it calls goes on accumulating."""
+    model, optimizer = made()
+    saved, ours = copy.deepcopy(optimizer.state_dict()), model[0].forward
+    model[0].forward = lambda x: ours(x)
+    optimizer.load_state_dict(saved)
+    assert model[0].forward is not ours
+    assert optimizer._slots[0].paths == ("gemm",)
+    plain, wrapped = made()
+    wrapped.close()
+    wrapped = AccumulatingOptimizer(torch.optim.AdamW(plain.parameters()), 2)
+    for own, others in zip(train(model, optimizer, 4), train(plain, wrapped, 4), strict=True):
+        torch.testing.assert_close(own, others)
+
+
 def test_larger_layers_are_not_asked_about():
     with trials():
         model = nn.Sequential(nn.Linear(200, 200))

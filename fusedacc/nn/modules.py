@@ -15,7 +15,7 @@ from ..slot import Slot
 from .embedding import EmbeddingSite
 from .linear import Conv1DSite, LinearSite
 from .site import Site, is_stock
-from .small import question_of, why_left
+from .small import why_left
 
 #: Before anybody can have put a forward of theirs into torch's classes.
 LINEAR, EMBEDDING = nn.Linear.forward, nn.Embedding.forward
@@ -76,9 +76,10 @@ class Replacements:
         """What was found out by trial is to be asked anew, also whether a module is to be replaced."""
         for site in self._sites.values():
             site.forget_choices()
-        slots = [slot for slot in self._capture.slots if question_of(slot.param) is not None]
-        self.drop(slots)
-        self.follow(slots)
+        choices = self._capture.arena.choices
+        linears = {site.slot for site in self._sites.values() if isinstance(site, LinearSite)}
+        self.drop([slot for slot in linears if why_left(slot.param, choices)])
+        self.follow(self._capture.slots)
 
     def _search(self) -> None:
         """Note where each parameter is: a search for each group that is added would be too much."""
