@@ -77,13 +77,14 @@ class Capture(Arming):
             self._flush_shared(task, [slot])
             self.arena.add_odd(slot, gradient, self._scale_of(task))
             return SWALLOWED
+        identity = task_id()
+        if self._taking.adds(slot, identity, gradient):
+            return SWALLOWED
         if not sole or (hooks.is_large(slot) and not self.arena.may_adopt(slot, gradient)):
             self._flush_shared(task, [slot])
             self._add(task, [slot], [gradient])
             return SWALLOWED
-        stream, identity = raw_stream(gradient), task_id()
-        if self._taking.adds(slot, identity, gradient):
-            return SWALLOWED
+        stream = raw_stream(gradient)
         bucket = task.buckets.get(slot.lane_key)
         if bucket is None:
             bucket = task.buckets[slot.lane_key] = self._taking.open_bucket(slot, identity, stream)

@@ -30,6 +30,7 @@ LET_THROUGH = None
 SWALLOWED: tuple[None] = (None,)
 Hook = Callable[[tuple], tuple | None]
 task_id = torch._C._current_graph_task_id
+_CUDA_BUILT = torch.backends.cuda.is_built() or torch.version.hip is not None
 
 
 class Bucket:
@@ -224,4 +225,4 @@ def process_group_up() -> bool:
 
 def capturing() -> bool:
     """Whether a CUDA graph is being captured on the current stream."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return _CUDA_BUILT and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

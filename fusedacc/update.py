@@ -211,6 +211,8 @@ class Update:
         left, totals = self._arena.norms.split(finals)
         self._arena.norms.clear()  # should this update fail, p.grad can be written to before the next try
         plain = [total for total in totals if _is_ordinary(total)]
+        if len(plain) == len(totals) and not left:
+            return norms.norm_and_nonfinite(plain, self.norm_type, self._arena.backend)
         if plain:
             left += norms.partials(plain, self.norm_type, self._arena.backend)
         for total in totals:

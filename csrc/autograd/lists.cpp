@@ -203,6 +203,7 @@ PyObject* total_norm(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   RECORD_FUNCTION("fusedacc::total_norm", std::vector<c10::IValue>());
   static thread_local std::vector<double> partials;
   partials.resize(static_cast<size_t>(read.chunks));
+  const bool wide = read.wide;
   double norm;
   {
     const Unlocked unlocked(read.elements, {&tensors});
@@ -210,7 +211,6 @@ PyObject* total_norm(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
                      partials.data());
     norm = kernels.join_norms(partials.data(), read.chunks, kind);
   }
-  const bool wide = read.wide;
   PyObject* found = THPVariable_Wrap(scalar(norm, wide ? at::kDouble : at::kFloat));
   PyObject* nonfinite = THPVariable_Wrap(scalar(std::isfinite(norm) ? 0 : 1, at::kFloat));
   PyObject* both = PyTuple_Pack(2, found, nonfinite);
