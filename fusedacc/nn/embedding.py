@@ -17,7 +17,7 @@ from ..capture import Capture
 from ..rows import accumulate_rows_
 from ..slot import Slot
 from ..writes import Write
-from .site import ORDINARY, Site, adds
+from .site import ORDINARY, SITE, Site, adds, runs_as_written
 
 
 class EmbeddingSite(Site):
@@ -61,15 +61,19 @@ class EmbeddingSite(Site):
         padding = -1 if module.padding_idx is None else module.padding_idx % max(weight.shape[0], 1)
         return self._recorded(self._native, hook, input, weight, padding, module.scale_grad_by_freq)
 
-    def __call__(self, input: Tensor) -> Tensor:
-        module = self.module
-        if not is_compiling():
-            output = self._lookup(module, input)
-            if output is not None:
-                return output
-        if self.stands_aside(input) or module.sparse:
+    @staticmethod
+    def forward(module: Any, input: Tensor) -> Tensor:
+        if is_compiling():  # first: of whatever is read before it, a compiler makes guards
             return type(module).forward(module, input)
-        return Lookup.apply(module.weight, input, self)
+        site = module.__dict__.get(SITE)
+        if site is None:
+            return type(module).forward(module, input)
+        output = site._lookup(module, input)
+        if output is not None:
+            return output
+        if site.stands_aside(module, input) or module.sparse:
+            return type(module).forward(module, input)
+        return Lookup.apply(module.weight, input, site)
 
 
 def _writer(
@@ -106,6 +110,7 @@ class Lookup(torch.autograd.Function):
         )
 
     @staticmethod
+    @runs_as_written
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         if gradient is None:
             return None, None, None

@@ -18,7 +18,7 @@ from ..capture import Capture
 from ..checks import PAIRS
 from ..gemm_ways import class_of
 from ..slot import Slot
-from .site import ORDINARY, Site, adds
+from .site import ORDINARY, SITE, Site, adds, runs_as_written
 
 
 class LinearSite(Site):
@@ -83,23 +83,28 @@ class LinearSite(Site):
 
         return self.takes(capture.node_of(self.slot), write, (left, right))
 
-    def __call__(self, input: Tensor) -> Tensor:
-        module, slot = self._module(), self.slot
+    @staticmethod
+    def forward(module: Any, input: Tensor) -> Tensor:
+        if is_compiling():  # first: of whatever is read before it, a compiler makes guards
+            return type(module).forward(module, input)
+        site = module.__dict__.get(SITE)
+        if site is None:
+            return type(module).forward(module, input)
+        slot = site.slot
         hook = slot.native  # the native function first, with as few calls on the way as can be
         if (
             hook is not None
-            and self._recorded is not None
-            and not is_compiling()
+            and site._recorded is not None
             and forward_ad._current_level < 0
             and type(input) in ORDINARY
         ):
             own = module._parameters
             weight = own.get("weight")
-            if weight is slot.param and type(module).forward is self._stock:
-                output = self._recorded(self._native, hook, input, weight, own.get("bias"), None)
+            if weight is slot.param and type(module).forward is site._stock:
+                output = site._recorded(site._native, hook, input, weight, own.get("bias"), None)
                 if output is not None:
                     return output
-        if self.stands_aside(input):
+        if site.stands_aside(module, input):
             return type(module).forward(module, input)
         own = module._parameters
         weight, bias = own["weight"], own.get("bias")
@@ -113,20 +118,20 @@ class LinearSite(Site):
             input.dtype != dtype
             or weight.dtype.is_complex
             or not shape
-            or shape[-1] != weight.shape[0 if self.transposed else 1]
+            or shape[-1] != weight.shape[0 if site.transposed else 1]
             or (
                 bias is not None
                 and (type(bias) not in ORDINARY or bias.dtype != weight.dtype or bias.dim() != 1)
             )
         ):
             return type(module).forward(module, input)  # which knows what to make of it, or how to refuse
-        multiply = self.product(dtype, shape[:-1].numel())
-        if multiply is not None and hook is not None and self._recorded is not None:
-            used = None if dtype is weight.dtype else self.cast(weight, dtype)
-            output = self._recorded(self._native, hook, input, weight, bias, used)
+        multiply = site.product(dtype, shape[:-1].numel())
+        if multiply is not None and hook is not None and site._recorded is not None:
+            used = None if dtype is weight.dtype else site.cast(weight, dtype)
+            output = site._recorded(site._native, hook, input, weight, bias, used)
             if output is not None:
                 return output
-        return _apply_product(input, weight, bias, self, dtype)
+        return _apply_product(input, weight, bias, site, dtype)
 
 
 def _nothing() -> None:
@@ -138,8 +143,9 @@ class Conv1DSite(LinearSite):
 
     transposed = True
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return super().__call__(x)
+    @staticmethod
+    def forward(module: Any, x: Tensor) -> Tensor:
+        return LinearSite.forward(module, x)
 
 
 class Product(torch.autograd.Function):
@@ -164,6 +170,7 @@ class Product(torch.autograd.Function):
         return F.linear(input, used.t() if site.transposed else used, bias)
 
     @staticmethod
+    @runs_as_written
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         if gradient is None:
             return None, None, None, None, None

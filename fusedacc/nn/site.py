@@ -7,7 +7,7 @@ import copy
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,14 +23,32 @@ ORDINARY = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 #: The methods by which pickle, copy, DataParallel and torch.jit.script make a module of another: they are
 #: looked up on the instance first.
 COPYING = ("__reduce_ex__", "__deepcopy__", "_replicate_for_data_parallel", "__prepare_scriptable__")
+#: Where a module's `__dict__` has its site.
+SITE = "_accumulating_site"
+#: The functions that stand in for a forward.
+_forwards: set[Any] = set()
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def runs_as_written(function: _Function) -> _Function:
+    """Mark a function that Dynamo neither compiles by itself nor looks for others to compile in its calls.
+
+    Dynamo leaves the frames of torch.nn alone unless it inlines them, as `nn.Linear.forward`; a function of
+    ours in its place would be compiled layer by layer. It is still inlined into a forward that is compiled.
+    """
+    compiler: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+    with contextlib.suppress(AttributeError):  # private names of torch, here since 2.7
+        skip = compiler._FrameAction.SKIP
+        compiler.set_code_exec_strategy(function.__code__, compiler._FrameExecStrategy(skip, skip))
+    return function
 
 
 class Site:
     """What stands in `module.forward`: the module's own computation, by a function that accumulates.
 
-    It refers to the module and to the wrapper weakly. Whatever copies the module (copy, deepcopy, pickle,
-    DataParallel's replicas) sees nothing of it, and the module itself runs the forward of its class once the
-    wrapper is gone.
+    It refers to the module and to the wrapper weakly, and stands in the module's `__dict__` under `SITE`.
+    Whatever copies the module (copy, deepcopy, pickle, DataParallel's replicas) sees nothing of it, and the
+    module itself runs the forward of its class once the wrapper is gone.
 
     Args:
         module: whose class has a forward that this site knows how to differentiate.
@@ -44,6 +62,9 @@ class Site:
     _native: Any = None
     _recorded: Any = None
 
+    def __init_subclass__(cls) -> None:
+        _forwards.add(runs_as_written(cls.forward))
+
     def __init__(self, module: torch.nn.Module, slot: Slot, capture: Capture) -> None:
         self._module: Callable[[], Any] = weakref.ref(module)
         self._capture = weakref.ref(capture)
@@ -52,9 +73,14 @@ class Site:
         self._entries: dict[str, Any] = {}
         self.slot = slot
 
+    @staticmethod
+    def forward(module: Any, input: Any) -> Any:
+        """What the module's forward is meanwhile: a function of the module, as its class's."""
+        raise NotImplementedError
+
     def __reduce__(self) -> tuple:
-        # In what others keep of the module's forward; the module itself is copied without a site.
-        return getattr, (self.module, "forward")
+        # In a copy of the module's `__dict__` alone; the module itself is copied without a site.
+        return type(None), ()
 
     @property
     def backend(self) -> str:
@@ -72,17 +98,15 @@ class Site:
     def module(self) -> Any:
         return self._module()
 
-    @property
-    def __code__(self) -> types.CodeType:
-        # torch.export asks a model's forward for the names of its arguments.
-        return self._stock.__code__
-
     def forget_choices(self) -> None:
         """Ask anew what was found out by trial, if anything."""
 
     def install(self) -> None:
         """Take the place of the module's forward."""
-        self._entries = {"forward": self} | {name: Copying(self, name) for name in COPYING}
+        # A method, bound to the module: it has the same code in all modules of a kind, which is what a compiler
+        # asks of it, so that they share a graph; and what copies or pickles it gets the copy's.
+        forward = types.MethodType(type(self).forward, self.module)
+        self._entries = {"forward": forward, SITE: self} | {name: Copying(self, name) for name in COPYING}
         self.module.__dict__.update(self._entries)
 
     def remove(self) -> None:
@@ -109,14 +133,12 @@ class Site:
             if self._entries:  # not removed meanwhile
                 module.__dict__.update(ours)
 
-    def stands_aside(self, input: Any) -> bool:
+    def stands_aside(self, module: Any, input: Any) -> bool:
         """Whether this call is to be stock's: nothing to accumulate, or a transform wants the operators.
 
         `input`: what the module was called with.
         """
-        if torch.compiler.is_compiling():
-            return True
-        param, module = self.slot.param, self._module()
+        param = self.slot.param
         return (
             self._capture() is None
             or type(module).forward is not self._stock
@@ -199,4 +221,9 @@ def stock_forward(module: torch.nn.Module) -> Any:
 def is_stock(module: torch.nn.Module) -> bool:
     """Whether the module runs the forward of its class."""
     forward = module.__dict__.get("forward")
-    return forward is None or getattr(forward, "__func__", None) is type(module).forward
+    if forward is None:
+        return True
+    function = getattr(forward, "__func__", None)
+    # Of a copy of the `__dict__` alone, ours is left, without a site: it runs the forward of the class.
+    abandoned = function in _forwards and module.__dict__.get(SITE) is None
+    return function is type(module).forward or abandoned
