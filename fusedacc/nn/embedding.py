@@ -16,8 +16,9 @@ from .. import native_hooks
 from ..capture import Capture
 from ..rows import accumulate_rows_
 from ..slot import Slot
+from ..uncompiled import runs_as_written
 from ..writes import Write
-from .site import ORDINARY, SITE, Site, adds, runs_as_written
+from .site import ORDINARY, SITE, Site, adds
 
 
 class EmbeddingSite(Site):

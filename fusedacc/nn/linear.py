@@ -18,7 +18,8 @@ from ..capture import Capture
 from ..checks import PAIRS
 from ..gemm_ways import class_of
 from ..slot import Slot
-from .site import ORDINARY, SITE, Site, adds, runs_as_written
+from ..uncompiled import runs_as_written
+from .site import ORDINARY, SITE, Site, adds
 
 
 class LinearSite(Site):

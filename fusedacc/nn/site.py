@@ -7,7 +7,7 @@ import copy
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 
 from ..capture import Capture
 from ..slot import Slot
+from ..uncompiled import runs_as_written
 from ..writes import Write
 
 _grad_enabled, _tracing = torch.is_grad_enabled, torch._C._is_tracing
@@ -27,20 +28,6 @@ COPYING = ("__reduce_ex__", "__deepcopy__", "_replicate_for_data_parallel", "__p
 SITE = "_accumulating_site"
 #: The functions that stand in for a forward.
 _forwards: set[Any] = set()
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def runs_as_written(function: _Function) -> _Function:
-    """Mark a function that Dynamo neither compiles by itself nor looks for others to compile in its calls.
-
-    Dynamo leaves the frames of torch.nn alone unless it inlines them, as `nn.Linear.forward`; a function of
-    ours in its place would be compiled layer by layer. It is still inlined into a forward that is compiled.
-    """
-    compiler: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
-    with contextlib.suppress(AttributeError):  # private names of torch, here since 2.7
-        skip = compiler._FrameAction.SKIP
-        compiler.set_code_exec_strategy(function.__code__, compiler._FrameExecStrategy(skip, skip))
-    return function
 
 
 class Site:
@@ -103,8 +90,8 @@ class Site:
 
     def install(self) -> None:
         """Take the place of the module's forward."""
-        # A method, bound to the module: it has the same code in all modules of a kind, which is what a compiler
-        # asks of it, so that they share a graph; and what copies or pickles it gets the copy's.
+        # A method of the module: its code is that of all modules of a kind, and Dynamo asks no more of it, so
+        # that they share a graph. What copies or pickles it gets the copy's.
         forward = types.MethodType(type(self).forward, self.module)
         self._entries = {"forward": forward, SITE: self} | {name: Copying(self, name) for name in COPYING}
         self.module.__dict__.update(self._entries)
@@ -167,6 +154,7 @@ class Site:
         return capture.take_in_place(self.slot, node, write, by_rows)
 
 
+@runs_as_written
 def adds(site: Callable[[], Any], *arguments: Any) -> bool:
     """The site's own `adds`, while there is one."""
     known = site()

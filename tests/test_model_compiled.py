@@ -1,0 +1,145 @@
+"""`model=` and torch.compile: no frames of ours by themselves, and no graphs more than stock has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from test_model_autograd import assert_same_gradients, wrap
+from torch import nn
+from torch._dynamo.utils import counters
+
+from fusedacc.nn import modules
+
+WIDTH = 8
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture(autouse=True)
+def _small_layers_too():
+    with mock.patch.object(modules, "why_left", return_value=""):
+        yield
+
+
+def torch_only():
+    return nn.Sequential(nn.Embedding(9, WIDTH), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 3))
+
+
+class Block(nn.Module):
+    """A forward of the user's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Broken(Block):
+    """Two graphs."""
+
+    def forward(self, x):
+        x = self.up(x)
+        torch._dynamo.graph_break()
+        return self.down(x)
+
+
+def blocks():
+    return nn.Sequential(nn.Embedding(9, WIDTH), Block(), Block(), Block())
+
+
+def broken():
+    return nn.Sequential(nn.Embedding(9, WIDTH), Broken(), Broken())
+
+
+def in_place(model, **options):
+    model.compile(backend="aot_eager", **options)
+    return model
+
+
+def each(model, **options):
+    for block in list(model)[1:]:
+        block.compile(backend="aot_eager", **options)
+    return model
+
+
+def around(model, **options):
+    return torch.compile(model, backend="aot_eager", **options)
+
+
+def trained(model, call):
+    """Two micro-batches; what Dynamo has counted meanwhile."""
+    counters.clear()
+    x = torch.arange(6)
+    for _ in range(2):
+        call(x).square().sum().backward()
+    return {name: dict(counters[name]) for name in ("frames", "graph_break")} | {
+        "graphs": counters["stats"]["unique_graphs"]
+    }
+
+
+def by_stock(make, compiled, **options):
+    torch.manual_seed(0)
+    model = make()
+    counted = trained(model, compiled(model, **options))
+    torch.compiler.reset()
+    return model, counted
+
+
+@pytest.mark.parametrize(
+    ("make", "compiled", "graphs"),
+    [
+        (torch_only, in_place, 0),
+        (torch_only, around, 1),
+        (blocks, in_place, 1),
+        (blocks, each, 1),
+        (blocks, around, 1),
+        (broken, each, 2),
+    ],
+)
+def test_graphs_and_breaks_are_stocks(make, compiled, graphs):
+    twin, counted = by_stock(make, compiled)
+    torch.manual_seed(0)
+    model = make()
+    optimizer = wrap(model)
+    assert all(slot.paths for slot in optimizer._slots if slot.param.dim() == 2)
+    assert trained(model, compiled(model)) == counted
+    assert counted["graphs"] == graphs
+    assert_same_gradients(model, twin)
+
+
+@pytest.mark.parametrize("compiled", [each, around])
+def test_one_graph_is_all_that_a_compiled_forward_needs(compiled):
+    twin, counted = by_stock(blocks, compiled, fullgraph=True)
+    torch.manual_seed(0)
+    model = blocks()
+    _optimizer = wrap(model)
+    assert trained(model, compiled(model, fullgraph=True)) == counted
+    assert counted["graphs"] == 1
+    assert_same_gradients(model, twin)
+
+
+def test_a_compiled_loop_leaves_the_backward_of_ours_as_written():
+    model = torch_only()
+    _optimizer = wrap(model)
+    call = torch.compiler.disable(model.__call__)
+
+    def forward_backward(x):
+        call(x).square().sum().backward()
+
+    convert_frame = torch._dynamo.convert_frame
+    with mock.patch.object(convert_frame, "_compile", wraps=convert_frame._compile) as compiled:
+        torch.compile(forward_backward, backend="aot_eager")(torch.arange(6))
+    codes = [call.args[0] for call in compiled.call_args_list]
+    assert forward_backward.__code__ in codes
+    assert not [code for code in codes if Path(code.co_filename).parent.name == "nn"]
