@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 from torch import Tensor
 
 from . import backends, checks
+from .backends import Backend
+from .casting import cast_over, reusable
 from .factors import is_one, near
 from .memory import like
 from .slot import Lane, Slot
@@ -140,34 +143,49 @@ class Arena(Writes):
 
     def present(self, scale: float | Tensor = 1.0) -> None:
         """Ready p.grad for the inner optimizer: the sum times `scale`, cast where the parameter has another
-        dtype. Where a kernel casts, the same pass scales; then the sum is given up for the cast.
+        dtype. Where a kernel casts, the same pass scales; then the sum is given up for the cast, which may
+        take its memory.
         """
         self.settle()
         self.generation += 1
         scaled = not is_one(scale)
         if scaled:
             self.rescale([pair for pair in self.finals() if not self._casts_by_kernel(*pair)], scale)
-        lanes: dict[Lane, tuple[list[Slot], list[Tensor]]] = {}
+        for (device, source, wanted), slots in self._present_others().items():
+            backend = backends.select(device, wanted, source, self.backend).backend
+
+            def cast(casts: list[Tensor], totals: list[Tensor], backend: Backend = backend) -> None:
+                backend.accumulate_(casts, totals, near(scale, totals[0]), True)
+
+            given_up = reusable(slots, wanted) if scaled else []
+            if given_up:
+                casts = cast_over(given_up, wanted, cast)
+                for slot, made in zip(given_up, casts, strict=True):
+                    self._present_cast(slot, None, made)
+                slots = [slot for slot in slots if slot.cast is None]
+            totals: list[Any] = [self.current(slot) for slot in slots]
+            if totals:
+                casts = like(totals, wanted)
+                cast(casts, totals)
+                for slot, total, made in zip(slots, totals, casts, strict=True):
+                    self._present_cast(slot, None if scaled else total, made)
+
+    def _present_others(self) -> dict[Lane, list[Slot]]:
+        """`present` where no kernel casts; the slots where one does, by device and dtypes."""
+        lanes: dict[Lane, list[Slot]] = {}
         for slot in self.slots:
             total = self.current(slot)
             if total is None:
                 if not self.visible and slot.param.grad is not None:
                     slot.param.grad = None
             elif self._casts_by_kernel(slot, total):
-                chosen = lanes.setdefault((total.device, total.dtype, slot.param.dtype), ([], []))
-                chosen[0].append(slot)
-                chosen[1].append(total)
+                lanes.setdefault((total.device, total.dtype, slot.param.dtype), []).append(slot)
             elif total.dtype != slot.param.dtype:
                 self._present_cast(slot, total, total.to(slot.param.dtype))
             elif not self.visible and not (slot.delivered and total is slot.shown()):
                 self.show(slot, total)
         self.any_delivered = True
-        for (device, source, wanted), (slots, totals) in lanes.items():
-            casts = like(totals, wanted)
-            backend = backends.select(device, wanted, source, self.backend).backend
-            backend.accumulate_(casts, totals, near(scale, totals[0]), True)
-            for slot, total, cast in zip(slots, totals, casts, strict=True):
-                self._present_cast(slot, None if scaled else total, cast)
+        return lanes
 
     @staticmethod
     def _casts_by_kernel(slot: Slot, total: Tensor) -> bool:

@@ -48,6 +48,15 @@ def _count_base_references(view: Tensor) -> int:
     return sys.getrefcount(base)
 
 
+def _count_shown() -> int:
+    param, held = torch.empty(0), [torch.empty(0)]
+    before = sys.getrefcount(held[0])
+    param.grad = held[0]
+    return sys.getrefcount(held[0]) - before
+
+
+#: Python's references to a tensor that p.grad makes; torch releases differ.
+SHOWN = _count_shown()
 #: References to a list's entry that a function has picked: the list's, the variable's, the argument's.
 _PICKED = _count_references([torch.empty(0)], 0)
 #: References to the base of a view, picked likewise; torch releases differ by one, which C++ holds.

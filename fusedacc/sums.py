@@ -186,10 +186,17 @@ class Sums:
     def nbytes(self) -> int:
         """Bytes of all sums, and of buffers that wait for the next window."""
         held: dict[int, int] = {}
+        segments = {slot.segment.memory.data_ptr() for slot in self.slots if slot.segment is not None}
         for slot in self.slots:
             for tensor in (self.current(slot), slot.buffer):
-                if tensor is not None and tensor.is_sparse:
+                if tensor is None:
+                    continue
+                if tensor.is_sparse:
                     held[id(tensor)] = tensor._values().nbytes + tensor._indices().nbytes
-                elif tensor is not None:
+                elif (
+                    tensor is slot.buffer
+                    or not segments
+                    or tensor.untyped_storage().data_ptr() not in segments
+                ):
                     held[tensor.data_ptr() or id(tensor)] = tensor.nbytes
         return sum(held.values())
