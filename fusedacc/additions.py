@@ -11,7 +11,7 @@ from torch.autograd.graph import increment_version
 
 from . import checks
 from .buffers import buffers
-from .factors import is_one, scaled
+from .factors import is_deferrable, is_one, scaled
 from .memory import is_sole, owns_memory
 from .slot import Lane, Slot
 from .sums import Sums
@@ -86,8 +86,7 @@ class Additions(Sums):
     def _adopt(self, slots: Sequence[Slot], gradients: list[Tensor], scale: float | Tensor) -> bool:
         """Let each gradient become its slot's sum, if none has one yet; False with nothing done."""
         _, given, dtype = slots[0].lane
-        may_owe = is_one(scale) or checks.computation_dtype(dtype) == dtype
-        if given != dtype or not may_owe or self.shown or self.norms:
+        if given != dtype or not is_deferrable(scale, dtype) or self.shown or self.norms:
             return False
         if any(slot.sum is not None or slot.odd or slot.delivered for slot in slots):
             return False
@@ -140,7 +139,7 @@ class Additions(Sums):
             if total is None:
                 if same_dtype and slot.obeys_layout(gradients[index]) and is_sole(gradients, index):
                     total = gradients[index]
-                    if is_one(scale) or self._may_owe(slot):
+                    if is_one(scale) or self._may_owe(slot, scale):
                         self.put(slot, total)
                         owing.append(slot)
                         continue
@@ -167,13 +166,9 @@ class Additions(Sums):
         for slot, total in zip(fresh, written, strict=True):
             self.put(slot, total)
 
-    def _may_owe(self, slot: Slot) -> bool:
-        """Whether a later multiplication of the slot's sum gives the bits of one now, and nobody sees it.
-
-        A 16-bit sum would not be rounded in between.
-        """
-        dtype = slot.accumulate_dtype
-        return not (self.visible or slot.delivered) and checks.computation_dtype(dtype) == dtype
+    def _may_owe(self, slot: Slot, scale: float | Tensor) -> bool:
+        """Whether a later multiplication of the slot's sum gives the bits of one now, and nobody sees it."""
+        return not (self.visible or slot.delivered) and is_deferrable(scale, slot.accumulate_dtype)
 
     def _fits(self, slot: Slot, total: Tensor | None) -> bool:
         """Whether there is a sum that the slot's kernel takes; the user may have put another into p.grad."""

@@ -140,6 +140,8 @@ def _bytes(slot: Slot, chosen: Route, window: Window) -> tuple[str, str]:
         loop = "fusedacc" if chosen.path == "multi_tensor" or window.counted else "mixed_add"
     dtypes = slot.param.dtype, slot.param.dtype, slot.accumulate_dtype
     how: dict[str, Any] = {"loop": loop, "scale_is_one": not window.scales, "visible": not window.counted}
+    if window.counted and window.reduction == "mean":
+        how["scale"] = 1 / window.steps
     first, later = (
         traffic.total(traffic.bytes_per_micro_batch(*dtypes, **how, first=is_first))
         for is_first in (True, False)

@@ -167,7 +167,8 @@ class AccumulatingOptimizer(Delegate, Progress):
         """
         if self._closed:
             return self.optimizer.step(closure, **arguments)
-        self._check_arguments(arguments)
+        if arguments:
+            self._check_arguments(arguments)
         self._handover.check("step")
         scaling = self._handover.take(self.__dict__, self._window.counted)
         return self._loop.step(closure, scaling, arguments)
@@ -245,7 +246,8 @@ class AccumulatingOptimizer(Delegate, Progress):
         Raises:
             TypeError, RuntimeError: as `step`.
         """
-        self._check_arguments(arguments)
+        if arguments:
+            self._check_arguments(arguments)
         self._handover.check("flush")
         self._capture.settle()
         window = self._window

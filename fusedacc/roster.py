@@ -127,10 +127,13 @@ class Roster:
     def in_step(self) -> bool:
         """Whether each group has the parameters that it had, by identity."""
         groups, seen = self._inner.param_groups, self._seen
-        return len(groups) == len(seen) and all(
-            len(group["params"]) == len(params) and all(map(is_, group["params"], params))
-            for group, params in zip(groups, seen, strict=True)
-        )
+        if len(groups) != len(seen):
+            return False
+        for group, known in zip(groups, seen, strict=True):
+            params = group["params"]
+            if len(params) != len(known) or not all(map(is_, params, known)):
+                return False
+        return True
 
     def follow(self, capture: Capture, masters: Masters | None) -> list[Slot]:
         """Be in step with groups that were changed by hand: parameters put in, taken out, or replaced.

@@ -116,12 +116,9 @@ class Taking:
             return
         self._tasks.add(identity)
         arena = self._arena
-        ends = arena.slots[:1] + arena.slots[-1:]
-        nothing_yet = not (arena.shown or arena.any_written) and all(slot.sum is None for slot in ends)
         if (
             alone
             and self._order
-            and not nothing_yet
             and not task.drops
             and not observers.watching
             and not arena.norms
@@ -130,6 +127,9 @@ class Taking:
             with self._lock:
                 known = None if arena.debts or arena.shown else (arena.generation,)
                 if known is None or known != self._known:
+                    ends = arena.slots[:1] + arena.slots[-1:]
+                    if not (arena.shown or arena.any_written) and all(slot.sum is None for slot in ends):
+                        return  # the window's first: there is nothing to add to
                     self._direct.load(*arena.addable(self._numbered), arena.shown)
                     self._loaded, self._known = arena.generation, known
                 self._task = task

@@ -219,11 +219,11 @@ class Window:
     @property
     def full(self) -> bool:
         """Whether all micro-batches have ended and the update is to come; one that fails leaves this."""
-        return self.counted and self.micro_step > 0 and self.micro_step >= self.steps
+        return self.schedule is not None and 0 < self.micro_step >= (self._steps or self.steps)
 
     @property
     def will_update(self) -> bool:
-        return not self.counted or self.micro_step + 1 >= self.steps
+        return self.schedule is None or self.micro_step + 1 >= (self._steps or self.steps)
 
     @property
     def base_scale(self) -> float | Tensor:

@@ -76,9 +76,26 @@ def test_what_is_added_to_once_by_the_last_micro_batch_is_scaled_too():
     assert bytes_of(["01", "012"]) == (2 * 12 + 8) / 3
 
 
-def test_16_bit_sums_are_scaled_at_once():
-    """They would not be rounded in between, and a checkpoint would show it."""
-    assert bytes_of([ALL] * 2, dtype=LOW, accumulate_dtype=LOW) == 4 + 6
+@pytest.mark.parametrize(("dtype", "steps", "first"), [(LOW, 3, 4), (torch.float16, 4, 4), (LOW, 4, 0)])
+def test_16_bit_sums_are_scaled_at_once(dtype, steps, first):
+    """They would not be rounded in between, and a checkpoint would show it.
+
+    Powers of two in bfloat16 round nothing.
+    """
+    assert bytes_of([ALL] * steps, dtype=dtype, accumulate_dtype=dtype) == first + 6 * (steps - 1)
+
+
+@pytest.mark.parametrize("steps", [2, 8])
+def test_the_bits_of_a_bfloat16_sum_that_owes_a_power_of_two(cpu_backend, steps):
+    model, optimizer = build(steps, LOW, backend=cpu_backend, accumulate_dtype=LOW)
+    run(model, optimizer, [ALL] * steps)
+    backend = fusedacc.backends.get(cpu_backend)
+    twin = Layers(LOW)
+    sums = [torch.empty(SIZE, dtype=LOW) for _ in ALL]
+    for seed in range(steps):
+        backend.accumulate_(sums, twin.backward(ALL, seed), 1 / steps, seed == 0)
+    for parameter, total in zip(model.used, sums, strict=True):
+        assert torch.equal(parameter.grad, total)
 
 
 def test_a_manual_loop_shows_scaled_gradients():

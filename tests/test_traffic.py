@@ -46,6 +46,8 @@ def test_a_first_gradient_is_scaled_at_once_where_the_sum_is_seen():
 
 
 def test_window_is_the_mean_over_its_micro_batches():
+    assert total(bytes_per_window(BF16, BF16, BF16, 8)) == (2 + 7 * 8) / 8
+    assert total(bytes_per_window(BF16, BF16, BF16, 6)) == pytest.approx((6 + 5 * 8) / 6)
     parts = bytes_per_window(F32, F32, F32, 8)
     assert total(parts) == (4 + 7 * 16) / 8
     assert total(bytes_per_window(BF16, BF16, F32, 8, loop="stock")) == (8 + 7 * 20) / 8

@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..factors import is_deferrable
+
 LOOPS = {
     "stock": "autograd adds into .grad, after a cast where the dtypes differ (grad_dtype, autocast)",
     "by_hand": "acc += grad.to(acc.dtype) * scale",
@@ -51,6 +53,7 @@ def bytes_per_micro_batch(
     scale_is_one: bool = False,
     first: bool = False,
     visible: bool = False,
+    scale: float | None = None,
 ) -> tuple[Part, ...]:
     """What one micro-batch reads and writes per element of one parameter, the weight-gradient write included.
 
@@ -66,6 +69,7 @@ def bytes_per_micro_batch(
         visible: whether p.grad is the sum between micro-batches (a manual loop). The wrapper must scale a
             first gradient that becomes the sum at once then, else the next addition does, unless the sum is
             of 16 bits and would round differently.
+        scale: what the pass multiplies by, where it is known: by a power of two bfloat16 rounds nothing.
 
     Raises ValueError for an unknown `loop`.
     """
@@ -75,6 +79,7 @@ def bytes_per_micro_batch(
     if loop == "gemm":
         return (Part("weight-gradient product", 0 if first else acc, acc),)
     same_dtype = param_dtype == accumulate_dtype
+    deferred = is_deferrable(1 / 3 if scale is None else scale, accumulate_dtype) and not visible
     parts = [Part("weight-gradient write", 0, grad)]
     if grad_dtype != param_dtype:
         parts.append(Part("cast", grad, param))
@@ -84,7 +89,7 @@ def bytes_per_micro_batch(
             parts.append(Part("add", param + acc, acc))
         elif not same_dtype:
             parts.append(Part("first write", param, acc))
-        elif not scale_is_one and (visible or acc < 4):
+        elif not scale_is_one and not deferred:
             parts.append(Part("first scale", acc, acc))
     elif loop == "mixed_add":
         if first:
@@ -118,7 +123,13 @@ def bytes_per_window(
     merged: dict[str, Part] = {}
     for first, times in ((True, 1), (False, steps - 1)):
         parts = bytes_per_micro_batch(
-            param_dtype, grad_dtype, accumulate_dtype, loop=loop, scale_is_one=scale_is_one, first=first
+            param_dtype,
+            grad_dtype,
+            accumulate_dtype,
+            loop=loop,
+            scale_is_one=scale_is_one,
+            first=first,
+            scale=1 / steps,
         )
         for part in parts:
             share, old = times / steps, merged.get(part.name, Part(part.name, 0, 0))
