@@ -99,7 +99,7 @@ bench-full: $(BUILT)  ## the whole sweep: every size, dtype and model
 bench-machines: $(BUILT)  ## training on real models, on this machine and on lesser ones that it emulates: an hour, goes on where it was cut off
 	$(PYTHON) benchmarks/machines.py $(MACHINES)
 
-figures: $(BUILT)  ## the newest results as plots in docs/figures and tables in the README
+figures: $(BUILT)  ## the newest results as plots in docs/figures, tables in docs/figures.md and the README
 	$(PYTHON) benchmarks/plot.py
 	$(PYTHON) benchmarks/readme_figures.py
 

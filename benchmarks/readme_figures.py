@@ -1,14 +1,16 @@
-"""Rewrites the README's tables from the newest run of each benchmark in the results file: `make bench` first.
+"""Rewrites the tables of the README and of docs/figures.md from the newest rows: `make bench` first.
 
-    python benchmarks/readme_figures.py [--results CSV] [--readme README.md]
+    python benchmarks/readme_figures.py [--results CSV] [--readme README.md] [--page docs/figures.md]
 
-Between their markers: every figure that has a goal, bytes per parameter of one window, and the range of
-speeds over the machines of machines.csv, which is beside the results.
+Between their markers, in the README: bytes per parameter of one window, and the range of speeds over the
+machines of machines.csv, which is beside the results. On the page: that range by machine, and every figure
+that has a goal.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +25,7 @@ from zoo import LAYERS
 
 Row = dict[str, str]
 
+SPEED = ("<!-- speed: written by benchmarks/readme_figures.py -->", "<!-- end of speed -->")
 FIGURES = ("<!-- figures: written by benchmarks/readme_figures.py -->", "<!-- end of figures -->")
 BYTES = ("<!-- bytes: written by benchmarks/readme_figures.py -->", "<!-- end of bytes -->")
 MACHINES = ("<!-- machines: written by benchmarks/readme_figures.py -->", "<!-- end of machines -->")
@@ -141,6 +144,29 @@ def machines(lines: Sequence[Row]) -> str:
     return f"{about}\n\n{conditions(last)}\n\n{machines_cells.markdown(rows)}"
 
 
+def speed(lines: Sequence[Row]) -> str:
+    """The range of speeds over all machines, in a sentence."""
+    lines = machines_cells.latest(lines)
+    if not lines:
+        return ""
+    rows = [machines_cells.parsed(line) for line in lines]
+    rows = [row for row in rows if row.ratio and row.model not in LAYERS]
+    ranges = []
+    for loop in (machines_loops.PLAIN, machines_loops.MODEL):
+        own = [row.ratio for row in rows if row.loop == loop]
+        ranges.append((min(own), max(own), statistics.median(own)))
+    (low, high, median), (model_low, model_high, model_median) = ranges
+    models, machines = len({row.model for row in rows}), len({row.machine for row in rows})
+    device, commit = lines[-1]["device"], lines[-1]["commit"]
+    return (
+        f"Training as a whole ran at {low:.2f} to {high:.2f} times the speed of the best loop of stock "
+        f"torch, {median:.2f} in the median, and with `model=` at {model_low:.2f} to {model_high:.2f} times, "
+        f"{model_median:.2f} in the median: {models} models in up to {len(machines_loops.PRECISIONS)} "
+        f"precisions on {machines} machines, of which {device} is the real one, and the others are emulated "
+        f"on it ([by machine](docs/figures.md), commit {commit})."
+    )
+
+
 def rewritten(text: str, markers: tuple[str, str], section: str) -> str:
     """The text with the section between the markers. ValueError if they are not there."""
     begin, end = markers
@@ -157,20 +183,27 @@ def main() -> None:
     )
     parser.add_argument("--results", type=Path, default=RESULTS, help="the CSV (%(default)s)")
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="(%(default)s)")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "figures.md", help="(%(default)s)")
     options = parser.parse_args()
     try:
         rows = read(options.results)
-        beside = options.results.with_name(machines_cells.RESULTS.name)
-        of_machines = machines(read(beside) if beside.exists() else [])
-        text = options.readme.read_text()
-        sections = ((BYTES, window_bytes(rows)), (MACHINES, of_machines), (FIGURES, goals(rows)))
-        for markers, section in sections:
-            text = rewritten(text, markers, section)
     except FileNotFoundError as error:
         raise SystemExit(f"{error}: run `make bench` first") from None
-    except ValueError as error:
-        raise SystemExit(f"{options.readme}: {error}") from None
-    options.readme.write_text(text)
+    beside = options.results.with_name(machines_cells.RESULTS.name)
+    of_machines = read(beside) if beside.exists() else []
+    pages = {
+        options.readme: ((BYTES, window_bytes(rows)), (SPEED, speed(of_machines))),
+        options.page: ((MACHINES, machines(of_machines)), (FIGURES, goals(rows))),
+    }
+    texts = {path: path.read_text() for path in pages}
+    for path, sections in pages.items():
+        for markers, section in sections:
+            try:
+                texts[path] = rewritten(texts[path], markers, section)
+            except ValueError as error:
+                raise SystemExit(f"{path}: {error}") from None
+    for path, text in texts.items():
+        path.write_text(text)
 
 
 if __name__ == "__main__":

@@ -532,6 +532,14 @@ README = """# name
 old bytes
 <!-- end of bytes -->
 prose that stays
+<!-- speed: written by benchmarks/readme_figures.py -->
+old speed
+<!-- end of speed -->
+the end
+"""
+PAGE = """# figures
+
+prose that stays
 <!-- machines: written by benchmarks/readme_figures.py -->
 old machines
 <!-- end of machines -->
@@ -543,25 +551,30 @@ the end
 
 
 def test_readme_shows_the_newest_figures(synthetic, script, tmp_path):
-    readme = tmp_path / "README.md"
+    readme, page = tmp_path / "README.md", tmp_path / "figures.md"
     readme.write_text(README)
-    command = ("readme_figures", "--results", synthetic, "--readme", readme)
+    page.write_text(PAGE)
+    command = ("readme_figures", "--results", synthetic, "--readme", readme, "--page", page)
     assert script(*command)[0] == 0
     text = readme.read_text()
-    assert "old" not in text
-    assert "prose that stays" in text
-    assert text.endswith("the end\n")
+    for each in (text, page.read_text()):
+        assert "old" not in each
+        assert "prose that stays" in each
+        assert each.endswith("the end\n")
     assert "| fusedacc | against the best | fusedacc, `model=` | against the best |" in text
     assert "| float32 parameters and sums | 100.0 | 50.0 (mixed) | 40.0 | -20 % | 30.0 | -40 % |" in text
     assert "With `model=` these are weights of Linear layers" in text
+    assert "ran at 0.75 to 1.25 times the speed of the best loop of stock torch, 1.00 in the median" in text
+    text = page.read_text()
     assert "stock torch in the same precision, 1 models in 4 precisions" in text
     of_avx2 = "| 0.75 (0.62 to 0.88) | 0.75 | 0.75 | 0.75 (0.62 to 0.88) | 0.75 | 0.75 |"
     assert f"| AVX2, two threads | 1 {of_avx2}" in text
     assert "| **all** | 2 | 0.75 (0.62 to 0.88) | 1.00 | 1.25 |" in text
     row = "| gpt2, window k=8 | bfloat16 into float32 | fusedacc | 400.00 ms | "
     assert row + "1.25 times the speed of `stock mixed` (500.00 ms), goal 1 |" in text
+    before = readme.read_text()
     assert script(*command)[0] == 0
-    assert readme.read_text() == text, "a second time changes nothing"
+    assert (readme.read_text(), page.read_text()) == (before, text), "a second time changes nothing"
 
 
 def test_a_later_run_of_a_part_does_not_hide_the_rest(common, synthetic):
@@ -601,19 +614,25 @@ def test_readme_says_what_was_missed(common):
     assert "| 100.0 MB | at most 80.0 MB: stock + bucket **missed** |" in text
 
 
-def test_a_readme_without_markers_is_left_alone(synthetic, script, tmp_path):
-    readme = tmp_path / "README.md"
-    readme.write_text("nothing here\n")
-    command = ("readme_figures", "--results", synthetic, "--readme", readme)
-    code, _, err = script(*command)
+@pytest.mark.parametrize(("name", "marker"), [("README.md", "bytes"), ("figures.md", "machines")])
+def test_pages_without_markers_are_left_alone(synthetic, script, tmp_path, name, marker):
+    pages = {"README.md": README, "figures.md": PAGE} | {name: "nothing here\n"}
+    for path, text in pages.items():
+        (tmp_path / path).write_text(text)
+    options = ("--readme", tmp_path / "README.md", "--page", tmp_path / "figures.md")
+    code, _, err = script("readme_figures", "--results", synthetic, *options)
     assert code == 1
-    assert "no line '<!-- bytes" in err
-    assert readme.read_text() == "nothing here\n"
+    assert f"{name}: no line '<!-- {marker}" in err
+    assert {path: (tmp_path / path).read_text() for path in pages} == pages
 
 
-def test_the_readme_has_the_markers():
-    readme_figures = importlib.import_module("readme_figures")
-    text = (ROOT / "README.md").read_text()
-    for begin, end in (readme_figures.BYTES, readme_figures.FIGURES):
-        assert text.count(begin) == text.count(end) == 1
-        assert text.index(begin) < text.index(end)
+def test_the_pages_have_the_markers():
+    own = importlib.import_module("readme_figures")
+    for name, sections in (
+        ("README.md", (own.BYTES, own.SPEED)),
+        ("docs/figures.md", (own.MACHINES, own.FIGURES)),
+    ):
+        text = (ROOT / name).read_text()
+        for begin, end in sections:
+            assert text.count(begin) == text.count(end) == 1
+            assert text.index(begin) < text.index(end)

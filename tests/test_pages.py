@@ -1,15 +1,46 @@
-"""What the pages of docs/integrations that need torch alone tell users to write."""
+"""The documents: where their links lead, and what those that need torch alone tell users to write."""
 
 from __future__ import annotations
 
 import copy
+import re
+from pathlib import Path
 
 import pages
+import pytest
 import torch
 from loops import loss_of, network
 from torch import nn
 
 import fusedacc
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "benchmarks/NOTES.md"]
+DOCUMENTS += sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
+
+
+def anchors(text: str) -> set[str]:
+    """What `#anchor` may name, as GitHub makes it of headings."""
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_lead_somewhere(document):
+    path = ROOT / document
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if link.startswith("http"):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (path.parent / name).resolve() if name else path
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target.read_text()), link
+
+
+def test_the_readme_is_read_in_minutes():
+    assert len((ROOT / "README.md").read_text()) <= 12_000
 
 
 def data(micro_batches: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
