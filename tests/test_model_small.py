@@ -15,6 +15,8 @@ from fusedacc.nn import small
 F32 = torch.float32
 needs_hooks = pytest.mark.skipif(native_hooks.why_not() is not None, reason=str(native_hooks.why_not()))
 SMALLEST = small.questions()[0].name
+#: The second layer's, so that its trial is none of a test's business.
+SECOND = small.question_of(torch.empty(200, 30)).name, small.INSIDE
 
 
 def made(seed=0):
@@ -50,7 +52,7 @@ def test_what_is_asked_about():
 
 @pytest.mark.parametrize("way", [small.INSIDE, small.STOCK])
 def test_the_answer_is_followed_kept_and_explained(way):
-    with answer(SMALLEST, way, small.question_of(torch.empty(200, 30)).name, small.INSIDE):
+    with answer(SMALLEST, way, *SECOND):
         model, optimizer = made()
     assert replaced(model) == [way == small.INSIDE, True, True]
     assert optimizer._arena.choices[SMALLEST] == way
@@ -71,12 +73,12 @@ def test_the_answer_is_followed_kept_and_explained(way):
 def test_a_checkpoint_brings_its_own(way):
     """In mid-window, bit for bit, though this process has decided otherwise."""
     other = small.STOCK if way == small.INSIDE else small.INSIDE
-    with answer(SMALLEST, way):
+    with answer(SMALLEST, way, *SECOND):
         model, optimizer = made()
         train(model, optimizer, 3)
         saved, weights = copy.deepcopy((optimizer.state_dict(), model.state_dict()))
         whole = train(model, optimizer, 3)
-    with answer(SMALLEST, other):
+    with answer(SMALLEST, other, *SECOND):
         second, resumed = made(seed=7)
         assert replaced(second)[0] == (other == small.INSIDE)
         second.load_state_dict(weights)
