@@ -1,6 +1,6 @@
 # `make help` lists the targets. SYSTEM_PYTHON=1 uses the current interpreter: no virtual environment, no network.
 .DEFAULT_GOAL := help
-.PHONY: help build demo test test-full test-integrations lint format bench bench-full bench-machines figures clean
+.PHONY: help build demo test test-full test-integrations lint format wheel bench bench-full bench-machines figures clean
 
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
 
@@ -89,6 +89,15 @@ format: $(BUILT)  ## rewrite the sources as `make lint` wants them
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
 	clang-format -i $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+
+# In an environment of its own, and away from the sources, which Python would import first.
+wheel: $(BUILT)  ## build the wheel into dist/, and try it in an empty environment: info, ten lines of training
+	rm -rf dist build/wheel-env
+	$(PYTHON) -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+	$(BASE_PYTHON) -m venv build/wheel-env
+	build/wheel-env/bin/python -m pip install --quiet -c constraints.txt torch
+	build/wheel-env/bin/python -m pip install --quiet -c constraints.txt dist/*.whl
+	cd build/wheel-env && bin/python -m fusedacc info && bin/python ../../.ci/try_wheel.py
 
 bench: $(BUILT)  ## measure: seven minutes on two cores; rows go to benchmarks/results/results.csv (BENCH=... passes options)
 	$(PYTHON) benchmarks/run_all.py $(BENCH)
