@@ -1,4 +1,4 @@
-"""Ten lines of training with the fusedacc that is installed, against the stock loop: the same weights, bit for bit."""
+"""Ten lines of training with the installed fusedacc, against stock: the same weights, bit for bit."""
 
 import torch
 from torch import nn
