@@ -137,7 +137,7 @@ class Toolchain:
         found = sorted(path for path in SOURCES.rglob("*") if path.suffix in suffixes)
         found = [path for path in found if path.parent.name != MODULE]
         if self.nvcc is None:
-            found = [path for path in found if path.parent.name != "cuda"]
+            found = [path for path in found if "cuda" not in path.relative_to(SOURCES).parts]
         if platform.machine().lower() not in ("x86_64", "amd64"):
             found = [path for path in found if path.relative_to(SOURCES).as_posix() not in VECTOR_FLAGS]
         return found

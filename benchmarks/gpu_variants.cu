@@ -2,7 +2,7 @@
 //
 //   nvcc -O3 -std=c++17 -fmad=false -arch=native gpu_variants.cu -o variants && ./variants [LIST...]
 //
-// Settles by measurement what csrc/cuda/multi_tensor.h only reasons about: elements of a step (16 bytes of
+// Settles by measurement what csrc/cuda/device/accumulate_block.h only reasons about: elements of a step (16 bytes of
 // the sum, or of the gradient), unrolling, registers, chunk size, cache hints, and the price of a launch's
 // arguments. LIST: a file with a tensor's number of elements per line (`parameter_lists.py NAME` prints one).
 // Every variant is checked against the host, bit for bit, before it is timed.

@@ -1,7 +1,6 @@
 // The operators' schemas, and nothing else. They are registered for every device at once (a call with empty
 // lists has none) and choose by the accumulators' device.
-#include "operations.h"
-#include "row_operations.h"
+#include "ops/ops.h"
 
 STABLE_TORCH_LIBRARY(fusedacc, m) {
   // Sums that are not overwritten are multiplied by `keep`, rounded, and added to.

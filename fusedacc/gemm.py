@@ -28,7 +28,7 @@ from .gemm_checks import check
 from .gemm_ways import TOKEN_CLASSES, Way, class_of, question_of
 from .plan import bump_versions
 
-#: What csrc/autograd/direct.h calls Multiplier; the operator's ways begin at _OPERATOR.
+#: What csrc/autograd/immediate_add.h calls Multiplier; the operator's ways begin at _OPERATOR.
 _PYTHON, _BLAS, _OPERATOR = 1, 2, 3
 
 Number = gemm_eager.Number
@@ -41,7 +41,7 @@ class Selection:
 
     `run(accumulator, left, right, scale, keep)` is `gemm_accumulate_` without the choice and, for arguments
     that are sure to be right, without the words of its errors. `multiplier`: the same way as csrc/autograd/
-    direct.h numbers it.
+    immediate_add.h numbers it.
     """
 
     name: str

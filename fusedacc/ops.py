@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 LIBRARY = Path(__file__).with_name("libfusedacc.so")
-#: `kChunkElements` of csrc/work.h: the elements behind one partial norm.
+#: `kChunkElements` of csrc/common/work.h: the elements behind one partial norm.
 CHUNK_ELEMENTS = 8192
 REINSTALL = "pip install --no-build-isolation --no-deps --force-reinstall fusedacc"
 
@@ -128,7 +128,7 @@ def _register_fakes() -> None:
 
     @torch.library.register_fake("fusedacc::prepare")
     def _(accumulators: list[Tensor]) -> Tensor:
-        # As csrc/tensor_checks.h lays it out.
+        # As csrc/ops/tensor_checks.h lays it out.
         words = 7 + sum(5 + 2 * tensor.dim() + (3 if tensor.numel() else 0) for tensor in accumulators)
         return torch.empty(words, dtype=torch.int64, device="cpu")
 

@@ -11,7 +11,7 @@ from torch.autograd.graph import increment_version
 
 from . import backends, checks, undispatched
 
-#: `kMaxDims` of csrc/work.h.
+#: `kMaxDims` of csrc/common/work.h.
 _MOST_DIMENSIONS = 16
 
 

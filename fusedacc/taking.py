@@ -22,7 +22,7 @@ class Taking:
     """The buckets of every lane, and what the native hooks may do; without those, hooks in Python do all.
 
     On a CPU a gradient is best added to its sum the moment it comes, while it is in the cache: native hooks
-    do so (`Direct` in csrc/autograd/direct.h) where nothing more is to be done than sum = keep * sum +
+    do so (`Direct` in csrc/autograd/immediate_add.h) where nothing more is to be done than sum = keep * sum +
     scale * gradient. All others wait in buckets.
 
     Args:

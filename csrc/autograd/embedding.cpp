@@ -1,4 +1,4 @@
-#include "embedding.h"
+#include "functions.h"
 
 #include <ATen/ops/embedding.h>
 #include <ATen/ops/embedding_dense_backward.h>

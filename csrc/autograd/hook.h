@@ -9,7 +9,7 @@
 #include <set>
 #include <unordered_map>
 
-#include "direct.h"
+#include "immediate_add.h"
 
 namespace fusedacc::autograd {
 

@@ -1,4 +1,4 @@
-#include "linear.h"
+#include "functions.h"
 
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/linear.h>

@@ -7,8 +7,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "../pairs.h"
-#include "direct.h"
+#include "../common/dtypes.h"
+#include "immediate_add.h"
 
 namespace fusedacc::autograd {
 namespace {

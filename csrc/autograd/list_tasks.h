@@ -8,7 +8,7 @@
 #include <memory>
 #include <vector>
 
-#include "../work.h"
+#include "../common/work.h"
 
 namespace fusedacc::autograd {
 

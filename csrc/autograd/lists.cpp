@@ -13,7 +13,7 @@
 namespace fusedacc::autograd {
 namespace {
 
-// Of libfusedacc.so; csrc/cpu/run.cpp has them.
+// Of libfusedacc.so; csrc/cpu/lists.cpp has them.
 struct Kernels {
   void (*run)(const Task*, int64_t, double, double) = nullptr;
   void (*run_norm)(const Task*, int64_t, double, double, int32_t, bool, double*) = nullptr;

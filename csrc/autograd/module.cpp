@@ -9,8 +9,7 @@
 #include <string_view>
 #include <typeinfo>
 
-#include "embedding.h"
-#include "linear.h"
+#include "functions.h"
 #include "lists.h"
 
 namespace py = pybind11;

@@ -1,6 +1,6 @@
 // One flat sum, for hooks that add a gradient the moment it comes.
-#include "../pairs.h"
-#include "share_out.h"
+#include "../common/dtypes.h"
+#include "parallel.h"
 
 namespace fusedacc::cpu {
 namespace {
@@ -20,7 +20,7 @@ void add_part(int64_t begin, int64_t end, void* opaque) {
 }  // namespace
 }  // namespace fusedacc::cpu
 
-// sum = keep * sum + scale * gradient, elements in the order of memory; dtypes as in pairs.h, a pair of
+// sum = keep * sum + scale * gradient, elements in the order of memory; dtypes as in dtypes.h, a pair of
 // kPairs.
 extern "C" __attribute__((visibility("default"))) void fusedacc_add_flat(void* sum, const void* gradient,
                                                                          int64_t numel,
@@ -31,5 +31,5 @@ extern "C" __attribute__((visibility("default"))) void fusedacc_add_flat(void* s
   if (numel == 0) return;
   const int32_t pair = find_pair(static_cast<Dtype>(gradient_dtype), static_cast<Dtype>(sum_dtype));
   cpu::Context context{cpu::loops().flat[pair], sum, gradient, {scale, keep}};
-  cpu::share_out(numel, cpu::grain(), cpu::add_part, context);
+  cpu::parallel_for(numel, cpu::grain(), cpu::add_part, context);
 }

@@ -1,4 +1,4 @@
-#include "gemm.h"
+#include "cpu.h"
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
@@ -6,8 +6,7 @@
 
 #include <algorithm>
 
-#include "../stable_arguments.h"
-#include "run.h"
+#include "../ops/arguments.h"
 
 namespace fusedacc::cpu {
 namespace {

@@ -4,9 +4,9 @@
 
 #include <cstdint>
 
-#include "../norm_functors.h"
-#include "../pairs.h"
-#include "../work.h"
+#include "../common/dtypes.h"
+#include "../common/norm_functors.h"
+#include "../common/work.h"
 
 namespace fusedacc::cpu {
 

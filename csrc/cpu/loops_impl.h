@@ -9,7 +9,7 @@
 #include <immintrin.h>
 #endif
 
-#include "../functors.h"
+#include "../common/functors.h"
 #include "loops.h"
 
 // A gradient may be its own accumulator: equal addresses, which carry nothing from one iteration to another.

@@ -1,4 +1,4 @@
-#include "rows.h"
+#include "cpu.h"
 
 #include <algorithm>
 #include <stdexcept>
@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "share_out.h"
+#include "parallel.h"
 
 namespace fusedacc::cpu {
 namespace {
@@ -113,7 +113,7 @@ void add_rows(const RowWork& work, double scale) {
   const int64_t tile = longest(firsts) * 8 > count ? kTileColumns : work.table.columns;
   const int64_t tiles = (work.table.columns + tile - 1) / tile;
   AddContext context{work, places, firsts, tile, scale};
-  share_out(count * tiles, grain_of(tile), add_part, context);
+  parallel_for(count * tiles, grain_of(tile), add_part, context);
 }
 
 }  // namespace fusedacc::cpu

@@ -2,8 +2,8 @@
 #include <type_traits>
 #include <utility>
 
+#include "cuda.h"
 #include "launch.h"
-#include "run.h"
 
 namespace fusedacc::cuda {
 namespace {

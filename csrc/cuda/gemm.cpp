@@ -1,13 +1,12 @@
-#include "gemm.h"
+#include "cuda.h"
 
 #include <dlfcn.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include <stdexcept>
 
-#include "../stable_arguments.h"
-#include "gemm_call.h"
-#include "run.h"
+#include "../ops/arguments.h"
+#include "device/blas_call.h"
 
 // Weak, since a torch without CUDA does not have it and the library must load there too.
 extern "C" __attribute__((weak)) AOTITorchError torch_get_current_cuda_blas_handle(void** handle);

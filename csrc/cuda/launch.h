@@ -6,8 +6,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "device/accumulate_block.h"
 #include "device_guard.h"
-#include "multi_tensor.h"
 
 namespace fusedacc::cuda {
 

@@ -2,10 +2,10 @@
 #include <type_traits>
 #include <utility>
 
-#include "join_block.h"
+#include "cuda.h"
+#include "device/block_reduce.h"
+#include "device/norm_block.h"
 #include "launch.h"
-#include "norm_tensor.h"
-#include "run.h"
 
 namespace fusedacc::cuda {
 namespace {

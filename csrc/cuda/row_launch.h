@@ -1,7 +1,7 @@
 // The launcher of the kernels on the rows of a table; it knows no torch.
 #pragma once
 
-#include "row_thread.h"
+#include "device/row_thread.h"
 
 namespace fusedacc::cuda {
 

@@ -2,9 +2,9 @@
 
 #include <torch/csrc/stable/library.h>
 
-#include "../operation_helpers.h"
+#include "../ops/dispatch.h"
+#include "cuda.h"
 #include "row_launch.h"
-#include "run.h"
 
 namespace fusedacc::cuda {
 namespace {

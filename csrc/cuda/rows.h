@@ -3,8 +3,8 @@
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
-#include "../chunk_plan.h"
-#include "../row_work.h"
+#include "../common/chunk_plan.h"
+#include "../common/row_work.h"
 
 namespace fusedacc::cuda {
 

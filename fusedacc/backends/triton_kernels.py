@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
 """The Triton kernels: one launch over a table of addresses.
 
-Their arithmetic is the twin of `csrc/functors.h` (`widen`, `narrow`, a fused multiply-add spelled out) and
-of `csrc/norm_functors.h`. Imported only when Triton is wanted; `TRITON_INTERPRET=1` must be set before that
+Their arithmetic is the twin of `csrc/common/functors.h` (`widen`, `narrow`, a fused multiply-add spelled out) and
+of `csrc/common/norm_functors.h`. Imported only when Triton is wanted; `TRITON_INTERPRET=1` must be set before that
 for the kernels to run on CPU tensors.
 """
 

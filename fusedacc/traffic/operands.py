@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .operators import METADATA, OVERWRITING, UNREAD, WHOLE
 
-#: Bytes of an element by the dtype's number in a prepared plan (csrc/pairs.h).
+#: Bytes of an element by the dtype's number in a prepared plan (csrc/common/dtypes.h).
 _PLAN_ITEM_BYTES = (4, 2, 2, 8)
 
 
@@ -396,7 +396,7 @@ def _scale_accumulate(call: Call) -> list[Operand]:
 
 
 def _accumulate_prepared(call: Call) -> list[Operand] | None:
-    """The plan, a table that csrc/tensor_checks.h lays out, says what its accumulators are."""
+    """The plan, a table that csrc/ops/tensor_checks.h lays out, says what its accumulators are."""
     (plan,) = call.tensors("plan")
     gradients = call.tensors("gradients")
     if isinstance(plan, FakeTensor):

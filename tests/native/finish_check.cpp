@@ -1,12 +1,12 @@
-// Runs csrc/cuda/run.cpp on the host, on a torch made up here: how many launches the end of a norm takes, by
+// Runs csrc/cuda/lists.cpp on the host, on a torch made up here: how many launches the end of a norm takes, by
 // the kernels' own bodies, and that devices are torch's guard's. Prints what fails and exits with 1.
-#include "cuda/run.cpp"
+#include "cuda/lists.cpp"
 
 #include <cmath>
 #include <limits>
 #include <vector>
 
-#include "cuda/norm_tensor.h"
+#include "cuda/device/norm_block.h"
 
 #include "check.h"
 

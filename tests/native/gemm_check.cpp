@@ -1,6 +1,6 @@
 // Runs the torch-free description of a BLAS call on the host, by a plain product over columns, against the
 // product of the matrices as they are. Prints what fails and exits with 1.
-#include "cuda/gemm_call.h"
+#include "cuda/device/blas_call.h"
 
 #include <cstdio>
 #include <vector>

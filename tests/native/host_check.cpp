@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/multi_tensor.h"
+#include "cuda/device/accumulate_block.h"
 
 #include "check.h"
 

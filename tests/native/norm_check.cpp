@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/norm_tensor.h"
+#include "cuda/device/norm_block.h"
 
 #include "check.h"
 

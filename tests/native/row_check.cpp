@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/row_thread.h"
+#include "cuda/device/row_thread.h"
 
 #include "check.h"
 

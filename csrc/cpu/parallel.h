@@ -17,7 +17,7 @@ int64_t grain();
 const Loops& loops();
 
 template <typename Context>
-void share_out(int64_t count, int64_t grain, void (*part)(int64_t, int64_t, void*), Context& context) {
+void parallel_for(int64_t count, int64_t grain, void (*part)(int64_t, int64_t, void*), Context& context) {
   if (count <= grain) {
     part(0, count, &context);
   } else if (torch_parallel_for(0, count, grain, part, &context) != 0) {

@@ -1,9 +1,9 @@
-#include "row_operations.h"
+#include "ops.h"
 
-#include "cpu/rows.h"
-#include "operation_helpers.h"
+#include "../cpu/cpu.h"
+#include "dispatch.h"
 #ifdef FUSEDACC_CUDA
-#include "cuda/rows.h"
+#include "../cuda/rows.h"
 #endif
 
 namespace fusedacc {

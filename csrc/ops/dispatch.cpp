@@ -1,4 +1,4 @@
-#include "operation_helpers.h"
+#include "dispatch.h"
 
 #include <limits>
 

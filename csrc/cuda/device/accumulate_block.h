@@ -6,8 +6,8 @@
 #include <cstdint>
 #include <cstring>
 
-#include "../chunk_plan.h"
-#include "../pairs.h"
+#include "../../common/chunk_plan.h"
+#include "../../common/dtypes.h"
 
 #if defined(__CUDA_ARCH__)
 #define FUSEDACC_UNROLL _Pragma("unroll")

@@ -7,8 +7,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "dtypes.h"
 #include "functors.h"
-#include "pairs.h"
 #include "work.h"
 
 namespace fusedacc {

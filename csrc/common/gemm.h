@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "chunk_plan.h"
-#include "pairs.h"
+#include "dtypes.h"
 
 namespace fusedacc {
 

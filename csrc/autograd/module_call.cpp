@@ -1,4 +1,4 @@
-#include "site.h"
+#include "module_call.h"
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <torch/csrc/autograd/anomaly_mode.h>

@@ -1,17 +1,17 @@
 // The operator gemm_accumulate_: its arguments, checked, and the device that runs it.
-#include "gemm.h"
+#include "../common/gemm.h"
 
 #include <limits>
 #include <string>
 #include <utility>
 
-#include "cpu/gemm.h"
-#include "operation_helpers.h"
-#include "operations.h"
-#include "stable_arguments.h"
+#include "../cpu/cpu.h"
+#include "arguments.h"
+#include "dispatch.h"
+#include "ops.h"
 #include "tensor_checks.h"
 #ifdef FUSEDACC_CUDA
-#include "cuda/gemm.h"
+#include "../cuda/cuda.h"
 #endif
 
 namespace fusedacc {

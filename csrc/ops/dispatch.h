@@ -1,8 +1,8 @@
 // What the operators share: where to run, new tensors, numbers from the stack.
 #pragma once
 
-#include "chunk_plan.h"
-#include "stable_arguments.h"
+#include "../common/chunk_plan.h"
+#include "arguments.h"
 #include "tensor_checks.h"
 
 namespace fusedacc {

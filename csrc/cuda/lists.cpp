@@ -1,10 +1,10 @@
-#include "run.h"
+#include "cuda.h"
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include <stdexcept>
 
-#include "../operation_helpers.h"
+#include "../ops/dispatch.h"
 #include "device_guard.h"
 
 // Weak, since a torch without CUDA does not have them and the library must load there too.

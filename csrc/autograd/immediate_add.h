@@ -11,7 +11,7 @@
 
 namespace fusedacc::autograd {
 
-// libfusedacc.so's `fusedacc_add_flat`: it knows the dtypes by their numbers in pairs.h.
+// libfusedacc.so's `fusedacc_add_flat`: it knows the dtypes by their numbers in dtypes.h.
 using AddFlat = void (*)(void* sum, const void* gradient, int64_t numel, int32_t gradient_dtype,
                          int32_t sum_dtype, double scale, double keep);
 
@@ -21,7 +21,7 @@ bool is_plain(const at::Tensor& tensor);
 // Whether element i of the one's memory belongs to element i of the other's, without gaps.
 bool same_layout(const at::Tensor& a, const at::Tensor& b);
 
-// The number of a dtype in pairs.h, or -1.
+// The number of a dtype in dtypes.h, or -1.
 int32_t dtype_number(at::ScalarType dtype);
 
 // Who adds a product to a sum: nobody has said so yet, Python, torch's own call, or libfusedacc.so's

@@ -1,11 +1,11 @@
-#include "operations.h"
+#include "ops.h"
 
 #include <cstring>
 
-#include "cpu/run.h"
-#include "operation_helpers.h"
+#include "../cpu/cpu.h"
+#include "dispatch.h"
 #ifdef FUSEDACC_CUDA
-#include "cuda/run.h"
+#include "../cuda/cuda.h"
 #endif
 
 namespace fusedacc {

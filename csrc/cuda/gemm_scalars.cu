@@ -1,4 +1,4 @@
-#include "gemm.h"
+#include "cuda.h"
 
 #include "launch.h"
 

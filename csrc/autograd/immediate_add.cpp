@@ -1,4 +1,4 @@
-#include "direct.h"
+#include "immediate_add.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
@@ -7,7 +7,7 @@
 
 #include <utility>
 
-#include "../pairs.h"
+#include "../common/dtypes.h"
 
 namespace fusedacc::autograd {
 

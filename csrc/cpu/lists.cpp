@@ -1,4 +1,4 @@
-#include "run.h"
+#include "cpu.h"
 
 #include <atomic>
 #include <chrono>
@@ -9,8 +9,8 @@
 #include <stdexcept>
 #include <string>
 
-#include "../chunk_plan.h"
-#include "share_out.h"
+#include "../common/chunk_plan.h"
+#include "parallel.h"
 
 namespace fusedacc::cpu {
 
@@ -104,7 +104,7 @@ namespace {
 void run_tasks(TaskSpan tasks, const StridedLayout* layouts, int64_t elements, Multipliers by) {
   if (tasks.size() == 0) return;
   Context context{tasks, layouts, loops(), by};
-  share_out(elements, grain(), run_part, context);
+  parallel_for(elements, grain(), run_part, context);
 }
 
 // Whether fetching ahead pays is the machine's affair: on some processors it makes the norm of what is in no
@@ -155,7 +155,7 @@ void run_norm_tasks(TaskSpan tasks, const StridedLayout* layouts, int64_t chunks
   if (tasks.size() == 0) return;
   const auto run = [&](int64_t begin, int64_t end) {
     NormContext context{tasks, layouts, loops(), by, norm, begin};
-    share_out(end - begin, grain() / kChunkElements, run_norm_part, context);
+    parallel_for(end - begin, grain() / kChunkElements, run_norm_part, context);
   };
   static FetchTrial trial;
   const auto is_single = [](const Task& task) { return kPairs[task.pair].accumulator == Dtype::kFloat32; };

@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "../gemm.h"
+#include "../../common/gemm.h"
 
 namespace fusedacc::cuda {
 

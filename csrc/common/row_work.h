@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "pairs.h"
+#include "dtypes.h"
 #include "row_functors.h"
 
 namespace fusedacc {

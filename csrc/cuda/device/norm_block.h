@@ -1,13 +1,13 @@
 // What one block does that leaves a partial norm: it reads a chunk, or adds to it, and joins its threads'
-// states. Host and device, torch-free, like multi_tensor.h.
+// states. Host and device, torch-free, like accumulate_block.h.
 //
 // A chunk's norm depends on nothing but its elements in their order: 16 bytes of neighbours belong to one
 // thread, wherever the chunk starts in memory and whatever the gradient's dtype. So the norm that an addition
 // leaves has the bits of the norm of the sums.
 #pragma once
 
-#include "../norm_functors.h"
-#include "multi_tensor.h"
+#include "../../common/norm_functors.h"
+#include "accumulate_block.h"
 
 namespace fusedacc::cuda {
 

@@ -8,10 +8,10 @@
 #include <string>
 #include <vector>
 
-#include "chunk_plan.h"
-#include "pairs.h"
-#include "stable_arguments.h"
-#include "work.h"
+#include "../common/chunk_plan.h"
+#include "../common/dtypes.h"
+#include "../common/work.h"
+#include "arguments.h"
 
 namespace fusedacc {
 

@@ -1,4 +1,4 @@
-#include "stable_arguments.h"
+#include "arguments.h"
 
 #include <utility>
 

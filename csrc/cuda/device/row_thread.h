@@ -1,5 +1,5 @@
 // What one thread does, for any thread: some columns of one row of a table. Host and device, torch-free, like
-// multi_tensor.h.
+// accumulate_block.h.
 //
 // Row numbers come sorted, so that a row's gradients stand together: from its first place on, in runs of
 // kRowRun. Nothing but the sorted numbers says where runs begin, and every thread finds out for itself. A row
@@ -9,8 +9,8 @@
 
 #include <type_traits>
 
-#include "../row_work.h"
-#include "multi_tensor.h"
+#include "../../common/row_work.h"
+#include "accumulate_block.h"
 
 namespace fusedacc::cuda {
 
