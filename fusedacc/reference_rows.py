@@ -13,7 +13,8 @@ from torch import Tensor
 from . import reference
 from .checks import computation_dtype
 
-#: `kRowRun` of csrc/common/row_functors.h: gradients of one row that are summed before their sum is added to others.
+#: `kRowRun` of csrc/common/row_functors.h: gradients of one row that are summed before their sum is added to
+#: others.
 RUN = 64
 
 

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
 """The Triton kernels: one launch over a table of addresses.
 
-Their arithmetic is the twin of `csrc/common/functors.h` (`widen`, `narrow`, a fused multiply-add spelled out) and
-of `csrc/common/norm_functors.h`. Imported only when Triton is wanted; `TRITON_INTERPRET=1` must be set before that
-for the kernels to run on CPU tensors.
+Their arithmetic is the twin of `csrc/common/functors.h` (`widen`, `narrow`, a fused multiply-add spelled out)
+and of `csrc/common/norm_functors.h`. Imported only when Triton is wanted; `TRITON_INTERPRET=1` must be set
+before that for the kernels to run on CPU tensors.
 """
 
 # No `from __future__ import annotations`: Triton reads the annotations.

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The Triton kernels on the rows of a table: the twins of `csrc/cuda/device/row_thread.h` and `csrc/cuda/rows.cu`.
+"""The Triton kernels on the rows of a table: twins of `csrc/cuda/device/row_thread.h` and `csrc/cuda/rows.cu`.
 
 Row numbers come sorted, with the place in which each stood. A program takes one place and a block of columns,
 and finds out for itself whether a run of gradients begins there. Rows of one run are done in one launch; the
@@ -12,7 +12,8 @@ import triton.language as tl
 
 from .triton_kernels import combine, widen
 
-#: `kRowRun` of csrc/common/row_functors.h: gradients of one row that are summed before their sum is added to others.
+#: `kRowRun` of csrc/common/row_functors.h: gradients of one row that are summed before their sum is added to
+#: others.
 RUN = 64
 _RUN = tl.constexpr(RUN)
 
