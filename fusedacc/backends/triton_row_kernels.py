@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The Triton kernels on the rows of a table: twins of `csrc/cuda/device/row_thread.h` and `csrc/cuda/rows.cu`.
+"""The Triton kernels on the rows of a table: twins of `cuda/device/row_thread.h` and `cuda/rows.cu` of csrc.
 
 Row numbers come sorted, with the place in which each stood. A program takes one place and a block of columns,
 and finds out for itself whether a run of gradients begins there. Rows of one run are done in one launch; the
