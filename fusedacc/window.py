@@ -253,11 +253,6 @@ class Window:
         return self.weighs and _is_zero(self.micro.weight)
 
     @property
-    def weighs_nothing(self) -> bool:
-        """Whether all weights of a window that is not empty are 0, as far as the host knows."""
-        return self.weighs and self.micro_step > 0 and _is_zero(self.weight_total)
-
-    @property
     def faulty(self) -> Tensor | None:
         """Where weights are on a device: 0-dim float32, 1 if no mean can be taken over them."""
         total = self.weight_total
