@@ -65,7 +65,7 @@ class GradScaler(torch.amp.GradScaler):
                 self._open.add(optimizer)
                 return
             optimizer._loop.show_final()
-            optimizer._arena.norms.clear()  # of the gradients as they are; torch bumps no version here
+            optimizer._accumulators.norms.clear()  # of the gradients as they are; torch bumps no version here
         super().unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from .arena import Arena
-from .hooks import Hook, Task, accumulate_grad_node, capturing, hook_maker, process_group_up
-from .slot import Slot
+from . import torch_state
+from .accumulators import Accumulators, GradState, Slot
+from .hooks import Hook, Task, accumulate_grad_node, hook_maker
 from .taking import Taking
+from .torch_state import process_group_up
 from .window import Window
 
 #: Which arming holds a parameter, by the parameter's id: a live one keeps its parameters alive, and weak
@@ -28,7 +29,7 @@ class Arming:
     Args:
         slots: the parameters; a list shared with its owner, who calls `refresh` after appending.
         window: asked whether it is empty.
-        arena: told what a parameter has become.
+        accumulators: told what a parameter has become.
 
     Raises:
         ValueError: a parameter is in another live wrapper.
@@ -37,10 +38,10 @@ class Arming:
     #: True until there is something to release, and after that.
     closed = True
 
-    def __init__(self, slots: list[Slot], window: Window, arena: Arena) -> None:
+    def __init__(self, slots: list[Slot], window: Window, accumulators: Accumulators) -> None:
         self.slots = slots
         self.window = window
-        self.arena = arena
+        self.accumulators = accumulators
         self._tasks: dict[int, Task] = {}
         #: The nodes, which die with their hooks when nobody refers to them, and the hooks' handles. They are
         #: not in the slots: a node holds its hook, the hook its slot, and the ring would never be freed.
@@ -50,7 +51,7 @@ class Arming:
         self._moved = functools.partial(_moved, weakref.ref(self))
         #: Parameters whose shape has changed since the last update, and the shapes that they had.
         self.reshaped: dict[Slot, set[torch.Size]] = {}
-        self._taking = Taking(arena)
+        self._taking = Taking(accumulators)
         #: What makes the hooks of each lane, by its key.
         self._makers: dict[int, Callable[[Slot], Hook]] = {}
         #: Whether a CUDA graph was being captured when the nodes were made.
@@ -90,7 +91,7 @@ class Arming:
             return
         if slots is None:
             slots = self.slots
-            if capturing() != self._armed_in_graph:
+            if torch_state.capturing() != self._armed_in_graph:
                 # A node keeps the stream that it was made on, which a graph must not wait for.
                 self._armed_in_graph = not self._armed_in_graph
                 for slot in slots:
@@ -111,12 +112,12 @@ class Arming:
             self._let_go(slot)
             self._check_shape(slot)
         slot.describe()
-        self.arena.convert(slot)
+        self.accumulators.convert(slot)
         if self.window.empty:
-            if self.arena.spent:
-                self.arena.keep_spent(slot, slot.lane != former, self._is_hooked(slot))
+            if self.accumulators.grads.spent:
+                self.accumulators.grads.keep_spent(slot, slot.lane != former, self._is_hooked(slot))
             else:
-                self.arena.disown_added(slot)
+                self.accumulators.grads.disown_added(slot)
         if slot.widened and slot.former_grad_dtype == former[1]:
             slot.former_grad_dtype = slot.param.dtype
 
@@ -130,11 +131,12 @@ class Arming:
         self._disarm(slot)
         self.reshaped.setdefault(slot, set()).add(slot.shape)
         if self.window.empty:
-            self.arena.drop_outgrown(slot)
+            self.accumulators.drop_outgrown(slot)
 
     def _check_shape(self, slot: Slot) -> None:
-        total, shape = self.arena.current(slot), slot.param.shape
-        if total is not None and total.shape != shape and not (self.arena.visible and not slot.aside):
+        total, shape = self.accumulators.grads.current(slot), slot.param.shape
+        is_p_grad = self.accumulators.grads.visible and slot.grad_state is not GradState.STOCK
+        if total is not None and total.shape != shape and not is_p_grad:
             raise RuntimeError(
                 f"parameter {slot.name!r} is of shape {tuple(shape)} now, and gradients of shape "
                 f"{tuple(total.shape)} are in the window's sum: change shapes between an update and the next "

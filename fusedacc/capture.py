@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import hooks, observers, streams
-from .arena import Arena
+from . import hooks, observers, streams, torch_state
+from .accumulators import Accumulators, GradState, Slot
+from .accumulators.in_place import Write
 from .arming import Arming
 from .data_parallel import Reducers
-from .hooks import LET_THROUGH, SWALLOWED, Bucket, Task, capturing, process_group_up, raw_stream, task_id
-from .slot import Slot
+from .hooks import LET_THROUGH, SWALLOWED, Bucket, Task, task_id
+from .torch_state import process_group_up, raw_stream
 from .window import Window
-from .writes import Write
 
 
 class Capture(Arming):
@@ -33,13 +33,13 @@ class Capture(Arming):
     Args:
         slots: the parameters; a list shared with its owner, who calls `refresh` after appending.
         window: asked for the scale, told when a backward has ended.
-        arena: where gradients go.
+        accumulators: where gradients go.
 
     Raises:
         ValueError: a parameter is in another live wrapper.
     """
 
-    def __init__(self, slots: list[Slot], window: Window, arena: Arena) -> None:
+    def __init__(self, slots: list[Slot], window: Window, accumulators: Accumulators) -> None:
         self.ignoring = False
         #: Whether compiled autograd has run, which reads p.grad before any hook can clear it.
         self.compiled = False
@@ -49,7 +49,7 @@ class Capture(Arming):
         #: The stream on which the unit of the sums was made, where that is a tensor on a GPU.
         self._aimed_on: torch.cuda.Stream | None = None
         self._reducers = Reducers(slots)
-        super().__init__(slots, window, arena)
+        super().__init__(slots, window, accumulators)
 
     # A backward runs
 
@@ -75,12 +75,12 @@ class Capture(Arming):
                 slot.set_odd(True)
             task.added = True
             self._flush_shared(task, [slot])
-            self.arena.add_odd(slot, gradient, self._scale_of(task))
+            self.accumulators.adder.add_odd(slot, gradient, self._scale_of(task))
             return SWALLOWED
         identity = task_id()
         if self._taking.adds(slot, identity, gradient):
             return SWALLOWED
-        if not sole or (hooks.is_large(slot) and not self.arena.may_adopt(slot, gradient)):
+        if not sole or (hooks.is_large(slot) and not self.accumulators.adder.may_adopt(slot, gradient)):
             self._flush_shared(task, [slot])
             self._add(task, [slot], [gradient])
             return SWALLOWED
@@ -143,7 +143,7 @@ class Capture(Arming):
         if slot.on_cuda:
             streams.order(task, slot)
         task.added = True
-        return self.arena.write_in_place(slot, write, self._scale_of(task), by_rows)
+        return self.accumulators.in_place.write(slot, write, self._scale_of(task), by_rows)
 
     def _begin(self) -> Task:
         """The first gradient of a graph task: decide what is done with all of them.
@@ -159,7 +159,7 @@ class Capture(Arming):
         self._taking.add_later()  # another task's hooks must not add to sums that change here
         if self.ignoring:
             self._make_room()
-            self.arena.drop_spent()
+            self.accumulators.grads.drop_spent()
             task = Task(captures=False, ignored=True)
         else:
             scale = window.base_scale
@@ -173,10 +173,10 @@ class Capture(Arming):
             if not window.counted:
                 self.reclaim()
             elif window.empty:
-                self.arena.retract()
+                self.accumulators.grads.make_private()
             if window.counted and window.will_update:
                 self._aim(window.target(ending=True))  # the last additions bring the sums to it
-        norms = self.arena.norms
+        norms = self.accumulators.norms
         # Where p.grad shows the final gradient, users may write to it in ways that leave no trace.
         norms.norm_type = norms.wanted if window.private and window.will_update and not task.ignored else None
         self._tasks[identity] = task
@@ -187,7 +187,7 @@ class Capture(Arming):
 
     def _check_graph(self) -> None:
         """Raise RuntimeError where a CUDA graph would hold a part of a window, or nodes of another stream."""
-        window, inside = self.window, capturing()
+        window, inside = self.window, torch_state.capturing()
         if inside and not self._armed_in_graph:
             raise RuntimeError(
                 "this CUDA graph was begun without the optimizer's knowledge: call optimizer.zero_grad() "
@@ -202,9 +202,10 @@ class Capture(Arming):
         self._began_in_graph = inside
 
     def _make_room(self) -> None:
-        """Counted loop: take in what autograd has stored, before an ignored backward adds to it."""
+        """Take in what autograd has stored, before an ignored backward adds to it."""
         window = self.window
         if not window.counted:
+            self.reclaim()
             return
         if window.micro.deferred if window.micro.ran else window.unsynchronised:
             window.check_synchronised("a backward inside ignore() would be mixed with them")
@@ -219,16 +220,16 @@ class Capture(Arming):
 
     def _leave(self, task: Task, slot: Slot) -> None:
         """Let autograd store this gradient, beside nothing of ours."""
-        if task.ignored and slot.delivered:
+        if task.ignored and slot.grad_state is GradState.PUBLISHED:
             task.hidden.append(slot)
-            self.arena.hide(slot)
+            self.accumulators.grads.stash(slot)
         elif not task.ignored and (self.window.counted or self.window.weighs):
-            self.arena.set_aside(slot)
+            self.accumulators.grads.begin_stock(slot)
         task.stored.append(slot)
 
     def _add(self, task: Task, slots: list[Slot], gradients: list[Tensor], adoptable: bool = False) -> None:
         task.added = True
-        self.arena.add(slots, gradients, self._scale_of(task), adoptable)
+        self.accumulators.adder.add(slots, gradients, self._scale_of(task), adoptable)
 
     def _scale_of(self, task: Task) -> float | Tensor:
         """By what the gradients of a graph task are multiplied, ready on the current stream."""
@@ -324,11 +325,9 @@ class Capture(Arming):
                 self.window.tainted = "an exception has interrupted a backward"
 
     def _mark_ignored(self, task: Task) -> None:
-        for slot in task.stored:
-            if not slot.delivered and slot not in task.hidden:
-                slot.ignored = slot.param.grad
+        self.accumulators.grads.ignore_present([slot for slot in task.stored if slot not in task.hidden])
         for slot in task.hidden:
-            self.arena.unhide(slot)
+            self.accumulators.grads.unstash(slot)
 
     def collect(self, slots: Sequence[Slot]) -> None:
         """Counted loop: add what autograd has stored as this micro-batch's gradient."""
@@ -343,7 +342,7 @@ class Capture(Arming):
         if not foreign:
             return
         self.refresh()  # a hook that did not fire may belong to a node that is gone
-        self.arena.drop_spent()  # no backward of ours has begun this window
+        self.accumulators.grads.drop_spent()  # no backward of ours has begun this window
         window = self.window
         if not window.leaves_out:
             for slot, gradient in foreign:
@@ -351,7 +350,7 @@ class Capture(Arming):
                     slot.set_odd(True)
             with torch.no_grad(), observers.phase("accumulate"):
                 owners, gradients = zip(*foreign, strict=True)
-                self.arena.add_mixed(owners, gradients, window.base_scale * window.factor)
+                self.accumulators.adder.add_mixed(owners, gradients, window.base_scale * window.factor)
         window.micro.ran = True
 
     def reclaim(self) -> None:
@@ -359,7 +358,11 @@ class Capture(Arming):
         if self.window.weighs:
             with torch.no_grad(), observers.phase("accumulate"):
                 window = self.window
-                self.arena.reclaim(None if window.leaves_out else window.base_scale * window.factor)
+                stored = self.accumulators.grads.end_stock(self.slots)
+                if stored and not window.leaves_out:
+                    owners, gradients = zip(*stored, strict=True)
+                    scale = window.base_scale * window.factor
+                    self.accumulators.adder.add_mixed(owners, gradients, scale)
 
     def deliver(self, ending: bool = True) -> bool:
         """Bring the sums to their final scale and put them into p.grad; False where that is not known yet."""
@@ -370,7 +373,7 @@ class Capture(Arming):
         with torch.no_grad():
             self._aim(target)
             self._settle()
-            self.arena.deliver()
+            self.accumulators.publish()
         return True
 
     def _aim(self, target: float | Tensor | None) -> None:
@@ -379,16 +382,16 @@ class Capture(Arming):
         if target is None or target is window.factor:
             return
         if isinstance(target, Tensor) or isinstance(window.factor, Tensor) or target != window.factor:
-            self.arena.owe(target / window.factor)
+            self.accumulators.rescaler.defer(target / window.factor)
             window.factor = target
             if isinstance(target, Tensor) and target.is_cuda:
                 self._aimed_on = torch.cuda.current_stream(target.device)
 
     def _settle(self) -> None:
         """Multiply the sums by what they still owe."""
-        if self.arena.debts:
+        if self.accumulators.deferred:
             self.window.tainted = "an exception has interrupted the scaling of the sums"
-            self.arena.settle()
+            self.accumulators.rescaler.apply()
             self.window.tainted = None
 
     def conclude(self, partial: bool = False) -> float | Tensor | None:
@@ -402,7 +405,7 @@ class Capture(Arming):
             return None
         with torch.no_grad():
             self._settle()
-            self.arena.deliver()
+            self.accumulators.publish()
         known = not (isinstance(target, Tensor) or isinstance(window.factor, Tensor))
         return 1.0 if known and target == window.factor else target / window.factor
 

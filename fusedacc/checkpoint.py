@@ -26,10 +26,9 @@ from torch.optim import Optimizer
 
 from . import checkpoint_checks as checks
 from . import tuning
-from .arena import Arena
+from .accumulators import Accumulators, GradState, Slot
 from .checkpoint_checks import CHOICES, OWN, VERSION
 from .masters import LOW, Masters
-from .slot import Slot
 from .window import Window, fresh_window
 
 SUM = "fusedacc_sum"
@@ -60,13 +59,13 @@ def _inner_steps(state: Any) -> float | None:
     return max(counts, default=None)
 
 
-def _slots_by_index(optimizer: Optimizer, arena: Arena) -> dict[int, Slot]:
+def _slots_by_index(optimizer: Optimizer, accumulators: Accumulators) -> dict[int, Slot]:
     """The slots by the index that torch gives their parameters in a state_dict."""
     indices: dict[int, int] = {}
     for group in optimizer.param_groups:
         for param in group["params"]:
             indices.setdefault(id(param), len(indices))
-    return {indices[id(slot.param)]: slot for slot in arena.slots if id(slot.param) in indices}
+    return {indices[id(slot.param)]: slot for slot in accumulators.slots if id(slot.param) in indices}
 
 
 def _packed(counters: dict[str, Any]) -> Tensor:
@@ -82,30 +81,35 @@ def _unpacked(packed: Any) -> Any:
 
 
 def save(
-    optimizer: Optimizer, window: Window, arena: Arena, masters: Masters | None, include_partial: bool
+    optimizer: Optimizer,
+    window: Window,
+    accumulators: Accumulators,
+    masters: Masters | None,
+    include_partial: bool,
 ) -> dict[str, Any]:
     """The inner state_dict, the counters, masters and, of a part-filled window, copies of the sums."""
     result = dict(optimizer.state_dict())
     partial = include_partial and not window.empty
     own: dict[str, Any] = {"version": VERSION, "counted": window.counted, "reduction": window.reduction}
     own["window"] = window.state() if partial else fresh_window(window.state())
-    if arena.choices:
-        own[CHOICES] = {"processor": tuning.processor(), "ways": dict(arena.choices)}
+    if accumulators.choices:
+        own[CHOICES] = {"processor": tuning.processor(), "ways": dict(accumulators.choices)}
     if checks.has_torch_form(result):
         own["inner_steps"] = _inner_steps(result["state"])
-    slots = _slots_by_index(optimizer, arena)
+    slots = _slots_by_index(optimizer, accumulators)
     ours: dict[int, dict[str, Tensor]] = {}
     if masters is not None:
         copies = {index: masters.of(slot) for index, slot in slots.items()}
         ours = {index: {MASTER: copy.clone()} for index, copy in copies.items() if copy is not None}
     if partial:
-        sums = {index: arena.current(slot) for index, slot in slots.items()}
+        sums = {index: accumulators.grads.current(slot) for index, slot in slots.items()}
         own["sums"] = sum(total is not None for total in sums.values())
         of_window = {key: value for key, value in own.items() if key != CHOICES}
         for index, total in sums.items():
             if total is not None:
-                owed = arena.owed(slots[index])
-                counters = _packed(of_window | {"delivered": slots[index].delivered, "owed": owed})
+                owed = accumulators.scale_of(slots[index])
+                published = slots[index].grad_state is GradState.PUBLISHED
+                counters = _packed(of_window | {"delivered": published, "owed": owed})
                 kept = {SUM: total.detach().clone(), COUNTERS: counters}
                 ours[index] = {**ours.get(index, {}), **kept}
     result[OWN] = own
@@ -251,7 +255,11 @@ class _Former:
 
 
 def load(
-    optimizer: Optimizer, window: Window, arena: Arena, masters: Masters | None, state_dict: dict[str, Any]
+    optimizer: Optimizer,
+    window: Window,
+    accumulators: Accumulators,
+    masters: Masters | None,
+    state_dict: dict[str, Any],
 ) -> None:
     """Load a checkpoint of the wrapper or of the bare inner optimizer.
 
@@ -259,7 +267,7 @@ def load(
         TypeError, ValueError: it is damaged or does not fit; nothing has changed then, but for tensors that
             the inner optimizer's own `load_state_dict` has written in place before it raised.
     """
-    present = _slots_by_index(optimizer, arena)
+    present = _slots_by_index(optimizer, accumulators)
     apart = _stands_apart(optimizer, state_dict)
     if apart:
         checks.check_apart(state_dict, APART)
@@ -274,7 +282,7 @@ def load(
     groups = optimizer.param_groups
     former = _Former(optimizer)
     # torch casts state to the parameters' dtype, which has to be the masters' then.
-    wide = nullcontext() if masters is None else masters.swapped(arena.slots, write_back=False)
+    wide = nullcontext() if masters is None else masters.swapped(accumulators.slots, write_back=False)
     try:
         with wide:
             optimizer.load_state_dict(parts.inner)
@@ -288,16 +296,16 @@ def load(
             raise ValueError(f"state_dict does not fit {type(optimizer).__name__}: {error!r}") from error
         raise
     if window.counted or parts.sums:
-        arena.clear()
+        accumulators.clear()
     window.restore(Window(None, None).state() if parts.own is None else parts.own["window"])
     choices = (parts.own or {}).get(CHOICES)
     # On another processor torch's own products have other bits, and what was the fastest need not be so.
     if choices is not None and choices["processor"] == tuning.processor():
-        arena.choices.clear()
-        arena.choices.update(choices["ways"])
+        accumulators.choices.clear()
+        accumulators.choices.update(choices["ways"])
     for name, total in parts.sums.items():
         counters = parts.counters[name]
-        arena.restore(slots[name], total, counters["delivered"], counters.get("owed", 1.0))
+        accumulators.restore(slots[name], total, counters["delivered"], counters.get("owed", 1.0))
     if masters is not None:
         for name, master in parts.masters.items():
             masters.put(slots[name], master)

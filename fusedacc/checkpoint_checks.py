@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .slot import Slot
+from .accumulators import Slot
 from .window import REDUCTIONS, Window, fresh_window
 
 OWN = "fusedacc"
 #: Under `OWN`: what was found out by trial (see `tuning`), and on which processor.
 CHOICES = "choices"
 VERSION = 2
-#: Those that can be read; before 2, sums owed nothing (see `debts`).
+#: Those that can be read; before 2, no scale was deferred.
 READABLE = (1, VERSION)
 
 

@@ -20,13 +20,13 @@ class CountedLoop:
     """What the wrapper's methods do in a counted loop.
 
     Args:
-        capture: the hooks, with their window, arena and slots.
+        capture: the hooks, with their window, accumulators and slots.
         ending: ends windows.
     """
 
     def __init__(self, capture: Capture, ending: Ending) -> None:
         self._capture, self._ending = capture, ending
-        self._window, self._arena, self._slots = capture.window, capture.arena, capture.slots
+        self._window, self._accumulators, self._slots = capture.window, capture.accumulators, capture.slots
 
     def step(self, closure: Callable[[], Any] | None, scaling: Scaling, arguments: Mapping[str, Any]) -> Any:
         """End a micro-batch and, if it was the window's last, update; returns what the closure returned."""
@@ -41,7 +41,7 @@ class CountedLoop:
         window.has_updated = False
         if initialising.is_asked_for(self._ending.inner, self._slots):
             initialising.make_state(self._ending, self._slots)
-            self._arena.ignore_present()
+            self._accumulators.grads.ignore_present(self._slots)
             return loss
         self._collect()
         if window.micro.ran:
@@ -56,7 +56,7 @@ class CountedLoop:
         window = self._window
         if window.empty:
             self._capture.refresh()
-            self._arena.disown()
+            self._accumulators.grads.disown_replaced()
         waiting = window.unsynchronised and not window.micro.ran  # for a backward that synchronises
         if self._ending.inner.defaults.get("differentiable"):
             self._check_graphless()
@@ -108,7 +108,7 @@ class CountedLoop:
         self._ending.follow()
         self._capture.refresh()  # after the update, a parameter that was cast before it would look cast since
         if window.empty:
-            self._arena.disown()
+            self._accumulators.grads.disown_replaced()
         self._capture.collect(self._slots)
         if window.micro.ran:
             window.end_micro_batch()
@@ -123,11 +123,11 @@ class CountedLoop:
         ratio = self._capture.conclude(partial)
         _, skipped = self._ending.run(ratio, scaling, arguments)
         if ratio is None:
-            self._arena.clear()
+            self._accumulators.clear()
         else:
-            self._arena.withdraw()
+            self._accumulators.leave_step()
             if self._capture.compiled:
-                self._arena.drop_spent()
+                self._accumulators.grads.drop_spent()
         self._ending.count(skipped)
 
     def zero_grad(self, set_to_none: bool) -> None:
@@ -142,7 +142,7 @@ class CountedLoop:
                 "optimizer.ignore(), or call optimizer.discard() to throw the window away"
             )
         if window.micro_step > 0 and not window.full:
-            self._arena.clear_ignored()
+            self._accumulators.grads.clear_ignored()
         else:
             self._ending.clear(set_to_none)
 

@@ -11,10 +11,10 @@ from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 
 from . import observers
+from .accumulators import Slot
 from .capture import Capture
 from .masters import Masters
 from .roster import Roster
-from .slot import Slot
 from .update import Scaling, Update
 
 
@@ -24,7 +24,7 @@ class Ending:
     Args:
         inner: the inner optimizer.
         roster: the parameters.
-        capture: their hooks; its window and arena are those that end.
+        capture: their hooks; its window and accumulators are those that end.
         update: runs the inner optimizer.
         masters: the parameters' float32 masters, if there are any.
     """
@@ -34,7 +34,7 @@ class Ending:
     ) -> None:
         self.inner, self.update, self.masters = inner, update, masters
         self._roster, self._capture = roster, capture
-        self._window, self._arena = capture.window, capture.arena
+        self._window, self._accumulators = capture.window, capture.accumulators
 
     def run(
         self, ratio: float | Tensor | None, scaling: Scaling, arguments: Mapping[str, Any]
@@ -70,7 +70,7 @@ class Ending:
             yield
             return
         if slots is None:
-            slots = [slot for slot, _ in self._arena.finals()]
+            slots = [slot for slot, _ in self._accumulators.finals()]
         try:
             with self.masters.swapped(slots):
                 yield
@@ -93,7 +93,7 @@ class Ending:
         torch's fused kernels would write beyond its end.
         """
         for slot, former in self._capture.reshaped.items():
-            if self._arena.current(slot) is None:
+            if self._accumulators.grads.current(slot) is None:
                 continue
             for name, value in self.inner.state.get(slot.param, {}).items():
                 shape = value.shape if isinstance(value, Tensor) and value.dim() else slot.shape
@@ -121,7 +121,7 @@ class Ending:
         # As torch's own zero_grad names itself in a profile (torch/optim/optimizer.py).
         with record_function(f"Optimizer.zero_grad#{type(self.inner).__name__}.zero_grad"):
             if set_to_none:
-                self._arena.clear()
+                self._accumulators.clear()
             else:
-                self._arena.zero()
+                self._accumulators.zero()
         self._capture.refresh()

@@ -7,9 +7,8 @@ from dataclasses import astuple, dataclass, fields
 from typing import Any
 
 from . import gemm, native_hooks, traffic
-from .arena import Arena
-from .hooks import process_group_up
-from .slot import Slot
+from .accumulators import Accumulators, Slot
+from .torch_state import process_group_up
 from .window import Window
 
 
@@ -37,9 +36,9 @@ class Route:
     why: str
 
 
-def explain(slots: Sequence[Slot], window: Window, arena: Arena, update: str) -> str:
+def explain(slots: Sequence[Slot], window: Window, accumulators: Accumulators, update: str) -> str:
     """One row per parameter: path, backend, dtypes, bytes per element; the reasons and the update beneath."""
-    routes = [route(slot, arena) for slot in slots]
+    routes = [route(slot, accumulators) for slot in slots]
     reasons = list(dict.fromkeys(chosen.why for chosen in routes))
     rows = [tuple(field.name for field in fields(Row))]
     for slot, chosen in zip(slots, routes, strict=True):
@@ -84,7 +83,7 @@ def _hooks(slots: Sequence[Slot]) -> str:
     )
 
 
-def route(slot: Slot, arena: Arena) -> Route:
+def route(slot: Slot, accumulators: Accumulators) -> Route:
     """The way that this parameter's next gradient takes."""
     param = slot.param
     if not param.requires_grad:
@@ -97,29 +96,29 @@ def route(slot: Slot, arena: Arena) -> Route:
         return Route("eager", "stock", "a post-accumulate-grad hook needs p.grad: autograd fills it")
     if slot.paths and param._backward_hooks:
         why = "a hook on the weight looks at its gradient, which is written for it"
-        selection = arena.launches.select(slot.lane)
+        selection = accumulators.plans.select(slot.lane)
         return Route("multi_tensor", selection.backend.name, why)
     if slot.paths:
-        return _in_backward(slot, arena)
+        return _in_backward(slot, accumulators)
     if slot.odd:
         return Route(
             "eager", "eager", "sparse, complex or of a subclass: plain torch adds what no kernel takes"
         )
-    selection = arena.launches.select(slot.lane)
+    selection = accumulators.plans.select(slot.lane)
     why = f"{slot.left_to}; {selection.reason}" if slot.left_to else selection.reason
     return Route("multi_tensor", selection.backend.name, why)
 
 
-def _in_backward(slot: Slot, arena: Arena) -> Route:
+def _in_backward(slot: Slot, accumulators: Accumulators) -> Route:
     """A module of the model adds to the sum inside its backward; two may where they share the weight."""
     device, gradient, accumulator = slot.lane
     names, ways = [], []
     if "gemm" in slot.paths:
-        name, how = gemm.describe(device, accumulator, gradient, arena.backend, arena.choices)
+        name, how = gemm.describe(device, accumulator, gradient, accumulators.backend, accumulators.choices)
         names.append(name)
         ways.append(f"a Linear's product: {how}")
     if "embedding" in slot.paths:
-        lookup = arena.launches.select(slot.lane)
+        lookup = accumulators.plans.select(slot.lane)
         names.append(lookup.backend.name)
         ways.append(f"an Embedding's rows: only those that were looked up; {lookup.reason}")
     return Route("+".join(sorted(slot.paths, reverse=True)), "+".join(dict.fromkeys(names)), "; ".join(ways))

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .accumulators import Slot
+from .accumulators.buffers import tensor_references
 from .data_parallel import Watch
-from .memory import tensor_references
-from .slot import Slot
+from .torch_state import raw_stream
 
 #: Pending gradients are added when a bucket holds this many bytes.
 BUCKET_BYTES = 25 * 2**20
@@ -30,7 +31,6 @@ LET_THROUGH = None
 SWALLOWED: tuple[None] = (None,)
 Hook = Callable[[tuple], tuple | None]
 task_id = torch._C._current_graph_task_id
-_CUDA_BUILT = torch.backends.cuda.is_built() or torch.version.hip is not None
 
 
 class Bucket:
@@ -149,7 +149,7 @@ def hook_maker(
 
     A hook holds no capture, and lets gradients through when that is gone. The ordinary case is spelled out
     in it and everything else left to `Capture.receive`, because a call per parameter and micro-batch costs as
-    much as autograd's own addition of a small gradient. What is not looked at there (layout, dtype) the arena
+    much as autograd's own addition of a small gradient. What is not looked at there (layout, dtype) the adder
     finds out.
 
     Args:
@@ -207,22 +207,7 @@ def bucket_bytes(slot: Slot) -> int:
     return min(BUCKET_BYTES, CAST_BYTES) if casts else BUCKET_BYTES
 
 
-def raw_stream(gradient: Tensor) -> int:
-    """The stream that is current where the gradient is."""
-    return torch._C._cuda_getCurrentRawStream(gradient.device.index) if gradient.is_cuda else 0
-
-
 def accumulate_grad_node(param: Tensor) -> Any:
     """The AccumulateGrad node of a leaf that requires a gradient; new ones are made when none is alive."""
     with torch.enable_grad():
         return param.view_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-
-
-def process_group_up() -> bool:
-    """Whether a process group is up, whose reducer (of one rank too) needs the gradients in p.grad."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def capturing() -> bool:
-    """Whether a CUDA graph is being captured on the current stream."""
-    return _CUDA_BUILT and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from torch.optim import Optimizer
 
+from .accumulators import Slot
 from .ending import Ending
-from .slot import Slot
 
 
 def is_asked_for(inner: Optimizer, slots: Sequence[Slot]) -> bool:
@@ -19,7 +19,7 @@ def is_asked_for(inner: Optimizer, slots: Sequence[Slot]) -> bool:
     if inner.state or any(group.get("lr", 1.0) != 0.0 for group in inner.param_groups):
         return False
     given = [
-        None if slot.param.grad is slot.shown() else slot.param.grad
+        None if slot.param.grad is slot.placed() else slot.param.grad
         for slot in slots
         if slot.param.requires_grad
     ]

@@ -19,13 +19,13 @@ class ManualLoop:
     """What the wrapper's methods do in a manual loop.
 
     Args:
-        capture: the hooks, with their window, arena and slots.
+        capture: the hooks, with their window, accumulators and slots.
         ending: ends windows.
     """
 
     def __init__(self, capture: Capture, ending: Ending) -> None:
         self._capture, self._ending = capture, ending
-        self._window, self._arena, self._slots = capture.window, capture.arena, capture.slots
+        self._window, self._accumulators, self._slots = capture.window, capture.accumulators, capture.slots
 
     def step(self, closure: Callable[[], Any] | None, scaling: Scaling, arguments: Mapping[str, Any]) -> Any:
         """Update; returns what the inner optimizer's step returned."""
@@ -45,7 +45,7 @@ class ManualLoop:
             window.check_untainted()
             ratio = self._capture.conclude() if self._reduces else 1.0
             loss, skipped = self._ending.run(ratio, scaling, arguments)
-        self._arena.withdraw()
+        self._accumulators.leave_step()
         self._ending.count(skipped)
         return loss
 
@@ -59,7 +59,8 @@ class ManualLoop:
         for slot in self._ending.follow():
             if window.in_context and slot.param.grad is not None:
                 window.micro.ran = True
-                slot.aside = window.weighs
+                if window.weighs:
+                    self._accumulators.grads.note_stock(slot)
 
     def closes_window(self) -> bool:
         """Whether a `step()` now would update."""
@@ -96,7 +97,7 @@ class ManualLoop:
             return loss
 
         self._finish_sums()
-        self._arena.present()
+        self._accumulators.enter_step()
         try:
             return self._ending.inner.step(evaluate, **arguments)
         finally:

@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from . import functional
-from .slot import Slot
+from .accumulators import Slot
 
 LOW = (torch.bfloat16, torch.float16)
 

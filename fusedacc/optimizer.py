@@ -12,7 +12,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from . import backends, checkpoint, copying, torch_kernels, tuning
-from .arena import Arena
+from .accumulators import Accumulators
 from .capture import Capture
 from .counted import CountedLoop
 from .delegate import Delegate
@@ -130,11 +130,11 @@ class AccumulatingOptimizer(Delegate, Progress):
         self._slots = slots = self._roster.slots
         if model is not None:
             name_slots(model, slots)
-        self._arena = Arena(slots, not window.counted, backend)
-        self._inner_update = Update(optimizer, self._arena, *finishing)
+        self._accumulators = Accumulators(slots, not window.counted, backend)
+        self._inner_update = Update(optimizer, self._accumulators, *finishing)
         self._masters = Masters(slots, optimizer, backend) if master_weights else None
         self._warn_of_unwritten(optimizer.param_groups, 4)
-        self._capture = capture = Capture(slots, window, self._arena)
+        self._capture = capture = Capture(slots, window, self._accumulators)
         ending = Ending(optimizer, self._roster, capture, self._inner_update, self._masters)
         self._loop = CountedLoop(capture, ending) if window.counted else ManualLoop(capture, ending)
         self._handover = Handover()
@@ -263,7 +263,7 @@ class AccumulatingOptimizer(Delegate, Progress):
         """Throw the window away: its sums, its count, and what is in `p.grad`."""
         self._capture.forget()
         self._roster.follow(self._capture, self._masters)
-        self._arena.clear()
+        self._accumulators.clear()
         self._window.reset()
         self._capture.refresh()
 
@@ -298,7 +298,7 @@ class AccumulatingOptimizer(Delegate, Progress):
         self._roster.restore_modules()
         self._capture.close()
         for slot in self._slots:
-            slot.forget()
+            self._accumulators.grads.forget(slot)
             slot.drop_buffer()
         self._closed = True
 
@@ -323,7 +323,7 @@ class AccumulatingOptimizer(Delegate, Progress):
         update = self._inner_update.describe(self._masters is None, self._window.private)
         if self._masters is not None:
             update += "; on float32 masters, which one pass then rounds into the parameters"
-        return explain(self._slots, self._window, self._arena, update)
+        return explain(self._slots, self._window, self._accumulators, update)
 
     # Checkpoints
 
@@ -344,7 +344,8 @@ class AccumulatingOptimizer(Delegate, Progress):
             self._window.check_synchronised("state_dict(include_partial=True) would save one rank's part")
         self._follow()
         self._count_skipped()
-        return checkpoint.save(self.optimizer, self._window, self._arena, self._masters, include_partial)
+        parts = self._window, self._accumulators, self._masters
+        return checkpoint.save(self.optimizer, *parts, include_partial)
 
     @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -359,7 +360,7 @@ class AccumulatingOptimizer(Delegate, Progress):
         self._follow()
         self._count_skipped()
         try:
-            checkpoint.load(self.optimizer, self._window, self._arena, self._masters, state_dict)
+            checkpoint.load(self.optimizer, self._window, self._accumulators, self._masters, state_dict)
         finally:
             self._roster.forget_choices()
             self._capture.rearm(self._slots if self._masters is not None else ())
@@ -370,7 +371,7 @@ class AccumulatingOptimizer(Delegate, Progress):
         self._follow()
         self._count_skipped()
         own = {name: value for name, value in self.__dict__.items() if name not in _REBUILT}
-        return own | copying.carried(self._window, self._arena, self._masters)
+        return own | copying.carried(self._window, self._accumulators, self._masters)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         own = dict(state)
@@ -379,7 +380,7 @@ class AccumulatingOptimizer(Delegate, Progress):
         settings = own.pop("_accumulate_dtype"), kept["backend"], own.pop("_finishing")
         self._build(own.pop("optimizer"), window, *settings, kept["masters"] is not None, lenient=True)
         self.__dict__.update(own)
-        copying.restore(kept, window, self._arena, self._masters)
+        copying.restore(kept, window, self._accumulators, self._masters)
 
 
 #: What unpickling makes anew. A scheduler's patch of step() belongs to the scheduler's own optimizer.
@@ -387,7 +388,7 @@ _REBUILT = (
     "_window",
     "_roster",
     "_slots",
-    "_arena",
+    "_accumulators",
     "_inner_update",
     "_masters",
     "_capture",

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .arena import Arena
+from .accumulators import Accumulators
 from .update import Update
 from .window import Schedule, Window
 
 
 class Progress:
-    """What users may read of the window, the arena and the last update."""
+    """What users may read of the window, the accumulators and the last update."""
 
     _window: Window
-    _arena: Arena
+    _accumulators: Accumulators
     _inner_update: Update
 
     @property
@@ -78,4 +78,4 @@ class Progress:
     @property
     def accumulator_bytes(self) -> int:
         """Bytes of memory that the sums take now, buffers kept for the next window included."""
-        return self._arena.nbytes
+        return self._accumulators.nbytes

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import backends
+from .accumulators import Lane, Slot, default_accumulate_dtype
 from .capture import Capture
 from .checks import PAIRS, allowed_pairs
 from .masters import Masters
 from .nn import Replacements
-from .slot import Lane, Slot, default_accumulate_dtype
 
 
 class Roster:
@@ -159,7 +159,7 @@ class Roster:
         for slot in gone:
             del self._slot_of[id(slot.param)]
         capture.release(gone)
-        capture.arena.drop(gone)
+        capture.accumulators.drop(gone)
         if masters is not None:
             masters.drop(gone)
         if self._replacements is not None:

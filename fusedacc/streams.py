@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import torch
 
+from .accumulators import Slot
 from .hooks import Task
-from .slot import Slot
 
 
 def external(raw: int, device: torch.device) -> torch.cuda.Stream:

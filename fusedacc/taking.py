@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from . import hooks, native_hooks, observers
-from .arena import Arena
+from .accumulators import Accumulators, Slot
 from .hooks import Bucket, Task
-from .slot import Slot
 
 #: Stands where a slot was: it has no sum.
 _NOBODY = Slot(torch.empty(0, device="cpu"), -1, "", None)
@@ -26,11 +25,11 @@ class Taking:
     scale * gradient. All others wait in buckets.
 
     Args:
-        arena: where the sums are.
+        accumulators: where the sums are.
     """
 
-    def __init__(self, arena: Arena) -> None:
-        self._arena = arena
+    def __init__(self, accumulators: Accumulators) -> None:
+        self._accumulators = accumulators
         self._native = native_hooks.module()
         self._lanes: dict[int, Any] = {}
         self._at_once: dict[int, bool] = {}
@@ -41,7 +40,7 @@ class Taking:
         self._parameters: list[Tensor] = []
         #: Held while that task changes: closing `Direct` lets other threads run.
         self._lock = threading.RLock()
-        #: The task whose gradients are added at once, and the state of the arena when the sums were loaded.
+        #: The task whose gradients are added at once, and the accumulators' generation when they were loaded.
         self._task: Task | None = None
         self._known: tuple | None = None
         self._loaded = -1
@@ -69,7 +68,7 @@ class Taking:
             return
         at_once = self._at_once.get(slot.lane_key)
         if at_once is None:
-            at_once = self._arena.launches.select(slot.lane).backend.name == "cpu"
+            at_once = self._accumulators.plans.select(slot.lane).backend.name == "cpu"
             self._at_once[slot.lane_key] = at_once
         index = self._number(slot) if at_once else -1
         large = hooks.is_large(slot)
@@ -115,23 +114,25 @@ class Taking:
         if self._native is None:
             return
         self._tasks.add(identity)
-        arena = self._arena
+        accumulators, grads = self._accumulators, self._accumulators.grads
         if (
             alone
             and self._order
             and not task.drops
             and not observers.watching
-            and not arena.norms
+            and not accumulators.norms
             and not isinstance(scale, Tensor)
         ):
             with self._lock:
-                known = None if arena.debts or arena.shown else (arena.generation,)
+                known = None if accumulators.deferred or grads.exposed else (grads.generation,)
                 if known is None or known != self._known:
-                    ends = arena.slots[:1] + arena.slots[-1:]
-                    if not (arena.shown or arena.any_written) and all(slot.sum is None for slot in ends):
+                    ends = accumulators.slots[:1] + accumulators.slots[-1:]
+                    written = grads.exposed or accumulators.in_place.any_written
+                    if not written and all(slot.sum is None for slot in ends):
                         return  # the window's first: there is nothing to add to
-                    self._direct.load(*arena.addable(self._numbered), arena.shown)
-                    self._loaded, self._known = arena.generation, known
+                    addable, betas = accumulators.in_place.addable(self._numbered)
+                    self._direct.load(addable, betas, grads.exposed)
+                    self._loaded, self._known = grads.generation, known
                 self._task = task
                 self._direct.open(identity, scale)
 
@@ -150,9 +151,10 @@ class Taking:
                 return
             task, self._task = self._task, None
             self._note(task, self._direct.close())
-            arena = self._arena
-            if arena.generation == self._loaded and not (arena.debts or arena.shown):
-                self._known = (arena.generation,)
+            accumulators = self._accumulators
+            grads = accumulators.grads
+            if grads.generation == self._loaded and not (accumulators.deferred or grads.exposed):
+                self._known = (grads.generation,)
 
     def hand_over(self, slot: Slot) -> None:
         """Python is about to deal with the slot's sum: note what has been added to it, and add no more."""
@@ -169,9 +171,9 @@ class Taking:
         if not added:
             return
         task.added = True
-        arena = self._arena
-        if arena.debts or arena.any_written:
-            arena.added_to([self._numbered[index] for index in added])
+        accumulators = self._accumulators
+        if accumulators.deferred or accumulators.in_place.any_written:
+            accumulators.in_place.added_to([self._numbered[index] for index in added])
 
     def end(self, identity: int, task: Task) -> None:
         """A graph task is over."""

@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from . import checks, norms
-from .arena import Arena
-from .hooks import capturing
-from .slot import Slot
+from . import checks, norms, torch_state
+from .accumulators import Accumulators, Slot
 
 #: torch's optimizers whose fused kernels divide by `grad_scale` and do nothing where `found_inf` is 1.
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -52,7 +50,7 @@ class Update:
 
     Args:
         inner: the inner optimizer.
-        arena: where the sums are.
+        accumulators: where the sums are.
         max_grad_norm: clip to this norm; None: do not.
         norm_type: 2.0 or inf.
         skip_nonfinite: drop an update whose gradient holds inf or nan.
@@ -61,7 +59,7 @@ class Update:
     def __init__(
         self,
         inner: Optimizer,
-        arena: Arena,
+        accumulators: Accumulators,
         max_grad_norm: float | None = None,
         norm_type: float = 2.0,
         skip_nonfinite: bool = False,
@@ -75,13 +73,13 @@ class Update:
         #: Updates that were dropped on the device: 0-dim int64; None before the first that could be.
         self.skipped: Tensor | None = None
         self._inner = inner
-        self._arena = arena
+        self._accumulators = accumulators
         if max_grad_norm is not None or skip_nonfinite:
             self.expect_norm()
 
     def expect_norm(self) -> None:
         """The next update will ask for the norm: let a window's last additions leave what they can of it."""
-        self._arena.norms.wanted = self.norm_type
+        self._accumulators.norms.wanted = self.norm_type
 
     def describe(self, casts: bool, private: bool) -> str:
         """In words: what happens between the final sums and the inner optimizer, and where.
@@ -96,7 +94,7 @@ class Update:
             asked.append(f"clip to {kind} norm {self.max_grad_norm:g}")
         if self.skip_nonfinite:
             asked.append("drop what is not finite")
-        low = casts and any(slot.param.dtype != slot.accumulate_dtype for slot in self._arena.slots)
+        low = casts and any(slot.param.dtype != slot.accumulate_dtype for slot in self._accumulators.slots)
         name = type(self._inner).__name__
         if not asked:
             cast = "cast to the parameters' dtype, " if low else ""
@@ -133,7 +131,7 @@ class Update:
             self.release()
 
     def _is_set(self, found: Tensor) -> bool:
-        if capturing():
+        if torch_state.capturing():
             raise RuntimeError(
                 f"an update that may be dropped cannot be captured with {type(self._inner).__name__} here: "
                 "the host would decide. Allowed: Adam, AdamW, SGD and Adagrad with fused=True, after a first "
@@ -152,11 +150,11 @@ class Update:
         multiplier = self._measure(scaling)
         kernel = takes_scale(self._inner)
         if kernel and multiplier is not None and self._is_uniform():
-            self._arena.present()
+            self._accumulators.enter_step()
             self._inner.grad_scale = self._reciprocal(multiplier)  # type: ignore[attr-defined]
         else:
             self.applied = multiplier is not None
-            self._arena.present(1.0 if multiplier is None else multiplier)
+            self._accumulators.enter_step(1.0 if multiplier is None else multiplier)
         if scaling.found_inf is None or not kernel or self._would_leave_garbage():
             return False
         self._inner.found_inf = scaling.found_inf  # type: ignore[attr-defined]
@@ -168,7 +166,7 @@ class Update:
         self.grad_norm = None
         if self.max_grad_norm is None and not checks:
             return multiplier
-        finals = self._arena.finals()
+        finals = self._accumulators.finals()
         if not finals:
             return multiplier
         norm, nonfinite = self._norm(finals)
@@ -186,7 +184,7 @@ class Update:
         """What the kernel divides by: 0-dim float32."""
         if isinstance(multiplier, Tensor):
             return multiplier.reciprocal().float()
-        device = self._arena.finals()[0][1].device if self._arena.finals() else None
+        device = self._accumulators.finals()[0][1].device if self._accumulators.finals() else None
         return torch.full((), 1.0 / multiplier, dtype=torch.float32, device=device)
 
     def _is_uniform(self) -> bool:
@@ -194,7 +192,7 @@ class Update:
 
         float64 would lose digits to its float32 scale, and what is cast has to be scaled before.
         """
-        return all(t.dtype == s.param.dtype != torch.float64 for s, t in self._arena.finals())
+        return all(t.dtype == s.param.dtype != torch.float64 for s, t in self._accumulators.finals())
 
     def _would_leave_garbage(self) -> bool:
         """torch's fused SGD makes momentum buffers that its kernel does not write in a dropped first step."""
@@ -208,20 +206,21 @@ class Update:
 
     def _norm(self, finals: Sequence[tuple[Slot, Tensor]]) -> tuple[Tensor, Tensor]:
         """Norm of the sums, and a 0-dim float32 flag for inf and nan; reads what has no norm left for it."""
-        left, totals = self._arena.norms.split(finals)
-        self._arena.norms.clear()  # should this update fail, p.grad can be written to before the next try
+        known = self._accumulators.norms
+        left, totals = known.split(finals)
+        known.clear()  # should this update fail, p.grad can be written to before the next try
         plain = [total for total in totals if _is_ordinary(total)]
         if len(plain) == len(totals) and not left:
-            return norms.norm_and_nonfinite(plain, self.norm_type, self._arena.backend)
+            return norms.norm_and_nonfinite(plain, self.norm_type, self._accumulators.backend)
         if plain:
-            left += norms.partials(plain, self.norm_type, self._arena.backend)
+            left += norms.partials(plain, self.norm_type, self._accumulators.backend)
         for total in totals:
             if not _is_ordinary(total):
                 values = total.coalesce()._values() if total.is_sparse else total
                 values = values if values.is_complex() else values.double()
                 left.append(torch.linalg.vector_norm(values, self.norm_type).double().reshape(1))
         dtype = norms.norm_dtype([total for _, total in finals])
-        return norms.finish(left, self.norm_type, dtype, self._arena.backend)
+        return norms.finish(left, self.norm_type, dtype, self._accumulators.backend)
 
 
 def _is_ordinary(total: Tensor) -> bool:

@@ -53,14 +53,14 @@ def test_lists_that_are_never_used_again_are_let_go(monkeypatch):
     weights = model()
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(weights, lr=0.0), None, backend="cpu")
     sum(weight.sum() for weight in weights).backward()
-    launches = optimizer._arena.launches
+    plans = optimizer._accumulators.plans
     seen = []
     for first in range(0, LAYERS - 30):
         sum(weight.sum() for weight in weights[first : first + 30]).backward()
-        seen.append(sum(len(binding.slots) for binding in launches.bindings.values()))
+        seen.append(sum(len(binding.slots) for binding in plans.plans.values()))
     assert seen[:3] == [30, 60, 90]
     assert max(seen) <= 2 * LAYERS
-    assert launches.bindings
+    assert plans.plans
 
 
 def test_what_is_large_depends_on_the_device(monkeypatch):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import fusedacc
-from fusedacc import casting
+from fusedacc.accumulators import casts
 
 SHAPES = {
     "one": [(1500, 1000)],
@@ -103,7 +103,7 @@ def test_sums_and_all_their_casts_are_not_alive_together(widths, inside, steps):
     net = layers(widths)
     optimizer = wrap(net, steps, model=net if inside else None)
     total = sum(p.numel() for p in net.parameters())
-    most = max(casting.FRESH, *(p.nbytes for p in net.parameters())) + 2**17
+    most = max(casts.FRESH, *(p.nbytes for p in net.parameters())) + 2**17
     assert most < 1.5 * total
     for window in range(3):
         for micro_batch in range(2):

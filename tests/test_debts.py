@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fusedacc
 from fusedacc import window as window_module
-from fusedacc.debts import Debts
+from fusedacc.accumulators.deferred_scale import DeferredScales
 from fusedacc.traffic import TrafficMeter
 
 F32 = torch.float32
@@ -186,7 +186,7 @@ def test_a_checkpoint_from_before_sums_could_owe_loads():
     model, optimizer = build(2)
     model.backward()
     optimizer.step()
-    optimizer._arena.settle()
+    optimizer._accumulators.rescaler.apply()
     state = through_file(optimizer.state_dict())
     state["fusedacc"]["version"] = 1
     twin, other = build(2)
@@ -204,7 +204,7 @@ def test_a_discarded_window_owes_nothing():
     model, optimizer = build(2)
     model.backward()
     optimizer.discard()
-    assert not optimizer._arena.debts
+    assert not optimizer._accumulators.deferred
     for seed in range(2):
         values = model.backward(ALL, seed)
         if seed == 0:
@@ -220,9 +220,9 @@ def test_a_moved_parameter_takes_a_scaled_sum_along():
     optimizer.step()
     model.double()
     optimizer._capture.refresh()
-    for slot, value in zip(optimizer._arena.slots, first, strict=True):
-        assert torch.equal(optimizer._arena.current(slot), (value * 0.5).double())
-    assert not optimizer._arena.debts
+    for slot, value in zip(optimizer._accumulators.slots, first, strict=True):
+        assert torch.equal(optimizer._accumulators.grads.current(slot), (value * 0.5).double())
+    assert not optimizer._accumulators.deferred
 
 
 def test_an_odd_gradient_is_added_to_a_scaled_sum():
@@ -231,7 +231,7 @@ def test_an_odd_gradient_is_added_to_a_scaled_sum():
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([table], lr=0.0), 2)
     (table * torch.ones(5, 3)).sum().backward()
     optimizer.step()
-    assert optimizer._arena.debts
+    assert optimizer._accumulators.deferred
     nn.functional.embedding(torch.tensor([1, 1]), table, sparse=True).sum().backward()
     wanted = torch.full((5, 3), 0.5)
     wanted[1] += 1.0
@@ -381,7 +381,7 @@ def test_a_failure_after_the_first_gradient_taints_the_window():
     with pytest.raises(RuntimeError, match="discard"):
         optimizer.step()
     optimizer.discard()
-    assert not optimizer._arena.debts
+    assert not optimizer._accumulators.deferred
 
 
 def _fails(gradient):
@@ -389,24 +389,24 @@ def _fails(gradient):
 
 
 def test_debts_by_themselves():
-    debts, (a, b, c) = Debts(), map(_Named, "abc")
-    assert not debts
-    assert debts.common([a, b]) == 1.0
-    debts.owe([a, b], 0.5)
-    assert debts.common([a, b]) == debts[a] == 0.5
-    assert debts.common([a, c]) is None
-    debts.owe([a, c], 4.0)
-    assert [debts[slot] for slot in (a, b, c)] == [2.0, 0.5, 4.0]
-    assert debts.groups([c, a, b, a]) == [(4.0, [0]), (2.0, [1, 3]), (0.5, [2])]
-    debts.pay([a])
-    assert debts.among([a, b]) == [b]
-    assert debts.among() == [b, c]
+    deferred, (a, b, c) = DeferredScales(), map(_Named, "abc")
+    assert not deferred
+    assert deferred.common([a, b]) == 1.0
+    deferred.defer([a, b], 0.5)
+    assert deferred.common([a, b]) == deferred[a] == 0.5
+    assert deferred.common([a, c]) is None
+    deferred.defer([a, c], 4.0)
+    assert [deferred[slot] for slot in (a, b, c)] == [2.0, 0.5, 4.0]
+    assert deferred.groups([c, a, b, a]) == [(4.0, [0]), (2.0, [1, 3]), (0.5, [2])]
+    deferred.discharge([a])
+    assert deferred.pending([a, b]) == [b]
+    assert deferred.pending() == [b, c]
     factor = torch.tensor(3.0)
-    debts.clear()
-    debts.owe([a, b], factor)
-    debts.owe([a, b, c], torch.tensor(2.0))
-    assert debts[a] is debts[b]  # one launch serves both
-    assert debts.groups([a, b, c]) == [(debts[a], [0, 1]), (debts[c], [2])]
+    deferred.clear()
+    deferred.defer([a, b], factor)
+    deferred.defer([a, b, c], torch.tensor(2.0))
+    assert deferred[a] is deferred[b]  # one launch serves both
+    assert deferred.groups([a, b, c]) == [(deferred[a], [0, 1]), (deferred[c], [2])]
 
 
 class _Named(str):

@@ -6,15 +6,14 @@ import pytest
 import torch
 from loops import loss_of, micro_batch, network, wrap
 
-from fusedacc import arming, capture, update
+from fusedacc import torch_state
 
 
 @pytest.fixture
 def graph(monkeypatch):
     """`graph(True)` begins a capture, `graph(False)` ends it."""
     state = {"on": False}
-    for module in (arming, capture, update):
-        monkeypatch.setattr(module, "capturing", lambda: state["on"])
+    monkeypatch.setattr(torch_state, "capturing", lambda: state["on"])
     return lambda on: state.update(on=on)
 
 

@@ -55,7 +55,7 @@ def test_the_answer_is_followed_kept_and_explained(way):
     with answer(SMALLEST, way, *SECOND):
         model, optimizer = made()
     assert replaced(model) == [way == small.INSIDE, True, True]
-    assert optimizer._arena.choices[SMALLEST] == way
+    assert optimizer._accumulators.choices[SMALLEST] == way
     rows = dict(line.split()[:3:2] for line in optimizer.explain().splitlines() if ".weight " in line)
     assert rows["0.weight"] == ("gemm" if way == small.INSIDE else "multi_tensor")
     said = "so small that a node of ours costs more than it saves; stock: says the test"
@@ -108,7 +108,7 @@ def test_larger_layers_are_not_asked_about():
     with trials():
         model = nn.Sequential(nn.Linear(200, 200))
         optimizer = AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
-        assert optimizer._arena.choices == {}
+        assert optimizer._accumulators.choices == {}
 
 
 @pytest.mark.parametrize("question", small.questions(), ids=lambda question: question.name)
@@ -127,5 +127,5 @@ def test_a_trial_trains_both_ways_and_leaves_no_trace(question):
 def test_the_trial_itself_is_made_where_nothing_is_known(tmp_path):
     with trials(FUSEDACC_CACHE=str(tmp_path)):
         _, optimizer = made()
-        assert optimizer._arena.choices[SMALLEST] in (small.INSIDE, small.STOCK)
-        assert all(name.startswith("model= for") for name in optimizer._arena.choices)
+        assert optimizer._accumulators.choices[SMALLEST] in (small.INSIDE, small.STOCK)
+        assert all(name.startswith("model= for") for name in optimizer._accumulators.choices)

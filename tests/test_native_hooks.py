@@ -304,7 +304,7 @@ def test_nothing_is_kept_alive(uncollected, loop, failed):
         handle.remove()
     kept = loss_of(run, model)
     sums = [slot.sum for slot in optimizer._slots if slot.sum is not None]
-    gone = [weakref.ref(part) for part in (optimizer._capture, optimizer._arena, *sums)]
+    gone = [weakref.ref(part) for part in (optimizer._capture, optimizer._accumulators, *sums)]
     run.opt, run.seen, optimizer, sums = None, [], None, []
     assert [reference() for reference in gone] == [None] * len(gone)
     model.zero_grad()

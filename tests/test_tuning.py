@@ -340,7 +340,7 @@ def test_ways_differ_in_bits_and_a_wrapper_stays_with_its_own():
             train(model, optimizer, batches(150)[:3])
         with answer(MANY, "rounded" if way == "whole" else "whole"):
             ends[way] = train(model, optimizer, batches(150)[3:])
-            assert optimizer._arena.choices == {MANY: way}
+            assert optimizer._accumulators.choices == {MANY: way}
         with answer(MANY, way):
             model, optimizer = made()
             assert same(ends[way], train(model, optimizer, batches(150)))
@@ -360,11 +360,11 @@ def test_what_resumes_goes_on_with_the_choices_it_began_with(way, top_level):
         saved = optimizer.state_dict()
     assert saved["fusedacc"]["choices"]["ways"] == {MANY: way}
     with answer(MANY, "rounded" if way == "whole" else "whole"):
-        assert copy.deepcopy(optimizer)._arena.choices == {MANY: way}
+        assert copy.deepcopy(optimizer)._accumulators.choices == {MANY: way}
         second, resumed = made(seed=5)
         second.load_state_dict(model.state_dict())
         train(second, resumed, batches(150)[:2])  # it has chosen by then
-        assert resumed._arena.choices[MANY] != way
+        assert resumed._accumulators.choices[MANY] != way
         second.load_state_dict(model.state_dict())
         if not top_level:
             saved = {key: value for key, value in saved.items() if key != "fusedacc"}
@@ -383,7 +383,7 @@ def test_choices_of_another_processor_are_not_taken():
         second, resumed = made()
         resumed.load_state_dict(saved)
         train(second, resumed, batches(150))
-        assert resumed._arena.choices == {MANY: "whole"}
+        assert resumed._accumulators.choices == {MANY: "whole"}
 
 
 @pytest.mark.parametrize(
@@ -395,7 +395,7 @@ def test_damaged_choices_are_refused_before_anything_is_changed(choices):
     saved["fusedacc"]["choices"] = choices
     with pytest.raises(ValueError, match="choices is"):
         optimizer.load_state_dict(saved)
-    assert optimizer._arena.choices == {}
+    assert optimizer._accumulators.choices == {}
 
 
 @needs_library
@@ -403,7 +403,7 @@ def test_every_class_of_tokens_is_asked_about_once_and_explained():
     with answer(SMALL, "whole", MANY, "rounded"):
         model, optimizer = made()
         train(model, optimizer, [*batches(8), *batches(150)])
-        assert optimizer._arena.choices == {SMALL: "whole", MANY: "rounded"}
+        assert optimizer._accumulators.choices == {SMALL: "whole", MANY: "rounded"}
         said = optimizer.explain()
     assert "with 1 to 16 tokens whole: says the test" in said
     assert "with over 100 tokens rounded: says the test" in said
@@ -422,7 +422,7 @@ def test_each_way_trains_as_stock_does(way, tokens, native, monkeypatch):
     with answer(name, way):
         model, optimizer = made()
         ours = train(model, optimizer, batches(tokens))
-        assert optimizer._arena.choices == {name: way}
+        assert optimizer._accumulators.choices == {name: way}
     torch.manual_seed(0)
     stock = torch.nn.Sequential(torch.nn.Linear(96, 200), torch.nn.Tanh(), torch.nn.Linear(200, 96)).to(BF16)
     for parameter in stock.parameters():

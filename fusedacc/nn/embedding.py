@@ -13,11 +13,11 @@ from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from .. import native_hooks
+from ..accumulators import Slot
 from ..capture import Capture
 from ..rows import accumulate_rows_
-from ..slot import Slot
 from ..uncompiled import runs_as_written
-from ..writes import Write
+from ..accumulators.in_place import Write
 from .site import ORDINARY, SITE, Site, adds
 
 

@@ -14,10 +14,10 @@ from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from .. import gemm, native_hooks
+from ..accumulators import Slot
 from ..capture import Capture
 from ..checks import PAIRS
 from ..gemm_ways import class_of
-from ..slot import Slot
 from ..uncompiled import runs_as_written
 from .site import ORDINARY, SITE, Site, adds
 
@@ -44,8 +44,8 @@ class LinearSite(Site):
         known = self._products.get(asked)
         capture = self._capture()
         if known is None and capture is not None and (operand, lane[2]) in PAIRS:
-            arena = capture.arena
-            chosen = gemm.select(lane[0], lane[2], operand, arena.backend, tokens=tokens, kept=arena.choices)
+            backend, kept = capture.accumulators.backend, capture.accumulators.choices
+            chosen = gemm.select(lane[0], lane[2], operand, backend, tokens=tokens, kept=kept)
             known = self._products[asked] = chosen.run
             if self._native is not None:
                 self._native.set_multiplier(operand, lane[2], tokens, chosen.multiplier)

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 from torch.nn.utils import parametrize
 
+from ..accumulators import Slot
 from ..capture import Capture
-from ..slot import Slot
 from .embedding import EmbeddingSite
 from .linear import Conv1DSite, LinearSite
 from .site import Site, is_stock
@@ -56,7 +56,7 @@ class Replacements:
                     continue
                 kind, why = (None, REPLICAS) if self._replicas else _kind_of(module, name)
                 if kind is not None and issubclass(kind, LinearSite):
-                    why = why_left(slot.param, self._capture.arena.choices)
+                    why = why_left(slot.param, self._capture.accumulators.choices)
                 if kind is None or why:
                     slot.left_to = slot.left_to or why
                     continue
@@ -76,7 +76,7 @@ class Replacements:
         """What was found out by trial is to be asked anew, also whether a module is to be replaced."""
         for site in self._sites.values():
             site.forget_choices()
-        choices = self._capture.arena.choices
+        choices = self._capture.accumulators.choices
         linears = {site.slot for site in self._sites.values() if isinstance(site, LinearSite)}
         self.drop([slot for slot in linears if why_left(slot.param, choices)])
         self.follow(self._capture.slots)

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..accumulators import Slot
 from ..capture import Capture
-from ..slot import Slot
 from ..uncompiled import runs_as_written
-from ..writes import Write
+from ..accumulators.in_place import Write
 
 _grad_enabled, _tracing = torch.is_grad_enabled, torch._C._is_tracing
 _transform_at_hand = torch._C._functorch.peek_interpreter_stack
@@ -73,7 +73,7 @@ class Site:
     def backend(self) -> str:
         """The one that the wrapper was asked for."""
         capture = self._capture()
-        return "auto" if capture is None else capture.arena.backend
+        return "auto" if capture is None else capture.accumulators.backend
 
     @property
     def updates(self) -> int:

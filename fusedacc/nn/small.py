@@ -8,7 +8,7 @@ from collections.abc import Callable, MutableMapping
 import torch
 
 from .. import gemm_ways, tuning
-from ..slot import default_accumulate_dtype
+from ..accumulators import default_accumulate_dtype
 
 #: The most weights of each class; larger layers gain, and are not asked about.
 CLASSES = (32 * 32, 64 * 64, 128 * 128)

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .hooks import capturing
-from .memory import ALIGNMENT, SHOWN, Segment, tensor_references
-from .slot import Slot
+from .. import torch_state
+from .buffers import ALIGNMENT, SHOWN, Segment, tensor_references
+from .param import Slot
 
 #: Bytes of new memory for the first casts; more where the largest needs it.
 FRESH = 1 << 20
@@ -29,7 +29,7 @@ def reusable(slots: Sequence[Slot], dtype: torch.dtype) -> list[Slot]:
     It has room for two casts, and nobody else refers to it; the caller must not either. None while a CUDA
     graph is captured: its replays could not ask again.
     """
-    if slots[0].accumulate_dtype.itemsize < 2 * dtype.itemsize or capturing():
+    if slots[0].accumulate_dtype.itemsize < 2 * dtype.itemsize or torch_state.capturing():
         return []
     segments = {slot.segment for slot in slots if slot.segment is not None}
     free = {segment for segment in segments if not segment.is_shared()}

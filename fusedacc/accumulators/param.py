@@ -1,20 +1,40 @@
-"""One parameter's place in the accumulation: its sum, its dtypes, and what became of p.grad."""
+"""The record of one parameter: its accumulator, its dtypes, and what stands in its p.grad."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .checks import PAIRS
-from .memory import Segment
+from ..checks import PAIRS
+from .buffers import Segment
 
 #: (device, gradient dtype, accumulate dtype): what one launch may hold.
 Lane = tuple[torch.device, torch.dtype, torch.dtype]
 #: Every lane there was, itself and its key: slots of a lane share the tuple.
 _lanes: dict[Lane, tuple[Lane, int]] = {}
+
+
+class GradState(enum.Enum):
+    """What stands in `p.grad`, and so where the accumulator is. `p_grad.py` alone changes it."""
+
+    #: Nothing, or what autograd or the user has put there. Counted loop: a gradient that is yet to be
+    #: collected; the accumulator is private. Manual loop: the accumulator, whoever has made it.
+    NOT_OURS = enum.auto()
+    #: The accumulator itself. What the user puts in its place is taken for it until the window's end.
+    PUBLISHED = enum.auto()
+    #: A copy of the accumulator in the parameter's dtype, for an update. The accumulator is private, or was
+    #: given up for the copy.
+    CAST = enum.auto()
+    #: Manual loop: nothing, or what autograd has stored of the micro-batch at hand, which is to be scaled
+    #: before it is added. The accumulator waits in private.
+    STOCK = enum.auto()
+    #: What counts for nothing: left by a backward inside `ignore()`. The accumulator is where it is in
+    #: NOT_OURS.
+    IGNORED = enum.auto()
 
 
 def default_accumulate_dtype(param: Tensor) -> torch.dtype:
@@ -23,16 +43,13 @@ def default_accumulate_dtype(param: Tensor) -> torch.dtype:
 
 
 class Slot:
-    """One parameter of the wrapped optimizer; a record that the arena and the capture keep."""
+    """One parameter of the wrapped optimizer."""
 
     __slots__ = (
-        "aside",
         "buffer",
-        "cast",
-        "delivered",
         "former_grad_dtype",
+        "grad_state",
         "group",
-        "ignored",
         "lane",
         "lane_key",
         "left_to",
@@ -43,11 +60,11 @@ class Slot:
         "on_cuda",
         "param",
         "paths",
+        "placed",
+        "placed_version",
         "requested_dtype",
         "segment",
         "shape",
-        "shown",
-        "shown_version",
         "signature",
         "stream",
         "strides",
@@ -59,21 +76,15 @@ class Slot:
         self.param = param
         self.group = group
         self.name = name
-        #: The sum while it is private; None before its first gradient and while p.grad is the truth.
+        #: The accumulator while it is private; None before its first gradient, and where p.grad is it.
         self.sum: Tensor | None = None
-        #: Memory kept from window to window, where gradient and sum differ in dtype.
+        #: Memory kept from window to window, where gradient and accumulator differ in dtype.
         self.buffer: Tensor | None = None
         self.segment: Segment | None = None
-        #: Whether p.grad is the sum, and the truth, in a counted loop; what was put there then.
-        self.delivered = False
-        self.shown: Callable[[], Tensor | None] = _nothing
-        self.shown_version = 0
-        #: Whether, in a manual loop, autograd is to store in p.grad while the sum waits here.
-        self.aside = False
-        #: The sum in the parameter's dtype, while it stands in p.grad for an update.
-        self.cast: Tensor | None = None
-        #: What a backward inside `ignore()` left in p.grad.
-        self.ignored: Tensor | None = None
+        #: What stands in p.grad; a weak reference to what was last put or noted there, and its version then.
+        self.grad_state = GradState.NOT_OURS
+        self.placed: Callable[[], Tensor | None] = nothing
+        self.placed_version = 0
         #: Whether no kernel takes the gradients: complex dtypes, and once a sparse one or a subclass came.
         self.odd: bool
         #: What `grad_dtype` was before it was set to None, if it was.
@@ -81,7 +92,7 @@ class Slot:
         self.former_grad_dtype: torch.dtype | None = None
         #: The accumulate dtype that was asked for; None for the default.
         self.requested_dtype = accumulate_dtype
-        #: How modules of the model add to the sum by themselves, and why they do not where they might.
+        #: How modules of the model add to the accumulator by themselves, and why not where they might.
         self.paths: tuple[str, ...] = ()
         self.left_to = ""
         #: The native hook on the parameter's node, where there is one.
@@ -89,12 +100,6 @@ class Slot:
         #: The stream on which a module has added last, until the backward's end; 0 for the default one.
         self.stream: int | None = None
         self.describe()
-
-    def forget(self) -> None:
-        """No sum, and nothing of ours in p.grad."""
-        self.sum = self.cast = self.ignored = None
-        self.shown = _nothing
-        self.delivered = self.aside = False
 
     def drop_buffer(self) -> None:
         """Let the buffer go; its segment knows."""
@@ -123,7 +128,7 @@ class Slot:
             self.native.odd = odd
 
     def current_signature(self) -> tuple:
-        """What must not have changed since `describe`, for the node to be the same and the sum to fit.
+        """What must not have changed since `describe`: then the node is the same and the accumulator fits.
 
         A change of device or layout comes with other memory.
         """
@@ -131,7 +136,7 @@ class Slot:
         return param.data_ptr(), param.dtype, param.requires_grad, param.shape
 
     def widen(self) -> None:
-        """Let p.grad be of any dtype, where the sum has another than the parameter."""
+        """Let p.grad be of any dtype, where the accumulator has another than the parameter."""
         if self.accumulate_dtype != self.param.dtype and not self.widened:
             self.former_grad_dtype, self.widened = self.param.grad_dtype, True
             self.param.grad_dtype = None
@@ -149,13 +154,16 @@ class Slot:
     def accumulate_dtype(self) -> torch.dtype:
         return self.lane[2]
 
-    def shows_sum(self) -> bool:
-        """Whether autograd allows the sum to stand in p.grad."""
+    def may_publish(self) -> bool:
+        """Whether autograd allows the accumulator to stand in p.grad."""
         return self.accumulate_dtype == self.param.dtype or self.param.grad_dtype is None
 
     def is_foreign(self, gradient: Tensor) -> bool:
         """Whether what stands in p.grad was put there by somebody else, and counts."""
-        return not (self.delivered or gradient is self.cast or gradient is self.ignored)
+        state = self.grad_state
+        if state is GradState.NOT_OURS or state is GradState.STOCK:
+            return True
+        return state is not GradState.PUBLISHED and gradient is not self.placed()
 
     def obeys_layout(self, gradient: Tensor) -> bool:
         """Whether a gradient's strides let it become p.grad as it is; dimensions of size 1 do not count."""
@@ -177,5 +185,5 @@ def _gradient_strides(param: Tensor) -> tuple[int, ...]:
     return kept if kept == param.stride() else torch.empty(param.shape, device="meta").stride()
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """A weak reference to nothing."""

@@ -1,0 +1,214 @@
+"""Every parameter's accumulator: what the parts of this room are together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import backends, checks, shares
+from ..backends import Backend
+from ..torch_state import process_group_up
+from .add import Adder
+from .buffers import like
+from .casts import cast_over, reusable
+from .deferred_scale import DeferredScales, is_one, to_device_of
+from .in_place import InPlaceWriter
+from .p_grad import ParamGrads
+from .param import Lane, Slot
+from .partial_norms import PartialNorms
+from .plan_cache import PlanCache
+from .rescaler import Rescaler
+
+
+class Accumulators:
+    """The accumulator of each parameter.
+
+    Args:
+        slots: the parameters; a list shared with its owner, who may append.
+        visible: p.grad is the accumulator (manual loop); else accumulators are private (counted loop).
+        backend: as in `AccumulatingOptimizer`.
+    """
+
+    def __init__(self, slots: list[Slot], visible: bool, backend: str) -> None:
+        self.slots = slots
+        self.backend = backend
+        if any(slot.lane[0].type == "cpu" for slot in slots):
+            shares.settle()
+        #: What was found out by trial and changes bits, by question (see `tuning`): it stays as it is.
+        self.choices: dict[str, str] = {}
+        self.grads = grads = ParamGrads(slots, visible)
+        self.deferred = deferred = DeferredScales()
+        self.norms = norms = PartialNorms()
+        self.plans = plans = PlanCache(slots, backend, deferred, norms)
+        self._lock = lock = threading.RLock()
+        self.rescaler = rescaler = Rescaler(grads, plans, deferred, norms, lock)
+        self.adder = Adder(grads, plans, deferred, norms, rescaler, lock)
+        self.in_place = InPlaceWriter(grads, deferred, norms, rescaler, lock)
+
+    def finals(self) -> list[tuple[Slot, Tensor]]:
+        """Every accumulator there is, no scale deferred, with its slot."""
+        self.rescaler.apply()
+        return self.grads.held(self.slots)
+
+    def publish(self) -> None:
+        """Put every accumulator into p.grad, where it may stand there. No scale is deferred any more."""
+        with self._lock:  # another thread's backward may be adding
+            self.rescaler.apply()
+            self.grads.publish_all()
+
+    def scale_of(self, slot: Slot) -> float:
+        """The deferred scale of the slot's accumulator, for a checkpoint; waits for a device."""
+        factor = self.deferred[slot]
+        return factor.item() if isinstance(factor, Tensor) else factor
+
+    # An update
+
+    def enter_step(self, scale: float | Tensor = 1.0) -> None:
+        """Ready p.grad for the inner optimizer: the accumulator times `scale`, cast where the parameter has
+        another dtype. Where a kernel casts, the same pass scales; then the accumulator is given up for the
+        cast, which may take its memory.
+        """
+        self.rescaler.apply()
+        grads, is_scaled = self.grads, not is_one(scale)
+        grads.generation += 1
+        if is_scaled:
+            held = grads.held(self.slots)
+            self.rescaler.rescale([pair for pair in held if not _casts_by_kernel(*pair)], scale)
+        for (device, source, wanted), slots in self._place_others().items():
+            backend = backends.select(device, wanted, source, self.backend).backend
+
+            def cast(casts: list[Tensor], of: list[Tensor], backend: Backend = backend) -> None:
+                backend.accumulate_(casts, of, to_device_of(scale, of[0]), True)
+
+            given_up = reusable(slots, wanted) if is_scaled else []
+            if given_up:
+                for slot, made in zip(given_up, cast_over(given_up, wanted, cast), strict=True):
+                    grads.place_cast(slot, None, made)
+                done = set(given_up)
+                slots = [slot for slot in slots if slot not in done]
+            accumulators: list[Any] = [grads.current(slot) for slot in slots]
+            if accumulators:
+                casts = like(accumulators, wanted)
+                cast(casts, accumulators)
+                for slot, accumulator, made in zip(slots, accumulators, casts, strict=True):
+                    grads.place_cast(slot, None if is_scaled else accumulator, made)
+
+    def _place_others(self) -> dict[Lane, list[Slot]]:
+        """`enter_step` where no kernel casts; the slots where one does, by device and dtypes."""
+        grads = self.grads
+        lanes: dict[Lane, list[Slot]] = {}
+        for slot in self.slots:
+            accumulator = grads.current(slot)
+            if accumulator is None:
+                if not grads.visible and slot.param.grad is not None:
+                    slot.param.grad = None
+            elif _casts_by_kernel(slot, accumulator):
+                lane = accumulator.device, accumulator.dtype, slot.param.dtype
+                lanes.setdefault(lane, []).append(slot)
+            elif accumulator.dtype != slot.param.dtype:
+                grads.place_cast(slot, accumulator, accumulator.to(slot.param.dtype))
+            elif not grads.visible and not grads.stands(slot, accumulator):
+                grads.publish(slot, accumulator)
+        grads.any_published = True
+        return lanes
+
+    def leave_step(self) -> None:
+        """After an update: as `ParamGrads.leave_step`, and no norm holds any more."""
+        self.norms.clear()
+        self.grads.leave_step()
+
+    def clear(self) -> None:
+        """Forget every accumulator and clear every p.grad."""
+        self.norms.clear()
+        self.deferred.clear()
+        self.grads.clear()
+
+    def zero(self) -> None:
+        """As `clear`, but where there is a gradient, zeros stay visible in p.grad."""
+        self.deferred.clear()
+        self.grads.zero()
+
+    # Parameters that move, come and go
+
+    def restore(self, slot: Slot, saved: Tensor, published: bool, scale: float = 1.0) -> None:
+        """Make a copy of a saved accumulator the slot's, in its layout, dtype and device.
+
+        Args:
+            slot: whose it is.
+            saved: its value, of any dtype, layout and device.
+            published: whether it stood in p.grad.
+            scale: its deferred scale.
+        """
+        grads, (device, _, dtype) = self.grads, slot.lane
+        if saved.layout is torch.strided:
+            kept = torch.empty_strided(slot.param.shape, slot.strides, dtype=dtype, device=device)
+            kept.copy_(saved)
+        else:
+            kept = saved.to(device=device, dtype=dtype).clone()
+            slot.set_odd(True)
+        if scale != 1.0:
+            self.deferred.defer([slot], scale)
+        if not process_group_up():
+            slot.widen()  # which the hooks' registration has not done where the parameter is frozen
+        grads.restore(slot, kept, published)
+
+    def convert(self, slot: Slot) -> None:
+        """Move a private accumulator to where its parameter has gone."""
+        self.rescaler.apply([slot])
+        self.grads.generation += 1
+        self.plans.clear()
+        device, _, dtype = slot.lane
+        buffer, wanted = slot.buffer, (device, dtype, slot.shape, slot.strides)
+        if buffer is not None and (buffer.device, buffer.dtype, buffer.shape, buffer.stride()) != wanted:
+            slot.drop_buffer()
+        accumulator = slot.sum
+        if accumulator is not None and (accumulator.device != device or accumulator.dtype != dtype):
+            slot.sum = accumulator.to(device=device, dtype=dtype)
+
+    def drop(self, slots: Sequence[Slot]) -> None:
+        """These slots are accumulated no more: forget their accumulators; what is in p.grad stays."""
+        self.grads.generation += 1
+        self.plans.clear()
+        self._forget(slots)
+        for slot in slots:
+            slot.drop_buffer()
+
+    def drop_outgrown(self, slot: Slot) -> None:
+        """Counted loop, between windows: clear what an update has left, if it has another shape than now."""
+        if self.grads.drop_outgrown(slot):
+            self._forget([slot])
+
+    def _forget(self, slots: Sequence[Slot]) -> None:
+        self.deferred.discharge(slots)
+        self.norms.forget(slots)
+        for slot in slots:
+            self.grads.forget(slot)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all accumulators, and of buffers that wait for the next window."""
+        held: dict[int, int] = {}
+        segments = {slot.segment.memory.data_ptr() for slot in self.slots if slot.segment is not None}
+        for slot in self.slots:
+            for tensor in (self.grads.current(slot), slot.buffer):
+                if tensor is None:
+                    continue
+                if tensor.is_sparse:
+                    held[id(tensor)] = tensor._values().nbytes + tensor._indices().nbytes
+                elif (
+                    tensor is slot.buffer
+                    or not segments
+                    or tensor.untyped_storage().data_ptr() not in segments
+                ):
+                    held[tensor.data_ptr() or id(tensor)] = tensor.nbytes
+        return sum(held.values())
+
+
+def _casts_by_kernel(slot: Slot, accumulator: Tensor) -> bool:
+    """Whether a kernel makes the copy in the parameter's dtype."""
+    dtypes = accumulator.dtype, slot.param.dtype
+    return dtypes[0] != dtypes[1] and dtypes in checks.PAIRS and checks.is_plain(accumulator)

@@ -1,0 +1,244 @@
+"""How gradients come into accumulators: the first becomes it or is written over a buffer, others are added.
+
+Note [Who owns a gradient]
+A gradient that nobody but us refers to may become the accumulator as it is (`_adopt`, `buffers.is_sole`):
+nobody else can write to it, nor see it written. All others are read and never kept.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from .. import checks
+from .buffers import buffers, is_sole, owns_memory
+from .deferred_scale import DeferredScales, is_deferrable, is_one, scaled
+from .p_grad import ParamGrads
+from .param import GradState, Lane, Slot
+from .partial_norms import PartialNorms
+from .plan_cache import PlanCache
+from .rescaler import Rescaler
+
+
+class Adder:
+    """Adds gradients to accumulators.
+
+    Args:
+        grads: where the accumulators are.
+        plans: runs the passes.
+        deferred, norms: discharged and recorded by passes; by what is done past them, too.
+        rescaler: multiplies before plain torch adds.
+        lock: held while accumulators are added to.
+    """
+
+    def __init__(
+        self,
+        grads: ParamGrads,
+        plans: PlanCache,
+        deferred: DeferredScales,
+        norms: PartialNorms,
+        rescaler: Rescaler,
+        lock: threading.RLock,
+    ) -> None:
+        self._grads, self._plans, self._deferred, self._norms = grads, plans, deferred, norms
+        self._rescaler, self._lock = rescaler, lock
+
+    def may_adopt(self, slot: Slot, gradient: Tensor) -> bool:
+        """Whether a gradient is likely to become the accumulator once nobody but us refers to it."""
+        first = gradient.dtype is slot.lane[2] and self._grads.current(slot) is None
+        return first and slot.obeys_layout(gradient) and owns_memory(gradient)
+
+    def add(
+        self, slots: Sequence[Slot], gradients: list[Tensor], scale: float | Tensor, adoptable: bool = False
+    ) -> None:
+        """acc += scale * gradient for each slot, in one pass.
+
+        A first gradient of the accumulator's dtype that nobody else refers to becomes it, its scale deferred.
+
+        Args:
+            slots: none twice, all of one lane.
+            gradients: one per slot, strided and of its lane; the list is emptied.
+            scale: what each gradient is multiplied by; a tensor must not change any more.
+            adoptable: each gradient is known to have memory of its own and its parameter's layout, and the
+                list alone refers to it.
+        """
+        if not slots:
+            return
+        with self._lock:
+            if adoptable and self._adopt(slots, gradients, scale):
+                gradients.clear()
+                return
+            try:
+                self._add(slots, gradients, scale)
+            except RuntimeError:
+                # A native operator refuses before it writes; it is asked first because looking is dearer.
+                kept = self._set_odd_apart(slots, gradients, scale)
+                if len(kept) == len(slots):
+                    raise
+                self._add(kept, gradients, scale)
+            gradients.clear()
+
+    def _add(self, slots: Sequence[Slot], gradients: list[Tensor], scale: float | Tensor) -> None:
+        grads, plans = self._grads, self._plans
+        plan = plans.plans.get(slots[0]) if slots else None
+        beta = self._deferred.common(slots) if self._deferred else 1.0
+        if beta is None:
+            plan, beta = None, 1.0  # `PlanCache.add` takes those apart whose deferred scales differ
+        elif plan is not None and plan.slots != slots:
+            plan = None
+        private = not grads.exposed
+        if plan is not None and private and plan.generation == grads.generation and plan.run:
+            plans.run_plan(plan, None, gradients, scale, beta)
+            return
+        sums: list[Any] = [slot.sum for slot in slots] if private else [grads.current(slot) for slot in slots]
+        if plan is not None and plan.holds(sums):
+            plans.run_plan(plan, sums, gradients, scale, beta)
+            if private:
+                plan.generation = grads.generation
+            else:
+                increment_version(sums)
+            return
+        slots = self._set_odd_apart(slots, gradients, scale)
+        sums = [grads.current(slot) for slot in slots]
+        if all(map(fits, slots, sums)):
+            plans.add(sums, gradients, scale, False, slots, not private)
+            if slots:
+                plans.keep(slots, sums, grads.generation if private else -1)
+        else:
+            self._add_some_first(slots, gradients, scale)
+
+    def _adopt(self, slots: Sequence[Slot], gradients: list[Tensor], scale: float | Tensor) -> bool:
+        """Let each gradient become its slot's accumulator, if none has one; False with nothing done."""
+        _, given, dtype = slots[0].lane
+        if given != dtype or not is_deferrable(scale, dtype) or self._grads.exposed or self._norms:
+            return False
+        if any(slot.sum is not None or slot.odd or slot.grad_state is GradState.PUBLISHED for slot in slots):
+            return False
+        self._grads.generation += 1
+        for slot, gradient in zip(slots, gradients, strict=True):
+            slot.sum = gradient
+        if not is_one(scale):
+            self._deferred.defer(slots, scale)
+        return True
+
+    def _set_odd_apart(
+        self, slots: Sequence[Slot], gradients: list[Tensor], scale: float | Tensor
+    ) -> Sequence[Slot]:
+        """Add gradients that are not of their lane singly, and take them out; the slots that are left."""
+        wanted, strided = slots[0].lane[1] if slots else None, torch.strided
+        if all(gradient.dtype is wanted and gradient.layout is strided for gradient in gradients):
+            return slots
+        ordinary = []
+        for index, slot in enumerate(slots):
+            gradient = gradients[index]
+            if gradient.layout is not strided:
+                slot.set_odd(True)
+            if slot.odd or gradient.dtype is not wanted:
+                self.add_odd(slot, gradient, scale)
+            else:
+                ordinary.append(index)
+        del gradient
+        gradients[:] = [gradients[index] for index in ordinary]
+        return [slots[index] for index in ordinary]
+
+    def _add_some_first(self, slots: Sequence[Slot], gradients: list[Tensor], scale: float | Tensor) -> None:
+        """`add` where some slot has no accumulator yet, or the user has put one into p.grad."""
+        sums: list[Any] = []
+        terms: list[Tensor] = []
+        first: list[bool] = []
+        fresh: list[Slot] = []
+        added: list[Slot] = []
+        adopted: list[Slot] = []
+        grads, plans = self._grads, self._plans
+        same_dtype = slots[0].lane[1] == slots[0].lane[2]
+        kept = None if same_dtype else buffers(slots, [grads.current(slot) is None for slot in slots])
+        private = not grads.exposed
+        if kept is not None and private and all(slot.sum is None for slot in slots):
+            plans.add(kept, gradients, scale, True, slots, False)
+            grads.generation += 1
+            for slot, accumulator in zip(slots, kept, strict=True):
+                slot.sum = accumulator
+            return
+        for index, slot in enumerate(slots):
+            accumulator = grads.current(slot)
+            if accumulator is None:
+                if same_dtype and slot.obeys_layout(gradients[index]) and is_sole(gradients, index):
+                    accumulator = gradients[index]
+                    if is_one(scale) or self._may_defer(slot, scale):
+                        grads.put(slot, accumulator)
+                        adopted.append(slot)
+                        continue
+                elif kept is None:
+                    shape, (device, _, dtype) = slot.param.shape, slot.lane
+                    accumulator = torch.empty_strided(shape, slot.strides, dtype=dtype, device=device)
+                else:
+                    accumulator = kept[index]
+                fresh.append(slot)
+                first.append(True)
+            elif not fits(slot, accumulator):
+                self.add_odd(slot, gradients[index], scale)
+                continue
+            else:
+                first.append(False)
+            sums.append(accumulator)
+            added.append(slot)
+            terms.append(gradients[index])
+        if not is_one(scale):
+            self._deferred.defer(adopted, scale)
+        flags = first if len(fresh) < len(sums) and fresh else bool(fresh)
+        plans.add(sums, terms, scale, flags, added, grads.exposed)
+        written = (accumulator for accumulator, new in zip(sums, first, strict=True) if new)
+        for slot, accumulator in zip(fresh, written, strict=True):
+            grads.put(slot, accumulator)
+
+    def _may_defer(self, slot: Slot, scale: float | Tensor) -> bool:
+        """Whether a later multiplication gives the bits of one now, and nobody sees the accumulator."""
+        public = self._grads.visible or slot.grad_state is GradState.PUBLISHED
+        return not public and is_deferrable(scale, slot.accumulate_dtype)
+
+    def add_mixed(self, slots: Iterable[Slot], gradients: Iterable[Tensor], scale: float | Tensor) -> None:
+        """As `add`, for gradients of any kind and lane."""
+        lanes: dict[Lane, tuple[list[Slot], list[Tensor]]] = {}
+        for slot, gradient in zip(slots, gradients, strict=True):
+            if type(gradient) is Tensor and not slot.odd and gradient.dtype == slot.lane[1]:
+                chosen = lanes.setdefault(slot.lane, ([], []))
+                chosen[0].append(slot)
+                chosen[1].append(gradient)
+            else:
+                self.add_odd(slot, gradient, scale)
+        for chosen_slots, chosen_gradients in lanes.values():
+            self.add(chosen_slots, chosen_gradients, scale)
+
+    def add_odd(self, slot: Slot, gradient: Tensor, scale: float | Tensor) -> None:
+        """As `add`, by plain torch: sparse and complex gradients, subclasses, dtypes that no kernel pairs."""
+        with self._lock:
+            self._rescaler.apply([slot])
+            self._norms.forget([slot])
+            accumulator = self._grads.current(slot)
+            dtype = slot.accumulate_dtype if accumulator is None else accumulator.dtype
+            if accumulator is None or (accumulator.is_sparse and not gradient.is_sparse):
+                term = scaled(gradient.to(dtype), scale)
+                if accumulator is not None:
+                    term = term + accumulator
+                elif term is gradient:
+                    term = gradient.clone()
+                self._grads.put(slot, term)
+            elif accumulator.is_sparse:
+                self._grads.put(slot, accumulator + scaled(gradient.to(dtype), scale))
+            elif isinstance(scale, Tensor):
+                accumulator.add_(scaled(gradient.to(dtype), scale))
+            else:
+                accumulator.add_(gradient, alpha=scale)
+
+
+def fits(slot: Slot, accumulator: Tensor | None) -> bool:
+    """Whether there is an accumulator that the slot's kernel takes; users may put another into p.grad."""
+    if accumulator is None or not checks.is_plain(accumulator):
+        return False
+    device, _, dtype = slot.lane
+    return accumulator.dtype == dtype and accumulator.device == device

@@ -1,0 +1,123 @@
+"""Deferred scales: factors by which accumulators are yet to be multiplied, as a rule by the next addition.
+
+Note [The deferred scale]
+What a window has summed up so far, in the unit `Window.factor`, is d * acc: `acc` is the tensor, d its
+deferred scale, 1 as a rule. An addition discharges it,
+
+    acc <- scale * gradient + round(d * acc),    d <- 1
+
+(`beta` of a backend's `accumulate_`), to the bits of a pass that multiplies before. That pass would read and
+write every accumulator once more; an addition has it at hand anyway. d is not 1 after a first gradient has
+become the accumulator as it was (d is the scale that it came with), and once a window's final factor is
+known, before its last additions (d is the ratio of the factors). `Rescaler.apply` multiplies what no addition
+has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..checks import computation_dtype
+from .param import Slot
+
+
+class DeferredScales:
+    """By slot: a factor other than 1, a float or 0-dim tensor, by which to multiply its accumulator."""
+
+    def __init__(self) -> None:
+        self._scales: dict[Slot, float | Tensor] = {}
+        #: Tensors that a launch on another stream may still have to read, by identity.
+        self._held: dict[int, Tensor] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._scales)
+
+    def __getitem__(self, slot: Slot) -> float | Tensor:
+        """The deferred scale of a slot's accumulator; 1.0 where there is none."""
+        return self._scales.get(slot, 1.0)
+
+    def defer(self, slots: Iterable[Slot], factor: float | Tensor) -> None:
+        """Multiply these accumulators by `factor` too, later. A tensor must not change any more."""
+        if not self._scales:
+            self._held.clear()
+        products: dict[float, float | Tensor] = {}  # one tensor for all that had one before
+        for slot in slots:
+            before = self._scales.get(slot)
+            if before is None:
+                self._scales[slot] = factor
+                continue
+            key = _key(before)
+            if key not in products:
+                products[key] = before * factor
+            self._scales[slot] = products[key]
+        for value in (factor, *products.values()):
+            if isinstance(value, Tensor):
+                self._held[id(value)] = value
+
+    def discharge(self, slots: Iterable[Slot]) -> None:
+        """These slots' accumulators have been multiplied, or are gone."""
+        for slot in slots:
+            self._scales.pop(slot, None)
+
+    def clear(self) -> None:
+        """All accumulators are gone."""
+        self._scales.clear()
+
+    def pending(self, slots: Iterable[Slot] | None = None) -> list[Slot]:
+        """Those of `slots` (None: of all) that have one."""
+        return list(self._scales) if slots is None else [slot for slot in slots if slot in self._scales]
+
+    def common(self, slots: Sequence[Slot]) -> float | Tensor | None:
+        """The scale of all of these slots' accumulators; None where they differ."""
+        groups = self.groups(slots)
+        return groups[0][0] if len(groups) == 1 else None
+
+    def groups(self, slots: Sequence[Slot]) -> list[tuple[float | Tensor, list[int]]]:
+        """The indices of slots whose accumulators have the same scale, with that."""
+        found: dict[float, tuple[float | Tensor, list[int]]] = {}
+        for index, slot in enumerate(slots):
+            factor = self._scales.get(slot, 1.0)
+            found.setdefault(_key(factor), (factor, []))[1].append(index)
+        return list(found.values())
+
+
+def _key(factor: float | Tensor) -> float:
+    """Equal for equal numbers, which are above 0, and for a tensor and itself."""
+    return -id(factor) if isinstance(factor, Tensor) else factor
+
+
+def is_one(scale: float | Tensor) -> bool:
+    """Whether there is nothing to multiply; what is on a device is not asked."""
+    return not isinstance(scale, Tensor) and scale == 1.0
+
+
+def is_deferrable(factor: float | Tensor, dtype: torch.dtype) -> bool:
+    """Whether an accumulator of this dtype that is multiplied later has the bits of one multiplied now.
+
+    What is computed in its own dtype is not rounded in between. bfloat16 is, but has float32's exponents, so
+    that powers of two round nothing above its smallest normal number.
+    """
+    if is_one(factor) or computation_dtype(dtype) == dtype:
+        return True
+    return dtype is torch.bfloat16 and not isinstance(factor, Tensor) and math.frexp(factor)[0] == 0.5
+
+
+def scaled(tensor: Tensor, scale: float | Tensor) -> Tensor:
+    """scale * tensor, sparse or not; the tensor itself where the scale is 1."""
+    if is_one(scale):
+        return tensor
+    scale = to_device_of(scale, tensor)
+    if not tensor.is_sparse or not isinstance(scale, Tensor):
+        return tensor * scale
+    # A product with a tensor would sum repeated indices, and so round elsewhere than stock.
+    indices, values = tensor._indices(), tensor._values() * scale
+    return torch.sparse_coo_tensor(indices, values, tensor.shape, is_coalesced=tensor.is_coalesced())
+
+
+def to_device_of(scale: float | Tensor, tensor: Tensor) -> float | Tensor:
+    """The scale where the tensor is."""
+    return scale.to(tensor.device, non_blocking=True) if isinstance(scale, Tensor) else scale

@@ -1,0 +1,125 @@
+"""How others add to accumulators: a module of the model to all or some rows of one, native hooks to any."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from .add import fits
+from .buffers import buffers
+from .deferred_scale import DeferredScales, to_device_of
+from .p_grad import ParamGrads
+from .param import Slot
+from .partial_norms import PartialNorms
+from .rescaler import Rescaler
+
+#: Adds one gradient: `(accumulator, scale, beta)`, accumulator = beta * accumulator + scale * gradient.
+Write = Callable[[Tensor, float | Tensor, float | Tensor], None]
+
+
+#: The paths of a parameter whose modules write all of its accumulator.
+PRODUCTS = ("gemm",)
+
+
+class InPlaceWriter:
+    """Hands accumulators to those who add by themselves; arguments as `Adder`."""
+
+    def __init__(
+        self,
+        grads: ParamGrads,
+        deferred: DeferredScales,
+        norms: PartialNorms,
+        rescaler: Rescaler,
+        lock: threading.RLock,
+    ) -> None:
+        self._grads, self._deferred, self._norms = grads, deferred, norms
+        self._rescaler, self._lock = rescaler, lock
+        #: Whether any module has ever added to an accumulator by itself.
+        self.any_written = False
+
+    def addable(self, slots: Sequence[Slot]) -> tuple[list[Tensor | None], list[float]]:
+        """The accumulators to which native code may add, and by what to multiply each first (empty: by 1).
+
+        None: not to this one. Memory that waits for a module's first product is there too, with a factor of
+        0. What stands in p.grad may be of any kind.
+        """
+        current = self._grads.current
+        sums = [None if slot.odd else current(slot) for slot in slots]
+        fresh: list[int] = []
+        if self.any_written:
+            fresh = [
+                index
+                for index, slot in enumerate(slots)
+                if sums[index] is None and not slot.odd and slot.paths == PRODUCTS and slot.buffer is not None
+            ]
+        if not (self._deferred or fresh):
+            return sums, []
+        scales = [self._deferred[slot] for slot in slots]
+        betas = [1.0 if isinstance(scale, Tensor) else scale for scale in scales]
+        for index, scale in enumerate(scales):
+            if isinstance(scale, Tensor):
+                sums[index] = None
+        for index in fresh:
+            (sums[index],), betas[index] = buffers([slots[index]], [True]), 0.0
+        return sums, betas
+
+    def added_to(self, slots: Sequence[Slot]) -> None:
+        """Native code has added to what `addable` has returned for these slots."""
+        if self._deferred:
+            self._deferred.discharge(slots)
+        if self.any_written:
+            for slot in slots:
+                if slot.paths and slot.buffer is not None and self._grads.current(slot) is None:
+                    self._grads.put(slot, slot.buffer)
+
+    def write(self, slot: Slot, write: Write, scale: float | Tensor, by_rows: bool = False) -> bool:
+        """Have `write` add to the slot's accumulator; False, with nothing done, where it cannot.
+
+        Args:
+            slot: whose accumulator it is: a matrix.
+            write: called with memory that holds nothing yet and a beta of 0, or with the accumulator and its
+                deferred scale.
+            scale: handed on to `write`.
+            by_rows: `write` adds to some rows only: memory that held nothing is all zeros then, and beta
+                is 1.
+        """
+        grads, deferred = self._grads, self._deferred
+        accumulator, self.any_written = slot.sum, True
+        if (
+            accumulator is not None
+            and accumulator is slot.buffer  # it has been here before, and has not moved
+            and not (grads.exposed or deferred or isinstance(scale, Tensor))
+        ):
+            with self._lock:
+                write(accumulator, scale, 1.0)
+                self._norms.forget([slot])
+            return True
+        with self._lock:
+            accumulator = grads.current(slot)
+            fresh = accumulator is None
+            if accumulator is None:
+                (accumulator,) = buffers([slot], [True])
+            if not fits(slot, accumulator) or not _is_matrix(accumulator, by_rows):
+                return False
+            if by_rows:
+                self._rescaler.apply([slot])
+                if fresh:
+                    accumulator.zero_()
+                write(accumulator, to_device_of(scale, accumulator), 1.0)
+            else:
+                beta = 0.0 if fresh else to_device_of(deferred[slot], accumulator)
+                write(accumulator, to_device_of(scale, accumulator), beta)
+                deferred.discharge([slot])
+            self._norms.forget([slot])
+            if fresh:
+                grads.put(slot, accumulator)
+            return True
+
+
+def _is_matrix(accumulator: Tensor, by_rows: bool) -> bool:
+    """Whether it is 2-d and dense, row after row if `by_rows`."""
+    if accumulator.dim() != 2:
+        return False
+    return accumulator.is_contiguous() or (not by_rows and accumulator.t().is_contiguous())

@@ -1,0 +1,331 @@
+"""What stands in each parameter's `p.grad`, and every way from one such state to another.
+
+Note [Who owns p.grad]
+In a manual loop p.grad is the accumulator, and the truth. In a counted loop accumulators are private until
+the window's last backward ends; then they are published: p.grad is the accumulator, and again the truth,
+until an update has consumed it. What is spent so stays visible until the next backward, and is never counted
+again. What else is found in p.grad was put there by autograd or the user, and is a gradient, unless a
+backward inside `ignore()` has left it. `GradState` has the cases; no other file changes a state.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from .param import GradState, Slot, nothing
+
+NOT_OURS, PUBLISHED, CAST, STOCK, IGNORED = GradState
+
+
+class ParamGrads:
+    """The p.grad of each parameter.
+
+    Args:
+        slots: the parameters; a list shared with its owner, who may append.
+        visible: p.grad is the accumulator (manual loop); else accumulators are private (counted loop).
+    """
+
+    def __init__(self, slots: list[Slot], visible: bool) -> None:
+        self.slots = slots
+        self.visible = visible
+        self.any_published = False
+        #: Counted loop: whether an update has consumed what stands in p.grad.
+        self.spent = False
+        #: Counts the changes of which tensors are private accumulators.
+        self.generation = 0
+
+    @property
+    def exposed(self) -> bool:
+        """Whether users may see accumulators."""
+        return self.visible or self.any_published
+
+    def current(self, slot: Slot) -> Tensor | None:
+        """The accumulator, or None before the first gradient. It may have a deferred scale."""
+        state = slot.grad_state
+        if state is PUBLISHED:
+            return slot.param.grad
+        if not self.visible or state is STOCK:
+            return slot.sum
+        gradient = slot.param.grad
+        is_cast = state is CAST and gradient is not None and gradient is slot.placed()
+        return slot.sum if is_cast else gradient
+
+    def held(self, slots: Iterable[Slot]) -> list[tuple[Slot, Tensor]]:
+        """The accumulators that these slots have, whatever scale is deferred, each with its slot."""
+        pairs = ((slot, self.current(slot)) for slot in slots)
+        return [(slot, accumulator) for slot, accumulator in pairs if accumulator is not None]
+
+    def put(self, slot: Slot, accumulator: Tensor) -> None:
+        """Make a tensor the accumulator, where accumulators are now."""
+        state = slot.grad_state
+        if state is PUBLISHED or (self.visible and state is not STOCK):
+            self.publish(slot, accumulator)
+        else:
+            self.generation += 1
+            slot.sum = accumulator
+
+    def restore(self, slot: Slot, accumulator: Tensor, published: bool) -> None:
+        """Make a tensor of a checkpoint the accumulator, `published` as it was there, where that may be."""
+        if slot.may_publish():
+            if self.visible or published:
+                self.publish(slot, accumulator)
+                self.any_published = True
+                return
+        elif self.visible:
+            slot.param.grad = accumulator.to(slot.param.dtype)
+            return
+        self.generation += 1
+        slot.sum = accumulator
+
+    def forget(self, slot: Slot) -> None:
+        """No accumulator, and nothing of ours in p.grad."""
+        slot.sum = None
+        self._set(slot, NOT_OURS)
+
+    @staticmethod
+    def _set(slot: Slot, state: GradState, placed: Tensor | None = None) -> None:
+        slot.grad_state = state
+        if placed is None:
+            slot.placed = nothing
+        else:
+            slot.placed, slot.placed_version = weakref.ref(placed), placed._version
+
+    # Publishing
+
+    @staticmethod
+    def stands(slot: Slot, accumulator: Tensor) -> bool:
+        """Whether this tensor has been published as the slot's accumulator."""
+        return slot.grad_state is PUBLISHED and accumulator is slot.placed()
+
+    def publish(self, slot: Slot, accumulator: Tensor) -> None:
+        """Make a tensor the accumulator, and p.grad."""
+        self.generation += 1
+        slot.param.grad = accumulator
+        slot.sum = None
+        self._set(slot, PUBLISHED, accumulator)
+
+    def publish_all(self) -> None:
+        """Put every private accumulator into p.grad, where it may stand there and no gradient does."""
+        for slot in self.slots:
+            if slot.sum is None or not slot.may_publish():
+                continue
+            present = slot.param.grad
+            if present is None or not slot.is_foreign(present):
+                self.publish(slot, slot.sum)
+        self.any_published = True
+
+    def make_private(self) -> None:
+        """Begin a window: accumulators that no update has consumed, and nobody cleared, go on in private."""
+        self.drop_spent()
+        if self.any_published:
+            self.disown_replaced()
+            for slot in self.slots:
+                self.stash(slot)
+            self.any_published = False
+
+    def stash(self, slot: Slot) -> None:
+        """Take what is ours out of p.grad, so that autograd can put a fresh gradient there."""
+        self.generation += 1
+        gradient, state = slot.param.grad, slot.grad_state
+        if state is PUBLISHED:
+            slot.sum = gradient
+            if gradient is not None and not slot.odd and gradient.dtype != slot.accumulate_dtype:
+                slot.sum = gradient.to(slot.accumulate_dtype)
+        elif state is CAST and gradient is None:
+            slot.sum = None
+        if gradient is not None and not slot.is_foreign(gradient):
+            slot.param.grad = None
+        self._set(slot, NOT_OURS)
+
+    def unstash(self, slot: Slot) -> None:
+        """After `stash`: the accumulator stands in p.grad again; what was put there meanwhile is dropped."""
+        if slot.sum is not None:
+            self.publish(slot, slot.sum)
+            self.any_published = True
+
+    def disown_replaced(self) -> None:
+        """Between windows: what the user has put into p.grad in place of an accumulator is a gradient."""
+        self.generation += 1
+        if self.any_published:
+            for slot in self.slots:
+                if slot.grad_state is PUBLISHED and slot.param.grad is not slot.placed():
+                    self._set(slot, NOT_OURS)
+
+    def disown_added(self, slot: Slot) -> None:
+        """Between windows, after a move: what autograd has added to our zeros is a gradient."""
+        gradient = slot.param.grad
+        if gradient is not None and self.stands(slot, gradient) and gradient._version != slot.placed_version:
+            self._set(slot, NOT_OURS)
+
+    # An update
+
+    def place_cast(self, slot: Slot, accumulator: Tensor | None, cast: Tensor) -> None:
+        """Put a copy in the parameter's dtype into p.grad; None: the accumulator was given up for it."""
+        slot.sum = accumulator
+        slot.param.grad = cast
+        self._set(slot, CAST, cast)
+
+    def leave_step(self) -> None:
+        """After an update: the accumulator stands in p.grad again where it may, and its copy goes.
+
+        In a counted loop it is spent then.
+        """
+        self.generation += 1
+        self.spent = not self.visible
+        for slot in self.slots:
+            if slot.grad_state is CAST and slot.may_publish():
+                self._leave_cast(slot)
+            left = slot.param.grad
+            if self.spent and left is not None:
+                slot.placed_version = left._version  # the update has scaled it, perhaps
+
+    def _leave_cast(self, slot: Slot) -> None:
+        gradient = slot.param.grad
+        if gradient is None or gradient is not slot.placed():
+            self.forget(slot)
+        elif slot.sum is not None:
+            self.publish(slot, slot.sum)
+        else:
+            masters = gradient.dtype != slot.param.dtype
+            self.publish(slot, gradient.to(slot.accumulate_dtype) if masters else gradient)
+
+    def note_spent(self) -> None:
+        """What stands in p.grad, of whatever origin, has been consumed by an update."""
+        for slot in self.slots:
+            if slot.param.grad is not None:
+                self.publish(slot, slot.param.grad)
+        self.spent = self.any_published = True
+
+    def drop_spent(self) -> None:
+        """Let go of what an update has consumed; what the user has put into p.grad in its place stays."""
+        if not self.spent:
+            return
+        self.disown_replaced()
+        for slot in self.slots:
+            gradient = slot.param.grad
+            if gradient is not None and not slot.is_foreign(gradient):
+                slot.param.grad = None
+            self.forget(slot)
+        self.spent = self.any_published = False
+
+    def keep_spent(self, slot: Slot, moved: bool, hooked: bool) -> None:
+        """Between windows, after a parameter has changed: what was spent stays so, in p.grad's new place too.
+
+        Args:
+            slot: the parameter's.
+            moved: to another dtype or device, and p.grad with it.
+            hooked: autograd cannot have stored a gradient meanwhile.
+
+        Raises:
+            RuntimeError: something was added to what is spent; both can no longer be told apart.
+        """
+        gradient, placed = slot.param.grad, slot.placed()
+        if gradient is None or placed is None or (gradient is not placed and not moved):
+            return
+        same = gradient._version == slot.placed_version if gradient is placed else gradient._version == 0
+        if not hooked and not (same and not (moved and gradient.is_sparse)):
+            raise RuntimeError(
+                f"parameter {slot.name!r} was cast, moved or unfrozen while p.grad still held what "
+                "an update had consumed, and a backward may have added to it since: call "
+                "optimizer.zero_grad() between an update and such a change"
+            )
+        if gradient is not placed:
+            self.publish(slot, gradient)
+
+    def drop_outgrown(self, slot: Slot) -> bool:
+        """Counted loop, between windows: clear what an update has left, if it has another shape than now.
+
+        Returns whether the accumulator is to be forgotten.
+        """
+        accumulator, gradient = self.current(slot), slot.param.grad
+        if self.visible or accumulator is None or accumulator.shape == slot.param.shape:
+            return False
+        if slot.grad_state is PUBLISHED and gradient is not slot.placed():
+            return False  # the user's
+        if gradient is not None and not slot.is_foreign(gradient):
+            slot.param.grad = None
+        self.generation += 1
+        return True
+
+    def clear(self) -> None:
+        """Forget every accumulator and clear every p.grad."""
+        self.generation += 1
+        self.spent = self.any_published = False
+        for slot in self.slots:
+            self.forget(slot)
+            if slot.param.grad is not None:
+                slot.param.grad = None
+
+    def zero(self) -> None:
+        """As `clear`, but where there is a gradient, zeros stay visible in p.grad."""
+        self.generation += 1
+        self.spent, self.any_published = False, True
+        for slot in self.slots:
+            gradient = slot.param.grad
+            is_cast = slot.grad_state is CAST and gradient is not None and gradient is slot.placed()
+            if is_cast and slot.sum is not None and slot.may_publish():
+                gradient = slot.sum
+            self.forget(slot)
+            if gradient is None:
+                continue
+            if gradient.grad_fn is not None:
+                gradient.detach_()
+            else:
+                gradient.requires_grad_(False)
+            gradient.zero_()
+            if self.visible:
+                slot.param.grad = gradient
+            elif slot.may_publish():
+                self.publish(slot, gradient.to(slot.accumulate_dtype))
+            else:
+                self.place_cast(slot, gradient.to(slot.accumulate_dtype), gradient)
+
+    # What autograd stores
+
+    def begin_stock(self, slot: Slot) -> None:
+        """Ready p.grad for a gradient that autograd will store, and that is to be scaled or counted after."""
+        self.generation += 1
+        self.drop_spent()
+        if not self.visible:
+            self.stash(slot)
+        elif slot.grad_state is not STOCK:
+            slot.sum, slot.param.grad = self.current(slot), None
+            self._set(slot, STOCK)
+
+    def note_stock(self, slot: Slot) -> None:
+        """Manual loop: what stands in p.grad is of the micro-batch at hand; nothing came before."""
+        self._set(slot, STOCK)
+
+    def end_stock(self, slots: Sequence[Slot]) -> list[tuple[Slot, Tensor]]:
+        """Manual loop: what autograd has stored since `begin_stock`; accumulators are p.grad again."""
+        self.generation += 1
+        stored = []
+        for slot in slots:
+            if slot.grad_state is STOCK:
+                gradient, accumulator = slot.param.grad, slot.sum
+                if accumulator is None:
+                    slot.param.grad = None
+                    self.forget(slot)
+                else:
+                    self.publish(slot, accumulator)
+                if gradient is not None:
+                    stored.append((slot, gradient.detach()))
+        return stored
+
+    def ignore_present(self, slots: Sequence[Slot]) -> None:
+        """What stands in p.grad of these slots is no gradient of the window, unless it is the accumulator."""
+        for slot in slots:
+            gradient = slot.param.grad
+            if slot.grad_state is not PUBLISHED and gradient is not None:
+                self._set(slot, IGNORED, gradient)
+
+    def clear_ignored(self) -> None:
+        """Clear from p.grad what does not count: left by backwards inside `ignore()`, or zeros put there."""
+        for slot in self.slots:
+            if slot.grad_state is IGNORED:
+                if slot.param.grad is not None and slot.param.grad is slot.placed():
+                    slot.param.grad = None
+                self._set(slot, NOT_OURS)

@@ -1,0 +1,195 @@
+"""Passes of a backend over accumulators, and what backends have prepared for lists that come again.
+
+A pass discharges deferred scales and records the norms that are wanted.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from .. import backends
+from ..backends import SELF_CHECKING, Backend, Run
+from .deferred_scale import DeferredScales, to_device_of
+from .param import Lane, Slot
+from .partial_norms import PartialNorms
+
+#: In how many of the lists that are kept prepared a parameter may be, on average. One is usual; models that
+#: use other parameters every time would have ever new ones.
+MAX_LISTS = 2
+
+
+class CachedPlan:
+    """What a backend has prepared for a list of accumulators, without keeping these alive.
+
+    An accumulator is known by its identity and its address: the memory of a tensor can be swapped under it
+    (`Module.to` does so with p.grad). Prepared on the second use, since adopted gradients may last for one.
+
+    Args:
+        backend: who adds.
+        slots: whose accumulators they are.
+        accumulators: tensors without overlap, of one device and dtype.
+        generation: of `ParamGrads`, when they were private; -1 where they were not.
+    """
+
+    def __init__(
+        self, backend: Backend, slots: Sequence[Slot], accumulators: Sequence[Tensor], generation: int
+    ) -> None:
+        self.slots = slots
+        self.generation = generation
+        self.run: Run | None = None
+        self._backend = backend
+        self._references = [weakref.ref(accumulator) for accumulator in accumulators]
+        self._addresses = [accumulator.data_ptr() for accumulator in accumulators]
+
+    def holds(self, accumulators: Sequence[Tensor | None]) -> bool:
+        """Whether these are the same tensors, still at the same addresses; None is none of them."""
+        known = [reference() for reference in self._references]
+        if not all(map(operator.is_, accumulators, known)):
+            return False
+        return self._addresses == [-1 if each is None else each.data_ptr() for each in accumulators]
+
+    def add(
+        self,
+        accumulators: Sequence[Tensor] | None,
+        gradients: Sequence[Tensor],
+        scale: float | Tensor,
+        norm_type: float | None,
+        beta: float | Tensor,
+    ) -> Tensor | None:
+        """acc = beta * acc + scale * gradient, for tensors that it holds (None once `run` is there); with
+        `norm_type`, the partial norms of the new values.
+
+        Only the native backends prepare without keeping the tensors alive.
+        """
+        if self.run is None:
+            assert accumulators is not None
+            chosen = self._backend
+            if chosen.name not in SELF_CHECKING:
+                if norm_type is not None:
+                    return chosen.accumulate_with_norm_(
+                        accumulators, gradients, scale, False, norm_type, beta
+                    )
+                chosen.accumulate_(accumulators, gradients, scale, False, beta)
+                return None
+            self.run = chosen.prepare(accumulators)
+        if norm_type is not None:
+            return self.run.with_norm(gradients, scale, False, norm_type, beta)
+        self.run(gradients, scale, False, beta)
+        return None
+
+
+class PlanCache:
+    """Chooses backends and runs them.
+
+    Args:
+        slots: the parameters; a list shared with its owner, who may append.
+        backend: as in `AccumulatingOptimizer`.
+        deferred: discharged by additions.
+        norms: recorded by additions.
+    """
+
+    def __init__(
+        self, slots: Sequence[Slot], backend: str, deferred: DeferredScales, norms: PartialNorms
+    ) -> None:
+        self._slots = slots
+        self._backend = backend
+        self._deferred = deferred
+        self._norms = norms
+        #: By the first of the parameters that were added together; the same come in every micro-batch.
+        self.plans: dict[Slot, CachedPlan] = {}
+        self._kept = 0
+
+    def select(self, lane: Lane) -> backends.Selection:
+        """Which backend adds gradients of this lane, and why."""
+        device, gradient, accumulator = lane
+        return backends.select(device, accumulator, gradient, self._backend)
+
+    def add(
+        self,
+        accumulators: list[Tensor],
+        terms: list[Tensor],
+        scale: float | Tensor,
+        overwrite: bool | list[bool],
+        slots: Sequence[Slot],
+        exposed: bool,
+    ) -> None:
+        """Add to the accumulators of `slots`: one pass, or one for each of their deferred scales."""
+        if not self._deferred or overwrite is True:
+            self.run(accumulators, terms, scale, overwrite, slots, exposed)
+            return
+        for beta, chosen in self._deferred.groups(slots):
+            flags = overwrite if isinstance(overwrite, bool) else [overwrite[index] for index in chosen]
+            of = [slots[index] for index in chosen]
+            former, fresh = [accumulators[index] for index in chosen], [terms[index] for index in chosen]
+            self.run(former, fresh, scale, flags, of, exposed, beta)
+            self._deferred.discharge(of)
+
+    def run(
+        self,
+        accumulators: list[Tensor],
+        terms: list[Tensor],
+        scale: float | Tensor,
+        overwrite: bool | list[bool],
+        slots: Sequence[Slot],
+        exposed: bool,
+        beta: float | Tensor = 1.0,
+    ) -> None:
+        """One pass. It records the norms of what are the accumulators of `slots`, if they are wanted.
+
+        exposed: whether users may see the accumulators, whose versions then tell that they have changed.
+        """
+        if not accumulators:
+            return
+        first = accumulators[0]
+        chosen = self.select((first.device, terms[0].dtype, first.dtype)).backend
+        scale, beta = to_device_of(scale, first), to_device_of(beta, first)
+        norm_type = self._norms.norm_type if slots else None
+        partials = None
+        if norm_type is None:
+            self._norms.forget(slots)
+            chosen.accumulate_(accumulators, terms, scale, overwrite, beta)
+        else:
+            partials = chosen.accumulate_with_norm_(accumulators, terms, scale, overwrite, norm_type, beta)
+        if exposed:
+            increment_version(accumulators)
+        if partials is not None:
+            self._norms.record(slots, accumulators, partials)
+
+    def keep(self, slots: Sequence[Slot], accumulators: Sequence[Tensor], generation: int) -> None:
+        """Have these accumulators of one lane prepared when they come again; as `CachedPlan`."""
+        former = self.plans.pop(slots[0], None)
+        self._kept += len(slots) - (0 if former is None else len(former.slots))
+        if self._kept > MAX_LISTS * len(self._slots):
+            self.clear()
+            self._kept = len(slots)
+        backend = self.select(slots[0].lane).backend
+        self.plans[slots[0]] = CachedPlan(backend, slots, accumulators, generation)
+
+    def clear(self) -> None:
+        """Forget all that is prepared."""
+        self.plans.clear()
+        self._kept = 0
+
+    def run_plan(
+        self,
+        plan: CachedPlan,
+        accumulators: list[Tensor] | None,
+        gradients: list[Tensor],
+        scale: float | Tensor,
+        beta: float | Tensor,
+    ) -> None:
+        """As `run`, for what the plan holds; None for accumulators that are private and have not changed."""
+        scale, beta = to_device_of(scale, gradients[0]), to_device_of(beta, gradients[0])
+        slots = plan.slots
+        partials = plan.add(accumulators, gradients, scale, self._norms.norm_type, beta)
+        if self._deferred:
+            self._deferred.discharge(slots)
+        if partials is None:
+            self._norms.forget(slots)
+        else:
+            self._norms.record(slots, accumulators or [slot.sum for slot in slots], partials)  # type: ignore[misc]
