@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -16,20 +16,29 @@ from .accumulators import Accumulators, GradState, Slot
 from .hooks import Hook, Task, accumulate_grad_node, hook_maker
 from .taking import Taking
 from .torch_state import process_group_up
-from .window import Window
 
-#: Which arming holds a parameter, by the parameter's id: a live one keeps its parameters alive, and weak
+#: Which registry holds a parameter, by the parameter's id: a live one keeps its parameters alive, and weak
 #: references to parameters would stand in the way of `torch.utils.swap_tensors`.
-_owners: dict[int, weakref.ref[Arming]] = {}
+_owners: dict[int, weakref.ref[HookRegistry]] = {}
 
 
-class Arming:
+class Windows(Protocol):
+    """What the registry asks of whoever knows the window."""
+
+    @property
+    def between_windows(self) -> bool: ...
+
+
+class HookRegistry:
     """Hooks on the parameters of `slots`.
 
     Args:
         slots: the parameters; a list shared with its owner, who calls `refresh` after appending.
-        window: asked whether it is empty.
         accumulators: told what a parameter has become.
+        windows: asked whether a window has begun.
+        taking: puts native hooks before those in Python.
+        tasks: the graph tasks that are known, by identity.
+        capture: a weak reference to who receives gradients.
 
     Raises:
         ValueError: a parameter is in another live wrapper.
@@ -38,11 +47,18 @@ class Arming:
     #: True until there is something to release, and after that.
     closed = True
 
-    def __init__(self, slots: list[Slot], window: Window, accumulators: Accumulators) -> None:
+    def __init__(
+        self,
+        slots: list[Slot],
+        accumulators: Accumulators,
+        windows: Windows,
+        taking: Taking,
+        tasks: Mapping[int, Task],
+        capture: weakref.ref,
+    ) -> None:
         self.slots = slots
-        self.window = window
-        self.accumulators = accumulators
-        self._tasks: dict[int, Task] = {}
+        self._accumulators, self._windows, self._taking = accumulators, windows, taking
+        self._tasks, self._capture = tasks, capture
         #: The nodes, which die with their hooks when nobody refers to them, and the hooks' handles. They are
         #: not in the slots: a node holds its hook, the hook its slot, and the ring would never be freed.
         self._nodes: dict[Slot, tuple[Any, RemovableHandle]] = {}
@@ -51,11 +67,10 @@ class Arming:
         self._moved = functools.partial(_moved, weakref.ref(self))
         #: Parameters whose shape has changed since the last update, and the shapes that they had.
         self.reshaped: dict[Slot, set[torch.Size]] = {}
-        self._taking = Taking(accumulators)
         #: What makes the hooks of each lane, by its key.
         self._makers: dict[int, Callable[[Slot], Hook]] = {}
         #: Whether a CUDA graph was being captured when the nodes were made.
-        self._armed_in_graph = False
+        self._made_in_graph = False
         self.closed = False
         self.claim(slots)
         self.refresh()
@@ -63,6 +78,18 @@ class Arming:
     def __del__(self) -> None:
         if not (self.closed or sys.is_finalizing()):  # at exit the parameters may be half gone already
             self.close()
+
+    def node_of(self, slot: Slot) -> Any:
+        """The AccumulateGrad node that carries the slot's hook; None where there is none."""
+        return self._nodes.get(slot, (None, None))[0]
+
+    def check_graph(self) -> None:
+        """Raise RuntimeError where a CUDA graph would hold nodes of another stream."""
+        if torch_state.capturing() and not self._made_in_graph:
+            raise RuntimeError(
+                "this CUDA graph was begun without the optimizer's knowledge: call optimizer.zero_grad() "
+                "inside the capture, before the first forward"
+            )
 
     def claim(self, slots: Sequence[Slot]) -> None:
         """Make these parameters ours, or raise ValueError and claim none."""
@@ -76,11 +103,6 @@ class Arming:
         for slot in slots:
             _owners[id(slot.param)] = weakref.ref(self)
 
-    @property
-    def busy(self) -> bool:
-        """Whether a backward is running, as far as `settle` has found out."""
-        return bool(self._tasks)
-
     def refresh(self, slots: Sequence[Slot] | None = None) -> None:
         """Hook what can be hooked of `slots` (None: of all); called after whatever may have changed a node.
 
@@ -91,9 +113,9 @@ class Arming:
             return
         if slots is None:
             slots = self.slots
-            if torch_state.capturing() != self._armed_in_graph:
+            if torch_state.capturing() != self._made_in_graph:
                 # A node keeps the stream that it was made on, which a graph must not wait for.
-                self._armed_in_graph = not self._armed_in_graph
+                self._made_in_graph = not self._made_in_graph
                 for slot in slots:
                     self._disarm(slot)
         for slot in slots:
@@ -112,12 +134,12 @@ class Arming:
             self._let_go(slot)
             self._check_shape(slot)
         slot.describe()
-        self.accumulators.convert(slot)
-        if self.window.empty:
-            if self.accumulators.grads.spent:
-                self.accumulators.grads.keep_spent(slot, slot.lane != former, self._is_hooked(slot))
+        self._accumulators.convert(slot)
+        if self._windows.between_windows:
+            if self._accumulators.grads.spent:
+                self._accumulators.grads.keep_spent(slot, slot.lane != former, self._is_hooked(slot))
             else:
-                self.accumulators.grads.disown_added(slot)
+                self._accumulators.grads.disown_added(slot)
         if slot.widened and slot.former_grad_dtype == former[1]:
             slot.former_grad_dtype = slot.param.dtype
 
@@ -130,12 +152,12 @@ class Arming:
         """The parameter's shape has changed: its node knows the former one, for as long as we hold it."""
         self._disarm(slot)
         self.reshaped.setdefault(slot, set()).add(slot.shape)
-        if self.window.empty:
-            self.accumulators.drop_outgrown(slot)
+        if self._windows.between_windows:
+            self._accumulators.drop_outgrown(slot)
 
     def _check_shape(self, slot: Slot) -> None:
-        total, shape = self.accumulators.grads.current(slot), slot.param.shape
-        is_p_grad = self.accumulators.grads.visible and slot.grad_state is not GradState.STOCK
+        total, shape = self._accumulators.grads.current(slot), slot.param.shape
+        is_p_grad = self._accumulators.grads.visible and slot.grad_state is not GradState.STOCK
         if total is not None and total.shape != shape and not is_p_grad:
             raise RuntimeError(
                 f"parameter {slot.name!r} is of shape {tuple(shape)} now, and gradients of shape "
@@ -153,7 +175,7 @@ class Arming:
                 _owners.pop(id(slot.param), None)
         self._taking.forget(slots)
 
-    def rearm(self, slots: Iterable[Slot]) -> None:
+    def reregister(self, slots: Iterable[Slot]) -> None:
         """Hook the new nodes of parameters whose memory was another's for a while."""
         for slot in slots:
             if not self.closed and slot.param.requires_grad:
@@ -177,7 +199,7 @@ class Arming:
     def _make_hook(self, slot: Slot) -> Hook:
         maker = self._makers.get(slot.lane_key)
         if maker is None:
-            maker = hook_maker(weakref.ref(self), self._taking.lane(slot), self._tasks, slot.on_cuda)
+            maker = hook_maker(self._capture, self._taking.lane(slot), self._tasks, slot.on_cuda)
             self._makers[slot.lane_key] = maker
         return maker(slot)
 
@@ -207,11 +229,6 @@ class Arming:
         """Release for good."""
         self.closed = True
         self.release(self.slots)
-        self.forget()
-
-    def forget(self) -> None:
-        """Drop what is pending."""
-        raise NotImplementedError
 
 
 class _Memory(weakref.ref):
@@ -221,9 +238,9 @@ class _Memory(weakref.ref):
     slot: Slot
 
 
-def _moved(arming: weakref.ref[Arming], memory: _Memory) -> None:
+def _moved(registry: weakref.ref[HookRegistry], memory: _Memory) -> None:
     """The memory that a parameter had is gone."""
-    owner, slot = arming(), memory.slot
+    owner, slot = registry(), memory.slot
     if owner is not None and not owner.closed and slot.param.shape != slot.shape:
         owner._let_go(slot)
 

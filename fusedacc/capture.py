@@ -11,45 +11,64 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from . import hooks, observers, streams, torch_state
-from .accumulators import Accumulators, GradState, Slot
+from . import hooks, streams
+from .accumulators import Accumulators, Slot
 from .accumulators.in_place import Write
-from .arming import Arming
-from .data_parallel import Reducers
+from .arming import HookRegistry
 from .hooks import LET_THROUGH, SWALLOWED, Bucket, Task, task_id
-from .torch_state import process_group_up, raw_stream
-from .window import Window
+from .taking import Taking
+from .torch_state import raw_stream
 
 
-class Capture(Arming):
-    """Hooks on the parameters of `slots`, and what becomes of the gradients that they take.
+class Policy(Protocol):
+    """What `Capture` asks of whoever knows the window; `Accumulation` is one."""
+
+    @property
+    def between_windows(self) -> bool: ...
+
+    @property
+    def num_updates(self) -> int: ...
+
+    def begin_backward(self, refresh: Callable[[], None]) -> Task: ...
+
+    def scale_of(self, task: Task) -> float | Tensor: ...
+
+    def leave_to_autograd(self, task: Task, slot: Slot) -> None: ...
+
+    def publishes_after(self, task: Task) -> bool: ...
+
+    def end_backward(self, task: Task, refresh: Callable[[], None]) -> None: ...
+
+    def forget_backward(self, task: Task, failed: bool) -> None: ...
+
+
+class Capture:
+    """Delivers gradients to accumulators, and says when a backward begins and ends.
 
     Args:
-        slots: the parameters; a list shared with its owner, who calls `refresh` after appending.
-        window: asked for the scale, told when a backward has ended.
+        slots: the parameters; a list shared with its owner, who calls `registry.refresh` after appending.
         accumulators: where gradients go.
+        policy: decides what is done with the gradients of a backward, and at which scale.
 
     Raises:
         ValueError: a parameter is in another live wrapper.
     """
 
-    def __init__(self, slots: list[Slot], window: Window, accumulators: Accumulators) -> None:
-        self.ignoring = False
+    def __init__(self, slots: list[Slot], accumulators: Accumulators, policy: Policy) -> None:
+        self.accumulators = accumulators
         #: Whether compiled autograd has run, which reads p.grad before any hook can clear it.
         self.compiled = False
+        self._policy = policy
         self._lock = threading.RLock()
-        #: Whether a CUDA graph was being captured when the window began.
-        self._began_in_graph = False
-        #: The stream on which the unit of the sums was made, where that is a tensor on a GPU.
-        self._aimed_on: torch.cuda.Stream | None = None
-        self._reducers = Reducers(slots)
-        super().__init__(slots, window, accumulators)
+        self._tasks: dict[int, Task] = {}
+        self._taking = Taking(accumulators)
+        self.registry = HookRegistry(slots, accumulators, policy, self._taking, self._tasks, weakref.ref(self))
 
     # A backward runs
 
@@ -65,7 +84,7 @@ class Capture(Arming):
         if slot.paths:
             self._taking.hand_over(slot)
         if not task.captures or slot.param._post_accumulate_grad_hooks:
-            self._leave(task, slot)
+            self._policy.leave_to_autograd(task, slot)
             return LET_THROUGH
         if gradient is None or task.drops:
             return SWALLOWED
@@ -75,7 +94,7 @@ class Capture(Arming):
                 slot.set_odd(True)
             task.added = True
             self._flush_shared(task, [slot])
-            self.accumulators.adder.add_odd(slot, gradient, self._scale_of(task))
+            self.accumulators.adder.add_odd(slot, gradient, self._policy.scale_of(task))
             return SWALLOWED
         identity = task_id()
         if self._taking.adds(slot, identity, gradient):
@@ -94,10 +113,6 @@ class Capture(Arming):
         bucket.put(slot, slot.param, gradient, 0 if hooks.is_large(slot) else slot.nbytes)
         return SWALLOWED
 
-    def node_of(self, slot: Slot) -> Any:
-        """The AccumulateGrad node that carries the slot's hook; None where there is none."""
-        return self._nodes.get(slot, (None, None))[0]
-
     def take_in_place(self, slot: Slot, node: Any, write: Write, by_rows: bool = False) -> bool:
         """Let a module's backward add its weight's gradient to the sum by itself, if that is all right.
 
@@ -112,7 +127,7 @@ class Capture(Arming):
             Whether the weight's gradient is done with: added, or wanted by nobody. Else it is to be returned
             to autograd: somebody differentiates by the weight, or looks at its gradient on the way.
         """
-        param, armed = slot.param, self._nodes.get(slot)
+        param = slot.param
         if (
             torch.is_grad_enabled()
             or torch.is_anomaly_enabled()  # which looks for nan in it
@@ -120,8 +135,7 @@ class Capture(Arming):
             or param._backward_hooks
             or param._post_accumulate_grad_hooks
             or slot.odd
-            or armed is None
-            or armed[0] is not node  # the parameter was moved or cast
+            or self.registry.node_of(slot) is not node  # the parameter was moved or cast
         ):
             return False
         try:
@@ -143,7 +157,7 @@ class Capture(Arming):
         if slot.on_cuda:
             streams.order(task, slot)
         task.added = True
-        return self.accumulators.in_place.write(slot, write, self._scale_of(task), by_rows)
+        return self.accumulators.in_place.write(slot, write, self._policy.scale_of(task), by_rows)
 
     def _begin(self) -> Task:
         """The first gradient of a graph task: decide what is done with all of them.
@@ -154,63 +168,14 @@ class Capture(Arming):
         if identity == -1 or torch.compiler.is_compiling():
             self.compiled = True  # it traces the hooks, and has no end to call back at
             return Task(captures=False)
-        window = self.window
-        self._check_graph()
-        self._taking.add_later()  # another task's hooks must not add to sums that change here
-        if self.ignoring:
-            self._make_room()
-            self.accumulators.grads.drop_spent()
-            task = Task(captures=False, ignored=True)
-        else:
-            scale = window.base_scale
-            differentiable, reduced = torch.is_grad_enabled(), process_group_up()
-            task = Task(not (differentiable or reduced), scale, drops=window.leaves_out)
-            task.reducer = "ahead" if reduced and not differentiable else ""
-            if reduced and window.counted and not window.micro.deferred:
-                task.watch = self._reducers.watch()
-            if window.full:
-                window.restart()  # its update has failed, and nobody has retried it or cleared the gradients
-            if not window.counted:
-                self.reclaim()
-            elif window.empty:
-                self.accumulators.grads.make_private()
-            if window.counted and window.will_update:
-                self._aim(window.target(ending=True))  # the last additions bring the sums to it
-        norms = self.accumulators.norms
-        # Where p.grad shows the final gradient, users may write to it in ways that leave no trace.
-        norms.norm_type = norms.wanted if window.private and window.will_update and not task.ignored else None
+        self.registry.check_graph()
+        self._taking.add_later()  # another task's hooks must not add to accumulators that change here
+        task = self._policy.begin_backward(self.registry.refresh)
         self._tasks[identity] = task
         self._call_back(identity, task)
         if task.captures:
-            self._taking.begin(identity, task, len(self._tasks) == 1, self._scale_of(task))
+            self._taking.begin(identity, task, len(self._tasks) == 1, self._policy.scale_of(task))
         return task
-
-    def _check_graph(self) -> None:
-        """Raise RuntimeError where a CUDA graph would hold a part of a window, or nodes of another stream."""
-        window, inside = self.window, torch_state.capturing()
-        if inside and not self._armed_in_graph:
-            raise RuntimeError(
-                "this CUDA graph was begun without the optimizer's knowledge: call optimizer.zero_grad() "
-                "inside the capture, before the first forward"
-            )
-        if window.counted and not window.empty and inside != self._began_in_graph:
-            raise RuntimeError(
-                f"a CUDA graph must hold whole windows: this one has {window.micro_step} of {window.steps} "
-                f"micro-batches {'outside' if inside else 'inside'} the capture, and their count would be "
-                "replayed with it"
-            )
-        self._began_in_graph = inside
-
-    def _make_room(self) -> None:
-        """Take in what autograd has stored, before an ignored backward adds to it."""
-        window = self.window
-        if not window.counted:
-            self.reclaim()
-            return
-        if window.micro.deferred if window.micro.ran else window.unsynchronised:
-            window.check_synchronised("a backward inside ignore() would be mixed with them")
-        if window.micro.ran:
-            self.collect(self.slots)
 
     def _call_back(self, identity: int, task: Task) -> None:
         """Have the engine call `finish` at the end of the graph task at hand."""
@@ -218,26 +183,9 @@ class Capture(Arming):
         task.callback = weakref.ref(callback)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
 
-    def _leave(self, task: Task, slot: Slot) -> None:
-        """Let autograd store this gradient, beside nothing of ours."""
-        if task.ignored and slot.grad_state is GradState.PUBLISHED:
-            task.hidden.append(slot)
-            self.accumulators.grads.stash(slot)
-        elif not task.ignored and (self.window.counted or self.window.weighs):
-            self.accumulators.grads.begin_stock(slot)
-        task.stored.append(slot)
-
     def _add(self, task: Task, slots: list[Slot], gradients: list[Tensor], adoptable: bool = False) -> None:
         task.added = True
-        self.accumulators.adder.add(slots, gradients, self._scale_of(task), adoptable)
-
-    def _scale_of(self, task: Task) -> float | Tensor:
-        """By what the gradients of a graph task are multiplied, ready on the current stream."""
-        if self._aimed_on is not None and isinstance(self.window.factor, Tensor):
-            stream = torch.cuda.current_stream(self._aimed_on.device)
-            if stream != self._aimed_on:
-                stream.wait_stream(self._aimed_on)
-        return task.scale_in(self.window.factor)
+        self.accumulators.adder.add(slots, gradients, self._policy.scale_of(task), adoptable)
 
     def flush_bucket(self, identity: int, bucket: Bucket) -> None:
         """Add what a bucket of this graph task holds, after what enclosing tasks hold for its parameters."""
@@ -263,14 +211,12 @@ class Capture(Arming):
             self._add(task, slots, gradients, adoptable)
 
     def finish(self, identity: int) -> None:
-        """The end of a graph task: add what is pending, and deliver if this was the window's last."""
+        """The end of a graph task: add what is pending; the policy does the rest."""
         task = self._tasks.get(identity)
         if task is None:
             return
-        window = self.window
-        delivers = window.counted and window.will_update and not window.micro.deferred and not task.ignored
-        if delivers and task.reducer == "ahead":  # it has queued its callback after ours
-            task.reducer = "done"
+        if task.reducer == "ahead" and self._policy.publishes_after(task):
+            task.reducer = "done"  # it has queued its callback after ours
             self._call_back(identity, task)
             return
         self._taking.add_later()
@@ -278,18 +224,8 @@ class Capture(Arming):
             for bucket in task.buckets.values():
                 self.flush_bucket(identity, bucket)
         streams.join(task)
-        if not task.ignored:
-            if task.watch:
-                self._reducers.check(task.watch, task.stored)
-            window.micro.ran = True
-            if delivers and window.tainted is None:
-                if task.captures or task.reducer:
-                    self.collect(task.stored)
-                if not window.private:
-                    self.deliver()
-        self._drop(identity)
-        if task.ignored:
-            self._mark_ignored(task)
+        self._policy.end_backward(task, self.registry.refresh)
+        self._drop(identity, failed=False)
         self.settle()
 
     def _flush_shared(self, inner: Task, slots: Sequence[Slot]) -> None:
@@ -304,115 +240,43 @@ class Capture(Arming):
                 if not set(slots).isdisjoint(bucket.slots()):
                     self._add_bucket(task, bucket)
 
-    def _drop(self, identity: int) -> Task | None:
-        """Forget a graph task and whatever it still holds; None if another thread has."""
+    def _drop(self, identity: int, failed: bool) -> None:
+        """Forget a graph task and whatever it still holds, if another thread has not."""
         task = self._tasks.pop(identity, None)
         if task is not None:
             self._taking.end(identity, task)
-        return task
+            self._policy.forget_backward(task, failed)
 
     # Between backwards
 
+    @property
+    def num_updates(self) -> int:
+        """Updates of the inner optimizer so far; its kernels write parameters and bump no version."""
+        return self._policy.num_updates
+
+    @property
+    def busy(self) -> bool:
+        """Whether a backward is running, as far as `settle` has found out."""
+        return bool(self._tasks)
+
     def settle(self) -> None:
-        """Forget backwards that an exception has ended; taint the window where they have added something."""
+        """Forget backwards that an exception has ended."""
         for identity in [key for key, task in list(self._tasks.items()) if task.callback() is None]:
-            task = self._drop(identity)
-            if task is None:
-                continue
-            if task.ignored:
-                self._mark_ignored(task)
-            elif task.added or any(slot.param.grad is not None for slot in task.stored):
-                self.window.tainted = "an exception has interrupted a backward"
+            self._drop(identity, failed=True)
 
-    def _mark_ignored(self, task: Task) -> None:
-        self.accumulators.grads.ignore_present([slot for slot in task.stored if slot not in task.hidden])
-        for slot in task.hidden:
-            self.accumulators.grads.unstash(slot)
+    def any_gradient(self) -> bool:
+        """Whether anything stands in the p.grad of any parameter."""
+        return self._taking.any_gradient(self.accumulators.slots)
 
-    def collect(self, slots: Sequence[Slot]) -> None:
-        """Counted loop: add what autograd has stored as this micro-batch's gradient."""
-        if slots is self.slots and not self._taking.any_gradient(slots):
-            return
-        present = [slot.param.grad for slot in slots]
-        foreign = []
-        for slot, gradient in zip(slots, present, strict=True):
-            if gradient is not None and slot.is_foreign(gradient):
-                foreign.append((slot, gradient.detach()))
-                slot.param.grad = None
-        if not foreign:
-            return
-        self.refresh()  # a hook that did not fire may belong to a node that is gone
-        self.accumulators.grads.drop_spent()  # no backward of ours has begun this window
-        window = self.window
-        if not window.leaves_out:
-            for slot, gradient in foreign:
-                if gradient.layout is not torch.strided:
-                    slot.set_odd(True)
-            with torch.no_grad(), observers.phase("accumulate"):
-                owners, gradients = zip(*foreign, strict=True)
-                self.accumulators.adder.add_mixed(owners, gradients, window.base_scale * window.factor)
-        window.micro.ran = True
-
-    def reclaim(self) -> None:
-        """Manual loop with weights: take in what autograd has stored."""
-        if self.window.weighs:
-            with torch.no_grad(), observers.phase("accumulate"):
-                window = self.window
-                stored = self.accumulators.grads.end_stock(self.slots)
-                if stored and not window.leaves_out:
-                    owners, gradients = zip(*stored, strict=True)
-                    scale = window.base_scale * window.factor
-                    self.accumulators.adder.add_mixed(owners, gradients, scale)
-
-    def deliver(self, ending: bool = True) -> bool:
-        """Bring the sums to their final scale and put them into p.grad; False where that is not known yet."""
-        window = self.window
-        target = window.target(ending)
-        if target is None:
-            return False
-        with torch.no_grad():
-            self._aim(target)
-            self._settle()
-            self.accumulators.publish()
-        return True
-
-    def _aim(self, target: float | Tensor | None) -> None:
-        """Let the sums be in this unit from now on: those that there are owe the ratio. None: not known."""
-        window = self.window
-        if target is None or target is window.factor:
-            return
-        if isinstance(target, Tensor) or isinstance(window.factor, Tensor) or target != window.factor:
-            self.accumulators.rescaler.defer(target / window.factor)
-            window.factor = target
-            if isinstance(target, Tensor) and target.is_cuda:
-                self._aimed_on = torch.cuda.current_stream(target.device)
-
-    def _settle(self) -> None:
-        """Multiply the sums by what they still owe."""
-        if self.accumulators.deferred:
-            self.window.tainted = "an exception has interrupted the scaling of the sums"
-            self.accumulators.rescaler.apply()
-            self.window.tainted = None
-
-    def conclude(self, partial: bool = False) -> float | Tensor | None:
-        """Put the sums of a window that ends into p.grad, and leave their final scale to the update.
-
-        Returns by what they are still to be multiplied; None where that is not known, all weights being 0.
-        """
-        window = self.window
-        target = window.target(False, partial)
-        if target is None:
-            return None
-        with torch.no_grad():
-            self._settle()
-            self.accumulators.publish()
-        known = not (isinstance(target, Tensor) or isinstance(window.factor, Tensor))
-        return 1.0 if known and target == window.factor else target / window.factor
+    def close(self) -> None:
+        """Take the hooks off for good."""
+        self.registry.close()
+        self.forget()
 
     def forget(self) -> None:
         """Drop what is pending."""
         for identity in list(self._tasks):
-            self._drop(identity)
+            self._drop(identity, failed=False)
 
 
 def _finish(capture: weakref.ref, identity: int) -> None:

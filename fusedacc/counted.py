@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from . import initialising
+from .accumulation import Accumulation
 from .capture import Capture
 from .data_parallel import may_defer
 from .ending import Ending
@@ -20,13 +21,15 @@ class CountedLoop:
     """What the wrapper's methods do in a counted loop.
 
     Args:
-        capture: the hooks, with their window, accumulators and slots.
+        capture: the hooks.
+        accumulation: the window and its accumulators.
         ending: ends windows.
     """
 
-    def __init__(self, capture: Capture, ending: Ending) -> None:
-        self._capture, self._ending = capture, ending
-        self._window, self._accumulators, self._slots = capture.window, capture.accumulators, capture.slots
+    def __init__(self, capture: Capture, accumulation: Accumulation, ending: Ending) -> None:
+        self._capture, self._accumulation, self._ending = capture, accumulation, ending
+        self._window, self._accumulators = accumulation.window, accumulation.accumulators
+        self._slots = self._accumulators.slots
 
     def step(self, closure: Callable[[], Any] | None, scaling: Scaling, arguments: Mapping[str, Any]) -> Any:
         """End a micro-batch and, if it was the window's last, update; returns what the closure returned."""
@@ -38,7 +41,7 @@ class CountedLoop:
         self._capture.settle()
         window.check_untainted()
         self._ending.follow()
-        window.has_updated = False
+        window.begin_step()
         if initialising.is_asked_for(self._ending.inner, self._slots):
             initialising.make_state(self._ending, self._slots)
             self._accumulators.grads.ignore_present(self._slots)
@@ -55,13 +58,17 @@ class CountedLoop:
         """What autograd or the user has put into p.grad belongs to this micro-batch."""
         window = self._window
         if window.empty:
-            self._capture.refresh()
+            self._capture.registry.refresh()
             self._accumulators.grads.disown_replaced()
         waiting = window.unsynchronised and not window.micro.ran  # for a backward that synchronises
         if self._ending.inner.defaults.get("differentiable"):
             self._check_graphless()
         if not (window.micro.deferred or waiting):
-            self._capture.collect(self._slots)
+            self._collect_stored()
+
+    def _collect_stored(self) -> None:
+        if self._capture.any_gradient():
+            self._accumulation.collect(self._slots, self._capture.registry.refresh)
 
     def _check_graphless(self) -> None:
         """Raise RuntimeError where a sum would lose the graph of a gradient."""
@@ -78,7 +85,7 @@ class CountedLoop:
         """Whether a `step()` now would update; takes in what is in p.grad, as that would."""
         window = self._window
         self._capture.settle()
-        if window.tainted is None and not self._capture.closed:
+        if window.tainted is None and not self._capture.registry.closed:
             self._ending.follow()
             self._collect()
         return window.full or (window.micro.ran and window.will_update)
@@ -99,17 +106,17 @@ class CountedLoop:
                 f"reduction={window.reduction!r} needs the weight of the window's last micro-batch before "
                 "unscale_(), which acts on the final gradient: set `micro_batch.weight` first"
             )
-        self._capture.deliver(ending=micro.ran)
+        self._accumulation.publish(ending=micro.ran)
 
     def flush(self, scaling: Scaling, arguments: Mapping[str, Any]) -> None:
         """Update from a part-filled window; a no-op if it is empty."""
         window = self._window
         window.check_synchronised("flush() would update every rank with gradients of its own")
         self._ending.follow()
-        self._capture.refresh()  # after the update, a parameter that was cast before it would look cast since
+        self._capture.registry.refresh()  # after the update, a parameter that was cast before it would look cast since
         if window.empty:
             self._accumulators.grads.disown_replaced()
-        self._capture.collect(self._slots)
+        self._collect_stored()
         if window.micro.ran:
             window.end_micro_batch()
         if not window.empty:
@@ -120,7 +127,7 @@ class CountedLoop:
 
         If it raises, the window stays as it is: `step()` or `flush()` tries again, `zero_grad()` gives up.
         """
-        ratio = self._capture.conclude(partial)
+        ratio = self._accumulation.conclude(partial)
         _, skipped = self._ending.run(ratio, scaling, arguments)
         if ratio is None:
             self._accumulators.clear()

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from . import observers
 from .accumulators import Slot
+from .accumulation import Accumulation
 from .capture import Capture
 from .masters import Masters
 from .roster import Roster
@@ -24,17 +25,24 @@ class Ending:
     Args:
         inner: the inner optimizer.
         roster: the parameters.
-        capture: their hooks; its window and accumulators are those that end.
+        capture: their hooks.
+        accumulation: the window that ends, and its accumulators.
         update: runs the inner optimizer.
         masters: the parameters' float32 masters, if there are any.
     """
 
     def __init__(
-        self, inner: Optimizer, roster: Roster, capture: Capture, update: Update, masters: Masters | None
+        self,
+        inner: Optimizer,
+        roster: Roster,
+        capture: Capture,
+        accumulation: Accumulation,
+        update: Update,
+        masters: Masters | None,
     ) -> None:
         self.inner, self.update, self.masters = inner, update, masters
-        self._roster, self._capture = roster, capture
-        self._window, self._accumulators = capture.window, capture.accumulators
+        self._roster, self._capture, self._registry = roster, capture, capture.registry
+        self._window, self._accumulators = accumulation.window, accumulation.accumulators
 
     def run(
         self, ratio: float | Tensor | None, scaling: Scaling, arguments: Mapping[str, Any]
@@ -60,7 +68,7 @@ class Ending:
                 return self.update.step(scaling, arguments)
         except BaseException:
             if self.update.applied:
-                self._window.tainted = "an exception has interrupted an update that had scaled its gradients"
+                self._window.taint("an exception has interrupted an update that had scaled its gradients")
             raise
 
     @contextlib.contextmanager
@@ -75,7 +83,7 @@ class Ending:
             with self.masters.swapped(slots):
                 yield
         finally:
-            self._capture.rearm(slots)
+            self._registry.reregister(slots)
 
     def follow(self) -> list[Slot]:
         """Be in step with what users have done to parameters; the slots that are new.
@@ -83,8 +91,8 @@ class Ending:
         Raises as `Roster.follow` and `Capture.refresh`.
         """
         fresh = self._roster.follow(self._capture, self.masters)
-        if self._capture.reshaped:
-            self._capture.refresh()
+        if self._registry.reshaped:
+            self._registry.refresh()
         return fresh
 
     def _check_state(self) -> None:
@@ -92,7 +100,7 @@ class Ending:
 
         torch's fused kernels would write beyond its end.
         """
-        for slot, former in self._capture.reshaped.items():
+        for slot, former in self._registry.reshaped.items():
             if self._accumulators.grads.current(slot) is None:
                 continue
             for name, value in self.inner.state.get(slot.param, {}).items():
@@ -108,20 +116,17 @@ class Ending:
     def count(self, skipped: bool) -> None:
         """An update was attempted: the next window begins."""
         self._window.end_update(skipped)
-        self._capture.reshaped.clear()
-        self._capture.refresh()
+        self._registry.reshaped.clear()
+        self._registry.refresh()
 
     def clear(self, set_to_none: bool) -> None:
         """Begin a window from nothing; zeros stay in p.grad unless `set_to_none`."""
-        window = self._window
         self._roster.follow(self._capture, self.masters)
-        if not window.empty:
-            window.restart()
-        window.tainted = None
+        self._window.clear()
         # As torch's own zero_grad names itself in a profile (torch/optim/optimizer.py).
         with record_function(f"Optimizer.zero_grad#{type(self.inner).__name__}.zero_grad"):
             if set_to_none:
                 self._accumulators.clear()
             else:
                 self._accumulators.zero()
-        self._capture.refresh()
+        self._registry.refresh()

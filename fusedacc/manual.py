@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from . import initialising, observers
+from .accumulation import Accumulation
 from .capture import Capture
 from .ending import Ending
 from .update import Scaling
@@ -19,31 +20,33 @@ class ManualLoop:
     """What the wrapper's methods do in a manual loop.
 
     Args:
-        capture: the hooks, with their window, accumulators and slots.
+        capture: the hooks.
+        accumulation: the window and its accumulators.
         ending: ends windows.
     """
 
-    def __init__(self, capture: Capture, ending: Ending) -> None:
-        self._capture, self._ending = capture, ending
-        self._window, self._accumulators, self._slots = capture.window, capture.accumulators, capture.slots
+    def __init__(self, capture: Capture, accumulation: Accumulation, ending: Ending) -> None:
+        self._capture, self._accumulation, self._ending = capture, accumulation, ending
+        self._window, self._accumulators = accumulation.window, accumulation.accumulators
+        self._slots = self._accumulators.slots
 
     def step(self, closure: Callable[[], Any] | None, scaling: Scaling, arguments: Mapping[str, Any]) -> Any:
         """Update; returns what the inner optimizer's step returned."""
         self._capture.settle()
         window = self._window
         self._follow()
-        window.has_updated = False
+        window.begin_step()
         if closure is None and initialising.is_asked_for(self._ending.inner, self._slots):
             return initialising.make_state(self._ending, self._slots)
         if window.in_context and window.micro.ran:
-            self._capture.reclaim()
+            self._accumulation.collect_stock()
             window.end_micro_batch()
 
         if closure is not None:
             loss, skipped = self._step_with(closure, arguments), False
         else:
             window.check_untainted()
-            ratio = self._capture.conclude() if self._reduces else 1.0
+            ratio = self._accumulation.conclude() if self._reduces else 1.0
             loss, skipped = self._ending.run(ratio, scaling, arguments)
         self._accumulators.leave_step()
         self._ending.count(skipped)
@@ -108,7 +111,7 @@ class ManualLoop:
         self._window.check_untainted()
         if self._reduces:
             with observers.phase("update"):
-                self._capture.deliver(ending=False)
+                self._accumulation.publish(ending=False)
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear the gradients."""
@@ -124,5 +127,5 @@ class ManualLoop:
             self._follow()
             window = self._window
             if window.micro is micro and micro.ran and window.tainted is None:
-                self._capture.reclaim()
+                self._accumulation.collect_stock()
                 window.end_micro_batch()

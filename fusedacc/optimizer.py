@@ -12,6 +12,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from . import backends, checkpoint, copying, torch_kernels, tuning
+from .accumulation import Accumulation
 from .accumulators import Accumulators
 from .capture import Capture
 from .counted import CountedLoop
@@ -134,9 +135,12 @@ class AccumulatingOptimizer(Delegate, Progress):
         self._inner_update = Update(optimizer, self._accumulators, *finishing)
         self._masters = Masters(slots, optimizer, backend) if master_weights else None
         self._warn_of_unwritten(optimizer.param_groups, 4)
-        self._capture = capture = Capture(slots, window, self._accumulators)
-        ending = Ending(optimizer, self._roster, capture, self._inner_update, self._masters)
-        self._loop = CountedLoop(capture, ending) if window.counted else ManualLoop(capture, ending)
+        self._accumulation = accumulation = Accumulation(slots, window, self._accumulators)
+        self._capture = capture = Capture(slots, self._accumulators, accumulation)
+        parts = self._roster, capture, accumulation, self._inner_update, self._masters
+        ending = Ending(optimizer, *parts)
+        loop = CountedLoop if window.counted else ManualLoop
+        self._loop = loop(capture, accumulation, ending)
         self._handover = Handover()
         self._closed = False
 
@@ -211,7 +215,7 @@ class AccumulatingOptimizer(Delegate, Progress):
         """
         window = self._window
         self._follow()
-        self._capture.refresh()
+        self._capture.registry.refresh()
         micro = window.open(weight)
         try:
             with self._loop.around(model, micro):
@@ -228,12 +232,12 @@ class AccumulatingOptimizer(Delegate, Progress):
         this optimizer clears them, in mid-window too.
         """
         self._follow()
-        self._capture.refresh()
-        before, self._capture.ignoring = self._capture.ignoring, True
+        self._capture.registry.refresh()
+        before, self._accumulation.ignoring = self._accumulation.ignoring, True
         try:
             yield
         finally:
-            self._capture.ignoring = before
+            self._accumulation.ignoring = before
 
     @_disable_dynamo
     def flush(self, **arguments: Any) -> None:
@@ -252,7 +256,7 @@ class AccumulatingOptimizer(Delegate, Progress):
         self._capture.settle()
         window = self._window
         window.check_untainted()
-        window.has_updated = False
+        window.begin_step()
         if isinstance(self._loop, CountedLoop):
             self._loop.flush(self._handover.take(self.__dict__, counted=True), arguments)
         elif not window.empty:
@@ -265,14 +269,14 @@ class AccumulatingOptimizer(Delegate, Progress):
         self._roster.follow(self._capture, self._masters)
         self._accumulators.clear()
         self._window.reset()
-        self._capture.refresh()
+        self._capture.registry.refresh()
 
     def _follow(self) -> None:
         """Be in step with `param_groups` that were changed by hand, and with shapes that have changed."""
         if not self._closed:
             self._roster.follow(self._capture, self._masters)
-            if self._capture.reshaped:
-                self._capture.refresh()
+            if self._capture.registry.reshaped:
+                self._capture.registry.refresh()
 
     def refresh_master_weights(self) -> None:
         """With `master_weights`: make every float32 master the value of its parameter, low bits and all.
@@ -319,7 +323,7 @@ class AccumulatingOptimizer(Delegate, Progress):
     def explain(self) -> str:
         """A table: each parameter's path, backend, dtypes, bytes per micro-batch, and why; and the update."""
         self._follow()
-        self._capture.refresh()
+        self._capture.registry.refresh()
         update = self._inner_update.describe(self._masters is None, self._window.private)
         if self._masters is not None:
             update += "; on float32 masters, which one pass then rounds into the parameters"
@@ -363,8 +367,8 @@ class AccumulatingOptimizer(Delegate, Progress):
             checkpoint.load(self.optimizer, self._window, self._accumulators, self._masters, state_dict)
         finally:
             self._roster.forget_choices()
-            self._capture.rearm(self._slots if self._masters is not None else ())
-            self._capture.refresh()
+            self._capture.registry.reregister(self._slots if self._masters is not None else ())
+            self._capture.registry.refresh()
 
     def __getstate__(self) -> dict[str, Any]:
         self._capture.settle()
@@ -391,6 +395,7 @@ _REBUILT = (
     "_accumulators",
     "_inner_update",
     "_masters",
+    "_accumulation",
     "_capture",
     "_loop",
     "_handover",

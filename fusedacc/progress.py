@@ -54,7 +54,7 @@ class Progress:
         """Bring the count of updates that the device has dropped to the host; waits for the device."""
         dropped, self._inner_update.skipped = self._inner_update.skipped, None
         if dropped is not None:
-            self._window.num_skipped += int(dropped.item())
+            self._window.count_skipped(int(dropped.item()))
 
     @property
     def grad_norm(self) -> Tensor | None:

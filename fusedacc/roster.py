@@ -108,7 +108,7 @@ class Roster:
         last = len(groups) - 1
         try:
             slots = self._new_slots([last])
-            capture.claim(slots)
+            capture.registry.claim(slots)
         except Exception:
             groups.pop()
             raise
@@ -121,7 +121,7 @@ class Roster:
         self._note(slots)
         if slots and self._replacements is not None:
             self._replacements.follow(slots)
-        capture.refresh(slots)
+        capture.registry.refresh(slots)
 
     @property
     def in_step(self) -> bool:
@@ -154,11 +154,11 @@ class Roster:
         for index, name, param in self._named(groups):
             places.setdefault(id(param), (index, name))
         fresh = self._new_slots(groups, lenient=True)
-        capture.claim(fresh)
+        capture.registry.claim(fresh)
         gone = [slot for slot in self.slots if id(slot.param) not in places]
         for slot in gone:
             del self._slot_of[id(slot.param)]
-        capture.release(gone)
+        capture.registry.release(gone)
         capture.accumulators.drop(gone)
         if masters is not None:
             masters.drop(gone)

@@ -8,8 +8,9 @@ on gradients are added in the final unit; the sums that there are owe the ratio,
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from numbers import Real
 from typing import Any
 
@@ -165,6 +166,12 @@ class Window:
         self.in_context = in_context
         if in_context and not micro.ran:
             self.micro = micro
+
+    def clear(self) -> None:
+        """Give up what has come into this window, if anything; what tainted it goes with it."""
+        if not self.empty:
+            self.restart()
+        self.tainted = None
 
     def reset(self) -> None:
         """Open an empty window."""
@@ -330,6 +337,27 @@ class Window:
         self.num_skipped += skipped
         self.restart()
         self.has_updated = True
+
+    def taint(self, reason: str) -> None:
+        """What is in the accumulators is neither old nor new, for this reason; a window that begins is not."""
+        self.tainted = reason
+
+    @contextlib.contextmanager
+    def tainted_by(self, reason: str) -> Iterator[None]:
+        """Context: an exception inside taints the window for this reason."""
+        try:
+            yield
+        except BaseException:
+            self.tainted = reason
+            raise
+
+    def begin_step(self) -> None:
+        """A `step()` or `flush()` begins, which has not updated yet."""
+        self.has_updated = False
+
+    def count_skipped(self, updates: int) -> None:
+        """So many updates have been dropped on the device."""
+        self.num_skipped += updates
 
     def check_untainted(self) -> None:
         """Raise RuntimeError if an exception has left sums that are neither old nor new."""

@@ -219,7 +219,7 @@ def test_a_moved_parameter_takes_a_scaled_sum_along():
     first = model.backward()
     optimizer.step()
     model.double()
-    optimizer._capture.refresh()
+    optimizer._capture.registry.refresh()
     for slot, value in zip(optimizer._accumulators.slots, first, strict=True):
         assert torch.equal(optimizer._accumulators.grads.current(slot), (value * 0.5).double())
     assert not optimizer._accumulators.deferred
@@ -359,7 +359,7 @@ def test_a_last_micro_batch_that_begins_twice():
     run(model, optimizer, [ALL], [3.0])
     optimizer.step()
     with optimizer.accumulate(weight=100.0):
-        optimizer._capture._aim(optimizer._window.target(ending=True))
+        optimizer._accumulation._aim(optimizer._window.target(ending=True))
     assert optimizer._window.factor == 1 / 103
     with optimizer.accumulate(weight=5.0):
         second = model.backward(ALL, 1)

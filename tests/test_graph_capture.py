@@ -19,12 +19,12 @@ def graph(monkeypatch):
 
 def mark(optimizer, text):
     """A mark on every node; a node that nobody refers to dies with its mark."""
-    for node, _ in optimizer._capture._nodes.values():
+    for node, _ in optimizer._capture.registry._nodes.values():
         node.metadata["mark"] = text
 
 
 def marks(optimizer):
-    return [node.metadata.get("mark") for node, _ in optimizer._capture._nodes.values()]
+    return [node.metadata.get("mark") for node, _ in optimizer._capture.registry._nodes.values()]
 
 
 def test_whole_windows_are_captured_on_nodes_of_their_own(graph):
@@ -66,7 +66,7 @@ def test_a_part_of_a_window_is_refused(graph, begins_inside):
     micro_batch(model, optimizer, 0)
     graph(not begins_inside)
     optimizer.zero_grad()  # clears nothing in mid-window
-    optimizer._capture.refresh()
+    optimizer._capture.registry.refresh()
     where = "inside" if begins_inside else "outside"
     with pytest.raises(RuntimeError, match=f"1 of 3 micro-batches {where} the capture"):
         loss_of(model).backward()

@@ -49,7 +49,7 @@ class Calls:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        make_hook = arming.Arming._make_hook
+        make_hook = arming.HookRegistry._make_hook
 
         def make_counted(*arguments: Any) -> hooks.Hook:
             hook = make_hook(*arguments)
@@ -60,7 +60,7 @@ class Calls:
 
             return counted
 
-        monkeypatch.setattr(arming.Arming, "_make_hook", make_counted)
+        monkeypatch.setattr(arming.HookRegistry, "_make_hook", make_counted)
 
     def take(self) -> int:
         count, self.count = self.count, 0

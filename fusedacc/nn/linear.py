@@ -82,7 +82,7 @@ class LinearSite(Site):
         def write(total: Tensor, scale: float | Tensor, keep: float | Tensor) -> None:
             multiply(total, left, right, scale, keep)
 
-        return self.takes(capture.node_of(self.slot), write, (left, right))
+        return self.takes(capture.registry.node_of(self.slot), write, (left, right))
 
     @staticmethod
     def forward(module: Any, input: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ class Replacements:
         self._model, self._capture = model, capture
         self._sites: dict[nn.Module, Site] = {}
         self._search()
-        self.follow(capture.slots)
+        self.follow(capture.accumulators.slots)
         if not self._sites:
             warnings.warn(
                 "model= was given, but this optimizer has the weight of none of its Linear and Embedding "
@@ -79,7 +79,7 @@ class Replacements:
         choices = self._capture.accumulators.choices
         linears = {site.slot for site in self._sites.values() if isinstance(site, LinearSite)}
         self.drop([slot for slot in linears if why_left(slot.param, choices)])
-        self.follow(self._capture.slots)
+        self.follow(self._capture.accumulators.slots)
 
     def _search(self) -> None:
         """Note where each parameter is: a search for each group that is added would be too much."""

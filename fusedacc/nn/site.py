@@ -79,7 +79,7 @@ class Site:
     def updates(self) -> int:
         """Updates of the inner optimizer so far; its kernels write weights and bump no version."""
         capture = self._capture()
-        return 0 if capture is None else capture.window.num_updates
+        return 0 if capture is None else capture.num_updates
 
     @property
     def module(self) -> Any:

@@ -1,0 +1,235 @@
+"""A window's gradients come into accumulators: at which scale, from where, and when p.grad shows the result.
+
+What the hooks take they hand to the accumulators at once; here is decided what a backward's gradients are
+worth, what autograd has stored is taken in after, and at a window's end the accumulators get their final scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from . import observers, torch_state
+from .accumulators import Accumulators, GradState, Slot
+from .data_parallel import Reducers
+from .hooks import Task
+from .window import Window
+
+#: Registers hooks anew where a parameter's node may have changed.
+Refresh = Callable[[], None]
+
+
+class Accumulation:
+    """The window applied to the accumulators; `Capture` asks it what to do with each backward.
+
+    Args:
+        slots: the parameters; a list shared with its owner, who may append.
+        window: counts, and knows the scales.
+        accumulators: of these parameters.
+    """
+
+    def __init__(self, slots: list[Slot], window: Window, accumulators: Accumulators) -> None:
+        self.window = window
+        self.accumulators = accumulators
+        #: Whether backwards do not count (`ignore()`).
+        self.ignoring = False
+        self._slots = slots
+        self._grads = accumulators.grads
+        #: Whether a CUDA graph was being captured when the window began.
+        self._began_in_graph = False
+        #: The stream on which the unit of the accumulators was made, where that is a tensor on a GPU.
+        self._aimed_on: torch.cuda.Stream | None = None
+        self._reducers = Reducers(slots)
+
+    # What the hooks ask
+
+    @property
+    def between_windows(self) -> bool:
+        """Whether no gradient has come since the last update."""
+        return self.window.empty
+
+    @property
+    def num_updates(self) -> int:
+        """Updates of the inner optimizer so far."""
+        return self.window.num_updates
+
+    def begin_backward(self, refresh: Refresh) -> Task:
+        """What is done with all the gradients of a backward that begins.
+
+        Raises:
+            RuntimeError: the micro-batch needs a weight and has none, or a CUDA graph would hold a part of a
+                window; nothing is changed then.
+        """
+        window, inside = self.window, torch_state.capturing()
+        if window.counted and not window.empty and inside != self._began_in_graph:
+            raise RuntimeError(
+                f"a CUDA graph must hold whole windows: this one has {window.micro_step} of {window.steps} "
+                f"micro-batches {'outside' if inside else 'inside'} the capture, and their count would be "
+                "replayed with it"
+            )
+        self._began_in_graph = inside
+        task = self._begin_ignored(refresh) if self.ignoring else self._begin_counted()
+        norms = self.accumulators.norms
+        # Where p.grad shows the final gradient, users may write to it in ways that leave no trace.
+        wanted = window.private and window.will_update and not task.ignored
+        norms.norm_type = norms.wanted if wanted else None
+        return task
+
+    def _begin_ignored(self, refresh: Refresh) -> Task:
+        """Take in what autograd has stored, before a backward that does not count adds to it."""
+        window = self.window
+        if window.counted:
+            if window.micro.deferred if window.micro.ran else window.unsynchronised:
+                window.check_synchronised("a backward inside ignore() would be mixed with them")
+            if window.micro.ran:
+                self.collect(self._slots, refresh)
+        else:
+            self.collect_stock()
+        self._grads.drop_spent()
+        return Task(captures=False, ignored=True)
+
+    def _begin_counted(self) -> Task:
+        window = self.window
+        scale = window.base_scale
+        differentiable, reduced = torch.is_grad_enabled(), torch_state.process_group_up()
+        task = Task(not (differentiable or reduced), scale, drops=window.leaves_out)
+        task.reducer = "ahead" if reduced and not differentiable else ""
+        if reduced and window.counted and not window.micro.deferred:
+            task.watch = self._reducers.watch()
+        if window.full:
+            window.restart()  # its update has failed, and nobody has retried it or cleared the gradients
+        if not window.counted:
+            self.collect_stock()
+        elif window.empty:
+            self._grads.make_private()
+        if window.counted and window.will_update:
+            self._aim(window.target(ending=True))  # the last additions bring the accumulators to it
+        return task
+
+    def scale_of(self, task: Task) -> float | Tensor:
+        """By what the gradients of a graph task are multiplied, ready on the current stream."""
+        if self._aimed_on is not None and isinstance(self.window.factor, Tensor):
+            stream = torch.cuda.current_stream(self._aimed_on.device)
+            if stream != self._aimed_on:
+                stream.wait_stream(self._aimed_on)
+        return task.scale_in(self.window.factor)
+
+    def leave_to_autograd(self, task: Task, slot: Slot) -> None:
+        """Ready p.grad for a gradient of this backward that autograd will store, beside nothing of ours."""
+        if task.ignored:
+            if slot.grad_state is GradState.PUBLISHED:
+                task.stashed.append(slot)
+                self._grads.stash(slot)
+        elif self.window.counted or self.window.weighs:
+            self._grads.begin_stock(slot)
+        task.stored.append(slot)
+
+    def publishes_after(self, task: Task) -> bool:
+        """Whether the final gradient will stand in p.grad when this backward has ended."""
+        window = self.window
+        return window.counted and window.will_update and not window.micro.deferred and not task.ignored
+
+    def end_backward(self, task: Task, refresh: Refresh) -> None:
+        """A backward has ended, and what was pending is added."""
+        if task.ignored:
+            return
+        if task.watch:
+            self._reducers.check(task.watch, task.stored)
+        self.window.micro.ran = True
+        if self.publishes_after(task) and self.window.tainted is None:
+            if task.captures or task.reducer:
+                self.collect(task.stored, refresh)
+            if not self.window.private:
+                self.publish()
+
+    def forget_backward(self, task: Task, failed: bool) -> None:
+        """A graph task is over; `failed`: by an exception, which taints the window if anything was added."""
+        if task.ignored:
+            self._grads.ignore_present([slot for slot in task.stored if slot not in task.stashed])
+            for slot in task.stashed:
+                self._grads.unstash(slot)
+        elif failed and (task.added or any(slot.param.grad is not None for slot in task.stored)):
+            self.window.taint("an exception has interrupted a backward")
+
+    # What autograd has stored
+
+    def collect(self, slots: Sequence[Slot], refresh: Refresh) -> None:
+        """Counted loop: add what autograd has stored as this micro-batch's gradient."""
+        present = [slot.param.grad for slot in slots]
+        foreign = []
+        for slot, gradient in zip(slots, present, strict=True):
+            if gradient is not None and slot.is_foreign(gradient):
+                foreign.append((slot, gradient.detach()))
+                slot.param.grad = None
+        if not foreign:
+            return
+        refresh()  # a hook that did not fire may belong to a node that is gone
+        self._grads.drop_spent()  # no backward of ours has begun this window
+        self._add_stored(foreign)
+        self.window.micro.ran = True
+
+    def collect_stock(self) -> None:
+        """Manual loop with weights: take in what autograd has stored."""
+        if self.window.weighs:
+            self._add_stored(self._grads.end_stock(self._slots))
+
+    def _add_stored(self, stored: Sequence[tuple[Slot, Tensor]]) -> None:
+        window = self.window
+        if not stored or window.leaves_out:
+            return
+        for slot, gradient in stored:
+            if gradient.layout is not torch.strided:
+                slot.set_odd(True)
+        slots, gradients = zip(*stored, strict=True)
+        with torch.no_grad(), observers.phase("accumulate"):
+            self.accumulators.adder.add_mixed(slots, gradients, window.base_scale * window.factor)
+
+    # The final scale
+
+    def publish(self, ending: bool = True) -> bool:
+        """Bring the accumulators to their final scale and put them into p.grad; False where that is unknown.
+
+        ending: count the micro-batch at hand in.
+        """
+        target = self.window.target(ending)
+        if target is None:
+            return False
+        with torch.no_grad():
+            self._aim(target)
+            self._apply_scales()
+            self.accumulators.publish()
+        return True
+
+    def conclude(self, partial: bool = False) -> float | Tensor | None:
+        """Publish the accumulators of a window that ends, and leave their final scale to the update.
+
+        Returns by what they are still to be multiplied; None where that is not known, all weights being 0.
+        """
+        window = self.window
+        target = window.target(False, partial)
+        if target is None:
+            return None
+        with torch.no_grad():
+            self._apply_scales()
+            self.accumulators.publish()
+        known = not (isinstance(target, Tensor) or isinstance(window.factor, Tensor))
+        return 1.0 if known and target == window.factor else target / window.factor
+
+    def _aim(self, target: float | Tensor | None) -> None:
+        """Let the accumulators be in this unit from now on: the ratio is deferred. None: not known."""
+        window = self.window
+        if target is None or target is window.factor:
+            return
+        if isinstance(target, Tensor) or isinstance(window.factor, Tensor) or target != window.factor:
+            self.accumulators.rescaler.defer(target / window.factor)
+            window.factor = target
+            if isinstance(target, Tensor) and target.is_cuda:
+                self._aimed_on = torch.cuda.current_stream(target.device)
+
+    def _apply_scales(self) -> None:
+        """Multiply the accumulators by what is deferred."""
+        if self.accumulators.deferred:
+            with self.window.tainted_by("an exception has interrupted the scaling of the sums"):
+                self.accumulators.rescaler.apply()
