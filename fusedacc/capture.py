@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from . import hooks, streams
+from . import eligibility, hooks, streams
 from .accumulators import Accumulators, Slot
 from .accumulators.in_place import Write
 from .arming import HookRegistry
@@ -77,20 +77,20 @@ class Capture:
 
         `sole`: nobody but the engine and the hook refers to it, so that nobody can change it.
         """
-        if not slot.param.requires_grad:
-            return LET_THROUGH  # frozen since the forward: autograd drops it
+        case = eligibility.of_gradient(slot, gradient)
+        if case is eligibility.FROZEN:
+            return LET_THROUGH
         with self._lock:
             task = self._tasks.get(task_id()) or self._begin()
         if slot.paths:
             self._taking.hand_over(slot)
-        if not task.captures or slot.param._post_accumulate_grad_hooks:
+        if not task.captures or case is eligibility.POST_ACCUMULATE_HOOK:
             self._policy.leave_to_autograd(task, slot)
             return LET_THROUGH
         if gradient is None or task.drops:
             return SWALLOWED
-        plain = type(gradient) is Tensor and gradient.layout is torch.strided
-        if not plain or slot.odd or gradient.dtype is not slot.lane[1]:
-            if not plain:
+        if case is not eligibility.ORDINARY:
+            if case is eligibility.NOT_PLAIN:
                 slot.set_odd(True)
             task.added = True
             self._flush_shared(task, [slot])

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import Any
 
-from . import gemm, native_hooks, traffic
+from . import eligibility, gemm, native_hooks, traffic
 from .accumulators import Accumulators, Slot
-from .torch_state import process_group_up
+from .eligibility import Taker
 from .window import Window
 
 
@@ -34,6 +34,10 @@ class Route:
     path: str
     backend: str
     why: str
+
+
+#: Path and backend where no kernel of ours adds.
+_WAYS = {Taker.NOBODY: ("none", "-"), Taker.AUTOGRAD: ("eager", "stock"), Taker.TORCH: ("eager", "eager")}
 
 
 def explain(slots: Sequence[Slot], window: Window, accumulators: Accumulators, update: str) -> str:
@@ -85,28 +89,14 @@ def _hooks(slots: Sequence[Slot]) -> str:
 
 def route(slot: Slot, accumulators: Accumulators) -> Route:
     """The way that this parameter's next gradient takes."""
-    param = slot.param
-    if not param.requires_grad:
-        return Route("none", "-", "frozen: requires_grad is False")
-    if not param.is_leaf:
-        return Route("eager", "eager", "not a leaf: autograd stores no gradient; one put into p.grad counts")
-    if process_group_up():
-        return Route("eager", "stock", "a process group is up: autograd fills p.grad")
-    if param._post_accumulate_grad_hooks:
-        return Route("eager", "stock", "a post-accumulate-grad hook needs p.grad: autograd fills it")
-    if slot.paths and param._backward_hooks:
-        why = "a hook on the weight looks at its gradient, which is written for it"
-        selection = accumulators.plans.select(slot.lane)
-        return Route("multi_tensor", selection.backend.name, why)
-    if slot.paths:
+    case = eligibility.of_parameter(slot)
+    if case is eligibility.IN_MODULE:
         return _in_backward(slot, accumulators)
-    if slot.odd:
-        return Route(
-            "eager", "eager", "sparse, complex or of a subclass: plain torch adds what no kernel takes"
-        )
-    selection = accumulators.plans.select(slot.lane)
-    why = f"{slot.left_to}; {selection.reason}" if slot.left_to else selection.reason
-    return Route("multi_tensor", selection.backend.name, why)
+    if case.taker is Taker.KERNEL:
+        selection = accumulators.plans.select(slot.lane)
+        reasons = [case.why or slot.left_to, "" if case.why else selection.reason]
+        return Route(case.taker.value, selection.backend.name, "; ".join(filter(None, reasons)))
+    return Route(*_WAYS[case.taker], case.why)
 
 
 def _in_backward(slot: Slot, accumulators: Accumulators) -> Route:

@@ -105,16 +105,23 @@ void TakingHook::compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) 
   python_->compiled_args(args);
 }
 
+Case Entry::case_of(const at::Tensor& gradient, const at::Tensor& parameter) const {
+  if (!parameter.requires_grad()) return Case::kFrozen;
+  if (torch::autograd::impl::post_acc_grad_hooks(parameter) != nullptr) return Case::kPostAccumulateHook;
+  if (!gradient.defined()) return Case::kAbsent;
+  if (!is_plain(gradient)) return Case::kNotPlain;
+  if (odd) return Case::kOdd;
+  if (gradient.scalar_type() != dtype || gradient.device() != device) return Case::kOtherLane;
+  return Case::kOrdinary;
+}
+
 bool TakingHook::takes(const at::Tensor& gradient) const {
   const Entry& entry = *entry_;
-  const int task = torch::autograd::get_current_graph_task_id();
-  if (!gradient.defined()) return entry.tasks->has(task);  // a module has added it by itself
   const at::Tensor& parameter = node_->variable;
-  if (entry.odd || !parameter.requires_grad() || gradient.scalar_type() != entry.dtype ||
-      gradient.device() != entry.device || torch::autograd::impl::post_acc_grad_hooks(parameter) != nullptr ||
-      !is_plain(gradient)) {
-    return false;
-  }
+  const int task = torch::autograd::get_current_graph_task_id();
+  const Case found = entry.case_of(gradient, parameter);
+  if (found == Case::kAbsent) return entry.tasks->has(task);  // a module has added it by itself
+  if (found != Case::kOrdinary) return false;
   if (entry.direct->take(task, entry.index, gradient, parameter)) return true;
   if (entry.large) return false;
   const std::shared_ptr<Bucket> bucket = entry.lane->find(task);

@@ -9,6 +9,7 @@
 #include <set>
 #include <unordered_map>
 
+#include "eligibility.h"
 #include "immediate_add.h"
 
 namespace fusedacc::autograd {
@@ -86,6 +87,9 @@ struct Entry {
   bool large;  // never waits in a bucket, unless Python puts it there
   at::ScalarType dtype;
   c10::Device device;
+
+  // Who takes this gradient of the entry's parameter; undefined: there is none.
+  Case case_of(const at::Tensor& gradient, const at::Tensor& parameter) const;
 };
 
 class TakingHook : public torch::autograd::FunctionPreHook {

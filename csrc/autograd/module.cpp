@@ -113,7 +113,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
           [](Entry& entry, bool value) { entry.active = value; })
       .def_property(
           "odd", [](const Entry& entry) { return entry.odd.load(); },
-          [](Entry& entry, bool value) { entry.odd = value; });
+          [](Entry& entry, bool value) { entry.odd = value; })
+      .def("case_of", [](const Entry& entry, const at::Tensor& parameter,
+                         const std::optional<at::Tensor>& gradient) {
+        return kCaseNames[static_cast<size_t>(entry.case_of(gradient.value_or(at::Tensor()), parameter))];
+      });
   py::class_<Site, c10::intrusive_ptr<Site>>(module, "Site")
       .def(py::init(
           [](py::object site, bool transposed) { return c10::make_intrusive<Site>(site.ptr(), transposed); }))
@@ -139,6 +143,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         return found.defined() ? std::optional(found) : std::nullopt;
       },
       without_gil);
+  module.attr("CASES") = py::cast(std::vector<std::string>(kCaseNames.begin(), kCaseNames.end()));
   module.def("attach", &attach);
   module.def("any_gradient", &any_gradient);
   define_lists(module.ptr());

@@ -1,0 +1,120 @@
+"""Who takes a gradient: the table, the hooks in Python and the native ones, and `explain()` agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from loops import wrap
+from torch import Tensor, nn
+
+from fusedacc import eligibility, native_hooks
+from fusedacc.accumulators import GradState
+from fusedacc.eligibility import Case, Taker
+
+
+class Subclass(Tensor):
+    pass
+
+
+def frozen(param: nn.Parameter) -> Tensor:
+    param.requires_grad_(False)
+    return torch.ones_like(param)
+
+
+def hooked(param: nn.Parameter) -> Tensor:
+    param.register_post_accumulate_grad_hook(lambda _: None)
+    return torch.ones_like(param)
+
+
+#: What a gradient is like, or what is done to its parameter: by the case that is to be found.
+SITUATIONS: dict[str, Callable[[nn.Parameter], Tensor | None]] = {
+    "frozen": frozen,
+    "post_accumulate_hook": hooked,
+    "absent": lambda _: None,
+    "not_plain": lambda param: torch.ones_like(param).to_sparse(),
+    "other_lane": lambda param: torch.ones_like(param).double(),
+    "ordinary": torch.ones_like,
+}
+
+
+def parameter(odd: bool = False):
+    model = nn.Linear(3, 2, bias=False)
+    optimizer = wrap(model, 2)
+    (slot,) = optimizer._slots
+    slot.set_odd(odd)
+    return model, optimizer, slot
+
+
+def test_the_native_hooks_have_the_cases_of_a_gradient_by_name_and_order():
+    module = native_hooks.loaded()
+    if module is None:
+        pytest.skip("no native hooks here")
+    assert module.CASES == [case.name for case in eligibility.GRADIENT_CASES]
+
+
+def test_names_are_distinct_and_the_last_case_always_holds():
+    names = [case.name for case in eligibility.CASES]
+    assert len(set(names)) == len(names)
+    assert eligibility.CASES[-1] is eligibility.ORDINARY
+
+
+@pytest.mark.parametrize("name", [*SITUATIONS, "odd"])
+def test_python_and_native_hooks_find_the_same_case(name):
+    model, optimizer, slot = parameter(odd=name == "odd")
+    gradient = SITUATIONS.get(name, torch.ones_like)(model.weight)
+    assert eligibility.of_gradient(slot, gradient).name == name
+    if slot.native is not None:
+        assert slot.native.case_of(model.weight, gradient) == name
+
+
+@pytest.mark.parametrize("native", ["0", ""])
+def test_a_subclass_is_not_plain(native, monkeypatch):
+    monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", native)
+    model, optimizer, slot = parameter()
+    assert eligibility.of_gradient(slot, torch.ones(2, 3).as_subclass(Subclass)).name == "not_plain"
+
+
+def outcome(case: Case, slot) -> Taker:
+    """Who has taken the gradient of the backward that has just run."""
+    if slot.grad_state is GradState.NOT_OURS and slot.param.grad is not None:
+        return Taker.AUTOGRAD
+    return Taker.NOBODY if slot.sum is None else case.taker
+
+
+@pytest.mark.parametrize("native", ["0", ""])
+@pytest.mark.parametrize("name", ["frozen", "post_accumulate_hook", "ordinary"])
+def test_what_the_table_says_of_a_parameter_happens(name, native, monkeypatch):
+    monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", native)
+    model, optimizer, slot = parameter()
+    other = nn.Parameter(torch.ones(2))
+    SITUATIONS[name](model.weight)
+    case = eligibility.of_parameter(slot)
+    assert case.name == name
+    (model(torch.ones(4, 3)) * other).sum().backward()
+    assert outcome(case, slot) is case.taker
+    assert name == "ordinary" or case.why in optimizer.explain()
+
+
+def test_explain_prints_every_reason_that_the_table_has(monkeypatch):
+    """Each case of a parameter that has a sentence is reachable, and `explain()` says it."""
+    said = set()
+    for make in (frozen, hooked):
+        model, optimizer, slot = parameter()
+        make(model.weight)
+        said.add(optimizer.explain())
+    model, optimizer, slot = parameter(odd=True)
+    said.add(optimizer.explain())
+    monkeypatch.setattr("fusedacc.torch_state.process_group_up", lambda: True)
+    model, optimizer, slot = parameter()
+    said.add(optimizer.explain())
+    monkeypatch.undo()
+    model = nn.Linear(3, 2, bias=False)
+    optimizer = wrap(model, 2, model=model)
+    model.weight.register_hook(lambda gradient: gradient)
+    optimizer._slots[0].paths = ("gemm",)  # whether a layer this small is replaced is found out by trial
+    said.add(optimizer.explain())
+    reasons = [case.why for case in eligibility.CASES if case.of_parameter is not None and case.why]
+    missing = [why for why in reasons if not any(why in text for text in said)]
+    assert missing == [eligibility.NOT_A_LEAF.why]  # of differentiable optimizers: tests/test_optim_db.py
