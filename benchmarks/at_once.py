@@ -3,7 +3,7 @@
     python benchmarks/at_once.py [--model gpt2] [--mebibytes 1,16,32]
 
 bfloat16 parameters behind one cheap node, whose backward hands each a fresh gradient; each way has a limit of
-`fusedacc.hooks` of its own. Rows of benchmark "at_once" have the device's time, the host's and the launches.
+`fusedacc.autograd.python_hooks` of its own. Rows of benchmark "at_once" have the device's time, the host's and the launches.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 from wrapper_window import STEPS, OneNode
 
 import fusedacc
-from fusedacc import hooks
+from fusedacc.autograd import python_hooks
 from fusedacc.traffic import TrafficMeter
 
 ROUNDS = {"quick": 3, "short": 11, "full": 31}
@@ -42,7 +42,7 @@ class Listed(nn.Module):
 
 def window(model: nn.Module, limit: int, device: torch.device) -> Callable[[], None]:
     """A counted window with that limit; hooks read it when they are made."""
-    with mock.patch.dict(hooks.LARGE_BYTES, {device.type: limit}):
+    with mock.patch.dict(python_hooks.LARGE_BYTES, {device.type: limit}):
         optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), STEPS)
 
     def run() -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from .optimizer import AccumulatingOptimizer
-from .update import Scaling
+from .optimizer.loss_scale import Scaling
 
 __all__ = ["GradScaler"]
 
@@ -86,12 +86,12 @@ class GradScaler(torch.amp.GradScaler):
         self._check_inner(optimizer)
         if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update()")
-        optimizer._handover.scaled_by = weakref.ref(self)
+        optimizer._loss_scale.scaled_by = weakref.ref(self)
         optimizer._inner_update.expect_norm()
         if not optimizer._loop.closes_window():
             if optimizer._window.micro.ran:
                 self._open.add(optimizer)
-            return optimizer._handover.run(Scaling(), optimizer.step)
+            return optimizer._loss_scale.run(Scaling(), optimizer.step)
         return self._close(optimizer, functools.partial(optimizer.step, **kwargs))
 
     def flush(self, optimizer: AccumulatingOptimizer, **kwargs: Any) -> None:
@@ -104,7 +104,7 @@ class GradScaler(torch.amp.GradScaler):
         if not isinstance(optimizer, AccumulatingOptimizer):
             raise TypeError(f"optimizer must be an AccumulatingOptimizer, got {type(optimizer).__name__}")
         if not self._enabled or optimizer._window.empty:
-            return optimizer._handover.run(Scaling(), functools.partial(optimizer.flush, **kwargs))
+            return optimizer._loss_scale.run(Scaling(), functools.partial(optimizer.flush, **kwargs))
         optimizer._check_arguments(kwargs)
         self._check_inner(optimizer)
         return self._close(optimizer, functools.partial(optimizer.flush, **kwargs))
@@ -118,7 +118,7 @@ class GradScaler(torch.amp.GradScaler):
             scaling = Scaling(None, torch.stack(found).amax() if found else None)
         else:
             scaling = Scaling(scale, checks=True)
-        result = optimizer._handover.run(scaling, run)
+        result = optimizer._loss_scale.run(scaling, run)
         found_inf = scaling.found_inf
         if found_inf is None:  # no parameter has a gradient
             found_inf = torch.zeros((), device=scale.device)

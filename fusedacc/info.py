@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from . import backends, checks, gemm_ways, native_hooks, ops, reference, shares, tuning
+from . import backends, checks, gemm_ways, ops, reference, shares, tuning
+from . import native_module
 from .nn import small
 from .optimizer import AccumulatingOptimizer
 
@@ -103,7 +104,7 @@ def _hooks() -> dict[str, Any]:
     parameter = torch.nn.Parameter(torch.zeros(1))
     try:
         optimizer = AccumulatingOptimizer(torch.optim.SGD([parameter], lr=1.0))
-        native, why_not = optimizer._slots[0].native is not None, native_hooks.why_not()
+        native, why_not = optimizer._slots[0].native is not None, native_module.why_not()
         optimizer.close()
     except (RuntimeError, ValueError) as problem:
         return {"native": None, "why": str(problem)}
@@ -150,7 +151,7 @@ def collect() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "library": library,
         "hooks": _hooks(),
-        native_hooks.VARIABLE: os.environ.get(native_hooks.VARIABLE),
+        native_module.VARIABLE: os.environ.get(native_module.VARIABLE),
         backends.VARIABLE: os.environ.get(backends.VARIABLE),
         "choices": _choices(),
         "devices": [
@@ -205,7 +206,7 @@ def render(facts: dict[str, Any]) -> str:
     hooks = facts["hooks"]
     kind = {True: "native", False: "in Python", None: "none"}[hooks["native"]]
     lines.append(f"hooks: {kind} ({hooks['why']})")
-    lines += [f"{name}: {facts[name] or 'not set'}" for name in (native_hooks.VARIABLE, backends.VARIABLE)]
+    lines += [f"{name}: {facts[name] or 'not set'}" for name in (native_module.VARIABLE, backends.VARIABLE)]
     lines += ["", *_render_choices(facts["choices"])]
     for device in facts["devices"]:
         threads = f", {facts['threads']} threads" if device["device"] == "cpu" else ""

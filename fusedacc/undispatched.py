@@ -12,7 +12,8 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
-from . import native_hooks, ops
+from . import native_module
+from . import ops
 
 
 def _left_to_the_operator(*arguments: Any) -> bool:
@@ -33,7 +34,7 @@ total_norm: Callable[..., Any] = _left_to_the_operator
 
 def _load() -> None:
     global accumulate, prepare, norm_partials, total_norm
-    module = native_hooks.loaded()
+    module = native_module.loaded()
     if module is None or not hasattr(module, "set_kernels"):  # not built, or by an older release
         return
     library = ctypes.CDLL(str(ops.LIBRARY))

@@ -28,14 +28,14 @@ WAYS = {
 #: Trains by the package on the path, for a process of its own, and prints why its hooks are Python's.
 TRAINS = """
 import torch, fusedacc
-from fusedacc import native_hooks
+from fusedacc import native_module
 p = torch.nn.Parameter(torch.zeros(3))
 optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 2)
 for _ in range(2):
     p.sum().backward()
     optimizer.step()
 assert p.tolist() == [-1.0] * 3
-print(native_hooks.why_not())
+print(native_module.why_not())
 """
 
 

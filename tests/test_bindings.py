@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import fusedacc
-from fusedacc import backends, hooks
+from fusedacc import backends
+from fusedacc.autograd import python_hooks
 
 LAYERS = 100
 
@@ -16,7 +17,7 @@ LAYERS = 100
 def each_alone(monkeypatch):
     """Every gradient is a large one, and all come to hooks in Python, as on a GPU."""
     monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", "0")
-    monkeypatch.setitem(hooks.LARGE_BYTES, "cpu", 1)
+    monkeypatch.setitem(python_hooks.LARGE_BYTES, "cpu", 1)
 
 
 @pytest.fixture
@@ -68,7 +69,7 @@ def test_what_is_large_depends_on_the_device(monkeypatch):
         def __init__(self, kind: str, nbytes: int) -> None:
             self.lane, self.nbytes = (torch.device(kind, 0),), nbytes
 
-    assert [hooks.is_large(Slot("cpu", size)) for size in (2**20 - 1, 2**20)] == [False, True]
-    assert [hooks.is_large(Slot("cuda", size)) for size in (2**20, 2**24)] == [False, True]
-    monkeypatch.setitem(hooks.LARGE_BYTES, "cuda", 2**25)
-    assert not hooks.is_large(Slot("cuda", 2**24))
+    assert [python_hooks.is_large(Slot("cpu", size)) for size in (2**20 - 1, 2**20)] == [False, True]
+    assert [python_hooks.is_large(Slot("cuda", size)) for size in (2**20, 2**24)] == [False, True]
+    monkeypatch.setitem(python_hooks.LARGE_BYTES, "cuda", 2**25)
+    assert not python_hooks.is_large(Slot("cuda", 2**24))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from loops import TRAINS
 
-from fusedacc import native_hooks
+from fusedacc import native_module
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGED = ("setup.py", "pyproject.toml", "README.md", "LICENSE")
@@ -68,7 +68,7 @@ def test_wheel_serves_every_python_of_its_platform(tmp_path: Path) -> None:
     program = "from fusedacc import ops; print(ops.load_error(), ops.built_with()['cuda_architectures'])"
     assert run_installed(tmp_path, program) == "None []"
     if HAS_HEADERS:
-        native = tmp_path / "installed" / "fusedacc" / native_hooks.file_name()
+        native = tmp_path / "installed" / "fusedacc" / native_module.file_name()
         assert native.exists()
         assert run_installed(tmp_path, TRAINS) == "None"
         # Built for another torch: it has another name, and nobody tries to load it.

@@ -21,8 +21,8 @@ from test_resume import assert_identical
 from torch import nn
 
 import fusedacc
-from fusedacc import checkpoint
-from fusedacc.checkpoint_checks import OWN, SHAPED
+from fusedacc.optimizer import checkpoint
+from fusedacc.optimizer.checkpoint_checks import OWN, SHAPED
 
 CASES = 12000 if os.environ.get("FUSEDACC_FULL_TESTS") else 600
 

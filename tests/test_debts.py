@@ -11,7 +11,7 @@ from loops import LOW, NoHostRead, wrap
 from torch import Tensor, nn
 
 import fusedacc
-from fusedacc import window as window_module
+from fusedacc.optimizer import window as window_module
 from fusedacc.accumulators.deferred_scale import DeferredScales
 from fusedacc.traffic import TrafficMeter
 

@@ -10,7 +10,7 @@ import torch
 from loops import LOW, NoHostRead, loss_of, network
 
 import fusedacc
-from fusedacc import window as window_module
+from fusedacc.optimizer import window as window_module
 
 F32 = torch.float32
 WEIGHTS = [3.0, 17.0, 9.0, 40.0]

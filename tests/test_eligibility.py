@@ -9,9 +9,10 @@ import torch
 from loops import wrap
 from torch import Tensor, nn
 
-from fusedacc import eligibility, native_hooks
+from fusedacc import native_module
+from fusedacc.autograd import eligibility
 from fusedacc.accumulators import GradState
-from fusedacc.eligibility import Case, Taker
+from fusedacc.autograd.eligibility import Case, Taker
 
 
 class Subclass(Tensor):
@@ -48,7 +49,7 @@ def parameter(odd: bool = False):
 
 
 def test_the_native_hooks_have_the_cases_of_a_gradient_by_name_and_order():
-    module = native_hooks.loaded()
+    module = native_module.loaded()
     if module is None:
         pytest.skip("no native hooks here")
     assert module.CASES == [case.name for case in eligibility.GRADIENT_CASES]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from example_scripts import EXAMPLES, output_of
 
-from fusedacc import native_hooks
+from fusedacc import native_module
 
 pytest.importorskip("matplotlib", reason="the examples draw with matplotlib")
 pytest.importorskip("sklearn", reason="the examples read scikit-learn's digits")
@@ -78,7 +78,7 @@ def test_demo_trains_all_loops_alike(demo, dtype, tmp_path, capsys):
         assert {len(seconds) for seconds in model.times.values()} == {4}  # two are not timed
 
         # On a CPU native hooks add each gradient as it comes; Python's, and a GPU, add them all together.
-        assert model.calls["fusedacc"] <= model.calls["stock"] / (1 if native_hooks.module() else 4)
+        assert model.calls["fusedacc"] <= model.calls["stock"] / (1 if native_module.module() else 4)
         parameter_bytes = model.parameters * (2 if dtype == "bfloat16" else 4)
         assert min(model.peaks.values()) > 4 * parameter_bytes  # parameters, sums and AdamW's two states
         assert model.peaks["fusedacc"] <= model.peaks["stock"] + 25_000_000

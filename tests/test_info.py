@@ -14,7 +14,8 @@ import torch
 from answers import trials
 
 import fusedacc
-from fusedacc import __main__, backends, gemm_ways, info, native_hooks, ops, shares, tuning
+from fusedacc import __main__, backends, gemm_ways, info, ops, shares, tuning
+from fusedacc import native_module
 from fusedacc.nn import small
 
 PACKAGE = Path(fusedacc.__file__).parent
@@ -98,7 +99,7 @@ def test_json_says_the_same(capsys):
     assert len(eager["pairs"]) == 8
     assert facts["devices"][0]["auto"]["backend"] in ("cpu", "eager")
     assert facts["library"]["loaded"] == (ops.load_error() is None)
-    assert facts["hooks"]["native"] == (native_hooks.why_not() is None)
+    assert facts["hooks"]["native"] == (native_module.why_not() is None)
 
 
 def test_wrong_sums_are_reported_and_fail(monkeypatch):
@@ -131,7 +132,7 @@ def test_a_wrong_variable_is_shown_and_fails(monkeypatch, capsys):
     assert "auto: none (FUSEDACC_BACKEND='gpu' is no backend; allowed: " in text
 
 
-@pytest.mark.skipif(native_hooks.module() is None, reason=f"{native_hooks.why_not()}")
+@pytest.mark.skipif(native_module.module() is None, reason=f"{native_module.why_not()}")
 def test_hooks_are_named_with_the_reason(monkeypatch, capsys):
     assert __main__.main(["info"]) == 0
     assert f"hooks: native (built for torch {torch.__version__}, Python " in capsys.readouterr().out
@@ -144,8 +145,8 @@ def test_hooks_are_named_with_the_reason(monkeypatch, capsys):
 
 
 def test_hooks_that_a_torch_does_not_take_are_told(monkeypatch):
-    if native_hooks.module() is not None:
-        monkeypatch.setattr(native_hooks.module(), "attach", lambda *arguments: None)
+    if native_module.module() is not None:
+        monkeypatch.setattr(native_module.module(), "attach", lambda *arguments: None)
         facts = info.collect()
         assert "this torch's nodes do not take its hooks" in facts["hooks"]["why"]
         assert not facts["hooks"]["native"]

@@ -11,7 +11,7 @@ from test_model_autograd import assert_same_gradients, wrap
 from torch import nn
 from torch._dynamo.utils import counters
 
-from fusedacc.nn import modules
+from fusedacc.nn import patches
 
 WIDTH = 8
 

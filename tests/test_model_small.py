@@ -9,11 +9,12 @@ import torch
 from answers import answer, trials
 from torch import nn
 
-from fusedacc import AccumulatingOptimizer, native_hooks
+from fusedacc import AccumulatingOptimizer
+from fusedacc import native_module
 from fusedacc.nn import small
 
 F32 = torch.float32
-needs_hooks = pytest.mark.skipif(native_hooks.why_not() is not None, reason=str(native_hooks.why_not()))
+needs_hooks = pytest.mark.skipif(native_module.why_not() is not None, reason=str(native_module.why_not()))
 SMALLEST = small.questions()[0].name
 #: The second layer's, so that its trial is none of a test's business.
 SECOND = small.question_of(torch.empty(200, 30)).name, small.INSIDE

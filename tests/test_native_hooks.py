@@ -21,17 +21,19 @@ from loops import TRAINS
 from torch import Tensor, nn
 
 import fusedacc
-from fusedacc import arming, hooks, native_hooks, ops
+from fusedacc import native_module
+from fusedacc.autograd import registration, python_hooks
+from fusedacc import ops
 
 PACKAGE = Path(fusedacc.__file__).parent
-needs_native = pytest.mark.skipif(native_hooks.module() is None, reason=f"{native_hooks.why_not()}")
+needs_native = pytest.mark.skipif(native_module.module() is None, reason=f"{native_module.why_not()}")
 
 
 def test_the_module_is_loaded_where_it_can_be_built():
     compiler = next((found for found in map(shutil.which, ("g++", "c++", "clang++")) if found), None)
     if compiler is None or not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
         pytest.skip("no C++ compiler or no Python.h: hooks are Python's")
-    assert native_hooks.why_not() is None
+    assert native_module.why_not() is None
 
 
 def worth_a_test(name: str, loop: str) -> bool:
@@ -49,9 +51,9 @@ class Calls:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        make_hook = arming.HookRegistry._make_hook
+        make_hook = registration.HookRegistry._make_hook
 
-        def make_counted(*arguments: Any) -> hooks.Hook:
+        def make_counted(*arguments: Any) -> python_hooks.Hook:
             hook = make_hook(*arguments)
 
             def counted(gradients: tuple) -> tuple | None:
@@ -60,7 +62,7 @@ class Calls:
 
             return counted
 
-        monkeypatch.setattr(arming.HookRegistry, "_make_hook", make_counted)
+        monkeypatch.setattr(registration.HookRegistry, "_make_hook", make_counted)
 
     def take(self) -> int:
         count, self.count = self.count, 0
@@ -184,13 +186,13 @@ def test_threads_may_ask_while_hooks_add(calls):
     """A hook that adds holds a lock and may need the GIL: who has the GIL must not wait for that lock."""
     params = [nn.Parameter(torch.zeros(64)) for _ in range(50)]
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(params, lr=1.0), 1000, reduction="sum")
-    taking, tasks = optimizer._capture._taking, optimizer._capture._tasks
+    hooks, tasks = optimizer._capture.hooks, optimizer._capture._tasks
     over = threading.Event()
 
     def ask() -> None:
         while not over.is_set():
             for identity in list(tasks):
-                taking._direct.take(identity, 10**6, params[0].detach(), params[0])
+                hooks._direct.take(identity, 10**6, params[0].detach(), params[0])
 
     asking = [threading.Thread(target=ask, daemon=True) for _ in range(2)]
     for thread in asking:
@@ -242,7 +244,7 @@ def run_copy(tmp_path: Path, file: str | None, choice: str = "") -> subprocess.C
         PACKAGE, tmp_path / "fusedacc", ignore=shutil.ignore_patterns("_autograd*", "__pycache__")
     )
     if file is not None:
-        (tmp_path / "fusedacc" / native_hooks.file_name()).write_bytes(file.encode())
+        (tmp_path / "fusedacc" / native_module.file_name()).write_bytes(file.encode())
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", TRAINS],
         env={**os.environ, "PYTHONPATH": str(tmp_path), "FUSEDACC_NATIVE_HOOKS": choice},
@@ -259,7 +261,7 @@ def test_without_its_file_hooks_are_pythons_and_the_cure_is_told(tmp_path, file,
     done = run_copy(tmp_path, file)
     assert done.returncode == 0, done.stderr
     why = done.stdout
-    assert native_hooks.file_name() in why
+    assert native_module.file_name() in why
     assert told in why
     assert "pip install" in why
 
@@ -268,11 +270,11 @@ def test_without_its_file_hooks_are_pythons_and_the_cure_is_told(tmp_path, file,
 def test_native_hooks_that_are_asked_for_and_not_there_are_an_error(tmp_path, choice, trains):
     done = run_copy(tmp_path, None, choice)
     assert (done.returncode == 0) == trains, done.stderr
-    why = f"FUSEDACC_NATIVE_HOOKS=1, but there are no native hooks: {native_hooks.file_name()}"
+    why = f"FUSEDACC_NATIVE_HOOKS=1, but there are no native hooks: {native_module.file_name()}"
     assert (f"RuntimeError: {why}" in done.stderr) != trains
 
 
-@pytest.mark.skipif(native_hooks.module() is None, reason=f"{native_hooks.why_not()}")
+@pytest.mark.skipif(native_module.module() is None, reason=f"{native_module.why_not()}")
 def test_native_hooks_that_are_asked_for_and_there_are_used(monkeypatch):
     monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", "1")
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=1.0))

@@ -10,7 +10,7 @@ import torch
 from test_model_autograd import assert_same_gradients, wrap
 from torch import nn
 
-from fusedacc import hooks
+from fusedacc.autograd import python_hooks
 
 
 @pytest.fixture(autouse=True, params=["0", "1"], ids=["python", "native"])

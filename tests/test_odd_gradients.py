@@ -275,7 +275,7 @@ def test_a_stored_gradient_between_evaluations_of_a_closure():
 
 def test_a_full_bucket_of_a_nested_backward_waits_for_the_enclosing_one(monkeypatch):
     """As autograd adds: the enclosing backward's small gradient comes before the last large one."""
-    monkeypatch.setattr("fusedacc.hooks.BUCKET_BYTES", 100)
+    monkeypatch.setattr("fusedacc.autograd.python_hooks.BUCKET_BYTES", 100)
     ends = []
     for wraps in (False, True):
         weight, filling = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(30))

@@ -10,7 +10,7 @@ import torch
 from loops import LOW, loss_of, micro_batch, network, wrap
 
 import fusedacc
-from fusedacc.checkpoint import COUNTERS, MASTER, SUM
+from fusedacc.optimizer.checkpoint import COUNTERS, MASTER, SUM
 
 MAKES = {
     "AdamW": torch.optim.AdamW,

@@ -9,9 +9,9 @@ import types
 import pytest
 import torch
 
-from fusedacc import streams
-from fusedacc.capture import Capture
-from fusedacc.hooks import Task
+from fusedacc.autograd import graph_task
+from fusedacc.autograd.capture import Capture
+from fusedacc.autograd.graph_task import GraphTask
 
 
 @pytest.fixture
@@ -47,42 +47,42 @@ def slot():
 
 
 def test_one_stream_waits_for_nobody(device):
-    task, weight = Task(True), slot()
-    streams.order(task, weight)
-    streams.order(task, weight)
-    streams.join(task)
+    task, weight = GraphTask(True), slot()
+    graph_task.order(task, weight)
+    graph_task.order(task, weight)
+    graph_task.join(task)
     assert device.waits == []
     assert weight.stream is None
 
 
 def test_a_write_waits_for_the_one_before_and_the_end_for_all(device):
-    task, shared, other = Task(True), slot(), slot()
+    task, shared, other = GraphTask(True), slot(), slot()
     for device.current, weight in ((7, shared), (9, shared), (8, other)):
-        streams.order(task, weight)
+        graph_task.order(task, weight)
     assert device.waits == [(9, 7)]
     device.current = 7
-    streams.join(task)
+    graph_task.join(task)
     assert device.waits[1:] == [(7, 9), (7, 8)]
     assert shared.stream is None
     assert other.stream is None
 
 
 def test_the_default_stream_is_waited_for_by_its_address_0(device):
-    task, weight = Task(True), slot()
+    task, weight = GraphTask(True), slot()
     for device.current in (0, 7):
-        streams.order(task, weight)
+        graph_task.order(task, weight)
     assert device.waits == [(7, 0)]
-    streams.join(task)
+    graph_task.join(task)
     assert device.waits[1:] == [(7, 0)]
 
 
 def test_work_on_another_stream_is_waited_for_by_the_current_one(device):
     where = torch.device("cuda", 0)
-    with streams.on(0, where):
+    with graph_task.on(0, where):
         assert device.current == 0
     assert device.waits == []
     device.current = 7
-    with streams.on(0, where):
+    with graph_task.on(0, where):
         assert device.current == 0
         assert device.waits == []
     assert (device.current, device.waits) == (7, [(7, 0)])
@@ -101,13 +101,13 @@ def test_a_bucket_is_added_on_its_own_stream_after_what_modules_have_written(dev
     weight = types.SimpleNamespace(lane=(torch.device("cuda", 0),), stream=5, paths=("gemm",), on_cuda=True)
     owner = types.SimpleNamespace(
         _lock=contextlib.nullcontext(),
-        _taking=types.SimpleNamespace(hand_over=lambda slot: done.append("handed over")),
+        hooks=types.SimpleNamespace(release_to_python=lambda slot: done.append("handed over")),
         _add=lambda task, slots, gradients, adoptable: done.append(device.current),
     )
-    task = Task(True)
+    task = GraphTask(True)
     for device.current in (7, 9):
         Capture._add_bucket(owner, task, Taken())
     assert done == ["handed over", 3, "handed over", 3]
     assert device.waits == [(3, 5), (7, 3), (9, 3)]
-    streams.join(task)
+    graph_task.join(task)
     assert weight.stream is None

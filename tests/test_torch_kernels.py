@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fusedacc
-from fusedacc import torch_kernels
+from fusedacc.optimizer import torch_kernels
 from fusedacc.traffic import TrafficMeter
 
 LOW = [torch.bfloat16, torch.float16]

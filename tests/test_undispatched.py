@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusedacc import functional, native_hooks, undispatched
+from fusedacc import functional, undispatched
+from fusedacc import native_module
 from fusedacc.checks import PAIRS
 from fusedacc.traffic import TrafficMeter
 
-pytestmark = pytest.mark.skipif(native_hooks.module() is None, reason=f"{native_hooks.why_not()}")
+pytestmark = pytest.mark.skipif(native_module.module() is None, reason=f"{native_module.why_not()}")
 
 SHAPES = ((), (1,), (0,), (5,), (3, 7), (64, 64), (2, 1, 3), (1000,), (2, 0, 3), (9000,), (2,) * 7)
 INF = float("inf")
@@ -241,7 +242,7 @@ def test_the_environment_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     assert accumulate(*lists) is True  # who calls has chosen
     monkeypatch.delenv("FUSEDACC_BACKEND")
     assert undispatched.accumulate(*lists, *automatic) is True
-    monkeypatch.setenv(native_hooks.VARIABLE, "0")
+    monkeypatch.setenv(native_module.VARIABLE, "0")
     assert undispatched.accumulate(*lists, *automatic) is False
 
 

@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from fusedacc.window import Window, check_weight
+from fusedacc.optimizer.window import Window, check_weight
 
 
 def run_micro_batch(window: Window, weight: float | None = None) -> float:

@@ -67,54 +67,54 @@ class Accumulators:
 
     # An update
 
-    def enter_step(self, scale: float | Tensor = 1.0) -> None:
+    def enter_step(self, finals: list[tuple[Slot, Tensor]], scale: float | Tensor = 1.0) -> None:
         """Ready p.grad for the inner optimizer: the accumulator times `scale`, cast where the parameter has
         another dtype. Where a kernel casts, the same pass scales; then the accumulator is given up for the
         cast, which may take its memory.
+
+        finals: what `finals()` has returned; others than these have no gradient. It is emptied: who holds an
+            accumulator keeps its memory from casts.
         """
-        self.rescaler.apply()
         grads, is_scaled = self.grads, not is_one(scale)
         grads.generation += 1
+        if not grads.visible and len(finals) < len(self.slots):
+            grads.clear_others([slot for slot, _ in finals])
         if is_scaled:
-            held = grads.held(self.slots)
-            self.rescaler.rescale([pair for pair in held if not _casts_by_kernel(*pair)], scale)
-        for (device, source, wanted), slots in self._place_others().items():
-            backend = backends.select(device, wanted, source, self.backend).backend
-
-            def cast(casts: list[Tensor], of: list[Tensor], backend: Backend = backend) -> None:
-                backend.accumulate_(casts, of, to_device_of(scale, of[0]), True)
-
-            given_up = reusable(slots, wanted) if is_scaled else []
-            if given_up:
-                for slot, made in zip(given_up, cast_over(given_up, wanted, cast), strict=True):
-                    grads.place_cast(slot, None, made)
-                done = set(given_up)
-                slots = [slot for slot in slots if slot not in done]
-            accumulators: list[Any] = [grads.current(slot) for slot in slots]
-            if accumulators:
-                casts = like(accumulators, wanted)
-                cast(casts, accumulators)
-                for slot, accumulator, made in zip(slots, accumulators, casts, strict=True):
-                    grads.place_cast(slot, None if is_scaled else accumulator, made)
-
-    def _place_others(self) -> dict[Lane, list[Slot]]:
-        """`enter_step` where no kernel casts; the slots where one does, by device and dtypes."""
-        grads = self.grads
+            self.rescaler.rescale([pair for pair in finals if not _casts_by_kernel(*pair)], scale)
         lanes: dict[Lane, list[Slot]] = {}
-        for slot in self.slots:
-            accumulator = grads.current(slot)
-            if accumulator is None:
-                if not grads.visible and slot.param.grad is not None:
-                    slot.param.grad = None
-            elif _casts_by_kernel(slot, accumulator):
+        for slot, accumulator in finals:
+            if _casts_by_kernel(slot, accumulator):
                 lane = accumulator.device, accumulator.dtype, slot.param.dtype
                 lanes.setdefault(lane, []).append(slot)
             elif accumulator.dtype != slot.param.dtype:
                 grads.place_cast(slot, accumulator, accumulator.to(slot.param.dtype))
-            elif not grads.visible and not grads.stands(slot, accumulator):
+            elif not (grads.visible or grads.stands(slot, accumulator)):
                 grads.publish(slot, accumulator)
         grads.any_published = True
-        return lanes
+        finals.clear()
+        accumulator = None  # type: ignore[assignment]
+        for (device, source, wanted), slots in lanes.items():
+            self._cast(slots, backends.select(device, wanted, source, self.backend).backend, wanted, scale)
+
+    def _cast(self, slots: list[Slot], backend: Backend, wanted: torch.dtype, scale: float | Tensor) -> None:
+        """Place casts of the accumulators of these slots, of one lane."""
+
+        def cast(casts: list[Tensor], of: list[Tensor]) -> None:
+            backend.accumulate_(casts, of, to_device_of(scale, of[0]), True)
+
+        grads, is_scaled = self.grads, not is_one(scale)
+        given_up = reusable(slots, wanted) if is_scaled else []
+        if given_up:
+            for slot, made in zip(given_up, cast_over(given_up, wanted, cast), strict=True):
+                grads.place_cast(slot, None, made)
+            done = set(given_up)
+            slots = [slot for slot in slots if slot not in done]
+        accumulators: list[Any] = [grads.current(slot) for slot in slots]
+        if accumulators:
+            casts = like(accumulators, wanted)
+            cast(casts, accumulators)
+            for slot, accumulator, made in zip(slots, accumulators, casts, strict=True):
+                grads.place_cast(slot, None if is_scaled else accumulator, made)
 
     def leave_step(self) -> None:
         """After an update: as `ParamGrads.leave_step`, and no norm holds any more."""

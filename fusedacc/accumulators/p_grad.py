@@ -168,6 +168,13 @@ class ParamGrads:
         slot.param.grad = cast
         self._set(slot, CAST, cast)
 
+    def clear_others(self, slots: Sequence[Slot]) -> None:
+        """Counted loop: nothing stands in p.grad but for these slots."""
+        kept = set(slots)
+        for slot in self.slots:
+            if slot not in kept and slot.param.grad is not None:
+                slot.param.grad = None
+
     def leave_step(self) -> None:
         """After an update: the accumulator stands in p.grad again where it may, and its copy goes.
 

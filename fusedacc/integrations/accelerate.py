@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..amp import GradScaler
 from ..optimizer import AccumulatingOptimizer
-from ..window import MicroBatch
+from ..optimizer.window import MicroBatch
 
 __all__ = ["CountedOptimizer", "prepare"]
 

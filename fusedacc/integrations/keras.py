@@ -14,8 +14,9 @@ import numpy
 import torch
 from torch import Tensor
 
-from .. import backends, optimizer
-from ..window import Window
+from .. import backends
+from .. import optimizer
+from ..optimizer.window import Window
 
 __all__ = ["AccumulatingOptimizer", "AccumulationCallback"]
 

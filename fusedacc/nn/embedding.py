@@ -12,13 +12,13 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 
-from .. import native_hooks
+from .. import native_module
 from ..accumulators import Slot
-from ..capture import Capture
+from ..autograd.capture import Capture
 from ..rows import accumulate_rows_
-from ..uncompiled import runs_as_written
+from .uncompiled import runs_as_written
 from ..accumulators.in_place import Write
-from .site import ORDINARY, SITE, Site, adds
+from .patched_forward import ORDINARY, SITE, Site, adds
 
 
 class EmbeddingSite(Site):
@@ -28,7 +28,7 @@ class EmbeddingSite(Site):
 
     def __init__(self, module: torch.nn.Module, slot: Slot, capture: Capture) -> None:
         super().__init__(module, slot, capture)
-        native: Any = native_hooks.module()
+        native: Any = native_module.module()
         if native is not None:
             self._native = native.Site(partial(adds, weakref.ref(self)), False)
             self._recorded = native.lookup

@@ -13,13 +13,14 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 
-from .. import gemm, native_hooks
+from .. import gemm
+from .. import native_module
 from ..accumulators import Slot
-from ..capture import Capture
+from ..autograd.capture import Capture
 from ..checks import PAIRS
 from ..gemm_ways import class_of
-from ..uncompiled import runs_as_written
-from .site import ORDINARY, SITE, Site, adds
+from .uncompiled import runs_as_written
+from .patched_forward import ORDINARY, SITE, Site, adds
 
 
 class LinearSite(Site):
@@ -31,7 +32,7 @@ class LinearSite(Site):
     def __init__(self, module: torch.nn.Module, slot: Slot, capture: Capture) -> None:
         super().__init__(module, slot, capture)
         self._products: dict[tuple, gemm.Run] = {}
-        native: Any = native_hooks.module()
+        native: Any = native_module.module()
         if native is not None:
             self._native = native.Site(partial(adds, weakref.ref(self)), self.transposed)
             self._recorded = native.product

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fusedacc
-from fusedacc import hooks
+from fusedacc.autograd import python_hooks
 
 pytestmark = pytest.mark.cuda
 
@@ -64,7 +64,7 @@ def windows(forward, backward, model: bool, wraps: bool):
 @pytest.mark.parametrize("model", [True, False], ids=["model", "plain"])
 @pytest.mark.parametrize("where", ["default to side", "side to default", "default to sides in turn"])
 def test_sums_are_those_of_one_stream(where, model, large, monkeypatch):
-    monkeypatch.setitem(hooks.LARGE_BYTES, "cuda", 1 if large else 2**24)
+    monkeypatch.setitem(python_hooks.LARGE_BYTES, "cuda", 1 if large else 2**24)
     default, sides = torch.cuda.default_stream(), [torch.cuda.Stream(), torch.cuda.Stream()]
     forward, backward = {
         "default to side": ([default], sides[:1]),

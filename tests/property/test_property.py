@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import fusedacc
-from fusedacc import hooks, native_hooks
-from fusedacc.update import Update
+from fusedacc import native_module
+from fusedacc.autograd import python_hooks
+from fusedacc.optimizer.update import Update
 
 from .events import random_case
 from .lockstep import failure, report
@@ -61,14 +62,14 @@ def wrapping(seed: int) -> Make:
 def shrink_buckets(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A third of the cases fill many buckets in each backward, a third find every gradient large."""
     if seed % 3 == 1:
-        monkeypatch.setattr("fusedacc.hooks.BUCKET_BYTES", 100)
+        monkeypatch.setattr("fusedacc.autograd.python_hooks.BUCKET_BYTES", 100)
     if seed % 3 == 2:
-        monkeypatch.setitem(hooks.LARGE_BYTES, "cpu", 64)
+        monkeypatch.setitem(python_hooks.LARGE_BYTES, "cpu", 64)
 
 
 def choose_hooks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every fourth case has hooks in Python; the others native ones, where they are built."""
-    monkeypatch.setenv(native_hooks.VARIABLE, "0" if seed % 4 == 3 else "1")
+    monkeypatch.setenv(native_module.VARIABLE, "0" if seed % 4 == 3 else "1")
 
 
 def check_norms(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from . import functional
-from .accumulators import Slot
+from .. import functional
+from ..accumulators import Slot
 
 LOW = (torch.bfloat16, torch.float16)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from .accumulators import Slot
+from ..accumulators import Slot
 
 #: What a reducer knew of its gradients when a backward began.
 Watch = list[tuple[DistributedDataParallel, list[int]]]

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import torch_state
-from .accumulators import Slot
+from .. import torch_state
+from ..accumulators import Slot
 
 
 class Taker(enum.Enum):

@@ -8,28 +8,14 @@ from typing import Any
 
 import torch
 
-from . import initialising
-from .accumulation import Accumulation
-from .capture import Capture
-from .data_parallel import may_defer
-from .ending import Ending
-from .update import Scaling
+from ..autograd.data_parallel import may_defer
+from .loop import Loop
+from .loss_scale import Scaling
 from .window import MicroBatch
 
 
-class CountedLoop:
-    """What the wrapper's methods do in a counted loop.
-
-    Args:
-        capture: the hooks.
-        accumulation: the window and its accumulators.
-        ending: ends windows.
-    """
-
-    def __init__(self, capture: Capture, accumulation: Accumulation, ending: Ending) -> None:
-        self._capture, self._accumulation, self._ending = capture, accumulation, ending
-        self._window, self._accumulators = accumulation.window, accumulation.accumulators
-        self._slots = self._accumulators.slots
+class CountedLoop(Loop):
+    """Counts micro-batches; arguments as `Loop`."""
 
     def step(self, closure: Callable[[], Any] | None, scaling: Scaling, arguments: Mapping[str, Any]) -> Any:
         """End a micro-batch and, if it was the window's last, update; returns what the closure returned."""
@@ -40,10 +26,10 @@ class CountedLoop:
                 loss = closure()
         self._capture.settle()
         window.check_untainted()
-        self._ending.follow()
+        self._follow_groups()
         window.begin_step()
-        if initialising.is_asked_for(self._ending.inner, self._slots):
-            initialising.make_state(self._ending, self._slots)
+        if self._is_asked_for_state():
+            self._make_state()
             self._accumulators.grads.ignore_present(self._slots)
             return loss
         self._collect()
@@ -51,7 +37,7 @@ class CountedLoop:
             window.unsynchronised = window.micro.deferred
             window.end_micro_batch()
         if window.full:
-            self._update(scaling, arguments, partial=False)
+            self._close_window(scaling, arguments, partial=False)
         return loss
 
     def _collect(self) -> None:
@@ -61,7 +47,7 @@ class CountedLoop:
             self._capture.registry.refresh()
             self._accumulators.grads.disown_replaced()
         waiting = window.unsynchronised and not window.micro.ran  # for a backward that synchronises
-        if self._ending.inner.defaults.get("differentiable"):
+        if self._inner.defaults.get("differentiable"):
             self._check_graphless()
         if not (window.micro.deferred or waiting):
             self._collect_stored()
@@ -86,7 +72,7 @@ class CountedLoop:
         window = self._window
         self._capture.settle()
         if window.tainted is None and not self._capture.registry.closed:
-            self._ending.follow()
+            self._follow_groups()
             self._collect()
         return window.full or (window.micro.ran and window.will_update)
 
@@ -112,7 +98,7 @@ class CountedLoop:
         """Update from a part-filled window; a no-op if it is empty."""
         window = self._window
         window.check_synchronised("flush() would update every rank with gradients of its own")
-        self._ending.follow()
+        self._follow_groups()
         self._capture.registry.refresh()  # after the update, a parameter that was cast before it would look cast since
         if window.empty:
             self._accumulators.grads.disown_replaced()
@@ -120,22 +106,22 @@ class CountedLoop:
         if window.micro.ran:
             window.end_micro_batch()
         if not window.empty:
-            self._update(scaling, arguments, partial=True)
+            self._close_window(scaling, arguments, partial=True)
 
-    def _update(self, scaling: Scaling, arguments: Mapping[str, Any], partial: bool) -> None:
+    def _close_window(self, scaling: Scaling, arguments: Mapping[str, Any], partial: bool) -> None:
         """One update of the inner optimizer from the window's sums.
 
         If it raises, the window stays as it is: `step()` or `flush()` tries again, `zero_grad()` gives up.
         """
         ratio = self._accumulation.conclude(partial)
-        _, skipped = self._ending.run(ratio, scaling, arguments)
+        _, skipped = self._run(ratio, scaling, arguments)
         if ratio is None:
             self._accumulators.clear()
         else:
             self._accumulators.leave_step()
             if self._capture.compiled:
                 self._accumulators.grads.drop_spent()
-        self._ending.count(skipped)
+        self._end_update(skipped)
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear the gradients of the last update; nothing in mid-window."""
@@ -151,7 +137,7 @@ class CountedLoop:
         if window.micro_step > 0 and not window.full:
             self._accumulators.grads.clear_ignored()
         else:
-            self._ending.clear(set_to_none)
+            self._clear(set_to_none)
 
     def around(
         self, model: torch.nn.Module | None, micro: MicroBatch

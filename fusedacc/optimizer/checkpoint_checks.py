@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .accumulators import Slot
+from ..accumulators import Slot
 from .window import REDUCTIONS, Window, fresh_window
 
 OWN = "fusedacc"

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .accumulators import Accumulators, GradState
-from .masters import Masters
+from ..accumulators import Accumulators, GradState
+from .master_weights import Masters
 from .window import Window, fresh_window
 
 #: What stands beside the wrapper's own attributes.

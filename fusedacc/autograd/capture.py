@@ -17,13 +17,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from . import eligibility, hooks, streams
-from .accumulators import Accumulators, Slot
-from .accumulators.in_place import Write
-from .arming import HookRegistry
-from .hooks import LET_THROUGH, SWALLOWED, Bucket, Task, task_id
-from .taking import Taking
-from .torch_state import raw_stream
+from . import eligibility, graph_task, python_hooks
+from ..accumulators import Accumulators, Slot
+from ..accumulators.in_place import Write
+from .registration import HookRegistry
+from .graph_task import Bucket, GraphTask
+from .native_hooks import hooks_for
+from .python_hooks import LET_THROUGH, SWALLOWED, task_id
+from ..torch_state import raw_stream
 
 
 class Policy(Protocol):
@@ -35,17 +36,17 @@ class Policy(Protocol):
     @property
     def num_updates(self) -> int: ...
 
-    def begin_backward(self, refresh: Callable[[], None]) -> Task: ...
+    def begin_backward(self, refresh: Callable[[], None]) -> GraphTask: ...
 
-    def scale_of(self, task: Task) -> float | Tensor: ...
+    def scale_of(self, task: GraphTask) -> float | Tensor: ...
 
-    def leave_to_autograd(self, task: Task, slot: Slot) -> None: ...
+    def leave_to_autograd(self, task: GraphTask, slot: Slot) -> None: ...
 
-    def publishes_after(self, task: Task) -> bool: ...
+    def publishes_after(self, task: GraphTask) -> bool: ...
 
-    def end_backward(self, task: Task, refresh: Callable[[], None]) -> None: ...
+    def end_backward(self, task: GraphTask, refresh: Callable[[], None]) -> None: ...
 
-    def forget_backward(self, task: Task, failed: bool) -> None: ...
+    def forget_backward(self, task: GraphTask, failed: bool) -> None: ...
 
 
 class Capture:
@@ -66,9 +67,9 @@ class Capture:
         self.compiled = False
         self._policy = policy
         self._lock = threading.RLock()
-        self._tasks: dict[int, Task] = {}
-        self._taking = Taking(accumulators)
-        self.registry = HookRegistry(slots, accumulators, policy, self._taking, self._tasks, weakref.ref(self))
+        self._tasks: dict[int, GraphTask] = {}
+        self.hooks = hooks_for(accumulators)
+        self.registry = HookRegistry(slots, accumulators, policy, self.hooks, self._tasks, weakref.ref(self))
 
     # A backward runs
 
@@ -83,7 +84,7 @@ class Capture:
         with self._lock:
             task = self._tasks.get(task_id()) or self._begin()
         if slot.paths:
-            self._taking.hand_over(slot)
+            self.hooks.release_to_python(slot)
         if not task.captures or case is eligibility.POST_ACCUMULATE_HOOK:
             self._policy.leave_to_autograd(task, slot)
             return LET_THROUGH
@@ -97,20 +98,20 @@ class Capture:
             self.accumulators.adder.add_odd(slot, gradient, self._policy.scale_of(task))
             return SWALLOWED
         identity = task_id()
-        if self._taking.adds(slot, identity, gradient):
+        if self.hooks.add_now(slot, identity, gradient):
             return SWALLOWED
-        if not sole or (hooks.is_large(slot) and not self.accumulators.adder.may_adopt(slot, gradient)):
+        if not sole or (python_hooks.is_large(slot) and not self.accumulators.adder.may_adopt(slot, gradient)):
             self._flush_shared(task, [slot])
             self._add(task, [slot], [gradient])
             return SWALLOWED
         stream = raw_stream(gradient)
         bucket = task.buckets.get(slot.lane_key)
         if bucket is None:
-            bucket = task.buckets[slot.lane_key] = self._taking.open_bucket(slot, identity, stream)
+            bucket = task.buckets[slot.lane_key] = self.hooks.open_bucket(slot, identity, stream)
         elif bucket.stream != stream:
             self.flush_bucket(identity, bucket)
             bucket.stream = stream
-        bucket.put(slot, slot.param, gradient, 0 if hooks.is_large(slot) else slot.nbytes)
+        bucket.put(slot, slot.param, gradient, 0 if python_hooks.is_large(slot) else slot.nbytes)
         return SWALLOWED
 
     def take_in_place(self, slot: Slot, node: Any, write: Write, by_rows: bool = False) -> bool:
@@ -151,15 +152,15 @@ class Capture:
             return False
         if task.drops:
             return True
-        self._taking.hand_over(slot)
+        self.hooks.release_to_python(slot)
         if len(self._tasks) > 1:
             self._flush_shared(task, [slot])
         if slot.on_cuda:
-            streams.order(task, slot)
+            graph_task.order(task, slot)
         task.added = True
         return self.accumulators.in_place.write(slot, write, self._policy.scale_of(task), by_rows)
 
-    def _begin(self) -> Task:
+    def _begin(self) -> GraphTask:
         """The first gradient of a graph task: decide what is done with all of them.
 
         Raises RuntimeError where the micro-batch needs a weight and has none, before anything is added.
@@ -167,23 +168,23 @@ class Capture:
         identity = task_id()
         if identity == -1 or torch.compiler.is_compiling():
             self.compiled = True  # it traces the hooks, and has no end to call back at
-            return Task(captures=False)
+            return GraphTask(captures=False)
         self.registry.check_graph()
-        self._taking.add_later()  # another task's hooks must not add to accumulators that change here
+        self.hooks.stop_adding()  # another task's hooks must not add to accumulators that change here
         task = self._policy.begin_backward(self.registry.refresh)
         self._tasks[identity] = task
         self._call_back(identity, task)
         if task.captures:
-            self._taking.begin(identity, task, len(self._tasks) == 1, self._policy.scale_of(task))
+            self.hooks.begin(identity, task, len(self._tasks) == 1, self._policy.scale_of(task))
         return task
 
-    def _call_back(self, identity: int, task: Task) -> None:
+    def _call_back(self, identity: int, task: GraphTask) -> None:
         """Have the engine call `finish` at the end of the graph task at hand."""
         callback = functools.partial(_finish, weakref.ref(self), identity)
         task.callback = weakref.ref(callback)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
 
-    def _add(self, task: Task, slots: list[Slot], gradients: list[Tensor], adoptable: bool = False) -> None:
+    def _add(self, task: GraphTask, slots: list[Slot], gradients: list[Tensor], adoptable: bool = False) -> None:
         task.added = True
         self.accumulators.adder.add(slots, gradients, self._policy.scale_of(task), adoptable)
 
@@ -193,21 +194,21 @@ class Capture:
         self._flush_shared(task, bucket.slots())
         self._add_bucket(task, bucket)
 
-    def _add_bucket(self, task: Task, bucket: Bucket) -> None:
+    def _add_bucket(self, task: GraphTask, bucket: Bucket) -> None:
         with self._lock:
             slots, gradients, adoptable = bucket.take()
         if not slots:
             return
         for slot in slots:
             if slot.paths:  # a module may have made its sum, in memory that held nothing
-                self._taking.hand_over(slot)
+                self.hooks.release_to_python(slot)
         if not slots[0].on_cuda:
             self._add(task, slots, gradients, adoptable)
             return
-        with streams.on(bucket.stream, slots[0].lane[0]):
+        with graph_task.on(bucket.stream, slots[0].lane[0]):
             for slot in slots:
                 if slot.paths:
-                    streams.order(task, slot)
+                    graph_task.order(task, slot)
             self._add(task, slots, gradients, adoptable)
 
     def finish(self, identity: int) -> None:
@@ -219,16 +220,16 @@ class Capture:
             task.reducer = "done"  # it has queued its callback after ours
             self._call_back(identity, task)
             return
-        self._taking.add_later()
+        self.hooks.stop_adding()
         if not task.ignored:
             for bucket in task.buckets.values():
                 self.flush_bucket(identity, bucket)
-        streams.join(task)
+        graph_task.join(task)
         self._policy.end_backward(task, self.registry.refresh)
         self._drop(identity, failed=False)
         self.settle()
 
-    def _flush_shared(self, inner: Task, slots: Sequence[Slot]) -> None:
+    def _flush_shared(self, inner: GraphTask, slots: Sequence[Slot]) -> None:
         """Add what enclosing tasks hold for these parameters first, in autograd's order.
 
         Tasks of other threads may come and go meanwhile.
@@ -244,7 +245,7 @@ class Capture:
         """Forget a graph task and whatever it still holds, if another thread has not."""
         task = self._tasks.pop(identity, None)
         if task is not None:
-            self._taking.end(identity, task)
+            self.hooks.end(identity, task)
             self._policy.forget_backward(task, failed)
 
     # Between backwards
@@ -266,7 +267,7 @@ class Capture:
 
     def any_gradient(self) -> bool:
         """Whether anything stands in the p.grad of any parameter."""
-        return self._taking.any_gradient(self.accumulators.slots)
+        return self.hooks.any_gradient()
 
     def close(self) -> None:
         """Take the hooks off for good."""

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from . import observers, torch_state
-from .accumulators import Accumulators, GradState, Slot
-from .data_parallel import Reducers
-from .hooks import Task
+from .. import observers, torch_state
+from ..accumulators import Accumulators, GradState, Slot
+from ..autograd.data_parallel import Reducers
+from ..autograd.graph_task import GraphTask
 from .window import Window
 
 #: Registers hooks anew where a parameter's node may have changed.
@@ -55,7 +55,7 @@ class Accumulation:
         """Updates of the inner optimizer so far."""
         return self.window.num_updates
 
-    def begin_backward(self, refresh: Refresh) -> Task:
+    def begin_backward(self, refresh: Refresh) -> GraphTask:
         """What is done with all the gradients of a backward that begins.
 
         Raises:
@@ -77,7 +77,7 @@ class Accumulation:
         norms.norm_type = norms.wanted if wanted else None
         return task
 
-    def _begin_ignored(self, refresh: Refresh) -> Task:
+    def _begin_ignored(self, refresh: Refresh) -> GraphTask:
         """Take in what autograd has stored, before a backward that does not count adds to it."""
         window = self.window
         if window.counted:
@@ -88,13 +88,13 @@ class Accumulation:
         else:
             self.collect_stock()
         self._grads.drop_spent()
-        return Task(captures=False, ignored=True)
+        return GraphTask(captures=False, ignored=True)
 
-    def _begin_counted(self) -> Task:
+    def _begin_counted(self) -> GraphTask:
         window = self.window
         scale = window.base_scale
         differentiable, reduced = torch.is_grad_enabled(), torch_state.process_group_up()
-        task = Task(not (differentiable or reduced), scale, drops=window.leaves_out)
+        task = GraphTask(not (differentiable or reduced), scale, drops=window.leaves_out)
         task.reducer = "ahead" if reduced and not differentiable else ""
         if reduced and window.counted and not window.micro.deferred:
             task.watch = self._reducers.watch()
@@ -108,7 +108,7 @@ class Accumulation:
             self._aim(window.target(ending=True))  # the last additions bring the accumulators to it
         return task
 
-    def scale_of(self, task: Task) -> float | Tensor:
+    def scale_of(self, task: GraphTask) -> float | Tensor:
         """By what the gradients of a graph task are multiplied, ready on the current stream."""
         if self._aimed_on is not None and isinstance(self.window.factor, Tensor):
             stream = torch.cuda.current_stream(self._aimed_on.device)
@@ -116,7 +116,7 @@ class Accumulation:
                 stream.wait_stream(self._aimed_on)
         return task.scale_in(self.window.factor)
 
-    def leave_to_autograd(self, task: Task, slot: Slot) -> None:
+    def leave_to_autograd(self, task: GraphTask, slot: Slot) -> None:
         """Ready p.grad for a gradient of this backward that autograd will store, beside nothing of ours."""
         if task.ignored:
             if slot.grad_state is GradState.PUBLISHED:
@@ -126,12 +126,12 @@ class Accumulation:
             self._grads.begin_stock(slot)
         task.stored.append(slot)
 
-    def publishes_after(self, task: Task) -> bool:
+    def publishes_after(self, task: GraphTask) -> bool:
         """Whether the final gradient will stand in p.grad when this backward has ended."""
         window = self.window
         return window.counted and window.will_update and not window.micro.deferred and not task.ignored
 
-    def end_backward(self, task: Task, refresh: Refresh) -> None:
+    def end_backward(self, task: GraphTask, refresh: Refresh) -> None:
         """A backward has ended, and what was pending is added."""
         if task.ignored:
             return
@@ -144,7 +144,7 @@ class Accumulation:
             if not self.window.private:
                 self.publish()
 
-    def forget_backward(self, task: Task, failed: bool) -> None:
+    def forget_backward(self, task: GraphTask, failed: bool) -> None:
         """A graph task is over; `failed`: by an exception, which taints the window if anything was added."""
         if task.ignored:
             self._grads.ignore_present([slot for slot in task.stored if slot not in task.stashed])
@@ -203,9 +203,10 @@ class Accumulation:
         return True
 
     def conclude(self, partial: bool = False) -> float | Tensor | None:
-        """Publish the accumulators of a window that ends, and leave their final scale to the update.
+        """End the window, and leave the final scale to the update, which publishes.
 
-        Returns by what they are still to be multiplied; None where that is not known, all weights being 0.
+        Returns by what the accumulators are still to be multiplied; None where that is not known, all weights
+        being 0.
         """
         window = self.window
         target = window.target(False, partial)
@@ -213,7 +214,6 @@ class Accumulation:
             return None
         with torch.no_grad():
             self._apply_scales()
-            self.accumulators.publish()
         known = not (isinstance(target, Tensor) or isinstance(window.factor, Tensor))
         return 1.0 if known and target == window.factor else target / window.factor
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from . import checks, norms, torch_state
-from .accumulators import Accumulators, Slot
+from .. import checks, norms, torch_state
+from ..accumulators import Accumulators, Slot
+from .loss_scale import Scaling, near
 
 #: torch's optimizers whose fused kernels divide by `grad_scale` and do nothing where `found_inf` is 1.
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -147,52 +148,41 @@ class Update:
     def prepare(self, scaling: Scaling) -> bool:
         """Ready every p.grad. Returns whether the inner optimizer's kernel drops what is not finite."""
         self.applied = False
-        multiplier = self._measure(scaling)
+        finals = self._accumulators.finals()
+        multiplier = self._measure(scaling, finals)
         kernel = takes_scale(self._inner)
-        if kernel and multiplier is not None and self._is_uniform():
-            self._accumulators.enter_step()
-            self._inner.grad_scale = self._reciprocal(multiplier)  # type: ignore[attr-defined]
+        if kernel and multiplier is not None and _is_uniform(finals):
+            self._accumulators.enter_step(finals)
+            device = finals[0][1].device if finals else None
+            self._inner.grad_scale = _reciprocal(multiplier, device)  # type: ignore[attr-defined]
         else:
             self.applied = multiplier is not None
-            self._accumulators.enter_step(1.0 if multiplier is None else multiplier)
+            self._accumulators.enter_step(finals, 1.0 if multiplier is None else multiplier)
         if scaling.found_inf is None or not kernel or self._would_leave_garbage():
             return False
         self._inner.found_inf = scaling.found_inf  # type: ignore[attr-defined]
         return True
 
-    def _measure(self, scaling: Scaling) -> float | Tensor | None:
+    def _measure(
+        self, scaling: Scaling, finals: Sequence[tuple[Slot, Tensor]]
+    ) -> float | Tensor | None:
         """By what the sums are to be multiplied, clipping included; None for 1. One read, if any."""
         multiplier, checks = scaling.multiplier, self.skip_nonfinite or scaling.checks
         self.grad_norm = None
         if self.max_grad_norm is None and not checks:
             return multiplier
-        finals = self._accumulators.finals()
         if not finals:
             return multiplier
         norm, nonfinite = self._norm(finals)
         if multiplier is not None:
-            norm = (norm * _near(multiplier, norm)).to(norm.dtype)
+            norm = (norm * near(multiplier, norm)).to(norm.dtype)
         self.grad_norm = norm
         if checks:
             scaling.drop_if(nonfinite)
         if self.max_grad_norm is None:
             return multiplier
         clip = (self.max_grad_norm / (norm + EPSILON)).clamp(max=1.0)
-        return clip if multiplier is None else clip * _near(multiplier, clip)
-
-    def _reciprocal(self, multiplier: float | Tensor) -> Tensor:
-        """What the kernel divides by: 0-dim float32."""
-        if isinstance(multiplier, Tensor):
-            return multiplier.reciprocal().float()
-        device = self._accumulators.finals()[0][1].device if self._accumulators.finals() else None
-        return torch.full((), 1.0 / multiplier, dtype=torch.float32, device=device)
-
-    def _is_uniform(self) -> bool:
-        """Whether the kernel can scale every gradient.
-
-        float64 would lose digits to its float32 scale, and what is cast has to be scaled before.
-        """
-        return all(t.dtype == s.param.dtype != torch.float64 for s, t in self._accumulators.finals())
+        return clip if multiplier is None else clip * near(multiplier, clip)
 
     def _would_leave_garbage(self) -> bool:
         """torch's fused SGD makes momentum buffers that its kernel does not write in a dropped first step."""
@@ -227,40 +217,16 @@ def _is_ordinary(total: Tensor) -> bool:
     return checks.is_plain(total) and total.is_floating_point()
 
 
-class Scaling:
-    """What is known on the device only: by what the sums are multiplied, and whether they are finite.
+def _reciprocal(multiplier: float | Tensor, device: torch.device | None) -> Tensor:
+    """What the kernel divides by: 0-dim float32."""
+    if isinstance(multiplier, Tensor):
+        return multiplier.reciprocal().float()
+    return torch.full((), 1.0 / multiplier, dtype=torch.float32, device=device)
 
-    Args:
-        loss_scale: 0-dim; the sums are divided by it. None: they are not scaled.
-        found_inf: 0-dim float32, 1 where the update must be dropped; None where nobody has looked yet.
-        checks: whether somebody needs `found_inf`.
+
+def _is_uniform(finals: Sequence[tuple[Slot, Tensor]]) -> bool:
+    """Whether the kernel can scale every gradient.
+
+    float64 would lose digits to its float32 scale, and what is cast has to be scaled before.
     """
-
-    def __init__(
-        self, loss_scale: Tensor | None = None, found_inf: Tensor | None = None, checks: bool = False
-    ) -> None:
-        # In float64: float64 sums keep their digits, and the reciprocal of a large scale is not one ulp off.
-        self.multiplier: float | Tensor | None = None
-        if loss_scale is not None:
-            self.multiplier = loss_scale.double().reciprocal()
-        self.found_inf = found_inf
-        self.checks = checks
-
-    def drop_if(self, flag: Tensor) -> None:
-        """Drop the update too where `flag`, 0-dim float32, is 1."""
-        found = self.found_inf
-        near = flag if found is None else flag.to(found.device, non_blocking=True)
-        self.found_inf = near if found is None else torch.maximum(found, near)
-
-    def multiply(self, ratio: float | Tensor) -> None:
-        """The sums are to be multiplied by `ratio` too."""
-        if isinstance(ratio, Tensor) or ratio != 1.0:
-            own = self.multiplier
-            self.multiplier = ratio if own is None else own * _near(ratio, own)
-
-
-def _near(scale: float | Tensor, other: float | Tensor) -> float | Tensor:
-    """The scale where the other number is."""
-    if isinstance(scale, Tensor) and isinstance(other, Tensor):
-        return scale.to(other.device, non_blocking=True)
-    return scale
+    return all(total.dtype == slot.param.dtype != torch.float64 for slot, total in finals)

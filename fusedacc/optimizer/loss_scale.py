@@ -1,16 +1,48 @@
-"""What GradScalers hand over: the loss scale, and what they have found in the gradients."""
+"""The loss scale, and what GradScalers have found in the gradients: known on the device only."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from .update import Scaling
 
 
-class Handover:
+class Scaling:
+    """What is known on the device only: by what the sums are multiplied, and whether they are finite.
+
+    Args:
+        loss_scale: 0-dim; the sums are divided by it. None: they are not scaled.
+        found_inf: 0-dim float32, 1 where the update must be dropped; None where nobody has looked yet.
+        checks: whether somebody needs `found_inf`.
+    """
+
+    def __init__(
+        self, loss_scale: Tensor | None = None, found_inf: Tensor | None = None, checks: bool = False
+    ) -> None:
+        # In float64: float64 sums keep their digits, and the reciprocal of a large scale is not one ulp off.
+        self.multiplier: float | Tensor | None = None
+        if loss_scale is not None:
+            self.multiplier = loss_scale.double().reciprocal()
+        self.found_inf = found_inf
+        self.checks = checks
+
+    def drop_if(self, flag: Tensor) -> None:
+        """Drop the update too where `flag`, 0-dim float32, is 1."""
+        found = self.found_inf
+        near = flag if found is None else flag.to(found.device, non_blocking=True)
+        self.found_inf = near if found is None else torch.maximum(found, near)
+
+    def multiply(self, ratio: float | Tensor) -> None:
+        """The sums are to be multiplied by `ratio` too."""
+        if isinstance(ratio, Tensor) or ratio != 1.0:
+            own = self.multiplier
+            self.multiplier = ratio if own is None else own * near(ratio, own)
+
+
+class LossScaleLink:
     """From a scaler to the update at hand: ours calls `run`, torch's sets attributes of the optimizer."""
 
     def __init__(self) -> None:
@@ -57,3 +89,10 @@ class Handover:
 
 def _nobody() -> None:
     """A weak reference to nothing."""
+
+
+def near(scale: float | Tensor, other: float | Tensor) -> float | Tensor:
+    """The scale where the other number is."""
+    if isinstance(scale, Tensor) and isinstance(other, Tensor):
+        return scale.to(other.device, non_blocking=True)
+    return scale

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .accumulators import Accumulators
+from ..accumulators import Accumulators
 from .update import Update
 from .window import Schedule, Window
 

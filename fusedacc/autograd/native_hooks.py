@@ -1,37 +1,39 @@
-"""Who takes gradients in a backward: the hooks in Python, and in front of them the native ones."""
+"""Hooks that take gradients without Python, in front of those that are Python's."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import hooks, native_hooks, observers
-from .accumulators import Accumulators, Slot
-from .hooks import Bucket, Task
+from .. import native_module, observers
+from ..accumulators import Accumulators, Slot
+from . import python_hooks
+from .graph_task import GraphTask
+from .python_hooks import PythonHooks
 
-#: Stands where a slot was: it has no sum.
+#: Stands where a slot was: it has no accumulator.
 _NOBODY = Slot(torch.empty(0, device="cpu"), -1, "", None)
 
 
-class Taking:
-    """The buckets of every lane, and what the native hooks may do; without those, hooks in Python do all.
+class NativeHooks(PythonHooks):
+    """Hooks without Python, in front of those in Python, to which they leave what is not ordinary.
 
-    On a CPU a gradient is best added to its sum the moment it comes, while it is in the cache: native hooks
-    do so (`Direct` in csrc/autograd/immediate_add.h) where nothing more is to be done than sum = keep * sum +
-    scale * gradient. All others wait in buckets.
+    On a CPU a gradient is best added to its accumulator the moment it comes, while it is in the cache: native
+    hooks do so (`Direct` in csrc/autograd/immediate_add.h) where nothing more is to be done than
+    acc = beta * acc + scale * gradient. All others wait in buckets.
 
     Args:
-        accumulators: where the sums are.
+        accumulators: where gradients go.
+        native: the compiled module.
     """
 
-    def __init__(self, accumulators: Accumulators) -> None:
-        self._accumulators = accumulators
-        self._native = native_hooks.module()
-        self._lanes: dict[int, Any] = {}
+    def __init__(self, accumulators: Accumulators, native: Any) -> None:
+        super().__init__(accumulators)
+        self._native = native
         self._at_once: dict[int, bool] = {}
         #: The numbers of slots whose gradients may be added at once, and the slots by their numbers.
         self._order: dict[Slot, int] = {}
@@ -41,38 +43,27 @@ class Taking:
         #: Held while that task changes: closing `Direct` lets other threads run.
         self._lock = threading.RLock()
         #: The task whose gradients are added at once, and the accumulators' generation when they were loaded.
-        self._task: Task | None = None
+        self._task: GraphTask | None = None
         self._known: tuple | None = None
         self._loaded = -1
-        if self._native is not None:
-            self._tasks = self._native.Tasks()
-            self._direct = self._native.Direct(native_hooks.add_flat())
+        self._tasks = native.Tasks()
+        self._direct = native.Direct(native_module.add_flat())
 
-    def lane(self, slot: Slot) -> MutableMapping[int, Bucket]:
-        """The buckets of the slot's lane, by graph task: one mapping that all hooks of the lane look at."""
-        found = self._lanes.get(slot.lane_key)
-        if found is None:
-            found = self._lanes[slot.lane_key] = {} if self._native is None else self._native.Lane()
-        return found
+    def _new_buckets(self) -> Any:
+        return self._native.Lane()
 
-    def open_bucket(self, slot: Slot, identity: int, stream: int) -> Bucket:
-        """A new bucket for the slot's lane and a graph task."""
-        limit = hooks.bucket_bytes(slot)
-        bucket = Bucket(stream) if self._native is None else self._native.Bucket(stream, limit)
-        self.lane(slot)[identity] = bucket
-        return bucket
+    def _new_bucket(self, slot: Slot, stream: int) -> Any:
+        return self._native.Bucket(stream, python_hooks.bucket_bytes(slot))
 
     def attach(self, slot: Slot, node: Any) -> None:
         """Put a native hook before the Python hook of the slot's node, which has no other."""
-        if self._native is None:
-            return
         at_once = self._at_once.get(slot.lane_key)
         if at_once is None:
             at_once = self._accumulators.plans.select(slot.lane).backend.name == "cpu"
             self._at_once[slot.lane_key] = at_once
         index = self._number(slot) if at_once else -1
-        large = hooks.is_large(slot)
-        shared = slot.accumulate_dtype, self._direct, self.lane(slot), self._tasks
+        large = python_hooks.is_large(slot)
+        shared = slot.accumulate_dtype, self._direct, self.buckets_for(slot), self._tasks
         slot.native = self._native.attach(node, slot, index, slot.nbytes, large, *shared)
         slot.set_odd(slot.odd)
         self._known = None
@@ -101,18 +92,14 @@ class Taking:
             slot.native.active = False
             slot.native = None
 
-    def any_gradient(self, slots: list[Slot]) -> bool:
-        """Whether anything stands in the p.grad of any slot; `slots` are always the same list."""
-        if self._native is None:
-            return any(slot.param.grad is not None for slot in slots)
+    def any_gradient(self) -> bool:
+        slots = self._accumulators.slots
         if len(self._parameters) != len(slots):
             self._parameters = [slot.param for slot in slots]
         return self._native.any_gradient(self._parameters)
 
-    def begin(self, identity: int, task: Task, alone: bool, scale: float | Tensor) -> None:
+    def begin(self, identity: int, task: GraphTask, alone: bool, scale: float | Tensor) -> None:
         """A graph task's first gradient is at hand; none is added at once yet. `alone`: no other runs."""
-        if self._native is None:
-            return
         self._tasks.add(identity)
         accumulators, grads = self._accumulators, self._accumulators.grads
         if (
@@ -136,16 +123,14 @@ class Taking:
                 self._task = task
                 self._direct.open(identity, scale)
 
-    def adds(self, slot: Slot, identity: int, gradient: Tensor) -> bool:
+    def add_now(self, slot: Slot, identity: int, gradient: Tensor) -> bool:
         """Add a gradient at once, if that is all that is to be done with it."""
         if self._task is None or slot.native is None:
             return False
         return self._direct.take(identity, self._order.get(slot, -1), gradient, slot.param)
 
-    def add_later(self) -> None:
+    def stop_adding(self) -> None:
         """No gradient is added at once any more; what has been added has paid what it owed."""
-        if self._native is None:
-            return
         with self._lock:  # and wait until another thread, that is doing so, has paid
             if self._task is None:
                 return
@@ -156,17 +141,15 @@ class Taking:
             if grads.generation == self._loaded and not (accumulators.deferred or grads.exposed):
                 self._known = (grads.generation,)
 
-    def hand_over(self, slot: Slot) -> None:
+    def release_to_python(self, slot: Slot) -> None:
         """Python is about to deal with the slot's sum: note what has been added to it, and add no more."""
-        if self._native is None:
-            return
         with self._lock:
             if self._task is not None:
                 self._note(self._task, self._direct.added())
                 self._direct.skip(self._order.get(slot, -1))
                 self._loaded, self._known = -1, None
 
-    def _note(self, task: Task, added: list[int]) -> None:
+    def _note(self, task: GraphTask, added: list[int]) -> None:
         """What sums owed is paid, and memory that was written first is a sum."""
         if not added:
             return
@@ -175,11 +158,15 @@ class Taking:
         if accumulators.deferred or accumulators.in_place.any_written:
             accumulators.in_place.added_to([self._numbered[index] for index in added])
 
-    def end(self, identity: int, task: Task) -> None:
+    def end(self, identity: int, task: GraphTask) -> None:
         """A graph task is over."""
-        if self._native is not None:
-            if self._task is task:
-                self.add_later()
-            self._tasks.drop(identity)
-        for lane_key in task.buckets:
-            self._lanes[lane_key].pop(identity, None)
+        if self._task is task:
+            self.stop_adding()
+        self._tasks.drop(identity)
+        super().end(identity, task)
+
+
+def hooks_for(accumulators: Accumulators) -> PythonHooks:
+    """The hooks that take these accumulators' gradients here."""
+    native = native_module.module()
+    return PythonHooks(accumulators) if native is None else NativeHooks(accumulators, native)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .accumulators import Slot
-from .accumulators.buffers import tensor_references
-from .data_parallel import Watch
-from .torch_state import raw_stream
+from ..accumulators import Accumulators, Slot
+from ..accumulators.buffers import tensor_references
+from .graph_task import Bucket, GraphTask
+from ..torch_state import raw_stream
 
 #: Pending gradients are added when a bucket holds this many bytes.
 BUCKET_BYTES = 25 * 2**20
@@ -31,91 +31,6 @@ LET_THROUGH = None
 SWALLOWED: tuple[None] = (None,)
 Hook = Callable[[tuple], tuple | None]
 task_id = torch._C._current_graph_task_id
-
-
-class Bucket:
-    """Gradients of one lane, taken on one stream, that wait to be added."""
-
-    __slots__ = ("_pending", "nbytes", "stream")
-
-    def __init__(self, stream: int) -> None:
-        self._pending: list[Any] = []  # a slot, its gradient, and so on
-        self.stream = stream
-        self.nbytes = 0
-
-    def put(self, slot: Slot, param: Tensor, gradient: Tensor, nbytes: int) -> None:
-        """Let a gradient wait that nobody else refers to."""
-        self._pending += (slot, gradient)
-        self.nbytes += nbytes
-
-    def slots(self) -> list[Slot]:
-        """Whose gradients wait."""
-        return self._pending[0::2]
-
-    def take(self) -> tuple[list[Slot], list[Tensor], bool]:
-        """Empty it: the slots and, in their order, the gradients; whether each is known to have memory of its
-        own and its parameter's layout.
-
-        What another thread's hook appends meanwhile stays.
-        """
-        taken = self._pending[:]
-        del self._pending[: len(taken)]
-        self.nbytes = 0
-        return taken[0::2], taken[1::2], False
-
-
-class Task:
-    """What one call of the engine has delivered so far."""
-
-    __slots__ = (
-        "added",
-        "buckets",
-        "callback",
-        "captures",
-        "drops",
-        "stashed",
-        "ignored",
-        "reducer",
-        "scale",
-        "scaled",
-        "stored",
-        "streams",
-        "watch",
-    )
-
-    def __init__(
-        self, captures: bool, scale: float | Tensor = 1.0, ignored: bool = False, drops: bool = False
-    ) -> None:
-        #: Whether gradients are taken; else all are left to autograd, and if ignored, do not count.
-        self.captures = captures
-        self.ignored = ignored
-        #: Whether gradients are taken and thrown away.
-        self.drops = drops
-        self.scale = scale
-        #: A unit of the sums and, where it is made on a device, a stream; the scale in that unit.
-        self.scaled: tuple[float | Tensor, int, float | Tensor] | None = None
-        self.buckets: dict[int, Bucket] = {}
-        #: Whether any gradient is in a sum already, and whose gradients autograd was left to store.
-        self.added = False
-        self.stored: list[Slot] = []
-        #: Whose accumulators were taken out of p.grad for the time of an ignored backward.
-        self.stashed: list[Slot] = []
-        #: On which streams modules have added to which sums by themselves.
-        self.streams: dict[tuple[torch.device, int], list[Slot]] = {}
-        #: The engine's callback, which dies with a graph task that fails.
-        self.callback: Callable[[], object] = object
-        #: Whether a reducer may fill p.grad in a callback of its own: "" if not, "ahead" or "done".
-        self.reducer = ""
-        #: What reducers knew when it began.
-        self.watch: Watch = []
-
-    def scale_in(self, factor: float | Tensor) -> float | Tensor:
-        """The scale in this unit of the sums; where it is a tensor, one for all launches, and ours alone."""
-        weight = self.scale if isinstance(self.scale, Tensor) else factor
-        stream = raw_stream(weight) if isinstance(weight, Tensor) else 0
-        if self.scaled is None or self.scaled[0] is not factor or self.scaled[1] != stream:
-            self.scaled = factor, stream, self.scale * factor
-        return self.scaled[2]
 
 
 @functools.cache
@@ -143,7 +58,7 @@ def references() -> tuple[int, int]:
 
 
 def hook_maker(
-    capture: weakref.ref, open_buckets: Mapping[int, Bucket], tasks: Mapping[int, Task], on_cuda: bool
+    capture: weakref.ref, open_buckets: Mapping[int, Bucket], tasks: Mapping[int, GraphTask], on_cuda: bool
 ) -> Callable[[Slot], Hook]:
     """What makes the pre-hooks of one lane's parameters, which share all that is the lane's.
 
@@ -211,3 +126,66 @@ def accumulate_grad_node(param: Tensor) -> Any:
     """The AccumulateGrad node of a leaf that requires a gradient; new ones are made when none is alive."""
     with torch.enable_grad():
         return param.view_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
+class PythonHooks:
+    """Hooks in Python take all gradients; they wait in buckets, or are added by `Capture.receive`.
+
+    `NativeHooks` is the same with hooks in front of them that do without Python.
+
+    Args:
+        accumulators: where gradients go.
+    """
+
+    def __init__(self, accumulators: Accumulators) -> None:
+        self._accumulators = accumulators
+        self._buckets: dict[int, Any] = {}
+
+    def buckets_for(self, slot: Slot) -> MutableMapping[int, Bucket]:
+        """The buckets of the slot's lane, by graph task: one mapping that all hooks of the lane look at."""
+        found = self._buckets.get(slot.lane_key)
+        if found is None:
+            found = self._buckets[slot.lane_key] = self._new_buckets()
+        return found
+
+    def _new_buckets(self) -> Any:
+        return {}
+
+    def open_bucket(self, slot: Slot, identity: int, stream: int) -> Bucket:
+        """A new bucket for the slot's lane and a graph task."""
+        bucket = self.buckets_for(slot)[identity] = self._new_bucket(slot, stream)
+        return bucket
+
+    def _new_bucket(self, slot: Slot, stream: int) -> Bucket:
+        return Bucket(stream)
+
+    def attach(self, slot: Slot, node: Any) -> None:
+        """The slot's node has got its hook in Python."""
+
+    def detach(self, slot: Slot) -> None:
+        """The slot's node has lost its hook in Python."""
+
+    def forget(self, slots: Sequence[Slot]) -> None:
+        """These slots have no hooks any more, and no others will have."""
+
+    def any_gradient(self) -> bool:
+        """Whether anything stands in the p.grad of any parameter."""
+        return any(slot.param.grad is not None for slot in self._accumulators.slots)
+
+    def begin(self, identity: int, task: GraphTask, alone: bool, scale: float | Tensor) -> None:
+        """A graph task's first gradient is at hand. `alone`: no other task runs."""
+
+    def add_now(self, slot: Slot, identity: int, gradient: Tensor) -> bool:
+        """Add a gradient at once without Python, if that is all that is to be done with it."""
+        return False
+
+    def stop_adding(self) -> None:
+        """No gradient is added at once any more; the deferred scale of what has been added to is discharged."""
+
+    def release_to_python(self, slot: Slot) -> None:
+        """Python is about to deal with the slot's accumulator: nobody else adds to it in this backward."""
+
+    def end(self, identity: int, task: GraphTask) -> None:
+        """A graph task is over."""
+        for lane_key in task.buckets:
+            self._buckets[lane_key].pop(identity, None)

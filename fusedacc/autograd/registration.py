@@ -11,11 +11,11 @@ from typing import Any, Protocol
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from . import torch_state
-from .accumulators import Accumulators, GradState, Slot
-from .hooks import Hook, Task, accumulate_grad_node, hook_maker
-from .taking import Taking
-from .torch_state import process_group_up
+from .. import torch_state
+from ..accumulators import Accumulators, GradState, Slot
+from .graph_task import GraphTask
+from .python_hooks import Hook, PythonHooks, accumulate_grad_node, hook_maker
+from ..torch_state import process_group_up
 
 #: Which registry holds a parameter, by the parameter's id: a live one keeps its parameters alive, and weak
 #: references to parameters would stand in the way of `torch.utils.swap_tensors`.
@@ -36,7 +36,7 @@ class HookRegistry:
         slots: the parameters; a list shared with its owner, who calls `refresh` after appending.
         accumulators: told what a parameter has become.
         windows: asked whether a window has begun.
-        taking: puts native hooks before those in Python.
+        hooks: told whose nodes have hooks.
         tasks: the graph tasks that are known, by identity.
         capture: a weak reference to who receives gradients.
 
@@ -52,12 +52,12 @@ class HookRegistry:
         slots: list[Slot],
         accumulators: Accumulators,
         windows: Windows,
-        taking: Taking,
-        tasks: Mapping[int, Task],
+        hooks: PythonHooks,
+        tasks: Mapping[int, GraphTask],
         capture: weakref.ref,
     ) -> None:
         self.slots = slots
-        self._accumulators, self._windows, self._taking = accumulators, windows, taking
+        self._accumulators, self._windows, self._hooks = accumulators, windows, hooks
         self._tasks, self._capture = tasks, capture
         #: The nodes, which die with their hooks when nobody refers to them, and the hooks' handles. They are
         #: not in the slots: a node holds its hook, the hook its slot, and the ring would never be freed.
@@ -173,7 +173,7 @@ class HookRegistry:
             slot.narrow()
             if _owners.get(id(slot.param), _nobody)() in (None, self):
                 _owners.pop(id(slot.param), None)
-        self._taking.forget(slots)
+        self._hooks.forget(slots)
 
     def reregister(self, slots: Iterable[Slot]) -> None:
         """Hook the new nodes of parameters whose memory was another's for a while."""
@@ -193,13 +193,13 @@ class HookRegistry:
         if slot not in self._nodes or self._nodes[slot][0] is not node:
             self._disarm(slot)
             self._nodes[slot] = node, node.register_prehook(self._make_hook(slot))
-            self._taking.attach(slot, node)
+            self._hooks.attach(slot, node)
         self._watch(slot)
 
     def _make_hook(self, slot: Slot) -> Hook:
         maker = self._makers.get(slot.lane_key)
         if maker is None:
-            maker = hook_maker(self._capture, self._taking.lane(slot), self._tasks, slot.on_cuda)
+            maker = hook_maker(self._capture, self._hooks.buckets_for(slot), self._tasks, slot.on_cuda)
             self._makers[slot.lane_key] = maker
         return maker(slot)
 
@@ -223,7 +223,7 @@ class HookRegistry:
         _, handle = self._nodes.pop(slot, (None, None))
         if handle is not None:
             handle.remove()
-            self._taking.detach(slot)
+            self._hooks.detach(slot)
 
     def close(self) -> None:
         """Release for good."""

@@ -11,20 +11,20 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from . import backends, checkpoint, copying, torch_kernels, tuning
+from .. import backends, tuning
+from . import checkpoint, pickling, torch_kernels
 from .accumulation import Accumulation
-from .accumulators import Accumulators
-from .capture import Capture
+from ..accumulators import Accumulators
+from ..autograd.capture import Capture
 from .counted import CountedLoop
-from .delegate import Delegate
-from .ending import Ending
+from .delegating import Delegate
 from .explain import explain
-from .handover import Handover
+from .loss_scale import LossScaleLink
 from .manual import ManualLoop
-from .masters import Masters
-from .nn import name_slots
+from .master_weights import Masters
+from ..nn import name_slots
 from .progress import Progress
-from .roster import Roster
+from .parameters import Roster
 from .update import Update, check_settings
 from .window import MicroBatch, Schedule, Window
 
@@ -69,6 +69,8 @@ class AccumulatingOptimizer(Delegate, Progress):
         RuntimeError: the backend asked for cannot run here.
     """
 
+    #: Where pickles look for it.
+    __module__ = "fusedacc.optimizer"
     #: torch's GradScaler hands over its scale and what it has found, and `step` honours both.
     _step_supports_amp_scaling = True
 
@@ -137,11 +139,11 @@ class AccumulatingOptimizer(Delegate, Progress):
         self._warn_of_unwritten(optimizer.param_groups, 4)
         self._accumulation = accumulation = Accumulation(slots, window, self._accumulators)
         self._capture = capture = Capture(slots, self._accumulators, accumulation)
-        parts = self._roster, capture, accumulation, self._inner_update, self._masters
-        ending = Ending(optimizer, *parts)
         loop = CountedLoop if window.counted else ManualLoop
-        self._loop = loop(capture, accumulation, ending)
-        self._handover = Handover()
+        self._loop = loop(
+            optimizer, self._roster, capture, accumulation, self._inner_update, self._masters
+        )
+        self._loss_scale = LossScaleLink()
         self._closed = False
 
     def __repr__(self) -> str:
@@ -173,8 +175,8 @@ class AccumulatingOptimizer(Delegate, Progress):
             return self.optimizer.step(closure, **arguments)
         if arguments:
             self._check_arguments(arguments)
-        self._handover.check("step")
-        scaling = self._handover.take(self.__dict__, self._window.counted)
+        self._loss_scale.check("step")
+        scaling = self._loss_scale.take(self.__dict__, self._window.counted)
         return self._loop.step(closure, scaling, arguments)
 
     @_disable_dynamo
@@ -252,13 +254,13 @@ class AccumulatingOptimizer(Delegate, Progress):
         """
         if arguments:
             self._check_arguments(arguments)
-        self._handover.check("flush")
+        self._loss_scale.check("flush")
         self._capture.settle()
         window = self._window
         window.check_untainted()
         window.begin_step()
         if isinstance(self._loop, CountedLoop):
-            self._loop.flush(self._handover.take(self.__dict__, counted=True), arguments)
+            self._loop.flush(self._loss_scale.take(self.__dict__, counted=True), arguments)
         elif not window.empty:
             self.step(**arguments)
 
@@ -375,16 +377,16 @@ class AccumulatingOptimizer(Delegate, Progress):
         self._follow()
         self._count_skipped()
         own = {name: value for name, value in self.__dict__.items() if name not in _REBUILT}
-        return own | copying.carried(self._window, self._accumulators, self._masters)
+        return own | pickling.carried(self._window, self._accumulators, self._masters)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         own = dict(state)
-        kept = {name: own.pop(name, None) for name in copying.NAMES}  # an older pickle lacks some
+        kept = {name: own.pop(name, None) for name in pickling.NAMES}  # an older pickle lacks some
         window = Window(kept["schedule"], kept["reduction"], bool(kept["private"]))
         settings = own.pop("_accumulate_dtype"), kept["backend"], own.pop("_finishing")
         self._build(own.pop("optimizer"), window, *settings, kept["masters"] is not None, lenient=True)
         self.__dict__.update(own)
-        copying.restore(kept, window, self._accumulators, self._masters)
+        pickling.restore(kept, window, self._accumulators, self._masters)
 
 
 #: What unpickling makes anew. A scheduler's patch of step() belongs to the scheduler's own optimizer.
@@ -398,7 +400,7 @@ _REBUILT = (
     "_accumulation",
     "_capture",
     "_loop",
-    "_handover",
+    "_loss_scale",
     "_closed",
     "step",
 )

@@ -8,27 +8,14 @@ from typing import Any
 
 import torch
 
-from . import initialising, observers
-from .accumulation import Accumulation
-from .capture import Capture
-from .ending import Ending
-from .update import Scaling
+from .. import observers
+from .loop import Loop
+from .loss_scale import Scaling
 from .window import MicroBatch
 
 
-class ManualLoop:
-    """What the wrapper's methods do in a manual loop.
-
-    Args:
-        capture: the hooks.
-        accumulation: the window and its accumulators.
-        ending: ends windows.
-    """
-
-    def __init__(self, capture: Capture, accumulation: Accumulation, ending: Ending) -> None:
-        self._capture, self._accumulation, self._ending = capture, accumulation, ending
-        self._window, self._accumulators = accumulation.window, accumulation.accumulators
-        self._slots = self._accumulators.slots
+class ManualLoop(Loop):
+    """Counts nothing outside `accumulate()`; arguments as `Loop`."""
 
     def step(self, closure: Callable[[], Any] | None, scaling: Scaling, arguments: Mapping[str, Any]) -> Any:
         """Update; returns what the inner optimizer's step returned."""
@@ -36,8 +23,8 @@ class ManualLoop:
         window = self._window
         self._follow()
         window.begin_step()
-        if closure is None and initialising.is_asked_for(self._ending.inner, self._slots):
-            return initialising.make_state(self._ending, self._slots)
+        if closure is None and self._is_asked_for_state():
+            return self._make_state()
         if window.in_context and window.micro.ran:
             self._accumulation.collect_stock()
             window.end_micro_batch()
@@ -47,9 +34,9 @@ class ManualLoop:
         else:
             window.check_untainted()
             ratio = self._accumulation.conclude() if self._reduces else 1.0
-            loss, skipped = self._ending.run(ratio, scaling, arguments)
+            loss, skipped = self._run(ratio, scaling, arguments)
         self._accumulators.leave_step()
-        self._ending.count(skipped)
+        self._end_update(skipped)
         return loss
 
     def _follow(self) -> None:
@@ -59,7 +46,7 @@ class ManualLoop:
         micro-batch.
         """
         window = self._window
-        for slot in self._ending.follow():
+        for slot in self._follow_groups():
             if window.in_context and slot.param.grad is not None:
                 window.micro.ran = True
                 if window.weighs:
@@ -79,10 +66,10 @@ class ManualLoop:
 
     def _step_with(self, closure: Callable[[], Any], arguments: Mapping[str, Any]) -> Any:
         """The inner optimizer evaluates the closure as often as it likes; gradients are readied each time."""
-        update = self._ending.update
+        update = self._update
         for name, is_set in (
             ("skip_nonfinite", update.skip_nonfinite),
-            ("master_weights", self._ending.masters is not None),
+            ("master_weights", self._masters is not None),
         ):
             if is_set:
                 raise RuntimeError(
@@ -100,9 +87,9 @@ class ManualLoop:
             return loss
 
         self._finish_sums()
-        self._accumulators.enter_step()
+        self._accumulators.enter_step(self._accumulators.finals())
         try:
-            return self._ending.inner.step(evaluate, **arguments)
+            return self._inner.step(evaluate, **arguments)
         finally:
             update.release()
 
@@ -115,7 +102,7 @@ class ManualLoop:
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear the gradients."""
-        self._ending.clear(set_to_none)
+        self._clear(set_to_none)
 
     @contextlib.contextmanager
     def around(self, model: torch.nn.Module | None, micro: MicroBatch) -> Iterator[None]:

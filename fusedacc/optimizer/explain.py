@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import Any
 
-from . import eligibility, gemm, native_hooks, traffic
-from .accumulators import Accumulators, Slot
-from .eligibility import Taker
+from .. import native_module
+from ..autograd import eligibility
+from .. import gemm, traffic
+from ..accumulators import Accumulators, Slot
+from ..autograd.eligibility import Taker
 from .window import Window
 
 
@@ -81,7 +83,7 @@ def _hooks(slots: Sequence[Slot]) -> str:
         sum(s.param.requires_grad for s in slots),
     )
     if native == 0:
-        return f"in Python ({native_hooks.why_not() or 'no parameter has a native one'})"
+        return f"in Python ({native_module.why_not() or 'no parameter has a native one'})"
     return (
         "native" if native == all_hooked else f"native on {native} of {all_hooked} parameters, else in Python"
     )

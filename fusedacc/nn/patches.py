@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from ..accumulators import Slot
-from ..capture import Capture
+from ..autograd.capture import Capture
 from .embedding import EmbeddingSite
 from .linear import Conv1DSite, LinearSite
-from .site import Site, is_stock
+from .patched_forward import Site, is_stock
 from .small import why_left
 
 #: Before anybody can have put a forward of theirs into torch's classes.

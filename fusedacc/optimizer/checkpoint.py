@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import checkpoint_checks as checks
-from . import tuning
-from .accumulators import Accumulators, GradState, Slot
+from .. import tuning
+from ..accumulators import Accumulators, GradState, Slot
 from .checkpoint_checks import CHOICES, OWN, VERSION
-from .masters import LOW, Masters
+from .master_weights import LOW, Masters
 from .window import Window, fresh_window
 
 SUM = "fusedacc_sum"

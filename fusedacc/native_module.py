@@ -1,7 +1,7 @@
-"""The hooks that take gradients without Python: found and loaded, or why not.
+"""The compiled module of autograd's hooks and functions: found and loaded, or why not.
 
-They are compiled for exactly one torch and one Python, since autograd has no stable ABI. Where they are
-missing, the hooks of `hooks.py` do the same.
+It is made for exactly one torch and one Python, since autograd has no stable ABI. Where it is missing, Python
+does the same.
 """
 
 from __future__ import annotations

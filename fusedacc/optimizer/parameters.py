@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from . import backends
-from .accumulators import Lane, Slot, default_accumulate_dtype
-from .capture import Capture
-from .checks import PAIRS, allowed_pairs
-from .masters import Masters
-from .nn import Replacements
+from .. import backends
+from ..accumulators import Lane, Slot, default_accumulate_dtype
+from ..autograd.capture import Capture
+from ..checks import PAIRS, allowed_pairs
+from .master_weights import Masters
+from ..nn import Replacements
 
 
 class Roster:

@@ -1,0 +1,1 @@
+"""Takes gradients before autograd stores them."""

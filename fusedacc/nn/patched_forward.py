@@ -1,0 +1,212 @@
+"""One module whose `forward` is ours for a while, and its way back to stock."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ..accumulators import Slot
+from ..autograd.capture import Capture
+from .uncompiled import runs_as_written
+from ..accumulators.in_place import Write
+
+_grad_enabled, _tracing = torch.is_grad_enabled, torch._C._is_tracing
+_transform_at_hand = torch._C._functorch.peek_interpreter_stack
+ORDINARY = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
+#: The methods by which pickle, copy, DataParallel and torch.jit.script make a module of another: they are
+#: looked up on the instance first.
+COPYING = ("__reduce_ex__", "__deepcopy__", "_replicate_for_data_parallel", "__prepare_scriptable__")
+#: Where a module's `__dict__` has its site.
+SITE = "_accumulating_site"
+#: The functions that stand in for a forward.
+_forwards: set[Any] = set()
+
+
+class Site:
+    """What stands in `module.forward`: the module's own computation, by a function that accumulates.
+
+    It refers to the module and to the wrapper weakly, and stands in the module's `__dict__` under `SITE`.
+    Whatever copies the module (copy, deepcopy, pickle, DataParallel's replicas) sees nothing of it, and the
+    module itself runs the forward of its class once the wrapper is gone.
+
+    Args:
+        module: whose class has a forward that this site knows how to differentiate.
+        slot: of the module's weight.
+        capture: asked in every backward what is to become of the gradient.
+    """
+
+    #: The path's name, as `explain()` shows it.
+    path = ""
+    #: The native site and its function, where there are any.
+    _native: Any = None
+    _recorded: Any = None
+
+    def __init_subclass__(cls) -> None:
+        _forwards.add(runs_as_written(cls.forward))
+
+    def __init__(self, module: torch.nn.Module, slot: Slot, capture: Capture) -> None:
+        self._module: Callable[[], Any] = weakref.ref(module)
+        self._capture = weakref.ref(capture)
+        self._stock = type(module).forward
+        #: What `install` has put into the module's `__dict__`.
+        self._entries: dict[str, Any] = {}
+        self.slot = slot
+
+    @staticmethod
+    def forward(module: Any, input: Any) -> Any:
+        """What the module's forward is meanwhile: a function of the module, as its class's."""
+        raise NotImplementedError
+
+    def __reduce__(self) -> tuple:
+        # In a copy of the module's `__dict__` alone; the module itself is copied without a site.
+        return type(None), ()
+
+    @property
+    def backend(self) -> str:
+        """The one that the wrapper was asked for."""
+        capture = self._capture()
+        return "auto" if capture is None else capture.accumulators.backend
+
+    @property
+    def updates(self) -> int:
+        """Updates of the inner optimizer so far; its kernels write weights and bump no version."""
+        capture = self._capture()
+        return 0 if capture is None else capture.num_updates
+
+    @property
+    def module(self) -> Any:
+        return self._module()
+
+    def forget_choices(self) -> None:
+        """Ask anew what was found out by trial, if anything."""
+
+    def install(self) -> None:
+        """Take the place of the module's forward."""
+        # A method of the module: its code is that of all modules of a kind, and Dynamo asks no more of it, so
+        # that they share a graph. What copies or pickles it gets the copy's.
+        forward = types.MethodType(type(self).forward, self.module)
+        self._entries = {"forward": forward, SITE: self} | {name: Copying(self, name) for name in COPYING}
+        self.module.__dict__.update(self._entries)
+
+    def remove(self) -> None:
+        """Give the module its class's forward back, unless somebody has put another in our place."""
+        self._withdraw()
+        self._entries = {}
+
+    def _withdraw(self) -> dict[str, Any]:
+        """Take what is ours out of the module; returns it."""
+        module = self.module
+        own: dict[str, Any] = {} if module is None else module.__dict__
+        return {name: own.pop(name) for name, entry in self._entries.items() if own.get(name) is entry}
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[Any]:
+        """The module, while nothing of ours is in it.
+
+        A forward that another thread runs meanwhile is stock's; its gradient goes the usual way.
+        """
+        module, ours = self.module, self._withdraw()
+        try:
+            yield module
+        finally:
+            if self._entries:  # not removed meanwhile
+                module.__dict__.update(ours)
+
+    def stands_aside(self, module: Any, input: Any) -> bool:
+        """Whether this call is to be stock's: nothing to accumulate, or a transform wants the operators.
+
+        `input`: what the module was called with.
+        """
+        param = self.slot.param
+        return (
+            self._capture() is None
+            or type(module).forward is not self._stock
+            or module._parameters.get("weight") is not param
+            or not param.requires_grad
+            or not _grad_enabled()
+            or type(input) not in ORDINARY
+            or input.layout is not torch.strided
+            or input.is_nested
+            or type(param) not in ORDINARY
+            or param.is_meta
+            or input.device != param.device
+            or _transform_at_hand() is not None
+            or forward_ad._current_level >= 0
+            or _tracing()
+        )
+
+    def takes(self, node: Any, write: Write, operands: tuple[Tensor, ...], by_rows: bool = False) -> bool:
+        """As `Capture.take_in_place`, for the weight, whose AccumulateGrad node this is.
+
+        `operands`: what `write` reads; where p.grad itself was fed to the module, not while it is written.
+        """
+        capture, shown = self._capture(), self.slot.param.grad
+        if capture is None or (shown is not None and _share_memory(shown, operands)):
+            return False
+        return capture.take_in_place(self.slot, node, write, by_rows)
+
+
+@runs_as_written
+def adds(site: Callable[[], Any], *arguments: Any) -> bool:
+    """The site's own `adds`, while there is one."""
+    known = site()
+    return known is not None and known.adds(*arguments)
+
+
+def _share_memory(total: Tensor, operands: tuple[Tensor, ...]) -> bool:
+    return any(torch._C._is_alias_of(total, operand) for operand in operands)  # type: ignore[attr-defined]
+
+
+class Copying:
+    """Stands in a module's `__dict__` before a method that copies the module: the copy holds nothing of ours.
+
+    torch.jit.script asks the module for what it is to compile, and gives no sign when it is done: the site
+    makes way for good.
+
+    Args:
+        site: of the module.
+        name: of the method; one of `COPYING`.
+    """
+
+    def __init__(self, site: Site, name: str) -> None:
+        self._site, self._name = site, name
+
+    def __call__(self, *arguments: Any) -> Any:
+        if self._name == "__prepare_scriptable__":
+            self._site.remove()
+        with self._site.aside() as module:
+            if self._name == "__deepcopy__":  # which the class need not have
+                return copy.deepcopy(module, *arguments)
+            if self._name == "__prepare_scriptable__":
+                return getattr(module, self._name, lambda: module)()
+            copied = getattr(module, self._name)(*arguments)
+            return _apart(copied, module.__dict__) if self._name == "__reduce_ex__" else copied
+
+    def __reduce__(self) -> tuple:
+        return getattr, (self._site.module, self._name, None)
+
+
+def _apart(state: Any, own: dict[str, Any]) -> Any:
+    """A reduced value in which a copy stands for the module's live `__dict__`."""
+    if isinstance(state, tuple):
+        return tuple(_apart(part, own) for part in state)
+    return own.copy() if state is own else state
+
+
+def is_stock(module: torch.nn.Module) -> bool:
+    """Whether the module runs the forward of its class."""
+    forward = module.__dict__.get("forward")
+    if forward is None:
+        return True
+    function = getattr(forward, "__func__", None)
+    # Of a copy of the `__dict__` alone, ours is left, without a site: it runs the forward of the class.
+    abandoned = function in _forwards and module.__dict__.get(SITE) is None
+    return function is type(module).forward or abandoned
