@@ -8,7 +8,8 @@ from fractions import Fraction
 import pytest
 import torch
 
-from fusedacc.optimizer.window import Window, check_weight
+from fusedacc.optimizer.micro_batch import check_weight
+from fusedacc.optimizer.window import Window
 
 
 def run_micro_batch(window: Window, weight: float | None = None) -> float:

@@ -11,7 +11,7 @@ import torch
 from ..autograd.data_parallel import may_defer
 from .loop import Loop
 from .loss_scale import Scaling
-from .window import MicroBatch
+from .micro_batch import MicroBatch
 
 
 class CountedLoop(Loop):
@@ -26,7 +26,7 @@ class CountedLoop(Loop):
                 loss = closure()
         self._capture.settle()
         window.check_untainted()
-        self._follow_groups()
+        self.follow()
         window.begin_step()
         if self._is_asked_for_state():
             self._make_state()
@@ -72,7 +72,7 @@ class CountedLoop(Loop):
         window = self._window
         self._capture.settle()
         if window.tainted is None and not self._capture.registry.closed:
-            self._follow_groups()
+            self.follow()
             self._collect()
         return window.full or (window.micro.ran and window.will_update)
 
@@ -98,7 +98,7 @@ class CountedLoop(Loop):
         """Update from a part-filled window; a no-op if it is empty."""
         window = self._window
         window.check_synchronised("flush() would update every rank with gradients of its own")
-        self._follow_groups()
+        self.follow()
         self._capture.registry.refresh()  # after the update, a parameter that was cast before it would look cast since
         if window.empty:
             self._accumulators.grads.disown_replaced()

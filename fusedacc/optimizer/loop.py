@@ -20,7 +20,7 @@ from .master_weights import Masters
 from .parameters import Roster
 from .loss_scale import Scaling
 from .update import Update
-from .window import MicroBatch
+from .micro_batch import MicroBatch
 
 
 class Loop(abc.ABC):
@@ -119,7 +119,7 @@ class Loop(abc.ABC):
         finally:
             self._registry.reregister(slots)
 
-    def _follow_groups(self) -> list[Slot]:
+    def follow(self) -> list[Slot]:
         """Be in step with what users have done to parameters; the slots that are new.
 
         Raises as `Roster.follow` and `Capture.refresh`.

@@ -11,7 +11,7 @@ import torch
 from .. import observers
 from .loop import Loop
 from .loss_scale import Scaling
-from .window import MicroBatch
+from .micro_batch import MicroBatch
 
 
 class ManualLoop(Loop):
@@ -46,7 +46,7 @@ class ManualLoop(Loop):
         micro-batch.
         """
         window = self._window
-        for slot in self._follow_groups():
+        for slot in self.follow():
             if window.in_context and slot.param.grad is not None:
                 window.micro.ran = True
                 if window.weighs:

@@ -26,7 +26,8 @@ from ..nn import name_slots
 from .progress import Progress
 from .parameters import Roster
 from .update import Update, check_settings
-from .window import MicroBatch, Schedule, Window
+from .micro_batch import MicroBatch
+from .window import Schedule, Window
 
 
 class AccumulatingOptimizer(Delegate, Progress):
@@ -274,11 +275,9 @@ class AccumulatingOptimizer(Delegate, Progress):
         self._capture.registry.refresh()
 
     def _follow(self) -> None:
-        """Be in step with `param_groups` that were changed by hand, and with shapes that have changed."""
+        """Be in step with what users have done to groups and parameters."""
         if not self._closed:
-            self._roster.follow(self._capture, self._masters)
-            if self._capture.registry.reshaped:
-                self._capture.registry.refresh()
+            self._loop.follow()
 
     def refresh_master_weights(self) -> None:
         """With `master_weights`: make every float32 master the value of its parameter, low bits and all.

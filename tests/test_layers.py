@@ -1,0 +1,101 @@
+"""Which room of the package may import which, and how long files may be."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+from pathlib import Path
+
+import fusedacc
+
+PACKAGE = Path(fusedacc.__file__).parent
+ROOT = PACKAGE.parent
+#: From the ground up; a room imports only rooms on lower floors, and itself.
+FLOORS = (
+    {"kernels"},
+    {"functional", "traffic"},
+    {"accumulators"},
+    {"autograd"},
+    {"nn"},
+    {"optimizer"},
+    {"amp"},
+    {"integrations", "commands", "__main__", "__init__"},
+)
+#: Lines that a file may have at most, and at least if it is one of ours in `fusedacc/`.
+MOST, LEAST = 400, 25
+#: What pickles name.
+ALIASES = {"nn/site.py"}
+
+
+def files(*folders: str) -> list[Path]:
+    """Source files as they would be committed."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *folders]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    found = [ROOT / name for name in listed if Path(name).suffix in (".py", ".cpp", ".h", ".cu")]
+    return [path for path in found if path.exists()]
+
+
+def room_of(module: str) -> str:
+    """The room of `fusedacc.room.file`; the package itself is `__init__`."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def imports(path: Path) -> set[str]:
+    """The modules of ours that a file imports, anywhere in it."""
+    module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    package = module.removesuffix(".__init__") if path.name == "__init__.py" else module.rpartition(".")[0]
+    known = {".".join(each.relative_to(ROOT).with_suffix("").parts) for each in files("fusedacc")}
+    known |= {each.removesuffix(".__init__") for each in known}
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            parts = package.split(".")
+            base = ".".join(parts[: len(parts) - node.level + 1]) if node.level else ""
+            target = ".".join(filter(None, (base, node.module)))
+            names = {f"{target}.{alias.name}" for alias in node.names}
+            found |= (names & known) or {target}
+    return {name for name in found if name.split(".")[0] == "fusedacc" and name != "fusedacc"}
+
+
+def test_every_room_has_a_floor_and_there_are_ten_at_most():
+    rooms = {room_of(".".join(path.relative_to(ROOT).with_suffix("").parts)) for path in files("fusedacc")}
+    assert rooms == set.union(*FLOORS)
+    assert len(rooms - {"__init__", "__main__"}) <= 10
+
+
+def test_rooms_import_lower_floors_only():
+    floor_of = {room: number for number, floor in enumerate(FLOORS) for room in floor}
+    wrong = []
+    for path in files("fusedacc"):
+        room = room_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
+        for module in imports(path):
+            other = room_of(module)
+            if other != room and floor_of[other] >= floor_of[room]:
+                wrong.append(f"{path.relative_to(ROOT)} imports {module}")
+    assert wrong == []
+
+
+def test_the_reader_of_imports_sees_them_all(tmp_path):
+    """Those in functions and under TYPE_CHECKING too: what is enforced is what is read."""
+    seen = imports(PACKAGE / "optimizer" / "wrapper.py")
+    assert {"fusedacc.nn", "fusedacc.accumulators", "fusedacc.optimizer.window"} <= seen
+    inside = [node for node in ast.walk(ast.parse("def f():\n    from . import x")) if isinstance(node, ast.ImportFrom)]
+    assert len(inside) == 1
+
+
+def test_no_file_is_too_long_and_none_of_ours_too_short():
+    lengths = {
+        str(path.relative_to(ROOT)): len(path.read_text().splitlines())
+        for path in files("fusedacc", "csrc", "benchmarks")
+    }
+    assert {name: length for name, length in lengths.items() if length > MOST} == {}
+    exempt = {"__init__.py", "__main__.py"}
+    short = {
+        name: length
+        for name, length in lengths.items()
+        if name.startswith("fusedacc/") and length < LEAST and Path(name).name not in exempt
+    }
+    assert set(short) <= {f"fusedacc/{name}" for name in ALIASES}
