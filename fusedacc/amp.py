@@ -61,11 +61,10 @@ class GradScaler(torch.amp.GradScaler):
             return
         if isinstance(optimizer, AccumulatingOptimizer):
             self._check_inner(optimizer)
-            if not optimizer._loop.closes_window():
+            if not optimizer._loss_scale.closes_window():
                 self._open.add(optimizer)
                 return
-            optimizer._loop.show_final()
-            optimizer._accumulators.norms.clear()  # of the gradients as they are; torch bumps no version here
+            optimizer._loss_scale.show_final()
         super().unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -86,10 +85,9 @@ class GradScaler(torch.amp.GradScaler):
         self._check_inner(optimizer)
         if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update()")
-        optimizer._loss_scale.scaled_by = weakref.ref(self)
-        optimizer._inner_update.expect_norm()
-        if not optimizer._loop.closes_window():
-            if optimizer._window.micro.ran:
+        optimizer._loss_scale.note(self)
+        if not optimizer._loss_scale.closes_window():
+            if optimizer.has_partial_window:
                 self._open.add(optimizer)
             return optimizer._loss_scale.run(Scaling(), optimizer.step)
         return self._close(optimizer, functools.partial(optimizer.step, **kwargs))
@@ -103,7 +101,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not isinstance(optimizer, AccumulatingOptimizer):
             raise TypeError(f"optimizer must be an AccumulatingOptimizer, got {type(optimizer).__name__}")
-        if not self._enabled or optimizer._window.empty:
+        if not self._enabled or not optimizer.has_partial_window:
             return optimizer._loss_scale.run(Scaling(), functools.partial(optimizer.flush, **kwargs))
         optimizer._check_arguments(kwargs)
         self._check_inner(optimizer)
@@ -140,7 +138,7 @@ class GradScaler(torch.amp.GradScaler):
             for state in self._per_optimizer_states.values()
             for flag in state["found_inf_per_device"].values()
         ]
-        if any(not optimizer._window.empty for optimizer in self._open):
+        if any(optimizer.has_partial_window for optimizer in self._open):
             if new_scale is not None:
                 raise RuntimeError(
                     f"update(new_scale={new_scale!r}) in mid-window: the gradients that are in the sums have "

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .. import torch_state
 from ..accumulators import Accumulators, GradState, Slot
+from ..accumulators.param import nothing
 from .graph_task import GraphTask
 from .python_hooks import Hook, PythonHooks, accumulate_grad_node, hook_maker
 from ..torch_state import process_group_up
@@ -94,7 +95,7 @@ class HookRegistry:
     def claim(self, slots: Sequence[Slot]) -> None:
         """Make these parameters ours, or raise ValueError and claim none."""
         for slot in slots:
-            owner = _owners.get(id(slot.param), _nobody)()
+            owner = _owners.get(id(slot.param), nothing)()
             if owner not in (None, self):
                 raise ValueError(
                     f"parameter {slot.name!r} is already accumulated by another live AccumulatingOptimizer; "
@@ -171,7 +172,7 @@ class HookRegistry:
             self._disarm(slot)
             self.reshaped.pop(slot, None)
             slot.narrow()
-            if _owners.get(id(slot.param), _nobody)() in (None, self):
+            if _owners.get(id(slot.param), nothing)() in (None, self):
                 _owners.pop(id(slot.param), None)
         self._hooks.forget(slots)
 
@@ -243,7 +244,3 @@ def _moved(registry: weakref.ref[HookRegistry], memory: _Memory) -> None:
     owner, slot = registry(), memory.slot
     if owner is not None and not owner.closed and slot.param.shape != slot.shape:
         owner._let_go(slot)
-
-
-def _nobody() -> None:
-    """A weak reference to nothing."""

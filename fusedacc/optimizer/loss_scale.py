@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from ..accumulators.param import nothing
+from ..accumulators.partial_norms import PartialNorms
+
+if TYPE_CHECKING:
+    from .loop import Loop
+    from .update import Update
 
 
 
@@ -32,8 +40,8 @@ class Scaling:
     def drop_if(self, flag: Tensor) -> None:
         """Drop the update too where `flag`, 0-dim float32, is 1."""
         found = self.found_inf
-        near = flag if found is None else flag.to(found.device, non_blocking=True)
-        self.found_inf = near if found is None else torch.maximum(found, near)
+        moved = flag if found is None else flag.to(found.device, non_blocking=True)
+        self.found_inf = moved if found is None else torch.maximum(found, moved)
 
     def multiply(self, ratio: float | Tensor) -> None:
         """The sums are to be multiplied by `ratio` too."""
@@ -45,10 +53,29 @@ class Scaling:
 class LossScaleLink:
     """From a scaler to the update at hand: ours calls `run`, torch's sets attributes of the optimizer."""
 
-    def __init__(self) -> None:
+    def __init__(self, loop: Loop, update: Update, norms: PartialNorms) -> None:
+        self._loop, self._update, self._norms = loop, update, norms
         self._scaling: Scaling | None = None
         #: A weak reference to the scaler of ours that has scaled the losses.
-        self.scaled_by: Callable[[], Any] = _nobody
+        self._scaled_by: Callable[[], Any] = nothing
+
+    def note(self, scaler: Any) -> None:
+        """A GradScaler of ours has scaled the losses: the update will look for what is not finite."""
+        self._scaled_by = weakref.ref(scaler)
+        self._update.expect_norm()
+
+    def closes_window(self) -> bool:
+        """Whether a `step()` now would update; takes in what is in p.grad, as that would."""
+        return self._loop.closes_window()
+
+    def show_final(self) -> None:
+        """Put the final gradient into p.grad for somebody who will change it there.
+
+        Raises:
+            RuntimeError: as `Loop.show_final`.
+        """
+        self._loop.show_final()
+        self._norms.clear()  # torch bumps no version there
 
     def run(self, scaling: Scaling, run: Callable[[], Any]) -> Any:
         """`step` or `flush` for a GradScaler of ours; `scaling` then holds what was found."""
@@ -60,7 +87,7 @@ class LossScaleLink:
 
     def check(self, method: str) -> None:
         """Raise RuntimeError where a GradScaler of ours has scaled the losses and is passed by."""
-        if self._scaling is None and self.scaled_by() is not None:
+        if self._scaling is None and self._scaled_by() is not None:
             raise RuntimeError(
                 f"{method}() would update from gradients of scaled losses: call scaler.{method}(optimizer) "
                 "of the fusedacc.amp.GradScaler that has scaled them"
@@ -86,9 +113,6 @@ class LossScaleLink:
         found = attributes.get("found_inf")
         return Scaling(attributes.get("grad_scale"), found if isinstance(found, Tensor) else None)
 
-
-def _nobody() -> None:
-    """A weak reference to nothing."""
 
 
 def near(scale: float | Tensor, other: float | Tensor) -> float | Tensor:

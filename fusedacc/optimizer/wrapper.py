@@ -144,7 +144,7 @@ class AccumulatingOptimizer(Delegate, Progress):
         self._loop = loop(
             optimizer, self._roster, capture, accumulation, self._inner_update, self._masters
         )
-        self._loss_scale = LossScaleLink()
+        self._loss_scale = LossScaleLink(self._loop, self._inner_update, self._accumulators.norms)
         self._closed = False
 
     def __repr__(self) -> str:
