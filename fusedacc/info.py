@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from . import backends, checks, gemm_ways, ops, reference, shares, tuning
-from . import native_module
+from . import backends, checks, gemm_ways, native_module, ops, reference, shares, tuning
 from .nn import small
 from .optimizer import AccumulatingOptimizer
 

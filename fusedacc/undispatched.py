@@ -12,8 +12,7 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
-from . import native_module
-from . import ops
+from . import native_module, ops
 
 
 def _left_to_the_operator(*arguments: Any) -> bool:

@@ -10,8 +10,8 @@ from loops import wrap
 from torch import Tensor, nn
 
 from fusedacc import native_module
-from fusedacc.autograd import eligibility
 from fusedacc.accumulators import GradState
+from fusedacc.autograd import eligibility
 from fusedacc.autograd.eligibility import Case, Taker
 
 
@@ -52,7 +52,7 @@ def test_the_native_hooks_have_the_cases_of_a_gradient_by_name_and_order():
     module = native_module.loaded()
     if module is None:
         pytest.skip("no native hooks here")
-    assert module.CASES == [case.name for case in eligibility.GRADIENT_CASES]
+    assert [case.name for case in eligibility.GRADIENT_CASES] == module.CASES
 
 
 def test_names_are_distinct_and_the_last_case_always_holds():
@@ -63,7 +63,7 @@ def test_names_are_distinct_and_the_last_case_always_holds():
 
 @pytest.mark.parametrize("name", [*SITUATIONS, "odd"])
 def test_python_and_native_hooks_find_the_same_case(name):
-    model, optimizer, slot = parameter(odd=name == "odd")
+    model, _optimizer, slot = parameter(odd=name == "odd")
     gradient = SITUATIONS.get(name, torch.ones_like)(model.weight)
     assert eligibility.of_gradient(slot, gradient).name == name
     if slot.native is not None:
@@ -73,7 +73,7 @@ def test_python_and_native_hooks_find_the_same_case(name):
 @pytest.mark.parametrize("native", ["0", ""])
 def test_a_subclass_is_not_plain(native, monkeypatch):
     monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", native)
-    model, optimizer, slot = parameter()
+    _model, _optimizer, slot = parameter()
     assert eligibility.of_gradient(slot, torch.ones(2, 3).as_subclass(Subclass)).name == "not_plain"
 
 
@@ -102,13 +102,13 @@ def test_explain_prints_every_reason_that_the_table_has(monkeypatch):
     """Each case of a parameter that has a sentence is reachable, and `explain()` says it."""
     said = set()
     for make in (frozen, hooked):
-        model, optimizer, slot = parameter()
+        model, optimizer, _ = parameter()
         make(model.weight)
         said.add(optimizer.explain())
-    model, optimizer, slot = parameter(odd=True)
+    _, optimizer, _ = parameter(odd=True)
     said.add(optimizer.explain())
     monkeypatch.setattr("fusedacc.torch_state.process_group_up", lambda: True)
-    model, optimizer, slot = parameter()
+    _, optimizer, _ = parameter()
     said.add(optimizer.explain())
     monkeypatch.undo()
     model = nn.Linear(3, 2, bias=False)

@@ -21,9 +21,8 @@ from loops import TRAINS
 from torch import Tensor, nn
 
 import fusedacc
-from fusedacc import native_module
-from fusedacc.autograd import registration, python_hooks
-from fusedacc import ops
+from fusedacc import native_module, ops
+from fusedacc.autograd import python_hooks, registration
 
 PACKAGE = Path(fusedacc.__file__).parent
 needs_native = pytest.mark.skipif(native_module.module() is None, reason=f"{native_module.why_not()}")
@@ -92,7 +91,7 @@ def play(name: str, run: Run) -> list[Any]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("name", "loop"), CASES)
 def test_native_hooks_give_the_bits_of_pythons(name, loop, monkeypatch):
-    monkeypatch.setattr(hooks, "BUCKET_BYTES", 2**19)
+    monkeypatch.setattr(python_hooks, "BUCKET_BYTES", 2**19)
     calls, seen = Calls(monkeypatch), {}
     for choice in "10":
         monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", choice)

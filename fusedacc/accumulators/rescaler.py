@@ -57,7 +57,7 @@ class Rescaler:
     def rescale(
         self, held: Iterable[tuple[Slot, Tensor]], ratio: float | Tensor, records_norms: bool = False
     ) -> None:
-        """acc *= ratio, in a pass for each dtype; with `records_norms` it leaves the norms that are wanted."""
+        """acc *= ratio, in a pass for each dtype; with `records_norms` it leaves those that are wanted."""
         groups: dict[tuple, tuple[list[Slot], list[Tensor]]] = {}
         for slot, accumulator in held:
             self._norms.forget([slot])

@@ -17,14 +17,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from . import eligibility, graph_task, python_hooks
 from ..accumulators import Accumulators, Slot
 from ..accumulators.in_place import Write
-from .registration import HookRegistry
+from ..torch_state import raw_stream
+from . import eligibility, graph_task, python_hooks
 from .graph_task import Bucket, GraphTask
 from .native_hooks import hooks_for
 from .python_hooks import LET_THROUGH, SWALLOWED, task_id
-from ..torch_state import raw_stream
+from .registration import HookRegistry
 
 
 class Policy(Protocol):
@@ -100,7 +100,8 @@ class Capture:
         identity = task_id()
         if self.hooks.add_now(slot, identity, gradient):
             return SWALLOWED
-        if not sole or (python_hooks.is_large(slot) and not self.accumulators.adder.may_adopt(slot, gradient)):
+        large = python_hooks.is_large(slot)
+        if not sole or (large and not self.accumulators.adder.may_adopt(slot, gradient)):
             self._flush_shared(task, [slot])
             self._add(task, [slot], [gradient])
             return SWALLOWED
@@ -111,7 +112,7 @@ class Capture:
         elif bucket.stream != stream:
             self.flush_bucket(identity, bucket)
             bucket.stream = stream
-        bucket.put(slot, slot.param, gradient, 0 if python_hooks.is_large(slot) else slot.nbytes)
+        bucket.put(slot, slot.param, gradient, 0 if large else slot.nbytes)
         return SWALLOWED
 
     def take_in_place(self, slot: Slot, node: Any, write: Write, by_rows: bool = False) -> bool:
@@ -184,7 +185,9 @@ class Capture:
         task.callback = weakref.ref(callback)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
 
-    def _add(self, task: GraphTask, slots: list[Slot], gradients: list[Tensor], adoptable: bool = False) -> None:
+    def _add(
+        self, task: GraphTask, slots: list[Slot], gradients: list[Tensor], adoptable: bool = False
+    ) -> None:
         task.added = True
         self.accumulators.adder.add(slots, gradients, self._policy.scale_of(task), adoptable)
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..accumulators import Accumulators, Slot
 from ..accumulators.buffers import tensor_references
-from .graph_task import Bucket, GraphTask
 from ..torch_state import raw_stream
+from .graph_task import Bucket, GraphTask
 
 #: Pending gradients are added when a bucket holds this many bytes.
 BUCKET_BYTES = 25 * 2**20
@@ -180,7 +180,7 @@ class PythonHooks:
         return False
 
     def stop_adding(self) -> None:
-        """No gradient is added at once any more; the deferred scale of what has been added to is discharged."""
+        """No gradient is added at once any more; deferred scales of what has been added to are discharged."""
 
     def release_to_python(self, slot: Slot) -> None:
         """Python is about to deal with the slot's accumulator: nobody else adds to it in this backward."""

@@ -14,9 +14,9 @@ from torch.utils.hooks import RemovableHandle
 from .. import torch_state
 from ..accumulators import Accumulators, GradState, Slot
 from ..accumulators.param import nothing
+from ..torch_state import process_group_up
 from .graph_task import GraphTask
 from .python_hooks import Hook, PythonHooks, accumulate_grad_node, hook_maker
-from ..torch_state import process_group_up
 
 #: Which registry holds a parameter, by the parameter's id: a live one keeps its parameters alive, and weak
 #: references to parameters would stand in the way of `torch.utils.swap_tensors`.

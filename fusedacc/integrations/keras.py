@@ -14,8 +14,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from .. import backends
-from .. import optimizer
+from .. import backends, optimizer
 from ..optimizer.window import Window
 
 __all__ = ["AccumulatingOptimizer", "AccumulationCallback"]

@@ -14,11 +14,11 @@ from torch.nn import functional as F
 
 from .. import native_module
 from ..accumulators import Slot
+from ..accumulators.in_place import Write
 from ..autograd.capture import Capture
 from ..rows import accumulate_rows_
-from .uncompiled import runs_as_written
-from ..accumulators.in_place import Write
 from .patched_forward import ORDINARY, SITE, Site, adds
+from .uncompiled import runs_as_written
 
 
 class EmbeddingSite(Site):

@@ -13,14 +13,13 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 
-from .. import gemm
-from .. import native_module
+from .. import gemm, native_module
 from ..accumulators import Slot
 from ..autograd.capture import Capture
 from ..checks import PAIRS
 from ..gemm_ways import class_of
-from .uncompiled import runs_as_written
 from .patched_forward import ORDINARY, SITE, Site, adds
+from .uncompiled import runs_as_written
 
 
 class LinearSite(Site):

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..accumulators import Slot
+from ..accumulators.in_place import Write
 from ..autograd.capture import Capture
 from .uncompiled import runs_as_written
-from ..accumulators.in_place import Write
 
 _grad_enabled, _tracing = torch.is_grad_enabled, torch._C._is_tracing
 _transform_at_hand = torch._C._functorch.peek_interpreter_stack

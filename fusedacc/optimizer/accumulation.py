@@ -1,7 +1,8 @@
 """A window's gradients come into accumulators: at which scale, from where, and when p.grad shows the result.
 
 What the hooks take they hand to the accumulators at once; here is decided what a backward's gradients are
-worth, what autograd has stored is taken in after, and at a window's end the accumulators get their final scale.
+worth, what autograd has stored is taken in after, and at a window's end the accumulators get their final
+scale.
 """
 
 from __future__ import annotations

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from . import checkpoint_checks as checks
 from .. import tuning
 from ..accumulators import Accumulators, GradState, Slot
+from . import checkpoint_checks as checks
 from .checkpoint_checks import CHOICES, OWN, VERSION
 from .master_weights import LOW, Masters
 from .window import Window, fresh_window

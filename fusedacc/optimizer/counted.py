@@ -44,7 +44,7 @@ class CountedLoop(Loop):
         """What autograd or the user has put into p.grad belongs to this micro-batch."""
         window = self._window
         if window.empty:
-            self._capture.registry.refresh()
+            self._registry.refresh()
             self._accumulators.grads.disown_replaced()
         waiting = window.unsynchronised and not window.micro.ran  # for a backward that synchronises
         if self._inner.defaults.get("differentiable"):
@@ -54,7 +54,7 @@ class CountedLoop(Loop):
 
     def _collect_stored(self) -> None:
         if self._capture.any_gradient():
-            self._accumulation.collect(self._slots, self._capture.registry.refresh)
+            self._accumulation.collect(self._slots, self._registry.refresh)
 
     def _check_graphless(self) -> None:
         """Raise RuntimeError where a sum would lose the graph of a gradient."""
@@ -71,7 +71,7 @@ class CountedLoop(Loop):
         """Whether a `step()` now would update; takes in what is in p.grad, as that would."""
         window = self._window
         self._capture.settle()
-        if window.tainted is None and not self._capture.registry.closed:
+        if window.tainted is None and not self._registry.closed:
             self.follow()
             self._collect()
         return window.full or (window.micro.ran and window.will_update)
@@ -99,7 +99,8 @@ class CountedLoop(Loop):
         window = self._window
         window.check_synchronised("flush() would update every rank with gradients of its own")
         self.follow()
-        self._capture.registry.refresh()  # after the update, a parameter that was cast before it would look cast since
+        # After the update, a parameter that was cast before it would look cast since.
+        self._registry.refresh()
         if window.empty:
             self._accumulators.grads.disown_replaced()
         self._collect_stored()

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import Any
 
-from .. import native_module
-from ..autograd import eligibility
-from .. import gemm, traffic
+from .. import gemm, native_module, traffic
 from ..accumulators import Accumulators, Slot
+from ..autograd import eligibility
 from ..autograd.eligibility import Taker
 from .window import Window
 

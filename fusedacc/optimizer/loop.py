@@ -14,13 +14,13 @@ from torch.optim import Optimizer
 
 from .. import observers
 from ..accumulators import Slot
-from .accumulation import Accumulation
 from ..autograd.capture import Capture
-from .master_weights import Masters
-from .parameters import Roster
+from .accumulation import Accumulation
 from .loss_scale import Scaling
-from .update import Update
+from .master_weights import Masters
 from .micro_batch import MicroBatch
+from .parameters import Roster
+from .update import Update
 
 
 class Loop(abc.ABC):

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from .update import Update
 
 
-
 class Scaling:
     """What is known on the device only: by what the sums are multiplied, and whether they are finite.
 
@@ -112,7 +111,6 @@ class LossScaleLink:
             return self._scaling
         found = attributes.get("found_inf")
         return Scaling(attributes.get("grad_scale"), found if isinstance(found, Tensor) else None)
-
 
 
 def near(scale: float | Tensor, other: float | Tensor) -> float | Tensor:

@@ -6,6 +6,7 @@ import math
 from numbers import Real
 from typing import Any
 
+import torch
 from torch import Tensor
 
 

@@ -14,8 +14,8 @@ from .. import backends
 from ..accumulators import Lane, Slot, default_accumulate_dtype
 from ..autograd.capture import Capture
 from ..checks import PAIRS, allowed_pairs
-from .master_weights import Masters
 from ..nn import Replacements
+from .master_weights import Masters
 
 
 class Roster:

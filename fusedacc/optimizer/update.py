@@ -163,9 +163,7 @@ class Update:
         self._inner.found_inf = scaling.found_inf  # type: ignore[attr-defined]
         return True
 
-    def _measure(
-        self, scaling: Scaling, finals: Sequence[tuple[Slot, Tensor]]
-    ) -> float | Tensor | None:
+    def _measure(self, scaling: Scaling, finals: Sequence[tuple[Slot, Tensor]]) -> float | Tensor | None:
         """By what the sums are to be multiplied, clipping included; None for 1. One read, if any."""
         multiplier, checks = scaling.multiplier, self.skip_nonfinite or scaling.checks
         self.grad_norm = None

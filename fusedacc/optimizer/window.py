@@ -12,7 +12,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .micro_batch import MicroBatch
@@ -254,7 +253,7 @@ class Window:
         self.has_updated = True
 
     def taint(self, reason: str) -> None:
-        """What is in the accumulators is neither old nor new, for this reason; a window that begins is not."""
+        """What is in the accumulators is neither old nor new, for this reason."""
         self.tainted = reason
 
     @contextlib.contextmanager

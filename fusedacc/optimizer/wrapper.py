@@ -12,21 +12,21 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from .. import backends, tuning
-from . import checkpoint, pickling, torch_kernels
-from .accumulation import Accumulation
 from ..accumulators import Accumulators
 from ..autograd.capture import Capture
+from ..nn import name_slots
+from . import checkpoint, pickling, torch_kernels
+from .accumulation import Accumulation
 from .counted import CountedLoop
 from .delegating import Delegate
 from .explain import explain
 from .loss_scale import LossScaleLink
 from .manual import ManualLoop
 from .master_weights import Masters
-from ..nn import name_slots
-from .progress import Progress
-from .parameters import Roster
-from .update import Update, check_settings
 from .micro_batch import MicroBatch
+from .parameters import Roster
+from .progress import Progress
+from .update import Update, check_settings
 from .window import Schedule, Window
 
 
@@ -141,9 +141,7 @@ class AccumulatingOptimizer(Delegate, Progress):
         self._accumulation = accumulation = Accumulation(slots, window, self._accumulators)
         self._capture = capture = Capture(slots, self._accumulators, accumulation)
         loop = CountedLoop if window.counted else ManualLoop
-        self._loop = loop(
-            optimizer, self._roster, capture, accumulation, self._inner_update, self._masters
-        )
+        self._loop = loop(optimizer, self._roster, capture, accumulation, self._inner_update, self._masters)
         self._loss_scale = LossScaleLink(self._loop, self._inner_update, self._accumulators.norms)
         self._closed = False
 
