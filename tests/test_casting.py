@@ -64,7 +64,7 @@ def most_allocated(run) -> int:
 def test_casts_have_the_bits_of_casts_beside_the_sums(cpu_backend, dtype, shapes, steps, monkeypatch):
     if cpu_backend == "triton" and shapes != "small":
         pytest.skip("interpreted, such lists take minutes")
-    monkeypatch.setattr(casting, "FRESH", 1 << 16)
+    monkeypatch.setattr(casts, "FRESH", 1 << 16)
     beside, over = (Net(SHAPES[shapes], dtype) for _ in range(2))
     optimizers = [wrap(net, steps, backend=cpu_backend) for net in (beside, over)]
     kept = []

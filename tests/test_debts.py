@@ -11,8 +11,8 @@ from loops import LOW, NoHostRead, wrap
 from torch import Tensor, nn
 
 import fusedacc
-from fusedacc.optimizer import window as window_module
 from fusedacc.accumulators.deferred_scale import DeferredScales
+from fusedacc.optimizer import window as window_module
 from fusedacc.traffic import TrafficMeter
 
 F32 = torch.float32

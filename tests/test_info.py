@@ -14,8 +14,7 @@ import torch
 from answers import trials
 
 import fusedacc
-from fusedacc import __main__, backends, gemm_ways, info, ops, shares, tuning
-from fusedacc import native_module
+from fusedacc import __main__, backends, gemm_ways, info, native_module, ops, shares, tuning
 from fusedacc.nn import small
 
 PACKAGE = Path(fusedacc.__file__).parent

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import fusedacc
-from fusedacc.optimizer import pickling
 from fusedacc.autograd.python_hooks import references
+from fusedacc.optimizer import pickling
 
 LOW = torch.bfloat16
 

@@ -26,7 +26,7 @@ def _fresh_compiler():
 
 @pytest.fixture(autouse=True)
 def _small_layers_too():
-    with mock.patch.object(modules, "why_left", return_value=""):
+    with mock.patch.object(patches, "why_left", return_value=""):
         yield
 
 

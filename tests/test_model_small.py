@@ -9,8 +9,7 @@ import torch
 from answers import answer, trials
 from torch import nn
 
-from fusedacc import AccumulatingOptimizer
-from fusedacc import native_module
+from fusedacc import AccumulatingOptimizer, native_module
 from fusedacc.nn import small
 
 F32 = torch.float32

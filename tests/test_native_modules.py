@@ -29,7 +29,7 @@ def nets(*layers: nn.Module):
 @pytest.mark.parametrize("bucket", [1, 200, 400, 700, 10**6])
 def test_a_bucket_that_fills_up_after_a_first_product(bucket, monkeypatch):
     """The product is in memory that held nothing, and another gradient of the weight in the bucket."""
-    monkeypatch.setattr(hooks, "BUCKET_BYTES", bucket)
+    monkeypatch.setattr(python_hooks, "BUCKET_BYTES", bucket)
     model, optimizer, twin = nets(*(nn.Linear(9, 9) for _ in range(6)))
     for window in range(4):
         for net in (model, twin):

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusedacc import functional, undispatched
-from fusedacc import native_module
+from fusedacc import functional, native_module, undispatched
 from fusedacc.checks import PAIRS
 from fusedacc.traffic import TrafficMeter
 
