@@ -216,7 +216,7 @@ class BuildLibrary(build_ext):
 
 
 def module_name() -> str:
-    """The file of the Python module: `fusedacc.native_module.file_name` looks for the same."""
+    """The file of the Python module: `fusedacc.kernels.native_module.file_name` looks for the same."""
     import torch
 
     return f"_autograd.torch-{torch.__version__}.{sysconfig.get_config_var('SOABI')}.so"

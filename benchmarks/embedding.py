@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from update import LIMIT, timed
 
 import fusedacc
-from fusedacc import rows
+from fusedacc.kernels import rows
 from fusedacc.traffic import TrafficMeter
 
 #: (rows, columns) of the table, and the numbers of tokens.

@@ -129,9 +129,9 @@ nvcc -O3 -std=c++17 -fmad=false -arch=native benchmarks/gpu_variants.cu -o "$0/v
 backends() { # Tests of a backend that cannot run are skipped, so this fails where one cannot.
   step backends 20 "$PYTHON" -c '
 import sys, torch
-from fusedacc import backends
+from fusedacc.kernels import registry
 at = torch.device("cuda"), torch.float32, torch.float32
-found = {name: backends.obstacle(name, *at) or "runs" for name in ("cuda", "triton")}
+found = {name: registry.obstacle(name, *at) or "runs" for name in ("cuda", "triton")}
 print(found)
 sys.exit(set(found.values()) != {"runs"})'
 }

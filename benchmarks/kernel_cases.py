@@ -10,7 +10,7 @@ import torch
 from common import PEAK, Case, Goal, count
 from torch import Tensor
 
-from fusedacc.checks import PAIRS
+from fusedacc.kernels.dtypes import PAIRS
 
 MOST_SETS, MOST_TENSORS, SETS_BYTES = 512, 20_000, 64 * 2**20
 

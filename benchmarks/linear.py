@@ -11,7 +11,7 @@ mode "add": each weight's sum is there already; "first": a window's first micro-
 
 "stock autograd" goes through torch's engine: in float32 and under autocast its AccumulateGrad adds, with
 bfloat16 weights a post-accumulate hook adds into a float32 sum. "product and add_" is the same without the
-engine, the best that stock can be. "fusedacc" is `fusedacc.gemm`, without an engine too: what a layer's
+engine, the best that stock can be. "fusedacc" is `kernels.matmul`, without an engine too: what a layer's
 autograd function costs comes on top.
 """
 
@@ -23,7 +23,7 @@ from common import Case, Goal, Results, Variant, measure, row
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fusedacc import gemm
+from fusedacc.kernels import matmul
 from fusedacc.traffic import TrafficMeter
 
 SHAPES = {
@@ -115,7 +115,7 @@ def fused(layers: Layers, first: bool):
 
     def run() -> None:
         for total, gradient, x in zip(layers.sums, layers.gradients, layers.inputs, strict=True):
-            gemm.gemm_accumulate_(total, gradient, x, 1.0, keep)
+            matmul.gemm_accumulate_(total, gradient, x, 1.0, keep)
 
     return run
 

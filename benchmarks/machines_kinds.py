@@ -116,7 +116,7 @@ def flags() -> frozenset[str]:
 def effects() -> dict[str, str]:
     """What this process uses: oneDNN's instructions and its bfloat16 product, MKL's processor and branch of
     reproducible bits, torch's and fusedacc's own loops, threads, and the cores that they may run on."""
-    from fusedacc import ops
+    from fusedacc.kernels import library
 
     with tempfile.TemporaryFile() as file:
         said = os.dup(1)
@@ -148,7 +148,7 @@ def effects() -> dict[str, str]:
         "bfloat16 product": found(r"cpu,matmul,([^,]+),") or "torch's own",
         "MKL": mkl or "not built",
         "torch": torch.backends.cpu.get_cpu_capability(),
-        "fusedacc": ops.built_with()["cpu_capability"] if ops.load_error() is None else "not built",
+        "fusedacc": library.built_with()["cpu_capability"] if library.load_error() is None else "not built",
         "threads": str(torch.get_num_threads()),
         "cores": str(_cores()),
     }

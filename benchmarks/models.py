@@ -34,7 +34,7 @@ from parameter_lists import Parameters
 from provided import BF16, DTYPES, F32, SETTINGS, Memory
 from windows import PARTS, Window
 
-from fusedacc import backends
+from fusedacc.kernels import registry
 from fusedacc.traffic import TrafficMeter
 
 PROVIDERS = tuple(way.name for way in (*windows.WAYS, *windows.COUNTED_ONLY))
@@ -270,7 +270,7 @@ def main() -> None:
     parser.add_argument("--providers", help=f"comma-separated; allowed: {', '.join(PROVIDERS)}")
     parser.add_argument("--k", type=int, default=8, help="micro-batches per window (%(default)s)")
     parser.add_argument("--no-clip", action="store_true", help="leave clipping out")
-    parser.add_argument("--backend", default="auto", choices=("auto", *backends.NAMES), help="fusedacc's")
+    parser.add_argument("--backend", default="auto", choices=("auto", *registry.NAMES), help="fusedacc's")
     parser.add_argument("--count", action="store_true", help="only count bytes, on a small list")
     options = parser.parse_args()
     if options.k < 1:

@@ -17,8 +17,8 @@ from common import first_line
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fusedacc import backends
-from fusedacc.checks import computation_dtype
+from fusedacc.kernels import registry
+from fusedacc.kernels.dtypes import computation_dtype
 from fusedacc.functional import prepare, scale_accumulate_
 
 Make = Callable[[Sequence[Tensor], Sequence, float], Callable[[], object]]
@@ -121,11 +121,11 @@ def fresh_lists(backend: str) -> Make:
 
 def ours(backend: str) -> Iterable[Provider]:
     def unavailable(device: torch.device) -> str | None:
-        return backends.obstacle(backend, device, torch.float32, torch.float32)
+        return registry.obstacle(backend, device, torch.float32, torch.float32)
 
     def unsupported(accumulators: Sequence[Tensor], gradients: Sequence[Tensor]) -> str | None:
         kinds = {(a.device, a.dtype, g.dtype) for a, g in zip(accumulators, gradients, strict=True)}
-        return next(filter(None, (backends.obstacle(backend, *kind) for kind in kinds)), None)
+        return next(filter(None, (registry.obstacle(backend, *kind) for kind in kinds)), None)
 
     # A 16-bit sum is widened, added to and narrowed again by plain torch.
     eager = per_element(lambda a, g, c: g + 2 * a + (4 * c if a < c else 0))

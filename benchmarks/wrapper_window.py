@@ -16,7 +16,7 @@ from common import Case, Goal, Results, Row, Variant, cannot_run, chosen, measur
 from torch import Tensor, nn
 
 import fusedacc
-from fusedacc.backends import NAMES
+from fusedacc.kernels.registry import NAMES
 
 STEPS = 8
 F32, BF16 = torch.float32, torch.bfloat16

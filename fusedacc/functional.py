@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import backends, checks, norms, reference, shares, undispatched
-from .plan import Plan, bump_versions, split, traced_backend
+from .kernels import checks, grain_size, norms, reference, registry, undispatched
+from .kernels.lists import Plan, bump_versions, split_refused, traced_backend
 
 __all__ = ["prepare", "scale_accumulate_", "scale_cast_", "total_norm"]
 
@@ -37,8 +37,8 @@ def scale_accumulate_(
         accumulators: floating tensors, modified in place. Any strides that give each element its own place;
             no memory shared between two of them.
         gradients: one per accumulator, of the same shape and device and any strides; dtype pairs as in
-            `checks.PAIRS`, which may be mixed in one call, as may devices. A gradient may be its accumulator
-            (in-place scaling) and share memory with no other.
+            `kernels.dtypes.PAIRS`, which may be mixed in one call, as may devices. A gradient may be its
+            accumulator (in-place scaling) and share memory with no other.
         scale: a float, or a 0-dim floating tensor on the accumulators' device, read there without a
             synchronisation. Rounded to the computation's dtype.
         overwrite: whether accumulators are written without being read: a bool, or one per tensor.
@@ -55,7 +55,7 @@ def scale_accumulate_(
     if torch.compiler.is_compiling():
         _traced(accumulators, gradients, scale, overwrite, backend)
         return
-    shares.settle()
+    grain_size.tune_once()
     if backend == "auto" and undispatched.accumulate(
         accumulators, gradients, scale, overwrite, 1.0, None, True, True
     ):
@@ -63,8 +63,8 @@ def scale_accumulate_(
     refused, chosen = None, None
     try:
         first = accumulators[0]
-        chosen = backends.select(first.device, first.dtype, gradients[0].dtype, backend).backend
-        direct = chosen.name in backends.SELF_CHECKING
+        chosen = registry.select(first.device, first.dtype, gradients[0].dtype, backend).backend
+        direct = chosen.name in registry.SELF_CHECKING
         if direct:
             chosen.accumulate_(accumulators, gradients, scale, overwrite)
     except Exception as error:
@@ -74,11 +74,7 @@ def scale_accumulate_(
             bump_versions(accumulators)
             return
     checks.check_lists(accumulators, gradients, scale, overwrite)
-    parts = split(accumulators, gradients, backend)
-    if refused is not None and [part.backend for part in parts] == [chosen]:
-        # Not for anything the checks know, and perhaps not before the first write: never tried twice.
-        raise refused
-    for part in parts:
+    for part in split_refused(accumulators, gradients, backend, chosen, refused):
         part.backend.accumulate_(part.of(accumulators), part.of(gradients), scale, part.flags(overwrite))
     bump_versions(accumulators)
 
@@ -122,7 +118,7 @@ def prepare(accumulators: Sequence[Tensor], *, backend: str = "auto") -> Plan:
     Raises:
         TypeError, ValueError, RuntimeError: as `scale_accumulate_`.
     """
-    shares.settle()
+    grain_size.tune_once()
     return Plan(accumulators, backend)
 
 

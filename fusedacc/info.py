@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import backends, checks, gemm_ways, native_module, ops, reference, shares, tuning
+from .kernels import dtypes, grain_size, library, matmul_ways, native_module, reference, registry, tuning
 from .nn import small
 from .optimizer import AccumulatingOptimizer
 
@@ -34,7 +34,7 @@ def _version(package: str) -> str | None:
 
 
 def try_pair(
-    backend: backends.Backend,
+    backend: registry.Backend,
     device: torch.device,
     gradient_dtype: torch.dtype,
     accumulator_dtype: torch.dtype,
@@ -48,7 +48,7 @@ def try_pair(
     accumulator, gradient = (
         torch.randn(_ELEMENTS, generator=generator).to(dtype) for dtype in (accumulator_dtype, gradient_dtype)
     )
-    wide = checks.computation_dtype(accumulator_dtype)
+    wide = dtypes.computation_dtype(accumulator_dtype)
     expected = accumulator.clone()
     reference.scale_accumulate_([expected], [gradient], _SCALE, False)
     largest = torch.maximum(accumulator.double().abs(), (gradient.double() * _SCALE).abs())
@@ -70,13 +70,13 @@ def _name(gradient_dtype: torch.dtype, accumulator_dtype: torch.dtype) -> str:
 def _backend_on(name: str, device: torch.device) -> dict[str, Any]:
     """Which pairs a backend runs on a device, what its trials gave, and why it does not run the others."""
     ran, failures, reasons = [], {}, []
-    for gradient_dtype, accumulator_dtype in sorted(checks.PAIRS, key=str):
+    for gradient_dtype, accumulator_dtype in sorted(dtypes.PAIRS, key=str):
         pair = _name(gradient_dtype, accumulator_dtype)
-        reason = backends.obstacle(name, device, accumulator_dtype, gradient_dtype)
+        reason = registry.obstacle(name, device, accumulator_dtype, gradient_dtype)
         if reason is not None:
             reasons.append(reason)
             continue
-        problem = try_pair(backends.get(name), device, gradient_dtype, accumulator_dtype)
+        problem = try_pair(registry.get(name), device, gradient_dtype, accumulator_dtype)
         if problem is None:
             ran.append(pair)
         else:
@@ -92,7 +92,7 @@ def _backend_on(name: str, device: torch.device) -> dict[str, Any]:
 
 def _automatic(device: torch.device) -> dict[str, str | None]:
     try:
-        chosen = backends.select(device, torch.float32, torch.float32)
+        chosen = registry.select(device, torch.float32, torch.float32)
     except (RuntimeError, ValueError) as problem:
         return {"backend": None, "reason": str(problem)}
     return {"backend": chosen.backend.name, "reason": chosen.reason}
@@ -122,9 +122,9 @@ def _choices() -> dict[str, Any]:
     """What trials have found on this machine; what nobody has asked yet is asked now."""
     try:
         fixed = tuning.fixed_by()
-        if ops.load_error() is None:
-            shares.find_out()
-            for question in (*gemm_ways.questions(), *small.questions()):
+        if library.load_error() is None:
+            grain_size.tune()
+            for question in (*matmul_ways.questions(), *small.questions()):
                 tuning.choose(question)
     except ValueError as problem:
         return {"problem": str(problem)}
@@ -138,27 +138,27 @@ def _choices() -> dict[str, Any]:
 
 def collect() -> dict[str, Any]:
     """All that `info` prints, as plain values: versions, the library, each backend on each device."""
-    problem = ops.load_error()
-    library = {"loaded": problem is None, "why_not": problem}
+    problem = library.load_error()
+    built: dict[str, Any] = {"loaded": problem is None, "why_not": problem}
     if problem is None:
-        library |= ops.built_with()
+        built |= library.built_with()
     return {
         "fusedacc": _version("fusedacc"),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": _version("triton"),
         "threads": torch.get_num_threads(),
-        "library": library,
+        "library": built,
         "hooks": _hooks(),
         native_module.VARIABLE: os.environ.get(native_module.VARIABLE),
-        backends.VARIABLE: os.environ.get(backends.VARIABLE),
+        registry.VARIABLE: os.environ.get(registry.VARIABLE),
         "choices": _choices(),
         "devices": [
             {
                 "device": str(device),
                 "name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
                 "auto": _automatic(device),
-                "backends": [_backend_on(name, device) for name in backends.NAMES],
+                "backends": [_backend_on(name, device) for name in registry.NAMES],
             }
             for device in devices()
         ],
@@ -188,24 +188,24 @@ def _render_choices(choices: dict[str, Any]) -> list[str]:
 
 def render(facts: dict[str, Any]) -> str:
     """The facts as text for a terminal."""
-    library = facts["library"]
+    built = facts["library"]
     lines = [
         f"fusedacc {facts['fusedacc'] or '(not installed: run from its sources)'}, Python {facts['python']}, "
         f"torch {facts['torch']}, Triton {facts['triton'] or 'not installed'}",
     ]
-    if library["loaded"]:
-        architectures = ", ".join(library["cuda_architectures"])
-        cuda = f"CUDA {library['cuda']} for {architectures}" if architectures else "no CUDA"
+    if built["loaded"]:
+        architectures = ", ".join(built["cuda_architectures"])
+        cuda = f"CUDA {built['cuda']} for {architectures}" if architectures else "no CUDA"
         lines += [
-            f"native library: {library['path']}",
-            f"  built with torch {library['torch']}; {cuda}; CPU kernels here: {library['cpu_capability']}",
+            f"native library: {built['path']}",
+            f"  built with torch {built['torch']}; {cuda}; CPU kernels here: {built['cpu_capability']}",
         ]
     else:
-        lines.append(f"native library: not loaded: {library['why_not']}")
+        lines.append(f"native library: not loaded: {built['why_not']}")
     hooks = facts["hooks"]
     kind = {True: "native", False: "in Python", None: "none"}[hooks["native"]]
     lines.append(f"hooks: {kind} ({hooks['why']})")
-    lines += [f"{name}: {facts[name] or 'not set'}" for name in (native_module.VARIABLE, backends.VARIABLE)]
+    lines += [f"{name}: {facts[name] or 'not set'}" for name in (native_module.VARIABLE, registry.VARIABLE)]
     lines += ["", *_render_choices(facts["choices"])]
     for device in facts["devices"]:
         threads = f", {facts['threads']} threads" if device["device"] == "cpu" else ""
@@ -218,7 +218,7 @@ def render(facts: dict[str, Any]) -> str:
         for row in device["backends"]:
             name = f"  {row['backend']:<7}"
             if row["runs"]:
-                every = len(row["pairs"]) == len(checks.PAIRS)
+                every = len(row["pairs"]) == len(dtypes.PAIRS)
                 pairs = "every dtype pair" if every else ", ".join(row["pairs"])
                 lines.append(f"{name} runs; its trial sums are right for {pairs}")
                 if row["why_not"]:

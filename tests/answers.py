@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from unittest import mock
 
-from fusedacc import tuning
+from fusedacc.kernels import tuning
 
 
 @contextlib.contextmanager

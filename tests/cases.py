@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fusedacc import checks
+from fusedacc.kernels import checks, dtypes
 
 #: (gradient dtype, accumulator dtype), in a fixed order.
-PAIRS = sorted(checks.PAIRS, key=str)
+PAIRS = sorted(dtypes.PAIRS, key=str)
 PAIR_IDS = [f"{str(gradient)[6:]}-{str(accumulator)[6:]}" for gradient, accumulator in PAIRS]
 
 #: Layouts that give each element a place of its own, fit for accumulators.
@@ -82,7 +82,7 @@ def exact(accumulator: Tensor, gradient: Tensor, scale: float | Tensor, overwrit
     The scale is rounded to the computation's dtype first, as the contract says. Exact to 2^-53 of the larger
     term for float32 computations: the product of two float32 numbers is a float64 number.
     """
-    wide = checks.computation_dtype(accumulator.dtype)
+    wide = dtypes.computation_dtype(accumulator.dtype)
     rounded = torch.as_tensor(scale, dtype=torch.float64).to(wide).to(gradient.device, torch.float64)
     product = gradient.double() * rounded
     return product if overwrite else accumulator.double() + product
@@ -98,7 +98,7 @@ def tolerance(
     step; and the oracle's own error, half a unit of float64 for each of its two operations.
     """
     dtype = accumulator.dtype
-    wide = checks.computation_dtype(dtype)
+    wide = dtypes.computation_dtype(dtype)
     value = exact(accumulator, gradient, scale, overwrite).abs()
     product = exact(accumulator, gradient, scale, True).abs()
     largest = value + product

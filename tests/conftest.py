@@ -33,13 +33,13 @@ if not torch.cuda.is_available():
 
 def cpu_backends() -> list[str]:
     """The backends that can run on CPU tensors in this process."""
-    from fusedacc import backends
+    from fusedacc.kernels import registry
 
     device = torch.device("cpu")
     return [
         name
-        for name in backends.NAMES
-        if backends.obstacle(name, device, torch.float32, torch.float32) is None
+        for name in registry.NAMES
+        if registry.obstacle(name, device, torch.float32, torch.float32) is None
     ]
 
 

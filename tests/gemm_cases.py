@@ -6,7 +6,7 @@ import torch
 from cases import PAIRS, random_tensor
 from torch import Tensor
 
-from fusedacc.checks import computation_dtype
+from fusedacc.kernels.dtypes import computation_dtype
 
 #: (operand dtype, accumulator dtype) as in `checks.PAIRS`.
 GEMM_PAIRS = PAIRS

@@ -28,7 +28,7 @@ WAYS = {
 #: Trains by the package on the path, for a process of its own, and prints why its hooks are Python's.
 TRAINS = """
 import torch, fusedacc
-from fusedacc import native_module
+from fusedacc.kernels import native_module
 p = torch.nn.Parameter(torch.zeros(3))
 optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([p], lr=1.0), 2)
 for _ in range(2):

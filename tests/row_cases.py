@@ -6,8 +6,8 @@ import torch
 from cases import random_tensor
 from torch import Tensor
 
-from fusedacc import checks
-from fusedacc.reference_rows import RUN
+from fusedacc.kernels import dtypes
+from fusedacc.kernels.constants import ROW_RUN
 
 #: (indices, rows, columns, what the indices are).
 SHAPES = [
@@ -77,7 +77,7 @@ def expected(table, indices, gradients, scale, padding_idx=None, by_frequency=Fa
     their magnitudes; for a mean one rounding more; one for the multiply-add, and one for the result.
     """
     table, indices, gradients = table.cpu(), indices.cpu(), gradients.cpu()
-    wide_dtype = checks.computation_dtype(table.dtype)
+    wide_dtype = dtypes.computation_dtype(table.dtype)
     wide = torch.finfo(wide_dtype)
     own = torch.finfo(table.dtype)
     columns = table.shape[1]
@@ -88,7 +88,7 @@ def expected(table, indices, gradients, scale, padding_idx=None, by_frequency=Fa
     sums = zeros.index_add(0, flat, fresh)
     magnitudes = zeros.index_add(0, flat, fresh.abs())
     counts = torch.bincount(flat, minlength=table.shape[0]).double()[:, None]
-    additions = counts.clamp(max=RUN) + (counts / RUN).ceil()
+    additions = counts.clamp(max=ROW_RUN) + (counts / ROW_RUN).ceil()
     errors = magnitudes * additions * (wide.eps / 2)
     if by_frequency:
         sums, errors = sums / counts.clamp(min=1), errors / counts.clamp(min=1)

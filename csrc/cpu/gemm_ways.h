@@ -5,7 +5,7 @@
 
 namespace fusedacc::cpu {
 
-// As the class of the same name in fusedacc/gemm_ways.py, which says what they are; so are the classes.
+// As in fusedacc/kernels/constants.py, which says what the ways are.
 enum class Way : int64_t { kWhole, kSplit, kRounded };
 constexpr int64_t kTokenClasses[] = {16, 47, 100};
 constexpr int kClasses = sizeof(kTokenClasses) / sizeof(*kTokenClasses) + 1;

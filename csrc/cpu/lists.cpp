@@ -219,7 +219,7 @@ __attribute__((visibility("default"))) double fusedacc_join_norms(const double* 
 }
 }
 
-// For fusedacc/shares.py: from now on this is a thread's least share.
+// For fusedacc/kernels/grain_size.py: from now on this is a thread's least share.
 extern "C" __attribute__((visibility("default"))) void fusedacc_set_grain(int64_t elements) {
   fusedacc::cpu::least_share = std::max<int64_t>(elements, fusedacc::kChunkElements);
 }

@@ -10,7 +10,7 @@
 namespace fusedacc::cpu {
 
 // A thread's least share, in elements, a multiple of a chunk's: some times what waking a thread costs, which
-// differs from machine to machine (see fusedacc/shares.py).
+// differs from machine to machine (see fusedacc/kernels/grain_size.py).
 int64_t grain();
 
 // The loops for this processor's vector instructions.

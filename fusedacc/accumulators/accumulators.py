@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import backends, checks, shares
-from ..backends import Backend
-from ..torch_state import process_group_up
+from ..kernels import checks, grain_size, registry
+from ..kernels.dtypes import PAIRS
+from ..kernels.registry import Backend
+from ..kernels.torch_state import process_group_up
 from .add import Adder
 from .buffers import like
 from .casts import cast_over, reusable
@@ -37,7 +38,7 @@ class Accumulators:
         self.slots = slots
         self.backend = backend
         if any(slot.lane[0].type == "cpu" for slot in slots):
-            shares.settle()
+            grain_size.tune_once()
         #: What was found out by trial and changes bits, by question (see `tuning`): it stays as it is.
         self.choices: dict[str, str] = {}
         self.grads = grads = ParamGrads(slots, visible)
@@ -94,7 +95,7 @@ class Accumulators:
         finals.clear()
         accumulator = None  # type: ignore[assignment]
         for (device, source, wanted), slots in lanes.items():
-            self._cast(slots, backends.select(device, wanted, source, self.backend).backend, wanted, scale)
+            self._cast(slots, registry.select(device, wanted, source, self.backend).backend, wanted, scale)
 
     def _cast(self, slots: list[Slot], backend: Backend, wanted: torch.dtype, scale: float | Tensor) -> None:
         """Place casts of the accumulators of these slots, of one lane."""
@@ -211,4 +212,4 @@ class Accumulators:
 def _casts_by_kernel(slot: Slot, accumulator: Tensor) -> bool:
     """Whether a kernel makes the copy in the parameter's dtype."""
     dtypes = accumulator.dtype, slot.param.dtype
-    return dtypes[0] != dtypes[1] and dtypes in checks.PAIRS and checks.is_plain(accumulator)
+    return dtypes[0] != dtypes[1] and dtypes in PAIRS and checks.is_plain(accumulator)

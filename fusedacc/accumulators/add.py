@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from .. import checks
+from ..kernels import checks
 from .buffers import buffers, is_sole, owns_memory
 from .deferred_scale import DeferredScales, is_deferrable, is_one, scaled
 from .p_grad import ParamGrads

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .. import torch_state
+from ..kernels import torch_state
 from .buffers import ALIGNMENT, SHOWN, Segment, tensor_references
 from .param import Slot
 

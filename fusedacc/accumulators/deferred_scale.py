@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ..checks import computation_dtype
+from ..kernels.dtypes import computation_dtype
 from .param import Slot
 
 

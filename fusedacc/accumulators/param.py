@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import PAIRS
+from ..kernels.dtypes import PAIRS
 from .buffers import Segment
 
 #: (device, gradient dtype, accumulate dtype): what one launch may hold.

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from .. import backends
-from ..backends import SELF_CHECKING, Backend, Run
+from ..kernels import registry
+from ..kernels.registry import Backend, Run, SELF_CHECKING
 from .deferred_scale import DeferredScales, to_device_of
 from .param import Lane, Slot
 from .partial_norms import PartialNorms
@@ -104,10 +104,10 @@ class PlanCache:
         self.plans: dict[Slot, CachedPlan] = {}
         self._kept = 0
 
-    def select(self, lane: Lane) -> backends.Selection:
+    def select(self, lane: Lane) -> registry.Selection:
         """Which backend adds gradients of this lane, and why."""
         device, gradient, accumulator = lane
-        return backends.select(device, accumulator, gradient, self._backend)
+        return registry.select(device, accumulator, gradient, self._backend)
 
     def add(
         self,

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from .. import checks
+from ..kernels import checks
+from ..kernels.dtypes import PAIRS
 from .deferred_scale import DeferredScales, is_one, to_device_of
 from .p_grad import ParamGrads
 from .param import Slot
@@ -62,7 +63,7 @@ class Rescaler:
         for slot, accumulator in held:
             self._norms.forget([slot])
             dtypes = accumulator.dtype, accumulator.dtype
-            if checks.is_plain(accumulator) and dtypes in checks.PAIRS:
+            if checks.is_plain(accumulator) and dtypes in PAIRS:
                 chosen = groups.setdefault((accumulator.device, accumulator.dtype), ([], []))
                 chosen[0].append(slot)
                 chosen[1].append(accumulator)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..accumulators import Accumulators, Slot
 from ..accumulators.in_place import Write
-from ..torch_state import raw_stream
+from ..kernels.torch_state import raw_stream
 from . import eligibility, graph_task, python_hooks
 from .graph_task import Bucket, GraphTask
 from .native_hooks import hooks_for

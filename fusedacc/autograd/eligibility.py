@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import torch_state
+from ..kernels import torch_state
 from ..accumulators import Slot
 
 

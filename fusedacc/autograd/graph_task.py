@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..accumulators import Slot
-from ..torch_state import raw_stream
+from ..kernels.torch_state import raw_stream
 from .data_parallel import Watch
 
 

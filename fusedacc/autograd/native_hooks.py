@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import native_module, observers
+from ..kernels import launch_events, native_module
 from ..accumulators import Accumulators, Slot
 from . import python_hooks
 from .graph_task import GraphTask
@@ -106,7 +106,7 @@ class NativeHooks(PythonHooks):
             alone
             and self._order
             and not task.drops
-            and not observers.watching
+            and not launch_events.watching
             and not accumulators.norms
             and not isinstance(scale, Tensor)
         ):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..accumulators import Accumulators, Slot
 from ..accumulators.buffers import tensor_references
-from ..torch_state import raw_stream
+from ..kernels.torch_state import raw_stream
 from .graph_task import Bucket, GraphTask
 
 #: Pending gradients are added when a bucket holds this many bytes.

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from .. import torch_state
+from ..kernels import torch_state
 from ..accumulators import Accumulators, GradState, Slot
 from ..accumulators.param import nothing
-from ..torch_state import process_group_up
+from ..kernels.torch_state import process_group_up
 from .graph_task import GraphTask
 from .python_hooks import Hook, PythonHooks, accumulate_grad_node, hook_maker
 

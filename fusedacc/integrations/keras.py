@@ -14,7 +14,8 @@ import numpy
 import torch
 from torch import Tensor
 
-from .. import backends, optimizer
+from .. import optimizer
+from ..kernels import registry
 from ..optimizer.window import Window
 
 __all__ = ["AccumulatingOptimizer", "AccumulationCallback"]
@@ -81,7 +82,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         _check_inner(inner)
         if not Window(gradient_accumulation_steps, reduction).counted:
             raise TypeError("gradient_accumulation_steps must be an int or a callable, got None")
-        backends.requested(backend)
+        registry.requested(backend)
         super().__init__(learning_rate=0.0, name=name)
         self.inner_optimizer = inner
         #: The `fusedacc.AccumulatingOptimizer`, for `explain()`, `micro_step`, `discard()`; None until built.

@@ -12,11 +12,11 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 
-from .. import native_module
+from ..kernels import native_module
 from ..accumulators import Slot
 from ..accumulators.in_place import Write
 from ..autograd.capture import Capture
-from ..rows import accumulate_rows_
+from ..kernels.rows import accumulate_rows_
 from .patched_forward import ORDINARY, SITE, Site, adds
 from .uncompiled import runs_as_written
 

@@ -13,11 +13,11 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 
-from .. import gemm, native_module
+from ..kernels import matmul, native_module
 from ..accumulators import Slot
 from ..autograd.capture import Capture
-from ..checks import PAIRS
-from ..gemm_ways import class_of
+from ..kernels.dtypes import PAIRS
+from ..kernels.matmul_ways import class_of
 from .patched_forward import ORDINARY, SITE, Site, adds
 from .uncompiled import runs_as_written
 
@@ -30,14 +30,14 @@ class LinearSite(Site):
 
     def __init__(self, module: torch.nn.Module, slot: Slot, capture: Capture) -> None:
         super().__init__(module, slot, capture)
-        self._products: dict[tuple, gemm.Run] = {}
+        self._products: dict[tuple, matmul.Run] = {}
         native: Any = native_module.module()
         if native is not None:
             self._native = native.Site(partial(adds, weakref.ref(self)), self.transposed)
             self._recorded = native.product
         self._cast: tuple[Callable[[], Tensor | None], tuple] = (_nothing, ())
 
-    def product(self, operand: torch.dtype, tokens: int) -> gemm.Run | None:
+    def product(self, operand: torch.dtype, tokens: int) -> matmul.Run | None:
         """What multiplies operands of a dtype and so many tokens into the sum; None where nothing does."""
         lane = self.slot.lane
         asked = lane, operand, class_of(tokens)
@@ -45,7 +45,7 @@ class LinearSite(Site):
         capture = self._capture()
         if known is None and capture is not None and (operand, lane[2]) in PAIRS:
             backend, kept = capture.accumulators.backend, capture.accumulators.choices
-            chosen = gemm.select(lane[0], lane[2], operand, backend, tokens=tokens, kept=kept)
+            chosen = matmul.select(lane[0], lane[2], operand, backend, tokens=tokens, kept=kept)
             known = self._products[asked] = chosen.run
             if self._native is not None:
                 self._native.set_multiplier(operand, lane[2], tokens, chosen.multiplier)

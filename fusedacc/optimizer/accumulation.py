@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .. import observers, torch_state
+from ..kernels import launch_events, torch_state
 from ..accumulators import Accumulators, GradState, Slot
 from ..autograd.data_parallel import Reducers
 from ..autograd.graph_task import GraphTask
@@ -184,7 +184,7 @@ class Accumulation:
             if gradient.layout is not torch.strided:
                 slot.set_odd(True)
         slots, gradients = zip(*stored, strict=True)
-        with torch.no_grad(), observers.phase("accumulate"):
+        with torch.no_grad(), launch_events.phase("accumulate"):
             self.accumulators.adder.add_mixed(slots, gradients, window.base_scale * window.factor)
 
     # The final scale

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .. import tuning
+from ..kernels import tuning
 from ..accumulators import Accumulators, GradState, Slot
 from . import checkpoint_checks as checks
 from .checkpoint_checks import CHOICES, OWN, VERSION

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import Any
 
-from .. import gemm, native_module, traffic
+from .. import traffic
+from ..kernels import matmul, native_module
 from ..accumulators import Accumulators, Slot
 from ..autograd import eligibility
 from ..autograd.eligibility import Taker
@@ -105,7 +106,7 @@ def _in_backward(slot: Slot, accumulators: Accumulators) -> Route:
     device, gradient, accumulator = slot.lane
     names, ways = [], []
     if "gemm" in slot.paths:
-        name, how = gemm.describe(device, accumulator, gradient, accumulators.backend, accumulators.choices)
+        name, how = matmul.describe(device, accumulator, gradient, accumulators.backend, accumulators.choices)
         names.append(name)
         ways.append(f"a Linear's product: {how}")
     if "embedding" in slot.paths:

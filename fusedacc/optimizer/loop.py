@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 
-from .. import observers
+from ..kernels import launch_events
 from ..accumulators import Slot
 from ..autograd.capture import Capture
 from .accumulation import Accumulation
@@ -98,7 +98,7 @@ class Loop(abc.ABC):
             scaling.drop_if(faulty)
         scaling.multiply(ratio)
         try:
-            with observers.phase("update"), self._on_masters():
+            with launch_events.phase("update"), self._on_masters():
                 return self._update.step(scaling, arguments)
         except BaseException:
             if self._update.applied:

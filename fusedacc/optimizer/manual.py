@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .. import observers
+from ..kernels import launch_events
 from .loop import Loop
 from .loss_scale import Scaling
 from .micro_batch import MicroBatch
@@ -82,7 +82,7 @@ class ManualLoop(Loop):
                 loss = closure()
             self._capture.settle()
             self._finish_sums()
-            with observers.phase("update"):
+            with launch_events.phase("update"):
                 update.prepare(Scaling())
             return loss
 
@@ -97,7 +97,7 @@ class ManualLoop(Loop):
         """Bring the sums to their final scale, as far as the host knows it."""
         self._window.check_untainted()
         if self._reduces:
-            with observers.phase("update"):
+            with launch_events.phase("update"):
                 self._accumulation.publish(ending=False)
 
     def zero_grad(self, set_to_none: bool) -> None:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .. import backends
+from ..kernels import registry
 from ..accumulators import Lane, Slot, default_accumulate_dtype
 from ..autograd.capture import Capture
-from ..checks import PAIRS, allowed_pairs
+from ..kernels.dtypes import PAIRS, allowed_pairs
 from ..nn import Replacements
 from .master_weights import Masters
 
@@ -98,7 +98,7 @@ class Roster:
             )
         lane = param.device, param.dtype, dtype or default_accumulate_dtype(param)
         if lane not in self._accepted and lane[1:] in PAIRS and param.device.type != "meta":
-            backends.select(lane[0], lane[2], lane[1], self._backend)
+            registry.select(lane[0], lane[2], lane[1], self._backend)
             self._accepted.add(lane)
         return Slot(param, index, name, dtype)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .. import checks, norms, torch_state
+from ..kernels import checks, norms, torch_state
 from ..accumulators import Accumulators, Slot
 from .loss_scale import Scaling, near
 

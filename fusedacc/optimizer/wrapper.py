@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from .. import backends, tuning
+from ..kernels import registry, tuning
 from ..accumulators import Accumulators
 from ..autograd.capture import Capture
 from ..nn import name_slots
@@ -105,7 +105,7 @@ class AccumulatingOptimizer(Delegate, Progress):
                 f"gradient_accumulation_steps={gradient_accumulation_steps!r} cannot count micro-batches of "
                 "L-BFGS, which evaluates its closure many times per step; allowed: None (the manual loop)"
             )
-        backends.requested(backend)
+        registry.requested(backend)
         tuning.fixed_by()
         clipping = check_settings(max_grad_norm, norm_type)
         finishing = (*clipping, bool(skip_nonfinite))

@@ -27,16 +27,14 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass_type,
 )
 
-from .. import observers
+from ..kernels import launch_events
 from .operands import (
     Operand,
-    accumulation,
     is_metadata,
     is_view,
-    measurement,
+    launch_operands,
     name_of,
     operands,
-    rows_accumulation,
     tensors_in,
 )
 from .report import Cell, Counts
@@ -195,7 +193,7 @@ class TrafficMeter(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __enter__(self) -> TrafficMeter:
-        if self in observers.watching:
+        if self in launch_events.watching:
             raise RuntimeError("this TrafficMeter is on already: enter another one, or name a phase")
         self._know_gradients()
         self._threads.begin()
@@ -203,12 +201,12 @@ class TrafficMeter(TorchDispatchMode):
             register_optimizer_step_pre_hook(self._step_begins),
             register_optimizer_step_post_hook(self._step_ends),
         ]
-        observers.watching.append(self)
+        launch_events.watching.append(self)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        observers.watching.remove(self)
+        launch_events.watching.remove(self)
         self._threads.end()
         self._steps.clear()
         for handle in self._handles:
@@ -244,33 +242,16 @@ class TrafficMeter(TorchDispatchMode):
                 self._book(name_of(func), func.namespace, moved, casts)
         return result
 
-    def launched(
-        self,
-        kernel: str,
-        accumulators: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        scale: float | Tensor,
-        overwrite: Sequence[bool],
-        keep: float | Tensor,
-    ) -> None:
+    def launched(self, kernel: str, *operands: Any) -> None:
         """A kernel of ours was launched outside the dispatcher."""
-        self._book_launch(kernel, accumulation(accumulators, gradients, (scale, keep), overwrite))
-
-    def measured(self, kernel: str, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-        """A kernel of ours that only reads its tensors was launched outside the dispatcher."""
-        self._book_launch(kernel, measurement(tensors, results))
-
-    def rows_added(
-        self,
-        kernel: str,
-        table: Tensor,
-        indices: Tensor,
-        gradients: Tensor,
-        scale: float | Tensor,
-        padding: int,
-    ) -> None:
-        """A kernel of ours that adds into rows of a table was launched outside the dispatcher."""
-        self._book_launch(kernel, rows_accumulation(table, indices, gradients, scale, padding))
+        if not self._is_on():
+            return  # of another thread, whose operators are not counted either
+        moved = launch_operands(kernel, *operands)
+        with self._lock:
+            if moved is None:
+                self._counts.uncounted[kernel] += 1
+            else:
+                self._book(kernel, "fusedacc", moved)
 
     def _is_on(self) -> bool:
         """Whether this thread's operators are counted."""
@@ -403,15 +384,6 @@ class TrafficMeter(TorchDispatchMode):
         following = [function for function, _ in node.next_functions if function is not None]
         leaves = [function.variable for function in following if function.name() == _ACCUMULATE_GRAD]
         return any(leaf.shape == result.shape and _grad_dtype(leaf) == result.dtype for leaf in leaves)
-
-    def _book_launch(self, kernel: str, moved: Sequence[Operand] | None) -> None:
-        if not self._is_on():
-            return  # of another thread, whose operators are not counted either
-        with self._lock:
-            if moved is None:
-                self._counts.uncounted[kernel] += 1
-            else:
-                self._book(kernel, "fusedacc", moved)
 
     def _book(self, op: str, namespace: str, moved: Sequence[Operand], casts_gradient: bool = False) -> None:
         keys = [None if operand.tensor is None else self._key(operand.tensor) for operand in moved]

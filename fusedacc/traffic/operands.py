@@ -17,10 +17,8 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..kernels.constants import plan_entry
 from .operators import METADATA, OVERWRITING, UNREAD, WHOLE
-
-#: Bytes of an element by the dtype's number in a prepared plan (csrc/common/dtypes.h).
-_PLAN_ITEM_BYTES = (4, 2, 2, 8)
 
 
 @dataclass
@@ -396,7 +394,7 @@ def _scale_accumulate(call: Call) -> list[Operand]:
 
 
 def _accumulate_prepared(call: Call) -> list[Operand] | None:
-    """The plan, a table that csrc/ops/tensor_checks.h lays out, says what its accumulators are."""
+    """The plan says what its accumulators are."""
     (plan,) = call.tensors("plan")
     gradients = call.tensors("gradients")
     if isinstance(plan, FakeTensor):
@@ -406,8 +404,8 @@ def _accumulate_prepared(call: Call) -> list[Operand] | None:
     factors = *call.tensors("scale_tensor"), *call.tensors("keep_tensor")
     found += [Operand(factor, factor.element_size()) for factor in factors]
     for index, gradient in enumerate(gradients):
-        address, elements, _, dtype, _ = words[7 + 5 * index : 12 + 5 * index]
-        size = elements * _PLAN_ITEM_BYTES[dtype & 0xFF]
+        address, elements, dtype = plan_entry(words, index)
+        size = elements * dtype.itemsize
         in_place = address == gradient.data_ptr()  # read already
         read = 0 if in_place or _flag(call["overwrite"], index) else size
         found.append(Operand(None, read, size, str(gradient.device)))
@@ -444,3 +442,16 @@ _OUR_RULES: dict[str, Rule] = {
     "finish_norm": _measurement("partials"),
     "accumulate_rows_": _accumulate_rows,
 }
+
+#: Launches outside the dispatcher, and what their operands are to these.
+_LAUNCHES: dict[str, Callable[..., list[Operand] | None]] = {
+    "triton::scale_accumulate": accumulation,
+    "triton::norm_partials": measurement,
+    "triton::finish_norm": measurement,
+    "triton::add_rows": rows_accumulation,
+}
+
+
+def launch_operands(kernel: str, *operands: Any) -> list[Operand] | None:
+    """What a kernel that no dispatcher has seen has read and written; None where it cannot be known."""
+    return _LAUNCHES[kernel](*operands)

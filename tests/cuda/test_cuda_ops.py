@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import GRADIENT_LAYOUTS, LAYOUTS, PAIR_IDS, PAIRS, assert_matches_oracle, copies, random_lists
 
-from fusedacc import backends, ops
+from fusedacc.kernels import library, registry
 
 pytestmark = pytest.mark.cuda
 
@@ -15,7 +15,7 @@ SHAPES = [(5,), (3, 4, 2), (0, 3), (), (257,), (2, 3, 4, 5), (300, 67), (8192,),
 
 @pytest.fixture(autouse=True)
 def _cuda_kernels():
-    problem = backends.get("cuda").unavailable()
+    problem = registry.get("cuda").unavailable()
     if problem is not None:
         pytest.skip(f"the cuda backend cannot run: {problem}")
 
@@ -187,5 +187,5 @@ def test_no_reference_is_left_behind():
     sums, fresh = ([torch.zeros(4, device="cuda") for _ in range(20)] for _ in range(2))
     scale = torch.tensor(1.0, device="cuda")
     counts = [tensor._use_count() for tensor in (*sums, *fresh, scale)]
-    ops.call(torch.ops.fusedacc.scale_accumulate_.default, sums, fresh, scale, 1.0, ())
+    library.call(torch.ops.fusedacc.scale_accumulate_.default, sums, fresh, scale, 1.0, ())
     assert [tensor._use_count() for tensor in (*sums, *fresh, scale)] == counts

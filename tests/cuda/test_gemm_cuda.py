@@ -19,8 +19,8 @@ from gemm_cases import (
     matrices,
 )
 
-from fusedacc import gemm
-from fusedacc.gemm import gemm_accumulate_
+from fusedacc.kernels import matmul
+from fusedacc.kernels.matmul import gemm_accumulate_
 from fusedacc.traffic import TrafficMeter
 
 pytestmark = pytest.mark.cuda
@@ -35,7 +35,7 @@ def way(request):
 
 
 def skip_unless_it_can(way, pair):
-    problem = gemm.obstacle(way.keywords["backend"], torch.device("cuda", 0), pair[1], pair[0])
+    problem = matmul.obstacle(way.keywords["backend"], torch.device("cuda", 0), pair[1], pair[0])
     if problem is not None:
         pytest.skip(problem)
 
@@ -185,7 +185,7 @@ def test_on_the_current_stream(generator):
 
 def test_opcheck(generator):
     for pair in GEMM_PAIRS:
-        if gemm.obstacle("cuda", torch.device("cuda", 0), pair[1], pair[0]) is None:
+        if matmul.obstacle("cuda", torch.device("cuda", 0), pair[1], pair[0]) is None:
             tensors = matrices(pair, (5, 7, 3), generator, ("columns", "rows", "gaps"), device="cuda")
             for numbers in ((None, 0.3, None, 0.0), (on_gpu(0.3), 1.0, on_gpu(0.5), 1.0)):
                 torch.library.opcheck(torch.ops.fusedacc.gemm_accumulate_.default, (*tensors, *numbers))
@@ -203,12 +203,12 @@ def test_bytes(pair, generator):
 
 def test_selection():
     device = torch.device("cuda", 0)
-    assert gemm.select(device, F32, BF16, tokens=5).name == "cuda"
-    refused = gemm.select(device, BF16, F32, tokens=5)
+    assert matmul.select(device, F32, BF16, tokens=5).name == "cuda"
+    refused = matmul.select(device, BF16, F32, tokens=5)
     assert refused.name == "eager"
     assert "not cuda: cuBLAS adds no product of float32 into bfloat16" in refused.reason
     with pytest.raises(RuntimeError, match="Allowed here: 'auto', 'eager'"):
-        gemm.select(device, BF16, F32, "cuda", tokens=5)
+        matmul.select(device, BF16, F32, "cuda", tokens=5)
 
 
 def test_a_sum_that_32_bits_cannot_index():

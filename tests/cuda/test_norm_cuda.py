@@ -8,7 +8,8 @@ import pytest
 import torch
 from cases import GRADIENT_LAYOUTS, LAYOUTS, PAIRS, copies, lay_out, random_lists, random_tensor
 
-from fusedacc import backends, functional, norms
+from fusedacc import functional
+from fusedacc.kernels import norms, registry
 
 pytestmark = pytest.mark.cuda
 
@@ -19,7 +20,7 @@ SHAPES = [(), (0, 3), (1,), (7,), (257,), (3, 4, 2), (2, 3, 4, 5), (300, 67), (8
 
 @pytest.fixture(params=["cuda", "triton"])
 def backend(request):
-    problem = backends.obstacle(request.param, torch.device("cuda"), torch.float32, torch.float32)
+    problem = registry.obstacle(request.param, torch.device("cuda"), torch.float32, torch.float32)
     if problem is not None:
         pytest.skip(f"the {request.param} backend cannot run here: {problem}")
     return request.param

@@ -7,14 +7,14 @@ import torch
 from cases import PAIR_IDS, PAIRS
 from row_cases import GRADIENTS, SHAPE_IDS, SHAPES, TABLES, assert_rows, random_case, random_indices
 
-from fusedacc import backends, rows
+from fusedacc.kernels import registry, rows
 
 pytestmark = pytest.mark.cuda
 
 
 @pytest.fixture(params=["cuda", "triton", "eager"])
 def backend(request):
-    problem = backends.obstacle(request.param, torch.device("cuda"), torch.float32, torch.float32)
+    problem = registry.obstacle(request.param, torch.device("cuda"), torch.float32, torch.float32)
     if problem is not None:
         pytest.skip(f"the {request.param} backend cannot run here: {problem}")
     return request.param

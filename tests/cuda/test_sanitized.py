@@ -10,7 +10,8 @@ import torch
 from cases import PAIRS, assert_matches_oracle, copies, random_lists
 from row_cases import assert_rows, random_case
 
-from fusedacc import backends, functional, rows
+from fusedacc import functional
+from fusedacc.kernels import registry, rows
 
 pytestmark = pytest.mark.cuda
 
@@ -25,7 +26,7 @@ LAYOUTS = [
 
 @pytest.fixture(params=["cuda", "triton"])
 def backend(request):
-    problem = backends.obstacle(request.param, torch.device("cuda"), torch.float32, torch.float32)
+    problem = registry.obstacle(request.param, torch.device("cuda"), torch.float32, torch.float32)
     if problem is not None:
         pytest.skip(f"the {request.param} backend cannot run here: {problem}")
     return request.param

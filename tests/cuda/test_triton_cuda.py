@@ -8,7 +8,8 @@ import pytest
 import torch
 from cases import GRADIENT_LAYOUTS, LAYOUTS, PAIR_IDS, PAIRS, assert_matches_oracle, copies, random_lists
 
-from fusedacc import backends, functional
+from fusedacc import functional
+from fusedacc.kernels import registry
 
 pytestmark = pytest.mark.cuda
 
@@ -17,7 +18,7 @@ SHAPES = [(), (0,), (1,), (7,), (1023,), (1024,), (3, 5), (2, 3, 4, 5), (16384,)
 
 @pytest.fixture(autouse=True)
 def _triton_runs():
-    problem = backends.obstacle("triton", torch.device("cuda"), torch.float32, torch.float32)
+    problem = registry.obstacle("triton", torch.device("cuda"), torch.float32, torch.float32)
     if problem is not None:
         pytest.skip(f"the triton backend cannot run here: {problem}")
 
@@ -27,7 +28,7 @@ def others():
     return [
         (name, device)
         for name, device in (("cuda", "cuda"), ("cpu", "cpu"))
-        if backends.obstacle(name, torch.device(device), torch.float32, torch.float32) is None
+        if registry.obstacle(name, torch.device(device), torch.float32, torch.float32) is None
     ]
 
 
@@ -61,8 +62,8 @@ def test_kept_sums_equal_the_compiled_backends_bit_for_bit(pair, on_device, gene
         sums = [tensor.to(device, copy=True) for tensor in before]
         fresh = [tensor.to(device) for tensor in gradients]
         keep = torch.tensor(0.7, device=device) if on_device else 0.7
-        backends.get(name).accumulate_(sums, fresh, 1 / 3, False, keep)
-        backends.get(name).prepare(sums)(fresh, 1 / 3, False, keep)
+        registry.get(name).accumulate_(sums, fresh, 1 / 3, False, keep)
+        registry.get(name).prepare(sums)(fresh, 1 / 3, False, keep)
         results[name] = [total.cpu() for total in sums]
     for name, sums in results.items():
         assert all(map(torch.equal, sums, results["triton"])), name

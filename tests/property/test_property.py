@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fusedacc
-from fusedacc import native_module
+from fusedacc.kernels import native_module
 from fusedacc.autograd import python_hooks
 from fusedacc.optimizer.update import Update
 

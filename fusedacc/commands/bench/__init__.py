@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 import torch
 
-from ... import backends, tuning
+from ...kernels import registry, tuning
 from . import cases, conditions, measuring, plot, report, timing
 
 #: Exit statuses: a result is wrong; an argument or variable is; the user has stopped it.
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     """Measures and prints; returns the exit status: 1 where a result of any way is wrong, else 0."""
     device = options.device or _device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        backends.select(device, torch.float32, torch.float32)
+        registry.select(device, torch.float32, torch.float32)
         tuning.fixed_by()
     except (RuntimeError, ValueError) as problem:  # by FUSEDACC_BACKEND or FUSEDACC_TUNE
         print(f"python -m fusedacc bench: error: {problem}", file=sys.stderr)

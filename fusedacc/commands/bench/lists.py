@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ... import backends
-from ...checks import computation_dtype
+from ...kernels import registry
+from ...kernels.dtypes import computation_dtype
 from ...functional import prepare, scale_accumulate_
 from .work import (
     BLOCK,
@@ -86,7 +86,7 @@ class Additions(Work):
         )
 
     def chosen(self) -> tuple[str, str]:
-        found = backends.select(self.device, self.accumulator, self.gradient)
+        found = registry.select(self.device, self.accumulator, self.gradient)
         return found.backend.name, found.reason
 
     def ways(self, backends: Sequence[str]) -> list[Way]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ... import backends
+from ...kernels import registry
 from ...traffic import TrafficMeter
 from . import conditions, timing
 from .timing import Effort, Timer
@@ -39,9 +39,9 @@ def our_backends(device: torch.device, effort: str) -> list[str]:
     """Those to measure: what "auto" takes, and in a full run every other that can run there."""
     if effort != "full":
         return ["auto"]
-    taken = backends.select(device, torch.float32, torch.float32).backend.name
-    others = [name for name in backends.order(device) if name != taken]
-    able = [name for name in others if backends.obstacle(name, device, torch.float32, torch.float32) is None]
+    taken = registry.select(device, torch.float32, torch.float32).backend.name
+    others = [name for name in registry.order(device) if name != taken]
+    able = [name for name in others if registry.obstacle(name, device, torch.float32, torch.float32) is None]
     return ["auto", *able]
 
 

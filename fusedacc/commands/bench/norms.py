@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ... import backends
+from ...kernels import registry
 from ...functional import total_norm
 from .work import BLOCK, OURS, STOCK, YARDSTICK, Run, Way, Work, counted, filled, label, name_of
 
@@ -52,7 +52,7 @@ class Norms(Work):
         return [filled(shape, self.dtype, self.device) for shape in self.shapes]
 
     def chosen(self) -> tuple[str, str]:
-        found = backends.select(self.device, self.dtype, self.dtype)
+        found = registry.select(self.device, self.dtype, self.dtype)
         return found.backend.name, found.reason
 
     def ways(self, backends: Sequence[str]) -> list[Way]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ... import gemm
+from ...kernels import matmul
 from .work import (
     OURS,
     STOCK,
@@ -84,7 +84,7 @@ class Products(Work):
         )
 
     def chosen(self) -> tuple[str, str]:
-        found = gemm.select(self.device, self.accumulator, self.operand, tokens=self.shape[0])
+        found = matmul.select(self.device, self.accumulator, self.operand, tokens=self.shape[0])
         return f"{found.name} ({found.how})", found.reason
 
     def ways(self, backends: Sequence[str]) -> list[Way]:
@@ -161,7 +161,7 @@ class Products(Work):
 
 
 def _ours(backend: str, operands: Operands) -> Run:
-    return lambda: gemm.gemm_accumulate_(*operands, backend=backend)
+    return lambda: matmul.gemm_accumulate_(*operands, backend=backend)
 
 
 def _from(step: Callable[[Tensor, Tensor, Tensor], object]) -> Callable[[Operands], Run]:

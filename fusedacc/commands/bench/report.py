@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, TextIO
 
-from ... import tuning
+from ...kernels import tuning
 from .measuring import NOT_MEASURED, WRONG, Entry, fastest
 from .work import OURS, STOCK
 
@@ -43,7 +43,7 @@ class Progress:
 
 
 def choices() -> dict[str, Any]:
-    """What `fusedacc.tuning` has `found` by trial in this run; `fixed_by`: what forbids trials."""
+    """What `kernels.tuning` has `found` by trial in this run; `fixed_by`: what forbids trials."""
     fixed = tuning.fixed_by()
     return {"fixed_by": fixed, "found": [] if fixed else tuning.report()}
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ... import rows
+from ...kernels import rows
 from .work import (
     OURS,
     STOCK,

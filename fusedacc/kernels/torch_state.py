@@ -1,16 +1,20 @@
-"""Small questions about the state that torch is in."""
+"""Small questions about the state that torch is in.
+
+They are asked in every backward, so that the cheapest answer comes first.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-_CUDA_BUILT = torch.backends.cuda.is_built() or torch.version.hip is not None
+#: Whether this torch has GPUs at all: without them nothing is ever captured.
+_HAS_GPUS = torch.backends.cuda.is_built() or torch.version.hip is not None
 
 
 def capturing() -> bool:
     """Whether a CUDA graph is being captured on the current stream."""
-    return _CUDA_BUILT and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return _HAS_GPUS and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def process_group_up() -> bool:

@@ -8,11 +8,10 @@ operator, whose results have the same bits and whose errors say what is wrong.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from typing import Any
 
-from . import native_module, ops
+from . import library, native_module
 
 
 def _left_to_the_operator(*arguments: Any) -> bool:
@@ -36,9 +35,7 @@ def _load() -> None:
     module = native_module.loaded()
     if module is None or not hasattr(module, "set_kernels"):  # not built, or by an older release
         return
-    library = ctypes.CDLL(str(ops.LIBRARY))
-    kernels = library.fusedacc_run, library.fusedacc_run_norm, library.fusedacc_join_norms
-    module.set_kernels(*(ctypes.cast(kernel, ctypes.c_void_p).value for kernel in kernels))
+    module.set_kernels(*map(library.address_of, ("fusedacc_run", "fusedacc_run_norm", "fusedacc_join_norms")))
     accumulate, prepare = module.accumulate, module.prepare
     norm_partials, total_norm = module.norm_partials, module.total_norm
 

@@ -16,32 +16,30 @@ CPU it calls torch's BLAS and oneDNN in place. The eager backend is plain torch,
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from . import backends, checks, gemm_eager, tuning
-from .gemm_checks import check
-from .gemm_ways import TOKEN_CLASSES, Way, class_of, question_of
-from .plan import bump_versions
+from . import checks, matmul_eager, registry, tuning
+from .constants import TOKEN_CLASSES, Multiplier, Way
+from .lists import bump_versions
+from .matmul_ways import class_of, question_of
 
-#: What csrc/autograd/immediate_add.h calls Multiplier; the operator's ways begin at _OPERATOR.
-_PYTHON, _BLAS, _OPERATOR = 1, 2, 3
-
-Number = gemm_eager.Number
+Number = matmul_eager.Number
 Run = Callable[[Tensor, Tensor, Tensor, Number, Number], None]
+
+#: The backends that there are for products, the preferred first.
+_NAMES = ("cuda", "cpu", "eager")
 
 
 @dataclass(frozen=True)
 class Selection:
     """Who multiplies: the backend's name, what it does in words, and why it was chosen.
 
-    `run(accumulator, left, right, scale, keep)` is `gemm_accumulate_` without the choice and, for arguments
-    that are sure to be right, without the words of its errors. `multiplier`: the same way as csrc/autograd/
-    immediate_add.h numbers it.
+    `run(accumulator, left, right, scale, keep)` is `gemm_accumulate_` without the choice. `multiplier`: the
+    same for the native modules, a `Multiplier` or the operator's way.
     """
 
     name: str
@@ -65,37 +63,26 @@ def gemm_accumulate_(
     Not recorded by autograd; the accumulator's version is bumped. Beside the accumulator at most a few MB are
     allocated, and a copy of an operand of which neither rows nor columns lie without gaps.
 
+    Arguments are those of a layer's backward, and not looked at here: the native operator refuses what would
+    not be safe, before anything is modified, and torch's own products what they cannot do.
+
     Args:
         accumulator: [M, N], with rows or columns without gaps (a row may be longer than N); float32,
             bfloat16, float16 or float64.
         left: [n, M], any strides, its memory apart from the accumulator's; n may be 0.
-        right: [n, N], likewise, of left's dtype. Dtype pairs as in `checks.PAIRS`.
+        right: [n, N], likewise, of left's dtype. Dtype pairs as in `dtypes.PAIRS`.
         scale: a float, or a 0-dim floating tensor on the accumulator's device, read there.
         keep: likewise. Where it is 0, the accumulator is not read: it may be uninitialised.
         backend: "auto", "cuda", "cpu" or "eager"; "triton" has no product, so that torch multiplies.
 
     Raises:
-        TypeError: something is no dense floating tensor, a dtype pair is not supported, or scale or keep is
-            of the wrong kind.
-        ValueError: shapes or devices do not match, memory overlaps (where torch's own call adds, it does not
-            look), the accumulator has gaps in rows and in columns, or there is no such backend.
-        RuntimeError: the backend that was asked for cannot run here.
-        Nothing is modified when one of these is raised.
+        ValueError: there is no such backend.
+        RuntimeError: the backend that was asked for cannot run here, or refuses an argument.
     """
-    if torch.compiler.is_compiling():
-        _traced(accumulator, left, right, scale, keep, backend)
-        return
     if backend == "auto" and not (checks.is_plain(accumulator) and checks.is_plain(left)):
         backend = "eager"
-    try:
-        tokens = left.shape[0]
-        chosen = select(accumulator.device, accumulator.dtype, left.dtype, backend, tokens=tokens)
-        if chosen.name == "eager" or 1 not in accumulator.stride():
-            check(accumulator, left, right, scale, keep)
-        chosen.run(accumulator, left, right, scale, keep)
-    except (RuntimeError, TypeError, AttributeError):
-        check(accumulator, left, right, scale, keep)
-        raise
+    chosen = select(accumulator.device, accumulator.dtype, left.dtype, backend, tokens=left.shape[0])
+    chosen.run(accumulator, left, right, scale, keep)
 
 
 def select(
@@ -111,7 +98,7 @@ def select(
 
     Args:
         device: where the tensors are.
-        accumulator_dtype: a supported pair with `operand_dtype` (see `checks.PAIRS`).
+        accumulator_dtype: a supported pair with `operand_dtype` (see `dtypes.PAIRS`).
         operand_dtype: dtype of both operands.
         backend: as `gemm_accumulate_` has it.
         tokens: rows of the operands.
@@ -121,8 +108,7 @@ def select(
         ValueError: the name, or the value of `FUSEDACC_BACKEND`, is no backend.
         RuntimeError: the backend that was asked for cannot run there.
     """
-    name, source = backends.requested(backend)
-    name, reason = _who(name, source, device, accumulator_dtype, operand_dtype)
+    name, reason = _backend(*registry.requested(backend), device, accumulator_dtype, operand_dtype)
     if name != "cpu":
         return _elsewhere(name, reason)
     question = question_of(accumulator_dtype, operand_dtype, class_of(tokens))
@@ -148,7 +134,7 @@ def describe(
 
     What is not in `kept` has not come up yet, and is not tried for this.
     """
-    name, reason = _who(*backends.requested(backend), device, accumulator_dtype, operand_dtype)
+    name, reason = _backend(*registry.requested(backend), device, accumulator_dtype, operand_dtype)
     if name != "cpu":
         return name, f"{_elsewhere(name, reason).how}; {reason}"
     by_class, open_questions = [], False
@@ -167,35 +153,23 @@ def describe(
 
 
 @functools.cache
-def _who(
+def _backend(
     name: str, source: str, device: torch.device, accumulator: torch.dtype, operand: torch.dtype
 ) -> tuple[str, str]:
     """The backend for a pair, and why."""
-    order = ("cuda", "cpu", "eager")
-    if name == "auto":
-        passed: list[str] = []
-        for candidate in order:
-            problem = obstacle(candidate, device, accumulator, operand)
-            if problem is None:
-                return candidate, "; ".join([f"first of {', '.join(order)} that can run here", *passed])
-            passed.append(f"not {candidate}: {problem}")
     if name == "triton":
         return "eager", f"chosen by {source}={name!r}, which has no kernel for products"
-    problem = obstacle(name, device, accumulator, operand)
-    if problem is not None:
-        can = [other for other in order if obstacle(other, device, accumulator, operand) is None]
-        raise RuntimeError(
-            f"{source}={name!r} cannot add a product of {str(operand)[6:]} into {str(accumulator)[6:]} on "
-            f"{device}: {problem}. Allowed here: {', '.join(map(repr, ('auto', *can)))}"
-        )
-    return name, f"chosen by {source}={name!r}"
+    task = f"add a product of {str(operand)[6:]} into {str(accumulator)[6:]} on {device}"
+    return registry.choose(
+        name, source, _NAMES, task, lambda each: obstacle(each, device, accumulator, operand)
+    )
 
 
 def obstacle(
     name: str, device: torch.device, accumulator_dtype: torch.dtype, operand_dtype: torch.dtype
 ) -> str | None:
     """Why "cuda", "cpu" or "eager" cannot multiply there; None if it can."""
-    problem = backends.obstacle(name, device, accumulator_dtype, operand_dtype)
+    problem = registry.obstacle(name, device, accumulator_dtype, operand_dtype)
     if problem is None and name == "cuda":
         problem = torch.ops.fusedacc.gemm_problem() or None
         if problem is None and operand_dtype == torch.float32 and accumulator_dtype != torch.float32:
@@ -205,12 +179,12 @@ def obstacle(
 
 def _elsewhere(name: str, reason: str) -> Selection:
     if name == "eager":
-        return Selection(name, "torch's product", reason, gemm_eager.accumulate_, _PYTHON)
-    return Selection(name, "cuBLAS into the sum", reason, _native, _OPERATOR)
+        return Selection(name, "torch's product", reason, matmul_eager.accumulate_, Multiplier.PYTHON)
+    return Selection(name, "cuBLAS into the sum", reason, _native, Multiplier.OPERATOR)
 
 
 def _on_cpu(accumulator: torch.dtype, operand: torch.dtype, way: Way, reason: str) -> Selection:
-    multiplier, run = _OPERATOR + way, _RUNS[way]
+    multiplier, run = Multiplier.OPERATOR + way, _RUNS[way]
     if way is Way.ROUNDED:
         how = "oneDNN into the sum"
         if accumulator == torch.float32:
@@ -218,7 +192,7 @@ def _on_cpu(accumulator: torch.dtype, operand: torch.dtype, way: Way, reason: st
     elif way is Way.SPLIT:
         how = "BLAS into the sum, rows shared out among the threads"
     elif operand.itemsize > 2 and operand == accumulator:
-        how, multiplier, run = "BLAS into the sum", _BLAS, _blas
+        how, multiplier, run = "BLAS into the sum", Multiplier.BLAS, _blas
     elif accumulator.itemsize > 2:
         how = "BLAS into the sum, of operands cast to float32 in parts"
     else:
@@ -246,7 +220,7 @@ def _native(
     way: int = Way.WHOLE,
 ) -> None:
     if left.shape[0] == 0:
-        gemm_eager.keep_only(accumulator, keep)
+        matmul_eager.keep_only(accumulator, keep)
         return
     operator = torch.ops.fusedacc.gemm_accumulate_.default
     numbers = *_number(scale), *_number(keep)
@@ -264,30 +238,3 @@ _RUNS: dict[Way, Run] = {way: functools.partial(_native, way=int(way)) for way i
 
 def _number(value: Number) -> tuple[Tensor | None, float]:
     return (value, 1.0) if isinstance(value, Tensor) else (None, value)
-
-
-def _traced(
-    accumulator: Tensor, left: Tensor, right: Tensor, scale: Number, keep: Number, backend: str
-) -> None:
-    """The graph under `torch.compile`: one operator, or plain torch for the compiler to fuse."""
-    name, way = _traced_way(accumulator.device, accumulator.dtype, left.dtype, backend)
-    with torch.no_grad():
-        if left.shape[0] == 0:
-            gemm_eager.keep_only(accumulator, keep)
-        elif name in ("cuda", "cpu"):
-            numbers = *_number(scale), *_number(keep)
-            torch.ops.fusedacc.gemm_accumulate_(accumulator, left, right, *numbers, way)
-        else:
-            gemm_eager.by_parts(accumulator, left, right, scale, keep, accumulator.numel())
-
-
-def _traced_way(
-    device: torch.device, accumulator_dtype: torch.dtype, operand_dtype: torch.dtype, backend: str
-) -> tuple[str, int]:
-    """The backend, and the operator's way, which is that of many tokens: a graph may serve any number."""
-    chosen = select(device, accumulator_dtype, operand_dtype, backend, tokens=sys.maxsize)
-    return chosen.name, max(0, chosen.multiplier - _OPERATOR)
-
-
-# As in `plan.traced_backend`: evaluated while tracing.
-_traced_way._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import observers
-from ..checks import computation_dtype
-from . import triton_table as shared
+from .. import launch_events
+from ..constants import ROW_RUN
+from ..dtypes import computation_dtype
+from . import address_table as shared
 
 #: Columns of one program, at most: 8 for each thread.
 _MOST_COLUMNS = 1024
@@ -17,8 +18,8 @@ _FEWEST_COLUMNS = 128
 def accumulate_rows_(
     table: Tensor, indices: Tensor, gradients: Tensor, scale: float | Tensor, padding: int, by_frequency: bool
 ) -> None:
-    """As `backends.Backend.accumulate_rows_`."""
-    from . import triton_row_kernels as kernels
+    """As `registry.Backend.accumulate_rows_`."""
+    from . import row_kernels as kernels
 
     _refuse_gaps(table)
     count, width = gradients.shape
@@ -29,8 +30,8 @@ def accumulate_rows_(
     # A number goes to the device as an argument of a fill, not as a copy that would be waited for.
     factor = scale if isinstance(scale, Tensor) else torch.full((), scale, dtype=wide, device=table.device)
     stride = (width + 7) // 8 * 8
-    stretches = -(-count // kernels.RUN)
-    sums = torch.empty(2 * stretches * stride if count > kernels.RUN else 0, dtype=wide, device=table.device)
+    stretches = -(-count // ROW_RUN)
+    sums = torch.empty(2 * stretches * stride if count > ROW_RUN else 0, dtype=wide, device=table.device)
     block = min(max(_power_of_two(width), _FEWEST_COLUMNS), _MOST_COLUMNS)
     across = -(-width // block)
     common = {"by_frequency": by_frequency, "block": block, "num_warps": shared.kernels().WARPS}
@@ -49,12 +50,12 @@ def accumulate_rows_(
             wide=shared.triton_dtype(wide),
             **common,
         )
-        if count > kernels.RUN:
-            kernels.add_long_rows[(count // kernels.RUN, across)](
+        if count > ROW_RUN:
+            kernels.add_long_rows[(count // ROW_RUN, across)](
                 *where, count, factor, padding, sums, stride, **common
             )
-    if observers.watching:
-        observers.rows_added("triton::add_rows", table, indices, gradients, scale, padding)
+    if launch_events.watching:
+        launch_events.launched("triton::add_rows", table, indices, gradients, scale, padding)
 
 
 def _refuse_gaps(table: Tensor) -> None:

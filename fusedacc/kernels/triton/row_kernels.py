@@ -10,12 +10,10 @@ runs of longer rows leave their sums in a table of their own, and a second launc
 import triton
 import triton.language as tl
 
-from .triton_kernels import combine, widen
+from ..constants import ROW_RUN
+from .kernels import combine, widen
 
-#: `kRowRun` of csrc/common/row_functors.h: gradients of one row that are summed before their sum is added to
-#: others.
-RUN = 64
-_RUN = tl.constexpr(RUN)
+_RUN = tl.constexpr(ROW_RUN)
 
 
 @triton.jit
@@ -80,7 +78,7 @@ def add_runs(
         rows: sorted row numbers, `count` of them.
         order: for each, the number of its gradient.
         padding: a row that takes nothing, or -1.
-        sums: of the computation's dtype: two rows, `sum_stride` apart, for every `RUN` places.
+        sums: of the computation's dtype: two rows, `sum_stride` apart, for every `ROW_RUN` places.
     """
     place = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + place).to(tl.int64)
@@ -129,8 +127,8 @@ def add_long_rows(
     by_frequency: tl.constexpr,
     block: tl.constexpr,
 ):
-    """The row of several runs whose first place is in this program's `RUN` places, if there is one, takes
-    their sums. Arguments as for `add_runs`; a program for every whole `RUN` places."""
+    """The row of several runs whose first place is in this program's `ROW_RUN` places, if there is one, takes
+    their sums. Arguments as for `add_runs`; a program for every whole `ROW_RUN` places."""
     stretch = tl.program_id(0).to(tl.int64)
     last = (stretch + 1) * _RUN - 1
     row = tl.load(rows + last).to(tl.int64)

@@ -25,10 +25,11 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .. import observers, reference
-from ..checks import computation_dtype, overwrite_flags
-from . import triton_norms, triton_rows
-from . import triton_table as shared
+from .. import launch_events, reference
+from ..checks import overwrite_flags
+from ..dtypes import computation_dtype
+from . import address_table as shared
+from . import norms, rows
 
 _MINIMUM_CAPABILITY = (8, 0)
 
@@ -139,8 +140,10 @@ class _Group:
                 wide=shared.triton_dtype(computation_dtype(accumulator_dtype)),
                 **kernels.ADDING,
             )
-            if observers.watching:
-                observers.launched("triton::scale_accumulate", self.accumulators, ready, scale, flags, keep)
+            if launch_events.watching:
+                launch_events.launched(
+                    "triton::scale_accumulate", self.accumulators, ready, (scale, keep), flags
+                )
 
 
 def _relayout(gradient: Tensor, accumulator: Tensor) -> Tensor:
@@ -183,7 +186,7 @@ class _Bound:
         keep: float | Tensor = 1.0,
     ) -> Tensor:
         self(gradients, scale, overwrite, keep)
-        found, pinned = triton_norms.partials(self._accumulators, norm_type)
+        found, pinned = norms.partials(self._accumulators, norm_type)
         self.captured += pinned
         return found
 
@@ -217,7 +220,7 @@ class _Bound:
 
 
 class TritonBackend:
-    """The kernels of `triton_kernels` as a backend."""
+    """The kernels of this folder as a backend."""
 
     name = "triton"
 
@@ -267,7 +270,7 @@ class TritonBackend:
         return _Bound(accumulators, keep_tables=True)
 
     def norm_partials(self, tensors: Sequence[Tensor], norm_type: float) -> Tensor:
-        found, pinned = triton_norms.partials(tensors, norm_type)
+        found, pinned = norms.partials(tensors, norm_type)
         if pinned:
             self._captured.setdefault(tensors[0], []).extend(pinned)
         return found
@@ -275,7 +278,7 @@ class TritonBackend:
     def finish_norm(
         self, partials: Sequence[Tensor], norm_type: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        return triton_norms.finish(partials, norm_type, dtype)
+        return norms.finish(partials, norm_type, dtype)
 
     def accumulate_with_norm_(
         self,
@@ -298,7 +301,7 @@ class TritonBackend:
         padding: int,
         by_frequency: bool,
     ) -> None:
-        triton_rows.accumulate_rows_(table, indices, gradients, scale, padding, by_frequency)
+        rows.accumulate_rows_(table, indices, gradients, scale, padding, by_frequency)
 
 
-backend = TritonBackend()
+triton = TritonBackend()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .. import reference, reference_rows
+from . import reference
 
 
 class EagerBackend:
@@ -65,7 +65,7 @@ class EagerBackend:
         padding: int,
         by_frequency: bool,
     ) -> None:
-        reference_rows.accumulate_rows_(table, indices, gradients, scale, padding, by_frequency)
+        reference.accumulate_rows_(table, indices, gradients, scale, padding, by_frequency)
 
 
 class Bound:
@@ -97,4 +97,4 @@ class Bound:
         )
 
 
-backend = EagerBackend()
+eager = EagerBackend()

@@ -1,88 +1,13 @@
-"""Loads the native library once and gives its operators fake implementations.
-
-The library registers `torch.ops.fusedacc.*` by itself; it uses no CPython API, so one file serves every
-Python, and the LibTorch stable ABI, so it serves torch 2.10 and later.
-"""
+"""Fake implementations of `torch.ops.fusedacc.*`: shapes and errors without data, for torch's compiler."""
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import json
-import re
-import warnings
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-LIBRARY = Path(__file__).with_name("libfusedacc.so")
-#: `kChunkElements` of csrc/common/work.h: the elements behind one partial norm.
-CHUNK_ELEMENTS = 8192
-REINSTALL = "pip install --no-build-isolation --no-deps --force-reinstall fusedacc"
-
-
-@functools.cache
-def load_error() -> str | None:
-    """Loads the library on the first call; returns None if it is loaded, else why not and what to do."""
-    if not LIBRARY.exists():
-        return (
-            f"{LIBRARY.name} is not there: fusedacc was installed without a C++ compiler. "
-            f"Install g++ (and nvcc for CUDA), then run: {REINSTALL}"
-        )
-    try:
-        torch.ops.load_library(LIBRARY)
-    except OSError as error:
-        problem = (
-            f"{LIBRARY} does not load under torch {torch.__version__}: {error}. "
-            f"It needs torch 2.10 or later; to build it again run: {REINSTALL}"
-        )
-        warnings.warn(f"fusedacc: {problem}. Triton or plain torch is used instead.", stacklevel=2)
-        return problem
-    _register_fakes()
-    return None
-
-
-def built_with() -> dict[str, Any]:
-    """What the loaded library is: its path, the torch and CUDA it was built with, its CUDA architectures
-    (an empty list: built without CUDA) and the vector instructions its CPU kernels use on this machine.
-
-    Raises RuntimeError if the library is not loaded.
-    """
-    problem = load_error()
-    if problem is not None:
-        raise RuntimeError(problem)
-    info = json.loads(torch.ops.fusedacc.build_info())
-    return {
-        "path": str(LIBRARY),
-        **info,
-        "cuda_architectures": re.findall(r"[^; ,]+", info["cuda_architectures"]),
-    }
-
-
-@functools.cache
-def _reference_brackets() -> tuple[Callable[[], None], Callable[[], None]]:
-    library = ctypes.PyDLL(str(LIBRARY))  # its functions are called with the GIL held
-    brackets = library.fusedacc_keep_references, library.fusedacc_drop_references
-    for function in brackets:
-        function.argtypes, function.restype = (), None
-    return brackets
-
-
-def call(operator: Callable[..., Any], *arguments: Any) -> Any:
-    """`operator(*arguments)` of the loaded library, at three quarters of the cost for lists of small tensors.
-
-    Operators run without the GIL, and recent torch takes it once for every tensor that is let go without it;
-    here the library keeps its references until the GIL is held again.
-    """
-    keep, drop = _reference_brackets()
-    keep()
-    try:
-        return operator(*arguments)
-    finally:
-        drop()
+from .constants import CHUNK_ELEMENTS, plan_words
 
 
 def _check_fake(accumulators: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
@@ -111,7 +36,9 @@ def _fake_partials(tensors: Sequence[Tensor]) -> Tensor:
     return torch.empty(chunks, dtype=torch.float64, device=tensors[0].device if tensors else "cpu")
 
 
-def _register_fakes() -> None:
+def register() -> None:
+    """Give the operators of the library, which is loaded, their fake implementations. Once a process."""
+
     @torch.library.register_fake("fusedacc::scale_accumulate_")
     def _(
         accumulators: list[Tensor],
@@ -128,9 +55,7 @@ def _register_fakes() -> None:
 
     @torch.library.register_fake("fusedacc::prepare")
     def _(accumulators: list[Tensor]) -> Tensor:
-        # As csrc/ops/tensor_checks.h lays it out.
-        words = 7 + sum(5 + 2 * tensor.dim() + (3 if tensor.numel() else 0) for tensor in accumulators)
-        return torch.empty(words, dtype=torch.int64, device="cpu")
+        return torch.empty(plan_words(accumulators), dtype=torch.int64, device="cpu")
 
     @torch.library.register_fake("fusedacc::accumulate_prepared_")
     def _(
@@ -228,6 +153,3 @@ def _register_fakes() -> None:
         if gradients.shape != wanted:
             raise RuntimeError(f"fusedacc: gradients has shape {gradients.shape}; it must be {wanted}")
         _check_not_meta(table, [indices, gradients], scale_tensor)
-
-
-load_error()

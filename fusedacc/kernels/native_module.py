@@ -6,18 +6,16 @@ does the same.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import importlib.machinery
 import importlib.util
 import os
 import sysconfig
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from . import ops
+from . import library
 
 #: "0": do without them, and without `undispatched`; "1": raise where they are not there; not set or "": use
 #: them where they are.
@@ -30,25 +28,25 @@ def file_name() -> str:
 
 
 @functools.cache
-def _load() -> tuple[Any, str]:
-    problem = ops.load_error()
+def _load() -> tuple[Any, str | None]:
+    problem = library.load_error()
     if problem is not None:
         return None, problem
-    path = Path(__file__).with_name(file_name())
+    path = library.FOLDER / file_name()
     if not path.exists():
         return None, (
             f"{path.name} is not there: the installation was made under another torch or Python, or without "
-            f"a C++ compiler or Python.h. To build it run: {ops.REINSTALL}"
+            f"a C++ compiler or Python.h. To build it run: {library.REINSTALL}"
         )
-    loader = importlib.machinery.ExtensionFileLoader(f"{__package__}._autograd", str(path))
+    loader = importlib.machinery.ExtensionFileLoader("fusedacc._autograd", str(path))
     spec = importlib.util.spec_from_loader(loader.name, loader)
     assert spec is not None
     try:
         module = importlib.util.module_from_spec(spec)
         loader.exec_module(module)
     except ImportError as error:
-        return None, f"{path} does not load: {error}. To build it again run: {ops.REINSTALL}"
-    return module, ""
+        return None, f"{path} does not load: {error}. To build it again run: {library.REINSTALL}"
+    return module, None
 
 
 def loaded() -> Any | None:
@@ -76,7 +74,7 @@ def why_not() -> str | None:
         )
     if choice == "0":
         return f"{VARIABLE}=0"
-    problem = _load()[1] or None
+    problem = _load()[1]
     if choice == "1" and problem is not None:
         raise RuntimeError(f"{VARIABLE}=1, but there are no native hooks: {problem}")
     return problem
@@ -85,5 +83,4 @@ def why_not() -> str | None:
 @functools.cache
 def add_flat() -> int:
     """Address of the native library's addition of one flat tensor."""
-    function = ctypes.CDLL(str(ops.LIBRARY)).fusedacc_add_flat
-    return ctypes.cast(function, ctypes.c_void_p).value or 0
+    return library.address_of("fusedacc_add_flat")

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from . import backends, checks, reference, undispatched
-from .plan import split, traced_backend
+from . import checks, reference, registry, undispatched
+from .lists import split_refused, traced_backend
 
 #: Joins partial norms of one device to a norm of that dtype.
 Join = Callable[[Sequence[Tensor], torch.dtype], tuple[Tensor, Tensor]]
@@ -23,15 +23,13 @@ def partials(tensors: Sequence[Tensor], norm_type: float, backend: str) -> list[
     refused, chosen = None, None
     try:
         first = tensors[0]
-        chosen = backends.select(first.device, first.dtype, first.dtype, backend).backend
-        if chosen.name in backends.SELF_CHECKING:
+        chosen = registry.select(first.device, first.dtype, first.dtype, backend).backend
+        if chosen.name in registry.SELF_CHECKING:
             return [chosen.norm_partials(tensors, norm_type)]
     except Exception as error:
         refused = error
     checks.check_tensors(tensors)
-    parts = split(tensors, tensors, backend)
-    if refused is not None and [part.backend for part in parts] == [chosen]:
-        raise refused
+    parts = split_refused(tensors, tensors, backend, chosen, refused)
     return [part.backend.norm_partials(part.of(tensors), norm_type) for part in parts]
 
 
@@ -72,10 +70,10 @@ def _over_devices(found: Sequence[Tensor], dtype: torch.dtype, join: Join) -> tu
     return join(here, dtype)
 
 
-def _finisher(found: Sequence[Tensor], backend: str) -> backends.Backend:
+def _finisher(found: Sequence[Tensor], backend: str) -> registry.Backend:
     if backend == "auto" and not all(map(checks.is_plain, found)):
         backend = "eager"
-    return backends.select(found[0].device, torch.float64, torch.float64, backend).backend
+    return registry.select(found[0].device, torch.float64, torch.float64, backend).backend
 
 
 def norm_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
@@ -120,6 +118,6 @@ def norm_and_nonfinite(
         found = undispatched.total_norm(tensors, norm_type)
         if found:
             return found
-    backends.requested(backend)
+    registry.requested(backend)
     parts = partials(tensors, norm_type, backend)
     return finish(parts, norm_type, norm_dtype(tensors), backend)

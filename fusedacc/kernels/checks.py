@@ -15,26 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_SAME = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-#: The (gradient dtype, accumulator dtype) pairs that every backend supports.
-PAIRS: frozenset[tuple[torch.dtype, torch.dtype]] = frozenset(
-    [(dtype, dtype) for dtype in _SAME]
-    + [(torch.bfloat16, torch.float32), (torch.float16, torch.float32)]
-    + [(torch.float32, torch.bfloat16), (torch.float32, torch.float16)]
-)
-
-
-def allowed_pairs() -> str:
-    """The supported dtype pairs in one line, for error messages."""
-    names = sorted((str(acc)[6:], str(grad)[6:]) for grad, acc in PAIRS)
-    return ", ".join(f"{grad} into {acc}" for acc, grad in names)
-
-
-def computation_dtype(accumulator_dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which a sum is computed: float64 for float64 accumulators, else float32."""
-    return torch.float64 if accumulator_dtype == torch.float64 else torch.float32
-
+from .dtypes import DTYPES, PAIRS, allowed_pairs
 
 _ORDINARY_TYPES = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
@@ -51,7 +32,7 @@ def _reach(tensor: Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def memory_range(tensor: Tensor) -> tuple[int, int]:
+def _memory_range(tensor: Tensor) -> tuple[int, int]:
     """First byte and one past the last byte that `tensor` can touch; an empty range for an empty tensor."""
     start = tensor.data_ptr()
     return start, start + _reach(tensor) * tensor.element_size()
@@ -78,7 +59,7 @@ def overlaps_itself(tensor: Tensor) -> bool:
     return False
 
 
-def same_memory(a: Tensor, b: Tensor) -> bool:
+def _same_memory(a: Tensor, b: Tensor) -> bool:
     """Whether both tensors are one: same first byte, dtype, sizes and strides."""
     return (
         a.data_ptr() == b.data_ptr()
@@ -95,7 +76,7 @@ class MemoryMap:
         spans = []
         for index, tensor in enumerate(accumulators):
             if is_plain(tensor) and tensor.numel() > 0:
-                start, end = memory_range(tensor)
+                start, end = _memory_range(tensor)
                 spans.append((str(tensor.device), start, end, index))
         spans.sort()
         for (device, _, end, first), (next_device, start, _, second) in pairwise(spans):
@@ -115,7 +96,7 @@ class MemoryMap:
 
     def overlapping(self, tensor: Tensor) -> list[int]:
         """The accumulators whose byte range meets that of `tensor`."""
-        start, end = memory_range(tensor)
+        start, end = _memory_range(tensor)
         device = str(tensor.device)
         found = []
         position = bisect_left(self._keys, (device, end)) - 1
@@ -221,10 +202,10 @@ def check_tensors(tensors: Any) -> None:
     Raises:
         TypeError: not a list of tensors; a sparse, complex or integer tensor; an unsupported dtype.
     """
-    allowed = ", ".join(str(dtype)[6:] for dtype in _SAME)
+    allowed = ", ".join(str(dtype)[6:] for dtype in DTYPES)
     _check_list("tensors", tensors, allowed)
     for index, tensor in enumerate(tensors):
-        if tensor.dtype not in _SAME:
+        if tensor.dtype not in DTYPES:
             raise TypeError(f"tensors[{index}] is {tensor.dtype}; allowed: {allowed}")
 
 
@@ -251,7 +232,7 @@ def check_accumulators(accumulators: Any) -> MemoryMap:
     """
     _check_list("accumulators", accumulators)
     for index, tensor in enumerate(accumulators):
-        if tensor.dtype not in _SAME:
+        if tensor.dtype not in DTYPES:
             raise TypeError(f"accumulators[{index}] is {tensor.dtype}; allowed: {allowed_pairs()}")
         if overlaps_itself(tensor):
             raise ValueError(
@@ -299,7 +280,7 @@ def check_gradients(
         if not is_plain(gradient):
             continue
         for owner in memory.overlapping(gradient):
-            if owner != index or not same_memory(gradient, accumulator):
+            if owner != index or not _same_memory(gradient, accumulator):
                 raise ValueError(
                     f"gradients[{index}] shares memory with accumulators[{owner}]; "
                     "a gradient may be its own accumulator, and nothing else may overlap"

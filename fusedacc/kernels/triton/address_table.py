@@ -20,12 +20,12 @@ def load() -> tuple[ModuleType | None, str | None]:
     if importlib.util.find_spec("triton") is None:
         return None, "Triton is not installed (pip install triton)"
     try:
-        from . import triton_kernels
+        from . import kernels as found
     except Exception as error:
         problem = f"Triton fails to import ({type(error).__name__}: {error}); reinstall it"
         warnings.warn(f"fusedacc: {problem}. Another backend is used instead.", stacklevel=2)
         return None, problem
-    return triton_kernels, None
+    return found, None
 
 
 def kernels() -> ModuleType:
@@ -65,7 +65,7 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager:
 
 
 def address_table(tensors: Sequence[Tensor]) -> tuple[Tensor, int]:
-    """The table of `triton_kernels.scale_accumulate`, on the host, and the number of programs."""
+    """The table of `kernels.scale_accumulate`, on the host, and the number of programs."""
     chunk = kernels().CHUNK
     addresses = torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64)
     sizes = torch.tensor([tensor.numel() for tensor in tensors], dtype=torch.int64)

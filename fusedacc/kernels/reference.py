@@ -1,4 +1,4 @@
-"""The semantics of an accumulation pass and of a norm in plain torch: the oracle, and the eager backend.
+"""The semantics of every kernel in plain torch: the oracle, and the eager backend.
 
 Rounding. float32 and float64 sums are one fused multiply-add: torch's own `add_(alpha=)` and `addcmul_`
 contract to one on every device with the instruction (all CUDA devices, CPUs with AVX2). 16-bit sums are
@@ -8,6 +8,10 @@ it is added: a CPU without the instruction, and, in torch's CPU loops, an expand
 Memory. Nothing is allocated for float32 and float64 accumulators beyond the cast copy that torch makes on a
 CPU of a 16-bit gradient (one tensor at a time); a 16-bit accumulator with a scale other than 1 takes a
 float32 temporary of its size, since torch would round the scale and the product to 16 bits.
+
+Rows of a table. Shapes are those of the indices whatever these hold, so that nothing waits for a device.
+Gradients are copied in the order of their rows, in the computation's dtype: temporaries of the gradients'
+size, none of the table's.
 """
 
 from __future__ import annotations
@@ -17,7 +21,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .checks import computation_dtype, overwrite_flags
+from .checks import overwrite_flags
+from .constants import ROW_RUN
+from .dtypes import computation_dtype
 
 
 def _overwrite(accumulator: Tensor, gradient: Tensor, scale: float | Tensor) -> None:
@@ -61,7 +67,7 @@ def scale_accumulate_(
 
     Args:
         accumulators: tensors that do not overlap, of any strides; float64, float32, bfloat16 or float16.
-        gradients: one of the same shape and device for each, in a dtype that `checks.PAIRS` pairs with it.
+        gradients: one of the same shape and device for each, in a dtype that `dtypes.PAIRS` pairs with it.
         scale: a float, or a 0-dim floating tensor on the tensors' device (read on the device: no
             synchronisation).
         overwrite: one flag for all or one per tensor; an overwritten accumulator is not read.
@@ -129,3 +135,67 @@ def finish_norm(partials: Sequence[Tensor], norm_type: float, dtype: torch.dtype
         return together.new_zeros((), dtype=dtype), together.new_zeros((), dtype=torch.float32)
     norm = _norm(together, norm_type)
     return norm.to(dtype), (~norm.isfinite()).float()
+
+
+def _first_places(rows: Tensor) -> Tensor:
+    """For each place of a sorted vector of row numbers, the first place that holds the same row."""
+    places = torch.arange(len(rows), device=rows.device)
+    new = torch.ones_like(rows, dtype=torch.bool)
+    new[1:] = rows[1:] != rows[:-1]
+    return torch.where(new, places, 0).cummax(0).values
+
+
+def _stretch_sums(values: Tensor, begins: Tensor) -> Tensor:
+    """Sums of stretches of rows, each from the first of its rows to the last, at the place of the first.
+
+    Args:
+        values: `[n, columns]`.
+        begins: for each row, whether a stretch begins with it; the first one does.
+    """
+    count = len(values)
+    stretch = begins.cumsum(0) - 1
+    places = torch.arange(count, device=values.device)
+    offsets = places.new_full((count + 1,), count)
+    offsets.scatter_reduce_(0, stretch, places, "amin")
+    # Unlike `index_add_` it adds in order on every device.
+    packed = torch.segment_reduce(values, "sum", offsets=offsets, axis=0, unsafe=True, initial=0)
+    return torch.where(begins[:, None], packed[stretch], 0)
+
+
+def accumulate_rows_(
+    table: Tensor, indices: Tensor, gradients: Tensor, scale: float | Tensor, padding: int, by_frequency: bool
+) -> None:
+    """table[r] <- table[r] + scale * (the sum, or the mean, of the gradients of row r) for each row named.
+
+    Args:
+        table: `[rows, columns]`.
+        indices: `[n]`, int64 or int32.
+        gradients: `[n, columns]`, in a dtype that `dtypes.PAIRS` pairs with the table's.
+        scale: a float, or a 0-dim floating tensor on the table's device.
+        padding: a row that takes nothing, or -1.
+        by_frequency: whether it is the mean.
+
+    No input is checked here, but for what torch's own operators refuse: a number that is no row raises
+    IndexError on a CPU, before anything is written.
+    """
+    if indices.numel() == 0:
+        return
+    with torch.no_grad():
+        rows, order = torch.sort(indices, stable=True)
+        old = table.index_select(0, rows)
+        wide = gradients.detach().index_select(0, order).to(computation_dtype(table.dtype))
+        places = torch.arange(len(rows), device=rows.device)
+        first = _first_places(rows)
+        runs = (places - first) % ROW_RUN == 0
+        sums = _stretch_sums(_stretch_sums(wide, runs), first == places)[first]
+        if by_frequency:
+            counts = torch.zeros_like(rows, dtype=sums.dtype).scatter_add_(
+                0, first, torch.ones_like(rows, dtype=sums.dtype)
+            )
+            sums /= counts[first][:, None]
+        new = old.clone()
+        scale_accumulate_([new], [sums], scale, False)
+        if padding >= 0:
+            new = torch.where((rows == padding)[:, None], old, new)
+        # Equal rows are written with equal values.
+        table.index_copy_(0, rows.long(), new)

@@ -9,17 +9,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from . import backends, checks, undispatched
-
-#: `kMaxDims` of csrc/common/work.h.
-_MOST_DIMENSIONS = 16
+from . import checks, registry, undispatched
+from .constants import MAX_DIMS
 
 
 @dataclass(frozen=True)
 class Part:
     """The tensors, by index in the caller's lists, that one backend takes on one device."""
 
-    backend: backends.Backend
+    backend: registry.Backend
     indices: tuple[int, ...]
 
     def of(self, values: Sequence) -> list:
@@ -36,9 +34,9 @@ def split(accumulators: Sequence[Tensor], gradients: Sequence[Tensor], backend: 
     dimensions than the compiled operators loop over go to the eager backend.
 
     Raises:
-        ValueError, RuntimeError: as `backends.select`.
+        ValueError, RuntimeError: as `registry.select`.
     """
-    backends.requested(backend)
+    registry.requested(backend)
     names: dict[tuple[torch.device, torch.dtype, torch.dtype, bool], str] = {}
     found: dict[tuple[torch.device, str], list[int]] = {}
     for index, (accumulator, gradient) in enumerate(zip(accumulators, gradients, strict=True)):
@@ -47,13 +45,31 @@ def split(accumulators: Sequence[Tensor], gradients: Sequence[Tensor], backend: 
             accumulator.device,
             accumulator.dtype,
             gradient.dtype,
-            plain and gradient.dim() <= _MOST_DIMENSIONS,
+            plain and gradient.dim() <= MAX_DIMS,
         )
         if kind not in names:
             wanted = backend if kind[-1] or backend != "auto" else "eager"
-            names[kind] = backends.select(*kind[:-1], wanted).backend.name
+            names[kind] = registry.select(*kind[:-1], wanted).backend.name
         found.setdefault((accumulator.device, names[kind]), []).append(index)
-    return [Part(backends.get(name), tuple(indices)) for (_, name), indices in found.items()]
+    return [Part(registry.get(name), tuple(indices)) for (_, name), indices in found.items()]
+
+
+def split_refused(
+    accumulators: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    backend: str,
+    chosen: registry.Backend | None,
+    refused: Exception | None,
+) -> list[Part]:
+    """`split`, after `chosen` was tried on all of it and has raised `refused`, for nothing that checks know.
+
+    It may have written before it did, so that it is never tried twice: raises `refused` where all would go to
+    it again.
+    """
+    parts = split(accumulators, gradients, backend)
+    if refused is not None and [part.backend for part in parts] == [chosen]:
+        raise refused
+    return parts
 
 
 def traced_backend(
@@ -63,9 +79,9 @@ def traced_backend(
 
     Raises:
         RuntimeError: Triton was asked for.
-        ValueError, RuntimeError: as `backends.select`.
+        ValueError, RuntimeError: as `registry.select`.
     """
-    name = backends.select(device, accumulator_dtype, gradient_dtype, backend).backend.name
+    name = registry.select(device, accumulator_dtype, gradient_dtype, backend).backend.name
     if name == "triton" and backend == "triton":
         raise RuntimeError(
             "backend='triton' cannot be traced by torch.compile; allowed: 'auto', 'cuda', 'cpu', 'eager'"
@@ -105,7 +121,7 @@ class Plan:
         self._versions = owners(accumulators)
         self._parts = split(self._accumulators, self._accumulators, backend)
         self._runs = [part.backend.prepare(part.of(self._accumulators)) for part in self._parts]
-        self._direct = len(self._parts) == 1 and self._parts[0].backend.name in backends.SELF_CHECKING
+        self._direct = len(self._parts) == 1 and self._parts[0].backend.name in registry.SELF_CHECKING
         on_cpu = self.backends == ("cpu",)
         self._undispatched = on_cpu and undispatched.prepare(self._accumulators, self._versions)
 

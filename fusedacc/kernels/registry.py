@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -128,12 +128,15 @@ class Selection:
     reason: str
 
 
+#: Where each backend is.
+_MODULES = {"cuda": "native", "triton": "triton.backend", "cpu": "native", "eager": "eager"}
+
+
 @functools.cache
 def get(name: str) -> Backend:
     """The backend of that name; its module is imported on the first call."""
-    if name in SELF_CHECKING:
-        return getattr(importlib.import_module("fusedacc.backends.native"), name)
-    return importlib.import_module(f"fusedacc.backends.{name}").backend
+    module = importlib.import_module(f".{_MODULES[name]}", __package__)
+    return getattr(module, name)
 
 
 def order(device: torch.device) -> tuple[str, ...]:
@@ -147,31 +150,6 @@ def obstacle(
     """Why the backend cannot run such a pair of tensors on this machine; None if it can."""
     chosen = get(name)
     return chosen.unavailable() or chosen.unsupported(device, accumulator_dtype, gradient_dtype)
-
-
-@functools.cache
-def _explicit(
-    name: str, source: str, device: torch.device, accumulator: torch.dtype, gradient: torch.dtype
-) -> Selection:
-    problem = obstacle(name, device, accumulator, gradient)
-    if problem is not None:
-        can = [other for other in NAMES if obstacle(other, device, accumulator, gradient) is None]
-        pair = f"{str(gradient)[6:]} into {str(accumulator)[6:]} on {device}"
-        allowed = ", ".join(repr(name) for name in ("auto", *can))
-        raise RuntimeError(f"{source} cannot run {pair}: {problem}. Allowed here: {allowed}")
-    return Selection(get(name), f"chosen by {source}")
-
-
-@functools.cache
-def _automatic(device: torch.device, accumulator: torch.dtype, gradient: torch.dtype) -> Selection:
-    passed: list[str] = []
-    for name in order(device):
-        problem = obstacle(name, device, accumulator, gradient)
-        if problem is None:
-            reason = "; ".join([f"first of {', '.join(order(device))} that can run here", *passed])
-            return Selection(get(name), reason)
-        passed.append(f"not {name}: {problem}")
-    raise RuntimeError(f"no backend can run on {device}: {'; '.join(passed)}")
 
 
 def requested(backend: str) -> tuple[str, str]:
@@ -190,6 +168,48 @@ def requested(backend: str) -> tuple[str, str]:
     return backend, source
 
 
+def choose(
+    name: str, source: str, names: Sequence[str], task: str, problem: Callable[[str], str | None]
+) -> tuple[str, str]:
+    """Which backend runs a task, and why.
+
+    Args:
+        name, source: as `requested` returns them.
+        names: those that there are for the task, the preferred first.
+        task: what it is to do, in words that go on after "cannot".
+        problem: why a backend cannot; None if it can.
+
+    Raises:
+        RuntimeError: the backend that was asked for cannot; or none can.
+    """
+    if name != "auto":
+        why_not = problem(name)
+        if why_not is None:
+            return name, f"chosen by {source}={name!r}"
+        able = ("auto", *(other for other in names if problem(other) is None))
+        allowed = ", ".join(map(repr, able))
+        raise RuntimeError(f"{source}={name!r} cannot {task}: {why_not}. Allowed here: {allowed}")
+    passed: list[str] = []
+    for candidate in names:
+        why_not = problem(candidate)
+        if why_not is None:
+            return candidate, "; ".join([f"first of {', '.join(names)} that can run here", *passed])
+        passed.append(f"not {candidate}: {why_not}")
+    raise RuntimeError(f"no backend can {task}: {'; '.join(passed)}")
+
+
+@functools.cache
+def _selection(
+    name: str, source: str, device: torch.device, accumulator: torch.dtype, gradient: torch.dtype
+) -> Selection:
+    names = order(device) if name == "auto" else NAMES
+    task = f"run {str(gradient)[6:]} into {str(accumulator)[6:]} on {device}"
+    chosen, reason = choose(
+        name, source, names, task, lambda each: obstacle(each, device, accumulator, gradient)
+    )
+    return Selection(get(chosen), reason)
+
+
 def select(
     device: torch.device,
     accumulator_dtype: torch.dtype,
@@ -200,7 +220,7 @@ def select(
 
     Args:
         device: where the tensors are.
-        accumulator_dtype: a supported pair with `gradient_dtype` (see `checks.PAIRS`).
+        accumulator_dtype: a supported pair with `gradient_dtype` (see `dtypes.PAIRS`).
         gradient_dtype: dtype of the gradients.
         backend: "auto" or one of `NAMES`. "auto" gives way to the environment variable `FUSEDACC_BACKEND`.
 
@@ -209,6 +229,4 @@ def select(
         RuntimeError: the backend that was asked for cannot run there.
     """
     name, source = requested(backend)
-    if name == "auto":
-        return _automatic(device, accumulator_dtype, gradient_dtype)
-    return _explicit(name, f"{source}={name!r}", device, accumulator_dtype, gradient_dtype)
+    return _selection(name, source, device, accumulator_dtype, gradient_dtype)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import ops, undispatched
-from ..checks import PAIRS
+from . import library, undispatched
+from .dtypes import PAIRS
 
 _MOST_LISTS = 200
 
@@ -42,11 +42,11 @@ class NativeBackend:
         self._on_cpu = name == "cpu"
 
     def unavailable(self) -> str | None:
-        problem = ops.load_error()
+        problem = library.load_error()
         if problem is None and self.name == "cuda":
             if torch.version.hip is not None:
                 return "this torch is for ROCm, which has no CUDA kernels"
-            if not ops.built_with()["cuda_architectures"]:
+            if not library.built_with()["cuda_architectures"]:
                 return "the native library was built without CUDA (nvcc was not found, or FORCE_CUDA=0)"
             if not torch.cuda.is_available():
                 return "torch sees no CUDA device"
@@ -60,7 +60,7 @@ class NativeBackend:
         if device.type == "cuda" and self.unavailable() is None:
             capability, built = (
                 torch.cuda.get_device_capability(device),
-                ops.built_with()["cuda_architectures"],
+                library.built_with()["cuda_architectures"],
             )
             if not any(runs_on(architecture, capability) for architecture in built):
                 number = ".".join(map(str, capability))
@@ -83,7 +83,7 @@ class NativeBackend:
             return
         operator = torch.ops.fusedacc.scale_accumulate_.default
         flags = _flags(overwrite, accumulators)
-        ops.call(operator, accumulators, gradients, *_factor(scale), flags, *_kept(keep))
+        library.call(operator, accumulators, gradients, *_factor(scale), flags, *_kept(keep))
 
     def prepare(self, accumulators: Sequence[Tensor]) -> Bound:
         return Bound(accumulators, self._on_cpu)
@@ -154,7 +154,7 @@ class Bound:
             return
         operator = torch.ops.fusedacc.accumulate_prepared_.default
         flags = _flags(overwrite, gradients)
-        ops.call(operator, self._plan, gradients, *_factor(scale), flags, *_kept(keep))
+        library.call(operator, self._plan, gradients, *_factor(scale), flags, *_kept(keep))
 
     def with_norm(
         self,
@@ -177,7 +177,7 @@ class Bound:
 def _unrecorded(operator: Callable[..., Tensor], *arguments: Any) -> Tensor:
     """A call whose result would otherwise require a gradient where an argument does."""
     with torch.no_grad():
-        return ops.call(operator, *arguments)
+        return library.call(operator, *arguments)
 
 
 def _factor(value: float | Tensor) -> tuple[Tensor | None, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import functools
 import os
 from bisect import bisect_left
@@ -11,26 +10,13 @@ from collections.abc import Callable
 import torch
 
 from . import tuning
+from .constants import SPLIT_ROWS, TOKEN_CLASSES, Way
 
-
-class Way(enum.IntEnum):
-    """As the enum of the same name in csrc/cpu/gemm_ways.h."""
-
-    #: One product in the computation's dtype; 16-bit operands are cast to it in parts.
-    WHOLE = 0
-    #: The same of float32, cut up by the sum's rows for torch's threads.
-    SPLIT = 1
-    #: A product of bfloat16 as torch makes it, rounded to bfloat16, in parts; then added.
-    ROUNDED = 2
-
-
-#: The most tokens of each class but the last, as in csrc/cpu/gemm_ways.h.
-TOKEN_CLASSES = (16, 47, 100)
 #: Tokens, by class, and the sum's shape, of a trial.
 _TRIED = (8, 32, 64, 192)
 _ROWS, _COLUMNS = 512, 512
-#: The rows of a part, and what a thread gets of them at least where a product is cut up.
-_SPLIT_ROWS, _PARTS_PER_THREAD = 128, 2
+#: Parts that a thread gets at least where a product is cut up, as in csrc/cpu/gemm.cpp.
+_PARTS_PER_THREAD = 2
 #: Values of ONEDNN_MAX_CPU_ISA under which it multiplies bfloat16 by float32's instructions.
 _WITHOUT_BFLOAT16 = frozenset(
     ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
@@ -64,7 +50,7 @@ def _question(
         return None
     # Nobody splits without having tried: on some processors it takes a quarter less time, on others more.
     fixed = Way.ROUNDED if Way.ROUNDED in ways and has_bfloat16 else Way.WHOLE
-    rows = max(_ROWS, _SPLIT_ROWS * _PARTS_PER_THREAD * threads) if Way.SPLIT in ways else _ROWS
+    rows = max(_ROWS, SPLIT_ROWS * _PARTS_PER_THREAD * threads) if Way.SPLIT in ways else _ROWS
     return tuning.Question(
         f"product of {str(operand)[6:]} into {str(accumulator)[6:]}, {in_words(number)}",
         tuple(way.name.lower() for way in ways),

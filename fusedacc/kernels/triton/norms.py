@@ -10,9 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .. import observers
-from ..checks import computation_dtype, overlaps_itself
-from . import triton_table as shared
+from .. import launch_events
+from ..checks import overlaps_itself
+from ..dtypes import computation_dtype
+from . import address_table as shared
 
 
 def partials(tensors: Sequence[Tensor], norm_type: float) -> tuple[Tensor, list[Tensor]]:
@@ -45,8 +46,8 @@ def partials(tensors: Sequence[Tensor], norm_type: float) -> tuple[Tensor, list[
                 infinity=norm_type != 2.0,
                 num_warps=kernels.WARPS,
             )
-        if observers.watching:
-            observers.measured("triton::norm_partials", group, [found[first : first + programs]])
+        if launch_events.watching:
+            launch_events.launched("triton::norm_partials", group, [found[first : first + programs]])
         first += programs
     return found, pinned
 
@@ -64,6 +65,6 @@ def finish(partials: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> 
             last = together.new_empty(-(-together.numel() // kernels.CHUNK))
             kernels.join_partials[(last.numel(),)](together, together.numel(), last, **options)
         kernels.finish_norm[(1,)](last, last.numel(), norm, found, **options)
-    if observers.watching:
-        observers.measured("triton::finish_norm", [together], [norm, found])
+    if launch_events.watching:
+        launch_events.launched("triton::finish_norm", [together], [norm, found])
     return norm, found

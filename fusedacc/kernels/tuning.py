@@ -36,6 +36,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from . import library
+
 #: "0": no trials, the processor's features decide; "1", "" or not set: trials.
 VARIABLE = "FUSEDACC_TUNE"
 #: The folder in which answers are kept.
@@ -282,9 +284,7 @@ def machine() -> str:
 
 @functools.cache
 def _machine(threads: int, onednn: bool, *set_by: str) -> str:
-    from . import ops
-
-    own = ops.built_with()["cpu_capability"] if ops.load_error() is None else "no library"
+    own = library.built_with()["cpu_capability"] if library.load_error() is None else "no library"
     try:
         version = importlib.metadata.version("fusedacc")
     except importlib.metadata.PackageNotFoundError:

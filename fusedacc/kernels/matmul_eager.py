@@ -1,4 +1,4 @@
-"""Products into sums in plain torch, on any device: the eager backend of `gemm`."""
+"""Products into sums in plain torch, on any device: the eager backend of `matmul`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .checks import computation_dtype
+from .dtypes import computation_dtype
 
 #: Elements of a product that are made at a time, where torch cannot add in place.
 PART_ELEMENTS = 1 << 20
@@ -17,7 +17,7 @@ Number = float | Tensor
 
 
 def accumulate_(accumulator: Tensor, left: Tensor, right: Tensor, scale: Number, keep: Number) -> None:
-    """In place where torch can, else in parts: `by_parts` is what all the others are held to."""
+    """In place where torch can, else in parts."""
     if left.shape[0] == 0:
         keep_only(accumulator, keep)
         return
@@ -32,18 +32,16 @@ def accumulate_(accumulator: Tensor, left: Tensor, right: Tensor, scale: Number,
                     accumulator, left.t(), right, out_dtype=wide, beta=keep, alpha=scale, out=accumulator
                 )
                 return
-        by_parts(accumulator, left, right, scale, keep, PART_ELEMENTS)
+        _by_parts(accumulator, left, right, scale, keep)
 
 
-def by_parts(
-    accumulator: Tensor, left: Tensor, right: Tensor, scale: Number, keep: Number, elements: int
-) -> None:
-    """Parts of the product in the computation's dtype, `elements` at a time, each added and then dropped."""
+def _by_parts(accumulator: Tensor, left: Tensor, right: Tensor, scale: Number, keep: Number) -> None:
+    """Parts of the product in the computation's dtype, each added and then dropped."""
     wide = computation_dtype(accumulator.dtype)
     widens = left.dtype != wide and _widens("mm", accumulator, left)
     if not widens:
         right = right.to(wide)
-    step = max(1, elements // max(1, accumulator.shape[1]))
+    step = max(1, PART_ELEMENTS // max(1, accumulator.shape[1]))
     for start in range(0, accumulator.shape[0], step):
         columns = left[:, start : start + step].t()
         product = torch.empty(columns.shape[0], right.shape[1], dtype=wide, device=accumulator.device)

@@ -8,33 +8,32 @@ from collections.abc import Callable
 
 import torch
 
-from . import ops, tuning
+from . import library, tuning
 
 #: Elements. Torch's own additions take the first; the second suits processors that wake slowly.
-SHARES = (32768, 131072)
-#: Elements of a trial: two of torch's shares for each of two threads.
+GRAIN_SIZES = (32768, 131072)
+#: Elements of a trial: two of torch's grains for each of two threads.
 _TRIED = 131072
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
-    library = ctypes.CDLL(str(ops.LIBRARY))
-    library.fusedacc_set_grain.argtypes = [ctypes.c_int64]
-    library.fusedacc_set_grain.restype = None
-    return library
+def _setter() -> Callable[[int], None]:
+    function = library.functions().fusedacc_set_grain
+    function.argtypes, function.restype = [ctypes.c_int64], None
+    return function
 
 
-def set_share(elements: int) -> None:
+def set_grain_size(elements: int) -> None:
     """From now on a thread of the extension gets no fewer elements, in the whole process."""
-    _library().fusedacc_set_grain(elements)
+    _setter()(elements)
 
 
 def question() -> tuning.Question | None:
     """What is to be found out; None with one thread, or without the extension."""
-    if ops.load_error() is not None or torch.get_num_threads() == 1:
+    if library.load_error() is not None or torch.get_num_threads() == 1:
         return None
     return tuning.Question(
-        "elements of a thread's least share", tuple(map(str, SHARES)), str(SHARES[-1]), _trial
+        "elements of a thread's least share", tuple(map(str, GRAIN_SIZES)), str(GRAIN_SIZES[-1]), _trial
     )
 
 
@@ -42,21 +41,21 @@ def _trial() -> dict[str, Callable[[], object]]:
     total, gradient = torch.zeros(_TRIED, device="cpu"), torch.ones(_TRIED, device="cpu")
     operator = torch.ops.fusedacc.scale_accumulate_.default
 
-    def run(share: int) -> None:
-        set_share(share)
+    def run(elements: int) -> None:
+        set_grain_size(elements)
         operator([total], [gradient], None, 1.0, [])
 
-    return {str(share): functools.partial(run, share) for share in SHARES}
+    return {str(elements): functools.partial(run, elements) for elements in GRAIN_SIZES}
 
 
-def find_out() -> None:
+def tune() -> None:
     """Set what a trial finds, or has found."""
     asked = question()
     if asked is not None:
-        set_share(int(tuning.choose(asked).way))
+        set_grain_size(int(tuning.choose(asked).way))
 
 
 @functools.cache
-def settle() -> None:
+def tune_once() -> None:
     """The same, once a process."""
-    find_out()
+    tune()

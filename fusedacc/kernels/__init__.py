@@ -1,0 +1,1 @@
+"""What runs: the operators, the backends, who is selected and why, the checks, the oracle."""

@@ -1,0 +1,65 @@
+"""What csrc knows too, by the same value: numbers, and the words of a prepared plan.
+
+`tests/kernels/test_constants.py` reads the headers and holds both together.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+#: `kMaxDims` of csrc/common/work.h: the dimensions that the compiled operators loop over at most.
+MAX_DIMS = 16
+#: `kChunkElements` of csrc/common/work.h: the elements behind one partial norm.
+CHUNK_ELEMENTS = 8192
+#: `kRowRun` of csrc/common/row_functors.h: gradients of one row that are summed before their sum is added to
+#: others.
+ROW_RUN = 64
+#: `kTokenClasses` of csrc/cpu/gemm_ways.h: the most tokens of each class but the last.
+TOKEN_CLASSES = (16, 47, 100)
+#: `kSplitRows` of csrc/cpu/gemm.cpp: the rows of a part where a product is cut up by `Way.SPLIT`.
+SPLIT_ROWS = 128
+#: `Dtype` of csrc/common/dtypes.h, by its numbers.
+DTYPE_NUMBERS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class Way(enum.IntEnum):
+    """`Way` of csrc/cpu/gemm_ways.h: how the extension multiplies on a CPU."""
+
+    #: One product in the computation's dtype; 16-bit operands are cast to it in parts.
+    WHOLE = 0
+    #: The same of float32, cut up by the sum's rows for torch's threads.
+    SPLIT = 1
+    #: A product of bfloat16 as torch makes it, rounded to bfloat16, in parts; then added.
+    ROUNDED = 2
+
+
+class Multiplier(enum.IntEnum):
+    """`Multiplier` of csrc/autograd/immediate_add.h: who multiplies; `Way` number w is OPERATOR + w."""
+
+    UNKNOWN = 0
+    PYTHON = 1
+    BLAS = 2
+    OPERATOR = 3
+
+
+# The words of a plan that `torch.ops.fusedacc.prepare` packs, `AccumulatorTable` of csrc/ops/tensor_checks.h:
+# a header; for each accumulator its address, elements, dimensions, dtype and where its sizes and strides
+# start; these; and the memory range of each that has elements.
+_HEADER_WORDS, _ENTRY_WORDS, _RANGE_WORDS = 7, 5, 3
+
+
+def plan_words(accumulators: Sequence[Tensor]) -> int:
+    """How many words the plan of these accumulators has."""
+    ranges = sum(1 for tensor in accumulators if tensor.numel())
+    shapes = sum(2 * tensor.dim() for tensor in accumulators)
+    return _HEADER_WORDS + _ENTRY_WORDS * len(accumulators) + shapes + _RANGE_WORDS * ranges
+
+
+def plan_entry(words: Sequence[int], index: int) -> tuple[int, int, torch.dtype]:
+    """An accumulator's address, number of elements and dtype, of a plan's words."""
+    first = _HEADER_WORDS + _ENTRY_WORDS * index
+    return words[first], words[first + 1], DTYPE_NUMBERS[words[first + 3] & 0xFF]

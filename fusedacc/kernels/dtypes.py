@@ -1,0 +1,26 @@
+"""Which dtypes go together, and in which one sums are computed; `csrc/common/dtypes.h` has the same."""
+
+from __future__ import annotations
+
+import torch
+
+#: The dtypes of gradients and accumulators.
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+#: The (gradient dtype, accumulator dtype) pairs that every backend supports.
+PAIRS: frozenset[tuple[torch.dtype, torch.dtype]] = frozenset(
+    [(dtype, dtype) for dtype in DTYPES]
+    + [(torch.bfloat16, torch.float32), (torch.float16, torch.float32)]
+    + [(torch.float32, torch.bfloat16), (torch.float32, torch.float16)]
+)
+
+
+def allowed_pairs() -> str:
+    """The supported dtype pairs in one line, for error messages."""
+    names = sorted((str(acc)[6:], str(grad)[6:]) for grad, acc in PAIRS)
+    return ", ".join(f"{grad} into {acc}" for acc, grad in names)
+
+
+def computation_dtype(accumulator_dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a sum is computed: float64 for float64 accumulators, else float32."""
+    return torch.float64 if accumulator_dtype == torch.float64 else torch.float32

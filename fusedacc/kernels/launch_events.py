@@ -1,0 +1,44 @@
+"""Who watches what the dispatcher cannot show: launches outside it, and the phase that the wrapper is in.
+
+Nobody, as a rule: then a report costs one look at an empty list.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+
+class Observer(Protocol):
+    """What `fusedacc.traffic.TrafficMeter` is to the code that it watches."""
+
+    def launched(self, kernel: str, *operands: Any) -> None:
+        """A kernel has been launched; `fusedacc.traffic.operands` has what each kernel's operands are."""
+
+    def enter_phase(self, name: str) -> None: ...
+
+    def leave_phase(self) -> None: ...
+
+
+#: The observers that are watching now.
+watching: list[Observer] = []
+
+
+def launched(kernel: str, *operands: Any) -> None:
+    """Report a launch that does not go through torch's dispatcher."""
+    for observer in watching:
+        observer.launched(kernel, *operands)
+
+
+@contextlib.contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Tell observers what the work inside is for, where they cannot see it."""
+    observers = list(watching)
+    for observer in observers:
+        observer.enter_phase(name)
+    try:
+        yield
+    finally:
+        for observer in observers:
+            observer.leave_phase()

@@ -1,0 +1,83 @@
+"""Sums into the rows of a table: what the backward of an embedding adds, and nothing of the table's size.
+
+The work is that of the rows named, whatever the table's height. Where a row is named several times its
+gradients are summed first, in the order in which they come, and the table's row is read and written once.
+Deterministic on every device: a stable sort, no atomics.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import checks, registry
+from .lists import bump_versions
+
+
+def select(table: Tensor, gradient_dtype: torch.dtype, backend: str = "auto") -> registry.Selection:
+    """The backend that takes such gradients into this table, and why.
+
+    Raises:
+        ValueError, RuntimeError: as `registry.select`.
+    """
+    if not (checks.is_plain(table) and _has_dense_rows(table)) and registry.requested(backend)[0] == "auto":
+        why = "plain torch: the elements of a row do not lie side by side, or it is no ordinary tensor"
+        return registry.Selection(registry.get("eager"), why)
+    return registry.select(table.device, table.dtype, gradient_dtype, backend)
+
+
+def accumulate_rows_(
+    table: Tensor,
+    indices: Tensor,
+    gradients: Tensor,
+    scale: float | Tensor = 1.0,
+    *,
+    padding_idx: int | None = None,
+    scale_grad_by_freq: bool = False,
+    backend: str = "auto",
+) -> None:
+    """table[r] <- table[r] + scale * (the sum of the gradients of row r), for each row that is named.
+
+    A row's gradients are added in runs of 64, and then the runs' sums, in the order of the indices, in
+    float32 (float64 for a float64 table); one fused multiply-add takes the sum into the row, which is rounded
+    once to the table's dtype. Not recorded by autograd; the table's version is bumped.
+
+    Arguments are those of an embedding's backward, and not looked at here: the native operator refuses what
+    would not be safe, before anything is modified, and torch's own operators what they cannot do.
+
+    Args:
+        table: `[rows, columns]`, modified in place; rows do not overlap. Where the elements of a row do not
+            lie side by side, "auto" is plain torch, and no other backend can run.
+        indices: the rows, int64 or int32, of any shape. On a GPU, where it would take a synchronisation to
+            know, a number that is no row is passed over (eager: torch's own assertion on the device).
+        gradients: `indices.shape + (columns,)`, any strides, sharing no memory with the table; dtype pairs as
+            in `dtypes.PAIRS`. Copied where the elements of a row do not lie side by side.
+        scale: a float, or a 0-dim floating tensor on the table's device, read there without a
+            synchronisation.
+        padding_idx: a row that takes nothing, from -rows to rows - 1, or None.
+        scale_grad_by_freq: whether a row takes the mean of its gradients instead of their sum.
+        backend: "auto", "cuda", "triton", "cpu" or "eager", as for `functional.scale_accumulate_`.
+
+    Raises:
+        ValueError: there is no such backend.
+        RuntimeError: the backend that was asked for cannot run here, or refuses an argument.
+        IndexError: by plain torch on a CPU, an index is no row.
+    """
+    chosen = select(table, gradients.dtype, backend).backend
+    padding = -1 if padding_idx is None else padding_idx % table.shape[0]
+    chosen.accumulate_rows_(table, *_flat(table, indices, gradients), scale, padding, scale_grad_by_freq)
+    bump_versions([table])
+
+
+def _has_dense_rows(table: Tensor) -> bool:
+    return table.shape[1] <= 1 or table.stride(1) == 1
+
+
+def _flat(table: Tensor, indices: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices `[n]`, and gradients `[n, columns]` whose rows have their elements side by side."""
+    columns = table.shape[1]
+    flat = indices.reshape(-1)
+    fresh = gradients.detach().reshape(flat.shape[0], columns)
+    if columns > 1 and fresh.stride(1) != 1:
+        fresh = fresh.contiguous()
+    return flat, fresh

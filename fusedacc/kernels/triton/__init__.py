@@ -1,0 +1,1 @@
+"""The Triton backend. Nothing here is imported before Triton is wanted."""
