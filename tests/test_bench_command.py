@@ -19,7 +19,8 @@ import torch
 from answers import trials
 
 import fusedacc
-from fusedacc import __main__, backends, gemm_eager, ops, tuning
+from fusedacc import __main__
+from fusedacc.kernels import library, matmul_eager, registry, tuning
 from fusedacc.commands import bench
 from fusedacc.commands.bench import cases, conditions, measuring, models, plot, report, timing
 from fusedacc.commands.bench.lists import Additions
@@ -226,7 +227,7 @@ def test_the_tensors_of_a_case_go_with_it(monkeypatch, index):
 
 def test_a_full_run_takes_every_backend_that_can_run():
     assert measuring.our_backends(CPU, "short") == ["auto"]
-    taken = backends.select(CPU, F32, F32).backend.name
+    taken = registry.select(CPU, F32, F32).backend.name
     others = measuring.our_backends(CPU, "full")[1:]
     assert ("eager" in others) == (taken != "eager")
     work = Additions("one", ((8,),), F32, F32, CPU)
@@ -255,15 +256,15 @@ def forgets_the_scale(accumulators, gradients, scale, overwrite, keep=1.0):
     ],
 )
 def test_wrong_results_are_told_and_fail(monkeypatch, capsys, tiny, broken, named):
-    monkeypatch.setenv(backends.VARIABLE, "eager")
-    eager = backends.get("eager")
+    monkeypatch.setenv(registry.VARIABLE, "eager")
+    eager = registry.get("eager")
     if broken == "lists":
         monkeypatch.setattr(eager, "accumulate_", forgets_the_scale)
     elif broken == "norms":
         one = torch.ones((), dtype=torch.float64)
         monkeypatch.setattr(eager, "norm_partials", lambda tensors, norm_type: one[None])
     elif broken == "products":
-        monkeypatch.setattr(gemm_eager, "accumulate_", lambda acc, left, right, scale, keep: acc.add_(1))
+        monkeypatch.setattr(matmul_eager, "accumulate_", lambda acc, left, right, scale, keep: acc.add_(1))
     else:
         monkeypatch.setattr(eager, "accumulate_rows_", lambda table, *_: table[0].add_(1))
     assert __main__.main(["bench"]) == 1
@@ -276,8 +277,8 @@ def test_an_exception_of_ours_fails(monkeypatch, capsys, tiny):
     def breaks(*_):
         raise OSError("no such device")
 
-    monkeypatch.setenv(backends.VARIABLE, "eager")
-    monkeypatch.setattr(backends.get("eager"), "norm_partials", breaks)
+    monkeypatch.setenv(registry.VARIABLE, "eager")
+    monkeypatch.setattr(registry.get("eager"), "norm_partials", breaks)
     assert __main__.main(["bench", "--json"]) == 1
     wrong = report.wrong(json.loads(capsys.readouterr().out))
     assert wrong
@@ -381,7 +382,7 @@ def test_the_table_and_its_ending(capsys, tiny):
     for title in ("our fastest way in each case", "slower than the best of stock", "chosen", "not measured"):
         assert f"\n{title}\n" in done.out
     assert "WRONG" not in done.out
-    chosen = backends.select(CPU, F32, F32)
+    chosen = registry.select(CPU, F32, F32)
     assert f"  {chosen.backend.name}: add float32 into float32" in done.out
     assert chosen.reason in done.out
     # Progress is on the other stream.
@@ -469,10 +470,10 @@ def test_a_missing_matplotlib_is_named_before_anything_is_measured(monkeypatch, 
 
 
 def test_a_wrong_variable_is_refused_before_anything_is_measured(monkeypatch, capsys, nothing_measured):
-    monkeypatch.setenv(backends.VARIABLE, "gpu")
+    monkeypatch.setenv(registry.VARIABLE, "gpu")
     assert __main__.main(["bench", "--device", "cpu"]) == 2
     assert "FUSEDACC_BACKEND='gpu' is no backend; allowed: " in capsys.readouterr().err
-    monkeypatch.setenv(backends.VARIABLE, "cuda")
+    monkeypatch.setenv(registry.VARIABLE, "cuda")
     assert __main__.main(["bench", "--device", "cpu"]) == 2
     assert "FUSEDACC_BACKEND='cuda' cannot run float32 into float32 on cpu: " in capsys.readouterr().err
 
@@ -483,7 +484,7 @@ def test_a_wrong_word_on_trials_is_refused_before_anything_is_measured(monkeypat
     assert "FUSEDACC_TUNE='no': allowed are '0'" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(ops.load_error() is not None, reason=f"{ops.load_error()}")
+@pytest.mark.skipif(library.load_error() is not None, reason=f"{library.load_error()}")
 def test_what_trials_have_found_is_told(monkeypatch, tmp_path, capsys, tiny):
     with trials(**{tuning.FOLDER: str(tmp_path)}):
         assert __main__.main(["bench", "--device", "cpu"]) == 0

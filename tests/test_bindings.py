@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fusedacc
-from fusedacc import backends
+from fusedacc.kernels import registry
 from fusedacc.autograd import python_hooks
 
 LAYERS = 100
@@ -24,13 +24,13 @@ def each_alone(monkeypatch):
 def prepared(monkeypatch):
     """How many sums each list had that was prepared."""
     found: list[int] = []
-    prepare = backends.get("cpu").prepare
+    prepare = registry.get("cpu").prepare
 
     def counted(accumulators):
         found.append(len(accumulators))
         return prepare(accumulators)
 
-    monkeypatch.setattr(backends.get("cpu"), "prepare", counted, raising=False)
+    monkeypatch.setattr(registry.get("cpu"), "prepare", counted, raising=False)
     return found
 
 

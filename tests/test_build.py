@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from loops import TRAINS
 
-from fusedacc import native_module
+from fusedacc.kernels import native_module
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGED = ("setup.py", "pyproject.toml", "README.md", "LICENSE")
@@ -65,7 +65,7 @@ def test_wheel_serves_every_python_of_its_platform(tmp_path: Path) -> None:
     python, abi, platform = wheel.stem.split("-")[2:]
     assert (python, abi) == ("py3", "none")
     assert platform.startswith("linux_")
-    program = "from fusedacc import ops; print(ops.load_error(), ops.built_with()['cuda_architectures'])"
+    program = "from fusedacc.kernels import library; print(library.load_error(), library.built_with()['cuda_architectures'])"
     assert run_installed(tmp_path, program) == "None []"
     if HAS_HEADERS:
         native = tmp_path / "installed" / "fusedacc" / native_module.file_name()
@@ -112,8 +112,9 @@ def test_without_a_compiler_it_installs_without_the_library_and_says_so(tmp_path
     assert "no C++ compiler (no-such-compiler not found): installing without the native library" in said
     program = """
 import torch
-from fusedacc import functional, ops
-assert "installed without a C++ compiler" in ops.load_error()
+from fusedacc import functional
+from fusedacc.kernels import library
+assert "installed without a C++ compiler" in library.load_error()
 total = torch.zeros(3)
 functional.scale_accumulate_([total], [torch.ones(3)], 0.5)
 print(total.tolist())
@@ -154,11 +155,12 @@ import warnings
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     import torch
-    from fusedacc import functional, ops
+    from fusedacc import functional
+    from fusedacc.kernels import library
     for _ in range(2):
         total = torch.zeros(3)
         functional.scale_accumulate_([total], [torch.ones(3)], 0.5)
-    assert ops.load_error() is not None
+    assert library.load_error() is not None
 assert total.tolist() == [0.5] * 3
 messages = [str(item.message) for item in caught if "fusedacc" in str(item.message)]
 print(len(messages), "does not load under torch" in messages[0], "pip install" in messages[0])

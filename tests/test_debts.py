@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import fusedacc
 from fusedacc.accumulators.deferred_scale import DeferredScales
+from fusedacc.kernels import registry
 from fusedacc.optimizer import window as window_module
 from fusedacc.traffic import TrafficMeter
 
@@ -89,7 +90,7 @@ def test_16_bit_sums_are_scaled_at_once(dtype, steps, first):
 def test_the_bits_of_a_bfloat16_sum_that_owes_a_power_of_two(cpu_backend, steps):
     model, optimizer = build(steps, LOW, backend=cpu_backend, accumulate_dtype=LOW)
     run(model, optimizer, [ALL] * steps)
-    backend = fusedacc.backends.get(cpu_backend)
+    backend = registry.get(cpu_backend)
     twin = Layers(LOW)
     sums = [torch.empty(SIZE, dtype=LOW) for _ in ALL]
     for seed in range(steps):
@@ -111,7 +112,7 @@ def test_a_manual_loop_shows_scaled_gradients():
 def test_the_bits_are_those_of_scaling_each_gradient_as_it_comes(cpu_backend, dtype, parts):
     model, optimizer = build(3, dtype, backend=cpu_backend)
     run(model, optimizer, parts)
-    backend = fusedacc.backends.get(cpu_backend)
+    backend = registry.get(cpu_backend)
     twin, sums = Layers(dtype), {}
     for seed, names in enumerate(parts):
         for name, value in zip(names, twin.backward(names, seed), strict=True):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from example_scripts import EXAMPLES, output_of
 
-from fusedacc import native_module
+from fusedacc.kernels import native_module
 
 pytest.importorskip("matplotlib", reason="the examples draw with matplotlib")
 pytest.importorskip("sklearn", reason="the examples read scikit-learn's digits")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from loops import loss_of, micro_batch, network, wrap
 
-from fusedacc import torch_state
+from fusedacc.kernels import torch_state
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ import torch
 from answers import trials
 
 import fusedacc
-from fusedacc import __main__, backends, gemm_ways, info, native_module, ops, shares, tuning
+from fusedacc import __main__, info
+from fusedacc.kernels import grain_size, library, matmul_ways, native_module, registry, tuning
 from fusedacc.nn import small
 
 PACKAGE = Path(fusedacc.__file__).parent
@@ -24,13 +25,12 @@ def by_name(facts, name):
     return next(row for row in facts["devices"][0]["backends"] if row["backend"] == name)
 
 
-def run_copy(tmp_path, *arguments, library=None):
-    """`python -m fusedacc` of a copy of the package with `library` (bytes, or none at all) in the extension's
-    place."""
+def run_copy(tmp_path, *arguments, in_its_place=None):
+    """`python -m fusedacc` of a copy of the package with other bytes, or none at all, in the extension's place."""
     skip = shutil.ignore_patterns("*.so", "__pycache__")
     shutil.copytree(PACKAGE, tmp_path / "fusedacc", ignore=skip)
-    if library is not None:
-        (tmp_path / "fusedacc" / ops.LIBRARY.name).write_bytes(library)
+    if in_its_place is not None:
+        (tmp_path / "fusedacc" / library.LIBRARY.name).write_bytes(in_its_place)
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     return subprocess.run(
         [sys.executable, "-m", "fusedacc", *arguments],
@@ -49,13 +49,13 @@ def test_text_names_everything(capsys):
     assert "FUSEDACC_BACKEND: not set" in text
     assert "native library: " in text
     assert "hooks: " in text
-    for name in backends.NAMES:
-        reason = backends.obstacle(name, torch.device("cpu"), torch.float32, torch.float32)
+    for name in registry.NAMES:
+        reason = registry.obstacle(name, torch.device("cpu"), torch.float32, torch.float32)
         line = next(line for line in text.splitlines() if line.startswith(f"  {name:<7}"))
         assert line.endswith(reason or "right for every dtype pair")
 
 
-@pytest.mark.skipif(ops.load_error() is not None, reason=str(ops.load_error()))
+@pytest.mark.skipif(library.load_error() is not None, reason=str(library.load_error()))
 def test_what_trials_have_found_is_shown_with_its_figures(capsys, tmp_path):
     with trials(FUSEDACC_CACHE=str(tmp_path)):
         assert __main__.main(["info", "--json"]) == 0
@@ -64,7 +64,7 @@ def test_what_trials_have_found_is_shown_with_its_figures(capsys, tmp_path):
         text = capsys.readouterr().out
     assert {found["question"] for found in choices["found"]} == {
         asked.name
-        for asked in (*gemm_ways.questions(), *small.questions(), shares.question())
+        for asked in (*matmul_ways.questions(), *small.questions(), grain_size.question())
         if asked is not None
     }
     for found in choices["found"]:
@@ -97,7 +97,7 @@ def test_json_says_the_same(capsys):
     assert eager["runs"]
     assert len(eager["pairs"]) == 8
     assert facts["devices"][0]["auto"]["backend"] in ("cpu", "eager")
-    assert facts["library"]["loaded"] == (ops.load_error() is None)
+    assert facts["library"]["loaded"] == (library.load_error() is None)
     assert facts["hooks"]["native"] == (native_module.why_not() is None)
 
 
@@ -106,7 +106,7 @@ def test_wrong_sums_are_reported_and_fail(monkeypatch):
         for accumulator, gradient in zip(accumulators, gradients, strict=True):
             accumulator.add_(gradient)
 
-    monkeypatch.setattr(backends.get("eager"), "accumulate_", forgets_the_scale)
+    monkeypatch.setattr(registry.get("eager"), "accumulate_", forgets_the_scale)
     facts = info.collect()
     failures = by_name(facts, "eager")["failures"]
     assert len(failures) == 8
@@ -119,7 +119,7 @@ def test_exceptions_are_reported(monkeypatch):
     def breaks(*_):
         raise OSError("no such device")
 
-    monkeypatch.setattr(backends.get("eager"), "accumulate_", breaks)
+    monkeypatch.setattr(registry.get("eager"), "accumulate_", breaks)
     assert set(by_name(info.collect(), "eager")["failures"].values()) == {"OSError: no such device"}
 
 
@@ -165,7 +165,7 @@ def test_without_the_extension(tmp_path):
 
 
 def test_with_an_extension_that_does_not_load(tmp_path):
-    done = run_copy(tmp_path, "info", "--json", library=b"no library")
+    done = run_copy(tmp_path, "info", "--json", in_its_place=b"no library")
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
     assert not facts["library"]["loaded"]

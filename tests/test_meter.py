@@ -15,7 +15,7 @@ from loops import LOW, loss_of, network, wrap
 from torch import nn
 
 import fusedacc
-from fusedacc import observers
+from fusedacc.kernels import launch_events
 from fusedacc.traffic import TrafficMeter, bytes_per_micro_batch, bytes_per_window, total
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -299,7 +299,7 @@ def test_the_engines_own_threads_are_counted():
             elif threading.get_ident() not in threads:
                 threads.add(threading.get_ident())
                 x.add(1)
-                observers.launched("triton::scale_accumulate", [x], [x], 1.0, [True], 1.0)
+                launch_events.launched("triton::scale_accumulate", [x], [x], (1.0, 1.0), [True])
             return gradient, None
 
     with TrafficMeter() as meter:
@@ -350,8 +350,8 @@ def test_what_other_threads_do_changes_no_phase_and_no_figure():
             super().step(closure)
 
     def work() -> None:
-        with observers.phase("update"):
-            observers.launched("triton::scale_accumulate", [x], [x], 1.0, [True], 1.0)
+        with launch_events.phase("update"):
+            launch_events.launched("triton::scale_accumulate", [x], [x], (1.0, 1.0), [True])
             Slow([weight], lr=0.1).step()
 
     with TrafficMeter() as meter, ThreadPoolExecutor(1) as pool:
@@ -404,7 +404,7 @@ def test_it_may_be_entered_again_and_reset():
     with meter:
         x.add(1)
     assert meter.total_bytes == 800
-    assert not observers.watching
+    assert not launch_events.watching
 
 
 def test_it_keeps_no_tensor_alive():

@@ -9,7 +9,8 @@ import torch
 from answers import answer, trials
 from torch import nn
 
-from fusedacc import AccumulatingOptimizer, native_module
+from fusedacc import AccumulatingOptimizer
+from fusedacc.kernels import native_module
 from fusedacc.nn import small
 
 F32 = torch.float32

@@ -21,7 +21,7 @@ from loops import TRAINS
 from torch import Tensor, nn
 
 import fusedacc
-from fusedacc import native_module, ops
+from fusedacc.kernels import library, native_module
 from fusedacc.autograd import python_hooks, registration
 
 PACKAGE = Path(fusedacc.__file__).parent
@@ -254,7 +254,7 @@ def run_copy(tmp_path: Path, file: str | None, choice: str = "") -> subprocess.C
     )
 
 
-@pytest.mark.skipif(ops.load_error() is not None, reason=f"{ops.load_error()}")
+@pytest.mark.skipif(library.load_error() is not None, reason=f"{library.load_error()}")
 @pytest.mark.parametrize(("file", "told"), [(None, "is not there"), ("no library", "does not load")])
 def test_without_its_file_hooks_are_pythons_and_the_cure_is_told(tmp_path, file, told):
     done = run_copy(tmp_path, file)

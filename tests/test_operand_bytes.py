@@ -8,7 +8,7 @@ from conftest import cpu_backends
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
-from fusedacc import rows
+from fusedacc.kernels import rows
 from fusedacc.functional import prepare, scale_accumulate_, scale_cast_, total_norm
 from fusedacc.traffic import TrafficMeter
 

@@ -1,4 +1,4 @@
-"""`keep`, by which a pass multiplies a sum before it adds: the bits of a multiplication in its own pass."""
+"""What a pass multiplies a sum by before it adds (beta, `keep`): the bits of a pass of its own for that."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import pytest
 import torch
 from cases import GRADIENT_LAYOUTS, LAYOUTS, PAIR_IDS, PAIRS, copies, lay_out, random_lists
 
-from fusedacc import backends, checks, ops
+from fusedacc.kernels import dtypes, library, registry
 from fusedacc.traffic import TrafficMeter
 
 SHAPES = [(5,), (3, 4, 2), (0, 3), (), (1025,), (90, 67)]
-NATIVE = pytest.mark.skipif(ops.load_error() is not None, reason=str(ops.load_error()))
+NATIVE = pytest.mark.skipif(library.load_error() is not None, reason=str(library.load_error()))
 
 
 def bits(tensor):
@@ -46,8 +46,8 @@ def ways(backend, sums):
 @pytest.mark.parametrize("scale", [0.7, 1.0, torch.tensor(0.7)])
 def test_one_pass_has_the_bits_of_two(cpu_backend, way, keep, scale, generator):
     """For sums in the dtype of the arithmetic."""
-    backend = backends.get(cpu_backend)
-    pairs = [pair for pair in PAIRS if checks.computation_dtype(pair[1]) == pair[1]]
+    backend = registry.get(cpu_backend)
+    pairs = [pair for pair in PAIRS if dtypes.computation_dtype(pair[1]) == pair[1]]
     sums, gradients = random_lists(pairs, SHAPES, generator)
     expected = copies(sums)
     backend.accumulate_(expected, expected, keep, True)
@@ -59,8 +59,8 @@ def test_one_pass_has_the_bits_of_two(cpu_backend, way, keep, scale, generator):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("gradient_layout", GRADIENT_LAYOUTS)
 def test_in_every_layout(cpu_backend, layout, gradient_layout, generator):
-    backend = backends.get(cpu_backend)
-    pairs = [pair for pair in PAIRS if checks.computation_dtype(pair[1]) == pair[1]]
+    backend = registry.get(cpu_backend)
+    pairs = [pair for pair in PAIRS if dtypes.computation_dtype(pair[1]) == pair[1]]
     shapes = [(3, 4, 2), (300, 67)] if cpu_backend != "triton" else [(3, 4, 2)]
     values, gradients = random_lists(pairs, shapes, generator, gradient_layout=gradient_layout)
     sums, expected = ([lay_out(tensor, layout) for tensor in copies(values)] for _ in range(2))
@@ -74,14 +74,14 @@ def test_in_every_layout(cpu_backend, layout, gradient_layout, generator):
 def test_the_product_is_rounded_to_the_computation_and_the_sum_once_more(cpu_backend, pair, generator):
     """16-bit sums are rounded once, at the end."""
     (total,), (gradient,) = random_lists([pair], [(700,)], generator)
-    wide = checks.computation_dtype(pair[1])
+    wide = dtypes.computation_dtype(pair[1])
     product = total.to(wide) * 0.3
     # In float64 the product of two float32 numbers is exact; float64's own is taken from the eager backend.
     if wide == torch.float64:
         exact = product.add(gradient, alpha=0.7)
     else:
         exact = product.double() + gradient.double() * torch.tensor(0.7).double()
-    backends.get(cpu_backend).accumulate_([total], [gradient], 0.7, False, 0.3)
+    registry.get(cpu_backend).accumulate_([total], [gradient], 0.7, False, 0.3)
     # The interpreter of Triton rounds the product with the gradient too.
     terms = product.double().abs() + gradient.double().abs() + exact.double().abs()
     steps = 1.0 if cpu_backend == "triton" else 0.5
@@ -93,7 +93,7 @@ def test_the_product_is_rounded_to_the_computation_and_the_sum_once_more(cpu_bac
 @pytest.mark.parametrize("keep", [2.0, torch.tensor(2.0)])
 def test_what_is_overwritten_is_neither_kept_nor_read(cpu_backend, keep):
     sums = [torch.full((5,), torch.nan), torch.ones(5)]
-    backends.get(cpu_backend).accumulate_(sums, [torch.ones(5)] * 2, 3.0, [True, False], keep)
+    registry.get(cpu_backend).accumulate_(sums, [torch.ones(5)] * 2, 3.0, [True, False], keep)
     assert [total.tolist() for total in sums] == [[3.0] * 5, [5.0] * 5]
 
 
@@ -103,14 +103,14 @@ def test_a_keep_of_one_changes_no_bit(cpu_backend, generator):
     sums.append(special)
     gradients.append(-0.0 * torch.ones(7))
     expected = copies(sums)
-    backend = backends.get(cpu_backend)
+    backend = registry.get(cpu_backend)
     backend.accumulate_(expected, gradients, 0.3, False)
     backend.accumulate_(sums, gradients, 0.3, False, torch.tensor(1.0))
     assert_same(sums, expected)
 
 
 def test_norms_are_those_of_the_new_sums(cpu_backend, generator):
-    backend = backends.get(cpu_backend)
+    backend = registry.get(cpu_backend)
     sums, gradients = random_lists(PAIRS, [(3, 4), (20001,)], generator)
     left = backend.accumulate_with_norm_(sums, gradients, 0.7, False, 2.0, 0.3)
     assert torch.equal(left, backend.norm_partials(sums, 2.0))
@@ -120,7 +120,7 @@ def test_a_plan_of_triton_uploads_a_new_keep_only(cpu_backend):
     if cpu_backend != "triton":
         pytest.skip("of triton's table")
     total = torch.ones(8)
-    run = backends.get("triton").prepare([total])
+    run = registry.get("triton").prepare([total])
     for keep in (0.5, 0.5, 2.0, torch.tensor(4.0)):
         run([torch.ones(8)], 0.0, False, keep)
     assert total.tolist() == [2.0] * 8
@@ -130,7 +130,7 @@ def test_a_plan_of_triton_uploads_a_new_keep_only(cpu_backend):
 def test_a_keep_on_the_device_is_counted_as_read(cpu_backend, prepared):
     if cpu_backend == "eager" and prepared:
         pytest.skip("nothing is prepared")
-    backend, total, gradient = backends.get(cpu_backend), torch.ones(6), torch.ones(6)
+    backend, total, gradient = registry.get(cpu_backend), torch.ones(6), torch.ones(6)
     run = backend.prepare([total]) if prepared else None
     with TrafficMeter() as meter:
         if run is not None:

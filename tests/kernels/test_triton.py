@@ -6,14 +6,15 @@ import pytest
 import torch
 from cases import GRADIENT_LAYOUTS, PAIR_IDS, PAIRS, copies, random_lists, random_tensor
 
-from fusedacc import backends, functional
+from fusedacc import functional
+from fusedacc.kernels import registry
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PROBLEM = backends.obstacle("triton", torch.device(DEVICE), torch.float32, torch.float32)
+PROBLEM = registry.obstacle("triton", torch.device(DEVICE), torch.float32, torch.float32)
 if PROBLEM is not None:
     pytest.skip(f"the triton backend cannot run here: {PROBLEM}", allow_module_level=True)
 
-from fusedacc.backends import triton, triton_kernels, triton_norms, triton_table  # noqa: E402
+from fusedacc.kernels.triton import address_table, backend, kernels, norms  # noqa: E402
 
 
 def one_step(values):
@@ -32,7 +33,7 @@ def test_agrees_with_the_other_backends(pair, overwrite, generator):
     gradients.append(random_tensor((7, 300), pair[0], generator, "transposed", DEVICE))
     accumulators.append(random_tensor((7, 300), pair[1], generator, device=DEVICE))
     for other in ("cpu", "cuda", "eager"):
-        if backends.obstacle(other, torch.device(DEVICE), torch.float32, torch.float32) is not None:
+        if registry.obstacle(other, torch.device(DEVICE), torch.float32, torch.float32) is not None:
             continue
         expected, results = copies(accumulators), copies(accumulators)
         functional.scale_accumulate_(expected, gradients, 0.3, overwrite=overwrite, backend=other)
@@ -62,7 +63,7 @@ def test_rounding_to_bfloat16_equals_torch():
 
 @pytest.mark.parametrize("offset", [0, 1, 8])
 def test_sizes_around_blocks_and_chunks(offset, generator):
-    block, chunk = triton_kernels.BLOCK, triton_kernels.CHUNK
+    block, chunk = kernels.BLOCK, kernels.CHUNK
     sizes = [1, 127, 128, block - 1, block, block + 1, chunk - 1, chunk, chunk + 1, 2 * chunk + block + 3]
     for pair in [(torch.bfloat16, torch.float32), (torch.float32, torch.float32)]:
         accumulators, gradients, guards = [], [], []
@@ -80,13 +81,13 @@ def test_sizes_around_blocks_and_chunks(offset, generator):
 
 def test_hundreds_of_tensors_are_one_launch_per_pair(monkeypatch, generator):
     launches = []
-    launch = triton._Group.run
+    launch = backend._Group.run
 
     def counted(group, *arguments):
         launches.append(len(group.accumulators))
         launch(group, *arguments)
 
-    monkeypatch.setattr(triton._Group, "run", counted)
+    monkeypatch.setattr(backend._Group, "run", counted)
     pairs = [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)]
     shapes = [(index % 5,) for index in range(150)]
     accumulators, gradients = random_lists(pairs, shapes, generator, device=DEVICE)
@@ -99,13 +100,13 @@ def test_hundreds_of_tensors_are_one_launch_per_pair(monkeypatch, generator):
 
 def test_a_plan_uploads_only_what_changed(monkeypatch):
     uploads = []
-    upload = triton_table.upload
+    upload = address_table.upload
 
     def counted(words, device):
         uploads.append(len(words))
         return upload(words, device)
 
-    monkeypatch.setattr(triton_table, "upload", counted)
+    monkeypatch.setattr(address_table, "upload", counted)
     accumulators = [torch.zeros(8, device=DEVICE) for _ in range(3)]
     gradients = [torch.ones(8, device=DEVICE) for _ in range(3)]
     plan = functional.prepare(accumulators, backend="triton")
@@ -127,31 +128,31 @@ def test_a_plan_uploads_only_what_changed(monkeypatch):
 
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 def test_many_partial_norms_end_in_one_norm(norm_type, monkeypatch, generator):
-    chunk = triton_kernels.CHUNK
-    monkeypatch.setattr(triton_kernels, "MOST_PARTIALS", chunk)
+    chunk = kernels.CHUNK
+    monkeypatch.setattr(kernels, "MOST_PARTIALS", chunk)
     for count in (chunk, chunk + 1, 3 * chunk + 5):
         found = torch.rand(count, dtype=torch.float64, generator=generator).to(DEVICE)
-        norm, bad = triton_norms.finish([found[:7].clone(), found[7:]], norm_type, torch.float64)
+        norm, bad = norms.finish([found[:7].clone(), found[7:]], norm_type, torch.float64)
         expected = torch.linalg.vector_norm(found, norm_type)
         torch.testing.assert_close(norm, expected, rtol=1e-14, atol=0)
         assert bad.item() == 0
-        again, _ = triton_norms.finish([found], norm_type, torch.float64)
+        again, _ = norms.finish([found], norm_type, torch.float64)
         assert torch.equal(norm, again)
         found[count - 2] = torch.inf
-        norm, bad = triton_norms.finish([found], norm_type, torch.float64)
+        norm, bad = norms.finish([found], norm_type, torch.float64)
         assert (norm.item(), bad.item()) == (torch.inf, 1)
 
 
 @pytest.mark.parametrize("layout", GRADIENT_LAYOUTS)
 def test_gradients_are_copied_only_into_another_layout(layout, monkeypatch, generator):
     copied = []
-    relayout = triton._relayout
+    relayout = backend._relayout
 
     def counted(gradient, accumulator):
         copied.append(gradient.shape)
         return relayout(gradient, accumulator)
 
-    monkeypatch.setattr(triton, "_relayout", counted)
+    monkeypatch.setattr(backend, "_relayout", counted)
     for accumulator_layout in ("contiguous", "channels_last", "transposed"):
         copied.clear()
         accumulator = random_tensor((2, 3, 4), torch.float32, generator, accumulator_layout, DEVICE)

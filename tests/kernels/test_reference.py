@@ -9,7 +9,7 @@ import torch
 from cases import PAIR_IDS, PAIRS, random_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusedacc import checks, reference
+from fusedacc.kernels import dtypes, reference
 
 
 class Recorder(TorchDispatchMode):
@@ -35,7 +35,7 @@ def test_no_needless_pass_and_no_needless_temporary(pair):
     gradient, accumulator = torch.ones(4, dtype=pair[0]), torch.ones(4, dtype=pair[1])
     assert operators(accumulator, gradient, 1.0, False) == ["add_"]
     assert operators(accumulator, gradient, 1.0, True) == ["copy_"]
-    if checks.computation_dtype(pair[1]) == pair[1]:
+    if dtypes.computation_dtype(pair[1]) == pair[1]:
         assert operators(accumulator, gradient, 0.5, False) == ["add_"]
         assert operators(accumulator, gradient, 0.5, True) == ["copy_", "mul_"]
     else:

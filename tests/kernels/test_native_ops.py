@@ -11,6 +11,7 @@ import sys
 import weakref
 from fractions import Fraction
 
+import cases
 import pytest
 import torch
 from cases import (
@@ -24,9 +25,9 @@ from cases import (
     random_lists,
 )
 
-from fusedacc import ops
+from fusedacc.kernels import library
 
-pytestmark = pytest.mark.skipif(ops.load_error() is not None, reason=str(ops.load_error()))
+pytestmark = pytest.mark.skipif(library.load_error() is not None, reason=str(library.load_error()))
 
 SHAPES = [(5,), (3, 4, 2), (0, 3), (), (257,), (2, 3, 4, 5), (90, 67)]
 CAPABILITIES = ("baseline", "avx2", "avx512")
@@ -264,8 +265,8 @@ import hashlib, os, sys
 import torch
 sys.path[:0] = [{tests!r}]
 from cases import GRADIENT_LAYOUTS, PAIRS, random_lists
-from fusedacc import ops
-assert ops.load_error() is None
+from fusedacc.kernels import library
+assert library.load_error() is None
 digest = hashlib.sha256()
 generator = torch.Generator().manual_seed(1)
 shapes = [(n,) for n in range(1, 70)] + [(3, 5, 7), (40, 9), (129, 65)]
@@ -289,7 +290,7 @@ for layout in GRADIENT_LAYOUTS:
             norm, _ = torch.ops.fusedacc.finish_norm([partials.nan_to_num(nan=7.0)], norm_type, True)
             digest.update(partials.nan_to_num(nan=7.0).numpy().tobytes())
             digest.update(norm.numpy().tobytes())
-print(ops.built_with()["cpu_capability"], digest.hexdigest())
+print(library.built_with()["cpu_capability"], digest.hexdigest())
 """
 
 
@@ -304,8 +305,8 @@ def run_python(program: str, **environment: str) -> subprocess.CompletedProcess[
 
 
 def test_every_instruction_set_gives_the_same_bits():
-    program = DIGEST.format(tests=os.path.dirname(__file__))
-    best = ops.built_with()["cpu_capability"]
+    program = DIGEST.format(tests=os.path.dirname(cases.__file__))
+    best = library.built_with()["cpu_capability"]
     usable = CAPABILITIES[: CAPABILITIES.index(best) + 1]
     digests = set()
     for name in usable:
@@ -318,7 +319,7 @@ def test_every_instruction_set_gives_the_same_bits():
 
 
 def test_an_unknown_instruction_set_is_refused():
-    program = "import torch; from fusedacc import ops; ops.built_with()"
+    program = "import torch; from fusedacc.kernels import library; library.built_with()"
     result = run_python(program, FUSEDACC_CPU_CAPABILITY="avx9")
     assert result.returncode != 0
     assert "FUSEDACC_CPU_CAPABILITY=avx9; allowed on this processor: baseline" in result.stderr
@@ -362,7 +363,7 @@ def test_no_reference_is_left_behind(bracketed, fails):
 
     def call(operator, *arguments):
         try:
-            ops.call(operator, *arguments) if bracketed else operator(*arguments)
+            library.call(operator, *arguments) if bracketed else operator(*arguments)
         except RuntimeError:
             assert fails
 
@@ -391,7 +392,7 @@ def test_no_reference_is_left_behind(bracketed, fails):
 def test_tensors_are_let_go_before_the_call_returns():
     gradient = torch.ones(4)
     storage = weakref.ref(gradient.untyped_storage())
-    ops.call(torch.ops.fusedacc.scale_accumulate_.default, [torch.zeros(4)], [gradient], None, 1.0, ())
+    library.call(torch.ops.fusedacc.scale_accumulate_.default, [torch.zeros(4)], [gradient], None, 1.0, ())
     del gradient
     assert storage() is None
 
@@ -407,7 +408,7 @@ def test_prepared_plan_words_are_as_many_as_its_fake_says(generator):
 def test_library_needs_no_python_and_no_cuda_runtime():
     """One file for every Python, and for a torch without CUDA: seen in what it asks the loader for."""
     needed = []
-    data = ops.LIBRARY.read_bytes()
+    data = library.LIBRARY.read_bytes()
     assert data[:5] == b"\x7fELF\x02"
     # Section headers: the dynamic section's DT_NEEDED entries name the libraries.
     offset, size, count = struct.unpack_from("<Q", data, 40)[0], *struct.unpack_from("<HH", data, 58)
@@ -489,7 +490,6 @@ def test_one_partial_for_every_8192_elements():
     assert partials.dtype == torch.float64
     squares = torch.ops.fusedacc.norm_partials(tensors)
     assert squares[1].item() == math.sqrt(8192 * 4)
-    assert ops.CHUNK_ELEMENTS == 8192
 
 
 def test_joining_does_not_depend_on_how_partials_are_split(generator):
@@ -543,8 +543,8 @@ def test_norms_leave_no_reference_behind():
     operators = torch.ops.fusedacc
     sums, fresh = ([torch.ones(4) for _ in range(20)] for _ in range(2))
     counts = [tensor._use_count() for tensor in (*sums, *fresh)]
-    partials = ops.call(operators.scale_accumulate_norm_.default, sums, fresh, None, 1.0, (), 2.0)
-    ops.call(operators.norm_partials.default, sums, 2.0)
+    partials = library.call(operators.scale_accumulate_norm_.default, sums, fresh, None, 1.0, (), 2.0)
+    library.call(operators.norm_partials.default, sums, 2.0)
     assert [tensor._use_count() for tensor in (*sums, *fresh)] == counts
     count = partials._use_count()
     operators.finish_norm([partials])

@@ -6,9 +6,10 @@ import pytest
 import torch
 from answers import answer
 
-from fusedacc import AccumulatingOptimizer, functional, ops, shares
+from fusedacc import AccumulatingOptimizer, functional
+from fusedacc.kernels import grain_size, library
 
-pytestmark = pytest.mark.skipif(ops.load_error() is not None, reason=str(ops.load_error()))
+pytestmark = pytest.mark.skipif(library.load_error() is not None, reason=str(library.load_error()))
 
 
 @pytest.fixture
@@ -17,17 +18,17 @@ def two_threads():
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
-    shares.set_share(shares.SHARES[-1])
+    grain_size.set_grain_size(grain_size.GRAIN_SIZES[-1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_share_gives_the_same_bits(two_threads, dtype, generator):
-    sizes = [5, 40_000, 131_073, 300_001]
-    gradients = [torch.randn(size, generator=generator).to(dtype) for size in sizes]
+def test_every_size_gives_the_same_bits(two_threads, dtype, generator):
+    shapes = [5, 40_000, 131_073, 300_001]
+    gradients = [torch.randn(elements, generator=generator).to(dtype) for elements in shapes]
     results = []
-    for share in (1, *shares.SHARES, 2**40):
-        shares.set_share(share)
-        totals = [torch.linspace(-1, 1, size) for size in sizes]
+    for size in (1, *grain_size.GRAIN_SIZES, 2**40):
+        grain_size.set_grain_size(size)
+        totals = [torch.linspace(-1, 1, elements) for elements in shapes]
         functional.scale_accumulate_(totals, gradients, 0.3)
         results.append((totals, functional.total_norm(totals)))
     for totals, norm in results[1:]:
@@ -35,35 +36,35 @@ def test_every_share_gives_the_same_bits(two_threads, dtype, generator):
         assert torch.equal(norm, results[0][1])
 
 
-@pytest.mark.parametrize("way", map(str, shares.SHARES))
+@pytest.mark.parametrize("way", map(str, grain_size.GRAIN_SIZES))
 def test_what_is_found_is_set(two_threads, way, monkeypatch):
     told = []
-    monkeypatch.setattr(shares, "set_share", told.append)
+    monkeypatch.setattr(grain_size, "set_grain_size", told.append)
     with answer("elements of a thread's least share", way):
-        shares.find_out()
+        grain_size.tune()
     assert told == [int(way)]
 
 
 def test_a_wrapper_and_the_functions_ask_once(two_threads, monkeypatch):
     calls = []
-    shares.settle.cache_clear()
-    monkeypatch.setattr(shares, "find_out", lambda: calls.append(1))
+    grain_size.tune_once.cache_clear()
+    monkeypatch.setattr(grain_size, "tune", lambda: calls.append(1))
     AccumulatingOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=1.0)).close()
     functional.scale_accumulate_([torch.zeros(2)], [torch.ones(2)])
     functional.prepare([torch.zeros(2)])
     assert calls == [1]
 
 
-def test_a_trial_adds_by_every_share(two_threads):
-    for run in shares.question().trial().values():
+def test_a_trial_adds_by_every_size(two_threads):
+    for run in grain_size.question().trial().values():
         run()
-    assert shares.question().fixed in shares.question().ways
+    assert grain_size.question().fixed in grain_size.question().ways
 
 
 def test_one_thread_is_not_asked():
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        assert shares.question() is None
+        assert grain_size.question() is None
     finally:
         torch.set_num_threads(before)

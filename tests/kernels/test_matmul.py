@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,27 +23,26 @@ from gemm_cases import (
 from loops import NoHostRead
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fusedacc import checks, gemm, gemm_eager, gemm_ways, ops
-from fusedacc.gemm import gemm_accumulate_
-from fusedacc.gemm_ways import TOKEN_CLASSES, Way
+from fusedacc.kernels import dtypes, library, matmul, matmul_eager, matmul_ways
+from fusedacc.kernels.constants import Way
+from fusedacc.kernels.matmul import gemm_accumulate_
 from fusedacc.traffic import TrafficMeter
 
-ROOT = Path(__file__).resolve().parents[1]
-BACKENDS = [name for name in ("cpu", "eager") if name == "eager" or ops.load_error() is None]
-native = pytest.mark.skipif(ops.load_error() is not None, reason=str(ops.load_error()))
+BACKENDS = [name for name in ("cpu", "eager") if name == "eager" or library.load_error() is None]
+native = pytest.mark.skipif(library.load_error() is not None, reason=str(library.load_error()))
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 
 
 def operator(accumulator, left, right, scale=1.0, keep=1.0, *, way=Way.WHOLE):
     """The operator itself, any way, whatever this processor would choose."""
-    numbers = [argument for value in (scale, keep) for argument in gemm._number(value)]
+    numbers = [argument for value in (scale, keep) for argument in matmul._number(value)]
     torch.ops.fusedacc.gemm_accumulate_(accumulator, left, right, *numbers, int(way))
 
 
 def ways():
     """What is tested, and whether it may round products of bfloat16."""
     found = [pytest.param(functools.partial(gemm_accumulate_, backend=name), id=name) for name in BACKENDS]
-    if ops.load_error() is None:
+    if library.load_error() is None:
         found += [
             pytest.param(functools.partial(operator, way=way), id=f"operator {way.name.lower()}")
             for way in Way
@@ -126,14 +124,6 @@ def test_what_is_cut_up_for_threads(way, pair, layout, generator):
             run(way, matrices(pair, (30, 650, tokens), generator, (layout, "rows", "rows")), 0.3, 0.0)
     finally:
         torch.set_num_threads(threads)
-
-
-def test_ways_and_classes_are_the_extensions():
-    source = (ROOT / "csrc" / "cpu" / "gemm_ways.h").read_text()
-    names = re.search(r"enum class Way : int64_t \{ ([\w, ]+) \};", source)[1].split(", ")
-    assert names == [f"k{way.name.title()}" for way in sorted(Way)]
-    classes = re.search(r"kTokenClasses\[\] = \{([\d, ]+)\};", source)[1].split(", ")
-    assert tuple(map(int, classes)) == TOKEN_CLASSES
 
 
 @native
@@ -233,7 +223,7 @@ def test_nothing_as_large_as_the_sum_is_allocated(way, pair, layout):
     left, right = torch.ones(4, 2048, dtype=pair[0]), torch.ones(4, 4096, dtype=pair[0])[:, ::2]
     for scale, keep in ((1.0, 1.0), (0.3, 0.0), (torch.tensor(0.3), torch.tensor(0.5))):
         largest = largest_allocation(lambda s=scale, k=keep: way(accumulator, left, right, s, k))
-        assert largest <= gemm_eager.PART_ELEMENTS * checks.computation_dtype(accumulator.dtype).itemsize
+        assert largest <= matmul_eager.PART_ELEMENTS * dtypes.computation_dtype(accumulator.dtype).itemsize
         assert largest < accumulator.nbytes
 
 
@@ -254,30 +244,30 @@ def test_bytes(pair, generator):
 
 def test_selection_says_who_and_why(monkeypatch):
     cpu = torch.device("cpu")
-    assert gemm.select(cpu, F32, F32, "eager", tokens=5).reason == "chosen by backend='eager'"
-    asked = gemm.select(cpu, F32, F32, "triton", tokens=5)
+    assert matmul.select(cpu, F32, F32, "eager", tokens=5).reason == "chosen by backend='eager'"
+    asked = matmul.select(cpu, F32, F32, "triton", tokens=5)
     assert asked.name == "eager"
     assert asked.reason == "chosen by backend='triton', which has no kernel for products"
-    chosen = gemm.select(cpu, F32, F32, tokens=5)
+    chosen = matmul.select(cpu, F32, F32, tokens=5)
     assert "not cuda: " in chosen.reason
-    if ops.load_error() is None:
+    if library.load_error() is None:
         assert (chosen.name, chosen.how) == ("cpu", "BLAS into the sum")
     monkeypatch.setenv("FUSEDACC_BACKEND", "eager")
-    assert gemm.select(cpu, F32, F32, tokens=5).reason == "chosen by FUSEDACC_BACKEND='eager'"
+    assert matmul.select(cpu, F32, F32, tokens=5).reason == "chosen by FUSEDACC_BACKEND='eager'"
 
 
 @native
 @pytest.mark.parametrize("has", [True, False])
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
 def test_without_trials_the_processor_says_whether_products_are_rounded(pair, has, monkeypatch):
-    monkeypatch.setattr(gemm_ways, "_multiplies_bfloat16", lambda: has)
-    how = gemm.select(torch.device("cpu"), pair[1], pair[0], tokens=200).how
+    monkeypatch.setattr(matmul_ways, "_multiplies_bfloat16", lambda: has)
+    how = matmul.select(torch.device("cpu"), pair[1], pair[0], tokens=200).how
     assert ("bfloat16 product" in how) == (has and pair == (BF16, F32))
     assert ("oneDNN" in how) == (has and pair == (BF16, BF16))
 
 
 @native
-@pytest.mark.parametrize("question", gemm_ways.questions(), ids=lambda question: question.name)
+@pytest.mark.parametrize("question", matmul_ways.questions(), ids=lambda question: question.name)
 def test_every_answer_to_every_question_is_followed(question, generator, request):
     """And what a trial times is what is then run."""
     request.addfinalizer(functools.partial(torch.set_num_threads, torch.get_num_threads()))
@@ -285,14 +275,14 @@ def test_every_answer_to_every_question_is_followed(question, generator, request
     operand, accumulator = (
         getattr(torch, name) for name in re.match(r"product of (\w+) into (\w+),", question.name).groups()
     )
-    number = [gemm_ways.in_words(n) for n in range(4)].index(question.name.partition(", ")[2])
+    number = [matmul_ways.in_words(n) for n in range(4)].index(question.name.partition(", ")[2])
     tokens = (8, 32, 64, 192)[number]
     for run in question.trial().values():
         run()
     results = {}
     for way in question.ways:
         with answer(question.name, way):
-            chosen = gemm.select(torch.device("cpu"), accumulator, operand, tokens=tokens)
+            chosen = matmul.select(torch.device("cpu"), accumulator, operand, tokens=tokens)
             assert way in chosen.reason
             tensors = matrices((operand, accumulator), (600, 40, tokens), generator)
             before = tensors[0].clone()
@@ -322,67 +312,6 @@ def make(*shape, dtype=F32):
 
 
 OWN = torch.ones(12)
-ERRORS = [
-    ((None, make(1, 2), make(1, 2)), TypeError, "accumulator is NoneType, not a tensor"),
-    ((make(2, 2), [1], make(1, 2)), TypeError, "left is list, not a tensor"),
-    ((make(2, 2), make(1, 2), None), TypeError, "right is NoneType, not a tensor"),
-    ((make(2, 2).to_sparse(), make(1, 2), make(1, 2)), TypeError, "accumulator is sparse"),
-    ((make(2, 2), make(1, 1, 2), make(1, 2)), ValueError, r"left has shape \(1, 1, 2\); allowed: two"),
-    ((make(2), make(1, 2), make(1, 2)), ValueError, r"accumulator has shape \(2,\); allowed: two"),
-    ((make(2, 2), make(2), make(1, 2)), ValueError, r"left has shape \(2,\); allowed: two"),
-    ((make(2, 2), make(1, 2, dtype=F64), make(1, 2, dtype=F64)), TypeError, "left is torch.float64 and acc"),
-    ((make(2, 2), make(1, 2, dtype=torch.int64), make(1, 2)), TypeError, "left is torch.int64"),
-    (
-        (make(2, 2), make(1, 2, dtype=BF16), make(1, 2)),
-        TypeError,
-        "right is torch.float32, but left is torch.bf",
-    ),
-    ((make(2, 3), make(4, 2), make(5, 3)), ValueError, "right has 5 rows, but left has 4"),
-    (
-        (make(2, 3), make(4, 3), make(4, 3)),
-        ValueError,
-        r"left has shape \(4, 3\), but accumulator has \(2, 3\)",
-    ),
-    (
-        (make(1, 3), make(4, 2), make(4, 3)),
-        ValueError,
-        r"left has shape \(4, 2\), but accumulator has \(1, 3\)",
-    ),
-    ((make(2, 3), make(4, 2), make(4, 2)), ValueError, r"right has shape \(4, 2\), but accumulator has"),
-    ((make(2, 6)[:, ::2], make(4, 2), make(4, 3)), ValueError, r"accumulator has .* strides \(6, 2\)"),
-    ((make(1, 3).expand(2, 3), make(4, 2), make(4, 3)), ValueError, r"accumulator has .* strides \(0, 1\)"),
-    ((make(2, 2), make(1, 2), make(1, 2), make(1)), ValueError, r"scale has shape \(1,\)"),
-    ((make(2, 2), make(1, 2), make(1, 2), torch.tensor(1)), TypeError, "scale has dtype torch.int64"),
-    ((make(2, 2), make(1, 2), make(1, 2), "2"), TypeError, "scale is '2'"),
-    ((make(2, 2), make(1, 2), make(1, 2), 1.0, None), TypeError, "keep is None"),
-    ((make(2, 2), make(1, 2), make(1, 2), 1.0, make(2)), ValueError, r"keep has shape \(2,\)"),
-    (
-        (make(2, 2), make(1, 2).to("meta"), make(1, 2)),
-        ValueError,
-        "left is on meta, but accumulator is on cpu",
-    ),
-    ((make(2, 2), make(1, 2), make(1, 2), make(1)[0].to("meta")), ValueError, "scale is on meta"),
-]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("arguments", "error", "says"), ERRORS, ids=[says for *_, says in ERRORS])
-def test_errors_name_the_argument(backend, arguments, error, says):
-    with pytest.raises(error, match=says):
-        gemm_accumulate_(*arguments, backend=backend)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [F32, BF16])
-def test_shared_memory_is_refused(backend, dtype):
-    room = torch.ones(12, dtype=dtype)
-    if backend == "cpu" and dtype == F32:
-        pytest.skip("torch's own product does not look")
-    with pytest.raises(ValueError, match="right shares memory with accumulator"):
-        gemm_accumulate_(
-            room[:4].view(2, 2), torch.ones(1, 2, dtype=dtype), room[3:5].view(1, 2), backend=backend
-        )
-    assert room.eq(1).all()
 
 
 @native
@@ -428,25 +357,6 @@ def test_fake_tensors_are_checked():
             operator(make(2, 3), make(4, 3), make(4, 3))
         gemm_accumulate_(make(2, 3), make(4, 2), make(4, 3))
         gemm_accumulate_(make(2, 3), make(4, 2, dtype=BF16), make(4, 3, dtype=BF16), 0.5, 0.0)
-
-
-@pytest.mark.parametrize("backend", ["auto", *BACKENDS])
-@pytest.mark.parametrize("pair", [(F32, F32), (BF16, F32), (F32, BF16)], ids=str)
-def test_compiled_whole(backend, pair, generator):
-    torch._dynamo.reset()
-
-    def step(accumulator, left, right, scale):
-        gemm_accumulate_(accumulator, left * 2, right, scale, 0.5, backend=backend)
-        return accumulator.sum()
-
-    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
-    accumulator, left, right = matrices(pair, (5, 7, 3), generator)
-    before = accumulator.clone()
-    compiled(accumulator, left, right, torch.tensor(0.3))
-    product_dtype = BF16 if pair == (BF16, F32) else None
-    assert_is_product(
-        accumulator, before, left * 2, right, torch.tensor(0.3), 0.5, product_dtype=product_dtype
-    )
 
 
 def test_layouts_are_what_they_say():

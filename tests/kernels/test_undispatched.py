@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusedacc import functional, native_module, undispatched
-from fusedacc.checks import PAIRS
+from fusedacc import functional
+from fusedacc.kernels import native_module, undispatched
+from fusedacc.kernels.dtypes import PAIRS
 from fusedacc.traffic import TrafficMeter
 
 pytestmark = pytest.mark.skipif(native_module.module() is None, reason=f"{native_module.why_not()}")

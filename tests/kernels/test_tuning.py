@@ -14,14 +14,15 @@ import torch
 from answers import answer, trials
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusedacc import AccumulatingOptimizer, gemm_ways, ops, tuning
-from fusedacc.gemm import gemm_accumulate_
-from fusedacc.tuning import Choice, Question, Trial, choose, decide
+from fusedacc import AccumulatingOptimizer
+from fusedacc.kernels import library, matmul_ways, tuning
+from fusedacc.kernels.matmul import gemm_accumulate_
+from fusedacc.kernels.tuning import Choice, Question, Trial, choose, decide
 
 BF16 = torch.bfloat16
 SMALL = "product of bfloat16 into float32, 1 to 16 tokens"
 MANY = "product of bfloat16 into float32, over 100 tokens"
-needs_library = pytest.mark.skipif(ops.load_error() is not None, reason=str(ops.load_error()))
+needs_library = pytest.mark.skipif(library.load_error() is not None, reason=str(library.load_error()))
 
 
 def question(*, slow="first", calls=None, name="how", fixed="first"):
@@ -418,7 +419,7 @@ def test_every_class_of_tokens_is_asked_about_once_and_explained():
 def test_each_way_trains_as_stock_does(way, tokens, native, monkeypatch):
     """`rounded` bit for bit: it multiplies and adds as stock does with float32 sums."""
     monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", native)
-    name = f"product of bfloat16 into float32, {gemm_ways.in_words(gemm_ways.class_of(tokens))}"
+    name = f"product of bfloat16 into float32, {matmul_ways.in_words(matmul_ways.class_of(tokens))}"
     with answer(name, way):
         model, optimizer = made()
         ours = train(model, optimizer, batches(tokens))

@@ -6,19 +6,21 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
 
-from fusedacc import backends, functional
-from fusedacc.backends import native
+import fusedacc
+from fusedacc import functional
+from fusedacc.kernels import native, registry
 
 CPU = torch.device("cpu")
 FLOAT = torch.float32
 
 
 def select(backend="auto", device=CPU):
-    return backends.select(device, FLOAT, FLOAT, backend)
+    return registry.select(device, FLOAT, FLOAT, backend)
 
 
 def in_fresh_python(code, tmp_path, **environment):
@@ -26,8 +28,8 @@ def in_fresh_python(code, tmp_path, **environment):
     script = tmp_path / "program.py"
     script.write_text(textwrap.dedent(code))
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    root = os.path.dirname(os.path.dirname(backends.__file__))
-    path = os.pathsep.join(filter(None, [environment.pop("path", ""), os.path.dirname(root)]))
+    root = str(Path(fusedacc.__file__).parents[1])
+    path = os.pathsep.join(filter(None, [environment.pop("path", ""), root]))
     done = subprocess.run(
         [sys.executable, str(script)],
         env={**kept, "PYTHONPATH": path, **environment},
@@ -40,7 +42,7 @@ def in_fresh_python(code, tmp_path, **environment):
 
 
 def test_auto_takes_the_first_that_can_run():
-    possible = [name for name in ("cpu", "eager") if backends.obstacle(name, CPU, FLOAT, FLOAT) is None]
+    possible = [name for name in ("cpu", "eager") if registry.obstacle(name, CPU, FLOAT, FLOAT) is None]
     chosen = select()
     assert chosen.backend.name == possible[0]
     assert "first of cuda, cpu, eager that can run here" in chosen.reason
@@ -82,12 +84,12 @@ def gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         monkeypatch.setattr(torch.version, "hip", hip)
-        monkeypatch.setattr(native.ops, "load_error", lambda: None)
-        monkeypatch.setattr(native.ops, "built_with", lambda: {"cuda_architectures": built})
-        triton = backends.get("triton")
+        monkeypatch.setattr(native.library, "load_error", lambda: None)
+        monkeypatch.setattr(native.library, "built_with", lambda: {"cuda_architectures": built})
+        triton = registry.get("triton")
         monkeypatch.setattr(triton, "unavailable", lambda: None)
         monkeypatch.setattr(triton, "unsupported", lambda *where: None)
-        return backends._automatic.__wrapped__(torch.device("cuda", 0), FLOAT, FLOAT)
+        return registry._selection.__wrapped__("auto", "backend", torch.device("cuda", 0), FLOAT, FLOAT)
 
     return pretend
 
@@ -117,7 +119,7 @@ def test_explicit_choice_that_cannot_run_names_reason_and_alternatives():
         select("cuda")
     message = str(caught.value)
     assert message.startswith("backend='cuda' cannot run float32 into float32 on cpu: ")
-    assert backends.obstacle("cuda", CPU, FLOAT, FLOAT) in message
+    assert registry.obstacle("cuda", CPU, FLOAT, FLOAT) in message
     assert "Allowed here: 'auto'" in message
     assert "'eager'" in message
 
@@ -159,9 +161,9 @@ SELECT_CUDA_TWICE = """
     import torch, warnings
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        from fusedacc import backends
+        from fusedacc.kernels import registry
         for dtype in (torch.float32, torch.float64):
-            chosen = backends.select(torch.device("cuda", 0), dtype, dtype)
+            chosen = registry.select(torch.device("cuda", 0), dtype, dtype)
     print(chosen.backend.name)
     print(chosen.reason)
     print(sum("Triton fails to import" in str(warning.message) for warning in caught))
@@ -194,7 +196,8 @@ def test_absent_triton_is_no_warning(tmp_path):
 def test_triton_is_not_imported_for_cpu_tensors(tmp_path):
     code = """
         import sys, torch
-        from fusedacc import functional
+        import fusedacc
+from fusedacc import functional
         functional.scale_accumulate_([torch.zeros(1)], [torch.ones(1)])
         print("triton" in sys.modules)
     """

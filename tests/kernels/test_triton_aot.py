@@ -35,10 +35,10 @@ import triton.language as tl
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from fusedacc.backends.triton_kernels import (
+from fusedacc.kernels.triton.kernels import (
     ADDING, WARPS, finish_norm, join_partials, norm_partials, scale_accumulate,
 )
-from fusedacc.backends.triton_row_kernels import add_long_rows, add_runs
+from fusedacc.kernels.triton.row_kernels import add_long_rows, add_runs
 
 def wide(dtype):
     return tl.float64 if dtype == "float64" else tl.float32

@@ -9,7 +9,8 @@ import torch
 from cases import GRADIENT_LAYOUTS, LAYOUTS, PAIR_IDS, PAIRS, copies, lay_out, random_lists, random_tensor
 from loops import NoHostRead
 
-from fusedacc import checks, functional, norms
+from fusedacc import functional
+from fusedacc.kernels import dtypes, norms
 
 INF, NAN = math.inf, math.nan
 NORM_TYPES = (2.0, INF)
@@ -328,7 +329,7 @@ def test_scale_cast(pair, cpu_backend, generator):
         outputs = [torch.full(tensor.shape, NAN, dtype=pair[1]) for tensor in inputs]
         versions = [tensor._version for tensor in outputs]
         functional.scale_cast_(outputs, inputs, scale, backend=cpu_backend)
-        wide = checks.computation_dtype(pair[1])
+        wide = dtypes.computation_dtype(pair[1])
         factor = torch.as_tensor(scale, dtype=torch.float64).to(wide)
         for output, tensor, version in zip(outputs, inputs, versions, strict=True):
             assert torch.equal(output, (tensor.to(wide) * factor).to(pair[1]))

@@ -1,0 +1,50 @@
+"""C++ that is meant for a GPU, run on the host: launch plans, arithmetic, kernels' bodies, calls of cuBLAS."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).resolve().parent
+SOURCES = HERE.parents[1] / "csrc"
+COMPILER = next((found for found in map(shutil.which, ("g++", "c++", "clang++")) if found), None)
+FLAGS = ["-std=c++17", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", f"-I{SOURCES}"]
+SAYS = {
+    "host_check": "flat capacity 1167, arguments 32736 and 32752 bytes\n",
+    "norm_check": "capacities 907 and 2043\n",
+    "gemm_check": "products agree\n",
+    "row_check": "runs of 64\n",
+}
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+
+
+def said_by(name: str, folder: Path, *options: str) -> str:
+    """What the program of that name says, compiled and run; it must end well."""
+    program, source = folder / name, HERE / "native" / f"{name}.cpp"
+    subprocess.run([COMPILER, *FLAGS, str(source), *options, "-o", str(program)], check=True)
+    result = subprocess.run([program], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_plans_arithmetic_and_kernel_bodies_on_the_host(name: str, tmp_path: Path) -> None:
+    """Torch-free headers."""
+    assert said_by(name, tmp_path, "-O2") == SAYS[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("cublas_check", "13 calls\n"), ("finish_check", "ends of norms agree\n")]
+)
+def test_what_torch_and_cublas_are_asked_for(name: str, says: str, tmp_path: Path) -> None:
+    """Sources that call both, on a torch and a cuBLAS made up here."""
+    torchs = ["-isystem", str(Path(torch.__file__).parent / "include")]
+    flags = ["-O1", "-DTORCH_TARGET_VERSION=0x020a000000000000", '-DFUSEDACC_CUDA_ARCHITECTURES="9.0"']
+    # The library is looked for as torch's is: among what the process has loaded.
+    link = ["-rdynamic", "-ldl", "-Wl,--unresolved-symbols=ignore-all"]
+    assert said_by(name, tmp_path, *flags, *torchs, *link) == says
