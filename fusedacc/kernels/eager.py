@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from . import reference
+from .registry import Backend
 
 
-class EagerBackend:
+class EagerBackend(Backend):
     """`reference.scale_accumulate_` as a backend: one to three torch operations per tensor."""
 
     name = "eager"
@@ -43,18 +44,6 @@ class EagerBackend:
         self, partials: Sequence[Tensor], norm_type: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         return reference.finish_norm(partials, norm_type, dtype)
-
-    def accumulate_with_norm_(
-        self,
-        accumulators: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        scale: float | Tensor,
-        overwrite: bool | Sequence[bool],
-        norm_type: float,
-        keep: float | Tensor = 1.0,
-    ) -> Tensor:
-        self.accumulate_(accumulators, gradients, scale, overwrite, keep)
-        return self.norm_partials(accumulators, norm_type)
 
     def accumulate_rows_(
         self,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from .constants import CHUNK_ELEMENTS, plan_words
 
 
-def _check_fake(accumulators: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+def _check(accumulators: Sequence[Tensor], gradients: Sequence[Tensor], factors: Sequence[Any]) -> None:
     if len(accumulators) != len(gradients):
         raise RuntimeError(f"fusedacc: {len(accumulators)} accumulators but {len(gradients)} gradients")
     for index, (accumulator, gradient) in enumerate(zip(accumulators, gradients, strict=True)):
@@ -22,134 +23,99 @@ def _check_fake(accumulators: Sequence[Tensor], gradients: Sequence[Tensor]) -> 
                 raise RuntimeError(
                     f"fusedacc: gradients[{index}] has {what} {of_gradient} but its accumulator has {of_sum}"
                 )
+    if accumulators:
+        _check_not_meta(accumulators[0], [*gradients, *factors])
 
 
-def _check_not_meta(plan: Tensor, gradients: Sequence[Tensor], *factors: Tensor | None) -> None:
+def _check_not_meta(first: Tensor, others: Sequence[Any]) -> None:
     """A meta tensor among real ones brings a call here; without this it would return with nothing done."""
-    others = [factor for factor in factors if factor is not None]
-    if plan.device.type != "meta" and any(tensor.device.type == "meta" for tensor in (*gradients, *others)):
+    tensors = [other for other in others if isinstance(other, Tensor)]
+    if first.device.type != "meta" and any(tensor.device.type == "meta" for tensor in tensors):
         raise RuntimeError("fusedacc: a gradient, the scale or keep is on meta")
 
 
-def _fake_partials(tensors: Sequence[Tensor]) -> Tensor:
+def _partials(tensors: Sequence[Tensor]) -> Tensor:
     chunks = sum((tensor.numel() + CHUNK_ELEMENTS - 1) // CHUNK_ELEMENTS for tensor in tensors)
     return torch.empty(chunks, dtype=torch.float64, device=tensors[0].device if tensors else "cpu")
 
 
+# `factors`: what the schema has after the tensors, among it the scale and keep, where these are tensors.
+
+
+def _scale_accumulate(accumulators: list[Tensor], gradients: list[Tensor], *factors: Any) -> None:
+    _check(accumulators, gradients, factors)
+
+
+def _scale_accumulate_norm(accumulators: list[Tensor], gradients: list[Tensor], *factors: Any) -> Tensor:
+    _check(accumulators, gradients, factors)
+    return _partials(accumulators)
+
+
+def _prepare(accumulators: list[Tensor]) -> Tensor:
+    return torch.empty(plan_words(accumulators), dtype=torch.int64, device="cpu")
+
+
+def _accumulate_prepared(plan: Tensor, gradients: list[Tensor], *factors: Any) -> None:
+    _check_not_meta(plan, [*gradients, *factors])
+
+
+def _accumulate_prepared_norm(plan: Tensor, gradients: list[Tensor], *factors: Any) -> Tensor:
+    _check_not_meta(plan, [*gradients, *factors])
+    return _partials(gradients)
+
+
+def _norm_partials(tensors: list[Tensor], norm_type: float = 2.0) -> Tensor:
+    if tensors:
+        _check_not_meta(tensors[0], tensors)
+    return _partials(tensors)
+
+
+def _finish_norm(partials: list[Tensor], norm_type: float = 2.0, wide: bool = False) -> tuple[Tensor, Tensor]:
+    device = partials[0].device if partials else "cpu"
+    dtype = torch.float64 if wide else torch.float32
+    return torch.empty((), dtype=dtype, device=device), torch.empty((), device=device)
+
+
+def _gemm_accumulate(accumulator: Tensor, left: Tensor, right: Tensor, *factors: Any) -> None:
+    torch._check(accumulator.dim() == left.dim() == right.dim() == 2, lambda: "fusedacc: not matrices")
+    for size, other in (
+        (left.shape[0], right.shape[0]),
+        (left.shape[1], accumulator.shape[0]),
+        (right.shape[1], accumulator.shape[1]),
+    ):
+        torch._check(
+            size == other,
+            lambda: (
+                f"fusedacc: left {tuple(left.shape)} and right {tuple(right.shape)} do not go into "
+                f"accumulator {tuple(accumulator.shape)}"
+            ),
+        )
+    tensors = [other for other in (left, right, *factors) if isinstance(other, Tensor)]
+    if any(tensor.device != accumulator.device for tensor in tensors):
+        raise RuntimeError("fusedacc: left, right, scale or keep is not on the accumulator's device")
+
+
+def _accumulate_rows(table: Tensor, indices: Tensor, gradients: Tensor, *factors: Any) -> None:
+    wanted = (indices.shape[0], table.shape[1])
+    if gradients.shape != wanted:
+        raise RuntimeError(f"fusedacc: gradients has shape {gradients.shape}; it must be {wanted}")
+    _check_not_meta(table, [indices, gradients, *factors])
+
+
+_FAKES: dict[str, Callable[..., Any]] = {
+    "scale_accumulate_": _scale_accumulate,
+    "scale_accumulate_norm_": _scale_accumulate_norm,
+    "prepare": _prepare,
+    "accumulate_prepared_": _accumulate_prepared,
+    "accumulate_prepared_norm_": _accumulate_prepared_norm,
+    "norm_partials": _norm_partials,
+    "finish_norm": _finish_norm,
+    "gemm_accumulate_": _gemm_accumulate,
+    "accumulate_rows_": _accumulate_rows,
+}
+
+
 def register() -> None:
     """Give the operators of the library, which is loaded, their fake implementations. Once a process."""
-
-    @torch.library.register_fake("fusedacc::scale_accumulate_")
-    def _(
-        accumulators: list[Tensor],
-        gradients: list[Tensor],
-        scale_tensor: Tensor | None = None,
-        scale: float = 1.0,
-        overwrite: Sequence[bool] = (),
-        keep_tensor: Tensor | None = None,
-        keep: float = 1.0,
-    ) -> None:
-        _check_fake(accumulators, gradients)
-        if accumulators:
-            _check_not_meta(accumulators[0], gradients, scale_tensor, keep_tensor)
-
-    @torch.library.register_fake("fusedacc::prepare")
-    def _(accumulators: list[Tensor]) -> Tensor:
-        return torch.empty(plan_words(accumulators), dtype=torch.int64, device="cpu")
-
-    @torch.library.register_fake("fusedacc::accumulate_prepared_")
-    def _(
-        plan: Tensor,
-        gradients: list[Tensor],
-        scale_tensor: Tensor | None = None,
-        scale: float = 1.0,
-        overwrite: Sequence[bool] = (),
-        keep_tensor: Tensor | None = None,
-        keep: float = 1.0,
-    ) -> None:
-        _check_not_meta(plan, gradients, scale_tensor, keep_tensor)
-
-    @torch.library.register_fake("fusedacc::scale_accumulate_norm_")
-    def _(
-        accumulators: list[Tensor],
-        gradients: list[Tensor],
-        scale_tensor: Tensor | None = None,
-        scale: float = 1.0,
-        overwrite: Sequence[bool] = (),
-        norm_type: float = 2.0,
-        keep_tensor: Tensor | None = None,
-        keep: float = 1.0,
-    ) -> Tensor:
-        _check_fake(accumulators, gradients)
-        if accumulators:
-            _check_not_meta(accumulators[0], gradients, scale_tensor, keep_tensor)
-        return _fake_partials(accumulators)
-
-    @torch.library.register_fake("fusedacc::accumulate_prepared_norm_")
-    def _(
-        plan: Tensor,
-        gradients: list[Tensor],
-        scale_tensor: Tensor | None = None,
-        scale: float = 1.0,
-        overwrite: Sequence[bool] = (),
-        norm_type: float = 2.0,
-        keep_tensor: Tensor | None = None,
-        keep: float = 1.0,
-    ) -> Tensor:
-        _check_not_meta(plan, gradients, scale_tensor, keep_tensor)
-        return _fake_partials(gradients)
-
-    @torch.library.register_fake("fusedacc::norm_partials")
-    def _(tensors: list[Tensor], norm_type: float = 2.0) -> Tensor:
-        if tensors:
-            _check_not_meta(tensors[0], tensors)
-        return _fake_partials(tensors)
-
-    @torch.library.register_fake("fusedacc::finish_norm")
-    def _(partials: list[Tensor], norm_type: float = 2.0, wide: bool = False) -> tuple[Tensor, Tensor]:
-        device = partials[0].device if partials else "cpu"
-        dtype = torch.float64 if wide else torch.float32
-        return torch.empty((), dtype=dtype, device=device), torch.empty((), device=device)
-
-    @torch.library.register_fake("fusedacc::gemm_accumulate_")
-    def _(
-        accumulator: Tensor,
-        left: Tensor,
-        right: Tensor,
-        scale_tensor: Tensor | None = None,
-        scale: float = 1.0,
-        keep_tensor: Tensor | None = None,
-        keep: float = 1.0,
-        way: int = 0,
-    ) -> None:
-        torch._check(accumulator.dim() == left.dim() == right.dim() == 2, lambda: "fusedacc: not matrices")
-        for size, other in (
-            (left.shape[0], right.shape[0]),
-            (left.shape[1], accumulator.shape[0]),
-            (right.shape[1], accumulator.shape[1]),
-        ):
-            torch._check(
-                size == other,
-                lambda: (
-                    f"fusedacc: left {tuple(left.shape)} and right {tuple(right.shape)} do not go into "
-                    f"accumulator {tuple(accumulator.shape)}"
-                ),
-            )
-        others = [tensor for tensor in (left, right, scale_tensor, keep_tensor) if tensor is not None]
-        if any(tensor.device != accumulator.device for tensor in others):
-            raise RuntimeError("fusedacc: left, right, scale or keep is not on the accumulator's device")
-
-    @torch.library.register_fake("fusedacc::accumulate_rows_")
-    def _(
-        table: Tensor,
-        indices: Tensor,
-        gradients: Tensor,
-        scale_tensor: Tensor | None = None,
-        scale: float = 1.0,
-        padding: int = -1,
-        by_frequency: bool = False,
-    ) -> None:
-        wanted = (indices.shape[0], table.shape[1])
-        if gradients.shape != wanted:
-            raise RuntimeError(f"fusedacc: gradients has shape {gradients.shape}; it must be {wanted}")
-        _check_not_meta(table, [indices, gradients], scale_tensor)
+    for name, fake in _FAKES.items():
+        torch.library.register_fake(f"fusedacc::{name}", fake)

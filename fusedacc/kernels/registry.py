@@ -48,7 +48,10 @@ class Run(Protocol):
 
 
 class Backend(Protocol):
-    """Who runs an accumulation pass. Methods that answer "why not" return None where it can."""
+    """Who runs an accumulation pass. Methods that answer "why not" return None where it can.
+
+    One that cannot measure in the same pass inherits that method.
+    """
 
     @property
     def name(self) -> str: ...
@@ -105,6 +108,8 @@ class Backend(Protocol):
         """`accumulate_`, and then the `norm_partials` of the accumulators: the same bits as those two calls,
         in a single pass where the backend can.
         """
+        self.accumulate_(accumulators, gradients, scale, overwrite, keep)
+        return self.norm_partials(accumulators, norm_type)
 
     def accumulate_rows_(
         self,

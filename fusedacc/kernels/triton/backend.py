@@ -28,6 +28,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .. import launch_events, reference
 from ..checks import overwrite_flags
 from ..dtypes import computation_dtype
+from ..registry import Backend
 from . import address_table as shared
 from . import norms, rows
 
@@ -219,7 +220,7 @@ class _Bound:
             )
 
 
-class TritonBackend:
+class TritonBackend(Backend):
     """The kernels of this folder as a backend."""
 
     name = "triton"
@@ -279,18 +280,6 @@ class TritonBackend:
         self, partials: Sequence[Tensor], norm_type: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         return norms.finish(partials, norm_type, dtype)
-
-    def accumulate_with_norm_(
-        self,
-        accumulators: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        scale: float | Tensor,
-        overwrite: bool | Sequence[bool],
-        norm_type: float,
-        keep: float | Tensor = 1.0,
-    ) -> Tensor:
-        self.accumulate_(accumulators, gradients, scale, overwrite, keep)
-        return self.norm_partials(accumulators, norm_type)
 
     def accumulate_rows_(
         self,
