@@ -17,9 +17,9 @@ from common import first_line
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fusedacc.functional import prepare, scale_accumulate_
 from fusedacc.kernels import registry
 from fusedacc.kernels.dtypes import computation_dtype
-from fusedacc.functional import prepare, scale_accumulate_
 
 Make = Callable[[Sequence[Tensor], Sequence, float], Callable[[], object]]
 

@@ -20,12 +20,12 @@ from answers import trials
 
 import fusedacc
 from fusedacc import __main__
-from fusedacc.kernels import library, matmul_eager, registry, tuning
 from fusedacc.commands import bench
 from fusedacc.commands.bench import cases, conditions, measuring, models, plot, report, timing
 from fusedacc.commands.bench.lists import Additions
 from fusedacc.commands.bench.norms import Norms
 from fusedacc.commands.bench.work import OURS, STOCK, YARDSTICK, Way
+from fusedacc.kernels import library, matmul_eager, registry, tuning
 from fusedacc.traffic import bytes_per_micro_batch
 
 TINY = timing.Effort("tiny", 0.0, 7, 7, 0.0, 1024, 2)

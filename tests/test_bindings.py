@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import fusedacc
-from fusedacc.kernels import registry
 from fusedacc.autograd import python_hooks
+from fusedacc.kernels import registry
 
 LAYERS = 100
 

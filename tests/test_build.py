@@ -65,7 +65,8 @@ def test_wheel_serves_every_python_of_its_platform(tmp_path: Path) -> None:
     python, abi, platform = wheel.stem.split("-")[2:]
     assert (python, abi) == ("py3", "none")
     assert platform.startswith("linux_")
-    program = "from fusedacc.kernels import library; print(library.load_error(), library.built_with()['cuda_architectures'])"
+    program = "from fusedacc.kernels.library import built_with, load_error"
+    program += "; print(load_error(), built_with()['cuda_architectures'])"
     assert run_installed(tmp_path, program) == "None []"
     if HAS_HEADERS:
         native = tmp_path / "installed" / "fusedacc" / native_module.file_name()

@@ -9,10 +9,10 @@ import torch
 from loops import wrap
 from torch import Tensor, nn
 
-from fusedacc.kernels import native_module
 from fusedacc.accumulators import GradState
 from fusedacc.autograd import eligibility
 from fusedacc.autograd.eligibility import Case, Taker
+from fusedacc.kernels import native_module
 
 
 class Subclass(Tensor):

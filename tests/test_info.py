@@ -26,7 +26,7 @@ def by_name(facts, name):
 
 
 def run_copy(tmp_path, *arguments, in_its_place=None):
-    """`python -m fusedacc` of a copy of the package with other bytes, or none at all, in the extension's place."""
+    """`python -m fusedacc` of a copy of the package with other bytes, or none, for the library."""
     skip = shutil.ignore_patterns("*.so", "__pycache__")
     shutil.copytree(PACKAGE, tmp_path / "fusedacc", ignore=skip)
     if in_its_place is not None:

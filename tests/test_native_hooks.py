@@ -21,8 +21,8 @@ from loops import TRAINS
 from torch import Tensor, nn
 
 import fusedacc
-from fusedacc.kernels import library, native_module
 from fusedacc.autograd import python_hooks, registration
+from fusedacc.kernels import library, native_module
 
 PACKAGE = Path(fusedacc.__file__).parent
 needs_native = pytest.mark.skipif(native_module.module() is None, reason=f"{native_module.why_not()}")

@@ -8,8 +8,8 @@ from conftest import cpu_backends
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
-from fusedacc.kernels import rows
 from fusedacc.functional import prepare, scale_accumulate_, scale_cast_, total_norm
+from fusedacc.kernels import rows
 from fusedacc.traffic import TrafficMeter
 
 F32, BF16 = torch.float32, torch.bfloat16

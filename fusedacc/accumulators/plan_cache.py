@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..kernels import registry
-from ..kernels.registry import Backend, Run, SELF_CHECKING
+from ..kernels.registry import SELF_CHECKING, Backend, Run
 from .deferred_scale import DeferredScales, to_device_of
 from .param import Lane, Slot
 from .partial_norms import PartialNorms

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels import torch_state
 from ..accumulators import Slot
+from ..kernels import torch_state
 
 
 class Taker(enum.Enum):

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import launch_events, native_module
 from ..accumulators import Accumulators, Slot
+from ..kernels import launch_events, native_module
 from . import python_hooks
 from .graph_task import GraphTask
 from .python_hooks import PythonHooks

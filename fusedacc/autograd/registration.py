@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ..kernels import torch_state
 from ..accumulators import Accumulators, GradState, Slot
 from ..accumulators.param import nothing
+from ..kernels import torch_state
 from ..kernels.torch_state import process_group_up
 from .graph_task import GraphTask
 from .python_hooks import Hook, PythonHooks, accumulate_grad_node, hook_maker

@@ -12,10 +12,10 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 
-from ..kernels import native_module
 from ..accumulators import Slot
 from ..accumulators.in_place import Write
 from ..autograd.capture import Capture
+from ..kernels import native_module
 from ..kernels.rows import accumulate_rows_
 from .patched_forward import ORDINARY, SITE, Site, adds
 from .uncompiled import runs_as_written

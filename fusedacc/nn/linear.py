@@ -13,9 +13,9 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 
-from ..kernels import matmul, native_module
 from ..accumulators import Slot
 from ..autograd.capture import Capture
+from ..kernels import matmul, native_module
 from ..kernels.dtypes import PAIRS
 from ..kernels.matmul_ways import class_of
 from .patched_forward import ORDINARY, SITE, Site, adds

@@ -7,8 +7,8 @@ from collections.abc import Callable, MutableMapping
 
 import torch
 
-from ..kernels import matmul_ways, tuning
 from ..accumulators import default_accumulate_dtype
+from ..kernels import matmul_ways, tuning
 
 #: The most weights of each class; larger layers gain, and are not asked about.
 CLASSES = (32 * 32, 64 * 64, 128 * 128)

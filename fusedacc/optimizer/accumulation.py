@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..kernels import launch_events, torch_state
 from ..accumulators import Accumulators, GradState, Slot
 from ..autograd.data_parallel import Reducers
 from ..autograd.graph_task import GraphTask
+from ..kernels import launch_events, torch_state
 from .window import Window
 
 #: Registers hooks anew where a parameter's node may have changed.

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..kernels import tuning
 from ..accumulators import Accumulators, GradState, Slot
+from ..kernels import tuning
 from . import checkpoint_checks as checks
 from .checkpoint_checks import CHOICES, OWN, VERSION
 from .master_weights import LOW, Masters

@@ -7,10 +7,10 @@ from dataclasses import astuple, dataclass, fields
 from typing import Any
 
 from .. import traffic
-from ..kernels import matmul, native_module
 from ..accumulators import Accumulators, Slot
 from ..autograd import eligibility
 from ..autograd.eligibility import Taker
+from ..kernels import matmul, native_module
 from .window import Window
 
 

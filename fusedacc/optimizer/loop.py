@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 
-from ..kernels import launch_events
 from ..accumulators import Slot
 from ..autograd.capture import Capture
+from ..kernels import launch_events
 from .accumulation import Accumulation
 from .loss_scale import Scaling
 from .master_weights import Masters

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..kernels import registry
 from ..accumulators import Lane, Slot, default_accumulate_dtype
 from ..autograd.capture import Capture
+from ..kernels import registry
 from ..kernels.dtypes import PAIRS, allowed_pairs
 from ..nn import Replacements
 from .master_weights import Masters

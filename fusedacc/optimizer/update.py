@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..kernels import checks, norms, torch_state
 from ..accumulators import Accumulators, Slot
+from ..kernels import checks, norms, torch_state
 from .loss_scale import Scaling, near
 
 #: torch's optimizers whose fused kernels divide by `grad_scale` and do nothing where `found_inf` is 1.

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from ..kernels import registry, tuning
 from ..accumulators import Accumulators
 from ..autograd.capture import Capture
+from ..kernels import registry, tuning
 from ..nn import name_slots
 from . import checkpoint, pickling, torch_kernels
 from .accumulation import Accumulation

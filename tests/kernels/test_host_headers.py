@@ -1,4 +1,4 @@
-"""C++ that is meant for a GPU, run on the host: launch plans, arithmetic, kernels' bodies, calls of cuBLAS."""
+"""C++ that is meant for a GPU, run on the host: launch plans, arithmetic, kernels, calls of cuBLAS."""
 
 from __future__ import annotations
 

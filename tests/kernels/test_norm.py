@@ -10,7 +10,8 @@ from cases import GRADIENT_LAYOUTS, LAYOUTS, PAIR_IDS, PAIRS, copies, lay_out, r
 from loops import NoHostRead
 
 from fusedacc import functional
-from fusedacc.kernels import dtypes, norms
+from fusedacc.kernels import norms
+from fusedacc.kernels.dtypes import computation_dtype
 
 INF, NAN = math.inf, math.nan
 NORM_TYPES = (2.0, INF)
@@ -329,7 +330,7 @@ def test_scale_cast(pair, cpu_backend, generator):
         outputs = [torch.full(tensor.shape, NAN, dtype=pair[1]) for tensor in inputs]
         versions = [tensor._version for tensor in outputs]
         functional.scale_cast_(outputs, inputs, scale, backend=cpu_backend)
-        wide = dtypes.computation_dtype(pair[1])
+        wide = computation_dtype(pair[1])
         factor = torch.as_tensor(scale, dtype=torch.float64).to(wide)
         for output, tensor, version in zip(outputs, inputs, versions, strict=True):
             assert torch.equal(output, (tensor.to(wide) * factor).to(pair[1]))

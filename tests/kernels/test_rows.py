@@ -268,7 +268,10 @@ REFUSED = {
     "shape": ({"gradients": torch.ones(3, 2)}, r"gradients has shape \[3, 2\]; it must be \[2, 3\]"),
     "a dimension more": ({"gradients": torch.ones(1, 2, 3)}, "gradients has 3 dimensions; it must have 2"),
     "gradients with gaps": ({"gradients": torch.ones(2, 6)[:, ::2]}, "gradients has stride 2 in its second"),
-    "pair": ({"gradients": torch.ones(2, 3).double()}, "gradients has float64 and the table float32; allowed"),
+    "pair": (
+        {"gradients": torch.ones(2, 3).double()},
+        "gradients has float64 and the table float32",
+    ),
     "in the table": (
         {"table": ROOM[:15].view(5, 3), "gradients": ROOM[14:20].view(2, 3)},
         "gradients overlaps the table in memory",

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import fusedacc
-from fusedacc.kernels import native_module
 from fusedacc.autograd import python_hooks
+from fusedacc.kernels import native_module
 from fusedacc.optimizer.update import Update
 
 from .events import random_case

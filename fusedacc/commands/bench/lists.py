@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ...functional import prepare, scale_accumulate_
 from ...kernels import registry
 from ...kernels.dtypes import computation_dtype
-from ...functional import prepare, scale_accumulate_
 from .work import (
     BLOCK,
     OURS,

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ...kernels import registry
 from ...functional import total_norm
+from ...kernels import registry
 from .work import BLOCK, OURS, STOCK, YARDSTICK, Run, Way, Work, counted, filled, label, name_of
 
 #: What a norm of stock may be off by, relatively, and one that is no baseline.
