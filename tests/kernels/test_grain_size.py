@@ -36,7 +36,7 @@ def test_every_size_gives_the_same_bits(two_threads, dtype, generator):
         assert torch.equal(norm, results[0][1])
 
 
-@pytest.mark.parametrize("way", map(str, grain_size.GRAIN_SIZES))
+@pytest.mark.parametrize("way", list(map(str, grain_size.GRAIN_SIZES)))
 def test_what_is_found_is_set(two_threads, way, monkeypatch):
     told = []
     monkeypatch.setattr(grain_size, "set_grain_size", told.append)

@@ -196,8 +196,7 @@ def test_absent_triton_is_no_warning(tmp_path):
 def test_triton_is_not_imported_for_cpu_tensors(tmp_path):
     code = """
         import sys, torch
-        import fusedacc
-from fusedacc import functional
+        from fusedacc import functional
         functional.scale_accumulate_([torch.zeros(1)], [torch.ones(1)])
         print("triton" in sys.modules)
     """
