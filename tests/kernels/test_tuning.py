@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedacc import AccumulatingOptimizer
 from fusedacc.kernels import library, matmul_ways, tuning
-from fusedacc.kernels.matmul import gemm_accumulate_
 from fusedacc.kernels.tuning import Choice, Question, Trial, choose, decide
 
 BF16 = torch.bfloat16
@@ -276,20 +275,6 @@ def test_no_trial_is_made_under_a_transform_or_a_trace(folder, run):
     assert "by the processor's features: this is no place for a trial" in why
     choose(question())
     assert "how" in written(folder)
-
-
-@needs_library
-def test_a_trial_is_made_while_a_graph_is_compiled(folder):
-    def add(total, left, right):
-        gemm_accumulate_(total, left, right)
-        return total * 2
-
-    total, left, right = torch.zeros(30, 20), torch.ones(200, 30).to(BF16), torch.ones(200, 20).to(BF16)
-    torch._dynamo.reset()
-    result = torch.compile(add, fullgraph=True, backend="aot_eager")(total, left, right)
-    assert torch.equal(total, torch.full((30, 20), 200.0))
-    assert torch.equal(result, total * 2)
-    assert MANY in written(folder)
 
 
 def test_a_question_within_a_trial_takes_the_fixed_way(folder):
