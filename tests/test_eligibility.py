@@ -107,7 +107,7 @@ def test_explain_prints_every_reason_that_the_table_has(monkeypatch):
         said.add(optimizer.explain())
     _, optimizer, _ = parameter(odd=True)
     said.add(optimizer.explain())
-    monkeypatch.setattr("fusedacc.torch_state.process_group_up", lambda: True)
+    monkeypatch.setattr("fusedacc.kernels.torch_state.process_group_up", lambda: True)
     _, optimizer, _ = parameter()
     said.add(optimizer.explain())
     monkeypatch.undo()
