@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..kernels import checks
+from ..kernels.dtypes import is_deferrable
 from .buffers import buffers, is_sole, owns_memory
-from .deferred_scale import DeferredScales, is_deferrable, is_one, scaled
+from .deferred_scale import DeferredScales, is_one, scaled
 from .p_grad import ParamGrads
 from .param import GradState, Lane, Slot
 from .partial_norms import PartialNorms

@@ -15,13 +15,11 @@ has.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from ..kernels.dtypes import computation_dtype
 from .param import Slot
 
 
@@ -93,17 +91,6 @@ def _key(factor: float | Tensor) -> float:
 def is_one(scale: float | Tensor) -> bool:
     """Whether there is nothing to multiply; what is on a device is not asked."""
     return not isinstance(scale, Tensor) and scale == 1.0
-
-
-def is_deferrable(factor: float | Tensor, dtype: torch.dtype) -> bool:
-    """Whether an accumulator of this dtype that is multiplied later has the bits of one multiplied now.
-
-    What is computed in its own dtype is not rounded in between. bfloat16 is, but has float32's exponents, so
-    that powers of two round nothing above its smallest normal number.
-    """
-    if is_one(factor) or computation_dtype(dtype) == dtype:
-        return True
-    return dtype is torch.bfloat16 and not isinstance(factor, Tensor) and math.frexp(factor)[0] == 0.5
 
 
 def scaled(tensor: Tensor, scale: float | Tensor) -> Tensor:

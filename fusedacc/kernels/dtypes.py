@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
+from torch import Tensor
 
 #: The dtypes of gradients and accumulators.
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -24,3 +27,16 @@ def allowed_pairs() -> str:
 def computation_dtype(accumulator_dtype: torch.dtype) -> torch.dtype:
     """The dtype in which a sum is computed: float64 for float64 accumulators, else float32."""
     return torch.float64 if accumulator_dtype == torch.float64 else torch.float32
+
+
+def is_deferrable(factor: float | Tensor, dtype: torch.dtype) -> bool:
+    """Whether an accumulator of this dtype that is multiplied later has the bits of one multiplied now.
+
+    What is computed in its own dtype is not rounded in between. bfloat16 is, but has float32's exponents, so
+    that powers of two round nothing above its smallest normal number.
+    """
+    if computation_dtype(dtype) == dtype:
+        return True
+    if isinstance(factor, Tensor):  # what is on a device is not asked
+        return False
+    return factor == 1.0 or (dtype is torch.bfloat16 and math.frexp(factor)[0] == 0.5)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..accumulators.deferred_scale import is_deferrable
+from ..kernels.dtypes import is_deferrable
 
 LOOPS = {
     "stock": "autograd adds into .grad, after a cast where the dtypes differ (grad_dtype, autocast)",
