@@ -488,7 +488,7 @@ def test_what_is_gone_is_forgotten():
     with meter:
         for _ in range(5000):
             torch.zeros(10, requires_grad=True).mul(2)
-    assert len(meter._memories) < 3000
+    assert len(meter._ledger._memories) < 3000
     assert meter.as_dict()["by_op"]["aten::mul"]["total_bytes"] == 5000 * 80
 
 

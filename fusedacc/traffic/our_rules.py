@@ -1,0 +1,161 @@
+"""The rules of our own operators, and of our kernels that are launched outside torch's dispatcher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..kernels.constants import plan_entry
+from .operands import Call, Operand, Rule, bytes_of, identity, whole
+
+#: Operators that look at no data.
+METADATA = frozenset({"fusedacc::prepare", "fusedacc::gemm_problem", "fusedacc::build_info"})
+
+
+def of_ours(call: Call, name: str) -> list[Operand] | None:
+    """What a call of `fusedacc::name` has read and written; None for an operator without a rule."""
+    rule = _RULES.get(name)
+    return None if rule is None else rule(call)
+
+
+def accumulation(
+    accumulators: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    factors: Sequence[float | Tensor | None],
+    overwrite: Sequence[bool],
+) -> list[Operand]:
+    """accumulator <- beta * accumulator + scale * gradient; a gradient may be its accumulator.
+
+    factors: what is multiplied by; tensors among them are read.
+    """
+    found: dict[tuple, Operand] = {}
+    for index, (accumulator, gradient) in enumerate(zip(accumulators, gradients, strict=True)):
+        operand = found.setdefault(identity(accumulator), Operand(accumulator))
+        operand.written = bytes_of(accumulator)
+        if not _flag(overwrite, index):
+            operand.read = operand.written
+        source = found.setdefault(identity(gradient), Operand(gradient))
+        source.read = bytes_of(gradient)
+    for factor in factors:
+        if isinstance(factor, Tensor):
+            found.setdefault(identity(factor), Operand(factor)).read = factor.element_size()
+    return list(found.values())
+
+
+def measurement(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> list[Operand]:
+    """Tensors are read and results are written, each once."""
+    found = {identity(tensor): Operand(tensor, read=bytes_of(tensor)) for tensor in tensors}
+    return [*found.values(), *(Operand(result, written=bytes_of(result)) for result in results)]
+
+
+def _rows_named(indices: Tensor, padding: int) -> tuple[int, int] | None:
+    """How many indices name a row other than `padding`, and how many such rows: by the data, for which a GPU
+    is waited for. None where there is none to read."""
+    if isinstance(indices, FakeTensor) or indices.is_meta:
+        return None
+    if indices.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    with _disable_current_modes():  # the meter's own look is nobody's traffic
+        named = indices[indices != padding]
+        return named.numel(), named.unique().numel()
+
+
+def rows_accumulation(
+    table: Tensor, indices: Tensor, gradients: Tensor, scale: float | Tensor | None, padding: int
+) -> list[Operand] | None:
+    """Gradients are added into the rows that the indices name, each row read and written once."""
+    named = _rows_named(indices, padding)
+    if named is None:
+        return None
+    columns = table.shape[1]
+    fresh = min(bytes_of(gradients), named[0] * columns * gradients.element_size())
+    touched = named[1] * columns * table.element_size()
+    found = [Operand(table, touched, touched), Operand(indices, bytes_of(indices)), Operand(gradients, fresh)]
+    if isinstance(scale, Tensor):
+        found.append(Operand(scale, scale.element_size()))
+    return found
+
+
+def _accumulate_rows(call: Call) -> list[Operand] | None:
+    return rows_accumulation(
+        call["table"], call["indices"], call["gradients"], call["scale_tensor"], call["padding"]
+    )
+
+
+def _flag(overwrite: Sequence[bool], index: int) -> bool:
+    """As the operators take flags: none for all False, one for all, or one per tensor."""
+    return bool(overwrite) and overwrite[index if len(overwrite) > 1 else 0]
+
+
+def _scale_accumulate(call: Call) -> list[Operand]:
+    factors = call["scale_tensor"], call["keep_tensor"]
+    return accumulation(call.tensors("accumulators"), call.tensors("gradients"), factors, call["overwrite"])
+
+
+def _accumulate_prepared(call: Call) -> list[Operand] | None:
+    """The plan says what its accumulators are."""
+    (plan,) = call.tensors("plan")
+    gradients = call.tensors("gradients")
+    if isinstance(plan, FakeTensor):
+        return None
+    words = plan.tolist()
+    found = [Operand(gradient, bytes_of(gradient)) for gradient in gradients]
+    factors = *call.tensors("scale_tensor"), *call.tensors("keep_tensor")
+    found += [Operand(factor, factor.element_size()) for factor in factors]
+    for index, gradient in enumerate(gradients):
+        address, elements, dtype = plan_entry(words, index)
+        size = elements * dtype.itemsize
+        in_place = address == gradient.data_ptr()  # read already
+        read = 0 if in_place or _flag(call["overwrite"], index) else size
+        found.append(Operand(None, read, size, str(gradient.device)))
+    return found
+
+
+def _gemm_accumulate(call: Call) -> list[Operand]:
+    """Both factors, and the sum, which is not read where none of it is kept."""
+    overwrites = call["keep_tensor"] is None and call["keep"] == 0
+    return whole(call, overwrites=overwrites)
+
+
+def _and_results(rule: Rule) -> Rule:
+    """What `rule` says, and the partial norms that come out of it."""
+
+    def with_results(call: Call) -> list[Operand] | None:
+        found = rule(call)
+        return None if found is None else [*found, *measurement((), call.results)]
+
+    return with_results
+
+
+def _measurement(name: str) -> Rule:
+    return lambda call: measurement(call.tensors(name), call.results)
+
+
+_RULES: dict[str, Rule] = {
+    "scale_accumulate_": _scale_accumulate,
+    "accumulate_prepared_": _accumulate_prepared,
+    "scale_accumulate_norm_": _and_results(_scale_accumulate),
+    "accumulate_prepared_norm_": _and_results(_accumulate_prepared),
+    "gemm_accumulate_": _gemm_accumulate,
+    "norm_partials": _measurement("tensors"),
+    "finish_norm": _measurement("partials"),
+    "accumulate_rows_": _accumulate_rows,
+}
+
+#: Launches outside the dispatcher, and what their operands are to these.
+_LAUNCHES: dict[str, Callable[..., list[Operand] | None]] = {
+    "triton::scale_accumulate": accumulation,
+    "triton::norm_partials": measurement,
+    "triton::finish_norm": measurement,
+    "triton::add_rows": rows_accumulation,
+}
+
+
+def launch_operands(kernel: str, *operands: Any) -> list[Operand] | None:
+    """What a kernel that no dispatcher has seen has read and written; None where it cannot be known."""
+    return _LAUNCHES[kernel](*operands)

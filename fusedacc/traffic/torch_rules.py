@@ -1,0 +1,160 @@
+"""The rules of torch's own operators: each operand once by the schema, but where a part of one is moved."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .operands import Call, Operand, Rule, bytes_of, identity, whole
+from .operators import OVERWRITING, UNREAD, WHOLE
+
+
+def of_torch(call: Call, name: str) -> list[Operand] | None:
+    """What a call of `aten::name` has read and written; None for an operator without a rule."""
+    base = name if name.startswith("__") else name.removesuffix("_")
+    if name in _RULES or base in _RULES:
+        return (_RULES.get(name) or _RULES[base])(call)
+    known = (
+        base in WHOLE
+        or base in UNREAD
+        or name in OVERWRITING
+        or base.startswith("_foreach_")
+        or torch.Tag.pointwise in call.func.tags
+    )
+    if not known:
+        return None
+    if base in ("addmm", "addmv", "addbmm", "baddbmm", "addr") and call["beta"] == 0:
+        return whole(call, unread=("self",))
+    return whole(call, unread=UNREAD.get(base, ()), overwrites=name in OVERWRITING)
+
+
+def _gathered(call: Call) -> list[Operand]:
+    """As many elements of `self` (an embedding's `weight`) are read as there are in the result."""
+    source = "weight" if "weight" in call.values else "self"
+    size = sum(map(bytes_of, call.results))
+    return whole(call, partial={source: size})
+
+
+def _nll_loss(call: Call) -> list[Operand]:
+    """One element of `self` for each target."""
+    (scores,) = call.tensors("self")
+    (target,) = call.tensors("target")
+    return whole(call, partial={"self": target.numel() * scores.element_size()})
+
+
+def _scattered(reads: bool) -> Rule:
+    """As many elements of `self` are written (and read, where it adds) as the indices name."""
+
+    def rule(call: Call) -> list[Operand] | None:
+        (target,) = call.tensors("self")
+        source = next((name for name in ("source", "src", "values") if name in call.values), None)
+        index = "index" if "index" in call.values else "indices"
+        if any(tensor.dtype in (torch.bool, torch.uint8) for tensor in call.tensors(index)):
+            return None  # how many elements a mask names is in its data
+        if source == "values":
+            elements = _indexed_elements(target, call["indices"])
+        elif index == "index" and source == "source":
+            elements = call.tensors("source")[0].numel()
+        else:
+            elements = call.tensors(index)[0].numel()
+        size = min(elements * target.element_size(), bytes_of(target))
+        adds = reads or bool(call["accumulate"]) or call["reduce"] is not None
+        found = [Operand(target, size if adds else 0, size)]
+        if call.results and identity(call.results[0]) != identity(target):  # not in place: a copy too
+            found = [Operand(target, bytes_of(target)), Operand(call.results[0], 0, bytes_of(target))]
+        for name in filter(None, (index, source)):
+            for tensor in call.tensors(name):
+                size = bytes_of(tensor)
+                found.append(
+                    Operand(tensor, min(size, elements * tensor.element_size()) if name == "src" else size)
+                )
+        return found
+
+    return rule
+
+
+def _filled(call: Call) -> list[Operand]:
+    """As many slices of `self` are written as there are indices."""
+    (target,), (index,) = call.tensors("self"), call.tensors("index")
+    slice_size = bytes_of(target) // max(1, target.shape[call["dim"]]) if target.dim() else bytes_of(target)
+    written = min(index.numel() * slice_size, bytes_of(target))
+    found = [Operand(target, 0, written), Operand(index, bytes_of(index))]
+    if call.results and identity(call.results[0]) != identity(target):  # not in place: a copy too
+        found = [Operand(target, bytes_of(target)), found[1], Operand(call.results[0], 0, bytes_of(target))]
+    return found
+
+
+def _indexed_elements(target: Tensor, indices: Sequence[Tensor | None]) -> int:
+    given = [index for index in indices if index is not None]
+    named = math.prod(torch.broadcast_shapes(*(index.shape for index in given)))
+    rest = [size for dim, size in enumerate(target.shape) if dim >= len(indices) or indices[dim] is None]
+    return named * math.prod(rest)
+
+
+def _convolution_backward(call: Call) -> list[Operand]:
+    """The input is read for the weight's gradient only, the weight for the input's only."""
+    for_input, for_weight, _ = call["output_mask"]
+    unread = [name for name, wanted in (("weight", for_input), ("input", for_weight)) if not wanted]
+    return whole(call, unread=unread)
+
+
+def _norm_backward(call: Call) -> list[Operand]:
+    mask = call["output_mask"]
+    return whole(call, unread=() if mask is None or mask[0] or mask[1] else ("input",))
+
+
+def _batch_norm(call: Call) -> list[Operand]:
+    """Running statistics are changed in training, whatever the schema says."""
+    found = whole(call)
+    running = {identity(t) for n in ("running_mean", "running_var") for t in call.tensors(n)}
+    training = call["training"] is not False and call["train"] is not False
+    for operand in found:
+        if operand.tensor is not None and identity(operand.tensor) in running:
+            operand.written = operand.read if training else 0
+    return found
+
+
+def _batch_norm_backward(call: Call) -> list[Operand]:
+    """In training the batch's own statistics are read, not the running ones."""
+    running = ("running_mean", "running_var") if call["train"] else ("save_mean", "save_invstd")
+    needs_input = call["output_mask"][0] or call["output_mask"][1]
+    return whole(call, unread=running if needs_input else (*running, "input"))
+
+
+def _fused_optimizer(call: Call) -> list[Operand]:
+    """Gradients are marked as changed, and are only if there is a scale to take out of them."""
+    kept = ["state_steps"] if call["grad_scale"] is not None else ["state_steps", "grads"]
+    unread = ["momentum_buffer_list"] if call["is_first_step"] else []
+    return whole(call, unread=unread, kept=kept)
+
+
+_RULES: dict[str, Rule] = {
+    "embedding": _gathered,
+    "index": _gathered,
+    "index_select": _gathered,
+    "gather": _gathered,
+    "take": _gathered,
+    "nll_loss_forward": _nll_loss,
+    "nll_loss2d_forward": _nll_loss,
+    "index_put": _scattered(reads=False),
+    "_index_put_impl": _scattered(reads=False),
+    "_unsafe_index_put": _scattered(reads=False),
+    "scatter": _scattered(reads=False),
+    "index_copy": _scattered(reads=False),
+    "index_fill": _filled,
+    "index_add": _scattered(reads=True),
+    "scatter_add": _scattered(reads=True),
+    "convolution_backward": _convolution_backward,
+    "native_group_norm_backward": _norm_backward,
+    "native_batch_norm_backward": _batch_norm_backward,
+    "bernoulli": lambda call: whole(call, unread=("self",) if call["p"] is not None else ()),
+    "cudnn_batch_norm_backward": whole,
+    "native_batch_norm": _batch_norm,
+    "_native_batch_norm_legit": _batch_norm,
+    "_batch_norm_with_update": _batch_norm,
+    "cudnn_batch_norm": _batch_norm,
+    **dict.fromkeys(("_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad"), _fused_optimizer),
+}
