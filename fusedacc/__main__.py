@@ -7,8 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from . import info
-from .commands import bench
+from .commands import bench, info
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 from typing import Any
 
 import torch
 
-from .kernels import dtypes, grain_size, library, matmul_ways, native_module, reference, registry, tuning
-from .nn import small
-from .optimizer import AccumulatingOptimizer
+from ..kernels import dtypes, grain_size, library, matmul_ways, native_module, reference, registry, tuning
+from ..nn import small
+from ..optimizer import AccumulatingOptimizer
+from .bench.conditions import version
 
 _ELEMENTS = 1000
 _SCALE = 0.3
@@ -24,13 +24,6 @@ def devices() -> list[torch.device]:
     if torch.backends.mps.is_available():
         found.append(torch.device("mps"))
     return found
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def try_pair(
@@ -143,10 +136,10 @@ def collect() -> dict[str, Any]:
     if problem is None:
         built |= library.built_with()
     return {
-        "fusedacc": _version("fusedacc"),
+        "fusedacc": version("fusedacc"),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": _version("triton"),
+        "triton": version("triton"),
         "threads": torch.get_num_threads(),
         "library": built,
         "hooks": _hooks(),

@@ -14,7 +14,8 @@ import torch
 from answers import trials
 
 import fusedacc
-from fusedacc import __main__, info
+from fusedacc import __main__
+from fusedacc.commands import info
 from fusedacc.kernels import grain_size, library, matmul_ways, native_module, registry, tuning
 from fusedacc.nn import small
 
