@@ -100,17 +100,17 @@ wheel: $(BUILT)  ## build the wheel into dist/, and try it in an empty environme
 	cd build/wheel-env && bin/python -m fusedacc info && bin/python ../../.ci/try_wheel.py
 
 bench: $(BUILT)  ## measure: seven minutes on two cores; rows go to benchmarks/results/results.csv (BENCH=... passes options)
-	$(PYTHON) benchmarks/run_all.py $(BENCH)
+	$(PYTHON) -m benchmarks.run_all $(BENCH)
 
 bench-full: $(BUILT)  ## the whole sweep: every size, dtype and model
-	$(PYTHON) benchmarks/run_all.py --full $(BENCH)
+	$(PYTHON) -m benchmarks.run_all --full $(BENCH)
 
 bench-machines: $(BUILT)  ## training on real models, on this machine and on lesser ones that it emulates: an hour, goes on where it was cut off
-	$(PYTHON) benchmarks/machines.py $(MACHINES)
+	$(PYTHON) -m benchmarks.machines.run $(MACHINES)
 
 figures: $(BUILT)  ## the newest results as plots in docs/figures, tables in docs/figures.md and the README
-	$(PYTHON) benchmarks/plot.py
-	$(PYTHON) benchmarks/readme_figures.py
+	$(PYTHON) -m benchmarks.report.plot
+	$(PYTHON) -m benchmarks.report.readme_tables
 
 clean:  ## remove everything the other targets made
 	rm -rf .venv .venv-integrations build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -111,7 +111,7 @@ build() { # build SECONDS
 }
 
 gpu_tests() { # gpu_tests SECONDS: eight at a time where pytest-xdist is there
-  local paths=(tests/cuda tests/test_contract_optimizers.py tests/test_bench_kernels.py tests/test_bench_training.py)
+  local paths=(tests/cuda tests/test_contract_optimizers.py tests/benchmarks)
   local parallel=()
   "$PYTHON" -c 'import xdist' 2>/dev/null && parallel=(-n 8)
   step tests "$1" "$PYTHON" -m pytest -q -rs --durations=10 -p no:cacheprovider ${parallel[@]+"${parallel[@]}"} \
@@ -121,8 +121,8 @@ gpu_tests() { # gpu_tests SECONDS: eight at a time where pytest-xdist is there
 variants() { # variants SECONDS
   step variants "$1" bash -c '
 set -e
-for model in resnet50 gpt2; do "$PYTHON" benchmarks/parameter_lists.py $model >"$0/$model"; done
-nvcc -O3 -std=c++17 -fmad=false -arch=native benchmarks/gpu_variants.cu -o "$0/variants"
+for model in resnet50 gpt2; do "$PYTHON" -m benchmarks.contestants.model_shapes $model >"$0/$model"; done
+nvcc -O3 -std=c++17 -fmad=false -arch=native benchmarks/suites/gpu_variants.cu -o "$0/variants"
 "$0/variants" "$0/resnet50" "$0/gpt2"' "$scratch"
 }
 
@@ -152,7 +152,7 @@ sanitize() { # sanitize TOOL SECONDS
 figures() { # figures NAME SECONDS [OPTION...]
   local name=$1 limit=$2
   shift 2
-  step "$name" "$limit" "$PYTHON" "benchmarks/$name.py" --device cuda ${effort[@]+"${effort[@]}"} "$@" \
+  step "$name" "$limit" "$PYTHON" -m "benchmarks.suites.$name" --device cuda ${effort[@]+"${effort[@]}"} "$@" \
     --results "$OUT/results.csv"
 }
 

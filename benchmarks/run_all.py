@@ -1,6 +1,6 @@
 """Every benchmark as one run: `make bench` (seven minutes on two cores) and `make bench-full`.
 
-    python benchmarks/run_all.py [--quick | --full] [--only kernels,models]
+    python -m benchmarks.run_all [--quick | --full] [--only kernels,models]
 
 Rows are on the disk as soon as they are measured, whatever comes after. Exit status: 0; 1 where a benchmark
 failed, and the others ran; 130 where it was interrupted.
@@ -12,10 +12,12 @@ import importlib
 import sys
 import traceback
 
-from common import Results, arguments, chosen, effort, results
 from tqdm import tqdm
 
-#: Modules with `figures(results, effort)`. First those that the README's head is made from.
+from .harness.command import INTERRUPTED, arguments, chosen, effort, results
+from .harness.results import Results, first_line
+
+#: Suites, each with `figures(results, effort)`. First those that the README's head is made from.
 BENCHMARKS = (
     "models",
     "update",
@@ -27,7 +29,6 @@ BENCHMARKS = (
     "wrapper_window",
     "peak_memory",
 )
-INTERRUPTED = 130
 
 
 def run(names: list[str], kept: Results, effort: str) -> dict[str, str]:
@@ -37,12 +38,11 @@ def run(names: list[str], kept: Results, effort: str) -> dict[str, str]:
     for name in bar:
         bar.set_postfix_str(name)
         try:
-            importlib.import_module(name).figures(kept, effort)
+            importlib.import_module(f"benchmarks.suites.{name}").figures(kept, effort)
         except Exception as error:
             with tqdm.external_write_mode(file=sys.stderr):
                 traceback.print_exc()
-            text = str(error).strip()
-            failed[name] = ": ".join(filter(None, (type(error).__name__, text.partition("\n")[0])))
+            failed[name] = first_line(error)
     return failed
 
 

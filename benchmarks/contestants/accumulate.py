@@ -11,15 +11,16 @@ import functools
 import importlib.util
 from collections.abc import Callable, Iterable, Sequence
 
-import common
 import torch
-from common import first_line
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fusedacc.functional import prepare, scale_accumulate_
 from fusedacc.kernels import registry
 from fusedacc.kernels.dtypes import computation_dtype
+
+from ..harness import measure
+from ..harness.results import first_line
 
 Make = Callable[[Sequence[Tensor], Sequence, float], Callable[[], object]]
 
@@ -259,13 +260,13 @@ def apex_axpby(accumulators: Sequence[Tensor], gradients: Sequence[Tensor], scal
     return lambda: multi_tensor_applier(amp_C.multi_tensor_axpby, overflow, lists, 1.0, scale, 1)
 
 
-COPY, TRIAD = common.PEAK
+COPY, TRIAD = measure.PEAK
 PEAK = (
     Provider(COPY, "out.copy_(a), one tensor of as many elements", copy, times_accumulators(2)),
     Provider(TRIAD, "torch.add(a, b, alpha=s, out=a), likewise", triad, times_accumulators(3)),
 )
 
-_OPTIMI = "accumulates into the optimizer's state, so has no sum to compare: see benchmarks/models.py"
+_OPTIMI = "accumulates into the optimizer's state, so has no sum to compare: see benchmarks/suites/models.py"
 _ENGINE = "adds only inside its weight-gradient product: see the product cases"
 
 ACCUMULATE = {

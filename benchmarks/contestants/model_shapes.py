@@ -1,6 +1,6 @@
-"""The parameters of real models, names and shapes: `parameter_lists/MODEL.csv`, in order of registration.
+"""The parameters of real models, names and shapes: `shapes/MODEL.csv`, in order of registration.
 
-    python benchmarks/parameter_lists.py MODEL
+    python -m benchmarks.contestants.model_shapes MODEL
 
 prints each parameter's number of elements, for `gpu_variants.cu`.
 """
@@ -17,7 +17,7 @@ import torch
 
 from fusedacc.commands.bench.conditions import available_memory
 
-FOLDER = Path(__file__).resolve().parent / "parameter_lists"
+FOLDER = Path(__file__).resolve().parent / "shapes"
 NAMES = ("resnet50", "vit_b_16", "bert_base", "gpt2", "gpt2_xl", "llama3_8b", "mixtral_8x7b")
 
 #: Of the memory that is free, what an estimate may fill.
@@ -98,7 +98,7 @@ def _millions(count: int) -> str:
 
 def main() -> None:
     if len(sys.argv) != 2:
-        raise SystemExit(f"usage: parameter_lists.py MODEL, one of {', '.join(NAMES)}")
+        raise SystemExit(f"usage: model_shapes MODEL, one of {', '.join(NAMES)}")
     for _, shape in load(sys.argv[1]):
         print(math.prod(shape))
 

@@ -11,10 +11,11 @@ import inspect
 from collections.abc import Callable, Sequence
 
 import torch
-from providers import PEAK, Provider, loop, needs_cuda
 from torch import Tensor
 
 from fusedacc.functional import prepare
+
+from .accumulate import PEAK, Provider, loop, needs_cuda
 
 
 def apex_product(accumulators: Sequence[Tensor], gradients: Sequence[tuple[Tensor, Tensor]], scale: float):

@@ -1,21 +1,21 @@
-"""The ways to train that benchmarks/training.py compares. Each is the demo's loop, cut at its phases."""
+"""The ways to train that suites/training.py compares. Each is the demo's loop, cut at its phases."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from machine import ROOT
 from torch import Tensor
 
 import fusedacc
+from examples.demo.loops import Batches, Config
 
-sys.path.insert(0, str(ROOT / "examples"))
-from demo.loops import Batches, Config
+from ..harness.peak_by_kind import Look, peak_by_kind
+from .stock import adder, sum_in
 
 PHASES = ("forward", "backward", "accumulate", "update")
 #: Called with a phase's name, gives the context that the phase runs in.
@@ -106,7 +106,7 @@ class MixedAdd(ByHand):
     def __init__(self, config: Config, fused: bool) -> None:
         super().__init__(config, fused)
         for parameter, total in zip(self.parameters, self.accumulators, strict=True):
-            parameter.register_post_accumulate_grad_hook(_adder(total))
+            parameter.register_post_accumulate_grad_hook(adder(total))
 
     def backward(self, loss: Tensor) -> None:
         (loss / self.config.steps).backward()
@@ -115,31 +115,17 @@ class MixedAdd(ByHand):
         """The hooks have."""
 
 
-def _adder(total: Tensor) -> Callable[[Tensor], None]:
-    def add(parameter: Tensor) -> None:
-        total.add_(parameter.grad)
-        parameter.grad = None
-
-    return add
-
-
 class GradDtype(Loop):
     """bfloat16 parameters, and float32 sums that autograd keeps in p.grad; cast at the update."""
 
     def __init__(self, config: Config, fused: bool) -> None:
         super().__init__(config, fused)
-        self._sum_in(F32)
+        sum_in(self.parameters, F32)
 
     def step(self) -> None:
-        self._sum_in(BF16)
+        sum_in(self.parameters, BF16)
         super().step()
-        self._sum_in(F32)
-
-    def _sum_in(self, dtype: torch.dtype) -> None:
-        for parameter in self.parameters:
-            gradient, parameter.grad = parameter.grad, None
-            parameter.grad_dtype = dtype
-            parameter.grad = None if gradient is None else gradient.to(dtype)
+        sum_in(self.parameters, F32)
 
 
 class Wrapped(Loop):
@@ -201,6 +187,25 @@ class Way:
 
     def make(self, config: Config) -> Loop:
         return self.kind(config, self.fused)
+
+    def peak(self, config: Config, data: Sequence[Batches]) -> dict[str, int]:
+        """Bytes by kind at the peak, from the making of the loop through an update for each of `data`."""
+        return peak_by_kind(functools.partial(self.watch, config, data), config.device)
+
+    def watch(self, config: Config, data: Sequence[Batches], look: Look) -> None:
+        """Trains, and looks where the tensors lie after every phase and inner update."""
+        loop = self.make(config)
+        hook = loop.inner.register_step_post_hook(lambda *_: look(loop.held()))
+
+        @contextlib.contextmanager
+        def phase(name: str) -> Iterator[None]:
+            yield
+            look(loop.held())
+
+        look(loop.held())
+        for of_one_update in data:
+            loop.update(of_one_update, phase)
+        hook.remove()  # it refers to the loop, whose memory must go with the last name of it
 
 
 BASELINE = Way("no accumulation, no update", NothingAccumulated)

@@ -8,15 +8,11 @@ import platform
 import subprocess
 from pathlib import Path
 
-# Threads stay on their cores. Read by OpenMP when torch loads it, so before the import.
-os.environ.setdefault("OMP_PROC_BIND", "true")
-os.environ.setdefault("OMP_PLACES", "cores")
-
 import torch
 
 from fusedacc.commands.bench.conditions import cpu_name, version
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def environment(device: torch.device | str = "cpu") -> dict[str, str]:

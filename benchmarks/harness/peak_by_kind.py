@@ -11,12 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would write into the progress bar
 
 import torch
 from torch import Tensor

@@ -1,8 +1,7 @@
-"""What every benchmark shares: variants timed in turns, rows that are safe once measured, a table."""
+"""Rows that are safe once they are measured, and their table."""
 
 from __future__ import annotations
 
-import argparse
 import csv
 import dataclasses
 import io
@@ -10,28 +9,16 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import machine  # before torch, for the threads
 import torch
-from tqdm import tqdm
 
-from fusedacc.commands.bench.timing import Timer, cpu_timer, quantile
+from fusedacc.commands.bench.timing import quantile
+
+from . import machine
 
 RESULTS = machine.ROOT / "benchmarks" / "results" / "results.csv"
-#: Variants of these names measure the machine: the peak is the faster of them.
-PEAK = ("copy", "triad")
-
-
-@dataclasses.dataclass(frozen=True)
-class Goal:
-    """To be `at_least` so many times as fast as the variant `against` (0: no goal, only the ratio),
-    in bytes per second if `by_bandwidth`, else in calls per second."""
-
-    against: str
-    at_least: float = 0.0
-    by_bandwidth: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,23 +31,6 @@ class Case:
     mode: str = ""
     shapes: str = ""
     dtypes: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Variant:
-    """One way to do the work.
-
-    `bytes`: read and written by one call, each operand counted once (0: show no bandwidth). `launches`:
-    operators (CPU) or kernels (CUDA) of one call. `host_us`: see `Row`. `note`: what a reader must know.
-    """
-
-    name: str
-    run: Callable[[], object]
-    bytes: int = 0
-    goals: tuple[Goal, ...] = ()
-    launches: int | None = None
-    host_us: float | None = None
-    note: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,115 +87,32 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:160]}"
 
 
-# Timing
-
-
-def event_timer(run: Callable[[], object], calls: int) -> float:
-    """Seconds per call on the device, by CUDA events.
-
-    A first call fills the queue, so that the host is ahead; a host that cannot keep up shows as the time it
-    takes.
-    """
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    run()
-    start.record()
-    for _ in range(calls):
-        run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3 / calls
-
-
-def timer_for(device: torch.device | str) -> Timer:
-    return event_timer if torch.device(device).type == "cuda" else cpu_timer
-
-
-def in_turns(
-    runs: Mapping[str, Callable[[], object]],
-    rounds: int,
-    what: str,
-    calls: int = 1,
-    timer: Timer = cpu_timer,
-) -> dict[str, list[float]]:
-    """Seconds of each in each round, by name: once per round, after one untimed round. The order turns with
-    each round, and runs backwards in every second one, so that none always follows the same other. `what`:
-    is shown beside the progress.
-    """
-    if rounds < 1:
-        raise ValueError(f"rounds must be at least 1; got {rounds}")
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    names = list(runs)
-    for index in progress(range(-1, rounds), what, "round"):
-        turn = index % len(names)
-        order = names[turn:] + names[:turn]
-        for name in reversed(order) if index % 2 else order:
-            seconds = timer(runs[name], calls)
-            if index >= 0:
-                times[name].append(seconds)
-    return times
-
-
-def measure(
-    case: Case,
-    variants: Sequence[Variant],
-    rounds: int,
-    calls: int = 1,
-    timer: Timer = cpu_timer,
-) -> list[Row]:
-    """Rows of the times that `in_turns` finds."""
-    times = in_turns({variant.name: variant.run for variant in variants}, rounds, case.case, calls, timer)
-    moved = {variant.name: variant.bytes for variant in variants}
-    peaks = [moved[name] / statistics.median(times[name]) for name in PEAK if name in moved]
-    rows = []
-    for variant in variants:
-        own = times[variant.name]
-        median = statistics.median(own)
-        figure = row(
-            case,
-            variant.name,
-            median=1e6 * median,
-            p20=1e6 * quantile(own, 0.2),
-            p80=1e6 * quantile(own, 0.8),
-            rounds=rounds,
-            launches=variant.launches,
-            host_us=variant.host_us,
-            note=variant.note,
-        )
-        if variant.bytes:
-            bandwidth = variant.bytes / median
-            share = 100 * bandwidth / max(peaks) if peaks else None
-            figure = dataclasses.replace(
-                figure, bytes=variant.bytes, gb_per_s=bandwidth / 1e9, percent_of_peak=share
-            )
-        rows += [_against(figure, goal, times, moved) for goal in variant.goals] or [figure]
-    return rows
-
-
-def _against(figure: Row, goal: Goal, times: dict[str, list[float]], moved: dict[str, int]) -> Row:
-    pairs = zip(times[goal.against], times[figure.provider], strict=True)
-    speedup = statistics.median(base / own for base, own in pairs)
-    if goal.by_bandwidth:
-        speedup *= moved[figure.provider] / moved[goal.against]
-    return dataclasses.replace(
-        figure,
-        against=goal.against + (" (bytes/s)" if goal.by_bandwidth else ""),
-        speedup=speedup,
-        goal=goal.at_least or None,
-        reached=reached(speedup, goal.at_least),
-    )
-
-
 def reached(value: float | None, goal: float) -> str:
     return "" if value is None or not goal else "yes" if value >= goal else "no"
 
 
-def progress(items: Iterable, what: str, unit: str) -> Iterable:
-    """A bar on standard error, gone when it is done."""
-    return tqdm(items, desc=what, unit=unit, dynamic_ncols=True, leave=False)
+def spread(seconds: Sequence[float], scale: float = 1.0) -> dict[str, float | int]:
+    """The columns of what was seen in each round."""
+    scaled = [scale * value for value in seconds]
+    return {
+        "median": statistics.median(scaled),
+        "p20": quantile(scaled, 0.2),
+        "p80": quantile(scaled, 0.8),
+        "rounds": len(scaled),
+    }
 
 
-# Rows that are kept
+def at_most(
+    limit: float, found: float, against: str = "limit", tolerance: float = 0.0
+) -> dict[str, str | float]:
+    """The columns of a figure that is to be at most `limit`, or above it by a share of `tolerance`."""
+    room = limit / found
+    return {
+        "against": against,
+        "speedup": room,
+        "goal": 1.0,
+        "reached": reached(room, 1.0 - tolerance),
+    }
 
 
 class Results:
@@ -359,45 +246,6 @@ def table(rows: Sequence[Row]) -> str:
 
 def _figure(value: float | None) -> str:
     return "" if value is None else f"{value:.1f}" if abs(value) < 1e6 else f"{value:.3g}"
-
-
-# The command line
-
-
-def arguments(description: str | None) -> argparse.ArgumentParser:
-    """A parser with what every benchmark takes: --quick, --full, --results, --device."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    sweep = parser.add_mutually_exclusive_group()
-    sweep.add_argument("--quick", action="store_true", help="tiny sizes, to try it: nothing is recorded")
-    sweep.add_argument("--full", action="store_true", help="the whole sweep, not the one of seven minutes")
-    parser.add_argument(
-        "--results", type=Path, default=RESULTS, help="the CSV that rows are appended to (%(default)s)"
-    )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    return parser
-
-
-def effort(options: argparse.Namespace) -> str:
-    """How much to measure: "quick", "short" (make bench: seven minutes for all) or "full"."""
-    return "quick" if options.quick else "full" if options.full else "short"
-
-
-def results(options: argparse.Namespace) -> Results:
-    return Results(None if options.quick else options.results, options.device)
-
-
-def chosen(text: str | None, allowed: Sequence[str], what: str) -> list[str]:
-    """The names in a comma-separated list; all where there is none.
-
-    Raises SystemExit, with what is allowed, for any other name.
-    """
-    names = [name.strip() for name in text.split(",")] if text else list(allowed)
-    unknown = [name for name in names if name not in allowed]
-    if unknown:
-        raise SystemExit(f"unknown {what} {', '.join(map(repr, unknown))}; allowed: {', '.join(allowed)}")
-    return names
 
 
 def count(elements: float) -> str:

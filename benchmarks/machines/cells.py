@@ -8,11 +8,11 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from common import read
-from machine import ROOT
-from machines_kinds import MACHINES
-from machines_loops import MODEL, PLAIN, PRECISIONS
-from zoo import LAYERS
+from ..harness.machine import ROOT
+from ..harness.results import read
+from .emulated import MACHINES
+from .loops import MODEL, PLAIN, PRECISIONS
+from .zoo import LAYERS
 
 RESULTS = ROOT / "benchmarks" / "results" / "machines.csv"
 STOCK = "stock"
@@ -27,8 +27,9 @@ ROOM, SHARE = 1_000_000, 0.01
 #: again.
 BUSY = 0.1
 #: What a figure depends on beside the machine, and a rerun measures again when it has changed.
-SOURCES = ("fusedacc/**/*.py", "csrc/**/*", "benchmarks/machines*.py", "benchmarks/zoo/*.py")
-SOURCES += ("benchmarks/training_loops.py", "examples/demo/model.py")
+SOURCES = ("fusedacc/**/*.py", "csrc/**/*", "benchmarks/machines/**/*.py")
+SOURCES += ("benchmarks/contestants/training_loops.py", "benchmarks/contestants/stock.py")
+SOURCES += ("examples/demo/model.py",)
 
 Key = tuple[str, str, str]
 #: Of the CSV, as text by column.

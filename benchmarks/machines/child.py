@@ -1,10 +1,9 @@
-"""Measures the cells of one model in this process, which machines.py has started as one of its machines."""
+"""Measures the cells of one model in this process, which run.py has started as one of its machines."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import gc
 import os
 import statistics
@@ -14,19 +13,18 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-import common  # before torch, for the threads
 import torch
-from common import Results, first_line, in_turns, quantile
-from machines_cells import COLUMNS, LOOPS, STOCK, Row, ratio, sources
-from machines_kinds import MACHINES, effects
-from machines_loops import OURS, PRECISIONS, STOCK_WAYS, Training
-from peak_kinds import peak_by_kind
 from tqdm import tqdm
-from training import watch
-from training_loops import Way
-from zoo import entries
 
 from fusedacc.commands.bench.timing import interval
+
+from ..contestants.training_loops import Way
+from ..harness.measure import in_turns, progress
+from ..harness.results import Results, first_line, spread
+from .cells import COLUMNS, LOOPS, STOCK, Row, ratio, sources
+from .emulated import MACHINES, effects
+from .loops import OURS, PRECISIONS, STOCK_WAYS, Training
+from .zoo import entries
 
 #: The least and the most rounds that are timed: of fewer than seven the interval is no 95 %.
 ROUNDS = (7, 101)
@@ -93,7 +91,7 @@ def cell(training: Training, seconds: float, what: str) -> list[Row]:
     stock = STOCK_WAYS[training.precision]
     training = dataclasses.replace(training, steps=micro_batches(training, seconds))
     turns = {way.name: Turn(way, training) for way in (*stock, *OURS)}
-    for turn in common.progress(turns.values(), f"{what}, first windows", "loop"):
+    for turn in progress(turns.values(), f"{what}, first windows", "loop"):
         turn()  # what is compiled, tried and allocated once takes no part of the time
     end = time.perf_counter() + seconds
     theirs = {way.name: turns[way.name] for way in stock}
@@ -124,10 +122,7 @@ def cell(training: Training, seconds: float, what: str) -> list[Row]:
                 loop=name,
                 shapes=training.entry.shapes,
                 steps=training.steps,
-                rounds=len(pairs),
-                median=1e6 * statistics.median(times[name]),
-                p20=1e6 * quantile(times[name], 0.2),
-                p80=1e6 * quantile(times[name], 0.8),
+                **spread(times[name], 1e6),
                 way=best.name,
                 ratio=statistics.median(pairs),
                 low=low,
@@ -144,7 +139,7 @@ def peak(way: Way, training: Training) -> int:
     """Live bytes through two updates of two micro-batches."""
     training = dataclasses.replace(training, steps=2)
     data = [training.window(number) for number in range(2)]
-    return sum(peak_by_kind(functools.partial(watch, way, training, data), torch.device("cpu")).values())
+    return sum(way.peak(training, data).values())
 
 
 def measure(

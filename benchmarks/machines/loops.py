@@ -1,4 +1,4 @@
-"""The loops that machines.py compares, by precision: those of training_loops.py on the zoo, with clipping."""
+"""The loops that are compared, by precision: contestants/training_loops.py on the zoo, with clipping."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from training_loops import BF16, F32, GradDtype, InsideBackward, Loop, Way, Wrapped
-from zoo import Entry
+
+from ..contestants.training_loops import BF16, F32, GradDtype, InsideBackward, Loop, Way, Wrapped
+from .zoo import Entry
 
 MAX_NORM = 1.0
 STEPS = 8

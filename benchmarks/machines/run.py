@@ -1,6 +1,6 @@
 """Training on real models against the best stock loop, on this machine and on lesser ones that it emulates.
 
-Machines (machines_kinds.py) are environment variables for a fresh process, which looks at what took effect.
+Machines (emulated.py) are environment variables for a fresh process, which looks at what took effect.
 On each, every model of zoo/ is trained in four precisions by the fastest of stock's exact loops, by fusedacc,
 and by fusedacc with `model=`; all with the fused AdamW, clipping, and windows of eight micro-batches (fewer
 where one takes too long). A cell, one model in one precision on one machine, is a few rows of
@@ -10,7 +10,7 @@ that other processes disturbed. All are measured anew when the sources or the ve
 A loop falls short where the upper end of the 95 % interval of its median ratio is below 0.98; `model=` is to
 be at least 1.05 in the median over all cells; no peak may be above stock's by more than 1 MB and 1 %.
 
-    python benchmarks/machines.py [--quick] [--only native/gpt-*/float32,avx2] [--minutes 55] [--report]
+    python -m benchmarks.machines.run [--quick] [--only native/gpt-*/float32,avx2] [--minutes 55] [--report]
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ from pathlib import Path
 # Else this process is pinned to a core when torch is loaded, and what it starts is with it.
 os.environ["OMP_PROC_BIND"] = "false"
 
-from common import Results
-from machine import ROOT
-from machines_cells import COLUMNS, RESULTS, STOCK, Key, Row, disturbed, finished, report, sources
-from machines_kinds import MACHINES, flags
-from machines_loops import PRECISIONS
-from run_all import INTERRUPTED
-from zoo import entries
+from ..harness.command import INTERRUPTED
+from ..harness.machine import ROOT
+from ..harness.results import Results
+from .cells import COLUMNS, RESULTS, STOCK, Key, Row, disturbed, finished, report, sources
+from .emulated import MACHINES, flags
+from .loops import PRECISIONS
+from .zoo import entries
 
+#: What measures the cells of a model in a process of its own.
+CHILD = "benchmarks.machines.child"
 #: What a process takes before it measures, and a cell beside its timing, in seconds.
 START, BESIDE = 5.0, 3.0
 #: A cell is timed for at most and for at least so long.
@@ -116,13 +118,14 @@ def run(
     quick: bool,
 ) -> None:
     """One process, which writes its rows itself; if it breaks down, a row that says so."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "machines_child.py"), "--machine", name]
-    command += ["--model", model, "--precisions", ",".join(precisions), "--seconds", f"{seconds:.2f}"]
-    command += ["--results", str(kept.path)] if kept.path else []
+    command = [sys.executable, "-m", CHILD, "--machine", name, "--model", model]
+    command += ["--precisions", ",".join(precisions), "--seconds", f"{seconds:.2f}"]
+    command += ["--results", str(kept.path.resolve())] if kept.path else []
     command += ["--quick"] if quick else []
     digest = sources()
+    environment = KINDS[name].environment(caches, digest)
     try:
-        status = subprocess.run(command, env=KINDS[name].environment(caches, digest), timeout=HUNG).returncode
+        status = subprocess.run(command, cwd=ROOT, env=environment, timeout=HUNG).returncode
         why = f"its process ended with {status}" if status else ""
     except subprocess.TimeoutExpired:
         why = f"its process took longer than {HUNG} seconds"

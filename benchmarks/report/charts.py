@@ -5,8 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-import common
-from drawing import (
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from ..harness import results
+from ..harness.measure import PEAK
+from .headline import MODE, MODEL, ROLES, TITLES, against_best, headline
+from .plot_style import (
     BLUE,
     FAINT,
     GREEN,
@@ -23,10 +29,6 @@ from drawing import (
     finish,
     label_ends,
 )
-from headline import MODE, MODEL, ROLES, TITLES, against_best, headline
-from matplotlib import pyplot as plt
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 PARTS = {
     "weight gradients": GREY,
@@ -72,15 +74,15 @@ def newest(rows: Sequence[Row], benchmark: str, wanted: Callable[[Row], object],
     """The rows that are wanted, of the last run that has such; none of what could not run."""
     own = [row for row in rows if row["benchmark"] == benchmark and row["median"] and wanted(row)]
     if not own:
-        raise NoRows(f"there are no rows of benchmarks/{benchmark}.py with {what}")
-    return common.newest(own, benchmark)
+        raise NoRows(f"there are no rows of benchmarks/suites/{benchmark}.py with {what}")
+    return results.newest(own, benchmark)
 
 
 def bytes_per_parameter(rows: Sequence[Row]) -> Figure:
     """A bar per setting and way, stacked by part; ours is told against the best of stock."""
     found = headline(rows)
     if not found:
-        raise NoRows("there are no rows of benchmarks/models.py with a counted window of 8")
+        raise NoRows("there are no rows of benchmarks/suites/models.py with a counted window of 8")
     figure, axes = plt.subplots(figsize=(10.5, 6.4))
     bars = Bars(axes, max(counted.total for counted in found))
     for title in dict.fromkeys(counted.title for counted in found):
@@ -112,7 +114,7 @@ def bandwidth(rows: Sequence[Row]) -> Figure:
     wanted = ("bfloat16 into float32", "float32 into float32")
     pairs = [pair for pair in wanted if len({elements(row) for row in own if row["dtypes"] == pair}) > 1]
     if not pairs:
-        raise NoRows("the newest rows of benchmarks/kernels.py with one tensor have no two sizes")
+        raise NoRows("the newest rows of benchmarks/suites/kernels.py with one tensor have no two sizes")
     size = (1.5 + 5.5 * len(pairs), 5.4)
     figure, panels = plt.subplots(1, len(pairs), figsize=size, sharey=True, squeeze=False)
     top = 0.0
@@ -145,7 +147,7 @@ def lines_of_pair(axes: Axes, own: Sequence[Row]) -> float:
     lines: dict[str, dict[int, float]] = {PEAK_LABEL: {}}
     for size in sizes:
         at = {row["provider"]: row for row in own if elements(row) == size}
-        lines[PEAK_LABEL][size] = max(float(at[name]["gb_per_s"]) for name in common.PEAK if name in at)
+        lines[PEAK_LABEL][size] = max(float(at[name]["gb_per_s"]) for name in PEAK if name in at)
         of = {name: row for name, row in at.items() if name in LINES}
         needed = min(float(row["bytes"]) for row in of.values())
         for name in of:
@@ -158,7 +160,7 @@ def lines_of_pair(axes: Axes, own: Sequence[Row]) -> float:
             style = {"color": colour, "marker": marker, "markersize": 5, "linewidth": width, "zorder": order}
         axes.plot(list(line), list(line.values()), label=name, **style)
     axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, [common.count(size) for size in sizes])
+    axes.set_xticks(sizes, [results.count(size) for size in sizes])
     axes.grid(axis="y", color=FAINT)
     axes.set_axisbelow(True)
     return max(value for line in lines.values() for value in line.values())
@@ -173,7 +175,7 @@ def speedup(rows: Sequence[Row]) -> Figure:
     for row in (row for row in own if row["provider"] == OURS and row["speedup"]):
         cases.setdefault((row["dtypes"], row["case"]), {})[row["against"]] = row
     if not cases:
-        raise NoRows(f"the newest rows of benchmarks/models.py time no {MODE} against stock")
+        raise NoRows(f"the newest rows of benchmarks/suites/models.py time no {MODE} against stock")
     settings = [dtypes for dtypes in TITLES if any(dtypes == of for of, _ in cases)]
     figure, axes = plt.subplots(figsize=(10.5, 1.6 + 0.42 * (len(cases) + len(settings))))
     longest = max(min(float(row["speedup"]) for row in found.values()) for found in cases.values())

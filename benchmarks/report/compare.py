@@ -1,6 +1,6 @@
 """What got slower, or larger, than noise between two results files: the newest run of each benchmark in each.
 
-    python benchmarks/compare.py OLD.csv NEW.csv [--threshold 5] [--by-time]
+    python -m benchmarks.report.compare OLD.csv NEW.csv [--threshold 5] [--by-time]
 
 A figure got worse if its median moved by more than the threshold and the ranges from p20 to p80 do not
 overlap. Bytes per parameter are counted and have no noise: there any change tells. Where both runs hold a
@@ -22,8 +22,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from common import COLUMNS, PEAK, newest
-from machine import CONDITIONS
+from ..harness.machine import CONDITIONS
+from ..harness.measure import PEAK
+from ..harness.results import COLUMNS, newest
 
 #: What makes a figure the same figure. Not `against`: rows that differ in it alone repeat one figure.
 KEY = ("benchmark", "case", "provider", "mode", "shapes", "dtypes", "metric", "unit")

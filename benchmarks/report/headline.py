@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from common import newest
+from ..harness.results import newest
 
 MODE = "window k=8"
 CASE = "counted"

@@ -1,18 +1,19 @@
-"""The plot of machines.py: the speed of every cell against stock's, by machine."""
+"""The plot of emulated machines: the speed of every cell against stock's, by machine."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from charts import NoRows
-from drawing import BLUE, FAINT, GREEN, INK, Row, finish
-from machines_cells import LEAST, latest, parsed
-from machines_kinds import MACHINES
-from machines_loops import MODEL, PLAIN, PRECISIONS
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MultipleLocator, NullFormatter, NullLocator
-from zoo import LAYERS
+
+from ..machines.cells import LEAST, latest, parsed
+from ..machines.emulated import MACHINES
+from ..machines.loops import MODEL, PLAIN, PRECISIONS
+from ..machines.zoo import LAYERS
+from .charts import NoRows
+from .plot_style import BLUE, FAINT, GREEN, INK, Row, finish
 
 COLOURS = {PLAIN: BLUE, MODEL: GREEN}
 MARKERS = dict(zip(PRECISIONS, ("o", "s", "^", "v"), strict=True))
@@ -23,7 +24,7 @@ def machines(lines: Sequence[Row]) -> Figure:
     lines = latest(lines)
     cells = [row for row in map(parsed, lines) if row.loop in COLOURS and row.model not in LAYERS]
     if not cells:
-        raise NoRows("there are no rows of benchmarks/machines.py")
+        raise NoRows("there are no rows of benchmarks/machines")
     shown = [machine for machine in MACHINES if any(row.machine == machine.name for row in cells)]
     figure, axes = plt.subplots(figsize=(10.5, 2.2 + 0.75 * len(shown)))
     models = list(dict.fromkeys(row.model for row in cells))

@@ -1,12 +1,12 @@
 """Draws the newest results: docs/figures/*.png and *.svg.
 
-    python benchmarks/plot.py [--results CSV] [--out docs/figures] [--only bytes,memory]
+    python -m benchmarks.report.plot [--results CSV] [--out docs/figures] [--only bytes,memory]
 
 - bytes: per parameter of one window by part, stock as written, best stock and ours (from models.py's rows);
 - bandwidth: of the bytes that accumulation needs, against size, beside a copy's (kernels.py);
 - speedup: a window's time on real models' parameter lists, best stock's over ours (models.py);
 - memory: the peak by kind while the demo trains (training.py);
-- machines: training speed of real models by emulated machine (machines.py, whose rows are in machines.csv
+- machines: training speed of real models by emulated machine (machines/, whose rows are in machines.csv
   beside the results).
 
 A plot whose rows are missing is skipped, and the reason is printed.
@@ -20,14 +20,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import charts
-import machines_chart
 import matplotlib
-from common import RESULTS, chosen, read
-from drawing import STYLE
-from machine import ROOT
-from machines_cells import RESULTS as MACHINES
 from matplotlib import pyplot as plt
+
+from ..harness.command import chosen
+from ..harness.machine import ROOT
+from ..harness.results import RESULTS, read
+from ..machines.cells import RESULTS as MACHINES
+from . import charts, machines_chart
+from .plot_style import STYLE
 
 CHARTS = {
     "bytes": charts.bytes_per_parameter,

@@ -1,6 +1,6 @@
 """Rewrites the tables of the README and of docs/figures.md from the newest rows: `make bench` first.
 
-    python benchmarks/readme_figures.py [--results CSV] [--readme README.md] [--page docs/figures.md]
+    python -m benchmarks.report.readme_tables [--results CSV] [--readme README.md] [--page docs/figures.md]
 
 Between their markers, in the README: bytes per parameter of one window, and the range of speeds over the
 machines of machines.csv, which is beside the results. On the page: that range by machine, and every figure
@@ -15,29 +15,30 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import headline
-import machines_cells
-import machines_loops
-from common import RESULTS, newest, read
-from machine import ROOT
-from run_all import BENCHMARKS
-from zoo import LAYERS
+from ..harness.machine import ROOT
+from ..harness.results import RESULTS, newest, read
+from ..machines import cells, loops
+from ..machines.zoo import LAYERS
+from ..run_all import BENCHMARKS
+from . import headline
 
 Row = dict[str, str]
 
-SPEED = ("<!-- speed: written by benchmarks/readme_figures.py -->", "<!-- end of speed -->")
-FIGURES = ("<!-- figures: written by benchmarks/readme_figures.py -->", "<!-- end of figures -->")
-BYTES = ("<!-- bytes: written by benchmarks/readme_figures.py -->", "<!-- end of bytes -->")
-MACHINES = ("<!-- machines: written by benchmarks/readme_figures.py -->", "<!-- end of machines -->")
+SPEED = ("<!-- speed: written by make figures -->", "<!-- end of speed -->")
+FIGURES = ("<!-- figures: written by make figures -->", "<!-- end of figures -->")
+BYTES = ("<!-- bytes: written by make figures -->", "<!-- end of bytes -->")
+MACHINES = ("<!-- machines: written by make figures -->", "<!-- end of machines -->")
 #: What one figure shares with the one it is held against.
 CASE = ("case", "mode", "shapes", "dtypes", "metric")
 
 
-def conditions(row: Row) -> str:
+def conditions(row: Row, command: str = "") -> str:
+    """`command`: what measured it; of a suite where none is given."""
+    command = command or f"python -m benchmarks.suites.{row['benchmark']}"
     parts = [row["date"][:10], f"commit {row['commit']}", row["device"], f"threads {row['threads']}"]
     parts += [f"allocator {row['allocator']}", f"torch {row['torch']}"]
     parts += [f"CUDA {row['cuda']}"] if row["cuda"] else []
-    return f"`python benchmarks/{row['benchmark']}.py`, {', '.join(parts)}:"
+    return f"`{command}`, {', '.join(parts)}:"
 
 
 def figure(row: Row) -> str:
@@ -68,7 +69,7 @@ def goals(rows: Sequence[Row]) -> str:
     for name in BENCHMARKS:
         with_goals = [row for row in rows if row["benchmark"] == name and row["goal"] and row["median"]]
         if not with_goals:
-            print(f"no figure with a goal from benchmarks/{name}.py", file=sys.stderr)
+            print(f"no figure with a goal from benchmarks/suites/{name}.py", file=sys.stderr)
             continue
         with_goals = newest(with_goals, name)
         own = [row for row in rows if row["benchmark"] == name and row["date"] == with_goals[-1]["date"]]
@@ -96,7 +97,7 @@ def window_bytes(rows: Sequence[Row]) -> str:
     """A row per setting, a column per way."""
     found = headline.headline(rows)
     if not found:
-        print("no bytes per parameter from benchmarks/models.py", file=sys.stderr)
+        print("no bytes per parameter from benchmarks/suites/models.py", file=sys.stderr)
         return ""
     about = found[0].row
     titles = ["stock, as written", "best of stock", "fusedacc", "against the best"]
@@ -117,42 +118,42 @@ def window_bytes(rows: Sequence[Row]) -> str:
     ]
     for title in dict.fromkeys(counted.title for counted in found):
         own = {counted.role: counted for counted in found if counted.title == title}
-        cells = []
+        told = []
         for role in (role for role in headline.ROLES if of_model or role != headline.MODEL):
             counted = own.get(role)
-            cells.append(cell(counted) if counted else "")
+            told.append(cell(counted) if counted else "")
             if role.startswith("ours"):
-                cells.append(headline.against_best(counted, own) if counted else "")
-        lines.append(f"| {' | '.join([title, *cells])} |")
+                told.append(headline.against_best(counted, own) if counted else "")
+        lines.append(f"| {' | '.join([title, *told])} |")
     return "\n".join(lines)
 
 
 def machines(lines: Sequence[Row]) -> str:
     """The range of each loop's speed by machine, from the newest rows."""
-    lines = machines_cells.latest(lines)
+    lines = cells.latest(lines)
     if not lines:
-        print("no speed from benchmarks/machines.py", file=sys.stderr)
+        print("no speed from benchmarks/machines", file=sys.stderr)
         return ""
-    rows = [machines_cells.parsed(line) for line in lines]
+    rows = [cells.parsed(line) for line in lines]
     models = len({row.model for row in rows if row.ratio} - LAYERS)
     about = (
         "Speed of training against the fastest exact loop of stock torch in the same precision, "
-        f"{models} models in {len(machines_loops.PRECISIONS)} precisions: medians of ratios within a round, "
+        f"{models} models in {len(loops.PRECISIONS)} precisions: medians of ratios within a round, "
         "the worst with its 95 % interval. All machines but the first two are emulated on the same processor."
     )
-    last = {**lines[-1], "benchmark": "machines", "threads": "as named"}
-    return f"{about}\n\n{conditions(last)}\n\n{machines_cells.markdown(rows)}"
+    last = {**lines[-1], "threads": "as named"}
+    return f"{about}\n\n{conditions(last, 'make bench-machines')}\n\n{cells.markdown(rows)}"
 
 
 def speed(lines: Sequence[Row]) -> str:
     """The range of speeds over all machines, in a sentence."""
-    lines = machines_cells.latest(lines)
+    lines = cells.latest(lines)
     if not lines:
         return ""
-    rows = [machines_cells.parsed(line) for line in lines]
+    rows = [cells.parsed(line) for line in lines]
     rows = [row for row in rows if row.ratio and row.model not in LAYERS]
     ranges = []
-    for loop in (machines_loops.PLAIN, machines_loops.MODEL):
+    for loop in (loops.PLAIN, loops.MODEL):
         own = [row.ratio for row in rows if row.loop == loop]
         ranges.append((min(own), max(own), statistics.median(own)))
     (low, high, median), (model_low, model_high, model_median) = ranges
@@ -161,7 +162,7 @@ def speed(lines: Sequence[Row]) -> str:
     return (
         f"Training as a whole ran at {low:.2f} to {high:.2f} times the speed of the best loop of stock "
         f"torch, {median:.2f} in the median, and with `model=` at {model_low:.2f} to {model_high:.2f} times, "
-        f"{model_median:.2f} in the median: {models} models in up to {len(machines_loops.PRECISIONS)} "
+        f"{model_median:.2f} in the median: {models} models in up to {len(loops.PRECISIONS)} "
         f"precisions on {machines} machines, of which {device} is the real one, and the others are emulated "
         f"on it ([by machine](docs/figures.md), commit {commit})."
     )
@@ -189,7 +190,7 @@ def main() -> None:
         rows = read(options.results)
     except FileNotFoundError as error:
         raise SystemExit(f"{error}: run `make bench` first") from None
-    beside = options.results.with_name(machines_cells.RESULTS.name)
+    beside = options.results.with_name(cells.RESULTS.name)
     of_machines = read(beside) if beside.exists() else []
     pages = {
         options.readme: ((BYTES, window_bytes(rows)), (SPEED, speed(of_machines))),

@@ -1,9 +1,10 @@
 """From how many bytes on a gradient is best added at once, on a GPU: windows of one model, by that limit.
 
-    python benchmarks/at_once.py [--model gpt2] [--mebibytes 1,16,32]
+    python -m benchmarks.suites.at_once [--model gpt2] [--mebibytes 1,16,32]
 
 bfloat16 parameters behind one cheap node, whose backward hands each a fresh gradient; each way has a limit of
-`fusedacc.autograd.python_hooks` of its own. Rows of benchmark "at_once" have the device's time, the host's and the launches.
+`fusedacc.autograd.python_hooks` of its own. Rows of benchmark "at_once" have the device's time and the
+launches.
 """
 
 from __future__ import annotations
@@ -11,16 +12,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from unittest import mock
 
-import common
-import parameter_lists
 import torch
-from common import Case, Results, Variant, measure
 from torch import nn
-from wrapper_window import STEPS, OneNode
 
 import fusedacc
 from fusedacc.autograd import python_hooks
-from fusedacc.traffic import TrafficMeter
+
+from ..contestants import model_shapes
+from ..harness import command
+from ..harness.measure import Variant, counted, measure, timer_for
+from ..harness.results import Case, Results
+from .wrapper_window import STEPS, OneNode
 
 ROUNDS = {"quick": 3, "short": 11, "full": 31}
 MEBIBYTES = (1, 16, 32)
@@ -58,32 +60,30 @@ def figures(
     results: Results, effort: str, name: str = "gpt2", mebibytes: tuple[int, ...] = MEBIBYTES
 ) -> None:
     """One case: a window of `STEPS` micro-batches of the model's list."""
-    parameters = parameter_lists.load(name)
+    parameters = model_shapes.load(name)
     if effort == "quick":
-        parameters = parameter_lists.tiny(parameters)
-    shapes = parameter_lists.shapes(parameters)
-    case = Case("at_once", name, "window", parameter_lists.describe(parameters, parameters), "bfloat16")
+        parameters = model_shapes.tiny(parameters)
+    shapes = model_shapes.shapes(parameters)
+    case = Case("at_once", name, "window", model_shapes.describe(parameters, parameters), "bfloat16")
     variants = []
     for size in mebibytes:
         run = window(Listed(shapes, results.device), size * 2**20, results.device)
         run()
-        with TrafficMeter() as meter:
-            run()
+        meter = counted(run)
         variants.append(Variant(f"from {size} MiB", run, meter.total_bytes, (), meter.calls))
-    results.add(measure(case, variants, ROUNDS[effort], timer=common.timer_for(results.device)))
+    results.add(measure(case, variants, ROUNDS[effort], timer=timer_for(results.device)))
 
 
 def main() -> None:
-    parser = common.arguments(__doc__)
+    parser = command.arguments(__doc__)
     parser.add_argument(
-        "--model", default="gpt2", help=f"one of {', '.join(parameter_lists.NAMES)} (%(default)s)"
+        "--model", default="gpt2", help=f"one of {', '.join(model_shapes.NAMES)} (%(default)s)"
     )
     parser.add_argument("--mebibytes", default=",".join(map(str, MEBIBYTES)), help="limits (%(default)s)")
     options = parser.parse_args()
-    (name,) = common.chosen(options.model, parameter_lists.NAMES, "model")
-    results = common.results(options)
-    figures(results, common.effort(options), name, tuple(int(size) for size in options.mebibytes.split(",")))
-    results.report()
+    (name,) = command.chosen(options.model, model_shapes.NAMES, "model")
+    mebibytes = tuple(int(size) for size in options.mebibytes.split(","))
+    command.run(figures, options, name=name, mebibytes=mebibytes)
 
 
 if __name__ == "__main__":

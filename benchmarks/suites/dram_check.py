@@ -1,6 +1,6 @@
 """The byte counter against a GPU's DRAM counters, for the kernels that accumulate and update.
 
-    python benchmarks/dram_check.py [--elements 1073741824] [--cases "fusedacc cuda bf16, torch mixed add_"]
+    python -m benchmarks.suites.dram_check [--elements 1073741824] [--cases "fusedacc cuda bf16"]
 
 Each case is one call on one tensor, in a process of its own: TrafficMeter counts the call, and `ncu` (Nsight
 Compute) reads dram__bytes_read and dram__bytes_write while the same call runs again. The two are to agree
@@ -24,12 +24,15 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import common
 import torch
-from common import Case, Results, Row, cannot_run
-from machine import ROOT
 
 from fusedacc.functional import prepare
+
+from ..harness import command
+from ..harness.command import chosen
+from ..harness.machine import ROOT
+from ..harness.measure import progress
+from ..harness.results import Case, Results, Row, cannot_run, count, row
 
 SCALE = 0.125
 TOLERANCE = 0.05
@@ -201,15 +204,15 @@ def profile(name: str, elements: int, device: str) -> tuple[Traffic, dict]:
         raise CountersUnavailable("ncu (Nsight Compute) is not on PATH")
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
-        command = [ncu, "--metrics", ",".join((*METRICS, SECTORS)), "--csv", "--print-units", "base"]
-        command += ["--profile-from-start", "off", "--target-processes", "all"]
-        command += ["--cache-control", "none", "--clock-control", "none", "--log-file", str(log)]
-        command += [sys.executable, __file__, "--launch", name]
-        command += ["--elements", str(elements), "--device", device]
+        started = [ncu, "--metrics", ",".join((*METRICS, SECTORS)), "--csv", "--print-units", "base"]
+        started += ["--profile-from-start", "off", "--target-processes", "all"]
+        started += ["--cache-control", "none", "--clock-control", "none", "--log-file", str(log)]
+        started += [sys.executable, "-m", __spec__.name, "--launch", name]
+        started += ["--elements", str(elements), "--device", device]
         paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         env = {**os.environ, "LC_ALL": "C", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         try:
-            ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=SECONDS)
+            ran = subprocess.run(started, env=env, capture_output=True, text=True, timeout=SECONDS)
         except subprocess.TimeoutExpired:
             raise RuntimeError(f"took more than {SECONDS} s under ncu") from None
         listing = log.read_text() if log.exists() else ran.stdout
@@ -250,7 +253,7 @@ def check_row(case: Case, name: str, measured: Traffic, counted: dict) -> Row:
         note += f"; {share:.2f} times the bytes written went to L2 in sectors of {SECTOR_BYTES}"
     if counted["uncounted"]:
         note += "; not counted: " + ", ".join(counted["uncounted"])
-    return common.row(
+    return row(
         case,
         name,
         metric="bytes",
@@ -274,10 +277,10 @@ def figures(
     device = results.device.type
     wanted = elements or (2**28 if effort == "quick" else 2**30)
     why = None
-    for name in common.progress(names, "DRAM counters", "case"):
+    for name in progress(names, "DRAM counters", "case"):
         check = CHECKS[name]
         size = fitting(wanted, check.memory, device)
-        what = f"{common.count(size)} elements"
+        what = f"{count(size)} elements"
         case = Case("dram", what, check.mode, f"1 tensor of {size}", check.dtypes)
         if why is None:
             try:
@@ -293,20 +296,20 @@ def figures(
 
 
 def main() -> int:
-    parser = common.arguments(__doc__)
+    parser = command.arguments(__doc__)
     parser.add_argument("--elements", type=int, help="of each tensor (default: 1 Gi, or what fits)")
     parser.add_argument("--cases", help=f"some of: {', '.join(CHECKS)} (default: all)")
     parser.add_argument("--launch", metavar="CASE", help="what ncu runs: one case, counted and called again")
     options = parser.parse_args()
     if options.launch:
-        (name,) = common.chosen(options.launch, list(CHECKS), "case")
+        (name,) = chosen(options.launch, list(CHECKS), "case")
         launch(name, options.elements or 2**30, options.device)
         return 0
-    names = common.chosen(options.cases, list(CHECKS), "case")
+    names = chosen(options.cases, list(CHECKS), "case")
     if options.device != "cuda" or not torch.cuda.is_available():
         raise SystemExit(f"dram_check.py needs a CUDA GPU, and torch {torch.__version__} sees none")
-    results = common.results(options)
-    why = figures(results, common.effort(options), names, options.elements)
+    results = command.results(options)
+    why = figures(results, command.effort(options), names, options.elements)
     results.report()
     if why is not None:
         print(f"skipped: {why}")

@@ -1,6 +1,6 @@
 """An embedding's weight gradient: the rows that were looked up, against stock's whole table.
 
-    python benchmarks/embedding.py [--quick | --full] [--device cuda]
+    python -m benchmarks.suites.embedding [--quick | --full] [--device cuda]
 
 Stock makes a dense gradient of the table's size and adds it to the sum. `index_add_` is the best that plain
 torch has where the gradient need not exist by itself; on a GPU it adds in any order, by atomics. Tokens are
@@ -22,15 +22,17 @@ import itertools
 import math
 from collections.abc import Callable
 
-import common
 import torch
-from common import Case, Goal, Results, Variant, cannot_run, first_line, measure
 from torch import Tensor, nn
-from update import LIMIT, timed
 
 import fusedacc
 from fusedacc.kernels import rows
-from fusedacc.traffic import TrafficMeter
+
+from ..contestants.stock import share_moments
+from ..harness import command
+from ..harness.measure import Goal, Variant, counted, measure, timer_for
+from ..harness.results import Case, Results, cannot_run, first_line
+from .update import LIMIT, timed
 
 #: (rows, columns) of the table, and the numbers of tokens.
 SIZES = {
@@ -91,9 +93,8 @@ def work(size: tuple[int, int], count: int, dtypes: tuple[torch.dtype, torch.dty
     )
 
 
-def counted(name: str, run: Callable[[], object], goals: tuple[Goal, ...] = ()) -> Variant:
-    with TrafficMeter() as meter:
-        run()
+def variant(name: str, run: Callable[[], object], goals: tuple[Goal, ...] = ()) -> Variant:
+    meter = counted(run)
     return Variant(name, run, meter.total_bytes, goals, meter.calls)
 
 
@@ -114,9 +115,9 @@ def accumulations(own: Work, size: tuple[int, int], count: int) -> list[Variant]
 
     wanted = AT_LEAST if own.sums.device.type == "cpu" and count == GOAL_TOKENS and height > 50_000 else 0.0
     return [
-        counted("stock", stock),
-        counted("index_add_", index_add),
-        counted("fusedacc", ours, (Goal("stock", wanted), Goal("index_add_"))),
+        variant("stock", stock),
+        variant("index_add_", index_add),
+        variant("fusedacc", ours, (Goal("stock", wanted), Goal("index_add_"))),
     ]
 
 
@@ -151,8 +152,7 @@ class Training:
         self.batches, self.clip, self.whole = batches, clip, whole
         inner = kind(self.parameters, lr=1e-6, fused=True)
         if kind is torch.optim.AdamW:
-            step = torch.zeros((), device=weight.device)
-            inner.state[self.table.weight] = {"step": step, "exp_avg": moments[0], "exp_avg_sq": moments[1]}
+            share_moments(inner, [moments])
         self.optimizer = self.wrap(inner)
 
     def wrap(self, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -213,8 +213,7 @@ def window_ways(name: str, own: Work, moments: tuple[Tensor, Tensor], whole: boo
             way = kind(OPTIMIZERS[name], own.sums, moments, batches, clip, whole)
             for _ in range(2):  # the first one makes sums and state
                 way.ready()
-                with TrafficMeter(way.parameters) as meter:
-                    way.run()
+                meter = counted(way.run, way.parameters)
             against = ()
             if kind is Wrapped:
                 against = (Goal(f"stock{suffix}", goals[name] if large and clip else 0.0),)
@@ -243,7 +242,7 @@ def figures(results: Results, effort: str) -> None:
 
 
 def operators(results: Results, effort: str) -> None:
-    timer = common.timer_for(results.device)
+    timer = timer_for(results.device)
     for size, counts in SIZES[effort]:
         for count, dtypes in itertools.product(counts, DTYPES):
             names = " into ".join(str(dtype)[6:] for dtype in dtypes)
@@ -256,12 +255,5 @@ def operators(results: Results, effort: str) -> None:
                 results.add([cannot_run(case, "all", first_line(error))])
 
 
-def main() -> None:
-    options = common.arguments(__doc__).parse_args()
-    results = common.results(options)
-    figures(results, common.effort(options))
-    results.report()
-
-
 if __name__ == "__main__":
-    main()
+    command.run(figures, command.arguments(__doc__).parse_args())

@@ -4,8 +4,9 @@
 //
 // Settles by measurement what csrc/cuda/device/accumulate_block.h only reasons about: elements of a step (16 bytes of
 // the sum, or of the gradient), unrolling, registers, chunk size, cache hints, and the price of a launch's
-// arguments. LIST: a file with a tensor's number of elements per line (`parameter_lists.py NAME` prints one).
-// Every variant is checked against the host, bit for bit, before it is timed.
+// arguments. LIST: a file with a tensor's number of elements per line, as
+// `python -m benchmarks.contestants.model_shapes MODEL` prints it. Every variant is checked against the host, bit for
+// bit, before it is timed.
 #include <cuda_runtime.h>
 
 #include <algorithm>

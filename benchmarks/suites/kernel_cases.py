@@ -7,10 +7,12 @@ import math
 from collections.abc import Sequence
 
 import torch
-from common import PEAK, Case, Goal, count
 from torch import Tensor
 
 from fusedacc.kernels.dtypes import PAIRS
+
+from ..harness.measure import PEAK, Goal
+from ..harness.results import Case, count
 
 MOST_SETS, MOST_TENSORS, SETS_BYTES = 512, 20_000, 64 * 2**20
 

@@ -1,10 +1,10 @@
 """Every way to do `accumulator += scale * gradient`, by dtype pair and size: one tensor, lists, products.
 
-    python benchmarks/kernels.py [--quick | --full] [--sizes 64Mi,1000x1000] [--dtypes bfloat16:float32]
-                                 [--providers "fusedacc cpu,add_"] [--device cuda]
+    python -m benchmarks.suites.kernels [--quick | --full] [--sizes 64Mi,1000x1000] [--device cuda]
+                                        [--dtypes bfloat16:float32] [--providers "fusedacc cpu,add_"]
 
-Dtypes are gradient:accumulator. The providers are those of `providers.py`; `copy` and `triad`, which are the
-peak, always run.
+Dtypes are gradient:accumulator. The providers are those of `contestants/accumulate.py`; `copy` and `triad`,
+which are the peak, always run.
 
 Buffers are rotated: a case has several sets of tensors, and consecutive calls of one provider take one set
 after the other, so that none finds what it just left in a cache. The sets hold at least 64 MiB, on CUDA also
@@ -19,7 +19,7 @@ reads what is there, which no count of bytes has.
 Time: providers in turns, as many calls per sample as take half a millisecond. On CUDA the time is the
 device's, with the calls queued behind a kernel that waits, so that the host is not what is timed; a provider
 that synchronises, or fills the queue, shows as the time it takes. `host_us` is the host's part (see
-`common.Row`), empty for compiled providers on a CPU, which would compile anew. `bytes` are counted by
+`results.Row`), empty for compiled providers on a CPU, which would compile anew. `bytes` are counted by
 `fusedacc.traffic.TrafficMeter` in one call, or follow a formula where torch's dispatcher does not show them;
 the note says so. `launches`: operators that move data on a CPU, kernels on CUDA (by torch.profiler).
 """
@@ -37,10 +37,19 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import common
 import torch
-from common import PEAK, Case, Results, Row, Variant, cannot_run, chosen, first_line, measure
-from kernel_cases import (
+from torch import Tensor
+
+from fusedacc.commands.bench import timing
+from fusedacc.commands.bench.conditions import available_memory
+
+from ..contestants.accumulate import ACCUMULATE, Provider
+from ..contestants.products import PRODUCT
+from ..harness import command
+from ..harness.command import chosen
+from ..harness.measure import PEAK, Variant, measure, progress, timer_for
+from ..harness.results import Case, Results, Row, cannot_run, first_line
+from .kernel_cases import (
     DTYPES,
     GOALS,
     LISTS,
@@ -52,12 +61,6 @@ from kernel_cases import (
     SWEEPS,
     Work,
 )
-from products import PRODUCT
-from providers import ACCUMULATE, Provider
-from torch import Tensor
-
-from fusedacc.commands.bench.conditions import available_memory
-from fusedacc.commands.bench.timing import queued_timer
 
 SCALE = 0.125
 SAMPLE_SECONDS = 0.5e-3
@@ -86,22 +89,13 @@ def moved(provider: Provider, run: Callable[[], object], by_hand: int) -> tuple[
     return by_hand, None, "bytes by formula"
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def host_seconds(run: Callable[[], object], device: torch.device) -> float:
     """Median seconds to issue one call into an empty queue (on a CPU: of the call)."""
-    calls = 1
-    if device.type == "cpu":
-        run()
-        calls = max(1, min(100, int(100e-6 / max(common.cpu_timer(run, 1), 1e-7))))
-    times = []
-    for _ in range(7):
-        synchronize(device)
-        times.append(common.cpu_timer(run, calls))
-    return statistics.median(times)
+    if device.type == "cuda":
+        return timing.host_seconds(run)
+    run()
+    calls = max(1, min(100, int(100e-6 / max(timing.cpu_timer(run, 1), 1e-7))))
+    return statistics.median(timing.cpu_timer(run, calls) for _ in range(7))
 
 
 def kernels_of(variants: Sequence[Variant]) -> dict[str, int]:
@@ -233,9 +227,9 @@ def rounds(work: Work) -> int:
     return 5 if work.elements >= 2**28 else 15 if work.elements >= 2**24 else 31
 
 
-def fitting_timer(work: Work) -> common.Timer:
+def fitting_timer(work: Work) -> timing.Timer:
     """A timer that makes as many calls per sample as take half a millisecond, for each function its own."""
-    timer = queued_timer if work.device.type == "cuda" else common.cpu_timer
+    timer = timer_for(work.device)
     most = 200 if work.device.type == "cuda" else 1000
     least = 10 if work.is_same else 1  # the first of a sample finds what other providers left in the caches
 
@@ -291,7 +285,7 @@ def figures(
             for size, pair in itertools.product(chosen_sizes, chosen_pairs)
             if size not in left_out or pair in MAIN_DTYPES
         ]
-        for size, pair in common.progress(cells, f"kernels, {mode}", "case"):
+        for size, pair in progress(cells, f"kernels, {mode}", "case"):
             work = Work(size, pair, results.device, effort)
             try:
                 rows = figures_of(work, able, hosts)
@@ -309,7 +303,7 @@ def free_compiled(providers: dict[str, Provider]) -> None:
 
 
 def main() -> None:
-    parser = common.arguments(__doc__)
+    parser = command.arguments(__doc__)
     described = {**PRODUCT, **ACCUMULATE}
     parser.epilog = "providers:\n" + "\n".join(f"  {n:<28}{described[n].description}" for n in PROVIDERS)
     parser.add_argument("--providers", help="comma-separated; copy and triad always run (default: all)")
@@ -321,9 +315,7 @@ def main() -> None:
         "dtypes": chosen(options.dtypes, tuple(DTYPES), "dtypes") if options.dtypes else None,
         "sizes": chosen(options.sizes, SIZES, "size") if options.sizes else None,
     }
-    results = common.results(options)
-    figures(results, common.effort(options), **own)
-    results.report()
+    command.run(figures, options, **own)
 
 
 if __name__ == "__main__":

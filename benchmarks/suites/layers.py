@@ -11,7 +11,7 @@ window that does not end; "first" is its first micro-batch.
 - "lookup": the backward of GPT-2's table for tokens as in text.
 - "host": microseconds per layer of a chain of tiny Linears on one thread, where nothing but the host counts.
 
-    python benchmarks/layers.py [--quick | --full] [--device cuda]
+    python -m benchmarks.suites.layers [--quick | --full] [--device cuda]
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import common
 import torch
-from common import Case, Goal, Results, Row, Variant, measure, progress, quantile, reached, row
-from embedding import AT_LEAST, SETS, text_like
-from linear import FEW, MOST, SHAPES
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fusedacc
-from fusedacc.traffic import TrafficMeter
+
+from ..harness import command
+from ..harness.measure import Goal, Variant, counted, in_turns, measure
+from ..harness.results import Case, Results, Row, at_most, reached, row, spread
+from .embedding import AT_LEAST, SETS, text_like
+from .linear import FEW, MOST, SHAPES
 
 F32, BF16 = torch.float32, torch.bfloat16
 DTYPES = {
@@ -102,11 +103,7 @@ class Work:
     def bytes(self) -> int:
         """Counted in the backward of the next micro-batch."""
         outputs = self.forward(self.model)
-        with TrafficMeter(self.model) as meter:
-            self.backward(outputs)
-        if meter.uncounted:
-            raise RuntimeError(f"uncounted: {', '.join(meter.uncounted)}")
-        return meter.total_bytes
+        return counted(lambda: self.backward(outputs), self.model).total_bytes
 
     def _now(self) -> float:
         if self.device.type == "cuda":
@@ -160,11 +157,8 @@ def linear_bytes(case: Case, work: dict[str, Work], weights: int, operands: int)
         frozen = work[FROZEN].bytes()
         for way in WAYS:
             found = (work[way].bytes() - frozen - operands) / weights
-            held: dict[str, object] = {}
-            if way == INSIDE:
-                share = MOST[mode] / found
-                # The biases are added by other operators than stock's: less than 1 % at any width.
-                held = {"against": "limit", "speedup": share, "goal": 1.0, "reached": reached(share, 0.99)}
+            # The biases are added by other operators than stock's: less than 1 % at any width.
+            held = at_most(MOST[mode], found, tolerance=0.01) if way == INSIDE else {}
             metric = f"bytes: weights, {'first' if mode == 'first' else 'later'}"
             rows.append(row(case, way, metric=metric, unit="B/param", median=found, **held))
     return rows
@@ -175,24 +169,18 @@ def linear_times(case: Case, work: dict[str, Work], rounds: int, tokens: int) ->
 
     Ratios are of medians: a difference of two times may be small in one round.
     """
-    whole: dict[str, list[float]] = {way: [] for way in WAYS}
-    part: dict[str, list[float]] = {way: [] for way in WAYS}
-    names = list(work)
-    for index in progress(range(-1, rounds), case.case, "round"):
-        found = {}
-        for turn in range(len(names)):
-            name = names[(index + turn) % len(names)]
-            found[name] = work[name].run()
-        for way in WAYS if index >= 0 else ():
-            whole[way].append(sum(found[way]))
-            part[way].append(found[way][1] - found[FROZEN][1])
+    runs = {name: own.run for name, own in work.items()}
+    found = in_turns(runs, rounds, case.case, timer=lambda run, calls: run())
+    whole = {way: [sum(times) for times in found[way]] for way in WAYS}
+    frozen = [backward for _, backward in found[FROZEN]]
+    part = {
+        way: [backward - less for (_, backward), less in zip(found[way], frozen, strict=True)] for way in WAYS
+    }
     least = 1.4 if tokens <= FEW and case.dtypes == "float32" else 1.0
     rows = []
     for mode, times in ((case.mode, part), ("forward and backward", whole)):
         for way in WAYS:
-            own = sorted(1e6 * seconds for seconds in times[way])
-            figure = {"median": statistics.median(own), "rounds": rounds}
-            figure |= {"p20": quantile(own, 0.2), "p80": quantile(own, 0.8)}
+            figure: dict[str, Any] = spread(times[way], 1e6)
             if way == INSIDE:
                 speedup = 1e6 * statistics.median(times[STOCK]) / figure["median"]
                 figure |= {"against": STOCK, "speedup": speedup}
@@ -278,12 +266,5 @@ def figures(results: Results, effort: str) -> None:
     host(results, effort)
 
 
-def main() -> None:
-    options = common.arguments(__doc__).parse_args()
-    results = common.results(options)
-    figures(results, common.effort(options))
-    results.report()
-
-
 if __name__ == "__main__":
-    main()
+    command.run(figures, command.arguments(__doc__).parse_args())

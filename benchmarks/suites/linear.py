@@ -1,7 +1,7 @@
 """The weight gradients of a transformer block's Linears: stock's product and addition, against one product
 into the sum.
 
-    python benchmarks/linear.py [--quick | --full] [--device cuda]
+    python -m benchmarks.suites.linear [--quick | --full] [--device cuda]
 
 Four Linears of GPT-2's widths, by tokens of a micro-batch. Only the gradients of weights are computed: inputs
 need none. Rows of benchmark "linear":
@@ -17,14 +17,17 @@ autograd function costs comes on top.
 
 from __future__ import annotations
 
-import common
+from collections.abc import Callable
+
 import torch
-from common import Case, Goal, Results, Variant, measure, row
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fusedacc.kernels import matmul
-from fusedacc.traffic import TrafficMeter
+
+from ..harness import command
+from ..harness.measure import Goal, Variant, counted, measure, timer_for
+from ..harness.results import Case, Results, at_most, row
 
 SHAPES = {
     "quick": [(24, 8), (8, 8)],
@@ -128,13 +131,9 @@ DTYPES = {
 }
 
 
-def counted(layers: Layers, run) -> float:
-    """Bytes per parameter of one run beside its operands."""
-    with TrafficMeter(layers.weights) as meter:
-        run()
-    if meter.uncounted:
-        raise RuntimeError(f"uncounted: {', '.join(meter.uncounted)}")
-    return (meter.total_bytes - layers.operand_bytes) / layers.elements
+def per_parameter(layers: Layers, run: Callable[[], object]) -> float:
+    """Bytes of one run beside its operands."""
+    return (counted(run, layers.weights).total_bytes - layers.operand_bytes) / layers.elements
 
 
 def figures(results: Results, effort: str) -> None:
@@ -149,12 +148,8 @@ def figures(results: Results, effort: str) -> None:
                     layers = Layers(shapes, tokens, weight, operand, results.device)
                     run = way(layers, mode == "first")
                     run()
-                    found = counted(layers, run)
-                    held = {}
-                    if name == "fusedacc":
-                        share = MOST[mode] / found
-                        held = {"against": "limit", "speedup": share, "goal": 1.0}
-                        held["reached"] = common.reached(share, 0.999)
+                    found = per_parameter(layers, run)
+                    held = at_most(MOST[mode], found, tolerance=0.001) if name == "fusedacc" else {}
                     results.add(
                         [row(case, name, metric="bytes: weights", unit="B/param", median=found, **held)]
                     )
@@ -162,17 +157,8 @@ def figures(results: Results, effort: str) -> None:
                     goals = (Goal("stock autograd", least), Goal("product and add_"))
                     moved = round(found * layers.elements) + layers.operand_bytes
                     variants.append(Variant(name, run, moved, goals if name == "fusedacc" else ()))
-                results.add(
-                    measure(case, variants, ROUNDS[effort], 1, timer=common.timer_for(results.device))
-                )
-
-
-def main() -> None:
-    options = common.arguments(__doc__).parse_args()
-    results = common.results(options)
-    figures(results, common.effort(options))
-    results.report()
+                results.add(measure(case, variants, ROUNDS[effort], timer=timer_for(results.device)))
 
 
 if __name__ == "__main__":
-    main()
+    command.run(figures, command.arguments(__doc__).parse_args())

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import statistics
 
-import common
-import parameter_lists
 import torch
-from common import Case, Goal, Results, Variant, first_line
-from parameter_lists import Parameters
-from providers import ACCUMULATE
+
+from ..contestants import model_shapes
+from ..contestants.accumulate import ACCUMULATE
+from ..contestants.model_shapes import Parameters
+from ..harness.measure import Goal, Variant, measure, timer_for
+from ..harness.results import Case, Results, cannot_run, first_line
 
 SCALE = 0.125
 LOOP = "add_"
@@ -30,17 +31,15 @@ def figures(
     """
     device = results.device
     # Sums, gradients, and the copies of the form that casts first.
-    parameters = parameter_lists.fitting_memory(whole, 4 + dtype.itemsize + 4, device)
-    shapes = parameter_lists.describe(parameters or whole, whole)
+    parameters = model_shapes.fitting_memory(whole, 4 + dtype.itemsize + 4, device)
+    shapes = model_shapes.describe(parameters or whole, whole)
     case = Case("models", name, "accumulate", shapes, f"{str(dtype)[6:]} into float32")
     ours = [f"fusedacc {own}" for own in (BACKENDS[device.type] if backend == "auto" else (backend,))]
     names = [LOOP, *FOREACH, *ours]
     if not parameters:
-        results.add(
-            [common.cannot_run(case, name, "no memory for one layer of each stack") for name in names]
-        )
+        results.add([cannot_run(case, name, "no memory for one layer of each stack") for name in names])
         return
-    shapes_of = parameter_lists.shapes(parameters)
+    shapes_of = model_shapes.shapes(parameters)
     sums = [torch.zeros(shape, device=device) for shape in shapes_of]
     gradients = [torch.full(shape, 1 / 64, dtype=dtype, device=device) for shape in shapes_of]
     runs = {}
@@ -57,8 +56,8 @@ def figures(
             runs.pop(name, None)
             why = first_line(error)
         if why:
-            results.add([common.cannot_run(case, name, why)])
-    timer = common.timer_for(device)
+            results.add([cannot_run(case, name, why)])
+    timer = timer_for(device)
     calls = 20 if device.type == "cuda" else 1
     best = min(
         (name for name in FOREACH if name in runs),
@@ -77,4 +76,4 @@ def figures(
         )
         for name, run in runs.items()
     ]
-    results.add(common.measure(case, variants, ROUNDS[effort], calls, timer))
+    results.add(measure(case, variants, ROUNDS[effort], calls, timer))

@@ -1,13 +1,14 @@
 """A window of k micro-batches and its update on the parameter lists of real models, per way to accumulate.
 
-    python benchmarks/models.py [--models resnet50,gpt2] [--settings bfloat16] [--providers fusedacc] [--k 8]
-    python benchmarks/models.py --count        only the bytes, on a small list: seconds
+    python -m benchmarks.suites.models [--models resnet50,gpt2] [--settings bfloat16] [--providers fusedacc]
+    python -m benchmarks.suites.models --count      only the bytes, on a small list: seconds
 
-Ways and settings are in windows.py, lists in parameter_lists/. Rows of benchmark "models":
+Ways are in contestants/windows.py, settings in contestants/synthetic_gradients.py, lists in
+contestants/shapes/. Rows of benchmark "models":
 
 mode "window k=8", metric "time": a whole window; `bytes` and `launches` are what a TrafficMeter counts in it.
 mode "window k=8", metric "bytes: total" and, for case "counted" only, "bytes: PART" for each of
-    windows.PARTS: counted bytes of one window per parameter, in B/param. They depend on the way, not on the
+    window.PARTS: counted bytes of one window per parameter, in B/param. They depend on the way, not on the
     model. Case "counted" is a small list, but so large that scalars do not show. It alone has the way
     "fusedacc model=".
 mode "accumulate", metric "time": one pass over the whole list (model_pass.py).
@@ -24,18 +25,20 @@ import gc
 import time
 from collections import Counter
 
-import common
-import model_pass
-import parameter_lists
 import torch
-import windows
-from common import Case, Goal, Results, Row, Variant, first_line
-from parameter_lists import Parameters
-from provided import BF16, DTYPES, F32, SETTINGS, Memory
-from windows import PARTS, Window
 
 from fusedacc.kernels import registry
 from fusedacc.traffic import TrafficMeter
+
+from ..contestants import model_shapes, windows
+from ..contestants.model_shapes import Parameters
+from ..contestants.synthetic_gradients import BF16, DTYPES, F32, SETTINGS, Memory
+from ..contestants.window import PARTS, Window, part_of
+from ..harness import command
+from ..harness.command import chosen
+from ..harness.measure import Goal, Variant, measure, progress, timer_for
+from ..harness.results import Case, Results, Row, cannot_run, first_line, row
+from . import model_pass
 
 PROVIDERS = tuple(way.name for way in (*windows.WAYS, *windows.COUNTED_ONLY))
 COUNTED: Parameters = [(f"weight{index}", (512, 512)) for index in range(4)]
@@ -87,11 +90,11 @@ def figures(
     """The bytes on a small list; then per model its windows, and one accumulate pass per gradient dtype."""
     loop = Loop(results.device, steps, clip, backend)
     count(results, loop, settings=settings, providers=providers)
-    for name in models or {"quick": SHORT[:1], "short": SHORT}.get(effort, parameter_lists.NAMES):
-        whole = parameter_lists.load(name)
+    for name in models or {"quick": SHORT[:1], "short": SHORT}.get(effort, model_shapes.NAMES):
+        whole = model_shapes.load(name)
         if effort == "quick":
-            whole = parameter_lists.tiny(whole)
-        brief = effort == "short" and parameter_lists.elements(whole) > SMALL
+            whole = model_shapes.tiny(whole)
+        brief = effort == "short" and model_shapes.elements(whole) > SMALL
         for setting in settings or [name for name in SETTINGS if not (brief and name == "autocast")]:
             of = ways(setting, providers)
             if brief and not providers:
@@ -140,19 +143,19 @@ def model(
 ) -> None:
     """The windows of a model in one setting: bytes and times of every way, ours against the others."""
     left_out: list[type[Window]] = []
-    if len(parameter_lists.fitting_memory(whole, windows.need(setting, of), loop.device)) < len(whole):
+    if len(model_shapes.fitting_memory(whole, windows.need(setting, of), loop.device)) < len(whole):
         left_out = [way for way in of if way.role not in MAIN_ROLES]
         of = [way for way in of if way.role in MAIN_ROLES] or left_out
         left_out = [way for way in left_out if way not in of]
     needed = windows.need(setting, of)
-    parameters = parameter_lists.fitting_memory(whole, needed, loop.device)
-    shapes = parameter_lists.describe(parameters or whole, whole)
+    parameters = model_shapes.fitting_memory(whole, needed, loop.device)
+    shapes = model_shapes.describe(parameters or whole, whole)
     case = Case("models", name, loop.mode, shapes, DTYPES[setting])
-    results.add([common.cannot_run(case, way.name, "left out, so that more layers fit") for way in left_out])
+    results.add([cannot_run(case, way.name, "left out, so that more layers fit") for way in left_out])
     if not parameters:
-        size = needed * parameter_lists.elements(whole) / 1e9
+        size = needed * model_shapes.elements(whole) / 1e9
         why = f"no memory for one layer of each stack; the whole model needs {size:.3g} GB"
-        results.add([common.cannot_run(case, way.name, why) for way in of])
+        results.add([cannot_run(case, way.name, why) for way in of])
         return
     opened = start(results, case, setting, of, parameters, loop)
     results.add([part_of_window(case, way, "total", parameters) for way in opened])
@@ -175,9 +178,9 @@ def model(
     once = calls * sum(way.seconds for way in opened)
     rounds = min(most, max(3, int(patience / once) - 1)) if once else most
     try:
-        rows = common.measure(case, variants, rounds, timer=common.timer_for(loop.device)) if variants else []
+        rows = measure(case, variants, rounds, timer=timer_for(loop.device)) if variants else []
     except Exception as error:
-        rows = [common.cannot_run(case, variant.name, first_line(error)) for variant in variants]
+        rows = [cannot_run(case, variant.name, first_line(error)) for variant in variants]
     results.add(rows)
     stop(opened)
 
@@ -191,11 +194,11 @@ def start(
     loop: Loop,
 ) -> list[Opened]:
     """The ways that can run here, each after two windows, the second counted. The others leave a row."""
-    memory = Memory(parameter_lists.shapes(parameters), setting, loop.device)
+    memory = Memory(model_shapes.shapes(parameters), setting, loop.device)
     opened = []
-    for way in common.progress(of, f"{case.case}, {setting}", "way"):
+    for way in progress(of, f"{case.case}, {setting}", "way"):
         if obstacle := way.obstacle():
-            results.add([common.cannot_run(case, way.name, obstacle)])
+            results.add([cannot_run(case, way.name, obstacle)])
             continue
         try:
             window = way(memory, loop.steps, loop.clip, loop.backend)
@@ -207,7 +210,7 @@ def start(
                 seconds = one_window(window, loop.device)
             opened.append(Opened(window, meter, seconds))
         except Exception as error:
-            results.add([common.cannot_run(case, way.name, first_line(error))])
+            results.add([cannot_run(case, way.name, first_line(error))])
             release()
     return opened
 
@@ -231,14 +234,14 @@ def part_of_window(case: Case, way: Opened, part: str, parameters: Parameters) -
     by_part: Counter[str] = Counter()
     for phase, ops in way.meter.as_dict()["by_phase_and_op"].items():
         for op, found in ops.items():
-            by_part[windows.part(phase, op)] += way.window.moved(phase, op, found)
+            by_part[part_of(phase, op)] += way.window.moved(phase, op, found)
     size = sum(by_part.values()) if part == "total" else by_part[part]
-    return common.row(
+    return row(
         case,
         way.window.name,
         metric=f"bytes: {part}",
         unit="B/param",
-        median=size / parameter_lists.elements(parameters),
+        median=size / model_shapes.elements(parameters),
         bytes=size,
         launches=way.meter.calls if part == "total" else None,
         note=note(way),
@@ -264,8 +267,8 @@ def release() -> None:
 
 
 def main() -> None:
-    parser = common.arguments(__doc__)
-    parser.add_argument("--models", help=f"comma-separated; allowed: {', '.join(parameter_lists.NAMES)}")
+    parser = command.arguments(__doc__)
+    parser.add_argument("--models", help=f"comma-separated; allowed: {', '.join(model_shapes.NAMES)}")
     parser.add_argument("--settings", help=f"comma-separated; allowed: {', '.join(SETTINGS)}")
     parser.add_argument("--providers", help=f"comma-separated; allowed: {', '.join(PROVIDERS)}")
     parser.add_argument("--k", type=int, default=8, help="micro-batches per window (%(default)s)")
@@ -275,18 +278,18 @@ def main() -> None:
     options = parser.parse_args()
     if options.k < 1:
         raise SystemExit(f"--k must be at least 1; got {options.k}")
-    models = common.chosen(options.models, parameter_lists.NAMES, "model") if options.models else None
-    settings = common.chosen(options.settings, SETTINGS, "setting")
-    providers = common.chosen(options.providers, PROVIDERS, "provider")
+    models = chosen(options.models, model_shapes.NAMES, "model") if options.models else None
+    settings = chosen(options.settings, SETTINGS, "setting")
+    providers = chosen(options.providers, PROVIDERS, "provider")
     clip = not options.no_clip
-    kept = common.results(options)
+    kept = command.results(options)
     if options.count:
         loop = Loop(kept.device, options.k, clip, options.backend)
         count(kept, loop, settings=settings, providers=providers)
     else:
         figures(
             kept,
-            common.effort(options),
+            command.effort(options),
             models=models,
             settings=settings if options.settings else None,
             providers=providers if options.providers else None,

@@ -7,7 +7,7 @@
 
 The goal: no more than stock's, with sums of the same dtype, plus one bucket of 25 MB.
 
-    python benchmarks/peak_memory.py [--quick | --full]
+    python -m benchmarks.suites.peak_memory [--quick | --full]
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-
-import common
 import torch
-from common import Case, Results, cannot_run, progress, reached, row
-from machine import ROOT
 
-sys.path.insert(0, str(ROOT / "examples"))
-from demo.loops import DTYPES, Config, StockLoop, WrappedLoop
-from demo.measure import peak_memory, run
-from demo.model import load_text
+from examples.demo.loops import DTYPES, Config, StockLoop, WrappedLoop
+from examples.demo.measure import peak_memory, run
+from examples.demo.model import load_text
+
+from ..harness import command
+from ..harness.machine import ROOT
+from ..harness.measure import progress
+from ..harness.results import Case, Results, at_most, cannot_run, row
 
 BUCKET = 25_000_000
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
@@ -59,13 +58,12 @@ def measure_here(loop: str, config: Config, updates: int) -> dict[str, int]:
 
 
 def measure_fresh(loop: str, dtype: str, width: int, steps: int, updates: int, device: str) -> dict[str, int]:
-    command = [sys.executable, __file__, "--measure", loop, "--dtype", dtype, "--width", str(width)]
-    command += ["--steps", str(steps), "--updates", str(updates), "--device", device]
-    found = subprocess.run(
-        command, env={**os.environ, **MALLOC, **SLEEPING_THREADS}, capture_output=True, text=True
-    )
+    started = [sys.executable, "-m", __spec__.name, "--measure", loop, "--dtype", dtype]
+    started += ["--width", str(width), "--steps", str(steps), "--updates", str(updates), "--device", device]
+    env = {**os.environ, **MALLOC, **SLEEPING_THREADS}
+    found = subprocess.run(started, cwd=ROOT, env=env, capture_output=True, text=True)
     if found.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{found.stderr}")
+        raise RuntimeError(f"{' '.join(started)} failed:\n{found.stderr}")
     return json.loads(found.stdout.splitlines()[-1])
 
 
@@ -94,9 +92,8 @@ def figures(results: Results, effort: str) -> None:
         for instrument in peaks["stock"]:
             seen = dataclasses.replace(case, case=f"{case.case}, {instrument} bytes")
             stock, ours = (peaks[loop][instrument] / 1e6 for loop in ("stock", "fusedacc"))
-            room = (stock + BUCKET / 1e6) / ours
             figure = {"metric": "peak memory", "unit": "MB"}
-            goal = {"against": "stock + bucket", "speedup": room, "goal": 1.0, "reached": reached(room, 1.0)}
+            goal = at_most(stock + BUCKET / 1e6, ours, "stock + bucket")
             results.add(
                 [
                     row(seen, "stock", **figure, median=stock),
@@ -106,7 +103,7 @@ def figures(results: Results, effort: str) -> None:
 
 
 def main() -> None:
-    parser = common.arguments(__doc__)
+    parser = command.arguments(__doc__)
     one = parser.add_argument_group("one loop in this process, printed as JSON")
     one.add_argument("--measure", choices=KINDS)
     one.add_argument("--dtype", choices=DTYPES, default="float32")
@@ -119,9 +116,7 @@ def main() -> None:
         config = dataclasses.replace(config, width=options.width)
         print(json.dumps(measure_here(options.measure, config, options.updates)))
         return
-    results = common.results(options)
-    figures(results, common.effort(options))
-    results.report()
+    command.run(figures, options)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ Every way trains the same model on the same text (`training_loops.WAYS`). The ro
   accumulates nothing, timed in the same round, and "time: accumulate" is what the way's own backward takes
   longer than that, with what its loop does after each backward. In each round the four add up to the update.
 - "tokens per second", from the time of an update.
-- "peak memory" of live bytes through two updates of two micro-batches, and by kind (see peak_kinds.py).
+- "peak memory" of live bytes through two updates of two micro-batches, and by kind (harness/peak_by_kind.py).
 - "bytes": read and written in one window, per parameter, as `fusedacc.traffic.TrafficMeter` counts them, of
   weights, gradients with their sums, and optimizer state, also by phase; "bytes: others" are all the rest.
 
@@ -16,46 +16,32 @@ fusedacc is held to the best of stock: no slower, and no higher a peak than the 
 25 MB; with `model=` no higher a peak than the lowest. In the case of 1 x 128 bytes per micro-batch, where the
 sums' bytes weigh most, `model=` is to be at least 1.05 times as fast.
 
-    python benchmarks/training.py [--quick | --full] [--dtypes bfloat16] [--widths 256,512]
+    python -m benchmarks.suites.training [--quick | --full] [--dtypes bfloat16] [--widths 256,512]
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import gc
-import statistics
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import common
 import torch
-from common import (
-    Case,
-    Goal,
-    Results,
-    Row,
-    Variant,
-    cannot_run,
-    chosen,
-    first_line,
-    measure,
-    quantile,
-    reached,
-    row,
-)
-from machine import ROOT
-from peak_kinds import KINDS, Look, peak_by_kind
 from torch import Tensor
-from training_clock import Timed, by_phase
-from training_loops import BASELINE, INSIDE, PHASES, UNFUSED, WAYS, Loop, Way, Wrapped
 
-sys.path.insert(0, str(ROOT / "examples"))
-from demo.loops import DTYPES, Batches, Config
-from demo.measure import batches
-from demo.model import load_text
+from examples.demo.loops import DTYPES, Config
+from examples.demo.measure import batches
+from examples.demo.model import load_text
+from fusedacc.traffic import TrafficMeter
+
+from ..contestants.training_loops import BASELINE, INSIDE, PHASES, UNFUSED, WAYS, Loop, Way, Wrapped
+from ..harness import command
+from ..harness.command import chosen
+from ..harness.measure import Goal, Variant, measure, progress
+from ..harness.peak_by_kind import KINDS
+from ..harness.results import Case, Results, Row, at_most, cannot_run, first_line, row, spread
+from .training_clock import Timed, by_phase
 
 BUCKET = 25_000_000
 META = torch.device("meta")
@@ -179,11 +165,12 @@ def speed(
     for way in training:
         totals = [sum(seconds.values()) for seconds in timed[way.name].seconds[-rounds:]]
         rates = [tokens / total for total in totals]
-        rows.append(spread(case, way.name, "tokens per second", "tok/s", rates))
+        rows.append(row(case, way.name, metric="tokens per second", unit="tok/s", **spread(rates)))
     for phase in PHASES if BASELINE.name in timed else ():
         for way in training:
             split = by_phase(timed[way.name].seconds[-rounds:], timed[BASELINE.name].seconds[-rounds:])
-            rows.append(spread(case, way.name, f"time: {phase}", "us", [1e6 * s[phase] for s in split]))
+            seconds = spread([of_round[phase] for of_round in split], 1e6)
+            rows.append(row(case, way.name, metric=f"time: {phase}", **seconds))
     return rows + failed
 
 
@@ -218,36 +205,7 @@ def departure(timed: dict[str, Timed], way: Way, running: Sequence[Way], config:
     return "; ".join(notes)
 
 
-def spread(case: Case, name: str, metric: str, unit: str, values: Sequence[float]) -> Row:
-    return row(
-        case,
-        name,
-        metric=metric,
-        unit=unit,
-        median=statistics.median(values),
-        p20=quantile(values, 0.2),
-        p80=quantile(values, 0.8),
-        rounds=len(values),
-    )
-
-
 # Memory and bytes
-
-
-def watch(way: Way, config: Config, data: Sequence[Batches], look: Look) -> None:
-    """Makes a way's loop and trains it, looking where its tensors lie after every phase and inner update."""
-    loop = way.make(config)
-    hook = loop.inner.register_step_post_hook(lambda *_: look(loop.held()))
-
-    @contextlib.contextmanager
-    def phase(name: str) -> Iterator[None]:
-        yield
-        look(loop.held())
-
-    look(loop.held())
-    for of_one_update in data:
-        loop.update(of_one_update, phase)
-    hook.remove()  # it refers to the loop, whose memory must go with the last name of it
 
 
 def memory(case: Case, config: Config, ways: Sequence[Way], text: Tensor) -> list[Row]:
@@ -256,9 +214,9 @@ def memory(case: Case, config: Config, ways: Sequence[Way], text: Tensor) -> lis
     data = [batches(text, config, update) for update in range(2)]
     kinds: dict[str, dict[str, int]] = {}
     failed = []
-    for way in common.progress(ways, f"{case.case}, memory", "way"):
+    for way in progress(ways, f"{case.case}, memory", "way"):
         try:
-            kinds[way.name] = peak_by_kind(functools.partial(watch, way, config, data), config.device)
+            kinds[way.name] = way.peak(config, data)
         except Exception as error:
             failed.append(dataclasses.replace(cannot_run(case, way.name, first_line(error)), **PEAK))
     best = [sum(kinds[way.name].values()) for way in ways if way.competes and way.name in kinds]
@@ -267,12 +225,10 @@ def memory(case: Case, config: Config, ways: Sequence[Way], text: Tensor) -> lis
         if way.name not in kinds:
             continue
         peak = sum(kinds[way.name].values())
-        goal: dict[str, object] = {}
+        goal = {}
         if issubclass(way.kind, Wrapped) and best:
             bucket, words = (0, "") if way is INSIDE else (BUCKET, " + bucket")
-            room = (min(best) + bucket) / peak
-            goal = {"against": f"the lowest of stock{words}", "speedup": room, "goal": 1.0}
-            goal["reached"] = reached(room, 1.0)
+            goal = at_most(min(best) + bucket, peak, f"the lowest of stock{words}")
         rows.append(row(case, way.name, **PEAK, median=peak / 1e6, **goal))
     for kind in KINDS:
         columns = {**PEAK, "metric": f"peak memory: {kind}"}
@@ -284,7 +240,7 @@ def traffic(case: Case, config: Config, ways: Sequence[Way], text: Tensor, param
     """Bytes per parameter of each way's second window, by phase."""
     rows, failed = [], []
     counts = {}
-    for way in common.progress(ways, f"{case.case}, bytes", "way"):
+    for way in progress(ways, f"{case.case}, bytes", "way"):
         try:
             counts[way.name] = count(way.make(config), text)
         except Exception as error:
@@ -314,8 +270,6 @@ def of_known(kinds: dict[str, int]) -> int:
 
 def count(loop: Loop, text: Tensor) -> dict[str, Any]:
     """What the meter counts in a loop's second update, when all state is there."""
-    from fusedacc.traffic import TrafficMeter
-
     loop.update(batches(text, loop.config, 0))
     with TrafficMeter(loop.model) as meter:
 
@@ -328,17 +282,15 @@ def count(loop: Loop, text: Tensor) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = common.arguments(__doc__)
+    parser = command.arguments(__doc__)
     parser.add_argument("--dtypes", help=f"some of {', '.join(DTYPES)}")
     parser.add_argument("--widths", help="of the model; which there are depends on the device")
     options = parser.parse_args()
-    effort, device = common.effort(options), torch.device(options.device)
+    effort, device = command.effort(options), torch.device(options.device)
     dtypes = chosen(options.dtypes, DTYPES, "dtype") if options.dtypes else None
     known = list(dict.fromkeys(str(size.width) for size in sizes(effort, device)))
     widths = [int(w) for w in chosen(options.widths, known, "width")] if options.widths else None
-    results = common.results(options)
-    figures(results, effort, dtypes, widths)
-    results.report()
+    command.run(figures, options, dtypes=dtypes, widths=widths)
 
 
 if __name__ == "__main__":

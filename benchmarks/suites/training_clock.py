@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
 import time
 from collections.abc import Iterator, Sequence
 
 import torch
-from machine import ROOT
 from torch import Tensor
-from training_loops import PHASES, Loop
 
-sys.path.insert(0, str(ROOT / "examples"))
-from demo.measure import batches, synchronize
+from examples.demo.measure import batches, synchronize
+
+from ..contestants.training_loops import PHASES, Loop
 
 
 class Clock:

@@ -1,6 +1,6 @@
 """The update alone: unscale, clip and step of stock, against one number applied where gradients are read.
 
-    python benchmarks/update.py [--quick] [--device cuda]
+    python -m benchmarks.suites.update [--quick] [--device cuda]
 
 float32 parameters, AdamW(fused=True); gradients are put in place before the clock starts, and their norm is
 above the limit, so that clipping scales. Rows of benchmark "update":
@@ -14,22 +14,27 @@ mode "total_norm": metric "time", the norm of a list beside torch's own and besi
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
-import common
 import torch
-from common import Case, Goal, Results, Variant, cannot_run, first_line, measure, row
 from torch import Tensor, nn
 
 import fusedacc
+from fusedacc.commands.bench.timing import cpu_timer, device_seconds
 from fusedacc.functional import total_norm
 from fusedacc.traffic import TrafficMeter
+
+from ..contestants.stock import share_moments
+from ..harness import command
+from ..harness.measure import Goal, Variant, measure, timer_for
+from ..harness.results import Case, Results, at_most, cannot_run, first_line, row
 
 LIMIT = 1e-3
 SIZES = {"quick": (4, 64), "short": (16, 1772), "full": (16, 1772)}  # 16 of 1772 x 1772: 50.2 M
 ROUNDS = {"quick": 3, "short": 9, "full": 31}
 SCALE = 2.0**10
+#: Seconds by which the host is ahead of a GPU.
+AHEAD = 1e-3
 
 
 class Way:
@@ -53,9 +58,7 @@ class Way:
         self.parameters = [nn.Parameter(weight) for weight in weights]
         self.gradients, self.scaled = gradients, scaled
         inner = torch.optim.AdamW(self.parameters, lr=1e-6, fused=True)
-        for parameter, (mean, square) in zip(self.parameters, moments, strict=True):
-            step = torch.zeros((), device=parameter.device)
-            inner.state[parameter] = {"step": step, "exp_avg": mean, "exp_avg_sq": square}
+        share_moments(inner, moments)
         self.scaler = self.make_scaler(weights[0].device.type)
         self.optimizer = self.wrap(inner)
 
@@ -135,20 +138,8 @@ def timed(run: Callable[[], object], calls: int) -> float:
     """Seconds of one `run` of a way, made ready before."""
     way: Way = run.__self__  # type: ignore[attr-defined]
     way.ready()
-    device = way.parameters[0].device
-    if device.type == "cuda":
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        torch.cuda._sleep(2_000_000)  # the host is ahead when the first kernel runs
-        start.record()
-        way.run()
-        end.record()
-        end.synchronize()
-        seconds = start.elapsed_time(end) / 1e3
-    else:
-        before = time.perf_counter()
-        way.run()
-        seconds = time.perf_counter() - before
+    on_gpu = way.parameters[0].device.type == "cuda"
+    seconds = device_seconds(run, 1, AHEAD) if on_gpu else cpu_timer(run, 1)
     way.close()
     return seconds
 
@@ -179,17 +170,7 @@ def updates(results: Results, effort: str) -> None:
             moved = meter.as_dict()["by_kind"]
             # Private gradients are in no p.grad that they could be known by; all else is a few scalars.
             counted = (moved.get("gradients", 0) + moved.get("other", 0)) / elements
-            limit = most.get(way.name)
-            held = (
-                {}
-                if limit is None
-                else {
-                    "against": "limit",
-                    "speedup": limit / counted,
-                    "goal": 1.0,
-                    "reached": common.reached(limit / counted, 0.999),
-                }
-            )
+            held = at_most(most[way.name], counted, tolerance=0.001) if way.name in most else {}
             results.add(
                 [row(case, way.name, metric="bytes: gradients", unit="B/param", median=counted, **held)]
             )
@@ -218,7 +199,7 @@ def norms(results: Results, effort: str) -> None:
                 (Goal("read: sum", 0.9), Goal("read: amax", 0.9), Goal("torch get_total_norm")),
             ),
         ]
-        results.add(measure(case, variants, ROUNDS[effort], calls, timer=common.timer_for(results.device)))
+        results.add(measure(case, variants, ROUNDS[effort], calls, timer=timer_for(results.device)))
 
 
 def figures(results: Results, effort: str) -> None:
@@ -229,12 +210,5 @@ def figures(results: Results, effort: str) -> None:
             results.add([cannot_run(Case("update", part.__name__), "all", first_line(error))])
 
 
-def main() -> None:
-    options = common.arguments(__doc__).parse_args()
-    results = common.results(options)
-    figures(results, common.effort(options))
-    results.report()
-
-
 if __name__ == "__main__":
-    main()
+    command.run(figures, command.arguments(__doc__).parse_args())

@@ -3,20 +3,25 @@
 The graph is as cheap as one can be: one node, whose backward makes all gradients in one call, so that what is
 timed is how gradients are taken and added. A stack of small Linear layers beside it is the ordinary case.
 
-    python benchmarks/wrapper_window.py [--quick | --full] [--backend cpu]
+    python -m benchmarks.suites.wrapper_window [--quick | --full] [--backend cpu]
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-import common
 import torch
-from common import Case, Goal, Results, Row, Variant, cannot_run, chosen, measure, timer_for
 from torch import Tensor, nn
 
 import fusedacc
+from fusedacc.commands.bench.timing import cpu_timer
 from fusedacc.kernels.registry import NAMES
+
+from ..contestants.stock import adder, sum_in
+from ..harness import command
+from ..harness.command import chosen
+from ..harness.measure import Goal, Variant, measure
+from ..harness.results import Case, Results, Row, cannot_run, first_line
 
 STEPS = 8
 F32, BF16 = torch.float32, torch.bfloat16
@@ -84,14 +89,10 @@ def stock_grad_dtype(model: nn.Module) -> Callable[[], None]:
     optimizer = torch.optim.SGD(parameters, lr=1e-6, foreach=True)
 
     def window() -> None:
-        for parameter in parameters:
-            parameter.grad_dtype = F32
+        sum_in(parameters, F32)
         for _ in range(STEPS):
             (model() / STEPS).backward()
-        for parameter in parameters:
-            gradient, parameter.grad = parameter.grad, None
-            parameter.grad_dtype = BF16
-            parameter.grad = gradient.to(BF16)
+        sum_in(parameters, BF16)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -103,14 +104,6 @@ def stock_mixed_add(model: nn.Module) -> Callable[[], None]:
     parameters = list(model.parameters())
     optimizer = torch.optim.SGD(parameters, lr=1e-6, foreach=True)
     sums = [torch.zeros_like(parameter, dtype=F32) for parameter in parameters]
-
-    def adder(total: Tensor) -> Callable[[Tensor], None]:
-        def add(parameter: Tensor) -> None:
-            total.add_(parameter.grad)
-            parameter.grad = None
-
-        return add
-
     for parameter, total in zip(parameters, sums, strict=True):
         parameter.register_post_accumulate_grad_hook(adder(total))
 
@@ -154,12 +147,10 @@ def figures(results: Results, effort: str, backend: str = "auto") -> None:
                 torch.manual_seed(0)
                 return kind(count).to(results.device, dtype)
 
-            results.add(one_case(case, model, backend, rounds, timer_for(results.device)))
+            results.add(one_case(case, model, backend, rounds))
 
 
-def one_case(
-    case: Case, model: Callable[[], nn.Module], backend: str, rounds: int, timer: common.Timer
-) -> list[Row]:
+def one_case(case: Case, model: Callable[[], nn.Module], backend: str, rounds: int) -> list[Row]:
     """The rows of one graph and dtype; `model` makes a new one."""
     plain = case.dtypes == "float32"
     if plain:
@@ -177,18 +168,27 @@ def one_case(
         ours.run()
         variants.append(ours)
     except Exception as error:
-        failed.append(cannot_run(case, "fusedacc", str(error).partition("\n")[0]))
-    return measure(case, variants, rounds, timer=timer) + failed
+        failed.append(cannot_run(case, "fusedacc", first_line(error)))
+    return measure(case, variants, rounds, timer=to_the_end) + failed
+
+
+def to_the_end(window: Callable[[], object], calls: int) -> float:
+    """Seconds until a GPU is done too: with tensors as small as these it waits for the host."""
+
+    def run() -> None:
+        window()
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+
+    return cpu_timer(run, calls)
 
 
 def main() -> None:
-    parser = common.arguments(__doc__)
+    parser = command.arguments(__doc__)
     parser.add_argument("--backend", default="auto", help=f"auto or one of {', '.join(NAMES)} (%(default)s)")
     options = parser.parse_args()
     (backend,) = chosen(options.backend, ("auto", *NAMES), "backend")
-    results = common.results(options)
-    figures(results, common.effort(options), backend)
-    results.report()
+    command.run(figures, options, backend=backend)
 
 
 if __name__ == "__main__":

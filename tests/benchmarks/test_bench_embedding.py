@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
-
 import pytest
 import torch
+from bench_setup import CPU
 
-pytest.importorskip("tqdm", reason="the benchmarks show progress by tqdm")
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-
-
-@pytest.fixture
-def embedding(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("embedding")
-
-
-@pytest.fixture
-def common(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("common")
+from benchmarks.harness.results import Results
+from benchmarks.suites import embedding
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_every_way_adds_the_same(embedding, dtype):
+def test_every_way_adds_the_same(dtype):
     size, count = (300, 16), 40
     results, counted = [], []
     for way in range(3):
         torch.manual_seed(0)
-        own = embedding.work(size, count, (dtype, torch.float32), torch.device("cpu"))
+        own = embedding.work(size, count, (dtype, torch.float32), CPU)
         variant = embedding.accumulations(own, size, count)[way]
         own.sums.zero_()
         own.turn_back()
@@ -45,16 +31,16 @@ def test_every_way_adds_the_same(embedding, dtype):
     assert counted[2] < counted[1] < counted[0]
 
 
-def test_tokens_are_rows_and_the_first_are_the_most_frequent(embedding):
+def test_tokens_are_rows_and_the_first_are_the_most_frequent():
     torch.manual_seed(0)
-    tokens = embedding.text_like(20_000, 1000, torch.device("cpu"))
+    tokens = embedding.text_like(20_000, 1000, CPU)
     assert (int(tokens.min()), int(tokens.max())) == (0, 999)
     counts = torch.bincount(tokens, minlength=1000)
     assert counts[0] > counts[1:10].max() > counts[500:].max()
 
 
-def test_a_quick_run_has_every_case(embedding, common):
-    results = common.Results(None)
+def test_a_quick_run_has_every_case():
+    results = Results(None)
     embedding.figures(results, "quick")
     assert {found.mode for found in results.rows} == {
         "accumulate",
@@ -72,7 +58,7 @@ def test_a_quick_run_has_every_case(embedding, common):
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
 @pytest.mark.parametrize("clip", [True, False])
-def test_both_windows_train_the_same_table(embedding, monkeypatch, name, clip):
+def test_both_windows_train_the_same_table(monkeypatch, name, clip):
     monkeypatch.setattr(embedding, "LIMIT", 0.5)
     monkeypatch.setitem(
         embedding.OPTIMIZERS, name, lambda p, lr, fused: getattr(torch.optim, name)(p, lr=0.1, fused=fused)
@@ -80,7 +66,7 @@ def test_both_windows_train_the_same_table(embedding, monkeypatch, name, clip):
     ends = []
     for kind in (embedding.Training, embedding.Wrapped):
         torch.manual_seed(0)
-        own = embedding.work((300, 16), 40, (torch.float32, torch.float32), torch.device("cpu"))
+        own = embedding.work((300, 16), 40, (torch.float32, torch.float32), CPU)
         moments = torch.zeros_like(own.sums), torch.zeros_like(own.sums)
         batches = list(zip(own.tokens[0].chunk(2), own.gradients[0].chunk(2), strict=True))
         way = kind(embedding.OPTIMIZERS[name], own.sums, moments, batches, clip, False)
@@ -92,13 +78,13 @@ def test_both_windows_train_the_same_table(embedding, monkeypatch, name, clip):
     torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-6)
 
 
-def test_what_a_window_of_the_table_moves(embedding):
+def test_what_a_window_of_the_table_moves():
     """By passes over the table: stock's clipping reads it twice and writes it, and ours reads it once.
 
     Ours is zeroed once a window, and adds to a few rows.
     """
     size, count = (4000, 16), 20
-    own = embedding.work(size, count, (torch.float32, torch.float32), torch.device("cpu"))
+    own = embedding.work(size, count, (torch.float32, torch.float32), CPU)
     moments = torch.zeros_like(own.sums), torch.zeros_like(own.sums)
     passes = {}
     for name in embedding.OPTIMIZERS:

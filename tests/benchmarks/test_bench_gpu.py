@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-import importlib
+import dataclasses
 import os
 import re
 import subprocess
@@ -11,10 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from bench_setup import ROOT
 
-pytest.importorskip("tqdm", reason="the benchmarks show progress by tqdm")
+from benchmarks.contestants import model_shapes
+from benchmarks.harness.command import chosen
+from benchmarks.harness.results import Case, Results
+from benchmarks.suites import at_once, dram_check, kernel_cases, kernels, models
 
-ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "benchmarks" / "gpu_run.sh"
 PART_SECONDS = 570
 FILES = 8
@@ -49,12 +52,6 @@ NO_PERMISSION = (
     "Counters on the target device 0. For instructions on enabling permissions and to get more information "
     "see https://developer.nvidia.com/ERR_NVGPUCTRPERM\n==WARNING== No kernels were profiled.\n"
 )
-
-
-@pytest.fixture
-def dram_check(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("dram_check")
 
 
 def executable(path: Path, text: str) -> Path:
@@ -110,34 +107,31 @@ def test_every_part_builds_first_and_ends_within_ten_minutes(tmp_path):
 
 
 def test_a_part_is_its_own_steps_with_the_effort_asked_for():
-    chosen = steps("3", EFFORT="full")
-    assert [name for _, name, _, _ in chosen] == ["build", "kernels", "dram_check", "update"]
-    assert all("--full" in command for _, _, _, command in chosen[1:])
+    found = steps("3", EFFORT="full")
+    assert [name for _, name, _, _ in found] == ["build", "kernels", "dram_check", "update"]
+    assert all("--full" in command for _, _, _, command in found[1:])
     assert not any("--full" in command for _, _, _, command in steps("3"))
 
 
-def test_the_first_part_settles_things_in_their_order(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    chosen = {name: command for _, name, _, command in steps("first")}
+def test_the_first_part_settles_things_in_their_order():
+    found = {name: command for _, name, _, command in steps("first")}
     order = "machine build info backends tests variants dram_check kernels models memcheck at_once"
-    assert list(chosen) == order.split()
+    assert list(found) == order.split()
     # What is asked for by name is there: a wrong name would be found on the GPU only.
-    common, cases = importlib.import_module("common"), importlib.import_module("kernel_cases")
     asked = dict(
-        re.findall(r"--(sizes|dtypes|providers|cases|models|settings) (.*?)(?= --|$)", chosen["kernels"])
+        re.findall(r"--(sizes|dtypes|providers|cases|models|settings) (.*?)(?= --|$)", found["kernels"])
     )
-    common.chosen(asked["sizes"], cases.SIZES, "size")
-    common.chosen(asked["dtypes"], tuple(cases.DTYPES), "dtypes")
-    common.chosen(asked["providers"], importlib.import_module("kernels").PROVIDERS, "provider")
-    (settings,) = re.findall(r"--settings (\S+)", chosen["models"])
-    common.chosen(settings, importlib.import_module("models").SETTINGS, "setting")
-    checks = importlib.import_module("dram_check").CHECKS
+    chosen(asked["sizes"], kernel_cases.SIZES, "size")
+    chosen(asked["dtypes"], tuple(kernel_cases.DTYPES), "dtypes")
+    chosen(asked["providers"], kernels.PROVIDERS, "provider")
+    (settings,) = re.findall(r"--settings (\S+)", found["models"])
+    chosen(settings, models.SETTINGS, "setting")
     for command in (
-        chosen["dram_check"],
+        found["dram_check"],
         *(command for _, name, _, command in steps("3") if name == "dram_check"),
     ):
         (named,) = re.findall(r"--cases (.*?) --results", command)
-        assert 2 <= len(common.chosen(named, list(checks), "case")) <= 4
+        assert 2 <= len(chosen(named, list(dram_check.CHECKS), "case")) <= 4
 
 
 def test_the_tests_are_named_and_every_file_of_gpu_tests_is_among_them():
@@ -176,29 +170,26 @@ def test_tools_beside_the_path_are_found(tmp_path):
 
 
 def test_sizes_for_the_bench_of_variants_are_one_a_line():
-    found = run(sys.executable, ROOT / "benchmarks" / "parameter_lists.py", "gpt2")
+    command = (sys.executable, "-m", "benchmarks.contestants.model_shapes")
+    found = run(*command, "gpt2")
     assert found.returncode == 0, found.stderr
     assert found.stdout.splitlines()[:3] == ["38597376", "786432", "768"]
-    assert "one of resnet50" in run(sys.executable, ROOT / "benchmarks" / "parameter_lists.py").stderr
+    assert "one of resnet50" in run(*command).stderr
 
 
-def test_limits_from_which_gradients_are_added_at_once_are_measured_and_put_back(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    at_once, common = importlib.import_module("at_once"), importlib.import_module("common")
-    before = dict(at_once.hooks.LARGE_BYTES)
-    results = common.Results(None)
+def test_limits_from_which_gradients_are_added_at_once_are_measured_and_put_back():
+    before = dict(at_once.python_hooks.LARGE_BYTES)
+    results = Results(None)
     at_once.figures(results, "quick", mebibytes=(1, 16))
     assert [row.provider for row in results.rows] == ["from 1 MiB", "from 16 MiB"]
     assert all(row.median and row.launches for row in results.rows)
-    assert before == at_once.hooks.LARGE_BYTES
+    assert before == at_once.python_hooks.LARGE_BYTES
 
 
-def test_models_that_only_a_gpu_has_room_for_are_run(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    lists = importlib.import_module("parameter_lists")
+def test_models_that_only_a_gpu_has_room_for_are_run():
     (command,) = [command for _, name, _, command in steps() if name == "models"]
     found = re.search(r" --models (.*) --results", command)
-    assert {"resnet50", "gpt2"} < set(found[1].split(",")) <= set(lists.NAMES)
+    assert {"resnet50", "gpt2"} < set(found[1].split(",")) <= set(model_shapes.NAMES)
 
 
 @pytest.mark.parametrize(
@@ -218,8 +209,8 @@ def test_bad_arguments_are_answered_with_what_is_allowed(arguments, variables, n
 STUB = """#!/usr/bin/env bash
 case "$*" in
   *"-m cuda tests/cuda"*) head -c 900000 /dev/zero | tr '\\0' x; echo; echo the end of the tests ;;
-  *benchmarks/models.py*) echo no models; exit 3 ;;
-  *dram_check.py*) echo skipped: no counters; exit 77 ;;
+  *"benchmarks.suites.models "*) echo no models; exit 3 ;;
+  *dram_check*) echo skipped: no counters; exit 77 ;;
 esac
 while [ $# -gt 0 ]; do
   [ "$1" = --results ] && echo row >>"$2"
@@ -228,7 +219,7 @@ done
 exit 0
 """
 TIMEOUT = """#!/usr/bin/env bash
-[[ "$*" == *benchmarks/training.py* ]] && exit 124
+[[ "$*" == *benchmarks.suites.training* ]] && exit 124
 while [[ "$1" == --* ]]; do shift; done
 shift
 exec "$@"
@@ -275,7 +266,7 @@ def test_without_the_sanitizer_its_steps_are_skipped(tmp_path):
 # The check against the DRAM counters
 
 
-def test_listings_are_summed_over_kernels_and_units(dram_check):
+def test_listings_are_summed_over_kernels_and_units():
     assert dram_check.parse(TWO_KERNELS) == dram_check.Traffic(6_442_450_944 + 2500, 4_294_967_296, 2, 2**27)
 
 
@@ -289,7 +280,7 @@ def test_listings_are_summed_over_kernels_and_units(dram_check):
         (LISTING + line(0, "k", READ, "byte", "n/a"), "no value for dram__bytes_read.sum: 'n/a'"),
     ],
 )
-def test_what_is_no_listing_is_refused_in_the_profilers_words(dram_check, text, named):
+def test_what_is_no_listing_is_refused_in_the_profilers_words(text, named):
     with pytest.raises(ValueError, match=re.escape(named)):
         dram_check.parse(text)
 
@@ -308,7 +299,7 @@ sys.exit(status)
 
 
 @pytest.fixture
-def measured(dram_check, monkeypatch, tmp_path):
+def measured(monkeypatch, tmp_path):
     """Runs cases on the CPU under a fake ncu that gives this listing; returns the CSV's rows."""
 
     def measure(listing: str | None, *names: str, elements: int = 1000) -> list[dict[str, str]]:
@@ -321,7 +312,7 @@ def measured(dram_check, monkeypatch, tmp_path):
                     python=sys.executable, listing=listing, metrics=f"{READ},{WRITTEN},{SECTORS}"
                 ),
             )
-        results = dram_check.common.Results(tmp_path / "results.csv")
+        results = Results(tmp_path / "results.csv")
         dram_check.figures(results, "short", names, elements)
         with (tmp_path / "results.csv").open(newline="") as file:
             return list(csv.DictReader(file))
@@ -337,16 +328,16 @@ def listing(read: int, written: int) -> str:
     ("off", "uncounted", "reached"),
     [(1.0, {}, "yes"), (0.96, {}, "yes"), (1.06, {}, "no"), (1.0, {"aten.new_op": 1}, "no")],
 )
-def test_the_counters_are_held_against_the_bytes_counted(dram_check, off, uncounted, reached):
+def test_the_counters_are_held_against_the_bytes_counted(off, uncounted, reached):
     seen = dram_check.Traffic(6000, round(10000 * off) - 6000, 1)
     counted = {"total_bytes": 10000, "read_bytes": 6000, "written_bytes": 4000, "uncounted": uncounted}
-    row = dram_check.check_row(dram_check.Case("dram", "case"), "name", seen, counted)
+    row = dram_check.check_row(Case("dram", "case"), "name", seen, counted)
     assert (row.median, row.bytes, row.launches) == (round(10000 * off), 10000, 1)
     assert row.speedup == pytest.approx(off)
     assert (row.metric, row.unit, row.reached) == ("bytes", "B", reached)
     assert row.note.startswith("goal: within 5%; read 6000 of 6000 counted")
-    halved = dram_check.dataclasses.replace(seen, sectors=250)
-    row = dram_check.check_row(dram_check.Case("dram", "case"), "name", halved, counted)
+    halved = dataclasses.replace(seen, sectors=250)
+    row = dram_check.check_row(Case("dram", "case"), "name", halved, counted)
     assert "2.00 times the bytes written went to L2" in row.note
     assert ("aten.new_op" in row.note) == bool(uncounted)
 
@@ -384,7 +375,7 @@ def test_counters_that_cannot_be_read_are_rows_that_say_why(measured, given, nam
         (["--device", "cpu"], "needs a CUDA GPU"),
     ],
 )
-def test_without_a_gpu_or_with_an_unknown_case_it_says_so(dram_check, monkeypatch, arguments, named):
+def test_without_a_gpu_or_with_an_unknown_case_it_says_so(monkeypatch, arguments, named):
     monkeypatch.setattr(sys, "argv", ["dram_check.py", *arguments])
     with pytest.raises(SystemExit, match=named):
         dram_check.main()

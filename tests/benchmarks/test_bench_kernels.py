@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from bench_setup import CPU, ROOT
 
-pytest.importorskip("tqdm", reason="the benchmarks show progress by tqdm")
+from benchmarks.contestants import accumulate as providers
+from benchmarks.contestants import products
+from benchmarks.harness.measure import PEAK, Variant
+from benchmarks.harness.results import Results
+from benchmarks.suites import kernel_cases, kernels
+from fusedacc.traffic import TrafficMeter
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
-PINNED = [name for name in ("OMP_PROC_BIND", "OMP_PLACES") if name not in os.environ]
-try:
-    common = importlib.import_module("common")
-    kernel_cases = importlib.import_module("kernel_cases")
-    kernels = importlib.import_module("kernels")
-    providers = importlib.import_module("providers")
-    products = importlib.import_module("products")
-finally:
-    sys.path.pop(0)
-    for name in PINNED:  # common sets them for the process that measures, not for what other tests start
-        os.environ.pop(name, None)
-
-CPU = torch.device("cpu")
 SHAPES = ((1,), (3,), (7, 5), (1023,), (2, 3, 5, 7))
 SCALE = 0.125
 PEERS = {"amp_C": "Apex", "transformer_engine": "TransformerEngine", "optimi": "torch-optimi"}
@@ -37,9 +27,7 @@ PEERS["bitsandbytes"] = "bitsandbytes"
 def can_run(registry) -> list[str]:
     """The providers that do the job on CPU tensors here; copy and triad do another."""
     return [
-        name
-        for name, provider in registry.items()
-        if name not in common.PEAK and provider.unavailable(CPU) is None
+        name for name, provider in registry.items() if name not in PEAK and provider.unavailable(CPU) is None
     ]
 
 
@@ -115,8 +103,6 @@ def test_the_peak_copies_and_adds_as_many_elements(registry, generator):
 
 
 def counted(provider, accumulators, gradients) -> int:
-    from fusedacc.traffic import TrafficMeter
-
     run = provider.make(accumulators, gradients, SCALE)
     run()
     with TrafficMeter() as meter:
@@ -188,7 +174,7 @@ def test_unknown_names_are_refused_with_what_is_allowed(option, allowed, monkeyp
 
 
 def measured(size: str, *names: str, dtypes: str = "bfloat16:float32") -> list:
-    results = common.Results(None)
+    results = Results(None)
     kernels.figures(results, "quick", providers=names, dtypes=[dtypes], sizes=[size])
     return results.rows
 
@@ -301,7 +287,7 @@ def test_an_uncountable_launch_is_a_note(monkeypatch):
         raise RuntimeError("CUPTI is not permitted")
 
     monkeypatch.setattr(kernels, "kernels_of", fail)
-    (variant,) = kernels.with_kernels([common.Variant("add_", list, launches=1, note="first")])
+    (variant,) = kernels.with_kernels([Variant("add_", list, launches=1, note="first")])
     assert variant.launches is None
     assert variant.note == "first; launches not counted: RuntimeError: CUPTI is not permitted"
 
@@ -312,11 +298,7 @@ def test_every_provider_computes_the_sum_on_a_gpu(dtypes, generator):
     device = torch.device("cuda")
     for name, provider in providers.ACCUMULATE.items():
         accumulators, gradients = ([t.to(device) for t in tensors] for tensors in lists(dtypes, generator))
-        if (
-            name in common.PEAK
-            or provider.unavailable(device)
-            or provider.unsupported(accumulators, gradients)
-        ):
+        if name in PEAK or provider.unavailable(device) or provider.unsupported(accumulators, gradients):
             continue
         added = providers.scratch(accumulators, "other") if name == "add_ same dtype" else gradients
         expected = [a.double() + SCALE * g.double() for a, g in zip(accumulators, added, strict=True)]
@@ -327,7 +309,7 @@ def test_every_provider_computes_the_sum_on_a_gpu(dtypes, generator):
 
 @pytest.mark.cuda
 def test_a_gpus_row_counts_kernels_and_host_time():
-    results = common.Results(None, "cuda")
+    results = Results(None, "cuda")
     kernels.figures(
         results, "quick", providers=["fusedacc cuda", "add_"], dtypes=["float32:float32"], sizes=["300x4"]
     )
@@ -341,7 +323,7 @@ def test_a_quick_run_finishes_and_records_nothing(tmp_path):
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     env.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "benchmarks/kernels.py", "--quick", "--device", "cpu"]
+    command = [sys.executable, "-m", "benchmarks.suites.kernels", "--quick", "--device", "cpu"]
     found = subprocess.run(
         [*command, "--results", str(tmp_path / "results.csv")],
         cwd=ROOT,

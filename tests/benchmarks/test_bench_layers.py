@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
-
 import pytest
 import torch
+from bench_setup import CPU
 
-pytest.importorskip("tqdm", reason="the benchmarks show progress by tqdm")
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def layers(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("layers")
+from benchmarks.harness.results import Results
+from benchmarks.suites import layers
 
 
-@pytest.fixture
-def results(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("common").Results(None)
-
-
-def sums(layers, work) -> list[torch.Tensor]:
+def sums(work) -> list[torch.Tensor]:
     """What the weights' gradients of two micro-batches add up to."""
     torch.manual_seed(1)
     for _ in range(2):
@@ -37,8 +22,8 @@ def sums(layers, work) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtypes", ["float32", "autocast bfloat16 into float32", "bfloat16 into float32"])
-def test_every_way_sums_the_same(layers, dtypes):
-    found = {way: sums(layers, layers.linears([(24, 8), (8, 8)], 6, dtypes, CPU, way)) for way in layers.WAYS}
+def test_every_way_sums_the_same(dtypes):
+    found = {way: sums(layers.linears([(24, 8), (8, 8)], 6, dtypes, CPU, way)) for way in layers.WAYS}
     # Products of bfloat16 may be rounded to it in one way and not in another.
     loose = 1e-5 if dtypes == "float32" else 2.0**-6
     for way in (layers.WRAPPED, layers.INSIDE):
@@ -46,21 +31,22 @@ def test_every_way_sums_the_same(layers, dtypes):
 
 
 @pytest.mark.parametrize("make", ["lookup", "chain"])
-def test_the_others_too(layers, make):
+def test_the_others_too(make):
     shape = ((50, 8, 6),) if make == "lookup" else (3, 8)
-    found = {way: sums(layers, getattr(layers, make)(*shape, CPU, way)) for way in layers.WAYS}
+    found = {way: sums(getattr(layers, make)(*shape, CPU, way)) for way in layers.WAYS}
     for way in (layers.WRAPPED, layers.INSIDE):
         torch.testing.assert_close(found[way], found[layers.STOCK], rtol=1e-5, atol=1e-6)
 
 
-def test_frozen_weights_leave_the_biases(layers):
+def test_frozen_weights_leave_the_biases():
     work = layers.linears([(24, 8)], 6, "float32", CPU, layers.FROZEN)
     work.run()
     assert work.model[0].weight.grad is None
     assert work.model[0].bias.grad is not None
 
 
-def test_a_quick_run_has_every_case_and_the_bytes_promised(layers, results):
+def test_a_quick_run_has_every_case_and_the_bytes_promised():
+    results = Results(None)
     threads = torch.get_num_threads()
     layers.figures(results, "quick")
     assert torch.get_num_threads() == threads

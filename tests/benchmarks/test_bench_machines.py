@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import importlib
 import json
 import os
 import re
@@ -15,39 +14,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from bench_setup import ROOT
 
-pytest.importorskip("tqdm", reason="the benchmarks show progress by tqdm")
+from benchmarks.harness.results import Results, read
+from benchmarks.machines import cells, emulated, loops, zoo
+from benchmarks.machines import run as machines
 
-ROOT = Path(__file__).resolve().parent.parent
 MODELS = (
     "gpt-64", "gpt-256", "gpt-words", "vit", "lstm", "mlp", "conv", "unet", "moe", "t5", "mamba", "dlrm",
     "gpt-compiled", "mlp-compiled", "linears", "lookup",
 )  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _paths(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-
-
-@pytest.fixture
-def loops():
-    return importlib.import_module("machines_loops")
-
-
-@pytest.fixture
-def cells():
-    return importlib.import_module("machines_cells")
-
-
-@pytest.fixture
-def kinds():
-    return importlib.import_module("machines_kinds")
-
-
 def entry(name: str, quick: bool = True):
-    return importlib.import_module("zoo").entries(quick)[name]
+    return zoo.entries(quick)[name]
 
 
 # The models
@@ -95,7 +75,6 @@ def test_what_is_said_to_be_compiled_is(name, monkeypatch):
 
 
 def test_both_sizes_have_the_same_models():
-    zoo = importlib.import_module("zoo")
     assert tuple(zoo.entries(True)) == tuple(zoo.entries()) == MODELS
     for of in (zoo.entries(True), zoo.entries()):
         assert [name for name, found in of.items() if found.compiled] == ["gpt-compiled", "mlp-compiled"]
@@ -106,7 +85,7 @@ def test_both_sizes_have_the_same_models():
 
 
 @pytest.mark.parametrize("precision", ["float32", "autocast", "bfloat16", "bfloat16 sums"])
-def test_all_ways_train_alike(loops, precision):
+def test_all_ways_train_alike(precision):
     training = loops.Training(entry("mlp"), precision, steps=4)
     data = [training.window(number) for number in range(3)]
     losses, weights = {}, {}
@@ -124,7 +103,7 @@ def test_all_ways_train_alike(loops, precision):
     assert len(set(losses[first])) == 3
 
 
-def test_the_sums_of_stock_are_the_exact_ones(loops, monkeypatch):
+def test_the_sums_of_stock_are_the_exact_ones(monkeypatch):
     """Every way of float32 sums clips the same tensors, which are those of a sum in float32."""
     training = loops.Training(entry("mlp"), "bfloat16", steps=4)
     window = training.window(0)
@@ -150,7 +129,7 @@ def test_the_sums_of_stock_are_the_exact_ones(loops, monkeypatch):
         assert all(map(torch.equal, found, expected))
 
 
-def test_stock_clips(loops):
+def test_stock_clips():
     training = dataclasses.replace(loops.Training(entry("mlp"), "float32"), steps=2)
     loop = loops.STOCK_WAYS["float32"][0].make(training)
     norms = []
@@ -169,8 +148,8 @@ def test_stock_clips(loops):
 # The machines
 
 
-def test_a_machine_is_left_out_where_the_cpu_has_no_more(kinds):
-    of = {kind.name: kind for kind in kinds.MACHINES}
+def test_a_machine_is_left_out_where_the_cpu_has_no_more():
+    of = {kind.name: kind for kind in emulated.MACHINES}
     assert not of["native"].left_out(frozenset())
     assert "none of avx512f" in of["avx2"].left_out(frozenset({"avx2", "fma"}))
     assert not of["avx2"].left_out(frozenset({"avx2", "avx512f"}))
@@ -179,9 +158,8 @@ def test_a_machine_is_left_out_where_the_cpu_has_no_more(kinds):
 
 def looked_at(kind, tmp_path: Path, **more: str) -> dict[str, str]:
     """`effects()` of a fresh process that is this machine."""
-    program = "import json, machines_kinds; print(json.dumps(machines_kinds.effects()))"
-    paths = os.pathsep.join([str(ROOT / "benchmarks"), str(ROOT)])
-    environment = {**kind.environment(tmp_path, "digest"), "PYTHONPATH": paths, **more}
+    program = "import json; from benchmarks.machines import emulated; print(json.dumps(emulated.effects()))"
+    environment = {**kind.environment(tmp_path, "digest"), "PYTHONPATH": str(ROOT), **more}
     found = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
     )
@@ -189,9 +167,9 @@ def looked_at(kind, tmp_path: Path, **more: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", ["native-1", "avx512", "avx2", "baseline"])
-def test_a_machine_is_what_it_says(kinds, tmp_path, name):
-    (kind,) = [kind for kind in kinds.MACHINES if kind.name == name]
-    if why := kind.left_out(kinds.flags()):
+def test_a_machine_is_what_it_says(tmp_path, name):
+    (kind,) = [kind for kind in emulated.MACHINES if kind.name == name]
+    if why := kind.left_out(emulated.flags()):
         pytest.skip(why)
     found = looked_at(kind, tmp_path)
     if found["fusedacc"] == "not built":
@@ -203,9 +181,9 @@ def test_a_machine_is_what_it_says(kinds, tmp_path, name):
     assert found["threads"] == str(kind.threads)
 
 
-def test_nonsense_is_found_out(kinds, tmp_path):
-    (kind,) = [kind for kind in kinds.MACHINES if kind.name == "avx2"]
-    if why := kind.left_out(kinds.flags()):
+def test_nonsense_is_found_out(tmp_path):
+    (kind,) = [kind for kind in emulated.MACHINES if kind.name == "avx2"]
+    if why := kind.left_out(emulated.flags()):
         pytest.skip(why)
     found = looked_at(kind, tmp_path, ONEDNN_MAX_CPU_ISA="AVX_TWO")
     assert kind.wrong(found).startswith("oneDNN is 'Intel AVX-512")
@@ -214,32 +192,32 @@ def test_nonsense_is_found_out(kinds, tmp_path):
 # The goals
 
 
-def row(cells, loop="fusedacc", model="mlp", **values):
+def row(loop="fusedacc", model="mlp", **values):
     figures = {"ratio": 1.0, "low": 0.9, "high": 1.1, "peak": 10_000_000, "stock_peak": 10_000_000, **values}
     return cells.Row("native", model, "float32", loop, **figures)
 
 
-def test_a_loop_falls_short_by_the_upper_end_of_its_interval(cells):
-    assert cells.short(row(cells, ratio=0.9, high=0.979))
-    assert not cells.short(row(cells, ratio=0.9, high=0.98))
-    assert not cells.short(row(cells, loop="stock", high=0.9))
-    assert not cells.large(row(cells, peak=11_000_000))
-    assert cells.large(row(cells, peak=11_000_001))
-    assert not cells.large(row(cells, peak=505_000_000, stock_peak=500_000_000))
-    assert cells.large(row(cells, peak=505_000_001, stock_peak=500_000_000))
+def test_a_loop_falls_short_by_the_upper_end_of_its_interval():
+    assert cells.short(row(ratio=0.9, high=0.979))
+    assert not cells.short(row(ratio=0.9, high=0.98))
+    assert not cells.short(row(loop="stock", high=0.9))
+    assert not cells.large(row(peak=11_000_000))
+    assert cells.large(row(peak=11_000_001))
+    assert not cells.large(row(peak=505_000_000, stock_peak=500_000_000))
+    assert cells.large(row(peak=505_000_001, stock_peak=500_000_000))
 
 
-def test_a_cell_is_disturbed_by_what_others_took(cells):
-    assert not cells.disturbed(row(cells))
-    assert not cells.disturbed(row(cells, others=0.1))
-    assert cells.disturbed(row(cells, others=0.101))
+def test_a_cell_is_disturbed_by_what_others_took():
+    assert not cells.disturbed(row())
+    assert not cells.disturbed(row(others=0.1))
+    assert cells.disturbed(row(others=0.101))
     assert "others took more than 10% of the CPUs: native, mlp, float32\n" in cells.report(
-        [row(cells, others=0.5), row(cells, model="lstm")]
+        [row(others=0.5), row(model="lstm")]
     )
 
 
-def test_layers_are_shown_and_count_for_nothing(cells):
-    rows = [row(cells, ratio=0.9, high=0.95), row(cells, model="lookup", ratio=30.0, high=0.5)]
+def test_layers_are_shown_and_count_for_nothing():
+    rows = [row(ratio=0.9, high=0.95), row(model="lookup", ratio=30.0, high=0.5)]
     text = cells.report(rows)
     assert re.search(r"lookup +30\.00! / - ", text)
     assert "best 0.90; 1 cells" in text
@@ -247,12 +225,12 @@ def test_layers_are_shown_and_count_for_nothing(cells):
     assert "| 1 | 0.90 (0.90 to 0.95) | 0.90 | 0.90 |" in cells.markdown(rows)
 
 
-def test_the_table_names_what_falls_short(cells):
+def test_the_table_names_what_falls_short():
     text = cells.report(
         [
-            row(cells, ratio=0.9, high=0.95),
-            row(cells, model="lstm", peak=12_000_000),
-            row(cells, loop=cells.MODEL, ratio=1.2, low=1.1, high=1.3),
+            row(ratio=0.9, high=0.95),
+            row(model="lstm", peak=12_000_000),
+            row(loop=cells.MODEL, ratio=1.2, low=1.1, high=1.3),
             cells.Row("avx2", note="left out: of course"),
         ]
     )
@@ -261,14 +239,13 @@ def test_the_table_names_what_falls_short(cells):
     assert "peak above stock's: native, lstm, float32: 12.0 MB, stock 10.0" in text
     assert "avx2: left out: of course" in text
     assert "MISSED" not in text
-    assert "1.05: MISSED" in cells.report([row(cells, loop=cells.MODEL)])
+    assert "1.05: MISSED" in cells.report([row(loop=cells.MODEL)])
 
 
 # The driver
 
 
 def test_a_pattern_chooses_cells_and_a_wrong_one_is_refused():
-    machines = importlib.import_module("machines")
     assert machines.wanted("avx2/mlp/float32") == [("avx2", "mlp", "float32")]
     assert {cell[1] for cell in machines.wanted("native/gpt-*")} == {name for name in MODELS if "gpt" in name}
     assert len(machines.wanted(None)) == 7 * len(MODELS) * 4
@@ -276,11 +253,10 @@ def test_a_pattern_chooses_cells_and_a_wrong_one_is_refused():
         machines.wanted("native,pentium")
 
 
-def test_what_is_finished_is_found_again(cells, tmp_path):
-    results = importlib.import_module("common").Results
-    kept = results(tmp_path / "machines.csv", "cpu", cells.COLUMNS)
-    kept.add([dataclasses.replace(row(cells, ratio=ratio), sources="new") for ratio in (0.5, 0.75)])
-    kept.add([dataclasses.replace(row(cells, model="lstm", steps=8), sources="old")])
+def test_what_is_finished_is_found_again(tmp_path):
+    kept = Results(tmp_path / "machines.csv", "cpu", cells.COLUMNS)
+    kept.add([dataclasses.replace(row(ratio=ratio), sources="new") for ratio in (0.5, 0.75)])
+    kept.add([dataclasses.replace(row(model="lstm", steps=8), sources="old")])
     found = cells.finished(kept.path, kept.conditions, "new")
     assert {key: row.ratio for key, row in found.items()} == {("native", "mlp", "float32", "fusedacc"): 0.75}
     every = cells.finished(kept.path, kept.conditions, "")
@@ -288,18 +264,16 @@ def test_what_is_finished_is_found_again(cells, tmp_path):
     assert not cells.finished(kept.path, {**kept.conditions, "torch": "1.0"}, "")
 
 
-def test_what_is_missing_or_was_disturbed_is_measured(cells):
-    machines = importlib.import_module("machines")
-    rows = [row(cells, "stock"), row(cells, "stock", "lstm", others=0.5), row(cells, "fusedacc", "vit")]
+def test_what_is_missing_or_was_disturbed_is_measured():
+    rows = [row("stock"), row("stock", "lstm", others=0.5), row("fusedacc", "vit")]
     done = {(*row.key, row.loop): row for row in rows}
     every = [("native", model, "float32") for model in ("mlp", "lstm", "vit")]
     assert machines.missing(every, done) == every[1:]
 
 
 def test_a_run_is_gone_on_with(tmp_path):
-    common = importlib.import_module("common")
     path = tmp_path / "machines.csv"
-    command = [sys.executable, str(ROOT / "benchmarks" / "machines.py"), "--results", str(path)]
+    command = [sys.executable, "-m", "benchmarks.machines.run", "--results", str(path)]
     command += ["--only", "native-1/mlp/bfloat16", "--quick"]
 
     def run() -> subprocess.CompletedProcess:
@@ -308,7 +282,7 @@ def test_a_run_is_gone_on_with(tmp_path):
 
     first = run()
     assert "1 cells to measure, 0 there already" in first.stderr
-    lines = common.read(path)
+    lines = read(path)
     assert [line["loop"] for line in lines] == ["stock", "fusedacc", "fusedacc model="]
     assert all(0 <= float(line["others"]) <= 1 for line in lines)
     with path.open("w", newline="") as file:
@@ -322,22 +296,20 @@ def test_a_run_is_gone_on_with(tmp_path):
     assert "fusedacc model=: worst" in again.stdout
 
 
-def test_a_process_that_breaks_down_has_a_row(cells, tmp_path, monkeypatch):
-    machines = importlib.import_module("machines")
-    monkeypatch.setattr(machines, "ROOT", tmp_path)  # which holds no script to run
-    kept = importlib.import_module("common").Results(tmp_path / "machines.csv", "cpu", cells.COLUMNS)
+def test_a_process_that_breaks_down_has_a_row(tmp_path, monkeypatch):
+    monkeypatch.setattr(machines, "CHILD", "benchmarks.machines.nothing")
+    kept = Results(tmp_path / "machines.csv", "cpu", cells.COLUMNS)
     machines.run("native", "mlp", ["float32"], 1.0, kept, tmp_path, True)
     (line,) = cells.finished(kept.path, kept.conditions, "").values()
-    assert (line.model, line.note) == ("mlp", "not run: its process ended with 2")
+    assert (line.model, line.note) == ("mlp", "not run: its process ended with 1")
 
 
-def test_a_process_that_hangs_is_ended(cells, tmp_path, monkeypatch):
-    machines = importlib.import_module("machines")
-    (tmp_path / "benchmarks").mkdir()
-    (tmp_path / "benchmarks" / "machines_child.py").write_text("import time; time.sleep(60)")
+def test_a_process_that_hangs_is_ended(tmp_path, monkeypatch):
+    (tmp_path / "hangs.py").write_text("import time; time.sleep(60)")
     monkeypatch.setattr(machines, "ROOT", tmp_path)
+    monkeypatch.setattr(machines, "CHILD", "hangs")
     monkeypatch.setattr(machines, "HUNG", 0.2)
-    kept = importlib.import_module("common").Results(tmp_path / "machines.csv", "cpu", cells.COLUMNS)
+    kept = Results(tmp_path / "machines.csv", "cpu", cells.COLUMNS)
     machines.run("native", "mlp", ["float32"], 1.0, kept, tmp_path, True)
     (line,) = cells.finished(kept.path, kept.conditions, "").values()
     assert line.note == "not run: its process took longer than 0.2 seconds"

@@ -3,52 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from bench_setup import CPU
 
-pytest.importorskip("tqdm", reason="the benchmarks show progress by tqdm")
+from benchmarks.contestants import training_loops as loops
+from benchmarks.harness import peak_by_kind as kinds
+from benchmarks.harness.results import Case, Results
+from benchmarks.suites import training
+from benchmarks.suites import training_clock as clock
+from examples.demo import measure
+from examples.demo.loops import Config, StockLoop
+from examples.demo.model import load_text
 
-ROOT = Path(__file__).resolve().parent.parent
 DTYPES = ("float32", "bfloat16", "autocast")
 
 
-@pytest.fixture(autouse=True)
-def _paths(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-
-
-@pytest.fixture
-def training():
-    return importlib.import_module("training")
-
-
-@pytest.fixture
-def loops():
-    return importlib.import_module("training_loops")
-
-
 def config(dtype: str, steps: int = 4, device: str = "cpu"):
-    make = importlib.import_module("demo.loops").Config
     shape = {"width": 32, "layers": 2, "heads": 2, "context": 16, "micro_batch_size": 2}
-    return make(dtype, torch.device(device), steps, **shape)
+    return Config(dtype, torch.device(device), steps, **shape)
 
 
 def text():
-    return importlib.import_module("demo.model").load_text()
+    return load_text()
 
 
 def batches(of, updates: int):
-    measure = importlib.import_module("demo.measure")
     return [measure.batches(text(), of, update) for update in range(updates)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_all_ways_train_alike(loops, dtype):
+def test_all_ways_train_alike(dtype):
     of = config(dtype)
     data = batches(of, 3)
     losses, weights = {}, {}
@@ -63,17 +50,16 @@ def test_all_ways_train_alike(loops, dtype):
             assert losses[name] == losses[first]
             assert all(map(torch.equal, weights[name], weights[first]))
     (inside,) = [way.name for way in loops.WAYS[dtype] if not way.exact]
-    rounding = importlib.import_module("training").ROUNDING[dtype]
+    rounding = training.ROUNDING[dtype]
     assert losses[inside][0] == losses["fusedacc"][0]
     assert losses[inside] == pytest.approx(losses["fusedacc"], rel=rounding)
-    stock = importlib.import_module("demo.loops").StockLoop(of)
+    stock = StockLoop(of)
     stocks = [stock.update(of_one) for of_one in data]  # which adds up losses in float64
     assert losses["fusedacc, fused AdamW"] == pytest.approx(stocks, rel=1e-6)
     assert losses["fusedacc"][-1] < losses["fusedacc"][0]
 
 
-def test_phases_add_up_to_the_update(loops):
-    clock = importlib.import_module("training_clock")
+def test_phases_add_up_to_the_update():
     (way,) = [way for way in loops.WAYS["bfloat16"] if way.kind is loops.ByHand]
     own, plain = (clock.Timed(w.make(config("bfloat16")), text()) for w in (way, loops.BASELINE))
     totals = []
@@ -87,7 +73,7 @@ def test_phases_add_up_to_the_update(loops):
     assert all(seconds[phase] > 0 for seconds in own.seconds for phase in loops.PHASES)
 
 
-def test_accumulate_is_what_the_backward_takes_longer(training):
+def test_accumulate_is_what_the_backward_takes_longer():
     own = {"forward": 1.0, "backward": 5.0, "accumulate": 0.5, "update": 2.0}
     plain = {"forward": 9.0, "backward": 3.0, "accumulate": 9.0, "update": 9.0}
     (split,) = training.by_phase([own], [plain])
@@ -95,7 +81,6 @@ def test_accumulate_is_what_the_backward_takes_longer(training):
 
 
 def test_replay_tells_kinds_by_allocation_not_by_address():
-    kinds = importlib.import_module("peak_kinds")
     events = [
         kinds.Event(16, 100),  # weights
         kinds.Event(32, 50),  # an activation, and after it a gradient at the same address
@@ -118,7 +103,6 @@ def test_replay_tells_kinds_by_allocation_not_by_address():
 
 
 def test_the_gpu_allocators_history_is_replayed(monkeypatch):
-    kinds = importlib.import_module("peak_kinds")
     device = torch.device("cuda", 1)
     old = {"action": "alloc", "addr": 8, "size": 10**6}
     traces = [[], [old]]
@@ -146,14 +130,12 @@ def test_the_gpu_allocators_history_is_replayed(monkeypatch):
     assert found == {"weights": 100, "gradients": 60, "optimizer": 0, kinds.OTHER: 0}
 
 
-def test_kinds_add_up_to_the_peak_of_the_demos_instrument(training, loops):
+def test_kinds_add_up_to_the_peak_of_the_demos_instrument():
     of = config("float32", 2)
     data = batches(of, 2)
     (way,) = [way for way in loops.WAYS["float32"] if way.name == "stock"]
-    found = training.peak_by_kind(lambda look: training.watch(way, of, data, look), of.device)
-    demo = importlib.import_module("demo.measure").peak_memory(
-        importlib.import_module("demo.loops").StockLoop, of, text()
-    )
+    found = way.peak(of, data)
+    demo = measure.peak_memory(StockLoop, of, text())
     # The demo's loop makes each update's micro-batches anew and keeps one loss less.
     assert sum(found.values()) == pytest.approx(demo, abs=4 * 16 * 2 * 8 * 2)
     size = sum(p.numel() for p in of.model().parameters())
@@ -161,13 +143,13 @@ def test_kinds_add_up_to_the_peak_of_the_demos_instrument(training, loops):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_peak_holds_weights_sums_and_state_whole(training, loops, dtype):
+def test_peak_holds_weights_sums_and_state_whole(dtype):
     of = config(dtype, 2)
     data = batches(of, 2)
     size = sum(p.numel() for p in of.model().parameters())
     unit = 2 if dtype == "bfloat16" else 4
     for way in loops.WAYS[dtype]:
-        found = training.peak_by_kind(lambda look, way=way: training.watch(way, of, data, look), of.device)
+        found = way.peak(of, data)
         tensors = len(list(of.model().parameters()))
         assert found["weights"] == unit * size
         # exp_avg and exp_avg_sq, and one float32 count of steps per parameter
@@ -177,19 +159,17 @@ def test_peak_holds_weights_sums_and_state_whole(training, loops, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "autocast"])  # bfloat16's is at the update, which casts
-def test_the_lowest_peak_is_that_of_weight_gradients_that_are_never_written(training, loops, dtype):
+def test_the_lowest_peak_is_that_of_weight_gradients_that_are_never_written(dtype):
     of = dataclasses.replace(config(dtype, 2), width=256, micro_batch_size=1)
-    rows = training.memory(
-        importlib.import_module("common").Case("training", "case"), of, loops.WAYS[dtype], text()
-    )
+    rows = training.memory(Case("training", "case"), of, loops.WAYS[dtype], text())
     peaks = {r.provider: r for r in rows if r.metric == "peak memory"}
     assert peaks[loops.INSIDE.name].against == "the lowest of stock"
     assert peaks[loops.INSIDE.name].reached == "yes"
 
 
-def test_quick_figures_have_every_measure_and_record_nothing(training, tmp_path, monkeypatch):
+def test_quick_figures_have_every_measure_and_record_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    results = importlib.import_module("common").Results(None, "cpu")
+    results = Results(None, "cpu")
     training.figures(results, "quick")
     assert not list(tmp_path.iterdir())
     assert not [r.note for r in results.rows if r.note]
@@ -214,7 +194,7 @@ def test_quick_figures_have_every_measure_and_record_nothing(training, tmp_path,
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_meter_counts_every_operator_of_every_way(training, loops, dtype):
+def test_meter_counts_every_operator_of_every_way(dtype):
     of = config(dtype)
     size = sum(p.numel() for p in of.model().parameters())
     found = {way.name: training.count(way.make(of), text()) for way in loops.WAYS[dtype]}
@@ -229,21 +209,21 @@ def test_meter_counts_every_operator_of_every_way(training, loops, dtype):
     assert found[loops.INSIDE.name]["total_bytes"] < stock - 3 * 3 * size
 
 
-def test_way_that_fails_is_a_row_that_says_why(training, loops, monkeypatch):
+def test_way_that_fails_is_a_row_that_says_why():
     class Failing(loops.Loop):
         def backward(self, loss):
             raise RuntimeError("no such kernel\nand more")
 
     of = dataclasses.replace(config("float32", 2))
     ways = [loops.Way("failing", Failing), *loops.WAYS["float32"][:1]]
-    case = importlib.import_module("common").Case("training", "case")
+    case = Case("training", "case")
     for rows in (training.speed(case, of, ways, text(), 1), training.memory(case, of, ways, text())):
         (failed,) = [r for r in rows if r.provider == "failing"]
         assert failed.note == "not run: RuntimeError: no such kernel"
         assert [r for r in rows if r.provider == "stock" and r.median]
 
 
-def test_losses_that_differ_are_noted(training, loops):
+def test_losses_that_differ_are_noted():
     first, other, unfused = (
         loops.Way("first", loops.Loop),
         loops.Way("other", loops.Loop),
@@ -264,15 +244,15 @@ def test_losses_that_differ_are_noted(training, loops):
     assert training.departure(timed, unfused, [first, unfused], of).count("more than rounding") == 2
 
 
-def test_choices(training):
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+def test_choices():
+    cuda = torch.device("cuda")
     large = training.SIZES["cpu"][-1]
     assert large.width == 1024
-    assert (large, "autocast") in training.choose("full", cpu, None, None)
-    assert training.choose("short", cpu, ["autocast"], [1024]) == [(large, "autocast")]
-    assert {size.width for size, _ in training.choose("short", cpu, None, None)} == {256, 512}
+    assert (large, "autocast") in training.choose("full", CPU, None, None)
+    assert training.choose("short", CPU, ["autocast"], [1024]) == [(large, "autocast")]
+    assert {size.width for size, _ in training.choose("short", CPU, None, None)} == {256, 512}
     assert {size.width for size, _ in training.choose("full", cuda, None, None)} == {768, 2048}
-    (few,) = [(size, dtype) for size, dtype in training.choose("short", cpu, None, None) if size.at_least > 1]
+    (few,) = [(size, dtype) for size, dtype in training.choose("short", CPU, None, None) if size.at_least > 1]
     assert few[1] == "float32"
     assert (few[0].micro_batch_size * few[0].context, few[0].steps) == (128, 8)
 
@@ -280,13 +260,13 @@ def test_choices(training):
 @pytest.mark.parametrize(
     ("option", "allowed"), [(["--dtypes", "float8"], "autocast"), (["--widths", "3"], "256, 512, 1024")]
 )
-def test_unknown_names_list_what_is_allowed(training, monkeypatch, option, allowed):
+def test_unknown_names_list_what_is_allowed(monkeypatch, option, allowed):
     monkeypatch.setattr("sys.argv", ["training.py", "--device", "cpu", *option])
     with pytest.raises(SystemExit, match=allowed):
         training.main()
 
 
-def test_large_model_has_a_billion_parameters(training):
+def test_large_model_has_a_billion_parameters():
     (size,) = [size for size in training.SIZES["cuda"] if size.width == 2048]
     of = dataclasses.replace(
         config("bfloat16", device="meta"),
@@ -299,14 +279,14 @@ def test_large_model_has_a_billion_parameters(training):
 
 
 @pytest.mark.cuda
-def test_peak_on_a_gpu_is_the_allocators(training, loops):
+def test_peak_on_a_gpu_is_the_allocators():
     of = config("bfloat16", 2, "cuda")
     data = batches(of, 2)
     way = loops.WAYS["bfloat16"][0]
-    training.watch(way, of, data, lambda held: None)  # the libraries' workspaces
+    way.watch(of, data, lambda held: None)  # the libraries' workspaces
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]
-    found = training.peak_by_kind(lambda look: training.watch(way, of, data, look), of.device)
+    found = way.peak(of, data)
     peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
     assert sum(found.values()) == peak
     assert found["weights"] == 2 * sum(p.numel() for p in of.model().parameters())

@@ -31,7 +31,7 @@ from fusedacc.traffic import bytes_per_micro_batch
 TINY = timing.Effort("tiny", 0.0, 7, 7, 0.0, 1024, 2)
 CPU = torch.device("cpu")
 F32, BF16 = torch.float32, torch.bfloat16
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 #: Every form of stock torch, by kind.
 STOCK_FORMS = {
@@ -179,7 +179,7 @@ def test_a_copy_moves_as_much_as_an_ideal_pass():
 
 def test_the_lists_are_those_of_the_models():
     for name, shapes in (("resnet50", models.resnet50()), ("gpt2", models.gpt2())):
-        with (ROOT / "benchmarks" / "parameter_lists" / f"{name}.csv").open(newline="") as file:
+        with (ROOT / "benchmarks" / "contestants" / "shapes" / f"{name}.csv").open(newline="") as file:
             lines = list(csv.DictReader(line for line in file if not line.startswith("#")))
         assert shapes == tuple(tuple(map(int, line["shape"].split("x"))) for line in lines)
 

@@ -228,7 +228,7 @@ def test_registers_and_spills(name: str, count: int, tmp_path: Path) -> None:
 
 
 def test_the_bench_of_variants_compiles_without_warnings(tmp_path: Path) -> None:
-    source, program = ROOT / "benchmarks" / "gpu_variants.cu", tmp_path / "variants"
+    source, program = ROOT / "benchmarks" / "suites" / "gpu_variants.cu", tmp_path / "variants"
     flags = [
         "-std=c++17",
         "-O3",

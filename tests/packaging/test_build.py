@@ -15,7 +15,7 @@ from loops import TRAINS
 
 from fusedacc.kernels import native_module
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGED = ("setup.py", "pyproject.toml", "README.md", "LICENSE")
 HAS_HEADERS = (Path(sysconfig.get_paths()["include"]) / "Python.h").exists()
 COMPILER = next((found for found in map(shutil.which, ("g++", "c++", "clang++")) if found), None)

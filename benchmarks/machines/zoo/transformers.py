@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-
 import torch
-from machine import ROOT
 from torch import Tensor, nn
 from torch.nn import functional
 
-sys.path.insert(0, str(ROOT / "examples"))
-from demo.model import Block
+from examples.demo.model import Block
 
 
 class GPT(nn.Module):

@@ -54,12 +54,17 @@ def queued_timer(run: Run, calls: int) -> float:
     So it is not the host that is timed; a call that synchronises, or fills the queue, shows as the time it
     takes.
     """
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     issue = cpu_timer(run, 1)
+    return device_seconds(run, calls, min(0.05, 20e-6 + 1.5 * calls * issue))
+
+
+def device_seconds(run: Run, calls: int, ahead: float) -> float:
+    """Seconds per call on the current CUDA device, which waits for `ahead` seconds before the first."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     cycles_per_second = 2e9  # at most that, on any GPU of today: it waits too long rather than too short
-    torch.cuda._sleep(int(cycles_per_second * min(0.05, 20e-6 + 1.5 * calls * issue)))
+    torch.cuda._sleep(int(cycles_per_second * ahead))
     start.record()
     for _ in range(calls):
         run()
@@ -78,11 +83,18 @@ def host_seconds(run: Run) -> float:
     return statistics.median(times)
 
 
-def take_turns(ways: Mapping[str, Run], timer: Timer, effort: Effort) -> dict[str, list[float]]:
-    """Seconds per call of every way, once per round.
+def in_turn(names: Sequence[str], index: int) -> list[str]:
+    """The order of round `index`: it turns by one with each round, and runs backwards in every second one, so
+    that no way always follows the same other."""
+    turn = index % len(names)
+    order = [*names[turn:], *names[:turn]]
+    return order[::-1] if index % 2 else order
 
-    The order turns by one with each round, and runs backwards in every second one, so that no way always
-    follows the same other. One round is not timed. The garbage collector waits meanwhile.
+
+def take_turns(ways: Mapping[str, Run], timer: Timer, effort: Effort) -> dict[str, list[float]]:
+    """Seconds per call of every way, once per round, in the order of `in_turn`.
+
+    One round is not timed. The garbage collector waits meanwhile.
     """
     names = list(ways)
     collects = gc.isenabled()
@@ -98,9 +110,7 @@ def take_turns(ways: Mapping[str, Run], timer: Timer, effort: Effort) -> dict[st
         rounds = max(effort.least_rounds, min(effort.most_rounds, rounds))
         times: dict[str, list[float]] = {name: [] for name in names}
         for index in range(-1, rounds):
-            turn = index % len(names)
-            order = names[turn:] + names[:turn]
-            for name in reversed(order) if index % 2 else order:
+            for name in in_turn(names, index):
                 seconds = timer(ways[name], calls[name])
                 if index >= 0:
                     times[name].append(seconds)

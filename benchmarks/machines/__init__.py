@@ -1,0 +1,1 @@
+"""Training on real models, on this machine and on lesser ones that it emulates."""

@@ -1,0 +1,1 @@
+"""What is made of the rows: comparisons, plots, the tables of the documents."""

@@ -1,0 +1,58 @@
+"""What the tests of the benchmarks share: an environment that stays as it is, rows, and commands."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("tqdm", reason="the benchmarks show progress by tqdm")
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parents[2]
+
+# The package pins threads for the process that measures, not for what other tests start.
+with mock.patch.dict(os.environ):
+    importlib.import_module("benchmarks")
+
+from benchmarks.harness.results import Case, Results, row  # noqa: E402  (after the environment is back)
+
+
+def some_rows(count=1, provider="ours", case="case", **columns):
+    columns = {"median": 2.0, "p20": 1.0, "p80": 3.0, **columns}
+    return [row(Case("tests", case), provider, **columns) for _ in range(count)]
+
+
+def write_rows(path: Path, *figures: tuple, **conditions: str) -> Path:
+    """A results file of (provider, median, p20, p80, columns), measured under these conditions."""
+    kept = Results(path)
+    kept.conditions = {**kept.conditions, **conditions}
+    for provider, median, p20, p80, columns in figures:
+        kept.add(some_rows(provider=provider, median=median, p20=p20, p80=p80, **columns))
+    return path
+
+
+def run_main(module: ModuleType, *options: object) -> tuple[int, str, str]:
+    """Runs a command in this process. Returns its exit status, standard output and error."""
+    code: object = 0
+    argv = [f"{module.__name__}.py", *map(str, options)]
+    with (
+        mock.patch.object(sys, "argv", argv),
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as err,
+    ):
+        try:
+            module.main()
+        except SystemExit as end:
+            code = end.code
+    if isinstance(code, str):
+        return 1, out.getvalue(), err.getvalue() + code
+    return int(code or 0), out.getvalue(), err.getvalue()

@@ -1,0 +1,262 @@
+"""What is drawn, and written into the documents, of rows that are made up."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+from bench_setup import ROOT, run_main, write_rows
+
+from benchmarks.harness.machine import CONDITIONS
+from benchmarks.harness.results import COLUMNS, Case, Results, cannot_run, count, read, row
+from benchmarks.machines import cells
+from benchmarks.report import headline, readme_tables
+
+
+@pytest.fixture
+def synthetic(tmp_path):
+    """A results file with rows for every plot and table. The figures are made up."""
+    kept = Results(tmp_path / "results.csv")
+    for dtypes in ("float32 into float32", "autocast bfloat16 into float32", "bfloat16 into float32"):
+        counted = Case("models", "counted", "window k=8", "4 parameters of 512 x 512", dtypes)
+        ways = (("stock as written", "as written", 100.0), ("stock mixed", "best stock", 50.0))
+        own = (("fusedacc", "ours", 40.0), ("fusedacc model=", "ours, model=", 30.0))
+        for name, role, size in (*ways, *own):
+            for part, share in (("accumulate", 0.7), ("update: optimizer", 0.3), ("total", 1.0)):
+                figure = {"metric": f"bytes: {part}", "unit": "B/param", "median": share * size}
+                kept.add([row(counted, name, **figure, note=f"{role}: how")])
+        timed = Case("models", "gpt2", "window k=8", "148 parameters, 124 M elements", dtypes)
+        for name, role, size in ways:
+            kept.add([row(timed, name, median=1e4 * size, note=f"{role}: how")])
+            goal = {"against": name, "speedup": size / 40.0, "goal": 1.0, "reached": "yes"}
+            kept.add([row(timed, "fusedacc", median=4e5, note="ours: how", **goal)])
+    for dtypes in ("bfloat16 into float32", "float32 into float32"):
+        for size in (2**10, 2**20, 2**30):
+            shapes = f"1 tensor of {size}; 2 sets in turn"
+            case = Case("kernels", f"{count(size)} elements", "accumulate", shapes, dtypes)
+            for name, rate in (("copy", 20.0), ("triad", 22.0), ("fusedacc cpu", 21.9), ("add_", 5.0)):
+                time = size * 10 / rate / 1e3
+                kept.add([row(case, name, median=time, bytes=10 * size, gb_per_s=rate)])
+            kept.add([cannot_run(case, "apex axpby", "not installed")])
+    case = Case("training", "demo, width 256", "training", "2.5 M parameters; windows", "float32")
+    for name in ("stock", "fusedacc"):
+        kept.add([row(case, name, metric="peak memory", unit="MB", median=70.0)])
+        for kind, size in (("weights", 10.0), ("gradients", 20.0), ("activations and others", 40.0)):
+            figure = {"metric": f"peak memory: {kind}", "unit": "MB", "median": size}
+            kept.add([row(case, name, **figure)])
+    of_machines = Results(tmp_path / "machines.csv", columns=cells.COLUMNS)
+    for name, ratio in (("native", 1.25), ("avx2", 0.75)):
+        for loop in cells.LOOPS:
+            figure = {"ratio": ratio, "low": ratio - 0.125, "high": ratio + 0.125, "sources": "digest"}
+            of_machines.add([cells.Row(name, "mlp", "autocast", loop, **figure)])
+    return kept.path
+
+
+NAMES = ("bytes", "bandwidth", "speedup", "memory", "machines")
+
+
+def test_every_plot_is_drawn_as_png_and_svg(synthetic, tmp_path):
+    plot = the_plot()
+    out = tmp_path / "figures"
+    code, told, _ = run_main(plot, "--results", synthetic, "--out", out)
+    assert code == 0
+    assert "not drawn" not in told
+    assert {path.name for path in out.iterdir()} == {f"{n}.{kind}" for n in NAMES for kind in ("png", "svg")}
+    for name in NAMES:
+        assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert (out / f"{name}.svg").read_text().rstrip().endswith("</svg>")
+
+
+def the_plot():
+    """plot.py, which needs matplotlib."""
+    pytest.importorskip("matplotlib").use("Agg")
+    return importlib.import_module("benchmarks.report.plot")
+
+
+def the_charts():
+    """Those of the results, and that of the machines."""
+    plot = the_plot()
+    return plot.charts, plot.machines_chart.machines
+
+
+def texts(figure):
+    from matplotlib.text import Text
+
+    return " ".join(text.get_text() for text in figure.findobj(Text))
+
+
+def test_plots_say_what_they_show_and_under_which_conditions(synthetic):
+    charts, of_machines = the_charts()
+    rows = read(synthetic)
+    expected = {
+        charts.bytes_per_parameter: (
+            "bytes read and written per parameter",
+            "best stock: mixed",
+            "(-20 %)",
+            "(-40 %)",
+            "With model= these are",
+        ),
+        charts.bandwidth: ("GB/s", "elements in one tensor", "1 Gi", "measured peak", "fusedacc cpu", "add_"),
+        charts.speedup: ("GPT-2 124M: 148 parameters, 124 M elements", "1.25 x stock mixed"),
+        charts.memory: ("MB alive at the peak", "70.0 MB", "activations and others", "2.5 M parameters"),
+        of_machines: (
+            "as it is, two threads",
+            "AVX2, two threads",
+            "1 models",
+            "autocast",
+            "fusedacc model=",
+        ),
+    }
+    for draw, wanted in expected.items():
+        shown = texts(draw(rows if draw is not of_machines else read(synthetic.with_name("machines.csv"))))
+        for text in (*wanted, rows[0]["device"], torch.__version__, rows[0]["commit"], rows[0]["date"][:10]):
+            assert text in shown.replace("\n", " "), (draw.__name__, text)
+
+
+def test_no_label_of_a_plot_lies_on_another_or_outside(synthetic):
+    from matplotlib.text import Text
+
+    charts, of_machines = the_charts()
+    rows = read(synthetic)
+    for draw in (charts.bytes_per_parameter, charts.bandwidth, charts.speedup, charts.memory, of_machines):
+        figure = draw(rows if draw is not of_machines else read(synthetic.with_name("machines.csv")))
+        figure.canvas.draw()
+        labels = [text for axes in figure.axes for text in axes.texts if text.get_text()]
+        labels += [text for axes in figure.axes for text in axes.get_yticklabels() if text.get_text()]
+        # Of the text alone: an annotation's own extent has its line in it.
+        boxes = [Text.get_window_extent(label) for label in (*labels, *figure.texts)]
+        for index, box in enumerate(boxes):
+            assert figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1, (draw.__name__, index)
+            assert not any(box.overlaps(other) for other in boxes[:index]), (draw.__name__, index)
+
+
+def test_a_plot_without_rows_is_skipped_with_the_reason(tmp_path):
+    plot = the_plot()
+    out = tmp_path / "figures"
+    path = write_rows(tmp_path / "other.csv", ("ours", 1, 1, 1, {}))
+    code, told, _ = run_main(plot, "--results", path, "--out", out)
+    assert code == 0
+    assert told.count("not drawn") == len(NAMES)
+    assert "bytes: not drawn: there are no rows of benchmarks/suites/models.py with a counted window" in told
+    assert "machines: not drawn: there are no rows of benchmarks/machines" in told
+    assert not list(out.iterdir())
+
+
+def test_plots_that_are_unknown_or_have_no_file_are_refused(tmp_path):
+    plot = the_plot()
+    missing = ("--results", tmp_path / "none.csv", "--out", tmp_path)
+    code, _, err = run_main(plot, *missing)
+    assert code == 2
+    assert "Run `make bench` first" in err
+    code, _, err = run_main(plot, "--only", "pie", *missing)
+    assert code == 1
+    assert "unknown plot 'pie'; allowed: bytes, bandwidth, speedup, memory" in err
+
+
+README = """# name
+
+<!-- bytes: written by make figures -->
+old bytes
+<!-- end of bytes -->
+prose that stays
+<!-- speed: written by make figures -->
+old speed
+<!-- end of speed -->
+the end
+"""
+PAGE = """# figures
+
+prose that stays
+<!-- machines: written by make figures -->
+old machines
+<!-- end of machines -->
+<!-- figures: written by make figures -->
+old figures
+<!-- end of figures -->
+the end
+"""
+
+
+def test_readme_shows_the_newest_figures(synthetic, tmp_path):
+    readme, page = tmp_path / "README.md", tmp_path / "figures.md"
+    readme.write_text(README)
+    page.write_text(PAGE)
+    command = (readme_tables, "--results", synthetic, "--readme", readme, "--page", page)
+    assert run_main(*command)[0] == 0
+    text = readme.read_text()
+    for each in (text, page.read_text()):
+        assert "old" not in each
+        assert "prose that stays" in each
+        assert each.endswith("the end\n")
+    assert "| fusedacc | against the best | fusedacc, `model=` | against the best |" in text
+    assert "| float32 parameters and sums | 100.0 | 50.0 (mixed) | 40.0 | -20 % | 30.0 | -40 % |" in text
+    assert "With `model=` these are weights of Linear layers" in text
+    assert "ran at 0.75 to 1.25 times the speed of the best loop of stock torch, 1.00 in the median" in text
+    text = page.read_text()
+    assert "stock torch in the same precision, 1 models in 4 precisions" in text
+    of_avx2 = "| 0.75 (0.62 to 0.88) | 0.75 | 0.75 | 0.75 (0.62 to 0.88) | 0.75 | 0.75 |"
+    assert f"| AVX2, two threads | 1 {of_avx2}" in text
+    assert "| **all** | 2 | 0.75 (0.62 to 0.88) | 1.00 | 1.25 |" in text
+    line = "| gpt2, window k=8 | bfloat16 into float32 | fusedacc | 400.00 ms | "
+    assert line + "1.25 times the speed of `stock mixed` (500.00 ms), goal 1 |" in text
+    before = readme.read_text()
+    assert run_main(*command)[0] == 0
+    assert (readme.read_text(), page.read_text()) == (before, text), "a second time changes nothing"
+
+
+def test_a_later_run_of_a_part_does_not_hide_the_rest(synthetic):
+    charts, _ = the_charts()
+    kept = Results(synthetic)
+    kept.conditions = {**kept.conditions, "date": "2099-01-01"}
+    case = Case("models", "counted", "window k=8", "4 parameters", "float32 into float32")
+    figure = {"metric": "bytes: total", "unit": "B/param", "median": 7.0, "note": "ours: how"}
+    kept.add([row(case, "fusedacc", **figure)])
+    rows = read(synthetic)
+    assert [counted.total for counted in headline.headline(rows)] == [7.0]
+    assert "1.25 x stock mixed" in texts(charts.speedup(rows))
+
+
+def test_results_without_a_count_of_the_model_have_no_column_for_it(synthetic):
+    rows = [row for row in read(synthetic) if row["provider"] != "fusedacc model="]
+    text = readme_tables.window_bytes(rows)
+    assert "| float32 parameters and sums | 100.0 | 50.0 (mixed) | 40.0 | -20 % |\n" in text
+    assert "model=" not in text
+
+
+def test_readme_says_what_was_missed():
+    keys = {
+        **dict.fromkeys((*COLUMNS, *CONDITIONS), ""),
+        "benchmark": "models",
+        "case": "c",
+    }
+    stock = {**keys, "provider": "stock", "unit": "us", "median": "2000"}
+    goal = {"speedup": "0.5", "goal": "1", "reached": "no"}
+    ours = {**keys, "provider": "ours", "unit": "us", "median": "4e6", "against": "stock", **goal}
+    room = {**ours, "unit": "MB", "median": "100", "against": "stock + bucket", "speedup": "0.8"}
+    text = readme_tables.goals([stock, ours, room])
+    assert "| 4.00 s | 0.50 times the speed of `stock` (2.00 ms), goal 1 **missed** |" in text
+    assert "| 100.0 MB | at most 80.0 MB: stock + bucket **missed** |" in text
+
+
+@pytest.mark.parametrize(("name", "marker"), [("README.md", "bytes"), ("figures.md", "machines")])
+def test_pages_without_markers_are_left_alone(synthetic, tmp_path, name, marker):
+    pages = {"README.md": README, "figures.md": PAGE} | {name: "nothing here\n"}
+    for path, text in pages.items():
+        (tmp_path / path).write_text(text)
+    options = ("--readme", tmp_path / "README.md", "--page", tmp_path / "figures.md")
+    code, _, err = run_main(readme_tables, "--results", synthetic, *options)
+    assert code == 1
+    assert f"{name}: no line '<!-- {marker}" in err
+    assert {path: (tmp_path / path).read_text() for path in pages} == pages
+
+
+def test_the_pages_have_the_markers():
+    for name, sections in (
+        ("README.md", (readme_tables.BYTES, readme_tables.SPEED)),
+        ("docs/figures.md", (readme_tables.MACHINES, readme_tables.FIGURES)),
+    ):
+        text = (ROOT / name).read_text()
+        for begin, end in sections:
+            assert text.count(begin) == text.count(end) == 1
+            assert text.index(begin) < text.index(end)
