@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import FileSystemReader, StorageReader, TensorStorageMetadata
 
-from ..optimizer.state_dict import COUNTERS, MASTER, SUM
+from ..optimizer.checkpoint import COUNTERS, MASTER, SUM
 
 __all__ = ["make_room"]
 
