@@ -11,7 +11,7 @@ from test_model_autograd import assert_same_gradients, wrap
 from torch import nn
 from torch._dynamo.utils import counters
 
-from fusedacc.nn import patches
+from fusedacc.optimizer import parameters
 
 WIDTH = 8
 
@@ -26,7 +26,7 @@ def _fresh_compiler():
 
 @pytest.fixture(autouse=True)
 def _small_layers_too():
-    with mock.patch.object(patches, "why_left", return_value=""):
+    with mock.patch.object(parameters, "why_left", return_value=""):
         yield
 
 

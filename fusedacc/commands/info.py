@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from ..kernels import dtypes, grain_size, library, matmul_ways, native_module, reference, registry, tuning
-from ..nn import small
-from ..optimizer import AccumulatingOptimizer
+from ..optimizer import AccumulatingOptimizer, small_layers
 from .bench.conditions import version
 
 _ELEMENTS = 1000
@@ -117,7 +116,7 @@ def _choices() -> dict[str, Any]:
         fixed = tuning.fixed_by()
         if library.load_error() is None:
             grain_size.tune()
-            for question in (*matmul_ways.questions(), *small.questions()):
+            for question in (*matmul_ways.questions(), *small_layers.questions()):
                 tuning.choose(question)
     except ValueError as problem:
         return {"problem": str(problem)}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..accumulators import Slot
@@ -15,10 +15,10 @@ from ..autograd.capture import Capture
 from .embedding import EmbeddingSite
 from .linear import Conv1DSite, LinearSite
 from .patched_forward import Site, is_stock
-from .small import why_left
 
 #: Before anybody can have put a forward of theirs into torch's classes.
 LINEAR, EMBEDDING = nn.Linear.forward, nn.Embedding.forward
+WhyLeft = Callable[[Tensor, MutableMapping[str, str]], str]
 REPLICAS = "DataParallel calls replicas of the modules, whose weights are others"
 
 
@@ -28,10 +28,12 @@ class Replacements:
     Args:
         model: searched through; a module that is in it many times is replaced once.
         capture: of the wrapper that has the slots.
+        why_left: given a Linear's weight and answers to stay with, says why it had better not be replaced;
+            empty where it had.
     """
 
-    def __init__(self, model: nn.Module, capture: Capture) -> None:
-        self._model, self._capture = model, capture
+    def __init__(self, model: nn.Module, capture: Capture, why_left: WhyLeft) -> None:
+        self._model, self._capture, self._why_left = model, capture, why_left
         self._sites: dict[nn.Module, Site] = {}
         self._search()
         self.follow(capture.accumulators.slots)
@@ -56,7 +58,7 @@ class Replacements:
                     continue
                 kind, why = (None, REPLICAS) if self._replicas else _kind_of(module, name)
                 if kind is not None and issubclass(kind, LinearSite):
-                    why = why_left(slot.param, self._capture.accumulators.choices)
+                    why = self._why_left(slot.param, self._capture.accumulators.choices)
                 if kind is None or why:
                     slot.left_to = slot.left_to or why
                     continue
@@ -78,7 +80,7 @@ class Replacements:
             site.forget_choices()
         choices = self._capture.accumulators.choices
         linears = {site.slot for site in self._sites.values() if isinstance(site, LinearSite)}
-        self.drop([slot for slot in linears if why_left(slot.param, choices)])
+        self.drop([slot for slot in linears if self._why_left(slot.param, choices)])
         self.follow(self._capture.accumulators.slots)
 
     def _search(self) -> None:

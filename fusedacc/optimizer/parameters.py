@@ -16,6 +16,7 @@ from ..kernels import registry
 from ..kernels.dtypes import PAIRS, allowed_pairs
 from ..nn import Replacements
 from .master_weights import Masters
+from .small_layers import why_left
 
 
 class Roster:
@@ -48,7 +49,7 @@ class Roster:
 
     def replace_in(self, model: torch.nn.Module, capture: Capture) -> None:
         """Have those modules of `model` that can add gradients of these parameters to the sums."""
-        self._replacements = Replacements(model, capture)
+        self._replacements = Replacements(model, capture, why_left)
 
     def forget_choices(self) -> None:
         """Have the modules ask anew what was found out by trial."""

@@ -81,12 +81,6 @@ class Window:
         if in_context and not micro.ran:
             self.micro = micro
 
-    def clear(self) -> None:
-        """Give up what has come into this window, if anything; what tainted it goes with it."""
-        if not self.empty:
-            self.restart()
-        self.tainted = None
-
     def reset(self) -> None:
         """Open an empty window."""
         self.micro_step = 0
@@ -102,6 +96,12 @@ class Window:
         self._steps: int | None = None
         #: The last final factor that was asked for on a device, and the weights it is of.
         self._reciprocal: tuple[Tensor | float, Tensor | float | None, Tensor] | None = None
+
+    def clear(self) -> None:
+        """Give up what has come into this window, if anything; what tainted it goes with it."""
+        if not self.empty:
+            self.restart()
+        self.tainted = None
 
     @property
     def counted(self) -> bool:

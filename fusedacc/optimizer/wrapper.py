@@ -70,8 +70,7 @@ class AccumulatingOptimizer(Delegate, Progress):
         RuntimeError: the backend asked for cannot run here.
     """
 
-    #: Where pickles look for it.
-    __module__ = "fusedacc.optimizer"
+    __module__ = "fusedacc.optimizer"  # where pickles look for it
     #: torch's GradScaler hands over its scale and what it has found, and `step` honours both.
     _step_supports_amp_scaling = True
 
@@ -146,9 +145,9 @@ class AccumulatingOptimizer(Delegate, Progress):
         self._closed = False
 
     def __repr__(self) -> str:
-        window = self._window
-        loop = "manual" if window.schedule is None else f"gradient_accumulation_steps={window.schedule}"
-        return f"{type(self).__name__}({loop}, reduction={window.reduction!r})\n{self.optimizer!r}"
+        steps = self._window.schedule
+        loop = "manual" if steps is None else f"gradient_accumulation_steps={steps}"
+        return f"{type(self).__name__}({loop}, reduction={self.reduction!r})\n{self.optimizer!r}"
 
     # The loop
 
@@ -175,8 +174,7 @@ class AccumulatingOptimizer(Delegate, Progress):
         if arguments:
             self._check_arguments(arguments)
         self._loss_scale.check("step")
-        scaling = self._loss_scale.take(self.__dict__, self._window.counted)
-        return self._loop.step(closure, scaling, arguments)
+        return self._loop.step(closure, self._loss_scale.take(self.__dict__, self._window.counted), arguments)
 
     @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -255,12 +253,11 @@ class AccumulatingOptimizer(Delegate, Progress):
             self._check_arguments(arguments)
         self._loss_scale.check("flush")
         self._capture.settle()
-        window = self._window
-        window.check_untainted()
-        window.begin_step()
+        self._window.check_untainted()
+        self._window.begin_step()
         if isinstance(self._loop, CountedLoop):
             self._loop.flush(self._loss_scale.take(self.__dict__, counted=True), arguments)
-        elif not window.empty:
+        elif not self._window.empty:
             self.step(**arguments)
 
     @_disable_dynamo

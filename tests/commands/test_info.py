@@ -17,7 +17,7 @@ import fusedacc
 from fusedacc import __main__
 from fusedacc.commands import info
 from fusedacc.kernels import grain_size, library, matmul_ways, native_module, registry, tuning
-from fusedacc.nn import small
+from fusedacc.optimizer import small_layers
 
 PACKAGE = Path(fusedacc.__file__).parent
 
@@ -65,7 +65,7 @@ def test_what_trials_have_found_is_shown_with_its_figures(capsys, tmp_path):
         text = capsys.readouterr().out
     assert {found["question"] for found in choices["found"]} == {
         asked.name
-        for asked in (*matmul_ways.questions(), *small.questions(), grain_size.question())
+        for asked in (*matmul_ways.questions(), *small_layers.questions(), grain_size.question())
         if asked is not None
     }
     for found in choices["found"]:

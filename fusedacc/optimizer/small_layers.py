@@ -61,7 +61,7 @@ def _trial(width: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
 
 def _training(width: int, dtype: torch.dtype, inside: bool) -> Callable[[], object]:
     """One micro-batch of a row of layers, in a window that does not end."""
-    from ..optimizer import AccumulatingOptimizer
+    from .wrapper import AccumulatingOptimizer
 
     layers = []
     for _ in range(_LAYERS):  # without a word to the generator

@@ -11,13 +11,13 @@ from torch import nn
 
 from fusedacc import AccumulatingOptimizer
 from fusedacc.kernels import native_module
-from fusedacc.nn import small
+from fusedacc.optimizer import small_layers
 
 F32 = torch.float32
 needs_hooks = pytest.mark.skipif(native_module.why_not() is not None, reason=str(native_module.why_not()))
-SMALLEST = small.questions()[0].name
+SMALLEST = small_layers.questions()[0].name
 #: The second layer's, so that its trial is none of a test's business.
-SECOND = small.question_of(torch.empty(200, 30)).name, small.INSIDE
+SECOND = small_layers.question_of(torch.empty(200, 30)).name, small_layers.INSIDE
 
 
 def made(seed=0):
@@ -41,26 +41,26 @@ def train(model, optimizer, count):
 
 def test_what_is_asked_about():
     def name(*shape, **options):
-        question = small.question_of(torch.empty(*shape, **options))
+        question = small_layers.question_of(torch.empty(*shape, **options))
         return None if question is None else question.name
 
     assert name(32, 32) == name(1, 2) == SMALLEST == "model= for a Linear of up to 1024 weights of float32"
     assert name(32, 33, dtype=torch.bfloat16) == "model= for a Linear of up to 4096 weights of bfloat16"
     assert name(128, 128) is not None
     assert name(128, 129) is name(2, 2, device="meta") is name(2, 2, dtype=torch.float64) is None
-    assert name(32, 32) in {question.name for question in small.questions()}
+    assert name(32, 32) in {question.name for question in small_layers.questions()}
 
 
-@pytest.mark.parametrize("way", [small.INSIDE, small.STOCK])
+@pytest.mark.parametrize("way", [small_layers.INSIDE, small_layers.STOCK])
 def test_the_answer_is_followed_kept_and_explained(way):
     with answer(SMALLEST, way, *SECOND):
         model, optimizer = made()
-    assert replaced(model) == [way == small.INSIDE, True, True]
+    assert replaced(model) == [way == small_layers.INSIDE, True, True]
     assert optimizer._accumulators.choices[SMALLEST] == way
     rows = dict(line.split()[:3:2] for line in optimizer.explain().splitlines() if ".weight " in line)
-    assert rows["0.weight"] == ("gemm" if way == small.INSIDE else "multi_tensor")
+    assert rows["0.weight"] == ("gemm" if way == small_layers.INSIDE else "multi_tensor")
     said = "so small that a node of ours costs more than it saves; stock: says the test"
-    assert (said in optimizer.explain()) == (way == small.STOCK)
+    assert (said in optimizer.explain()) == (way == small_layers.STOCK)
     plain, wrapped = made()
     wrapped.close()
     wrapped = AccumulatingOptimizer(torch.optim.AdamW(plain.parameters()), 2)
@@ -70,10 +70,10 @@ def test_the_answer_is_followed_kept_and_explained(way):
     assert replaced(model) == [False] * 3
 
 
-@pytest.mark.parametrize("way", [small.INSIDE, small.STOCK])
+@pytest.mark.parametrize("way", [small_layers.INSIDE, small_layers.STOCK])
 def test_a_checkpoint_brings_its_own(way):
     """In mid-window, bit for bit, though this process has decided otherwise."""
-    other = small.STOCK if way == small.INSIDE else small.INSIDE
+    other = small_layers.STOCK if way == small_layers.INSIDE else small_layers.INSIDE
     with answer(SMALLEST, way, *SECOND):
         model, optimizer = made()
         train(model, optimizer, 3)
@@ -81,13 +81,13 @@ def test_a_checkpoint_brings_its_own(way):
         whole = train(model, optimizer, 3)
     with answer(SMALLEST, other, *SECOND):
         second, resumed = made(seed=7)
-        assert replaced(second)[0] == (other == small.INSIDE)
+        assert replaced(second)[0] == (other == small_layers.INSIDE)
         second.load_state_dict(weights)
         resumed.load_state_dict(saved)
-        assert replaced(second) == [way == small.INSIDE, True, True]
+        assert replaced(second) == [way == small_layers.INSIDE, True, True]
         assert all(map(torch.equal, whole, train(second, resumed, 3)))
         said = resumed.explain()
-    assert ("so small" in said) == (way == small.STOCK)
+    assert ("so small" in said) == (way == small_layers.STOCK)
 
 
 def test_a_checkpoint_lets_alone_what_its_answers_do_not_change():
@@ -112,7 +112,7 @@ def test_larger_layers_are_not_asked_about():
         assert optimizer._accumulators.choices == {}
 
 
-@pytest.mark.parametrize("question", small.questions(), ids=lambda question: question.name)
+@pytest.mark.parametrize("question", small_layers.questions(), ids=lambda question: question.name)
 def test_a_trial_trains_both_ways_and_leaves_no_trace(question):
     state, threads = torch.get_rng_state(), torch.get_num_threads()
     ways = question.trial()
@@ -128,5 +128,5 @@ def test_a_trial_trains_both_ways_and_leaves_no_trace(question):
 def test_the_trial_itself_is_made_where_nothing_is_known(tmp_path):
     with trials(FUSEDACC_CACHE=str(tmp_path)):
         _, optimizer = made()
-        assert optimizer._accumulators.choices[SMALLEST] in (small.INSIDE, small.STOCK)
+        assert optimizer._accumulators.choices[SMALLEST] in (small_layers.INSIDE, small_layers.STOCK)
         assert all(name.startswith("model= for") for name in optimizer._accumulators.choices)
