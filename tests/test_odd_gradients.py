@@ -94,6 +94,22 @@ def test_an_ignored_backward_beside_a_micro_batch(micro, stored):
     assert_gradients(model, wanted)
 
 
+@pytest.mark.parametrize("stored", [False, True])
+def test_an_ignored_backward_beside_a_micro_batch_of_a_manual_loop(stored):
+    model = network()
+    for p in model.parameters() if stored else ():
+        p.register_post_accumulate_grad_hook(lambda _: None)
+    optimizer = wrap(model, reduction="weighted", lr=0.0)
+    wanted = expected(model, (0, 1), 0.5)
+    for seed in (0, 1):
+        with optimizer.accumulate(weight=3):
+            loss_of(model, seed).backward()
+            with optimizer.ignore():
+                loss_of(model, 7).backward()
+    optimizer.step()
+    assert_gradients(model, wanted)
+
+
 @pytest.mark.parametrize(
     ("reduction", "weight", "scale"), [("mean", None, 1), ("weighted", 3, 1), ("normalized", 3, 3)]
 )
