@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import json
 import os
 import random
@@ -21,7 +22,7 @@ from torch import nn
 
 import fusedacc
 from fusedacc.optimizer import checkpoint
-from fusedacc.optimizer.checkpoint_checks import OWN
+from fusedacc.optimizer.checkpoint_checks import OWN, SHAPED
 
 CASES = 12000 if os.environ.get("FUSEDACC_FULL_TESTS") else 600
 
@@ -254,6 +255,9 @@ DAMAGE = {
     "a parameter named twice": (lambda s: s["param_groups"][0].update(params=[0, 0]), "each parameter once"),
     "an option is missing": (lambda s: s["param_groups"][1].pop("lr"), "group 1 .*lacks 'lr'"),
     "an option of another kind": (lambda s: s["param_groups"][0].update(betas=0.9), "'betas' of group 0"),
+    "state is missing": (lambda s: s["state"][3].pop("exp_avg"), "parameter 3 lacks exp_avg"),
+    "state of another shape": (lambda s: cut(s["state"][3], "exp_avg_sq"), "'exp_avg_sq' of parameter 3"),
+    "state that is no tensor": (lambda s: s["state"][3].update(exp_avg="lost"), "'exp_avg' of parameter 3"),
 }
 
 
@@ -284,8 +288,11 @@ def test_masters_that_are_not_all_there():
         optimizer.load_state_dict(damaged(change, "masters"))
 
 
+@pytest.mark.parametrize("partial", [True, False])
+@pytest.mark.parametrize("bare", [True, False])
 @pytest.mark.parametrize("done", [0, 4])
-def test_sums_of_a_model_of_another_width(done):
+def test_a_model_of_another_width(done, bare, partial):
+    """torch would load it, and fail at the next update or, where shapes broadcast, not even then."""
     torch.manual_seed(0)
     other = network(torch.float32, width=6)
     twin = fusedacc.AccumulatingOptimizer(
@@ -294,13 +301,35 @@ def test_sums_of_a_model_of_another_width(done):
         ),
         3,
     )
-    train(other, twin, range(5))
+    train(other, twin, range(5 if partial else 3))
     model, optimizer = KINDS["counted"]()
     train(model, optimizer, range(done))
     before = everything(model, optimizer)
     with pytest.raises(ValueError, match="shape"):
-        optimizer.load_state_dict(twin.state_dict())
+        optimizer.load_state_dict((twin.optimizer if bare else twin).state_dict())
     assert_identical(before, everything(model, optimizer))
+
+
+def test_which_state_has_the_parameters_shape():
+    """By trying each of torch's optimizers."""
+    shaped, others = set(), set()
+    for name, kind in inspect.getmembers(torch.optim, inspect.isclass):
+        if name in ("Optimizer", "LBFGS"):
+            continue
+        params = [nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(5, 2))]
+        options = [key for key in ("amsgrad", "centered") if key in inspect.signature(kind).parameters]
+        values = {"momentum": 0.9} if "momentum" in inspect.signature(kind).parameters else {}
+        optimizer = kind(params, lr=0.01, **values, **dict.fromkeys(options, True))
+        for param in params:
+            param.grad = torch.ones_like(param)
+            param.grad = param.grad.to_sparse() if name == "SparseAdam" else param.grad
+        optimizer.step()
+        for param in params:
+            for key, value in optimizer.state[param].items():
+                same = isinstance(value, torch.Tensor) and value.shape == param.shape
+                (shaped if same else others).add(key)
+    assert shaped | {"variance"} == SHAPED  # Adafactor's, of a vector
+    assert not others & SHAPED
 
 
 def test_updates_that_the_device_has_dropped_are_the_checkpoints():
@@ -343,6 +372,8 @@ def test_a_hook_may_adapt_a_checkpoint_of_another_width():
     loss_of(narrow, 0).backward()
     bare.step()
     _, optimizer = KINDS["counted"]()
+    with pytest.raises(ValueError, match="'momentum_buffer' of parameter 0"):
+        optimizer.load_state_dict(copy.deepcopy(bare.state_dict()))
     optimizer.register_load_state_dict_pre_hook(widen)
     optimizer.load_state_dict(copy.deepcopy(bare.state_dict()))
     loaded = optimizer.state[optimizer.param_groups[0]["params"][0]]["momentum_buffer"]

@@ -288,6 +288,7 @@ def load(
             optimizer.load_state_dict(parts.inner)
         # Not before: users' hooks may adapt what is loaded.
         checks.check_groups(optimizer.param_groups, groups, optimizer.defaults)
+        checks.check_inner_state(optimizer, {id(slot.param): name for name, slot in slots.items()})
     except BaseException as error:
         former.restore()
         relied_on = LookupError, AttributeError, RuntimeError  # a key or a form that is not there

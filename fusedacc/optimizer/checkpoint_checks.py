@@ -205,10 +205,68 @@ def check_masters(saved: dict[Any, Any], slots: dict[Any, Slot], wanted: set[Any
         raise ValueError(f"state_dict is damaged: it lacks the masters of {len(missing)} parameters")
 
 
+#: State of torch's own optimizers that has the parameter's shape; Adafactor's factors and L-BFGS's do not.
+SHAPED = frozenset(
+    (
+        "exp_avg",
+        "exp_avg_sq",
+        "max_exp_avg_sq",
+        "exp_inf",
+        "momentum_buffer",
+        "square_avg",
+        "grad_avg",
+        "acc_delta",
+        "sum",
+        "prev",
+        "step_size",
+        "ax",
+        "variance",
+    )
+)
+
+
+def check_inner_state(inner: Optimizer, names: dict[int, Any]) -> None:
+    """State of torch's own optimizers must fit the parameters, which torch does not look at.
+
+    Args:
+        inner: the inner optimizer, which has loaded it.
+        names: those of the checkpoint, by the parameters' ids.
+    """
+    kind = type(inner)
+    if not kind.__module__.startswith("torch.optim") or kind is torch.optim.LBFGS:
+        return
+    for group in inner.param_groups:
+        entries = [(param, inner.state[param]) for param in group["params"] if inner.state.get(param)]
+        keys: set[str] = set().union(*(entry for _, entry in entries))
+        for param, entry in entries:
+            name = names.get(id(param), "of no name")
+            missing = keys - entry.keys()
+            if missing and kind is not torch.optim.Adafactor:
+                lacks = ", ".join(sorted(map(str, missing)))
+                raise ValueError(f"the state of parameter {name!r} lacks {lacks}")
+            for key, value in entry.items():
+                _check_value(kind, key, value, name, param)
+
+
 def _has_values(value: Any, param: Tensor) -> bool:
     """Whether it is a dense tensor, with memory where the parameter has some."""
     whole = isinstance(value, Tensor) and value.layout is torch.strided
     return whole and value.is_meta == param.is_meta
+
+
+def _check_value(kind: type, key: str, value: Any, name: Any, param: Tensor) -> None:
+    if key in SHAPED:
+        allowed = f"a tensor of its shape, {tuple(param.shape)}"
+        fits = _has_values(value, param) and value.shape == param.shape
+        fits = fits or (value is None and key == "momentum_buffer")
+    else:
+        allowed, fits = "a tensor of numbers, or a number", _has_values(value, param) or _is_number(value)
+        if kind is not torch.optim.Adafactor:
+            allowed, fits = "one number", fits and (not isinstance(value, Tensor) or value.numel() == 1)
+    if not fits:
+        raise ValueError(
+            f"the state {key!r} of parameter {name!r} is {_described(value)}; allowed: {allowed}"
+        )
 
 
 def check_groups(
