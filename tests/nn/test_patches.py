@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from test_model_autograd import Net, assert_same_gradients, loss_of, tokens, wrap
+from test_autograd import Net, assert_same_gradients, loss_of, tokens, wrap
 from torch import nn
 
 import fusedacc

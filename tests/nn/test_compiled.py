@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from test_model_autograd import assert_same_gradients, wrap
+from test_autograd import assert_same_gradients, wrap
 from torch import nn
 from torch._dynamo.utils import counters
 

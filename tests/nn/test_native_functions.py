@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from test_model_autograd import assert_same_gradients, wrap
+from test_autograd import assert_same_gradients, wrap
 from torch import nn
 
 from fusedacc.autograd import python_hooks

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from loops import NoHostRead
-from test_model_autograd import Net, loss_of, tokens
+from test_autograd import Net, loss_of, tokens
 from torch import nn
 
 import fusedacc
