@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..accumulators import Slot
 from .window import REDUCTIONS, Window, fresh_window
