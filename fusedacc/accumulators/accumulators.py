@@ -18,7 +18,7 @@ from .buffers import like
 from .casts import cast_over, reusable
 from .deferred_scale import DeferredScales, is_one, to_device_of
 from .in_place import InPlaceWriter
-from .p_grad import ParamGrads
+from .p_grad import Finals, ParamGrads
 from .param import Lane, Slot
 from .partial_norms import PartialNorms
 from .plan_cache import PlanCache
@@ -50,10 +50,11 @@ class Accumulators:
         self.adder = Adder(grads, plans, deferred, norms, rescaler, lock)
         self.in_place = InPlaceWriter(grads, deferred, norms, rescaler, lock)
 
-    def finals(self) -> list[tuple[Slot, Tensor]]:
-        """Every accumulator there is, no scale deferred, with its slot."""
-        self.rescaler.apply()
-        return self.grads.held(self.slots)
+    def finals(self) -> Finals:
+        """Every accumulator there is, no scale deferred."""
+        if self.deferred.scales:
+            self.rescaler.apply()
+        return self.grads.finals()
 
     def publish(self) -> None:
         """Put every accumulator into p.grad, where it may stand there. No scale is deferred any more."""
@@ -68,22 +69,28 @@ class Accumulators:
 
     # An update
 
-    def enter_step(self, finals: list[tuple[Slot, Tensor]], scale: float | Tensor = 1.0) -> None:
+    def enter_step(self, finals: Finals, scale: float | Tensor = 1.0) -> None:
         """Ready p.grad for the inner optimizer: the accumulator times `scale`, cast where the parameter has
         another dtype. Where a kernel casts, the same pass scales; then the accumulator is given up for the
         cast, which may take its memory.
 
-        finals: what `finals()` has returned; others than these have no gradient. It is emptied: who holds an
-            accumulator keeps its memory from casts.
+        finals: what `finals()` has returned; others than these have no gradient. It is emptied before casts.
         """
-        grads, is_scaled = self.grads, not is_one(scale)
+        grads = self.grads
         grads.generation += 1
-        if not grads.visible and len(finals) < len(self.slots):
-            grads.clear_others([slot for slot, _ in finals])
+        if not grads.visible and len(finals.slots) < len(self.slots):
+            grads.clear_others(finals.slots)
+        grads.exposed = True
+        is_scaled = isinstance(scale, Tensor) or scale != 1.0
+        if finals.stand and not (finals.need_casts or is_scaled):
+            return
+        pairs = list(zip(finals.slots, finals.tensors, strict=True))
+        finals.slots.clear()
+        finals.tensors.clear()
         if is_scaled:
-            self.rescaler.rescale([pair for pair in finals if not _casts_by_kernel(*pair)], scale)
+            self.rescaler.rescale([pair for pair in pairs if not _casts_by_kernel(*pair)], scale)
         lanes: dict[Lane, list[Slot]] = {}
-        for slot, accumulator in finals:
+        for slot, accumulator in pairs:
             if _casts_by_kernel(slot, accumulator):
                 lane = accumulator.device, accumulator.dtype, slot.param.dtype
                 lanes.setdefault(lane, []).append(slot)
@@ -91,8 +98,7 @@ class Accumulators:
                 grads.place_cast(slot, accumulator, accumulator.to(slot.param.dtype))
             elif not (grads.visible or grads.stands(slot, accumulator)):
                 grads.publish(slot, accumulator)
-        grads.any_published = True
-        finals.clear()
+        pairs.clear()
         accumulator = None  # type: ignore[assignment]
         for (device, source, wanted), slots in lanes.items():
             self._cast(slots, registry.select(device, wanted, source, self.backend).backend, wanted, scale)
@@ -119,7 +125,8 @@ class Accumulators:
 
     def leave_step(self) -> None:
         """After an update: as `ParamGrads.leave_step`, and no norm holds any more."""
-        self.norms.clear()
+        if self.norms.latest:
+            self.norms.clear()
         self.grads.leave_step()
 
     def clear(self) -> None:

@@ -87,7 +87,7 @@ class Adder:
     def _add(self, slots: Sequence[Slot], gradients: list[Tensor], scale: float | Tensor) -> None:
         grads, plans = self._grads, self._plans
         plan = plans.plans.get(slots[0]) if slots else None
-        beta = self._deferred.common(slots) if self._deferred else 1.0
+        beta = self._deferred.common(slots) if self._deferred.scales else 1.0
         if beta is None:
             plan, beta = None, 1.0  # `PlanCache.add` takes those apart whose deferred scales differ
         elif plan is not None and plan.slots != slots:

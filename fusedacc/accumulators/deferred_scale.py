@@ -27,31 +27,29 @@ class DeferredScales:
     """By slot: a factor other than 1, a float or 0-dim tensor, by which to multiply its accumulator."""
 
     def __init__(self) -> None:
-        self._scales: dict[Slot, float | Tensor] = {}
+        #: Empty where nothing is deferred.
+        self.scales: dict[Slot, float | Tensor] = {}
         #: Tensors that a launch on another stream may still have to read, by identity.
         self._held: dict[int, Tensor] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._scales)
-
     def __getitem__(self, slot: Slot) -> float | Tensor:
         """The deferred scale of a slot's accumulator; 1.0 where there is none."""
-        return self._scales.get(slot, 1.0)
+        return self.scales.get(slot, 1.0)
 
     def defer(self, slots: Iterable[Slot], factor: float | Tensor) -> None:
         """Multiply these accumulators by `factor` too, later. A tensor must not change any more."""
-        if not self._scales:
+        if not self.scales:
             self._held.clear()
         products: dict[float, float | Tensor] = {}  # one tensor for all that had one before
         for slot in slots:
-            before = self._scales.get(slot)
+            before = self.scales.get(slot)
             if before is None:
-                self._scales[slot] = factor
+                self.scales[slot] = factor
                 continue
             key = _key(before)
             if key not in products:
                 products[key] = before * factor
-            self._scales[slot] = products[key]
+            self.scales[slot] = products[key]
         for value in (factor, *products.values()):
             if isinstance(value, Tensor):
                 self._held[id(value)] = value
@@ -59,15 +57,15 @@ class DeferredScales:
     def discharge(self, slots: Iterable[Slot]) -> None:
         """These slots' accumulators have been multiplied, or are gone."""
         for slot in slots:
-            self._scales.pop(slot, None)
+            self.scales.pop(slot, None)
 
     def clear(self) -> None:
         """All accumulators are gone."""
-        self._scales.clear()
+        self.scales.clear()
 
     def pending(self, slots: Iterable[Slot] | None = None) -> list[Slot]:
         """Those of `slots` (None: of all) that have one."""
-        return list(self._scales) if slots is None else [slot for slot in slots if slot in self._scales]
+        return list(self.scales) if slots is None else [slot for slot in slots if slot in self.scales]
 
     def common(self, slots: Sequence[Slot]) -> float | Tensor | None:
         """The scale of all of these slots' accumulators; None where they differ."""
@@ -78,7 +76,7 @@ class DeferredScales:
         """The indices of slots whose accumulators have the same scale, with that."""
         found: dict[float, tuple[float | Tensor, list[int]]] = {}
         for index, slot in enumerate(slots):
-            factor = self._scales.get(slot, 1.0)
+            factor = self.scales.get(slot, 1.0)
             found.setdefault(_key(factor), (factor, []))[1].append(index)
         return list(found.values())
 

@@ -54,7 +54,7 @@ class InPlaceWriter:
                 for index, slot in enumerate(slots)
                 if sums[index] is None and not slot.odd and slot.paths == PRODUCTS and slot.buffer is not None
             ]
-        if not (self._deferred or fresh):
+        if not (self._deferred.scales or fresh):
             return sums, []
         scales = [self._deferred[slot] for slot in slots]
         betas = [1.0 if isinstance(scale, Tensor) else scale for scale in scales]
@@ -67,7 +67,7 @@ class InPlaceWriter:
 
     def added_to(self, slots: Sequence[Slot]) -> None:
         """Native code has added to what `addable` has returned for these slots."""
-        if self._deferred:
+        if self._deferred.scales:
             self._deferred.discharge(slots)
         if self.any_written:
             for slot in slots:
@@ -90,11 +90,12 @@ class InPlaceWriter:
         if (
             accumulator is not None
             and accumulator is slot.buffer  # it has been here before, and has not moved
-            and not (grads.exposed or deferred or isinstance(scale, Tensor))
+            and not (grads.exposed or deferred.scales or isinstance(scale, Tensor))
         ):
             with self._lock:
                 write(accumulator, scale, 1.0)
-                self._norms.forget([slot])
+                if self._norms.latest:
+                    self._norms.forget([slot])
             return True
         with self._lock:
             accumulator = grads.current(slot)

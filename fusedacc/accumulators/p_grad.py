@@ -13,11 +13,31 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
 
 from .param import GradState, Slot, nothing
 
 NOT_OURS, PUBLISHED, CAST, STOCK, IGNORED = GradState
+
+
+class Finals:
+    """The accumulators of which an update is made, and what one look at each has shown.
+
+    Who holds accumulators keeps their memory from casts: the lists are emptied before casts are made.
+    """
+
+    __slots__ = ("dtypes", "need_casts", "slots", "stand", "tensors")
+
+    def __init__(self) -> None:
+        #: The slots, and the accumulator of each.
+        self.slots: list[Slot] = []
+        self.tensors: list[Tensor] = []
+        self.dtypes: set[torch.dtype] = set()
+        #: Whether any is of another dtype than its parameter.
+        self.need_casts = False
+        #: Whether all are in p.grad already.
+        self.stand = True
 
 
 class ParamGrads:
@@ -31,16 +51,14 @@ class ParamGrads:
     def __init__(self, slots: list[Slot], visible: bool) -> None:
         self.slots = slots
         self.visible = visible
-        self.any_published = False
+        #: Whether users may see accumulators.
+        self.exposed = visible
+        #: How many of the slots are in the state PUBLISHED: in these nobody else's gradient can stand.
+        self.num_published = 0
         #: Counted loop: whether an update has consumed what stands in p.grad.
         self.spent = False
         #: Counts the changes of which tensors are private accumulators.
         self.generation = 0
-
-    @property
-    def exposed(self) -> bool:
-        """Whether users may see accumulators."""
-        return self.visible or self.any_published
 
     def current(self, slot: Slot) -> Tensor | None:
         """The accumulator, or None before the first gradient. It may have a deferred scale."""
@@ -52,6 +70,24 @@ class ParamGrads:
         gradient = slot.param.grad
         is_cast = state is CAST and gradient is not None and gradient is slot.placed()
         return slot.sum if is_cast else gradient
+
+    def finals(self) -> Finals:
+        """The accumulators of all slots that have one, whatever scale is deferred."""
+        found = Finals()
+        for slot in self.slots:
+            accumulator = self.current(slot)
+            if accumulator is None:
+                continue
+            found.slots.append(slot)
+            found.tensors.append(accumulator)
+            dtype = accumulator.dtype
+            found.dtypes.add(dtype)
+            if dtype != slot.param.dtype:
+                found.need_casts = True
+            if slot.grad_state is not PUBLISHED or accumulator is not slot.placed():
+                found.stand = False
+        found.stand = found.stand or self.visible
+        return found
 
     def held(self, slots: Iterable[Slot]) -> list[tuple[Slot, Tensor]]:
         """The accumulators that these slots have, whatever scale is deferred, each with its slot."""
@@ -72,7 +108,7 @@ class ParamGrads:
         if slot.may_publish():
             if self.visible or published:
                 self.publish(slot, accumulator)
-                self.any_published = True
+                self.exposed = True
                 return
         elif self.visible:
             slot.param.grad = accumulator.to(slot.param.dtype)
@@ -85,8 +121,8 @@ class ParamGrads:
         slot.sum = None
         self._set(slot, NOT_OURS)
 
-    @staticmethod
-    def _set(slot: Slot, state: GradState, placed: Tensor | None = None) -> None:
+    def _set(self, slot: Slot, state: GradState, placed: Tensor | None = None) -> None:
+        self.num_published += (state is PUBLISHED) - (slot.grad_state is PUBLISHED)
         slot.grad_state = state
         if placed is None:
             slot.placed = nothing
@@ -115,16 +151,16 @@ class ParamGrads:
             present = slot.param.grad
             if present is None or not slot.is_foreign(present):
                 self.publish(slot, slot.sum)
-        self.any_published = True
+        self.exposed = True
 
     def make_private(self) -> None:
         """Begin a window: accumulators that no update has consumed, and nobody cleared, go on in private."""
         self.drop_spent()
-        if self.any_published:
+        if self.exposed:
             self.disown_replaced()
             for slot in self.slots:
                 self.stash(slot)
-            self.any_published = False
+            self.exposed = self.visible
 
     def stash(self, slot: Slot) -> None:
         """Take what is ours out of p.grad, so that autograd can put a fresh gradient there."""
@@ -144,12 +180,12 @@ class ParamGrads:
         """After `stash`: the accumulator stands in p.grad again; what was put there meanwhile is dropped."""
         if slot.sum is not None:
             self.publish(slot, slot.sum)
-            self.any_published = True
+            self.exposed = True
 
     def disown_replaced(self) -> None:
         """Between windows: what the user has put into p.grad in place of an accumulator is a gradient."""
         self.generation += 1
-        if self.any_published:
+        if self.exposed:
             for slot in self.slots:
                 if slot.grad_state is PUBLISHED and slot.param.grad is not slot.placed():
                     self._set(slot, NOT_OURS)
@@ -204,7 +240,7 @@ class ParamGrads:
         for slot in self.slots:
             if slot.param.grad is not None:
                 self.publish(slot, slot.param.grad)
-        self.spent = self.any_published = True
+        self.spent = self.exposed = True
 
     def drop_spent(self) -> None:
         """Let go of what an update has consumed; what the user has put into p.grad in its place stays."""
@@ -216,7 +252,7 @@ class ParamGrads:
             if gradient is not None and not slot.is_foreign(gradient):
                 slot.param.grad = None
             self.forget(slot)
-        self.spent = self.any_published = False
+        self.spent, self.exposed = False, self.visible
 
     def keep_spent(self, slot: Slot, moved: bool, hooked: bool) -> None:
         """Between windows, after a parameter has changed: what was spent stays so, in p.grad's new place too.
@@ -260,7 +296,7 @@ class ParamGrads:
     def clear(self) -> None:
         """Forget every accumulator and clear every p.grad."""
         self.generation += 1
-        self.spent = self.any_published = False
+        self.spent, self.exposed = False, self.visible
         for slot in self.slots:
             self.forget(slot)
             if slot.param.grad is not None:
@@ -269,7 +305,7 @@ class ParamGrads:
     def zero(self) -> None:
         """As `clear`, but where there is a gradient, zeros stay visible in p.grad."""
         self.generation += 1
-        self.spent, self.any_published = False, True
+        self.spent, self.exposed = False, True
         for slot in self.slots:
             gradient = slot.param.grad
             is_cast = slot.grad_state is CAST and gradient is not None and gradient is slot.placed()

@@ -46,6 +46,7 @@ class Slot:
     """One parameter of the wrapped optimizer."""
 
     __slots__ = (
+        "at_once",
         "buffer",
         "former_grad_dtype",
         "grad_state",
@@ -63,9 +64,9 @@ class Slot:
         "placed",
         "placed_version",
         "requested_dtype",
+        "seen",
         "segment",
         "shape",
-        "signature",
         "stream",
         "strides",
         "sum",
@@ -95,6 +96,11 @@ class Slot:
         #: How modules of the model add to the accumulator by themselves, and why not where they might.
         self.paths: tuple[str, ...] = ()
         self.left_to = ""
+        #: What the registry of hooks has last seen of the parameter: as long as that is so, its node is the
+        #: same and the accumulator fits.
+        self.seen: tuple | None = None
+        #: Whether a gradient is added as soon as it comes, unless it may become the accumulator.
+        self.at_once = False
         #: The native hook on the parameter's node, where there is one.
         self.native: Any = None
         #: The stream on which a module has added last, until the backward's end; 0 for the default one.
@@ -119,21 +125,12 @@ class Slot:
         self.set_odd((param.dtype, dtype) not in PAIRS)
         self.nbytes = param.numel() * param.element_size()
         self.shape, self.strides = param.shape, _gradient_strides(param)
-        self.signature = self.current_signature()
 
     def set_odd(self, odd: bool) -> None:
         """Note whether no kernel takes the gradients; the native hook knows then too."""
         self.odd = odd
         if self.native is not None:
             self.native.odd = odd
-
-    def current_signature(self) -> tuple:
-        """What must not have changed since `describe`: then the node is the same and the accumulator fits.
-
-        A change of device or layout comes with other memory.
-        """
-        param = self.param
-        return param.data_ptr(), param.dtype, param.requires_grad, param.shape
 
     def widen(self) -> None:
         """Let p.grad be of any dtype, where the accumulator has another than the parameter."""

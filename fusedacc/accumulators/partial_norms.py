@@ -21,41 +21,46 @@ class PartialNorms:
         self.wanted: float | None = None
         #: What additions are to record now: `wanted` in a window's last micro-batch, else None.
         self.norm_type: float | None = None
-        self._latest: dict[Slot, _Launch] = {}
+        #: The launch that has last added to a slot's accumulator.
+        self.latest: dict[Slot, _Launch] = {}
 
     def __bool__(self) -> bool:
         """Whether there are any, or additions are to record some."""
-        return bool(self._latest) or self.norm_type is not None
+        return bool(self.latest) or self.norm_type is not None
 
     def record(self, slots: Sequence[Slot], accumulators: Sequence[Tensor], partials: Tensor) -> None:
         """A launch has added to these accumulators and left their partial norms."""
         versions = [accumulator._version for accumulator in accumulators]
         launch = _Launch(partials, list(zip(slots, accumulators, versions, strict=True)))
         for slot in slots:
-            self._latest[slot] = launch
+            self.latest[slot] = launch
 
     def forget(self, slots: Iterable[Slot]) -> None:
         """These slots' accumulators have been changed."""
-        if self._latest:
+        if self.latest:
             for slot in slots:
-                self._latest.pop(slot, None)
+                self.latest.pop(slot, None)
 
     def clear(self) -> None:
         """All accumulators have been changed, or are let go."""
-        self._latest.clear()
+        self.latest.clear()
 
-    def split(self, finals: Iterable[tuple[Slot, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
-        """The partial norms that still hold, and the accumulators that have to be read."""
-        present = dict(finals)
-        launches = {id(launch): launch for launch in self._latest.values()}
+    def take(self, slots: Sequence[Slot], accumulators: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The partial norms that still hold, and those of the accumulators that have to be read. None holds
+        after this: should the update fail, p.grad can be written to before the next try."""
+        if not self.latest:
+            return [], accumulators
+        present = dict(zip(slots, accumulators, strict=True))
+        launches = {id(launch): launch for launch in self.latest.values()}
         holding = {key for key, launch in launches.items() if self._holds(launch, present)}
-        unread = {slot for slot, launch in self._latest.items() if id(launch) in holding}
+        unread = {slot for slot, launch in self.latest.items() if id(launch) in holding}
+        self.latest.clear()
         read = [accumulator for slot, accumulator in present.items() if slot not in unread]
         return [launches[key].partials for key in launches if key in holding], read
 
     def _holds(self, launch: _Launch, present: dict[Slot, Tensor]) -> bool:
         return all(
-            self._latest.get(slot) is launch and present.get(slot) is known and known._version == version
+            self.latest.get(slot) is launch and present.get(slot) is known and known._version == version
             for slot, known, version in launch.of
         )
 

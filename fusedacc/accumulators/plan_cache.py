@@ -119,7 +119,7 @@ class PlanCache:
         exposed: bool,
     ) -> None:
         """Add to the accumulators of `slots`: one pass, or one for each of their deferred scales."""
-        if not self._deferred or overwrite is True:
+        if not self._deferred.scales or overwrite is True:
             self.run(accumulators, terms, scale, overwrite, slots, exposed)
             return
         for beta, chosen in self._deferred.groups(slots):
@@ -184,12 +184,14 @@ class PlanCache:
         beta: float | Tensor,
     ) -> None:
         """As `run`, for what the plan holds; None for accumulators that are private and have not changed."""
-        scale, beta = to_device_of(scale, gradients[0]), to_device_of(beta, gradients[0])
+        if isinstance(scale, Tensor) or isinstance(beta, Tensor):
+            scale, beta = to_device_of(scale, gradients[0]), to_device_of(beta, gradients[0])
         slots = plan.slots
         partials = plan.add(accumulators, gradients, scale, self._norms.norm_type, beta)
-        if self._deferred:
+        if self._deferred.scales:
             self._deferred.discharge(slots)
         if partials is None:
-            self._norms.forget(slots)
+            if self._norms.latest:
+                self._norms.forget(slots)
         else:
             self._norms.record(slots, accumulators or [slot.sum for slot in slots], partials)  # type: ignore[misc]

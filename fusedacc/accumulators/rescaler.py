@@ -46,7 +46,7 @@ class Rescaler:
 
     def apply(self, slots: Iterable[Slot] | None = None) -> None:
         """Multiply the accumulators of these slots (None: all) by their deferred scales, in one pass."""
-        if not self._deferred:
+        if not self._deferred.scales:
             return
         with self._lock:
             pending = self._deferred.pending(slots)

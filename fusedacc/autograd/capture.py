@@ -20,7 +20,7 @@ from torch import Tensor
 from ..accumulators import Accumulators, Slot
 from ..accumulators.in_place import Write
 from ..kernels.torch_state import raw_stream
-from . import eligibility, graph_task, python_hooks
+from . import eligibility, graph_task
 from .graph_task import Bucket, GraphTask
 from .native_hooks import hooks_for
 from .python_hooks import LET_THROUGH, SWALLOWED, task_id
@@ -67,9 +67,10 @@ class Capture:
         self.compiled = False
         self._policy = policy
         self._lock = threading.RLock()
-        self._tasks: dict[int, GraphTask] = {}
+        #: The backwards that are running, as far as `settle` has found out, by identity.
+        self.tasks: dict[int, GraphTask] = {}
         self.hooks = hooks_for(accumulators)
-        self.registry = HookRegistry(slots, accumulators, policy, self.hooks, self._tasks, weakref.ref(self))
+        self.registry = HookRegistry(slots, accumulators, policy, self.hooks, self.tasks, weakref.ref(self))
 
     # A backward runs
 
@@ -82,8 +83,8 @@ class Capture:
         if case is eligibility.FROZEN:
             return LET_THROUGH
         with self._lock:
-            task = self._tasks.get(task_id()) or self._begin()
-        if slot.paths:
+            task = self.tasks.get(task_id()) or self._begin()
+        if slot.paths and slot.native is not None:
             self.hooks.release_to_python(slot)
         if not task.captures or case is eligibility.POST_ACCUMULATE_HOOK:
             self._policy.leave_to_autograd(task, slot)
@@ -95,13 +96,13 @@ class Capture:
                 slot.set_odd(True)
             task.added = True
             self._flush_shared(task, [slot])
-            self.accumulators.adder.add_odd(slot, gradient, self._policy.scale_of(task))
+            self.accumulators.adder.add_odd(slot, gradient, self._scale(task))
             return SWALLOWED
-        identity = task_id()
-        if self.hooks.add_now(slot, identity, gradient):
+        identity, adder = task_id(), self.accumulators.adder
+        if slot.native is not None and self.hooks.add_now(slot, identity, gradient):
             return SWALLOWED
-        large = python_hooks.is_large(slot)
-        if not sole or (large and not self.accumulators.adder.may_adopt(slot, gradient)):
+        large = slot.at_once
+        if not sole or (large and (slot.sum is not None or not adder.may_adopt(slot, gradient))):
             self._flush_shared(task, [slot])
             self._add(task, [slot], [gradient])
             return SWALLOWED
@@ -129,7 +130,7 @@ class Capture:
             Whether the weight's gradient is done with: added, or wanted by nobody. Else it is to be returned
             to autograd: somebody differentiates by the weight, or looks at its gradient on the way.
         """
-        param = slot.param
+        param, nodes = slot.param, self.registry.nodes
         if (
             torch.is_grad_enabled()
             or torch.is_anomaly_enabled()  # which looks for nan in it
@@ -137,7 +138,8 @@ class Capture:
             or param._backward_hooks
             or param._post_accumulate_grad_hooks
             or slot.odd
-            or self.registry.node_of(slot) is not node  # the parameter was moved or cast
+            or slot not in nodes
+            or nodes[slot][0] is not node  # the parameter was moved or cast
         ):
             return False
         try:
@@ -145,7 +147,7 @@ class Capture:
                 return True
         except RuntimeError:  # torch.autograd.grad by the weight itself
             return False
-        task = self._tasks.get(task_id())
+        task = self.tasks.get(task_id())
         if task is None:
             with self._lock:
                 task = self._begin()
@@ -153,13 +155,14 @@ class Capture:
             return False
         if task.drops:
             return True
-        self.hooks.release_to_python(slot)
-        if len(self._tasks) > 1:
+        if slot.native is not None:
+            self.hooks.release_to_python(slot)
+        if len(self.tasks) > 1:
             self._flush_shared(task, [slot])
         if slot.on_cuda:
             graph_task.order(task, slot)
         task.added = True
-        return self.accumulators.in_place.write(slot, write, self._policy.scale_of(task), by_rows)
+        return self.accumulators.in_place.write(slot, write, self._scale(task), by_rows)
 
     def _begin(self) -> GraphTask:
         """The first gradient of a graph task: decide what is done with all of them.
@@ -173,10 +176,10 @@ class Capture:
         self.registry.check_graph()
         self.hooks.stop_adding()  # another task's hooks must not add to accumulators that change here
         task = self._policy.begin_backward(self.registry.refresh)
-        self._tasks[identity] = task
+        self.tasks[identity] = task
         self._call_back(identity, task)
         if task.captures:
-            self.hooks.begin(identity, task, len(self._tasks) == 1, self._policy.scale_of(task))
+            self.hooks.begin(identity, task, len(self.tasks) == 1, self._scale(task))
         return task
 
     def _call_back(self, identity: int, task: GraphTask) -> None:
@@ -185,15 +188,19 @@ class Capture:
         task.callback = weakref.ref(callback)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
 
+    def _scale(self, task: GraphTask) -> float | Tensor:
+        """By what gradients of this task are multiplied, ready on the current stream."""
+        return self._policy.scale_of(task) if task.host_scale is None else task.host_scale
+
     def _add(
         self, task: GraphTask, slots: list[Slot], gradients: list[Tensor], adoptable: bool = False
     ) -> None:
         task.added = True
-        self.accumulators.adder.add(slots, gradients, self._policy.scale_of(task), adoptable)
+        self.accumulators.adder.add(slots, gradients, self._scale(task), adoptable)
 
     def flush_bucket(self, identity: int, bucket: Bucket) -> None:
         """Add what a bucket of this graph task holds, after what enclosing tasks hold for its parameters."""
-        task = self._tasks[identity]
+        task = self.tasks[identity]
         self._flush_shared(task, bucket.slots())
         self._add_bucket(task, bucket)
 
@@ -203,7 +210,7 @@ class Capture:
         if not slots:
             return
         for slot in slots:
-            if slot.paths:  # a module may have made its sum, in memory that held nothing
+            if slot.paths and slot.native is not None:  # a module may have made its sum in empty memory
                 self.hooks.release_to_python(slot)
         if not slots[0].on_cuda:
             self._add(task, slots, gradients, adoptable)
@@ -216,7 +223,7 @@ class Capture:
 
     def finish(self, identity: int) -> None:
         """The end of a graph task: add what is pending; the policy does the rest."""
-        task = self._tasks.get(identity)
+        task = self.tasks.get(identity)
         if task is None:
             return
         if task.reducer == "ahead" and self._policy.publishes_after(task):
@@ -237,16 +244,16 @@ class Capture:
 
         Tasks of other threads may come and go meanwhile.
         """
-        if len(self._tasks) == 1:
+        if len(self.tasks) == 1:
             return
-        for task in list(self._tasks.values()):
+        for task in list(self.tasks.values()):
             for bucket in list(task.buckets.values()) if task is not inner else ():
                 if not set(slots).isdisjoint(bucket.slots()):
                     self._add_bucket(task, bucket)
 
     def _drop(self, identity: int, failed: bool) -> None:
         """Forget a graph task and whatever it still holds, if another thread has not."""
-        task = self._tasks.pop(identity, None)
+        task = self.tasks.pop(identity, None)
         if task is not None:
             self.hooks.end(identity, task)
             self._policy.forget_backward(task, failed)
@@ -258,19 +265,10 @@ class Capture:
         """Updates of the inner optimizer so far; its kernels write parameters and bump no version."""
         return self._policy.num_updates
 
-    @property
-    def busy(self) -> bool:
-        """Whether a backward is running, as far as `settle` has found out."""
-        return bool(self._tasks)
-
     def settle(self) -> None:
         """Forget backwards that an exception has ended."""
-        for identity in [key for key, task in list(self._tasks.items()) if task.callback() is None]:
+        for identity in [key for key, task in list(self.tasks.items()) if task.callback() is None]:
             self._drop(identity, failed=True)
-
-    def any_gradient(self) -> bool:
-        """Whether anything stands in the p.grad of any parameter."""
-        return self.hooks.any_gradient()
 
     def close(self) -> None:
         """Take the hooks off for good."""
@@ -279,7 +277,7 @@ class Capture:
 
     def forget(self) -> None:
         """Drop what is pending."""
-        for identity in list(self._tasks):
+        for identity in list(self.tasks):
             self._drop(identity, failed=False)
 
 

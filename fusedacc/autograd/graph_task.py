@@ -58,6 +58,7 @@ class GraphTask:
         "callback",
         "captures",
         "drops",
+        "host_scale",
         "ignored",
         "reducer",
         "scale",
@@ -77,6 +78,8 @@ class GraphTask:
         #: Whether gradients are taken and thrown away.
         self.drops = drops
         self.scale = scale
+        #: By what gradients are multiplied, in the unit of the sums; None where a device has that number.
+        self.host_scale: float | None = None
         #: A unit of the sums and, where it is made on a device, a stream; the scale in that unit.
         self.scaled: tuple[float | Tensor, int, float | Tensor] | None = None
         self.buckets: dict[int, Bucket] = {}

@@ -62,9 +62,8 @@ class NativeHooks(PythonHooks):
             at_once = self._accumulators.plans.select(slot.lane).backend.name == "cpu"
             self._at_once[slot.lane_key] = at_once
         index = self._number(slot) if at_once else -1
-        large = python_hooks.is_large(slot)
         shared = slot.accumulate_dtype, self._direct, self.buckets_for(slot), self._tasks
-        slot.native = self._native.attach(node, slot, index, slot.nbytes, large, *shared)
+        slot.native = self._native.attach(node, slot, index, slot.nbytes, slot.at_once, *shared)
         slot.set_odd(slot.odd)
         self._known = None
 
@@ -111,7 +110,7 @@ class NativeHooks(PythonHooks):
             and not isinstance(scale, Tensor)
         ):
             with self._lock:
-                known = None if accumulators.deferred or grads.exposed else (grads.generation,)
+                known = None if accumulators.deferred.scales or grads.exposed else (grads.generation,)
                 if known is None or known != self._known:
                     ends = accumulators.slots[:1] + accumulators.slots[-1:]
                     written = grads.exposed or accumulators.in_place.any_written
@@ -138,7 +137,7 @@ class NativeHooks(PythonHooks):
             self._note(task, self._direct.close())
             accumulators = self._accumulators
             grads = accumulators.grads
-            if grads.generation == self._loaded and not (accumulators.deferred or grads.exposed):
+            if grads.generation == self._loaded and not (accumulators.deferred.scales or grads.exposed):
                 self._known = (grads.generation,)
 
     def release_to_python(self, slot: Slot) -> None:
@@ -155,7 +154,7 @@ class NativeHooks(PythonHooks):
             return
         task.added = True
         accumulators = self._accumulators
-        if accumulators.deferred or accumulators.in_place.any_written:
+        if accumulators.deferred.scales or accumulators.in_place.any_written:
             accumulators.in_place.added_to([self._numbered[index] for index in added])
 
     def end(self, identity: int, task: GraphTask) -> None:

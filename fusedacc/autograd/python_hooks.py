@@ -78,7 +78,8 @@ def hook_maker(
 
     def make_hook(slot: Slot) -> Hook:
         param, nbytes = slot.param, slot.nbytes
-        buckets = {} if is_large(slot) else open_buckets
+        slot.at_once = is_large(slot)
+        buckets = {} if slot.at_once else open_buckets
         limit = bucket_bytes(slot)
 
         def hook(gradients: tuple) -> tuple | None:

@@ -60,9 +60,10 @@ class HookRegistry:
         self.slots = slots
         self._accumulators, self._windows, self._hooks = accumulators, windows, hooks
         self._tasks, self._capture = tasks, capture
-        #: The nodes, which die with their hooks when nobody refers to them, and the hooks' handles. They are
-        #: not in the slots: a node holds its hook, the hook its slot, and the ring would never be freed.
-        self._nodes: dict[Slot, tuple[Any, RemovableHandle]] = {}
+        #: The AccumulateGrad nodes, which die with their hooks when nobody refers to them, and the hooks'
+        #: handles. They are not in the slots: a node holds its hook, the hook its slot, and the ring would
+        #: never be freed.
+        self.nodes: dict[Slot, tuple[Any, RemovableHandle]] = {}
         #: Weak references to the parameters' memory, which tell when a parameter has got other memory.
         self._memory: dict[Slot, _Memory] = {}
         self._moved = functools.partial(_moved, weakref.ref(self))
@@ -79,10 +80,6 @@ class HookRegistry:
     def __del__(self) -> None:
         if not (self.closed or sys.is_finalizing()):  # at exit the parameters may be half gone already
             self.close()
-
-    def node_of(self, slot: Slot) -> Any:
-        """The AccumulateGrad node that carries the slot's hook; None where there is none."""
-        return self._nodes.get(slot, (None, None))[0]
 
     def check_graph(self) -> None:
         """Raise RuntimeError where a CUDA graph would hold nodes of another stream."""
@@ -120,12 +117,17 @@ class HookRegistry:
                 for slot in slots:
                     self._disarm(slot)
         for slot in slots:
-            changed = slot.signature != slot.current_signature()
+            param = slot.param
+            # A change of device or layout comes with other memory.
+            seen = param.data_ptr(), param.dtype, param.requires_grad, param.shape
+            changed = slot.seen != seen
             if changed:
-                self._describe(slot)
-            if not slot.param.requires_grad:
+                if slot.seen is not None:
+                    self._describe(slot)
+                slot.seen = seen
+            if not param.requires_grad:
                 self._disarm(slot)
-            elif changed or slot not in self._nodes:
+            elif changed or slot not in self.nodes:
                 self._arm(slot)
 
     def _describe(self, slot: Slot) -> None:
@@ -146,7 +148,7 @@ class HookRegistry:
 
     def _is_hooked(self, slot: Slot) -> bool:
         """Whether the node that the parameter has now carries our hook."""
-        node, _ = self._nodes.get(slot, (None, None))
+        node, _ = self.nodes.get(slot, (None, None))
         return node is not None and (not slot.param.requires_grad or node is accumulate_grad_node(slot.param))
 
     def _let_go(self, slot: Slot) -> None:
@@ -191,9 +193,9 @@ class HookRegistry:
         node = accumulate_grad_node(param)
         if slot in self.reshaped and torch.Size(node._input_metadata[0].shape) != param.shape:
             return self._disarm(slot)  # a graph of the former shape holds the node
-        if slot not in self._nodes or self._nodes[slot][0] is not node:
+        if slot not in self.nodes or self.nodes[slot][0] is not node:
             self._disarm(slot)
-            self._nodes[slot] = node, node.register_prehook(self._make_hook(slot))
+            self.nodes[slot] = node, node.register_prehook(self._make_hook(slot))
             self._hooks.attach(slot, node)
         self._watch(slot)
 
@@ -221,7 +223,7 @@ class HookRegistry:
 
     def _disarm(self, slot: Slot) -> None:
         self._memory.pop(slot, None)
-        _, handle = self._nodes.pop(slot, (None, None))
+        _, handle = self.nodes.pop(slot, (None, None))
         if handle is not None:
             handle.remove()
             self._hooks.detach(slot)

@@ -121,3 +121,36 @@ def norm_and_nonfinite(
     registry.requested(backend)
     parts = partials(tensors, norm_type, backend)
     return finish(parts, norm_type, norm_dtype(tensors), backend)
+
+
+def norm_with_partials(
+    tensors: Sequence[Tensor], found: list[Tensor], norm_type: float, dtype: torch.dtype, backend: str
+) -> tuple[Tensor, Tensor]:
+    """As `norm_and_nonfinite`, of tensors of any kind and of what others have been read for already.
+
+    Args:
+        tensors: dense, sparse, complex or of subclasses; at least one, or one in `found`.
+        found: float64 vectors of partial norms.
+        norm_type: 2.0 or inf.
+        dtype: of the norm: float64 if one of all the tensors is, else float32.
+        backend: who reads the dense ones.
+    """
+    if not found and backend == "auto":
+        norm = undispatched.total_norm(tensors, norm_type)
+        if norm:
+            return norm
+    plain = [tensor for tensor in tensors if _is_ordinary(tensor)]
+    if len(plain) == len(tensors) and not found:
+        return norm_and_nonfinite(plain, norm_type, backend)
+    if plain:
+        found = found + partials(plain, norm_type, backend)
+    for tensor in tensors:
+        if not _is_ordinary(tensor):
+            values = tensor.coalesce()._values() if tensor.is_sparse else tensor
+            values = values if values.is_complex() else values.double()
+            found = [*found, torch.linalg.vector_norm(values, norm_type).double().reshape(1)]
+    return finish(found, norm_type, dtype, backend)
+
+
+def _is_ordinary(tensor: Tensor) -> bool:
+    return checks.is_plain(tensor) and tensor.is_floating_point()

@@ -43,7 +43,7 @@ class EmbeddingSite(Site):
         if capture is None or not armed:
             return False
         write = _writer(indices, gradients, None if padding < 0 else padding, by_frequency, self.backend)
-        return self.takes(capture.registry.node_of(self.slot), write, (gradients,), by_rows=True)
+        return self.takes(self.node, write, (gradients,), by_rows=True)
 
     def _lookup(self, module: Any, input: Any) -> Tensor | None:
         """The output by the native function, or None where Python's is to make it."""

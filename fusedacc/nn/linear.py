@@ -31,6 +31,8 @@ class LinearSite(Site):
     def __init__(self, module: torch.nn.Module, slot: Slot, capture: Capture) -> None:
         super().__init__(module, slot, capture)
         self._products: dict[tuple, matmul.Run] = {}
+        #: What was asked for last, and the answer.
+        self._latest: tuple = (None, None, -1, None)
         native: Any = native_module.module()
         if native is not None:
             self._native = native.Site(partial(adds, weakref.ref(self)), self.transposed)
@@ -39,7 +41,9 @@ class LinearSite(Site):
 
     def product(self, operand: torch.dtype, tokens: int) -> matmul.Run | None:
         """What multiplies operands of a dtype and so many tokens into the sum; None where nothing does."""
-        lane = self.slot.lane
+        lane, latest = self.slot.lane, self._latest
+        if latest[0] is lane and latest[1] is operand and latest[2] == tokens:
+            return latest[3]
         asked = lane, operand, class_of(tokens)
         known = self._products.get(asked)
         capture = self._capture()
@@ -49,11 +53,13 @@ class LinearSite(Site):
             known = self._products[asked] = chosen.run
             if self._native is not None:
                 self._native.set_multiplier(operand, lane[2], tokens, chosen.multiplier)
+        self._latest = lane, operand, tokens, known
         return known
 
     def forget_choices(self) -> None:
         """Ask anew how to multiply: a checkpoint has brought other answers."""
         self._products.clear()
+        self._latest = None, None, -1, None
         if self._native is not None:
             self._native.forget_multipliers()
 
@@ -82,7 +88,7 @@ class LinearSite(Site):
         def write(total: Tensor, scale: float | Tensor, keep: float | Tensor) -> None:
             multiply(total, left, right, scale, keep)
 
-        return self.takes(capture.registry.node_of(self.slot), write, (left, right))
+        return self.takes(self.node, write, (left, right))
 
     @staticmethod
     def forward(module: Any, input: Tensor) -> Tensor:

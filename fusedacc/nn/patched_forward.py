@@ -82,6 +82,12 @@ class Site:
         return 0 if capture is None else capture.num_updates
 
     @property
+    def node(self) -> Any:
+        """The AccumulateGrad node that carries the weight's hook; None where there is none."""
+        capture = self._capture()
+        return None if capture is None else capture.registry.nodes.get(self.slot, (None,))[0]
+
+    @property
     def module(self) -> Any:
         return self._module()
 

@@ -107,6 +107,8 @@ class Accumulation:
             self._grads.make_private()
         if window.counted and window.will_update:
             self._aim(window.target(ending=True))  # the last additions bring the accumulators to it
+        if not (isinstance(scale, Tensor) or isinstance(window.factor, Tensor)):
+            task.host_scale = scale * window.factor
         return task
 
     def scale_of(self, task: GraphTask) -> float | Tensor:
@@ -158,9 +160,9 @@ class Accumulation:
 
     def collect(self, slots: Sequence[Slot], refresh: Refresh) -> None:
         """Counted loop: add what autograd has stored as this micro-batch's gradient."""
-        present = [slot.param.grad for slot in slots]
         foreign = []
-        for slot, gradient in zip(slots, present, strict=True):
+        for slot in slots:
+            gradient = slot.param.grad
             if gradient is not None and slot.is_foreign(gradient):
                 foreign.append((slot, gradient.detach()))
                 slot.param.grad = None
@@ -231,6 +233,6 @@ class Accumulation:
 
     def _apply_scales(self) -> None:
         """Multiply the accumulators by what is deferred."""
-        if self.accumulators.deferred:
+        if self.accumulators.deferred.scales:
             with self.window.tainted_by("an exception has interrupted the scaling of the sums"):
                 self.accumulators.rescaler.apply()

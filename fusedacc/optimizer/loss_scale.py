@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..accumulators.param import nothing
 from ..accumulators.partial_norms import PartialNorms
 
 if TYPE_CHECKING:
-    from .loop import Loop
+    from .loops import Loop
     from .update import Update
 
 
@@ -56,7 +55,7 @@ class LossScaleLink:
         self._loop, self._update, self._norms = loop, update, norms
         self._scaling: Scaling | None = None
         #: A weak reference to the scaler of ours that has scaled the losses.
-        self._scaled_by: Callable[[], Any] = nothing
+        self._scaled_by: Callable[[], Any] | None = None
 
     def note(self, scaler: Any) -> None:
         """A GradScaler of ours has scaled the losses: the update will look for what is not finite."""
@@ -84,23 +83,23 @@ class LossScaleLink:
         finally:
             self._scaling = None
 
-    def check(self, method: str) -> None:
-        """Raise RuntimeError where a GradScaler of ours has scaled the losses and is passed by."""
-        if self._scaling is None and self._scaled_by() is not None:
+    def take(self, method: str, attributes: dict[str, Any], counted: bool) -> Scaling:
+        """What a scaler has said of the update at hand.
+
+        Args:
+            method: the wrapper's, for messages.
+            attributes: the optimizer's, where torch's scaler leaves what it says.
+            counted: whether the loop is.
+
+        Raises:
+            RuntimeError: a GradScaler of ours has scaled the losses and is passed by, or torch's scaler has
+                called `step()` of a counted loop.
+        """
+        if self._scaling is None and self._scaled_by is not None and self._scaled_by() is not None:
             raise RuntimeError(
                 f"{method}() would update from gradients of scaled losses: call scaler.{method}(optimizer) "
                 "of the fusedacc.amp.GradScaler that has scaled them"
             )
-
-    def take(self, attributes: dict[str, Any], counted: bool) -> Scaling:
-        """What a scaler has said of the update at hand.
-
-        Args:
-            attributes: the optimizer's, where torch's scaler leaves what it says.
-
-        Raises:
-            RuntimeError: torch's scaler has called `step()` of a counted loop.
-        """
         if counted and "grad_scale" in attributes:
             del attributes["grad_scale"], attributes["found_inf"]
             raise RuntimeError(

@@ -148,7 +148,7 @@ class Roster:
             ValueError: a new parameter is in another live wrapper. TypeError: it is no Tensor.
             RuntimeError: the backend asked for cannot run on it. Nothing is changed then.
         """
-        if self.in_step or capture.busy:
+        if self.in_step or capture.tasks:
             return []
         groups = range(len(self._inner.param_groups))
         places: dict[int, tuple[int, str]] = {}

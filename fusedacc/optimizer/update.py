@@ -1,13 +1,15 @@
-"""The update: norm, clip, unscale and skip, folded into one number on the device.
+"""The update: norm, clip, unscale and skip, folded into one number on the device, and the inner optimizer's
+step, on masters where there are any.
 
-It is applied where gradients are read anyway. Nothing here waits for the device, unless an update may have to
-be dropped and the inner optimizer cannot do so by itself.
+The number is applied where gradients are read anyway. Nothing here waits for the device, unless an update may
+have to be dropped and the inner optimizer cannot do so by itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from numbers import Real
 from typing import Any
 
@@ -16,8 +18,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..accumulators import Accumulators, Slot
-from ..kernels import checks, norms, torch_state
+from ..accumulators.p_grad import Finals
+from ..autograd.registration import HookRegistry
+from ..kernels import launch_events, norms, torch_state
 from .loss_scale import Scaling, near
+from .master_weights import Masters
+from .window import Window
 
 #: torch's optimizers whose fused kernels divide by `grad_scale` and do nothing where `found_inf` is 1.
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -52,6 +58,9 @@ class Update:
     Args:
         inner: the inner optimizer.
         accumulators: where the sums are.
+        window: tainted where an update fails that has scaled its gradients.
+        registry: the parameters' hooks, which masters take along.
+        masters: the parameters' float32 masters, if there are any.
         max_grad_norm: clip to this norm; None: do not.
         norm_type: 2.0 or inf.
         skip_nonfinite: drop an update whose gradient holds inf or nan.
@@ -61,9 +70,12 @@ class Update:
         self,
         inner: Optimizer,
         accumulators: Accumulators,
-        max_grad_norm: float | None = None,
-        norm_type: float = 2.0,
-        skip_nonfinite: bool = False,
+        window: Window,
+        registry: HookRegistry,
+        masters: Masters | None,
+        max_grad_norm: float | None,
+        norm_type: float,
+        skip_nonfinite: bool,
     ) -> None:
         self.max_grad_norm, self.norm_type, self.skip_nonfinite = max_grad_norm, norm_type, skip_nonfinite
         #: The norm of the last update's gradient before it was clipped: 0-dim, on the gradients' device. None
@@ -73,8 +85,8 @@ class Update:
         self.applied = False
         #: Updates that were dropped on the device: 0-dim int64; None before the first that could be.
         self.skipped: Tensor | None = None
-        self._inner = inner
-        self._accumulators = accumulators
+        self._inner, self._accumulators = inner, accumulators
+        self._window, self._registry, self._masters = window, registry, masters
         if max_grad_norm is not None or skip_nonfinite:
             self.expect_norm()
 
@@ -108,16 +120,39 @@ class Update:
         where = "in the pass that casts" if low else f"inside {name}'s fused kernel"
         return f"{', '.join(asked)} {where}{norm}"
 
-    def step(self, scaling: Scaling, arguments: Mapping[str, Any]) -> tuple[Any, bool]:
-        """One step of the inner optimizer, on gradients as `scaling` and the settings make them.
+    def step(
+        self, ratio: float | Tensor | None, scaling: Scaling, arguments: Mapping[str, Any]
+    ) -> tuple[Any, bool]:
+        """The inner optimizer's step on the sums times `ratio`; None drops it, for all weights are 0.
 
         Args:
-            scaling: what is known of the sums; its `found_inf` is set where somebody asks for it.
+            ratio: by what the sums are still to be multiplied.
+            scaling: what a GradScaler has said of this update; its `found_inf` is set where somebody asks for
+                it.
             arguments: the inner optimizer's own, of this step.
 
         Returns:
             What the inner step returned, and whether the host has decided to drop it.
         """
+        if ratio is None:
+            return None, True
+        if self._registry.reshaped:
+            self._check_state()
+        if isinstance(ratio, Tensor):
+            faulty = self._window.faulty
+            if faulty is not None:
+                scaling.drop_if(faulty)
+        if isinstance(ratio, Tensor) or ratio != 1.0:
+            scaling.multiply(ratio)
+        try:
+            with launch_events.phase("update"), self.on_masters():
+                return self._step(scaling, arguments)
+        except BaseException:
+            if self.applied:
+                self._window.taint("an exception has interrupted an update that had scaled its gradients")
+            raise
+
+    def _step(self, scaling: Scaling, arguments: Mapping[str, Any]) -> tuple[Any, bool]:
         drops = self.prepare(scaling)
         found = scaling.found_inf
         try:
@@ -130,6 +165,38 @@ class Update:
             return self._inner.step(**arguments), False
         finally:
             self.release()
+
+    @contextlib.contextmanager
+    def on_masters(self, slots: list[Slot] | None = None) -> Iterator[None]:
+        """While inside, `slots` (else those with gradients) are their float32 masters, if there are any."""
+        if self._masters is None:
+            yield
+            return
+        if slots is None:
+            slots = self._accumulators.finals().slots
+        try:
+            with self._masters.swapped(slots):
+                yield
+        finally:
+            self._registry.reregister(slots)
+
+    def _check_state(self) -> None:
+        """Raise RuntimeError where the inner optimizer's state has a shape that its parameter had before.
+
+        torch's fused kernels would write beyond its end.
+        """
+        for slot, former in self._registry.reshaped.items():
+            if self._accumulators.grads.current(slot) is None:
+                continue
+            for name, value in self._inner.state.get(slot.param, {}).items():
+                shape = value.shape if isinstance(value, Tensor) and value.dim() else slot.shape
+                if shape in former and shape != slot.param.shape:
+                    raise RuntimeError(
+                        f"the optimizer's state {name!r} of parameter {slot.name!r} is of shape "
+                        f"{tuple(shape)}, which the parameter had before; it is {tuple(slot.param.shape)} "
+                        "now. Delete optimizer.state[parameter], or give it tensors of that shape, and call "
+                        "step() again"
+                    )
 
     def _is_set(self, found: Tensor) -> bool:
         if torch_state.capturing():
@@ -151,9 +218,11 @@ class Update:
         finals = self._accumulators.finals()
         multiplier = self._measure(scaling, finals)
         kernel = takes_scale(self._inner)
-        if kernel and multiplier is not None and _is_uniform(finals):
+        # float64 would lose digits to the kernel's float32 scale, and what is cast has to be scaled before.
+        uniform = not finals.need_casts and torch.float64 not in finals.dtypes
+        if kernel and multiplier is not None and uniform:
+            device = finals.tensors[0].device if finals.tensors else None
             self._accumulators.enter_step(finals)
-            device = finals[0][1].device if finals else None
             self._inner.grad_scale = _reciprocal(multiplier, device)  # type: ignore[attr-defined]
         else:
             self.applied = multiplier is not None
@@ -163,15 +232,18 @@ class Update:
         self._inner.found_inf = scaling.found_inf  # type: ignore[attr-defined]
         return True
 
-    def _measure(self, scaling: Scaling, finals: Sequence[tuple[Slot, Tensor]]) -> float | Tensor | None:
+    def _measure(self, scaling: Scaling, finals: Finals) -> float | Tensor | None:
         """By what the sums are to be multiplied, clipping included; None for 1. One read, if any."""
         multiplier, checks = scaling.multiplier, self.skip_nonfinite or scaling.checks
         self.grad_norm = None
         if self.max_grad_norm is None and not checks:
             return multiplier
-        if not finals:
+        if not finals.tensors:
             return multiplier
-        norm, nonfinite = self._norm(finals)
+        accumulators = self._accumulators
+        left, unread = accumulators.norms.take(finals.slots, finals.tensors)
+        dtype = torch.float64 if torch.float64 in finals.dtypes else torch.float32
+        norm, nonfinite = norms.norm_with_partials(unread, left, self.norm_type, dtype, accumulators.backend)
         if multiplier is not None:
             norm = (norm * near(multiplier, norm)).to(norm.dtype)
         self.grad_norm = norm
@@ -192,27 +264,30 @@ class Update:
             if param.requires_grad
         )
 
-    def _norm(self, finals: Sequence[tuple[Slot, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Norm of the sums, and a 0-dim float32 flag for inf and nan; reads what has no norm left for it."""
-        known = self._accumulators.norms
-        left, totals = known.split(finals)
-        known.clear()  # should this update fail, p.grad can be written to before the next try
-        plain = [total for total in totals if _is_ordinary(total)]
-        if len(plain) == len(totals) and not left:
-            return norms.norm_and_nonfinite(plain, self.norm_type, self._accumulators.backend)
-        if plain:
-            left += norms.partials(plain, self.norm_type, self._accumulators.backend)
-        for total in totals:
-            if not _is_ordinary(total):
-                values = total.coalesce()._values() if total.is_sparse else total
-                values = values if values.is_complex() else values.double()
-                left.append(torch.linalg.vector_norm(values, self.norm_type).double().reshape(1))
-        dtype = norms.norm_dtype([total for _, total in finals])
-        return norms.finish(left, self.norm_type, dtype, self._accumulators.backend)
+    # Distributed checkpoint's way of making the state of an empty optimizer appear: it assigns zero gradients
+    # by hand, sets every lr to 0 and calls step() once (torch.distributed.checkpoint.state_dict,
+    # `_init_optim_state`).
 
+    def is_asked_for_state(self) -> bool:
+        """Whether a `step()` now is that call."""
+        if self._inner.state or any(group.get("lr", 1.0) != 0.0 for group in self._inner.param_groups):
+            return False
+        given = [
+            None if slot.param.grad is slot.placed() else slot.param.grad
+            for slot in self._accumulators.slots
+            if slot.param.requires_grad
+        ]
+        # Reading the zeros waits for the device, but only while there is no state yet and every lr is 0.
+        return bool(given) and all(g is not None and g.grad_fn is None and not g.any() for g in given)
 
-def _is_ordinary(total: Tensor) -> bool:
-    return checks.is_plain(total) and total.is_floating_point()
+    def make_state(self) -> None:
+        """Let the inner optimizer make its state from the zeros in p.grad."""
+        with_zeros = [slot for slot in self._accumulators.slots if slot.param.grad is not None]
+        with self.on_masters(with_zeros):
+            for slot in with_zeros if self._masters is not None else ():
+                gradient, slot.param.grad = slot.param.grad, None
+                slot.param.grad = gradient.to(slot.param.dtype)  # type: ignore[union-attr]
+            self._inner.step()
 
 
 def _reciprocal(multiplier: float | Tensor, device: torch.device | None) -> Tensor:
@@ -220,11 +295,3 @@ def _reciprocal(multiplier: float | Tensor, device: torch.device | None) -> Tens
     if isinstance(multiplier, Tensor):
         return multiplier.reciprocal().float()
     return torch.full((), 1.0 / multiplier, dtype=torch.float32, device=device)
-
-
-def _is_uniform(finals: Sequence[tuple[Slot, Tensor]]) -> bool:
-    """Whether the kernel can scale every gradient.
-
-    float64 would lose digits to its float32 scale, and what is cast has to be scaled before.
-    """
-    return all(total.dtype == slot.param.dtype != torch.float64 for slot, total in finals)

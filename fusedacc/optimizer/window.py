@@ -55,6 +55,7 @@ class Window:
 
     def __init__(self, schedule: Schedule, reduction: str | None, private: bool = False) -> None:
         self.schedule = check_schedule(schedule)
+        self.counted = schedule is not None
         if reduction is None:
             reduction = "sum" if schedule is None else "mean"
         if reduction not in REDUCTIONS:
@@ -102,10 +103,6 @@ class Window:
         if not self.empty:
             self.restart()
         self.tainted = None
-
-    @property
-    def counted(self) -> bool:
-        return self.schedule is not None
 
     @property
     def weighs(self) -> bool:
@@ -244,6 +241,16 @@ class Window:
             self.weight_total = self.weight_total + weight
         self.micro_step += 1
         self.micro = MicroBatch(self.reduction)
+
+    def close_micro_batch(self) -> bool:
+        """End the micro-batch at hand, if a backward of it has run; whether all of the window have ended.
+
+        Raises as `end_micro_batch`.
+        """
+        if self.micro.ran:
+            self.unsynchronised = self.micro.deferred
+            self.end_micro_batch()
+        return self.full
 
     def end_update(self, skipped: bool = False) -> None:
         """Count an attempted update and open the next window."""

@@ -17,11 +17,10 @@ from ..kernels import registry, tuning
 from ..nn import name_slots
 from . import checkpoint, pickling, torch_kernels
 from .accumulation import Accumulation
-from .counted import CountedLoop
 from .delegating import Delegate
 from .explain import explain
+from .loops import CountedLoop, ManualLoop
 from .loss_scale import LossScaleLink
-from .manual import ManualLoop
 from .master_weights import Masters
 from .micro_batch import MicroBatch
 from .parameters import Roster
@@ -134,11 +133,12 @@ class AccumulatingOptimizer(Delegate, Progress):
         if model is not None:
             name_slots(model, slots)
         self._accumulators = Accumulators(slots, not window.counted, backend)
-        self._inner_update = Update(optimizer, self._accumulators, *finishing)
         self._masters = Masters(slots, optimizer, backend) if master_weights else None
         self._warn_of_unwritten(optimizer.param_groups, 4)
         self._accumulation = accumulation = Accumulation(slots, window, self._accumulators)
         self._capture = capture = Capture(slots, self._accumulators, accumulation)
+        parts = self._accumulators, window, capture.registry, self._masters
+        self._inner_update = Update(optimizer, *parts, *finishing)
         loop = CountedLoop if window.counted else ManualLoop
         self._loop = loop(optimizer, self._roster, capture, accumulation, self._inner_update, self._masters)
         self._loss_scale = LossScaleLink(self._loop, self._inner_update, self._accumulators.norms)
@@ -173,8 +173,8 @@ class AccumulatingOptimizer(Delegate, Progress):
             return self.optimizer.step(closure, **arguments)
         if arguments:
             self._check_arguments(arguments)
-        self._loss_scale.check("step")
-        return self._loop.step(closure, self._loss_scale.take(self.__dict__, self._window.counted), arguments)
+        scaling = self._loss_scale.take("step", self.__dict__, self._window.counted)
+        return self._loop.step(closure, scaling, arguments)
 
     @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -251,12 +251,12 @@ class AccumulatingOptimizer(Delegate, Progress):
         """
         if arguments:
             self._check_arguments(arguments)
-        self._loss_scale.check("flush")
+        scaling = self._loss_scale.take("flush", self.__dict__, self._window.counted)
         self._capture.settle()
         self._window.check_untainted()
         self._window.begin_step()
         if isinstance(self._loop, CountedLoop):
-            self._loop.flush(self._loss_scale.take(self.__dict__, counted=True), arguments)
+            self._loop.flush(scaling, arguments)
         elif not self._window.empty:
             self.step(**arguments)
 
