@@ -205,7 +205,7 @@ def test_a_discarded_window_owes_nothing():
     model, optimizer = build(2)
     model.backward()
     optimizer.discard()
-    assert not optimizer._accumulators.deferred
+    assert not optimizer._accumulators.deferred.scales
     for seed in range(2):
         values = model.backward(ALL, seed)
         if seed == 0:
@@ -223,7 +223,7 @@ def test_a_moved_parameter_takes_a_scaled_sum_along():
     optimizer._capture.registry.refresh()
     for slot, value in zip(optimizer._accumulators.slots, first, strict=True):
         assert torch.equal(optimizer._accumulators.grads.current(slot), (value * 0.5).double())
-    assert not optimizer._accumulators.deferred
+    assert not optimizer._accumulators.deferred.scales
 
 
 def test_an_odd_gradient_is_added_to_a_scaled_sum():
@@ -232,7 +232,7 @@ def test_an_odd_gradient_is_added_to_a_scaled_sum():
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([table], lr=0.0), 2)
     (table * torch.ones(5, 3)).sum().backward()
     optimizer.step()
-    assert optimizer._accumulators.deferred
+    assert optimizer._accumulators.deferred.scales
     nn.functional.embedding(torch.tensor([1, 1]), table, sparse=True).sum().backward()
     wanted = torch.full((5, 3), 0.5)
     wanted[1] += 1.0
@@ -382,7 +382,7 @@ def test_a_failure_after_the_first_gradient_taints_the_window():
     with pytest.raises(RuntimeError, match="discard"):
         optimizer.step()
     optimizer.discard()
-    assert not optimizer._accumulators.deferred
+    assert not optimizer._accumulators.deferred.scales
 
 
 def _fails(gradient):
