@@ -71,7 +71,7 @@ struct NormContext {
 void run_norm_part(int64_t begin, int64_t end, void* opaque) {
   const NormContext& context = *static_cast<const NormContext*>(opaque);
   const int32_t kind = static_cast<int32_t>(context.norm.kind);
-  visit_chunks(context.tasks, begin, end, [&](const Task& task, int64_t from, int64_t to, int64_t chunk) {
+  const auto visit = [&](const Task& task, int64_t from, int64_t to, int64_t chunk) {
     const StridedLayout* layout = task.layout < 0 ? nullptr : &context.layouts[task.layout];
     double& partial = context.norm.partials[chunk];
     if (context.norm.reads) {
@@ -81,7 +81,8 @@ void run_norm_part(int64_t begin, int64_t end, void* opaque) {
     const bool stream = task.numel * element_size(kPairs[task.pair].accumulator) >= kStreamBytes;
     partial = context.loops.add_norm[kind][task.pair](task.accumulator, task.gradient, layout, from, to,
                                                       context.by, task.overwrite, stream);
-  });
+  };
+  visit_chunks(context.tasks, context.first + begin, context.first + end, visit);
 }
 
 }  // namespace
