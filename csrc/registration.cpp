@@ -1,9 +1,10 @@
-// The operators' schemas, and nothing else. They are registered for every device at once (a call with empty
-// lists has none) and choose by the accumulators' device.
-#include "ops/ops.h"
+// The operators' schemas, and nothing else. csrc/ops/ has them: as the dispatcher calls them, with arguments
+// and results that are words on a stack, owned by the callee. Each is registered for every device at once (a
+// call with empty lists has none) and chooses by the accumulators' device.
+#include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(fusedacc, m) {
-  // Sums that are not overwritten are multiplied by `keep`, rounded, and added to.
+  // Accumulators that are not overwritten are multiplied by `keep` (beta), rounded, and added to.
   m.def(
       "scale_accumulate_(Tensor(a!)[] accumulators, Tensor[] gradients, Tensor? scale_tensor=None, "
       "float scale=1.0, bool[] overwrite=[], Tensor? keep_tensor=None, float keep=1.0) -> ()");
@@ -12,7 +13,7 @@ STABLE_TORCH_LIBRARY(fusedacc, m) {
   m.def(
       "accumulate_prepared_(Tensor(a!) plan, Tensor[] gradients, Tensor? scale_tensor=None, float scale=1.0, "
       "bool[] overwrite=[], Tensor? keep_tensor=None, float keep=1.0) -> ()");
-  // The same, and a partial norm of the new sums for each of their chunks. norm_type is 2 or inf.
+  // The same, and after it a partial norm of each of the accumulators' chunks. norm_type is 2 or inf.
   m.def(
       "scale_accumulate_norm_(Tensor(a!)[] accumulators, Tensor[] gradients, Tensor? scale_tensor=None, "
       "float scale=1.0, bool[] overwrite=[], float norm_type=2.0, Tensor? keep_tensor=None, float keep=1.0) "
@@ -26,30 +27,14 @@ STABLE_TORCH_LIBRARY(fusedacc, m) {
   m.def(
       "finish_norm(Tensor[] partials, float norm_type=2.0, bool wide=False) -> (Tensor norm, Tensor "
       "found_inf)");
-  // accumulator <- keep * accumulator + scale * left^T right; where keep is 0, the accumulator is not read.
-  // way: on a CPU, see csrc/cpu/gemm_ways.h.
+  // accumulator <- keep * accumulator + scale * left^T right on a CPU; where keep is 0, the accumulator is
+  // not read. way: see csrc/cpu/gemm.h.
   m.def(
       "gemm_accumulate_(Tensor(a!) accumulator, Tensor left, Tensor right, Tensor? scale_tensor=None, "
       "float scale=1.0, Tensor? keep_tensor=None, float keep=1.0, int way=0) -> ()");
-  // Why that cannot run on CUDA tensors; empty where it can.
-  m.def("gemm_problem() -> str");
   // For each row that is named and is not `padding` (-1: none): its gradients' sum, or their mean, is added.
   m.def(
       "accumulate_rows_(Tensor(a!) table, Tensor indices, Tensor gradients, Tensor? scale_tensor=None, "
       "float scale=1.0, int padding=-1, bool by_frequency=False) -> ()");
   m.def("build_info() -> str");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(fusedacc, CompositeExplicitAutograd, m) {
-  m.impl("scale_accumulate_", &fusedacc::scale_accumulate_);
-  m.impl("prepare", &fusedacc::prepare);
-  m.impl("accumulate_prepared_", &fusedacc::accumulate_prepared_);
-  m.impl("scale_accumulate_norm_", &fusedacc::scale_accumulate_norm_);
-  m.impl("accumulate_prepared_norm_", &fusedacc::accumulate_prepared_norm_);
-  m.impl("norm_partials", &fusedacc::norm_partials);
-  m.impl("finish_norm", &fusedacc::finish_norm);
-  m.impl("gemm_accumulate_", &fusedacc::gemm_accumulate_);
-  m.impl("gemm_problem", &fusedacc::gemm_problem);
-  m.impl("accumulate_rows_", &fusedacc::accumulate_rows_);
-  m.impl("build_info", &fusedacc::build_info);
 }

@@ -45,10 +45,11 @@ class Lookup : public torch::autograd::Function<Lookup> {
 
 }  // namespace
 
-at::Tensor lookup(const c10::intrusive_ptr<Site>& site, const std::shared_ptr<Entry>& entry,
-                  const at::Tensor& indices, const at::Tensor& weight, int64_t padding, bool by_frequency) {
+std::optional<at::Tensor> lookup(const c10::intrusive_ptr<Site>& site, const std::shared_ptr<Entry>& entry,
+                                 const at::Tensor& indices, const at::Tensor& weight, int64_t padding,
+                                 bool by_frequency) {
   const bool integers = indices.scalar_type() == at::kLong || indices.scalar_type() == at::kInt;
-  if (!integers || !may_record(indices, weight)) return {};
+  if (!integers || !may_record(indices, weight)) return std::nullopt;
   return Lookup::apply(weight, indices, padding, by_frequency, site, entry);
 }
 

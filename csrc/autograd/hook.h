@@ -5,14 +5,20 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/python_headers.h>
 
+#include <array>
 #include <memory>
 #include <set>
 #include <unordered_map>
 
-#include "eligibility.h"
 #include "immediate_add.h"
 
 namespace fusedacc::autograd {
+
+// Who takes a gradient: the cases that a hook can meet, as fusedacc/autograd/eligibility.py has them.
+enum class Case { kFrozen, kPostAccumulateHook, kAbsent, kNotPlain, kOdd, kOtherLane, kOrdinary };
+
+inline constexpr std::array kCaseNames{"frozen", "post_accumulate_hook", "absent",  "not_plain",
+                                       "odd",    "other_lane",           "ordinary"};
 
 // Gradients of one lane, taken on one stream in one graph task, that wait to be added.
 class Bucket {
@@ -24,7 +30,7 @@ class Bucket {
   void put(PyObject* slot, const at::Tensor& parameter, const at::Tensor& gradient, int64_t nbytes);
   // The same, unless it would fill the bucket or comes on another stream than the first.
   bool put_if_room(PyObject* slot, const at::Tensor& parameter, const at::Tensor& gradient, int64_t nbytes);
-  // Empties it. adoptable: each gradient may become the sum of its parameter.
+  // Empties it. adoptable: each gradient may become the accumulator of its parameter.
   struct Content {
     std::vector<PyObject*> slots;
     std::vector<at::Tensor> gradients;
@@ -81,7 +87,7 @@ struct Entry {
   std::shared_ptr<Tasks> tasks;
   PyObject* slot;                     // borrowed, from the wrapper
   const torch::autograd::Node* node;  // to be compared only
-  at::ScalarType sum_dtype;
+  at::ScalarType accumulator_dtype;
   int64_t index;
   int64_t nbytes;
   bool large;  // never waits in a bucket, unless Python puts it there

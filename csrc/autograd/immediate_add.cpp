@@ -5,6 +5,8 @@
 #include <ATen/record_function.h>
 #include <c10/core/UndefinedTensorImpl.h>
 
+#include <algorithm>
+#include <array>
 #include <utility>
 
 #include "../common/dtypes.h"
@@ -12,18 +14,10 @@
 namespace fusedacc::autograd {
 
 int32_t dtype_number(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kFloat:
-      return static_cast<int32_t>(Dtype::kFloat32);
-    case at::kBFloat16:
-      return static_cast<int32_t>(Dtype::kBFloat16);
-    case at::kHalf:
-      return static_cast<int32_t>(Dtype::kFloat16);
-    case at::kDouble:
-      return static_cast<int32_t>(Dtype::kFloat64);
-    default:
-      return -1;
-  }
+  // In the order of Dtype.
+  constexpr std::array known{at::kFloat, at::kBFloat16, at::kHalf, at::kDouble};
+  const auto found = std::find(known.begin(), known.end(), dtype);
+  return found == known.end() ? -1 : static_cast<int32_t>(found - known.begin());
 }
 
 // Whether it is an ordinary tensor: no subclass, no wrapper of a function transform, no lazy bits.
@@ -43,8 +37,8 @@ bool is_plain(const at::Tensor& tensor) {
 namespace {
 
 // Whether there is a kernel for such gradients: p.grad may be of any dtype where the user has put it there.
-bool are_pair(const at::Tensor& gradient, const at::Tensor& sum) {
-  const int32_t from = dtype_number(gradient.scalar_type()), to = dtype_number(sum.scalar_type());
+bool are_pair(const at::Tensor& gradient, const at::Tensor& accumulator) {
+  const int32_t from = dtype_number(gradient.scalar_type()), to = dtype_number(accumulator.scalar_type());
   return find_pair(static_cast<Dtype>(from), static_cast<Dtype>(to)) >= 0;
 }
 
@@ -60,21 +54,21 @@ bool same_layout(const at::Tensor& a, const at::Tensor& b) {
   return a.strides() == b.strides() && a.is_non_overlapping_and_dense();
 }
 
-void Direct::load(const std::vector<std::optional<at::Tensor>>& sums, std::vector<double> keeps,
+void Direct::load(const std::vector<std::optional<at::Tensor>>& accumulators, std::vector<double> betas,
                   bool visible) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  sums_.clear();
-  for (const auto& sum : sums) {
-    if (sum.has_value()) {
-      sums_.emplace_back(sum->getIntrusivePtr());
+  accumulators_.clear();
+  for (const auto& accumulator : accumulators) {
+    if (accumulator.has_value()) {
+      accumulators_.emplace_back(accumulator->getIntrusivePtr());
     } else {
-      sums_.emplace_back(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>());
+      accumulators_.emplace_back(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>());
     }
   }
-  keeps_ = std::move(keeps);
-  keeps_.resize(sums_.size(), 1);
-  fresh_.assign(sums_.size(), false);
-  for (size_t i = 0; i < keeps_.size(); ++i) fresh_[i] = keeps_[i] == 0;
+  betas_ = std::move(betas);
+  betas_.resize(accumulators_.size(), 1);
+  fresh_.assign(accumulators_.size(), false);
+  for (size_t i = 0; i < betas_.size(); ++i) fresh_[i] = betas_[i] == 0;
   visible_ = visible;
 }
 
@@ -98,40 +92,41 @@ std::vector<int64_t> Direct::added() {
 
 void Direct::skip(int64_t index) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  if (index >= 0 && index < static_cast<int64_t>(sums_.size())) sums_[index].reset();
+  if (index >= 0 && index < static_cast<int64_t>(accumulators_.size())) accumulators_[index].reset();
 }
 
-at::Tensor Direct::sum_of(int task, int64_t index, const at::Tensor& parameter) {
-  if (task_ != task || index < 0 || index >= static_cast<int64_t>(sums_.size())) return {};
-  auto held = sums_[index].lock();
+at::Tensor Direct::accumulator_of(int task, int64_t index, const at::Tensor& parameter) {
+  if (task_ != task || index < 0 || index >= static_cast<int64_t>(accumulators_.size())) return {};
+  auto held = accumulators_[index].lock();
   if (!held) return {};
-  at::Tensor sum(std::move(held));
+  at::Tensor accumulator(std::move(held));
   if (visible_) {
     const at::Tensor& shown = parameter.grad();
-    if (shown.defined() ? !shown.is_same(sum) : !fresh_[index]) return {};
+    if (shown.defined() ? !shown.is_same(accumulator) : !fresh_[index]) return {};
   }
-  return sum.is_cpu() && is_plain(sum) && !sum.is_inference() ? sum : at::Tensor();
+  return accumulator.is_cpu() && is_plain(accumulator) && !accumulator.is_inference() ? accumulator
+                                                                                      : at::Tensor();
 }
 
-void Direct::note(int64_t index, const at::Tensor& sum) {
-  keeps_[index] = 1;
+void Direct::note(int64_t index, const at::Tensor& accumulator) {
+  betas_[index] = 1;
   added_.push_back(index);
-  if (visible_) sum.unsafeGetTensorImpl()->bump_version();
+  if (visible_) accumulator.unsafeGetTensorImpl()->bump_version();
 }
 
 bool Direct::take(int task, int64_t index, const at::Tensor& gradient, const at::Tensor& parameter) {
   if (task_.load(std::memory_order_relaxed) != task) return false;
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  const at::Tensor sum = sum_of(task, index, parameter);
-  if (!sum.defined() || keeps_[index] == 0 || !is_plain(gradient) || !same_layout(gradient, sum) ||
-      gradient.is_alias_of(sum)) {
+  const at::Tensor into = accumulator_of(task, index, parameter);
+  if (!into.defined() || betas_[index] == 0 || !is_plain(gradient) || !same_layout(gradient, into) ||
+      gradient.is_alias_of(into)) {
     return false;
   }
-  if (!are_pair(gradient, sum)) return false;
+  if (!are_pair(gradient, into)) return false;
   RECORD_FUNCTION("fusedacc::add_at_once", std::vector<c10::IValue>());
-  add_(sum.mutable_data_ptr(), gradient.const_data_ptr(), sum.numel(), dtype_number(gradient.scalar_type()),
-       dtype_number(sum.scalar_type()), scale_, keeps_[index]);
-  note(index, sum);
+  add_(into.mutable_data_ptr(), gradient.const_data_ptr(), into.numel(), dtype_number(gradient.scalar_type()),
+       dtype_number(into.scalar_type()), scale_, betas_[index]);
+  note(index, into);
   return true;
 }
 
@@ -139,22 +134,22 @@ bool Direct::multiply(int task, int64_t index, const at::Tensor& left, const at:
                       const at::Tensor& parameter, Multiplier by) {
   if (task_.load(std::memory_order_relaxed) != task) return false;
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  const at::Tensor sum = sum_of(task, index, parameter);
-  if (!sum.defined() || sum.dim() != 2 || !(sum.is_contiguous() || sum.t().is_contiguous())) return false;
-  if (!are_pair(left, sum) || left.is_alias_of(sum) || right.is_alias_of(sum)) return false;
-  if (by == Multiplier::kBlas && left.scalar_type() != sum.scalar_type()) return false;
-  const double keep = keeps_[index];
-  if (left.size(0) == 0 || (by == Multiplier::kBlas && keep != 1 && keep != 0)) return false;
+  const at::Tensor into = accumulator_of(task, index, parameter);
+  if (!into.defined() || into.dim() != 2 || !(into.is_contiguous() || into.t().is_contiguous())) return false;
+  if (!are_pair(left, into) || left.is_alias_of(into) || right.is_alias_of(into)) return false;
+  if (by == Multiplier::kBlas && left.scalar_type() != into.scalar_type()) return false;
+  const double beta = betas_[index];
+  if (left.size(0) == 0 || (by == Multiplier::kBlas && beta != 1 && beta != 0)) return false;
   if (by == Multiplier::kBlas) {
-    sum.addmm_(left.t(), right, keep, scale_);
+    into.addmm_(left.t(), right, beta, scale_);
   } else {
     static const auto operation = library_operator("fusedacc::gemm_accumulate_");
     torch::jit::Stack stack;
-    torch::jit::push(stack, sum, left, right, c10::IValue(), scale_, c10::IValue(), keep,
+    torch::jit::push(stack, into, left, right, c10::IValue(), scale_, c10::IValue(), beta,
                      static_cast<int64_t>(by) - static_cast<int64_t>(Multiplier::kOperator));
     operation.callBoxed(stack);
   }
-  note(index, sum);
+  note(index, into);
   return true;
 }
 
@@ -162,17 +157,17 @@ bool Direct::add_rows(int task, int64_t index, const at::Tensor& rows, const at:
                       const at::Tensor& parameter, int64_t padding, bool by_frequency) {
   if (task_.load(std::memory_order_relaxed) != task) return false;
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  const at::Tensor sum = sum_of(task, index, parameter);
-  if (!sum.defined() || sum.dim() != 2 || !sum.is_contiguous() || keeps_[index] != 1) return false;
-  if (!are_pair(gradients, sum) || !is_plain(gradients) || gradients.is_alias_of(sum)) return false;
+  const at::Tensor into = accumulator_of(task, index, parameter);
+  if (!into.defined() || into.dim() != 2 || !into.is_contiguous() || betas_[index] != 1) return false;
+  if (!are_pair(gradients, into) || !is_plain(gradients) || gradients.is_alias_of(into)) return false;
   const at::Tensor named = rows.reshape({rows.numel()});
-  at::Tensor terms = gradients.reshape({rows.numel(), sum.size(1)});
-  if (sum.size(1) > 1 && terms.stride(1) != 1) terms = terms.contiguous();
+  at::Tensor terms = gradients.reshape({rows.numel(), into.size(1)});
+  if (into.size(1) > 1 && terms.stride(1) != 1) terms = terms.contiguous();
   static const auto operation = library_operator("fusedacc::accumulate_rows_");
   torch::jit::Stack stack;
-  torch::jit::push(stack, sum, named, terms, c10::IValue(), scale_, padding, by_frequency);
+  torch::jit::push(stack, into, named, terms, c10::IValue(), scale_, padding, by_frequency);
   operation.callBoxed(stack);
-  note(index, sum);
+  note(index, into);
   return true;
 }
 

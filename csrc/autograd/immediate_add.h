@@ -1,4 +1,5 @@
-// Gradients that are added to their sums at once, while they are in the cache: one by one, on the CPU.
+// Gradients that are added to their accumulators at once, while they are in the cache: one by one, on the
+// CPU.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,8 +13,8 @@
 namespace fusedacc::autograd {
 
 // libfusedacc.so's `fusedacc_add_flat`: it knows the dtypes by their numbers in dtypes.h.
-using AddFlat = void (*)(void* sum, const void* gradient, int64_t numel, int32_t gradient_dtype,
-                         int32_t sum_dtype, double scale, double keep);
+using AddFlat = void (*)(void* accumulator, const void* gradient, int64_t numel, int32_t gradient_dtype,
+                         int32_t accumulator_dtype, double scale, double beta);
 
 // Whether it is an ordinary tensor: no subclass, no wrapper of a function transform, no lazy bits.
 bool is_plain(const at::Tensor& tensor);
@@ -24,19 +25,21 @@ bool same_layout(const at::Tensor& a, const at::Tensor& b);
 // The number of a dtype in dtypes.h, or -1.
 int32_t dtype_number(at::ScalarType dtype);
 
-// Who adds a product to a sum: nobody has said so yet, Python, torch's own call, or libfusedacc.so's
+// Who adds a product to an accumulator: nobody has said so yet, Python, torch's own call, or libfusedacc.so's
 // operator, whose way number w is kOperator + w.
 enum class Multiplier : int8_t { kUnknown, kPython, kBlas, kOperator };
 
-// What one wrapper allows while one graph task runs. The sums are known weakly: they live and die elsewhere.
+// What one wrapper allows while one graph task runs. The accumulators are known weakly: they live and die
+// elsewhere.
 class Direct {
  public:
   explicit Direct(AddFlat add) : add_(add) {}
 
-  // By a parameter's index: its sum, or none where a gradient is to go the other way, and by what the sum is
-  // to be multiplied first (empty: by 1); 0: its memory holds nothing yet. visible: users see sums, in
-  // p.grad.
-  void load(const std::vector<std::optional<at::Tensor>>& sums, std::vector<double> keeps, bool visible);
+  // By a parameter's index: its accumulator, or none where a gradient is to go the other way, and by what the
+  // accumulator is to be multiplied first (empty: by 1); 0: its memory holds nothing yet. visible: users see
+  // accumulators, in p.grad.
+  void load(const std::vector<std::optional<at::Tensor>>& accumulators, std::vector<double> betas,
+            bool visible);
 
   // From now on gradients of this graph task are multiplied by scale and added.
   void open(int task, double scale);
@@ -49,30 +52,31 @@ class Direct {
   void skip(int64_t index);
 
   // Adds, or returns false with nothing done. The gradient is strided and on the CPU. The GIL must not be
-  // held: to lock a sum that only Python refers to takes it, and hooks on other threads do so within the
-  // mutex.
+  // held: to lock an accumulator that only Python refers to takes it, and hooks on other threads do so within
+  // the mutex.
   bool take(int task, int64_t index, const at::Tensor& gradient, const at::Tensor& parameter);
 
-  // sum = keep * sum + scale * left^T right likewise; operands are matrices on the sum's device.
+  // accumulator = beta * accumulator + scale * left^T right likewise; operands are matrices on the
+  // accumulator's device.
   bool multiply(int task, int64_t index, const at::Tensor& left, const at::Tensor& right,
                 const at::Tensor& parameter, Multiplier by);
 
-  // sum[i] += scale * the gradients of row i, for each row that is named; likewise.
+  // accumulator[i] += scale * the gradients of row i, for each row that is named; likewise.
   bool add_rows(int task, int64_t index, const at::Tensor& rows, const at::Tensor& gradients,
                 const at::Tensor& parameter, int64_t padding, bool by_frequency);
 
  private:
-  // The sum that may be added to, or undefined.
-  at::Tensor sum_of(int task, int64_t index, const at::Tensor& parameter);
-  void note(int64_t index, const at::Tensor& sum);
+  // The accumulator that may be added to, or undefined.
+  at::Tensor accumulator_of(int task, int64_t index, const at::Tensor& parameter);
+  void note(int64_t index, const at::Tensor& accumulator);
 
   const AddFlat add_;
   std::recursive_mutex mutex_;  // an operator may run Python, which may ask for anything
   std::atomic<int> task_{-1};
   double scale_ = 1;
   bool visible_ = false;
-  std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> sums_;
-  std::vector<double> keeps_;
+  std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> accumulators_;
+  std::vector<double> betas_;
   std::vector<bool> fresh_;
   std::vector<int64_t> added_;
 };

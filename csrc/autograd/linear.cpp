@@ -21,11 +21,12 @@ int64_t tokens(const at::Tensor& tensor) {
 
 at::Tensor as_rows(const at::Tensor& tensor) { return tensor.reshape({tokens(tensor), tensor.size(-1)}); }
 
-// Adds left^T right to the weight's sum; false where autograd is to have it.
+// Adds left^T right to the weight's accumulator; false where autograd is to have it.
 bool adds(const Destination& destination, const at::Tensor& left, const at::Tensor& right) {
   const Call* call = destination.call();
   if (call == nullptr) return false;
-  const Multiplier by = call->site->multiplier(left.scalar_type(), call->entry->sum_dtype, left.size(0));
+  const Multiplier by =
+      call->site->multiplier(left.scalar_type(), call->entry->accumulator_dtype, left.size(0));
   if (by > Multiplier::kPython) {
     const at::Tensor* weight = destination.weight();
     const int task = torch::autograd::get_current_graph_task_id();
@@ -91,9 +92,10 @@ class Product : public torch::autograd::Function<Product> {
 
 }  // namespace
 
-at::Tensor product(const c10::intrusive_ptr<Site>& site, const std::shared_ptr<Entry>& entry,
-                   const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                   const std::optional<at::Tensor>& used) {
+std::optional<at::Tensor> product(const c10::intrusive_ptr<Site>& site, const std::shared_ptr<Entry>& entry,
+                                  const at::Tensor& input, const at::Tensor& weight,
+                                  const std::optional<at::Tensor>& bias,
+                                  const std::optional<at::Tensor>& used) {
   const at::ScalarType dtype = used.has_value() ? used->scalar_type() : weight.scalar_type();
   const bool fits = may_record(input, weight) && input.scalar_type() == dtype && !weight.is_complex() &&
                     input.dim() > 0 && input.size(-1) == weight.size(site->transposed ? 0 : 1) &&
@@ -101,8 +103,10 @@ at::Tensor product(const c10::intrusive_ptr<Site>& site, const std::shared_ptr<E
                      (is_plain(*bias) && bias->dim() == 1 && bias->scalar_type() == weight.scalar_type())) &&
                     (used.has_value() || !at::autocast::is_autocast_enabled(input.device().type()));
   // Before a graph is made: a trial may tell, and where the backward runs it would be in its way.
-  const bool known = fits && site->multiplier(dtype, entry->sum_dtype, tokens(input)) != Multiplier::kUnknown;
-  return known ? Product::apply(input, weight, bias, used, site, entry) : at::Tensor();
+  const bool known =
+      fits && site->multiplier(dtype, entry->accumulator_dtype, tokens(input)) != Multiplier::kUnknown;
+  if (!known) return std::nullopt;
+  return Product::apply(input, weight, bias, used, site, entry);
 }
 
 }  // namespace fusedacc::autograd

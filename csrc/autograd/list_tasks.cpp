@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "../common/dtypes.h"
+#include "../common/chunk_plan.h"
 #include "immediate_add.h"
 
 namespace fusedacc::autograd {
@@ -19,20 +19,14 @@ constexpr int64_t kStep = 6;
 
 using Keys = c10::DispatchKeySet;
 
-// The keys of an ordinary CPU tensor, and of one made in inference mode: no subclass, no wrapper, no lazy
+// The keys of a CPU tensor made in inference mode, and of an ordinary one: no subclass, no wrapper, no lazy
 // bits.
-uint64_t ordinary_keys() {
-  static const uint64_t keys =
-      (Keys(c10::DispatchKey::CPU) | c10::getAutocastRelatedKeySetFromBackend(c10::BackendComponent::CPUBit) |
-       c10::getAutogradRelatedKeySetFromBackend(c10::BackendComponent::CPUBit))
-          .raw_repr();
-  return keys;
+Keys inference_keys() {
+  return Keys(c10::DispatchKey::CPU) |
+         c10::getAutocastRelatedKeySetFromBackend(c10::BackendComponent::CPUBit);
 }
-uint64_t inference_keys() {
-  static const uint64_t keys =
-      (Keys(c10::DispatchKey::CPU) | c10::getAutocastRelatedKeySetFromBackend(c10::BackendComponent::CPUBit))
-          .raw_repr();
-  return keys;
+Keys ordinary_keys() {
+  return inference_keys() | c10::getAutogradRelatedKeySetFromBackend(c10::BackendComponent::CPUBit);
 }
 
 inline bool is_tensor(PyObject* object) {
@@ -69,8 +63,9 @@ struct Read {
 
 inline bool read(PyObject* object, Read& found) {
   found.record = record_of(object);
-  const uint64_t keys = found.record->key_set().raw_repr();
-  if (keys != ordinary_keys() && keys != inference_keys()) return false;
+  static const Keys ordinary = ordinary_keys(), inference = inference_keys();
+  const Keys keys = found.record->key_set();
+  if (keys != ordinary && keys != inference) return false;
   found.dtype = dtype_number(c10::typeMetaToScalarType(found.record->dtype()));
   return found.dtype >= 0;
 }
@@ -100,25 +95,13 @@ inline bool walk(const Items (&of)[lists], Visit&& visit) {
   return true;
 }
 
-// Whether [begin, end) meets none of the ranges but `own`, which it may equal. Most gradients lie between two
-// accumulators in the order of the list, so the last place found is tried first.
-inline bool is_apart(const std::vector<Range>& ranges, uintptr_t begin, uintptr_t end, int64_t own,
-                     size_t& hint) {
-  const size_t count = ranges.size();
-  const auto is_first = [&](size_t i) {
-    return (i == count || ranges[i].end > begin) && (i == 0 || ranges[i - 1].end <= begin);
-  };
-  if (!is_first(hint)) {
-    if (hint < count && is_first(hint + 1)) {
-      ++hint;
-    } else {
-      hint = static_cast<size_t>(
-          std::partition_point(ranges.begin(), ranges.end(), [&](const Range& r) { return r.end <= begin; }) -
-          ranges.begin());
-    }
-  }
-  if (hint == count || ranges[hint].begin >= end) return true;
-  return ranges[hint].index == own && ranges[hint].begin == begin && ranges[hint].end == end;
+// Whether `size` bytes from `data` on meet none of the ranges but `own`, which they may equal.
+inline bool is_apart(const std::vector<Range>& ranges, const void* data, int64_t size, int64_t own,
+                     int64_t& hint) {
+  const auto begin = reinterpret_cast<int64_t>(data);
+  const Range* range =
+      find_overlap(ranges.data(), static_cast<int64_t>(ranges.size()), begin, begin + size, hint);
+  return range == nullptr || (range->index == own && range->begin == begin && range->end == begin + size);
 }
 
 }  // namespace
@@ -142,40 +125,14 @@ bool read_number(PyObject* object, double& value) {
   }
   Read found;
   if (!is_tensor(object) || !read(object, found) || found.record->dim() != 0) return false;
-  const void* data = static_cast<const c10::TensorImpl*>(found.record)->data();
-  switch (static_cast<Dtype>(found.dtype)) {
-    case Dtype::kFloat32:
-      value = *static_cast<const float*>(data);
-      return true;
-    case Dtype::kFloat64:
-      value = *static_cast<const double*>(data);
-      return true;
-    case Dtype::kBFloat16:
-      value = *static_cast<const c10::BFloat16*>(data);
-      return true;
-    case Dtype::kFloat16:
-      value = *static_cast<const c10::Half*>(data);
-      return true;
-    default:
-      return false;
-  }
+  value = read_scale<double>({static_cast<const c10::TensorImpl*>(found.record)->data(), 0, found.dtype});
+  return true;
 }
 
 bool nobody_watches() {
   static const uint64_t usual = (c10::default_included_set | c10::autocast_dispatch_keyset).raw_repr();
   const uint64_t included = c10::impl::tls_local_dispatch_key_set().included_.raw_repr();
   return (included & ~usual) == 0 && !at::impl::torch_function_mode_enabled();
-}
-
-bool sort_apart(std::vector<Range>& ranges) {
-  const auto ascending = [](const Range& a, const Range& b) { return a.begin < b.begin; };
-  if (!std::is_sorted(ranges.begin(), ranges.end(), ascending)) {
-    std::sort(ranges.begin(), ranges.end(), ascending);
-  }
-  for (size_t i = 1; i < ranges.size(); ++i) {
-    if (ranges[i].begin < ranges[i - 1].end) return false;
-  }
-  return true;
 }
 
 bool BoundList::read(const Items& accumulators) {
@@ -188,15 +145,15 @@ bool BoundList::read(const Items& accumulators) {
     c10::TensorImpl& record = *found.record;
     if (!record.is_contiguous() && !record.is_non_overlapping_and_dense()) return false;
     auto* data = static_cast<char*>(record.mutable_data());
-    const auto begin = reinterpret_cast<uintptr_t>(data);
-    const auto size = static_cast<uintptr_t>(record.numel() * element_size(static_cast<Dtype>(found.dtype)));
+    const auto begin = reinterpret_cast<int64_t>(data);
+    const int64_t size = record.numel() * element_size(static_cast<Dtype>(found.dtype));
     if (size > 0) ranges.push_back({begin, begin + size, i});
     bound.push_back({data, record.numel(), found.dtype, static_cast<int32_t>(record.dim()),
                      static_cast<int64_t>(words.size()), record.is_contiguous()});
     words.insert(words.end(), record.sizes().begin(), record.sizes().end());
     words.insert(words.end(), record.strides().begin(), record.strides().end());
   }
-  return sort_apart(ranges);
+  return sort_ranges(ranges) == ranges.size();
 }
 
 bool BoundList::own(const Items& tensors) {
@@ -214,28 +171,21 @@ void BoundList::bump() {
 }
 
 void Reading::clear() {
-  tasks.clear();
+  work.clear();
   ranges.clear();
   written.clear();
-  elements = chunks = 0;
   wide = false;
-}
-
-void Reading::push(void* accumulator, const void* gradient, int64_t numel, int32_t pair, bool overwrite) {
-  tasks.push_back({accumulator, gradient, numel, elements, pair, -1, overwrite, chunks});
-  elements += numel;
-  chunks += chunks_of(numel);
 }
 
 bool Reading::match(const Items& accumulators, const Items& gradients, bool overwrite, PyObject** flags) {
   clear();
   bool ascending = true;
-  uintptr_t past = 0;
+  int64_t past = 0;
   const bool all = walk<true>({accumulators, gradients}, [&](int64_t i) {
-    Read sum, gradient;
-    if (!read(accumulators.items[i], sum) || !read(gradients.items[i], gradient)) return false;
-    c10::TensorImpl &into = *sum.record, &from = *gradient.record;
-    const int32_t pair = find_pair(static_cast<Dtype>(gradient.dtype), static_cast<Dtype>(sum.dtype));
+    Read accumulator, gradient;
+    if (!read(accumulators.items[i], accumulator) || !read(gradients.items[i], gradient)) return false;
+    c10::TensorImpl &into = *accumulator.record, &from = *gradient.record;
+    const int32_t pair = find_pair(static_cast<Dtype>(gradient.dtype), static_cast<Dtype>(accumulator.dtype));
     if (pair < 0 || into.sizes() != from.sizes()) return false;
     if (!(into.is_contiguous() && from.is_contiguous()) &&
         !(into.is_non_overlapping_and_dense() && into.strides() == from.strides())) {
@@ -245,23 +195,21 @@ bool Reading::match(const Items& accumulators, const Items& gradients, bool over
     const int64_t numel = into.numel();
     if (numel == 0) return true;
     void* data = into.mutable_data();
-    const auto begin = reinterpret_cast<uintptr_t>(data);
-    const uintptr_t end = begin + static_cast<uintptr_t>(numel * element_size(kPairs[pair].accumulator));
+    const auto begin = reinterpret_cast<int64_t>(data);
+    const int64_t end = begin + numel * element_size(kPairs[pair].accumulator);
     ascending = ascending && begin >= past;
     past = end;
-    ranges.push_back({begin, end, static_cast<int64_t>(tasks.size())});
-    push(data, static_cast<const c10::TensorImpl&>(from).data(), numel, pair,
-         flags == nullptr ? overwrite : flags[i] == Py_True);
+    ranges.push_back({begin, end, static_cast<int64_t>(work.tasks.size())});
+    work.push({data, static_cast<const c10::TensorImpl&>(from).data(), numel, 0, pair, -1,
+               flags == nullptr ? overwrite : flags[i] == Py_True});
     return true;
   });
-  if (!all || (!ascending && !sort_apart(ranges))) return false;
-  size_t hint = 0;
-  for (size_t i = 0; i < tasks.size(); ++i) {
-    const Task& task = tasks[i];
-    const auto begin = reinterpret_cast<uintptr_t>(task.gradient);
-    const uintptr_t end =
-        begin + static_cast<uintptr_t>(task.numel * element_size(kPairs[task.pair].gradient));
-    if (!is_apart(ranges, begin, end, static_cast<int64_t>(i), hint)) return false;
+  if (!all || (!ascending && sort_ranges(ranges) < ranges.size())) return false;
+  int64_t hint = 0;
+  for (size_t i = 0; i < work.tasks.size(); ++i) {
+    const Task& task = work.tasks[i];
+    const int64_t size = task.numel * element_size(kPairs[task.pair].gradient);
+    if (!is_apart(ranges, task.gradient, size, static_cast<int64_t>(i), hint)) return false;
   }
   return true;
 }
@@ -269,7 +217,7 @@ bool Reading::match(const Items& accumulators, const Items& gradients, bool over
 bool Reading::match(const BoundList& accumulators, const Items& gradients, bool overwrite, PyObject** flags) {
   clear();
   if (gradients.count != static_cast<int64_t>(accumulators.bound.size())) return false;
-  size_t hint = 0;
+  int64_t hint = 0;
   return walk<false>({gradients}, [&](int64_t i) {
     const Bound& own = accumulators.bound[static_cast<size_t>(i)];
     Read gradient;
@@ -284,10 +232,9 @@ bool Reading::match(const BoundList& accumulators, const Items& gradients, bool 
     }
     if (own.numel == 0) return true;
     const void* data = from.data();
-    const auto begin = reinterpret_cast<uintptr_t>(data);
-    const uintptr_t end = begin + static_cast<uintptr_t>(own.numel * element_size(kPairs[pair].gradient));
-    if (!is_apart(accumulators.ranges, begin, end, i, hint)) return false;
-    push(own.data, data, own.numel, pair, flags == nullptr ? overwrite : flags[i] == Py_True);
+    const int64_t size = own.numel * element_size(kPairs[pair].gradient);
+    if (!is_apart(accumulators.ranges, data, size, i, hint)) return false;
+    work.push({own.data, data, own.numel, 0, pair, -1, flags == nullptr ? overwrite : flags[i] == Py_True});
     return true;
   });
 }
@@ -303,7 +250,7 @@ bool Reading::measure(const Items& tensors) {
     wide = wide || dtype == Dtype::kFloat64;
     if (record.numel() == 0) return true;
     const void* data = static_cast<const c10::TensorImpl&>(record).data();
-    push(const_cast<void*>(data), data, record.numel(), find_pair(dtype, dtype), false);
+    work.push({const_cast<void*>(data), data, record.numel(), 0, find_pair(dtype, dtype), -1, false});
     return true;
   });
 }

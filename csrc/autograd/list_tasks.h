@@ -8,6 +8,7 @@
 #include <memory>
 #include <vector>
 
+#include "../common/ranges.h"
 #include "../common/work.h"
 
 namespace fusedacc::autograd {
@@ -27,15 +28,6 @@ bool nobody_watches();
 
 // A float, or what stands in a 0-dim CPU tensor.
 bool read_number(PyObject* object, double& value);
-
-// Memory of an accumulator, [begin, end).
-struct Range {
-  uintptr_t begin, end;
-  int64_t index;
-};
-
-// Sorts ranges, and says whether no two of them overlap.
-bool sort_apart(std::vector<Range>& ranges);
 
 // What is known of an accumulator that stays.
 struct Bound {
@@ -62,10 +54,9 @@ struct BoundList {
 
 // The tasks of one call, and what was read on the way. Kept from call to call.
 struct Reading {
-  std::vector<Task> tasks;
+  Work work;
   std::vector<Range> ranges;
   std::vector<c10::TensorImpl*> written;
-  int64_t elements = 0, chunks = 0;
   bool wide = false;  // one of the tensors that were measured is of float64
 
   // Each of these returns false for lists that are not for us. `flags` is one bool per tensor, or null.
@@ -77,7 +68,6 @@ struct Reading {
 
  private:
   void clear();
-  void push(void* accumulator, const void* gradient, int64_t numel, int32_t pair, bool overwrite);
 };
 
 }  // namespace fusedacc::autograd

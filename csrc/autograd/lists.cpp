@@ -1,4 +1,4 @@
-#include "lists.h"
+#include "functions.h"
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/record_function.h>
@@ -95,71 +95,81 @@ Reading& reading() {
   return found;
 }
 
-// What is read, run: True, or with `norm_type` the partial norms.
-PyObject* run(Reading& read, std::initializer_list<const Items*> lists, double scale, double keep,
-              bool wants_norm, int32_t kind) {
-  if (!wants_norm) {
-    RECORD_FUNCTION("fusedacc::scale_accumulate_", std::vector<c10::IValue>());
-    const Unlocked unlocked(read.elements, lists);
-    if (!read.tasks.empty()) {
-      kernels.run(read.tasks.data(), static_cast<int64_t>(read.tasks.size()), scale, keep);
-    }
-    return nullptr;
+// How a call was asked to add: `by`, which tensors are overwritten, and whether norms are wanted.
+struct Options {
+  Multipliers by;
+  Flags flags;
+  bool wants_norm;
+  int32_t kind = 0;
+  bool ok;
+
+  Options(PyObject* scale, PyObject* overwrite, PyObject* beta, PyObject* norm_type, int64_t count)
+      : flags(overwrite, count), wants_norm(norm_type != Py_None) {
+    ok = flags.ok && read_number(scale, by.scale) && read_number(beta, by.beta) &&
+         (!wants_norm || norm_kind(norm_type, kind));
   }
-  RECORD_FUNCTION("fusedacc::scale_accumulate_norm_", std::vector<c10::IValue>());
-  at::Tensor partials = at::detail::empty_cpu({read.chunks}, at::kDouble, false, std::nullopt);
-  if (!read.tasks.empty()) {
-    const Unlocked unlocked(read.elements, lists);
-    kernels.run_norm(read.tasks.data(), static_cast<int64_t>(read.tasks.size()), scale, keep, kind, false,
-                     partials.mutable_data_ptr<double>());
+};
+
+// The partial norms of what is read, after it has been added to unless it only `reads`.
+PyObject* run_norm(const Work& work, std::initializer_list<const Items*> lists, Multipliers by, int32_t kind,
+                   bool reads) {
+  at::Tensor partials = at::detail::empty_cpu({work.chunks}, at::kDouble, false, std::nullopt);
+  if (!work.tasks.empty()) {
+    const Unlocked unlocked(work.elements, lists);
+    kernels.run_norm(work.tasks.data(), static_cast<int64_t>(work.tasks.size()), by.scale, by.beta, kind,
+                     reads, partials.mutable_data_ptr<double>());
   }
   return THPVariable_Wrap(std::move(partials));
 }
 
-// (accumulators, gradients, scale, overwrite, keep, norm_type, automatic, bumps)
+// What is read, run: True, or where norms are wanted the partial ones.
+PyObject* run(const Work& work, std::initializer_list<const Items*> lists, const Options& options) {
+  if (options.wants_norm) {
+    RECORD_FUNCTION("fusedacc::scale_accumulate_norm_", std::vector<c10::IValue>());
+    return run_norm(work, lists, options.by, options.kind, false);
+  }
+  RECORD_FUNCTION("fusedacc::scale_accumulate_", std::vector<c10::IValue>());
+  if (!work.tasks.empty()) {
+    const Unlocked unlocked(work.elements, lists);
+    kernels.run(work.tasks.data(), static_cast<int64_t>(work.tasks.size()), options.by.scale,
+                options.by.beta);
+  }
+  Py_RETURN_TRUE;
+}
+
+// (accumulators, gradients, scale, overwrite, beta, norm_type, automatic, bumps)
 PyObject* accumulate(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   if (count != 8 || kernels.run == nullptr || !may_pass(arguments[6] == Py_True)) return refuse();
   const Items accumulators(arguments[0]), gradients(arguments[1]);
   if (!accumulators.ok || !gradients.ok || accumulators.count == 0 || accumulators.count != gradients.count) {
     return refuse();
   }
-  const Flags flags(arguments[3], accumulators.count);
-  double scale, keep;
-  int32_t kind = 0;
-  const bool wants_norm = arguments[5] != Py_None;
-  if (!flags.ok || !read_number(arguments[2], scale) || !read_number(arguments[4], keep)) return refuse();
-  if (wants_norm && !norm_kind(arguments[5], kind)) return refuse();
+  const Options options(arguments[2], arguments[3], arguments[4], arguments[5], accumulators.count);
   Reading& read = reading();
-  if (!read.match(accumulators, gradients, flags.all, flags.each)) return refuse();
+  if (!options.ok || !read.match(accumulators, gradients, options.flags.all, options.flags.each)) {
+    return refuse();
+  }
   if (arguments[7] == Py_True) read.bump();
-  PyObject* partials = run(read, {&accumulators, &gradients}, scale, keep, wants_norm, kind);
-  if (wants_norm) return partials;
-  Py_RETURN_TRUE;
+  return run(read.work, {&accumulators, &gradients}, options);
 }
 
 BoundList* bound_list(PyObject* capsule) {
   return static_cast<BoundList*>(PyCapsule_GetPointer(capsule, kCapsule));
 }
 
-// (gradients, scale, overwrite, keep, norm_type)
+// (gradients, scale, overwrite, beta, norm_type)
 PyObject* accumulate_bound(PyObject* capsule, PyObject* const* arguments, Py_ssize_t count) {
   if (count != 5 || !may_pass(false)) return refuse();
   BoundList& accumulators = *bound_list(capsule);
   const Items gradients(arguments[0]);
-  const Flags flags(arguments[2], gradients.count);
-  double scale, keep;
-  int32_t kind = 0;
-  const bool wants_norm = arguments[4] != Py_None;
-  if (!gradients.ok || !flags.ok || !read_number(arguments[1], scale) || !read_number(arguments[3], keep)) {
+  const Options options(arguments[1], arguments[2], arguments[3], arguments[4], gradients.count);
+  Reading& read = reading();
+  if (!gradients.ok || !options.ok ||
+      !read.match(accumulators, gradients, options.flags.all, options.flags.each)) {
     return refuse();
   }
-  if (wants_norm && !norm_kind(arguments[4], kind)) return refuse();
-  Reading& read = reading();
-  if (!read.match(accumulators, gradients, flags.all, flags.each)) return refuse();
   accumulators.bump();
-  PyObject* partials = run(read, {&gradients}, scale, keep, wants_norm, kind);
-  if (wants_norm) return partials;
-  Py_RETURN_TRUE;
+  return run(read.work, {&gradients}, options);
 }
 
 // (tensors, norm_type)
@@ -172,13 +182,7 @@ PyObject* norm_partials(PyObject*, PyObject* const* arguments, Py_ssize_t count)
   Reading& read = reading();
   if (!tensors.ok || tensors.count == 0 || !read.measure(tensors)) return refuse();
   RECORD_FUNCTION("fusedacc::norm_partials", std::vector<c10::IValue>());
-  at::Tensor partials = at::detail::empty_cpu({read.chunks}, at::kDouble, false, std::nullopt);
-  if (!read.tasks.empty()) {
-    const Unlocked unlocked(read.elements, {&tensors});
-    kernels.run_norm(read.tasks.data(), static_cast<int64_t>(read.tasks.size()), 1, 1, kind, true,
-                     partials.mutable_data_ptr<double>());
-  }
-  return THPVariable_Wrap(std::move(partials));
+  return run_norm(read.work, {&tensors}, {1, 1}, kind, true);
 }
 
 at::Tensor scalar(double value, at::ScalarType dtype) {
@@ -199,17 +203,20 @@ PyObject* total_norm(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   }
   const Items tensors(arguments[0]);
   Reading& read = reading();
-  if (!tensors.ok || tensors.count == 0 || !read.measure(tensors) || read.tasks.empty()) return refuse();
+  if (!tensors.ok || tensors.count == 0 || !read.measure(tensors) || read.work.tasks.empty()) {
+    return refuse();
+  }
+  const Work& work = read.work;
   RECORD_FUNCTION("fusedacc::total_norm", std::vector<c10::IValue>());
   static thread_local std::vector<double> partials;
-  partials.resize(static_cast<size_t>(read.chunks));
+  partials.resize(static_cast<size_t>(work.chunks));
   const bool wide = read.wide;
   double norm;
   {
-    const Unlocked unlocked(read.elements, {&tensors});
-    kernels.run_norm(read.tasks.data(), static_cast<int64_t>(read.tasks.size()), 1, 1, kind, true,
+    const Unlocked unlocked(work.elements, {&tensors});
+    kernels.run_norm(work.tasks.data(), static_cast<int64_t>(work.tasks.size()), 1, 1, kind, true,
                      partials.data());
-    norm = kernels.join_norms(partials.data(), read.chunks, kind);
+    norm = kernels.join_norms(partials.data(), work.chunks, kind);
   }
   PyObject* found = THPVariable_Wrap(scalar(norm, wide ? at::kDouble : at::kFloat));
   PyObject* nonfinite = THPVariable_Wrap(scalar(std::isfinite(norm) ? 0 : 1, at::kFloat));

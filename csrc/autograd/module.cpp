@@ -10,7 +10,6 @@
 #include <typeinfo>
 
 #include "functions.h"
-#include "lists.h"
 
 namespace py = pybind11;
 
@@ -46,7 +45,7 @@ bool is_over(const std::unique_ptr<torch::autograd::FunctionPreHook>& hook) {
 
 // Puts a hook in front of the only pre-hook of an AccumulateGrad node, a Python one.
 std::shared_ptr<Entry> attach(py::object node, py::object slot, int64_t index, int64_t nbytes, bool large,
-                              at::ScalarType sum_dtype, std::shared_ptr<Direct> direct,
+                              at::ScalarType accumulator_dtype, std::shared_ptr<Direct> direct,
                               std::shared_ptr<Lane> lane, std::shared_ptr<Tasks> tasks) {
   if (!torch::autograd::THPCppFunction_Check(node.ptr())) return nullptr;
   auto& function = reinterpret_cast<torch::autograd::THPCppFunction*>(node.ptr())->cdata;
@@ -65,7 +64,7 @@ std::shared_ptr<Entry> attach(py::object node, py::object slot, int64_t index, i
                                                 .tasks = std::move(tasks),
                                                 .slot = slot.ptr(),
                                                 .node = accumulate,
-                                                .sum_dtype = sum_dtype,
+                                                .accumulator_dtype = accumulator_dtype,
                                                 .index = index,
                                                 .nbytes = nbytes,
                                                 .large = large,
@@ -121,28 +120,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::class_<Site, c10::intrusive_ptr<Site>>(module, "Site")
       .def(py::init(
           [](py::object site, bool transposed) { return c10::make_intrusive<Site>(site.ptr(), transposed); }))
-      .def("set_multiplier",
-           [](Site& site, at::ScalarType operand, at::ScalarType sum, int64_t tokens, int multiplier) {
-             site.set_multiplier(operand, sum, tokens, static_cast<Multiplier>(multiplier));
-           })
+      .def(
+          "set_multiplier",
+          [](Site& site, at::ScalarType operand, at::ScalarType accumulator, int64_t tokens, int multiplier) {
+            site.set_multiplier(operand, accumulator, tokens, static_cast<Multiplier>(multiplier));
+          })
       .def("forget_multipliers", &Site::forget_multipliers);
-  module.def(
-      "product",
-      [](const c10::intrusive_ptr<Site>& site, const std::shared_ptr<Entry>& entry, const at::Tensor& input,
-         const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-         const std::optional<at::Tensor>& used) -> std::optional<at::Tensor> {
-        at::Tensor found = product(site, entry, input, weight, bias, used);
-        return found.defined() ? std::optional(found) : std::nullopt;
-      },
-      without_gil);
-  module.def(
-      "lookup",
-      [](const c10::intrusive_ptr<Site>& site, const std::shared_ptr<Entry>& entry, const at::Tensor& indices,
-         const at::Tensor& weight, int64_t padding, bool by_frequency) -> std::optional<at::Tensor> {
-        at::Tensor found = lookup(site, entry, indices, weight, padding, by_frequency);
-        return found.defined() ? std::optional(found) : std::nullopt;
-      },
-      without_gil);
+  module.def("product", &product, without_gil);
+  module.def("lookup", &lookup, without_gil);
   module.attr("CASES") = py::cast(std::vector<std::string>(kCaseNames.begin(), kCaseNames.end()));
   module.def("attach", &attach);
   module.def("any_gradient", &any_gradient);

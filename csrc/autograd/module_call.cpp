@@ -23,20 +23,21 @@ Site::~Site() {
 namespace {
 
 // The place of a product in the table of multipliers; -1 where there is none for such dtypes.
-int32_t place(at::ScalarType operand, at::ScalarType sum, int64_t tokens) {
-  const int32_t from = dtype_number(operand), to = dtype_number(sum);
+int32_t place(at::ScalarType operand, at::ScalarType accumulator, int64_t tokens) {
+  const int32_t from = dtype_number(operand), to = dtype_number(accumulator);
   return from < 0 || to < 0 ? -1 : (4 * from + to) * cpu::kClasses + cpu::class_of(tokens);
 }
 
 }  // namespace
 
-void Site::set_multiplier(at::ScalarType operand, at::ScalarType sum, int64_t tokens, Multiplier multiplier) {
-  const int32_t where = place(operand, sum, tokens);
+void Site::set_multiplier(at::ScalarType operand, at::ScalarType accumulator, int64_t tokens,
+                          Multiplier multiplier) {
+  const int32_t where = place(operand, accumulator, tokens);
   if (where >= 0) multipliers_[where] = multiplier;
 }
 
-Multiplier Site::multiplier(at::ScalarType operand, at::ScalarType sum, int64_t tokens) const {
-  const int32_t where = place(operand, sum, tokens);
+Multiplier Site::multiplier(at::ScalarType operand, at::ScalarType accumulator, int64_t tokens) const {
+  const int32_t where = place(operand, accumulator, tokens);
   return where < 0 ? Multiplier::kPython : multipliers_[where].load();
 }
 

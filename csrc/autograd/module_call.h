@@ -1,4 +1,5 @@
-// A module whose forward is ours for a while, and what its backward asks before it adds to a sum by itself.
+// A module whose forward is ours for a while, and what its backward asks before it adds to an accumulator by
+// itself.
 #pragma once
 
 #include <torch/csrc/autograd/custom_function.h>
@@ -8,21 +9,22 @@
 
 #include <array>
 
-#include "../cpu/gemm_ways.h"
+#include "../cpu/gemm.h"
 #include "hook.h"
 
 namespace fusedacc::autograd {
 
-// One module. Python is asked where no sum may be added to at once.
+// One module. Python is asked where no accumulator may be added to at once.
 class Site : public torch::CustomClassHolder {
  public:
   // python: `adds`. transposed: the weight of a Linear is (in, out).
   Site(PyObject* python, bool transposed);
   ~Site() override;
 
-  // How products of operands of this dtype and so many tokens are added into sums of that dtype.
-  void set_multiplier(at::ScalarType operand, at::ScalarType sum, int64_t tokens, Multiplier multiplier);
-  Multiplier multiplier(at::ScalarType operand, at::ScalarType sum, int64_t tokens) const;
+  // How products of operands of this dtype and so many tokens are added into accumulators of that dtype.
+  void set_multiplier(at::ScalarType operand, at::ScalarType accumulator, int64_t tokens,
+                      Multiplier multiplier);
+  Multiplier multiplier(at::ScalarType operand, at::ScalarType accumulator, int64_t tokens) const;
   // From now on nobody has said so.
   void forget_multipliers();
 
@@ -61,8 +63,8 @@ class Destination {
 
   // Whether the graph ends in the hooked node.
   bool armed() const { return armed_; }
-  // The weight, if a sum may be added to without Python: a backward of everything, and nobody looks at
-  // gradients on their way. Else null.
+  // The weight, if an accumulator may be added to without Python: a backward of everything, and nobody looks
+  // at gradients on their way. Else null.
   const at::Tensor* weight() const;
   // Null in compiled autograd.
   const Call* call() const { return call_; }

@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 
 #include "dtypes.h"
 #include "functors.h"
@@ -61,12 +62,12 @@ FUSEDACC_INLINE Compute read_scale(const ScaleArgument& scale) {
 
 // What a pass multiplies by, as a kernel gets it.
 struct Factors {
-  ScaleArgument scale, keep;
+  ScaleArgument scale, beta;
 };
 
 template <typename Compute>
 FUSEDACC_INLINE Multipliers read_factors(const Factors& factors) {
-  return {read_scale<Compute>(factors.scale), read_scale<Compute>(factors.keep)};
+  return {read_scale<Compute>(factors.scale), read_scale<Compute>(factors.beta)};
 }
 
 // What has to be in a launch's arguments: tensors, and all dimensions of those that need a loop nest.
@@ -86,6 +87,23 @@ struct Needs {
     }
   }
 };
+
+// Calls launch(pair, need, strided) for each kind of task that there is, with its pair as a constant.
+template <typename Launch, int32_t... pairs>
+void for_each_kind(const Work& work, Launch&& launch, std::integer_sequence<int32_t, pairs...>) {
+  const Needs needs(work);
+  for (const bool strided : {false, true}) {
+    const auto launch_one = [&](auto pair) {
+      const Need& need = needs.of[strided][pair];
+      if (need.tensors > 0) launch(pair, need, strided);
+    };
+    (launch_one(std::integral_constant<int32_t, pairs>()), ...);
+  }
+}
+template <typename Launch>
+void for_each_kind(const Work& work, Launch&& launch) {
+  for_each_kind(work, launch, std::make_integer_sequence<int32_t, kPairCount>());
+}
 
 // One launch over tensors whose elements lie alike. 28 bytes a tensor, so that a thousand fit 32 KB of
 // arguments.
@@ -115,41 +133,28 @@ struct FlatBatch {
 
 // The same for tensors that need a loop nest; their dimensions stand in one pool, since most have few.
 template <int32_t capacity, int32_t pool_capacity>
-struct StridedBatch {
-  static constexpr int32_t kCapacity = capacity;
-  static constexpr bool holds(const Need& need) {
-    return need.tensors <= capacity && need.dims <= pool_capacity;
-  }
+struct StridedBatch : FlatBatch<capacity> {
+  using Flat = FlatBatch<capacity>;
+  static constexpr bool holds(const Need& need) { return Flat::holds(need) && need.dims <= pool_capacity; }
 
-  Factors factors;
-  int32_t count;
-  int32_t chunk = static_cast<int32_t>(kChunkElements);
-  void* accumulators[capacity];
-  const void* gradients[capacity];
-  int64_t sizes[capacity];
-  uint32_t first_chunk[capacity];
   uint32_t first_dim[capacity + 1];
   int64_t dim_sizes[pool_capacity];
   int64_t accumulator_strides[pool_capacity];
   int64_t gradient_strides[pool_capacity];
 
   void clear() {
-    count = 0;
+    Flat::clear();
     first_dim[0] = 0;
   }
   bool push(const Task& task, const StridedLayout* layout, int64_t chunk) {
-    const uint32_t first = first_dim[count];
-    if (count == capacity || first + layout->dims > pool_capacity) return false;
+    const uint32_t first = first_dim[this->count];
+    if (first + layout->dims > pool_capacity || !Flat::push(task, layout, chunk)) return false;
     for (int32_t d = 0; d < layout->dims; ++d) {
       dim_sizes[first + d] = layout->sizes[d];
       accumulator_strides[first + d] = layout->accumulator_strides[d];
       gradient_strides[first + d] = layout->gradient_strides[d];
     }
-    accumulators[count] = task.accumulator;
-    gradients[count] = task.gradient;
-    sizes[count] = task.overwrite ? ~task.numel : task.numel;
-    first_chunk[count++] = static_cast<uint32_t>(chunk);
-    first_dim[count] = first + layout->dims;
+    first_dim[this->count] = first + layout->dims;
     return true;
   }
 };

@@ -2,7 +2,9 @@
 // Torch-free.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <tuple>
 
 #include "functors.h"
 
@@ -43,27 +45,11 @@ constexpr int32_t find_pair(Dtype gradient, Dtype accumulator) {
 }
 
 template <Dtype dtype>
-struct ElementOf;
-template <>
-struct ElementOf<Dtype::kFloat32> {
-  using type = float;
-};
-template <>
-struct ElementOf<Dtype::kBFloat16> {
-  using type = BFloat16;
-};
-template <>
-struct ElementOf<Dtype::kFloat16> {
-  using type = Float16;
-};
-template <>
-struct ElementOf<Dtype::kFloat64> {
-  using type = double;
-};
-
+using ElementOf =
+    std::tuple_element_t<static_cast<size_t>(dtype), std::tuple<float, BFloat16, Float16, double>>;
 template <int32_t pair>
-using GradientOf = typename ElementOf<kPairs[pair].gradient>::type;
+using GradientOf = ElementOf<kPairs[pair].gradient>;
 template <int32_t pair>
-using AccumulatorOf = typename ElementOf<kPairs[pair].accumulator>::type;
+using AccumulatorOf = ElementOf<kPairs[pair].accumulator>;
 
 }  // namespace fusedacc

@@ -1,9 +1,9 @@
-// The arithmetic of one element: acc <- keep*acc + s*g or acc <- s*g, rounded once to the accumulator's
+// The arithmetic of one element: acc <- beta*acc + s*g or acc <- s*g, rounded once to the accumulator's
 // dtype.
 //
-// keep*acc is rounded to the arithmetic's type before s*g is added, as a pass of its own would have rounded
-// it into a float32 or float64 sum: a sum may wait for its multiplication until it is added to, and has the
-// same bits.
+// beta*acc is rounded to the arithmetic's type before s*g is added, as a pass of its own would have rounded
+// it into a float32 or float64 accumulator: a deferred scale may wait until the next addition, and the bits are
+// the same.
 //
 // Torch-free, for host and device. The CPU loops are compiled several times for different vector instructions
 // and linked together, so everything here is always inlined: a copy emitted by the AVX-512 file must never be
@@ -13,6 +13,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__CUDACC__)
 #include <cuda_fp16.h>
@@ -30,40 +31,23 @@ struct Float16 {
   uint16_t bits;
 };
 
-FUSEDACC_INLINE float float_from_bits(uint32_t bits) {
-#if defined(__CUDA_ARCH__)
-  return __uint_as_float(bits);
-#else
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-#endif
-}
-
-FUSEDACC_INLINE uint32_t bits_of(float value) {
-#if defined(__CUDA_ARCH__)
-  return __float_as_uint(value);
-#else
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  return bits;
-#endif
+// The same bits in another type of that size.
+template <typename To, typename From>
+FUSEDACC_INLINE To bits_as(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(to));
+  return to;
 }
 
 // Arithmetic is in float32; in float64 for float64 accumulators.
 template <typename Accumulator>
-struct ComputeType {
-  using type = float;
-};
-template <>
-struct ComputeType<double> {
-  using type = double;
-};
+using ComputeOf = std::conditional_t<std::is_same_v<Accumulator, double>, double, float>;
 
 FUSEDACC_INLINE double widen(double value) { return value; }
 FUSEDACC_INLINE float widen(float value) { return value; }
 FUSEDACC_INLINE float widen(BFloat16 value) {
-  return float_from_bits(static_cast<uint32_t>(value.bits) << 16);
+  return bits_as<float>(static_cast<uint32_t>(value.bits) << 16);
 }
 FUSEDACC_INLINE float widen(Float16 value) {
 #if defined(__CUDA_ARCH__)
@@ -71,11 +55,12 @@ FUSEDACC_INLINE float widen(Float16 value) {
 #else
   const uint32_t magnitude = value.bits & 0x7fffu;
   const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000u) << 16;
-  const uint32_t subnormal = bits_of(static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f);
+  const uint32_t subnormal =
+      bits_as<uint32_t>(static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f);
   const uint32_t normal = (magnitude << 13) + (112u << 23);
   const uint32_t inf_or_nan = (magnitude << 13) | 0x7f800000u;
   const uint32_t finite = magnitude < 0x400u ? subnormal : normal;
-  return float_from_bits(sign | (magnitude >= 0x7c00u ? inf_or_nan : finite));
+  return bits_as<float>(sign | (magnitude >= 0x7c00u ? inf_or_nan : finite));
 #endif
 }
 
@@ -95,7 +80,7 @@ FUSEDACC_INLINE float narrow<float, float>(float value) {
 
 template <>
 FUSEDACC_INLINE BFloat16 narrow<BFloat16, float>(float value) {
-  const uint32_t bits = bits_of(value);
+  const uint32_t bits = bits_as<uint32_t>(value);
   const uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
   const uint32_t quiet = bits | 0x400000u;
   const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
@@ -107,12 +92,12 @@ FUSEDACC_INLINE Float16 narrow<Float16, float>(float value) {
 #if defined(__CUDA_ARCH__)
   return {__half_as_ushort(__float2half_rn(value))};
 #else
-  const uint32_t bits = bits_of(value);
+  const uint32_t bits = bits_as<uint32_t>(value);
   const uint32_t sign = (bits >> 16) & 0x8000u;
   const uint32_t magnitude = bits & 0x7fffffffu;
   const uint32_t normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
   // One unit in the last place of 0.5 is the smallest float16, so the addition does the rounding.
-  const uint32_t subnormal = bits_of(float_from_bits(magnitude) + 0.5f) - 0x3f000000u;
+  const uint32_t subnormal = bits_as<uint32_t>(bits_as<float>(magnitude) + 0.5f) - 0x3f000000u;
   const uint32_t nan = 0x7e00u | ((magnitude >> 13) & 0x3ffu);
   const uint32_t small = magnitude < 0x38800000u ? subnormal : normal;
   const uint32_t finite = magnitude >= 0x477ff000u ? 0x7c00u : small;
@@ -131,15 +116,12 @@ FUSEDACC_INLINE float multiply_add_by_doubles(float a, float b, float c) {
   const double product = static_cast<double>(a) * static_cast<double>(b), addend = c;
   const double sum = product + addend, part = sum - product;
   const double error = (product - (sum - part)) + (addend - part);
-  int64_t bits;
-  std::memcpy(&bits, &sum, sizeof(bits));
+  int64_t bits = bits_as<int64_t>(sum);
   // All ones or none: selects that plain SSE2 has instructions for.
   const int64_t above = error > 0 ? -1 : 0, below = error < 0 ? -1 : 0, positive = sum > 0 ? -1 : 0;
   const int64_t away = 1 + 2 * (above ^ positive), is_even = (bits & 1) - 1;
   bits += away & (above | below) & is_even;
-  double odd;
-  std::memcpy(&odd, &bits, sizeof(odd));
-  return static_cast<float>(odd);
+  return static_cast<float>(bits_as<double>(bits));
 }
 
 // One rounding. Spelled out, so that every backend rounds alike whatever its compiler's habits.
@@ -160,31 +142,31 @@ FUSEDACC_INLINE double fused_multiply_add(double a, double b, double c) {
 #endif
 }
 
-// By what a pass multiplies: gradients by `scale`, and sums that are not overwritten by `keep`.
+// By what a pass multiplies: gradients by `scale`, and accumulators that are not overwritten by `beta`.
 struct Multipliers {
-  double scale, keep;
+  double scale, beta;
 };
 
 template <typename Gradient, typename Accumulator>
 struct ScaleAccumulate {
-  using Compute = typename ComputeType<Accumulator>::type;
+  using Compute = ComputeOf<Accumulator>;
 
-  Compute scale, keep;
+  Compute scale, beta;
 
   FUSEDACC_INLINE explicit ScaleAccumulate(Multipliers by)
-      : scale(static_cast<Compute>(by.scale)), keep(static_cast<Compute>(by.keep)) {}
+      : scale(static_cast<Compute>(by.scale)), beta(static_cast<Compute>(by.beta)) {}
 
-  // Where `keep` is 1, multiplying by it changes nothing, and keeps = false saves the time.
-  template <bool keeps = true>
+  // Where `beta` is 1, multiplying by it changes nothing, and has_beta = false saves the time.
+  template <bool has_beta = true>
   FUSEDACC_INLINE Accumulator add(Gradient gradient, Accumulator accumulator) const {
-    const Compute kept = keeps ? keep * widen(accumulator) : widen(accumulator);
-    return narrow<Accumulator, Compute>(fused_multiply_add(scale, widen(gradient), kept));
+    const Compute old = has_beta ? beta * widen(accumulator) : widen(accumulator);
+    return narrow<Accumulator, Compute>(fused_multiply_add(scale, widen(gradient), old));
   }
   // The same where scale * gradient is known, and not rounded.
-  template <bool keeps>
+  template <bool has_beta>
   FUSEDACC_INLINE Accumulator add_product(Compute product, Accumulator accumulator) const {
-    const Compute kept = keeps ? keep * widen(accumulator) : widen(accumulator);
-    return narrow<Accumulator, Compute>(product + kept);
+    const Compute old = has_beta ? beta * widen(accumulator) : widen(accumulator);
+    return narrow<Accumulator, Compute>(product + old);
   }
   FUSEDACC_INLINE Accumulator overwrite(Gradient gradient) const {
     return narrow<Accumulator, Compute>(scale * widen(gradient));

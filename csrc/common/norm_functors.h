@@ -9,6 +9,8 @@
 #pragma once
 
 #include <cmath>
+#include <limits>
+#include <type_traits>
 
 #include "functors.h"
 
@@ -17,55 +19,23 @@ namespace fusedacc {
 enum class NormKind : int32_t { kTwo, kInfinity };
 constexpr int32_t kNormKinds = 2;
 
-FUSEDACC_INLINE double double_from_bits(uint64_t bits) {
-#if defined(__CUDA_ARCH__)
-  return __longlong_as_double(static_cast<long long>(bits));
-#else
-  double value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-#endif
-}
-
-FUSEDACC_INLINE uint64_t bits_of(double value) {
-#if defined(__CUDA_ARCH__)
-  return static_cast<uint64_t>(__double_as_longlong(value));
-#else
-  uint64_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  return bits;
-#endif
-}
-
 template <typename Compute>
-struct Magnitude;
+struct Magnitude {
+  static constexpr bool kSingle = sizeof(Compute) == 4;
+  using Bits = std::conditional_t<kSingle, int32_t, int64_t>;
+  static constexpr int32_t kFraction = kSingle ? 23 : 52;
+  static constexpr Bits kMaxExponent = kSingle ? 255 : 2047;
+  static constexpr Bits kInfinity = kMaxExponent << kFraction;
+  static constexpr Bits kUnsigned = std::numeric_limits<Bits>::max();
+  static constexpr Compute kMost = std::numeric_limits<Compute>::max();
 
-template <>
-struct Magnitude<float> {
-  using Bits = int32_t;
-  static constexpr Bits kInfinity = 0x7f800000;
-  static constexpr float kMost = 0x1.fffffep127f;
-  static FUSEDACC_INLINE Bits of(float value) { return static_cast<Bits>(bits_of(value) & 0x7fffffffu); }
-  static FUSEDACC_INLINE float value(Bits bits) { return float_from_bits(static_cast<uint32_t>(bits)); }
+  static FUSEDACC_INLINE Bits of(Compute value) { return bits_as<Bits>(value) & kUnsigned; }
+  static FUSEDACC_INLINE Compute value(Bits bits) { return bits_as<Compute>(bits); }
   // A power of two that brings the magnitude to about 1. Its inverse is finite too.
-  static FUSEDACC_INLINE float scale_of(Bits bits) {
-    const Bits exponent = bits >> 23;
-    return value((254 - (exponent < 1 ? 1 : exponent > 253 ? 253 : exponent)) << 23);
-  }
-};
-
-template <>
-struct Magnitude<double> {
-  using Bits = int64_t;
-  static constexpr Bits kInfinity = 0x7ff0000000000000;
-  static constexpr double kMost = 0x1.fffffffffffffp1023;
-  static FUSEDACC_INLINE Bits of(double value) {
-    return static_cast<Bits>(bits_of(value) & 0x7fffffffffffffffu);
-  }
-  static FUSEDACC_INLINE double value(Bits bits) { return double_from_bits(static_cast<uint64_t>(bits)); }
-  static FUSEDACC_INLINE double scale_of(Bits bits) {
-    const Bits exponent = bits >> 52;
-    return value((2046 - (exponent < 1 ? 1 : exponent > 2045 ? 2045 : exponent)) << 52);
+  static FUSEDACC_INLINE Compute scale_of(Bits bits) {
+    constexpr Bits most = kMaxExponent - 1;
+    const Bits exponent = bits >> kFraction;
+    return value((most - (exponent < 1 ? 1 : exponent > most - 1 ? most - 1 : exponent)) << kFraction);
   }
 };
 

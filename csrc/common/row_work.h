@@ -1,12 +1,18 @@
-// What one call on the rows of a table has to do, after all checks. Torch-free.
+// What one call on the rows of a table has to do, after all checks, and the arithmetic of one row:
+// acc <- acc + s * (g1 + g2 + ...), the sum in the order of the gradients, and where it is asked for a mean
+// instead. Torch-free.
+//
+// Gradients are summed in runs of kRowRun, and then the runs' sums, both from the first on: long sums lose
+// less, and a GPU can work on a row's runs at once.
 #pragma once
 
 #include <cstdint>
 
 #include "dtypes.h"
-#include "row_functors.h"
 
 namespace fusedacc {
+
+constexpr int64_t kRowRun = 64;
 
 // Strides in elements; the elements of a row lie side by side.
 struct Table {
@@ -39,6 +45,24 @@ struct RowWork {
   int64_t gradient_stride;
   int64_t padding;
   bool by_frequency;  // a row takes the mean of its gradients
+};
+
+template <typename Gradient, typename Accumulator>
+struct RowAccumulate {
+  using Compute = ComputeOf<Accumulator>;
+
+  ScaleAccumulate<Compute, Accumulator> into;
+
+  FUSEDACC_INLINE explicit RowAccumulate(double scale) : into(Multipliers{scale, 1}) {}
+
+  static FUSEDACC_INLINE Compute first(Gradient gradient) { return widen(gradient); }
+  static FUSEDACC_INLINE Compute join(Compute sum, Gradient gradient) { return sum + widen(gradient); }
+  static FUSEDACC_INLINE Compute mean(Compute sum, int64_t count) {
+    return sum / static_cast<Compute>(count);
+  }
+  FUSEDACC_INLINE Accumulator add(Compute sum, Accumulator accumulator) const {
+    return into.template add<false>(sum, accumulator);
+  }
 };
 
 }  // namespace fusedacc

@@ -47,48 +47,6 @@ struct TaskSpan {
   const Task& operator[](int64_t i) const { return tasks[i]; }
 };
 
-struct Work {
-  std::vector<Task> tasks;
-  std::vector<StridedLayout> layouts;
-  int64_t elements = 0;  // of all tasks
-  int64_t chunks = 0;    // of all tasks
-
-  void clear() {
-    tasks.clear();
-    layouts.clear();
-    elements = chunks = 0;
-  }
-  void push(Task task) {
-    task.first = elements;
-    task.first_chunk = chunks;
-    tasks.push_back(task);
-    elements += task.numel;
-    chunks += chunks_of(task.numel);
-  }
-};
-
-// What a pass that leaves partial norms is to do, and where its partials go, one for each chunk.
-struct NormRequest {
-  NormKind kind;
-  double* partials;
-  bool reads;  // the tensors are only measured
-};
-
-struct Partials {
-  const double* data;
-  int64_t count;
-};
-
-// From partials, of one call or of several, to the norm: float, or double if `wide`; found: 1 where an
-// element was not finite, else 0.
-struct FinishRequest {
-  NormKind kind;
-  std::vector<Partials> partials;
-  void* norm;
-  float* found;
-  bool wide;
-};
-
 enum class Merged { kFlat, kStrided, kTooManyDims };
 
 // Orders the dimensions by the accumulator's strides and merges those that both tensors walk as one, so that
@@ -127,6 +85,61 @@ inline Merged merge_dims(int64_t dims, const int64_t* sizes, const int64_t* accu
   }
   return Merged::kStrided;
 }
+
+struct Work {
+  std::vector<Task> tasks;
+  std::vector<StridedLayout> layouts;
+  int64_t elements = 0;  // of all tasks
+  int64_t chunks = 0;    // of all tasks
+
+  void clear() {
+    tasks.clear();
+    layouts.clear();
+    elements = chunks = 0;
+  }
+  void push(Task task) {
+    task.first = elements;
+    task.first_chunk = chunks;
+    tasks.push_back(task);
+    elements += task.numel;
+    chunks += chunks_of(task.numel);
+  }
+  // The same, with the loop nest that the tensors' strides need. False: that has too many dimensions.
+  bool push(Task task, int64_t dims, const int64_t* sizes, const int64_t* accumulator_strides,
+            const int64_t* gradient_strides) {
+    StridedLayout layout;
+    const Merged merged = merge_dims(dims, sizes, accumulator_strides, gradient_strides, layout);
+    if (merged == Merged::kTooManyDims) return false;
+    if (merged == Merged::kStrided) {
+      task.layout = static_cast<int32_t>(layouts.size());
+      layouts.push_back(layout);
+    }
+    push(task);
+    return true;
+  }
+};
+
+// What a pass that leaves partial norms is to do, and where its partials go, one for each chunk.
+struct NormRequest {
+  NormKind kind;
+  double* partials;
+  bool reads;  // the tensors are only measured
+};
+
+struct Partials {
+  const double* data;
+  int64_t count;
+};
+
+// From partials, of one call or of several, to the norm: float, or double if `wide`; found: 1 where an
+// element was not finite, else 0.
+struct FinishRequest {
+  NormKind kind;
+  std::vector<Partials> partials;
+  void* norm;
+  float* found;
+  bool wide;
+};
 
 // Whether every element has an address of its own, shown by strides that nest: each at least the span of
 // those below it. `dense` is set if they also leave no gap. Layouts that interleave without nesting are

@@ -1,10 +1,13 @@
-// Runs checked work on the CPU, on torch's own threads.
+// Runs checked work on the CPU, shared out among torch's own threads.
 #pragma once
 
-#include "../common/gemm.h"
+#include <torch/csrc/stable/c/shim.h>
+
+#include <stdexcept>
+
 #include "../common/row_work.h"
-#include "../common/work.h"
-#include "gemm_ways.h"
+#include "gemm.h"
+#include "loops.h"
 
 namespace fusedacc::cpu {
 
@@ -17,12 +20,25 @@ void finish_norm(const FinishRequest& finish);
 // The rows of a table. Throws if a number is no row, before anything is written.
 void add_rows(const RowWork& work, double scale);
 
-// A product into a sum, by torch's own BLAS and oneDNN. A way that does not fit the dtypes is taken as
-// kWhole.
+// A product into an accumulator, by torch's own BLAS and oneDNN. A way that does not fit the dtypes is taken
+// as kWhole.
 void run_gemm(const GemmRequest& request, Way way);
 
-// "baseline", "avx2" or "avx512": what run() uses here. FUSEDACC_CPU_CAPABILITY lowers it; throws if that
-// names anything else, or more than the processor has.
-const char* capability();
+// The loops for this processor's vector instructions. FUSEDACC_CPU_CAPABILITY lowers them; throws if that
+// names anything else than "baseline", "avx2" or "avx512", or more than the processor has.
+const Loops& loops();
+
+// A thread's least share, in elements, a multiple of a chunk's: some times what waking a thread costs, which
+// differs from machine to machine (see fusedacc/kernels/grain_size.py).
+int64_t grain();
+
+template <typename Context>
+void parallel_for(int64_t count, int64_t grain, void (*part)(int64_t, int64_t, void*), Context& context) {
+  if (count <= grain) {
+    part(0, count, &context);
+  } else if (torch_parallel_for(0, count, grain, part, &context) != 0) {
+    throw std::runtime_error("fusedacc: torch's thread pool failed");
+  }
+}
 
 }  // namespace fusedacc::cpu

@@ -10,7 +10,6 @@
 #include <string>
 
 #include "../common/chunk_plan.h"
-#include "parallel.h"
 
 namespace fusedacc::cpu {
 
@@ -40,11 +39,27 @@ const Loops& choose_loops() {
                            "; allowed on this processor: " + allowed);
 }
 
+std::atomic<int64_t> least_share{131072};
+
+}  // namespace
+
+int64_t grain() { return least_share.load(std::memory_order_relaxed); }
+
+const Loops& loops() {
+  static const Loops& chosen = choose_loops();
+  return chosen;
+}
+
+namespace {
+
 struct Context {
   TaskSpan tasks;
   const StridedLayout* layouts;
   const Loops& loops;
   Multipliers by;
+  // Of a pass that leaves norms; first: the chunk that is counted as 0.
+  NormRequest norm{};
+  int64_t first = 0;
 };
 
 void run_part(int64_t begin, int64_t end, void* opaque) {
@@ -59,19 +74,10 @@ void run_part(int64_t begin, int64_t end, void* opaque) {
   });
 }
 
-struct NormContext {
-  TaskSpan tasks;
-  const StridedLayout* layouts;
-  const Loops& loops;
-  Multipliers by;
-  NormRequest norm;
-  int64_t first;  // the chunk that is counted as 0
-};
-
 void run_norm_part(int64_t begin, int64_t end, void* opaque) {
-  const NormContext& context = *static_cast<const NormContext*>(opaque);
+  const Context& context = *static_cast<const Context*>(opaque);
   const int32_t kind = static_cast<int32_t>(context.norm.kind);
-  visit_chunks(context.tasks, begin, end, [&](const Task& task, int64_t from, int64_t to, int64_t chunk) {
+  const auto visit = [&](const Task& task, int64_t from, int64_t to, int64_t chunk) {
     const StridedLayout* layout = task.layout < 0 ? nullptr : &context.layouts[task.layout];
     double& partial = context.norm.partials[chunk];
     if (context.norm.reads) {
@@ -81,25 +87,9 @@ void run_norm_part(int64_t begin, int64_t end, void* opaque) {
     const bool stream = task.numel * element_size(kPairs[task.pair].accumulator) >= kStreamBytes;
     partial = context.loops.add_norm[kind][task.pair](task.accumulator, task.gradient, layout, from, to,
                                                       context.by, task.overwrite, stream);
-  });
+  };
+  visit_chunks(context.tasks, context.first + begin, context.first + end, visit);
 }
-
-}  // namespace
-
-namespace {
-
-std::atomic<int64_t> least_share{131072};
-
-}  // namespace
-
-int64_t grain() { return least_share.load(std::memory_order_relaxed); }
-
-const Loops& loops() {
-  static const Loops& chosen = choose_loops();
-  return chosen;
-}
-
-namespace {
 
 void run_tasks(TaskSpan tasks, const StridedLayout* layouts, int64_t elements, Multipliers by) {
   if (tasks.size() == 0) return;
@@ -154,7 +144,7 @@ void run_norm_tasks(TaskSpan tasks, const StridedLayout* layouts, int64_t chunks
                     const NormRequest& norm) {
   if (tasks.size() == 0) return;
   const auto run = [&](int64_t begin, int64_t end) {
-    NormContext context{tasks, layouts, loops(), by, norm, begin};
+    Context context{tasks, layouts, loops(), by, norm, begin};
     parallel_for(end - begin, grain() / kChunkElements, run_norm_part, context);
   };
   static FetchTrial trial;
@@ -162,6 +152,19 @@ void run_norm_tasks(TaskSpan tasks, const StridedLayout* layouts, int64_t chunks
   const bool usual = is_single(tasks[0]) && is_single(tasks[tasks.size() - 1]);
   const int64_t tried = usual ? trial.run(chunks, run) : 0;
   if (tried < chunks) run(tried, chunks);
+}
+
+// One flat accumulator.
+struct FlatContext {
+  Loops::Flat add;
+  void* accumulator;
+  const void* gradient;
+  Multipliers by;
+};
+
+void add_part(int64_t begin, int64_t end, void* opaque) {
+  const FlatContext& context = *static_cast<const FlatContext*>(opaque);
+  context.add(context.accumulator, context.gradient, begin, end, context.by, false);
 }
 
 double norm_of_partials(const double* partials, int64_t count, NormKind kind) {
@@ -191,35 +194,46 @@ void finish_norm(const FinishRequest& finish) {
   *finish.found = std::isfinite(norm) ? 0.0f : 1.0f;
 }
 
-const char* capability() { return loops().name; }
-
 }  // namespace fusedacc::cpu
 
 // For the module of csrc/autograd/, which checks lists by itself: tasks that are all flat, and never none.
 extern "C" {
 
 __attribute__((visibility("default"))) void fusedacc_run(const fusedacc::Task* tasks, int64_t count,
-                                                         double scale, double keep) {
+                                                         double scale, double beta) {
   const fusedacc::Task& last = tasks[count - 1];
-  fusedacc::cpu::run_tasks({tasks, count}, nullptr, last.first + last.numel, {scale, keep});
+  fusedacc::cpu::run_tasks({tasks, count}, nullptr, last.first + last.numel, {scale, beta});
 }
 
 // kind: a NormKind; partials: room for one of each chunk.
 __attribute__((visibility("default"))) void fusedacc_run_norm(const fusedacc::Task* tasks, int64_t count,
-                                                              double scale, double keep, int32_t kind,
+                                                              double scale, double beta, int32_t kind,
                                                               bool reads, double* partials) {
   const fusedacc::Task& last = tasks[count - 1];
   fusedacc::cpu::run_norm_tasks({tasks, count}, nullptr, last.first_chunk + fusedacc::chunks_of(last.numel),
-                                {scale, keep}, {static_cast<fusedacc::NormKind>(kind), partials, reads});
+                                {scale, beta}, {static_cast<fusedacc::NormKind>(kind), partials, reads});
 }
 
 __attribute__((visibility("default"))) double fusedacc_join_norms(const double* partials, int64_t count,
                                                                   int32_t kind) {
   return fusedacc::cpu::norm_of_partials(partials, count, static_cast<fusedacc::NormKind>(kind));
 }
+
+// For its hooks, which add a gradient the moment it comes: accumulator = beta * accumulator + scale *
+// gradient, elements in the order of memory; dtypes as in dtypes.h, a pair of kPairs.
+__attribute__((visibility("default"))) void fusedacc_add_flat(void* accumulator, const void* gradient,
+                                                              int64_t numel, int32_t gradient_dtype,
+                                                              int32_t accumulator_dtype, double scale,
+                                                              double beta) {
+  using namespace fusedacc;
+  if (numel == 0) return;
+  const int32_t pair = find_pair(static_cast<Dtype>(gradient_dtype), static_cast<Dtype>(accumulator_dtype));
+  cpu::FlatContext context{cpu::loops().flat[pair], accumulator, gradient, {scale, beta}};
+  cpu::parallel_for(numel, cpu::grain(), cpu::add_part, context);
 }
 
 // For fusedacc/kernels/grain_size.py: from now on this is a thread's least share.
-extern "C" __attribute__((visibility("default"))) void fusedacc_set_grain(int64_t elements) {
+__attribute__((visibility("default"))) void fusedacc_set_grain(int64_t elements) {
   fusedacc::cpu::least_share = std::max<int64_t>(elements, fusedacc::kChunkElements);
+}
 }

@@ -116,29 +116,29 @@ struct PairLoops {
     overwrite_row(accumulator + i, gradient + i, count - i, functor);
   }
 
-  template <bool keeps>
+  template <bool has_beta>
   static void add_row(Accumulator* accumulator, const Gradient* gradient, int64_t count, Functor functor) {
 #if defined(FUSEDACC_SLOW_FMA)
     const Compute inverse = exact_inverse(functor.scale);
     if (inverse != 0) {
-      add_products<keeps>(accumulator, gradient, count, functor, inverse);
+      add_products<has_beta>(accumulator, gradient, count, functor, inverse);
       return;
     }
 #endif
-    add_each<keeps>(accumulator, gradient, count, functor);
+    add_each<has_beta>(accumulator, gradient, count, functor);
   }
 
-  template <bool keeps>
+  template <bool has_beta>
   static void add_each(Accumulator* accumulator, const Gradient* gradient, int64_t count, Functor functor) {
     FUSEDACC_INDEPENDENT
     for (int64_t i = 0; i < count; ++i) {
-      accumulator[i] = functor.template add<keeps>(gradient[i], accumulator[i]);
+      accumulator[i] = functor.template add<has_beta>(gradient[i], accumulator[i]);
     }
   }
 
   // Products by a power of two are rounded only where they leave the range: else a plain sum has the bits of
   // the fused one, at a fraction of what that takes without an instruction for it.
-  template <bool keeps>
+  template <bool has_beta>
   static void add_products(Accumulator* accumulator, const Gradient* gradient, int64_t count, Functor functor,
                            Compute inverse) {
     constexpr int64_t kBlock = 256;
@@ -154,12 +154,12 @@ struct PairLoops {
         }
       }
       if (rounded) {
-        add_each<keeps>(into, from, length, functor);
+        add_each<has_beta>(into, from, length, functor);
         continue;
       }
       FUSEDACC_INDEPENDENT
       for (int64_t i = 0; i < length; ++i) {
-        into[i] = functor.template add_product<keeps>(functor.scale * widen(from[i]), into[i]);
+        into[i] = functor.template add_product<has_beta>(functor.scale * widen(from[i]), into[i]);
       }
     }
   }
@@ -170,7 +170,7 @@ struct PairLoops {
       stream_row(accumulator, gradient, count, functor);
     } else if (overwrite) {
       overwrite_row(accumulator, gradient, count, functor);
-    } else if (functor.keep == 1) {
+    } else if (functor.beta == 1) {
       add_row<false>(accumulator, gradient, count, functor);
     } else {
       add_row<true>(accumulator, gradient, count, functor);

@@ -89,7 +89,7 @@ class Lanes {
 // The norm of a chunk in one piece; `first(lanes)` passes its elements for the first time.
 template <NormKind kind, typename Element, typename First>
 double norm_of_row(const Element* row, int64_t count, First&& first) {
-  using Compute = typename ComputeType<Element>::type;
+  using Compute = ComputeOf<Element>;
   return norm_of<kind, Compute>(
       [&](auto functor) {
         Lanes<decltype(functor), Compute> lanes(functor);

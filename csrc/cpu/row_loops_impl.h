@@ -1,7 +1,7 @@
 // The loop that adds to one row of a table. Included like loops_impl.h.
 #pragma once
 
-#include "../common/row_functors.h"
+#include "../common/row_work.h"
 #include "loops_impl.h"
 
 namespace fusedacc::cpu {

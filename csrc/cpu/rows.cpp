@@ -6,8 +6,6 @@
 #include <utility>
 #include <vector>
 
-#include "parallel.h"
-
 namespace fusedacc::cpu {
 namespace {
 

@@ -1,16 +1,11 @@
 // The kernels and their launcher.
 #include <type_traits>
-#include <utility>
 
-#include "cuda.h"
+#include "device/accumulate_block.h"
 #include "launch.h"
 
 namespace fusedacc::cuda {
 namespace {
-
-// Blocks that a multiprocessor holds at least. Without it the compiler saves registers, for which it waits
-// for the first loads before it issues the others.
-constexpr int32_t kBlocks = 4;
 
 template <int32_t pair, typename Batch>
 __global__ void __launch_bounds__(kThreads, kBlocks) flat_kernel(const __grid_constant__ Batch batch) {
@@ -43,25 +38,14 @@ void launch_pair(const Work& work, const Factors& factors, const Need& need, boo
   }
 }
 
-template <int32_t... pairs>
-void launch_present(const Work& work, const Factors& factors, const Needs& needs, cudaStream_t stream,
-                    std::integer_sequence<int32_t, pairs...>) {
-  for (const bool strided : {false, true}) {
-    const auto launch_one = [&](auto pair) {
-      const Need& need = needs.of[strided][pair];
-      if (need.tensors > 0) launch_pair<pair>(work, factors, need, strided, stream);
-    };
-    (launch_one(std::integral_constant<int32_t, pairs>()), ...);
-  }
-}
-
 }  // namespace
 
 void launch(const Work& work, const Factors& factors, int32_t device_index, void* stream) {
   if (work.tasks.empty()) return;
   const DeviceGuard guard(device_index);
-  launch_present(work, factors, Needs(work), static_cast<cudaStream_t>(stream),
-                 std::make_integer_sequence<int32_t, kPairCount>());
+  for_each_kind(work, [&](auto pair, const Need& need, bool strided) {
+    launch_pair<pair>(work, factors, need, strided, static_cast<cudaStream_t>(stream));
+  });
 }
 
 int32_t toolkit_version() { return CUDART_VERSION; }

@@ -1,16 +1,44 @@
-// What the launchers share: the size of a launch's arguments, the check of its error.
+// The launchers, which know no torch; and what they share.
 #pragma once
 
-#include <cuda_runtime.h>
-
+#include <cstdint>
 #include <stdexcept>
 #include <string>
 
-#include "device/accumulate_block.h"
-#include "device_guard.h"
+#include "../common/chunk_plan.h"
+#include "../common/row_work.h"
 
 namespace fusedacc::cuda {
 
+// One launch per dtype pair and layout kind, of up to about a thousand tensors each. Throws on a launch
+// error, as all of them do.
+void launch(const Work& work, const Factors& factors, int32_t device_index, void* stream);
+
+void launch_norm(const Work& work, const Factors& factors, const NormRequest& norm, int32_t device_index,
+                 void* stream);
+void launch_finish(const FinishRequest& finish, int32_t device_index, void* stream);
+
+// Of row numbers that are sorted. sums: sums_needed(work) elements of the computation's dtype.
+void launch_rows(const RowWork& work, const ScaleArgument& scale, void* sums, int32_t device_index,
+                 void* stream);
+
+int32_t toolkit_version();  // as CUDART_VERSION: 13000 for 13.0
+
+// Makes a device the current one until the end of the scope: by torch's own guard, which leaves devices alone
+// that the process does not use. cudaSetDevice would make a context on the one that was current, hundreds of
+// megabytes large. Throws where torch has no CUDA.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int32_t device_index);
+  ~DeviceGuard();
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  void* guard_ = nullptr;
+};
+
+#if defined(__CUDACC__)
 // From CUDA 12.1 on, Volta and later take 32,764 bytes of arguments; all that is built for here is later.
 #if CUDART_VERSION >= 12010
 constexpr int32_t kArgumentBytes = 32764;
@@ -18,10 +46,15 @@ constexpr int32_t kArgumentBytes = 32764;
 constexpr int32_t kArgumentBytes = 4096;
 #endif
 
+// Blocks that a multiprocessor holds at least. Without it the compiler saves registers, for which it waits
+// for the first loads before it issues the others.
+constexpr int32_t kBlocks = 4;
+
 inline void check(cudaError_t error, const char* what) {
   if (error != cudaSuccess) {
     throw std::runtime_error(std::string("fusedacc: ") + what + ": " + cudaGetErrorString(error));
   }
 }
+#endif
 
 }  // namespace fusedacc::cuda

@@ -1,11 +1,9 @@
 #include "cuda.h"
 
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-
 #include <stdexcept>
 
-#include "../ops/dispatch.h"
-#include "device_guard.h"
+#include "../ops/arguments.h"
+#include "launch.h"
 
 // Weak, since a torch without CUDA does not have them and the library must load there too.
 extern "C" {
@@ -56,7 +54,7 @@ void finish_norm(const FinishRequest& finish, int32_t device_index) {
   if (work.elements <= kMostPartials) return launch_finish(finish, device_index, stream);
   // Partials are numbers to take partial norms of: many blocks read them, and one reads what those leave.
   const OwnedTensor joined(
-      empty(1, work.chunks, aoti_torch_dtype_float64(), {aoti_torch_device_type_cuda(), device_index}));
+      empty({work.chunks}, aoti_torch_dtype_float64(), {aoti_torch_device_type_cuda(), device_index}));
   auto* norms = static_cast<double*>(data_of(joined));
   launch_norm(work, {}, {finish.kind, norms, true}, device_index, stream);
   FinishRequest last = finish;

@@ -1,8 +1,6 @@
 // The kernels that leave norms, and their launchers.
 #include <type_traits>
-#include <utility>
 
-#include "cuda.h"
 #include "device/block_reduce.h"
 #include "device/norm_block.h"
 #include "launch.h"
@@ -12,9 +10,6 @@ namespace {
 
 using Lists = PartialLists<kArgumentBytes>;
 static_assert(sizeof(Lists) <= kArgumentBytes);
-
-// As in accumulate.cu.
-constexpr int32_t kBlocks = 4;
 
 template <int32_t pair, NormKind kind, bool reads, typename Batch>
 __global__ void __launch_bounds__(kThreads, kBlocks) flat_norm_kernel(const __grid_constant__ Batch batch) {
@@ -74,26 +69,15 @@ void launch_kind(const Work& work, const Factors& factors, const NormRequest& no
   }
 }
 
-template <int32_t... pairs>
-void launch_present(const Work& work, const Factors& factors, const NormRequest& norm, const Needs& needs,
-                    cudaStream_t stream, std::integer_sequence<int32_t, pairs...>) {
-  for (const bool strided : {false, true}) {
-    const auto launch_one = [&](auto pair) {
-      const Need& need = needs.of[strided][pair];
-      if (need.tensors > 0) launch_kind<pair>(work, factors, norm, need, strided, stream);
-    };
-    (launch_one(std::integral_constant<int32_t, pairs>()), ...);
-  }
-}
-
 }  // namespace
 
 void launch_norm(const Work& work, const Factors& factors, const NormRequest& norm, int32_t device_index,
                  void* stream) {
   if (work.tasks.empty()) return;
   const DeviceGuard guard(device_index);
-  launch_present(work, factors, norm, Needs(work), static_cast<cudaStream_t>(stream),
-                 std::make_integer_sequence<int32_t, kPairCount>());
+  for_each_kind(work, [&](auto pair, const Need& need, bool strided) {
+    launch_kind<pair>(work, factors, norm, need, strided, static_cast<cudaStream_t>(stream));
+  });
 }
 
 void launch_finish(const FinishRequest& finish, int32_t device_index, void* stream) {

@@ -1,14 +1,11 @@
 // The kernels on the rows of a table, and their launcher.
 #include <utility>
 
+#include "device/row_thread.h"
 #include "launch.h"
-#include "row_launch.h"
 
 namespace fusedacc::cuda {
 namespace {
-
-// Blocks that a multiprocessor holds at least: without it the compiler saves registers that it then lacks.
-constexpr int32_t kBlocks = 4;
 
 template <int32_t pair, bool aligned, bool long_rows>
 __global__ void __launch_bounds__(kThreads, kBlocks)

@@ -25,6 +25,27 @@ void TensorList::drop(std::unique_ptr<AtenTensorHandle[]> handles, size_t size) 
   }
 }
 
+std::string Device::name() const {
+  if (type == aoti_torch_device_type_cpu()) return "cpu";
+  if (type == aoti_torch_device_type_cuda()) return "cuda:" + std::to_string(index);
+  if (type == aoti_torch_device_type_meta()) return "meta";
+  return "another device";
+}
+
+AtenTensorHandle empty(std::initializer_list<int64_t> sizes, int32_t dtype, const Device& device) {
+  const int64_t strides[] = {sizes.size() == 2 ? sizes.end()[-1] : 1, 1};
+  AtenTensorHandle handle = nullptr;
+  FUSEDACC_SHIM(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.begin(), strides, dtype,
+                                         device.type, device.index < 0 ? 0 : device.index, &handle));
+  return handle;
+}
+
+void* data_of(const OwnedTensor& tensor) {
+  void* data = nullptr;
+  FUSEDACC_SHIM(aoti_torch_get_data_ptr(tensor.get(), &data));
+  return data;
+}
+
 }  // namespace fusedacc
 
 // Recent releases of torch take the GIL whenever the last reference but Python's goes: once per tensor if

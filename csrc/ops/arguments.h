@@ -1,12 +1,15 @@
 // Ownership of an operator's arguments: a boxed function receives them as words it must free. Written by hand
-// because std::vector<torch::stable::Tensor> allocates several times per tensor.
+// because std::vector<torch::stable::Tensor> allocates several times per tensor. And devices, and new tensors
+// on them.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
 
 #include <cstdint>
+#include <initializer_list>
 #include <memory>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 namespace fusedacc {
@@ -70,8 +73,35 @@ inline AtenTensorHandle take_optional(StableIValue argument) {
   return inner.value_or(nullptr);
 }
 
-inline std::vector<bool> take_flags(StableIValue argument) {
-  return torch::stable::detail::to<std::vector<bool>>(argument);
+template <typename T>
+T value_of(StableIValue argument) {
+  return torch::stable::detail::to<T>(argument);
 }
+
+struct Device {
+  int32_t type, index;  // index: -1 on the CPU
+
+  static Device cpu() { return {aoti_torch_device_type_cpu(), -1}; }
+  bool operator==(const Device& other) const { return type == other.type && index == other.index; }
+  bool operator!=(const Device& other) const { return !(*this == other); }
+  std::string name() const;
+};
+
+// Runs on_cpu() or on_cuda(), or says why neither.
+template <typename OnCpu, typename OnCuda>
+void run_on(const Device& device, OnCpu&& on_cpu, OnCuda&& on_cuda) {
+  if (device.type == aoti_torch_device_type_cpu()) {
+    on_cpu();
+  } else if (device.type == aoti_torch_device_type_cuda()) {
+    on_cuda();
+  } else {
+    throw std::runtime_error("fusedacc: tensors are on " + device.name() +
+                             "; only cpu and cuda are supported");
+  }
+}
+
+// Contiguous and uninitialised, of up to two dimensions.
+AtenTensorHandle empty(std::initializer_list<int64_t> sizes, int32_t dtype, const Device& device);
+void* data_of(const OwnedTensor& tensor);
 
 }  // namespace fusedacc

@@ -1,28 +1,25 @@
-#include "ops.h"
-
+// The operators on lists of tensors: their arguments, checked, and the device that runs them.
 #include <cstring>
+#include <limits>
 
 #include "../cpu/cpu.h"
-#include "dispatch.h"
-#ifdef FUSEDACC_CUDA
 #include "../cuda/cuda.h"
-#endif
+#include "arguments.h"
+#include "tensor_checks.h"
 
 namespace fusedacc {
-
-#ifndef FUSEDACC_CUDA
-namespace cuda {
-void run(const Work&, const Factors&, int32_t) { refuse_cuda(); }
-void run_norm(const Work&, const Factors&, const NormRequest&, int32_t) { refuse_cuda(); }
-void finish_norm(const FinishRequest&, int32_t) { refuse_cuda(); }
-}  // namespace cuda
-#endif
-
 namespace {
+
+NormKind norm_kind(StableIValue norm_type) {
+  const double value = value_of<double>(norm_type);
+  if (value == 2) return NormKind::kTwo;
+  if (value == std::numeric_limits<double>::infinity()) return NormKind::kInfinity;
+  throw std::runtime_error("fusedacc: norm_type is " + std::to_string(value) + "; allowed: 2 and inf");
+}
 
 StableIValue run_norm(const Work& work, const Factors& factors, NormKind kind, bool reads,
                       const Device& device) {
-  OwnedTensor partials(empty(1, work.chunks, aoti_torch_dtype_float64(), device));
+  OwnedTensor partials(empty({work.chunks}, aoti_torch_dtype_float64(), device));
   const NormRequest norm{kind, static_cast<double*>(data_of(partials)), reads};
   run_on(
       device, [&] { cpu::run_norm(work, read_factors<double>(factors), norm); },
@@ -35,20 +32,19 @@ StableIValue run_norm(const Work& work, const Factors& factors, NormKind kind, b
 void accumulate(const AccumulatorTable& table, StableIValue* stack, bool wants_norm) {
   const TensorList gradients(stack[1]);
   const OwnedTensor scale_tensor(take_optional(stack[2]));
-  const std::vector<bool> overwrite = take_flags(stack[4]);
-  const StableIValue* keep = stack + (wants_norm ? 6 : 5);
-  const OwnedTensor keep_tensor(take_optional(keep[0]));
+  const auto overwrite = value_of<std::vector<bool>>(stack[4]);
+  const StableIValue* beta = stack + (wants_norm ? 6 : 5);
+  const OwnedTensor beta_tensor(take_optional(beta[0]));
   const NormKind kind = wants_norm ? norm_kind(stack[5]) : NormKind::kTwo;
   // Kept from call to call: freeing blocks of this size makes malloc tidy up all the small ones.
   static thread_local Work work;
   table.match(gradients, overwrite, work);
-  const Device device{table.device_type(), table.device_index()};
+  const Device device = table.device();
   const auto factor = [&](const char* name, const OwnedTensor& tensor, StableIValue value) {
     if (table.size() == 0) return ScaleArgument{};
-    return scalar_argument(name, tensor.get(), number(value),
-                           {"the accumulators are", device.type, device.index});
+    return scalar_argument(name, tensor.get(), value_of<double>(value), {"the accumulators are", device});
   };
-  const Factors factors{factor("scale", scale_tensor, stack[3]), factor("keep", keep_tensor, keep[1])};
+  const Factors factors{factor("scale", scale_tensor, stack[3]), factor("keep", beta_tensor, beta[1])};
   if (wants_norm) {
     stack[0] = run_norm(work, factors, kind, false, device);
   } else if (table.size() > 0) {
@@ -67,15 +63,13 @@ void accumulate_fresh(StableIValue* stack, bool wants_norm) {
 
 void accumulate_planned(StableIValue* stack, bool wants_norm) {
   const OwnedTensor plan(reinterpret_cast<AtenTensorHandle>(stack[0]));
-  const TensorView view = view_of(plan.get(), {"plan", -1});
-  if (view.device_type != aoti_torch_device_type_cpu() || view.dtype != aoti_torch_dtype_int64() ||
-      view.dims != 1 || view.strides[0] != 1) {
+  const TensorView view = view_of(plan.get(), "plan");
+  if (view.device != Device::cpu() || view.dtype != aoti_torch_dtype_int64() || view.dims != 1 ||
+      view.strides[0] != 1) {
     throw std::runtime_error("fusedacc: plan was not made by fusedacc::prepare");
   }
   accumulate(AccumulatorTable(static_cast<const int64_t*>(view.data), view.sizes[0]), stack, wants_norm);
 }
-
-}  // namespace
 
 void scale_accumulate_(StableIValue* stack, uint64_t, uint64_t) { accumulate_fresh(stack, false); }
 void scale_accumulate_norm_(StableIValue* stack, uint64_t, uint64_t) { accumulate_fresh(stack, true); }
@@ -86,8 +80,7 @@ void prepare(StableIValue* stack, uint64_t, uint64_t) {
   const TensorList accumulators(stack[0]);
   std::vector<int64_t> words;
   AccumulatorTable::pack(accumulators, words);
-  OwnedTensor plan(empty(1, static_cast<int64_t>(words.size()), aoti_torch_dtype_int64(),
-                         {aoti_torch_device_type_cpu(), -1}));
+  OwnedTensor plan(empty({static_cast<int64_t>(words.size())}, aoti_torch_dtype_int64(), Device::cpu()));
   std::memcpy(data_of(plan), words.data(), words.size() * sizeof(int64_t));
   stack[0] = torch::stable::detail::from(plan.release());
 }
@@ -96,30 +89,26 @@ void norm_partials(StableIValue* stack, uint64_t, uint64_t) {
   const TensorList tensors(stack[0]);
   const NormKind kind = norm_kind(stack[1]);
   static thread_local Work work;
-  Device device;
-  read_tensors(tensors, work, device.type, device.index);
+  const Device device = read_tensors(tensors, work);
   stack[0] = run_norm(work, {}, kind, true, device);
 }
 
 void finish_norm(StableIValue* stack, uint64_t, uint64_t) {
   const TensorList tensors(stack[0]);
-  FinishRequest finish{norm_kind(stack[1]), {}, nullptr, nullptr, torch::stable::detail::to<bool>(stack[2])};
-  Device device{aoti_torch_device_type_cpu(), -1};
+  FinishRequest finish{norm_kind(stack[1]), {}, nullptr, nullptr, value_of<bool>(stack[2])};
+  Device device = Device::cpu();
   for (int64_t i = 0; i < tensors.size(); ++i) {
     const Place place{"partials", i};
     const TensorView view = view_of(tensors[i], place);
-    if (i == 0) device = {view.device_type, view.device_index};
+    if (i == 0) device = view.device;
     if (view.dtype != aoti_torch_dtype_float64() || view.dims != 1 ||
-        (view.sizes[0] > 1 && view.strides[0] != 1) || view.device_type != device.type ||
-        view.device_index != device.index) {
-      throw std::runtime_error("fusedacc: " + place.str() +
-                               " is no contiguous float64 vector on the device of partials[0]");
+        (view.sizes[0] > 1 && view.strides[0] != 1) || view.device != device) {
+      fail(place, "is no contiguous float64 vector on the device of partials[0]");
     }
     finish.partials.push_back({static_cast<const double*>(view.data), view.sizes[0]});
   }
-  OwnedTensor norm(
-      empty(0, 1, finish.wide ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32(), device));
-  OwnedTensor found(empty(0, 1, aoti_torch_dtype_float32(), device));
+  OwnedTensor norm(empty({}, code_of(finish.wide ? Dtype::kFloat64 : Dtype::kFloat32), device));
+  OwnedTensor found(empty({}, aoti_torch_dtype_float32(), device));
   finish.norm = data_of(norm);
   finish.found = static_cast<float*>(data_of(found));
   run_on(device, [&] { cpu::finish_norm(finish); }, [&] { cuda::finish_norm(finish, device.index); });
@@ -128,13 +117,22 @@ void finish_norm(StableIValue* stack, uint64_t, uint64_t) {
 }
 
 void build_info(StableIValue* stack, uint64_t, uint64_t) {
-#ifdef FUSEDACC_CUDA
-  const std::string cuda = cuda::build_info();
-#else
-  const std::string cuda = R"("cuda": null, "cuda_architectures": "")";
-#endif
   stack[0] = torch::stable::detail::from(std::string(R"({"torch": ")") + FUSEDACC_TORCH_VERSION + "\", " +
-                                         cuda + R"(, "cpu_capability": ")" + cpu::capability() + "\"}");
+                                         cuda::build_info() + R"(, "cpu_capability": ")" + cpu::loops().name +
+                                         "\"}");
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(fusedacc, CompositeExplicitAutograd, m) {
+  m.impl("scale_accumulate_", &scale_accumulate_);
+  m.impl("prepare", &prepare);
+  m.impl("accumulate_prepared_", &accumulate_prepared_);
+  m.impl("scale_accumulate_norm_", &scale_accumulate_norm_);
+  m.impl("accumulate_prepared_norm_", &accumulate_prepared_norm_);
+  m.impl("norm_partials", &norm_partials);
+  m.impl("finish_norm", &finish_norm);
+  m.impl("build_info", &build_info);
 }
 
 }  // namespace fusedacc

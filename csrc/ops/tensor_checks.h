@@ -1,5 +1,4 @@
-// Reads tensors through the stable shims and refuses what would not be memory-safe or not be the sum that was
-// asked for. Nothing is modified before all checks of a call have passed. Errors are std::runtime_error.
+// Reads tensors through the stable shims and refuses what would not be memory-safe or not what was asked for. Nothing is modified before all checks of a call have passed. Errors are std::runtime_error.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -9,8 +8,7 @@
 #include <vector>
 
 #include "../common/chunk_plan.h"
-#include "../common/dtypes.h"
-#include "../common/work.h"
+#include "../common/ranges.h"
 #include "arguments.h"
 
 namespace fusedacc {
@@ -22,8 +20,10 @@ struct TensorView {
   const int64_t* strides;
   int64_t dims;
   int32_t dtype;  // as the shims number it
-  int32_t device_type;
-  int32_t device_index;  // -1 on the CPU
+  Device device;
+
+  // The bytes from the first element to the end of the last, where there are any.
+  int64_t span(Dtype dtype) const;
 };
 
 // Where a tensor stands among the arguments, for error messages; index < 0: not in a list.
@@ -31,18 +31,31 @@ struct Place {
   const char* argument;
   int64_t index;
 
+  Place(const char* argument, int64_t index = -1) : argument(argument), index(index) {}
   std::string str() const;
 };
 
-TensorView view_of(AtenTensorHandle tensor, Place place);
-Dtype dtype_of(const TensorView& view);
-std::string device_name(int32_t type, int32_t index);
+[[noreturn]] void fail(const Place& place, const std::string& problem);
 
-// What a scalar must be beside: "the accumulators are" on that device.
+TensorView view_of(AtenTensorHandle tensor, const Place& place);
+// The same of a tensor that must have so many dimensions.
+TensorView view_of(AtenTensorHandle tensor, const Place& place, int64_t dims);
+Dtype dtype_of(const TensorView& view);
+int32_t code_of(Dtype dtype);  // as the shims number it
+std::string shape_name(const int64_t* sizes, int64_t dims);
+
+// What a tensor must be beside: "its accumulator is" on that device.
 struct Beside {
   const char* what;
-  int32_t device_type, device_index;
+  Device device;
 };
+void check_beside(const Place& place, const TensorView& view, const Beside& beside);
+
+// The index in kPairs of a gradient's dtype and that of `accumulator`, as it is called in the error.
+int32_t checked_pair(const Place& place, Dtype gradient, const char* accumulator, Dtype own);
+
+// Of matrices with any strides.
+bool overlap(const TensorView& a, const TensorView& b);
 
 // Checks a number or a 0-dim tensor and says where to read it: on a GPU by the kernel, so that nothing waits
 // for the device. tensor: null for the number.
@@ -62,10 +75,6 @@ class AccumulatorTable {
     Dtype dtype() const { return static_cast<Dtype>(dtype_and_density & 0xff); }
     bool dense() const { return dtype_and_density >> 8; }
   };
-  struct Range {
-    int64_t begin, end, index;
-  };
-
   // Checks the accumulators by themselves (dtypes, one device, no overlap within or between them) and writes
   // their table to `words`.
   static void pack(const TensorList& accumulators, std::vector<int64_t>& words);
@@ -73,10 +82,9 @@ class AccumulatorTable {
   AccumulatorTable(const int64_t* words, int64_t count);
 
   int64_t size() const { return header_.count; }
-  bool on_cpu() const { return header_.device_type == aoti_torch_device_type_cpu(); }
-  int32_t device_type() const { return static_cast<int32_t>(header_.device_type); }
-  int32_t device_index() const { return static_cast<int32_t>(header_.device_index); }
-  const Entry& operator[](int64_t i) const { return entries_[i]; }
+  Device device() const {
+    return {static_cast<int32_t>(header_.device_type), static_cast<int32_t>(header_.device_index)};
+  }
   const int64_t* sizes(const Entry& entry) const { return words_ + entry.shape; }
   const int64_t* strides(const Entry& entry) const { return words_ + entry.shape + entry.dims; }
 
@@ -98,7 +106,7 @@ class AccumulatorTable {
 };
 
 // Checks tensors that are only read (dtypes, one device) and writes one task for each with elements to
-// `work`: the tensor as its own gradient. Without tensors the device is the CPU.
-void read_tensors(const TensorList& tensors, Work& work, int32_t& device_type, int32_t& device_index);
+// `work`: the tensor as its own gradient. Returns the device: without tensors the CPU.
+Device read_tensors(const TensorList& tensors, Work& work);
 
 }  // namespace fusedacc

@@ -1,7 +1,7 @@
 """Who takes a parameter's gradient, and why not somebody faster: one table, for the hooks and `explain()`.
 
 The first case that holds decides. The native hooks have those of a gradient by the same names and in the same
-order (csrc/autograd/eligibility.h); what runs for each gradient spells the ordinary case out, and comes here
+order (csrc/autograd/hook.h); what runs for each gradient spells the ordinary case out, and comes here
 with the rest.
 """
 

@@ -15,10 +15,10 @@ from torch import Tensor
 MAX_DIMS = 16
 #: `kChunkElements` of csrc/common/work.h: the elements behind one partial norm.
 CHUNK_ELEMENTS = 8192
-#: `kRowRun` of csrc/common/row_functors.h: gradients of one row that are summed before their sum is added to
+#: `kRowRun` of csrc/common/row_work.h: gradients of one row that are summed before their sum is added to
 #: others.
 ROW_RUN = 64
-#: `kTokenClasses` of csrc/cpu/gemm_ways.h: the most tokens of each class but the last.
+#: `kTokenClasses` of csrc/cpu/gemm.h: the most tokens of each class but the last.
 TOKEN_CLASSES = (16, 47, 100)
 #: `kSplitRows` of csrc/cpu/gemm.cpp: the rows of a part where a product is cut up by `Way.SPLIT`.
 SPLIT_ROWS = 128
@@ -27,7 +27,7 @@ DTYPE_NUMBERS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Way(enum.IntEnum):
-    """`Way` of csrc/cpu/gemm_ways.h: how the extension multiplies on a CPU."""
+    """`Way` of csrc/cpu/gemm.h: how the extension multiplies on a CPU."""
 
     #: One product in the computation's dtype; 16-bit operands are cast to it in parts.
     WHOLE = 0

@@ -8,9 +8,8 @@ as torch rounds its own, before it is added to a float32 sum. Whether it does, a
 (`tuning`), by how many tokens there are: AMX is four times as fast from the first one on, the bfloat16
 instructions of AVX-512 twice as fast with many, and without either such products are out of the question.
 
-Who multiplies: on CUDA the extension calls cuBLAS on torch's own handle, so that stream, workspace,
-determinism and TF32 are as torch is set (but 16-bit sums never take its reduced-precision reduction); on the
-CPU it calls torch's BLAS and oneDNN in place. The eager backend is plain torch, on any device.
+Who multiplies: on a CPU the extension calls torch's BLAS and oneDNN in place. The eager backend is plain
+torch, on any device, and the only one on CUDA: stream, workspace, determinism and TF32 are as torch is set.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ Number = matmul_eager.Number
 Run = Callable[[Tensor, Tensor, Tensor, Number, Number], None]
 
 #: The backends that there are for products, the preferred first.
-_NAMES = ("cuda", "cpu", "eager")
+_NAMES = ("cpu", "eager")
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ def gemm_accumulate_(
         right: [n, N], likewise, of left's dtype. Dtype pairs as in `dtypes.PAIRS`.
         scale: a float, or a 0-dim floating tensor on the accumulator's device, read there.
         keep: likewise. Where it is 0, the accumulator is not read: it may be uninitialised.
-        backend: "auto", "cuda", "cpu" or "eager"; "triton" has no product, so that torch multiplies.
+        backend: "auto", "cpu" or "eager"; "cuda" and "triton" have no product, so that torch multiplies.
 
     Raises:
         ValueError: there is no such backend.
@@ -109,8 +108,8 @@ def select(
         RuntimeError: the backend that was asked for cannot run there.
     """
     name, reason = _backend(*registry.requested(backend), device, accumulator_dtype, operand_dtype)
-    if name != "cpu":
-        return _elsewhere(name, reason)
+    if name == "eager":
+        return _in_torch(reason)
     question = question_of(accumulator_dtype, operand_dtype, class_of(tokens))
     if question is None:
         return _on_cpu(accumulator_dtype, operand_dtype, Way.WHOLE, reason)
@@ -135,8 +134,8 @@ def describe(
     What is not in `kept` has not come up yet, and is not tried for this.
     """
     name, reason = _backend(*registry.requested(backend), device, accumulator_dtype, operand_dtype)
-    if name != "cpu":
-        return name, f"{_elsewhere(name, reason).how}; {reason}"
+    if name == "eager":
+        return name, f"{_in_torch(reason).how}; {reason}"
     by_class, open_questions = [], False
     for number in range(len(TOKEN_CLASSES) + 1):
         question = question_of(accumulator_dtype, operand_dtype, number)
@@ -157,30 +156,20 @@ def _backend(
     name: str, source: str, device: torch.device, accumulator: torch.dtype, operand: torch.dtype
 ) -> tuple[str, str]:
     """The backend for a pair, and why."""
-    if name == "triton":
-        return "eager", f"chosen by {source}={name!r}, which has no kernel for products"
+
+    def problem(each: str) -> str | None:
+        # Where there is no Triton, torch's product runs all the same.
+        return None if each == "triton" else registry.obstacle(each, device, accumulator, operand)
+
     task = f"add a product of {str(operand)[6:]} into {str(accumulator)[6:]} on {device}"
-    return registry.choose(
-        name, source, _NAMES, task, lambda each: obstacle(each, device, accumulator, operand)
-    )
+    chosen, reason = registry.choose(name, source, _NAMES, task, problem)
+    if chosen in _NAMES:
+        return chosen, reason
+    return "eager", f"{reason}, which has no kernel for products"
 
 
-def obstacle(
-    name: str, device: torch.device, accumulator_dtype: torch.dtype, operand_dtype: torch.dtype
-) -> str | None:
-    """Why "cuda", "cpu" or "eager" cannot multiply there; None if it can."""
-    problem = registry.obstacle(name, device, accumulator_dtype, operand_dtype)
-    if problem is None and name == "cuda":
-        problem = torch.ops.fusedacc.gemm_problem() or None
-        if problem is None and operand_dtype == torch.float32 and accumulator_dtype != torch.float32:
-            problem = f"cuBLAS adds no product of float32 into {str(accumulator_dtype)[6:]}"
-    return problem
-
-
-def _elsewhere(name: str, reason: str) -> Selection:
-    if name == "eager":
-        return Selection(name, "torch's product", reason, matmul_eager.accumulate_, Multiplier.PYTHON)
-    return Selection(name, "cuBLAS into the sum", reason, _native, Multiplier.OPERATOR)
+def _in_torch(reason: str) -> Selection:
+    return Selection("eager", "torch's product", reason, matmul_eager.accumulate_, Multiplier.PYTHON)
 
 
 def _on_cpu(accumulator: torch.dtype, operand: torch.dtype, way: Way, reason: str) -> Selection:

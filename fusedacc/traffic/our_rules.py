@@ -14,7 +14,7 @@ from ..kernels.constants import plan_entry
 from .operands import Call, Operand, Rule, bytes_of, identity, whole
 
 #: Operators that look at no data.
-METADATA = frozenset({"fusedacc::prepare", "fusedacc::gemm_problem", "fusedacc::build_info"})
+METADATA = frozenset({"fusedacc::prepare", "fusedacc::build_info"})
 
 
 def of_ours(call: Call, name: str) -> list[Operand] | None:

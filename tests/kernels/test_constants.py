@@ -31,7 +31,7 @@ def enumerators(file: str, name: str) -> list[str]:
     [
         ("common/work.h", "kMaxDims", constants.MAX_DIMS),
         ("common/work.h", "kChunkElements", constants.CHUNK_ELEMENTS),
-        ("common/row_functors.h", "kRowRun", constants.ROW_RUN),
+        ("common/row_work.h", "kRowRun", constants.ROW_RUN),
         ("cpu/gemm.cpp", "kSplitRows", constants.SPLIT_ROWS),
     ],
 )
@@ -40,13 +40,11 @@ def test_numbers(file, name, own):
 
 
 def test_classes_of_tokens():
-    listed = found("cpu/gemm_ways.h", r"kTokenClasses\[\] = \{([\d, ]+)\};")
+    listed = found("cpu/gemm.h", r"kTokenClasses\[\] = \{([\d, ]+)\};")
     assert tuple(map(int, listed.split(", "))) == constants.TOKEN_CLASSES
 
 
-@pytest.mark.parametrize(
-    ("file", "own"), [("cpu/gemm_ways.h", Way), ("autograd/immediate_add.h", Multiplier)]
-)
+@pytest.mark.parametrize(("file", "own"), [("cpu/gemm.h", Way), ("autograd/immediate_add.h", Multiplier)])
 def test_enumerations(file, own):
     assert enumerators(file, own.__name__) == [f"k{each.name.title()}" for each in sorted(own)]
 

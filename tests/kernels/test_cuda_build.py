@@ -213,7 +213,6 @@ def test_arguments_fit_one_launch_and_are_read_in_place(kernels: dict[str, str],
     [
         ("accumulate", KERNELS),
         ("norm", NORM_KERNELS),
-        ("gemm_scalars", 2),
         ("rows", ROW_KERNELS),
     ],
 )

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "../../common/chunk_plan.h"
 #include "../../common/dtypes.h"
@@ -35,24 +36,11 @@ struct alignas(kAccessBytes<T, count>) Packed {
   T values[count];
 };
 
-template <int32_t bytes>
-struct AccessOf;
-#if defined(__CUDACC__)
-template <>
-struct AccessOf<8> {
-  using type = uint2;
-};
-template <>
-struct AccessOf<16> {
-  using type = uint4;
-};
-#endif
-
 template <int32_t count, typename T>
 FUSEDACC_INLINE Packed<T, count> load(const T* from) {
   Packed<T, count> packed;
 #if defined(__CUDA_ARCH__)
-  using Access = typename AccessOf<kAccessBytes<T, count>>::type;
+  using Access = std::conditional_t<kAccessBytes<T, count> == 8, uint2, uint4>;
 #pragma unroll
   for (int32_t i = 0; i < static_cast<int32_t>(sizeof(packed) / sizeof(Access)); ++i) {
     reinterpret_cast<Access*>(&packed)[i] = reinterpret_cast<const Access*>(from)[i];
@@ -66,7 +54,7 @@ FUSEDACC_INLINE Packed<T, count> load(const T* from) {
 template <int32_t count, typename T>
 FUSEDACC_INLINE void store(T* to, const Packed<T, count>& packed) {
 #if defined(__CUDA_ARCH__)
-  using Access = typename AccessOf<kAccessBytes<T, count>>::type;
+  using Access = std::conditional_t<kAccessBytes<T, count> == 8, uint2, uint4>;
 #pragma unroll
   for (int32_t i = 0; i < static_cast<int32_t>(sizeof(packed) / sizeof(Access)); ++i) {
     reinterpret_cast<Access*>(to)[i] = reinterpret_cast<const Access*>(&packed)[i];
@@ -84,6 +72,45 @@ FUSEDACC_INLINE int32_t misalignment(const void* pointer, int32_t bytes = kVecto
 template <int32_t count, typename T>
 FUSEDACC_INLINE bool aligned_for(const T* pointer) {
   return misalignment(pointer, kAccessBytes<T, count>) == 0;
+}
+
+// What a block works on: `count` elements of a tensor from `first` on, chunk number `index` of the tensor.
+struct Chunk {
+  int32_t tensor, count;
+  int64_t index, first;
+  bool overwrite, small;  // small: 32-bit positions are enough
+};
+
+// elements: of a chunk.
+template <typename Batch>
+FUSEDACC_INLINE Chunk find_chunk(const Batch& batch, uint32_t block, int32_t elements) {
+  Chunk chunk;
+  chunk.tensor = find_segment(batch.count, block, [&](int32_t i) { return batch.first_chunk[i]; });
+  chunk.index = block - batch.first_chunk[chunk.tensor];
+  chunk.first = chunk.index * elements;
+  const int64_t marked = batch.sizes[chunk.tensor], size = marked < 0 ? ~marked : marked;
+  const int64_t left = size - chunk.first;
+  chunk.count = static_cast<int32_t>(left < elements ? left : elements);
+  chunk.overwrite = marked < 0;
+  chunk.small = size <= 0x7fffffff;
+  return chunk;
+}
+
+// Where an element of a tensor that needs a loop nest is, by its position in it. Index: 32-bit division is
+// several times faster, and enough for all but huge tensors.
+template <typename Index, typename Batch>
+FUSEDACC_INLINE void locate(const Batch& batch, int32_t tensor, int64_t position, int64_t& to,
+                            int64_t& from) {
+  Index rest = static_cast<Index>(position);
+  to = from = 0;
+  const uint32_t outermost = batch.first_dim[tensor];
+  for (uint32_t d = batch.first_dim[tensor + 1]; d-- > outermost;) {
+    const Index size = static_cast<Index>(batch.dim_sizes[d]);
+    const Index index = rest % size;
+    rest /= size;
+    to += index * batch.accumulator_strides[d];
+    from += index * batch.gradient_strides[d];
+  }
 }
 
 template <int32_t pair>
@@ -110,20 +137,20 @@ struct PairKernels {
   static FUSEDACC_INLINE void steps(Accumulator* accumulator, const Gradient* gradient, int32_t distance,
                                     Functor functor) {
     Packed<Gradient, kStep> fresh[unroll];
-    Packed<Accumulator, kStep> sums[unroll];
+    Packed<Accumulator, kStep> into[unroll];
     FUSEDACC_UNROLL
     for (int32_t u = 0; u < unroll; ++u) {
       fresh[u] = load<kStep>(gradient + u * distance);
-      if (!overwrite) sums[u] = load<kStep>(static_cast<const Accumulator*>(accumulator) + u * distance);
+      if (!overwrite) into[u] = load<kStep>(static_cast<const Accumulator*>(accumulator) + u * distance);
     }
     FUSEDACC_UNROLL
     for (int32_t u = 0; u < unroll; ++u) {
       FUSEDACC_UNROLL
       for (int32_t i = 0; i < kStep; ++i) {
         const Gradient value = fresh[u].values[i];
-        sums[u].values[i] = overwrite ? functor.overwrite(value) : functor.add(value, sums[u].values[i]);
+        into[u].values[i] = overwrite ? functor.overwrite(value) : functor.add(value, into[u].values[i]);
       }
-      store(accumulator + u * distance, sums[u]);
+      store(accumulator + u * distance, into[u]);
     }
   }
 
@@ -162,54 +189,36 @@ struct PairKernels {
 
   template <typename Batch>
   static FUSEDACC_INLINE void flat_block(const Batch& batch, uint32_t block, int32_t thread) {
-    const int32_t tensor = find_segment(batch.count, block, [&](int32_t i) { return batch.first_chunk[i]; });
-    const int64_t first = static_cast<int64_t>(block - batch.first_chunk[tensor]) * batch.chunk;
-    const int64_t marked = batch.sizes[tensor];
-    const int64_t left = (marked < 0 ? ~marked : marked) - first;
-    const int32_t count = static_cast<int32_t>(left < batch.chunk ? left : batch.chunk);
-    auto* accumulator = static_cast<Accumulator*>(batch.accumulators[tensor]) + first;
-    auto* gradient = static_cast<const Gradient*>(batch.gradients[tensor]) + first;
+    const Chunk found = find_chunk(batch, block, batch.chunk);
+    auto* accumulator = static_cast<Accumulator*>(batch.accumulators[found.tensor]) + found.first;
+    auto* gradient = static_cast<const Gradient*>(batch.gradients[found.tensor]) + found.first;
     const Functor functor(read_factors<Compute>(batch.factors));
-    if (marked < 0) {
-      chunk<true>(accumulator, gradient, count, functor, thread);
+    if (found.overwrite) {
+      chunk<true>(accumulator, gradient, found.count, functor, thread);
     } else {
-      chunk<false>(accumulator, gradient, count, functor, thread);
+      chunk<false>(accumulator, gradient, found.count, functor, thread);
     }
   }
 
-  // Index: 32-bit division is several times faster, and enough for all but huge tensors.
   template <typename Index, typename Batch>
-  static FUSEDACC_INLINE void strided_chunk(const Batch& batch, int32_t tensor, int64_t first, int64_t end,
-                                            bool overwrite, int32_t thread) {
+  static FUSEDACC_INLINE void strided_chunk(const Batch& batch, const Chunk& found, int32_t thread) {
     const Functor functor(read_factors<Compute>(batch.factors));
-    const uint32_t outermost = batch.first_dim[tensor];
     FUSEDACC_ROLLED
-    for (int64_t position = first + thread; position < end; position += kThreads) {
-      Index rest = static_cast<Index>(position);
-      int64_t to = 0, from = 0;
-      for (uint32_t d = batch.first_dim[tensor + 1]; d-- > outermost;) {
-        const Index size = static_cast<Index>(batch.dim_sizes[d]);
-        const Index index = rest % size;
-        rest /= size;
-        to += index * batch.accumulator_strides[d];
-        from += index * batch.gradient_strides[d];
-      }
-      element(static_cast<Accumulator*>(batch.accumulators[tensor]) + to,
-              static_cast<const Gradient*>(batch.gradients[tensor]) + from, functor, overwrite);
+    for (int32_t i = thread; i < found.count; i += kThreads) {
+      int64_t to, from;
+      locate<Index>(batch, found.tensor, found.first + i, to, from);
+      element(static_cast<Accumulator*>(batch.accumulators[found.tensor]) + to,
+              static_cast<const Gradient*>(batch.gradients[found.tensor]) + from, functor, found.overwrite);
     }
   }
 
   template <typename Batch>
   static FUSEDACC_INLINE void strided_block(const Batch& batch, uint32_t block, int32_t thread) {
-    const int32_t tensor = find_segment(batch.count, block, [&](int32_t i) { return batch.first_chunk[i]; });
-    const int64_t first = static_cast<int64_t>(block - batch.first_chunk[tensor]) * batch.chunk;
-    const int64_t marked = batch.sizes[tensor];
-    const int64_t size = marked < 0 ? ~marked : marked;
-    const int64_t end = size - first < batch.chunk ? size : first + batch.chunk;
-    if (size <= 0x7fffffff) {
-      strided_chunk<uint32_t>(batch, tensor, first, end, marked < 0, thread);
+    const Chunk found = find_chunk(batch, block, batch.chunk);
+    if (found.small) {
+      strided_chunk<uint32_t>(batch, found, thread);
     } else {
-      strided_chunk<uint64_t>(batch, tensor, first, end, marked < 0, thread);
+      strided_chunk<uint64_t>(batch, found, thread);
     }
   }
 };

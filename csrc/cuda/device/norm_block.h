@@ -3,7 +3,7 @@
 //
 // A chunk's norm depends on nothing but its elements in their order: 16 bytes of neighbours belong to one
 // thread, wherever the chunk starts in memory and whatever the gradient's dtype. So the norm that an addition
-// leaves has the bits of the norm of the sums.
+// leaves has the bits of the norm of the accumulators.
 #pragma once
 
 #include "../../common/norm_functors.h"
@@ -41,7 +41,7 @@ struct FlatAdder {
   static constexpr int32_t kGroup = kGroupOf<Element>;
   struct Loaded {
     Packed<Gradient, kGroup> fresh;
-    Packed<Element, kGroup> sums;
+    Packed<Element, kGroup> accumulated;
   };
   static constexpr bool kInGroups = true;
   static constexpr int32_t kBytes = sizeof(Gradient) + sizeof(Element);
@@ -56,18 +56,18 @@ struct FlatAdder {
   FUSEDACC_INLINE Loaded load_group(int32_t at) const {
     Loaded loaded;
     loaded.fresh = load<kGroup>(gradient + at);
-    if (!overwrite) loaded.sums = load<kGroup>(static_cast<const Element*>(accumulator) + at);
+    if (!overwrite) loaded.accumulated = load<kGroup>(static_cast<const Element*>(accumulator) + at);
     return loaded;
   }
   FUSEDACC_INLINE Packed<Element, kGroup> take(int32_t at, Loaded& loaded) const {
     FUSEDACC_UNROLL
     for (int32_t i = 0; i < kGroup; ++i) {
       const Gradient value = loaded.fresh.values[i];
-      Element& sum = loaded.sums.values[i];
-      sum = overwrite ? functor.overwrite(value) : functor.add(value, sum);
+      Element& element = loaded.accumulated.values[i];
+      element = overwrite ? functor.overwrite(value) : functor.add(value, element);
     }
-    store(accumulator + at, loaded.sums);
-    return loaded.sums;
+    store(accumulator + at, loaded.accumulated);
+    return loaded.accumulated;
   }
   FUSEDACC_INLINE Element take_one(int32_t at) const {
     Kernels::element(accumulator + at, gradient + at, functor, overwrite);
@@ -76,39 +76,19 @@ struct FlatAdder {
   FUSEDACC_INLINE FlatReader<Element> again() const { return {accumulator}; }
 };
 
-// The same for loop nests, by positions from the chunk's first on.
-template <typename Batch>
-struct StridedPlaces {
-  const Batch& batch;
-  int32_t tensor;
-  int64_t first;
-
-  template <typename Index>
-  FUSEDACC_INLINE void find(int32_t at, int64_t& to, int64_t& from) const {
-    Index rest = static_cast<Index>(first + at);
-    to = from = 0;
-    const uint32_t outermost = batch.first_dim[tensor];
-    for (uint32_t d = batch.first_dim[tensor + 1]; d-- > outermost;) {
-      const Index size = static_cast<Index>(batch.dim_sizes[d]);
-      const Index index = rest % size;
-      rest /= size;
-      to += index * batch.accumulator_strides[d];
-      from += index * batch.gradient_strides[d];
-    }
-  }
-};
-
+// The same for loop nests.
 template <int32_t pair, typename Batch, typename Index>
 struct StridedReader {
   using Element = AccumulatorOf<pair>;
   static constexpr bool kInGroups = false;
 
-  StridedPlaces<Batch> places;
+  const Batch& batch;
+  const Chunk& chunk;
 
   FUSEDACC_INLINE Element take_one(int32_t at) const {
     int64_t to, from;
-    places.template find<Index>(at, to, from);
-    return static_cast<const Element*>(places.batch.accumulators[places.tensor])[to];
+    locate<Index>(batch, chunk.tensor, chunk.first + at, to, from);
+    return static_cast<const Element*>(batch.accumulators[chunk.tensor])[to];
   }
   FUSEDACC_INLINE StridedReader again() const { return *this; }
 };
@@ -120,19 +100,19 @@ struct StridedAdder {
   using Element = typename Kernels::Accumulator;
   static constexpr bool kInGroups = false;
 
-  StridedPlaces<Batch> places;
+  const Batch& batch;
+  const Chunk& chunk;
   typename Kernels::Functor functor;
-  bool overwrite;
 
   FUSEDACC_INLINE Element take_one(int32_t at) const {
     int64_t to, from;
-    places.template find<Index>(at, to, from);
-    Element* accumulator = static_cast<Element*>(places.batch.accumulators[places.tensor]) + to;
-    Kernels::element(accumulator, static_cast<const Gradient*>(places.batch.gradients[places.tensor]) + from,
-                     functor, overwrite);
+    locate<Index>(batch, chunk.tensor, chunk.first + at, to, from);
+    Element* accumulator = static_cast<Element*>(batch.accumulators[chunk.tensor]) + to;
+    Kernels::element(accumulator, static_cast<const Gradient*>(batch.gradients[chunk.tensor]) + from, functor,
+                     chunk.overwrite);
     return *accumulator;
   }
-  FUSEDACC_INLINE StridedReader<pair, Batch, Index> again() const { return {places}; }
+  FUSEDACC_INLINE StridedReader<pair, Batch, Index> again() const { return {batch, chunk}; }
 };
 
 // A thread's state after its elements of a chunk.
@@ -186,7 +166,7 @@ FUSEDACC_INLINE typename Functor::State thread_state(Functor functor, const Sour
 // commutes.
 template <NormKind kind, typename Source, typename Join>
 FUSEDACC_INLINE double chunk_norm(const Source& source, int32_t count, Join&& join) {
-  using Compute = typename ComputeType<typename Source::Element>::type;
+  using Compute = ComputeOf<typename Source::Element>;
   const auto pass = [&](auto functor, const auto& elements) {
     return join(functor,
                 [&](int32_t thread) { return thread_state<Compute>(functor, elements, count, thread); });
@@ -202,26 +182,14 @@ struct NormKernels {
   using Gradient = typename Kernels::Gradient;
   using Accumulator = typename Kernels::Accumulator;
 
-  struct Chunk {
-    int32_t tensor, count;
-    int64_t first;
-    bool overwrite, small;  // small: 32-bit positions are enough
+  struct Measured : Chunk {
     double* partial;
   };
 
   template <typename Batch>
-  static FUSEDACC_INLINE Chunk find(const Batch& batch, uint32_t block) {
-    Chunk chunk;
-    chunk.tensor = find_segment(batch.count, block, [&](int32_t i) { return batch.first_chunk[i]; });
-    const int64_t index = block - batch.first_chunk[chunk.tensor];
-    const int64_t marked = batch.sizes[chunk.tensor], size = marked < 0 ? ~marked : marked;
-    chunk.first = index * kChunkElements;
-    const int64_t left = size - chunk.first;
-    chunk.count = static_cast<int32_t>(left < kChunkElements ? left : kChunkElements);
-    chunk.overwrite = marked < 0;
-    chunk.small = size <= 0x7fffffff;
-    chunk.partial = batch.partials + batch.first_partial[chunk.tensor] + index;
-    return chunk;
+  static FUSEDACC_INLINE Measured find(const Batch& batch, uint32_t block) {
+    const Chunk chunk = find_chunk(batch, block, static_cast<int32_t>(kChunkElements));
+    return {chunk, batch.partials + batch.first_partial[chunk.tensor] + chunk.index};
   }
 
   template <typename Batch, typename Join>
@@ -241,13 +209,11 @@ struct NormKernels {
 
   template <typename Index, typename Batch, typename Join>
   static FUSEDACC_INLINE double strided_chunk(const Batch& batch, const Chunk& chunk, Join&& join) {
-    const StridedPlaces<Batch> places{batch, chunk.tensor, chunk.first};
     if constexpr (reads) {
-      return chunk_norm<kind>(StridedReader<pair, Batch, Index>{places}, chunk.count, join);
+      return chunk_norm<kind>(StridedReader<pair, Batch, Index>{batch, chunk}, chunk.count, join);
     } else {
       const typename Kernels::Functor functor(read_factors<typename Kernels::Compute>(batch.factors));
-      return chunk_norm<kind>(StridedAdder<pair, Batch, Index>{places, functor, chunk.overwrite}, chunk.count,
-                              join);
+      return chunk_norm<kind>(StridedAdder<pair, Batch, Index>{batch, chunk, functor}, chunk.count, join);
     }
   }
 

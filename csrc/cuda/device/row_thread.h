@@ -34,26 +34,11 @@ FUSEDACC_INLINE int64_t run_slot(int64_t place, bool first) {
   return kRunSlots * (place / kRowRun) + (first ? 0 : 1);
 }
 
-// The first place that does not hold a row below `row`, from 0 to `high`, which holds `row`.
-FUSEDACC_INLINE int64_t first_place(const RowNumbers& numbers, int64_t row, int64_t high) {
-  int64_t low = 0;
+// The first of the places [low, high) that holds `row` or one above it; `high` if none does.
+FUSEDACC_INLINE int64_t first_place(const RowNumbers& numbers, int64_t row, int64_t low, int64_t high) {
   while (low < high) {
     const int64_t middle = low + (high - low) / 2;
     if (numbers[middle] < row) {
-      low = middle + 1;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
-}
-
-// The first place that holds a row above `row`, from `low` on.
-FUSEDACC_INLINE int64_t end_of_row(const RowNumbers& numbers, int64_t row, int64_t low) {
-  int64_t high = numbers.count;
-  while (low < high) {
-    const int64_t middle = low + (high - low) / 2;
-    if (numbers[middle] <= row) {
       low = middle + 1;
     } else {
       high = middle;
@@ -146,7 +131,7 @@ struct RowKernels {
     const bool first = place == 0 || numbers[place - 1] != row;
     if (!first) {
       if (place < kRowRun || numbers[place - kRowRun] != row) return;
-      if ((place - first_place(numbers, row, place - kRowRun)) % kRowRun != 0) return;
+      if ((place - first_place(numbers, row, 0, place - kRowRun)) % kRowRun != 0) return;
     }
     Group<Compute, step> sums;
     {
@@ -183,11 +168,11 @@ struct RowKernels {
     if (last >= numbers.count) return;
     const int64_t row = numbers[last];
     if (!is_row(work, row)) return;
-    const int64_t begin = first_place(numbers, row, last);
+    const int64_t begin = first_place(numbers, row, 0, last);
     if (begin < stretch * kRowRun || begin + kRowRun >= numbers.count || numbers[begin + kRowRun] != row) {
       return;
     }
-    const int64_t end = end_of_row(numbers, row, begin + kRowRun);
+    const int64_t end = first_place(numbers, row + 1, begin + kRowRun, numbers.count);
     const auto sums_at = [&](int64_t place) {
       const Compute* sums = sums_of(arguments, run_slot(place, place == begin), column);
       return load_group<step>(sums);

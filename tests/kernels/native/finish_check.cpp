@@ -48,17 +48,6 @@ AOTITorchError aoti_torch_delete_cuda_guard(void* guard) {
   --guards;
   return 0;
 }
-AOTITorchError aoti_torch_empty_strided(int64_t, const int64_t* sizes, const int64_t*, int32_t dtype, int32_t,
-                                        int32_t device_index, AtenTensorHandle* result) {
-  CHECK(dtype == 7 && device_index == 3);
-  allocated.emplace_back(static_cast<size_t>(sizes[0]), -1.0);
-  *result = reinterpret_cast<AtenTensorHandle>(allocated.back().data());
-  return 0;
-}
-AOTITorchError aoti_torch_get_data_ptr(AtenTensorHandle handle, void** data) {
-  *data = handle;
-  return 0;
-}
 AOTITorchError aoti_torch_delete_tensor_object(AtenTensorHandle) { return 0; }
 int32_t aoti_torch_dtype_float64() { return 7; }
 int32_t aoti_torch_device_type_cuda() { return 1; }
@@ -66,10 +55,10 @@ int32_t aoti_torch_device_type_cuda() { return 1; }
 
 namespace fusedacc {
 
-AtenTensorHandle empty(int64_t dims, int64_t size, int32_t dtype, const Device& device) {
-  AtenTensorHandle handle = nullptr;
-  CHECK(aoti_torch_empty_strided(dims, &size, &size, dtype, device.type, device.index, &handle) == 0);
-  return handle;
+AtenTensorHandle empty(std::initializer_list<int64_t> sizes, int32_t dtype, const Device& device) {
+  CHECK(sizes.size() == 1 && dtype == 7 && device.index == 3);
+  allocated.emplace_back(static_cast<size_t>(*sizes.begin()), -1.0);
+  return reinterpret_cast<AtenTensorHandle>(allocated.back().data());
 }
 void* data_of(const OwnedTensor& tensor) { return tensor.get(); }
 

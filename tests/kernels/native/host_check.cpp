@@ -61,9 +61,9 @@ void check_multiply_add() {
       if (round % 2) word = (word & 0x807fffff) | (exponent + static_cast<uint32_t>(generator() % 28)) << 23;
       if (round % 4 == 3) word &= 0xfffff000;
     }
-    const float a = float_from_bits(bits[0]), b = float_from_bits(bits[1]), c = float_from_bits(bits[2]);
+    const float a = bits_as<float>(bits[0]), b = bits_as<float>(bits[1]), c = bits_as<float>(bits[2]);
     const float wanted = std::fma(a, b, c), found = multiply_add_by_doubles(a, b, c);
-    CHECK(std::isnan(wanted) ? std::isnan(found) : bits_of(wanted) == bits_of(found));
+    CHECK(std::isnan(wanted) ? std::isnan(found) : bits_as<uint32_t>(wanted) == bits_as<uint32_t>(found));
   }
 }
 
