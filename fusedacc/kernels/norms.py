@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from . import checks, reference, registry, undispatched
-from .lists import split_refused, traced_backend
+from . import checks, lists, reference, registry, undispatched
 
 #: Joins partial norms of one device to a norm of that dtype.
 Join = Callable[[Sequence[Tensor], torch.dtype], tuple[Tensor, Tensor]]
@@ -20,17 +19,14 @@ def partials(tensors: Sequence[Tensor], norm_type: float, backend: str) -> list[
     Raises:
         TypeError, ValueError, RuntimeError: as `functional.total_norm`.
     """
-    refused, chosen = None, None
-    try:
-        first = tensors[0]
-        chosen = registry.select(first.device, first.dtype, first.dtype, backend).backend
-        if chosen.name in registry.SELF_CHECKING:
-            return [chosen.norm_partials(tensors, norm_type)]
-    except Exception as error:
-        refused = error
-    checks.check_tensors(tensors)
-    parts = split_refused(tensors, tensors, backend, chosen, refused)
-    return [part.backend.norm_partials(part.of(tensors), norm_type) for part in parts]
+    return lists.run(
+        lambda chosen, share, *_: chosen.norm_partials(share, norm_type),
+        lambda: checks.check_tensors(tensors),
+        tensors,
+        tensors,
+        False,
+        backend,
+    )
 
 
 def finish(
@@ -49,7 +45,9 @@ def finish(
     """
 
     def join(vectors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return _finisher(vectors, backend).finish_norm(vectors, norm_type, dtype)
+        wanted = backend if backend != "auto" or all(map(checks.is_plain, vectors)) else "eager"
+        chosen = registry.select(vectors[0].device, torch.float64, torch.float64, wanted).backend
+        return chosen.finish_norm(vectors, norm_type, dtype)
 
     return _over_devices(found, dtype, join)
 
@@ -70,12 +68,6 @@ def _over_devices(found: Sequence[Tensor], dtype: torch.dtype, join: Join) -> tu
     return join(here, dtype)
 
 
-def _finisher(found: Sequence[Tensor], backend: str) -> registry.Backend:
-    if backend == "auto" and not all(map(checks.is_plain, found)):
-        backend = "eager"
-    return registry.select(found[0].device, torch.float64, torch.float64, backend).backend
-
-
 def norm_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
     """float64 if one of the tensors is, else float32."""
     wide = any(tensor.dtype == torch.float64 for tensor in tensors)
@@ -85,18 +77,15 @@ def norm_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
 def _traced(tensors: Sequence[Tensor], norm_type: float, backend: str) -> tuple[Tensor, Tensor]:
     """The graph under `torch.compile`: two operators per device, or plain torch."""
 
-    def native(device: torch.device, dtype: torch.dtype) -> bool:
-        return traced_backend(device, dtype, dtype, backend) in ("cuda", "cpu")
-
     def join(vectors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        if native(vectors[0].device, torch.float64):
+        if lists.is_traced_natively(vectors[0].device, torch.float64, torch.float64, backend):
             return torch.ops.fusedacc.finish_norm(vectors, norm_type, dtype == torch.float64)
         return reference.finish_norm(vectors, norm_type, dtype)
 
     found = []
     for device in dict.fromkeys(tensor.device for tensor in tensors):
         here = [tensor.detach() for tensor in tensors if tensor.device == device]
-        if native(device, here[0].dtype):
+        if lists.is_traced_natively(device, here[0].dtype, here[0].dtype, backend):
             found.append(torch.ops.fusedacc.norm_partials(here, norm_type))
         else:
             found.append(reference.norm_partials(here, norm_type))

@@ -14,6 +14,7 @@ graph.
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import struct
@@ -105,7 +106,7 @@ class _Group:
         gradients: Sequence[Tensor],
         scale: float | Tensor,
         flags: Sequence[bool],
-        keep: float | Tensor,
+        beta: float | Tensor,
         captured: list[Tensor],
     ) -> None:
         """Launch once. In a graph capture, host memory that the graph reads is appended to `captured`."""
@@ -127,14 +128,14 @@ class _Group:
                 table, pinned = shared.upload(self._words, self._device)
                 if shared.capturing(self._device):
                     captured.append(pinned)
-            calls = self._call_table(ready, flags, (scale, keep), captured)
+            calls = self._call_table(ready, flags, (scale, beta), captured)
             numbers = calls[2 * len(ready) :].view(torch.float64)
             kernels = shared.kernels()
             kernels.scale_accumulate[(self._programs,)](
                 table,
                 calls,
                 scale if isinstance(scale, Tensor) else numbers,
-                keep if isinstance(keep, Tensor) else numbers[1:],
+                beta if isinstance(beta, Tensor) else numbers[1:],
                 len(ready),
                 accumulator_dtype=shared.triton_dtype(accumulator_dtype),
                 gradient_dtype=shared.triton_dtype(self._gradient_dtype),
@@ -143,7 +144,7 @@ class _Group:
             )
             if launch_events.watching:
                 launch_events.launched(
-                    "triton::scale_accumulate", self.accumulators, ready, (scale, keep), flags
+                    "triton::scale_accumulate", self.accumulators, ready, (scale, beta), flags
                 )
 
 
@@ -178,26 +179,14 @@ class _Bound:
             self._groups[dtypes] = (groups, gaps)
         return self._groups[dtypes]
 
-    def with_norm(
-        self,
-        gradients: Sequence[Tensor],
-        scale: float | Tensor,
-        overwrite: bool | Sequence[bool],
-        norm_type: float,
-        keep: float | Tensor = 1.0,
-    ) -> Tensor:
-        self(gradients, scale, overwrite, keep)
-        found, pinned = norms.partials(self._accumulators, norm_type)
-        self.captured += pinned
-        return found
-
     def __call__(
         self,
         gradients: Sequence[Tensor],
         scale: float | Tensor,
         overwrite: bool | Sequence[bool],
-        keep: float | Tensor = 1.0,
-    ) -> None:
+        beta: float | Tensor = 1.0,
+        norm_type: float | None = None,
+    ) -> Tensor | None:
         flags = overwrite_flags(overwrite, len(gradients))
         groups, gaps = self._grouped(tuple(gradient.dtype for gradient in gradients))
         for group in groups:
@@ -207,7 +196,7 @@ class _Bound:
                 [gradients[index] for index in group.indices],
                 scale,
                 [flags[index] for index in group.indices],
-                keep,
+                beta,
                 self.captured,
             )
         if gaps:
@@ -216,81 +205,78 @@ class _Bound:
                 [gradients[index] for index in gaps],
                 scale,
                 [flags[index] for index in gaps],
-                keep,
+                beta,
             )
-
-
-class TritonBackend(Backend):
-    """The kernels of this folder as a backend."""
-
-    name = "triton"
-
-    def __init__(self) -> None:
-        # For calls without a plan: what their captured graphs read, as long as the accumulator lives.
-        self._captured: Any = WeakTensorKeyDictionary()
-
-    def unavailable(self) -> str | None:
-        kernels, problem = shared.load()
-        if kernels is None:
-            return problem
-        if kernels.INTERPRETED:
+        if norm_type is None:
             return None
-        if not torch.cuda.is_available():
-            return "no CUDA GPU (set TRITON_INTERPRET=1 before Python starts to run it interpreted, slowly)"
-        if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-            return "no C compiler, which Triton needs at run time (install gcc, or set CC)"
-        return None
-
-    def unsupported(
-        self, device: torch.device, accumulator_dtype: torch.dtype, gradient_dtype: torch.dtype
-    ) -> str | None:
-        kernels = shared.kernels()
-        if device.type != ("cpu" if kernels.INTERPRETED else "cuda"):
-            where = "interpreted, it takes CPU tensors" if kernels.INTERPRETED else "it takes CUDA tensors"
-            return f"{where}, not {device.type}"
-        if device.type == "cuda" and torch.version.hip is None:
-            capability = torch.cuda.get_device_capability(device)
-            if capability < _MINIMUM_CAPABILITY:
-                return f"compute capability {capability[0]}.{capability[1]} is below 8.0"
-        return None
-
-    def accumulate_(
-        self,
-        accumulators: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        scale: float | Tensor,
-        overwrite: bool | Sequence[bool],
-        keep: float | Tensor = 1.0,
-    ) -> None:
-        bound = _Bound(accumulators, keep_tables=False)
-        bound(gradients, scale, overwrite, keep)
-        if bound.captured:
-            self._captured.setdefault(accumulators[0], []).extend(bound.captured)
-
-    def prepare(self, accumulators: Sequence[Tensor]) -> _Bound:
-        return _Bound(accumulators, keep_tables=True)
-
-    def norm_partials(self, tensors: Sequence[Tensor], norm_type: float) -> Tensor:
-        found, pinned = norms.partials(tensors, norm_type)
-        if pinned:
-            self._captured.setdefault(tensors[0], []).extend(pinned)
+        found, pinned = norms.partials(self._accumulators, norm_type)
+        self.captured += pinned
         return found
 
-    def finish_norm(
-        self, partials: Sequence[Tensor], norm_type: float, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        return norms.finish(partials, norm_type, dtype)
 
-    def accumulate_rows_(
-        self,
-        table: Tensor,
-        indices: Tensor,
-        gradients: Tensor,
-        scale: float | Tensor,
-        padding: int,
-        by_frequency: bool,
-    ) -> None:
-        rows.accumulate_rows_(table, indices, gradients, scale, padding, by_frequency)
+def _unavailable() -> str | None:
+    kernels, problem = shared.load()
+    if kernels is None:
+        return problem
+    if kernels.INTERPRETED:
+        return None
+    if not torch.cuda.is_available():
+        return "no CUDA GPU (set TRITON_INTERPRET=1 before Python starts to run it interpreted, slowly)"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "no C compiler, which Triton needs at run time (install gcc, or set CC)"
+    return None
 
 
-triton = TritonBackend()
+def _unsupported(
+    device: torch.device, accumulator_dtype: torch.dtype, gradient_dtype: torch.dtype
+) -> str | None:
+    kernels = shared.kernels()
+    if device.type != ("cpu" if kernels.INTERPRETED else "cuda"):
+        where = "interpreted, it takes CPU tensors" if kernels.INTERPRETED else "it takes CUDA tensors"
+        return f"{where}, not {device.type}"
+    if device.type == "cuda" and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability(device)
+        if capability < _MINIMUM_CAPABILITY:
+            return f"compute capability {capability[0]}.{capability[1]} is below 8.0"
+    return None
+
+
+def _accumulate_(
+    accumulators: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    scale: float | Tensor,
+    overwrite: bool | Sequence[bool],
+    beta: float | Tensor = 1.0,
+    norm_type: float | None = None,
+) -> Tensor | None:
+    bound = _Bound(accumulators, keep_tables=False)
+    found = bound(gradients, scale, overwrite, beta, norm_type)
+    _keep_captured(accumulators, bound.captured)
+    return found
+
+
+def _norm_partials(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
+    found, pinned = norms.partials(tensors, norm_type)
+    _keep_captured(tensors, pinned)
+    return found
+
+
+#: For calls without a plan: what their captured graphs read, as long as the first tensor lives.
+_captured: Any = WeakTensorKeyDictionary()
+
+
+def _keep_captured(tensors: Sequence[Tensor], pinned: list[Tensor]) -> None:
+    if pinned:
+        _captured.setdefault(tensors[0], []).extend(pinned)
+
+
+triton = Backend(
+    name="triton",
+    unavailable=_unavailable,
+    unsupported=_unsupported,
+    accumulate_=_accumulate_,
+    prepare=functools.partial(_Bound, keep_tables=True),
+    norm_partials=_norm_partials,
+    finish_norm=norms.finish,
+    accumulate_rows_=rows.accumulate_rows_,
+)
