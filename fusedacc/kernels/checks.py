@@ -17,12 +17,13 @@ from torch import Tensor
 
 from .dtypes import DTYPES, PAIRS, allowed_pairs
 
-_ORDINARY_TYPES = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
+#: The types of tensors that are no subclass with a behaviour of its own.
+ORDINARY_TYPES = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether `tensor` is dense, with memory of its own: no wrapper subclass, no meta tensor."""
-    return type(tensor) in _ORDINARY_TYPES and tensor.layout == torch.strided and not tensor.is_meta
+    return type(tensor) in ORDINARY_TYPES and tensor.layout == torch.strided and not tensor.is_meta
 
 
 def _reach(tensor: Tensor) -> int:
@@ -114,7 +115,7 @@ class MemoryMap:
         True for ordinary tensors laid out like their accumulators, of allowed dtypes, clear of every
         accumulator's memory (on whatever device: addresses are compared alone).
         """
-        if not isinstance(gradients, (list, tuple)) or not _ORDINARY_TYPES.issuperset(map(type, gradients)):
+        if not isinstance(gradients, (list, tuple)) or not ORDINARY_TYPES.issuperset(map(type, gradients)):
             return False
         if any(gradient.layout != torch.strided for gradient in gradients):
             return False
@@ -253,14 +254,13 @@ def check_gradients(
         ValueError: a wrong number of tensors, shape or device; a gradient that partly overlaps an
             accumulator.
     """
+    check_overwrite(overwrite, len(accumulators))
+    check_scale(scale, accumulators)
     if memory.plainly_fit(gradients):
-        check_overwrite(overwrite, len(accumulators))
-        check_scale(scale, accumulators)
         return
     _check_list("gradients", gradients)
     if len(gradients) != len(accumulators):
         raise ValueError(f"{len(accumulators)} accumulators, but {len(gradients)} gradients")
-    check_overwrite(overwrite, len(accumulators))
     for index, (accumulator, gradient) in enumerate(zip(accumulators, gradients, strict=True)):
         if (gradient.dtype, accumulator.dtype) not in PAIRS:
             raise TypeError(
@@ -285,7 +285,6 @@ def check_gradients(
                     f"gradients[{index}] shares memory with accumulators[{owner}]; "
                     "a gradient may be its own accumulator, and nothing else may overlap"
                 )
-    check_scale(scale, accumulators)
 
 
 def check_lists(accumulators: Any, gradients: Any, scale: Any, overwrite: Any) -> None:

@@ -35,7 +35,7 @@ def finish(
     """The norm, and whether an element was not finite, of partial norms from any backend and device.
 
     Args:
-        found: float64 vectors, as `partials` and `Run.with_norm` give them.
+        found: float64 vectors, as `partials` and accumulations give them.
         norm_type: as for the partials.
         dtype: of the norm: float32 or float64.
         backend: which one is to join them.
@@ -85,10 +85,8 @@ def _traced(tensors: Sequence[Tensor], norm_type: float, backend: str) -> tuple[
     found = []
     for device in dict.fromkeys(tensor.device for tensor in tensors):
         here = [tensor.detach() for tensor in tensors if tensor.device == device]
-        if lists.is_traced_natively(device, here[0].dtype, here[0].dtype, backend):
-            found.append(torch.ops.fusedacc.norm_partials(here, norm_type))
-        else:
-            found.append(reference.norm_partials(here, norm_type))
+        native = lists.is_traced_natively(device, here[0].dtype, here[0].dtype, backend)
+        found.append((torch.ops.fusedacc if native else reference).norm_partials(here, norm_type))
     return _over_devices(found, norm_dtype(tensors), join)
 
 
@@ -107,7 +105,6 @@ def norm_and_nonfinite(
         found = undispatched.total_norm(tensors, norm_type)
         if found:
             return found
-    registry.requested(backend)
     parts = partials(tensors, norm_type, backend)
     return finish(parts, norm_type, norm_dtype(tensors), backend)
 

@@ -119,9 +119,7 @@ def norm_partials(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
     """
     with torch.no_grad():
         norms = [_norm(tensor, norm_type) for tensor in tensors if tensor.numel() > 0]
-        if norms:
-            return torch.stack(norms)
-        return torch.zeros(0, dtype=torch.float64, device=tensors[0].device if tensors else None)
+        return torch.stack(norms) if norms else tensors[0].new_zeros(0, dtype=torch.float64)
 
 
 def finish_norm(partials: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -132,8 +130,6 @@ def finish_norm(partials: Sequence[Tensor], norm_type: float, dtype: torch.dtype
         norm_type: as for the partials.
         dtype: float32 or float64.
     """
-    if not partials:
-        return torch.zeros((), dtype=dtype), torch.zeros(())
     together = torch.cat(list(partials))
     if together.numel() == 0:
         return together.new_zeros((), dtype=dtype), together.new_zeros((), dtype=torch.float32)
