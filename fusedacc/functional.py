@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .kernels import checks, grain_size, lists, norms, reference, undispatched
+from .kernels import checks, grain_size, norms, reference, registry, undispatched
+from .kernels.lists import Plan, bump_versions, is_traced_natively, split_refused
 from .kernels.native import as_argument
 
 __all__ = ["prepare", "scale_accumulate_", "scale_cast_", "total_norm"]
@@ -60,15 +61,20 @@ def scale_accumulate_(
         accumulators, gradients, scale, overwrite, 1.0, None, True, True
     ):
         return
-    lists.run(
-        lambda chosen, sums, fresh, flags: chosen.accumulate_(sums, fresh, scale, flags),
-        lambda: checks.check_lists(accumulators, gradients, scale, overwrite),
-        accumulators,
-        gradients,
-        overwrite,
-        backend,
-    )
-    lists.bump_versions(accumulators)
+    refused, chosen = None, None
+    try:
+        first = accumulators[0]
+        chosen = registry.select(first.device, first.dtype, gradients[0].dtype, backend).backend
+        direct = chosen.name in registry.SELF_CHECKING
+        if direct:
+            chosen.accumulate_(accumulators, gradients, scale, overwrite)
+    except Exception as error:
+        refused, direct = error, False
+    if not direct:
+        checks.check_lists(accumulators, gradients, scale, overwrite)
+        for part in split_refused(accumulators, gradients, backend, chosen, refused):
+            part.backend.accumulate_(part.of(accumulators), part.of(gradients), scale, part.of(overwrite))
+    bump_versions(accumulators)
 
 
 def _traced(
@@ -88,13 +94,13 @@ def _traced(
         sums = [accumulators[index] for index in chosen]
         fresh = [gradients[index] for index in chosen]
         written = [flags[index] for index in chosen]
-        if lists.is_traced_natively(device, sums[0].dtype, fresh[0].dtype, backend):
+        if is_traced_natively(device, sums[0].dtype, fresh[0].dtype, backend):
             torch.ops.fusedacc.scale_accumulate_(sums, fresh, *as_argument(scale), written)
         else:
             reference.scale_accumulate_(sums, fresh, scale, written)
 
 
-def prepare(accumulators: Sequence[Tensor], *, backend: str = "auto") -> lists.Plan:
+def prepare(accumulators: Sequence[Tensor], *, backend: str = "auto") -> Plan:
     """Bind accumulators that stay to their backends: `plan(gradients, scale=1.0, *, overwrite=False)`.
 
     The plan does what `scale_accumulate_` does, with the accumulators' checks, pointers and groups cached.
@@ -108,7 +114,7 @@ def prepare(accumulators: Sequence[Tensor], *, backend: str = "auto") -> lists.P
         TypeError, ValueError, RuntimeError: as `scale_accumulate_`.
     """
     grain_size.tune_once()
-    return lists.Plan(accumulators, backend)
+    return Plan(accumulators, backend)
 
 
 def total_norm(tensors: Sequence[Tensor], norm_type: float = 2.0, *, backend: str = "auto") -> Tensor:

@@ -26,7 +26,7 @@ def is_plain(tensor: Tensor) -> bool:
     return type(tensor) in ORDINARY_TYPES and tensor.layout == torch.strided and not tensor.is_meta
 
 
-def _reach(tensor: Tensor) -> int:
+def reach(tensor: Tensor) -> int:
     """How many elements' places `tensor` spans, from its first element to its last."""
     if tensor.is_contiguous() or tensor.numel() == 0:
         return tensor.numel()
@@ -36,7 +36,7 @@ def _reach(tensor: Tensor) -> int:
 def _memory_range(tensor: Tensor) -> tuple[int, int]:
     """First byte and one past the last byte that `tensor` can touch; an empty range for an empty tensor."""
     start = tensor.data_ptr()
-    return start, start + _reach(tensor) * tensor.element_size()
+    return start, start + reach(tensor) * tensor.element_size()
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
@@ -93,7 +93,7 @@ class MemoryMap:
         self._ends = torch.tensor([end for _, end in ranges], dtype=torch.int64)
         self._layouts = [(tensor.shape, tensor.stride(), tensor.device) for tensor in accumulators]
         self._dtypes = [tensor.dtype for tensor in accumulators]
-        self._reaches = torch.tensor(list(map(_reach, accumulators)), dtype=torch.int64)
+        self._reaches = torch.tensor(list(map(reach, accumulators)), dtype=torch.int64)
 
     def overlapping(self, tensor: Tensor) -> list[int]:
         """The accumulators whose byte range meets that of `tensor`."""
@@ -259,6 +259,24 @@ def check_gradients(
     if memory.plainly_fit(gradients):
         return
     _check_list("gradients", gradients)
+    check_pairs(accumulators, gradients)
+    for index, (accumulator, gradient) in enumerate(zip(accumulators, gradients, strict=True)):
+        if not is_plain(gradient):
+            continue
+        for owner in memory.overlapping(gradient):
+            if owner != index or not _same_memory(gradient, accumulator):
+                raise ValueError(
+                    f"gradients[{index}] shares memory with accumulators[{owner}]; "
+                    "a gradient may be its own accumulator, and nothing else may overlap"
+                )
+
+
+def check_pairs(accumulators: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Raise unless there is a gradient for each accumulator, of a dtype, shape and device that fit.
+
+    Raises:
+        TypeError, ValueError: as `check_gradients`.
+    """
     if len(gradients) != len(accumulators):
         raise ValueError(f"{len(accumulators)} accumulators, but {len(gradients)} gradients")
     for index, (accumulator, gradient) in enumerate(zip(accumulators, gradients, strict=True)):
@@ -277,14 +295,6 @@ def check_gradients(
                 f"gradients[{index}] is on {gradient.device}, "
                 f"but accumulators[{index}] is on {accumulator.device}"
             )
-        if not is_plain(gradient):
-            continue
-        for owner in memory.overlapping(gradient):
-            if owner != index or not _same_memory(gradient, accumulator):
-                raise ValueError(
-                    f"gradients[{index}] shares memory with accumulators[{owner}]; "
-                    "a gradient may be its own accumulator, and nothing else may overlap"
-                )
 
 
 def check_lists(accumulators: Any, gradients: Any, scale: Any, overwrite: Any) -> None:

@@ -8,23 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .checks import check_pairs
 from .constants import CHUNK_ELEMENTS, plan_words
 
 # `factors`: what the schema has after the tensors, among it the scale and keep, where these are tensors.
 
 
 def _scale_accumulate(accumulators: list[Tensor], gradients: list[Tensor], *factors: Any) -> None:
-    if len(accumulators) != len(gradients):
-        raise RuntimeError(f"fusedacc: {len(accumulators)} accumulators but {len(gradients)} gradients")
-    for index, (accumulator, gradient) in enumerate(zip(accumulators, gradients, strict=True)):
-        for what, of_sum, of_gradient in (
-            ("device", accumulator.device, gradient.device),
-            ("shape", accumulator.shape, gradient.shape),
-        ):
-            if of_sum != of_gradient:
-                raise RuntimeError(
-                    f"fusedacc: gradients[{index}] has {what} {of_gradient} but its accumulator has {of_sum}"
-                )
+    try:
+        check_pairs(accumulators, gradients)
+    except (TypeError, ValueError) as problem:
+        raise RuntimeError(f"fusedacc: {problem}") from None
     if accumulators:
         _check_not_meta(accumulators[0], gradients, *factors)
 

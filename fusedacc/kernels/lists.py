@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +12,6 @@ from torch.autograd.graph import increment_version
 
 from . import checks, registry, undispatched
 from .constants import MAX_DIMS
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -50,36 +48,22 @@ def split(accumulators: Sequence[Tensor], gradients: Sequence[Tensor], backend: 
     return [Part(taker, tuple(indices)) for (_, taker), indices in found.items()]
 
 
-def run(
-    one_pass: Callable[[registry.Backend, Any, Any, Any], T],
-    check: Callable[[], object],
+def split_refused(
     accumulators: Sequence[Tensor],
     gradients: Sequence[Tensor],
-    overwrite: bool | Sequence[bool],
     backend: str,
-) -> list[T]:
-    """`one_pass(backend, *lists)`: at once where one backend takes and checks all, else by parts.
+    chosen: registry.Backend | None,
+    refused: Exception | None,
+) -> list[Part]:
+    """`split`, after `chosen` was tried on all of it and has raised `refused`, for nothing that checks know.
 
-    `check` raises what is wrong with the lists, if something is. A backend that has refused them for nothing
-    that `check` knows may have written before it did, so that it is never tried twice: what it raised is
-    raised where all would go to it again.
-
-    Raises:
-        ValueError, RuntimeError: as `registry.select`.
+    It may have written before it did, so that it is never tried twice: raises `refused` where all would go to
+    it again.
     """
-    refused, chosen = None, None
-    try:
-        first = accumulators[0]
-        chosen = registry.select(first.device, first.dtype, gradients[0].dtype, backend).backend
-        if chosen.name in registry.SELF_CHECKING:
-            return [one_pass(chosen, accumulators, gradients, overwrite)]
-    except Exception as error:
-        refused = error
-    check()
     parts = split(accumulators, gradients, backend)
     if refused is not None and [part.backend for part in parts] == [chosen]:
         raise refused
-    return [one_pass(part.backend, *map(part.of, (accumulators, gradients, overwrite))) for part in parts]
+    return parts
 
 
 def is_traced_natively(

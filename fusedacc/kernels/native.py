@@ -60,8 +60,7 @@ def _unsupported(
     return None
 
 
-def _accumulate_(
-    name: str,
+def _accumulate_on_cpu_(
     accumulators: Sequence[Tensor],
     gradients: Sequence[Tensor],
     scale: float | Tensor,
@@ -69,12 +68,20 @@ def _accumulate_(
     beta: float | Tensor = 1.0,
     norm_type: float | None = None,
 ) -> Tensor | None:
-    if name == "cpu":
-        found = undispatched.accumulate(
-            accumulators, gradients, scale, overwrite, beta, norm_type, False, False
-        )
-        if found is not False:
-            return None if found is True else found
+    found = undispatched.accumulate(accumulators, gradients, scale, overwrite, beta, norm_type, False, False)
+    if found is False:
+        return _accumulate_(accumulators, gradients, scale, overwrite, beta, norm_type)
+    return None if found is True else found
+
+
+def _accumulate_(
+    accumulators: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    scale: float | Tensor,
+    overwrite: bool | Sequence[bool],
+    beta: float | Tensor = 1.0,
+    norm_type: float | None = None,
+) -> Tensor | None:
     operators = torch.ops.fusedacc
     operator = operators.scale_accumulate_ if norm_type is None else operators.scale_accumulate_norm_
     return _call(operator.default, accumulators, gradients, scale, overwrite, beta, norm_type)
@@ -167,7 +174,7 @@ cpu, cuda = (
         name=name,
         unavailable=functools.partial(_unavailable, name),
         unsupported=functools.partial(_unsupported, name),
-        accumulate_=functools.partial(_accumulate_, name),
+        accumulate_=_accumulate_on_cpu_ if name == "cpu" else _accumulate_,
         prepare=functools.partial(_prepare, name),
         norm_partials=functools.partial(_norm_partials, name),
         finish_norm=_finish_norm,

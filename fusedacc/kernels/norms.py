@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from . import checks, lists, reference, registry, undispatched
+from . import checks, reference, registry, undispatched
+from .lists import is_traced_natively, split_refused
 
 #: Joins partial norms of one device to a norm of that dtype.
 Join = Callable[[Sequence[Tensor], torch.dtype], tuple[Tensor, Tensor]]
@@ -19,14 +20,17 @@ def partials(tensors: Sequence[Tensor], norm_type: float, backend: str) -> list[
     Raises:
         TypeError, ValueError, RuntimeError: as `functional.total_norm`.
     """
-    return lists.run(
-        lambda chosen, share, *_: chosen.norm_partials(share, norm_type),
-        lambda: checks.check_tensors(tensors),
-        tensors,
-        tensors,
-        False,
-        backend,
-    )
+    refused, chosen = None, None
+    try:
+        first = tensors[0]
+        chosen = registry.select(first.device, first.dtype, first.dtype, backend).backend
+        if chosen.name in registry.SELF_CHECKING:
+            return [chosen.norm_partials(tensors, norm_type)]
+    except Exception as error:
+        refused = error
+    checks.check_tensors(tensors)
+    parts = split_refused(tensors, tensors, backend, chosen, refused)
+    return [part.backend.norm_partials(part.of(tensors), norm_type) for part in parts]
 
 
 def finish(
@@ -78,14 +82,14 @@ def _traced(tensors: Sequence[Tensor], norm_type: float, backend: str) -> tuple[
     """The graph under `torch.compile`: two operators per device, or plain torch."""
 
     def join(vectors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        if lists.is_traced_natively(vectors[0].device, torch.float64, torch.float64, backend):
+        if is_traced_natively(vectors[0].device, torch.float64, torch.float64, backend):
             return torch.ops.fusedacc.finish_norm(vectors, norm_type, dtype == torch.float64)
         return reference.finish_norm(vectors, norm_type, dtype)
 
     found = []
     for device in dict.fromkeys(tensor.device for tensor in tensors):
         here = [tensor.detach() for tensor in tensors if tensor.device == device]
-        native = lists.is_traced_natively(device, here[0].dtype, here[0].dtype, backend)
+        native = is_traced_natively(device, here[0].dtype, here[0].dtype, backend)
         found.append((torch.ops.fusedacc if native else reference).norm_partials(here, norm_type))
     return _over_devices(found, norm_dtype(tensors), join)
 

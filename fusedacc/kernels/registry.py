@@ -18,6 +18,7 @@ from torch import Tensor
 
 #: The backends, the preferred first.
 NAMES = ("cuda", "triton", "cpu", "eager")
+_ALLOWED = ("auto", *NAMES)
 #: The environment variable that replaces `backend="auto"`.
 VARIABLE = "FUSEDACC_BACKEND"
 #: The backends whose operators check every tensor themselves, before anything is modified.
@@ -126,8 +127,8 @@ def requested(backend: str) -> tuple[str, str]:
     if backend == "auto":
         backend = os.environ.get(VARIABLE) or "auto"
         source = VARIABLE
-    if backend not in ("auto", *NAMES):
-        allowed = ", ".join(repr(name) for name in ("auto", *NAMES))
+    if backend not in _ALLOWED:
+        allowed = ", ".join(map(repr, _ALLOWED))
         raise ValueError(f"{source}={backend!r} is no backend; allowed: {allowed}")
     return backend, source
 

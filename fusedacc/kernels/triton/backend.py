@@ -19,7 +19,6 @@ import os
 import shutil
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,15 +43,6 @@ def _same_order(a: Tensor, b: Tensor) -> bool:
     return all(size <= 1 or first == second for size, first, second in strides)
 
 
-@dataclass(frozen=True)
-class _Call:
-    """What a call adds to the table, as it was last uploaded."""
-
-    words: list[int]
-    stream: int
-    table: Tensor
-
-
 class _Group:
     """Dense accumulators of one device and one dtype pair, and their part of the table."""
 
@@ -64,7 +54,8 @@ class _Group:
         self._words, self._programs = shared.address_table(self.accumulators)
         self._device = self.accumulators[0].device
         self._table: Tensor | None = None
-        self._last: _Call | None = None
+        #: What a call adds to the table, as it was last uploaded: its words, the stream, and where it is.
+        self._last: tuple[list[int], int, Tensor] | None = None
 
     def upload(self) -> None:
         """Put the accumulators' part on the device for good, visible to every stream."""
@@ -89,16 +80,15 @@ class _Group:
             words += struct.unpack("q", struct.pack("d", number))
         capturing = shared.capturing(self._device)
         stream = torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else 0
-        last = self._last
         # A table uploaded on another stream may not have arrived yet; one from outside a graph may be freed
         # before the graph is.
-        if last is not None and last.words == words and last.stream == stream and not capturing:
-            return last.table
+        if self._last is not None and self._last[:2] == (words, stream) and not capturing:
+            return self._last[2]
         table, pinned = shared.upload(torch.tensor(words, dtype=torch.int64), self._device)
         if capturing:
             captured.append(pinned)
         else:
-            self._last = _Call(words, stream, table)
+            self._last = words, stream, table
         return table
 
     def run(
