@@ -137,7 +137,7 @@ def choose(question: Question, kept: MutableMapping[str, str] | None = None) -> 
 
 def _answer(here: str, question: Question) -> Choice:
     with _lock:
-        known = _found.get((here, question.name)) or _saved(here, question)
+        known = _found.get((here, question.name)) or _known(_read(), here, question)
         if known is None:
             with _undisturbed():
                 trial = time_ways(question.trial())
@@ -320,22 +320,15 @@ def kept_where() -> str:
     return f"{folder() / FILE}{f' (not written: {_unsaved})' if _unsaved else ''}"
 
 
-def _read(path: Path) -> dict[str, dict[str, Any]]:
+def _read() -> dict[str, dict[str, Any]]:
     """The file's answers by machine; nothing where it is not there, or not ours to read."""
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
+        found = json.loads((folder() / FILE).read_text())
+    except (OSError, ValueError, RuntimeError):  # the last: no home
         return {}
     if not isinstance(found, dict):
         return {}
     return {name: answers for name, answers in found.items() if isinstance(answers, dict)}
-
-
-def _saved(here: str, question: Question) -> Choice | None:
-    try:
-        return _known(_read(folder() / FILE), here, question)
-    except RuntimeError:  # no home
-        return None
 
 
 def _known(answers: dict[str, dict[str, Any]], here: str, question: Question) -> Choice | None:
@@ -354,7 +347,7 @@ def _save(here: str, question: Question, choice: Choice) -> Choice:
         where.mkdir(parents=True, exist_ok=True)
         with open(where / f"{FILE}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            answers = _read(where / FILE)
+            answers = _read()
             known = _known(answers, here, question)
             if known is not None:
                 return known

@@ -18,7 +18,7 @@ import functools
 import os
 import shutil
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -44,12 +44,25 @@ def _same_order(a: Tensor, b: Tensor) -> bool:
 
 
 class _Group:
-    """Dense accumulators of one device and one dtype pair, and their part of the table."""
+    """Dense accumulators of one device and one dtype pair, and their part of the table.
 
-    def __init__(self, indices: Sequence[int], accumulators: Sequence[Tensor], gradient_dtype: torch.dtype):
-        self.indices = indices
-        self.accumulators = [accumulators[index] for index in indices]
+    Args:
+        accumulators, gradient_dtype: what it is of.
+        keeps_table: whether the accumulators' part of the table stays on the device.
+        captured: where host memory is put that captured graphs read.
+    """
+
+    def __init__(
+        self,
+        accumulators: Sequence[Tensor],
+        gradient_dtype: torch.dtype,
+        keeps_table: bool,
+        captured: list[Tensor],
+    ) -> None:
+        self.accumulators = accumulators
         self._gradient_dtype = gradient_dtype
+        self._keeps_table = keeps_table
+        self._captured = captured
         self._addresses = [tensor.data_ptr() for tensor in self.accumulators]
         self._words, self._programs = shared.address_table(self.accumulators)
         self._device = self.accumulators[0].device
@@ -57,17 +70,20 @@ class _Group:
         #: What a call adds to the table, as it was last uploaded: its words, the stream, and where it is.
         self._last: tuple[list[int], int, Tensor] | None = None
 
-    def upload(self) -> None:
-        """Put the accumulators' part on the device for good, visible to every stream."""
-        if self._table is None:
-            self._table = self._words.to(self._device)
+    def _upload(self, words: Tensor) -> Tensor:
+        """A copy for this launch, or for the graph that it is captured in."""
+        table, pinned = shared.upload(words, self._device)
+        if shared.capturing(self._device):
+            self._captured.append(pinned)
+        return table
+
+    def _own_table(self) -> Tensor:
+        if self._table is None and self._keeps_table and not shared.capturing(self._device):
+            self._table = self._words.to(self._device)  # visible to every stream
+        return self._upload(self._words) if self._table is None else self._table
 
     def _call_table(
-        self,
-        gradients: Sequence[Tensor],
-        flags: Sequence[bool],
-        factors: Sequence[float | Tensor],
-        captured: list[Tensor],
+        self, gradients: Sequence[Tensor], flags: Sequence[bool], factors: Sequence[float | Tensor]
     ) -> Tensor:
         kernels = shared.kernels()
         words = []
@@ -78,18 +94,14 @@ class _Group:
         for factor in factors:
             number = 1.0 if isinstance(factor, Tensor) else float(factor)
             words += struct.unpack("q", struct.pack("d", number))
-        capturing = shared.capturing(self._device)
         stream = torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else 0
         # A table uploaded on another stream may not have arrived yet; one from outside a graph may be freed
         # before the graph is.
-        if self._last is not None and self._last[:2] == (words, stream) and not capturing:
-            return self._last[2]
-        table, pinned = shared.upload(torch.tensor(words, dtype=torch.int64), self._device)
-        if capturing:
-            captured.append(pinned)
-        else:
-            self._last = words, stream, table
-        return table
+        if shared.capturing(self._device):
+            return self._upload(torch.tensor(words, dtype=torch.int64))
+        if self._last is None or self._last[:2] != (words, stream):
+            self._last = words, stream, self._upload(torch.tensor(words, dtype=torch.int64))
+        return self._last[2]
 
     def run(
         self,
@@ -97,9 +109,8 @@ class _Group:
         scale: float | Tensor,
         flags: Sequence[bool],
         beta: float | Tensor,
-        captured: list[Tensor],
     ) -> None:
-        """Launch once. In a graph capture, host memory that the graph reads is appended to `captured`."""
+        """Launch once."""
         ready = []
         for gradient, accumulator in zip(gradients, self.accumulators, strict=True):
             if gradient.shape != accumulator.shape or gradient.device != accumulator.device:
@@ -113,12 +124,7 @@ class _Group:
             return
         accumulator_dtype = self.accumulators[0].dtype
         with shared.on_device(self._device):
-            table = self._table
-            if table is None:
-                table, pinned = shared.upload(self._words, self._device)
-                if shared.capturing(self._device):
-                    captured.append(pinned)
-            calls = self._call_table(ready, flags, (scale, beta), captured)
+            table, calls = self._own_table(), self._call_table(ready, flags, (scale, beta))
             numbers = calls[2 * len(ready) :].view(torch.float64)
             kernels = shared.kernels()
             kernels.scale_accumulate[(self._programs,)](
@@ -151,23 +157,24 @@ class _Bound:
     def __init__(self, accumulators: Sequence[Tensor], keep_tables: bool):
         self._accumulators = accumulators
         self._keep_tables = keep_tables
-        self._groups: dict[tuple[torch.dtype, ...], tuple[list[_Group], list[int]]] = {}
+        self._runs: dict[tuple[torch.dtype, ...], list[tuple[list[int], Callable[..., Any]]]] = {}
         #: Pinned memory that captured graphs read when they are replayed.
         self.captured: list[Tensor] = []
 
-    def _grouped(self, dtypes: tuple[torch.dtype, ...]) -> tuple[list[_Group], list[int]]:
-        """Groups for gradients of these dtypes, and the indices of accumulators with gaps."""
-        if dtypes not in self._groups:
-            pairs: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
-            gaps = []
-            for index, (accumulator, dtype) in enumerate(zip(self._accumulators, dtypes, strict=True)):
-                if shared.is_dense(accumulator):
-                    pairs.setdefault((accumulator.dtype, dtype), []).append(index)
-                else:
-                    gaps.append(index)
-            groups = [_Group(found, self._accumulators, pair[1]) for pair, found in pairs.items()]
-            self._groups[dtypes] = (groups, gaps)
-        return self._groups[dtypes]
+    def _group(self, dtypes: tuple[torch.dtype, ...]) -> list[tuple[list[int], Callable[..., Any]]]:
+        """For gradients of these dtypes: indices, and what adds to these accumulators (torch if they have gaps)."""
+        pairs: dict[tuple[torch.dtype, torch.dtype] | None, list[int]] = {}
+        for index, (accumulator, dtype) in enumerate(zip(self._accumulators, dtypes, strict=True)):
+            pair = (accumulator.dtype, dtype) if shared.is_dense(accumulator) else None
+            pairs.setdefault(pair, []).append(index)
+        found: list[tuple[list[int], Callable[..., Any]]] = []
+        for pair, indices in pairs.items():
+            chosen = [self._accumulators[index] for index in indices]
+            if pair is None:
+                found.append((indices, functools.partial(reference.scale_accumulate_, chosen)))
+            else:
+                found.append((indices, _Group(chosen, pair[1], self._keep_tables, self.captured).run))
+        return found
 
     def __call__(
         self,
@@ -178,25 +185,11 @@ class _Bound:
         norm_type: float | None = None,
     ) -> Tensor | None:
         flags = overwrite_flags(overwrite, len(gradients))
-        groups, gaps = self._grouped(tuple(gradient.dtype for gradient in gradients))
-        for group in groups:
-            if self._keep_tables and not shared.capturing(self._accumulators[0].device):
-                group.upload()
-            group.run(
-                [gradients[index] for index in group.indices],
-                scale,
-                [flags[index] for index in group.indices],
-                beta,
-                self.captured,
-            )
-        if gaps:
-            reference.scale_accumulate_(
-                [self._accumulators[index] for index in gaps],
-                [gradients[index] for index in gaps],
-                scale,
-                [flags[index] for index in gaps],
-                beta,
-            )
+        dtypes = tuple(gradient.dtype for gradient in gradients)
+        if dtypes not in self._runs:
+            self._runs[dtypes] = self._group(dtypes)
+        for indices, run in self._runs[dtypes]:
+            run([gradients[index] for index in indices], scale, [flags[index] for index in indices], beta)
         if norm_type is None:
             return None
         found, pinned = norms.partials(self._accumulators, norm_type)
