@@ -162,7 +162,7 @@ class _Bound:
         self.captured: list[Tensor] = []
 
     def _group(self, dtypes: tuple[torch.dtype, ...]) -> list[tuple[list[int], Callable[..., Any]]]:
-        """For gradients of these dtypes: indices, and what adds to these accumulators (torch if they have gaps)."""
+        """For gradients of these dtypes: indices, and what adds there (torch, where there are gaps)."""
         pairs: dict[tuple[torch.dtype, torch.dtype] | None, list[int]] = {}
         for index, (accumulator, dtype) in enumerate(zip(self._accumulators, dtypes, strict=True)):
             pair = (accumulator.dtype, dtype) if shared.is_dense(accumulator) else None
