@@ -62,12 +62,8 @@ def overlaps_itself(tensor: Tensor) -> bool:
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
     """Whether both tensors are one: same first byte, dtype, sizes and strides."""
-    return (
-        a.data_ptr() == b.data_ptr()
-        and a.dtype == b.dtype
-        and a.shape == b.shape
-        and a.stride() == b.stride()
-    )
+    first, second = ((each.data_ptr(), each.dtype, each.shape, each.stride()) for each in (a, b))
+    return first == second
 
 
 class MemoryMap:

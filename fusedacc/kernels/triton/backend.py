@@ -224,16 +224,9 @@ def _unsupported(
     return None
 
 
-def _accumulate_(
-    accumulators: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    scale: float | Tensor,
-    overwrite: bool | Sequence[bool],
-    beta: float | Tensor = 1.0,
-    norm_type: float | None = None,
-) -> Tensor | None:
+def _accumulate_(accumulators: Sequence[Tensor], *arguments: Any, **named: Any) -> Tensor | None:
     bound = _Bound(accumulators, keep_tables=False)
-    found = bound(gradients, scale, overwrite, beta, norm_type)
+    found = bound(*arguments, **named)
     _keep_captured(accumulators, bound.captured)
     return found
 
