@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from .kernels import checks, grain_size, norms, reference, registry, undispatched
-from .kernels.lists import Plan, bump_versions, split_refused, traced_backend
+from .kernels.lists import Plan, bump_versions, is_traced_natively, split_refused
+from .kernels.native import as_argument
 
 __all__ = ["prepare", "scale_accumulate_", "scale_cast_", "total_norm"]
 
@@ -68,14 +69,11 @@ def scale_accumulate_(
         if direct:
             chosen.accumulate_(accumulators, gradients, scale, overwrite)
     except Exception as error:
-        refused = error
-    else:
-        if direct:
-            bump_versions(accumulators)
-            return
-    checks.check_lists(accumulators, gradients, scale, overwrite)
-    for part in split_refused(accumulators, gradients, backend, chosen, refused):
-        part.backend.accumulate_(part.of(accumulators), part.of(gradients), scale, part.flags(overwrite))
+        refused, direct = error, False
+    if not direct:
+        checks.check_lists(accumulators, gradients, scale, overwrite)
+        for part in split_refused(accumulators, gradients, backend, chosen, refused):
+            part.backend.accumulate_(part.of(accumulators), part.of(gradients), scale, part.of(overwrite))
     bump_versions(accumulators)
 
 
@@ -96,11 +94,8 @@ def _traced(
         sums = [accumulators[index] for index in chosen]
         fresh = [gradients[index] for index in chosen]
         written = [flags[index] for index in chosen]
-        name = traced_backend(device, sums[0].dtype, fresh[0].dtype, backend)
-        if name in ("cuda", "cpu"):
-            tensor_scale = scale if isinstance(scale, Tensor) else None
-            number = 1.0 if isinstance(scale, Tensor) else float(scale)
-            torch.ops.fusedacc.scale_accumulate_(sums, fresh, tensor_scale, number, written)
+        if is_traced_natively(device, sums[0].dtype, fresh[0].dtype, backend):
+            torch.ops.fusedacc.scale_accumulate_(sums, fresh, *as_argument(scale), written)
         else:
             reference.scale_accumulate_(sums, fresh, scale, written)
 

@@ -70,17 +70,9 @@ class CachedPlan:
             assert accumulators is not None
             chosen = self._backend
             if chosen.name not in SELF_CHECKING:
-                if norm_type is not None:
-                    return chosen.accumulate_with_norm_(
-                        accumulators, gradients, scale, False, norm_type, beta
-                    )
-                chosen.accumulate_(accumulators, gradients, scale, False, beta)
-                return None
+                return chosen.accumulate_(accumulators, gradients, scale, False, beta, norm_type)
             self.run = chosen.prepare(accumulators)
-        if norm_type is not None:
-            return self.run.with_norm(gradients, scale, False, norm_type, beta)
-        self.run(gradients, scale, False, beta)
-        return None
+        return self.run(gradients, scale, False, beta, norm_type)
 
 
 class PlanCache:
@@ -149,12 +141,9 @@ class PlanCache:
         chosen = self.select((first.device, terms[0].dtype, first.dtype)).backend
         scale, beta = to_device_of(scale, first), to_device_of(beta, first)
         norm_type = self._norms.norm_type if slots else None
-        partials = None
         if norm_type is None:
             self._norms.forget(slots)
-            chosen.accumulate_(accumulators, terms, scale, overwrite, beta)
-        else:
-            partials = chosen.accumulate_with_norm_(accumulators, terms, scale, overwrite, norm_type, beta)
+        partials = chosen.accumulate_(accumulators, terms, scale, overwrite, beta, norm_type)
         if exposed:
             increment_version(accumulators)
         if partials is not None:

@@ -17,15 +17,16 @@ from torch import Tensor
 
 from .dtypes import DTYPES, PAIRS, allowed_pairs
 
-_ORDINARY_TYPES = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
+#: The types of tensors that are no subclass with a behaviour of its own.
+ORDINARY_TYPES = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether `tensor` is dense, with memory of its own: no wrapper subclass, no meta tensor."""
-    return type(tensor) in _ORDINARY_TYPES and tensor.layout == torch.strided and not tensor.is_meta
+    return type(tensor) in ORDINARY_TYPES and tensor.layout == torch.strided and not tensor.is_meta
 
 
-def _reach(tensor: Tensor) -> int:
+def reach(tensor: Tensor) -> int:
     """How many elements' places `tensor` spans, from its first element to its last."""
     if tensor.is_contiguous() or tensor.numel() == 0:
         return tensor.numel()
@@ -35,7 +36,7 @@ def _reach(tensor: Tensor) -> int:
 def _memory_range(tensor: Tensor) -> tuple[int, int]:
     """First byte and one past the last byte that `tensor` can touch; an empty range for an empty tensor."""
     start = tensor.data_ptr()
-    return start, start + _reach(tensor) * tensor.element_size()
+    return start, start + reach(tensor) * tensor.element_size()
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
@@ -61,12 +62,8 @@ def overlaps_itself(tensor: Tensor) -> bool:
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
     """Whether both tensors are one: same first byte, dtype, sizes and strides."""
-    return (
-        a.data_ptr() == b.data_ptr()
-        and a.dtype == b.dtype
-        and a.shape == b.shape
-        and a.stride() == b.stride()
-    )
+    first, second = ((each.data_ptr(), each.dtype, each.shape, each.stride()) for each in (a, b))
+    return first == second
 
 
 class MemoryMap:
@@ -92,7 +89,7 @@ class MemoryMap:
         self._ends = torch.tensor([end for _, end in ranges], dtype=torch.int64)
         self._layouts = [(tensor.shape, tensor.stride(), tensor.device) for tensor in accumulators]
         self._dtypes = [tensor.dtype for tensor in accumulators]
-        self._reaches = torch.tensor(list(map(_reach, accumulators)), dtype=torch.int64)
+        self._reaches = torch.tensor(list(map(reach, accumulators)), dtype=torch.int64)
 
     def overlapping(self, tensor: Tensor) -> list[int]:
         """The accumulators whose byte range meets that of `tensor`."""
@@ -114,7 +111,7 @@ class MemoryMap:
         True for ordinary tensors laid out like their accumulators, of allowed dtypes, clear of every
         accumulator's memory (on whatever device: addresses are compared alone).
         """
-        if not isinstance(gradients, (list, tuple)) or not _ORDINARY_TYPES.issuperset(map(type, gradients)):
+        if not isinstance(gradients, (list, tuple)) or not ORDINARY_TYPES.issuperset(map(type, gradients)):
             return False
         if any(gradient.layout != torch.strided for gradient in gradients):
             return False
@@ -253,14 +250,31 @@ def check_gradients(
         ValueError: a wrong number of tensors, shape or device; a gradient that partly overlaps an
             accumulator.
     """
+    check_overwrite(overwrite, len(accumulators))
+    check_scale(scale, accumulators)
     if memory.plainly_fit(gradients):
-        check_overwrite(overwrite, len(accumulators))
-        check_scale(scale, accumulators)
         return
     _check_list("gradients", gradients)
+    check_pairs(accumulators, gradients)
+    for index, (accumulator, gradient) in enumerate(zip(accumulators, gradients, strict=True)):
+        if not is_plain(gradient):
+            continue
+        for owner in memory.overlapping(gradient):
+            if owner != index or not _same_memory(gradient, accumulator):
+                raise ValueError(
+                    f"gradients[{index}] shares memory with accumulators[{owner}]; "
+                    "a gradient may be its own accumulator, and nothing else may overlap"
+                )
+
+
+def check_pairs(accumulators: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Raise unless there is a gradient for each accumulator, of a dtype, shape and device that fit.
+
+    Raises:
+        TypeError, ValueError: as `check_gradients`.
+    """
     if len(gradients) != len(accumulators):
         raise ValueError(f"{len(accumulators)} accumulators, but {len(gradients)} gradients")
-    check_overwrite(overwrite, len(accumulators))
     for index, (accumulator, gradient) in enumerate(zip(accumulators, gradients, strict=True)):
         if (gradient.dtype, accumulator.dtype) not in PAIRS:
             raise TypeError(
@@ -277,15 +291,6 @@ def check_gradients(
                 f"gradients[{index}] is on {gradient.device}, "
                 f"but accumulators[{index}] is on {accumulator.device}"
             )
-        if not is_plain(gradient):
-            continue
-        for owner in memory.overlapping(gradient):
-            if owner != index or not _same_memory(gradient, accumulator):
-                raise ValueError(
-                    f"gradients[{index}] shares memory with accumulators[{owner}]; "
-                    "a gradient may be its own accumulator, and nothing else may overlap"
-                )
-    check_scale(scale, accumulators)
 
 
 def check_lists(accumulators: Any, gradients: Any, scale: Any, overwrite: Any) -> None:

@@ -8,30 +8,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .checks import check_pairs
 from .constants import CHUNK_ELEMENTS, plan_words
 
+# `factors`: what the schema has after the tensors, among it the scale and keep, where these are tensors.
 
-def _check(accumulators: Sequence[Tensor], gradients: Sequence[Tensor], factors: Sequence[Any]) -> None:
-    if len(accumulators) != len(gradients):
-        raise RuntimeError(f"fusedacc: {len(accumulators)} accumulators but {len(gradients)} gradients")
-    for index, (accumulator, gradient) in enumerate(zip(accumulators, gradients, strict=True)):
-        for what, of_sum, of_gradient in (
-            ("device", accumulator.device, gradient.device),
-            ("shape", accumulator.shape, gradient.shape),
-        ):
-            if of_sum != of_gradient:
-                raise RuntimeError(
-                    f"fusedacc: gradients[{index}] has {what} {of_gradient} but its accumulator has {of_sum}"
-                )
+
+def _scale_accumulate(accumulators: list[Tensor], gradients: list[Tensor], *factors: Any) -> None:
+    try:
+        check_pairs(accumulators, gradients)
+    except (TypeError, ValueError) as problem:
+        raise RuntimeError(f"fusedacc: {problem}") from None
     if accumulators:
-        _check_not_meta(accumulators[0], [*gradients, *factors])
+        _check_not_meta(accumulators[0], gradients, *factors)
 
 
-def _check_not_meta(first: Tensor, others: Sequence[Any]) -> None:
+def _check_not_meta(first: Tensor, *others: Any) -> None:
     """A meta tensor among real ones brings a call here; without this it would return with nothing done."""
-    tensors = [other for other in others if isinstance(other, Tensor)]
-    if first.device.type != "meta" and any(tensor.device.type == "meta" for tensor in tensors):
-        raise RuntimeError("fusedacc: a gradient, the scale or keep is on meta")
+    if first.device.type == "meta":
+        return
+    for other in others:
+        tensors = other if isinstance(other, (list, tuple)) else [other]
+        if any(isinstance(tensor, Tensor) and tensor.device.type == "meta" for tensor in tensors):
+            raise RuntimeError("fusedacc: a gradient, the scale or keep is on meta")
 
 
 def _partials(tensors: Sequence[Tensor]) -> Tensor:
@@ -39,15 +38,8 @@ def _partials(tensors: Sequence[Tensor]) -> Tensor:
     return torch.empty(chunks, dtype=torch.float64, device=tensors[0].device if tensors else "cpu")
 
 
-# `factors`: what the schema has after the tensors, among it the scale and keep, where these are tensors.
-
-
-def _scale_accumulate(accumulators: list[Tensor], gradients: list[Tensor], *factors: Any) -> None:
-    _check(accumulators, gradients, factors)
-
-
-def _scale_accumulate_norm(accumulators: list[Tensor], gradients: list[Tensor], *factors: Any) -> Tensor:
-    _check(accumulators, gradients, factors)
+def _scale_accumulate_norm(accumulators: list[Tensor], *gradients_and_factors: Any) -> Tensor:
+    _scale_accumulate(accumulators, *gradients_and_factors)
     return _partials(accumulators)
 
 
@@ -55,12 +47,8 @@ def _prepare(accumulators: list[Tensor]) -> Tensor:
     return torch.empty(plan_words(accumulators), dtype=torch.int64, device="cpu")
 
 
-def _accumulate_prepared(plan: Tensor, gradients: list[Tensor], *factors: Any) -> None:
-    _check_not_meta(plan, [*gradients, *factors])
-
-
 def _accumulate_prepared_norm(plan: Tensor, gradients: list[Tensor], *factors: Any) -> Tensor:
-    _check_not_meta(plan, [*gradients, *factors])
+    _check_not_meta(plan, gradients, *factors)
     return _partials(gradients)
 
 
@@ -99,14 +87,14 @@ def _accumulate_rows(table: Tensor, indices: Tensor, gradients: Tensor, *factors
     wanted = (indices.shape[0], table.shape[1])
     if gradients.shape != wanted:
         raise RuntimeError(f"fusedacc: gradients has shape {gradients.shape}; it must be {wanted}")
-    _check_not_meta(table, [indices, gradients, *factors])
+    _check_not_meta(table, indices, gradients, *factors)
 
 
 _FAKES: dict[str, Callable[..., Any]] = {
     "scale_accumulate_": _scale_accumulate,
     "scale_accumulate_norm_": _scale_accumulate_norm,
     "prepare": _prepare,
-    "accumulate_prepared_": _accumulate_prepared,
+    "accumulate_prepared_": _check_not_meta,
     "accumulate_prepared_norm_": _accumulate_prepared_norm,
     "norm_partials": _norm_partials,
     "finish_norm": _finish_norm,

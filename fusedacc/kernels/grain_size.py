@@ -16,16 +16,9 @@ GRAIN_SIZES = (32768, 131072)
 _TRIED = 131072
 
 
-@functools.cache
-def _setter() -> Callable[[int], None]:
-    function = library.functions().fusedacc_set_grain
-    function.argtypes, function.restype = [ctypes.c_int64], None
-    return function
-
-
 def set_grain_size(elements: int) -> None:
     """From now on a thread of the extension gets no fewer elements, in the whole process."""
-    _setter()(elements)
+    library.functions().fusedacc_set_grain(ctypes.c_int64(elements))
 
 
 def question() -> tuning.Question | None:

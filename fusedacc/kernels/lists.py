@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,11 +21,9 @@ class Part:
     backend: registry.Backend
     indices: tuple[int, ...]
 
-    def of(self, values: Sequence) -> list:
-        return [values[index] for index in self.indices]
-
-    def flags(self, overwrite: bool | Sequence[bool]) -> bool | list[bool]:
-        return overwrite if isinstance(overwrite, bool) else self.of(overwrite)
+    def of(self, values: Any) -> Any:
+        """Its share of a list; a flag that is one for all as it is."""
+        return values if isinstance(values, bool) else [values[index] for index in self.indices]
 
 
 def split(accumulators: Sequence[Tensor], gradients: Sequence[Tensor], backend: str) -> list[Part]:
@@ -37,21 +36,16 @@ def split(accumulators: Sequence[Tensor], gradients: Sequence[Tensor], backend: 
         ValueError, RuntimeError: as `registry.select`.
     """
     registry.requested(backend)
-    names: dict[tuple[torch.device, torch.dtype, torch.dtype, bool], str] = {}
-    found: dict[tuple[torch.device, str], list[int]] = {}
+    chosen: dict[tuple[torch.device, torch.dtype, torch.dtype, str], registry.Backend] = {}
+    found: dict[tuple[torch.device, registry.Backend], list[int]] = {}
     for index, (accumulator, gradient) in enumerate(zip(accumulators, gradients, strict=True)):
-        plain = checks.is_plain(accumulator) and checks.is_plain(gradient)
-        kind = (
-            accumulator.device,
-            accumulator.dtype,
-            gradient.dtype,
-            plain and gradient.dim() <= MAX_DIMS,
-        )
-        if kind not in names:
-            wanted = backend if kind[-1] or backend != "auto" else "eager"
-            names[kind] = registry.select(*kind[:-1], wanted).backend.name
-        found.setdefault((accumulator.device, names[kind]), []).append(index)
-    return [Part(registry.get(name), tuple(indices)) for (_, name), indices in found.items()]
+        usual = checks.is_plain(accumulator) and checks.is_plain(gradient) and gradient.dim() <= MAX_DIMS
+        wanted = backend if usual or backend != "auto" else "eager"
+        kind = accumulator.device, accumulator.dtype, gradient.dtype, wanted
+        if kind not in chosen:
+            chosen[kind] = registry.select(*kind).backend
+        found.setdefault((accumulator.device, chosen[kind]), []).append(index)
+    return [Part(taker, tuple(indices)) for (_, taker), indices in found.items()]
 
 
 def split_refused(
@@ -72,10 +66,10 @@ def split_refused(
     return parts
 
 
-def traced_backend(
+def is_traced_natively(
     device: torch.device, accumulator_dtype: torch.dtype, gradient_dtype: torch.dtype, backend: str
-) -> str:
-    """The name of the backend that goes into a graph of `torch.compile`.
+) -> bool:
+    """Whether the native library's operators go into a graph of `torch.compile`; else the reference does.
 
     Raises:
         RuntimeError: Triton was asked for.
@@ -86,11 +80,11 @@ def traced_backend(
         raise RuntimeError(
             "backend='triton' cannot be traced by torch.compile; allowed: 'auto', 'cuda', 'cpu', 'eager'"
         )
-    return name
+    return name in registry.SELF_CHECKING
 
 
 # What torch.compiler.assume_constant_result does, which would import the whole compiler (1.3 s) here and now.
-traced_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
+is_traced_natively._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def bump_versions(tensors: Sequence[Tensor]) -> None:
@@ -130,12 +124,6 @@ class Plan:
         """The names of the backends that run, one per part."""
         return tuple(part.backend.name for part in self._parts)
 
-    def check(
-        self, gradients: Sequence[Tensor], scale: float | Tensor, overwrite: bool | Sequence[bool]
-    ) -> None:
-        """Raise what a call with these arguments would (see `checks.check_gradients`)."""
-        checks.check_gradients(self._accumulators, gradients, scale, overwrite, self._memory)
-
     def __call__(
         self,
         gradients: Sequence[Tensor],
@@ -145,57 +133,24 @@ class Plan:
     ) -> None:
         """Accumulate once; arguments and errors as `functional.scale_accumulate_`."""
         quick = self._undispatched
-        if not (quick and quick(gradients, scale, overwrite, 1.0, None)):
-            self._pass(gradients, scale, overwrite, None)
-
-    def with_norm(
-        self,
-        gradients: Sequence[Tensor],
-        scale: float | Tensor = 1.0,
-        *,
-        overwrite: bool | Sequence[bool] = False,
-        norm_type: float = 2.0,
-    ) -> list[Tensor]:
-        """The same, and the new sums' partial norms for `norms.finish`: as reading the sums again would give
-        them, but without another pass where the backend can.
-
-        Raises:
-            TypeError, ValueError, RuntimeError: as a call; ValueError for another `norm_type` than 2 and inf.
-        """
-        norm_type = checks.check_norm_type(norm_type)
-        if self._undispatched:
-            partials = self._undispatched(gradients, scale, overwrite, 1.0, norm_type)
-            if partials is not False:
-                return [partials]
-        return self._pass(gradients, scale, overwrite, norm_type)
-
-    def _pass(
-        self,
-        gradients: Sequence[Tensor],
-        scale: float | Tensor,
-        overwrite: bool | Sequence[bool],
-        norm_type: float | None,
-    ) -> list[Tensor]:
-        partials = []
+        if quick and quick(gradients, scale, overwrite, 1.0, None):
+            return
         if self._direct:
             refused = None
             try:
-                if norm_type is None:
-                    self._runs[0](gradients, scale, overwrite)
-                else:
-                    partials = [self._runs[0].with_norm(gradients, scale, overwrite, norm_type)]
+                self._runs[0](gradients, scale, overwrite)
             except Exception as error:
                 refused = error
             if refused is not None:
-                self.check(gradients, scale, overwrite)
+                self._check(gradients, scale, overwrite)
                 raise refused
         else:
-            self.check(gradients, scale, overwrite)
+            self._check(gradients, scale, overwrite)
             for part, run in zip(self._parts, self._runs, strict=True):
-                arguments = part.of(gradients), scale, part.flags(overwrite)
-                if norm_type is None:
-                    run(*arguments)
-                else:
-                    partials.append(run.with_norm(*arguments, norm_type))
+                run(part.of(gradients), scale, part.of(overwrite))
         bump_versions(self._versions)
-        return partials
+
+    def _check(
+        self, gradients: Sequence[Tensor], scale: float | Tensor, overwrite: bool | Sequence[bool]
+    ) -> None:
+        checks.check_gradients(self._accumulators, gradients, scale, overwrite, self._memory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from . import library, undispatched
 from .dtypes import PAIRS
+from .registry import Backend, Run
 
 _MOST_LISTS = 200
 
@@ -30,164 +32,130 @@ def runs_on(architecture: str, capability: tuple[int, int]) -> bool:
     return capability >= built and (capability[0] == built[0] or (ptx is not None and not kind))
 
 
-class NativeBackend:
-    """One device type of the native library.
-
-    Tensors are passed as they are: the operators raise RuntimeError, before anything is modified, for
-    whatever would not be safe or not be the sum asked for.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._on_cpu = name == "cpu"
-
-    def unavailable(self) -> str | None:
-        problem = library.load_error()
-        if problem is None and self.name == "cuda":
-            if torch.version.hip is not None:
-                return "this torch is for ROCm, which has no CUDA kernels"
-            if not library.built_with()["cuda_architectures"]:
-                return "the native library was built without CUDA (nvcc was not found, or FORCE_CUDA=0)"
-            if not torch.cuda.is_available():
-                return "torch sees no CUDA device"
-        return problem
-
-    def unsupported(
-        self, device: torch.device, accumulator_dtype: torch.dtype, gradient_dtype: torch.dtype
-    ) -> str | None:
-        if device.type != self.name:
-            return f"the {self.name} backend takes {self.name} tensors, not {device.type}"
-        if device.type == "cuda" and self.unavailable() is None:
-            capability, built = (
-                torch.cuda.get_device_capability(device),
-                library.built_with()["cuda_architectures"],
-            )
-            if not any(runs_on(architecture, capability) for architecture in built):
-                number = ".".join(map(str, capability))
-                return f"the native library was built for {', '.join(built)}, and {device} is of {number}"
-        if (gradient_dtype, accumulator_dtype) not in PAIRS:
-            return f"no kernel adds {gradient_dtype} into {accumulator_dtype}"
-        return None
-
-    def accumulate_(
-        self,
-        accumulators: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        scale: float | Tensor,
-        overwrite: bool | Sequence[bool],
-        keep: float | Tensor = 1.0,
-    ) -> None:
-        if self._on_cpu and undispatched.accumulate(
-            accumulators, gradients, scale, overwrite, keep, None, False, False
-        ):
-            return
-        operator = torch.ops.fusedacc.scale_accumulate_.default
-        flags = _flags(overwrite, accumulators)
-        library.call(operator, accumulators, gradients, *_factor(scale), flags, *_kept(keep))
-
-    def prepare(self, accumulators: Sequence[Tensor]) -> Bound:
-        return Bound(accumulators, self._on_cpu)
-
-    def norm_partials(self, tensors: Sequence[Tensor], norm_type: float) -> Tensor:
-        if self._on_cpu:
-            found = undispatched.norm_partials(tensors, norm_type)
-            if found is not False:
-                return found
-        return _unrecorded(torch.ops.fusedacc.norm_partials.default, tensors, norm_type)
-
-    def finish_norm(
-        self, partials: Sequence[Tensor], norm_type: float, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        # A launch has room for this many.
-        if len(partials) > _MOST_LISTS:
-            partials = [torch.cat(list(partials))]
-        return torch.ops.fusedacc.finish_norm.default(partials, norm_type, dtype == torch.float64)
-
-    def accumulate_with_norm_(
-        self,
-        accumulators: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        scale: float | Tensor,
-        overwrite: bool | Sequence[bool],
-        norm_type: float,
-        keep: float | Tensor = 1.0,
-    ) -> Tensor:
-        if self._on_cpu:
-            found = undispatched.accumulate(
-                accumulators, gradients, scale, overwrite, keep, norm_type, False, False
-            )
-            if found is not False:
-                return found
-        operator = torch.ops.fusedacc.scale_accumulate_norm_.default
-        flags = _flags(overwrite, accumulators)
-        factors = *_factor(scale), flags, norm_type, *_kept(keep)
-        return _unrecorded(operator, accumulators, gradients, *factors)
-
-    def accumulate_rows_(
-        self,
-        table: Tensor,
-        indices: Tensor,
-        gradients: Tensor,
-        scale: float | Tensor,
-        padding: int,
-        by_frequency: bool,
-    ) -> None:
-        operator = torch.ops.fusedacc.accumulate_rows_.default
-        operator(table, indices, gradients, *_factor(scale), padding, by_frequency)
+def _unavailable(name: str) -> str | None:
+    problem = library.load_error()
+    if problem is None and name == "cuda":
+        if torch.version.hip is not None:
+            return "this torch is for ROCm, which has no CUDA kernels"
+        if not library.built_with()["cuda_architectures"]:
+            return "the native library was built without CUDA (nvcc was not found, or FORCE_CUDA=0)"
+        if not torch.cuda.is_available():
+            return "torch sees no CUDA device"
+    return problem
 
 
-class Bound:
+def _unsupported(
+    name: str, device: torch.device, accumulator_dtype: torch.dtype, gradient_dtype: torch.dtype
+) -> str | None:
+    if device.type != name:
+        return f"the {name} backend takes {name} tensors, not {device.type}"
+    if device.type == "cuda" and _unavailable(name) is None:
+        capability = torch.cuda.get_device_capability(device)
+        built = library.built_with()["cuda_architectures"]
+        if not any(runs_on(architecture, capability) for architecture in built):
+            number = ".".join(map(str, capability))
+            return f"the native library was built for {', '.join(built)}, and {device} is of {number}"
+    if (gradient_dtype, accumulator_dtype) not in PAIRS:
+        return f"no kernel adds {gradient_dtype} into {accumulator_dtype}"
+    return None
+
+
+def _accumulate_on_cpu_(
+    accumulators: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    scale: float | Tensor,
+    overwrite: bool | Sequence[bool],
+    beta: float | Tensor = 1.0,
+    norm_type: float | None = None,
+) -> Tensor | None:
+    found = undispatched.accumulate(accumulators, gradients, scale, overwrite, beta, norm_type, False, False)
+    if found is False:
+        return _accumulate_(accumulators, gradients, scale, overwrite, beta, norm_type)
+    return None if found is True else found
+
+
+def _accumulate_(
+    accumulators: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    scale: float | Tensor,
+    overwrite: bool | Sequence[bool],
+    beta: float | Tensor = 1.0,
+    norm_type: float | None = None,
+) -> Tensor | None:
+    operators = torch.ops.fusedacc
+    operator = operators.scale_accumulate_ if norm_type is None else operators.scale_accumulate_norm_
+    return _call(operator.default, accumulators, gradients, scale, overwrite, beta, norm_type)
+
+
+def _prepare(name: str, accumulators: Sequence[Tensor]) -> Run:
     """Accumulators with their checks done, as a table that the operators read."""
+    plan = torch.ops.fusedacc.prepare.default(accumulators)
+    quick = name == "cpu" and undispatched.prepare(accumulators, ())
 
-    def __init__(self, accumulators: Sequence[Tensor], on_cpu: bool) -> None:
-        self._plan = torch.ops.fusedacc.prepare.default(accumulators)
-        self._undispatched = on_cpu and undispatched.prepare(accumulators, ())
-
-    def __call__(
-        self,
+    def run(
         gradients: Sequence[Tensor],
         scale: float | Tensor,
         overwrite: bool | Sequence[bool],
-        keep: float | Tensor = 1.0,
-    ) -> None:
-        if self._undispatched and self._undispatched(gradients, scale, overwrite, keep, None):
-            return
-        operator = torch.ops.fusedacc.accumulate_prepared_.default
-        flags = _flags(overwrite, gradients)
-        library.call(operator, self._plan, gradients, *_factor(scale), flags, *_kept(keep))
-
-    def with_norm(
-        self,
-        gradients: Sequence[Tensor],
-        scale: float | Tensor,
-        overwrite: bool | Sequence[bool],
-        norm_type: float,
-        keep: float | Tensor = 1.0,
-    ) -> Tensor:
-        if self._undispatched:
-            found = self._undispatched(gradients, scale, overwrite, keep, norm_type)
+        beta: float | Tensor = 1.0,
+        norm_type: float | None = None,
+    ) -> Tensor | None:
+        if quick:
+            found = quick(gradients, scale, overwrite, beta, norm_type)
             if found is not False:
-                return found
-        operator = torch.ops.fusedacc.accumulate_prepared_norm_.default
-        flags = _flags(overwrite, gradients)
-        factors = *_factor(scale), flags, norm_type, *_kept(keep)
-        return _unrecorded(operator, self._plan, gradients, *factors)
+                return None if found is True else found
+        operators = torch.ops.fusedacc
+        operator = (
+            operators.accumulate_prepared_ if norm_type is None else operators.accumulate_prepared_norm_
+        )
+        return _call(operator.default, plan, gradients, scale, overwrite, beta, norm_type)
+
+    return run
 
 
-def _unrecorded(operator: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """A call whose result would otherwise require a gradient where an argument does."""
+def _call(
+    operator: Callable[..., Any],
+    accumulators: Sequence[Tensor] | Tensor,
+    gradients: Sequence[Tensor],
+    scale: float | Tensor,
+    overwrite: bool | Sequence[bool],
+    beta: float | Tensor,
+    norm_type: float | None,
+) -> Tensor | None:
+    factors = *as_argument(scale), _flags(overwrite, gradients)
+    # Left to its default of 1 where it is, since each argument takes time.
+    last = () if not isinstance(beta, Tensor) and beta == 1.0 else as_argument(beta)
+    if norm_type is None:
+        return library.call(operator, accumulators, gradients, *factors, *last)
+    with torch.no_grad():  # else the result would require a gradient where an argument does
+        return library.call(operator, accumulators, gradients, *factors, norm_type, *last)
+
+
+def _norm_partials(name: str, tensors: Sequence[Tensor], norm_type: float) -> Tensor:
+    if name == "cpu":
+        found = undispatched.norm_partials(tensors, norm_type)
+        if found is not False:
+            return found
     with torch.no_grad():
-        return library.call(operator, *arguments)
+        return library.call(torch.ops.fusedacc.norm_partials.default, tensors, norm_type)
 
 
-def _factor(value: float | Tensor) -> tuple[Tensor | None, float]:
-    """As the operators take it: a tensor or a number."""
+def _finish_norm(partials: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    # A launch has room for this many.
+    if len(partials) > _MOST_LISTS:
+        partials = [torch.cat(list(partials))]
+    return torch.ops.fusedacc.finish_norm.default(partials, norm_type, dtype == torch.float64)
+
+
+def _accumulate_rows_(
+    table: Tensor, indices: Tensor, gradients: Tensor, scale: float | Tensor, padding: int, by_frequency: bool
+) -> None:
+    operator = torch.ops.fusedacc.accumulate_rows_.default
+    operator(table, indices, gradients, *as_argument(scale), padding, by_frequency)
+
+
+def as_argument(value: float | Tensor) -> tuple[Tensor | None, float]:
+    """A factor as the operators take it: a tensor or a number."""
     return (value, 1.0) if isinstance(value, Tensor) else (None, value)
-
-
-def _kept(keep: float | Tensor) -> tuple[Tensor | None, float] | tuple[()]:
-    """As the operators take it: left to their default of 1 where it is, since each argument takes time."""
-    return (keep, 1.0) if isinstance(keep, Tensor) else () if keep == 1.0 else (None, keep)
 
 
 def _flags(overwrite: bool | Sequence[bool], tensors: Sequence[Tensor]) -> Sequence[bool]:
@@ -199,5 +167,18 @@ def _flags(overwrite: bool | Sequence[bool], tensors: Sequence[Tensor]) -> Seque
     return overwrite
 
 
-cpu = NativeBackend("cpu")
-cuda = NativeBackend("cuda")
+# Tensors are passed as they are: the operators raise RuntimeError, before anything is modified, for whatever
+# would not be safe or not be the sum asked for.
+cpu, cuda = (
+    Backend(
+        name=name,
+        unavailable=functools.partial(_unavailable, name),
+        unsupported=functools.partial(_unsupported, name),
+        accumulate_=_accumulate_on_cpu_ if name == "cpu" else _accumulate_,
+        prepare=functools.partial(_prepare, name),
+        norm_partials=functools.partial(_norm_partials, name),
+        finish_norm=_finish_norm,
+        accumulate_rows_=_accumulate_rows_,
+    )
+    for name in ("cpu", "cuda")
+)

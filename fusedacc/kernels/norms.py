@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import checks, reference, registry, undispatched
-from .lists import split_refused, traced_backend
+from .lists import is_traced_natively, split_refused
 
 #: Joins partial norms of one device to a norm of that dtype.
 Join = Callable[[Sequence[Tensor], torch.dtype], tuple[Tensor, Tensor]]
@@ -39,7 +39,7 @@ def finish(
     """The norm, and whether an element was not finite, of partial norms from any backend and device.
 
     Args:
-        found: float64 vectors, as `partials` and `Run.with_norm` give them.
+        found: float64 vectors, as `partials` and accumulations give them.
         norm_type: as for the partials.
         dtype: of the norm: float32 or float64.
         backend: which one is to join them.
@@ -49,7 +49,9 @@ def finish(
     """
 
     def join(vectors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return _finisher(vectors, backend).finish_norm(vectors, norm_type, dtype)
+        wanted = backend if backend != "auto" or all(map(checks.is_plain, vectors)) else "eager"
+        chosen = registry.select(vectors[0].device, torch.float64, torch.float64, wanted).backend
+        return chosen.finish_norm(vectors, norm_type, dtype)
 
     return _over_devices(found, dtype, join)
 
@@ -70,12 +72,6 @@ def _over_devices(found: Sequence[Tensor], dtype: torch.dtype, join: Join) -> tu
     return join(here, dtype)
 
 
-def _finisher(found: Sequence[Tensor], backend: str) -> registry.Backend:
-    if backend == "auto" and not all(map(checks.is_plain, found)):
-        backend = "eager"
-    return registry.select(found[0].device, torch.float64, torch.float64, backend).backend
-
-
 def norm_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
     """float64 if one of the tensors is, else float32."""
     wide = any(tensor.dtype == torch.float64 for tensor in tensors)
@@ -85,21 +81,16 @@ def norm_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
 def _traced(tensors: Sequence[Tensor], norm_type: float, backend: str) -> tuple[Tensor, Tensor]:
     """The graph under `torch.compile`: two operators per device, or plain torch."""
 
-    def native(device: torch.device, dtype: torch.dtype) -> bool:
-        return traced_backend(device, dtype, dtype, backend) in ("cuda", "cpu")
-
     def join(vectors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        if native(vectors[0].device, torch.float64):
+        if is_traced_natively(vectors[0].device, torch.float64, torch.float64, backend):
             return torch.ops.fusedacc.finish_norm(vectors, norm_type, dtype == torch.float64)
         return reference.finish_norm(vectors, norm_type, dtype)
 
     found = []
     for device in dict.fromkeys(tensor.device for tensor in tensors):
         here = [tensor.detach() for tensor in tensors if tensor.device == device]
-        if native(device, here[0].dtype):
-            found.append(torch.ops.fusedacc.norm_partials(here, norm_type))
-        else:
-            found.append(reference.norm_partials(here, norm_type))
+        native = is_traced_natively(device, here[0].dtype, here[0].dtype, backend)
+        found.append((torch.ops.fusedacc if native else reference).norm_partials(here, norm_type))
     return _over_devices(found, norm_dtype(tensors), join)
 
 
@@ -118,7 +109,6 @@ def norm_and_nonfinite(
         found = undispatched.total_norm(tensors, norm_type)
         if found:
             return found
-    registry.requested(backend)
     parts = partials(tensors, norm_type, backend)
     return finish(parts, norm_type, norm_dtype(tensors), backend)
 

@@ -16,6 +16,7 @@ size, none of the table's.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor
 from .checks import overwrite_flags
 from .constants import ROW_RUN
 from .dtypes import computation_dtype
+from .registry import Backend
 
 
 def _overwrite(accumulator: Tensor, gradient: Tensor, scale: float | Tensor) -> None:
@@ -38,15 +40,15 @@ def _overwrite(accumulator: Tensor, gradient: Tensor, scale: float | Tensor) -> 
         accumulator.copy_(product.mul(scale) if product is gradient else product.mul_(scale))
 
 
-def _add(accumulator: Tensor, gradient: Tensor, scale: float | Tensor, keep: float | Tensor) -> None:
-    keeps = not isinstance(keep, Tensor) and keep == 1.0
+def _add(accumulator: Tensor, gradient: Tensor, scale: float | Tensor, beta: float | Tensor) -> None:
+    keeps = not isinstance(beta, Tensor) and beta == 1.0
     if keeps and not isinstance(scale, Tensor) and scale == 1.0:
         accumulator.add_(gradient)
         return
     # The accumulator itself where it is wide already.
     total = accumulator.to(computation_dtype(accumulator.dtype))
     if not keeps:
-        total.mul_(keep)
+        total.mul_(beta)
     if isinstance(scale, Tensor):
         total.addcmul_(gradient, scale)
     else:
@@ -60,10 +62,10 @@ def scale_accumulate_(
     gradients: Sequence[Tensor],
     scale: float | Tensor,
     overwrite: bool | Sequence[bool],
-    keep: float | Tensor = 1.0,
-) -> None:
-    """accumulator <- beta * accumulator + scale * gradient for each pair; beta = 0 where overwritten, else
-    `keep`.
+    beta: float | Tensor = 1.0,
+    norm_type: float | None = None,
+) -> Tensor | None:
+    """accumulator <- beta * accumulator + scale * gradient for each pair, where it is not overwritten.
 
     Args:
         accumulators: tensors that do not overlap, of any strides; float64, float32, bfloat16 or float16.
@@ -71,8 +73,9 @@ def scale_accumulate_(
         scale: a float, or a 0-dim floating tensor on the tensors' device (read on the device: no
             synchronisation).
         overwrite: one flag for all or one per tensor; an overwritten accumulator is not read.
-        keep: as `scale`. Its product with the accumulator is rounded to the computation's dtype before
+        beta: as `scale`. Its product with the accumulator is rounded to the computation's dtype before
             anything is added to it.
+        norm_type: with it, the `norm_partials` of the new accumulators are returned.
 
     No input is checked here: see `checks.check_lists`.
     """
@@ -83,11 +86,12 @@ def scale_accumulate_(
         ):
             wide = computation_dtype(accumulator.dtype)
             if wide not in factors:
-                factors[wide] = _factor(scale, wide), _factor(keep, wide)
+                factors[wide] = _factor(scale, wide), _factor(beta, wide)
             if flag:
                 _overwrite(accumulator, gradient, factors[wide][0])
             else:
                 _add(accumulator, gradient, *factors[wide])
+    return None if norm_type is None else norm_partials(accumulators, norm_type)
 
 
 def _factor(value: float | Tensor, dtype: torch.dtype) -> float | Tensor:
@@ -115,9 +119,7 @@ def norm_partials(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
     """
     with torch.no_grad():
         norms = [_norm(tensor, norm_type) for tensor in tensors if tensor.numel() > 0]
-        if norms:
-            return torch.stack(norms)
-        return torch.zeros(0, dtype=torch.float64, device=tensors[0].device if tensors else None)
+        return torch.stack(norms) if norms else tensors[0].new_zeros(0, dtype=torch.float64)
 
 
 def finish_norm(partials: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -128,8 +130,6 @@ def finish_norm(partials: Sequence[Tensor], norm_type: float, dtype: torch.dtype
         norm_type: as for the partials.
         dtype: float32 or float64.
     """
-    if not partials:
-        return torch.zeros((), dtype=dtype), torch.zeros(())
     together = torch.cat(list(partials))
     if together.numel() == 0:
         return together.new_zeros((), dtype=dtype), together.new_zeros((), dtype=torch.float32)
@@ -199,3 +199,16 @@ def accumulate_rows_(
             new = torch.where((rows == padding)[:, None], old, new)
         # Equal rows are written with equal values.
         table.index_copy_(0, rows.long(), new)
+
+
+#: Plain torch on any device: fallback, and path for tensor subclasses.
+eager = Backend(
+    name="eager",
+    unavailable=lambda: None,
+    unsupported=lambda device, accumulator_dtype, gradient_dtype: None,
+    accumulate_=scale_accumulate_,
+    prepare=lambda accumulators: functools.partial(scale_accumulate_, accumulators),
+    norm_partials=norm_partials,
+    finish_norm=finish_norm,
+    accumulate_rows_=accumulate_rows_,
+)

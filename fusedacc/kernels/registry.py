@@ -18,6 +18,7 @@ from torch import Tensor
 
 #: The backends, the preferred first.
 NAMES = ("cuda", "triton", "cpu", "eager")
+_ALLOWED = ("auto", *NAMES)
 #: The environment variable that replaces `backend="auto"`.
 VARIABLE = "FUSEDACC_BACKEND"
 #: The backends whose operators check every tensor themselves, before anything is modified.
@@ -25,104 +26,63 @@ SELF_CHECKING = frozenset({"cuda", "cpu"})
 
 
 class Run(Protocol):
-    """An accumulation into accumulators that a backend has prepared."""
+    """`Accumulate`, for accumulators that a backend has prepared."""
 
     def __call__(
         self,
         gradients: Sequence[Tensor],
         scale: float | Tensor,
         overwrite: bool | Sequence[bool],
-        keep: float | Tensor = 1.0,
-    ) -> None:
-        """As `Backend.accumulate_`."""
-
-    def with_norm(
-        self,
-        gradients: Sequence[Tensor],
-        scale: float | Tensor,
-        overwrite: bool | Sequence[bool],
-        norm_type: float,
-        keep: float | Tensor = 1.0,
-    ) -> Tensor:
-        """As `Backend.accumulate_with_norm_`."""
+        beta: float | Tensor = 1.0,
+        norm_type: float | None = None,
+    ) -> Tensor | None: ...
 
 
-class Backend(Protocol):
-    """Who runs an accumulation pass. Methods that answer "why not" return None where it can.
+class Accumulate(Protocol):
+    """One pass over tensors of one device, dtype pairs mixed; bumps no version counters.
 
-    One that cannot measure in the same pass inherits that method.
+    accumulator <- round(beta * accumulator) + scale * gradient, where it is not overwritten, with one more
+    rounding. `beta` is a float or a 0-dim tensor as `scale` is.
+
+    With `norm_type` it returns the `norm_partials` of the new accumulators, by the same bits as a call for
+    them, in a single pass where the backend can; else None.
     """
 
-    @property
-    def name(self) -> str: ...
-
-    def unavailable(self) -> str | None:
-        """Why it cannot run on this machine at all."""
-
-    def unsupported(
-        self, device: torch.device, accumulator_dtype: torch.dtype, gradient_dtype: torch.dtype
-    ) -> str | None:
-        """Why it cannot take such a pair of tensors."""
-
-    def accumulate_(
+    def __call__(
         self,
         accumulators: Sequence[Tensor],
         gradients: Sequence[Tensor],
         scale: float | Tensor,
         overwrite: bool | Sequence[bool],
-        keep: float | Tensor = 1.0,
-    ) -> None:
-        """One pass over tensors of one device, dtype pairs mixed; bumps no version counters.
+        beta: float | Tensor = 1.0,
+        norm_type: float | None = None,
+    ) -> Tensor | None: ...
 
-        accumulator <- round(keep * accumulator) + scale * gradient, where it is not overwritten, with one
-        more rounding. `keep` is a float or a 0-dim tensor as `scale` is.
-        """
 
-    def prepare(self, accumulators: Sequence[Tensor]) -> Run:
-        """The same with the accumulators' part done in advance."""
+@dataclass(eq=False)
+class Backend:
+    """Who runs an accumulation pass: its name, what it says of itself, and each operator."""
 
-    def norm_partials(self, tensors: Sequence[Tensor], norm_type: float) -> Tensor:
-        """Norms of parts of the tensors, in one read: a float64 vector on their device.
-
-        A partial norm is not finite only where an element is not. What a part is depends on the tensors'
-        sizes alone, so that equal tensors give equal bits on every run. All tensors are of one device;
-        `norm_type` is 2.0 or inf.
-        """
-
-    def finish_norm(
-        self, partials: Sequence[Tensor], norm_type: float, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        """The norm of all in `dtype` (float32 or float64), and 1.0 or 0.0 in float32: whether an element was
-        not finite. Both 0-dim, on the device of the partials, which any backend may have made.
-        """
-
-    def accumulate_with_norm_(
-        self,
-        accumulators: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        scale: float | Tensor,
-        overwrite: bool | Sequence[bool],
-        norm_type: float,
-        keep: float | Tensor = 1.0,
-    ) -> Tensor:
-        """`accumulate_`, and then the `norm_partials` of the accumulators: the same bits as those two calls,
-        in a single pass where the backend can.
-        """
-        self.accumulate_(accumulators, gradients, scale, overwrite, keep)
-        return self.norm_partials(accumulators, norm_type)
-
-    def accumulate_rows_(
-        self,
-        table: Tensor,
-        indices: Tensor,
-        gradients: Tensor,
-        scale: float | Tensor,
-        padding: int,
-        by_frequency: bool,
-    ) -> None:
-        """As `rows.accumulate_rows_`, of indices `[n]` and gradients `[n, columns]` whose rows are dense, as
-        the table's are; `padding` is -1 for none. Bumps no version counter.
-        """
+    name: str
+    #: Why it cannot run on this machine at all; None if it can.
+    unavailable: Callable[[], str | None]
+    #: Why it cannot take tensors of (device, accumulator's dtype, gradient's dtype); None if it can.
+    unsupported: Callable[[torch.device, torch.dtype, torch.dtype], str | None]
+    accumulate_: Accumulate
+    #: Accumulators with their part done in advance.
+    prepare: Callable[[Sequence[Tensor]], Run]
+    #: (tensors of one device, norm_type) -> norms of parts of them, in one read: a float64 vector there. A
+    #: partial norm is not finite only where an element is not. What a part is depends on the tensors' sizes
+    #: alone, so that equal tensors give equal bits on every run. `norm_type` is 2.0 or inf.
+    norm_partials: Callable[[Sequence[Tensor], float], Tensor]
+    #: (partials, norm_type, float32 or float64) -> the norm of all in that dtype, and 1.0 or 0.0 in float32:
+    #: whether an element was not finite. Both 0-dim, on the device of the partials, which any backend may
+    #: have made.
+    finish_norm: Callable[[Sequence[Tensor], float, torch.dtype], tuple[Tensor, Tensor]]
+    #: (table, indices, gradients, scale, padding, by_frequency), as `rows.accumulate_rows_`, of indices `[n]`
+    #: and gradients `[n, columns]` whose rows are dense, as the table's are; padding is -1 for none. Bumps no
+    #: version counter.
+    accumulate_rows_: Callable[[Tensor, Tensor, Tensor, float | Tensor, int, bool], None]
 
 
 @dataclass(frozen=True)
@@ -134,12 +94,12 @@ class Selection:
 
 
 #: Where each backend is.
-_MODULES = {"cuda": "native", "triton": "triton.backend", "cpu": "native", "eager": "eager"}
+_MODULES = {"cuda": "native", "triton": "triton.backend", "cpu": "native", "eager": "reference"}
 
 
 @functools.cache
 def get(name: str) -> Backend:
-    """The backend of that name; its module is imported on the first call."""
+    """The backend of that name; its module, which has it by that name, is imported on the first call."""
     module = importlib.import_module(f".{_MODULES[name]}", __package__)
     return getattr(module, name)
 
@@ -167,8 +127,8 @@ def requested(backend: str) -> tuple[str, str]:
     if backend == "auto":
         backend = os.environ.get(VARIABLE) or "auto"
         source = VARIABLE
-    if backend not in ("auto", *NAMES):
-        allowed = ", ".join(repr(name) for name in ("auto", *NAMES))
+    if backend not in _ALLOWED:
+        allowed = ", ".join(map(repr, _ALLOWED))
         raise ValueError(f"{source}={backend!r} is no backend; allowed: {allowed}")
     return backend, source
 

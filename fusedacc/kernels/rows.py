@@ -20,7 +20,8 @@ def select(table: Tensor, gradient_dtype: torch.dtype, backend: str = "auto") ->
     Raises:
         ValueError, RuntimeError: as `registry.select`.
     """
-    if not (checks.is_plain(table) and _has_dense_rows(table)) and registry.requested(backend)[0] == "auto":
+    dense = table.shape[1] <= 1 or table.stride(1) == 1
+    if not (checks.is_plain(table) and dense) and registry.requested(backend)[0] == "auto":
         why = "plain torch: the elements of a row do not lie side by side, or it is no ordinary tensor"
         return registry.Selection(registry.get("eager"), why)
     return registry.select(table.device, table.dtype, gradient_dtype, backend)
@@ -65,19 +66,9 @@ def accumulate_rows_(
     """
     chosen = select(table, gradients.dtype, backend).backend
     padding = -1 if padding_idx is None else padding_idx % table.shape[0]
-    chosen.accumulate_rows_(table, *_flat(table, indices, gradients), scale, padding, scale_grad_by_freq)
-    bump_versions([table])
-
-
-def _has_dense_rows(table: Tensor) -> bool:
-    return table.shape[1] <= 1 or table.stride(1) == 1
-
-
-def _flat(table: Tensor, indices: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices `[n]`, and gradients `[n, columns]` whose rows have their elements side by side."""
-    columns = table.shape[1]
-    flat = indices.reshape(-1)
+    columns, flat = table.shape[1], indices.reshape(-1)
     fresh = gradients.detach().reshape(flat.shape[0], columns)
     if columns > 1 and fresh.stride(1) != 1:
         fresh = fresh.contiguous()
-    return flat, fresh
+    chosen.accumulate_rows_(table, flat, fresh, scale, padding, scale_grad_by_freq)
+    bump_versions([table])

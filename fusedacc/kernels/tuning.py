@@ -115,33 +115,33 @@ def choose(question: Question, kept: MutableMapping[str, str] | None = None) -> 
     Raises:
         ValueError: as `fixed_by`.
     """
-    reason = fixed_by()
+    reason, wanted = fixed_by(), None if kept is None else kept.get(question.name)
     if reason is not None:
         choice = Choice(question.fixed, f"by the processor's features, since {reason} forbids trials")
-    elif kept is not None and kept.get(question.name) in question.ways:
-        known = _found.get((machine(), question.name))
-        if known is not None and known.way == kept[question.name]:
-            return known
-        return Choice(kept[question.name], "as it was when the wrapper began, or in its checkpoint")
-    elif not _may_try():
-        known = _found.get((machine(), question.name))
-        return known or Choice(question.fixed, "by the processor's features: this is no place for a trial")
     else:
-        choice = _answer(question)
+        here = machine()
+        known = _found.get((here, question.name))
+        if wanted in question.ways:
+            if known is None or known.way != wanted:
+                return Choice(wanted, "as it was when the wrapper began, or in its checkpoint")
+            return known
+        if not _may_try():
+            return known or Choice(
+                question.fixed, "by the processor's features: this is no place for a trial"
+            )
+        choice = known or _answer(here, question)
     if kept is not None:
         kept[question.name] = choice.way
     return choice
 
 
-def _answer(question: Question) -> Choice:
-    here = machine()
-    known = _found.get((here, question.name))
-    if known is not None:
-        return known
+def _answer(here: str, question: Question) -> Choice:
     with _lock:
-        known = _found.get((here, question.name)) or _saved(here, question)
+        known = _found.get((here, question.name)) or _known(_read(), here, question)
         if known is None:
-            known = _save(here, question, _try(question))
+            with _undisturbed():
+                trial = time_ways(question.trial())
+            known = _save(here, question, decide(question, trial))
         _found[here, question.name] = known
     return known
 
@@ -180,28 +180,21 @@ def _may_try() -> bool:
     )
 
 
-def _try(question: Question) -> Choice:
-    _this_thread.trying = True
-    try:
-        with _undisturbed():
-            trial = time_ways(question.trial())
-    finally:
-        _this_thread.trying = False
-    return decide(question, trial)
-
-
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
     """Nobody's modes, autocast or graph: a question may come up in the middle of anything."""
-    with (
-        _disable_current_modes(),
-        torch._C.DisableTorchFunction(),
-        torch.autocast("cpu", enabled=False),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch.no_grad(),
-    ):
-        yield
+    _this_thread.trying = True
+    try:
+        with (
+            _disable_current_modes(),
+            torch._C.DisableTorchFunction(),
+            torch.autocast("cpu", enabled=False),
+            torch.inference_mode(False),
+            torch.no_grad(),
+        ):
+            yield
+    finally:
+        _this_thread.trying = False
 
 
 @dataclass(frozen=True)
@@ -327,22 +320,15 @@ def kept_where() -> str:
     return f"{folder() / FILE}{f' (not written: {_unsaved})' if _unsaved else ''}"
 
 
-def _read(path: Path) -> dict[str, dict[str, Any]]:
+def _read() -> dict[str, dict[str, Any]]:
     """The file's answers by machine; nothing where it is not there, or not ours to read."""
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
+        found = json.loads((folder() / FILE).read_text())
+    except (OSError, ValueError, RuntimeError):  # the last: no home
         return {}
     if not isinstance(found, dict):
         return {}
     return {name: answers for name, answers in found.items() if isinstance(answers, dict)}
-
-
-def _saved(here: str, question: Question) -> Choice | None:
-    try:
-        return _known(_read(folder() / FILE), here, question)
-    except RuntimeError:  # no home
-        return None
 
 
 def _known(answers: dict[str, dict[str, Any]], here: str, question: Question) -> Choice | None:
@@ -361,7 +347,7 @@ def _save(here: str, question: Question, choice: Choice) -> Choice:
         where.mkdir(parents=True, exist_ok=True)
         with open(where / f"{FILE}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            answers = _read(where / FILE)
+            answers = _read()
             known = _known(answers, here, question)
             if known is not None:
                 return known

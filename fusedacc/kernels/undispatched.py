@@ -18,10 +18,10 @@ def _left_to_the_operator(*arguments: Any) -> bool:
     return False
 
 
-#: (accumulators, gradients, scale, overwrite, keep, norm_type or None, automatic, bumps) -> True, or the
+#: (accumulators, gradients, scale, overwrite, beta, norm_type or None, automatic, bumps) -> True, or the
 #: partial norms. `automatic`: refuse where FUSEDACC_BACKEND names a backend; `bumps`: versions too.
 accumulate: Callable[..., Any] = _left_to_the_operator
-#: (accumulators, owners of versions to bump) -> (gradients, scale, overwrite, keep, norm_type or None), which
+#: (accumulators, owners of versions to bump) -> (gradients, scale, overwrite, beta, norm_type or None), which
 #: does as `accumulate`. The accumulators' memory is not kept alive.
 prepare: Callable[..., Any] = _left_to_the_operator
 #: (tensors, norm_type) -> the partial norms.

@@ -16,8 +16,9 @@ from ..accumulators import Slot
 from ..accumulators.in_place import Write
 from ..autograd.capture import Capture
 from ..kernels import native_module
+from ..kernels.checks import ORDINARY_TYPES
 from ..kernels.rows import accumulate_rows_
-from .patched_forward import ORDINARY, SITE, Site, adds
+from .patched_forward import SITE, Site, adds
 from .uncompiled import runs_as_written
 
 
@@ -55,7 +56,7 @@ class EmbeddingSite(Site):
             or module.sparse
             or weight is not self.slot.param
             or type(module).forward is not self._stock
-            or type(input) not in ORDINARY
+            or type(input) not in ORDINARY_TYPES
             or forward_ad._current_level >= 0
         ):
             return None

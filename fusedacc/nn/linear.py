@@ -16,9 +16,10 @@ from torch.nn import functional as F
 from ..accumulators import Slot
 from ..autograd.capture import Capture
 from ..kernels import matmul, native_module
+from ..kernels.checks import ORDINARY_TYPES
 from ..kernels.dtypes import PAIRS
 from ..kernels.matmul_ways import class_of
-from .patched_forward import ORDINARY, SITE, Site, adds
+from .patched_forward import SITE, Site, adds
 from .uncompiled import runs_as_written
 
 
@@ -103,7 +104,7 @@ class LinearSite(Site):
             hook is not None
             and site._recorded is not None
             and forward_ad._current_level < 0
-            and type(input) in ORDINARY
+            and type(input) in ORDINARY_TYPES
         ):
             own = module._parameters
             weight = own.get("weight")
@@ -128,7 +129,7 @@ class LinearSite(Site):
             or shape[-1] != weight.shape[0 if site.transposed else 1]
             or (
                 bias is not None
-                and (type(bias) not in ORDINARY or bias.dtype != weight.dtype or bias.dim() != 1)
+                and (type(bias) not in ORDINARY_TYPES or bias.dtype != weight.dtype or bias.dim() != 1)
             )
         ):
             return type(module).forward(module, input)  # which knows what to make of it, or how to refuse

@@ -16,11 +16,11 @@ from torch.autograd import forward_ad
 from ..accumulators import Slot
 from ..accumulators.in_place import Write
 from ..autograd.capture import Capture
+from ..kernels.checks import ORDINARY_TYPES
 from .uncompiled import runs_as_written
 
 _grad_enabled, _tracing = torch.is_grad_enabled, torch._C._is_tracing
 _transform_at_hand = torch._C._functorch.peek_interpreter_stack
-ORDINARY = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 #: The methods by which pickle, copy, DataParallel and torch.jit.script make a module of another: they are
 #: looked up on the instance first.
 COPYING = ("__reduce_ex__", "__deepcopy__", "_replicate_for_data_parallel", "__prepare_scriptable__")
@@ -138,10 +138,10 @@ class Site:
             or module._parameters.get("weight") is not param
             or not param.requires_grad
             or not _grad_enabled()
-            or type(input) not in ORDINARY
+            or type(input) not in ORDINARY_TYPES
             or input.layout is not torch.strided
             or input.is_nested
-            or type(param) not in ORDINARY
+            or type(param) not in ORDINARY_TYPES
             or param.is_meta
             or input.device != param.device
             or _transform_at_hand() is not None

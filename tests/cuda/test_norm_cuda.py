@@ -85,11 +85,10 @@ def test_the_norm_that_sums_leave(layout, gradient_layout, norm_type, backend, g
     flags = [index % 3 == 0 for index in range(len(accumulators))]
     expected = [lay_out(tensor, layout) for tensor in copies(accumulators)]
     functional.prepare(expected, backend=backend)(gradients, 0.3, overwrite=flags)
-    left = functional.prepare(accumulators, backend=backend).with_norm(
-        gradients, 0.3, overwrite=flags, norm_type=norm_type
-    )
+    run = registry.get(backend).prepare(accumulators)
+    left = run(gradients, 0.3, flags, norm_type=norm_type)
     assert all(map(torch.equal, accumulators, expected))
-    norm, _ = norms.finish(left, norm_type, torch.float64, backend)
+    norm, _ = norms.finish([left], norm_type, torch.float64, backend)
     assert torch.equal(norm, functional.total_norm(accumulators, norm_type, backend=backend))
     assert_is_norm(norm, accumulators, norm_type)
 
@@ -116,12 +115,12 @@ def test_a_norm_is_two_launches_and_waits_for_nothing(generator):
 def test_captured_in_a_graph(backend, generator):
     accumulators, gradients = random_lists(PAIRS[:4], [(5,), (9000,)], generator, device="cuda")
     scale = torch.tensor(0.5, device="cuda")
-    plan = functional.prepare(accumulators, backend=backend)
+    run = registry.get(backend).prepare(accumulators)
 
     def step():
-        left = plan.with_norm(gradients, scale, overwrite=True)
+        left = run(gradients, scale, True, norm_type=2.0)
         read = norms.norm_and_nonfinite(accumulators, 2.0, backend)
-        return norms.finish(left, 2.0, torch.float32, backend), read
+        return norms.finish([left], 2.0, torch.float32, backend), read
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

@@ -25,19 +25,11 @@ def assert_same(results, expected):
 def ways(backend, sums):
     """The backend's forms of the pass over these sums, by name."""
 
-    def with_norm(*arguments):
-        *arguments, keep = arguments
-        return backend.accumulate_with_norm_(sums, *arguments, 2.0, keep)
-
-    def prepared_with_norm(*arguments):
-        *arguments, keep = arguments
-        return backend.prepare(sums).with_norm(*arguments, 2.0, keep)
-
     return {
         "fresh": lambda *arguments: backend.accumulate_(sums, *arguments),
         "prepared": lambda *arguments: backend.prepare(sums)(*arguments),
-        "norm": with_norm,
-        "prepared norm": prepared_with_norm,
+        "norm": lambda *arguments: backend.accumulate_(sums, *arguments, 2.0),
+        "prepared norm": lambda *arguments: backend.prepare(sums)(*arguments, 2.0),
     }
 
 
@@ -112,7 +104,7 @@ def test_a_keep_of_one_changes_no_bit(cpu_backend, generator):
 def test_norms_are_those_of_the_new_sums(cpu_backend, generator):
     backend = registry.get(cpu_backend)
     sums, gradients = random_lists(PAIRS, [(3, 4), (20001,)], generator)
-    left = backend.accumulate_with_norm_(sums, gradients, 0.7, False, 2.0, 0.3)
+    left = backend.accumulate_(sums, gradients, 0.7, False, 0.3, 2.0)
     assert torch.equal(left, backend.norm_partials(sums, 2.0))
 
 

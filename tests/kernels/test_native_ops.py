@@ -255,7 +255,7 @@ def test_a_plan_that_is_none_is_refused(case):
 def test_meta_tensors_are_checked_and_left():
     meta = torch.zeros(4, device="meta")
     scale_accumulate_([meta], [meta.clone()])
-    with pytest.raises(RuntimeError, match=r"gradients\[0\] has device meta but its accumulator has cpu"):
+    with pytest.raises(RuntimeError, match=r"gradients\[0\] is on meta, but accumulators\[0\] is on cpu"):
         scale_accumulate_([torch.zeros(4)], [meta])
 
 

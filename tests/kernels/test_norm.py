@@ -13,7 +13,7 @@ from cases import GRADIENT_LAYOUTS, LAYOUTS, PAIR_IDS, PAIRS, copies, lay_out, r
 from loops import NoHostRead
 
 from fusedacc import functional
-from fusedacc.kernels import library, norms
+from fusedacc.kernels import library, norms, registry
 from fusedacc.kernels.dtypes import computation_dtype
 
 INF, NAN = math.inf, math.nan
@@ -235,9 +235,6 @@ def test_bad_tensors(case, cpu_backend):
 def test_other_norms_are_refused(norm_type, cpu_backend):
     with pytest.raises(ValueError, match=r"norm_type is .*; allowed: 2\.0 and inf"):
         functional.total_norm([torch.ones(3)], norm_type, backend=cpu_backend)
-    plan = functional.prepare([torch.ones(3)], backend=cpu_backend)
-    with pytest.raises(ValueError, match=r"norm_type is .*; allowed: 2\.0 and inf"):
-        plan.with_norm([torch.ones(3)], norm_type=norm_type)
 
 
 def test_unknown_backends_are_refused():
@@ -254,7 +251,9 @@ def test_unknown_backends_are_refused():
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("gradient_layout", ["contiguous", "misaligned", "transposed", "expanded"])
-def test_a_plan_leaves_the_bits_of_a_read(layout, gradient_layout, norm_type, cpu_backend, generator):
+def test_an_accumulation_leaves_the_bits_of_a_read(
+    layout, gradient_layout, norm_type, cpu_backend, generator
+):
     shapes = [(), (0, 3), (2, 3, 4, 5), (90, 101)]
     pairs = PAIRS[:2] if cpu_backend == "triton" else PAIRS  # the interpreter is slow
     accumulators, gradients = random_lists(
@@ -263,8 +262,8 @@ def test_a_plan_leaves_the_bits_of_a_read(layout, gradient_layout, norm_type, cp
     for overwrite in (False, [index % 3 == 0 for index in range(len(accumulators))]):
         expected = [lay_out(tensor, layout) for tensor in copies(accumulators)]
         functional.prepare(expected, backend=cpu_backend)(gradients, 0.3, overwrite=overwrite)
-        plan = functional.prepare(accumulators, backend=cpu_backend)
-        left = plan.with_norm(gradients, 0.3, overwrite=overwrite, norm_type=norm_type)
+        run = registry.get(cpu_backend).prepare(accumulators)
+        left = [run(gradients, 0.3, overwrite, norm_type=norm_type)]
         assert all(map(torch.equal, accumulators, expected))
         dtype = norms.norm_dtype(accumulators)
         norm, found = norms.finish(left, norm_type, dtype, cpu_backend)
@@ -277,21 +276,21 @@ def test_a_plan_leaves_the_bits_of_a_read(layout, gradient_layout, norm_type, cp
 def test_of_what_was_rounded_to_the_sums_dtype(pair, cpu_backend, generator):
     accumulator = random_tensor((20001,), pair[1], generator)
     gradient = random_tensor((20001,), pair[0], generator, "misaligned")
-    plan = functional.prepare([accumulator], backend=cpu_backend)
-    (left,) = plan.with_norm([gradient], torch.tensor(0.7))
+    run = registry.get(cpu_backend).prepare([accumulator])
+    left = run([gradient], torch.tensor(0.7), False, norm_type=2.0)
     norm, _ = norms.finish([left], 2.0, norms.norm_dtype([accumulator]), cpu_backend)
     assert_is_norm(norm, [accumulator], 2.0)
     gradient[17] = INF
-    left = plan.with_norm([gradient], overwrite=True)
-    norm, found = norms.finish(left, 2.0, torch.float32, cpu_backend)
+    left = run([gradient], 1.0, True, norm_type=2.0)
+    norm, found = norms.finish([left], 2.0, torch.float32, cpu_backend)
     assert (norm.item(), found.item()) == (INF, 1.0)
 
 
 def test_partials_of_several_calls_and_backends_make_one_norm(cpu_backend, generator):
     first = [random_tensor((9000,), torch.float32, generator) for _ in range(3)]
     second = [random_tensor((77,), torch.bfloat16, generator) for _ in range(250)]
-    plan = functional.prepare(first, backend=cpu_backend)
-    found = plan.with_norm([torch.ones(9000)] * 3)
+    run = registry.get(cpu_backend).prepare(first)
+    found = [run([torch.ones(9000)] * 3, 1.0, False, norm_type=2.0)]
     for tensor in second:
         found += norms.partials([tensor], 2.0, "auto")
     norm, bad = norms.finish(found, 2.0, torch.float32, "auto")
@@ -304,23 +303,13 @@ def test_a_large_overwrite_past_the_caches_leaves_its_norm(generator):
     for shift in (0, 1, 5):
         room = torch.full((gradient.numel() + shift + 8,), -1.0)
         accumulator = room[shift : shift + gradient.numel()]
-        left = functional.prepare([accumulator]).with_norm([gradient], 0.5, overwrite=True)
+        chosen = registry.select(accumulator.device, accumulator.dtype, gradient.dtype).backend
+        left = chosen.accumulate_([accumulator], [gradient], 0.5, True, norm_type=2.0)
         assert torch.equal(accumulator, gradient.float() * 0.5)
         assert bool((room[:shift] == -1).all())
         assert bool((room[shift + gradient.numel() :] == -1).all())
-        norm, _ = norms.finish(left, 2.0, torch.float32, "auto")
+        norm, _ = norms.finish([left], 2.0, torch.float32, "auto")
         assert torch.equal(norm, functional.total_norm([accumulator]))
-
-
-def test_a_refused_plan_with_norm_changes_nothing(cpu_backend):
-    accumulators = [torch.ones(3), torch.ones(4)]
-    plan = functional.prepare(accumulators, backend=cpu_backend)
-    with pytest.raises(ValueError, match=r"gradients\[1\] has shape \(5,\)"):
-        plan.with_norm([torch.ones(3), torch.ones(5)])
-    assert all(bool((tensor == 1).all()) for tensor in accumulators)
-    versions = [tensor._version for tensor in accumulators]
-    plan.with_norm([torch.ones(3), torch.ones(4)])
-    assert all(now._version > then for now, then in zip(accumulators, versions, strict=True))
 
 
 # The overwriting pass by its own name

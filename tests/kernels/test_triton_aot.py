@@ -44,7 +44,7 @@ def wide(dtype):
     return tl.float64 if dtype == "float64" else tl.float32
 
 def accumulation(gradient, accumulator):
-    types = {"table": "*i64", "calls": "*i64", "scale": "*fp64", "keep": "*fp64", "count": "i32"}
+    types = {"table": "*i64", "calls": "*i64", "scale": "*fp64", "beta": "*fp64", "count": "i32"}
     constants = {
         "accumulator_dtype": getattr(tl, accumulator),
         "gradient_dtype": getattr(tl, gradient),

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedacc import functional
-from fusedacc.kernels import native_module, undispatched
+from fusedacc.kernels import native_module, registry, undispatched
 from fusedacc.kernels.dtypes import PAIRS
 from fusedacc.traffic import TrafficMeter
 
@@ -267,13 +267,13 @@ def test_the_profiler_sees_it_by_the_operators_name() -> None:
 @pytest.mark.parametrize("elements", [10, 300_000])
 def test_no_reference_is_left_behind(elements: int) -> None:
     sums, fresh = [torch.zeros(elements)], [torch.ones(elements)]
-    plan = functional.prepare(sums)
+    plan, run = functional.prepare(sums), registry.get("cpu").prepare(sums)
     counts = [sys.getrefcount(sums[0]), sys.getrefcount(fresh[0]), sys.getrefcount(fresh)]
     for _ in range(3):
         functional.scale_accumulate_(sums, fresh)
         plan(fresh)
         functional.total_norm(fresh)
-        plan.with_norm(fresh)
+        run(fresh, 1.0, False, norm_type=2.0)
     assert counts == [sys.getrefcount(sums[0]), sys.getrefcount(fresh[0]), sys.getrefcount(fresh)]
     gone = weakref.ref(fresh[0])
     del fresh

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checks import reach
+
 
 @functools.cache
 def load() -> tuple[ModuleType | None, str | None]:
@@ -42,8 +44,7 @@ def kernels() -> ModuleType:
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill one stretch of memory (given that none overlap)."""
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.numel() == 0 or reach + 1 == tensor.numel()
+    return reach(tensor) == tensor.numel()
 
 
 def capturing(device: torch.device) -> bool:

@@ -14,11 +14,11 @@ graph.
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,39 +43,47 @@ def _same_order(a: Tensor, b: Tensor) -> bool:
     return all(size <= 1 or first == second for size, first, second in strides)
 
 
-@dataclass(frozen=True)
-class _Call:
-    """What a call adds to the table, as it was last uploaded."""
-
-    words: list[int]
-    stream: int
-    table: Tensor
-
-
 class _Group:
-    """Dense accumulators of one device and one dtype pair, and their part of the table."""
+    """Dense accumulators of one device and one dtype pair, and their part of the table.
 
-    def __init__(self, indices: Sequence[int], accumulators: Sequence[Tensor], gradient_dtype: torch.dtype):
-        self.indices = indices
-        self.accumulators = [accumulators[index] for index in indices]
+    Args:
+        accumulators, gradient_dtype: what it is of.
+        keeps_table: whether the accumulators' part of the table stays on the device.
+        captured: where host memory is put that captured graphs read.
+    """
+
+    def __init__(
+        self,
+        accumulators: Sequence[Tensor],
+        gradient_dtype: torch.dtype,
+        keeps_table: bool,
+        captured: list[Tensor],
+    ) -> None:
+        self.accumulators = accumulators
         self._gradient_dtype = gradient_dtype
+        self._keeps_table = keeps_table
+        self._captured = captured
         self._addresses = [tensor.data_ptr() for tensor in self.accumulators]
         self._words, self._programs = shared.address_table(self.accumulators)
         self._device = self.accumulators[0].device
         self._table: Tensor | None = None
-        self._last: _Call | None = None
+        #: What a call adds to the table, as it was last uploaded: its words, the stream, and where it is.
+        self._last: tuple[list[int], int, Tensor] | None = None
 
-    def upload(self) -> None:
-        """Put the accumulators' part on the device for good, visible to every stream."""
-        if self._table is None:
-            self._table = self._words.to(self._device)
+    def _upload(self, words: Tensor) -> Tensor:
+        """A copy for this launch, or for the graph that it is captured in."""
+        table, pinned = shared.upload(words, self._device)
+        if shared.capturing(self._device):
+            self._captured.append(pinned)
+        return table
+
+    def _own_table(self) -> Tensor:
+        if self._table is None and self._keeps_table and not shared.capturing(self._device):
+            self._table = self._words.to(self._device)  # visible to every stream
+        return self._upload(self._words) if self._table is None else self._table
 
     def _call_table(
-        self,
-        gradients: Sequence[Tensor],
-        flags: Sequence[bool],
-        factors: Sequence[float | Tensor],
-        captured: list[Tensor],
+        self, gradients: Sequence[Tensor], flags: Sequence[bool], factors: Sequence[float | Tensor]
     ) -> Tensor:
         kernels = shared.kernels()
         words = []
@@ -86,29 +94,23 @@ class _Group:
         for factor in factors:
             number = 1.0 if isinstance(factor, Tensor) else float(factor)
             words += struct.unpack("q", struct.pack("d", number))
-        capturing = shared.capturing(self._device)
         stream = torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else 0
-        last = self._last
         # A table uploaded on another stream may not have arrived yet; one from outside a graph may be freed
         # before the graph is.
-        if last is not None and last.words == words and last.stream == stream and not capturing:
-            return last.table
-        table, pinned = shared.upload(torch.tensor(words, dtype=torch.int64), self._device)
-        if capturing:
-            captured.append(pinned)
-        else:
-            self._last = _Call(words, stream, table)
-        return table
+        if shared.capturing(self._device):
+            return self._upload(torch.tensor(words, dtype=torch.int64))
+        if self._last is None or self._last[:2] != (words, stream):
+            self._last = words, stream, self._upload(torch.tensor(words, dtype=torch.int64))
+        return self._last[2]
 
     def run(
         self,
         gradients: Sequence[Tensor],
         scale: float | Tensor,
         flags: Sequence[bool],
-        keep: float | Tensor,
-        captured: list[Tensor],
+        beta: float | Tensor,
     ) -> None:
-        """Launch once. In a graph capture, host memory that the graph reads is appended to `captured`."""
+        """Launch once."""
         ready = []
         for gradient, accumulator in zip(gradients, self.accumulators, strict=True):
             if gradient.shape != accumulator.shape or gradient.device != accumulator.device:
@@ -122,19 +124,14 @@ class _Group:
             return
         accumulator_dtype = self.accumulators[0].dtype
         with shared.on_device(self._device):
-            table = self._table
-            if table is None:
-                table, pinned = shared.upload(self._words, self._device)
-                if shared.capturing(self._device):
-                    captured.append(pinned)
-            calls = self._call_table(ready, flags, (scale, keep), captured)
+            table, calls = self._own_table(), self._call_table(ready, flags, (scale, beta))
             numbers = calls[2 * len(ready) :].view(torch.float64)
             kernels = shared.kernels()
             kernels.scale_accumulate[(self._programs,)](
                 table,
                 calls,
                 scale if isinstance(scale, Tensor) else numbers,
-                keep if isinstance(keep, Tensor) else numbers[1:],
+                beta if isinstance(beta, Tensor) else numbers[1:],
                 len(ready),
                 accumulator_dtype=shared.triton_dtype(accumulator_dtype),
                 gradient_dtype=shared.triton_dtype(self._gradient_dtype),
@@ -143,7 +140,7 @@ class _Group:
             )
             if launch_events.watching:
                 launch_events.launched(
-                    "triton::scale_accumulate", self.accumulators, ready, (scale, keep), flags
+                    "triton::scale_accumulate", self.accumulators, ready, (scale, beta), flags
                 )
 
 
@@ -160,35 +157,23 @@ class _Bound:
     def __init__(self, accumulators: Sequence[Tensor], keep_tables: bool):
         self._accumulators = accumulators
         self._keep_tables = keep_tables
-        self._groups: dict[tuple[torch.dtype, ...], tuple[list[_Group], list[int]]] = {}
+        self._runs: dict[tuple[torch.dtype, ...], list[tuple[list[int], Callable[..., Any]]]] = {}
         #: Pinned memory that captured graphs read when they are replayed.
         self.captured: list[Tensor] = []
 
-    def _grouped(self, dtypes: tuple[torch.dtype, ...]) -> tuple[list[_Group], list[int]]:
-        """Groups for gradients of these dtypes, and the indices of accumulators with gaps."""
-        if dtypes not in self._groups:
-            pairs: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
-            gaps = []
-            for index, (accumulator, dtype) in enumerate(zip(self._accumulators, dtypes, strict=True)):
-                if shared.is_dense(accumulator):
-                    pairs.setdefault((accumulator.dtype, dtype), []).append(index)
-                else:
-                    gaps.append(index)
-            groups = [_Group(found, self._accumulators, pair[1]) for pair, found in pairs.items()]
-            self._groups[dtypes] = (groups, gaps)
-        return self._groups[dtypes]
-
-    def with_norm(
-        self,
-        gradients: Sequence[Tensor],
-        scale: float | Tensor,
-        overwrite: bool | Sequence[bool],
-        norm_type: float,
-        keep: float | Tensor = 1.0,
-    ) -> Tensor:
-        self(gradients, scale, overwrite, keep)
-        found, pinned = norms.partials(self._accumulators, norm_type)
-        self.captured += pinned
+    def _group(self, dtypes: tuple[torch.dtype, ...]) -> list[tuple[list[int], Callable[..., Any]]]:
+        """For gradients of these dtypes: indices, and what adds there (torch, where there are gaps)."""
+        pairs: dict[tuple[torch.dtype, torch.dtype] | None, list[int]] = {}
+        for index, (accumulator, dtype) in enumerate(zip(self._accumulators, dtypes, strict=True)):
+            pair = (accumulator.dtype, dtype) if shared.is_dense(accumulator) else None
+            pairs.setdefault(pair, []).append(index)
+        found: list[tuple[list[int], Callable[..., Any]]] = []
+        for pair, indices in pairs.items():
+            chosen = [self._accumulators[index] for index in indices]
+            if pair is None:
+                found.append((indices, functools.partial(reference.scale_accumulate_, chosen)))
+            else:
+                found.append((indices, _Group(chosen, pair[1], self._keep_tables, self.captured).run))
         return found
 
     def __call__(
@@ -196,101 +181,78 @@ class _Bound:
         gradients: Sequence[Tensor],
         scale: float | Tensor,
         overwrite: bool | Sequence[bool],
-        keep: float | Tensor = 1.0,
-    ) -> None:
+        beta: float | Tensor = 1.0,
+        norm_type: float | None = None,
+    ) -> Tensor | None:
         flags = overwrite_flags(overwrite, len(gradients))
-        groups, gaps = self._grouped(tuple(gradient.dtype for gradient in gradients))
-        for group in groups:
-            if self._keep_tables and not shared.capturing(self._accumulators[0].device):
-                group.upload()
-            group.run(
-                [gradients[index] for index in group.indices],
-                scale,
-                [flags[index] for index in group.indices],
-                keep,
-                self.captured,
-            )
-        if gaps:
-            reference.scale_accumulate_(
-                [self._accumulators[index] for index in gaps],
-                [gradients[index] for index in gaps],
-                scale,
-                [flags[index] for index in gaps],
-                keep,
-            )
-
-
-class TritonBackend(Backend):
-    """The kernels of this folder as a backend."""
-
-    name = "triton"
-
-    def __init__(self) -> None:
-        # For calls without a plan: what their captured graphs read, as long as the accumulator lives.
-        self._captured: Any = WeakTensorKeyDictionary()
-
-    def unavailable(self) -> str | None:
-        kernels, problem = shared.load()
-        if kernels is None:
-            return problem
-        if kernels.INTERPRETED:
+        dtypes = tuple(gradient.dtype for gradient in gradients)
+        if dtypes not in self._runs:
+            self._runs[dtypes] = self._group(dtypes)
+        for indices, run in self._runs[dtypes]:
+            run([gradients[index] for index in indices], scale, [flags[index] for index in indices], beta)
+        if norm_type is None:
             return None
-        if not torch.cuda.is_available():
-            return "no CUDA GPU (set TRITON_INTERPRET=1 before Python starts to run it interpreted, slowly)"
-        if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-            return "no C compiler, which Triton needs at run time (install gcc, or set CC)"
-        return None
-
-    def unsupported(
-        self, device: torch.device, accumulator_dtype: torch.dtype, gradient_dtype: torch.dtype
-    ) -> str | None:
-        kernels = shared.kernels()
-        if device.type != ("cpu" if kernels.INTERPRETED else "cuda"):
-            where = "interpreted, it takes CPU tensors" if kernels.INTERPRETED else "it takes CUDA tensors"
-            return f"{where}, not {device.type}"
-        if device.type == "cuda" and torch.version.hip is None:
-            capability = torch.cuda.get_device_capability(device)
-            if capability < _MINIMUM_CAPABILITY:
-                return f"compute capability {capability[0]}.{capability[1]} is below 8.0"
-        return None
-
-    def accumulate_(
-        self,
-        accumulators: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        scale: float | Tensor,
-        overwrite: bool | Sequence[bool],
-        keep: float | Tensor = 1.0,
-    ) -> None:
-        bound = _Bound(accumulators, keep_tables=False)
-        bound(gradients, scale, overwrite, keep)
-        if bound.captured:
-            self._captured.setdefault(accumulators[0], []).extend(bound.captured)
-
-    def prepare(self, accumulators: Sequence[Tensor]) -> _Bound:
-        return _Bound(accumulators, keep_tables=True)
-
-    def norm_partials(self, tensors: Sequence[Tensor], norm_type: float) -> Tensor:
-        found, pinned = norms.partials(tensors, norm_type)
-        if pinned:
-            self._captured.setdefault(tensors[0], []).extend(pinned)
+        found, pinned = norms.partials(self._accumulators, norm_type)
+        self.captured += pinned
         return found
 
-    def finish_norm(
-        self, partials: Sequence[Tensor], norm_type: float, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        return norms.finish(partials, norm_type, dtype)
 
-    def accumulate_rows_(
-        self,
-        table: Tensor,
-        indices: Tensor,
-        gradients: Tensor,
-        scale: float | Tensor,
-        padding: int,
-        by_frequency: bool,
-    ) -> None:
-        rows.accumulate_rows_(table, indices, gradients, scale, padding, by_frequency)
+def _unavailable() -> str | None:
+    kernels, problem = shared.load()
+    if kernels is None:
+        return problem
+    if kernels.INTERPRETED:
+        return None
+    if not torch.cuda.is_available():
+        return "no CUDA GPU (set TRITON_INTERPRET=1 before Python starts to run it interpreted, slowly)"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "no C compiler, which Triton needs at run time (install gcc, or set CC)"
+    return None
 
 
-triton = TritonBackend()
+def _unsupported(
+    device: torch.device, accumulator_dtype: torch.dtype, gradient_dtype: torch.dtype
+) -> str | None:
+    kernels = shared.kernels()
+    if device.type != ("cpu" if kernels.INTERPRETED else "cuda"):
+        where = "interpreted, it takes CPU tensors" if kernels.INTERPRETED else "it takes CUDA tensors"
+        return f"{where}, not {device.type}"
+    if device.type == "cuda" and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability(device)
+        if capability < _MINIMUM_CAPABILITY:
+            return f"compute capability {capability[0]}.{capability[1]} is below 8.0"
+    return None
+
+
+def _accumulate_(accumulators: Sequence[Tensor], *arguments: Any, **named: Any) -> Tensor | None:
+    bound = _Bound(accumulators, keep_tables=False)
+    found = bound(*arguments, **named)
+    _keep_captured(accumulators, bound.captured)
+    return found
+
+
+def _norm_partials(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
+    found, pinned = norms.partials(tensors, norm_type)
+    _keep_captured(tensors, pinned)
+    return found
+
+
+#: For calls without a plan: what their captured graphs read, as long as the first tensor lives.
+_captured: Any = WeakTensorKeyDictionary()
+
+
+def _keep_captured(tensors: Sequence[Tensor], pinned: list[Tensor]) -> None:
+    if pinned:
+        _captured.setdefault(tensors[0], []).extend(pinned)
+
+
+triton = Backend(
+    name="triton",
+    unavailable=_unavailable,
+    unsupported=_unsupported,
+    accumulate_=_accumulate_,
+    prepare=functools.partial(_Bound, keep_tables=True),
+    norm_partials=_norm_partials,
+    finish_norm=norms.finish,
+    accumulate_rows_=rows.accumulate_rows_,
+)

@@ -56,33 +56,33 @@ def narrow(value, dtype: tl.constexpr):
 
 
 @triton.jit
-def combine(scale, gradient, keep, accumulator, adds, dtype: tl.constexpr):
-    """scale * gradient, plus keep * accumulator, rounded, where it adds; rounded once to `dtype`."""
+def combine(scale, gradient, beta, accumulator, adds, dtype: tl.constexpr):
+    """scale * gradient, plus beta * accumulator, rounded, where it adds; rounded once to `dtype`."""
     wide: tl.constexpr = scale.dtype
     g = widen(gradient, wide)
-    total = tl.fma(scale, g, keep * widen(accumulator, wide))
+    total = tl.fma(scale, g, beta * widen(accumulator, wide))
     # Not an fma with 0: it would turn a product of -0 into +0.
     return narrow(tl.where(adds, total, scale * g), dtype)
 
 
-@triton.jit(do_not_specialize=["count", "scale", "keep"])
+@triton.jit(do_not_specialize=["count", "scale", "beta"])
 def scale_accumulate(
     table,
     calls,
     scale,
-    keep,
+    beta,
     count,
     accumulator_dtype: tl.constexpr,
     gradient_dtype: tl.constexpr,
     wide: tl.constexpr,
 ):
-    """accumulator <- keep * accumulator + scale * gradient, or scale * gradient, of a list of dense tensors.
+    """accumulator <- beta * accumulator + scale * gradient, or scale * gradient, of a list of dense tensors.
 
     Args:
         table: int64. For each of `count` tensors: its accumulator's address, elements, first program; then,
             for each program, the index of its tensor.
         calls: int64. For each tensor: its gradient's address and flags.
-        scale, keep: pointers to one floating value of any width each.
+        scale, beta: pointers to one floating value of any width each.
     """
     program = tl.program_id(0)
     tensor = tl.load(table + 3 * count.to(tl.int64) + program)
@@ -92,7 +92,7 @@ def scale_accumulate(
     gradient_address = tl.load(calls + 2 * tensor)
     flags = tl.load(calls + 2 * tensor + 1)
     s = tl.load(scale).to(wide)
-    k = tl.load(keep).to(wide)
+    k = tl.load(beta).to(wide)
     start = (program - first) * _CHUNK
     length = tl.minimum(size - start, _CHUNK).to(tl.int32)
     accumulator = address.to(tl.pointer_type(accumulator_dtype)) + start

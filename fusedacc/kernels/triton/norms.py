@@ -26,7 +26,7 @@ def partials(tensors: Sequence[Tensor], norm_type: float) -> tuple[Tensor, list[
             plain = plain.contiguous()
         by_dtype.setdefault(plain.dtype, []).append(plain)
     tables = [(group, *shared.address_table(group)) for group in by_dtype.values()]
-    device = tensors[0].device if tensors else torch.device("cpu")
+    device = tensors[0].device
     found = torch.empty(sum(programs for *_, programs in tables), dtype=torch.float64, device=device)
     pinned, first = [], 0
     for group, words, programs in tables:

@@ -21,7 +21,8 @@ def accumulate_rows_(
     """As `registry.Backend.accumulate_rows_`."""
     from . import row_kernels as kernels
 
-    _refuse_gaps(table)
+    if table.shape[1] > 1 and table.stride(1) != 1:
+        raise RuntimeError(f"table has stride {table.stride(1)} in its second dimension; it must be 1")
     count, width = gradients.shape
     if count == 0 or width == 0:
         return
@@ -32,7 +33,8 @@ def accumulate_rows_(
     stride = (width + 7) // 8 * 8
     stretches = -(-count // ROW_RUN)
     sums = torch.empty(2 * stretches * stride if count > ROW_RUN else 0, dtype=wide, device=table.device)
-    block = min(max(_power_of_two(width), _FEWEST_COLUMNS), _MOST_COLUMNS)
+    next_power_of_two = 1 << (width - 1).bit_length()
+    block = min(max(next_power_of_two, _FEWEST_COLUMNS), _MOST_COLUMNS)
     across = -(-width // block)
     common = {"by_frequency": by_frequency, "block": block, "num_warps": shared.kernels().WARPS}
     where = table.detach(), table.stride(0), table.shape[0], width, rows
@@ -56,12 +58,3 @@ def accumulate_rows_(
             )
     if launch_events.watching:
         launch_events.launched("triton::add_rows", table, indices, gradients, scale, padding)
-
-
-def _refuse_gaps(table: Tensor) -> None:
-    if table.shape[1] > 1 and table.stride(1) != 1:
-        raise RuntimeError(f"table has stride {table.stride(1)} in its second dimension; it must be 1")
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
