@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+import math
+from collections.abc import Iterable
 
 import torch
 
 from . import models
-from .lists import Additions
-from .norms import Norms
-from .products import Products
-from .rows import Rows
+from .layers import Products, Rows
+from .lists import Additions, Norms, Shapes
 from .work import Work
 
 _F32, _BF16, _F16 = torch.float32, torch.bfloat16, torch.float16
 _MI = 2**20
 
-Shapes = Sequence[tuple[int, ...]]
 Pair = tuple[torch.dtype, torch.dtype]
 
 #: Gradient and accumulator.
@@ -36,12 +35,13 @@ _TABLE = (50_257, 768)
 _MOST_BYTES = 8 + 12 + 12
 
 
-def _cut(name: str, shapes: models.Shapes, limit: int) -> tuple[str, models.Shapes]:
+def _cut(name: str, shapes: Shapes, limit: int) -> tuple[str, Shapes]:
     """A model's name and parameters; the first of them where memory has no room for all."""
-    kept = models.first_of(shapes, (limit - 48 * _MI) // _MOST_BYTES)
-    if not kept or len(kept) == len(shapes):
+    most = (limit - 48 * _MI) // _MOST_BYTES
+    kept = sum(elements <= most for elements in itertools.accumulate(map(math.prod, shapes)))
+    if kept in (0, len(shapes)):
         return f"{name}'s {len(shapes)} parameters", shapes  # one that has no room is reported so
-    return f"{name}'s first {len(kept)} of {len(shapes)} parameters", kept
+    return f"{name}'s first {kept} of {len(shapes)} parameters", shapes[:kept]
 
 
 def of(effort: str, device: torch.device, limit: int) -> Iterable[Work]:

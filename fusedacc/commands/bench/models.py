@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-
 Shapes = tuple[tuple[int, ...], ...]
 
 
@@ -36,14 +33,3 @@ def gpt2() -> Shapes:
         *((width,), (width,), (width, 4 * width), (4 * width,), (4 * width, width), (width,)),
     )
     return ((50_257, width), (1024, width), *(12 * block), (width,), (width,))
-
-
-def first_of(shapes: Sequence[tuple[int, ...]], most: int) -> Shapes:
-    """The first parameters, as many as have at most so many elements together."""
-    kept, elements = [], 0
-    for shape in shapes:
-        elements += math.prod(shape)
-        if elements > most:
-            break
-        kept.append(shape)
-    return tuple(kept)
