@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -30,7 +29,7 @@ class Ledger:
         #: The memories that tensors have, by address, and the addresses whose memory has gone.
         self._memories: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._gone: deque[int] = deque()
-        self._open: dict[int, dict[tuple[str, str, str], list[int]]] = {}
+        self._open: dict[int, dict[tuple[str, str, str], Cell]] = {}
 
     def key(self, tensor: Tensor) -> int:
         """The tensor's memory."""
@@ -38,7 +37,8 @@ class Ledger:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._memories:
-            self._memories[key] = weakref.ref(storage, functools.partial(_append, self._gone, key))
+            gone = self._gone  # and not `self`, which the memory would keep
+            self._memories[key] = weakref.ref(storage, lambda _: gone.append(key))
         return key
 
     def kind(self, tensor: Tensor) -> str | None:
@@ -50,17 +50,15 @@ class Ledger:
 
         kind: of the memory, where it is not known yet.
         """
+        cell = Cell(operand.read, operand.written)
         if key is None:
-            cell = Cell(operand.read, operand.written)
             self.counts.add(phase, op, "gradients", operand.device, cell)
             return
         assert operand.tensor is not None
         if kind is not None:
             self.kinds.setdefault(key, kind)
-        where = phase, op, str(operand.tensor.device)
-        sums = self._open.setdefault(key, {}).setdefault(where, [0, 0])
-        sums[0] += operand.read
-        sums[1] += operand.written
+        where, cells = (phase, op, str(operand.tensor.device)), self._open.setdefault(key, {})
+        cells[where] = cells.get(where, Cell()).plus(cell)
 
     def snapshot(self) -> Counts:
         """A copy of the counts, every byte with the kind that is known by now."""
@@ -128,10 +126,6 @@ def leaves_of(parameters: Any) -> list[Tensor]:
         if not isinstance(leaf, Tensor):
             raise TypeError(f"parameters must be {allowed}; it holds {type(leaf).__name__}")
     return leaves
-
-
-def _append(gone: deque[int], key: int, _: object) -> None:
-    gone.append(key)
 
 
 def _plain_parts(tensor: Any) -> Iterator[Tensor]:

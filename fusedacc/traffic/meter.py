@@ -208,7 +208,7 @@ class TrafficMeter(TorchDispatchMode):
             if moved is None:
                 self._ledger.counts.uncounted[str(func)] += 1
             else:
-                casts = func is _CAST and self._is_a_leafs_gradient(args[0], result)
+                casts = func is _CAST and goes_to_a_leaf(result) and self._ledger.kind(args[0]) != "weights"
                 self._book(name_of(func), func.namespace, moved, casts)
         return result
 
@@ -267,10 +267,6 @@ class TrafficMeter(TorchDispatchMode):
                 self._ledger.know(tensor)
             if stores:  # AccumulateGrad detaches what it stores
                 self._ledger.know_gradient(tensor)
-
-    def _is_a_leafs_gradient(self, source: Tensor, result: Tensor) -> bool:
-        """Whether a cast inside the engine is of a gradient, for AccumulateGrad."""
-        return goes_to_a_leaf(result) and self._ledger.kind(source) != "weights"
 
     def _book(self, op: str, namespace: str, moved: Sequence[Operand], casts_gradient: bool = False) -> None:
         ledger = self._ledger

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .operands import Call, Operand, Rule, bytes_of, identity, whole
+from .operands import Call, Operand, Rule, bytes_of, identity, reads, whole
 from .operators import OVERWRITING, UNREAD, WHOLE
 
 
@@ -45,7 +45,17 @@ def _nll_loss(call: Call) -> list[Operand]:
     return whole(call, partial={"self": target.numel() * scores.element_size()})
 
 
-def _scattered(reads: bool) -> Rule:
+def _partly_written(call: Call, size: int, adds: bool, others: list[Operand]) -> list[Operand]:
+    """So many bytes of `self` are written, and read where it adds; all of it, if the result is a copy."""
+    (target,) = call.tensors("self")
+    whole_size = bytes_of(target)
+    if call.results and identity(call.results[0]) != identity(target):
+        return [Operand(target, whole_size), Operand(call.results[0], 0, whole_size), *others]
+    written = min(size, whole_size)
+    return [Operand(target, written if adds else 0, written), *others]
+
+
+def _scattered(reads_too: bool) -> Rule:
     """As many elements of `self` are written (and read, where it adds) as the indices name."""
 
     def rule(call: Call) -> list[Operand] | None:
@@ -60,18 +70,11 @@ def _scattered(reads: bool) -> Rule:
             elements = call.tensors("source")[0].numel()
         else:
             elements = call.tensors(index)[0].numel()
-        size = min(elements * target.element_size(), bytes_of(target))
-        adds = reads or bool(call["accumulate"]) or call["reduce"] is not None
-        found = [Operand(target, size if adds else 0, size)]
-        if call.results and identity(call.results[0]) != identity(target):  # not in place: a copy too
-            found = [Operand(target, bytes_of(target)), Operand(call.results[0], 0, bytes_of(target))]
-        for name in filter(None, (index, source)):
-            for tensor in call.tensors(name):
-                size = bytes_of(tensor)
-                found.append(
-                    Operand(tensor, min(size, elements * tensor.element_size()) if name == "src" else size)
-                )
-        return found
+        adds = reads_too or bool(call["accumulate"]) or call["reduce"] is not None
+        others = reads(call[index], call[source] if source else None)
+        if source == "src":
+            others[-1].read = min(others[-1].read, elements * call["src"].element_size())
+        return _partly_written(call, elements * target.element_size(), adds, others)
 
     return rule
 
@@ -80,11 +83,7 @@ def _filled(call: Call) -> list[Operand]:
     """As many slices of `self` are written as there are indices."""
     (target,), (index,) = call.tensors("self"), call.tensors("index")
     slice_size = bytes_of(target) // max(1, target.shape[call["dim"]]) if target.dim() else bytes_of(target)
-    written = min(index.numel() * slice_size, bytes_of(target))
-    found = [Operand(target, 0, written), Operand(index, bytes_of(index))]
-    if call.results and identity(call.results[0]) != identity(target):  # not in place: a copy too
-        found = [Operand(target, bytes_of(target)), found[1], Operand(call.results[0], 0, bytes_of(target))]
-    return found
+    return _partly_written(call, index.numel() * slice_size, False, reads(index))
 
 
 def _indexed_elements(target: Tensor, indices: Sequence[Tensor | None]) -> int:
@@ -139,14 +138,14 @@ _RULES: dict[str, Rule] = {
     "take": _gathered,
     "nll_loss_forward": _nll_loss,
     "nll_loss2d_forward": _nll_loss,
-    "index_put": _scattered(reads=False),
-    "_index_put_impl": _scattered(reads=False),
-    "_unsafe_index_put": _scattered(reads=False),
-    "scatter": _scattered(reads=False),
-    "index_copy": _scattered(reads=False),
+    "index_put": _scattered(reads_too=False),
+    "_index_put_impl": _scattered(reads_too=False),
+    "_unsafe_index_put": _scattered(reads_too=False),
+    "scatter": _scattered(reads_too=False),
+    "index_copy": _scattered(reads_too=False),
     "index_fill": _filled,
-    "index_add": _scattered(reads=True),
-    "scatter_add": _scattered(reads=True),
+    "index_add": _scattered(reads_too=True),
+    "scatter_add": _scattered(reads_too=True),
     "convolution_backward": _convolution_backward,
     "native_group_norm_backward": _norm_backward,
     "native_batch_norm_backward": _batch_norm_backward,
