@@ -50,11 +50,6 @@ class Counts:
         place = Place(phase, op, kind, device)
         self.cells[place] = self.cells.get(place, Cell()).plus(cell)
 
-    def book(self, cells: Mapping[tuple[str, str, str], Cell], kind: str) -> None:
-        """Adds what one tensor's memory moved, by phase, operator and device."""
-        for (phase, op, device), cell in cells.items():
-            self.add(phase, op, kind, device, cell)
-
     def copy(self) -> Counts:
         return Counts(dict(self.cells), Counter(self.calls), Counter(self.uncounted), list(self.threads))
 
