@@ -21,7 +21,7 @@ from answers import trials
 import fusedacc
 from fusedacc import __main__
 from fusedacc.commands import bench
-from fusedacc.commands.bench import cases, conditions, measuring, models, plot, report, timing
+from fusedacc.commands.bench import cases, conditions, measuring, plot, report, timing
 from fusedacc.commands.bench.lists import Additions, Norms
 from fusedacc.commands.bench.work import OURS, STOCK, YARDSTICK, Way
 from fusedacc.kernels import library, matmul_eager, registry, tuning
@@ -177,7 +177,7 @@ def test_a_copy_moves_as_much_as_an_ideal_pass():
 
 
 def test_the_lists_are_those_of_the_models():
-    for name, shapes in (("resnet50", models.resnet50()), ("gpt2", models.gpt2())):
+    for name, shapes in (("resnet50", cases.resnet50()), ("gpt2", cases.gpt2())):
         with (ROOT / "benchmarks" / "contestants" / "shapes" / f"{name}.csv").open(newline="") as file:
             lines = list(csv.DictReader(line for line in file if not line.startswith("#")))
         assert shapes == tuple(tuple(map(int, line["shape"].split("x"))) for line in lines)

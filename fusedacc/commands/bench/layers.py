@@ -45,7 +45,7 @@ class Products(Work):
         device: torch.device,
     ) -> None:
         super().__init__(f"Linear {inputs} to {outputs}, {tokens} tokens", device, operand, accumulator)
-        self.shape, self.operand, self.accumulator = (tokens, outputs, inputs), operand, accumulator
+        self.shape = tokens, outputs, inputs
         self.sizes = f"dy {tokens} x {outputs}, x {tokens} x {inputs}, sum {outputs} x {inputs}"
         weights, read = outputs * inputs, tokens * (outputs + inputs) * operand.itemsize
         # With autograd's parameter and output.
@@ -58,18 +58,16 @@ class Products(Work):
 
     def make(self) -> Three:
         tokens, outputs, inputs = self.shape
-        return (
-            filled((outputs, inputs), self.accumulator, self.device),
-            filled((tokens, outputs), self.operand, self.device),
-            filled((tokens, inputs), self.operand, self.device),
-        )
+        sums = filled((outputs, inputs), self.accumulator, self.device)
+        dy, x = (filled((tokens, size), self.gradient, self.device) for size in (outputs, inputs))
+        return sums, dy, x
 
     def chosen(self) -> tuple[str, str]:
-        found = matmul.select(self.device, self.accumulator, self.operand, tokens=self.shape[0])
+        found = matmul.select(self.device, self.accumulator, self.gradient, tokens=self.shape[0])
         return f"{found.name} ({found.how})", found.reason
 
     def ways(self, backends: Sequence[str]) -> list[Way]:
-        equal, wide = self.operand == self.accumulator, self.accumulator
+        equal, wide = self.gradient == self.accumulator, self.accumulator
         one = None if equal else "needs operands of the accumulator's dtype"
         mixed = "the dtypes are equal: nothing to cast" if equal else None
         return [
@@ -107,7 +105,7 @@ class Products(Work):
 
     @functools.cached_property
     def _kept(self) -> Tensor:
-        return torch.empty(self.shape[1:], dtype=self.operand, device=self.device)
+        return torch.empty(self.shape[1:], dtype=self.gradient, device=self.device)
 
     def _add_kept(self, accumulator: Tensor, dy: Tensor, x: Tensor) -> None:
         torch.mm(dy.t(), x, out=self._kept)
@@ -131,8 +129,8 @@ class Products(Work):
         before = accumulator.double()
         run()
         terms = (self.shape[0] + 2) * torch.finfo(torch.float32).eps
-        if self.operand.itemsize < 4:
-            terms += 2 * torch.finfo(self.operand).eps
+        if self.gradient.itemsize < 4:
+            terms += 2 * torch.finfo(self.gradient).eps
         rounding = 2 * torch.finfo(self.accumulator).eps
         allowed = magnitude * terms + (before.abs() + magnitude) * rounding
         error = before.add_(product).sub_(accumulator).abs_()
@@ -155,7 +153,7 @@ class Rows(Work):
     ) -> None:
         name = f"Embedding {height} x {columns}, {tokens} tokens"
         super().__init__(name, device, gradient, accumulator)
-        self.shape, self.gradient, self.accumulator = (height, columns, tokens), gradient, accumulator
+        self.shape = height, columns, tokens
         self.sizes = f"table {height} x {columns}, gradients {tokens} x {columns}"
         looked_up = columns * tokens
         self.set_bytes = tokens * 8 + looked_up * gradient.itemsize

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ...functional import prepare, scale_accumulate_, total_norm
-from ...kernels import registry
 from ...kernels.dtypes import computation_dtype
 from .work import (
     BLOCK,
@@ -65,8 +64,7 @@ class Additions(Work):
         compiled: bool = False,
     ) -> None:
         super().__init__(name, device, gradient, accumulator)
-        self.shapes, self.gradient, self.accumulator = shapes, gradient, accumulator
-        self.warm, self.compiled = warm, compiled
+        self.shapes, self.warm, self.compiled = shapes, warm, compiled
         self.tensors, self.elements, self.sizes = _counted(shapes)
         self.set_bytes = self.elements * (gradient.itemsize + accumulator.itemsize)
         self.moved = self.set_bytes + self.elements * accumulator.itemsize
@@ -78,10 +76,6 @@ class Additions(Work):
             [filled(shape, self.accumulator, self.device) for shape in self.shapes],
             [filled(shape, self.gradient, self.device) for shape in self.shapes],
         )
-
-    def chosen(self) -> tuple[str, str]:
-        found = registry.select(self.device, self.accumulator, self.gradient)
-        return found.backend.name, found.reason
 
     def ways(self, backends: Sequence[str]) -> list[Way]:
         of_ours = []
@@ -145,21 +139,17 @@ class Norms(Work):
 
     def __init__(self, name: str, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(name, device, dtype)
-        self.shapes, self.dtype = shapes, dtype
+        self.shapes = shapes
         self.tensors, elements, self.sizes = _counted(shapes)
         self.set_bytes = self.moved = elements * dtype.itemsize
         # One flat copy, and float32 copies of all tensors.
         self.working_bytes = elements * (dtype.itemsize + 4) + 16 * min(elements, BLOCK)
 
     def make(self) -> tuple[list[Tensor]]:
-        return ([filled(shape, self.dtype, self.device) for shape in self.shapes],)
-
-    def chosen(self) -> tuple[str, str]:
-        found = registry.select(self.device, self.dtype, self.dtype)
-        return found.backend.name, found.reason
+        return ([filled(shape, self.gradient, self.device) for shape in self.shapes],)
 
     def ways(self, backends: Sequence[str]) -> list[Way]:
-        narrow = f"norms rounded to {self.dtypes}" if self.dtype.itemsize < 4 else None
+        narrow = f"norms rounded to {self.dtypes}" if self.gradient.itemsize < 4 else None
         norm, f32 = torch.linalg.vector_norm, torch.float32
         return [
             *(ours("total_norm", backend, total_norm) for backend in backends),

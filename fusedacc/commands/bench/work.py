@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Run = Callable[[], object]
+from ...kernels import registry
+from .timing import Run
+
 #: A set of tensors: the arguments of what works on them.
 Tensors = tuple[Any, ...]
 
@@ -65,7 +67,8 @@ def calling(step: Callable[..., object]) -> Callable[[Tensors], Run]:
 class Work(abc.ABC):
     """One case: a kind of work on tensors of given sizes, dtypes and device.
 
-    `what`: the kind ("add", "norm", "product", "rows"). `sizes`: in words that a reader can check.
+    `what`: the kind ("add", "norm", "product", "rows"). `dtypes`: of gradients, and of the accumulator where
+    there is one. `sizes`: in words that a reader can check.
     `set_bytes`: of one set of tensors. `moved`: what an ideal pass reads and writes: a copy that moves as
     much is timed beside the ways. `working_bytes`: what ways and checks need at the most beside the sets.
     `tensors`: how many a set has. `warm`: whether every call takes the same tensors, so that caches hold
@@ -82,7 +85,7 @@ class Work(abc.ABC):
     warm = False
 
     def __init__(self, name: str, device: torch.device, *dtypes: torch.dtype) -> None:
-        self.name, self.device = name, device
+        self.name, self.device, self.gradient, self.accumulator = name, device, dtypes[0], dtypes[-1]
         self.dtypes = " into ".join(map(name_of, dtypes))
         self.notes: dict[str, str] = {}
 
@@ -98,9 +101,10 @@ class Work(abc.ABC):
     def ways(self, backends: Sequence[str]) -> list[Way]:
         """Ours by each of those backends ("auto" first), and every form of stock torch."""
 
-    @abc.abstractmethod
     def chosen(self) -> tuple[str, str]:
         """The backend that "auto" takes, with how it works, and why it was chosen."""
+        found = registry.select(self.device, self.accumulator, self.gradient)
+        return found.backend.name, found.reason
 
     @abc.abstractmethod
     def check(self, way: Way, run: Run, tensors: Any) -> str | None:
