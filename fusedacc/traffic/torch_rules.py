@@ -45,17 +45,17 @@ def _nll_loss(call: Call) -> list[Operand]:
     return whole(call, partial={"self": target.numel() * scores.element_size()})
 
 
-def _partly_written(call: Call, size: int, adds: bool, others: list[Operand]) -> list[Operand]:
-    """So many bytes of `self` are written, and read where it adds; all of it, if the result is a copy."""
+def _partly_written(call: Call, size: int, reads_too: bool, others: list[Operand]) -> list[Operand]:
+    """So many bytes of `self` are written, and read too where it adds; all, where the result is a copy."""
     (target,) = call.tensors("self")
     whole_size = bytes_of(target)
     if call.results and identity(call.results[0]) != identity(target):
         return [Operand(target, whole_size), Operand(call.results[0], 0, whole_size), *others]
     written = min(size, whole_size)
-    return [Operand(target, written if adds else 0, written), *others]
+    return [Operand(target, written if reads_too else 0, written), *others]
 
 
-def _scattered(reads_too: bool) -> Rule:
+def _scattered(adds: bool) -> Rule:
     """As many elements of `self` are written (and read, where it adds) as the indices name."""
 
     def rule(call: Call) -> list[Operand] | None:
@@ -70,11 +70,11 @@ def _scattered(reads_too: bool) -> Rule:
             elements = call.tensors("source")[0].numel()
         else:
             elements = call.tensors(index)[0].numel()
-        adds = reads_too or bool(call["accumulate"]) or call["reduce"] is not None
+        reads_too = adds or bool(call["accumulate"]) or call["reduce"] is not None
         others = reads(call[index], call[source] if source else None)
         if source == "src":
             others[-1].read = min(others[-1].read, elements * call["src"].element_size())
-        return _partly_written(call, elements * target.element_size(), adds, others)
+        return _partly_written(call, elements * target.element_size(), reads_too, others)
 
     return rule
 
@@ -131,29 +131,18 @@ def _fused_optimizer(call: Call) -> list[Operand]:
 
 
 _RULES: dict[str, Rule] = {
-    "embedding": _gathered,
-    "index": _gathered,
-    "index_select": _gathered,
-    "gather": _gathered,
-    "take": _gathered,
-    "nll_loss_forward": _nll_loss,
-    "nll_loss2d_forward": _nll_loss,
-    "index_put": _scattered(reads_too=False),
-    "_index_put_impl": _scattered(reads_too=False),
-    "_unsafe_index_put": _scattered(reads_too=False),
-    "scatter": _scattered(reads_too=False),
-    "index_copy": _scattered(reads_too=False),
+    **dict.fromkeys(("embedding", "index", "index_select", "gather", "take"), _gathered),
+    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), _nll_loss),
+    **dict.fromkeys(("index_put", "_index_put_impl", "_unsafe_index_put"), _scattered(adds=False)),
+    **dict.fromkeys(("scatter", "index_copy"), _scattered(adds=False)),
+    **dict.fromkeys(("index_add", "scatter_add"), _scattered(adds=True)),
     "index_fill": _filled,
-    "index_add": _scattered(reads_too=True),
-    "scatter_add": _scattered(reads_too=True),
     "convolution_backward": _convolution_backward,
     "native_group_norm_backward": _norm_backward,
     "native_batch_norm_backward": _batch_norm_backward,
     "bernoulli": lambda call: whole(call, unread=("self",) if call["p"] is not None else ()),
     "cudnn_batch_norm_backward": whole,
-    "native_batch_norm": _batch_norm,
-    "_native_batch_norm_legit": _batch_norm,
-    "_batch_norm_with_update": _batch_norm,
-    "cudnn_batch_norm": _batch_norm,
+    **dict.fromkeys(("native_batch_norm", "_native_batch_norm_legit"), _batch_norm),
+    **dict.fromkeys(("_batch_norm_with_update", "cudnn_batch_norm"), _batch_norm),
     **dict.fromkeys(("_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad"), _fused_optimizer),
 }
