@@ -172,11 +172,8 @@ class Rows(Work):
     def make(self) -> Three:
         """Tokens and gradients of their own, and the table that all sets share."""
         height, columns, tokens = self.shape
-        sums = self._sums
-        # The k-th most frequent token has a share of about 1/k.
-        ranks = torch.exp(torch.rand(tokens, device=self.device) * math.log(height + 1)).long() - 1
         gradients = filled((tokens, columns), self.gradient, self.device)
-        return sums, ranks.clamp_(max=height - 1), gradients
+        return self._sums, text_like(tokens, height, self.device), gradients
 
     def chosen(self) -> tuple[str, str]:
         found = rows.select(torch.empty(1, 1, dtype=self.accumulator, device=self.device), self.gradient)
@@ -232,6 +229,12 @@ class Rows(Work):
         bad = off(old.add_(sums).sub_(accumulator[named]).abs_(), magnitude * terms[:, None])
         before[named] = accumulator[named]
         return wrong(bad + int((before != accumulator).sum()), accumulator.numel())
+
+
+def text_like(count: int, height: int, device: torch.device) -> Tensor:
+    """Tokens of which the k-th most frequent has a share of about 1/k."""
+    ranks = torch.exp(torch.rand(count, device=device) * math.log(height + 1)).long() - 1
+    return ranks.clamp_(max=height - 1)
 
 
 def _sparse(tokens: Tensor, gradients: Tensor, shape: torch.Size) -> Tensor:
