@@ -17,12 +17,6 @@ from .operands import Call, Operand, Rule, bytes_of, merged, reads, whole, write
 METADATA = frozenset({"fusedacc::prepare", "fusedacc::gemm_problem", "fusedacc::build_info"})
 
 
-def of_ours(call: Call, name: str) -> list[Operand] | None:
-    """What a call of `fusedacc::name` has read and written; None for an operator without a rule."""
-    rule = _RULES.get(name)
-    return None if rule is None else rule(call)
-
-
 def accumulation(
     accumulators: Sequence[Tensor],
     gradients: Sequence[Tensor],
@@ -118,7 +112,8 @@ def _and_results(rule: Rule) -> Rule:
     return with_results
 
 
-_RULES: dict[str, Rule] = {
+#: What a call of `fusedacc::` such a name has read and written.
+RULES: dict[str, Rule] = {
     "scale_accumulate_": _scale_accumulate,
     "accumulate_prepared_": _accumulate_prepared,
     "scale_accumulate_norm_": _and_results(_scale_accumulate),
