@@ -75,18 +75,20 @@ def _flag(overwrite: Sequence[bool], index: int) -> bool:
 
 
 def _scale_accumulate(call: Call) -> list[Operand]:
+    """And partial norms, where some come out."""
+    lists = call.tensors("accumulators"), call.tensors("gradients")
     factors = call["scale_tensor"], call["keep_tensor"]
-    return accumulation(call.tensors("accumulators"), call.tensors("gradients"), factors, call["overwrite"])
+    return [*accumulation(*lists, factors, call["overwrite"]), *writes(call.results)]
 
 
 def _accumulate_prepared(call: Call) -> list[Operand] | None:
-    """The plan says what its accumulators are."""
+    """The plan says what its accumulators are; partial norms may come out."""
     (plan,) = call.tensors("plan")
     gradients = call.tensors("gradients")
     if isinstance(plan, FakeTensor):
         return None
     words = plan.tolist()
-    found = reads(gradients, call["scale_tensor"], call["keep_tensor"])
+    found = [*reads(gradients, call["scale_tensor"], call["keep_tensor"]), *writes(call.results)]
     for index, gradient in enumerate(gradients):
         address, elements, dtype = plan_entry(words, index)
         size = elements * dtype.itemsize
@@ -102,22 +104,12 @@ def _gemm_accumulate(call: Call) -> list[Operand]:
     return whole(call, overwrites=overwrites)
 
 
-def _and_results(rule: Rule) -> Rule:
-    """What `rule` says, and the partial norms that come out of it."""
-
-    def with_results(call: Call) -> list[Operand] | None:
-        found = rule(call)
-        return None if found is None else [*found, *writes(call.results)]
-
-    return with_results
-
-
 #: What a call of `fusedacc::` such a name has read and written.
 RULES: dict[str, Rule] = {
     "scale_accumulate_": _scale_accumulate,
     "accumulate_prepared_": _accumulate_prepared,
-    "scale_accumulate_norm_": _and_results(_scale_accumulate),
-    "accumulate_prepared_norm_": _and_results(_accumulate_prepared),
+    "scale_accumulate_norm_": _scale_accumulate,
+    "accumulate_prepared_norm_": _accumulate_prepared,
     "gemm_accumulate_": _gemm_accumulate,
     "norm_partials": whole,
     "finish_norm": whole,

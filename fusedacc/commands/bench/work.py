@@ -68,12 +68,11 @@ class Work(abc.ABC):
     """One case: a kind of work on tensors of given sizes, dtypes and device.
 
     `what`: the kind ("add", "norm", "product", "rows"). `dtypes`: of gradients, and of the accumulator where
-    there is one. `sizes`: in words that a reader can check.
-    `set_bytes`: of one set of tensors. `moved`: what an ideal pass reads and writes: a copy that moves as
-    much is timed beside the ways. `working_bytes`: what ways and checks need at the most beside the sets.
-    `tensors`: how many a set has. `warm`: whether every call takes the same tensors, so that caches hold
-    what fits there. `notes`: what `check` has found worth telling of a result that is not wrong, by the
-    way's name.
+    there is one. `sizes`: in words that a reader can check. `set_bytes`: of one set of tensors. `moved`: what
+    an ideal pass reads and writes: a copy that moves as much is timed beside the ways. `working_bytes`: what
+    ways and checks need at the most beside the sets. `tensors`: how many a set has. `warm`: whether every
+    call takes the same tensors, so that caches hold what fits there. `notes`: what `check` has found worth
+    telling of a result that is not wrong, by the way's name.
     """
 
     what: str
@@ -126,8 +125,7 @@ def filled(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Te
 
 def label(way: str, backend: str) -> str:
     """The name of one of our ways: "fusedacc, prepared", "fusedacc eager, prepared"."""
-    prefix = OURS if backend == "auto" else f"{OURS} {backend}"
-    return f"{prefix}, {way}" if way else prefix
+    return f"{OURS if backend == 'auto' else f'{OURS} {backend}'}, {way}"
 
 
 def off(error: Tensor, allowed: Tensor) -> int:
