@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fusedacc.commands.bench.work import grad_dtype_obstacle, parameter_with
 from fusedacc.functional import prepare, scale_accumulate_
 from fusedacc.kernels import registry
 from fusedacc.kernels.dtypes import computation_dtype
@@ -188,10 +189,8 @@ def foreach_cast(accumulators: Sequence[Tensor], gradients: Sequence[Tensor], sc
 def autograd(accumulators: Sequence[Tensor], gradients: Sequence[Tensor], scale: float):
     """Parameters in the gradients' dtype whose `.grad` is the accumulator, each a whole graph by itself."""
     scaled = [gradient * scale for gradient in gradients]
-    parameters = [torch.nn.Parameter(gradient) for gradient in scaled]  # their values are never read
-    for parameter, accumulator in zip(parameters, accumulators, strict=True):
-        parameter.grad_dtype = accumulator.dtype
-        parameter.grad = accumulator
+    # The parameters' values, which are never read, are the gradients.
+    parameters = [parameter_with(g, a) for a, g in zip(accumulators, scaled, strict=True)]
     return lambda: torch.autograd.backward(parameters, scaled)
 
 
@@ -223,10 +222,6 @@ def equal_dtypes(accumulators: Sequence[Tensor], gradients: Sequence[Tensor]) ->
     if all(a.dtype == g.dtype for a, g in zip(accumulators, gradients, strict=True)):
         return "the dtypes are equal: nothing to cast"
     return None
-
-
-def no_grad_dtype(device: torch.device) -> str | None:
-    return None if hasattr(Tensor, "grad_dtype") else f"torch {torch.__version__} has no Tensor.grad_dtype"
 
 
 # Other packages'
@@ -310,7 +305,7 @@ ACCUMULATE = {
             "autograd accumulates into .grad, parameter.grad_dtype being the accumulator's dtype",
             autograd,
             per_element(lambda a, g, c: 3 * a if a == g else g + 4 * a),
-            unavailable=no_grad_dtype,
+            unavailable=lambda device: grad_dtype_obstacle(),
             kept=lambda a, g: g,
             temporary=lambda a, g: a,
             note="gradients scaled before; a call of backward and one accumulation node per tensor included",

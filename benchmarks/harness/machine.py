@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-import datetime
 import os
-import platform
 import subprocess
 from pathlib import Path
 
 import torch
 
-from fusedacc.commands.bench.conditions import cpu_name, version
+from fusedacc.commands.bench import conditions
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def environment(device: torch.device | str = "cpu") -> dict[str, str]:
     """What a figure depends on, as columns; `date` is that of the run."""
-    device = torch.device(device)
+    found = conditions.collect(torch.device(device))
     set_here = [f"{name}={value}" for name, value in sorted(os.environ.items())]
     malloc = [text for text in set_here if text.startswith(("MALLOC_", "LD_PRELOAD="))]
     threads = [text for text in set_here if text.startswith(("OMP_", "GOMP_", "KMP_"))]
     return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
+        "device": found["name"],
         "threads": " ".join([str(torch.get_num_threads()), *threads]),
         "allocator": " ".join(malloc) or "libc, defaults",
-        "torch": torch.__version__,
-        "triton": version("triton") or "",
-        "cuda": str(torch.version.cuda or ""),
-        "python": platform.python_version(),
+        **{name: found[name] or "" for name in ("torch", "triton", "cuda", "python")},
         "commit": commit(),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": found["date"],
     }
 
 

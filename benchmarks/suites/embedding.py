@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 import fusedacc
+from fusedacc.commands.bench.layers import text_like
 from fusedacc.kernels import rows
 
 from ..contestants.stock import share_moments
@@ -76,12 +76,6 @@ class Work:
 
     def next(self) -> tuple[Tensor, Tensor]:
         return next(self._turns)
-
-
-def text_like(count: int, rows_of_table: int, device: torch.device) -> Tensor:
-    """Tokens of which the k-th most frequent has a share of about 1/k."""
-    ranks = torch.exp(torch.rand(count, device=device) * math.log(rows_of_table + 1)).long() - 1
-    return ranks.clamp_(max=rows_of_table - 1)
 
 
 def work(size: tuple[int, int], count: int, dtypes: tuple[torch.dtype, torch.dtype], device) -> Work:

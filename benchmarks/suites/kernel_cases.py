@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from fusedacc.commands.bench.work import filled
 from fusedacc.kernels.dtypes import PAIRS
 
 from ..harness.measure import PEAK, Goal
@@ -76,18 +76,6 @@ GOALS: dict[tuple[str, str, str], tuple[Goal, ...]] = {
         for backend in ("cuda", "triton")
     },
 }
-
-
-# Memory
-
-
-def filled(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Random numbers, those beyond 1 Mi repeated; every page is written."""
-    flat = torch.empty(math.prod(shape), dtype=dtype, device=device)
-    block = torch.randn(min(flat.numel(), 2**20), device=device).to(dtype)
-    for part in flat.split(2**20):
-        part.copy_(block[: part.numel()])
-    return flat.view(tuple(shape))
 
 
 @dataclasses.dataclass(frozen=True)

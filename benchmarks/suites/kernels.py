@@ -42,6 +42,7 @@ from torch import Tensor
 
 from fusedacc.commands.bench import timing
 from fusedacc.commands.bench.conditions import available_memory
+from fusedacc.commands.bench.measuring import rotated
 
 from ..contestants.accumulate import ACCUMULATE, Provider
 from ..contestants.products import PRODUCT
@@ -69,12 +70,6 @@ PROVIDERS = tuple(dict.fromkeys((*ACCUMULATE, *PRODUCT)))
 
 
 # What is known of one provider before it is timed
-
-
-def rotated(runs: Sequence[Callable[[], object]]) -> Callable[[], object]:
-    """Each call calls the next."""
-    step = itertools.cycle(runs).__next__
-    return lambda: step()()
 
 
 def moved(provider: Provider, run: Callable[[], object], by_hand: int) -> tuple[int, int | None, str]:

@@ -28,11 +28,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fusedacc
+from fusedacc.commands.bench.layers import text_like
 
 from ..harness import command
 from ..harness.measure import Goal, Variant, counted, in_turns, measure
 from ..harness.results import Case, Results, Row, at_most, reached, row, spread
-from .embedding import AT_LEAST, SETS, text_like
+from .embedding import AT_LEAST, SETS
 from .linear import FEW, MOST, SHAPES
 
 F32, BF16 = torch.float32, torch.bfloat16

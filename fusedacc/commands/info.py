@@ -10,7 +10,9 @@ import torch
 
 from ..kernels import dtypes, grain_size, library, matmul_ways, native_module, reference, registry, tuning
 from ..optimizer import AccumulatingOptimizer, small_layers
+from .bench import report
 from .bench.conditions import version
+from .bench.work import name_of, off, wrong
 
 _ELEMENTS = 1000
 _SCALE = 0.3
@@ -51,19 +53,14 @@ def try_pair(
         error = (result.cpu().double() - expected.double()).abs()
     except Exception as problem:  # whatever a broken installation raises is what the user came to read
         return f"{type(problem).__name__}: {problem}"
-    wrong = int((~(error <= allowed)).sum())
-    return f"{wrong} of {_ELEMENTS} elements are wrong" if wrong else None
-
-
-def _name(gradient_dtype: torch.dtype, accumulator_dtype: torch.dtype) -> str:
-    return f"{str(gradient_dtype)[6:]} into {str(accumulator_dtype)[6:]}"
+    return wrong(off(error, allowed), _ELEMENTS)
 
 
 def _backend_on(name: str, device: torch.device) -> dict[str, Any]:
     """Which pairs a backend runs on a device, what its trials gave, and why it does not run the others."""
     ran, failures, reasons = [], {}, []
     for gradient_dtype, accumulator_dtype in sorted(dtypes.PAIRS, key=str):
-        pair = _name(gradient_dtype, accumulator_dtype)
+        pair = f"{name_of(gradient_dtype)} into {name_of(accumulator_dtype)}"
         reason = registry.obstacle(name, device, accumulator_dtype, gradient_dtype)
         if reason is not None:
             reasons.append(reason)
@@ -99,33 +96,23 @@ def _hooks() -> dict[str, Any]:
         optimizer.close()
     except (RuntimeError, ValueError) as problem:
         return {"native": None, "why": str(problem)}
+    why = why_not or "the module loads, and this torch's nodes do not take its hooks"
     if native:
-        return {
-            "native": True,
-            "why": f"built for torch {torch.__version__}, Python {platform.python_version()}",
-        }
-    return {
-        "native": False,
-        "why": why_not or "the module loads, and this torch's nodes do not take its hooks",
-    }
+        why = f"built for torch {torch.__version__}, Python {platform.python_version()}"
+    return {"native": native, "why": why}
 
 
 def _choices() -> dict[str, Any]:
     """What trials have found on this machine; what nobody has asked yet is asked now."""
     try:
-        fixed = tuning.fixed_by()
+        tuning.fixed_by()  # raises, for a variable that is wrong
         if library.load_error() is None:
             grain_size.tune()
             for question in (*matmul_ways.questions(), *small_layers.questions()):
                 tuning.choose(question)
     except ValueError as problem:
         return {"problem": str(problem)}
-    return {
-        "machine": tuning.machine(),
-        "fixed_by": fixed,
-        "kept_in": tuning.kept_where(),
-        "found": [] if fixed else tuning.report(),
-    }
+    return {"machine": tuning.machine(), "kept_in": tuning.kept_where(), **report.choices()}
 
 
 def collect() -> dict[str, Any]:

@@ -111,32 +111,29 @@ class CountedOptimizer(AcceleratedOptimizer):
         Raises:
             RuntimeError: the accelerator accumulates as well; as `AccumulatingOptimizer.step` otherwise.
         """
-        _check_steps(self.gradient_state.num_steps)
-        if self.scaler is None:
-            self.optimizer.step(closure)
-        else:
-            self._scaled(self.scaler.step, *filter(None, [closure]))
+        self._end("step", *filter(None, [closure]))
         if self._ends_loader() and self.optimizer.micro_step:
             self.flush()
 
     def flush(self) -> None:
         """`AccumulatingOptimizer.flush`, with the accelerator's loss scale; `scheduler.step()` may follow."""
-        _check_steps(self.gradient_state.num_steps)
-        if self.scaler is None:
-            self.optimizer.flush()
-        else:
-            self._scaled(self.scaler.flush)
+        self._end("flush")
 
     def _ends_loader(self) -> bool:
         """Whether the batch at hand is the last of a prepared loader, which ends a window as well."""
         return self.gradient_state.end_of_dataloader and self.gradient_state.sync_with_dataloader
 
-    def _scaled(self, act: Callable[..., Any], *arguments: Any) -> None:
+    def _end(self, method: str, *arguments: Any) -> None:
+        """`optimizer.step()` or `optimizer.flush()`, through the scaler where there is one."""
+        _check_steps(self.gradient_state.num_steps)
+        if self.scaler is None:
+            getattr(self.optimizer, method)(*arguments)
+            return
         before = self.optimizer.num_skipped
-        act(self.optimizer, *arguments)
+        getattr(self.scaler, method)(self.optimizer, *arguments)
         if self.optimizer.has_updated:  # waits for the device, as torch's scaler does
             self._is_overflow = bool(self.optimizer.num_skipped > before)
-        self.scaler.update()  # type: ignore[union-attr]
+        self.scaler.update()
 
     @property
     def step_was_skipped(self) -> bool:

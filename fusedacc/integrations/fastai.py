@@ -120,8 +120,7 @@ class AccumulationCallback(FastaiCallback):
     def after_cancel_epoch(self) -> None:
         self._optimizer.discard()
 
-    def after_cancel_fit(self) -> None:
-        self._optimizer.discard()
+    after_cancel_fit = after_cancel_epoch
 
 
 def _samples(xb: tuple, yb: tuple) -> int:

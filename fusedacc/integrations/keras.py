@@ -245,7 +245,12 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         if self.accumulator is not None and len(inner) == len(self.variables):
             saved = {"state": {}, "param_groups": self.accumulator.optimizer.state_dict()["param_groups"]}
             if len(inner) < len(store.keys()):
-                saved = _window_of(numpy.asarray(store[_WINDOW]).tobytes())
+                window = numpy.asarray(store[_WINDOW]).tobytes()
+                try:
+                    saved = torch.load(io.BytesIO(window))
+                except Exception as error:
+                    damaged = f"the saved window {_WINDOW!r} of {len(window)} bytes is damaged: {error}"
+                    raise ValueError(damaged) from error
             self.accumulator.load_state_dict(saved)
             self.weight = None
         self.inner_optimizer.load_own_variables(inner)
@@ -308,18 +313,6 @@ class AccumulationCallback(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         del self.model.train_step
-
-
-def _window_of(saved: bytes) -> dict[str, Any]:
-    """The accumulator's state_dict.
-
-    Raises:
-        ValueError: `saved` is damaged.
-    """
-    try:
-        return torch.load(io.BytesIO(saved))
-    except Exception as error:
-        raise ValueError(f"the saved window {_WINDOW!r} of {len(saved)} bytes is damaged: {error}") from error
 
 
 def _check_inner(inner: Any) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,70 +17,63 @@ from .operands import Operand, tensors_in
 from .report import Cell, Counts
 
 
-class Ledger:
-    """Bytes of memories, whose kind is asked for when a memory has gone or the figures are wanted.
+@dataclass
+class Memory:
+    """A piece of memory: its kind, as far as it is known, and its bytes by phase, operator and device."""
 
-    A memory is known by its address (`key`), which may have been another's before.
-    """
+    reference: weakref.ref[torch.UntypedStorage] | None = None
+    kind: str | None = None
+    cells: dict[tuple[str, str, str], Cell] = field(default_factory=dict)
+
+    def add(self, phase: str, op: str, operand: Operand) -> None:
+        where = phase, op, operand.device if operand.tensor is None else str(operand.tensor.device)
+        self.cells[where] = self.cells.get(where, Cell()).plus(Cell(operand.read, operand.written))
+
+    def book(self, counts: Counts) -> None:
+        for (phase, op, device), cell in self.cells.items():
+            counts.add(phase, op, self.kind or "other", device, cell)
+
+
+class Ledger:
+    """Bytes of memories, whose kind is asked for when a memory has gone or the figures are wanted."""
 
     def __init__(self) -> None:
         self.counts = Counts()
-        self.kinds: dict[int, str] = {}
         self._leaves: dict[int, weakref.ref[Tensor]] = {}
-        #: The memories that tensors have, by address, and the addresses whose memory has gone.
-        self._memories: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        #: The memories that tensors have, by address, and the addresses whose memory has gone. At 0 there is
+        #: none: sums of which no tensor is to hand.
+        self._memories = {0: Memory(kind="gradients")}
         self._gone: deque[int] = deque()
-        self._open: dict[int, dict[tuple[str, str, str], list[int]]] = {}
 
-    def key(self, tensor: Tensor) -> int:
-        """The tensor's memory."""
+    def memory(self, tensor: Tensor | None) -> Memory:
+        """The tensor's, which may be where another was before; for None, that of all sums without one."""
         self._close_the_gone()
+        if tensor is None:
+            return self._memories[0]
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key, gone = storage._cdata, self._gone
         if key not in self._memories:
-            self._memories[key] = weakref.ref(storage, functools.partial(_append, self._gone, key))
-        return key
-
-    def kind(self, tensor: Tensor) -> str | None:
-        """What the tensor's memory is known to hold."""
-        return self.kinds.get(self.key(tensor))
-
-    def book(self, key: int | None, operand: Operand, phase: str, op: str, kind: str | None) -> None:
-        """Adds an operand's bytes to those of its memory; where that is not to hand, of gradients.
-
-        kind: of the memory, where it is not known yet.
-        """
-        if key is None:
-            cell = Cell(operand.read, operand.written)
-            self.counts.add(phase, op, "gradients", operand.device, cell)
-            return
-        assert operand.tensor is not None
-        if kind is not None:
-            self.kinds.setdefault(key, kind)
-        where = phase, op, str(operand.tensor.device)
-        sums = self._open.setdefault(key, {}).setdefault(where, [0, 0])
-        sums[0] += operand.read
-        sums[1] += operand.written
+            self._memories[key] = Memory(weakref.ref(storage, lambda _: gone.append(key)))
+        return self._memories[key]
 
     def snapshot(self) -> Counts:
         """A copy of the counts, every byte with the kind that is known by now."""
         self._close_the_gone()
         copy = self.counts.copy()
-        for key, cells in self._open.items():
-            copy.book(cells, self.kinds.get(key, "other"))
+        for memory in self._memories.values():
+            memory.book(copy)
         return copy
 
     def reset(self) -> None:
         """Back to zero. What is known about tensors is kept."""
         self.counts = Counts()
-        self._open.clear()
+        for memory in self._memories.values():
+            memory.cells.clear()
 
     def _close_the_gone(self) -> None:
         """Books what memory that is gone has moved, with the kind that it had."""
         while self._gone:
-            key = self._gone.popleft()
-            self._memories.pop(key, None)
-            self.counts.book(self._open.pop(key, {}), self.kinds.pop(key, "other"))
+            self._memories.pop(self._gone.popleft()).book(self.counts)
             if len(self._leaves) > 2 * len(self._memories):
                 self._leaves = {name: leaf for name, leaf in self._leaves.items() if leaf() is not None}
 
@@ -91,12 +84,13 @@ class Ledger:
         if id(leaf) not in self._leaves or self._leaves[id(leaf)]() is not leaf:
             self._leaves[id(leaf)] = weakref.ref(leaf)
         for part in _plain_parts(leaf):
-            self.kinds[self.key(part)] = "weights"
+            self.memory(part).kind = "weights"
 
     def know_gradient(self, tensor: Tensor | None) -> None:
         """What stands in a leaf's `.grad`; it may be known as something else already."""
         for part in _plain_parts(tensor):
-            self.kinds.setdefault(self.key(part), "gradients")
+            memory = self.memory(part)
+            memory.kind = memory.kind or "gradients"
 
     def know_gradients(self) -> None:
         """Of all leaves that are known."""
@@ -109,7 +103,7 @@ class Ledger:
         for state in list(optimizer.state.values()):
             for tensor in tensors_in(state):
                 for part in _plain_parts(tensor):
-                    self.kinds[self.key(part)] = "optimizer"
+                    self.memory(part).kind = "optimizer"
 
 
 def leaves_of(parameters: Any) -> list[Tensor]:
@@ -128,10 +122,6 @@ def leaves_of(parameters: Any) -> list[Tensor]:
         if not isinstance(leaf, Tensor):
             raise TypeError(f"parameters must be {allowed}; it holds {type(leaf).__name__}")
     return leaves
-
-
-def _append(gone: deque[int], key: int, _: object) -> None:
-    gone.append(key)
 
 
 def _plain_parts(tensor: Any) -> Iterator[Tensor]:

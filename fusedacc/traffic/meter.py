@@ -208,7 +208,8 @@ class TrafficMeter(TorchDispatchMode):
             if moved is None:
                 self._ledger.counts.uncounted[str(func)] += 1
             else:
-                casts = func is _CAST and self._is_a_leafs_gradient(args[0], result)
+                of_leaf = func is _CAST and goes_to_a_leaf(result)
+                casts = of_leaf and self._ledger.memory(args[0]).kind != "weights"
                 self._book(name_of(func), func.namespace, moved, casts)
         return result
 
@@ -268,22 +269,18 @@ class TrafficMeter(TorchDispatchMode):
             if stores:  # AccumulateGrad detaches what it stores
                 self._ledger.know_gradient(tensor)
 
-    def _is_a_leafs_gradient(self, source: Tensor, result: Tensor) -> bool:
-        """Whether a cast inside the engine is of a gradient, for AccumulateGrad."""
-        return goes_to_a_leaf(result) and self._ledger.kind(source) != "weights"
-
     def _book(self, op: str, namespace: str, moved: Sequence[Operand], casts_gradient: bool = False) -> None:
-        ledger = self._ledger
-        keys = [None if operand.tensor is None else ledger.key(operand.tensor) for operand in moved]
-        touches = any(key is None or ledger.kinds.get(key) == "gradients" for key in keys)
+        memories = [self._ledger.memory(operand.tensor) for operand in moved]
+        touches = any(memory.kind == "gradients" for memory in memories)
         automatic = self._phases.automatic(namespace, touches, casts_gradient)
         phase = self._phases.named[-1] if self._phases.named else automatic
         kind = "optimizer" if automatic == "update" else None
         if automatic == "accumulate" or (touches and automatic not in ("forward", "backward")):
             kind = "gradients"
-        ledger.counts.calls[phase, op] += 1
-        for key, operand in zip(keys, moved, strict=True):
-            ledger.book(key, operand, phase, op, kind)
+        self._ledger.counts.calls[phase, op] += 1
+        for memory, operand in zip(memories, moved, strict=True):
+            memory.kind = memory.kind or kind
+            memory.add(phase, op, operand)
 
 
 def _is_composite(func: OpOverload) -> bool:

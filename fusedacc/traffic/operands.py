@@ -7,7 +7,7 @@ once; an expanded one only in the elements it really has; temporaries inside an 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,13 +36,13 @@ class Call:
         for index, argument in enumerate(schema.arguments):
             given = args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value)
             self.values[argument.name] = given
-        self.results = list(_tensors(result))
+        self.results = list(tensors_in(result))
 
     def __getitem__(self, name: str) -> Any:
         return self.values.get(name)
 
     def tensors(self, name: str) -> list[Tensor]:
-        return list(_tensors(self.values.get(name)))
+        return list(tensors_in(self.values.get(name)))
 
 
 Rule = Callable[[Call], "list[Operand] | None"]
@@ -55,17 +55,13 @@ def name_of(func: OpOverload) -> str:
 
 def tensors_in(*values: Any) -> Iterator[Tensor]:
     """All tensors in nested lists, tuples and dicts."""
-    return _tensors(values)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(*value)
+        elif isinstance(value, dict):
+            yield from tensors_in(*value.values())
 
 
 def bytes_of(tensor: Tensor) -> int:
@@ -94,22 +90,37 @@ def whole(
         kept: arguments that the schema marks as changed and that are not.
         partial: bytes read of arguments that are read in part only.
     """
-    found: dict[tuple, Operand] = {}
+    found: list[Operand] = []
     partial = partial or {}
     for argument in call.arguments:
         changed = argument.alias_info is not None and argument.alias_info.is_write
         written = changed and argument.name not in kept
         read = not (argument.name in unread or argument.is_out or (written and overwrites))
         for tensor in call.tensors(argument.name):
-            operand = found.setdefault(identity(tensor), Operand(tensor))
             size = bytes_of(tensor)
-            if read:
-                operand.read = max(operand.read, min(size, partial.get(argument.name, size)))
-            if written:
-                operand.written = size
-    for tensor in call.results:
-        if identity(tensor) not in found:
-            found[identity(tensor)] = Operand(tensor, written=bytes_of(tensor))
+            share = min(size, partial.get(argument.name, size))
+            found.append(Operand(tensor, share if read else 0, size if written else 0))
+    given = set(map(identity, tensors_in(call.values)))
+    return merged([*found, *writes(result for result in call.results if identity(result) not in given)])
+
+
+def reads(*values: Any) -> list[Operand]:
+    """All tensors in these values, each read whole."""
+    return [Operand(tensor, bytes_of(tensor)) for tensor in tensors_in(*values)]
+
+
+def writes(tensors: Iterable[Tensor]) -> list[Operand]:
+    """These tensors, each written whole."""
+    return [Operand(tensor, written=bytes_of(tensor)) for tensor in tensors]
+
+
+def merged(operands: Iterable[Operand]) -> list[Operand]:
+    """Each tensor once, with the most that is read and written of it."""
+    found: dict[tuple, Operand] = {}
+    for operand in operands:
+        assert operand.tensor is not None
+        known = found.setdefault(identity(operand.tensor), operand)
+        known.read, known.written = max(known.read, operand.read), max(known.written, operand.written)
     return list(found.values())
 
 

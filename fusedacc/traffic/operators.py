@@ -1,6 +1,6 @@
 """The operators by how their bytes are counted: names only, without overload or a trailing underscore.
 
-An operator that is in none of these, has no rule in `torch_rules.py` and no tag of torch's that says that it
+An operator that is in none of these, has no rule in `rules.py` and no tag of torch's that says that it
 is pointwise is not counted.
 """
 

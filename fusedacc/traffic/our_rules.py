@@ -11,16 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..kernels.constants import plan_entry
-from .operands import Call, Operand, Rule, bytes_of, identity, whole
+from .operands import Call, Operand, Rule, bytes_of, merged, reads, whole, writes
 
 #: Operators that look at no data.
 METADATA = frozenset({"fusedacc::prepare", "fusedacc::build_info"})
-
-
-def of_ours(call: Call, name: str) -> list[Operand] | None:
-    """What a call of `fusedacc::name` has read and written; None for an operator without a rule."""
-    rule = _RULES.get(name)
-    return None if rule is None else rule(call)
 
 
 def accumulation(
@@ -33,24 +27,15 @@ def accumulation(
 
     factors: what is multiplied by; tensors among them are read.
     """
-    found: dict[tuple, Operand] = {}
-    for index, (accumulator, gradient) in enumerate(zip(accumulators, gradients, strict=True)):
-        operand = found.setdefault(identity(accumulator), Operand(accumulator))
-        operand.written = bytes_of(accumulator)
-        if not _flag(overwrite, index):
-            operand.read = operand.written
-        source = found.setdefault(identity(gradient), Operand(gradient))
-        source.read = bytes_of(gradient)
-    for factor in factors:
-        if isinstance(factor, Tensor):
-            found.setdefault(identity(factor), Operand(factor)).read = factor.element_size()
-    return list(found.values())
+    found = writes(accumulators)
+    for index, operand in enumerate(found):
+        operand.read = 0 if _flag(overwrite, index) else operand.written
+    return merged([*found, *reads(gradients, factors)])
 
 
 def measurement(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> list[Operand]:
     """Tensors are read and results are written, each once."""
-    found = {identity(tensor): Operand(tensor, read=bytes_of(tensor)) for tensor in tensors}
-    return [*found.values(), *(Operand(result, written=bytes_of(result)) for result in results)]
+    return merged([*reads(tensors), *writes(results)])
 
 
 def _rows_named(indices: Tensor, padding: int) -> tuple[int, int] | None:
@@ -75,10 +60,7 @@ def rows_accumulation(
     columns = table.shape[1]
     fresh = min(bytes_of(gradients), named[0] * columns * gradients.element_size())
     touched = named[1] * columns * table.element_size()
-    found = [Operand(table, touched, touched), Operand(indices, bytes_of(indices)), Operand(gradients, fresh)]
-    if isinstance(scale, Tensor):
-        found.append(Operand(scale, scale.element_size()))
-    return found
+    return [Operand(table, touched, touched), Operand(gradients, fresh), *reads(indices, scale)]
 
 
 def _accumulate_rows(call: Call) -> list[Operand] | None:
@@ -93,20 +75,20 @@ def _flag(overwrite: Sequence[bool], index: int) -> bool:
 
 
 def _scale_accumulate(call: Call) -> list[Operand]:
+    """And partial norms, where some come out."""
+    lists = call.tensors("accumulators"), call.tensors("gradients")
     factors = call["scale_tensor"], call["keep_tensor"]
-    return accumulation(call.tensors("accumulators"), call.tensors("gradients"), factors, call["overwrite"])
+    return [*accumulation(*lists, factors, call["overwrite"]), *writes(call.results)]
 
 
 def _accumulate_prepared(call: Call) -> list[Operand] | None:
-    """The plan says what its accumulators are."""
+    """The plan says what its accumulators are; partial norms may come out."""
     (plan,) = call.tensors("plan")
     gradients = call.tensors("gradients")
     if isinstance(plan, FakeTensor):
         return None
     words = plan.tolist()
-    found = [Operand(gradient, bytes_of(gradient)) for gradient in gradients]
-    factors = *call.tensors("scale_tensor"), *call.tensors("keep_tensor")
-    found += [Operand(factor, factor.element_size()) for factor in factors]
+    found = [*reads(gradients, call["scale_tensor"], call["keep_tensor"]), *writes(call.results)]
     for index, gradient in enumerate(gradients):
         address, elements, dtype = plan_entry(words, index)
         size = elements * dtype.itemsize
@@ -122,28 +104,15 @@ def _gemm_accumulate(call: Call) -> list[Operand]:
     return whole(call, overwrites=overwrites)
 
 
-def _and_results(rule: Rule) -> Rule:
-    """What `rule` says, and the partial norms that come out of it."""
-
-    def with_results(call: Call) -> list[Operand] | None:
-        found = rule(call)
-        return None if found is None else [*found, *measurement((), call.results)]
-
-    return with_results
-
-
-def _measurement(name: str) -> Rule:
-    return lambda call: measurement(call.tensors(name), call.results)
-
-
-_RULES: dict[str, Rule] = {
+#: What a call of `fusedacc::` such a name has read and written.
+RULES: dict[str, Rule] = {
     "scale_accumulate_": _scale_accumulate,
     "accumulate_prepared_": _accumulate_prepared,
-    "scale_accumulate_norm_": _and_results(_scale_accumulate),
-    "accumulate_prepared_norm_": _and_results(_accumulate_prepared),
+    "scale_accumulate_norm_": _scale_accumulate,
+    "accumulate_prepared_norm_": _accumulate_prepared,
     "gemm_accumulate_": _gemm_accumulate,
-    "norm_partials": _measurement("tensors"),
-    "finish_norm": _measurement("partials"),
+    "norm_partials": whole,
+    "finish_norm": whole,
     "accumulate_rows_": _accumulate_rows,
 }
 

@@ -19,20 +19,17 @@ class Phases:
         #: Names that the user has given, the innermost last: they hold for all threads.
         self.named: list[str] = []
         #: What fusedacc says that it does, by thread.
-        self._observed: dict[int, list[str]] = {}
+        self._observed = threading.local()
         #: Steps of optimizers that run: thread, graph task and Python frame.
         self._steps: list[tuple[int, int, Any]] = []
 
     def enter(self, name: str) -> None:
         """fusedacc says what it does."""
-        self._observed.setdefault(threading.get_ident(), []).append(name)
+        self._observed.__dict__.setdefault("names", []).append(name)
 
     def leave(self) -> None:
         """The end of `enter`."""
-        thread = threading.get_ident()
-        self._observed[thread].pop()
-        if not self._observed[thread]:
-            del self._observed[thread]
+        self._observed.names.pop()
 
     def begin_step(self, frame: Any) -> None:
         """An optimizer's step begins in this thread; `frame` is on the stack as long as it lasts."""
@@ -49,8 +46,8 @@ class Phases:
 
     def automatic(self, namespace: str, touches_gradients: bool, casts_gradient: bool) -> str:
         """The phase, whatever name the user has given it."""
-        if threading.get_ident() in self._observed:
-            return self._observed[threading.get_ident()][-1]
+        if names := getattr(self._observed, "names", None):
+            return names[-1]
         task = torch._C._current_graph_task_id()
         if self._in_step(task):
             return "update"

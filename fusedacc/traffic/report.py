@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import csv
+import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,58 +50,49 @@ class Counts:
         place = Place(phase, op, kind, device)
         self.cells[place] = self.cells.get(place, Cell()).plus(cell)
 
-    def book(self, cells: Mapping[tuple[str, str, str], Sequence[int]], kind: str) -> None:
-        """Adds what one tensor's memory moved, by phase, operator and device."""
-        for (phase, op, device), (read, written) in cells.items():
-            self.add(phase, op, kind, device, Cell(read, written))
-
     def copy(self) -> Counts:
         return Counts(dict(self.cells), Counter(self.calls), Counter(self.uncounted), list(self.threads))
 
     @property
     def total(self) -> int:
-        return sum(cell.total for cell in self.cells.values())
+        return _sum(self.cells.values()).total
 
-    def by(self, name: Callable[[Place], Any]) -> dict[Any, Cell]:
-        """Bytes by what `name` makes of a place, the largest first."""
-        found: dict[Any, Cell] = {}
+    def by(self, name: str) -> dict[str, Cell]:
+        """Bytes by phase, operator, kind or device, the largest first."""
+        found: dict[str, Cell] = {}
         for place, cell in self.cells.items():
-            found[name(place)] = found.get(name(place), Cell()).plus(cell)
+            value = getattr(place, name)
+            found[value] = found.get(value, Cell()).plus(cell)
         return dict(sorted(found.items(), key=lambda item: -item[1].total))
+
+    def _only(self, **names: str) -> Counts:
+        """Bytes of one phase, operator, kind or device; without calls."""
+        return Counts({p: c for p, c in self.cells.items() if names.items() <= p._asdict().items()})
 
     def as_dict(self) -> dict[str, Any]:
         """See `TrafficMeter.as_dict`."""
         calls: Counter[str] = Counter()
         for (_, op), count in self.calls.items():
             calls[op] += count
-        by_op = {op: _figures(cell, calls[op]) for op, cell in self.by(lambda p: p.op).items()}
-        by_phase_and_op: dict[str, dict[str, Any]] = {}
-        for (phase, op), cell in self.by(lambda p: (p.phase, p.op)).items():
-            kinds = self._only(phase, op).by(lambda p: p.kind)
-            by_phase_and_op.setdefault(phase, {})[op] = {
-                **_figures(cell, self.calls[phase, op]),
-                "by_kind": _totals(kinds),
-            }
-        by_phase_and_kind: dict[str, dict[str, int]] = {}
-        for (phase, kind), cell in self.by(lambda p: (p.phase, p.kind)).items():
-            by_phase_and_kind.setdefault(phase, {})[kind] = cell.total
+        phases = {phase: self._only(phase=phase) for phase in self.by("phase")}
         return {
-            "total_bytes": self.total,
-            "read_bytes": sum(cell.read for cell in self.cells.values()),
-            "written_bytes": sum(cell.written for cell in self.cells.values()),
-            "calls": sum(self.calls.values()),
-            "by_phase": _totals(self.by(lambda p: p.phase)),
-            "by_kind": _totals(self.by(lambda p: p.kind)),
-            "by_device": _totals(self.by(lambda p: p.device)),
-            "by_phase_and_kind": by_phase_and_kind,
-            "by_op": by_op,
-            "by_phase_and_op": by_phase_and_op,
+            **_figures(_sum(self.cells.values()), sum(self.calls.values())),
+            **{f"by_{name}": _totals(self.by(name)) for name in ("phase", "kind", "device")},
+            "by_phase_and_kind": {phase: _totals(within.by("kind")) for phase, within in phases.items()},
+            "by_op": {op: _figures(cell, calls[op]) for op, cell in self.by("op").items()},
+            "by_phase_and_op": {
+                phase: {
+                    op: {
+                        **_figures(cell, self.calls[phase, op]),
+                        "by_kind": _totals(within._only(op=op).by("kind")),
+                    }
+                    for op, cell in within.by("op").items()
+                }
+                for phase, within in phases.items()
+            },
             "uncounted": dict(self.uncounted),
             "uncounted_threads": list(self.threads),
         }
-
-    def _only(self, phase: str, op: str) -> Counts:
-        return Counts({p: c for p, c in self.cells.items() if (p.phase, p.op) == (phase, op)})
 
     def table(self, rows: int) -> str:
         """See `TrafficMeter.table`."""
@@ -108,18 +100,17 @@ class Counts:
             raise ValueError(f"rows must be at least 1; got {rows}")
         lines = [f"{'':<52}{'calls':>8}{'read MB':>12}{'written MB':>12}{'MB':>12}{'share':>8}"]
         total = self.total
-        for phase, cell in self.by(lambda p: p.phase).items():
+        for phase, cell in self.by("phase").items():
             calls = sum(count for (name, _), count in self.calls.items() if name == phase)
             lines.append(_line(phase, calls, cell, total))
-            within = Counts({p: c for p, c in self.cells.items() if p.phase == phase})
-            ops = list(within.by(lambda p: p.op).items())
+            ops = list(self._only(phase=phase).by("op").items())
             lines += [_line("  " + op, self.calls[phase, op], c, total) for op, c in ops[:rows]]
             rest = ops[rows:]
             if rest:
                 calls = sum(self.calls[phase, op] for op, _ in rest)
                 lines.append(_line(f"  {len(rest)} other operators", calls, _sum(c for _, c in rest), total))
         lines.append(_line("total", sum(self.calls.values()), _sum(self.cells.values()), total))
-        kinds = [f"{kind} {_share(c.total, total)}" for kind, c in self.by(lambda p: p.kind).items()]
+        kinds = [f"{kind} {_share(c.total, total)}" for kind, c in self.by("kind").items()]
         lines.append(f"{NOTE}" + (f"; {', '.join(kinds)}" if kinds else ""))
         if self.uncounted:
             names = ", ".join(f"{op} ({count} calls)" for op, count in self.uncounted.most_common())
@@ -156,10 +147,7 @@ def _totals(cells: Mapping[str, Cell]) -> dict[str, int]:
 
 
 def _sum(cells: Iterable[Cell]) -> Cell:
-    found = Cell()
-    for cell in cells:
-        found = found.plus(cell)
-    return found
+    return functools.reduce(Cell.plus, cells, Cell())
 
 
 def _share(part: int, total: int) -> str:

@@ -1,7 +1,11 @@
-"""What an operator call looks at, by whose operator it is."""
+"""What an operator call has read and written, by whose operator it is; the rules of torch's own are here.
+
+By the schema each operand counts once, but where a part of one is moved.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,9 +14,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from . import operators, our_rules
-from .operands import Call, Operand, name_of, tensors_in
-from .our_rules import of_ours
-from .torch_rules import of_torch
+from .operands import Call, Operand, Rule, bytes_of, identity, name_of, reads, tensors_in, whole
+from .operators import OVERWRITING, UNREAD, WHOLE
 
 
 def is_metadata(func: OpOverload) -> bool:
@@ -34,9 +37,11 @@ def operands_of(
     """What a call has read and written; None for an operator without a rule, or tensors without strides."""
     if not all(map(_is_countable, tensors_in(args, kwargs, result))):
         return None
+    call = Call(func, args, kwargs, result)
     namespace, _, name = name_of(func).partition("::")
-    rule = {"aten": of_torch, "fusedacc": of_ours}.get(namespace)
-    return None if rule is None else rule(Call(func, args, kwargs, result), name)
+    if namespace == "fusedacc" and name in our_rules.RULES:
+        return our_rules.RULES[name](call)
+    return _of_torch(call, name) if namespace == "aten" else None
 
 
 def _is_countable(tensor: Tensor) -> bool:
@@ -44,3 +49,139 @@ def _is_countable(tensor: Tensor) -> bool:
     if tensor.layout is not torch.strided or tensor.is_nested:
         return False
     return not any(isinstance(size, torch.SymInt) for size in (*tensor.shape, *tensor.stride()))
+
+
+def _of_torch(call: Call, name: str) -> list[Operand] | None:
+    """The same of `aten::name`."""
+    base = name if name.startswith("__") else name.removesuffix("_")
+    if name in _RULES or base in _RULES:
+        return (_RULES.get(name) or _RULES[base])(call)
+    known = (
+        base in WHOLE
+        or base in UNREAD
+        or name in OVERWRITING
+        or base.startswith("_foreach_")
+        or torch.Tag.pointwise in call.func.tags
+    )
+    if not known:
+        return None
+    if base in ("addmm", "addmv", "addbmm", "baddbmm", "addr") and call["beta"] == 0:
+        return whole(call, unread=("self",))
+    return whole(call, unread=UNREAD.get(base, ()), overwrites=name in OVERWRITING)
+
+
+def _gathered(call: Call) -> list[Operand]:
+    """As many elements of `self` (an embedding's `weight`) are read as there are in the result."""
+    source = "weight" if "weight" in call.values else "self"
+    size = sum(map(bytes_of, call.results))
+    return whole(call, partial={source: size})
+
+
+def _nll_loss(call: Call) -> list[Operand]:
+    """One element of `self` for each target."""
+    (scores,) = call.tensors("self")
+    (target,) = call.tensors("target")
+    return whole(call, partial={"self": target.numel() * scores.element_size()})
+
+
+def _partly_written(call: Call, size: int, reads_too: bool, others: list[Operand]) -> list[Operand]:
+    """So many bytes of `self` are written, and read too where it adds; all, where the result is a copy."""
+    (target,) = call.tensors("self")
+    whole_size = bytes_of(target)
+    if call.results and identity(call.results[0]) != identity(target):
+        return [Operand(target, whole_size), Operand(call.results[0], 0, whole_size), *others]
+    written = min(size, whole_size)
+    return [Operand(target, written if reads_too else 0, written), *others]
+
+
+def _scattered(adds: bool) -> Rule:
+    """As many elements of `self` are written (and read, where it adds) as the indices name."""
+
+    def rule(call: Call) -> list[Operand] | None:
+        (target,) = call.tensors("self")
+        source = next((name for name in ("source", "src", "values") if name in call.values), None)
+        index = "index" if "index" in call.values else "indices"
+        if any(tensor.dtype in (torch.bool, torch.uint8) for tensor in call.tensors(index)):
+            return None  # how many elements a mask names is in its data
+        if source == "values":
+            elements = _indexed_elements(target, call["indices"])
+        elif index == "index" and source == "source":
+            elements = call.tensors("source")[0].numel()
+        else:
+            elements = call.tensors(index)[0].numel()
+        reads_too = adds or bool(call["accumulate"]) or call["reduce"] is not None
+        others = reads(call[index], call[source] if source else None)
+        if source == "src":
+            others[-1].read = min(others[-1].read, elements * call["src"].element_size())
+        return _partly_written(call, elements * target.element_size(), reads_too, others)
+
+    return rule
+
+
+def _filled(call: Call) -> list[Operand]:
+    """As many slices of `self` are written as there are indices."""
+    (target,), (index,) = call.tensors("self"), call.tensors("index")
+    slice_size = bytes_of(target) // max(1, target.shape[call["dim"]]) if target.dim() else bytes_of(target)
+    return _partly_written(call, index.numel() * slice_size, False, reads(index))
+
+
+def _indexed_elements(target: Tensor, indices: Sequence[Tensor | None]) -> int:
+    given = [index for index in indices if index is not None]
+    named = math.prod(torch.broadcast_shapes(*(index.shape for index in given)))
+    rest = [size for dim, size in enumerate(target.shape) if dim >= len(indices) or indices[dim] is None]
+    return named * math.prod(rest)
+
+
+def _convolution_backward(call: Call) -> list[Operand]:
+    """The input is read for the weight's gradient only, the weight for the input's only."""
+    for_input, for_weight, _ = call["output_mask"]
+    unread = [name for name, wanted in (("weight", for_input), ("input", for_weight)) if not wanted]
+    return whole(call, unread=unread)
+
+
+def _norm_backward(call: Call) -> list[Operand]:
+    mask = call["output_mask"]
+    return whole(call, unread=() if mask is None or mask[0] or mask[1] else ("input",))
+
+
+def _batch_norm(call: Call) -> list[Operand]:
+    """Running statistics are changed in training, whatever the schema says."""
+    found = whole(call)
+    running = {identity(t) for n in ("running_mean", "running_var") for t in call.tensors(n)}
+    training = call["training"] is not False and call["train"] is not False
+    for operand in found:
+        if operand.tensor is not None and identity(operand.tensor) in running:
+            operand.written = operand.read if training else 0
+    return found
+
+
+def _batch_norm_backward(call: Call) -> list[Operand]:
+    """In training the batch's own statistics are read, not the running ones."""
+    running = ("running_mean", "running_var") if call["train"] else ("save_mean", "save_invstd")
+    needs_input = call["output_mask"][0] or call["output_mask"][1]
+    return whole(call, unread=running if needs_input else (*running, "input"))
+
+
+def _fused_optimizer(call: Call) -> list[Operand]:
+    """Gradients are marked as changed, and are only if there is a scale to take out of them."""
+    kept = ["state_steps"] if call["grad_scale"] is not None else ["state_steps", "grads"]
+    unread = ["momentum_buffer_list"] if call["is_first_step"] else []
+    return whole(call, unread=unread, kept=kept)
+
+
+_RULES: dict[str, Rule] = {
+    **dict.fromkeys(("embedding", "index", "index_select", "gather", "take"), _gathered),
+    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), _nll_loss),
+    **dict.fromkeys(("index_put", "_index_put_impl", "_unsafe_index_put"), _scattered(adds=False)),
+    **dict.fromkeys(("scatter", "index_copy"), _scattered(adds=False)),
+    **dict.fromkeys(("index_add", "scatter_add"), _scattered(adds=True)),
+    "index_fill": _filled,
+    "convolution_backward": _convolution_backward,
+    "native_group_norm_backward": _norm_backward,
+    "native_batch_norm_backward": _batch_norm_backward,
+    "bernoulli": lambda call: whole(call, unread=("self",) if call["p"] is not None else ()),
+    "cudnn_batch_norm_backward": whole,
+    **dict.fromkeys(("native_batch_norm", "_native_batch_norm_legit"), _batch_norm),
+    **dict.fromkeys(("_batch_norm_with_update", "cudnn_batch_norm"), _batch_norm),
+    **dict.fromkeys(("_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad"), _fused_optimizer),
+}

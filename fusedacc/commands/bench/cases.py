@@ -2,21 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+import math
+from collections.abc import Iterable
 
 import torch
 
-from . import models
-from .lists import Additions
-from .norms import Norms
-from .products import Products
-from .rows import Rows
+from .layers import Products, Rows
+from .lists import Additions, Norms, Shapes
 from .work import Work
+
+
+def resnet50() -> Shapes:
+    """The shapes of torchvision's ResNet-50: 161 parameters, 25.6 M elements."""
+
+    def norm(channels: int) -> list[tuple[int, ...]]:
+        return [(channels,), (channels,)]
+
+    shapes: list[tuple[int, ...]] = [(64, 3, 7, 7), *norm(64)]
+    inputs = 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            outputs = 4 * width
+            shapes += [(width, inputs, 1, 1), *norm(width)]
+            shapes += [(width, width, 3, 3), *norm(width)]
+            shapes += [(outputs, width, 1, 1), *norm(outputs)]
+            if block == 0:
+                shapes += [(outputs, inputs, 1, 1), *norm(outputs)]
+            inputs = outputs
+    return (*shapes, (1000, inputs), (1000,))
+
+
+def gpt2() -> Shapes:
+    """The shapes of GPT-2 small: 148 parameters, 124 M elements; the tied one once."""
+    width = 768
+    block = (
+        *((width,), (width,), (width, 3 * width), (3 * width,), (width, width), (width,)),
+        *((width,), (width,), (width, 4 * width), (4 * width,), (4 * width, width), (width,)),
+    )
+    return ((50_257, width), (1024, width), *(12 * block), (width,), (width,))
+
 
 _F32, _BF16, _F16 = torch.float32, torch.bfloat16, torch.float16
 _MI = 2**20
 
-Shapes = Sequence[tuple[int, ...]]
 Pair = tuple[torch.dtype, torch.dtype]
 
 #: Gradient and accumulator.
@@ -27,8 +56,8 @@ _ONES = {"64 Ki elements": 2**16, "16 Mi elements": 16 * _MI}
 _LARGE_ONES = {"64 Mi elements": 64 * _MI}
 _SMALL: dict[str, Shapes] = {"1000 tensors of 1000": ((1000,),) * 1000}
 _SMALLER: dict[str, Shapes] = {"300 tensors of 16 x 16": ((16, 16),) * 300}
-_MODELS = {"ResNet-50": models.resnet50()}
-_LARGE_MODELS = {"GPT-2 small": models.gpt2()}
+_MODELS = {"ResNet-50": resnet50()}
+_LARGE_MODELS = {"GPT-2 small": gpt2()}
 _LAYER = (3072, 768)
 _TABLE = (50_257, 768)
 
@@ -36,12 +65,13 @@ _TABLE = (50_257, 768)
 _MOST_BYTES = 8 + 12 + 12
 
 
-def _cut(name: str, shapes: models.Shapes, limit: int) -> tuple[str, models.Shapes]:
+def _cut(name: str, shapes: Shapes, limit: int) -> tuple[str, Shapes]:
     """A model's name and parameters; the first of them where memory has no room for all."""
-    kept = models.first_of(shapes, (limit - 48 * _MI) // _MOST_BYTES)
-    if not kept or len(kept) == len(shapes):
+    most = (limit - 48 * _MI) // _MOST_BYTES
+    kept = sum(elements <= most for elements in itertools.accumulate(map(math.prod, shapes)))
+    if kept in (0, len(shapes)):
         return f"{name}'s {len(shapes)} parameters", shapes  # one that has no room is reported so
-    return f"{name}'s first {len(kept)} of {len(shapes)} parameters", kept
+    return f"{name}'s first {kept} of {len(shapes)} parameters", shapes[:kept]
 
 
 def of(effort: str, device: torch.device, limit: int) -> Iterable[Work]:

@@ -1,4 +1,4 @@
-"""Ways to do `accumulator += scale * gradient` over a list of tensors."""
+"""Ways to do `accumulator += scale * gradient` over a list of tensors, and to take the norm of one."""
 
 from __future__ import annotations
 
@@ -9,22 +9,25 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ...functional import prepare, scale_accumulate_
-from ...kernels import registry
+from ...functional import prepare, scale_accumulate_, total_norm
 from ...kernels.dtypes import computation_dtype
 from .work import (
     BLOCK,
     OURS,
     STOCK,
+    YARDSTICK,
     Run,
     Way,
     Work,
-    counted,
+    calling,
     filled,
     grad_dtype_obstacle,
     label,
     name_of,
+    off,
+    ours,
     parameter_with,
+    stock,
     wrong,
 )
 
@@ -36,6 +39,8 @@ Shapes = Sequence[tuple[int, ...]]
 
 #: Compiling takes about 0.04 s per tensor.
 _MOST_COMPILED = 200
+#: What a norm of stock may be off by, relatively, and one that is no baseline.
+_STOCK_ERROR, _INEXACT_ERROR = 0.01, 0.1
 
 
 class Additions(Work):
@@ -58,26 +63,13 @@ class Additions(Work):
         warm: bool = False,
         compiled: bool = False,
     ) -> None:
-        super().__init__()
-        self.name, self.shapes, self.device, self.warm = name, shapes, device, warm
-        self.gradient, self.accumulator, self.compiled = gradient, accumulator, compiled
-        self.dtypes = f"{name_of(gradient)} into {name_of(accumulator)}"
-        self.elements = sum(map(math.prod, shapes))
-        self.sizes = counted(shapes)
-        self._casts: list[Tensor] = []
-
-    @property
-    def set_bytes(self) -> int:
-        return self.elements * (self.gradient.itemsize + self.accumulator.itemsize)
-
-    @property
-    def moved(self) -> int:
-        return self.elements * (self.gradient.itemsize + 2 * self.accumulator.itemsize)
-
-    @property
-    def working_bytes(self) -> int:
+        super().__init__(name, device, gradient, accumulator)
+        self.shapes, self.warm, self.compiled = shapes, warm, compiled
+        self.tensors, self.elements, self.sizes = _counted(shapes)
+        self.set_bytes = self.elements * (gradient.itemsize + accumulator.itemsize)
+        self.moved = self.set_bytes + self.elements * accumulator.itemsize
         # A clone, casts that are kept, and autograd's casts of all gradients at once; blocks in float64.
-        return 3 * self.elements * self.accumulator.itemsize + 48 * min(self.elements, BLOCK)
+        self.working_bytes = 3 * self.elements * accumulator.itemsize + 48 * min(self.elements, BLOCK)
 
     def make(self) -> Lists:
         return (
@@ -85,41 +77,25 @@ class Additions(Work):
             [filled(shape, self.gradient, self.device) for shape in self.shapes],
         )
 
-    def chosen(self) -> tuple[str, str]:
-        found = registry.select(self.device, self.accumulator, self.gradient)
-        return found.backend.name, found.reason
-
     def ways(self, backends: Sequence[str]) -> list[Way]:
-        ours = []
+        of_ours = []
         for backend in backends:
-            plan = functools.partial(_prepared, backend)
-            fresh = functools.partial(_fresh_lists, backend)
-            ours += [
-                Way(label("prepared", backend), OURS, plan, SCALE),
-                Way(label("fresh lists", backend), OURS, fresh, SCALE),
+            of_ours += [
+                Way(label("prepared", backend), OURS, functools.partial(_prepared, backend), SCALE),
+                ours("fresh lists", backend, _fresh_lists, SCALE),
             ]
         same = "the dtypes are equal: nothing to cast" if self.gradient == self.accumulator else None
         wide = computation_dtype(self.accumulator)
+        cast_add = _each(lambda a, g: a.add_(g.to(a.dtype), alpha=SCALE))
         return [
-            *ours,
-            Way("acc.add_(g)", STOCK, _each(lambda a, g: a.add_(g))),
-            Way("acc.add_(g, alpha=s)", STOCK, _each(lambda a, g: a.add_(g, alpha=SCALE)), SCALE),
-            Way("torch._foreach_add_(accs, gs)", STOCK, _foreach),
-            Way("torch._foreach_add_(accs, gs, alpha=s)", STOCK, _foreach_alpha, SCALE),
-            Way(
-                "acc.add_(g.to(acc.dtype), alpha=s)",
-                STOCK,
-                _each(lambda a, g: a.add_(g.to(a.dtype), alpha=SCALE)),
-                SCALE,
-                same,
-            ),
-            Way("torch._foreach_copy_ to casts, _foreach_add_", STOCK, self._foreach_cast, SCALE, same),
-            Way(
-                f"acc += g.to({name_of(wide)}) * s",
-                STOCK,
-                _each(lambda a, g: a.add_(g.to(wide) * SCALE)),
-                SCALE,
-            ),
+            *of_ours,
+            stock("acc.add_(g)", _each(Tensor.add_)),
+            stock("acc.add_(g, alpha=s)", _each(lambda a, g: a.add_(g, alpha=SCALE)), SCALE),
+            stock("torch._foreach_add_(accs, gs)", torch._foreach_add_),
+            stock("torch._foreach_add_(accs, gs, alpha=s)", _foreach_alpha, SCALE),
+            stock("acc.add_(g.to(acc.dtype), alpha=s)", cast_add, SCALE, same),
+            stock("torch._foreach_copy_ to casts, _foreach_add_", self._foreach_cast, SCALE, same),
+            stock(f"acc += g.to({name_of(wide)}) * s", _each(lambda a, g: a.add_(g.to(wide) * SCALE)), SCALE),
             Way("autograd into .grad", STOCK, _autograd, obstacle=None if same else grad_dtype_obstacle()),
             Way("torch.compile of _foreach_add_", STOCK, _compiled, SCALE, self._not_compiled()),
         ]
@@ -131,16 +107,13 @@ class Additions(Work):
             return f"lists of more than {_MOST_COMPILED} tensors take too long to compile"
         return None
 
-    def _foreach_cast(self, tensors: Lists) -> Run:
-        accumulators, gradients = tensors
-        if not self._casts:
-            self._casts = [torch.empty_like(accumulator) for accumulator in accumulators]
+    @functools.cached_property
+    def _casts(self) -> list[Tensor]:
+        return [torch.empty(shape, dtype=self.accumulator, device=self.device) for shape in self.shapes]
 
-        def run() -> None:
-            torch._foreach_copy_(self._casts, gradients)
-            torch._foreach_add_(accumulators, self._casts, alpha=SCALE)
-
-        return run
+    def _foreach_cast(self, accumulators: list[Tensor], gradients: list[Tensor]) -> None:
+        torch._foreach_copy_(self._casts, gradients)
+        _foreach_alpha(accumulators, self._casts)
 
     def check(self, way: Way, run: Run, tensors: Lists) -> str | None:
         """An element may be off by one unit in the last place of the larger term: some forms round the
@@ -151,18 +124,93 @@ class Additions(Work):
         eps = torch.finfo(self.accumulator).eps
         share = 2 * eps + torch.finfo(computation_dtype(self.accumulator)).eps
         bad = 0
-        for blocks in zip(*(map(_blocks, each) for each in (before, gradients, accumulators)), strict=True):
-            for old, gradient, found in zip(*blocks, strict=True):
-                product = gradient.double().mul_(way.scale)
-                expected = old.double()
-                allowed = torch.maximum(expected.abs(), product.abs()).mul_(share)
-                error = expected.add_(product).sub_(found).abs_()
-                bad += int((~(error <= allowed)).sum())
+        for old, gradient, found in zip(*map(_blocks, (before, gradients, accumulators)), strict=True):
+            product = gradient.double().mul_(way.scale)
+            expected = old.double()
+            allowed = torch.maximum(expected.abs(), product.abs()).mul_(share)
+            bad += off(expected.add_(product).sub_(found).abs_(), allowed)
         return wrong(bad, self.elements)
 
 
-def _blocks(tensor: Tensor) -> Sequence[Tensor]:
-    return tensor.view(-1).split(BLOCK)
+class Norms(Work):
+    """The 2-norm over tensors of those shapes: what clipping needs."""
+
+    what = "norm"
+
+    def __init__(self, name: str, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(name, device, dtype)
+        self.shapes = shapes
+        self.tensors, elements, self.sizes = _counted(shapes)
+        self.set_bytes = self.moved = elements * dtype.itemsize
+        # One flat copy, and float32 copies of all tensors.
+        self.working_bytes = elements * (dtype.itemsize + 4) + 16 * min(elements, BLOCK)
+
+    def make(self) -> tuple[list[Tensor]]:
+        return ([filled(shape, self.gradient, self.device) for shape in self.shapes],)
+
+    def ways(self, backends: Sequence[str]) -> list[Way]:
+        narrow = f"norms rounded to {self.dtypes}" if self.gradient.itemsize < 4 else None
+        norm, f32 = torch.linalg.vector_norm, torch.float32
+        return [
+            *(ours("total_norm", backend, total_norm) for backend in backends),
+            stock(
+                "torch._foreach_norm, stack, norm",
+                lambda tensors: norm(torch.stack(torch._foreach_norm(tensors))),
+                inexact=narrow,
+            ),
+            stock(
+                "torch._foreach_norm(dtype=float32), stack, norm",
+                lambda tensors: norm(torch.stack(torch._foreach_norm(tensors, dtype=f32))),
+                obstacle=None if narrow else "the dtype is wide already",
+            ),
+            stock("torch.nn.utils.get_total_norm", torch.nn.utils.get_total_norm, inexact=narrow),
+            stock(
+                "vector_norm of each, stack, norm",
+                lambda tensors: norm(torch.stack([norm(tensor, dtype=f32) for tensor in tensors])),
+            ),
+            stock(
+                "square root of the sum of g.square().sum()",
+                lambda tensors: torch.stack([t.float().square().sum() for t in tensors]).sum().sqrt(),
+            ),
+            stock(
+                "torch.cat, norm",
+                lambda tensors: norm(torch.cat([tensor.view(-1) for tensor in tensors]), dtype=f32),
+                inexact="one sum in float32 over all elements",
+            ),
+            Way(
+                "g.sum() of each: a read, no norm",
+                YARDSTICK,
+                calling(lambda tensors: [tensor.sum() for tensor in tensors]),
+            ),
+        ]
+
+    def check(self, way: Way, run: Run, tensors: tuple[list[Tensor]]) -> str | None:
+        """Ours is held to a few roundings. Stock adds squares up in float32, in its own order, which puts it
+        off by a thousandth for tens of millions of elements in one tensor: that is noted, and not wrong."""
+        found = run()
+        if way.role == YARDSTICK:
+            return None
+        assert isinstance(found, Tensor)
+        expected = math.sqrt(sum(float(part.double().square_().sum()) for part in _blocks(*tensors)))
+        value, roundings = float(found), 16 * torch.finfo(torch.float32).eps
+        error = abs(value - expected)
+        of_stock = _INEXACT_ERROR if way.inexact else _STOCK_ERROR
+        allowed = roundings if way.role == OURS else of_stock
+        if not error <= allowed * expected:
+            return f"the norm is {value!r} instead of {expected!r}"
+        if error > roundings * expected:
+            self.notes[way.name] = f"off by {error / expected:.1g}"
+        return None
+
+
+def _counted(shapes: Shapes) -> tuple[int, int, str]:
+    """How many tensors and elements there are, and both in words."""
+    tensors, elements = len(shapes), sum(map(math.prod, shapes))
+    return tensors, elements, f"{tensors} tensor{'s' if tensors != 1 else ''}, {elements} elements"
+
+
+def _blocks(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [block for tensor in tensors for block in tensor.view(-1).split(BLOCK)]
 
 
 def _prepared(backend: str, tensors: Lists) -> Run:
@@ -171,34 +219,22 @@ def _prepared(backend: str, tensors: Lists) -> Run:
     return lambda: plan(gradients, SCALE)
 
 
-def _fresh_lists(backend: str, tensors: Lists) -> Run:
-    accumulators, gradients = tensors
-    return lambda: scale_accumulate_(list(accumulators), list(gradients), SCALE, backend=backend)
+def _fresh_lists(accumulators: list[Tensor], gradients: list[Tensor], backend: str) -> None:
+    scale_accumulate_(list(accumulators), list(gradients), SCALE, backend=backend)
 
 
-def _each(step: Callable[[Tensor, Tensor], object]) -> Callable[[Lists], Run]:
+def _each(step: Callable[[Tensor, Tensor], object]) -> Callable[[list[Tensor], list[Tensor]], None]:
     """A step for each pair of tensors."""
 
-    def make(tensors: Lists) -> Run:
-        accumulators, gradients = tensors
+    def run(accumulators: list[Tensor], gradients: list[Tensor]) -> None:
+        for accumulator, gradient in zip(accumulators, gradients, strict=True):
+            step(accumulator, gradient)
 
-        def run() -> None:
-            for accumulator, gradient in zip(accumulators, gradients, strict=True):
-                step(accumulator, gradient)
-
-        return run
-
-    return make
+    return run
 
 
-def _foreach(tensors: Lists) -> Run:
-    accumulators, gradients = tensors
-    return lambda: torch._foreach_add_(accumulators, gradients)
-
-
-def _foreach_alpha(tensors: Lists) -> Run:
-    accumulators, gradients = tensors
-    return lambda: torch._foreach_add_(accumulators, gradients, alpha=SCALE)
+def _foreach_alpha(accumulators: list[Tensor], gradients: list[Tensor]) -> None:
+    torch._foreach_add_(accumulators, gradients, alpha=SCALE)
 
 
 def _autograd(tensors: Lists) -> Run:
@@ -209,12 +245,6 @@ def _autograd(tensors: Lists) -> Run:
     return lambda: torch.autograd.backward(parameters, gradients)
 
 
-def _add_all(accumulators: list[Tensor], gradients: list[Tensor]) -> None:
-    torch._foreach_add_(accumulators, gradients, alpha=SCALE)
-
-
 def _compiled(tensors: Lists) -> Run:
-    accumulators, gradients = tensors
     torch._dynamo.reset()  # what other cases have compiled counts for no recompilation
-    step = torch.compile(_add_all, dynamic=False)
-    return lambda: step(accumulators, gradients)
+    return calling(torch.compile(_foreach_alpha, dynamic=False))(tensors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import statistics
@@ -28,6 +29,11 @@ _WARMING = 0.5
 _MOST_TENSORS = 40_000
 
 Entry = dict[str, Any]
+#: What an entry holds once its way was checked, counted, timed and compared.
+_FIGURES = (
+    *("inexact", "note", "bytes", "calls", "uncounted", "seconds", "samples"),
+    *("gb_per_s", "percent_of_copy", "host_seconds", "against", "speed", "interval"),
+)
 
 
 def limit(device: torch.device) -> int:
@@ -62,12 +68,7 @@ def measure(work: Work, names: Sequence[str], effort: Effort, most: int) -> dict
     """
     backend, reason = work.chosen()
     facts: dict[str, Any] = {
-        "what": work.what,
-        "name": work.name,
-        "title": work.title,
-        "dtypes": work.dtypes,
-        "sizes": work.sizes,
-        "warm": work.warm,
+        **{name: getattr(work, name) for name in ("what", "name", "title", "dtypes", "sizes", "warm")},
         "sets": _sets(work, effort, most),
         "backend": backend,
         "reason": reason,
@@ -94,9 +95,8 @@ def _sets(work: Work, effort: Effort, most: int) -> int:
         return max(0, min(1, room))
     caches = (4 if work.device.type == "cuda" else 2) * conditions.cache_bytes(work.device)
     cold = max(effort.cold_bytes, min(caches, 8 * effort.cold_bytes))
-    tensors = len(getattr(work, "shapes", [()]))
     wanted = math.ceil(cold / max(1, work.set_bytes))
-    return max(1, min(wanted, effort.most_sets, room, _MOST_TENSORS // tensors))
+    return max(1, min(wanted, effort.most_sets, room, _MOST_TENSORS // work.tensors))
 
 
 def _ways(work: Work, names: Sequence[str], effort: Effort, sets: int) -> list[Entry]:
@@ -109,7 +109,7 @@ def _ways(work: Work, names: Sequence[str], effort: Effort, sets: int) -> list[E
         if run is not None:
             runs[way.name] = run
     entries.append(_entry(COPY, YARDSTICK, MEASURED))
-    runs[COPY] = _in_turn(copies)
+    runs[COPY] = rotated(copies)
     _count(entries[-1], runs[COPY])
     timer: Timer = timing.cpu_timer
     if work.device.type == "cuda":
@@ -127,14 +127,10 @@ def _ways(work: Work, names: Sequence[str], effort: Effort, sets: int) -> list[E
 
 def _copy(work: Work) -> Run:
     source = torch.ones(max(1, work.moved // 8), device=work.device)
-    return _copying(torch.zeros_like(source), source)
+    return functools.partial(torch.zeros_like(source).copy_, source)
 
 
-def _copying(target: torch.Tensor, source: torch.Tensor) -> Run:
-    return lambda: target.copy_(source)
-
-
-def _in_turn(runs: Sequence[Run]) -> Run:
+def rotated(runs: Sequence[Run]) -> Run:
     """Each call calls the next."""
     if len(runs) == 1:
         return runs[0]
@@ -149,25 +145,8 @@ def _entry(name: str, role: str, status: str, why: str | None = None) -> Entry:
     Bytes and operator calls are of one call; `bytes` is None where operators in `uncounted` have no rule.
     `samples`: seconds per call, one for each round. `host_seconds`: to issue a call, on a GPU.
     """
-    return {
-        "name": name,
-        "role": role,
-        "status": status,
-        "why": why,
-        "inexact": None,
-        "note": None,
-        "bytes": None,
-        "calls": None,
-        "uncounted": {},
-        "seconds": None,
-        "samples": [],
-        "gb_per_s": None,
-        "percent_of_copy": None,
-        "host_seconds": None,
-        "against": None,
-        "speed": None,
-        "interval": None,
-    }
+    figures = dict.fromkeys(_FIGURES) | {"uncounted": {}, "samples": []}
+    return {"name": name, "role": role, "status": status, "why": why, **figures}
 
 
 def _checked(work: Work, way: Way, tensors: Sequence[Any]) -> tuple[Entry, Run | None]:
@@ -190,7 +169,7 @@ def _checked(work: Work, way: Way, tensors: Sequence[Any]) -> tuple[Entry, Run |
     entry = _entry(way.name, way.role, MEASURED)
     entry["inexact"], entry["note"] = way.inexact, work.notes.get(way.name)
     _count(entry, runs[0])
-    return entry, _in_turn(runs)
+    return entry, rotated(runs)
 
 
 def _count(entry: Entry, run: Run) -> None:

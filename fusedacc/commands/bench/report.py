@@ -173,17 +173,12 @@ def chosen(found: dict[str, Any]) -> list[str]:
     return [f"{backend}: {', '.join(kinds)}: {reason}" for (backend, reason), kinds in groups.items()]
 
 
-def best(case: dict[str, Any]) -> Entry | None:
-    """Our fastest way in a case."""
-    return fastest([entry for entry in case["ways"] if entry["role"] == OURS])
-
-
 def ending(found: dict[str, Any]) -> str:
     """The summary: our fastest way in each case, what was chosen, wrong, and not measured."""
     lines, slower = ["", "our fastest way in each case"], []
     width = max(len(case["title"]) for case in found["cases"]) + 1
     for case in found["cases"]:
-        entry = best(case)
+        entry = fastest([entry for entry in case["ways"] if entry["role"] == OURS])
         if entry is None:
             lines.append(f"  {case['what']:<8}{case['title']:<{width}}not measured")
             continue

@@ -131,13 +131,9 @@ def interval(values: Sequence[float]) -> tuple[float, float] | None:
     It reaches from one order statistic to another: by the binomial distribution the median lies outside in at
     most 5 of 100 cases. None for fewer than six values, which cannot tell.
     """
-    count, rank, outside = len(values), -1, 0.0
-    while True:
-        outside += math.comb(count, rank + 1) * 0.5**count
-        if outside > 0.025:
-            break
+    count, rank, outside = len(values), 0, 0.5 ** len(values)
+    while outside <= 0.025:
         rank += 1
-    if rank < 0:
-        return None
+        outside += math.comb(count, rank) * 0.5**count
     ordered = sorted(values)
-    return ordered[rank], ordered[-1 - rank]
+    return (ordered[rank - 1], ordered[-rank]) if rank else None

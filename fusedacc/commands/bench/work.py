@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 import math
 import textwrap
 from collections.abc import Callable, Sequence
@@ -12,7 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Run = Callable[[], object]
+from ...kernels import registry
+from .timing import Run
+
+#: A set of tensors: the arguments of what works on them.
+Tensors = tuple[Any, ...]
 
 OURS, STOCK, YARDSTICK = "fusedacc", "stock", "yardstick"
 
@@ -32,60 +37,73 @@ class Way:
 
     name: str
     role: str
-    make: Callable[[Any], Run]
+    make: Callable[[Tensors], Run]
     scale: float = 1.0
     obstacle: str | None = None
     inexact: str | None = None
 
 
+def ours(way: str, backend: str, step: Callable[..., object], scale: float = 1.0) -> Way:
+    """One of our ways: `step(*tensors, backend=backend)`."""
+    return Way(label(way, backend), OURS, calling(functools.partial(step, backend=backend)), scale)
+
+
+def stock(
+    name: str,
+    step: Callable[..., object],
+    scale: float = 1.0,
+    obstacle: str | None = None,
+    inexact: str | None = None,
+) -> Way:
+    """A form of stock torch: `step(*tensors)`."""
+    return Way(name, STOCK, calling(step), scale, obstacle, inexact)
+
+
+def calling(step: Callable[..., object]) -> Callable[[Tensors], Run]:
+    """What makes calls of `step` with a set of tensors."""
+    return lambda tensors: functools.partial(step, *tensors)
+
+
 class Work(abc.ABC):
     """One case: a kind of work on tensors of given sizes, dtypes and device.
 
-    `what`: the kind ("add", "norm", "product", "rows"). `sizes`: in words that a reader can check.
-    `warm`: whether every call takes the same tensors, so that caches hold what fits there. `notes`: what
-    `check` has found worth telling of a result that is not wrong, by the way's name.
+    `what`: the kind ("add", "norm", "product", "rows"). `dtypes`: of gradients, and of the accumulator where
+    there is one. `sizes`: in words that a reader can check. `set_bytes`: of one set of tensors. `moved`: what
+    an ideal pass reads and writes: a copy that moves as much is timed beside the ways. `working_bytes`: what
+    ways and checks need at the most beside the sets. `tensors`: how many a set has. `warm`: whether every
+    call takes the same tensors, so that caches hold what fits there. `notes`: what `check` has found worth
+    telling of a result that is not wrong, by the way's name.
     """
 
     what: str
-    name: str
     sizes: str
-    dtypes: str
-    device: torch.device
-    warm: bool = False
+    set_bytes: int
+    moved: int
+    working_bytes: int
+    tensors = 1
+    warm = False
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, device: torch.device, *dtypes: torch.dtype) -> None:
+        self.name, self.device, self.gradient, self.accumulator = name, device, dtypes[0], dtypes[-1]
+        self.dtypes = " into ".join(map(name_of, dtypes))
         self.notes: dict[str, str] = {}
 
     @property
     def title(self) -> str:
         return ", ".join([self.name, self.dtypes, *(["warm"] if self.warm else [])])
 
-    @property
     @abc.abstractmethod
-    def set_bytes(self) -> int:
-        """Of one set of tensors."""
-
-    @property
-    @abc.abstractmethod
-    def moved(self) -> int:
-        """What an ideal pass reads and writes: a copy that moves as much is timed beside the ways."""
-
-    @property
-    @abc.abstractmethod
-    def working_bytes(self) -> int:
-        """What ways and checks need at the most beside the sets."""
-
-    @abc.abstractmethod
-    def make(self) -> Any:
+    def make(self) -> Tensors:
         """A set of tensors."""
 
     @abc.abstractmethod
     def ways(self, backends: Sequence[str]) -> list[Way]:
         """Ours by each of those backends ("auto" first), and every form of stock torch."""
 
-    @abc.abstractmethod
     def chosen(self) -> tuple[str, str]:
         """The backend that "auto" takes, with how it works, and why it was chosen."""
+        found = registry.select(self.device, self.accumulator, self.gradient)
+        return found.backend.name, found.reason
 
     @abc.abstractmethod
     def check(self, way: Way, run: Run, tensors: Any) -> str | None:
@@ -107,8 +125,12 @@ def filled(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Te
 
 def label(way: str, backend: str) -> str:
     """The name of one of our ways: "fusedacc, prepared", "fusedacc eager, prepared"."""
-    prefix = OURS if backend == "auto" else f"{OURS} {backend}"
-    return f"{prefix}, {way}" if way else prefix
+    return f"{OURS if backend == 'auto' else f'{OURS} {backend}'}, {way}"
+
+
+def off(error: Tensor, allowed: Tensor) -> int:
+    """How many elements are off by more than is allowed; nan is."""
+    return int((~(error <= allowed)).sum())
 
 
 def wrong(bad: int, elements: int) -> str | None:
@@ -134,9 +156,3 @@ def parameter_with(values: Tensor, accumulator: Tensor) -> torch.nn.Parameter:
         parameter.grad_dtype = accumulator.dtype
     parameter.grad = accumulator
     return parameter
-
-
-def counted(shapes: Sequence[tuple[int, ...]]) -> str:
-    """How many tensors and elements there are, in words."""
-    elements = sum(map(math.prod, shapes))
-    return f"{len(shapes)} tensor{'s' if len(shapes) != 1 else ''}, {elements} elements"
