@@ -1,6 +1,6 @@
 # `make help` lists the targets. SYSTEM_PYTHON=1 uses the current interpreter: no virtual environment, no network.
 .DEFAULT_GOAL := help
-.PHONY: help build demo test test-full test-integrations lint format wheel bench bench-full bench-machines figures clean
+.PHONY: help build demo test test-full test-integrations lint format wheel test-versions bench bench-full bench-machines figures clean
 
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
 
@@ -98,6 +98,10 @@ wheel: $(BUILT)  ## build the wheel into dist/, and try it in an empty environme
 	build/wheel-env/bin/python -m pip install --quiet -c constraints.txt torch
 	build/wheel-env/bin/python -m pip install --quiet -c constraints.txt dist/*.whl
 	cd build/wheel-env && bin/python -m fusedacc info && bin/python ../../.ci/try_wheel.py
+
+# Every torch but the pinned one may bring gigabytes of CUDA packages: not for every change.
+test-versions: wheel  ## and under the oldest torch and the newest, with the quick part of the suite (PYTHONS="python3.10 python3.13")
+	$(BASE_PYTHON) .ci/try_versions.py dist/*.whl $(PYTHONS)
 
 bench: $(BUILT)  ## measure: seven minutes on two cores; rows go to benchmarks/results/results.csv (BENCH=... passes options)
 	$(PYTHON) -m benchmarks.run_all $(BENCH)
