@@ -154,7 +154,7 @@ class Wrapped(Loop):
 
     def sums(self) -> Sequence[Tensor]:
         slots = self.optimizer._slots
-        return [t for slot in slots for t in (slot.sum, slot.buffer) if t is not None]
+        return [t for slot in slots for t in (slot.accumulator, slot.buffer) if t is not None]
 
 
 class InsideBackward(Wrapped):

@@ -10,13 +10,14 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-class Lookup : public torch::autograd::Function<Lookup> {
+class EmbeddingFunction : public torch::autograd::Function<EmbeddingFunction> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& weight, const at::Tensor& indices,
-                            int64_t padding, bool by_frequency, const c10::intrusive_ptr<Site>& site,
-                            const std::shared_ptr<Entry>& entry) {
+                            int64_t padding, bool by_frequency,
+                            const c10::intrusive_ptr<PatchedForward>& site,
+                            const std::shared_ptr<HookState>& entry) {
     context->set_materialize_grads(false);
-    Call::keep(context, site, entry);
+    RecordedCall::keep(context, site, entry);
     context->saved_data["options"] = c10::List<int64_t>({weight.size(0), padding, by_frequency ? 1 : 0});
     context->save_for_backward({indices});
     return at::embedding(weight, indices, padding, by_frequency, false);
@@ -27,8 +28,8 @@ class Lookup : public torch::autograd::Function<Lookup> {
     const at::Tensor& gradient = gradients[0];
     if (!gradient.defined()) return found;
     const at::Tensor indices = context->get_saved_variables()[0];
-    const Destination destination(context, 0);
-    const Call* call = destination.call();
+    const WeightTarget destination(context, 0);
+    const RecordedCall* call = destination.call();
     const auto options = context->saved_data["options"].toIntVector();
     const int64_t rows = options[0], padding = options[1];
     const bool by_frequency = options[2] != 0;
@@ -45,12 +46,12 @@ class Lookup : public torch::autograd::Function<Lookup> {
 
 }  // namespace
 
-std::optional<at::Tensor> lookup(const c10::intrusive_ptr<Site>& site, const std::shared_ptr<Entry>& entry,
-                                 const at::Tensor& indices, const at::Tensor& weight, int64_t padding,
-                                 bool by_frequency) {
+std::optional<at::Tensor> lookup(const c10::intrusive_ptr<PatchedForward>& site,
+                                 const std::shared_ptr<HookState>& entry, const at::Tensor& indices,
+                                 const at::Tensor& weight, int64_t padding, bool by_frequency) {
   const bool integers = indices.scalar_type() == at::kLong || indices.scalar_type() == at::kInt;
   if (!integers || !may_record(indices, weight)) return std::nullopt;
-  return Lookup::apply(weight, indices, padding, by_frequency, site, entry);
+  return EmbeddingFunction::apply(weight, indices, padding, by_frequency, site, entry);
 }
 
 }  // namespace fusedacc::autograd

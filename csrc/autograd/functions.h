@@ -9,16 +9,16 @@ namespace fusedacc::autograd {
 
 // input @ weight.T + bias (weight itself where it is transposed), recorded by autograd; none where the
 // module's own forward is to run. used: the weight in the dtype of the input, where it has another.
-std::optional<at::Tensor> product(const c10::intrusive_ptr<Site>& site, const std::shared_ptr<Entry>& entry,
-                                  const at::Tensor& input, const at::Tensor& weight,
-                                  const std::optional<at::Tensor>& bias,
+std::optional<at::Tensor> product(const c10::intrusive_ptr<PatchedForward>& site,
+                                  const std::shared_ptr<HookState>& entry, const at::Tensor& input,
+                                  const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                                   const std::optional<at::Tensor>& used);
 
 // weight[indices], recorded by autograd; none where the module's own forward is to run. padding: a row
 // that takes no gradient, from 0 on, or -1. by_frequency: a row takes the mean of its gradients.
-std::optional<at::Tensor> lookup(const c10::intrusive_ptr<Site>& site, const std::shared_ptr<Entry>& entry,
-                                 const at::Tensor& indices, const at::Tensor& weight, int64_t padding,
-                                 bool by_frequency);
+std::optional<at::Tensor> lookup(const c10::intrusive_ptr<PatchedForward>& site,
+                                 const std::shared_ptr<HookState>& entry, const at::Tensor& indices,
+                                 const at::Tensor& weight, int64_t padding, bool by_frequency);
 
 // Adds the operators over lists of tensors to the module, past torch's dispatcher: for lists of ordinary CPU
 // tensors whose elements lie alike. Each returns False, with nothing done, for whatever else comes, which it

@@ -60,38 +60,38 @@ int64_t Bucket::nbytes() {
   return nbytes_;
 }
 
-void Lane::open(int task, std::shared_ptr<Bucket> bucket) {
+void BucketMap::open(int task, std::shared_ptr<Bucket> bucket) {
   std::lock_guard<std::mutex> guard(mutex_);
   buckets_[task] = std::move(bucket);
 }
 
-void Lane::drop(int task) {
+void BucketMap::drop(int task) {
   std::lock_guard<std::mutex> guard(mutex_);
   buckets_.erase(task);
 }
 
-std::shared_ptr<Bucket> Lane::find(int task) {
+std::shared_ptr<Bucket> BucketMap::find(int task) {
   std::lock_guard<std::mutex> guard(mutex_);
   const auto found = buckets_.find(task);
   return found == buckets_.end() ? nullptr : found->second;
 }
 
-void Tasks::add(int task) {
+void GraphTasks::add(int task) {
   std::lock_guard<std::mutex> guard(mutex_);
   known_.insert(task);
 }
 
-void Tasks::drop(int task) {
+void GraphTasks::drop(int task) {
   std::lock_guard<std::mutex> guard(mutex_);
   known_.erase(task);
 }
 
-bool Tasks::has(int task) {
+bool GraphTasks::has(int task) {
   std::lock_guard<std::mutex> guard(mutex_);
   return known_.count(task) != 0;
 }
 
-TakingHook::TakingHook(std::shared_ptr<Entry> entry, const torch::autograd::AccumulateGrad* node,
+TakingHook::TakingHook(std::shared_ptr<HookState> entry, const torch::autograd::AccumulateGrad* node,
                        std::unique_ptr<torch::autograd::FunctionPreHook> python)
     : entry_(std::move(entry)), node_(node), python_(std::move(python)) {}
 
@@ -105,18 +105,18 @@ void TakingHook::compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) 
   python_->compiled_args(args);
 }
 
-Case Entry::case_of(const at::Tensor& gradient, const at::Tensor& parameter) const {
+Case HookState::case_of(const at::Tensor& gradient, const at::Tensor& parameter) const {
   if (!parameter.requires_grad()) return Case::kFrozen;
   if (torch::autograd::impl::post_acc_grad_hooks(parameter) != nullptr) return Case::kPostAccumulateHook;
   if (!gradient.defined()) return Case::kAbsent;
   if (!is_plain(gradient)) return Case::kNotPlain;
-  if (odd) return Case::kOdd;
+  if (needs_eager) return Case::kNeedsEager;
   if (gradient.scalar_type() != dtype || gradient.device() != device) return Case::kOtherLane;
   return Case::kOrdinary;
 }
 
 bool TakingHook::takes(const at::Tensor& gradient) const {
-  const Entry& entry = *entry_;
+  const HookState& entry = *entry_;
   const at::Tensor& parameter = node_->variable;
   const int task = torch::autograd::get_current_graph_task_id();
   const Case found = entry.case_of(gradient, parameter);

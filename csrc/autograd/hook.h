@@ -15,10 +15,10 @@
 namespace fusedacc::autograd {
 
 // Who takes a gradient: the cases that a hook can meet, as fusedacc/autograd/eligibility.py has them.
-enum class Case { kFrozen, kPostAccumulateHook, kAbsent, kNotPlain, kOdd, kOtherLane, kOrdinary };
+enum class Case { kFrozen, kPostAccumulateHook, kAbsent, kNotPlain, kNeedsEager, kOtherLane, kOrdinary };
 
-inline constexpr std::array kCaseNames{"frozen", "post_accumulate_hook", "absent",  "not_plain",
-                                       "odd",    "other_lane",           "ordinary"};
+inline constexpr std::array kCaseNames{"frozen",      "post_accumulate_hook", "absent",  "not_plain",
+                                       "needs_eager", "other_lane",           "ordinary"};
 
 // Gradients of one lane, taken on one stream in one graph task, that wait to be added.
 class Bucket {
@@ -55,7 +55,7 @@ class Bucket {
 };
 
 // The open buckets of a lane by graph task, which all hooks of the lane look at.
-class Lane {
+class BucketMap {
  public:
   void open(int task, std::shared_ptr<Bucket> bucket);
   void drop(int task);
@@ -67,7 +67,7 @@ class Lane {
 };
 
 // Which graph tasks the wrapper knows.
-class Tasks {
+class GraphTasks {
  public:
   void add(int task);
   void drop(int task);
@@ -79,12 +79,12 @@ class Tasks {
 };
 
 // What a hook shares with its wrapper, which lets it go by `active`.
-struct Entry {
+struct HookState {
   std::atomic<bool> active{true};
-  std::atomic<bool> odd{false};  // Python alone knows what to do with its gradients
-  std::shared_ptr<Direct> direct;
-  std::shared_ptr<Lane> lane;
-  std::shared_ptr<Tasks> tasks;
+  std::atomic<bool> needs_eager{false};  // Python alone knows what to do with its gradients
+  std::shared_ptr<ImmediateAdder> direct;
+  std::shared_ptr<BucketMap> lane;
+  std::shared_ptr<GraphTasks> tasks;
   PyObject* slot;                     // borrowed, from the wrapper
   const torch::autograd::Node* node;  // to be compared only
   at::ScalarType accumulator_dtype;
@@ -101,7 +101,7 @@ struct Entry {
 class TakingHook : public torch::autograd::FunctionPreHook {
  public:
   // node owns the hook. python: asked where this hook does not take a gradient.
-  TakingHook(std::shared_ptr<Entry> entry, const torch::autograd::AccumulateGrad* node,
+  TakingHook(std::shared_ptr<HookState> entry, const torch::autograd::AccumulateGrad* node,
              std::unique_ptr<torch::autograd::FunctionPreHook> python);
 
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override;
@@ -111,7 +111,7 @@ class TakingHook : public torch::autograd::FunctionPreHook {
  private:
   bool takes(const at::Tensor& gradient) const;
 
-  const std::shared_ptr<Entry> entry_;
+  const std::shared_ptr<HookState> entry_;
   const torch::autograd::AccumulateGrad* const node_;
   const std::unique_ptr<torch::autograd::FunctionPreHook> python_;
 };

@@ -22,7 +22,7 @@ int32_t dtype_number(at::ScalarType dtype) {
 
 // Whether it is an ordinary tensor: no subclass, no wrapper of a function transform, no lazy bits.
 bool is_plain(const at::Tensor& tensor) {
-  constexpr c10::DispatchKeySet kOdd({
+  constexpr c10::DispatchKeySet kUnusual({
       c10::DispatchKey::Python,
       c10::DispatchKey::FuncTorchBatched,
       c10::DispatchKey::FuncTorchGradWrapper,
@@ -31,7 +31,7 @@ bool is_plain(const at::Tensor& tensor) {
       c10::DispatchKey::Negative,
       c10::DispatchKey::ZeroTensor,
   });
-  return tensor.layout() == at::kStrided && !tensor.key_set().has_any(kOdd);
+  return tensor.layout() == at::kStrided && !tensor.key_set().has_any(kUnusual);
 }
 
 namespace {
@@ -54,8 +54,8 @@ bool same_layout(const at::Tensor& a, const at::Tensor& b) {
   return a.strides() == b.strides() && a.is_non_overlapping_and_dense();
 }
 
-void Direct::load(const std::vector<std::optional<at::Tensor>>& accumulators, std::vector<double> betas,
-                  bool visible) {
+void ImmediateAdder::load(const std::vector<std::optional<at::Tensor>>& accumulators,
+                          std::vector<double> betas, bool visible) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   accumulators_.clear();
   for (const auto& accumulator : accumulators) {
@@ -72,30 +72,30 @@ void Direct::load(const std::vector<std::optional<at::Tensor>>& accumulators, st
   visible_ = visible;
 }
 
-void Direct::open(int task, double scale) {
+void ImmediateAdder::open(int task, double scale) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   scale_ = scale;
   added_.clear();
   task_ = task;
 }
 
-std::vector<int64_t> Direct::close() {
+std::vector<int64_t> ImmediateAdder::close() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   task_ = -1;
   return std::exchange(added_, {});
 }
 
-std::vector<int64_t> Direct::added() {
+std::vector<int64_t> ImmediateAdder::added() {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   return std::exchange(added_, {});
 }
 
-void Direct::skip(int64_t index) {
+void ImmediateAdder::skip(int64_t index) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (index >= 0 && index < static_cast<int64_t>(accumulators_.size())) accumulators_[index].reset();
 }
 
-at::Tensor Direct::accumulator_of(int task, int64_t index, const at::Tensor& parameter) {
+at::Tensor ImmediateAdder::accumulator_of(int task, int64_t index, const at::Tensor& parameter) {
   if (task_ != task || index < 0 || index >= static_cast<int64_t>(accumulators_.size())) return {};
   auto held = accumulators_[index].lock();
   if (!held) return {};
@@ -108,13 +108,13 @@ at::Tensor Direct::accumulator_of(int task, int64_t index, const at::Tensor& par
                                                                                       : at::Tensor();
 }
 
-void Direct::note(int64_t index, const at::Tensor& accumulator) {
+void ImmediateAdder::note(int64_t index, const at::Tensor& accumulator) {
   betas_[index] = 1;
   added_.push_back(index);
   if (visible_) accumulator.unsafeGetTensorImpl()->bump_version();
 }
 
-bool Direct::take(int task, int64_t index, const at::Tensor& gradient, const at::Tensor& parameter) {
+bool ImmediateAdder::take(int task, int64_t index, const at::Tensor& gradient, const at::Tensor& parameter) {
   if (task_.load(std::memory_order_relaxed) != task) return false;
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   const at::Tensor into = accumulator_of(task, index, parameter);
@@ -130,8 +130,8 @@ bool Direct::take(int task, int64_t index, const at::Tensor& gradient, const at:
   return true;
 }
 
-bool Direct::multiply(int task, int64_t index, const at::Tensor& left, const at::Tensor& right,
-                      const at::Tensor& parameter, Multiplier by) {
+bool ImmediateAdder::multiply(int task, int64_t index, const at::Tensor& left, const at::Tensor& right,
+                              const at::Tensor& parameter, Multiplier by) {
   if (task_.load(std::memory_order_relaxed) != task) return false;
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   const at::Tensor into = accumulator_of(task, index, parameter);
@@ -153,8 +153,8 @@ bool Direct::multiply(int task, int64_t index, const at::Tensor& left, const at:
   return true;
 }
 
-bool Direct::add_rows(int task, int64_t index, const at::Tensor& rows, const at::Tensor& gradients,
-                      const at::Tensor& parameter, int64_t padding, bool by_frequency) {
+bool ImmediateAdder::add_rows(int task, int64_t index, const at::Tensor& rows, const at::Tensor& gradients,
+                              const at::Tensor& parameter, int64_t padding, bool by_frequency) {
   if (task_.load(std::memory_order_relaxed) != task) return false;
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   const at::Tensor into = accumulator_of(task, index, parameter);

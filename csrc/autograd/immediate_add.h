@@ -31,9 +31,9 @@ enum class Multiplier : int8_t { kUnknown, kPython, kBlas, kOperator };
 
 // What one wrapper allows while one graph task runs. The accumulators are known weakly: they live and die
 // elsewhere.
-class Direct {
+class ImmediateAdder {
  public:
-  explicit Direct(AddFlat add) : add_(add) {}
+  explicit ImmediateAdder(AddFlat add) : add_(add) {}
 
   // By a parameter's index: its accumulator, or none where a gradient is to go the other way, and by what the
   // accumulator is to be multiplied first (empty: by 1); 0: its memory holds nothing yet. visible: users see

@@ -22,8 +22,8 @@ int64_t tokens(const at::Tensor& tensor) {
 at::Tensor as_rows(const at::Tensor& tensor) { return tensor.reshape({tokens(tensor), tensor.size(-1)}); }
 
 // Adds left^T right to the weight's accumulator; false where autograd is to have it.
-bool adds(const Destination& destination, const at::Tensor& left, const at::Tensor& right) {
-  const Call* call = destination.call();
+bool adds(const WeightTarget& destination, const at::Tensor& left, const at::Tensor& right) {
+  const RecordedCall* call = destination.call();
   if (call == nullptr) return false;
   const Multiplier by =
       call->site->multiplier(left.scalar_type(), call->entry->accumulator_dtype, left.size(0));
@@ -47,13 +47,14 @@ at::Tensor as_function_of_weight(const at::Tensor& used) {
   return used + (cast - cast.detach());
 }
 
-class Product : public torch::autograd::Function<Product> {
+class LinearFunction : public torch::autograd::Function<LinearFunction> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& input, const at::Tensor& weight,
                             const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& used,
-                            const c10::intrusive_ptr<Site>& site, const std::shared_ptr<Entry>& entry) {
+                            const c10::intrusive_ptr<PatchedForward>& site,
+                            const std::shared_ptr<HookState>& entry) {
     context->set_materialize_grads(false);
-    Call::keep(context, site, entry);
+    RecordedCall::keep(context, site, entry);
     context->saved_data["bias"] = bias.has_value();
     context->saved_data["transposed"] = site->transposed;
     // Not the parameter itself, whose `.data` may be swapped.
@@ -69,7 +70,7 @@ class Product : public torch::autograd::Function<Product> {
     const at::Tensor& gradient = gradients[0];
     if (!gradient.defined()) return found;
     const variable_list saved = context->get_saved_variables();
-    const Destination destination(context, kWeight);
+    const WeightTarget destination(context, kWeight);
     const bool transposed = context->saved_data["transposed"].toBool();
     const at::Tensor& input = saved[0];
     const bool flat = input.dim() == 2;
@@ -92,9 +93,9 @@ class Product : public torch::autograd::Function<Product> {
 
 }  // namespace
 
-std::optional<at::Tensor> product(const c10::intrusive_ptr<Site>& site, const std::shared_ptr<Entry>& entry,
-                                  const at::Tensor& input, const at::Tensor& weight,
-                                  const std::optional<at::Tensor>& bias,
+std::optional<at::Tensor> product(const c10::intrusive_ptr<PatchedForward>& site,
+                                  const std::shared_ptr<HookState>& entry, const at::Tensor& input,
+                                  const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                                   const std::optional<at::Tensor>& used) {
   const at::ScalarType dtype = used.has_value() ? used->scalar_type() : weight.scalar_type();
   const bool fits = may_record(input, weight) && input.scalar_type() == dtype && !weight.is_complex() &&
@@ -106,7 +107,7 @@ std::optional<at::Tensor> product(const c10::intrusive_ptr<Site>& site, const st
   const bool known =
       fits && site->multiplier(dtype, entry->accumulator_dtype, tokens(input)) != Multiplier::kUnknown;
   if (!known) return std::nullopt;
-  return Product::apply(input, weight, bias, used, site, entry);
+  return LinearFunction::apply(input, weight, bias, used, site, entry);
 }
 
 }  // namespace fusedacc::autograd

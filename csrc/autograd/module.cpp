@@ -44,9 +44,9 @@ bool is_over(const std::unique_ptr<torch::autograd::FunctionPreHook>& hook) {
 }
 
 // Puts a hook in front of the only pre-hook of an AccumulateGrad node, a Python one.
-std::shared_ptr<Entry> attach(py::object node, py::object slot, int64_t index, int64_t nbytes, bool large,
-                              at::ScalarType accumulator_dtype, std::shared_ptr<Direct> direct,
-                              std::shared_ptr<Lane> lane, std::shared_ptr<Tasks> tasks) {
+std::shared_ptr<HookState> attach(py::object node, py::object slot, int64_t index, int64_t nbytes, bool large,
+                                  at::ScalarType accumulator_dtype, std::shared_ptr<ImmediateAdder> direct,
+                                  std::shared_ptr<BucketMap> lane, std::shared_ptr<GraphTasks> tasks) {
   if (!torch::autograd::THPCppFunction_Check(node.ptr())) return nullptr;
   auto& function = reinterpret_cast<torch::autograd::THPCppFunction*>(node.ptr())->cdata;
   auto* accumulate = dynamic_cast<torch::autograd::AccumulateGrad*>(function.get());
@@ -59,17 +59,17 @@ std::shared_ptr<Entry> attach(py::object node, py::object slot, int64_t index, i
   if (std::string_view(typeid(hook).name()) != "N5torch8autograd17PyFunctionPreHookE") return nullptr;
   if (PyDict_Size(static_cast<const torch::autograd::PyFunctionPreHook&>(hook).dict) != 1) return nullptr;
   const at::Tensor& parameter = accumulate->variable;
-  auto entry = std::shared_ptr<Entry>(new Entry{.direct = std::move(direct),
-                                                .lane = std::move(lane),
-                                                .tasks = std::move(tasks),
-                                                .slot = slot.ptr(),
-                                                .node = accumulate,
-                                                .accumulator_dtype = accumulator_dtype,
-                                                .index = index,
-                                                .nbytes = nbytes,
-                                                .large = large,
-                                                .dtype = parameter.scalar_type(),
-                                                .device = parameter.device()});
+  auto entry = std::shared_ptr<HookState>(new HookState{.direct = std::move(direct),
+                                                        .lane = std::move(lane),
+                                                        .tasks = std::move(tasks),
+                                                        .slot = slot.ptr(),
+                                                        .node = accumulate,
+                                                        .accumulator_dtype = accumulator_dtype,
+                                                        .index = index,
+                                                        .nbytes = nbytes,
+                                                        .large = large,
+                                                        .dtype = parameter.scalar_type(),
+                                                        .device = parameter.device()});
   python = std::make_unique<TakingHook>(entry, accumulate, std::move(python));
   return entry;
 }
@@ -89,43 +89,45 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("slots", [](Bucket& bucket) { return slot_list(bucket.slots()); })
       .def_property_readonly("nbytes", &Bucket::nbytes)
       .def_readwrite("stream", &Bucket::stream);
-  py::class_<Lane, std::shared_ptr<Lane>>(module, "Lane")
+  py::class_<BucketMap, std::shared_ptr<BucketMap>>(module, "BucketMap")
       .def(py::init<>())
-      .def("__setitem__", &Lane::open)
-      .def("get", &Lane::find)
-      .def("pop", [](Lane& lane, int task, py::object) { lane.drop(task); });
-  py::class_<Tasks, std::shared_ptr<Tasks>>(module, "Tasks")
+      .def("__setitem__", &BucketMap::open)
+      .def("get", &BucketMap::find)
+      .def("pop", [](BucketMap& lane, int task, py::object) { lane.drop(task); });
+  py::class_<GraphTasks, std::shared_ptr<GraphTasks>>(module, "GraphTasks")
       .def(py::init<>())
-      .def("add", &Tasks::add)
-      .def("drop", &Tasks::drop);
-  py::class_<Direct, std::shared_ptr<Direct>>(module, "Direct")
-      .def(py::init([](uintptr_t add) { return std::make_shared<Direct>(reinterpret_cast<AddFlat>(add)); }))
-      .def("load", &Direct::load, without_gil)
-      .def("open", &Direct::open, without_gil)
-      .def("close", &Direct::close, without_gil)
-      .def("added", &Direct::added, without_gil)
-      .def("skip", &Direct::skip, without_gil)
-      .def("take", &Direct::take, without_gil);
-  py::class_<Entry, std::shared_ptr<Entry>>(module, "Entry")
+      .def("add", &GraphTasks::add)
+      .def("drop", &GraphTasks::drop);
+  py::class_<ImmediateAdder, std::shared_ptr<ImmediateAdder>>(module, "ImmediateAdder")
+      .def(py::init(
+          [](uintptr_t add) { return std::make_shared<ImmediateAdder>(reinterpret_cast<AddFlat>(add)); }))
+      .def("load", &ImmediateAdder::load, without_gil)
+      .def("open", &ImmediateAdder::open, without_gil)
+      .def("close", &ImmediateAdder::close, without_gil)
+      .def("added", &ImmediateAdder::added, without_gil)
+      .def("skip", &ImmediateAdder::skip, without_gil)
+      .def("take", &ImmediateAdder::take, without_gil);
+  py::class_<HookState, std::shared_ptr<HookState>>(module, "HookState")
       .def_property(
-          "active", [](const Entry& entry) { return entry.active.load(); },
-          [](Entry& entry, bool value) { entry.active = value; })
+          "active", [](const HookState& entry) { return entry.active.load(); },
+          [](HookState& entry, bool value) { entry.active = value; })
       .def_property(
-          "odd", [](const Entry& entry) { return entry.odd.load(); },
-          [](Entry& entry, bool value) { entry.odd = value; })
-      .def("case_of", [](const Entry& entry, const at::Tensor& parameter,
+          "needs_eager", [](const HookState& entry) { return entry.needs_eager.load(); },
+          [](HookState& entry, bool value) { entry.needs_eager = value; })
+      .def("case_of", [](const HookState& entry, const at::Tensor& parameter,
                          const std::optional<at::Tensor>& gradient) {
         return kCaseNames[static_cast<size_t>(entry.case_of(gradient.value_or(at::Tensor()), parameter))];
       });
-  py::class_<Site, c10::intrusive_ptr<Site>>(module, "Site")
-      .def(py::init(
-          [](py::object site, bool transposed) { return c10::make_intrusive<Site>(site.ptr(), transposed); }))
-      .def(
-          "set_multiplier",
-          [](Site& site, at::ScalarType operand, at::ScalarType accumulator, int64_t tokens, int multiplier) {
-            site.set_multiplier(operand, accumulator, tokens, static_cast<Multiplier>(multiplier));
-          })
-      .def("forget_multipliers", &Site::forget_multipliers);
+  py::class_<PatchedForward, c10::intrusive_ptr<PatchedForward>>(module, "PatchedForward")
+      .def(py::init([](py::object site, bool transposed) {
+        return c10::make_intrusive<PatchedForward>(site.ptr(), transposed);
+      }))
+      .def("set_multiplier",
+           [](PatchedForward& site, at::ScalarType operand, at::ScalarType accumulator, int64_t tokens,
+              int multiplier) {
+             site.set_multiplier(operand, accumulator, tokens, static_cast<Multiplier>(multiplier));
+           })
+      .def("forget_multipliers", &PatchedForward::forget_multipliers);
   module.def("product", &product, without_gil);
   module.def("lookup", &lookup, without_gil);
   module.attr("CASES") = py::cast(std::vector<std::string>(kCaseNames.begin(), kCaseNames.end()));

@@ -10,11 +10,11 @@ namespace py = pybind11;
 
 namespace fusedacc::autograd {
 
-Site::Site(PyObject* python, bool transposed) : transposed(transposed), python_(python) {
+PatchedForward::PatchedForward(PyObject* python, bool transposed) : transposed(transposed), python_(python) {
   Py_INCREF(python_);
 }
 
-Site::~Site() {
+PatchedForward::~PatchedForward() {
   if (Py_IsInitialized() == 0) return;
   py::gil_scoped_acquire gil;
   Py_DECREF(python_);
@@ -30,48 +30,51 @@ int32_t place(at::ScalarType operand, at::ScalarType accumulator, int64_t tokens
 
 }  // namespace
 
-void Site::set_multiplier(at::ScalarType operand, at::ScalarType accumulator, int64_t tokens,
-                          Multiplier multiplier) {
+void PatchedForward::set_multiplier(at::ScalarType operand, at::ScalarType accumulator, int64_t tokens,
+                                    Multiplier multiplier) {
   const int32_t where = place(operand, accumulator, tokens);
   if (where >= 0) multipliers_[where] = multiplier;
 }
 
-Multiplier Site::multiplier(at::ScalarType operand, at::ScalarType accumulator, int64_t tokens) const {
+Multiplier PatchedForward::multiplier(at::ScalarType operand, at::ScalarType accumulator,
+                                      int64_t tokens) const {
   const int32_t where = place(operand, accumulator, tokens);
   return where < 0 ? Multiplier::kPython : multipliers_[where].load();
 }
 
-void Site::forget_multipliers() {
+void PatchedForward::forget_multipliers() {
   for (auto& multiplier : multipliers_) multiplier = Multiplier::kUnknown;
 }
 
 namespace {
 
-void forget_call(void* call) { delete static_cast<Call*>(call); }
+void forget_call(void* call) { delete static_cast<RecordedCall*>(call); }
 
 }  // namespace
 
-void Call::keep(torch::autograd::AutogradContext* context, const c10::intrusive_ptr<Site>& site,
-                const std::shared_ptr<Entry>& entry) {
+void RecordedCall::keep(torch::autograd::AutogradContext* context,
+                        const c10::intrusive_ptr<PatchedForward>& site,
+                        const std::shared_ptr<HookState>& entry) {
   c10::Storage storage(c10::Storage::use_byte_size_t(), 0,
-                       at::DataPtr(nullptr, new Call{site, entry}, &forget_call, at::kCPU), nullptr, false);
+                       at::DataPtr(nullptr, new RecordedCall{site, entry}, &forget_call, at::kCPU), nullptr,
+                       false);
   context->saved_data["call"] = at::detail::make_tensor<at::TensorImpl>(
       std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), caffe2::TypeMeta::Make<uint8_t>());
 }
 
-Destination::Destination(const torch::autograd::AutogradContext* context, uint32_t position)
+WeightTarget::WeightTarget(const torch::autograd::AutogradContext* context, uint32_t position)
     : holder_(context->saved_data.at("call").toTensor()) {
   const auto node = torch::autograd::get_current_node();
   if (node == nullptr || !holder_.has_storage()) return;
   const at::DataPtr& data = holder_.storage().data_ptr();
   if (data.get_deleter() != &forget_call) return;
-  call_ = static_cast<const Call*>(data.get_context());
+  call_ = static_cast<const RecordedCall*>(data.get_context());
   end_ = node->next_edge(position).function.get();
   armed_ = call_->entry->active && end_ != nullptr && end_ == call_->entry->node;
 }
 
-const at::Tensor* Destination::weight() const {
-  if (!armed_ || call_->entry->odd) return nullptr;
+const at::Tensor* WeightTarget::weight() const {
+  if (!armed_ || call_->entry->needs_eager) return nullptr;
   const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
   if (wanted == nullptr || !wanted->empty() || at::GradMode::is_enabled() ||
       torch::autograd::AnomalyMode::is_enabled()) {

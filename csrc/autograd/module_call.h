@@ -15,11 +15,11 @@
 namespace fusedacc::autograd {
 
 // One module. Python is asked where no accumulator may be added to at once.
-class Site : public torch::CustomClassHolder {
+class PatchedForward : public torch::CustomClassHolder {
  public:
   // python: `adds`. transposed: the weight of a Linear is (in, out).
-  Site(PyObject* python, bool transposed);
-  ~Site() override;
+  PatchedForward(PyObject* python, bool transposed);
+  ~PatchedForward() override;
 
   // How products of operands of this dtype and so many tokens are added into accumulators of that dtype.
   void set_multiplier(at::ScalarType operand, at::ScalarType accumulator, int64_t tokens,
@@ -45,21 +45,21 @@ class Site : public torch::CustomClassHolder {
 };
 
 // One call of the module, as its backward remembers it.
-struct Call {
+struct RecordedCall {
   // In the context: a tensor without elements whose storage owns the call, as compiled autograd knows what to
   // do with tensors, unlike capsules.
-  static void keep(torch::autograd::AutogradContext* context, const c10::intrusive_ptr<Site>& site,
-                   const std::shared_ptr<Entry>& entry);
+  static void keep(torch::autograd::AutogradContext* context, const c10::intrusive_ptr<PatchedForward>& site,
+                   const std::shared_ptr<HookState>& entry);
 
-  const c10::intrusive_ptr<Site> site;
-  const std::shared_ptr<Entry> entry;
+  const c10::intrusive_ptr<PatchedForward> site;
+  const std::shared_ptr<HookState> entry;
 };
 
 // In a backward: where the gradient of the weight, the function's argument at this position among its
 // tensors, is to go.
-class Destination {
+class WeightTarget {
  public:
-  explicit Destination(const torch::autograd::AutogradContext* context, uint32_t position);
+  explicit WeightTarget(const torch::autograd::AutogradContext* context, uint32_t position);
 
   // Whether the graph ends in the hooked node.
   bool armed() const { return armed_; }
@@ -67,11 +67,11 @@ class Destination {
   // at gradients on their way. Else null.
   const at::Tensor* weight() const;
   // Null in compiled autograd.
-  const Call* call() const { return call_; }
+  const RecordedCall* call() const { return call_; }
 
  private:
   const at::Tensor holder_;
-  const Call* call_ = nullptr;
+  const RecordedCall* call_ = nullptr;
   const torch::autograd::Node* end_ = nullptr;
   bool armed_ = false;
 };

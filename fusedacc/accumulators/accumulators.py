@@ -157,7 +157,7 @@ class Accumulators:
             kept.copy_(saved)
         else:
             kept = saved.to(device=device, dtype=dtype).clone()
-            slot.set_odd(True)
+            slot.set_needs_eager(True)
         if scale != 1.0:
             self.deferred.defer([slot], scale)
         if not process_group_up():
@@ -173,9 +173,9 @@ class Accumulators:
         buffer, wanted = slot.buffer, (device, dtype, slot.shape, slot.strides)
         if buffer is not None and (buffer.device, buffer.dtype, buffer.shape, buffer.stride()) != wanted:
             slot.drop_buffer()
-        accumulator = slot.sum
+        accumulator = slot.accumulator
         if accumulator is not None and (accumulator.device != device or accumulator.dtype != dtype):
-            slot.sum = accumulator.to(device=device, dtype=dtype)
+            slot.accumulator = accumulator.to(device=device, dtype=dtype)
 
     def drop(self, slots: Sequence[Slot]) -> None:
         """These slots are accumulated no more: forget their accumulators; what is in p.grad stays."""

@@ -78,7 +78,7 @@ class Adder:
                 self._add(slots, gradients, scale)
             except RuntimeError:
                 # A native operator refuses before it writes; it is asked first because looking is dearer.
-                kept = self._set_odd_apart(slots, gradients, scale)
+                kept = self._add_eager_ones(slots, gradients, scale)
                 if len(kept) == len(slots):
                     raise
                 self._add(kept, gradients, scale)
@@ -96,20 +96,22 @@ class Adder:
         if plan is not None and private and plan.generation == grads.generation and plan.run:
             plans.run_plan(plan, None, gradients, scale, beta)
             return
-        sums: list[Any] = [slot.sum for slot in slots] if private else [grads.current(slot) for slot in slots]
-        if plan is not None and plan.holds(sums):
-            plans.run_plan(plan, sums, gradients, scale, beta)
+        accumulators: list[Any] = (
+            [slot.accumulator for slot in slots] if private else [grads.current(slot) for slot in slots]
+        )
+        if plan is not None and plan.holds(accumulators):
+            plans.run_plan(plan, accumulators, gradients, scale, beta)
             if private:
                 plan.generation = grads.generation
             else:
-                increment_version(sums)
+                increment_version(accumulators)
             return
-        slots = self._set_odd_apart(slots, gradients, scale)
-        sums = [grads.current(slot) for slot in slots]
-        if all(map(fits, slots, sums)):
-            plans.add(sums, gradients, scale, False, slots, not private)
+        slots = self._add_eager_ones(slots, gradients, scale)
+        accumulators = [grads.current(slot) for slot in slots]
+        if all(map(fits, slots, accumulators)):
+            plans.add(accumulators, gradients, scale, False, slots, not private)
             if slots:
-                plans.keep(slots, sums, grads.generation if private else -1)
+                plans.keep(slots, accumulators, grads.generation if private else -1)
         else:
             self._add_some_first(slots, gradients, scale)
 
@@ -118,16 +120,19 @@ class Adder:
         _, given, dtype = slots[0].lane
         if given != dtype or not is_deferrable(scale, dtype) or self._grads.exposed or self._norms:
             return False
-        if any(slot.sum is not None or slot.odd or slot.grad_state is GradState.PUBLISHED for slot in slots):
+        if any(
+            slot.accumulator is not None or slot.needs_eager or slot.grad_state is GradState.PUBLISHED
+            for slot in slots
+        ):
             return False
         self._grads.generation += 1
         for slot, gradient in zip(slots, gradients, strict=True):
-            slot.sum = gradient
+            slot.accumulator = gradient
         if not is_one(scale):
             self._deferred.defer(slots, scale)
         return True
 
-    def _set_odd_apart(
+    def _add_eager_ones(
         self, slots: Sequence[Slot], gradients: list[Tensor], scale: float | Tensor
     ) -> Sequence[Slot]:
         """Add gradients that are not of their lane singly, and take them out; the slots that are left."""
@@ -138,9 +143,9 @@ class Adder:
         for index, slot in enumerate(slots):
             gradient = gradients[index]
             if gradient.layout is not strided:
-                slot.set_odd(True)
-            if slot.odd or gradient.dtype is not wanted:
-                self.add_odd(slot, gradient, scale)
+                slot.set_needs_eager(True)
+            if slot.needs_eager or gradient.dtype is not wanted:
+                self.add_eagerly(slot, gradient, scale)
             else:
                 ordinary.append(index)
         del gradient
@@ -149,7 +154,7 @@ class Adder:
 
     def _add_some_first(self, slots: Sequence[Slot], gradients: list[Tensor], scale: float | Tensor) -> None:
         """`add` where some slot has no accumulator yet, or the user has put one into p.grad."""
-        sums: list[Any] = []
+        accumulators: list[Any] = []
         terms: list[Tensor] = []
         first: list[bool] = []
         fresh: list[Slot] = []
@@ -159,11 +164,11 @@ class Adder:
         same_dtype = slots[0].lane[1] == slots[0].lane[2]
         kept = None if same_dtype else buffers(slots, [grads.current(slot) is None for slot in slots])
         private = not grads.exposed
-        if kept is not None and private and all(slot.sum is None for slot in slots):
+        if kept is not None and private and all(slot.accumulator is None for slot in slots):
             plans.add(kept, gradients, scale, True, slots, False)
             grads.generation += 1
             for slot, accumulator in zip(slots, kept, strict=True):
-                slot.sum = accumulator
+                slot.accumulator = accumulator
             return
         for index, slot in enumerate(slots):
             accumulator = grads.current(slot)
@@ -182,18 +187,18 @@ class Adder:
                 fresh.append(slot)
                 first.append(True)
             elif not fits(slot, accumulator):
-                self.add_odd(slot, gradients[index], scale)
+                self.add_eagerly(slot, gradients[index], scale)
                 continue
             else:
                 first.append(False)
-            sums.append(accumulator)
+            accumulators.append(accumulator)
             added.append(slot)
             terms.append(gradients[index])
         if not is_one(scale):
             self._deferred.defer(adopted, scale)
-        flags = first if len(fresh) < len(sums) and fresh else bool(fresh)
-        plans.add(sums, terms, scale, flags, added, grads.exposed)
-        written = (accumulator for accumulator, new in zip(sums, first, strict=True) if new)
+        flags = first if len(fresh) < len(accumulators) and fresh else bool(fresh)
+        plans.add(accumulators, terms, scale, flags, added, grads.exposed)
+        written = (accumulator for accumulator, new in zip(accumulators, first, strict=True) if new)
         for slot, accumulator in zip(fresh, written, strict=True):
             grads.put(slot, accumulator)
 
@@ -206,16 +211,16 @@ class Adder:
         """As `add`, for gradients of any kind and lane."""
         lanes: dict[Lane, tuple[list[Slot], list[Tensor]]] = {}
         for slot, gradient in zip(slots, gradients, strict=True):
-            if type(gradient) is Tensor and not slot.odd and gradient.dtype == slot.lane[1]:
+            if type(gradient) is Tensor and not slot.needs_eager and gradient.dtype == slot.lane[1]:
                 chosen = lanes.setdefault(slot.lane, ([], []))
                 chosen[0].append(slot)
                 chosen[1].append(gradient)
             else:
-                self.add_odd(slot, gradient, scale)
+                self.add_eagerly(slot, gradient, scale)
         for chosen_slots, chosen_gradients in lanes.values():
             self.add(chosen_slots, chosen_gradients, scale)
 
-    def add_odd(self, slot: Slot, gradient: Tensor, scale: float | Tensor) -> None:
+    def add_eagerly(self, slot: Slot, gradient: Tensor, scale: float | Tensor) -> None:
         """As `add`, by plain torch: sparse and complex gradients, subclasses, dtypes that no kernel pairs."""
         with self._lock:
             self._rescaler.apply([slot])

@@ -1,8 +1,8 @@
-"""Casts of sums that an update gives up: they take the memory of sums that have been cast before them.
+"""Casts of accumulators that an update gives up: they take the memory of those that were cast before them.
 
-All sums and all their casts side by side would be the peak of training in low precision. A cast is at most
-half as long as its sum. So once the largest is cast, each sum that is done makes room for two more. What the
-first take beside the sums, the backward before had for gradients.
+All accumulators and their casts side by side would be the peak of training in low precision. A cast is at
+most half as long as its accumulator. So once the largest is cast, each accumulator that is done makes room
+for two more. What the first take beside the accumulators, the backward before had for gradients.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from .param import Slot
 
 #: Bytes of new memory for the first casts; more where the largest needs it.
 FRESH = 1 << 20
-#: `(casts, sums)`: writes the casts, which share no memory with the sums.
+#: `(casts, accumulators)`: writes the casts, which share no memory with the accumulators.
 Cast = Callable[[list[Tensor], list[Tensor]], None]
 
 
 def reusable(slots: Sequence[Slot], dtype: torch.dtype) -> list[Slot]:
-    """Those of the slots, of one accumulate dtype, in whose sums' memory casts may be.
+    """Those of the slots, of one accumulate dtype, in whose accumulators' memory casts may be.
 
     It has room for two casts, and nobody else refers to it; the caller must not either. None while a CUDA
     graph is captured: its replays could not ask again.
@@ -38,7 +38,7 @@ def reusable(slots: Sequence[Slot], dtype: torch.dtype) -> list[Slot]:
 
 def _is_sole_sum(slot: Slot) -> bool:
     """Whether the slot's buffer is its sum, and nobody but the slot and p.grad refers to it."""
-    private, shown = slot.sum is slot.buffer, slot.param.grad is slot.buffer
+    private, shown = slot.accumulator is slot.buffer, slot.param.grad is slot.buffer
     if not (private or shown):
         return False
     # Python's references: one or two of the slot's, p.grad's, and the argument's.
@@ -47,37 +47,39 @@ def _is_sole_sum(slot: Slot) -> bool:
 
 
 def cast_over(slots: Sequence[Slot], dtype: torch.dtype, cast: Cast) -> list[Tensor]:
-    """The casts of sums of slots that are `reusable`, as many in the same order. The sums are written over.
+    """The casts of `reusable` slots' accumulators, as many in the same order. These are written over.
 
-    Beside the sums it takes as much as the largest cast, or FRESH; `cast` is called about as often as the
-    number of sums has binary digits.
+    Beside these it takes as much as the largest cast, or FRESH; `cast` is called about as often as the number
+    of accumulators has binary digits.
     """
-    sums: list[Tensor] = [slot.buffer for slot in slots]  # type: ignore[misc]  # `reusable` have one
-    ratio = sums[0].itemsize // dtype.itemsize
-    unit = ALIGNMENT // sums[0].itemsize
-    sizes = [-(-total.numel() // unit) * unit for total in sums]  # as they lie in their segments
-    order = sorted(range(len(sums)), key=sizes.__getitem__, reverse=True)
+    accumulators: list[Tensor] = [slot.buffer for slot in slots]  # type: ignore[misc]  # `reusable` have one
+    ratio = accumulators[0].itemsize // dtype.itemsize
+    unit = ALIGNMENT // accumulators[0].itemsize
+    sizes = [
+        -(-accumulator.numel() // unit) * unit for accumulator in accumulators
+    ]  # as they lie in their segments
+    order = sorted(range(len(accumulators)), key=sizes.__getitem__, reverse=True)
     end = min(max(FRESH // dtype.itemsize, sizes[order[0]]), sum(sizes))
-    # Casts are put into a vector from `at` up to `end`, then into the memory of the sums that are done.
-    vector, at = torch.empty(end, dtype=dtype, device=sums[0].device), 0
+    # Casts are put into a vector from `at` up to `end`, then into the memory of accumulators that are done.
+    vector, at = torch.empty(end, dtype=dtype, device=accumulators[0].device), 0
     vectors: dict[Segment, Tensor] = {}
     done: list[int] = []
     ready: list[int] = []
-    casts = list(sums)
+    casts = list(accumulators)
     for index in order:
-        total, size = sums[index], sizes[index]
+        accumulator, size = accumulators[index], sizes[index]
         if end - at < size:
             if not done:
-                cast([casts[each] for each in ready], [sums[each] for each in ready])
+                cast([casts[each] for each in ready], [accumulators[each] for each in ready])
                 done, ready = ready, []
             freed = done.pop()
             segment: Segment = slots[freed].segment  # type: ignore[assignment]
             if segment not in vectors:
                 vectors[segment] = segment.memory.view(dtype)
-            vector, at = vectors[segment], ratio * int(sums[freed].storage_offset())
+            vector, at = vectors[segment], ratio * int(accumulators[freed].storage_offset())
             end = at + ratio * sizes[freed]
-        casts[index] = vector.as_strided(total.shape, total.stride(), at)
+        casts[index] = vector.as_strided(accumulator.shape, accumulator.stride(), at)
         at += size
         ready.append(index)
-    cast([casts[each] for each in ready], [sums[each] for each in ready])
+    cast([casts[each] for each in ready], [accumulators[each] for each in ready])
     return casts

@@ -46,24 +46,27 @@ class InPlaceWriter:
         0. What stands in p.grad may be of any kind.
         """
         current = self._grads.current
-        sums = [None if slot.odd else current(slot) for slot in slots]
+        accumulators = [None if slot.needs_eager else current(slot) for slot in slots]
         fresh: list[int] = []
         if self.any_written:
             fresh = [
                 index
                 for index, slot in enumerate(slots)
-                if sums[index] is None and not slot.odd and slot.paths == PRODUCTS and slot.buffer is not None
+                if accumulators[index] is None
+                and not slot.needs_eager
+                and slot.paths == PRODUCTS
+                and slot.buffer is not None
             ]
         if not (self._deferred.scales or fresh):
-            return sums, []
+            return accumulators, []
         scales = [self._deferred[slot] for slot in slots]
         betas = [1.0 if isinstance(scale, Tensor) else scale for scale in scales]
         for index, scale in enumerate(scales):
             if isinstance(scale, Tensor):
-                sums[index] = None
+                accumulators[index] = None
         for index in fresh:
-            (sums[index],), betas[index] = buffers([slots[index]], [True]), 0.0
-        return sums, betas
+            (accumulators[index],), betas[index] = buffers([slots[index]], [True]), 0.0
+        return accumulators, betas
 
     def added_to(self, slots: Sequence[Slot]) -> None:
         """Native code has added to what `addable` has returned for these slots."""
@@ -86,7 +89,7 @@ class InPlaceWriter:
                 is 1.
         """
         grads, deferred = self._grads, self._deferred
-        accumulator, self.any_written = slot.sum, True
+        accumulator, self.any_written = slot.accumulator, True
         if (
             accumulator is not None
             and accumulator is slot.buffer  # it has been here before, and has not moved

@@ -66,10 +66,10 @@ class ParamGrads:
         if state is PUBLISHED:
             return slot.param.grad
         if not self.visible or state is STOCK:
-            return slot.sum
+            return slot.accumulator
         gradient = slot.param.grad
         is_cast = state is CAST and gradient is not None and gradient is slot.placed()
-        return slot.sum if is_cast else gradient
+        return slot.accumulator if is_cast else gradient
 
     def finals(self) -> Finals:
         """The accumulators of all slots that have one, whatever scale is deferred."""
@@ -101,7 +101,7 @@ class ParamGrads:
             self.publish(slot, accumulator)
         else:
             self.generation += 1
-            slot.sum = accumulator
+            slot.accumulator = accumulator
 
     def restore(self, slot: Slot, accumulator: Tensor, published: bool) -> None:
         """Make a tensor of a checkpoint the accumulator, `published` as it was there, where that may be."""
@@ -114,11 +114,11 @@ class ParamGrads:
             slot.param.grad = accumulator.to(slot.param.dtype)
             return
         self.generation += 1
-        slot.sum = accumulator
+        slot.accumulator = accumulator
 
     def forget(self, slot: Slot) -> None:
         """No accumulator, and nothing of ours in p.grad."""
-        slot.sum = None
+        slot.accumulator = None
         self._set(slot, NOT_OURS)
 
     def _set(self, slot: Slot, state: GradState, placed: Tensor | None = None) -> None:
@@ -140,17 +140,17 @@ class ParamGrads:
         """Make a tensor the accumulator, and p.grad."""
         self.generation += 1
         slot.param.grad = accumulator
-        slot.sum = None
+        slot.accumulator = None
         self._set(slot, PUBLISHED, accumulator)
 
     def publish_all(self) -> None:
         """Put every private accumulator into p.grad, where it may stand there and no gradient does."""
         for slot in self.slots:
-            if slot.sum is None or not slot.may_publish():
+            if slot.accumulator is None or not slot.may_publish():
                 continue
             present = slot.param.grad
             if present is None or not slot.is_foreign(present):
-                self.publish(slot, slot.sum)
+                self.publish(slot, slot.accumulator)
         self.exposed = True
 
     def make_private(self) -> None:
@@ -167,19 +167,19 @@ class ParamGrads:
         self.generation += 1
         gradient, state = slot.param.grad, slot.grad_state
         if state is PUBLISHED:
-            slot.sum = gradient
-            if gradient is not None and not slot.odd and gradient.dtype != slot.accumulate_dtype:
-                slot.sum = gradient.to(slot.accumulate_dtype)
+            slot.accumulator = gradient
+            if gradient is not None and not slot.needs_eager and gradient.dtype != slot.accumulate_dtype:
+                slot.accumulator = gradient.to(slot.accumulate_dtype)
         elif state is CAST and gradient is None:
-            slot.sum = None
+            slot.accumulator = None
         if gradient is not None and not slot.is_foreign(gradient):
             slot.param.grad = None
         self._set(slot, NOT_OURS)
 
     def unstash(self, slot: Slot) -> None:
         """After `stash`: the accumulator stands in p.grad again; what was put there meanwhile is dropped."""
-        if slot.sum is not None:
-            self.publish(slot, slot.sum)
+        if slot.accumulator is not None:
+            self.publish(slot, slot.accumulator)
             self.exposed = True
 
     def disown_replaced(self) -> None:
@@ -200,7 +200,7 @@ class ParamGrads:
 
     def place_cast(self, slot: Slot, accumulator: Tensor | None, cast: Tensor) -> None:
         """Put a copy in the parameter's dtype into p.grad; None: the accumulator was given up for it."""
-        slot.sum = accumulator
+        slot.accumulator = accumulator
         slot.param.grad = cast
         self._set(slot, CAST, cast)
 
@@ -229,8 +229,8 @@ class ParamGrads:
         gradient = slot.param.grad
         if gradient is None or gradient is not slot.placed():
             self.forget(slot)
-        elif slot.sum is not None:
-            self.publish(slot, slot.sum)
+        elif slot.accumulator is not None:
+            self.publish(slot, slot.accumulator)
         else:
             masters = gradient.dtype != slot.param.dtype
             self.publish(slot, gradient.to(slot.accumulate_dtype) if masters else gradient)
@@ -309,8 +309,8 @@ class ParamGrads:
         for slot in self.slots:
             gradient = slot.param.grad
             is_cast = slot.grad_state is CAST and gradient is not None and gradient is slot.placed()
-            if is_cast and slot.sum is not None and slot.may_publish():
-                gradient = slot.sum
+            if is_cast and slot.accumulator is not None and slot.may_publish():
+                gradient = slot.accumulator
             self.forget(slot)
             if gradient is None:
                 continue
@@ -335,7 +335,7 @@ class ParamGrads:
         if not self.visible:
             self.stash(slot)
         elif slot.grad_state is not STOCK:
-            slot.sum, slot.param.grad = self.current(slot), None
+            slot.accumulator, slot.param.grad = self.current(slot), None
             self._set(slot, STOCK)
 
     def note_stock(self, slot: Slot) -> None:
@@ -348,7 +348,7 @@ class ParamGrads:
         stored = []
         for slot in slots:
             if slot.grad_state is STOCK:
-                gradient, accumulator = slot.param.grad, slot.sum
+                gradient, accumulator = slot.param.grad, slot.accumulator
                 if accumulator is None:
                     slot.param.grad = None
                     self.forget(slot)

@@ -46,9 +46,10 @@ class Slot:
     """One parameter of the wrapped optimizer."""
 
     __slots__ = (
+        "accumulator",
         "at_once",
         "buffer",
-        "former_grad_dtype",
+        "cleared_grad_dtype",
         "grad_state",
         "group",
         "lane",
@@ -57,7 +58,7 @@ class Slot:
         "name",
         "native",
         "nbytes",
-        "odd",
+        "needs_eager",
         "on_cuda",
         "param",
         "paths",
@@ -69,7 +70,6 @@ class Slot:
         "shape",
         "stream",
         "strides",
-        "sum",
         "widened",
     )
 
@@ -78,7 +78,7 @@ class Slot:
         self.group = group
         self.name = name
         #: The accumulator while it is private; None before its first gradient, and where p.grad is it.
-        self.sum: Tensor | None = None
+        self.accumulator: Tensor | None = None
         #: Memory kept from window to window, where gradient and accumulator differ in dtype.
         self.buffer: Tensor | None = None
         self.segment: Segment | None = None
@@ -87,10 +87,10 @@ class Slot:
         self.placed: Callable[[], Tensor | None] = nothing
         self.placed_version = 0
         #: Whether no kernel takes the gradients: complex dtypes, and once a sparse one or a subclass came.
-        self.odd: bool
+        self.needs_eager: bool
         #: What `grad_dtype` was before it was set to None, if it was.
         self.widened = False
-        self.former_grad_dtype: torch.dtype | None = None
+        self.cleared_grad_dtype: torch.dtype | None = None
         #: The accumulate dtype that was asked for; None for the default.
         self.requested_dtype = accumulate_dtype
         #: How modules of the model add to the accumulator by themselves, and why not where they might.
@@ -122,20 +122,20 @@ class Slot:
         #: The key is a small number that stands for the lane where a hash of it would cost too much.
         self.lane, self.lane_key = _lanes.setdefault(lane, (lane, len(_lanes) + 1))
         self.on_cuda = param.is_cuda
-        self.set_odd((param.dtype, dtype) not in PAIRS)
+        self.set_needs_eager((param.dtype, dtype) not in PAIRS)
         self.nbytes = param.numel() * param.element_size()
         self.shape, self.strides = param.shape, _gradient_strides(param)
 
-    def set_odd(self, odd: bool) -> None:
+    def set_needs_eager(self, needs_eager: bool) -> None:
         """Note whether no kernel takes the gradients; the native hook knows then too."""
-        self.odd = odd
+        self.needs_eager = needs_eager
         if self.native is not None:
-            self.native.odd = odd
+            self.native.odd = needs_eager
 
     def widen(self) -> None:
         """Let p.grad be of any dtype, where the accumulator has another than the parameter."""
         if self.accumulate_dtype != self.param.dtype and not self.widened:
-            self.former_grad_dtype, self.widened = self.param.grad_dtype, True
+            self.cleared_grad_dtype, self.widened = self.param.grad_dtype, True
             self.param.grad_dtype = None
 
     def narrow(self) -> None:
@@ -143,9 +143,9 @@ class Slot:
         if self.widened:
             param, self.widened = self.param, False
             gradient, param.grad = param.grad, None
-            param.grad_dtype = self.former_grad_dtype
+            param.grad_dtype = self.cleared_grad_dtype
             if gradient is not None:
-                param.grad = gradient.to(self.former_grad_dtype or gradient.dtype)
+                param.grad = gradient.to(self.cleared_grad_dtype or gradient.dtype)
 
     @property
     def accumulate_dtype(self) -> torch.dtype:

@@ -183,4 +183,4 @@ class PlanCache:
             if self._norms.latest:
                 self._norms.forget(slots)
         else:
-            self._norms.record(slots, accumulators or [slot.sum for slot in slots], partials)  # type: ignore[misc]
+            self._norms.record(slots, accumulators or [slot.accumulator for slot in slots], partials)  # type: ignore[misc]

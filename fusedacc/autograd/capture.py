@@ -67,7 +67,7 @@ class Capture:
         self.compiled = False
         self._policy = policy
         self._lock = threading.RLock()
-        #: The backwards that are running, as far as `settle` has found out, by identity.
+        #: The backwards that are running, as far as `drop_failed_backwards` has found out, by identity.
         self.tasks: dict[int, GraphTask] = {}
         self.hooks = hooks_for(accumulators)
         self.registry = HookRegistry(slots, accumulators, policy, self.hooks, self.tasks, weakref.ref(self))
@@ -93,16 +93,16 @@ class Capture:
             return SWALLOWED
         if case is not eligibility.ORDINARY:
             if case is eligibility.NOT_PLAIN:
-                slot.set_odd(True)
+                slot.set_needs_eager(True)
             task.added = True
             self._flush_shared(task, [slot])
-            self.accumulators.adder.add_odd(slot, gradient, self._scale(task))
+            self.accumulators.adder.add_eagerly(slot, gradient, self._scale(task))
             return SWALLOWED
         identity, adder = task_id(), self.accumulators.adder
         if slot.native is not None and self.hooks.add_now(slot, identity, gradient):
             return SWALLOWED
         large = slot.at_once
-        if not sole or (large and (slot.sum is not None or not adder.may_adopt(slot, gradient))):
+        if not sole or (large and (slot.accumulator is not None or not adder.may_adopt(slot, gradient))):
             self._flush_shared(task, [slot])
             self._add(task, [slot], [gradient])
             return SWALLOWED
@@ -137,7 +137,7 @@ class Capture:
             or not param.requires_grad  # frozen since the forward: autograd drops its gradient
             or param._backward_hooks
             or param._post_accumulate_grad_hooks
-            or slot.odd
+            or slot.needs_eager
             or slot not in nodes
             or nodes[slot][0] is not node  # the parameter was moved or cast
         ):
@@ -237,7 +237,7 @@ class Capture:
         graph_task.join(task)
         self._policy.end_backward(task, self.registry.refresh)
         self._drop(identity, failed=False)
-        self.settle()
+        self.drop_failed_backwards()
 
     def _flush_shared(self, inner: GraphTask, slots: Sequence[Slot]) -> None:
         """Add what enclosing tasks hold for these parameters first, in autograd's order.
@@ -265,7 +265,7 @@ class Capture:
         """Updates of the inner optimizer so far; its kernels write parameters and bump no version."""
         return self._policy.num_updates
 
-    def settle(self) -> None:
+    def drop_failed_backwards(self) -> None:
         """Forget backwards that an exception has ended."""
         for identity in [key for key, task in list(self.tasks.items()) if task.callback() is None]:
             self._drop(identity, failed=True)

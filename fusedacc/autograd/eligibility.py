@@ -59,8 +59,8 @@ def _is_hooked(slot: Slot) -> bool:
     return bool(slot.param._post_accumulate_grad_hooks)
 
 
-def _is_odd(slot: Slot) -> bool:
-    return slot.odd
+def _needs_eager(slot: Slot) -> bool:
+    return slot.needs_eager
 
 
 def _is_plain(gradient: Tensor) -> bool:
@@ -109,12 +109,12 @@ NOT_PLAIN = Case(
     None,
     lambda _, gradient: gradient is not None and not _is_plain(gradient),
 )
-ODD = Case(
-    "odd",
+NEEDS_EAGER = Case(
+    "needs_eager",
     Taker.TORCH,
     "sparse, complex or of a subclass: plain torch adds what no kernel takes",
-    _is_odd,
-    lambda slot, _: _is_odd(slot),
+    _needs_eager,
+    lambda slot, _: _needs_eager(slot),
 )
 OTHER_LANE = Case(
     "other_lane",
@@ -142,7 +142,7 @@ CASES = (
     POST_ACCUMULATE_HOOK,
     ABSENT,
     NOT_PLAIN,
-    ODD,
+    NEEDS_EAGER,
     OTHER_LANE,
     WEIGHT_HOOK,
     IN_MODULE,

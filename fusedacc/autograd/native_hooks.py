@@ -23,7 +23,7 @@ class NativeHooks(PythonHooks):
     """Hooks without Python, in front of those in Python, to which they leave what is not ordinary.
 
     On a CPU a gradient is best added to its accumulator the moment it comes, while it is in the cache: native
-    hooks do so (`Direct` in csrc/autograd/immediate_add.h) where nothing more is to be done than
+    hooks do so (`ImmediateAdder` in csrc/autograd/immediate_add.h) where nothing more is to be done than
     acc = beta * acc + scale * gradient. All others wait in buckets.
 
     Args:
@@ -40,17 +40,17 @@ class NativeHooks(PythonHooks):
         self._numbered: list[Slot] = []
         self._vacant: list[int] = []
         self._parameters: list[Tensor] = []
-        #: Held while that task changes: closing `Direct` lets other threads run.
+        #: Held while that task changes: closing `ImmediateAdder` lets other threads run.
         self._lock = threading.RLock()
         #: The task whose gradients are added at once, and the accumulators' generation when they were loaded.
         self._task: GraphTask | None = None
         self._known: tuple | None = None
         self._loaded = -1
-        self._tasks = native.Tasks()
-        self._direct = native.Direct(native_module.add_flat())
+        self._tasks = native.GraphTasks()
+        self._direct = native.ImmediateAdder(native_module.add_flat())
 
     def _new_buckets(self) -> Any:
-        return self._native.Lane()
+        return self._native.BucketMap()
 
     def _new_bucket(self, slot: Slot, stream: int) -> Any:
         return self._native.Bucket(stream, python_hooks.bucket_bytes(slot))
@@ -64,7 +64,7 @@ class NativeHooks(PythonHooks):
         index = self._number(slot) if at_once else -1
         shared = slot.accumulate_dtype, self._direct, self.buckets_for(slot), self._tasks
         slot.native = self._native.attach(node, slot, index, slot.nbytes, slot.at_once, *shared)
-        slot.set_odd(slot.odd)
+        slot.set_needs_eager(slot.needs_eager)
         self._known = None
 
     def _number(self, slot: Slot) -> int:
@@ -114,7 +114,7 @@ class NativeHooks(PythonHooks):
                 if known is None or known != self._known:
                     ends = accumulators.slots[:1] + accumulators.slots[-1:]
                     written = grads.exposed or accumulators.in_place.any_written
-                    if not written and all(slot.sum is None for slot in ends):
+                    if not written and all(slot.accumulator is None for slot in ends):
                         return  # the window's first: there is nothing to add to
                     addable, betas = accumulators.in_place.addable(self._numbered)
                     self._direct.load(addable, betas, grads.exposed)

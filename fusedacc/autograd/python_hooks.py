@@ -94,7 +94,7 @@ def hook_maker(
                 and param.requires_grad
                 and not param._post_accumulate_grad_hooks
                 and type(gradient) is Tensor
-                and not slot.odd
+                and not slot.needs_eager
                 and not (on_cuda and raw_stream(gradient) != bucket.stream)
             ):
                 bucket.put(slot, param, gradient, nbytes)

@@ -143,8 +143,8 @@ class HookRegistry:
                 self._accumulators.grads.keep_spent(slot, slot.lane != former, self._is_hooked(slot))
             else:
                 self._accumulators.grads.disown_added(slot)
-        if slot.widened and slot.former_grad_dtype == former[1]:
-            slot.former_grad_dtype = slot.param.dtype
+        if slot.widened and slot.cleared_grad_dtype == former[1]:
+            slot.cleared_grad_dtype = slot.param.dtype
 
     def _is_hooked(self, slot: Slot) -> bool:
         """Whether the node that the parameter has now carries our hook."""
@@ -159,13 +159,13 @@ class HookRegistry:
             self._accumulators.drop_outgrown(slot)
 
     def _check_shape(self, slot: Slot) -> None:
-        total, shape = self._accumulators.grads.current(slot), slot.param.shape
+        accumulator, shape = self._accumulators.grads.current(slot), slot.param.shape
         is_p_grad = self._accumulators.grads.visible and slot.grad_state is not GradState.STOCK
-        if total is not None and total.shape != shape and not is_p_grad:
+        if accumulator is not None and accumulator.shape != shape and not is_p_grad:
             raise RuntimeError(
                 f"parameter {slot.name!r} is of shape {tuple(shape)} now, and gradients of shape "
-                f"{tuple(total.shape)} are in the window's sum: change shapes between an update and the next "
-                "backward, or call discard() to throw the window away"
+                f"{tuple(accumulator.shape)} are in the window's sum: change shapes between an update and "
+                "the next backward, or call discard() to throw the window away"
             )
 
     def release(self, slots: Sequence[Slot]) -> None:

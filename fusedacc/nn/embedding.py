@@ -18,11 +18,11 @@ from ..autograd.capture import Capture
 from ..kernels import native_module
 from ..kernels.checks import ORDINARY_TYPES
 from ..kernels.rows import accumulate_rows_
-from .patched_forward import SITE, Site, adds
+from .patched_forward import PATCHED, PatchedForward, adds
 from .uncompiled import runs_as_written
 
 
-class EmbeddingSite(Site):
+class PatchedEmbedding(PatchedForward):
     """An `nn.Embedding`: weight (rows, features)."""
 
     path = "embedding"
@@ -31,7 +31,7 @@ class EmbeddingSite(Site):
         super().__init__(module, slot, capture)
         native: Any = native_module.module()
         if native is not None:
-            self._native = native.Site(partial(adds, weakref.ref(self)), False)
+            self._native = native.PatchedForward(partial(adds, weakref.ref(self)), False)
             self._recorded = native.lookup
 
     def adds(self, indices: Tensor, gradients: Tensor, armed: bool, padding: int, by_frequency: bool) -> bool:
@@ -44,7 +44,7 @@ class EmbeddingSite(Site):
         if capture is None or not armed:
             return False
         write = _writer(indices, gradients, None if padding < 0 else padding, by_frequency, self.backend)
-        return self.takes(self.node, write, (gradients,), by_rows=True)
+        return self.accumulate_in_place(self.node, write, (gradients,), by_rows=True)
 
     def _lookup(self, module: Any, input: Any) -> Tensor | None:
         """The output by the native function, or None where Python's is to make it."""
@@ -67,15 +67,15 @@ class EmbeddingSite(Site):
     def forward(module: Any, input: Tensor) -> Tensor:
         if is_compiling():  # first: of whatever is read before it, a compiler makes guards
             return type(module).forward(module, input)
-        site = module.__dict__.get(SITE)
-        if site is None:
+        patched = module.__dict__.get(PATCHED)
+        if patched is None:
             return type(module).forward(module, input)
-        output = site._lookup(module, input)
+        output = patched._lookup(module, input)
         if output is not None:
             return output
-        if site.stands_aside(module, input) or module.sparse:
+        if patched.uses_stock_forward(module, input) or module.sparse:
             return type(module).forward(module, input)
-        return Lookup.apply(module.weight, input, site)
+        return EmbeddingFunction.apply(module.weight, input, patched)
 
 
 def _writer(
@@ -83,9 +83,9 @@ def _writer(
 ) -> Write:
     """What adds these gradients to the rows of a sum that are named; it owes nothing then."""
 
-    def write(total: Tensor, scale: float | Tensor, keep: float | Tensor) -> None:
+    def write(accumulator: Tensor, scale: float | Tensor, beta: float | Tensor) -> None:
         accumulate_rows_(
-            total,
+            accumulator,
             indices,
             gradients,
             scale,
@@ -97,15 +97,15 @@ def _writer(
     return write
 
 
-class Lookup(torch.autograd.Function):
+class EmbeddingFunction(torch.autograd.Function):
     """weight[indices], with the module's `padding_idx`, `max_norm` and `scale_grad_by_freq`."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, indices: Tensor, site: EmbeddingSite) -> Tensor:
-        module = site.module
+    def forward(ctx: Any, weight: Tensor, indices: Tensor, patched: PatchedEmbedding) -> Tensor:
+        module = patched.module
         ctx.save_for_backward(indices)
         ctx.set_materialize_grads(False)
-        ctx.site, ctx.rows = site, weight.shape[0]
+        ctx.patched, ctx.rows = patched, weight.shape[0]
         ctx.padding, ctx.by_freq = module.padding_idx, module.scale_grad_by_freq
         return F.embedding(
             indices, weight, ctx.padding, module.max_norm, module.norm_type, ctx.by_freq, sparse=False
@@ -117,8 +117,8 @@ class Lookup(torch.autograd.Function):
         if gradient is None:
             return None, None, None
         (indices,) = ctx.saved_tensors
-        write = _writer(indices, gradient, ctx.padding, ctx.by_freq, ctx.site.backend)
-        if ctx.site.takes(ctx.next_functions[0][0], write, (gradient,), by_rows=True):
+        write = _writer(indices, gradient, ctx.padding, ctx.by_freq, ctx.patched.backend)
+        if ctx.patched.accumulate_in_place(ctx.next_functions[0][0], write, (gradient,), by_rows=True):
             return None, None, None
         padding = -1 if ctx.padding is None else ctx.padding % ctx.rows
         dense = torch.ops.aten.embedding_dense_backward(gradient, indices, ctx.rows, padding, ctx.by_freq)

@@ -19,11 +19,11 @@ from ..kernels import matmul, native_module
 from ..kernels.checks import ORDINARY_TYPES
 from ..kernels.dtypes import PAIRS
 from ..kernels.matmul_ways import class_of
-from .patched_forward import SITE, Site, adds
+from .patched_forward import PATCHED, PatchedForward, adds
 from .uncompiled import runs_as_written
 
 
-class LinearSite(Site):
+class PatchedLinear(PatchedForward):
     """An `nn.Linear`: weight (out, in)."""
 
     path = "gemm"
@@ -36,7 +36,7 @@ class LinearSite(Site):
         self._latest: tuple = (None, None, -1, None)
         native: Any = native_module.module()
         if native is not None:
-            self._native = native.Site(partial(adds, weakref.ref(self)), self.transposed)
+            self._native = native.PatchedForward(partial(adds, weakref.ref(self)), self.transposed)
             self._recorded = native.product
         self._cast: tuple[Callable[[], Tensor | None], tuple] = (_nothing, ())
 
@@ -78,7 +78,7 @@ class LinearSite(Site):
         return known
 
     def adds(self, left: Tensor, right: Tensor, armed: bool) -> bool:
-        """What the native function asks in its backward: whether left^T right is done with (see `takes`).
+        """What the native function asks in its backward: whether left^T right is done with.
 
         armed: the graph ends in the node that carries the weight's hook.
         """
@@ -86,33 +86,33 @@ class LinearSite(Site):
         if multiply is None or capture is None or not armed:
             return False
 
-        def write(total: Tensor, scale: float | Tensor, keep: float | Tensor) -> None:
-            multiply(total, left, right, scale, keep)
+        def write(accumulator: Tensor, scale: float | Tensor, beta: float | Tensor) -> None:
+            multiply(accumulator, left, right, scale, beta)
 
-        return self.takes(self.node, write, (left, right))
+        return self.accumulate_in_place(self.node, write, (left, right))
 
     @staticmethod
     def forward(module: Any, input: Tensor) -> Tensor:
         if is_compiling():  # first: of whatever is read before it, a compiler makes guards
             return type(module).forward(module, input)
-        site = module.__dict__.get(SITE)
-        if site is None:
+        patched = module.__dict__.get(PATCHED)
+        if patched is None:
             return type(module).forward(module, input)
-        slot = site.slot
+        slot = patched.slot
         hook = slot.native  # the native function first, with as few calls on the way as can be
         if (
             hook is not None
-            and site._recorded is not None
+            and patched._recorded is not None
             and forward_ad._current_level < 0
             and type(input) in ORDINARY_TYPES
         ):
             own = module._parameters
             weight = own.get("weight")
-            if weight is slot.param and type(module).forward is site._stock:
-                output = site._recorded(site._native, hook, input, weight, own.get("bias"), None)
+            if weight is slot.param and type(module).forward is patched._stock:
+                output = patched._recorded(patched._native, hook, input, weight, own.get("bias"), None)
                 if output is not None:
                     return output
-        if site.stands_aside(module, input):
+        if patched.uses_stock_forward(module, input):
             return type(module).forward(module, input)
         own = module._parameters
         weight, bias = own["weight"], own.get("bias")
@@ -126,38 +126,38 @@ class LinearSite(Site):
             input.dtype != dtype
             or weight.dtype.is_complex
             or not shape
-            or shape[-1] != weight.shape[0 if site.transposed else 1]
+            or shape[-1] != weight.shape[0 if patched.transposed else 1]
             or (
                 bias is not None
                 and (type(bias) not in ORDINARY_TYPES or bias.dtype != weight.dtype or bias.dim() != 1)
             )
         ):
             return type(module).forward(module, input)  # which knows what to make of it, or how to refuse
-        multiply = site.product(dtype, shape[:-1].numel())
-        if multiply is not None and hook is not None and site._recorded is not None:
-            used = None if dtype is weight.dtype else site.cast(weight, dtype)
-            output = site._recorded(site._native, hook, input, weight, bias, used)
+        multiply = patched.product(dtype, shape[:-1].numel())
+        if multiply is not None and hook is not None and patched._recorded is not None:
+            used = None if dtype is weight.dtype else patched.cast(weight, dtype)
+            output = patched._recorded(patched._native, hook, input, weight, bias, used)
             if output is not None:
                 return output
-        return _apply_product(input, weight, bias, site, dtype)
+        return _apply_linear(input, weight, bias, patched, dtype)
 
 
 def _nothing() -> None:
     """A weak reference to nothing."""
 
 
-class Conv1DSite(LinearSite):
+class PatchedConv1D(PatchedLinear):
     """Transformers' `Conv1D`, a Linear whose weight is (in, out) (transformers.pytorch_utils.Conv1D)."""
 
     transposed = True
 
     @staticmethod
     def forward(module: Any, x: Tensor) -> Tensor:
-        return LinearSite.forward(module, x)
+        return PatchedLinear.forward(module, x)
 
 
-class Product(torch.autograd.Function):
-    """input @ weight.T + bias, or input @ weight + bias where the site's weight is transposed.
+class LinearFunction(torch.autograd.Function):
+    """input @ weight.T + bias, or input @ weight + bias where the module's weight is transposed.
 
     input (..., in) of `dtype`; weight and bias are cast to it, as autocast would, but outside of its cache,
     which would keep a cast that autograd knows nothing of.
@@ -165,17 +165,22 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, site: LinearSite, dtype: torch.dtype
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        patched: PatchedLinear,
+        dtype: torch.dtype,
     ) -> Tensor:
-        ctx.site = site
+        ctx.patched = patched
         ctx.set_materialize_grads(False)
         if weight.dtype is dtype:
             used = weight.detach()  # not the parameter itself, whose `.data` may be swapped
         else:
-            used = site.cast(weight, dtype)
+            used = patched.cast(weight, dtype)
             bias = None if bias is None else bias.to(dtype)
         ctx.save_for_backward(input, used if ctx.needs_input_grad[0] else None)
-        return F.linear(input, used.t() if site.transposed else used, bias)
+        return F.linear(input, used.t() if patched.transposed else used, bias)
 
     @staticmethod
     @runs_as_written
@@ -183,8 +188,8 @@ class Product(torch.autograd.Function):
         if gradient is None:
             return None, None, None, None, None
         input, used = ctx.saved_tensors
-        site = ctx.site
-        weight = site.slot.param
+        patched = ctx.patched
+        weight = patched.slot.param
         wants_input, _, wants_bias, _, _ = ctx.needs_input_grad
         if input.dim() == 2:
             rows, inputs = gradient, input
@@ -196,22 +201,24 @@ class Product(torch.autograd.Function):
             if torch.is_grad_enabled():  # then it has to be a function of the weight
                 cast = weight.to(used.dtype)
                 used = used + (cast - cast.detach())
-            of_input = torch.mm(rows, used.t() if site.transposed else used)
+            of_input = torch.mm(rows, used.t() if patched.transposed else used)
             if rows is not gradient:
                 of_input = of_input.view(input.shape)
-        left, right = (inputs, rows) if site.transposed else (rows, inputs)
-        multiply = site.product(left.dtype, left.shape[0])
+        left, right = (inputs, rows) if patched.transposed else (rows, inputs)
+        multiply = patched.product(left.dtype, left.shape[0])
 
-        def write(total: Tensor, scale: float | Tensor, keep: float | Tensor) -> None:
+        def write(accumulator: Tensor, scale: float | Tensor, beta: float | Tensor) -> None:
             assert multiply is not None
-            multiply(total, left, right, scale, keep)
+            multiply(accumulator, left, right, scale, beta)
 
-        if multiply is None or not site.takes(ctx.next_functions[1][0], write, (left, right)):
+        if multiply is None or not patched.accumulate_in_place(
+            ctx.next_functions[1][0], write, (left, right)
+        ):
             of_weight = torch.mm(left.t(), right).to(weight.dtype)
         if wants_bias:
             of_bias = rows.sum(0).to(weight.dtype)
         return of_input, of_weight, of_bias, None, None
 
 
-#: `Product.apply`, without asking again whether a function transform is active.
-_apply_product = super(torch.autograd.Function, Product).apply
+#: `LinearFunction.apply`, without asking again whether a function transform is active.
+_apply_linear = super(torch.autograd.Function, LinearFunction).apply

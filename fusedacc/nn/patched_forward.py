@@ -24,28 +24,28 @@ _transform_at_hand = torch._C._functorch.peek_interpreter_stack
 #: The methods by which pickle, copy, DataParallel and torch.jit.script make a module of another: they are
 #: looked up on the instance first.
 COPYING = ("__reduce_ex__", "__deepcopy__", "_replicate_for_data_parallel", "__prepare_scriptable__")
-#: Where a module's `__dict__` has its site.
-SITE = "_accumulating_site"
+#: Where a module's `__dict__` has its patched forward.
+PATCHED = "_accumulating_site"
 #: The functions that stand in for a forward.
 _forwards: set[Any] = set()
 
 
-class Site:
+class PatchedForward:
     """What stands in `module.forward`: the module's own computation, by a function that accumulates.
 
-    It refers to the module and to the wrapper weakly, and stands in the module's `__dict__` under `SITE`.
+    It refers to the module and to the wrapper weakly, and stands in the module's `__dict__` under `PATCHED`.
     Whatever copies the module (copy, deepcopy, pickle, DataParallel's replicas) sees nothing of it, and the
     module itself runs the forward of its class once the wrapper is gone.
 
     Args:
-        module: whose class has a forward that this site knows how to differentiate.
+        module: whose class has a forward that this patched knows how to differentiate.
         slot: of the module's weight.
         capture: asked in every backward what is to become of the gradient.
     """
 
     #: The path's name, as `explain()` shows it.
     path = ""
-    #: The native site and its function, where there are any.
+    #: The native patched forward and its function, where there are any.
     _native: Any = None
     _recorded: Any = None
 
@@ -66,7 +66,7 @@ class Site:
         raise NotImplementedError
 
     def __reduce__(self) -> tuple:
-        # In a copy of the module's `__dict__` alone; the module itself is copied without a site.
+        # In a copy of the module's `__dict__` alone; the module itself is copied without a patched forward.
         return type(None), ()
 
     @property
@@ -99,7 +99,7 @@ class Site:
         # A method of the module: its code is that of all modules of a kind, and Dynamo asks no more of it, so
         # that they share a graph. What copies or pickles it gets the copy's.
         forward = types.MethodType(type(self).forward, self.module)
-        self._entries = {"forward": forward, SITE: self} | {name: Copying(self, name) for name in COPYING}
+        self._entries = {"forward": forward, PATCHED: self} | {name: Copying(self, name) for name in COPYING}
         self.module.__dict__.update(self._entries)
 
     def remove(self) -> None:
@@ -126,7 +126,7 @@ class Site:
             if self._entries:  # not removed meanwhile
                 module.__dict__.update(ours)
 
-    def stands_aside(self, module: Any, input: Any) -> bool:
+    def uses_stock_forward(self, module: Any, input: Any) -> bool:
         """Whether this call is to be stock's: nothing to accumulate, or a transform wants the operators.
 
         `input`: what the module was called with.
@@ -149,7 +149,9 @@ class Site:
             or _tracing()
         )
 
-    def takes(self, node: Any, write: Write, operands: tuple[Tensor, ...], by_rows: bool = False) -> bool:
+    def accumulate_in_place(
+        self, node: Any, write: Write, operands: tuple[Tensor, ...], by_rows: bool = False
+    ) -> bool:
         """As `Capture.take_in_place`, for the weight, whose AccumulateGrad node this is.
 
         `operands`: what `write` reads; where p.grad itself was fed to the module, not while it is written.
@@ -161,9 +163,9 @@ class Site:
 
 
 @runs_as_written
-def adds(site: Callable[[], Any], *arguments: Any) -> bool:
-    """The site's own `adds`, while there is one."""
-    known = site()
+def adds(patched: Callable[[], Any], *arguments: Any) -> bool:
+    """The patched forward's own `adds`, while there is one."""
+    known = patched()
     return known is not None and known.adds(*arguments)
 
 
@@ -174,21 +176,21 @@ def _share_memory(total: Tensor, operands: tuple[Tensor, ...]) -> bool:
 class Copying:
     """Stands in a module's `__dict__` before a method that copies the module: the copy holds nothing of ours.
 
-    torch.jit.script asks the module for what it is to compile, and gives no sign when it is done: the site
+    torch.jit.script asks the module for what it is to compile, and gives no sign when it is done: the patched
     makes way for good.
 
     Args:
-        site: of the module.
+        patched: of the module.
         name: of the method; one of `COPYING`.
     """
 
-    def __init__(self, site: Site, name: str) -> None:
-        self._site, self._name = site, name
+    def __init__(self, patched: PatchedForward, name: str) -> None:
+        self._patched, self._name = patched, name
 
     def __call__(self, *arguments: Any) -> Any:
         if self._name == "__prepare_scriptable__":
-            self._site.remove()
-        with self._site.aside() as module:
+            self._patched.remove()
+        with self._patched.aside() as module:
             if self._name == "__deepcopy__":  # which the class need not have
                 return copy.deepcopy(module, *arguments)
             if self._name == "__prepare_scriptable__":
@@ -197,7 +199,7 @@ class Copying:
             return _apart(copied, module.__dict__) if self._name == "__reduce_ex__" else copied
 
     def __reduce__(self) -> tuple:
-        return getattr, (self._site.module, self._name, None)
+        return getattr, (self._patched.module, self._name, None)
 
 
 def _apart(state: Any, own: dict[str, Any]) -> Any:
@@ -213,6 +215,6 @@ def is_stock(module: torch.nn.Module) -> bool:
     if forward is None:
         return True
     function = getattr(forward, "__func__", None)
-    # Of a copy of the `__dict__` alone, ours is left, without a site: it runs the forward of the class.
-    abandoned = function in _forwards and module.__dict__.get(SITE) is None
+    # Of a copy of the `__dict__` alone, ours is left, without its record: it runs the forward of the class.
+    abandoned = function in _forwards and module.__dict__.get(PATCHED) is None
     return function is type(module).forward or abandoned

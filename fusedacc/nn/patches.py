@@ -12,9 +12,9 @@ from torch.nn.utils import parametrize
 
 from ..accumulators import Slot
 from ..autograd.capture import Capture
-from .embedding import EmbeddingSite
-from .linear import Conv1DSite, LinearSite
-from .patched_forward import Site, is_stock
+from .embedding import PatchedEmbedding
+from .linear import PatchedConv1D, PatchedLinear
+from .patched_forward import PatchedForward, is_stock
 
 #: Before anybody can have put a forward of theirs into torch's classes.
 LINEAR, EMBEDDING = nn.Linear.forward, nn.Embedding.forward
@@ -34,10 +34,10 @@ class Replacements:
 
     def __init__(self, model: nn.Module, capture: Capture, why_left: WhyLeft) -> None:
         self._model, self._capture, self._why_left = model, capture, why_left
-        self._sites: dict[nn.Module, Site] = {}
+        self._patched: dict[nn.Module, PatchedForward] = {}
         self._search()
         self.follow(capture.accumulators.slots)
-        if not self._sites:
+        if not self._patched:
             warnings.warn(
                 "model= was given, but this optimizer has the weight of none of its Linear and Embedding "
                 "modules that could be replaced: nothing will accumulate inside a backward; see explain()",
@@ -54,16 +54,16 @@ class Replacements:
             self._search()
         for slot in slots:
             for module, name, _ in self._places_of(slot):
-                if module in self._sites:
+                if module in self._patched:
                     continue
                 kind, why = (None, REPLICAS) if self._replicas else _kind_of(module, name)
-                if kind is not None and issubclass(kind, LinearSite):
+                if kind is not None and issubclass(kind, PatchedLinear):
                     why = self._why_left(slot.param, self._capture.accumulators.choices)
                 if kind is None or why:
                     slot.left_to = slot.left_to or why
                     continue
-                site = self._sites[module] = kind(module, slot, self._capture)
-                site.install()
+                patched = self._patched[module] = kind(module, slot, self._capture)
+                patched.install()
                 if kind.path not in slot.paths:
                     slot.paths += (kind.path,)
         self.name(slots)
@@ -76,10 +76,10 @@ class Replacements:
 
     def forget_choices(self) -> None:
         """What was found out by trial is to be asked anew, also whether a module is to be replaced."""
-        for site in self._sites.values():
-            site.forget_choices()
+        for patched in self._patched.values():
+            patched.forget_choices()
         choices = self._capture.accumulators.choices
-        linears = {site.slot for site in self._sites.values() if isinstance(site, LinearSite)}
+        linears = {patched.slot for patched in self._patched.values() if isinstance(patched, PatchedLinear)}
         self.drop([slot for slot in linears if self._why_left(slot.param, choices)])
         self.follow(self._capture.accumulators.slots)
 
@@ -103,15 +103,15 @@ class Replacements:
 
     def remove(self) -> None:
         """Stock's forward everywhere."""
-        self.drop([site.slot for site in self._sites.values()])
+        self.drop([patched.slot for patched in self._patched.values()])
 
     def drop(self, slots: Iterable[Slot]) -> None:
         """Stock's forward for the modules of these slots' parameters."""
         dropped = set(slots)
-        for module in [module for module, site in self._sites.items() if site.slot in dropped]:
-            site = self._sites.pop(module)
-            site.remove()
-            site.slot.paths = ()
+        for module in [module for module, patched in self._patched.items() if patched.slot in dropped]:
+            patched = self._patched.pop(module)
+            patched.remove()
+            patched.slot.paths = ()
 
 
 def name_slots(model: nn.Module, slots: Sequence[Slot]) -> None:
@@ -121,8 +121,8 @@ def name_slots(model: nn.Module, slots: Sequence[Slot]) -> None:
         slot.name = names.get(id(slot.param), slot.name)
 
 
-def _kind_of(module: nn.Module, name: str) -> tuple[type[Site] | None, str]:
-    """The site for a module whose own parameter `name` is optimized, or None and the reason for explain()."""
+def _kind_of(module: nn.Module, name: str) -> tuple[type[PatchedForward] | None, str]:
+    """What patches a module whose own parameter `name` is optimized, or None and the reason for explain()."""
     if isinstance(module, parametrize.ParametrizationList):
         return None, "parametrized: its gradient goes on through the parametrization"
     kind = _known(module)
@@ -134,19 +134,19 @@ def _kind_of(module: nn.Module, name: str) -> tuple[type[Site] | None, str]:
         return None, "somebody has replaced the module's forward"
     if hasattr(type(module), "__copy__"):
         return None, "its class has a __copy__ of its own, which would copy the forward too"
-    if kind is EmbeddingSite and module.sparse:
+    if kind is PatchedEmbedding and module.sparse:
         return None, "sparse=True: its gradients are sparse already"
     return kind, ""
 
 
-def _known(module: nn.Module) -> type[Site] | None:
+def _known(module: nn.Module) -> type[PatchedForward] | None:
     """By the forward that a module runs, which a subclass may have inherited."""
     forward = type(module).forward
     if forward is LINEAR:
-        return LinearSite
+        return PatchedLinear
     if forward is EMBEDDING:
-        return EmbeddingSite
+        return PatchedEmbedding
     kind = type(module)
     if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
-        return Conv1DSite
+        return PatchedConv1D
     return None

@@ -184,7 +184,7 @@ class Accumulation:
             return
         for slot, gradient in stored:
             if gradient.layout is not torch.strided:
-                slot.set_odd(True)
+                slot.set_needs_eager(True)
         slots, gradients = zip(*stored, strict=True)
         with torch.no_grad(), launch_events.phase("accumulate"):
             self.accumulators.adder.add_mixed(slots, gradients, window.base_scale * window.factor)

@@ -28,7 +28,7 @@ from ..accumulators import Accumulators, GradState, Slot
 from ..kernels import tuning
 from . import checkpoint_checks as checks
 from .checkpoint_checks import CHOICES, OWN, VERSION
-from .master_weights import LOW, Masters
+from .master_weights import LOW, MasterWeights
 from .window import Window, fresh_window
 
 SUM = "fusedacc_sum"
@@ -84,7 +84,7 @@ def save(
     optimizer: Optimizer,
     window: Window,
     accumulators: Accumulators,
-    masters: Masters | None,
+    masters: MasterWeights | None,
     include_partial: bool,
 ) -> dict[str, Any]:
     """The inner state_dict, the counters, masters and, of a part-filled window, copies of the sums."""
@@ -258,7 +258,7 @@ def load(
     optimizer: Optimizer,
     window: Window,
     accumulators: Accumulators,
-    masters: Masters | None,
+    masters: MasterWeights | None,
     state_dict: dict[str, Any],
 ) -> None:
     """Load a checkpoint of the wrapper or of the bare inner optimizer.

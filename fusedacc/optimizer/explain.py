@@ -122,7 +122,7 @@ def _bytes(slot: Slot, chosen: Route, window: Window) -> tuple[str, str]:
         return "0", "0"
     if chosen.path == "embedding":
         return "rows", "rows"
-    if slot.odd:
+    if slot.needs_eager:
         return "-", "-"
     # What autograd stores in a manual loop is added by autograd itself.
     if chosen.path.startswith("gemm"):

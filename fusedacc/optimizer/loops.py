@@ -17,9 +17,9 @@ from ..autograd.data_parallel import may_defer
 from ..kernels import launch_events
 from .accumulation import Accumulation
 from .loss_scale import Scaling
-from .master_weights import Masters
+from .master_weights import MasterWeights
 from .micro_batch import MicroBatch
-from .parameters import Roster
+from .parameters import ParameterSet
 from .update import Update
 
 
@@ -38,11 +38,11 @@ class Loop(abc.ABC):
     def __init__(
         self,
         inner: Optimizer,
-        parameters: Roster,
+        parameters: ParameterSet,
         capture: Capture,
         accumulation: Accumulation,
         update: Update,
-        masters: Masters | None,
+        masters: MasterWeights | None,
     ) -> None:
         self._inner, self._update, self._masters = inner, update, masters
         self._parameters, self._capture, self._registry = parameters, capture, capture.registry
@@ -81,7 +81,7 @@ class Loop(abc.ABC):
     def follow(self) -> list[Slot]:
         """Be in step with what users have done to parameters; the slots that are new.
 
-        Raises as `Roster.follow` and `HookRegistry.refresh`.
+        Raises as `ParameterSet.follow` and `HookRegistry.refresh`.
         """
         fresh = self._parameters.follow(self._capture, self._masters)
         if self._registry.reshaped:
@@ -118,7 +118,7 @@ class CountedLoop(Loop):
             with torch.enable_grad():
                 loss = closure()
         if self._capture.tasks:
-            self._capture.settle()
+            self._capture.drop_failed_backwards()
         if window.tainted is not None:
             window.check_untainted()
         self.follow()
@@ -163,7 +163,7 @@ class CountedLoop(Loop):
     def closes_window(self) -> bool:
         """Whether a `step()` now would update; takes in what is in p.grad, as that would."""
         window = self._window
-        self._capture.settle()
+        self._capture.drop_failed_backwards()
         if window.tainted is None and not self._registry.closed:
             self.follow()
             self._collect()
@@ -249,7 +249,7 @@ class ManualLoop(Loop):
 
     def step(self, closure: Callable[[], Any] | None, scaling: Scaling, arguments: Mapping[str, Any]) -> Any:
         """Update; returns what the inner optimizer's step returned."""
-        self._capture.settle()
+        self._capture.drop_failed_backwards()
         window = self._window
         self._follow()
         window.begin_step()
@@ -310,7 +310,7 @@ class ManualLoop(Loop):
         def evaluate() -> Any:
             with torch.enable_grad():
                 loss = closure()
-            self._capture.settle()
+            self._capture.drop_failed_backwards()
             self._finish_sums()
             with launch_events.phase("update"):
                 update.prepare(Scaling())
@@ -340,7 +340,7 @@ class ManualLoop(Loop):
         try:
             yield
         finally:
-            self._capture.settle()
+            self._capture.drop_failed_backwards()
             self._follow()
             window = self._window
             if window.micro is micro and micro.ran and window.tainted is None:

@@ -22,7 +22,7 @@ from ..accumulators import Slot
 LOW = (torch.bfloat16, torch.float16)
 
 
-class Masters:
+class MasterWeights:
     """The masters of the parameters in `slots`.
 
     A parameter that was changed from outside since the last update (weights were loaded, say) gives its value

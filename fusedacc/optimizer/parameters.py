@@ -15,11 +15,11 @@ from ..autograd.capture import Capture
 from ..kernels import registry
 from ..kernels.dtypes import PAIRS, allowed_pairs
 from ..nn import Replacements
-from .master_weights import Masters
+from .master_weights import MasterWeights
 from .small_layers import why_left
 
 
-class Roster:
+class ParameterSet:
     """The slots of every parameter in the groups of `inner`, each parameter once, in the groups' order.
 
     Args:
@@ -136,7 +136,7 @@ class Roster:
                 return False
         return True
 
-    def follow(self, capture: Capture, masters: Masters | None) -> list[Slot]:
+    def follow(self, capture: Capture, masters: MasterWeights | None) -> list[Slot]:
         """Be in step with groups that were changed by hand: parameters put in, taken out, or replaced.
 
         What is new is hooked; what is gone is given back as `close` would, and what was summed of its

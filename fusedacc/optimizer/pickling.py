@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 from ..accumulators import Accumulators, GradState
-from .master_weights import Masters
+from .master_weights import MasterWeights
 from .window import Window, fresh_window
 
 #: What stands beside the wrapper's own attributes.
 NAMES = ("schedule", "reduction", "private", "window", "backend", "masters", "sums", "spent", "choices")
 
 
-def carried(window: Window, accumulators: Accumulators, masters: Masters | None) -> dict[str, Any]:
+def carried(window: Window, accumulators: Accumulators, masters: MasterWeights | None) -> dict[str, Any]:
     """The window, sums and masters, by `NAMES`."""
     # A manual loop's sums are its parameters' p.grad, which torch does not copy either.
     grads = accumulators.grads
@@ -40,7 +40,7 @@ def carried(window: Window, accumulators: Accumulators, masters: Masters | None)
 
 
 def restore(
-    kept: dict[str, Any], window: Window, accumulators: Accumulators, masters: Masters | None
+    kept: dict[str, Any], window: Window, accumulators: Accumulators, masters: MasterWeights | None
 ) -> None:
     """Put what `carried` has returned into new parts."""
     window.restore(kept["window"] if window.counted else fresh_window(kept["window"]))

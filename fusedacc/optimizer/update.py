@@ -22,7 +22,7 @@ from ..accumulators.p_grad import Finals
 from ..autograd.registration import HookRegistry
 from ..kernels import launch_events, norms, torch_state
 from .loss_scale import Scaling, near
-from .master_weights import Masters
+from .master_weights import MasterWeights
 from .window import Window
 
 #: torch's optimizers whose fused kernels divide by `grad_scale` and do nothing where `found_inf` is 1.
@@ -72,7 +72,7 @@ class Update:
         accumulators: Accumulators,
         window: Window,
         registry: HookRegistry,
-        masters: Masters | None,
+        masters: MasterWeights | None,
         max_grad_norm: float | None,
         norm_type: float,
         skip_nonfinite: bool,

@@ -21,9 +21,9 @@ from .delegating import Delegate
 from .explain import explain
 from .loops import CountedLoop, ManualLoop
 from .loss_scale import LossScaleLink
-from .master_weights import Masters
+from .master_weights import MasterWeights
 from .micro_batch import MicroBatch
-from .parameters import Roster
+from .parameters import ParameterSet
 from .progress import Progress
 from .update import Update, check_settings
 from .window import Schedule, Window
@@ -112,7 +112,7 @@ class AccumulatingOptimizer(Delegate, Progress):
         self._build(optimizer, window, accumulate_dtype, backend, finishing, bool(master_weights), model)
         checkpoint.forget_stale(optimizer)
         if model is not None:
-            self._roster.replace_in(model, self._capture)
+            self._parameter_set.replace_in(model, self._capture)
 
     def _build(
         self,
@@ -128,19 +128,21 @@ class AccumulatingOptimizer(Delegate, Progress):
         self.optimizer = optimizer
         self._accumulate_dtype, self._finishing = accumulate_dtype, finishing
         self._window = window
-        self._roster = Roster(optimizer, accumulate_dtype, backend, lenient)
-        self._slots = slots = self._roster.slots
+        self._parameter_set = ParameterSet(optimizer, accumulate_dtype, backend, lenient)
+        self._slots = slots = self._parameter_set.slots
         if model is not None:
             name_slots(model, slots)
         self._accumulators = Accumulators(slots, not window.counted, backend)
-        self._masters = Masters(slots, optimizer, backend) if master_weights else None
+        self._masters = MasterWeights(slots, optimizer, backend) if master_weights else None
         self._warn_of_unwritten(optimizer.param_groups, 4)
         self._accumulation = accumulation = Accumulation(slots, window, self._accumulators)
         self._capture = capture = Capture(slots, self._accumulators, accumulation)
         parts = self._accumulators, window, capture.registry, self._masters
         self._inner_update = Update(optimizer, *parts, *finishing)
         loop = CountedLoop if window.counted else ManualLoop
-        self._loop = loop(optimizer, self._roster, capture, accumulation, self._inner_update, self._masters)
+        self._loop = loop(
+            optimizer, self._parameter_set, capture, accumulation, self._inner_update, self._masters
+        )
         self._loss_scale = LossScaleLink(self._loop, self._inner_update, self._accumulators.norms)
         self._closed = False
 
@@ -189,7 +191,7 @@ class AccumulatingOptimizer(Delegate, Progress):
         """
         if self._closed:
             return self.optimizer.zero_grad(set_to_none)
-        self._capture.settle()
+        self._capture.drop_failed_backwards()
         return self._loop.zero_grad(set_to_none)
 
     @contextlib.contextmanager
@@ -220,7 +222,7 @@ class AccumulatingOptimizer(Delegate, Progress):
             with self._loop.around(model, micro):
                 yield micro
         finally:
-            self._capture.settle()
+            self._capture.drop_failed_backwards()
             window.in_context = False
 
     @contextlib.contextmanager
@@ -252,7 +254,7 @@ class AccumulatingOptimizer(Delegate, Progress):
         if arguments:
             self._check_arguments(arguments)
         scaling = self._loss_scale.take("flush", self.__dict__, self._window.counted)
-        self._capture.settle()
+        self._capture.drop_failed_backwards()
         self._window.check_untainted()
         self._window.begin_step()
         if isinstance(self._loop, CountedLoop):
@@ -264,7 +266,7 @@ class AccumulatingOptimizer(Delegate, Progress):
     def discard(self) -> None:
         """Throw the window away: its sums, its count, and what is in `p.grad`."""
         self._capture.forget()
-        self._roster.follow(self._capture, self._masters)
+        self._parameter_set.follow(self._capture, self._masters)
         self._accumulators.clear()
         self._window.reset()
         self._capture.registry.refresh()
@@ -283,7 +285,7 @@ class AccumulatingOptimizer(Delegate, Progress):
         optimizer's state stay. Does nothing without `master_weights`, and after `close()`.
         """
         if self._masters is not None and not self._closed:
-            self._capture.settle()
+            self._capture.drop_failed_backwards()
             self._masters.refresh()
 
     def close(self) -> None:
@@ -294,8 +296,8 @@ class AccumulatingOptimizer(Delegate, Progress):
         """
         if self._closed:
             return
-        self._capture.settle()
-        self._roster.restore_modules()
+        self._capture.drop_failed_backwards()
+        self._parameter_set.restore_modules()
         self._capture.close()
         for slot in self._slots:
             self._accumulators.grads.forget(slot)
@@ -309,7 +311,7 @@ class AccumulatingOptimizer(Delegate, Progress):
             ValueError, TypeError: as torch and `__init__`; nothing is added then.
         """
         self.optimizer.add_param_group(param_group)
-        self._roster.add_last_group(self._capture)
+        self._parameter_set.add_last_group(self._capture)
         self._warn_of_unwritten(self.param_groups[-1:], 3)
 
     def _warn_of_unwritten(self, groups: list[dict[str, Any]], stacklevel: int) -> None:
@@ -338,7 +340,7 @@ class AccumulatingOptimizer(Delegate, Progress):
                 parameter's shape has changed in mid-window, or gradients that `accumulate(model)` has left
                 unsynchronised.
         """
-        self._capture.settle()
+        self._capture.drop_failed_backwards()
         self._window.check_untainted()
         if include_partial:
             self._window.check_synchronised("state_dict(include_partial=True) would save one rank's part")
@@ -356,18 +358,18 @@ class AccumulatingOptimizer(Delegate, Progress):
                 that an inner optimizer with a `load_state_dict` of its own has written in place by then.
                 What its state must be like only that one knows: what it takes is not looked at.
         """
-        self._capture.settle()
+        self._capture.drop_failed_backwards()
         self._follow()
         self._count_skipped()
         try:
             checkpoint.load(self.optimizer, self._window, self._accumulators, self._masters, state_dict)
         finally:
-            self._roster.forget_choices()
+            self._parameter_set.forget_choices()
             self._capture.registry.reregister(self._slots if self._masters is not None else ())
             self._capture.registry.refresh()
 
     def __getstate__(self) -> dict[str, Any]:
-        self._capture.settle()
+        self._capture.drop_failed_backwards()
         self._follow()
         self._count_skipped()
         own = {name: value for name, value in self.__dict__.items() if name not in _REBUILT}
@@ -386,7 +388,7 @@ class AccumulatingOptimizer(Delegate, Progress):
 #: What unpickling makes anew. A scheduler's patch of step() belongs to the scheduler's own optimizer.
 _REBUILT = (
     "_window",
-    "_roster",
+    "_parameter_set",
     "_slots",
     "_accumulators",
     "_inner_update",

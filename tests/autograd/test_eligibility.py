@@ -40,11 +40,11 @@ SITUATIONS: dict[str, Callable[[nn.Parameter], Tensor | None]] = {
 }
 
 
-def parameter(odd: bool = False):
+def parameter(needs_eager: bool = False):
     model = nn.Linear(3, 2, bias=False)
     optimizer = wrap(model, 2)
     (slot,) = optimizer._slots
-    slot.set_odd(odd)
+    slot.set_needs_eager(needs_eager)
     return model, optimizer, slot
 
 
@@ -61,9 +61,9 @@ def test_names_are_distinct_and_the_last_case_always_holds():
     assert eligibility.CASES[-1] is eligibility.ORDINARY
 
 
-@pytest.mark.parametrize("name", [*SITUATIONS, "odd"])
+@pytest.mark.parametrize("name", [*SITUATIONS, "needs_eager"])
 def test_python_and_native_hooks_find_the_same_case(name):
-    model, _optimizer, slot = parameter(odd=name == "odd")
+    model, _optimizer, slot = parameter(needs_eager=name == "needs_eager")
     gradient = SITUATIONS.get(name, torch.ones_like)(model.weight)
     assert eligibility.of_gradient(slot, gradient).name == name
     if slot.native is not None:
@@ -81,7 +81,7 @@ def outcome(case: Case, slot) -> Taker:
     """Who has taken the gradient of the backward that has just run."""
     if slot.grad_state is GradState.NOT_OURS and slot.param.grad is not None:
         return Taker.AUTOGRAD
-    return Taker.NOBODY if slot.sum is None else case.taker
+    return Taker.NOBODY if slot.accumulator is None else case.taker
 
 
 @pytest.mark.parametrize("native", ["0", ""])
@@ -105,7 +105,7 @@ def test_explain_prints_every_reason_that_the_table_has(monkeypatch):
         model, optimizer, _ = parameter()
         make(model.weight)
         said.add(optimizer.explain())
-    _, optimizer, _ = parameter(odd=True)
+    _, optimizer, _ = parameter(needs_eager=True)
     said.add(optimizer.explain())
     monkeypatch.setattr("fusedacc.kernels.torch_state.process_group_up", lambda: True)
     _, optimizer, _ = parameter()

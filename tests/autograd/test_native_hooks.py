@@ -148,16 +148,16 @@ def test_gradients_are_added_as_they_come(loop, calls):
     during: list[Tensor | None] = []
 
     def look(gradient: Tensor) -> None:
-        total = sums[last].sum
+        total = sums[last].accumulator
         during.append(None if total is None else total.clone())
 
     first.register_hook(look)
     run.backward(loss_of(run, model))
-    before = sums[last].sum.clone()
+    before = sums[last].accumulator.clone()
     run.backward(loss_of(run, model))
     assert during[0] is None
     assert not torch.equal(during[1], before)
-    assert torch.equal(during[1], sums[last].sum)
+    assert torch.equal(during[1], sums[last].accumulator)
 
 
 @needs_native
@@ -204,7 +204,7 @@ def test_threads_may_ask_while_hooks_add(calls):
         thread.join(20)
         assert not thread.is_alive()
     assert optimizer.micro_step == 100
-    assert all((slot.sum == 100).all() for slot in optimizer._slots)
+    assert all((slot.accumulator == 100).all() for slot in optimizer._slots)
 
 
 @pytest.fixture
@@ -304,7 +304,7 @@ def test_nothing_is_kept_alive(uncollected, loop, failed):
             loss_of(run, model).backward()
         handle.remove()
     kept = loss_of(run, model)
-    sums = [slot.sum for slot in optimizer._slots if slot.sum is not None]
+    sums = [slot.accumulator for slot in optimizer._slots if slot.accumulator is not None]
     gone = [weakref.ref(part) for part in (optimizer._capture, optimizer._accumulators, *sums)]
     run.opt, run.seen, optimizer, sums = None, [], None, []
     assert [reference() for reference in gone] == [None] * len(gone)

@@ -18,7 +18,7 @@ def sums(work) -> list[torch.Tensor]:
     if work.optimizer is None:
         return [p.grad for p in work.model.parameters()]
     slots = work.optimizer._slots
-    return [slot.sum * layers.ENDLESS for slot in slots]
+    return [slot.accumulator * layers.ENDLESS for slot in slots]
 
 
 @pytest.mark.parametrize("dtypes", ["float32", "autocast bfloat16 into float32", "bfloat16 into float32"])

@@ -118,7 +118,7 @@ def test_a_look_for_changes_by_hand_calls_nothing_for_each_parameter():
     """`step()` does so in every micro-batch: lists are compared by identity, in C."""
     counts = []
     for number in (FEW, FEW * TIMES):
-        roster = one_group(Many(number))()._roster
+        roster = one_group(Many(number))()._parameter_set
         assert roster.in_step
         counts.append(calls(lambda roster=roster: roster.in_step))
     assert counts[0] == counts[1] < 20
