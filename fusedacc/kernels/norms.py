@@ -130,8 +130,6 @@ def norm_with_partials(
         if norm:
             return norm
     plain = [tensor for tensor in tensors if _is_ordinary(tensor)]
-    if len(plain) == len(tensors) and not found:
-        return norm_and_nonfinite(plain, norm_type, backend)
     if plain:
         found = found + partials(plain, norm_type, backend)
     for tensor in tensors:

@@ -240,10 +240,7 @@ class Update:
             return multiplier
         if not finals.tensors:
             return multiplier
-        accumulators = self._accumulators
-        left, unread = accumulators.norms.take(finals.slots, finals.tensors)
-        dtype = torch.float64 if torch.float64 in finals.dtypes else torch.float32
-        norm, nonfinite = norms.norm_with_partials(unread, left, self.norm_type, dtype, accumulators.backend)
+        norm, nonfinite = self._norm(finals)
         if multiplier is not None:
             norm = (norm * near(multiplier, norm)).to(norm.dtype)
         self.grad_norm = norm
@@ -253,6 +250,13 @@ class Update:
             return multiplier
         clip = (self.max_grad_norm / (norm + EPSILON)).clamp(max=1.0)
         return clip if multiplier is None else clip * near(multiplier, clip)
+
+    def _norm(self, finals: Finals) -> tuple[Tensor, Tensor]:
+        """Norm of the accumulators, and a 0-dim float32 flag for inf and nan; reads what has no norm recorded."""
+        accumulators = self._accumulators
+        found, unread = accumulators.norms.take(finals.slots, finals.tensors)
+        dtype = torch.float64 if torch.float64 in finals.dtypes else torch.float32
+        return norms.norm_with_partials(unread, found, self.norm_type, dtype, accumulators.backend)
 
     def _would_leave_garbage(self) -> bool:
         """torch's fused SGD makes momentum buffers that its kernel does not write in a dropped first step."""

@@ -391,7 +391,7 @@ def _fails(gradient):
 
 def test_debts_by_themselves():
     deferred, (a, b, c) = DeferredScales(), map(_Named, "abc")
-    assert not deferred
+    assert not deferred.scales
     assert deferred.common([a, b]) == 1.0
     deferred.defer([a, b], 0.5)
     assert deferred.common([a, b]) == deferred[a] == 0.5
