@@ -252,7 +252,7 @@ class Update:
         return clip if multiplier is None else clip * near(multiplier, clip)
 
     def _norm(self, finals: Finals) -> tuple[Tensor, Tensor]:
-        """Norm of the accumulators, and a 0-dim float32 flag for inf and nan; reads what has none recorded."""
+        """Norm of the accumulators, and a float32 flag for inf and nan; reads what has no norm recorded."""
         accumulators = self._accumulators
         found, unread = accumulators.norms.take(finals.slots, finals.tensors)
         dtype = torch.float64 if torch.float64 in finals.dtypes else torch.float32
