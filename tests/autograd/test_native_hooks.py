@@ -78,6 +78,14 @@ def same(mine: Any, its: Any) -> bool:
     return alike and torch.equal(mine.nan_to_num(nan=12345.0), its.nan_to_num(nan=12345.0))
 
 
+def traits(name: str, loop: str) -> dict[str, Any]:
+    """What tells one case from another."""
+    of = LOOPS[loop]
+    options = {"masters": "master_weights" in of.options, "clips": "max_grad_norm" in of.options}
+    reduction = of.options.get("reduction", "")
+    return {"name": name, "dtype": str(of.dtype), "counted": of.counted, "reduction": reduction, **options}
+
+
 def play(name: str, run: Run) -> list[Any]:
     torch.manual_seed(0)
     try:
@@ -89,6 +97,7 @@ def play(name: str, run: Run) -> list[Any]:
 
 @needs_native
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.sweep(of=traits)
 @pytest.mark.parametrize(("name", "loop"), CASES)
 def test_native_hooks_give_the_bits_of_pythons(name, loop, monkeypatch):
     monkeypatch.setattr(python_hooks, "BUCKET_BYTES", 2**19)
