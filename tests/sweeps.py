@@ -16,7 +16,7 @@ import pytest
 #: Whether all cases are to run.
 FULL = os.environ.get("FUSEDACC_FULL_TESTS", "") not in ("", "0")
 
-#: Of a case, which value of which parameter it has, the value by its number; or which trait.
+#: Of a case, which value of which parameter it has, the value by its identity; or which trait.
 Value = tuple[str, Hashable]
 #: A value, or two that meet.
 Meeting = frozenset[Value]
@@ -48,8 +48,10 @@ def thin(cases: Sequence[Sequence[Value]]) -> list[int]:
 def _values(case: pytest.Function) -> list[Value]:
     mark = case.get_closest_marker("sweep")
     assert mark is not None
-    of = mark.kwargs.get("of")
-    return sorted((case.callspec.indices if of is None else of(**case.callspec.params)).items())
+    params = case.callspec.params
+    if "of" in mark.kwargs:
+        return sorted(mark.kwargs["of"](**params).items())
+    return [(name, id(value)) for name, value in params.items()]  # tensors have no order and no hash by value
 
 
 def left_out(items: Sequence[pytest.Item]) -> list[pytest.Item]:

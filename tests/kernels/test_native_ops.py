@@ -75,6 +75,7 @@ def test_opcheck_prepare(generator):
     torch.library.opcheck(torch.ops.fusedacc.prepare.default, (accumulators,), test_utils=utilities)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("gradient_layout", GRADIENT_LAYOUTS)

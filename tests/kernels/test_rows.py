@@ -42,6 +42,7 @@ def settings(rows_of_table):
     yield 0, True, torch.tensor(0.5, dtype=torch.float64)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("case", SHAPES, ids=SHAPE_IDS)
 @pytest.mark.parametrize("pair", PAIRS, ids=PAIR_IDS)
 def test_every_pair_and_shape(pair, case, cpu_backend, generator):
@@ -61,6 +62,7 @@ def test_every_pair_and_shape(pair, case, cpu_backend, generator):
         assert table._version > version
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("table_layout", TABLES)
 @pytest.mark.parametrize("gradient_layout", GRADIENTS)
 @pytest.mark.parametrize("pair", PAIRS, ids=PAIR_IDS)
