@@ -2,7 +2,7 @@
 
     python tests/mutants.py [PART_OF_A_NAME ...] [--list] [--jobs N]
 
-Each is one replacement in one file of a copy of the project (`broken_versions.py`), in which the tests must
+Each is one replacement in a copy of the project (`broken_versions.py`), in which the tests must
 fail; those that failed must pass in a copy without it. What `make test` costs may be cut as long as every
 mutant is caught.
 """
@@ -41,9 +41,16 @@ class Outcome:
     seconds: float
 
 
+def files(root: Path, mutant: Mutant) -> list[Path]:
+    """The sources in which its text stands."""
+    where = root / mutant.where
+    sources = [where] if where.is_file() else sorted(where.rglob("*.py"))
+    return [source for source in sources if mutant.old in source.read_text()]
+
+
 def occurrences(mutant: Mutant) -> int:
-    """How often its text stands in its file."""
-    return (ROOT / mutant.file).read_text().count(mutant.old)
+    """How often its text stands where it says."""
+    return sum(source.read_text().count(mutant.old) for source in files(ROOT, mutant))
 
 
 @contextlib.contextmanager
@@ -57,7 +64,7 @@ def project(mutant: Mutant | None = None) -> Iterator[Path]:
             elif source.name != ".pytest_cache":
                 (copy / source.name).symlink_to(source)
         if mutant is not None:
-            target = copy / mutant.file
+            (target,) = files(copy, mutant)
             target.write_text(target.read_text().replace(mutant.old, mutant.new))
         yield copy
 
@@ -129,7 +136,7 @@ def main() -> int:
         return 0
     gone = [mutant for mutant in chosen if occurrences(mutant) != 1]
     for mutant in gone:
-        print(f"{mutant.name}: its text stands {occurrences(mutant)} times in {mutant.file}, not once")
+        print(f"{mutant.name}: its text stands {occurrences(mutant)} times in {mutant.where}, not once")
     if gone:
         return 1
     outcomes = try_all(chosen, options.jobs)

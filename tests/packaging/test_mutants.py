@@ -5,7 +5,7 @@ from __future__ import annotations
 import mutants
 
 
-def test_the_text_of_every_mutant_stands_in_its_file_once():
+def test_the_text_of_every_mutant_stands_where_it_says_once():
     assert {m.name: mutants.occurrences(m) for m in mutants.MUTANTS if mutants.occurrences(m) != 1} == {}
 
 
