@@ -11,8 +11,8 @@ class Mutant:
 
     Attributes:
         name: what is wrong with it.
-        where: a file, or a folder in whose files, from the root of the project. Nothing is built: of csrc only
-            headers that tests compile can be broken.
+        where: a file, or a folder in whose files, from the root. Nothing is built: of csrc only headers that
+            tests compile can be broken.
         old, new: the text replaced, which stands there once, and what it becomes.
         tests: paths of which one test at least must fail, apart by blanks.
     """
