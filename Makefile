@@ -19,7 +19,8 @@ DEPENDENCIES := .venv/dependencies.stamp
 BUILT := .venv/built.stamp
 INTEGRATIONS := .venv-integrations/suites.stamp
 INTEGRATIONS_PYTHON := .venv-integrations/bin/python
-PARALLEL := -n auto  # pytest-xdist, which a system's Python may lack
+# pytest-xdist, which a system's Python may lack. Stretches of tests stay together, and with what their module made.
+PARALLEL := -n auto --dist worksteal
 # nvcc, ninja and clang-format are looked up on PATH by the build and the linters.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 endif

@@ -1,7 +1,9 @@
-"""What all tests share: seeds, the skip of GPU tests with its reason, and the backends that can run here."""
+"""What all tests share: seeds, the skip of GPU tests with its reason, which part of a sweep runs, and the
+backends that can run here."""
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import os
 import re
@@ -9,6 +11,7 @@ import zlib
 from pathlib import Path
 
 import pytest
+import sweeps
 import torch
 
 FRAMEWORKS = Path(__file__).parents[1] / "requirements-integrations.txt"
@@ -43,13 +46,25 @@ def cpu_backends() -> list[str]:
     ]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(trylast=True)  # of what -k and -m have left
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not sweeps.FULL:
+        dropped = sweeps.left_out(items)
+        config.hook.pytest_deselected(items=dropped)
+        gone = set(dropped)
+        items[:] = [item for item in items if item not in gone]
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA GPU: torch.cuda.is_available() is false")
     for item in items:
         if item.get_closest_marker("cuda") is not None:
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now stays: collections in tests, which many ask for, need not look at it each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

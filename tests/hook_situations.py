@@ -544,7 +544,7 @@ def a_compiled_model(run: Run) -> None:
 
 @situation(as_stock=False)
 def compiled_autograd(run: Run) -> None:
-    model = run.network()
+    model = run.network(6, 3)  # tracing takes long for every node
     run.wrap(model)
     run.train(lambda: loss_of(run, model), 1)
     for _ in range(2):

@@ -58,6 +58,7 @@ def most_allocated(run) -> int:
     return most
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("steps", [None, 2])
 @pytest.mark.parametrize("shapes", SHAPES)
 @pytest.mark.parametrize("dtype", [LOW, torch.float16])
@@ -125,6 +126,7 @@ LOOKS = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("steps", [None, 1])
 @pytest.mark.parametrize("look", LOOKS)
 @pytest.mark.parametrize("width", [64, 1024])

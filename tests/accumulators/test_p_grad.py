@@ -289,6 +289,18 @@ def test_a_parameter_that_moves_before_the_next_backward(change, clipped, tells)
     torch.testing.assert_close(layer.weight.grad.float(), wanted, rtol=1e-3, atol=0)
 
 
+def test_in_p_grad_that_the_user_has_moved_along_it_stays_spent():
+    weight, optimizer = one_number()
+    (3 * weight).backward()
+    optimizer.step()
+    spent, weight.grad = weight.grad, None
+    weight.data, weight.grad = weight.data.double(), spent.double()
+    optimizer.explain()  # looks at the parameters
+    (5 * weight).backward()
+    optimizer.step()
+    assert weight.item() == -8.0
+
+
 def test_one_frozen_in_mid_window_goes_too():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     optimizer = fusedacc.AccumulatingOptimizer(

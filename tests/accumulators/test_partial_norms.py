@@ -54,6 +54,7 @@ def run_last(optimizer, model, seeds=(0, 1)) -> None:
             optimizer.step()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 @pytest.mark.parametrize("dtype", [F32, LOW, torch.float64])
 @pytest.mark.parametrize("steps", [2, 3])
@@ -117,6 +118,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("steps", [1, 2])
 def test_what_the_user_does_to_the_gradients_counts(change, steps):

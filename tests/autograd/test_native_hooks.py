@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import shutil
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from hook_situations import AS_STOCK, LOOPS, SITUATIONS, WITHOUT_NATIVE, Run, loss_of
@@ -78,6 +78,14 @@ def same(mine: Any, its: Any) -> bool:
     return alike and torch.equal(mine.nan_to_num(nan=12345.0), its.nan_to_num(nan=12345.0))
 
 
+def traits(name: str, loop: str) -> dict[str, Any]:
+    """What tells one case from another."""
+    of = LOOPS[loop]
+    options = {"masters": "master_weights" in of.options, "clips": "max_grad_norm" in of.options}
+    reduction = of.options.get("reduction", "")
+    return {"name": name, "dtype": str(of.dtype), "counted": of.counted, "reduction": reduction, **options}
+
+
 def play(name: str, run: Run) -> list[Any]:
     torch.manual_seed(0)
     try:
@@ -89,6 +97,7 @@ def play(name: str, run: Run) -> list[Any]:
 
 @needs_native
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.sweep(of=traits)
 @pytest.mark.parametrize(("name", "loop"), CASES)
 def test_native_hooks_give_the_bits_of_pythons(name, loop, monkeypatch):
     monkeypatch.setattr(python_hooks, "BUCKET_BYTES", 2**19)
@@ -244,14 +253,8 @@ def run_copy(tmp_path: Path, file: str | None, choice: str = "") -> subprocess.C
     )
     if file is not None:
         (tmp_path / "fusedacc" / native_module.file_name()).write_bytes(file.encode())
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", TRAINS],
-        env={**os.environ, "PYTHONPATH": str(tmp_path), "FUSEDACC_NATIVE_HOOKS": choice},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    program = "import warnings; warnings.simplefilter('error')" + TRAINS
+    return forked.run(program, root=tmp_path, folder=tmp_path, FUSEDACC_NATIVE_HOOKS=choice)
 
 
 @pytest.mark.skipif(library.load_error() is not None, reason=f"{library.load_error()}")

@@ -70,6 +70,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("rows", [[9], [4], [9, 4, 7]], ids=["grown", "shrunk", "grown and shrunk"])
 @pytest.mark.parametrize("first", [0, 2], ids=["before the first update", "after two updates"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "apart"])

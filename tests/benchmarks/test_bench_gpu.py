@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from bench_setup import ROOT
+from bench_setup import ROOT, run_main
 
 from benchmarks.contestants import model_shapes
 from benchmarks.harness.command import chosen
@@ -170,11 +170,10 @@ def test_tools_beside_the_path_are_found(tmp_path):
 
 
 def test_sizes_for_the_bench_of_variants_are_one_a_line():
-    command = (sys.executable, "-m", "benchmarks.contestants.model_shapes")
-    found = run(*command, "gpt2")
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.splitlines()[:3] == ["38597376", "786432", "768"]
-    assert "one of resnet50" in run(*command).stderr
+    code, out, err = run_main(model_shapes, "gpt2")
+    assert code == 0, err
+    assert out.splitlines()[:3] == ["38597376", "786432", "768"]
+    assert "one of resnet50" in run_main(model_shapes)[2]
 
 
 def test_limits_from_which_gradients_are_added_at_once_are_measured_and_put_back():

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import sweeps
 import torch
 from bench_setup import CPU, ROOT
 
@@ -324,6 +325,7 @@ def test_a_quick_run_finishes_and_records_nothing(tmp_path):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     env.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-m", "benchmarks.suites.kernels", "--quick", "--device", "cpu"]
+    command += [] if sweeps.FULL else ["--dtypes", "bfloat16:float32"]
     found = subprocess.run(
         [*command, "--results", str(tmp_path / "results.csv")],
         cwd=ROOT,

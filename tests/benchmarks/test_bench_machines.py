@@ -6,7 +6,6 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
-import os
 import re
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_setup import ROOT
+from bench_setup import ROOT, run_main
 
 from benchmarks.harness.results import Results, read
 from benchmarks.machines import cells, emulated, loops, zoo
@@ -273,15 +272,10 @@ def test_what_is_missing_or_was_disturbed_is_measured():
 
 def test_a_run_is_gone_on_with(tmp_path):
     path = tmp_path / "machines.csv"
-    command = [sys.executable, "-m", "benchmarks.machines.run", "--results", str(path)]
-    command += ["--only", "native-1/mlp/bfloat16", "--quick"]
-
-    def run() -> subprocess.CompletedProcess:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "passive"}
-        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-
-    first = run()
-    assert "1 cells to measure, 0 there already" in first.stderr
+    options = ("--results", path, "--only", "native-1/mlp/bfloat16", "--quick")
+    code, _, told = run_main(machines, *options)
+    assert code == 0, told
+    assert "1 cells to measure, 0 there already" in told
     lines = read(path)
     assert [line["loop"] for line in lines] == ["stock", "fusedacc", "fusedacc model="]
     assert all(0 <= float(line["others"]) <= 1 for line in lines)
@@ -290,10 +284,11 @@ def test_a_run_is_gone_on_with(tmp_path):
         writer.writeheader()
         writer.writerows({**line, "others": 0} for line in lines)  # whatever ran beside this test
     before = path.read_text()
-    again = run()
-    assert "0 cells to measure, 1 there already" in again.stderr
+    code, shown, told = run_main(machines, *options)
+    assert code == 0, told
+    assert "0 cells to measure, 1 there already" in told
     assert path.read_text() == before
-    assert "fusedacc model=: worst" in again.stdout
+    assert "fusedacc model=: worst" in shown
 
 
 def test_a_process_that_breaks_down_has_a_row(tmp_path, monkeypatch):

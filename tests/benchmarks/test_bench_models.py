@@ -248,6 +248,7 @@ def test_the_short_sweep_has_less_of_long_lists(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(models, "model", record)
     monkeypatch.setattr(models, "count", lambda *args, **kwargs: None)
     monkeypatch.setattr(model_pass, "figures", lambda *args: None)
+    monkeypatch.setattr(models, "release", lambda: None)
     monkeypatch.setattr("sys.argv", ["models.py", "--device", "cpu", "--results", str(tmp_path / "r.csv")])
     models.main()
     resnet = {("resnet50", setting) for setting in models.SETTINGS}

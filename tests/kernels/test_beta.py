@@ -33,6 +33,7 @@ def ways(backend, sums):
     }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", ["fresh", "prepared", "norm", "prepared norm"])
 @pytest.mark.parametrize("keep", [1 / 3, 1.0, torch.tensor(1 / 3), torch.tensor(0.3, dtype=torch.bfloat16)])
 @pytest.mark.parametrize("scale", [0.7, 1.0, torch.tensor(0.7)])
@@ -48,6 +49,7 @@ def test_one_pass_has_the_bits_of_two(cpu_backend, way, keep, scale, generator):
     assert_same(sums, expected)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("gradient_layout", GRADIENT_LAYOUTS)
 def test_in_every_layout(cpu_backend, layout, gradient_layout, generator):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import itertools
 import os
@@ -9,6 +10,8 @@ import re
 import shutil
 import subprocess
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -48,9 +51,27 @@ NARROW_GRADIENT, NARROW_SUM = (1, 2), (6, 7)
 pytestmark = pytest.mark.skipif(NVCC is None, reason="nvcc not found")
 
 
-def compile_kernels(tmp_path: Path, name: str, *flags: str) -> tuple[str, str]:
-    """The PTX for sm_90, and what the compiler said."""
-    output = tmp_path / name
+@dataclass(frozen=True)
+class Compiled:
+    """A source of `csrc/cuda/` for sm_90: its PTX, its machine code, and what the compiler has said."""
+
+    ptx: str
+    cubin: Path
+    said: str
+
+    def kernels(self, pattern: str) -> dict[str, str]:
+        """Each kernel's PTX by the groups of `pattern`, which finds its name."""
+        assert "warning" not in self.said
+        found = {}
+        for body in re.split(r"(?=\.visible \.entry|\.entry )", self.ptx)[1:]:
+            match = re.search(pattern, body)
+            assert match is not None
+            found["".join(filter(None, match.groups()))] = body
+        return found
+
+
+def compile_kernels(folder: Path, name: str) -> Compiled:
+    output = folder / f"{name}.cubin"
     command = [
         NVCC,
         "-std=c++17",
@@ -60,47 +81,48 @@ def compile_kernels(tmp_path: Path, name: str, *flags: str) -> tuple[str, str]:
         "all-warnings",
         "-Xcompiler",
         "-Wall,-Wextra",
+        "-arch=sm_90",
+        "-cubin",
+        "-Xptxas",
+        "-v",
+        "--keep",  # the PTX too
+        "--keep-dir",
+        str(folder),
     ]
     source = str(ROOT / "csrc" / "cuda" / f"{name}.cu")
     result = subprocess.run(
-        [*command, *flags, source, "-o", str(output)], capture_output=True, text=True, check=False
+        [*command, source, "-o", str(output)], capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr
-    return output.read_text(errors="replace"), result.stdout + result.stderr
-
-
-def kernels_of(directory: Path, name: str, pattern: str) -> dict[str, str]:
-    """Each kernel's PTX by the groups of `pattern`, which finds its name."""
-    ptx, said = compile_kernels(directory, name, "-arch=sm_90", "-ptx")
-    assert "warning" not in said
-    found = {}
-    for body in re.split(r"(?=\.visible \.entry|\.entry )", ptx)[1:]:
-        match = re.search(pattern, body)
-        assert match is not None
-        found["".join(filter(None, match.groups()))] = body
-    return found
+    return Compiled((folder / f"{name}.ptx").read_text(), output, result.stdout + result.stderr)
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Compiled]:
+    """Compiles a source once."""
+    return functools.cache(lambda name: compile_kernels(tmp_path_factory.mktemp(name), name))
+
+
+@pytest.fixture(scope="module")
+def kernels(compiled: Callable[[str], Compiled]) -> dict[str, str]:
     """By kind, pair and capacity, such as `flat_kernel1E1167`."""
     pattern = r"(flat_kernel|strided_kernel)ILi(\d+E)\w*?BatchILi(\d+)E"
-    return kernels_of(tmp_path_factory.mktemp("ptx"), "accumulate", pattern)
+    return compiled("accumulate").kernels(pattern)
 
 
 @pytest.fixture(scope="module")
-def norm_kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def norm_kernels(compiled: Callable[[str], Compiled]) -> dict[str, str]:
     """By kind, pair, norm, whether it only reads, and capacity, such as `flat_norm_kernel1E01E907`."""
     pattern = r"((?:flat|strided|finish)_norm_kernel)I(?:Li(\d+E))?\w*?NormKindE(\d)E"
     pattern += r"(?:Lb(\dE)\w*?BatchILi(\d+)E)?"
-    return kernels_of(tmp_path_factory.mktemp("ptx"), "norm", pattern)
+    return compiled("norm").kernels(pattern)
 
 
 @pytest.fixture(scope="module")
-def row_kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def row_kernels(compiled: Callable[[str], Compiled]) -> dict[str, str]:
     """By kind, pair, and whether rows are aligned and long, such as `row_kernel1E10`."""
     pattern = r"(row_kernel)ILi(\d+E)Lb(\d)ELb(\d)"
-    return kernels_of(tmp_path_factory.mktemp("ptx"), "rows", pattern)
+    return compiled("rows").kernels(pattern)
 
 
 def test_there_is_a_flat_and_a_strided_kernel_for_every_pair(kernels: dict[str, str]) -> None:
@@ -126,11 +148,12 @@ def test_the_wider_side_moves_16_bytes_at_a_time(kernels: dict[str, str], pair: 
 
 
 @pytest.mark.skipif(CUOBJDUMP is None, reason="cuobjdump not found")
-def test_all_loads_of_several_steps_are_issued_before_the_first_is_used(tmp_path: Path) -> None:
+def test_all_loads_of_several_steps_are_issued_before_the_first_is_used(
+    compiled: Callable[[str], Compiled],
+) -> None:
     """In the machine code: somewhere between two stores or jumps, all of a loop's loads, then arithmetic."""
-    compile_kernels(tmp_path, "accumulate", "-arch=sm_90", "-cubin")
     assert CUOBJDUMP is not None
-    command = [CUOBJDUMP, "--dump-sass", str(tmp_path / "accumulate")]
+    command = [CUOBJDUMP, "--dump-sass", str(compiled("accumulate").cubin)]
     code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = {}
     for body in code.split("Function : ")[1:]:
@@ -216,8 +239,8 @@ def test_arguments_fit_one_launch_and_are_read_in_place(kernels: dict[str, str],
         ("rows", ROW_KERNELS),
     ],
 )
-def test_registers_and_spills(name: str, count: int, tmp_path: Path) -> None:
-    _, said = compile_kernels(tmp_path, name, "-arch=sm_90", "-cubin", "-Xptxas", "-v")
+def test_registers_and_spills(name: str, count: int, compiled: Callable[[str], Compiled]) -> None:
+    said = compiled(name).said
     registers = [int(count) for count in re.findall(r"Used (\d+) registers", said)]
     assert len(registers) == count
     assert max(registers) <= MAX_REGISTERS

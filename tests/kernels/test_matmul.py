@@ -65,6 +65,7 @@ def run(way, tensors, scale=1.0, keep=1.0):
     )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", ways())
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -75,6 +76,7 @@ def test_every_pair_shape_and_number(way, pair, shape, generator):
         run(way, matrices(pair, shape, generator), scale, keep)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", ways())
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
 @pytest.mark.parametrize("sum_layout", SUM_LAYOUTS)
@@ -96,6 +98,7 @@ def test_without_keeping_nothing_is_read(way, pair, keep, generator):
         assert_is_product(accumulator, zeros, left, right, 0.5, product_dtype=rounds(way, left, accumulator))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", ways())
 @pytest.mark.parametrize(
     ("shape", "layout"),
@@ -112,6 +115,7 @@ def test_what_is_cut_into_parts(way, pair, shape, layout, generator):
     run(way, matrices(pair, shape, generator, (layout, "rows", "long rows")), 0.3, 0.5)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", ways())
 @pytest.mark.parametrize("layout", SUM_LAYOUTS)
 @pytest.mark.parametrize("pair", [(F32, F32), (F16, F32)], ids=str)
@@ -215,6 +219,7 @@ def test_the_tracker_sees_allocations():
     assert largest_allocation(lambda: torch.empty(1000)) >= 4000
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", ways())
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
 @pytest.mark.parametrize("layout", ["long rows", "columns"])

@@ -54,6 +54,7 @@ def assert_is_norm(result, tensors, norm_type):
     assert error <= expected * tolerance(tensors, norm_type, result) + subnormal, (result, expected)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
 @pytest.mark.parametrize("layout", GRADIENT_LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -94,6 +95,7 @@ def extremes():
     yield from ((torch.float64, 10.0**power) for power in (-170, -150, -140, 150, 154, 300))
 
 
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # the interpreter's numpy says so
 @pytest.mark.parametrize(("dtype", "value"), list(extremes()), ids=str)
 def test_huge_and_tiny_values(dtype, value, cpu_backend):
@@ -112,6 +114,7 @@ def test_huge_and_tiny_values(dtype, value, cpu_backend):
                 assert_is_norm(norm, tensors, norm_type)
 
 
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # the interpreter's numpy says so
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -231,6 +234,7 @@ def test_bad_tensors(case, cpu_backend):
         functional.total_norm(make(), backend=cpu_backend)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("norm_type", [1, 0.0, -2.0, NAN, -INF, "inf", None, 2j, torch.tensor(2.0)])
 def test_other_norms_are_refused(norm_type, cpu_backend):
     with pytest.raises(ValueError, match=r"norm_type is .*; allowed: 2\.0 and inf"):
@@ -248,6 +252,7 @@ def test_unknown_backends_are_refused():
 # The norm that an accumulation leaves
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("gradient_layout", ["contiguous", "misaligned", "transposed", "expanded"])
@@ -272,6 +277,7 @@ def test_an_accumulation_leaves_the_bits_of_a_read(
         assert_is_norm(norm, accumulators, norm_type)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("pair", PAIRS, ids=PAIR_IDS)
 def test_of_what_was_rounded_to_the_sums_dtype(pair, cpu_backend, generator):
     accumulator = random_tensor((20001,), pair[1], generator)
@@ -315,6 +321,7 @@ def test_a_large_overwrite_past_the_caches_leaves_its_norm(generator):
 # The overwriting pass by its own name
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("pair", PAIRS, ids=PAIR_IDS)
 def test_scale_cast(pair, cpu_backend, generator):
     inputs = [random_tensor(shape, pair[0], generator) for shape in SHAPES]

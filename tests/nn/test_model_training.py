@@ -101,6 +101,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16", "autocast"])
 @pytest.mark.parametrize("loop", LOOPS)

@@ -100,6 +100,7 @@ def assert_close(ours: nn.Module, wanted: nn.Module, tolerance: float = 3e-5) ->
         torch.testing.assert_close(p, want, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("bad", [None, (1, 0), (1, 1), (1, 2), (0, 0)])
 @pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize("inner", INNER)

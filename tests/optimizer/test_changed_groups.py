@@ -109,6 +109,7 @@ def train(net: Net, optimizer, edit: Callable, moment: tuple, kind: str) -> list
     return seen
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("way", WAYS)

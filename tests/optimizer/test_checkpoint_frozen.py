@@ -41,6 +41,7 @@ def finish(net: nn.Module, optimizer, steps: int | None, first: int, unfreezes: 
     return [p.detach().clone() for p in net.parameters()]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("unfreezes", [True, False], ids=["unfrozen later", "frozen for good"])
 @pytest.mark.parametrize("loaded", ["frozen before it is wrapped", "frozen after it is wrapped", "free"])
 @pytest.mark.parametrize("at", [1, K], ids=["in mid-window", "before the update"])

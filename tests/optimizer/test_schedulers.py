@@ -108,6 +108,7 @@ def wrapped_run(make, inner, way: str) -> tuple[list, list[torch.Tensor]]:
     return seen, [p.detach() for p in model.parameters()]
 
 
+@pytest.mark.sweep
 @every_scheduler
 @pytest.mark.parametrize("inner", INNERS.values(), ids=INNERS.keys())
 @pytest.mark.parametrize("way", ["by hand", "wrapped", "on the inner optimizer"])
@@ -130,6 +131,7 @@ def through_file(state: object) -> object:
     return torch.load(file)
 
 
+@pytest.mark.sweep
 @every_scheduler
 @pytest.mark.parametrize("first", ["scheduler", "optimizer"])
 def test_a_resumed_schedule_goes_on(make, first):

@@ -70,6 +70,7 @@ def train_wrapped(model, make, steps, windows, counted=True, scale=1.0, **option
     return norms, optimizer
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 @pytest.mark.parametrize("max_norm", [0.05, 1e6])
 @pytest.mark.parametrize("counted", [True, False])
@@ -116,6 +117,7 @@ def assert_same(first, second):
             assert torch.equal(value, now) if isinstance(value, torch.Tensor) else value == now, name
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("counted", [True, False])
 @pytest.mark.parametrize("dtype", [F32, BF16])

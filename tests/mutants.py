@@ -1,0 +1,155 @@
+"""Deliberately broken versions of the package, each of which the tests named with it must catch.
+
+    python tests/mutants.py [PART_OF_A_NAME ...] [--list] [--jobs N]
+
+Each is one replacement in a copy of the project (`broken_versions.py`), in which the tests must
+fail; those that failed must pass in a copy without it. What `make test` costs may be cut as long as every
+mutant is caught.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+from broken_versions import BREAKS, FIXES, Mutant
+
+ROOT = Path(__file__).resolve().parents[1]
+MUTANTS = (*FIXES, *BREAKS)
+#: What a mutant may change, or what finds the root by its own place; of the rest the copy has links.
+COPIED = ("csrc", "fusedacc", "tests")
+#: Seconds after which tests that a mutant has brought to a stop have caught it.
+PATIENCE = 900
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the tests have ended: a test that failed, "" where none did; seconds."""
+
+    failed: str
+    seconds: float
+
+
+def files(root: Path, mutant: Mutant) -> list[Path]:
+    """The sources in which its text stands."""
+    where = root / mutant.where
+    sources = [where] if where.is_file() else sorted(where.rglob("*.py"))
+    return [source for source in sources if mutant.old in source.read_text()]
+
+
+def occurrences(mutant: Mutant) -> int:
+    """How often its text stands where it says."""
+    return sum(source.read_text().count(mutant.old) for source in files(ROOT, mutant))
+
+
+@contextlib.contextmanager
+def project(mutant: Mutant | None = None) -> Iterator[Path]:
+    """A copy of the project, with the mutant in it."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for source in ROOT.iterdir():
+            if source.name in COPIED:
+                shutil.copytree(source, copy / source.name)
+            elif source.name != ".pytest_cache":
+                (copy / source.name).symlink_to(source)
+        if mutant is not None:
+            (target,) = files(copy, mutant)
+            target.write_text(target.read_text().replace(mutant.old, mutant.new))
+        yield copy
+
+
+def run(copy: Path, tests: Iterable[str]) -> Outcome:
+    """Run tests in a copy of the project until one fails.
+
+    Raises:
+        RuntimeError: they could not be run.
+    """
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:xdist", *tests]
+    path = os.pathsep.join(filter(None, (str(copy), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"PYTHONPATH": path, "OMP_WAIT_POLICY": "passive"}
+    began = time.monotonic()
+    try:
+        done = subprocess.run(
+            command, cwd=copy, env=environment, capture_output=True, text=True, timeout=PATIENCE
+        )
+    except subprocess.TimeoutExpired:
+        return Outcome(f"none has ended in {PATIENCE} s", time.monotonic() - began)
+    if done.returncode not in (0, 1):
+        raise RuntimeError(f"{command}: {done.stdout[-3000:]}{done.stderr[-3000:]}")
+    failed = ""
+    if done.returncode == 1:
+        (failed,) = json.loads((copy / ".pytest_cache/v/cache/lastfailed").read_text())
+    return Outcome(failed, time.monotonic() - began)
+
+
+def try_mutant(mutant: Mutant) -> Outcome:
+    """Run its tests in a copy of the project that has it."""
+    with project(mutant) as copy:
+        return run(copy, mutant.tests.split())
+
+
+def try_all(chosen: Iterable[Mutant], jobs: int) -> dict[Mutant, Outcome]:
+    """The outcome of each, with a line for each as soon as it is there."""
+    outcomes = {}
+    with ThreadPoolExecutor(jobs) as pool:
+        running = {pool.submit(try_mutant, mutant): mutant for mutant in chosen}
+        for future in as_completed(running):
+            mutant, outcome = running[future], future.result()
+            outcomes[mutant] = outcome
+            said = "caught" if outcome.failed else "NOT CAUGHT"
+            print(f"{len(outcomes)} of {len(running)}: {said}: {mutant.name}", flush=True)
+    return outcomes
+
+
+def table(outcomes: dict[Mutant, Outcome]) -> str:
+    """What has become of each mutant, in their order."""
+    rows = [
+        f"| {mutant.name} | {outcomes[mutant].failed or 'NOT CAUGHT'} | {outcomes[mutant].seconds:.0f} |"
+        for mutant in MUTANTS
+        if mutant in outcomes
+    ]
+    return "\n".join(("| mutant | caught by | s |", "|---|---|---|", *rows))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", help="try those whose name has one of these in it (all)")
+    parser.add_argument("--list", action="store_true", help="print their names only")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="how many at a time (all cores)")
+    options = parser.parse_args()
+    chosen = [m for m in MUTANTS if not options.parts or any(part in m.name for part in options.parts)]
+    if options.list:
+        print(*(mutant.name for mutant in chosen), sep="\n")
+        return 0
+    gone = [mutant for mutant in chosen if occurrences(mutant) != 1]
+    for mutant in gone:
+        print(f"{mutant.name}: its text stands {occurrences(mutant)} times in {mutant.where}, not once")
+    if gone:
+        return 1
+    outcomes = try_all(chosen, options.jobs)
+    print(table(outcomes))
+    survived = [mutant.name for mutant in chosen if not outcomes[mutant].failed]
+    print(f"{len(chosen) - len(survived)} of {len(chosen)} were caught")
+    with project() as copy:
+        catchers = {outcome.failed for outcome in outcomes.values() if "::" in outcome.failed}
+        wrong = run(copy, sorted(catchers)).failed if catchers else ""
+    if wrong:
+        print(f"{wrong} fails without a mutant too, and has caught nothing")
+    return 1 if survived or wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
