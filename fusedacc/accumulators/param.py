@@ -130,7 +130,7 @@ class Slot:
         """Note whether no kernel takes the gradients; the native hook knows then too."""
         self.needs_eager = needs_eager
         if self.native is not None:
-            self.native.odd = needs_eager
+            self.native.needs_eager = needs_eager
 
     def widen(self) -> None:
         """Let p.grad be of any dtype, where the accumulator has another than the parameter."""

@@ -128,8 +128,8 @@ class AccumulatingOptimizer(Delegate, Progress):
         self.optimizer = optimizer
         self._accumulate_dtype, self._finishing = accumulate_dtype, finishing
         self._window = window
-        self._parameter_set = ParameterSet(optimizer, accumulate_dtype, backend, lenient)
-        self._slots = slots = self._parameter_set.slots
+        self._parameter_set = parameters = ParameterSet(optimizer, accumulate_dtype, backend, lenient)
+        self._slots = slots = parameters.slots
         if model is not None:
             name_slots(model, slots)
         self._accumulators = Accumulators(slots, not window.counted, backend)
@@ -140,9 +140,7 @@ class AccumulatingOptimizer(Delegate, Progress):
         parts = self._accumulators, window, capture.registry, self._masters
         self._inner_update = Update(optimizer, *parts, *finishing)
         loop = CountedLoop if window.counted else ManualLoop
-        self._loop = loop(
-            optimizer, self._parameter_set, capture, accumulation, self._inner_update, self._masters
-        )
+        self._loop = loop(optimizer, parameters, capture, accumulation, self._inner_update, self._masters)
         self._loss_scale = LossScaleLink(self._loop, self._inner_update, self._accumulators.norms)
         self._closed = False
 
