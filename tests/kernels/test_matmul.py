@@ -323,7 +323,7 @@ OWN = torch.ones(12)
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((make(2), make(1, 2), make(1, 2)), "accumulator has 1 dimensions; allowed: 2"),
+        ((make(2), make(1, 2), make(1, 2)), "accumulator has 1 dimensions; it must have 2"),
         ((make(2, 2), make(1, 3), make(1, 2)), r"left has shape \[1, 3\] but accumulator has \[2, 2\]"),
         ((make(2, 2), make(1, 2), make(2, 2)), "right has 2 rows but left has 1"),
         ((make(2, 2), make(1, 2), make(1, 2, dtype=BF16)), "right has bfloat16 but left has float32"),
