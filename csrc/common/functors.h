@@ -2,8 +2,8 @@
 // dtype.
 //
 // beta*acc is rounded to the arithmetic's type before s*g is added, as a pass of its own would have rounded
-// it into a float32 or float64 accumulator: a deferred scale may wait until the next addition, and the bits are
-// the same.
+// it into a float32 or float64 accumulator: a deferred scale may wait until the next addition, and the bits
+// are the same.
 //
 // Torch-free, for host and device. The CPU loops are compiled several times for different vector instructions
 // and linked together, so everything here is always inlined: a copy emitted by the AVX-512 file must never be

@@ -1,4 +1,5 @@
-// Reads tensors through the stable shims and refuses what would not be memory-safe or not what was asked for. Nothing is modified before all checks of a call have passed. Errors are std::runtime_error.
+// Reads tensors through the stable shims and refuses what would not be memory-safe or not what was asked for.
+// Nothing is modified before all checks of a call have passed. Errors are std::runtime_error.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
