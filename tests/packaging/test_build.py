@@ -10,7 +10,6 @@ import sysconfig
 import zipfile
 from pathlib import Path
 
-import forked
 import pytest
 from loops import TRAINS
 
@@ -46,7 +45,15 @@ def build_wheel(tmp_path: Path, **environment: str) -> tuple[Path, str]:
 
 
 def run_installed(tmp_path: Path, program: str) -> str:
-    result = forked.run(program, root=tmp_path / "installed", folder=tmp_path)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert result.returncode == 0, result.stderr
     assert "fusedacc" not in result.stderr
     return result.stdout.strip()
@@ -159,5 +166,13 @@ assert total.tolist() == [0.5] * 3
 messages = [str(item.message) for item in caught if "fusedacc" in str(item.message)]
 print(len(messages), "does not load under torch" in messages[0], "pip install" in messages[0])
 """
-    result = forked.run(program, root=tmp_path, folder=tmp_path)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert result.stdout.strip() == "1 True True", result.stderr
