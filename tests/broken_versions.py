@@ -164,7 +164,7 @@ FIXES = (
         "fusedacc/accumulators",
         "sole and owns_memory(gradient)",
         "sole",
-        "tests/autograd/test_unusual_gradients.py",
+        "tests/autograd/test_native_hooks.py",
     ),
     Mutant(
         "Triton's interpreter truncates bfloat16",
@@ -206,18 +206,18 @@ BREAKS = (
         "tests/optimizer/test_reductions.py tests/accumulators/test_deferred_scale.py",
     ),
     Mutant(
-        "a late weight goes unseen",
+        "a late weight of 0 goes unseen",
         "fusedacc/optimizer",
-        'if late and self._reduction == "weighted":',
+        "if late and not on_device and value == 0:",
         "if False:",
         "tests/optimizer/test_window.py",
     ),
     Mutant(
-        "the window ends one micro-batch late",
+        "a window whose update has failed goes on",
         "fusedacc/optimizer",
         "self.micro_step >= (self._steps",
         "self.micro_step > (self._steps",
-        "tests/optimizer/test_window.py",
+        "tests/optimizer/test_failed_update.py tests/optimizer/test_window.py",
     ),
     Mutant(
         "the deferred scale is applied twice",
@@ -236,8 +236,8 @@ BREAKS = (
     Mutant(
         "a prepared list is used after its tensors have moved",
         "fusedacc/accumulators",
-        "if not all(map(operator.is_, accumulators, known)):",
-        "if False:",
+        "return self._addresses == [",
+        "return True or [",
         "tests/accumulators/test_plan_cache.py tests/optimizer/test_contract.py",
     ),
     Mutant(

@@ -19,12 +19,12 @@ def graph(monkeypatch):
 
 def mark(optimizer, text):
     """A mark on every node; a node that nobody refers to dies with its mark."""
-    for node, _ in optimizer._capture.registry._nodes.values():
+    for node, _ in optimizer._capture.registry.nodes.values():
         node.metadata["mark"] = text
 
 
 def marks(optimizer):
-    return [node.metadata.get("mark") for node, _ in optimizer._capture.registry._nodes.values()]
+    return [node.metadata.get("mark") for node, _ in optimizer._capture.registry.nodes.values()]
 
 
 def test_whole_windows_are_captured_on_nodes_of_their_own(graph):

@@ -194,7 +194,7 @@ def test_threads_may_ask_while_hooks_add(calls):
     """A hook that adds holds a lock and may need the GIL: who has the GIL must not wait for that lock."""
     params = [nn.Parameter(torch.zeros(64)) for _ in range(50)]
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(params, lr=1.0), 1000, reduction="sum")
-    hooks, tasks = optimizer._capture.hooks, optimizer._capture._tasks
+    hooks, tasks = optimizer._capture.hooks, optimizer._capture.tasks
     over = threading.Event()
 
     def ask() -> None:

@@ -108,7 +108,7 @@ def test_the_hooks_are_back_after_the_first_micro_batch_of_the_new_shape(options
     assert optimizer.micro_step == 1
     net(1)  # whose graph would have made a new node
     assert optimizer._capture.registry.nodes[optimizer._slots[1]][0] is not None
-    assert len(optimizer._capture.registry._nodes) == len(optimizer._slots)
+    assert len(optimizer._capture.registry.nodes) == len(optimizer._slots)
 
 
 @pytest.mark.parametrize("view", ["narrow", "held"])

@@ -98,7 +98,9 @@ def test_a_bucket_is_added_on_its_own_stream_after_what_modules_have_written(dev
         def take(self):
             return [weight], [torch.ones(1)], False
 
-    weight = types.SimpleNamespace(lane=(torch.device("cuda", 0),), stream=5, paths=("gemm",), on_cuda=True)
+    weight = types.SimpleNamespace(
+        lane=(torch.device("cuda", 0),), stream=5, paths=("gemm",), on_cuda=True, native=object()
+    )
     owner = types.SimpleNamespace(
         _lock=contextlib.nullcontext(),
         hooks=types.SimpleNamespace(release_to_python=lambda slot: done.append("handed over")),

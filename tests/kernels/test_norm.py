@@ -360,7 +360,7 @@ large, sums = torch.randn(9_000_000), torch.ones(9_000_000)
 small = torch.stack([functional.total_norm([part]) for part in large.split(2_048_000)])
 norms = {functional.total_norm([large]).item() for _ in range(2)}
 expected = sums + large
-partials = registry.get("cpu").accumulate_with_norm_([sums], [large], 1.0, False, 2.0)
+partials = registry.get("cpu").accumulate_([sums], [large], 1.0, False, 1.0, 2.0)
 after, _ = registry.get("cpu").finish_norm([partials], 2.0, torch.float32)
 assert torch.equal(sums, expected), (sums - expected).abs().max()
 norms |= {functional.total_norm([large]).item() for _ in range(4)}

@@ -235,6 +235,19 @@ def test_close_restores_stock(steps, dtype):
     wrap(model, 2).close()
 
 
+@pytest.mark.parametrize("hooks", ["native", "python"])
+def test_graphs_from_before_close_have_stocks_gradients(hooks, monkeypatch):
+    if hooks == "python":
+        monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", "0")
+    model = network()
+    optimizer = wrap(model, 2)
+    loss = loss_of(model)
+    optimizer.close()
+    loss.backward()
+    assert_gradients(model, stock_gradients(torch.float32))
+    assert optimizer.micro_step == 0
+
+
 def test_grad_dtype_is_restored_to_what_the_user_had_set():
     model = network(LOW)
     for p in model.parameters():

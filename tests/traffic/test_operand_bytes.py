@@ -9,7 +9,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 from fusedacc.functional import prepare, scale_accumulate_, scale_cast_, total_norm
-from fusedacc.kernels import rows
+from fusedacc.kernels import registry, rows
 from fusedacc.traffic import TrafficMeter
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -240,11 +240,11 @@ def test_a_prepared_plan_counts_as_a_fresh_list_does(gradient_dtype, overwrite, 
 
 def test_a_plan_that_leaves_a_norm_moves_what_a_plain_one_moves():
     sums, gradients = [new(7, 3), new(20000), new(5)], [new(7, 3), new(20000), new(5)]
-    plan = prepare(sums, backend="cpu")
+    run = registry.get("cpu").prepare(sums)
     with TrafficMeter() as plain:
-        plan(gradients, 0.5, overwrite=[True, False, False])
+        run(gradients, 0.5, [True, False, False])
     with TrafficMeter() as measured:
-        plan.with_norm(gradients, 0.5, overwrite=[True, False, False])
+        run(gradients, 0.5, [True, False, False], norm_type=2.0)
     assert not measured.uncounted
     assert measured.as_dict()["read_bytes"] == plain.as_dict()["read_bytes"]
     # And a partial norm for each chunk: one, three, one.
