@@ -258,7 +258,7 @@ def test_a_thousand_replacements_leave_nothing_behind():
     capture = optimizer._capture
     kept = (optimizer._slots, capture.registry.nodes, capture.registry._memory, optimizer._masters._masters)
     assert [len(each) for each in kept] == [2, 2, 2, 2]
-    assert len(optimizer._parameter_set._replacements._sites) == 2
+    assert len(optimizer._parameter_set._replacements._patched) == 2
     assert len(capture.hooks._numbered) <= 3
 
 
