@@ -1,6 +1,6 @@
 # `make help` lists the targets. SYSTEM_PYTHON=1 uses the current interpreter: no virtual environment, no network.
 .DEFAULT_GOAL := help
-.PHONY: help build demo test test-full test-integrations lint format wheel test-versions bench bench-full bench-machines figures clean
+.PHONY: help build demo test test-full test-mutants test-integrations lint format wheel test-versions bench bench-full bench-machines figures clean
 
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
 
@@ -26,7 +26,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 endif
 
 # Threads that spin while they wait make a machine with other work to do ten times slower.
-demo test test-full test-integrations: export OMP_WAIT_POLICY ?= passive
+demo test test-full test-mutants test-integrations: export OMP_WAIT_POLICY ?= passive
 # The frameworks' models are so small that a second thread costs more than it brings.
 test-integrations: export OMP_NUM_THREADS ?= 1
 
@@ -74,8 +74,11 @@ demo: $(BUILT)  ## train a byte-level and a word-level transformer by the stock 
 test: $(BUILT)  ## the test suite with a fixed few hundred random cases (TEST=... passes options to pytest)
 	$(PYTHON) -m pytest -q $(PARALLEL) $(TEST)
 
-test-full: $(BUILT)  ## the same with thousands of random cases
+test-full: $(BUILT)  ## the same with thousands of random cases, and every combination of what tests sweep over
 	FUSEDACC_FULL_TESTS=1 $(PYTHON) -m pytest -q $(PARALLEL) $(TEST)
+
+test-mutants: $(BUILT)  ## break copies of the package in some fifty ways: tests must fail (MUTANTS=... is part of a name)
+	$(PYTHON) tests/mutants.py $(MUTANTS)
 
 test-integrations: $(BUILT) $(INTEGRATIONS)  ## the suite of fusedacc.integrations, with the frameworks, in a second virtual environment
 	PYTHONPATH=$(CURDIR) $(INTEGRATIONS_PYTHON) -m pytest -q $(PARALLEL) tests/integrations $(TEST)
