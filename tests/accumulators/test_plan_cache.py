@@ -64,6 +64,22 @@ def test_lists_that_are_never_used_again_are_let_go(monkeypatch):
     assert plans.plans
 
 
+def test_memory_that_is_put_under_a_prepared_sum_is_what_is_added_to(monkeypatch):
+    """`p.grad.data = other` by hand: the same tensor at another address."""
+    monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", "0")
+    weight = nn.Parameter(torch.ones(300, dtype=torch.bfloat16))
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight], lr=0.0), None, backend="cpu")
+    for _ in range(3):
+        weight.sum().backward()
+    plans = optimizer._accumulators.plans.plans
+    assert [plan.run is not None for plan in plans.values()] == [True]
+    former = weight.grad.data
+    weight.grad.data = torch.full_like(former, 10.0)
+    weight.sum().backward()
+    assert torch.equal(weight.grad, torch.full_like(former, 11.0))
+    assert torch.equal(former, torch.full_like(former, 3.0))
+
+
 def test_what_is_large_depends_on_the_device(monkeypatch):
     class Slot:
         def __init__(self, kind: str, nbytes: int) -> None:
