@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-import fusedacc
+import forked
 
 
 def run_on_two_ranks(folder: Path, text: str) -> None:
     """Run a script twice at once, with its rank and a file to meet at as arguments; both must succeed."""
-    script = folder / "rank.py"
-    script.write_text(text)
-    path = os.pathsep.join([str(Path(fusedacc.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(folder / "rendezvous")],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=240)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], "\n".join(outputs)
+    meeting = str(folder / "rendezvous")
+    ranks = [forked.start(text, str(rank), meeting, GLOO_SOCKET_IFNAME="lo") for rank in range(2)]
+    ended = [rank.wait() for rank in ranks]
+    assert [each.returncode for each in ended] == [0, 0], "\n".join(
+        each.stdout + each.stderr for each in ended
+    )

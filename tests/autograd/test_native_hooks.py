@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import shutil
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from hook_situations import AS_STOCK, LOOPS, SITUATIONS, WITHOUT_NATIVE, Run, loss_of
@@ -253,14 +253,8 @@ def run_copy(tmp_path: Path, file: str | None, choice: str = "") -> subprocess.C
     )
     if file is not None:
         (tmp_path / "fusedacc" / native_module.file_name()).write_bytes(file.encode())
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", TRAINS],
-        env={**os.environ, "PYTHONPATH": str(tmp_path), "FUSEDACC_NATIVE_HOOKS": choice},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    program = "import warnings; warnings.simplefilter('error')" + TRAINS
+    return forked.run(program, root=tmp_path, folder=tmp_path, FUSEDACC_NATIVE_HOOKS=choice)
 
 
 @pytest.mark.skipif(library.load_error() is not None, reason=f"{library.load_error()}")

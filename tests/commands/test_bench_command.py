@@ -9,11 +9,11 @@ import itertools
 import json
 import math
 import shutil
-import subprocess
 import sys
 import weakref
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from answers import trials
@@ -535,9 +535,7 @@ def test_it_runs_without_the_extension_and_without_benchmarks(tmp_path):
         "import sys; from fusedacc import __main__; from fusedacc.commands.bench import timing; "
         f"timing.SHORT = timing.{TINY}; sys.exit(__main__.main(['bench', '--json', '--device', 'cpu']))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    done = forked.run(program, root=tmp_path, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert {case["backend"].split()[0] for case in found["cases"]} == {"eager"}

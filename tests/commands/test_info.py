@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from answers import trials
@@ -32,15 +30,8 @@ def run_copy(tmp_path, *arguments, in_its_place=None):
     shutil.copytree(PACKAGE, tmp_path / "fusedacc", ignore=skip)
     if in_its_place is not None:
         (tmp_path / "fusedacc" / library.LIBRARY.name).write_bytes(in_its_place)
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    return subprocess.run(
-        [sys.executable, "-m", "fusedacc", *arguments],
-        cwd=tmp_path,
-        env={**environment, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    program = "import runpy; runpy.run_module('fusedacc', run_name='__main__', alter_sys=True)"
+    return forked.run(program, *arguments, root=tmp_path, folder=tmp_path, TRITON_INTERPRET=None)
 
 
 def test_text_names_everything(capsys):

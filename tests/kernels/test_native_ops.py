@@ -6,12 +6,11 @@ import gc
 import math
 import os
 import struct
-import subprocess
-import sys
 import weakref
 from fractions import Fraction
 
 import cases
+import forked
 import pytest
 import torch
 from cases import (
@@ -295,23 +294,13 @@ print(library.built_with()["cpu_capability"], digest.hexdigest())
 """
 
 
-def run_python(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 def test_every_instruction_set_gives_the_same_bits():
     program = DIGEST.format(tests=os.path.dirname(cases.__file__))
     best = library.built_with()["cpu_capability"]
     usable = CAPABILITIES[: CAPABILITIES.index(best) + 1]
     digests = set()
     for name in usable:
-        result = run_python(program, FUSEDACC_CPU_CAPABILITY=name)
+        result = forked.run(program, FUSEDACC_CPU_CAPABILITY=name)
         assert result.returncode == 0, result.stderr
         used, digest = result.stdout.split()
         assert used == name
@@ -321,7 +310,7 @@ def test_every_instruction_set_gives_the_same_bits():
 
 def test_an_unknown_instruction_set_is_refused():
     program = "import torch; from fusedacc.kernels import library; library.built_with()"
-    result = run_python(program, FUSEDACC_CPU_CAPABILITY="avx9")
+    result = forked.run(program, FUSEDACC_CPU_CAPABILITY="avx9")
     assert result.returncode != 0
     assert "FUSEDACC_CPU_CAPABILITY=avx9; allowed on this processor: baseline" in result.stderr
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
+import forked
 import pytest
 import torch
 
-import fusedacc
 from fusedacc import functional
 from fusedacc.kernels import native, registry
 
@@ -23,20 +19,9 @@ def select(backend="auto", device=CPU):
     return registry.select(device, FLOAT, FLOAT, backend)
 
 
-def in_fresh_python(code, tmp_path, **environment):
+def in_fresh_python(code, **variables):
     """Standard output of a program run in a process of its own, where nothing is imported or cached yet."""
-    script = tmp_path / "program.py"
-    script.write_text(textwrap.dedent(code))
-    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    root = str(Path(fusedacc.__file__).parents[1])
-    path = os.pathsep.join(filter(None, [environment.pop("path", ""), root]))
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env={**kept, "PYTHONPATH": path, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = forked.run(textwrap.dedent(code), TRITON_INTERPRET=None, **variables)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -175,29 +160,29 @@ def test_broken_triton_warns_once_and_another_serves(tmp_path):
     broken = tmp_path / "triton"
     broken.mkdir()
     (broken / "__init__.py").write_text("raise ImportError('libtriton.so: wrong ELF class')")
-    name, reason, warned = in_fresh_python(SELECT_CUDA_TWICE, tmp_path, path=str(tmp_path)).splitlines()
+    name, reason, warned = in_fresh_python(
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n" + textwrap.dedent(SELECT_CUDA_TWICE)
+    ).splitlines()
     assert name == "eager"
     assert "not triton: Triton fails to import (ImportError: libtriton.so: wrong ELF class)" in reason
     assert warned == "1"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, cuda is chosen before Triton is looked at")
-def test_absent_triton_is_no_warning(tmp_path):
+def test_absent_triton_is_no_warning():
     hidden = "import importlib.util as u; f = u.find_spec; "
     hidden += "u.find_spec = lambda name, *a: None if name == 'triton' else f(name, *a)"
-    name, reason, warned = in_fresh_python(
-        hidden + "\n" + textwrap.dedent(SELECT_CUDA_TWICE), tmp_path
-    ).splitlines()
+    name, reason, warned = in_fresh_python(hidden + "\n" + textwrap.dedent(SELECT_CUDA_TWICE)).splitlines()
     assert name == "eager"
     assert "not triton: Triton is not installed (pip install triton)" in reason
     assert warned == "0"
 
 
-def test_triton_is_not_imported_for_cpu_tensors(tmp_path):
+def test_triton_is_not_imported_for_cpu_tensors():
     code = """
         import sys, torch
         from fusedacc import functional
         functional.scale_accumulate_([torch.zeros(1)], [torch.ones(1)])
         print("triton" in sys.modules)
     """
-    assert in_fresh_python(code, tmp_path).strip() == "False"
+    assert in_fresh_python(code).strip() == "False"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-import multiprocessing
 import os
 import time
 
+import forked
 import pytest
 import torch
 from answers import answer, trials
@@ -121,9 +121,7 @@ def _choose_there(folder, name):
 
 def test_processes_that_write_at_once_lose_nothing(folder):
     names = [f"how {index}" for index in range(6)]
-    context = multiprocessing.get_context("forkserver")  # one import of torch for all
-    context.set_forkserver_preload(["fusedacc.kernels.tuning"])
-    workers = [context.Process(target=_choose_there, args=(str(folder), name)) for name in names]
+    workers = [forked.context.Process(target=_choose_there, args=(str(folder), name)) for name in names]
     for worker in workers:
         worker.start()
     for worker in workers:

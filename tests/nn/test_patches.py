@@ -6,12 +6,11 @@ import copy
 import gc
 import io
 import pickle
-import subprocess
-import sys
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
+import forked
 import pytest
 import torch
 from test_autograd import Net, assert_same_gradients, loss_of, tokens, wrap
@@ -225,7 +224,8 @@ except (RuntimeError, pickle.UnpicklingError):
 assert not any("forward" in module.__dict__ for module in model.modules())
 print(model[0](torch.ones(3)).tolist())
 """
-    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    printed = forked.run(program)
+    assert printed.returncode == 0, printed.stderr
     assert printed.stdout.strip() == str(model[0](torch.ones(3)).tolist())
     assert not is_stock(model[0])
     optimizer.close()

@@ -5,13 +5,11 @@ from __future__ import annotations
 import copy
 import functools
 import io
-import os
 import signal
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from loops import LOW, loss_of, network, wrap
@@ -63,12 +61,8 @@ SCRIPT = textwrap.dedent(
 )
 
 
-def start(folder: Path, dtype: str, steps: str, kill_after: int = -1) -> subprocess.Popen:
-    script = folder / "train.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, str(script), str(folder), dtype, steps, str(kill_after)]
-    path = os.pathsep.join([str(Path(fusedacc.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path})
+def start(folder: Path, dtype: str, steps: str, kill_after: int = -1) -> forked.Running:
+    return forked.start(SCRIPT, str(folder), dtype, steps, str(kill_after))
 
 
 def leaves(tree: object) -> list:
@@ -96,11 +90,11 @@ def test_killed_in_mid_window_and_resumed(tmp_path, dtype, steps):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir(), killed.mkdir()
     undisturbed = start(whole, dtype, steps)
-    assert start(killed, dtype, steps, kill_after=7).wait(300) == -signal.SIGKILL
+    assert start(killed, dtype, steps, kill_after=7).wait().returncode == -signal.SIGKILL
     assert (killed / "checkpoint.pt").exists()
     assert not (killed / "end.pt").exists()
-    assert start(killed, dtype, steps).wait(300) == 0
-    assert undisturbed.wait(300) == 0
+    assert start(killed, dtype, steps).wait().returncode == 0
+    assert undisturbed.wait().returncode == 0
     ends = [torch.load(folder / "end.pt") for folder in (whole, killed)]
     assert_identical(*ends)
     assert ends[0]["updates"] == (4 if steps == "4" else 3)

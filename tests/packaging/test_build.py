@@ -10,6 +10,7 @@ import sysconfig
 import zipfile
 from pathlib import Path
 
+import forked
 import pytest
 from loops import TRAINS
 
@@ -45,15 +46,7 @@ def build_wheel(tmp_path: Path, **environment: str) -> tuple[Path, str]:
 
 
 def run_installed(tmp_path: Path, program: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    result = forked.run(program, root=tmp_path / "installed", folder=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "fusedacc" not in result.stderr
     return result.stdout.strip()
@@ -166,13 +159,5 @@ assert total.tolist() == [0.5] * 3
 messages = [str(item.message) for item in caught if "fusedacc" in str(item.message)]
 print(len(messages), "does not load under torch" in messages[0], "pip install" in messages[0])
 """
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    result = forked.run(program, root=tmp_path, folder=tmp_path)
     assert result.stdout.strip() == "1 True True", result.stderr
