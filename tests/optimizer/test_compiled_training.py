@@ -41,6 +41,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("where", ["model", "step outside", "step inside"])
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("options", OPTIONS)
