@@ -7,11 +7,10 @@ in either loop, and so must what a bare optimizer makes of a wrapped one's check
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
+import forked
 import pytest
 import torch
 from torch import Tensor, nn
@@ -44,7 +43,8 @@ NAMES = [
 def database(tmp_path_factory) -> dict[str, tuple]:
     """Read in a process of its own: importing it freezes torch's global flags."""
     path = tmp_path_factory.mktemp("optim_db") / "inputs.pt"
-    subprocess.run([sys.executable, "-c", READS, str(path)], check=True, timeout=300)
+    done = forked.run(READS, str(path))
+    assert done.returncode == 0, done.stderr
     return torch.load(path)
 
 
@@ -140,6 +140,7 @@ def same(one: Any, other: Any) -> bool:
     return torch.equal(one, other) and one.dtype == other.dtype if isinstance(one, Tensor) else one == other
 
 
+@pytest.mark.sweep(of=lambda name, dtype: {"name": name})
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_equal_to_the_bare_optimizer(database, name, dtype):
