@@ -24,7 +24,7 @@ import fusedacc
 from fusedacc.optimizer import checkpoint
 from fusedacc.optimizer.checkpoint_checks import OWN, SHAPED
 
-CASES = 12000 if os.environ.get("FUSEDACC_FULL_TESTS") else 600
+CASES = 12000 if os.environ.get("FUSEDACC_FULL_TESTS") else 350
 
 
 def network(dtype: torch.dtype, width: int = 5) -> nn.Sequential:

@@ -17,6 +17,8 @@ from .scaling import PlainScaler, all_finite
 class ForgetsTheRemainder(Naive):
     """Divides a part-filled window by the full window's size."""
 
+    events = ("flush",)
+
     def reduced(self, total: Tensor) -> Tensor:
         return (
             total / self.size
@@ -77,6 +79,8 @@ class AddsWeightlessNan(Naive):
 class SkipsFrozen(Naive):
     """Drops what a parameter had summed before it was frozen."""
 
+    events = ("freeze",)
+
     def update(self) -> None:
         for index, p in enumerate(self.params):
             if not p.requires_grad:
@@ -85,17 +89,23 @@ class SkipsFrozen(Naive):
 
 
 class LosesOnRestart(Naive):
+    events = ("restore",)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state | {"sums": {}})
 
 
 class LosesOnCopy(Naive):
+    events = ("copy",)
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state | {"sums": {}})
 
 
 class AddsIgnored(Naive):
     """Takes a backward under `ignore()` for a micro-batch."""
+
+    events = ("ignored",)
 
     @contextmanager
     def ignore(self) -> Iterator[None]:
@@ -104,11 +114,15 @@ class AddsIgnored(Naive):
 
 
 class KeepsDiscarded(Naive):
+    events = ("discard",)
+
     def discard(self) -> None:
         self.optimizer.zero_grad()
 
 
 class MissesNewGroups(Naive):
+    events = ("add_group",)
+
     def __init__(self, optimizer: torch.optim.Optimizer, loop: Loop) -> None:
         super().__init__(optimizer, loop)
         self.first_groups = len(optimizer.param_groups)
@@ -140,6 +154,8 @@ class StepsLowParameters(Naive):
 
 
 class LosesMastersOnRestart(Naive):
+    events = ("restore",)
+
     feature = "masters"
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -149,6 +165,8 @@ class LosesMastersOnRestart(Naive):
 
 class OverwritesWrittenParameters(Naive):
     """Does not see that somebody else has written a parameter."""
+
+    events = ("write",)
 
     feature = "masters"
 
@@ -229,6 +247,8 @@ class CountsTheSpent(Naive):
 class CountsWhatIsWritten(Naive):
     """Takes a spent gradient that somebody has written to for a new one."""
 
+    events = ("edit_spent",)
+
     def update(self) -> None:
         super().update()
         self.copies = {id(final): final.clone() for final in self.final if final is not None}
@@ -258,6 +278,8 @@ class ClipsByTheFirst(Naive):
 
 class LosesTheFrozenOnRestart(Naive):
     """Its checkpoints hold no sums of frozen parameters."""
+
+    events = ("freeze", "copy")
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()

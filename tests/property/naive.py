@@ -23,6 +23,8 @@ class Naive:
     feature: str | None = None
     #: The change of `p.grad` without which it does nothing wrong.
     change: str | None = None
+    #: The kinds of events without which it does nothing wrong.
+    events: tuple[str, ...] = ()
 
     def __init__(self, optimizer: torch.optim.Optimizer, loop: Loop) -> None:
         self.optimizer, self.loop = optimizer, loop
