@@ -160,7 +160,7 @@ class Accumulators:
             slot.set_needs_eager(True)
         if scale != 1.0:
             self.deferred.defer([slot], scale)
-        if not process_group_up():
+        if slot.in_bucket or not process_group_up():
             slot.widen()  # which the hooks' registration has not done where the parameter is frozen
         grads.restore(slot, kept, published)
 

@@ -51,7 +51,7 @@ class Adder:
 
     def may_adopt(self, slot: Slot, gradient: Tensor) -> bool:
         """Whether a gradient is likely to become the accumulator once nobody but us refers to it."""
-        first = gradient.dtype is slot.lane[2] and self._grads.current(slot) is None
+        first = gradient.dtype is slot.lane[2] and not slot.in_bucket and self._grads.current(slot) is None
         return first and slot.obeys_layout(gradient) and owns_memory(gradient)
 
     def add(
@@ -121,7 +121,10 @@ class Adder:
         if given != dtype or not is_deferrable(scale, dtype) or self._grads.exposed or self._norms:
             return False
         if any(
-            slot.accumulator is not None or slot.needs_eager or slot.grad_state is GradState.PUBLISHED
+            slot.accumulator is not None
+            or slot.needs_eager
+            or slot.in_bucket
+            or slot.grad_state is GradState.PUBLISHED
             for slot in slots
         ):
             return False
@@ -161,7 +164,7 @@ class Adder:
         added: list[Slot] = []
         adopted: list[Slot] = []
         grads, plans = self._grads, self._plans
-        same_dtype = slots[0].lane[1] == slots[0].lane[2]
+        same_dtype = slots[0].lane[1] == slots[0].lane[2] and not any(slot.in_bucket for slot in slots)
         kept = None if same_dtype else buffers(slots, [grads.current(slot) is None for slot in slots])
         private = not grads.exposed
         if kept is not None and private and all(slot.accumulator is None for slot in slots):

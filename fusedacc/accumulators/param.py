@@ -52,6 +52,7 @@ class Slot:
         "cleared_grad_dtype",
         "grad_state",
         "group",
+        "in_bucket",
         "lane",
         "lane_key",
         "left_to",
@@ -82,6 +83,8 @@ class Slot:
         #: Memory kept from window to window, where gradient and accumulator differ in dtype.
         self.buffer: Tensor | None = None
         self.segment: Segment | None = None
+        #: Whether the accumulator is to be made in the buffer whatever its dtype: it is reduced with others.
+        self.in_bucket = False
         #: What stands in p.grad; a weak reference to what was last put or noted there, and its version then.
         self.grad_state = GradState.NOT_OURS
         self.placed: Callable[[], Tensor | None] = nothing

@@ -44,7 +44,7 @@ class Policy(Protocol):
 
     def publishes_after(self, task: GraphTask) -> bool: ...
 
-    def end_backward(self, task: GraphTask, refresh: Callable[[], None]) -> None: ...
+    def end_backward(self, task: GraphTask, refresh: Callable[[], None], outermost: bool) -> None: ...
 
     def forget_backward(self, task: GraphTask, failed: bool) -> None: ...
 
@@ -235,7 +235,9 @@ class Capture:
             for bucket in task.buckets.values():
                 self.flush_bucket(identity, bucket)
         graph_task.join(task)
-        self._policy.end_backward(task, self.registry.refresh)
+        if len(self.tasks) > 1:
+            self.drop_failed_backwards()
+        self._policy.end_backward(task, self.registry.refresh, len(self.tasks) == 1)
         self._drop(identity, failed=False)
         self.drop_failed_backwards()
 

@@ -85,7 +85,7 @@ PROCESS_GROUP = Case(
     "process_group",
     Taker.AUTOGRAD,
     "a process group is up: autograd fills p.grad",
-    lambda _: torch_state.process_group_up(),
+    lambda slot: torch_state.process_group_up() and not slot.in_bucket,
     None,
 )
 POST_ACCUMULATE_HOOK = Case(

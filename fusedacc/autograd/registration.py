@@ -188,7 +188,7 @@ class HookRegistry:
         param = slot.param
         if not param.is_leaf:  # of a differentiable optimizer: autograd hands its gradient on and stores none
             return self._disarm(slot)
-        if not process_group_up():
+        if slot.in_bucket or not process_group_up():
             slot.widen()
         node = accumulate_grad_node(param)
         if slot in self.reshaped and torch.Size(node._input_metadata[0].shape) != param.shape:

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..accumulators import Accumulators, GradState, Slot
 from ..autograd.data_parallel import Reducers
 from ..autograd.graph_task import GraphTask
+from ..distributed import DataParallel, Part
 from ..kernels import launch_events, torch_state
 from .window import Window
 
@@ -43,6 +44,12 @@ class Accumulation:
         #: The stream on which the unit of the accumulators was made, where that is a tensor on a GPU.
         self._aimed_on: torch.cuda.Stream | None = None
         self._reducers = Reducers(slots)
+        #: Over whose ranks the sums are reduced once a window; None: left to whoever else does.
+        self.parallel: DataParallel | None = None
+        #: Whether this rank adds no more before all have flushed.
+        self.flushing = False
+        #: Whether all ranks did, at the last reduction.
+        self.all_flush = False
 
     # What the hooks ask
 
@@ -94,13 +101,16 @@ class Accumulation:
     def _begin_counted(self) -> GraphTask:
         window = self.window
         scale = window.base_scale
-        differentiable, reduced = torch.is_grad_enabled(), torch_state.process_group_up()
+        differentiable = torch.is_grad_enabled()
+        reduced = self.parallel is None and torch_state.process_group_up()
         task = GraphTask(not (differentiable or reduced), scale, drops=window.leaves_out)
         task.reducer = "ahead" if reduced and not differentiable else ""
         if reduced and window.counted and not window.micro.deferred:
             task.watch = self._reducers.watch()
         if window.full:
             window.restart()  # its update has failed, and nobody has retried it or cleared the gradients
+        if window.totals is not None:
+            self._reopen()
         if not window.counted:
             self.collect_stock()
         elif window.empty:
@@ -134,18 +144,26 @@ class Accumulation:
         window = self.window
         return window.counted and window.will_update and not window.micro.deferred and not task.ignored
 
-    def end_backward(self, task: GraphTask, refresh: Refresh) -> None:
-        """A backward has ended, and what was pending is added."""
+    def end_backward(self, task: GraphTask, refresh: Refresh, outermost: bool) -> None:
+        """A backward has ended, and what was pending is added. `outermost`: no other is running."""
         if task.ignored:
             return
         if task.watch:
             self._reducers.check(task.watch, task.stored)
-        self.window.micro.ran = True
-        if self.publishes_after(task) and self.window.tainted is None:
+        window = self.window
+        window.micro.ran = True
+        window.micro.num_backwards += outermost
+        if window.tainted is not None:
+            return
+        if self.publishes_after(task):
             if task.captures or task.reducer:
                 self.collect(task.stored, refresh)
-            if not self.window.private:
+            if self.parallel is not None and not (outermost and self._reduce_last()):
+                return
+            if not window.private:
                 self.publish()
+        elif self.parallel is not None and outermost and self._reduces_each and self.parallel.synchronises:
+            self._reduce()
 
     def forget_backward(self, task: GraphTask, failed: bool) -> None:
         """A graph task is over; `failed`: by an exception, which taints the window if anything was added."""
@@ -155,6 +173,56 @@ class Accumulation:
                 self._grads.unstash(slot)
         elif failed and (task.added or any(slot.param.grad is not None for slot in task.stored)):
             self.window.taint("an exception has interrupted a backward")
+
+    # Over the ranks
+
+    @property
+    def _reduces_each(self) -> bool:
+        """Manual loop: whether p.grad is the ranks' mean after each backward that synchronises, as by DDP.
+
+        Sums that are to be brought to another scale are reduced at `step()`.
+        """
+        return not self.window.counted and self.window.reduction == "sum"
+
+    def _reduce_last(self) -> bool:
+        """After a backward of a counted window's last micro-batch: reduce, if it is the last backward.
+
+        How many there are is what the last micro-batch had. One more after the reduction opens it again
+        (`_reopen`), and where one is missing, or a weight, `conclude` reduces.
+        """
+        window = self.window
+        if window.micro.num_backwards < window.usual_backwards or (
+            window.weighs and window.micro.weight is None
+        ):
+            return False
+        self._reduce(ending=True)
+        return True
+
+    def _reduce(self, ending: bool = False) -> None:
+        """Replace the sums by those of all ranks. `ending`: the micro-batch at hand counts."""
+        window, parallel = self.window, self.parallel
+        assert parallel is not None
+        weight = window.weight_total
+        if ending and window.weighs:
+            weight = weight + window.micro.weight  # type: ignore[operator]
+        part = Part(window.micro_step + ending, weight, self.flushing, window.bad_weights)
+        with window.tainted_by("an exception has interrupted the reduction over the ranks"), torch.no_grad():
+            totals = parallel.reduce(part, parallel.world_size if self._reduces_each else 1)
+        if not self._reduces_each:
+            window.settle(totals)
+        self.all_flush = self.flushing and int(totals.num_flushing) == parallel.world_size
+
+    def join(self, parallel: DataParallel | None) -> None:
+        """Reduce over these ranks from now on, between windows; None: no more."""
+        self.parallel = parallel
+        self.window.ranks = 1 if parallel is None else parallel.world_size
+
+    def _reopen(self) -> None:
+        """More is to come into sums that are those of all ranks: each rank goes on with its share of them."""
+        self._grads.make_private()
+        with torch.no_grad():
+            self.accumulators.rescaler.rescale(self._grads.held(self._slots), 1.0 / self.window.ranks)
+        self.window.totals = None
 
     # What autograd has stored
 
@@ -212,6 +280,8 @@ class Accumulation:
         being 0.
         """
         window = self.window
+        if self.parallel is not None and window.totals is None and not self._reduces_each:
+            self._reduce()
         target = window.target(False, partial)
         if target is None:
             return None

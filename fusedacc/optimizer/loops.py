@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -199,8 +200,22 @@ class CountedLoop(Loop):
         self._collect_stored()
         if window.micro.ran:
             window.end_micro_batch()
-        if not window.empty:
+        if self._accumulation.parallel is not None:
+            self._flush_ranks(scaling, arguments)
+        elif not window.empty:
             self._close_window(scaling, arguments, partial=True)
+
+    def _flush_ranks(self, scaling: Scaling, arguments: Mapping[str, Any]) -> None:
+        """Take part in the windows of ranks that have more of them, until every rank flushes."""
+        accumulation, window = self._accumulation, self._window
+        accumulation.flushing = True
+        try:
+            while True:
+                self._close_window(copy.copy(scaling), arguments, partial=True)
+                if accumulation.all_flush:
+                    return
+        finally:
+            accumulation.flushing = False
 
     def _close_window(self, scaling: Scaling, arguments: Mapping[str, Any], partial: bool) -> None:
         """One update of the inner optimizer from the window's sums.
@@ -208,6 +223,9 @@ class CountedLoop(Loop):
         If it raises, the window stays as it is: `step()` or `flush()` tries again, `zero_grad()` gives up.
         """
         ratio = self._accumulation.conclude(partial)
+        if self._window.nothing_came:
+            self._window.restart()
+            return
         _, skipped = self._update.step(ratio, scaling, arguments)
         if ratio is None:
             self._accumulators.clear()
@@ -237,6 +255,8 @@ class CountedLoop(Loop):
         self, model: torch.nn.Module | None, micro: MicroBatch
     ) -> contextlib.AbstractContextManager[None]:
         """Context around a micro-batch: the model does not synchronise before the window's last."""
+        if self._accumulation.parallel is not None:
+            return contextlib.nullcontext()
         if hasattr(model, "no_sync") and self._window.reduction != "weighted":
             micro.deferred = not self._window.will_update and may_defer(model)
             if micro.deferred:
@@ -292,7 +312,8 @@ class ManualLoop(Loop):
     @property
     def _reduces(self) -> bool:
         """Whether the sums are to be brought to another scale than the one that they were added in."""
-        return self._window.reduction != "sum" and self._window.micro_step > 0
+        begun = self._window.micro_step > 0 or self._accumulation.parallel is not None
+        return self._window.reduction != "sum" and begun
 
     def _step_with(self, closure: Callable[[], Any], arguments: Mapping[str, Any]) -> Any:
         """The inner optimizer evaluates the closure as often as it likes; gradients are readied each time."""

@@ -49,6 +49,8 @@ class MicroBatch:
         self._given: Any = None
         #: Whether a backward has ended in this micro-batch.
         self.ran = False
+        #: How many of its backwards have ended, those inside others aside.
+        self.num_backwards = 0
         #: Whether its gradients were left unsynchronised in `p.grad`, to be collected with a later one's.
         self.deferred = False
         if weight is not None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..distributed import Totals
 from .micro_batch import MicroBatch
 
 REDUCTIONS = ("mean", "sum", "weighted", "normalized")
@@ -69,9 +70,13 @@ class Window:
             )
         self.reduction = reduction
         self.private = private
+        #: How many ranks' gradients come together.
+        self.ranks = 1
         self.num_updates = 0
         self.num_skipped = 0
         self.has_updated = False
+        #: How many backwards the last micro-batch had; 0 before there was one.
+        self.usual_backwards = 0
         self.reset()
 
     def restart(self) -> None:
@@ -95,6 +100,10 @@ class Window:
         self.micro = MicroBatch(self.reduction)
         self.in_context = False
         self._steps: int | None = None
+        #: The micro-batches and the weight of all ranks, once the sums are those of all ranks.
+        self.totals: Totals | None = None
+        #: What `target` is then.
+        self._final: float | Tensor | None = None
         #: The last final factor that was asked for on a device, and the weights it is of.
         self._reciprocal: tuple[Tensor | float, Tensor | float | None, Tensor] | None = None
 
@@ -112,6 +121,8 @@ class Window:
     @property
     def scales(self) -> bool:
         """Whether gradients are multiplied by anything but 1 as they are added."""
+        if self.ranks > 1 and self.counted and self.reduction in ("mean", "sum"):
+            return True
         return self.reduction == "weighted" or (self.counted and self.reduction == "mean" and self.steps > 1)
 
     @property
@@ -163,7 +174,9 @@ class Window:
                     "optimizer.accumulate(weight=...):` around the micro-batch"
                 )
             return self.micro.weight
-        return 1.0 / self.steps if self.counted and self.reduction == "mean" else 1.0
+        if not self.counted or self.reduction == "normalized":
+            return 1.0
+        return 1.0 / (self.ranks * (self.steps if self.reduction == "mean" else 1))
 
     @property
     def leaves_out(self) -> bool:
@@ -173,8 +186,8 @@ class Window:
     @property
     def faulty(self) -> Tensor | None:
         """Where weights are on a device: 0-dim float32, 1 if no mean can be taken over them."""
-        total = self.weight_total
-        if not isinstance(total, Tensor):
+        total = self.weight_total if self.totals is None else self.totals.weight
+        if not (self.weighs and isinstance(total, Tensor)):
             return None
         wrong = ~((total > 0) & total.isfinite())
         return (wrong if self.bad_weights is None else wrong | self.bad_weights).float()
@@ -190,6 +203,8 @@ class Window:
         """
         if self.reduction == "sum":
             return 1.0
+        if self.ranks > 1:
+            return self._target_over_ranks()
         count = self.micro_step + ending
         if self.reduction == "mean":
             if not self.counted:
@@ -206,6 +221,31 @@ class Window:
             return known[2]
         total = ended if weight is None else ended + weight
         return 1.0 / total if total > 0 else None
+
+    def _target_over_ranks(self) -> float | Tensor | None:
+        """`target`, of the sums of all ranks; None before they are that, but for what is likely then."""
+        if self.totals is None:
+            return 1.0 if self.counted and self.reduction == "mean" else None
+        return self._final
+
+    @property
+    def nothing_came(self) -> bool:
+        """Whether no rank has had a micro-batch."""
+        return (
+            self.totals is not None
+            and not isinstance(self.totals.micro_batches, Tensor)
+            and not self.totals.micro_batches
+        )
+
+    def settle(self, totals: Totals) -> None:
+        """The sums are those of all ranks now, and these are their numbers."""
+        self.totals, self.bad_weights = totals, totals.bad_weights
+        total = totals.weight if self.weighs else totals.micro_batches
+        expected = 1 if self.weighs or not self.counted else self.steps * self.ranks
+        known = not isinstance(total, Tensor)
+        self._final = (
+            None if known and total == 0 else 1.0 if known and total == expected else expected / total
+        )
 
     def open(self, weight: float | Tensor | None) -> MicroBatch:
         """Enter `accumulate()`.
@@ -240,6 +280,7 @@ class Window:
                 self.bad_weights = wrong if self.bad_weights is None else self.bad_weights | wrong
             self.weight_total = self.weight_total + weight
         self.micro_step += 1
+        self.usual_backwards = self.micro.num_backwards
         self.micro = MicroBatch(self.reduction)
 
     def close_micro_batch(self) -> bool:

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..accumulators import Accumulators
 from ..autograd.capture import Capture
+from ..distributed import DataParallel
 from ..kernels import registry, tuning
 from ..nn import name_slots
 from . import checkpoint, pickling, torch_kernels
@@ -60,6 +62,11 @@ class AccumulatingOptimizer(Delegate, Progress):
         private_gradients: counted loop: `p.grad` stays None until `step()`, so that nobody can write to the
             final gradient, and the window's last additions leave its norm: clipping then reads nothing (4
             bytes a parameter less). Clip by `max_grad_norm` only: `clip_grad_norm_` would find no gradient.
+        data_parallel: the DistributedDataParallel of the model, or a process group
+            (`torch.distributed.group.WORLD`): sums are reduced over its ranks once a window, inside the backward of
+            its last micro-batch. "sum" is the mean over ranks of their sums; the other reductions are over the
+            micro-batches of all ranks. With a process group every rank gets the parameters of its first.
+        reduce_dtype: dtype on the wire; None: that of the sums. bfloat16 halves the bytes of float32.
 
     Raises:
         TypeError: `optimizer` is no `torch.optim.Optimizer`, or an argument is of the wrong kind.
@@ -87,6 +94,8 @@ class AccumulatingOptimizer(Delegate, Progress):
         model: torch.nn.Module | None = None,
         backend: str = "auto",
         private_gradients: bool = False,
+        data_parallel: DistributedDataParallel | torch.distributed.ProcessGroup | None = None,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
@@ -113,6 +122,22 @@ class AccumulatingOptimizer(Delegate, Progress):
         checkpoint.forget_stale(optimizer)
         if model is not None:
             self._parameter_set.replace_in(model, self._capture)
+        self._reduce_dtype = reduce_dtype
+        if data_parallel is not None:
+            self._join(data_parallel)
+
+    def _join(self, data_parallel: Any) -> None:
+        """Reduce over the ranks of a DistributedDataParallel or a process group; raises as `DataParallel`."""
+        window, is_last = self._window, None
+        if window.counted:
+
+            def is_last() -> bool:
+                return window.will_update
+
+        self._accumulation.join(
+            DataParallel(data_parallel, self._slots, self._accumulators, is_last, self._reduce_dtype)
+        )
+        self._capture.registry.reregister(self._slots)
 
     def _build(
         self,
@@ -215,6 +240,12 @@ class AccumulatingOptimizer(Delegate, Progress):
         window = self._window
         self._follow()
         self._capture.registry.refresh()
+        if (
+            window.empty
+            and isinstance(model, DistributedDataParallel)
+            and self._accumulation.parallel is None
+        ):
+            self._join(model)
         micro = window.open(weight)
         try:
             with self._loop.around(model, micro):
@@ -297,6 +328,9 @@ class AccumulatingOptimizer(Delegate, Progress):
         self._capture.drop_failed_backwards()
         self._parameter_set.restore_modules()
         self._capture.close()
+        if self._accumulation.parallel is not None:
+            self._accumulation.parallel.close()
+            self._accumulation.join(None)
         for slot in self._slots:
             self._accumulators.grads.forget(slot)
             slot.drop_buffer()

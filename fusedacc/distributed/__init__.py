@@ -1,0 +1,6 @@
+"""Data parallelism: a window's sums are reduced over the ranks once, in few pieces of memory."""
+
+from .data_parallel import DataParallel
+from .reducer import Part, Totals
+
+__all__ = ["DataParallel", "Part", "Totals"]

@@ -1,0 +1,100 @@
+"""Who takes part in the reduction of a wrapper's gradients, and when a window's are to be reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ..accumulators import Accumulators, Slot
+from . import ddp
+from .ddp import UnarmedDDP
+from .process_group import agree
+from .reducer import Part, Reducer, Totals
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class DataParallel:
+    """A wrapper's ranks.
+
+    Args:
+        given: a DistributedDataParallel, or a process group.
+        slots: the wrapper's parameters; a list shared with its owner, who may append.
+        accumulators: of these.
+        is_last: whether a forward now is one of the window's last micro-batch; None in a manual loop.
+        dtype: on the wire; None: that of the accumulators.
+
+    Raises:
+        TypeError: `given` or `dtype` is no such thing.
+        ValueError: the DistributedDataParallel reduces in a way of its own or lacks a parameter, or the ranks
+            have different parameters.
+    """
+
+    def __init__(
+        self,
+        given: Any,
+        slots: list[Slot],
+        accumulators: Accumulators,
+        is_last: Callable[[], bool] | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self.link: UnarmedDDP | None = None
+        if isinstance(given, DistributedDataParallel):
+            ddp.check(given)
+            _check_covers(given, slots)
+            group = given.process_group
+        elif isinstance(given, dist.ProcessGroup):
+            group = given
+        else:
+            raise TypeError(
+                "data_parallel must be a DistributedDataParallel, a process group or None, got "
+                f"{type(given).__name__}"
+            )
+        if dtype is not None and dtype not in DTYPES:
+            raise TypeError(
+                f"reduce_dtype must be None or one of {', '.join(map(str, DTYPES))}, got {dtype!r}"
+            )
+        if not isinstance(given, DistributedDataParallel):
+            agree(slots, group)
+        self.reducer = Reducer(slots, accumulators, group, dtype)
+        if isinstance(given, DistributedDataParallel):
+            self.link = UnarmedDDP(given, is_last)
+
+    @property
+    def world_size(self) -> int:
+        return self.reducer.world_size
+
+    @property
+    def synchronises(self) -> bool:
+        """Manual loop: whether the backward at hand is the window's last."""
+        return self.link is None or self.link.synchronises
+
+    def serves(self, model: Any) -> bool:
+        """Whether this is the DistributedDataParallel whose gradients are reduced here."""
+        return self.link is not None and self.link.parallel is model
+
+    def reduce(self, part: Part, divisor: int = 1) -> Totals:
+        """As `Reducer.reduce`."""
+        return self.reducer.reduce(part, divisor)
+
+    def close(self) -> None:
+        """Give the DistributedDataParallel back as it was."""
+        if self.link is not None:
+            self.link.close()
+        self.reducer.close()
+
+
+def _check_covers(parallel: DistributedDataParallel, slots: list[Slot]) -> None:
+    """Raise ValueError where a parameter is none of the DistributedDataParallel's."""
+    ignored = parallel.parameters_to_ignore
+    held = {id(p) for name, p in parallel.module.named_parameters() if name not in ignored}
+    for slot in slots:
+        if id(slot.param) not in held:
+            raise ValueError(
+                f"data_parallel is a DistributedDataParallel without parameter {slot.name!r}, whose gradient would "
+                "stay this rank's; allowed: one that holds all parameters, or a process group"
+            )

@@ -1,0 +1,106 @@
+"""A DistributedDataParallel whose reducer stays unarmed: the wrapper reduces its gradients.
+
+What DDP does at its forward stays: the broadcast of buffers, and of parameters at its construction. An unarmed
+reducer ignores its hooks (torch/nn/parallel/distributed.py, `require_backward_grad_sync`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+
+def check(parallel: DistributedDataParallel) -> None:
+    """Raise ValueError where this DistributedDataParallel reduces in a way that the wrapper would not."""
+    for name, is_set in (
+        ("mixed_precision", parallel.mixed_precision is not None),
+        ("delay_all_reduce_named_params", bool(parallel._delay_all_reduce_params)),
+        ("a communication hook", bool(parallel._comm_hooks)),
+        ("the Python reducer", parallel._use_python_reducer),
+    ):
+        if is_set:
+            raise ValueError(
+                f"data_parallel is a DistributedDataParallel with {name}, which the wrapper would not honour; "
+                "allowed: one without (reduce_dtype= sets the dtype on the wire), or data_parallel=None"
+            )
+
+
+class UnarmedDDP:
+    """One DistributedDataParallel as long as the wrapper reduces for it.
+
+    Args:
+        parallel: the module; `check` has passed it.
+        is_last: whether a forward now is one of the window's last micro-batch; None where only `no_sync()`
+            says so.
+    """
+
+    def __init__(self, parallel: DistributedDataParallel, is_last: Callable[[], bool] | None) -> None:
+        self.parallel = parallel
+        #: Whether the last forward with gradients wants them synchronised.
+        self.synchronises = True
+        self._deferring = 0
+        self._is_last = is_last
+        self._armed = parallel.require_backward_grad_sync
+        self._enqueued = parallel._static_graph_delay_allreduce_enqueued
+        parallel.require_backward_grad_sync = False
+        parallel._static_graph_delay_allreduce_enqueued = (
+            True  # else a node queues the reducer's own reduction
+        )
+        own = weakref.ref(self)
+
+        @contextlib.contextmanager
+        def no_sync() -> Iterator[None]:
+            with _deferred(own()):
+                yield
+
+        parallel.no_sync = no_sync  # type: ignore[method-assign]
+        self._handle = parallel.register_forward_hook(_noting(own))
+
+    def parameters(self) -> Iterable[Tensor]:
+        """What it reduces, had it been armed."""
+        ignored = self.parallel.parameters_to_ignore
+        return (p for name, p in self.parallel.module.named_parameters() if name not in ignored)
+
+    def note_forward(self) -> None:
+        """A forward has run: whether it synchronises, and the buffers before the next."""
+        if not torch.is_grad_enabled():
+            return
+        self.synchronises = not self._deferring
+        last = self.synchronises if self._is_last is None else self._is_last()
+        self.parallel.require_forward_param_sync = last
+
+    @contextlib.contextmanager
+    def deferred(self) -> Iterator[None]:
+        """While inside, forwards say that their gradients are not the window's last."""
+        self._deferring += 1
+        try:
+            yield
+        finally:
+            self._deferring -= 1
+
+    def close(self) -> None:
+        """Give the module back as it was."""
+        self._handle.remove()
+        self.parallel.__dict__.pop("no_sync", None)
+        self.parallel.require_backward_grad_sync = self._armed
+        self.parallel._static_graph_delay_allreduce_enqueued = self._enqueued
+        self.parallel.require_forward_param_sync = True
+
+
+def _deferred(link: UnarmedDDP | None) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if link is None else link.deferred()
+
+
+def _noting(own: weakref.ref[UnarmedDDP]) -> Callable[..., Any]:
+    def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        link = own()
+        if link is not None:
+            link.note_forward()
+
+    return hook

@@ -1,0 +1,286 @@
+"""Reduces a window's sums over the ranks, in buckets: pieces of memory that hold many accumulators.
+
+Every rank reduces the same buckets in the same order, whatever gradients it has: what it lacks is zeros, and a
+flag behind the accumulators says whether any rank had one. The last bucket carries the window's numbers as
+well (`Part`), so that a window costs one collective per bucket and no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from ..accumulators import Accumulators, Slot
+from ..accumulators.buffers import Segment, cut
+from . import numbers
+
+#: A bucket is closed when it holds this many bytes; the first on its way is small, as in torch's DDP.
+BUCKET_BYTES, FIRST_BYTES = 25 * 2**20, 2**20
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank adds to the numbers of a window.
+
+    Attributes:
+        micro_batches: of this rank.
+        weight: their weights' sum.
+        flushing: whether this rank has no more of them before all ranks have flushed.
+        bad_weights: where weights are on a device: 0-dim bool, whether one was negative or nan.
+    """
+
+    micro_batches: int
+    weight: float | Tensor = 0.0
+    flushing: bool = False
+    bad_weights: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Totals:
+    """The parts of all ranks, added up; tensors where the accumulators are on a device."""
+
+    micro_batches: float | Tensor
+    weight: float | Tensor
+    num_flushing: float | Tensor
+    bad_weights: Tensor | None
+
+
+#: Numbers behind the last bucket's flags: micro-batches, weight, this reduction's number.
+_NUMBERS = 3
+
+
+class Bucket:
+    """Accumulators of one lane that one collective reduces.
+
+    Args:
+        slots: whose they are.
+        carries: whether the window's numbers are behind them.
+    """
+
+    def __init__(self, slots: Sequence[Slot], carries: bool) -> None:
+        self.slots = list(slots)
+        self.lane = slots[0].lane
+        self.shapes = [(slot.shape, slot.strides) for slot in slots]
+        self._tail = len(slots) + (2 + _NUMBERS * numbers.DIGITS) * carries
+        self._wire: Tensor | None = None
+        self._work: Any = None
+        self.renew()
+
+    def renew(self) -> None:
+        """Take fresh memory, and let each slot's next accumulator be made there."""
+        device, _, dtype = self.lane
+        layouts = [*self.shapes, (torch.Size([self._tail]), (1,))]
+        memory, (*self.views, self.tail) = cut(layouts, dtype, device)
+        self.memory = memory.zero_()  # what lies between the views is sent too
+        segment = Segment(memory, len(self.views) + 1)
+        for slot, view in zip(self.slots, self.views, strict=True):
+            slot.drop_buffer()
+            slot.buffer, slot.segment, slot.in_bucket = view, segment, True
+        self.segment = segment
+
+    @property
+    def numbers(self) -> Tensor:
+        """Where the window's numbers travel."""
+        return self.tail[len(self.slots) :]
+
+    def flag(self, absent: Collection[int]) -> None:
+        """Say which slots have no accumulator here, by their indices."""
+        flags = self.tail[: len(self.slots)].fill_(1.0)
+        for index in absent:
+            flags[index] = 0.0
+
+    def present(self, absent: Collection[int]) -> list[int]:
+        """Those of `absent` that some rank has; waits for a device if there are any."""
+        if not absent:
+            return []
+        flags = self.tail[: len(self.slots)].tolist()
+        return [index for index in absent if flags[index] > 0]
+
+    def fits(self) -> bool:
+        """Whether every parameter is what it was when the bucket was made."""
+        shapes = ((slot.shape, slot.strides) for slot in self.slots)
+        return all(slot.lane is self.lane for slot in self.slots) and list(shapes) == self.shapes
+
+    def launch(self, group: dist.ProcessGroup, dtype: torch.dtype | None) -> None:
+        """Add up over the ranks what is in the memory; `dtype` on the wire, None for its own."""
+        wire = self.memory if dtype in (None, self.memory.dtype) else self.memory.to(dtype)
+        self._wire, self._work = wire, dist.all_reduce(wire, group=group, async_op=True)
+
+    def land(self) -> None:
+        """What was added up is in the memory; on a GPU the current stream waits, and the host does not."""
+        self._work.wait()
+        if self._wire is not self.memory:
+            self.memory.copy_(self._wire)
+        self._wire = self._work = None
+
+
+class Reducer:
+    """The buckets of a wrapper, and what they have added up.
+
+    Args:
+        slots: the wrapper's parameters; a list shared with its owner, who may append.
+        accumulators: of these.
+        group: whose ranks take part.
+        dtype: on the wire; None: that of the accumulators.
+
+    Raises:
+        ValueError: a parameter cannot be reduced, or there are more ranks than `dtype` counts exactly.
+    """
+
+    def __init__(
+        self,
+        slots: list[Slot],
+        accumulators: Accumulators,
+        group: dist.ProcessGroup,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self.group, self.world_size = group, dist.get_world_size(group)
+        self._slots, self._accumulators, self._dtype = slots, accumulators, dtype
+        self._buckets: list[Bucket] = []
+        self._members: list[Slot] = []
+        self._number = 0
+        self.follow()
+
+    def follow(self) -> None:
+        """Put the accumulators of parameters that are trained into buckets, anew where any has changed."""
+        wanted = [slot for slot in self._slots if slot.in_bucket or slot.param.requires_grad]
+        if wanted == self._members and all(bucket.fits() for bucket in self._buckets):
+            return
+        for slot in wanted:
+            self._check(slot)
+        self._release(self._members)
+        self._members = wanted
+        groups: list[list[Slot]] = []
+        nbytes, most = 0, FIRST_BYTES
+        for slot in reversed(wanted):
+            size = slot.param.numel() * slot.accumulate_dtype.itemsize
+            if not groups or groups[-1][0].lane is not slot.lane or nbytes + size > most:
+                most = BUCKET_BYTES if groups else FIRST_BYTES
+                groups.append([])
+                nbytes = 0
+            groups[-1].append(slot)
+            nbytes += size
+        last = len(groups) - 1
+        self._buckets = [Bucket(group, index == last) for index, group in enumerate(groups)]
+
+    def _check(self, slot: Slot) -> None:
+        """Raise ValueError where a parameter's gradients cannot be reduced."""
+        dtype = self._dtype or slot.accumulate_dtype
+        if slot.needs_eager or self.world_size > numbers.MOST_RANKS.get(dtype, 0):
+            raise ValueError(
+                f"data_parallel cannot reduce the gradients of parameter {slot.name!r}, of {slot.param.dtype}, as "
+                f"{dtype} over {self.world_size} ranks; allowed: dense real parameters, and on the wire bfloat16 "
+                "for at most 256 ranks, float16 for 2048, or float32"
+            )
+
+    @staticmethod
+    def _release(slots: Iterable[Slot]) -> None:
+        for slot in slots:
+            slot.in_bucket = False
+            slot.drop_buffer()
+
+    def close(self) -> None:
+        """Let the buckets go; accumulators stay where they are."""
+        self._release(self._members)
+        self._members, self._buckets = [], []
+
+    def reduce(self, part: Part, divisor: int = 1) -> Totals:
+        """Replace each accumulator by the sum over all ranks' of it, divided by `divisor`.
+
+        A parameter that has no accumulator here has one then if it has on any rank.
+
+        Raises:
+            RuntimeError: a gradient is sparse; the ranks are not at the same reduction; or a rank has failed.
+        """
+        self.follow()
+        absent = {}
+        for bucket in self._buckets:
+            absent[bucket] = self._gather(bucket)
+            if divisor != 1:
+                bucket.memory.mul_(1.0 / divisor)
+            bucket.flag(absent[bucket])
+            if bucket is self._buckets[-1]:
+                self._send(part, bucket.numbers)
+            bucket.launch(self.group, self._dtype)
+        for bucket in self._buckets:
+            bucket.land()
+        for bucket in self._buckets:
+            self._scatter(bucket, absent[bucket])
+        return self._received()
+
+    def _gather(self, bucket: Bucket) -> set[int]:
+        """Bring the accumulators into the bucket's memory; the indices of those that there are not."""
+        accumulators = self._accumulators
+        accumulators.rescaler.apply(bucket.slots)
+        accumulators.norms.forget(bucket.slots)
+        held = [accumulators.grads.current(slot) for slot in bucket.slots]
+        for slot, accumulator in zip(bucket.slots, held, strict=True):
+            if accumulator is not None and accumulator.layout is not torch.strided:
+                raise RuntimeError(
+                    f"the gradient of parameter {slot.name!r} is sparse, which data_parallel does not reduce; "
+                    "allowed: dense gradients (nn.Embedding(sparse=False))"
+                )
+        strangers = any(a is not None and a is not s.buffer for s, a in zip(bucket.slots, held, strict=True))
+        if strangers or any(slot.segment is not bucket.segment for slot in bucket.slots):
+            bucket.renew()
+        absent = set()
+        for index, (accumulator, view) in enumerate(zip(held, bucket.views, strict=True)):
+            if accumulator is None:
+                absent.add(index)
+                view.zero_()
+            elif accumulator is not view:
+                view.copy_(accumulator)
+        return absent
+
+    def _scatter(self, bucket: Bucket, absent: Collection[int]) -> None:
+        """Make what was added up the accumulators."""
+        grads = self._accumulators.grads
+        for index in bucket.present(absent):
+            grads.put(bucket.slots[index], bucket.views[index])
+        written = []
+        for index, (slot, view) in enumerate(zip(bucket.slots, bucket.views, strict=True)):
+            if index in absent:
+                continue
+            accumulator = grads.current(slot)
+            if accumulator is view:
+                written.append(view)
+            elif grads.visible:
+                accumulator.copy_(view)  # the user has put it into p.grad, and looks at it there
+            else:
+                grads.put(slot, view)
+        if grads.exposed:
+            increment_version(written)
+
+    def _send(self, part: Part, numbers_: Tensor) -> None:
+        """Write the window's numbers behind the gradients."""
+        self._number += 1
+        device = numbers_.device
+        sent = [numbers.encode(value, device) for value in (part.micro_batches, part.weight, self._number)]
+        bad = torch.zeros((), dtype=torch.bool) if part.bad_weights is None else part.bad_weights
+        flags = torch.stack([bad.to(device), torch.full((), part.flushing, device=device)])
+        numbers_.copy_(torch.cat([flags.to(torch.int64), *sent]))
+
+    def _received(self) -> Totals:
+        """The sums over the ranks of what `_send` has written."""
+        if not self._buckets:
+            return Totals(0.0, 0.0, self.world_size, None)
+        bad, flushing, *digits = (
+            self._buckets[-1].numbers.to(torch.float64).split([1, 1, *[numbers.DIGITS] * _NUMBERS])
+        )
+        if bad.device.type == "cpu":
+            mine = numbers.encode(self._number, bad.device) * self.world_size
+            if not torch.equal(digits[2], mine.to(torch.float64)):
+                raise RuntimeError(
+                    "the ranks are not at the same reduction: they have run different numbers of windows, or of "
+                    "backwards in a window's last micro-batch. Their sums are mixed up: restart from a checkpoint"
+                )
+            count, weight = (numbers.decode(each).item() for each in digits[:2])
+            return Totals(count, weight, flushing.item(), None)
+        count, weight = (numbers.decode(each).float() for each in digits[:2])
+        return Totals(count, weight, flushing[0], bad[0] > 0)
