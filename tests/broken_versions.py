@@ -332,13 +332,6 @@ BREAKS = (
         "tests/optimizer/test_lifetime.py",
     ),
     Mutant(
-        "a module adds to a weight that was moved",
-        "fusedacc/autograd",
-        "or nodes[slot][0] is not node",
-        "or False",
-        "tests/nn",
-    ),
-    Mutant(
         "a module hides a weight's gradient from its hook",
         "fusedacc/autograd",
         "or param._backward_hooks",

@@ -51,6 +51,8 @@ def _add(accumulator: Tensor, gradient: Tensor, scale: float | Tensor, beta: flo
         total.mul_(beta)
     if isinstance(scale, Tensor):
         total.addcmul_(gradient, scale)
+    elif torch.compiler.is_compiling():  # torch 2.10 would round the product to the gradient's dtype
+        total.add_(gradient.to(total.dtype), alpha=scale)
     else:
         total.add_(gradient, alpha=scale)
     if total is not accumulator:

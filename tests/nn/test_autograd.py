@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fusedacc
+from fusedacc.kernels import native_module
 
 
 class Net(nn.Module):
@@ -183,12 +184,17 @@ def test_a_hook_on_the_weight_sees_and_changes_its_gradient():
     assert "a hook on the weight" in optimizer.explain()
 
 
-def test_a_post_accumulate_hook_finds_the_gradient():
+@pytest.mark.parametrize("hooks", ["", "0"])  # native functions, and Python's
+@pytest.mark.parametrize("late", [False, True])
+def test_a_post_accumulate_hook_finds_the_gradient(late, hooks, monkeypatch):
+    """Registered before the forward, or after it, when the module has made ready to add by itself."""
+    monkeypatch.setenv(native_module.VARIABLE, hooks)
     model, _optimizer, twin = pair()
     seen = []
     for net in (model, twin):
+        loss = loss_of(net) if late else None
         net.up.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
-        loss_of(net).backward()
+        (loss_of(net) if loss is None else loss).backward()
     torch.testing.assert_close(seen[0], seen[1])
     assert_same_gradients(model, twin)
 
