@@ -95,6 +95,6 @@ def _check_covers(parallel: DistributedDataParallel, slots: list[Slot]) -> None:
     for slot in slots:
         if id(slot.param) not in held:
             raise ValueError(
-                f"data_parallel is a DistributedDataParallel without parameter {slot.name!r}, whose gradient would "
-                "stay this rank's; allowed: one that holds all parameters, or a process group"
+                f"data_parallel is a DistributedDataParallel without parameter {slot.name!r}, whose gradient "
+                "would stay this rank's; allowed: one that holds all parameters, or a process group"
             )

@@ -1,7 +1,7 @@
 """A DistributedDataParallel whose reducer stays unarmed: the wrapper reduces its gradients.
 
-What DDP does at its forward stays: the broadcast of buffers, and of parameters at its construction. An unarmed
-reducer ignores its hooks (torch/nn/parallel/distributed.py, `require_backward_grad_sync`).
+What DDP does at its forward stays: the broadcast of buffers, and of parameters at its construction. An
+unarmed reducer ignores its hooks (torch/nn/parallel/distributed.py, `require_backward_grad_sync`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+#: What keeps the reducer quiet: its forward does not ready it, and no node of a static graph queues its own
+#: reduction (an attribute that only a static graph has).
+_UNARMED = {"require_backward_grad_sync": False, "_static_graph_delay_allreduce_enqueued": True}
+
 
 def check(parallel: DistributedDataParallel) -> None:
     """Raise ValueError where this DistributedDataParallel reduces in a way that the wrapper would not."""
@@ -26,8 +30,9 @@ def check(parallel: DistributedDataParallel) -> None:
     ):
         if is_set:
             raise ValueError(
-                f"data_parallel is a DistributedDataParallel with {name}, which the wrapper would not honour; "
-                "allowed: one without (reduce_dtype= sets the dtype on the wire), or data_parallel=None"
+                f"data_parallel is a DistributedDataParallel with {name}, which the wrapper would not "
+                "honour; allowed: one without (reduce_dtype= sets the dtype on the wire), or "
+                "data_parallel=None"
             )
 
 
@@ -46,12 +51,8 @@ class UnarmedDDP:
         self.synchronises = True
         self._deferring = 0
         self._is_last = is_last
-        self._armed = parallel.require_backward_grad_sync
-        self._enqueued = parallel._static_graph_delay_allreduce_enqueued
-        parallel.require_backward_grad_sync = False
-        parallel._static_graph_delay_allreduce_enqueued = (
-            True  # else a node queues the reducer's own reduction
-        )
+        self._former = {name: parallel.__dict__.get(name) for name in _UNARMED}
+        parallel.__dict__.update(_UNARMED)
         own = weakref.ref(self)
 
         @contextlib.contextmanager
@@ -88,8 +89,11 @@ class UnarmedDDP:
         """Give the module back as it was."""
         self._handle.remove()
         self.parallel.__dict__.pop("no_sync", None)
-        self.parallel.require_backward_grad_sync = self._armed
-        self.parallel._static_graph_delay_allreduce_enqueued = self._enqueued
+        for name, value in self._former.items():
+            if value is None:
+                self.parallel.__dict__.pop(name, None)
+            else:
+                self.parallel.__dict__[name] = value
         self.parallel.require_forward_param_sync = True
 
 

@@ -27,8 +27,9 @@ def agree(slots: Sequence[Slot], group: dist.ProcessGroup) -> None:
             (f"{len(lists[0])} parameters", f"{len(other)}"),
         )
         raise ValueError(
-            f"data_parallel: rank {rank} has other parameters than rank 0: {_spelt(differing[1])} in place of "
-            f"{_spelt(differing[0])}; allowed: the same names, shapes and dtypes in the same order on all ranks"
+            f"data_parallel: rank {rank} has other parameters than rank 0: {_spelt(differing[1])} in place "
+            f"of {_spelt(differing[0])}; allowed: the same names, shapes and dtypes, in the same order, on "
+            "all ranks"
         )
     source = dist.get_global_rank(group, 0)
     with torch.no_grad():

@@ -1,7 +1,7 @@
 """Reduces a window's sums over the ranks, in buckets: pieces of memory that hold many accumulators.
 
-Every rank reduces the same buckets in the same order, whatever gradients it has: what it lacks is zeros, and a
-flag behind the accumulators says whether any rank had one. The last bucket carries the window's numbers as
+Every rank reduces the same buckets in the same order, whatever gradients it has: what it lacks is zeros, and
+a flag behind the accumulators says whether any rank had one. The last bucket carries the window's numbers as
 well (`Part`), so that a window costs one collective per bucket and no other.
 """
 
@@ -116,7 +116,7 @@ class Bucket:
         """What was added up is in the memory; on a GPU the current stream waits, and the host does not."""
         self._work.wait()
         if self._wire is not self.memory:
-            self.memory.copy_(self._wire)
+            self.memory.copy_(self._wire)  # type: ignore[arg-type]
         self._wire = self._work = None
 
 
@@ -174,9 +174,9 @@ class Reducer:
         dtype = self._dtype or slot.accumulate_dtype
         if slot.needs_eager or self.world_size > numbers.MOST_RANKS.get(dtype, 0):
             raise ValueError(
-                f"data_parallel cannot reduce the gradients of parameter {slot.name!r}, of {slot.param.dtype}, as "
-                f"{dtype} over {self.world_size} ranks; allowed: dense real parameters, and on the wire bfloat16 "
-                "for at most 256 ranks, float16 for 2048, or float32"
+                f"data_parallel cannot reduce the gradients of parameter {slot.name!r}, of "
+                f"{slot.param.dtype}, as {dtype} over {self.world_size} ranks; allowed: dense real parameters, and on the wire "
+                "bfloat16 for at most 256 ranks, float16 for 2048, or float32"
             )
 
     @staticmethod
@@ -223,8 +223,8 @@ class Reducer:
         for slot, accumulator in zip(bucket.slots, held, strict=True):
             if accumulator is not None and accumulator.layout is not torch.strided:
                 raise RuntimeError(
-                    f"the gradient of parameter {slot.name!r} is sparse, which data_parallel does not reduce; "
-                    "allowed: dense gradients (nn.Embedding(sparse=False))"
+                    f"the gradient of parameter {slot.name!r} is sparse, which data_parallel does not "
+                    "reduce; allowed: dense gradients (nn.Embedding(sparse=False))"
                 )
         strangers = any(a is not None and a is not s.buffer for s, a in zip(bucket.slots, held, strict=True))
         if strangers or any(slot.segment is not bucket.segment for slot in bucket.slots):
@@ -251,7 +251,7 @@ class Reducer:
             if accumulator is view:
                 written.append(view)
             elif grads.visible:
-                accumulator.copy_(view)  # the user has put it into p.grad, and looks at it there
+                accumulator.copy_(view)  # type: ignore[union-attr]  # the user has put it into p.grad, and looks at it there
             else:
                 grads.put(slot, view)
         if grads.exposed:
@@ -277,10 +277,11 @@ class Reducer:
             mine = numbers.encode(self._number, bad.device) * self.world_size
             if not torch.equal(digits[2], mine.to(torch.float64)):
                 raise RuntimeError(
-                    "the ranks are not at the same reduction: they have run different numbers of windows, or of "
-                    "backwards in a window's last micro-batch. Their sums are mixed up: restart from a checkpoint"
+                    "the ranks are not at the same reduction: they have run different numbers of windows, or "
+                    "of backwards in a window's last micro-batch. Their sums are mixed up: restart from a "
+                    "checkpoint"
                 )
-            count, weight = (numbers.decode(each).item() for each in digits[:2])
-            return Totals(count, weight, flushing.item(), None)
-        count, weight = (numbers.decode(each).float() for each in digits[:2])
-        return Totals(count, weight, flushing[0], bad[0] > 0)
+            sums = [numbers.decode(each).item() for each in digits[:2]]
+            return Totals(sums[0], sums[1], flushing.item(), None)
+        on_device = [numbers.decode(each).float() for each in digits[:2]]
+        return Totals(on_device[0], on_device[1], flushing[0], bad[0] > 0)

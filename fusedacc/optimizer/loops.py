@@ -207,10 +207,12 @@ class CountedLoop(Loop):
 
     def _flush_ranks(self, scaling: Scaling, arguments: Mapping[str, Any]) -> None:
         """Take part in the windows of ranks that have more of them, until every rank flushes."""
-        accumulation, window = self._accumulation, self._window
+        accumulation = self._accumulation
         accumulation.flushing = True
         try:
             while True:
+                if self._window.empty:
+                    self._accumulators.grads.make_private()  # what was spent is no part of this one
                 self._close_window(copy.copy(scaling), arguments, partial=True)
                 if accumulation.all_flush:
                     return

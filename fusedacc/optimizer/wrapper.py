@@ -62,10 +62,10 @@ class AccumulatingOptimizer(Delegate, Progress):
         private_gradients: counted loop: `p.grad` stays None until `step()`, so that nobody can write to the
             final gradient, and the window's last additions leave its norm: clipping then reads nothing (4
             bytes a parameter less). Clip by `max_grad_norm` only: `clip_grad_norm_` would find no gradient.
-        data_parallel: the DistributedDataParallel of the model, or a process group
-            (`torch.distributed.group.WORLD`): sums are reduced over its ranks once a window, inside the backward of
-            its last micro-batch. "sum" is the mean over ranks of their sums; the other reductions are over the
-            micro-batches of all ranks. With a process group every rank gets the parameters of its first.
+        data_parallel: the DistributedDataParallel of the model, or a process group: sums are reduced over its
+            ranks once a window, inside the backward of its last micro-batch. "sum" is the mean over ranks of
+            their sums; the other reductions are over the micro-batches of all ranks. With a process group
+            every rank gets the parameters of its first.
         reduce_dtype: dtype on the wire; None: that of the sums. bfloat16 halves the bytes of float32.
 
     Raises:
