@@ -31,7 +31,7 @@ os.environ["FUSEDACC_TUNE"] = "0"
 
 if not torch.cuda.is_available():
     # Before anything imports Triton: its kernels then run on CPU tensors, interpreted.
-    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def cpu_backends() -> list[str]:
