@@ -175,8 +175,8 @@ class Reducer:
         if slot.needs_eager or self.world_size > numbers.MOST_RANKS.get(dtype, 0):
             raise ValueError(
                 f"data_parallel cannot reduce the gradients of parameter {slot.name!r}, of "
-                f"{slot.param.dtype}, as {dtype} over {self.world_size} ranks; allowed: dense real parameters, and on the wire "
-                "bfloat16 for at most 256 ranks, float16 for 2048, or float32"
+                f"{slot.param.dtype}, as {dtype} over {self.world_size} ranks; allowed: dense real parameters, "
+                "and on the wire bfloat16 for at most 256 ranks, float16 for 2048, or float32"
             )
 
     @staticmethod

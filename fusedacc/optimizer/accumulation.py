@@ -283,7 +283,7 @@ class Accumulation:
         if self.parallel is not None and window.totals is None and not self._reduces_each:
             self._reduce()
         target = window.target(False, partial)
-        if target is None:
+        if target is None or (self.parallel is not None and window.nothing_came):
             return None
         with torch.no_grad():
             self._apply_scales()

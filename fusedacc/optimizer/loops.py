@@ -225,7 +225,7 @@ class CountedLoop(Loop):
         If it raises, the window stays as it is: `step()` or `flush()` tries again, `zero_grad()` gives up.
         """
         ratio = self._accumulation.conclude(partial)
-        if self._window.nothing_came:
+        if ratio is None and self._window.nothing_came:
             self._window.restart()
             return
         _, skipped = self._update.step(ratio, scaling, arguments)

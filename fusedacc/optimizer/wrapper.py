@@ -17,7 +17,7 @@ from ..autograd.capture import Capture
 from ..distributed import DataParallel
 from ..kernels import registry, tuning
 from ..nn import name_slots
-from . import checkpoint, pickling, torch_kernels
+from . import checkpoint, torch_kernels
 from .accumulation import Accumulation
 from .delegating import Delegate
 from .explain import explain
@@ -27,11 +27,12 @@ from .master_weights import MasterWeights
 from .micro_batch import MicroBatch
 from .parameters import ParameterSet
 from .progress import Progress
+from .saving import Saving
 from .update import Update, check_settings
 from .window import Schedule, Window
 
 
-class AccumulatingOptimizer(Delegate, Progress):
+class AccumulatingOptimizer(Saving, Delegate, Progress):
     """Any torch optimizer, with gradients accumulated over micro-batches in fused passes.
 
     In a **counted loop** (`gradient_accumulation_steps=k`) the training loop looks as if there were no
@@ -358,77 +359,3 @@ class AccumulatingOptimizer(Delegate, Progress):
         if self._masters is not None:
             update += "; on float32 masters, which one pass then rounds into the parameters"
         return explain(self._slots, self._window, self._accumulators, update)
-
-    # Checkpoints
-
-    @_disable_dynamo
-    def state_dict(self, include_partial: bool = True) -> dict[str, Any]:
-        """The inner optimizer's state, and with `include_partial` a part-filled window's sums and counters.
-
-        Without a part-filled window the result loads into the bare inner optimizer too.
-
-        Raises:
-            RuntimeError: the window's sums are neither old nor new after an exception (see `discard`), a
-                parameter's shape has changed in mid-window, or gradients that `accumulate(model)` has left
-                unsynchronised.
-        """
-        self._capture.drop_failed_backwards()
-        self._window.check_untainted()
-        if include_partial:
-            self._window.check_synchronised("state_dict(include_partial=True) would save one rank's part")
-        self._follow()
-        self._count_skipped()
-        parts = self._window, self._accumulators, self._masters
-        return checkpoint.save(self.optimizer, *parts, include_partial)
-
-    @_disable_dynamo
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, from here or from the bare inner optimizer.
-
-        Raises:
-            ValueError, TypeError: the checkpoint does not fit; everything is left as it was, but for tensors
-                that an inner optimizer with a `load_state_dict` of its own has written in place by then.
-                What its state must be like only that one knows: what it takes is not looked at.
-        """
-        self._capture.drop_failed_backwards()
-        self._follow()
-        self._count_skipped()
-        try:
-            checkpoint.load(self.optimizer, self._window, self._accumulators, self._masters, state_dict)
-        finally:
-            self._parameter_set.forget_choices()
-            self._capture.registry.reregister(self._slots if self._masters is not None else ())
-            self._capture.registry.refresh()
-
-    def __getstate__(self) -> dict[str, Any]:
-        self._capture.drop_failed_backwards()
-        self._follow()
-        self._count_skipped()
-        own = {name: value for name, value in self.__dict__.items() if name not in _REBUILT}
-        return own | pickling.carried(self._window, self._accumulators, self._masters)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        own = dict(state)
-        kept = {name: own.pop(name, None) for name in pickling.NAMES}  # an older pickle lacks some
-        window = Window(kept["schedule"], kept["reduction"], bool(kept["private"]))
-        settings = own.pop("_accumulate_dtype"), kept["backend"], own.pop("_finishing")
-        self._build(own.pop("optimizer"), window, *settings, kept["masters"] is not None, lenient=True)
-        self.__dict__.update(own)
-        pickling.restore(kept, window, self._accumulators, self._masters)
-
-
-#: What unpickling makes anew. A scheduler's patch of step() belongs to the scheduler's own optimizer.
-_REBUILT = (
-    "_window",
-    "_parameter_set",
-    "_slots",
-    "_accumulators",
-    "_inner_update",
-    "_masters",
-    "_accumulation",
-    "_capture",
-    "_loop",
-    "_loss_scale",
-    "_closed",
-    "step",
-)

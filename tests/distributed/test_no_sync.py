@@ -185,7 +185,7 @@ ALLOWED = textwrap.dedent(
     assert_equals_stock(model, 2, range(2))
     optimizer.close()
 
-    # A static graph is learnt from the first backward, which accumulate() lets synchronise.
+    # A static graph has nothing to learn where its reducer stays unarmed.
     for steps in (1, 3):
         model = network()
         parallel = DistributedDataParallel(model, static_graph=True)
@@ -196,7 +196,7 @@ ALLOWED = textwrap.dedent(
                 synchronised.append(parallel.require_backward_grad_sync)
                 loss_of(parallel, index).backward()
             optimizer.step(), optimizer.zero_grad()
-        assert synchronised == [not index or (index + 1) % steps == 0 for index in range(3 * steps)]
+        assert not any(synchronised), "the wrapper reduces"
         assert optimizer.num_updates == 3
         assert_equals_stock(model, steps, range(3 * steps))
         optimizer.close()

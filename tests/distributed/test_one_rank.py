@@ -87,9 +87,25 @@ def test_an_ignored_backward_leaves_the_micro_batch_alone(micro):
     assert_gradients(model, wanted)
 
 
+class Deferring:
+    """Has `no_sync()`, and is no DistributedDataParallel that the wrapper could take over."""
+
+    def __init__(self, parallel):
+        self.parallel = parallel
+
+    def __call__(self, *inputs):
+        return self.parallel(*inputs)
+
+    def parameters(self):
+        return self.parallel.parameters()
+
+    def no_sync(self):
+        return self.parallel.no_sync()
+
+
 def test_an_ignored_backward_is_refused_where_gradients_wait():
     model = network()
-    parallel = DistributedDataParallel(model)
+    parallel = Deferring(DistributedDataParallel(model))
     optimizer = wrap(model, 2)
     wanted = expected(model, (0, 1), 0.5)
     for seed in (0, 1):
@@ -105,7 +121,7 @@ def test_an_ignored_backward_is_refused_where_gradients_wait():
 
 def test_an_unsynchronised_window_is_neither_saved_nor_flushed():
     model = network()
-    parallel = DistributedDataParallel(model)
+    parallel = Deferring(DistributedDataParallel(model))
     optimizer = wrap(model, 3)
     wanted = expected(model, range(3), 1 / 3)
     with optimizer.accumulate(model=parallel):

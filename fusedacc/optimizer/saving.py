@@ -1,0 +1,102 @@
+"""The wrapper's checkpoints and pickles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch._compile import _disable_dynamo
+from torch.optim import Optimizer
+
+from ..accumulators import Accumulators
+from ..autograd.capture import Capture
+from . import checkpoint, pickling
+from .master_weights import MasterWeights
+from .parameters import ParameterSet
+from .window import Window
+
+
+class Saving:
+    """What users save, load, copy and pickle of the wrapper."""
+
+    optimizer: Optimizer
+    _window: Window
+    _accumulators: Accumulators
+    _capture: Capture
+    _masters: MasterWeights | None
+    _parameter_set: ParameterSet
+    _slots: list
+    _follow: Any
+    _count_skipped: Any
+    _build: Any
+
+    @_disable_dynamo
+    def state_dict(self, include_partial: bool = True) -> dict[str, Any]:
+        """The inner optimizer's state, and with `include_partial` a part-filled window's sums and counters.
+
+        Without a part-filled window the result loads into the bare inner optimizer too.
+
+        Raises:
+            RuntimeError: the window's sums are neither old nor new after an exception (see `discard`), a
+                parameter's shape has changed in mid-window, or gradients that `accumulate(model)` has left
+                unsynchronised.
+        """
+        self._capture.drop_failed_backwards()
+        self._window.check_untainted()
+        if include_partial:
+            self._window.check_synchronised("state_dict(include_partial=True) would save one rank's part")
+        self._follow()
+        self._count_skipped()
+        parts = self._window, self._accumulators, self._masters
+        return checkpoint.save(self.optimizer, *parts, include_partial)
+
+    @_disable_dynamo
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned, from here or from the bare inner optimizer.
+
+        Raises:
+            ValueError, TypeError: the checkpoint does not fit; everything is left as it was, but for tensors
+                that an inner optimizer with a `load_state_dict` of its own has written in place by then.
+                What its state must be like only that one knows: what it takes is not looked at.
+        """
+        self._capture.drop_failed_backwards()
+        self._follow()
+        self._count_skipped()
+        try:
+            checkpoint.load(self.optimizer, self._window, self._accumulators, self._masters, state_dict)
+        finally:
+            self._parameter_set.forget_choices()
+            self._capture.registry.reregister(self._slots if self._masters is not None else ())
+            self._capture.registry.refresh()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._capture.drop_failed_backwards()
+        self._follow()
+        self._count_skipped()
+        own = {name: value for name, value in self.__dict__.items() if name not in _REBUILT}
+        return own | pickling.carried(self._window, self._accumulators, self._masters)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        own = dict(state)
+        kept = {name: own.pop(name, None) for name in pickling.NAMES}  # an older pickle lacks some
+        window = Window(kept["schedule"], kept["reduction"], bool(kept["private"]))
+        settings = own.pop("_accumulate_dtype"), kept["backend"], own.pop("_finishing")
+        self._build(own.pop("optimizer"), window, *settings, kept["masters"] is not None, lenient=True)
+        self.__dict__.update(own)
+        pickling.restore(kept, window, self._accumulators, self._masters)
+
+
+#: What unpickling makes anew. A scheduler's patch of step() belongs to the scheduler's own optimizer.
+_REBUILT = (
+    "_window",
+    "_parameter_set",
+    "_slots",
+    "_accumulators",
+    "_inner_update",
+    "_masters",
+    "_accumulation",
+    "_capture",
+    "_loop",
+    "_loss_scale",
+    "_closed",
+    "step",
+)
