@@ -36,7 +36,7 @@ class Policy(Protocol):
     @property
     def num_updates(self) -> int: ...
 
-    def begin_backward(self, refresh: Callable[[], None]) -> GraphTask: ...
+    def begin_backward(self, refresh: Callable[[], None], outermost: bool) -> GraphTask: ...
 
     def scale_of(self, task: GraphTask) -> float | Tensor: ...
 
@@ -175,7 +175,9 @@ class Capture:
             return GraphTask(captures=False)
         self.registry.check_graph()
         self.hooks.stop_adding()  # another task's hooks must not add to accumulators that change here
-        task = self._policy.begin_backward(self.registry.refresh)
+        if self.tasks:
+            self.drop_failed_backwards()
+        task = self._policy.begin_backward(self.registry.refresh, not self.tasks)
         self.tasks[identity] = task
         self._call_back(identity, task)
         if task.captures:
@@ -252,6 +254,17 @@ class Capture:
             for bucket in list(task.buckets.values()) if task is not inner else ():
                 if not set(slots).isdisjoint(bucket.slots()):
                     self._add_bucket(task, bucket)
+
+    def add_pending(self, slots: Sequence[Slot]) -> None:
+        """Add what waits for these slots in any backward; nobody adds to them without Python any more."""
+        wanted = set(slots)
+        for task in list(self.tasks.values()):
+            for bucket in list(task.buckets.values()):
+                if not wanted.isdisjoint(bucket.slots()):
+                    self._add_bucket(task, bucket)
+        for slot in slots:
+            if slot.native is not None:
+                self.hooks.release_to_python(slot)
 
     def _drop(self, identity: int, failed: bool) -> None:
         """Forget a graph task and whatever it still holds, if another thread has not."""

@@ -73,6 +73,9 @@ class HookRegistry:
         self._makers: dict[int, Callable[[Slot], Hook]] = {}
         #: Whether a CUDA graph was being captured when the nodes were made.
         self._made_in_graph = False
+        #: Told of each node that has run, whatever it was handed; None: nobody asks.
+        self.on_delivery: Callable[[Slot], None] | None = None
+        self._counters: dict[Slot, RemovableHandle] = {}
         self.closed = False
         self.claim(slots)
         self.refresh()
@@ -196,6 +199,9 @@ class HookRegistry:
         if slot not in self.nodes or self.nodes[slot][0] is not node:
             self._disarm(slot)
             self.nodes[slot] = node, node.register_prehook(self._make_hook(slot))
+            if self.on_delivery is not None:
+                counter = functools.partial(_delivered, weakref.ref(self), slot)
+                self._counters[slot] = node.register_hook(counter)
             self._hooks.attach(slot, node)
         self._watch(slot)
 
@@ -221,8 +227,18 @@ class HookRegistry:
             self._memory[slot] = known = _Memory(memory, self._moved)
             known.slot = slot
 
+    def count_deliveries(self, on_delivery: Callable[[Slot], None] | None) -> None:
+        """Tell `on_delivery` of each node that has run from now on."""
+        self.on_delivery = on_delivery
+        for slot in list(self.nodes):
+            self._disarm(slot)
+        self.reregister(self.slots)
+
     def _disarm(self, slot: Slot) -> None:
         self._memory.pop(slot, None)
+        counter = self._counters.pop(slot, None)
+        if counter is not None:
+            counter.remove()
         _, handle = self.nodes.pop(slot, (None, None))
         if handle is not None:
             handle.remove()
@@ -239,6 +255,13 @@ class _Memory(weakref.ref):
 
     __slots__ = ("slot",)
     slot: Slot
+
+
+def _delivered(registry: weakref.ref[HookRegistry], slot: Slot, *gradients: Any) -> None:
+    """The slot's node has run."""
+    owner = registry()
+    if owner is not None and owner.on_delivery is not None:
+        owner.on_delivery(slot)
 
 
 def _moved(registry: weakref.ref[HookRegistry], memory: _Memory) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..accumulators import Accumulators, Slot
 from . import ddp
 from .ddp import UnarmedDDP
+from .deliveries import Deliveries
 from .process_group import agree
 from .reducer import Part, Reducer, Totals
 
@@ -27,6 +29,7 @@ class DataParallel:
         accumulators: of these.
         is_last: whether a forward now is one of the window's last micro-batch; None in a manual loop.
         dtype: on the wire; None: that of the accumulators.
+        finish: adds what is pending for these slots.
 
     Raises:
         TypeError: `given` or `dtype` is no such thing.
@@ -41,6 +44,7 @@ class DataParallel:
         accumulators: Accumulators,
         is_last: Callable[[], bool] | None,
         dtype: torch.dtype | None,
+        finish: Callable[[list[Slot]], None],
     ) -> None:
         self.link: UnarmedDDP | None = None
         if isinstance(given, DistributedDataParallel):
@@ -61,6 +65,7 @@ class DataParallel:
         if not isinstance(given, DistributedDataParallel):
             agree(slots, group)
         self.reducer = Reducer(slots, accumulators, group, dtype)
+        self.deliveries = Deliveries(finish)
         if isinstance(given, DistributedDataParallel):
             self.link = UnarmedDDP(given, is_last)
 
@@ -77,9 +82,26 @@ class DataParallel:
         """Whether this is the DistributedDataParallel whose gradients are reduced here."""
         return self.link is not None and self.link.parallel is model
 
+    def overlap(self, part: Part, divisor: int) -> None:
+        """A backward begins after which `reduce` will be called: send what is final before its end.
+
+        Nothing is sent early where the graph may change from one micro-batch to the next.
+        """
+        changing = self.link is not None and self.link.may_change
+        if self.deliveries.steady and not changing:
+            self.reducer.follow()
+            buckets = self.reducer.buckets()
+            self.deliveries.arm(buckets, functools.partial(self.reducer.launch_next, part, divisor))
+
     def reduce(self, part: Part, divisor: int = 1) -> Totals:
         """As `Reducer.reduce`."""
+        self.deliveries.disarm()
         return self.reducer.reduce(part, divisor)
+
+    def abandon(self) -> None:
+        """The window is thrown away, and what of it is on its way."""
+        self.deliveries.disarm()
+        self.reducer.abandon()
 
     def close(self) -> None:
         """Give the DistributedDataParallel back as it was."""

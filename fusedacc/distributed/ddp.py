@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 #: What keeps the reducer quiet: its forward does not ready it, and no node of a static graph queues its own
@@ -63,10 +62,10 @@ class UnarmedDDP:
         parallel.no_sync = no_sync  # type: ignore[method-assign]
         self._handle = parallel.register_forward_hook(_noting(own))
 
-    def parameters(self) -> Iterable[Tensor]:
-        """What it reduces, had it been armed."""
-        ignored = self.parallel.parameters_to_ignore
-        return (p for name, p in self.parallel.module.named_parameters() if name not in ignored)
+    @property
+    def may_change(self) -> bool:
+        """Whether the user has said that a forward may use other parameters than the last."""
+        return self.parallel.find_unused_parameters and not self.parallel.static_graph
 
     def note_forward(self) -> None:
         """A forward has run: whether it synchronises, and the buffers before the next."""

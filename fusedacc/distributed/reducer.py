@@ -145,6 +145,8 @@ class Reducer:
         self._buckets: list[Bucket] = []
         self._members: list[Slot] = []
         self._number = 0
+        #: Of each bucket that is on its way, the indices of the slots that lack an accumulator.
+        self._absent: list[set[int]] = []
         self.follow()
 
     def follow(self) -> None:
@@ -175,8 +177,8 @@ class Reducer:
         if slot.needs_eager or self.world_size > numbers.MOST_RANKS.get(dtype, 0):
             raise ValueError(
                 f"data_parallel cannot reduce the gradients of parameter {slot.name!r}, of "
-                f"{slot.param.dtype}, as {dtype} over {self.world_size} ranks; allowed: dense real parameters, "
-                "and on the wire bfloat16 for at most 256 ranks, float16 for 2048, or float32"
+                f"{slot.param.dtype}, as {dtype} over {self.world_size} ranks; allowed: dense real "
+                "parameters, and on the wire bfloat16 for at most 256 ranks, float16 for 2048, or float32"
             )
 
     @staticmethod
@@ -198,21 +200,39 @@ class Reducer:
         Raises:
             RuntimeError: a gradient is sparse; the ranks are not at the same reduction; or a rank has failed.
         """
-        self.follow()
-        absent = {}
-        for bucket in self._buckets:
-            absent[bucket] = self._gather(bucket)
-            if divisor != 1:
-                bucket.memory.mul_(1.0 / divisor)
-            bucket.flag(absent[bucket])
-            if bucket is self._buckets[-1]:
-                self._send(part, bucket.numbers)
-            bucket.launch(self.group, self._dtype)
+        if not self._absent:
+            self.follow()
+        while len(self._absent) < len(self._buckets):
+            self.launch_next(part, divisor)
+        absent, self._absent = self._absent, []
         for bucket in self._buckets:
             bucket.land()
-        for bucket in self._buckets:
-            self._scatter(bucket, absent[bucket])
+        for bucket, lacking in zip(self._buckets, absent, strict=True):
+            self._scatter(bucket, lacking)
         return self._received()
+
+    def launch_next(self, part: Part, divisor: int) -> None:
+        """Send the first bucket that is not on its way; arguments as `reduce`, which is to follow."""
+        bucket = self._buckets[len(self._absent)]
+        absent = self._gather(bucket)
+        if divisor != 1:
+            bucket.memory.mul_(1.0 / divisor)
+        bucket.flag(absent)
+        if bucket is self._buckets[-1]:
+            self._send(part, bucket.numbers)
+        bucket.launch(self.group, self._dtype)
+        self._absent.append(absent)
+
+    def buckets(self) -> list[list[Slot]]:
+        """Whose accumulators go together, in the order of their going."""
+        return [bucket.slots for bucket in self._buckets]
+
+    def abandon(self) -> None:
+        """Give up what is on its way; whoever waits for this rank will not be answered."""
+        if self._absent:
+            self._absent = []
+            for bucket in self._buckets:
+                bucket.renew()
 
     def _gather(self, bucket: Bucket) -> set[int]:
         """Bring the accumulators into the bucket's memory; the indices of those that there are not."""

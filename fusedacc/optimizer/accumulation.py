@@ -63,8 +63,8 @@ class Accumulation:
         """Updates of the inner optimizer so far."""
         return self.window.num_updates
 
-    def begin_backward(self, refresh: Refresh) -> GraphTask:
-        """What is done with all the gradients of a backward that begins.
+    def begin_backward(self, refresh: Refresh, outermost: bool) -> GraphTask:
+        """What is done with all the gradients of a backward that begins. `outermost`: no other is running.
 
         Raises:
             RuntimeError: the micro-batch needs a weight and has none, or a CUDA graph would hold a part of a
@@ -79,6 +79,8 @@ class Accumulation:
             )
         self._began_in_graph = inside
         task = self._begin_ignored(refresh) if self.ignoring else self._begin_counted()
+        if self.parallel is not None and outermost and not self.ignoring:
+            self._overlap(self.parallel)
         norms = self.accumulators.norms
         # Where p.grad shows the final gradient, users may write to it in ways that leave no trace.
         wanted = window.private and window.will_update and not task.ignored
@@ -184,6 +186,35 @@ class Accumulation:
         """
         return not self.window.counted and self.window.reduction == "sum"
 
+    def _overlap(self, parallel: DataParallel) -> None:
+        """A backward begins: have sent what becomes final in it, if it is the window's last."""
+        window, micro = self.window, self.window.micro
+        if not (window.counted and micro.num_backwards):
+            parallel.deliveries.begin_micro_batch()
+        if not window.counted:
+            if self._reduces_each and parallel.synchronises:
+                parallel.overlap(Part(0), parallel.world_size)
+        elif (
+            window.will_update
+            and window.totals is None
+            and micro.num_backwards + 1 >= window.usual_backwards
+            and not (window.weighs and micro.weight is None)
+        ):
+            parallel.overlap(self._part(ending=True), 1)
+
+    def count_delivery(self, slot: Slot) -> None:
+        """A parameter's node has run."""
+        if self.parallel is not None and not self.ignoring:
+            self.parallel.deliveries.count(slot)
+
+    def _part(self, ending: bool) -> Part:
+        """What this rank adds to the window's numbers. `ending`: the micro-batch at hand counts."""
+        window = self.window
+        weight = window.weight_total
+        if ending and window.weighs:
+            weight = weight + window.micro.weight  # type: ignore[operator]
+        return Part(window.micro_step + ending, weight, self.flushing, window.bad_weights)
+
     def _reduce_last(self) -> bool:
         """After a backward of a counted window's last micro-batch: reduce, if it is the last backward.
 
@@ -202,10 +233,7 @@ class Accumulation:
         """Replace the sums by those of all ranks. `ending`: the micro-batch at hand counts."""
         window, parallel = self.window, self.parallel
         assert parallel is not None
-        weight = window.weight_total
-        if ending and window.weighs:
-            weight = weight + window.micro.weight  # type: ignore[operator]
-        part = Part(window.micro_step + ending, weight, self.flushing, window.bad_weights)
+        part = self._part(ending)
         with window.tainted_by("an exception has interrupted the reduction over the ranks"), torch.no_grad():
             totals = parallel.reduce(part, parallel.world_size if self._reduces_each else 1)
         if not self._reduces_each:

@@ -135,10 +135,10 @@ class AccumulatingOptimizer(Saving, Delegate, Progress):
             def is_last() -> bool:
                 return window.will_update
 
-        self._accumulation.join(
-            DataParallel(data_parallel, self._slots, self._accumulators, is_last, self._reduce_dtype)
-        )
-        self._capture.registry.reregister(self._slots)
+        capture, accumulation = self._capture, self._accumulation
+        parts = self._slots, self._accumulators, is_last, self._reduce_dtype, capture.add_pending
+        accumulation.join(DataParallel(data_parallel, *parts))
+        capture.registry.count_deliveries(accumulation.count_delivery)
 
     def _build(
         self,
@@ -296,6 +296,8 @@ class AccumulatingOptimizer(Saving, Delegate, Progress):
     def discard(self) -> None:
         """Throw the window away: its sums, its count, and what is in `p.grad`."""
         self._capture.forget()
+        if self._accumulation.parallel is not None:
+            self._accumulation.parallel.abandon()
         self._parameter_set.follow(self._capture, self._masters)
         self._accumulators.clear()
         self._window.reset()
