@@ -8,6 +8,7 @@ rank, and sums over some of each are no rank's: the parameters would drift apart
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -36,6 +37,7 @@ class Reducers:
         self._slots = slots
         self._found: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self._backwards = 0
+        self._warned = False
 
     def watch(self) -> Watch:
         """What to hand to `check` when the backward that begins here has ended."""
@@ -56,6 +58,15 @@ class Reducers:
                 and not held.isdisjoint(map(id, candidate.parameters()))
             ):
                 self._found.add(candidate)
+        if self._found and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "a DistributedDataParallel reduces the gradients of these parameters by itself, in every "
+                "micro-batch that no_sync() does not leave out, and the wrapper gains nothing. Make it with "
+                "data_parallel=ddp, or put `with optimizer.accumulate(ddp):` around each micro-batch: then "
+                "sums are reduced once per update, in their own dtype",
+                stacklevel=2,
+            )
 
     def check(self, watch: Watch, stored: Iterable[Slot]) -> None:
         """Raise RuntimeError where a backward under `no_sync()` has left gradients of one rank in p.grad.
