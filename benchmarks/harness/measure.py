@@ -110,9 +110,7 @@ def rows_of(case: Case, variants: Sequence[Variant], times: Mapping[str, Sequenc
     return rows
 
 
-def _against(
-    figure: Row, goal: Goal, times: Mapping[str, Sequence[float]], moved: dict[str, int]
-) -> Row:
+def _against(figure: Row, goal: Goal, times: Mapping[str, Sequence[float]], moved: dict[str, int]) -> Row:
     pairs = zip(times[goal.against], times[figure.provider], strict=True)
     speedup = statistics.median(base / own for base, own in pairs)
     if goal.by_bandwidth:

@@ -108,7 +108,8 @@ def on_all_ranks(measure: Callable[..., Any], *arguments: Any) -> Any:
         ):
             meeting = Path(folder, "meeting")
             ranks = [pool.submit(run_rank, rank, meeting, measure, *arguments) for rank in range(RANKS)]
-            return [rank.result() for rank in ranks][0]
+            first, *_ = [rank.result() for rank in ranks]  # all, or the error of any
+            return first
     finally:
         for name, value in before.items():
             if value is None:

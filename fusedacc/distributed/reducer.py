@@ -284,10 +284,10 @@ class Reducer:
         """Write the window's numbers behind the gradients."""
         self._number += 1
         device = numbers_.device
-        sent = [numbers.encode(value, device) for value in (part.micro_batches, part.weight, self._number)]
+        sent = numbers.encode((part.micro_batches, part.weight, self._number), device)
         bad = torch.zeros((), dtype=torch.bool) if part.bad_weights is None else part.bad_weights
         flags = torch.stack([bad.to(device), torch.full((), part.flushing, device=device)])
-        numbers_.copy_(torch.cat([flags.to(torch.int64), *sent]))
+        numbers_.copy_(torch.cat([flags.to(torch.int64), sent]))
 
     def _received(self) -> Totals:
         """The sums over the ranks of what `_send` has written."""
@@ -297,7 +297,7 @@ class Reducer:
             self._buckets[-1].numbers.to(torch.float64).split([1, 1, *[numbers.DIGITS] * _NUMBERS])
         )
         if bad.device.type == "cpu":
-            mine = numbers.encode(self._number, bad.device) * self.world_size
+            mine = numbers.encode((self._number,), bad.device) * self.world_size
             if not torch.equal(digits[2], mine.to(torch.float64)):
                 raise RuntimeError(
                     "the ranks are not at the same reduction: they have run different numbers of windows, or "

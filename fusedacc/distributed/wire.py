@@ -10,6 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
+from .numbers import MOST_RANKS
+
 
 @dataclass(frozen=True)
 class Way:
@@ -17,21 +21,21 @@ class Way:
 
     Attributes:
         name: in the table.
-        itemsize: bytes of an element on the wire.
+        dtype: on the wire.
         each: whether every micro-batch reduces, and not the window's last alone.
     """
 
     name: str
-    itemsize: int
+    dtype: torch.dtype
     each: bool = False
 
 
 #: Of float32 parameters, or of float32 sums.
 WAYS = (
-    Way("stock DDP", 4, each=True),
-    Way("stock DDP, `no_sync()` before the last", 4),
-    Way("fusedacc", 4),
-    Way("fusedacc, `reduce_dtype=torch.bfloat16`", 2),
+    Way("stock DDP", torch.float32, each=True),
+    Way("stock DDP, `no_sync()` before the last", torch.float32),
+    Way("fusedacc", torch.float32),
+    Way("fusedacc, `reduce_dtype=torch.bfloat16`", torch.bfloat16),
 )
 
 #: What docs/distributed.md shows: 7 billion parameters, windows of 8, a link of 400 Gbit/s for each GPU.
@@ -40,7 +44,7 @@ SHOWN = {"parameters": 7_000_000_000, "micro_batches": 8, "bytes_per_second": 50
 
 def bytes_per_update(way: Way, parameters: int, ranks: int, micro_batches: int) -> float:
     """Bytes that each rank sends in a window of so many micro-batches."""
-    return 2 * (ranks - 1) / ranks * parameters * way.itemsize * (micro_batches if way.each else 1)
+    return 2 * (ranks - 1) / ranks * parameters * way.dtype.itemsize * (micro_batches if way.each else 1)
 
 
 def seconds_per_update(
@@ -61,6 +65,9 @@ def table(
     for ranks in counts:
         cells = [f"{ranks:,}"]
         for way in WAYS:
+            if ranks > MOST_RANKS[way.dtype]:
+                cells.append("refused")
+                continue
             sent = bytes_per_update(way, parameters, ranks, micro_batches)
             seconds = seconds_per_update(way, parameters, ranks, micro_batches, bytes_per_second)
             cells.append(f"{sent / 1e9:.2f} GB, {seconds * 1e3:,.0f} ms")
