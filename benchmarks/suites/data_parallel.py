@@ -141,9 +141,15 @@ def measure_rank(config: Config, rounds: int) -> tuple[dict[str, list[float]], d
     seconds = time_windows(config, rounds)
     gc.collect()
     short, text = dataclasses.replace(config, steps=2, micro_batch_size=1), load_text()
-    peaks = {}
+    peaks, alive = {}, []
+
+    def make(of: Config) -> Any:
+        alive.append(way.make(of, **way.options))  # whose end is not to be measured
+        return alive[-1]
+
     for way in WAYS[config.dtype]:
-        peaks[way.name] = peak_memory(lambda of, way=way: way.make(of, **way.options), short, text)
+        peaks[way.name] = peak_memory(make, short, text)
+        alive.clear()
         gc.collect()
     return seconds, peaks
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from .idle_reducer import bring_back, put_away
+
 #: What keeps the reducer quiet: its forward does not ready it, and no node of a static graph queues its own
 #: reduction (an attribute that only a static graph has).
 _UNARMED = {
@@ -54,6 +56,7 @@ class UnarmedDDP:
         self._deferring = 0
         self._former = {name: parallel.__dict__.get(name) for name in _UNARMED}
         parallel.__dict__.update(_UNARMED)
+        put_away(parallel)
         own = weakref.ref(self)
 
         @contextlib.contextmanager
@@ -110,6 +113,8 @@ class UnarmedDDP:
                 self.parallel.__dict__.pop(name, None)
             else:
                 self.parallel.__dict__[name] = value
+        if self._former:
+            bring_back(self.parallel)
         self._former = {}
 
     def __del__(self) -> None:

@@ -1,0 +1,79 @@
+"""A DistributedDataParallel's own reducer: gone, with its memory, as long as the wrapper reduces."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from loops import loss_of, network
+from ranks import on_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+
+import fusedacc
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def train(parallel: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for index in range(3):
+        loss_of(parallel, 10 * index + dist.get_rank()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def as_stock_once_closed(options: dict) -> None:
+    model, wanted = network(), network()
+    parallel = DistributedDataParallel(model, **options)
+    optimizer = fusedacc.AccumulatingOptimizer(sgd(model), 2, data_parallel=parallel)
+    train(parallel, optimizer)
+    optimizer.close()
+    wanted.load_state_dict(model.state_dict())
+    train(parallel, sgd(model))
+    train(DistributedDataParallel(wanted, **options), sgd(wanted))
+    assert all(map(torch.equal, model.parameters(), wanted.parameters()))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"static_graph": True}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}],
+)
+def test_it_reduces_again_once_the_wrapper_is_closed(options):
+    on_ranks(2, as_stock_once_closed, options)
+
+
+def bytes_of_model_and_wrapper() -> int:
+    """What stays allocated by the making of both."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        parallel = DistributedDataParallel(nn.Linear(1000, 1000), init_sync=False)
+        optimizer = fusedacc.AccumulatingOptimizer(sgd(parallel), 2, data_parallel=parallel)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    optimizer.close()
+    return sum(event["args"]["Bytes"] for event in events if event["name"] == "[memory]")
+
+
+def test_its_memory_is_free_for_the_sums():
+    for kept in on_ranks(2, bytes_of_model_and_wrapper):
+        assert 8_000_000 < kept < 8_100_000, "of parameters and sums, and no third of buckets"
+
+
+def asks_for_it() -> None:
+    parallel = DistributedDataParallel(network())
+    optimizer = fusedacc.AccumulatingOptimizer(sgd(parallel), 2, data_parallel=parallel)
+    with pytest.raises(AttributeError, match=r"_set_static_graph.*optimizer.close\(\)"):
+        parallel._set_static_graph()
+    optimizer.close()
+
+
+def test_who_asks_for_it_is_told_where_it_is():
+    on_ranks(2, asks_for_it)
