@@ -1,0 +1,67 @@
+"""Buckets: how they are cut, and that their memory stays from window to window."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedacc
+from fusedacc.distributed.reducer import FIRST_BYTES
+
+
+def addresses(steps: int | None, kind: str, dtype: torch.dtype) -> list[list[int]]:
+    """Where the buckets lie after each of four windows."""
+    model = nn.Sequential(nn.Linear(30, 40), nn.Linear(40, 20)).to(dtype)
+    called = DistributedDataParallel(model) if kind == "ddp" else model
+    given = {"model": model} if kind == "model=" else {}
+    optimizer = fusedacc.AccumulatingOptimizer(
+        torch.optim.AdamW(model.parameters(), lr=1e-3),
+        steps,
+        data_parallel=called if kind == "ddp" else dist.group.WORLD,
+        max_grad_norm=1e-3,
+        **given,
+    )
+    reducer = optimizer._accumulation.parallel.reducer
+    found = []
+    for _ in range(4):
+        for _ in range(2):
+            called(torch.ones(5, 30, dtype=dtype)).float().square().mean().backward()
+            if steps:
+                optimizer.step(), optimizer.zero_grad()
+        if not steps:
+            optimizer.step(), optimizer.zero_grad()
+        found.append([bucket.memory.data_ptr() for bucket in reducer._buckets])
+    optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["ddp", "group", "model="])
+@pytest.mark.parametrize("steps", [2, None], ids=["counted", "manual"])
+def test_memory_stays(steps, kind, dtype):
+    for found in on_ranks(2, addresses, steps, kind, dtype):
+        assert found[0] and found == found[:1] * 4
+
+
+def sizes() -> list[int]:
+    """Bytes of each bucket of a model whose last parameters are small."""
+    model = nn.Sequential(*(nn.Linear(400, 400) for _ in range(50)))
+    optimizer = fusedacc.AccumulatingOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), 2, data_parallel=dist.group.WORLD
+    )
+    found = [
+        sum(slot.nbytes for slot in slots) for slots in optimizer._accumulation.parallel.reducer.buckets()
+    ]
+    optimizer.close()
+    return found
+
+
+def test_the_first_is_small_and_none_is_tiny():
+    for first, *others in on_ranks(2, sizes):
+        assert FIRST_BYTES <= first < 2 * FIRST_BYTES
+        assert len(others) == 2
+        assert 25 * 2**20 <= others[0] < 27 * 2**20
