@@ -44,7 +44,8 @@ def addresses(steps: int | None, kind: str, dtype: torch.dtype) -> list[list[int
 @pytest.mark.parametrize("steps", [2, None], ids=["counted", "manual"])
 def test_memory_stays(steps, kind, dtype):
     for found in on_ranks(2, addresses, steps, kind, dtype):
-        assert found[0] and found == found[:1] * 4
+        assert found[0]
+        assert found == found[:1] * 4
 
 
 def sizes() -> list[int]:
