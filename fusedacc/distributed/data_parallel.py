@@ -83,10 +83,10 @@ class DataParallel:
     def overlap(self, part: Part, divisor: int) -> None:
         """A backward begins after which `reduce` will be called: send what is final before its end.
 
-        Nothing is sent early where the graph may change from one micro-batch to the next.
+        Nothing is sent early where parameters may be used now and then: only a DistributedDataParallel
+        without `find_unused_parameters` is promised that they are not.
         """
-        changing = self.link is not None and self.link.may_change
-        if self.deliveries.steady and not changing:
+        if self.deliveries.steady and self.link is not None and not self.link.may_change:
             self.reducer.follow()
             buckets = self.reducer.buckets()
             self.deliveries.arm(buckets, functools.partial(self.reducer.launch_next, part, divisor))

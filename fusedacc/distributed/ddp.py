@@ -79,8 +79,9 @@ class UnarmedDDP:
             return
         if self.parallel.require_backward_grad_sync:
             raise RuntimeError(
-                "require_backward_grad_sync of the DistributedDataParallel was set to True, but its gradients are "
-                "reduced by the optimizer, which has been given it: leave it False, or call optimizer.close()"
+                "require_backward_grad_sync of the DistributedDataParallel was set to True, but its "
+                "gradients are reduced by the optimizer, which has been given it: leave it False, or call "
+                "optimizer.close()"
             )
         self.synchronises = not self._deferring
 

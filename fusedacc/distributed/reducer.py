@@ -33,12 +33,14 @@ class Part:
         weight: their weights' sum.
         flushing: whether this rank has no more of them before all ranks have flushed.
         bad_weights: where weights are on a device: 0-dim bool, whether one was negative or nan.
+        reopened: whether the sums were reduced before, and more has come.
     """
 
     micro_batches: int
     weight: float | Tensor = 0.0
     flushing: bool = False
     bad_weights: Tensor | None = None
+    reopened: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,9 @@ class Totals:
     bad_weights: Tensor | None
 
 
-#: Numbers behind the last bucket's flags: micro-batches, weight, this reduction's number.
-_NUMBERS = 3
+#: Behind the last bucket's accumulators: whether weights are bad, the rank flushes, and sums were reopened;
+#: the micro-batches, the weight, and this reduction's number.
+_FLAGS, _NUMBERS = 3, 3
 
 
 class Bucket:
@@ -67,7 +70,7 @@ class Bucket:
         self.slots = list(slots)
         self.lane = slots[0].lane
         self.shapes = [(slot.shape, slot.strides) for slot in slots]
-        self._tail = len(slots) + (2 + _NUMBERS * numbers.DIGITS) * carries
+        self._tail = len(slots) + (_FLAGS + _NUMBERS * numbers.DIGITS) * carries
         self._wire: Tensor | None = None
         self._work: Any = None
         self.renew()
@@ -283,19 +286,18 @@ class Reducer:
         device = numbers_.device
         sent = [numbers.encode(value, device) for value in (part.micro_batches, part.weight, self._number)]
         bad = torch.zeros((), dtype=torch.bool) if part.bad_weights is None else part.bad_weights
-        flags = torch.stack([bad.to(device), torch.full((), part.flushing, device=device)])
-        numbers_.copy_(torch.cat([flags.to(torch.int64), *sent]))
+        said = torch.tensor([part.flushing, part.reopened], device=device)
+        numbers_.copy_(torch.cat([bad.to(device).reshape(1), said, *sent]))
 
     def _received(self) -> Totals:
         """The sums over the ranks of what `_send` has written."""
         if not self._buckets:
             return Totals(0.0, 0.0, self.world_size, None)
-        bad, flushing, *digits = (
-            self._buckets[-1].numbers.to(torch.float64).split([1, 1, *[numbers.DIGITS] * _NUMBERS])
-        )
+        sizes = [1] * _FLAGS + [numbers.DIGITS] * _NUMBERS
+        bad, flushing, reopened, *digits = self._buckets[-1].numbers.to(torch.float64).split(sizes)
         if bad.device.type == "cpu":
             mine = numbers.encode(self._number, bad.device) * self.world_size
-            if not torch.equal(digits[2], mine.to(torch.float64)):
+            if not torch.equal(digits[2], mine.to(torch.float64)) or 0 < reopened < self.world_size:
                 raise RuntimeError(
                     "the ranks are not at the same reduction: they have run different numbers of windows, or "
                     "of backwards in a window's last micro-batch. Their sums are mixed up: restart from a "

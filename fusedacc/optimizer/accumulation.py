@@ -213,7 +213,7 @@ class Accumulation:
         weight = window.weight_total
         if ending and window.weighs:
             weight = weight + window.micro.weight  # type: ignore[operator]
-        return Part(window.micro_step + ending, weight, self.flushing, window.bad_weights)
+        return Part(window.micro_step + ending, weight, self.flushing, window.bad_weights, window.reopened)
 
     def _reduce_last(self) -> bool:
         """After a backward of a counted window's last micro-batch: reduce, if it is the last backward.
@@ -250,7 +250,7 @@ class Accumulation:
         self._grads.make_private()
         with torch.no_grad():
             self.accumulators.rescaler.rescale(self._grads.held(self._slots), 1.0 / self.window.ranks)
-        self.window.totals = None
+        self.window.totals, self.window.reopened = None, True
 
     # What autograd has stored
 
@@ -310,6 +310,10 @@ class Accumulation:
         window = self.window
         if self.parallel is not None and window.totals is None and not self._reduces_each:
             self._reduce()
+            if window.counted and not window.private:
+                self.publish(
+                    ending=False
+                )  # as a rank that has reduced in its backward: the norm's bits are equal
         target = window.target(False, partial)
         if target is None or (self.parallel is not None and window.nothing_came):
             return None

@@ -102,6 +102,8 @@ class Window:
         self._steps: int | None = None
         #: The micro-batches and the weight of all ranks, once the sums are those of all ranks.
         self.totals: Totals | None = None
+        #: Whether they were, and more is to come.
+        self.reopened = False
         #: What `target` is then.
         self._final: float | Tensor | None = None
         #: The last final factor that was asked for on a device, and the weights it is of.
