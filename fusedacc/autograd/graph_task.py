@@ -57,6 +57,7 @@ class GraphTask:
         "buckets",
         "callback",
         "captures",
+        "delivered_late",
         "drops",
         "host_scale",
         "ignored",
@@ -94,6 +95,8 @@ class GraphTask:
         self.callback: Callable[[], object] = object
         #: Whether a reducer may fill p.grad in a callback of its own: "" if not, "ahead" or "done".
         self.reducer = ""
+        #: Whether FSDP2 delivers gradients, some of them in a callback of its own.
+        self.delivered_late = False
         #: What reducers knew when it began.
         self.watch: Watch = []
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..accumulators import Accumulators, GradState, Slot
 from ..autograd.data_parallel import Reducers
 from ..autograd.graph_task import GraphTask
+from ..distributed.fsdp import Shards
 from ..kernels import launch_events, torch_state
 from .window import Window
 
@@ -43,6 +44,8 @@ class Accumulation:
         #: The stream on which the unit of the accumulators was made, where that is a tensor on a GPU.
         self._aimed_on: torch.cuda.Stream | None = None
         self._reducers = Reducers(slots)
+        #: Those of the parameters that FSDP2 has sharded; they come when they are hooked.
+        self.shards = window.shards = Shards(window.reduction)
 
     # What the hooks ask
 
@@ -128,6 +131,47 @@ class Accumulation:
         elif self.window.counted or self.window.weighs:
             self._grads.begin_stock(slot)
         task.stored.append(slot)
+
+    def note_withheld(self, task: GraphTask, withheld: bool) -> None:
+        """FSDP2 delivers the gradients of this backward and of those before it, or keeps them (`withheld`)."""
+        window = self.window
+        if task.ignored:
+            if withheld:
+                raise RuntimeError(
+                    "a backward inside ignore() would leave its gradients in FSDP2's sums, with those that "
+                    "count: call set_requires_gradient_sync(True) on the model before it"
+                )
+            return
+        window.withheld = window.micro.deferred = withheld
+        if withheld:
+            task.added = True  # an exception leaves some layers' gradients there
+        else:
+            window.unsynchronised = False
+
+    def take_stored(self, task: GraphTask, slot: Slot, in_time: bool) -> None:
+        """FSDP2 has put a gradient into p.grad, beside nothing of ours if we knew `in_time`."""
+        window, gradient = self.window, slot.param.grad
+        if task.ignored or gradient is None or torch.is_grad_enabled():
+            return
+        task.added = True
+        if not (window.counted or window.weighs):
+            if gradient.dtype != slot.accumulate_dtype:  # FSDP2 adds the next ones to the wider sum
+                slot.param.grad = None
+                self.accumulators.adder.add_eagerly(slot, gradient, 1.0)
+            return
+        if not in_time:
+            if self._grads.stands(slot, gradient):
+                raise RuntimeError(
+                    f"FSDP2 has added a gradient of parameter {slot.name!r} to what stood in p.grad, in a "
+                    "backward that came through no module that fully_shard was applied to: call "
+                    "optimizer.zero_grad() after each optimizer.step(), and discard() this window"
+                )
+            self._grads.disown_replaced()
+        slot.param.grad = None
+        with torch.no_grad(), launch_events.phase("accumulate"):
+            scale, adder = window.base_scale * window.factor, self.accumulators.adder
+            if not adder.add_part(slot, gradient, scale, adoptable=True):
+                adder.add_eagerly(slot, gradient, scale)
 
     def publishes_after(self, task: GraphTask) -> bool:
         """Whether the final gradient will stand in p.grad when this backward has ended."""

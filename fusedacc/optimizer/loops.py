@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ..accumulators import Slot
 from ..autograd.capture import Capture
 from ..autograd.data_parallel import may_defer
+from ..distributed import fsdp
 from ..kernels import launch_events
 from .accumulation import Accumulation
 from .loss_scale import Scaling
@@ -128,6 +129,8 @@ class CountedLoop(Loop):
             self._accumulators.grads.ignore_present(self._slots)
             return loss
         self._collect()
+        if window.withheld and window.micro.ran and window.will_update:
+            window.check_synchronised("step() would update without them")
         if window.close_micro_batch():
             self._close_window(scaling, arguments, partial=False)
         return loss
@@ -194,6 +197,8 @@ class CountedLoop(Loop):
         self.follow()
         # After the update, a parameter that was cast before it would look cast since.
         self._registry.refresh()
+        if self._accumulation.shards:
+            self._accumulation.shards.check_even(window.micro_step + window.micro.ran)
         if window.empty:
             self._accumulators.grads.disown_replaced()
         self._collect_stored()
@@ -237,6 +242,8 @@ class CountedLoop(Loop):
         self, model: torch.nn.Module | None, micro: MicroBatch
     ) -> contextlib.AbstractContextManager[None]:
         """Context around a micro-batch: the model does not synchronise before the window's last."""
+        if fsdp.is_fsdp(model):
+            return fsdp.synchronising(model, self._window.will_update)
         if hasattr(model, "no_sync") and self._window.reduction != "weighted":
             micro.deferred = not self._window.will_update and may_defer(model)
             if micro.deferred:

@@ -9,11 +9,13 @@ on gradients are added in the final unit; the sums that there are owe the ratio,
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
 
+from ..distributed.fsdp import Shards
 from .micro_batch import MicroBatch
 
 REDUCTIONS = ("mean", "sum", "weighted", "normalized")
@@ -72,6 +74,8 @@ class Window:
         self.num_updates = 0
         self.num_skipped = 0
         self.has_updated = False
+        #: The parameters whose gradients FSDP2 has averaged over the ranks, false where there are none.
+        self.shards: Shards | None = None
         self.reset()
 
     def restart(self) -> None:
@@ -92,8 +96,12 @@ class Window:
         self.tainted: str | None = None
         #: Whether gradients wait in p.grad that were not synchronised over the ranks.
         self.unsynchronised = False
+        #: Whether FSDP2 keeps gradients that were not synchronised.
+        self.withheld = False
         self.micro = MicroBatch(self.reduction)
         self.in_context = False
+        #: What the ranks have agreed upon last, and after how many micro-batches.
+        self._agreed: tuple[int, float | None] | None = None
         self._steps: int | None = None
         #: The last final factor that was asked for on a device, and the weights it is of.
         self._reciprocal: tuple[Tensor | float, Tensor | float | None, Tensor] | None = None
@@ -167,8 +175,8 @@ class Window:
 
     @property
     def leaves_out(self) -> bool:
-        """Whether the micro-batch at hand has weight 0 and adds nothing."""
-        return self.weighs and _is_zero(self.micro.weight)
+        """Whether the micro-batch at hand has weight 0 and adds nothing; other ranks' may add something."""
+        return self.weighs and _is_zero(self.micro.weight) and not self.shards
 
     @property
     def faulty(self) -> Tensor | None:
@@ -198,6 +206,10 @@ class Window:
         if ending and self.micro.weight is None:
             return None
         ended, weight = self.weight_total, self.micro.weight if ending else None
+        if self.shards:
+            if self._agreed is None or self._agreed[0] != count:
+                self._agreed = count, self.shards.factor(self._weight_of(ended, weight))
+            return self._agreed[1]
         if isinstance(ended, Tensor) or isinstance(weight, Tensor):
             known = self._reciprocal
             if known is None or known[0] is not ended or known[1] is not weight:
@@ -206,6 +218,11 @@ class Window:
             return known[2]
         total = ended if weight is None else ended + weight
         return 1.0 / total if total > 0 else None
+
+    def _weight_of(self, ended: float | Tensor, weight: float | Tensor | None) -> float:
+        """The window's weight on the host, nan if one was none."""
+        bad = self.bad_weights is not None and bool(self.bad_weights.item())
+        return math.nan if bad else (_number(ended) or 0.0) + (_number(weight) or 0.0)
 
     def open(self, weight: float | Tensor | None) -> MicroBatch:
         """Enter `accumulate()`.
@@ -290,6 +307,12 @@ class Window:
 
     def check_synchronised(self, consequence: str) -> None:
         """Raise RuntimeError if gradients of this window wait for the ranks' synchronisation."""
+        if self.withheld:
+            raise RuntimeError(
+                "FSDP2 keeps gradients of this window, out of sight and unsynchronised, until the backward of "
+                "a micro-batch before which set_requires_gradient_sync(True) was called on the model: "
+                f"{consequence}"
+            )
         if self.unsynchronised or self.micro.deferred:
             raise RuntimeError(
                 "gradients of this window wait in p.grad for the synchronisation of its last micro-batch "

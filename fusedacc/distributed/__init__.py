@@ -1,0 +1,1 @@
+"""What is done where parameters, or gradients, are spread over several processes."""
