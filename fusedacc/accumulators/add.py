@@ -222,7 +222,7 @@ class Adder:
             self.add(chosen_slots, chosen_gradients, scale)
 
     def add_part(self, slot: Slot, gradient: Tensor, scale: float | Tensor, adoptable: bool = False) -> bool:
-        """As `add`, of a DTensor: this rank's part of it, by a kernel. False with nothing done where none can.
+        """As `add`, of a DTensor: this rank's part, by a kernel. False with nothing done where none can.
 
         Args:
             slot: whose it is.
@@ -247,9 +247,9 @@ class Adder:
                 self._plans.run([into], [term], scale, True, (), False)
                 self._grads.put(slot, placed_as(gradient, into))
                 return True
-            if not (
-                is_distributed(accumulator) and checks.is_plain(into) and are_alike(accumulator, gradient)
-            ):
+            if accumulator is None or not (is_distributed(accumulator) and checks.is_plain(into)):
+                return False
+            if not are_alike(accumulator, gradient):
                 return False
             self._plans.run([into], [term], scale, False, (), exposed, self._deferred[slot])
             self._deferred.discharge([slot])

@@ -68,15 +68,15 @@ class Shards:
                 continue
             if self._reduction == "weighted":
                 raise ValueError(
-                    f"reduction='weighted' cannot be had for parameter {slot.name!r}, which FSDP2 has sharded: "
-                    "FSDP2 averages the ranks' gradients before anybody can multiply them by their weights; "
-                    "allowed: 'mean', 'sum', and 'normalized' with losses that are sums over the weights"
+                    f"reduction='weighted' cannot be had for parameter {slot.name!r}, which FSDP2 has "
+                    "sharded: it averages the ranks' gradients before anybody can multiply them by their "
+                    "weights; allowed: 'mean', 'sum', and 'normalized' with losses that are sums over the weights"
                 )
             sizes.add(_divisor(group))
         if len(sizes) > 1:
             raise ValueError(
-                "reduction='normalized' cannot be had where FSDP2 averages some parameters over other numbers "
-                f"of ranks than others, here {sorted(sizes)}; allowed: 'mean' and 'sum'"
+                "reduction='normalized' cannot be had where FSDP2 averages some parameters over other "
+                f"numbers of ranks than others, here {sorted(sizes)}; allowed: 'mean' and 'sum'"
             )
 
     def arm(self, slot: Slot) -> bool:
@@ -133,7 +133,7 @@ class Shards:
         """FSDP2 has put a gradient into the p.grad of the parameter of that id."""
         receiver, slot = self.receiver(), self._slots.get(key)
         # A hook of the user's, too, wants to see it there.
-        if receiver is not None and slot is not None and len(slot.param._post_accumulate_grad_hooks) == 1:  # type: ignore[arg-type]
+        if receiver is not None and slot is not None and len(slot.param._post_accumulate_grad_hooks) == 1:
             receiver.take_stored(slot)
 
     def _withholds(self) -> bool:
@@ -200,8 +200,8 @@ class Shards:
                 elements += count
                 nbytes += count * (dtype or sharded.sharded_param.dtype).itemsize
         return (
-            f"FSDP2: {elements:,} parameters; synchronised in every micro-batch, each adds its shard's sum to "
-            "p.grad's memory only. With set_requires_gradient_sync(False) before the last, or `with "
+            f"FSDP2: {elements:,} parameters; synchronised in every micro-batch, each keeps the sum of its "
+            "shard only. With set_requires_gradient_sync(False) before the last, or `with "
             "optimizer.accumulate(model):`, gradients go over the wire once a window, and FSDP2 keeps their "
             f"unsharded sums meanwhile: up to {nbytes:,} bytes on each rank"
         )

@@ -1,8 +1,9 @@
 """The norm of gradients of which each rank has a part: one all-reduce for a mesh of shards.
 
-Sums of squares in float64 are reduced: inf and nan show in them, and the square root of a number that is the
-same on all ranks is. A mesh has one vector, with an entry for each way of being placed on it, and one
-collective for each of its dimensions along which anything is sharded: for FSDP2 one, with replicas (HSDP) too.
+Sums of squares in float64 are reduced: inf and nan show in them, and they are the same on all ranks to the
+bit, as their square roots then are. A mesh has one vector, with an entry for each way of being placed on it,
+and one collective for each of its dimensions along which anything is sharded: one for FSDP2, with replicas
+(HSDP) too.
 """
 
 from __future__ import annotations

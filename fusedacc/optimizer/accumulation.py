@@ -133,7 +133,7 @@ class Accumulation:
         task.stored.append(slot)
 
     def note_withheld(self, task: GraphTask, withheld: bool) -> None:
-        """FSDP2 delivers the gradients of this backward and of those before it, or keeps them (`withheld`)."""
+        """FSDP2 keeps the gradients of this backward (`withheld`), or delivers them and what it has kept."""
         window = self.window
         if task.ignored:
             if withheld:

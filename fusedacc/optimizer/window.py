@@ -309,8 +309,8 @@ class Window:
         """Raise RuntimeError if gradients of this window wait for the ranks' synchronisation."""
         if self.withheld:
             raise RuntimeError(
-                "FSDP2 keeps gradients of this window, out of sight and unsynchronised, until the backward of "
-                "a micro-batch before which set_requires_gradient_sync(True) was called on the model: "
+                "FSDP2 keeps gradients of this window, out of sight and unsynchronised, until the backward "
+                "of a micro-batch before which set_requires_gradient_sync(True) was called on the model: "
                 f"{consequence}"
             )
         if self.unsynchronised or self.micro.deferred:
