@@ -32,12 +32,15 @@ def norm_with_partials(
             meshes.setdefault(whole.device_mesh, {}).setdefault(dims, []).append(whole.to_local())
     parts = list(found)
     for mesh, placed in meshes.items():
-        own = [
-            norms.norm_with_partials(parts_here, [], norm_type, torch.float64, backend)[0].reshape(1)
-            for parts_here in placed.values()
-        ]
-        parts += _over_mesh(mesh, list(placed), torch.cat(own), norm_type).to(own[0].device).split(1)
+        own = torch.stack([_own_norm(here, norm_type, backend) for here in placed.values()])
+        parts.append(_over_mesh(mesh, list(placed), own, norm_type).to(own.device))
     return norms.norm_with_partials(plain, parts, norm_type, dtype, backend)
+
+
+def _own_norm(parts: list[Tensor], norm_type: float, backend: str) -> Tensor:
+    """The norm of what this rank has, in float64."""
+    nothing = parts[0].new_zeros(1, dtype=torch.float64)
+    return norms.norm_with_partials(parts, [nothing], norm_type, torch.float64, backend)[0]
 
 
 def _without_terms(tensor: Any) -> Any:

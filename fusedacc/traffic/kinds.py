@@ -126,7 +126,7 @@ def leaves_of(parameters: Any) -> list[Tensor]:
 
 def _plain_parts(tensor: Any) -> Iterator[Tensor]:
     """The tensors with memory of their own that a tensor is made of: itself, or those that it wraps."""
-    if tensor is None:
+    if not isinstance(tensor, Tensor):  # None, or the mesh that a DTensor names among its parts
         return
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
