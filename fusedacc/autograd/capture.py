@@ -47,7 +47,9 @@ class Policy(Protocol):
 
     def note_withheld(self, task: GraphTask, withheld: bool) -> None: ...
 
-    def take_stored(self, task: GraphTask, slot: Slot, in_time: bool) -> None: ...
+    def check_unmixed(self, slot: Slot) -> None: ...
+
+    def take_stored(self, task: GraphTask, slot: Slot) -> None: ...
 
     def publishes_after(self, task: GraphTask) -> bool: ...
 
@@ -142,8 +144,13 @@ class Capture:
     def take_stored(self, slot: Slot) -> None:
         """FSDP2 has put a gradient into p.grad."""
         with self._lock:
-            task = self.tasks.get(task_id()) or self._begin()
-            self._policy.take_stored(task, slot, task.delivered_late)
+            task = self.tasks.get(task_id())
+            if task is None or not task.delivered_late:  # it came through no module that tells
+                self._policy.check_unmixed(slot)
+                self.enter([each for each in self.registry.slots if each.sharded and each is not slot], False)
+                task = self.tasks.get(task_id())
+            if task is not None:
+                self._policy.take_stored(task, slot)
 
     def take_in_place(self, slot: Slot, node: Any, write: Write, by_rows: bool = False) -> bool:
         """Let a module's backward add its weight's gradient to the sum by itself, if that is all right.
@@ -260,6 +267,9 @@ class Capture:
             self._call_back(identity, task)
             return
         self.hooks.stop_adding()
+        if len(self.tasks) > 1:  # tasks of other threads may come and go meanwhile
+            others = [other for other in list(self.tasks.values()) if other is not task]
+            task.inner = any(other.delivered_late and other.callback() is not None for other in others)
         if not task.ignored:
             for bucket in task.buckets.values():
                 self.flush_bucket(identity, bucket)

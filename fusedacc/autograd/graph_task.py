@@ -61,6 +61,7 @@ class GraphTask:
         "drops",
         "host_scale",
         "ignored",
+        "inner",
         "reducer",
         "scale",
         "scaled",
@@ -97,6 +98,8 @@ class GraphTask:
         self.reducer = ""
         #: Whether FSDP2 delivers gradients, some of them in a callback of its own.
         self.delivered_late = False
+        #: Whether it ends inside a task to which FSDP2 will deliver more.
+        self.inner = False
         #: What reducers knew when it began.
         self.watch: Watch = []
 

@@ -49,7 +49,7 @@ class Shards:
         #: The slots with our hook on their parameters, by the parameters' ids.
         self._slots: dict[int, Slot] = {}
         self._handles: dict[int, RemovableHandle] = {}
-        #: FSDP2's groups that hold them, and the hooks on the modules of these.
+        #: FSDP2's groups that hold parameters, by their ids, and the hooks on the modules of these.
         self._groups: dict[int, weakref.ref[Any]] = {}
         self._modules: weakref.WeakKeyDictionary[torch.nn.Module, RemovableHandle] = (
             weakref.WeakKeyDictionary()
@@ -58,39 +58,41 @@ class Shards:
     # Which parameters
 
     def check(self, slots: Iterable[Slot]) -> None:
-        """Raise ValueError where the reduction cannot be had for one of these parameters."""
-        if self._reduction not in ("weighted", "normalized"):
-            return
-        sizes = set()
-        for slot in slots:
-            group = _group_of(slot.param)
-            if group is None:
-                continue
+        """Find those of FSDP2's; raise ValueError where the reduction cannot be had for one of them."""
+        distributed = {id(slot.param): slot for slot in slots if is_distributed(slot.param)}
+        found = {
+            id(sharded.sharded_param): group
+            for group in (_groups() if distributed else ())
+            for sharded in group.fsdp_params
+            if id(sharded.sharded_param) in distributed
+        }
+        divisors = set()
+        for key, group in found.items():
             if self._reduction == "weighted":
                 raise ValueError(
-                    f"reduction='weighted' cannot be had for parameter {slot.name!r}, which FSDP2 has "
-                    "sharded: it averages the ranks' gradients before anybody can multiply them by their "
-                    "weights; allowed: 'mean', 'sum', and 'normalized' with losses that are sums over the weights"
+                    f"reduction='weighted' cannot be had for parameter {distributed[key].name!r}: FSDP2 "
+                    "has sharded it, and averages the ranks' gradients before anybody can multiply them by "
+                    "their weights; allowed: 'mean', 'sum', and 'normalized' for losses that are sums over weights"
                 )
-            sizes.add(_divisor(group))
-        if len(sizes) > 1:
+            divisors.add(_divisor(group))
+        if len(divisors) > 1 and self._reduction == "normalized":
             raise ValueError(
                 "reduction='normalized' cannot be had where FSDP2 averages some parameters over other "
-                f"numbers of ranks than others, here {sorted(sizes)}; allowed: 'mean' and 'sum'"
+                f"numbers of ranks than others, here {sorted(divisors)}; allowed: 'mean' and 'sum'"
             )
+        self._groups.update((key, weakref.ref(group)) for key, group in found.items())
 
     def arm(self, slot: Slot) -> bool:
-        """Hook the slot's parameter, if FSDP2 has sharded it; whether it has."""
+        """Hook the slot's parameter, if `check` has found it to be FSDP2's; whether it is."""
         param, key = slot.param, id(slot.param)
         if key in self._slots:
             return True
-        group = _group_of(param)
+        group = self._groups.get(key, nothing)()
         if group is None:
             return False
         slot.sharded = True
         slot.widen()
         self._slots[key] = slot
-        self._groups[key] = weakref.ref(group)
         # Weak both: the parameter holds its hooks.
         hook = functools.partial(_arrived, weakref.ref(self), key)
         self._handles[key] = param.register_post_accumulate_grad_hook(hook)
@@ -106,7 +108,7 @@ class Shards:
         if handle is None:
             return
         handle.remove()
-        del self._slots[id(slot.param)], self._groups[id(slot.param)]
+        del self._slots[id(slot.param)]
         slot.sharded = False
         if not self._slots:
             for module_handle in self._modules.values():
@@ -118,7 +120,7 @@ class Shards:
         return bool(self._slots)
 
     def _live_groups(self) -> list[Any]:
-        found = (reference() for reference in self._groups.values())
+        found = (self._groups[key]() for key in self._slots)
         return list({id(group): group for group in found if group is not None}.values())
 
     # A backward runs
@@ -228,17 +230,10 @@ def _groups() -> Iterator[Any]:
 
     for reference in list(_module_state_mapping.values()):
         state: Any = reference()
-        yield from getattr(state, "_fsdp_param_groups", ())
-
-
-def _group_of(param: Tensor) -> Any | None:
-    """FSDP2's group that holds this sharded parameter; None where it is none."""
-    if not is_distributed(param):
-        return None
-    for group in _groups():
-        if any(sharded.sharded_param is param for sharded in group.fsdp_params):
-            return group
-    return None
+        if hasattr(state, "_fsdp_param_groups"):
+            yield from state._fsdp_param_groups
+        elif getattr(state, "_fsdp_param_group", None) is not None:  # before torch 2.12
+            yield state._fsdp_param_group
 
 
 def _process_groups(info: Any) -> list[Any]:

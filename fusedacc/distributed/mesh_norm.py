@@ -62,7 +62,7 @@ def _over_mesh(mesh: Any, ways: list[tuple[int, ...]], own: Tensor, norm_type: f
     values = (own * own if squares else _with_flags(own)).to(mesh.device_type)
     for dim in range(mesh.ndim):
         sharded = [dim in way for way in ways]
-        if not any(sharded):
+        if mesh.size(dim) == 1 or not any(sharded):
             continue
         if squares and mesh.get_local_rank(dim) != 0:
             # What all ranks of this dimension have whole counts once.

@@ -148,35 +148,41 @@ class Accumulation:
         else:
             window.unsynchronised = False
 
-    def take_stored(self, task: GraphTask, slot: Slot, in_time: bool) -> None:
-        """FSDP2 has put a gradient into p.grad, beside nothing of ours if we knew `in_time`."""
-        window, gradient = self.window, slot.param.grad
+    def check_unmixed(self, slot: Slot) -> None:
+        """Raise RuntimeError where FSDP2 has added a gradient to what stood in p.grad and is no gradient."""
+        gradient = slot.param.grad
+        if gradient is not None and self._takes_stored and self._grads.stands(slot, gradient):
+            raise RuntimeError(
+                f"FSDP2 has added a gradient of parameter {slot.name!r} to what stood in p.grad, in a "
+                "backward that came through no module that fully_shard was applied to: call "
+                "optimizer.zero_grad() after each optimizer.step(), and discard() this window"
+            )
+
+    @property
+    def _takes_stored(self) -> bool:
+        """Whether gradients that FSDP2 has put into p.grad are taken from there; else that is the sum."""
+        return self.window.counted or self.window.weighs
+
+    def take_stored(self, task: GraphTask, slot: Slot) -> None:
+        """FSDP2 has put a gradient into p.grad, beside nothing of ours."""
+        gradient = slot.param.grad
         if task.ignored or gradient is None or torch.is_grad_enabled():
             return
         task.added = True
-        if not (window.counted or window.weighs):
-            if gradient.dtype != slot.accumulate_dtype:  # FSDP2 adds the next ones to the wider sum
-                slot.param.grad = None
-                self.accumulators.adder.add_eagerly(slot, gradient, 1.0)
-            return
-        if not in_time:
-            if self._grads.stands(slot, gradient):
-                raise RuntimeError(
-                    f"FSDP2 has added a gradient of parameter {slot.name!r} to what stood in p.grad, in a "
-                    "backward that came through no module that fully_shard was applied to: call "
-                    "optimizer.zero_grad() after each optimizer.step(), and discard() this window"
-                )
-            self._grads.disown_replaced()
+        if not self._takes_stored and gradient.dtype == slot.accumulate_dtype:
+            return  # FSDP2 adds the next ones to it
         slot.param.grad = None
         with torch.no_grad(), launch_events.phase("accumulate"):
-            scale, adder = window.base_scale * window.factor, self.accumulators.adder
+            scale = self.window.base_scale * self.window.factor if self._takes_stored else 1.0
+            adder = self.accumulators.adder
             if not adder.add_part(slot, gradient, scale, adoptable=True):
                 adder.add_eagerly(slot, gradient, scale)
 
     def publishes_after(self, task: GraphTask) -> bool:
         """Whether the final gradient will stand in p.grad when this backward has ended."""
         window = self.window
-        return window.counted and window.will_update and not window.micro.deferred and not task.ignored
+        last = window.counted and window.will_update and not window.micro.deferred
+        return last and not (task.ignored or task.inner)
 
     def end_backward(self, task: GraphTask, refresh: Refresh) -> None:
         """A backward has ended, and what was pending is added."""

@@ -53,7 +53,7 @@ SETUP = textwrap.dedent(
     def adam(model, **options):
         return torch.optim.AdamW(model.parameters(), lr=0.01, **options)
 
-    def wrap(model, steps, inner=adam, **options):
+    def wrap(model, steps, inner=adam, /, **options):
         return fusedacc.AccumulatingOptimizer(inner(model), steps, **options)
 
     def alone(steps, updates, inner=adam, clip=None):
@@ -108,36 +108,41 @@ COUNTED = textwrap.dedent(
 
     # Synchronised in every micro-batch, deferred by hand, deferred by accumulate(); with and without
     # zero_grad(), private or not; clipping by hand sees the norm of the whole window.
-    for way in ("every", "by hand", "accumulate"):
-        for clears in (True, False):
-            for private in (False, True):
-                model = sharded()
-                optimizer = wrap(model, K, private_gradients=private)
-                for index in range(K * UPDATES):
-                    last = optimizer.will_update
-                    assert last == ((index + 1) % K == 0)
-                    if way == "by hand":
-                        model.set_requires_gradient_sync(last)
-                    if way == "accumulate":
-                        with optimizer.accumulate(model):
-                            loss_of(model, index).backward()
-                    else:
-                        loss_of(model, index).backward()
-                    shown = [p.grad for p in model.parameters()]
-                    if last and not private:
-                        norm = nn.utils.clip_grad_norm_(model.parameters(), math.inf)
-                        assert abs(whole(norm).item() / norms[index // K] - 1) < 1e-6, (way, norm, norms)
-                        assert all(isinstance(g, DTensor) for g in shown)
-                    else:
-                        assert shown == [None] * len(shown), (way, index)
-                    assert optimizer.micro_step == index % K
-                    optimizer.step()
-                    if clears:
-                        optimizer.zero_grad()
-                assert optimizer.num_updates == UPDATES and optimizer.micro_step == 0
-                assert far(model, wanted) < 3e-7, (way, clears, private, far(model, wanted))
-                optimizer.close()
-                assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    for way, clears, private in (
+        ("every", True, False),
+        ("every", False, False),
+        ("every", False, True),
+        ("by hand", False, False),
+        ("by hand", True, True),
+        ("accumulate", True, False),
+    ):
+        model = sharded()
+        optimizer = wrap(model, K, private_gradients=private)
+        for index in range(K * UPDATES):
+            last = optimizer.will_update
+            assert last == ((index + 1) % K == 0)
+            if way == "by hand":
+                model.set_requires_gradient_sync(last)
+            if way == "accumulate":
+                with optimizer.accumulate(model):
+                    loss_of(model, index).backward()
+            else:
+                loss_of(model, index).backward()
+            shown = [p.grad for p in model.parameters()]
+            if last and not private:
+                norm = nn.utils.clip_grad_norm_(model.parameters(), math.inf)
+                assert abs(whole(norm).item() / norms[index // K] - 1) < 1e-6, (way, norm, norms)
+                assert all(isinstance(g, DTensor) for g in shown)
+            else:
+                assert shown == [None] * len(shown), (way, index)
+            assert optimizer.micro_step == index % K
+            optimizer.step()
+            if clears:
+                optimizer.zero_grad()
+        assert optimizer.num_updates == UPDATES and optimizer.micro_step == 0
+        assert far(model, wanted) < 3e-7, (way, clears, private, far(model, wanted))
+        optimizer.close()
+        assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 
     # Against stock FSDP2.
     model, stock = sharded(), sharded()
@@ -376,7 +381,7 @@ NORMS = textwrap.dedent(
                 if (index + 1) % K == 0:
                     assert abs(optimizer.grad_norm.item() / norms[index // K] - 1) < 1e-6, (name, norms)
                     same_on_both(optimizer.grad_norm)
-            assert calls == [(1, torch.float64)] * UPDATES, (name, calls)
+            assert calls == [(1, torch.float64)] * (0 if name == "replicas" else UPDATES), (name, calls)
             calls.clear()
             # The clipping itself is in another order than stock's: a few roundings more.
             assert far(model, wanted) < 1e-6, (name, fused, far(model, wanted))
@@ -502,6 +507,9 @@ OTHERS = textwrap.dedent(
             inner.step(), inner.zero_grad()
     assert far(model, stock) < 2e-2  # the losses are divided before they are rounded to 16 bits
     text = optimizer.explain()
+    from fusedacc.autograd import eligibility
+
+    assert eligibility.SHARDED.why in text
     assert text.count("fsdp2") >= 6 and "set_requires_gradient_sync(False)" in text, text
     assert f"{4 * sum(p.numel() for p in model.parameters()):,} bytes" in text, text
     optimizer.close()
@@ -552,7 +560,8 @@ OTHERS = textwrap.dedent(
             optimizer.step(), optimizer.zero_grad()
             (loss_of(reference, index, 0) / K).backward()
             if (index + 1) % K == 0:
-                norm = nn.utils.clip_grad_norm_(reference.parameters(), options.get("max_grad_norm", math.inf))
+                limit = options.get("max_grad_norm", math.inf)
+                norm = nn.utils.clip_grad_norm_(reference.parameters(), limit)
                 if options:
                     assert abs(optimizer.grad_norm.item() / norm.item() - 1) < 1e-6
                     same_on_both(optimizer.grad_norm)
@@ -567,3 +576,159 @@ OTHERS = textwrap.dedent(
 
 def test_masters_the_meter_and_tensor_parallel_parameters(tmp_path):
     run_on_two_ranks(tmp_path, SETUP + OTHERS + END)
+
+
+EDGES = textwrap.dedent(
+    """
+    from torch.utils.checkpoint import checkpoint
+
+    K, UPDATES = 2, 2
+    wanted, _ = alone(K, UPDATES)
+
+    class Checkpointed(nn.Module):
+        def __init__(self, model, reentrant):
+            super().__init__()
+            self.model, self.reentrant = model, reentrant
+
+        def forward(self, x):
+            x = x.detach().requires_grad_()
+            for layer in (self.model[:2], self.model[2:4]):
+                x = checkpoint(layer, x, use_reentrant=self.reentrant)
+            return self.model[4](x)
+
+    def forward_of(kind, model):
+        if kind.startswith("checkpoint"):
+            layers = nn.Sequential(*model)
+            return fully_shard(Checkpointed(layers, kind == "checkpoint, re-entrant"))
+        return model
+
+    # Both kinds of checkpointing, a module's own modules, several backwards in a micro-batch, model=.
+    for kind in ("checkpoint", "checkpoint, re-entrant", "pieces", "model="):
+        model = network()
+        for layer in (model[0], model[2]):
+            fully_shard(layer)
+        model = forward_of(kind, model) if kind.startswith("checkpoint") else fully_shard(model)
+        options = {"model": model} if kind == "model=" else {}
+        optimizer = wrap(model, K, **options)
+        for index in range(K * UPDATES):
+            if kind == "pieces":
+                losses = model(batch(index, rank)).pow(2).div(3).sum(1)
+                for number, loss in enumerate(losses):
+                    loss.backward(retain_graph=number < 2)
+                assert (model[0].weight.grad is None) == (index % K == 0)
+            else:
+                loss_of(model, index).backward()
+            optimizer.step()
+            if index % K == 0:
+                assert all(p.grad is None for p in model.parameters())
+        assert optimizer.num_updates == UPDATES
+        assert far(model, wanted) < 6e-7, (kind, far(model, wanted))
+        optimizer.close()
+
+    # Zeros that stay visible, in both loops.
+    for steps in (None, K):
+        model = sharded()
+        optimizer = wrap(model, steps)
+        for index in range(K * UPDATES):
+            (loss_of(model, index) / (1 if steps else K)).backward()
+            if steps or (index + 1) % K == 0:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+        assert far(model, wanted) < 3e-7, (steps, far(model, wanted))
+        assert all(isinstance(p.grad, DTensor) and not p.grad.to_local().any() for p in model.parameters())
+        optimizer.close()
+
+    # A frozen layer, unfrozen between windows.
+    model, reference = sharded(), network()
+    optimizer, inner = wrap(model, K), adam(reference)
+    for index in range(K * UPDATES):
+        for each in (model, reference):
+            each[2].requires_grad_(index >= K)
+        loss_of(model, index).backward()
+        optimizer.step(), optimizer.zero_grad()
+        for of_rank in (0, 1):
+            (loss_of(reference, index, of_rank) / (2 * K)).backward()
+        if (index + 1) % K == 0:
+            inner.step(), inner.zero_grad()
+    assert far(model, reference) < 3e-7, far(model, reference)
+    optimizer.close()
+
+    # HSDP whose replicas are synchronised once a window.
+    model = sharded(mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
+    optimizer = wrap(model, K)
+    for index in range(K * UPDATES):
+        model.set_requires_all_reduce(optimizer.will_update)
+        loss_of(model, index).backward()
+        if index % K == 0:
+            raises(RuntimeError, "FSDP2 keeps", optimizer.state_dict)
+        optimizer.step(), optimizer.zero_grad()
+    assert optimizer.num_updates == UPDATES and far(model, wanted) < 3e-7
+    optimizer.close()
+
+    # An exception on both ranks taints the window until discard(); one in a forward does not.
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise ArithmeticError("in mid-backward")
+
+    model = sharded()
+    optimizer = wrap(model, K)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    handle = model[0].register_forward_hook(lambda module, args, output: Failing.apply(output))
+    raises(ArithmeticError, "in mid-backward", lambda: loss_of(model, 1).backward())
+    handle.remove()
+    raises(RuntimeError, "discard()", optimizer.step)
+    optimizer.discard()
+    model.reset_iter_state()
+    for index in range(K * UPDATES):
+        loss_of(model, index).backward()
+        optimizer.step()
+    assert far(model, wanted) < 3e-7
+
+    # Distributed checkpoint's way of making an optimizer's state, and its form.
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    fresh = wrap(other := sharded(), K)
+    state = get_optimizer_state_dict(other, fresh)
+    assert all(isinstance(entry["exp_avg"], DTensor) for entry in state["state"].values())
+    set_optimizer_state_dict(other, fresh, get_optimizer_state_dict(model, optimizer))
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        ours, its = (o.state[r]["exp_avg"].to_local() for o, r in ((optimizer, p), (fresh, q)))
+        assert torch.equal(ours, its)
+    fresh.close()
+
+    # A wrapper that nobody refers to any more leaves nothing on the parameters, and stock goes on.
+    del optimizer
+    gc.collect()
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    loss_of(model, 0).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+    # A backward that came through no hooked module may have been added to what is spent: refused.
+    model = sharded()
+    optimizer = wrap(model, 1)
+    for module in model.modules():
+        for key, hook in list(module._forward_hooks.items()):
+            if "Shards" in str(getattr(hook, "args", "")):
+                del module._forward_hooks[key]
+    loss_of(model, 0).backward()
+    optimizer.step()
+    raises(RuntimeError, "optimizer.zero_grad()", lambda: loss_of(model, 1).backward())
+    optimizer.discard()
+    model.reset_iter_state()
+    for index in range(2):
+        loss_of(model, index).backward()
+        optimizer.step(), optimizer.zero_grad()
+    assert optimizer.num_updates == 3
+    optimizer.close()
+    """
+)
+
+
+def test_edges(tmp_path):
+    run_on_two_ranks(tmp_path, SETUP + EDGES + END)
