@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.distributed._composable_state import _get_module_state, _module_state_mapping
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
@@ -46,6 +47,8 @@ class Shards:
         #: A weak reference to who is told.
         self.receiver: Callable[[], Receiver | None] = nothing
         self._reduction = reduction
+        #: Whether FSDP2 delivers outside of any backward.
+        self._synchronises = False
         #: The slots with our hook on their parameters, by the parameters' ids.
         self._slots: dict[int, Slot] = {}
         self._handles: dict[int, RemovableHandle] = {}
@@ -72,7 +75,7 @@ class Shards:
                 raise ValueError(
                     f"reduction='weighted' cannot be had for parameter {distributed[key].name!r}: FSDP2 "
                     "has sharded it, and averages the ranks' gradients before anybody can multiply them by "
-                    "their weights; allowed: 'mean', 'sum', and 'normalized' for losses that are sums over weights"
+                    "their weights; allowed: 'mean', 'sum', and for losses that are sums 'normalized'"
                 )
             divisors.add(_divisor(group))
         if len(divisors) > 1 and self._reduction == "normalized":
@@ -133,7 +136,7 @@ class Shards:
 
     def arrived(self, key: int) -> None:
         """FSDP2 has put a gradient into the p.grad of the parameter of that id."""
-        receiver, slot = self.receiver(), self._slots.get(key)
+        receiver, slot = (None if self._synchronises else self.receiver()), self._slots.get(key)
         # A hook of the user's, too, wants to see it there.
         if receiver is not None and slot is not None and len(slot.param._post_accumulate_grad_hooks) == 1:
             receiver.take_stored(slot)
@@ -145,6 +148,32 @@ class Shards:
             if not group.reduce_grads or (replicates and not group.all_reduce_grads):
                 return True
         return False
+
+    def synchronise(self) -> None:
+        """Have FSDP2 put into p.grad what it keeps; every rank calls it, outside of any backward.
+
+        Raises:
+            RuntimeError: it keeps sums that lack the all-reduce over replicas alone, and cannot go on there.
+        """
+        groups = self._live_groups()
+        if any(group._partial_reduce_output is not None for group in groups):
+            raise RuntimeError(
+                "set_requires_all_reduce(False) has left sums of this window that FSDP2 completes in a "
+                "backward only: call set_requires_all_reduce(True) before the last micro-batch of the window"
+            )
+        flags = [(group, group.reduce_grads, group.all_reduce_grads) for group in groups]
+        states: list[Any] = [_get_module_state(module) for module in self._modules]
+        contexts = {id(state._state_ctx): state for state in states}
+        self._synchronises = True
+        try:
+            for group in groups:
+                group.reduce_grads = group.all_reduce_grads = True
+            for state in contexts.values():
+                state._root_post_backward_final_callback()  # as at the end of a backward
+        finally:
+            self._synchronises = False
+            for group, reduces, all_reduces in flags:
+                group.reduce_grads, group.all_reduce_grads = reduces, all_reduces
 
     def drop_withheld(self) -> None:
         """Throw away what FSDP2 keeps of gradients that have not been synchronised."""
@@ -226,8 +255,6 @@ def is_fsdp(model: Any) -> bool:
 
 def _groups() -> Iterator[Any]:
     """All groups of parameters that FSDP2 has sharded in this process."""
-    from torch.distributed._composable_state import _module_state_mapping
-
     for reference in list(_module_state_mapping.values()):
         state: Any = reference()
         if hasattr(state, "_fsdp_param_groups"):

@@ -158,6 +158,14 @@ class Accumulation:
                 "optimizer.zero_grad() after each optimizer.step(), and discard() this window"
             )
 
+    def synchronise(self, refresh: Refresh) -> None:
+        """Counted loop: take in what FSDP2 keeps of micro-batches that have ended. Every rank calls it."""
+        window, ran = self.window, self.window.micro.ran
+        self.shards.synchronise()
+        self.collect(self._slots, refresh)
+        window.micro.ran = ran
+        window.withheld = window.micro.deferred = window.unsynchronised = False
+
     @property
     def _takes_stored(self) -> bool:
         """Whether gradients that FSDP2 has put into p.grad are taken from there; else that is the sum."""

@@ -193,12 +193,15 @@ class CountedLoop(Loop):
     def flush(self, scaling: Scaling, arguments: Mapping[str, Any]) -> None:
         """Update from a part-filled window; a no-op if it is empty."""
         window = self._window
-        window.check_synchronised("flush() would update every rank with gradients of its own")
+        if not window.withheld:
+            window.check_synchronised("flush() would update every rank with gradients of its own")
         self.follow()
         # After the update, a parameter that was cast before it would look cast since.
         self._registry.refresh()
         if self._accumulation.shards:
             self._accumulation.shards.check_even(window.micro_step + window.micro.ran)
+        if window.withheld:
+            self._accumulation.synchronise(self._registry.refresh)
         if window.empty:
             self._accumulators.grads.disown_replaced()
         self._collect_stored()

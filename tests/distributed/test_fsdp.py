@@ -268,8 +268,7 @@ WITHHELD = textwrap.dedent(
     raises(RuntimeError, "set_requires_gradient_sync(True)", optimizer.state_dict)
     optimizer.step()
     assert optimizer.micro_step == 1
-    for refused in (optimizer.state_dict, optimizer.flush):
-        raises(RuntimeError, "set_requires_gradient_sync(True)", refused)
+    raises(RuntimeError, "set_requires_gradient_sync(True)", optimizer.state_dict)
     optimizer.state_dict(include_partial=False)
     def ignored():
         with optimizer.ignore():
@@ -292,6 +291,30 @@ WITHHELD = textwrap.dedent(
         optimizer.step()
     assert optimizer.num_updates == 1 and far(model, wanted) < 3e-7
     optimizer.close()
+
+    # flush() synchronises what FSDP2 keeps, with a micro-batch that no step() has ended or without.
+    wanted, _ = alone(3, 1)
+    for ends in (True, False):
+        for synchronised in ((), (1,)):
+            model = sharded()
+            optimizer = wrap(model, 5)
+            for index in range(3):
+                model.set_requires_gradient_sync(index in synchronised)
+                loss_of(model, index).backward()
+                if ends or index < 2:
+                    optimizer.step(), optimizer.zero_grad()
+            optimizer.flush()
+            assert (optimizer.num_updates, optimizer.micro_step) == (1, 0)
+            assert far(model, wanted) < 3e-7, (ends, synchronised, far(model, wanted))
+            optimizer.close()
+            model.set_requires_gradient_sync(True)  # FSDP2 goes on as if nothing had been
+            model.zero_grad()
+            loss_of(model, 3).backward()
+            stock = sharded()
+            stock.load_state_dict(model.state_dict())
+            loss_of(stock, 3).backward()
+            for p, q in zip(model.parameters(), stock.parameters(), strict=True):
+                torch.testing.assert_close(p.grad.to_local(), q.grad.to_local(), rtol=1e-6, atol=1e-8)
 
     # A part-filled window whose sums are shards goes through a checkpoint.
     wanted, _ = alone(4, 2)
@@ -661,6 +684,7 @@ EDGES = textwrap.dedent(
         loss_of(model, index).backward()
         if index % K == 0:
             raises(RuntimeError, "FSDP2 keeps", optimizer.state_dict)
+            raises(RuntimeError, "set_requires_all_reduce(True)", optimizer.flush)
         optimizer.step(), optimizer.zero_grad()
     assert optimizer.num_updates == UPDATES and far(model, wanted) < 3e-7
     optimizer.close()
