@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..kernels import checks, grain_size, registry
 from ..kernels.dtypes import PAIRS
-from ..kernels.local_parts import is_distributed, local
+from ..kernels.local_parts import is_distributed, local, placed_as
 from ..kernels.registry import Backend
 from ..kernels.torch_state import process_group_up
 from .add import Adder
@@ -119,10 +119,12 @@ class Accumulators:
             slots = [slot for slot in slots if slot not in done]
         accumulators: list[Any] = [grads.current(slot) for slot in slots]
         if accumulators:
-            casts = like(accumulators, wanted)
-            cast(casts, accumulators)
+            parts = [local(accumulator) for accumulator in accumulators]
+            casts = like(parts, wanted)
+            cast(casts, parts)
             for slot, accumulator, made in zip(slots, accumulators, casts, strict=True):
-                grads.place_cast(slot, None if is_scaled else accumulator, made)
+                whole = placed_as(accumulator, made) if is_distributed(accumulator) else made
+                grads.place_cast(slot, None if is_scaled else accumulator, whole)
 
     def leave_step(self) -> None:
         """After an update: as `ParamGrads.leave_step`, and no norm holds any more."""
@@ -234,4 +236,4 @@ def _distributed_as(saved: Tensor, param: Any) -> Tensor:
 def _casts_by_kernel(slot: Slot, accumulator: Tensor) -> bool:
     """Whether a kernel makes the copy in the parameter's dtype."""
     dtypes = accumulator.dtype, slot.param.dtype
-    return dtypes[0] != dtypes[1] and dtypes in PAIRS and checks.is_plain(accumulator)
+    return dtypes[0] != dtypes[1] and dtypes in PAIRS and checks.is_plain(local(accumulator))

@@ -227,9 +227,9 @@ MANUAL = textwrap.dedent(
         optimizer.close()
 
     # bfloat16 shards have float32 sums: of the same gradients as stock's, without its rounding.
-    for steps in (None, 4):
+    for steps, clip in ((None, None), (4, None), (4, 1e-3)):
         model, stock = sharded(torch.bfloat16), sharded(torch.bfloat16)
-        optimizer = wrap(model, steps)
+        optimizer = wrap(model, steps, max_grad_norm=clip)
         sums = [torch.zeros(p.to_local().shape, dtype=torch.float64) for p in stock.parameters()]
         for index in range(4):
             loss_of(model, index).backward()
@@ -242,12 +242,18 @@ MANUAL = textwrap.dedent(
         for p, total in zip(model.parameters(), sums, strict=True):
             assert p.grad.dtype == torch.float32 == p.grad.to_local().dtype
             torch.testing.assert_close(p.grad.to_local().double(), total, rtol=3e-7, atol=1e-9)
-        start = [p.to_local().clone() for p in model.parameters()]
+        inner, square = adam(stock), sum(whole(p.grad).square().sum() for p in model.parameters())
+        for p, q in zip(model.parameters(), stock.parameters(), strict=True):
+            q.grad = (p.grad * (clip / (square.sqrt().item() + 1e-6) if clip else 1.0)).bfloat16()
+        inner.step()
         held = optimizer.accumulator_bytes
         assert held == sum(4 * p.to_local().numel() for p in model.parameters()), held
-        optimizer.step(), optimizer.zero_grad()
+        optimizer.step()
         assert optimizer.num_updates == 1
-        assert any(not torch.equal(p.to_local(), q) for p, q in zip(model.parameters(), start, strict=True))
+        for p, q in zip(model.parameters(), stock.parameters(), strict=True):
+            torch.testing.assert_close(p.to_local(), q.to_local(), rtol=0.01 if clip else 0, atol=0)
+            assert p.grad.dtype == (torch.bfloat16 if clip else torch.float32) == p.grad.to_local().dtype
+        optimizer.zero_grad()
         optimizer.close()
         assert all(p.grad_dtype == torch.bfloat16 for p in model.parameters())
     """
