@@ -28,7 +28,7 @@ fully_shard(model)
 optimizer = fusedacc.AccumulatingOptimizer(
     torch.optim.AdamW(model.parameters(), lr=3e-3), gradient_accumulation_steps=2, max_grad_norm=1.0
 )
-for epoch in range(20):
+for epoch in range(10):
     sampler.set_epoch(epoch)
     for x, y in train:
         with optimizer.accumulate(model):  # over the wire once a window; without it in every micro-batch

@@ -5,8 +5,14 @@ Each script runs twice at once, on gloo over loopback, and makes many checks: tw
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 import textwrap
 
+import pytest
+from example_scripts import EXAMPLES
 from ranks import run_on_two_ranks
 
 SETUP = textwrap.dedent(
@@ -762,3 +768,21 @@ EDGES = textwrap.dedent(
 
 def test_edges(tmp_path):
     run_on_two_ranks(tmp_path, SETUP + EDGES + END)
+
+
+def test_the_example_runs_under_torchrun(tmp_path):
+    pytest.importorskip("sklearn", reason="the examples read scikit-learn's digits")
+    paths = os.pathsep.join(filter(None, [str(EXAMPLES.parent), os.environ.get("PYTHONPATH")]))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launcher, str(EXAMPLES / "fsdp2.py")],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    updates, accuracy = re.search(r"(\d+) updates, accuracy .*: ([\d.]+)%", done.stdout).groups()
+    assert int(updates) == 10 * 24  # 46 full micro-batches of a rank, and one of 14 images that flush() ends
+    assert float(accuracy) > 85
