@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..kernels import checks, grain_size, registry
 from ..kernels.dtypes import PAIRS
-from ..kernels.local_parts import is_distributed, local, placed_as
+from ..kernels.local_parts import distributed_as, is_distributed, local, placed_as
 from ..kernels.registry import Backend
 from ..kernels.torch_state import process_group_up
 from .add import Adder
@@ -157,7 +157,7 @@ class Accumulators:
         grads, (device, _, dtype) = self.grads, slot.lane
         if is_distributed(slot.param):
             kept = torch.empty_like(slot.param, dtype=dtype, requires_grad=False)
-            kept.copy_(_distributed_as(saved, slot.param))
+            kept.copy_(distributed_as(saved, slot.param))
         elif saved.layout is torch.strided:
             kept = torch.empty_strided(slot.param.shape, slot.strides, dtype=dtype, device=device)
             kept.copy_(saved)
@@ -221,16 +221,6 @@ class Accumulators:
                 ):
                     held[tensor.data_ptr() or id(tensor)] = tensor.nbytes
         return sum(held.values())
-
-
-def _distributed_as(saved: Tensor, param: Any) -> Tensor:
-    """A saved tensor as a DTensor; what is none is the whole, which every rank has loaded."""
-    from torch.distributed.tensor import distribute_tensor
-
-    if is_distributed(saved):
-        return saved
-    on_mesh = saved.to(param.device)
-    return distribute_tensor(on_mesh, param.device_mesh, param.placements, src_data_rank=None)
 
 
 def _casts_by_kernel(slot: Slot, accumulator: Tensor) -> bool:

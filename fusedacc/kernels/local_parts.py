@@ -37,3 +37,13 @@ def are_alike(first: Any, second: Any) -> bool:
         and first.placements == second.placements
         and not any(placement.is_partial() for placement in first.placements)
     )
+
+
+def distributed_as(saved: Tensor, whole: Any) -> Tensor:
+    """A saved tensor where the DTensor `whole` is; what is no DTensor is all of it, which every rank has."""
+    from torch.distributed.tensor import distribute_tensor
+
+    if is_distributed(saved) or not is_distributed(whole):
+        return saved
+    here = saved.to(whole.device)
+    return distribute_tensor(here, whole.device_mesh, whole.placements, src_data_rank=None)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from .. import functional
 from ..accumulators import Slot
-from ..kernels.local_parts import is_distributed, local
+from ..kernels.local_parts import distributed_as, is_distributed, local
 
 LOW = (torch.bfloat16, torch.float16)
 
@@ -62,7 +62,7 @@ class MasterWeights:
     def put(self, slot: Slot, master: Tensor) -> None:
         """Take a saved master over, exactly."""
         param = slot.param
-        kept = torch.empty_like(param, dtype=torch.float32).copy_(master)
+        kept = torch.empty_like(param, dtype=torch.float32).copy_(distributed_as(master, param))
         self._masters[slot], self._versions[slot] = kept, _version(param)
 
     @torch.no_grad()

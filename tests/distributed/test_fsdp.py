@@ -356,6 +356,10 @@ WITHHELD = textwrap.dedent(
         reference = network()
         inner = adam(reference)
         model = sharded()
+        if late:  # FSDP2 sums instead
+            for module in (model, model[0], model[2]):
+                module.set_force_sum_reduction_for_comms(True)
+                module.set_gradient_divide_factor(1.0)
         optimizer = wrap(model, steps, reduction="normalized")
         for index in range(micro_batches):
             total = sum(weight_of(2 * (index // 2) + i, r) for i in (0, 1) for r in (0, 1))
@@ -737,6 +741,33 @@ EDGES = textwrap.dedent(
         ours, its = (o.state[r]["exp_avg"].to_local() for o, r in ((optimizer, p), (fresh, q)))
         assert torch.equal(ours, its)
     fresh.close()
+
+    # A part-filled window of shards through a distributed checkpoint, bit for bit.
+    import torch.distributed.checkpoint as dcp
+    from fusedacc.integrations.distributed_checkpoint import make_room
+
+    for dtype, masters in ((torch.float32, False), (torch.bfloat16, True)):
+        folder, ends = f"{rendezvous}-{dtype}", []
+        for resumes in (False, True):
+            for index in range(6):
+                if index in (0, 4 if resumes else 0):
+                    other = sharded(dtype)
+                    fresh = wrap(other, 3, master_weights=masters)
+                if resumes and index == 4:
+                    found = {"model": other.state_dict(), "optim": get_optimizer_state_dict(other, fresh)}
+                    make_room(found, folder)
+                    dcp.load(found, checkpoint_id=folder)
+                    other.load_state_dict(found["model"])
+                    set_optimizer_state_dict(other, fresh, found["optim"])
+                    assert (fresh.num_updates, fresh.micro_step) == (1, 1)
+                loss_of(other, index).backward()
+                fresh.step(), fresh.zero_grad()
+                if resumes and index == 3:
+                    saved = {"model": other.state_dict(), "optim": get_optimizer_state_dict(other, fresh)}
+                    dcp.save(saved, checkpoint_id=folder)
+            ends.append([p.to_local().clone() for p in other.parameters()])
+            fresh.close()
+        assert all(map(torch.equal, *ends)), dtype
 
     # A wrapper that nobody refers to any more leaves nothing on the parameters, and stock goes on.
     del optimizer
