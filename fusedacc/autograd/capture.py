@@ -127,6 +127,11 @@ class Capture:
         bucket.put(slot, slot.param, gradient, 0 if large else slot.nbytes)
         return SWALLOWED
 
+    def has_entered(self) -> bool:
+        """Whether `enter` was called in the backward that runs."""
+        task = self.tasks.get(task_id())
+        return task is not None and task.delivered_late
+
     def enter(self, slots: Sequence[Slot], withheld: bool) -> None:
         """A backward runs whose gradients of these slots FSDP2 puts into p.grad: ready that for them.
 
@@ -134,8 +139,6 @@ class Capture:
         """
         with self._lock:
             task = self.tasks.get(task_id()) or self._begin()
-            if task.delivered_late:
-                return
             task.delivered_late = True
             for slot in slots:
                 self._policy.leave_to_autograd(task, slot)
@@ -144,11 +147,10 @@ class Capture:
     def take_stored(self, slot: Slot) -> None:
         """FSDP2 has put a gradient into p.grad."""
         with self._lock:
-            task = self.tasks.get(task_id())
-            if task is None or not task.delivered_late:  # it came through no module that tells
+            if not self.has_entered():  # it came through no module that tells
                 self._policy.check_unmixed(slot)
                 self.enter([each for each in self.registry.slots if each.sharded and each is not slot], False)
-                task = self.tasks.get(task_id())
+            task = self.tasks.get(task_id())
             if task is not None:
                 self._policy.take_stored(task, slot)
 

@@ -31,6 +31,8 @@ from ..kernels.local_parts import is_distributed
 class Receiver(Protocol):
     """Who is told what happens in a backward; `Capture` is one."""
 
+    def has_entered(self) -> bool: ...
+
     def enter(self, slots: Sequence[Slot], withheld: bool) -> None: ...
 
     def take_stored(self, slot: Slot) -> None: ...
@@ -83,6 +85,8 @@ class Shards:
                 "reduction='normalized' cannot be had where FSDP2 averages some parameters over other "
                 f"numbers of ranks than others, here {sorted(divisors)}; allowed: 'mean' and 'sum'"
             )
+        for key in distributed:
+            self._groups.pop(key, None)  # of a parameter that was at this address before
         self._groups.update((key, weakref.ref(group)) for key, group in found.items())
 
     def arm(self, slot: Slot) -> bool:
@@ -131,7 +135,7 @@ class Shards:
     def begin(self) -> None:
         """A backward has come to what a module of FSDP2's has returned."""
         receiver = self.receiver()
-        if receiver is not None:
+        if receiver is not None and not receiver.has_entered():
             receiver.enter(list(self._slots.values()), self._withholds())
 
     def arrived(self, key: int) -> None:
