@@ -452,43 +452,38 @@ NORMS = textwrap.dedent(
     optimizer.close()
 
     # GradScalers: an overflow on one rank drops the update and halves the scale on both.
-    for ours in (True, False):
-        for unscales in (True, False):
-            for fused in (False, True):
-                model = sharded()
-                start = [p.to_local().clone() for p in model.parameters()]
-                optimizer = wrap(model, K if ours else None, lambda model: adam(model, fused=fused))
-                scaler = (fusedacc.amp.GradScaler if ours else torch.amp.GradScaler)("cpu", init_scale=8.0)
-                for index in range(K * (UPDATES + 1)):
-                    window = index // K
-                    loss = loss_of(model, index % (K * UPDATES)) / (1 if ours else K)
-                    poisoned = window == UPDATES and rank == 1 and index % K
-                    scaler.scale(loss * (math.inf if poisoned else 1.0)).backward()
-                    last = (index + 1) % K == 0
-                    if last and window == UPDATES:
-                        for p in model.parameters():  # inf on one rank alone
-                            if rank == 0 and p.to_local().numel():
-                                p.grad.to_local().fill_(1.0)
-                    if ours or last:
-                        if unscales:
-                            scaler.unscale_(optimizer)
-                            if last and window < UPDATES:
-                                norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-                                assert abs(whole(norm).item() / norms[window] - 1) < 1e-6
-                        scaler.step(optimizer)
-                        scaler.update()
-                        optimizer.zero_grad()
-                    if index == K * UPDATES - 1 and unscales:
-                        assert far(model, wanted) < 1e-6, (ours, fused, far(model, wanted))
-                    if index == K * UPDATES - 1:
-                        assert scaler.get_scale() == 8.0
-                        before = [p.to_local().clone() for p in model.parameters()]
-                        for p, q in zip(before, start, strict=True):
-                            assert p.numel() == 0 or not torch.equal(p, q)
-                assert scaler.get_scale() == 4.0, (ours, unscales, scaler.get_scale())
-                for p, q in zip(model.parameters(), before, strict=True):
-                    assert torch.equal(p.to_local(), q)
-                optimizer.close()
+    UPDATES = 2
+    wanted, norms = alone(K, UPDATES, clip=CLIP)
+    for ours, unscales, fused in (
+        (True, True, False), (True, False, True), (False, True, True), (False, False, False)
+    ):
+        model = sharded()
+        start = [p.to_local().clone() for p in model.parameters()]
+        optimizer = wrap(model, K if ours else None, lambda model: adam(model, fused=fused))
+        scaler = (fusedacc.amp.GradScaler if ours else torch.amp.GradScaler)("cpu", init_scale=8.0)
+        for index in range(K * (UPDATES + 1)):
+            window, last = index // K, (index + 1) % K == 0
+            scaler.scale(loss_of(model, index) / (1 if ours else K)).backward()
+            if last and window == UPDATES:
+                before = [p.to_local().clone() for p in model.parameters()]
+                if rank == 1:
+                    model[0].weight.grad.to_local()[0, 0] = math.inf
+            if ours or last:
+                if unscales:
+                    scaler.unscale_(optimizer)
+                    if last and window < UPDATES:
+                        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+                        assert abs(whole(norm).item() / norms[window] - 1) < 1e-6
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+            if index == K * UPDATES - 1:
+                assert scaler.get_scale() == 8.0
+                assert not unscales or far(model, wanted) < 1e-6, (ours, fused, far(model, wanted))
+        assert scaler.get_scale() == 4.0, (ours, unscales, scaler.get_scale())
+        for p, q, r in zip(model.parameters(), before, start, strict=True):
+            assert torch.equal(p.to_local(), q) and (p.to_local().numel() == 0 or not torch.equal(q, r))
+        optimizer.close()
     """
 )
 
@@ -815,5 +810,5 @@ def test_the_example_runs_under_torchrun(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     updates, accuracy = re.search(r"(\d+) updates, accuracy .*: ([\d.]+)%", done.stdout).groups()
-    assert int(updates) == 10 * 24  # 46 full micro-batches of a rank, and one of 14 images that flush() ends
+    assert int(updates) == 10 * 12  # 750 images of a rank are 23 micro-batches of 32 and one of 14
     assert float(accuracy) > 85
