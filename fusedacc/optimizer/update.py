@@ -258,7 +258,8 @@ class Update:
         accumulators = self._accumulators
         found, unread = accumulators.norms.take(finals.slots, finals.tensors)
         dtype = torch.float64 if torch.float64 in finals.dtypes else torch.float32
-        over = mesh_norm if any(map(is_distributed, unread)) else norms
+        unusual = not set(map(type, unread)) <= {Tensor}
+        over = mesh_norm if unusual and any(map(is_distributed, unread)) else norms
         return over.norm_with_partials(unread, found, self.norm_type, dtype, accumulators.backend)
 
     def _would_leave_garbage(self) -> bool:
