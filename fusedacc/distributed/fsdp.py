@@ -184,6 +184,8 @@ class Shards:
         for group in self._live_groups():
             group._partial_reduce_output = None
             for sharded in group.fsdp_params:
+                if id(sharded.sharded_param) not in self._slots:
+                    continue
                 sharded.unsharded_accumulated_grad = None
                 unsharded = getattr(sharded, "_unsharded_param", None)
                 if unsharded is not None:

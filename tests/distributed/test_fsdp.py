@@ -687,6 +687,19 @@ EDGES = textwrap.dedent(
     assert far(model, reference) < 3e-7, far(model, reference)
     optimizer.close()
 
+    # Two wrappers of one model's parameters, one of which gets a group later, between windows.
+    model = sharded()
+    first = fusedacc.AccumulatingOptimizer(torch.optim.AdamW(model[0].parameters(), lr=0.01), K)
+    second = fusedacc.AccumulatingOptimizer(torch.optim.AdamW(model[2].parameters(), lr=0.01), K)
+    second.add_param_group({"params": list(model[4].parameters())})
+    for index in range(K * UPDATES):
+        model.set_requires_gradient_sync(first.will_update)
+        loss_of(model, index).backward()
+        for optimizer in (first, second):
+            optimizer.step(), optimizer.zero_grad()
+    assert far(model, wanted) < 3e-7, far(model, wanted)
+    first.close(), second.close()
+
     # HSDP whose replicas are synchronised once a window.
     model = sharded(mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
     optimizer = wrap(model, K)
