@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.distributed._composable_state import _get_module_state, _module_state_mapping
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
@@ -166,7 +165,7 @@ class Shards:
                 "backward only: call set_requires_all_reduce(True) before the last micro-batch of the window"
             )
         flags = [(group, group.reduce_grads, group.all_reduce_grads) for group in groups]
-        states: list[Any] = [_get_module_state(module) for module in self._modules]
+        states = [state for module, state in _states() if module in self._modules]
         contexts = {id(state._state_ctx): state for state in states}
         self._synchronises = True
         try:
@@ -259,10 +258,17 @@ def is_fsdp(model: Any) -> bool:
     return hasattr(model, "set_requires_gradient_sync")
 
 
+def _states() -> Iterator[tuple[torch.nn.Module, Any]]:
+    """The modules of this process that have a state of FSDP2's (or of its likes), each with it."""
+    from torch.distributed._composable_state import _module_state_mapping  # private to torch
+
+    for module, reference in list(_module_state_mapping.items()):
+        yield module, reference()
+
+
 def _groups() -> Iterator[Any]:
     """All groups of parameters that FSDP2 has sharded in this process."""
-    for reference in list(_module_state_mapping.values()):
-        state: Any = reference()
+    for _, state in _states():
         if hasattr(state, "_fsdp_param_groups"):
             yield from state._fsdp_param_groups
         elif getattr(state, "_fsdp_param_group", None) is not None:  # before torch 2.12
