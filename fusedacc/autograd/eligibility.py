@@ -28,6 +28,8 @@ class Taker(enum.Enum):
     TORCH = "eager"
     #: A module of the model, inside its backward.
     MODULE = "module"
+    #: FSDP2 puts it into p.grad, from where a kernel adds it.
+    SHARD = "fsdp2"
     #: One launch for many gradients.
     KERNEL = "multi_tensor"
 
@@ -79,6 +81,13 @@ NOT_A_LEAF = Case(
     Taker.TORCH,
     "not a leaf: autograd stores no gradient; one put into p.grad counts",
     lambda slot: not slot.param.is_leaf,
+    None,
+)
+SHARDED = Case(
+    "sharded",
+    Taker.SHARD,
+    "sharded by FSDP2, which averages the gradients of all ranks and leaves each its shard",
+    lambda slot: slot.sharded,
     None,
 )
 PROCESS_GROUP = Case(
@@ -138,6 +147,7 @@ ORDINARY = Case("ordinary", Taker.KERNEL, "", lambda _: True, lambda *_: True)
 CASES = (
     FROZEN,
     NOT_A_LEAF,
+    SHARDED,
     PROCESS_GROUP,
     POST_ACCUMULATE_HOOK,
     ABSENT,

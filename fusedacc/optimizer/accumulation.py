@@ -16,6 +16,7 @@ from ..accumulators import Accumulators, GradState, Slot
 from ..autograd.data_parallel import Reducers
 from ..autograd.graph_task import GraphTask
 from ..distributed import DataParallel, Part
+from ..distributed.fsdp import Shards
 from ..kernels import launch_events, torch_state
 from .window import Window
 
@@ -50,6 +51,8 @@ class Accumulation:
         self.flushing = False
         #: Whether all ranks did, at the last reduction.
         self.all_flush = False
+        #: Those of the parameters that FSDP2 has sharded; they come when they are hooked.
+        self.shards = window.shards = Shards(window.reduction)
 
     # What the hooks ask
 
@@ -141,10 +144,65 @@ class Accumulation:
             self._grads.begin_stock(slot)
         task.stored.append(slot)
 
+    def note_withheld(self, task: GraphTask, withheld: bool) -> None:
+        """FSDP2 keeps the gradients of this backward (`withheld`), or delivers them and what it has kept."""
+        window = self.window
+        if task.ignored:
+            if withheld:
+                raise RuntimeError(
+                    "a backward inside ignore() would leave its gradients in FSDP2's sums, with those that "
+                    "count: call set_requires_gradient_sync(True) on the model before it"
+                )
+            return
+        window.withheld = window.micro.deferred = withheld
+        if withheld:
+            task.added = True  # an exception leaves some layers' gradients there
+        else:
+            window.unsynchronised = False
+
+    def check_unmixed(self, slot: Slot) -> None:
+        """Raise RuntimeError where FSDP2 has added a gradient to what stood in p.grad and is no gradient."""
+        gradient = slot.param.grad
+        if gradient is not None and self._takes_stored and self._grads.stands(slot, gradient):
+            raise RuntimeError(
+                f"FSDP2 has added a gradient of parameter {slot.name!r} to what stood in p.grad, in a "
+                "backward that came through no module that fully_shard was applied to: call "
+                "optimizer.zero_grad() after each optimizer.step(), and discard() this window"
+            )
+
+    def synchronise(self, refresh: Refresh) -> None:
+        """Counted loop: take in what FSDP2 keeps of micro-batches that have ended. Every rank calls it."""
+        window, ran = self.window, self.window.micro.ran
+        self.shards.synchronise()
+        self.collect(self._slots, refresh)
+        window.micro.ran = ran
+        window.withheld = window.micro.deferred = window.unsynchronised = False
+
+    @property
+    def _takes_stored(self) -> bool:
+        """Whether gradients that FSDP2 has put into p.grad are taken from there; else that is the sum."""
+        return self.window.counted or self.window.weighs
+
+    def take_stored(self, task: GraphTask, slot: Slot) -> None:
+        """FSDP2 has put a gradient into p.grad, beside nothing of ours."""
+        gradient = slot.param.grad
+        if task.ignored or gradient is None or torch.is_grad_enabled():
+            return
+        task.added = True
+        if not self._takes_stored and gradient.dtype == slot.accumulate_dtype:
+            return  # FSDP2 adds the next ones to it
+        slot.param.grad = None
+        with torch.no_grad(), launch_events.phase("accumulate"):
+            scale = self.window.base_scale * self.window.factor if self._takes_stored else 1.0
+            adder = self.accumulators.adder
+            if not adder.add_part(slot, gradient, scale, adoptable=True):
+                adder.add_eagerly(slot, gradient, scale)
+
     def publishes_after(self, task: GraphTask) -> bool:
         """Whether the final gradient will stand in p.grad when this backward has ended."""
         window = self.window
-        return window.counted and window.will_update and not window.micro.deferred and not task.ignored
+        last = window.counted and window.will_update and not window.micro.deferred
+        return last and not (task.ignored or task.inner)
 
     def end_backward(self, task: GraphTask, refresh: Refresh, outermost: bool) -> None:
         """A backward has ended, and what was pending is added. `outermost`: no other is running."""
@@ -315,7 +373,7 @@ class Accumulation:
                     ending=False
                 )  # as a rank that has reduced in its backward: the norm's bits are equal
         target = window.target(False, partial)
-        if target is None or (self.parallel is not None and window.nothing_came):
+        if target is None or (window.totals is not None and window.totals.nothing_came):
             return None
         with torch.no_grad():
             self._apply_scales()

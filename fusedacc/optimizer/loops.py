@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from ..accumulators import Slot
 from ..autograd.capture import Capture
 from ..autograd.data_parallel import may_defer
+from ..distributed import fsdp
 from ..kernels import launch_events
 from .accumulation import Accumulation
 from .loss_scale import Scaling
@@ -129,6 +130,8 @@ class CountedLoop(Loop):
             self._accumulators.grads.ignore_present(self._slots)
             return loss
         self._collect()
+        if window.withheld and window.micro.ran and window.will_update:
+            window.check_synchronised("step() would update without them")
         if window.close_micro_batch():
             self._close_window(scaling, arguments, partial=False)
         return loss
@@ -191,10 +194,15 @@ class CountedLoop(Loop):
     def flush(self, scaling: Scaling, arguments: Mapping[str, Any]) -> None:
         """Update from a part-filled window; a no-op if it is empty."""
         window = self._window
-        window.check_synchronised("flush() would update every rank with gradients of its own")
+        if not window.withheld:
+            window.check_synchronised("flush() would update every rank with gradients of its own")
         self.follow()
         # After the update, a parameter that was cast before it would look cast since.
         self._registry.refresh()
+        if self._accumulation.shards:
+            self._accumulation.shards.check_even(window.micro_step + window.micro.ran)
+        if window.withheld:
+            self._accumulation.synchronise(self._registry.refresh)
         if window.empty:
             self._accumulators.grads.disown_replaced()
         self._collect_stored()
@@ -225,7 +233,8 @@ class CountedLoop(Loop):
         If it raises, the window stays as it is: `step()` or `flush()` tries again, `zero_grad()` gives up.
         """
         ratio = self._accumulation.conclude(partial)
-        if ratio is None and self._window.nothing_came:
+        totals = self._window.totals
+        if ratio is None and totals is not None and totals.nothing_came:
             self._window.restart()
             return
         _, skipped = self._update.step(ratio, scaling, arguments)
@@ -259,6 +268,8 @@ class CountedLoop(Loop):
         """Context around a micro-batch: the model does not synchronise before the window's last."""
         if self._accumulation.parallel is not None:
             return contextlib.nullcontext()
+        if fsdp.is_fsdp(model):
+            return fsdp.synchronising(model, self._window.will_update)
         if hasattr(model, "no_sync") and self._window.reduction != "weighted":
             micro.deferred = not self._window.will_update and may_defer(model)
             if micro.deferred:

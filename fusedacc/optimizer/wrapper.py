@@ -219,7 +219,7 @@ class AccumulatingOptimizer(Saving, Delegate, Progress):
         """Context around one micro-batch: its weight, and no gradient synchronisation before the last.
 
         Args:
-            model: a DistributedDataParallel (or whatever has `no_sync()`), which is told not to synchronise
+            model: a DistributedDataParallel or FSDP2's (or what has `no_sync()`), told not to synchronise
                 gradients before the window's last micro-batch. With reduction "weighted", and in a manual
                 loop, where the last is not known, it synchronises every time; with `static_graph=True` also
                 in the first backward of all. `no_sync()` by hand is refused in a counted loop.
