@@ -93,7 +93,7 @@ SHARDED = Case(
 PROCESS_GROUP = Case(
     "process_group",
     Taker.AUTOGRAD,
-    "a process group is up: autograd fills p.grad",
+    "a process group is up that data_parallel= does not name: autograd fills p.grad",
     lambda slot: torch_state.process_group_up() and not slot.in_bucket,
     None,
 )

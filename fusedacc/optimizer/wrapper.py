@@ -219,10 +219,10 @@ class AccumulatingOptimizer(Saving, Delegate, Progress):
         """Context around one micro-batch: its weight, and no gradient synchronisation before the last.
 
         Args:
-            model: a DistributedDataParallel or FSDP2's (or what has `no_sync()`), told not to synchronise
-                gradients before the window's last micro-batch. With reduction "weighted", and in a manual
-                loop, where the last is not known, it synchronises every time; with `static_graph=True` also
-                in the first backward of all. `no_sync()` by hand is refused in a counted loop.
+            model: a DistributedDataParallel is as if it had been given as `data_parallel`, from the first use
+                between two windows on. FSDP2's, or what else has `no_sync()`, is told not to synchronise
+                gradients before the window's last micro-batch; with reduction "weighted", and in a manual
+                loop, where the last is not known, it synchronises every time.
             weight: tokens or samples in this micro-batch, for "weighted" and "normalized"; 0 adds nothing. A
                 number, or a 0-dim tensor, which is not waited for where it is on a device. It may also be set
                 later on the object that is yielded (see `MicroBatch.weight`).
