@@ -1,4 +1,4 @@
-"""Every benchmark as one run: `make bench` (seven minutes on two cores) and `make bench-full`.
+"""Every benchmark as one run: `make bench` (eight minutes on two cores) and `make bench-full`.
 
     python -m benchmarks.run_all [--quick | --full] [--only kernels,models]
 
@@ -26,6 +26,7 @@ BENCHMARKS = (
     "embedding",
     "layers",
     "training",
+    "data_parallel",
     "wrapper_window",
     "peak_memory",
 )

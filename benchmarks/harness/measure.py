@@ -81,6 +81,11 @@ def measure(
 ) -> list[Row]:
     """Rows of the times that `in_turns` finds."""
     times = in_turns({variant.name: variant.run for variant in variants}, rounds, case.case, calls, timer)
+    return rows_of(case, variants, times)
+
+
+def rows_of(case: Case, variants: Sequence[Variant], times: Mapping[str, Sequence[float]]) -> list[Row]:
+    """Rows of the seconds that each variant took in each round."""
     moved = {variant.name: variant.bytes for variant in variants}
     peaks = [moved[name] / statistics.median(times[name]) for name in PEAK if name in moved]
     rows = []
@@ -105,7 +110,7 @@ def measure(
     return rows
 
 
-def _against(figure: Row, goal: Goal, times: dict[str, list[float]], moved: dict[str, int]) -> Row:
+def _against(figure: Row, goal: Goal, times: Mapping[str, Sequence[float]], moved: dict[str, int]) -> Row:
     pairs = zip(times[goal.against], times[figure.provider], strict=True)
     speedup = statistics.median(base / own for base, own in pairs)
     if goal.by_bandwidth:

@@ -6,6 +6,8 @@ whatever order the ranks are added, where a sum of weights would be rounded diff
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -17,15 +19,19 @@ DIGITS = WHOLE + FRACTION
 MOST_RANKS = {torch.bfloat16: 2**8, torch.float16: 2**11, torch.float32: 2**24, torch.float64: 2**53}
 
 
-def encode(value: float | Tensor, device: torch.device) -> Tensor:
-    """The digits of a number of at least 0, the lowest first: zeros and ones of shape (DIGITS,), int64.
+def encode(values: Sequence[float | Tensor], device: torch.device) -> Tensor:
+    """The digits of numbers of at least 0, each one's lowest first: zeros and ones, int64 [values * DIGITS].
 
     A number on a device is not waited for; where it is nan or below 0 its digits mean nothing.
     """
-    number = torch.as_tensor(value, dtype=torch.float64, device=device)
-    whole = number.floor()
-    parts = torch.stack([(number - whole) * 2.0**FRACTION, whole]).to(torch.int64)
-    return ((parts.unsqueeze(1) >> torch.arange(WHOLE, device=device)) & 1).flatten()
+    if any(isinstance(value, Tensor) for value in values):
+        each = [torch.as_tensor(value, dtype=torch.float64, device=device) for value in values]
+        numbers = torch.stack(each)
+    else:
+        numbers = torch.tensor(values, dtype=torch.float64, device=device)
+    whole = numbers.floor()
+    parts = torch.stack([(numbers - whole) * 2.0**FRACTION, whole], dim=1).to(torch.int64)
+    return ((parts.unsqueeze(-1) >> torch.arange(WHOLE, device=device)) & 1).flatten()
 
 
 def decode(digits: Tensor) -> Tensor:

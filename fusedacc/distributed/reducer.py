@@ -20,7 +20,7 @@ from ..accumulators import Accumulators, Slot
 from ..accumulators.buffers import Segment, cut
 from . import numbers
 
-#: A bucket is closed when it holds this many bytes; the first on its way is small, as in torch's DDP.
+#: A bucket is closed when it holds so many bytes; the first on its way is small, as in torch's DDP.
 BUCKET_BYTES, FIRST_BYTES = 25 * 2**20, 2**20
 
 
@@ -91,13 +91,17 @@ class Bucket:
         """Take fresh memory, and let each slot's next accumulator be made there."""
         device, _, dtype = self.lane
         layouts = [*self.shapes, (torch.Size([self._tail]), (1,))]
-        memory, (*self.views, self.tail) = cut(layouts, dtype, device)
+        memory, (*views, self.tail) = cut(layouts, dtype, device)
         self.memory = memory.zero_()  # what lies between the views is sent too
-        segment = Segment(memory, len(self.views) + 1)
-        for slot, view in zip(self.slots, self.views, strict=True):
+        self.segment = Segment(memory, len(views) + 1)
+        for slot, view in zip(self.slots, views, strict=True):
             slot.drop_buffer()
-            slot.buffer, slot.segment, slot.in_bucket = view, segment, True
-        self.segment = segment
+            slot.buffer, slot.segment, slot.in_bucket = view, self.segment, True
+
+    @property
+    def views(self) -> list[Tensor]:
+        """Of the memory, by slot. The slots hold them, and nobody else may: they would not be reused."""
+        return [slot.buffer for slot in self.slots]  # type: ignore[misc]
 
     @property
     def numbers(self) -> Tensor:
@@ -174,15 +178,14 @@ class Reducer:
         self._release(self._members)
         self._members = wanted
         groups: list[list[Slot]] = []
-        nbytes, most = 0, FIRST_BYTES
+        nbytes, most = 0, 0
         for slot in reversed(wanted):
-            size = slot.param.numel() * slot.accumulate_dtype.itemsize
-            if not groups or groups[-1][0].lane is not slot.lane or nbytes + size > most:
+            if not groups or groups[-1][0].lane is not slot.lane or nbytes >= most:
                 most = BUCKET_BYTES if groups else FIRST_BYTES
                 groups.append([])
                 nbytes = 0
             groups[-1].append(slot)
-            nbytes += size
+            nbytes += slot.param.numel() * slot.accumulate_dtype.itemsize
         last = len(groups) - 1
         self._buckets = [Bucket(group, index == last) for index, group in enumerate(groups)]
 
@@ -296,10 +299,10 @@ class Reducer:
         """Write the window's numbers behind the gradients."""
         self._number += 1
         device = numbers_.device
-        sent = [numbers.encode(value, device) for value in (part.micro_batches, part.weight, self._number)]
+        sent = numbers.encode((part.micro_batches, part.weight, self._number), device)
         bad = torch.zeros((), dtype=torch.bool) if part.bad_weights is None else part.bad_weights
         said = torch.tensor([part.flushing, part.reopened], device=device)
-        numbers_.copy_(torch.cat([bad.to(device).reshape(1), said, *sent]))
+        numbers_.copy_(torch.cat([bad.to(device).reshape(1), said, sent]))
 
     def _received(self) -> Totals:
         """The sums over the ranks of what `_send` has written."""
@@ -308,7 +311,7 @@ class Reducer:
         sizes = [1] * _FLAGS + [numbers.DIGITS] * _NUMBERS
         bad, flushing, reopened, *digits = self._buckets[-1].numbers.to(torch.float64).split(sizes)
         if bad.device.type == "cpu":
-            mine = numbers.encode(self._number, bad.device) * self.world_size
+            mine = numbers.encode((self._number,), bad.device) * self.world_size
             if not torch.equal(digits[2], mine.to(torch.float64)) or 0 < reopened < self.world_size:
                 raise RuntimeError(
                     "the ranks are not at the same reduction: they have run different numbers of windows, or "

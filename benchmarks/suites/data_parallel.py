@@ -1,0 +1,173 @@
+"""A window on two ranks: the wrapper's reduction against the best that stock DistributedDataParallel has.
+
+Two processes of one thread each, gloo over loopback, train the demo's transformer on data of their own. The
+time of a window is from a barrier to a barrier; ways take turns. "peak memory" is of live bytes above those
+of the parameters, on the first rank, through two windows of two micro-batches.
+
+Goals of the plain wrapper: at most 1.05 times the time of each way of stock in float32, no slower than sums
+by hand in bfloat16, and in float32 a peak at least 3 bytes a parameter below stock's.
+
+    python -m benchmarks.suites.data_parallel [--quick | --full]
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import gc
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from examples.demo.loops import Config
+from examples.demo.measure import batches, peak_memory
+from examples.demo.model import load_text
+from fusedacc.commands.bench.timing import in_turn
+
+from ..contestants.data_parallel_loops import MODEL, PLAIN, STOCK, WAYS, Way
+from ..harness import command
+from ..harness.measure import Goal, Variant, progress, rows_of
+from ..harness.results import Case, Results, Row, at_most, cannot_run, first_line, row
+
+RANKS = 2
+#: Rounds that are not timed: optimizer state is made, and both reducers learn, in the first windows.
+UNTIMED = 2
+#: How many times as fast as a competitor the plain wrapper is to be, by dtype.
+AT_LEAST = {"float32": 1 / 1.05, "bfloat16": 1.0}
+#: How many bytes a parameter below stock's the plain wrapper's peak is to be, in float32.
+SAVED = 3
+NAMES = {"bfloat16": "bfloat16 into float32"}
+
+
+def figures(results: Results, effort: str) -> None:
+    """All rows, of each dtype."""
+    width, layers, context, size, rounds = {
+        "quick": (32, 2, 16, 2, 3),
+        "short": (256, 3, 64, 4, 11),
+        "full": (256, 3, 64, 4, 41),
+    }[effort]
+    shape = {"width": width, "layers": layers, "context": context, "micro_batch_size": size}
+    for dtype in progress(WAYS, "data parallel", "dtype"):
+        config = Config(dtype, torch.device("cpu"), 4, **shape)
+        parameters = sum(p.numel() for p in config.model().parameters())
+        shapes = f"{parameters / 1e6:.1f} M parameters; {RANKS} processes of one thread, gloo over loopback; "
+        shapes += f"{config.steps} micro-batches of {size} x {context} bytes each"
+        name = f"{RANKS} ranks, demo, width {width}"
+        case = Case("data_parallel", name, f"window k={config.steps}", shapes, NAMES.get(dtype, dtype))
+        if results.device.type != "cpu":
+            results.add([cannot_run(case, PLAIN.name, "two ranks need two GPUs, or --device cpu")])
+            continue
+        try:
+            seconds, peaks = on_all_ranks(measure_rank, config, rounds)
+        except Exception as error:
+            results.add([cannot_run(case, way.name, first_line(error)) for way in WAYS[dtype]])
+            continue
+        results.add(rows_of(case, [variant(way, dtype) for way in WAYS[dtype]], seconds))
+        above = {name: peak / parameters - config_itemsize(config) for name, peak in peaks.items()}
+        results.add(memory(dataclasses.replace(case, mode="peak above the parameters"), above))
+
+
+def config_itemsize(config: Config) -> int:
+    """Bytes of a parameter."""
+    return getattr(torch, config.dtype).itemsize
+
+
+def variant(way: Way, dtype: str) -> Variant:
+    """A way with what it is held against; of `model=` the ratios are shown."""
+    held_to = [other.name for other in WAYS[dtype] if other.competes] if way in (PLAIN, MODEL) else []
+    at_least = AT_LEAST[dtype] if way is PLAIN else 0.0
+    return Variant(way.name, lambda: None, goals=tuple(Goal(name, at_least) for name in held_to))
+
+
+def memory(case: Case, above: dict[str, float]) -> list[Row]:
+    """The rows of the peaks, in bytes a parameter."""
+    rows = []
+    for name, value in above.items():
+        goal = {}
+        if name == PLAIN.name and STOCK.name in above:
+            goal = at_most(above[STOCK.name] - SAVED, value, f"{STOCK.name} less {SAVED} B/param")
+        rows.append(row(case, name, metric="peak memory", unit="B/param", median=value, **goal))
+    return rows
+
+
+def on_all_ranks(measure: Callable[..., Any], *arguments: Any) -> Any:
+    """What `measure(*arguments)` returns on the first rank, where it runs on all at once."""
+    before = {name: os.environ.get(name) for name in _OF_RANKS}
+    os.environ.update(_OF_RANKS)  # read as torch is loaded, before anything of ours runs there
+    try:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            concurrent.futures.ProcessPoolExecutor(RANKS, multiprocessing.get_context("spawn")) as pool,
+        ):
+            meeting = Path(folder, "meeting")
+            ranks = [pool.submit(run_rank, rank, meeting, measure, *arguments) for rank in range(RANKS)]
+            first, *_ = [rank.result() for rank in ranks]  # all, or the error of any
+            return first
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+#: One thread each; all would be held to the first core if OpenMP placed them.
+_OF_RANKS = {"OMP_NUM_THREADS": "1", "OMP_PROC_BIND": "false", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def run_rank(rank: int, meeting: Path, measure: Callable[..., Any], *arguments: Any) -> Any:
+    """What `measure(*arguments)` returns in this process, as a rank."""
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))  # OpenMP may have held whoever started this to a core
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
+    try:
+        found = measure(*arguments)
+        gc.collect()  # no reducer left, and no rank ahead, when the threads of the group end
+        dist.barrier()
+        return found
+    finally:
+        dist.destroy_process_group()
+
+
+def measure_rank(config: Config, rounds: int) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Seconds of each round's window, and bytes at the peak, by way."""
+    config = dataclasses.replace(config, seed=dist.get_rank())
+    seconds = time_windows(config, rounds)
+    gc.collect()
+    short, text = dataclasses.replace(config, steps=2, micro_batch_size=1), load_text()
+    peaks = {}
+    for way in WAYS[config.dtype]:
+        peaks[way.name] = peak_memory(lambda of, way=way: way.make(of, **way.options), short, text)
+        gc.collect()
+    return seconds, peaks
+
+
+def time_windows(config: Config, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each round's window, by way."""
+    text = load_text()
+    loops = {way.name: way.make(config, **way.options) for way in WAYS[config.dtype]}
+    seconds: dict[str, list[float]] = {name: [] for name in loops}
+    for index in range(-UNTIMED, rounds):
+        data = batches(text, config, index + UNTIMED)
+        for name in in_turn(list(loops), index):
+            dist.barrier()
+            start = time.perf_counter()
+            loops[name].update(data)
+            dist.barrier()
+            if index >= 0:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def main() -> None:
+    command.run(figures, command.arguments(__doc__).parse_args())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""A program: ranks that train in turn by each way, and what each of their windows has sent.
+
+Its arguments: a folder, where every rank leaves its findings; how many ranks; the ways, as JSON; whether the
+ranks are to have a network of their own ("alone"), in which nothing else is sent, or not ("shared"). It exits
+with `NOT_ALLOWED` where the kernel refuses such a network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import importlib
+import json
+import os
+import socket
+import struct
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+NOT_ALLOWED = 77
+WIDTH, LAYERS = 512, 8
+PARAMETERS = LAYERS * (WIDTH * WIDTH + WIDTH)
+#: DDP cuts its buckets anew after its first backward, and the wrapper learns from its first two.
+STEPS, WINDOWS = 3, 3
+
+
+def leave_for_a_network_of_its_own() -> None:
+    """Enter a new network, which holds an interface `lo` and nothing else, and bring that up."""
+    clone_newuser, clone_newnet = 0x10000000, 0x40000000
+    if ctypes.CDLL(None).unshare(clone_newuser | clone_newnet):
+        sys.exit(NOT_ALLOWED)
+    get_flags, set_flags, up = 0x8913, 0x8914, 1
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+            found = fcntl.ioctl(any_socket, get_flags, struct.pack("16sH14x", b"lo", 0))
+            (flags,) = struct.unpack("16xH14x", found)
+            fcntl.ioctl(any_socket, set_flags, struct.pack("16sH14x", b"lo", flags | up))
+    except OSError:
+        sys.exit(NOT_ALLOWED)
+
+
+def sent_so_far() -> int:
+    """Bytes that the kernel has sent over `lo`, headers included."""
+    lines = Path("/proc/self/net/dev").read_text().splitlines()
+    (line,) = [line for line in lines if line.strip().startswith("lo:")]
+    return int(line.split(":")[1].split()[8])
+
+
+class Collectives(TorchDispatchMode):
+    """Bytes of what each of torch's collectives is given, by this process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operator.namespace == "c10d":
+            tensors = [each for each in args[0] if isinstance(each, torch.Tensor)]
+            self.sizes.append(sum(tensor.nbytes for tensor in tensors))
+        return operator(*args, **(kwargs or {}))
+
+
+def trainer(loop: str, reduced_by: str, options: dict[str, Any]) -> tuple[Callable[[int], None], Any]:
+    """A function that runs a window's micro-batch of this index, and the wrapper, if there is one.
+
+    Args:
+        loop: "each": stock, without `no_sync()`; "stock"; "counted"; "manual".
+        reduced_by: "ddp" or "group".
+        options: the wrapper's.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
+    inputs, rank = torch.ones(2, WIDTH), dist.get_rank()
+    called = model if reduced_by == "group" else DistributedDataParallel(model)
+    wrapper = None
+    if loop in ("counted", "manual"):
+        import fusedacc
+
+        if "reduce_dtype" in options:
+            options["reduce_dtype"] = getattr(torch, options["reduce_dtype"])
+        ranks = dist.group.WORLD if reduced_by == "group" else called
+        steps = STEPS if loop == "counted" else None
+        optimizer = wrapper = fusedacc.AccumulatingOptimizer(optimizer, steps, data_parallel=ranks, **options)
+
+    def counted(index: int) -> None:
+        weighs = options.get("reduction") == "weighted"
+        with wrapper.accumulate(weight=1.0 + rank) if weighs else contextlib.nullcontext():
+            called(inputs).square().mean().backward()
+        wrapper.step()
+        wrapper.zero_grad()
+
+    def stock(index: int) -> None:
+        last = index == STEPS - 1
+        with contextlib.nullcontext() if last or loop == "each" else called.no_sync():
+            (called(inputs).square().mean() / STEPS).backward()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return (counted if loop == "counted" else stock), wrapper
+
+
+def count(run: Callable[[], None]) -> tuple[list[int], int]:
+    """The sizes of this rank's collectives, and the bytes that all ranks have sent."""
+    dist.barrier()
+    before = sent_so_far()
+    dist.barrier()
+    with Collectives() as collectives:
+        run()
+    dist.barrier()
+    after = sent_so_far()
+    dist.barrier()
+    return collectives.sizes, after - before
+
+
+def run_rank(rank: int, world: int, folder: Path, ways: dict[str, Any]) -> None:
+    """Train by each way and write what its last window has sent, by micro-batch."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
+    found = {}
+    for name, (loop, reduced_by, options) in ways.items():
+        train, wrapper = trainer(loop, reduced_by, options)
+        for _ in range(WINDOWS):
+            counts = [count(functools.partial(train, index)) for index in range(STEPS)]
+        sizes, sent = zip(*counts, strict=True)
+        found[name] = {"sizes": sizes, "sent": sent}
+        if wrapper is not None:
+            found[name]["updates"] = wrapper.num_updates
+            found[name]["buckets"] = len(wrapper._accumulation.parallel.reducer.buckets())
+            wrapper.close()
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    del train
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    folder, world, ways, network = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4]
+    torch.set_num_threads(1)
+    if network == "alone":
+        leave_for_a_network_of_its_own()
+    importlib.import_module("fusedacc")  # once, and not by each rank
+    children = []
+    for rank in range(world):
+        child = os.fork()
+        if not child:
+            try:
+                run_rank(rank, world, folder, ways)
+            except BaseException:
+                traceback.print_exc()
+                sys.stderr.flush()
+                os._exit(1)
+            os._exit(0)
+        children.append(child)
+    sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0 for child in children))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""What goes over the wire, and when: by the sizes of collectives, and by what the kernel has sent."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from pathlib import Path
+
+import counting_ranks
+import forked
+import pytest
+from counting_ranks import PARAMETERS, STEPS, WINDOWS
+
+from fusedacc.distributed import wire
+
+#: Of each way: the loop, what reduces, and the wrapper's options.
+OURS = {
+    "ours": ("counted", "ddp", {}),
+    "ours, bfloat16": ("counted", "ddp", {"reduce_dtype": "bfloat16"}),
+    "ours, clip": ("counted", "ddp", {"max_grad_norm": 0.1, "skip_nonfinite": True}),
+    "ours, weighted": ("counted", "ddp", {"reduction": "weighted"}),
+    "ours, manual": ("manual", "ddp", {"max_grad_norm": 0.1}),
+    "ours, group": ("counted", "group", {}),
+}
+STOCK = {"stock, each": ("each", "ddp", {}), "stock": ("stock", "ddp", {})}
+#: Of what stock sends.
+FLOAT32, BFLOAT16 = 1.01, 0.51
+
+
+@functools.cache
+def found(world: int) -> tuple[list[dict], bool]:
+    """What each rank has found, and whether they had a network of their own."""
+    program = Path(counting_ranks.__file__).read_text()
+    ways = STOCK | (OURS if world == 2 else {name: OURS[name] for name in ("ours", "ours, bfloat16")})
+    for network in ("alone", "shared"):
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = folder, str(world), json.dumps(ways), network
+            ended = forked.run(program, *arguments, GLOO_SOCKET_IFNAME="lo")
+            if ended.returncode == counting_ranks.NOT_ALLOWED:
+                continue
+            assert not ended.returncode, ended.stderr
+            texts = [Path(folder, f"{rank}.json").read_text() for rank in range(world)]
+            return list(map(json.loads, texts)), network == "alone"
+    raise AssertionError("a shared network is always allowed")
+
+
+def sent(world: int, way: str) -> list[int]:
+    """Bytes that all ranks have sent, by micro-batch."""
+    ranks, alone = found(world)
+    if not alone:
+        pytest.skip("the kernel allows no network of one's own here (unshare)")
+    return ranks[0][way]["sent"]
+
+
+def by_size(way: str) -> int:
+    return sum(map(sum, found(2)[0][0][way]["sizes"]))
+
+
+def by_kernel(way: str) -> int:
+    return sum(sent(2, way))
+
+
+@pytest.mark.parametrize("counted", [by_size, by_kernel])
+@pytest.mark.parametrize("way", OURS)
+def test_a_window_sends_no_more_than_stock_with_no_sync(way, counted):
+    assert counted(way) <= (BFLOAT16 if "bfloat16" in way else FLOAT32) * counted("stock")
+    assert counted("stock, each") == pytest.approx(STEPS * counted("stock"), rel=0.01)
+
+
+@pytest.mark.parametrize("way", OURS)
+def test_a_window_has_a_collective_per_bucket_and_no_other(way):
+    for rank in found(2)[0]:
+        *before, last = rank[way]["sizes"]
+        assert before == [[]] * (STEPS - 1)
+        assert len(last) == rank[way]["buckets"] > 1
+        assert rank[way]["updates"] == WINDOWS
+
+
+@pytest.mark.parametrize("way", OURS)
+def test_nothing_is_sent_before_the_last_micro_batch(way):
+    *before, last = sent(2, way)
+    assert max(before) < 10_000, "but for the barriers between which they are counted"
+    assert last > PARAMETERS
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_formula_gives_what_is_sent(world):
+    names = ("stock, each", "stock", "ours", "ours, bfloat16")
+    for way, name in zip(wire.WAYS, names, strict=True):
+        wanted = wire.bytes_per_update(way, PARAMETERS, world, STEPS)
+        assert sum(sent(world, name)) / world == pytest.approx(wanted, rel=0.01), name
+
+
+def test_time_is_bytes_by_the_rate_of_the_link():
+    stock, ours = wire.WAYS[1], wire.WAYS[3]
+    assert wire.seconds_per_update(stock, 10**9, 2, 8, 4e9) == 1.0
+    assert wire.seconds_per_update(ours, 10**9, 4, 8, 3e9) == 1.0
+
+
+def test_the_page_shows_the_table_that_is_computed():
+    page = Path(__file__).parents[2] / "docs" / "distributed.md"
+    assert wire.table(**wire.SHOWN) in page.read_text()
