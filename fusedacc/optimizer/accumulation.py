@@ -287,6 +287,11 @@ class Accumulation:
         self._reduce(ending=True)
         return True
 
+    def _reduce_once(self, ending: bool) -> None:
+        """Replace the window's sums by those of all ranks, where nobody has done so; as `_reduce`."""
+        if self.parallel is not None and self.window.totals is None and not self._reduces_each:
+            self._reduce(ending)
+
     def _reduce(self, ending: bool = False) -> None:
         """Replace the sums by those of all ranks. `ending`: the micro-batch at hand counts."""
         window, parallel = self.window, self.parallel
@@ -350,6 +355,7 @@ class Accumulation:
 
         ending: count the micro-batch at hand in.
         """
+        self._reduce_once(ending)
         target = self.window.target(ending)
         if target is None:
             return False
@@ -366,12 +372,11 @@ class Accumulation:
         being 0.
         """
         window = self.window
-        if self.parallel is not None and window.totals is None and not self._reduces_each:
-            self._reduce()
+        if self.parallel is not None and window.totals is None:
             if window.counted and not window.private:
-                self.publish(
-                    ending=False
-                )  # as a rank that has reduced in its backward: the norm's bits are equal
+                self.publish(ending=False)  # as where a backward has reduced: the norm has the same bits
+            else:
+                self._reduce_once(ending=False)
         target = window.target(False, partial)
         if target is None or (window.totals is not None and window.totals.nothing_came):
             return None
