@@ -27,7 +27,6 @@ class DataParallel:
         given: a DistributedDataParallel, or a process group.
         slots: the wrapper's parameters; a list shared with its owner, who may append.
         accumulators: of these.
-        is_last: whether a forward now is one of the window's last micro-batch; None in a manual loop.
         dtype: on the wire; None: that of the accumulators.
         finish: adds what is pending for these slots.
 
@@ -42,7 +41,6 @@ class DataParallel:
         given: Any,
         slots: list[Slot],
         accumulators: Accumulators,
-        is_last: Callable[[], bool] | None,
         dtype: torch.dtype | None,
         finish: Callable[[list[Slot]], None],
     ) -> None:
@@ -67,7 +65,7 @@ class DataParallel:
         self.reducer = Reducer(slots, accumulators, group, dtype)
         self.deliveries = Deliveries(finish)
         if isinstance(given, DistributedDataParallel):
-            self.link = UnarmedDDP(given, is_last)
+            self.link = UnarmedDDP(given)
 
     @property
     def world_size(self) -> int:
@@ -96,7 +94,10 @@ class DataParallel:
     def reduce(self, part: Part, divisor: int = 1) -> Totals:
         """As `Reducer.reduce`."""
         self.deliveries.disarm()
-        return self.reducer.reduce(part, divisor)
+        totals = self.reducer.reduce(part, divisor)
+        if self.link is not None:
+            self.link.broadcast_buffers()
+        return totals
 
     def abandon(self) -> None:
         """The window is thrown away, and what of it is on its way."""

@@ -1,12 +1,13 @@
 """A DistributedDataParallel whose reducer stays unarmed: the wrapper reduces its gradients.
 
-What DDP does at its forward stays: the broadcast of buffers, and of parameters at its construction. An
-unarmed reducer ignores its hooks (torch/nn/parallel/distributed.py, `require_backward_grad_sync`).
+An unarmed reducer ignores its hooks (torch/nn/parallel/distributed.py, `require_backward_grad_sync`). Buffers
+are broadcast with each reduction, where all ranks take part.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 #: What keeps the reducer quiet: its forward does not ready it, and no node of a static graph queues its own
 #: reduction (an attribute that only a static graph has).
-_UNARMED = {"require_backward_grad_sync": False, "_static_graph_delay_allreduce_enqueued": True}
+_UNARMED = {
+    "require_backward_grad_sync": False,
+    "require_forward_param_sync": False,
+    "_static_graph_delay_allreduce_enqueued": True,
+}
 
 
 def check(parallel: DistributedDataParallel) -> None:
@@ -40,16 +45,13 @@ class UnarmedDDP:
 
     Args:
         parallel: the module; `check` has passed it.
-        is_last: whether a forward now is one of the window's last micro-batch; None where only `no_sync()`
-            says so.
     """
 
-    def __init__(self, parallel: DistributedDataParallel, is_last: Callable[[], bool] | None) -> None:
+    def __init__(self, parallel: DistributedDataParallel) -> None:
         self.parallel = parallel
         #: Whether the last forward with gradients wants them synchronised.
         self.synchronises = True
         self._deferring = 0
-        self._is_last = is_last
         self._former = {name: parallel.__dict__.get(name) for name in _UNARMED}
         parallel.__dict__.update(_UNARMED)
         own = weakref.ref(self)
@@ -68,12 +70,17 @@ class UnarmedDDP:
         return self.parallel.find_unused_parameters and not self.parallel.static_graph
 
     def note_forward(self) -> None:
-        """A forward has run: whether it synchronises, and the buffers before the next."""
-        if not torch.is_grad_enabled():
-            return
-        self.synchronises = not self._deferring
-        last = self.synchronises if self._is_last is None else self._is_last()
-        self.parallel.require_forward_param_sync = last
+        """A forward has run: whether it synchronises."""
+        if torch.is_grad_enabled():
+            self.synchronises = not self._deferring
+
+    def broadcast_buffers(self) -> None:
+        """Give every rank the buffers of the first, as the next forward of an armed one would.
+
+        Not in that forward: where windows are of unequal length not every rank has one.
+        """
+        if self.parallel.broadcast_buffers and self.parallel.modules_buffers:
+            self.parallel._sync_buffers()
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
@@ -93,7 +100,11 @@ class UnarmedDDP:
                 self.parallel.__dict__.pop(name, None)
             else:
                 self.parallel.__dict__[name] = value
-        self.parallel.require_forward_param_sync = True
+        self._former = {}
+
+    def __del__(self) -> None:
+        if self._former and not sys.is_finalizing():  # or nobody would reduce
+            self.close()
 
 
 def _deferred(link: UnarmedDDP | None) -> contextlib.AbstractContextManager[None]:

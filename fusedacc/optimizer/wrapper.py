@@ -129,14 +129,8 @@ class AccumulatingOptimizer(Saving, Delegate, Progress):
 
     def _join(self, data_parallel: Any) -> None:
         """Reduce over the ranks of a DistributedDataParallel or a process group; raises as `DataParallel`."""
-        window, is_last = self._window, None
-        if window.counted:
-
-            def is_last() -> bool:
-                return window.will_update
-
         capture, accumulation = self._capture, self._accumulation
-        parts = self._slots, self._accumulators, is_last, self._reduce_dtype, capture.add_pending
+        parts = self._slots, self._accumulators, self._reduce_dtype, capture.add_pending
         accumulation.join(DataParallel(data_parallel, *parts))
         capture.registry.count_deliveries(accumulation.count_delivery)
 
