@@ -245,6 +245,13 @@ class Accumulation:
         self.parallel = parallel
         self.window.ranks = 1 if parallel is None else parallel.world_size
 
+    def synchronise(self) -> None:
+        """Manual loop: reduce what the micro-batches since the last reduction have held back, if any."""
+        parallel = self.parallel
+        if parallel is not None and self._reduces_each and not (self.window.empty or parallel.synchronises):
+            self._reduce()
+            parallel.note_reduced()
+
     def _reopen(self) -> None:
         """More is to come into sums that are those of all ranks: each rank goes on with its share of them."""
         self._grads.make_private()

@@ -188,8 +188,12 @@ class CountedLoop(Loop):
             )
         self._accumulation.publish(ending=micro.ran)
 
-    def flush(self, scaling: Scaling, arguments: Mapping[str, Any]) -> None:
-        """Update from a part-filled window; a no-op if it is empty."""
+    def flush(self, scaling: Scaling, arguments: Mapping[str, Any], until_all: bool = True) -> None:
+        """Update from a part-filled window; a no-op if it is empty.
+
+        With ranks, it takes part in the windows of those that have more of them: until every rank flushes,
+        or, without `until_all`, in one.
+        """
         window = self._window
         window.check_synchronised("flush() would update every rank with gradients of its own")
         self.follow()
@@ -201,12 +205,11 @@ class CountedLoop(Loop):
         if window.micro.ran:
             window.end_micro_batch()
         if self._accumulation.parallel is not None:
-            self._flush_ranks(scaling, arguments)
+            self._flush_ranks(scaling, arguments, until_all)
         elif not window.empty:
             self._close_window(scaling, arguments, partial=True)
 
-    def _flush_ranks(self, scaling: Scaling, arguments: Mapping[str, Any]) -> None:
-        """Take part in the windows of ranks that have more of them, until every rank flushes."""
+    def _flush_ranks(self, scaling: Scaling, arguments: Mapping[str, Any], until_all: bool) -> None:
         accumulation = self._accumulation
         accumulation.flushing = True
         try:
@@ -214,7 +217,7 @@ class CountedLoop(Loop):
                 if self._window.empty:
                     self._accumulators.grads.make_private()  # what was spent is no part of this one
                 self._close_window(copy.copy(scaling), arguments, partial=True)
-                if accumulation.all_flush:
+                if accumulation.all_flush or not until_all:
                     return
         finally:
             accumulation.flushing = False
