@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,15 +61,19 @@ def prepare(accelerator: Accelerator, *objects: Any, device_placement: list[bool
             or for FSDP on a CPU, which Accelerate leaves aside.
         ValueError: a DistributedDataParallel reduces in a way of its own (a communication hook).
     """
-    if any(isinstance(item, AccumulatingOptimizer) for item in objects):
+    wrappers = [item for item in objects if isinstance(item, AccumulatingOptimizer)]
+    if wrappers:
         _check_sharding(accelerator)
     if any(map(_is_counted, objects)):
         objects = _counted(accelerator, objects, device_placement)
     prepared = accelerator.prepare(*objects, device_placement=device_placement)
-    models = prepared if isinstance(prepared, tuple) else [prepared]
-    for accelerated in accelerator._optimizers:
-        if isinstance(accelerated.optimizer, AccumulatingOptimizer):
-            ranks.attach(accelerated.optimizer, models)
+    if accelerator.num_processes > 1:
+        models = prepared if isinstance(prepared, tuple) else [prepared]
+        for accelerated in accelerator._optimizers:  # one may have been prepared before its model
+            if isinstance(accelerated.optimizer, AccumulatingOptimizer):
+                ranks.attach(accelerated.optimizer, models)
+        for optimizer in wrappers:
+            accelerator.register_save_state_pre_hook(partial(_check_between_windows, weakref.ref(optimizer)))
     return prepared
 
 
@@ -191,6 +197,17 @@ def _check_steps(steps: int) -> None:
         raise RuntimeError(
             f"the Accelerator has gradient_accumulation_steps={steps}, and the optimizer counts as well: "
             "losses would be divided twice. Allowed: 1; if one has been divided already, discard()"
+        )
+
+
+def _check_between_windows(reference: weakref.ref[AccumulatingOptimizer], *_: Any) -> None:
+    """Before `save_state` of several processes, which writes the first one's optimizers."""
+    optimizer = reference()
+    if optimizer is not None and optimizer.has_partial_window:
+        raise RuntimeError(
+            f"save_state() in mid-window (micro_step is {optimizer.micro_step}) would keep the first process's "
+            "sums and lose the others'; allowed: after an update (has_partial_window is False), or flush() on "
+            "every process before"
         )
 
 

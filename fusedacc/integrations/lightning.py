@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -141,6 +142,17 @@ class AccumulationCallback(Callback):
             if optimizer.gradient_accumulation_steps is not None and optimizer.has_partial_window:
                 _end(trainer, optimizer, "flush")
                 optimizer.zero_grad()  # a module that clears after its step() does not see this update
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if trainer.world_size != 1 and any(each.has_partial_window for each in self._optimizers):
+            warnings.warn(
+                "a checkpoint in mid-window keeps the sums of the first process alone, and a run that it "
+                "resumes takes them for those of all in its first update; save after updates "
+                "(every_n_train_steps counts them)",
+                stacklevel=2,
+            )
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         _restore(trainer)

@@ -132,6 +132,11 @@ def refusals() -> None:
     model = case.model()
     optimizer = fusedacc.AccumulatingOptimizer(case_accelerate.stock(model), STEPS)
     model, optimizer, loader = prepare(accelerator, model, optimizer, case.loader())
+    accelerator.backward(case.loss(model, next(iter(loader))))
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"mid-window \(micro_step is 1\).*allowed: after an update"):
+        accelerator.save_state("never-written")
+    optimizer.discard()
     # What join_uneven_inputs() enters where each process has a GPU.
     with pytest.raises(RuntimeError, match=r"allowed: .*Join\(\[optimizer\]\)"), Join([model]):
         case.loss(model, next(iter(loader)))

@@ -6,6 +6,7 @@ fails.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 
 import case_lightning as case
@@ -21,7 +22,7 @@ import fusedacc
 from fusedacc.integrations.lightning import AccumulationCallback
 
 RANKS = 2
-#: Lightning hands out micro-batches by turns: a window is four of each rank, and the last of an epoch two.
+#: A window is four micro-batches of each rank, and the last of an epoch two.
 EVEN, RAGGED = [6] * 20, [3, 17, 9, 40, 5, 28, 11, 2] * 2 + [7, 21, 4, 30]
 EPOCHS = 4
 
@@ -58,7 +59,12 @@ def reference(micro_batches: list[Batch], max_norm: float | None = None) -> nn.M
 
 
 def ddp_trainer(**options) -> case.lightning.Trainer:
-    return case.trainer(EPOCHS, devices=RANKS, strategy="ddp", **options)
+    return case.trainer(EPOCHS, devices=RANKS, strategy="ddp", use_distributed_sampler=False, **options)
+
+
+def own(micro_batches: list[Batch]) -> list[Batch]:
+    """Those of this rank: they are handed out by turns."""
+    return micro_batches[int(os.environ["RANK"]) :: RANKS]
 
 
 def same_on_both(net: nn.Module) -> None:
@@ -80,7 +86,7 @@ def counted_loops() -> None:
         given = {name: value for name, value in options.items() if name != "fused"}
         module = Module(net, steps=case.STEPS, model=net if "fused" in options else None, **given)
         runner = ddp_trainer(callbacks=[AccumulationCallback(weight)])
-        runner.fit(module, case.loader(data))
+        runner.fit(module, case.loader(own(data)))
         wanted = reference(data, options.get("max_grad_norm"))
         assert module.armed is False, "the wrapper reduces"
         assert runner.global_step == len(module.rates) == 3 * EPOCHS
@@ -92,13 +98,26 @@ def as_stock() -> None:
     """The Trainer's own accumulation over two ranks, where it is right: all windows are full."""
     data = case.batches([6] * 16)
     theirs = Module(case.network())
-    ddp_trainer(accumulate_grad_batches=case.STEPS).fit(theirs, case.loader(data))
+    ddp_trainer(accumulate_grad_batches=case.STEPS).fit(theirs, case.loader(own(data)))
     ours = Module(case.network(), steps=case.STEPS)
-    ddp_trainer(callbacks=[AccumulationCallback()]).fit(ours, case.loader(data))
+    ddp_trainer(callbacks=[AccumulationCallback()]).fit(ours, case.loader(own(data)))
     assert (theirs.armed, ours.armed) == (True, False)
     assert len(theirs.rates) == len(ours.rates) == 2 * EPOCHS
     found = difference(snapshot(ours.net), snapshot(theirs.net), snapshot(case.network()))
     assert found < tolerance(2 * EPOCHS, 48)
+
+
+def a_checkpoint_of_one_process_is_warned_of() -> None:
+    class Saves(case.lightning.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx in (1, 3):
+                trainer._checkpoint_connector.dump_checkpoint()
+
+    module = Module(case.network(), steps=case.STEPS)
+    runner = case.trainer(1, devices=RANKS, strategy="ddp", callbacks=[AccumulationCallback(), Saves()])
+    with pytest.warns(UserWarning, match="mid-window keeps the sums of the first process") as found:
+        runner.fit(module, case.loader(case.batches([6] * 8)))
+    assert len([each for each in found if "mid-window" in str(each.message)]) == 1  # none after the update
 
 
 def manual_optimization_is_refused() -> None:
@@ -119,7 +138,7 @@ def fabric_loops() -> None:
     fabric = Fabric(accelerator="cpu", devices=RANKS, strategy="ddp")
     fabric.launch()
     data = case.batches([6] * 16)
-    mine = [data[at] for at in range(fabric.global_rank, len(data), RANKS)]
+    mine = own(data)
 
     def train(steps: int | None, wraps: bool) -> nn.Module:
         net = case.network()
@@ -160,6 +179,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     counted_loops()
     as_stock()
+    a_checkpoint_of_one_process_is_warned_of()
     manual_optimization_is_refused()
     fabric_loops()
     torch.distributed.destroy_process_group()
