@@ -7,7 +7,7 @@ well (`Part`), so that a window costs one collective per bucket and no other.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,6 +164,8 @@ class Reducer:
         self._buckets: list[Bucket] = []
         self._members: list[Slot] = []
         self._number = 0
+        #: Called before the first bucket of each reduction is sent.
+        self.announce: Callable[[], Any] | None = None
         #: Of each bucket that is on its way, the indices of the slots that lack an accumulator.
         self._absent: list[set[int]] = []
         self.follow()
@@ -232,6 +234,8 @@ class Reducer:
     def launch_next(self, part: Part, divisor: int) -> None:
         """Send the first bucket that is not on its way; arguments as `reduce`, which is to follow."""
         bucket = self._buckets[len(self._absent)]
+        if not self._absent and self.announce is not None:
+            self.announce()
         absent = self._gather(bucket)
         if divisor != 1:
             bucket.memory.mul_(1.0 / divisor)

@@ -191,8 +191,12 @@ class CountedLoop(Loop):
             )
         self._accumulation.publish(ending=micro.ran)
 
-    def flush(self, scaling: Scaling, arguments: Mapping[str, Any]) -> None:
-        """Update from a part-filled window; a no-op if it is empty."""
+    def flush(self, scaling: Scaling, arguments: Mapping[str, Any], until_all: bool = True) -> None:
+        """Update from a part-filled window; a no-op if it is empty.
+
+        With ranks, it takes part in the windows of those that have more of them: until every rank flushes,
+        or, without `until_all`, in one.
+        """
         window = self._window
         if not window.withheld:
             window.check_synchronised("flush() would update every rank with gradients of its own")
@@ -202,30 +206,30 @@ class CountedLoop(Loop):
         if self._accumulation.shards:
             self._accumulation.shards.check_even(window.micro_step + window.micro.ran)
         if window.withheld:
-            self._accumulation.synchronise(self._registry.refresh)
+            self._accumulation.synchronise_shards(self._registry.refresh)
         if window.empty:
             self._accumulators.grads.disown_replaced()
         self._collect_stored()
         if window.micro.ran:
             window.end_micro_batch()
-        if self._accumulation.parallel is not None:
-            self._flush_ranks(scaling, arguments)
+        if self._accumulation.ranks.parallel is not None:
+            self._flush_ranks(scaling, arguments, until_all)
         elif not window.empty:
             self._close_window(scaling, arguments, partial=True)
 
-    def _flush_ranks(self, scaling: Scaling, arguments: Mapping[str, Any]) -> None:
-        """Take part in the windows of ranks that have more of them, until every rank flushes."""
-        accumulation = self._accumulation
-        accumulation.flushing = True
+    def _flush_ranks(self, scaling: Scaling, arguments: Mapping[str, Any], until_all: bool) -> None:
+        """Take part in the windows of ranks that have more of them: in one, or `until_all` flush."""
+        ranks = self._accumulation.ranks
+        ranks.flushing = True
         try:
             while True:
                 if self._window.empty:
                     self._accumulators.grads.make_private()  # what was spent is no part of this one
                 self._close_window(copy.copy(scaling), arguments, partial=True)
-                if accumulation.all_flush:
+                if ranks.all_flush or not until_all:
                     return
         finally:
-            accumulation.flushing = False
+            ranks.flushing = False
 
     def _close_window(self, scaling: Scaling, arguments: Mapping[str, Any], partial: bool) -> None:
         """One update of the inner optimizer from the window's sums.
@@ -266,7 +270,7 @@ class CountedLoop(Loop):
         self, model: torch.nn.Module | None, micro: MicroBatch
     ) -> contextlib.AbstractContextManager[None]:
         """Context around a micro-batch: the model does not synchronise before the window's last."""
-        if self._accumulation.parallel is not None:
+        if self._accumulation.ranks.parallel is not None:
             return contextlib.nullcontext()
         if fsdp.is_fsdp(model):
             return fsdp.synchronising(model, self._window.will_update)
@@ -325,7 +329,7 @@ class ManualLoop(Loop):
     @property
     def _reduces(self) -> bool:
         """Whether the sums are to be brought to another scale than the one that they were added in."""
-        begun = self._window.micro_step > 0 or self._accumulation.parallel is not None
+        begun = self._window.micro_step > 0 or self._accumulation.ranks.parallel is not None
         return self._window.reduction != "sum" and begun
 
     def _step_with(self, closure: Callable[[], Any], arguments: Mapping[str, Any]) -> Any:
