@@ -313,8 +313,8 @@ BREAKS = (
     Mutant(
         "masters lose their low bits",
         "fusedacc/optimizer",
-        "slot.param.data = master\n",
-        "slot.param.data = master.to(slot.param.dtype).float()\n",
+        "_put(slot.param, master)",
+        "_put(slot.param, master.to(slot.param.dtype).float())",
         "tests/optimizer/test_master_weights.py",
     ),
     Mutant(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..kernels import checks, grain_size, registry
 from ..kernels.dtypes import PAIRS
+from ..kernels.local_parts import distributed_as, is_distributed, local, placed_as
 from ..kernels.registry import Backend
 from ..kernels.torch_state import process_group_up
 from .add import Adder
@@ -118,10 +119,12 @@ class Accumulators:
             slots = [slot for slot in slots if slot not in done]
         accumulators: list[Any] = [grads.current(slot) for slot in slots]
         if accumulators:
-            casts = like(accumulators, wanted)
-            cast(casts, accumulators)
+            parts = [local(accumulator) for accumulator in accumulators]
+            casts = like(parts, wanted)
+            cast(casts, parts)
             for slot, accumulator, made in zip(slots, accumulators, casts, strict=True):
-                grads.place_cast(slot, None if is_scaled else accumulator, made)
+                whole = placed_as(accumulator, made) if is_distributed(accumulator) else made
+                grads.place_cast(slot, None if is_scaled else accumulator, whole)
 
     def leave_step(self) -> None:
         """After an update: as `ParamGrads.leave_step`, and no norm holds any more."""
@@ -152,7 +155,10 @@ class Accumulators:
             scale: its deferred scale.
         """
         grads, (device, _, dtype) = self.grads, slot.lane
-        if saved.layout is torch.strided:
+        if is_distributed(slot.param):
+            kept = torch.empty_like(slot.param, dtype=dtype, requires_grad=False)
+            kept.copy_(distributed_as(saved, slot.param))
+        elif saved.layout is torch.strided:
             kept = torch.empty_strided(slot.param.shape, slot.strides, dtype=dtype, device=device)
             kept.copy_(saved)
         else:
@@ -205,6 +211,7 @@ class Accumulators:
             for tensor in (self.grads.current(slot), slot.buffer):
                 if tensor is None:
                     continue
+                tensor = local(tensor)
                 if tensor.is_sparse:
                     held[id(tensor)] = tensor._values().nbytes + tensor._indices().nbytes
                 elif (
@@ -219,4 +226,4 @@ class Accumulators:
 def _casts_by_kernel(slot: Slot, accumulator: Tensor) -> bool:
     """Whether a kernel makes the copy in the parameter's dtype."""
     dtypes = accumulator.dtype, slot.param.dtype
-    return dtypes[0] != dtypes[1] and dtypes in PAIRS and checks.is_plain(accumulator)
+    return dtypes[0] != dtypes[1] and dtypes in PAIRS and checks.is_plain(local(accumulator))

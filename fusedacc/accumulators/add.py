@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..kernels import checks
-from ..kernels.dtypes import is_deferrable
+from ..kernels.dtypes import PAIRS, is_deferrable
+from ..kernels.local_parts import are_alike, is_distributed, local, placed_as
 from .buffers import buffers, is_sole, owns_memory
 from .deferred_scale import DeferredScales, is_one, scaled
 from .p_grad import ParamGrads
@@ -223,9 +224,47 @@ class Adder:
         for chosen_slots, chosen_gradients in lanes.values():
             self.add(chosen_slots, chosen_gradients, scale)
 
+    def add_part(self, slot: Slot, gradient: Tensor, scale: float | Tensor, adoptable: bool = False) -> bool:
+        """As `add`, of a DTensor: this rank's part, by a kernel. False with nothing done where none can.
+
+        Args:
+            slot: whose it is.
+            gradient: a DTensor.
+            scale: what it is multiplied by; a tensor must not change any more.
+            adoptable: nobody else refers to it or to its memory, so that it may become the accumulator.
+        """
+        term, dtype = local(gradient), slot.accumulate_dtype
+        with self._lock:
+            accumulator, exposed = self._grads.current(slot), self._grads.exposed
+            into = None if accumulator is None else local(accumulator)
+            if not checks.is_plain(term) or (term.dtype, dtype if into is None else into.dtype) not in PAIRS:
+                return False
+            if into is None:
+                deferrable = is_one(scale) or (not exposed and is_deferrable(scale, dtype))
+                if adoptable and term.dtype == dtype and deferrable:
+                    self._grads.put(slot, gradient)
+                    if not is_one(scale):
+                        self._deferred.defer([slot], scale)
+                    return True
+                into = torch.empty_like(term, dtype=dtype)
+                self._plans.run([into], [term], scale, True, (), False)
+                self._grads.put(slot, placed_as(gradient, into))
+                return True
+            if accumulator is None or not (is_distributed(accumulator) and checks.is_plain(into)):
+                return False
+            if not are_alike(accumulator, gradient):
+                return False
+            self._plans.run([into], [term], scale, False, (), exposed, self._deferred[slot])
+            self._deferred.discharge([slot])
+            if exposed:
+                increment_version([accumulator])
+            return True
+
     def add_eagerly(self, slot: Slot, gradient: Tensor, scale: float | Tensor) -> None:
         """As `add`, by plain torch: sparse and complex gradients, subclasses, dtypes that no kernel pairs."""
         with self._lock:
+            if is_distributed(gradient) and self.add_part(slot, gradient, scale):
+                return
             self._rescaler.apply([slot])
             self._norms.forget([slot])
             accumulator = self._grads.current(slot)

@@ -69,6 +69,7 @@ class Slot:
         "seen",
         "segment",
         "shape",
+        "sharded",
         "stream",
         "strides",
         "widened",
@@ -106,6 +107,8 @@ class Slot:
         self.at_once = False
         #: The native hook on the parameter's node, where there is one.
         self.native: Any = None
+        #: Whether FSDP2 puts the gradients into p.grad, and autograd none.
+        self.sharded = False
         #: The stream on which a module has added last, until the backward's end; 0 for the default one.
         self.stream: int | None = None
         self.describe()

@@ -6,9 +6,11 @@ import threading
 from collections.abc import Iterable
 
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ..kernels import checks
 from ..kernels.dtypes import PAIRS
+from ..kernels.local_parts import is_distributed, local
 from .deferred_scale import DeferredScales, is_one, to_device_of
 from .p_grad import ParamGrads
 from .param import Slot
@@ -62,11 +64,13 @@ class Rescaler:
         groups: dict[tuple, tuple[list[Slot], list[Tensor]]] = {}
         for slot, accumulator in held:
             self._norms.forget([slot])
-            dtypes = accumulator.dtype, accumulator.dtype
-            if checks.is_plain(accumulator) and dtypes in PAIRS:
-                chosen = groups.setdefault((accumulator.device, accumulator.dtype), ([], []))
+            dtypes, part = (accumulator.dtype, accumulator.dtype), local(accumulator)
+            if checks.is_plain(part) and dtypes in PAIRS:
+                chosen = groups.setdefault((part.device, part.dtype), ([], []))
                 chosen[0].append(slot)
-                chosen[1].append(accumulator)
+                chosen[1].append(part)
+                if is_distributed(accumulator) and self._grads.exposed:
+                    increment_version([accumulator])
             elif accumulator.is_sparse:
                 # A product would sum repeated indices.
                 accumulator._values().mul_(to_device_of(ratio, accumulator))

@@ -24,11 +24,14 @@ from . import eligibility, graph_task
 from .graph_task import Bucket, GraphTask
 from .native_hooks import hooks_for
 from .python_hooks import LET_THROUGH, SWALLOWED, task_id
-from .registration import HookRegistry
+from .registration import HookRegistry, Shards
 
 
 class Policy(Protocol):
     """What `Capture` asks of whoever knows the window; `Accumulation` is one."""
+
+    @property
+    def shards(self) -> Shards: ...
 
     @property
     def between_windows(self) -> bool: ...
@@ -41,6 +44,12 @@ class Policy(Protocol):
     def scale_of(self, task: GraphTask) -> float | Tensor: ...
 
     def leave_to_autograd(self, task: GraphTask, slot: Slot) -> None: ...
+
+    def note_withheld(self, task: GraphTask, withheld: bool) -> None: ...
+
+    def check_unmixed(self, slot: Slot) -> None: ...
+
+    def take_stored(self, task: GraphTask, slot: Slot) -> None: ...
 
     def publishes_after(self, task: GraphTask) -> bool: ...
 
@@ -58,7 +67,7 @@ class Capture:
         policy: decides what is done with the gradients of a backward, and at which scale.
 
     Raises:
-        ValueError: a parameter is in another live wrapper.
+        ValueError: a parameter is in another live wrapper, or one of FSDP2's does not go with the reduction.
     """
 
     def __init__(self, slots: list[Slot], accumulators: Accumulators, policy: Policy) -> None:
@@ -70,7 +79,9 @@ class Capture:
         #: The backwards that are running, as far as `drop_failed_backwards` has found out, by identity.
         self.tasks: dict[int, GraphTask] = {}
         self.hooks = hooks_for(accumulators)
-        self.registry = HookRegistry(slots, accumulators, policy, self.hooks, self.tasks, weakref.ref(self))
+        self._shards = policy.shards
+        self._shards.receiver = own = weakref.ref(self)
+        self.registry = HookRegistry(slots, accumulators, policy, self.hooks, self.tasks, own, self._shards)
 
     # A backward runs
 
@@ -115,6 +126,33 @@ class Capture:
             bucket.stream = stream
         bucket.put(slot, slot.param, gradient, 0 if large else slot.nbytes)
         return SWALLOWED
+
+    def has_entered(self) -> bool:
+        """Whether `enter` was called in the backward that runs."""
+        task = self.tasks.get(task_id())
+        return task is not None and task.delivered_late
+
+    def enter(self, slots: Sequence[Slot], withheld: bool) -> None:
+        """A backward runs whose gradients of these slots FSDP2 puts into p.grad: ready that for them.
+
+        withheld: FSDP2 keeps them, and adds them to those of a later backward.
+        """
+        with self._lock:
+            task = self.tasks.get(task_id()) or self._begin()
+            task.delivered_late = True
+            for slot in slots:
+                self._policy.leave_to_autograd(task, slot)
+            self._policy.note_withheld(task, withheld)
+
+    def take_stored(self, slot: Slot) -> None:
+        """FSDP2 has put a gradient into p.grad."""
+        with self._lock:
+            if not self.has_entered():  # it came through no module that tells
+                self._policy.check_unmixed(slot)
+                self.enter([each for each in self.registry.slots if each.sharded and each is not slot], False)
+            task = self.tasks.get(task_id())
+            if task is not None:
+                self._policy.take_stored(task, slot)
 
     def take_in_place(self, slot: Slot, node: Any, write: Write, by_rows: bool = False) -> bool:
         """Let a module's backward add its weight's gradient to the sum by itself, if that is all right.
@@ -228,11 +266,14 @@ class Capture:
         task = self.tasks.get(identity)
         if task is None:
             return
-        if task.reducer == "ahead" and self._policy.publishes_after(task):
+        if task.reducer == "ahead" and (task.delivered_late or self._policy.publishes_after(task)):
             task.reducer = "done"  # it has queued its callback after ours
             self._call_back(identity, task)
             return
         self.hooks.stop_adding()
+        if len(self.tasks) > 1:  # tasks of other threads may come and go meanwhile
+            others = [other for other in list(self.tasks.values()) if other is not task]
+            task.inner = any(other.delivered_late and other.callback() is not None for other in others)
         if not task.ignored:
             for bucket in task.buckets.values():
                 self.flush_bucket(identity, bucket)
@@ -294,6 +335,7 @@ class Capture:
         """Drop what is pending."""
         for identity in list(self.tasks):
             self._drop(identity, failed=False)
+        self._shards.drop_withheld()
 
 
 def _finish(capture: weakref.ref, identity: int) -> None:

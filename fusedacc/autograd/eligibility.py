@@ -28,6 +28,8 @@ class Taker(enum.Enum):
     TORCH = "eager"
     #: A module of the model, inside its backward.
     MODULE = "module"
+    #: FSDP2 puts it into p.grad, from where a kernel adds it.
+    SHARD = "fsdp2"
     #: One launch for many gradients.
     KERNEL = "multi_tensor"
 
@@ -81,10 +83,17 @@ NOT_A_LEAF = Case(
     lambda slot: not slot.param.is_leaf,
     None,
 )
+SHARDED = Case(
+    "sharded",
+    Taker.SHARD,
+    "sharded by FSDP2, which averages the gradients of all ranks and leaves each its shard",
+    lambda slot: slot.sharded,
+    None,
+)
 PROCESS_GROUP = Case(
     "process_group",
     Taker.AUTOGRAD,
-    "a process group is up: autograd fills p.grad",
+    "a process group is up that data_parallel= does not name: autograd fills p.grad",
     lambda slot: torch_state.process_group_up() and not slot.in_bucket,
     None,
 )
@@ -138,6 +147,7 @@ ORDINARY = Case("ordinary", Taker.KERNEL, "", lambda _: True, lambda *_: True)
 CASES = (
     FROZEN,
     NOT_A_LEAF,
+    SHARDED,
     PROCESS_GROUP,
     POST_ACCUMULATE_HOOK,
     ABSENT,

@@ -57,9 +57,11 @@ class GraphTask:
         "buckets",
         "callback",
         "captures",
+        "delivered_late",
         "drops",
         "host_scale",
         "ignored",
+        "inner",
         "reducer",
         "scale",
         "scaled",
@@ -94,6 +96,10 @@ class GraphTask:
         self.callback: Callable[[], object] = object
         #: Whether a reducer may fill p.grad in a callback of its own: "" if not, "ahead" or "done".
         self.reducer = ""
+        #: Whether FSDP2 delivers gradients, some of them in a callback of its own.
+        self.delivered_late = False
+        #: Whether it ends inside a task to which FSDP2 will deliver more.
+        self.inner = False
         #: What reducers knew when it began.
         self.watch: Watch = []
 

@@ -23,6 +23,20 @@ from .python_hooks import Hook, PythonHooks, accumulate_grad_node, hook_maker
 _owners: dict[int, weakref.ref[HookRegistry]] = {}
 
 
+class Shards(Protocol):
+    """Parameters whose gradients come from FSDP2, which has hooks of its own for them."""
+
+    receiver: Any
+
+    def check(self, slots: Iterable[Slot]) -> None: ...
+
+    def arm(self, slot: Slot) -> bool: ...
+
+    def disarm(self, slot: Slot) -> None: ...
+
+    def drop_withheld(self) -> None: ...
+
+
 class Windows(Protocol):
     """What the registry asks of whoever knows the window."""
 
@@ -40,9 +54,10 @@ class HookRegistry:
         hooks: told whose nodes have hooks.
         tasks: the graph tasks that are known, by identity.
         capture: a weak reference to who receives gradients.
+        shards: takes the parameters that FSDP2 has sharded.
 
     Raises:
-        ValueError: a parameter is in another live wrapper.
+        ValueError: a parameter is in another live wrapper, or one of FSDP2's does not go with the reduction.
     """
 
     #: True until there is something to release, and after that.
@@ -56,8 +71,10 @@ class HookRegistry:
         hooks: PythonHooks,
         tasks: Mapping[int, GraphTask],
         capture: weakref.ref,
+        shards: Shards,
     ) -> None:
         self.slots = slots
+        self._shards = shards
         self._accumulators, self._windows, self._hooks = accumulators, windows, hooks
         self._tasks, self._capture = tasks, capture
         #: The AccumulateGrad nodes, which die with their hooks when nobody refers to them, and the hooks'
@@ -101,6 +118,7 @@ class HookRegistry:
                     f"parameter {slot.name!r} is already accumulated by another live AccumulatingOptimizer; "
                     "close() that one first, or give each wrapper its own parameters"
                 )
+        self._shards.check(slots)
         for slot in slots:
             _owners[id(slot.param)] = weakref.ref(self)
 
@@ -193,6 +211,8 @@ class HookRegistry:
             return self._disarm(slot)
         if slot.in_bucket or not process_group_up():
             slot.widen()
+        elif self._shards.arm(slot):
+            return None
         node = accumulate_grad_node(param)
         if slot in self.reshaped and torch.Size(node._input_metadata[0].shape) != param.shape:
             return self._disarm(slot)  # a graph of the former shape holds the node
@@ -235,6 +255,7 @@ class HookRegistry:
         self.reregister(self.slots)
 
     def _disarm(self, slot: Slot) -> None:
+        self._shards.disarm(slot)
         self._memory.pop(slot, None)
         counter = self._counters.pop(slot, None)
         if counter is not None:

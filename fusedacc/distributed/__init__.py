@@ -1,6 +1,7 @@
 """Data parallelism: a window's sums are reduced over the ranks once, in few pieces of memory."""
 
-from .data_parallel import DataParallel
+from .data_parallel import DataParallel, check
+from .ddp import parallel_in
 from .reducer import Part, Totals
 
-__all__ = ["DataParallel", "Part", "Totals"]
+__all__ = ["DataParallel", "Part", "Totals", "check", "parallel_in"]

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..accumulators import Accumulators, Slot
 from . import ddp
-from .ddp import UnarmedDDP
+from .ddp import UnarmedDDP, unarm
 from .deliveries import Deliveries
 from .process_group import agree
 from .reducer import Part, Reducer, Totals
@@ -20,20 +20,37 @@ from .reducer import Part, Reducer, Totals
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
+def check(given: Any, slots: list[Slot], dtype: torch.dtype | None) -> None:
+    """Whether a `DataParallel` can be made of these.
+
+    Raises:
+        TypeError: `given` is no DistributedDataParallel or process group, or `dtype` none for the wire.
+        ValueError: the DistributedDataParallel reduces in a way of its own, or lacks a parameter.
+    """
+    if isinstance(given, DistributedDataParallel):
+        ddp.check(given)
+        _check_covers(given, slots)
+    elif not isinstance(given, dist.ProcessGroup):
+        raise TypeError(
+            "data_parallel must be a DistributedDataParallel, a process group or None, got "
+            f"{type(given).__name__}"
+        )
+    if dtype is not None and dtype not in DTYPES:
+        raise TypeError(f"reduce_dtype must be None or one of {', '.join(map(str, DTYPES))}, got {dtype!r}")
+
+
 class DataParallel:
     """A wrapper's ranks.
 
     Args:
-        given: a DistributedDataParallel, or a process group.
+        given: a DistributedDataParallel, or a process group; `check` has passed it.
         slots: the wrapper's parameters; a list shared with its owner, who may append.
         accumulators: of these.
         dtype: on the wire; None: that of the accumulators.
         finish: adds what is pending for these slots.
 
     Raises:
-        TypeError: `given` or `dtype` is no such thing.
-        ValueError: the DistributedDataParallel reduces in a way of its own or lacks a parameter, or the ranks
-            have different parameters.
+        ValueError: the ranks have different parameters, or one cannot be reduced.
     """
 
     def __init__(
@@ -45,31 +62,22 @@ class DataParallel:
         finish: Callable[[list[Slot]], None],
     ) -> None:
         self.link: UnarmedDDP | None = None
-        if isinstance(given, DistributedDataParallel):
-            ddp.check(given)
-            _check_covers(given, slots)
-            group = given.process_group
-        elif isinstance(given, dist.ProcessGroup):
-            group = given
-        else:
-            raise TypeError(
-                "data_parallel must be a DistributedDataParallel, a process group or None, got "
-                f"{type(given).__name__}"
-            )
-        if dtype is not None and dtype not in DTYPES:
-            raise TypeError(
-                f"reduce_dtype must be None or one of {', '.join(map(str, DTYPES))}, got {dtype!r}"
-            )
         if not isinstance(given, DistributedDataParallel):
-            agree(slots, group)
+            agree(slots, given)
+        group = given.process_group if isinstance(given, DistributedDataParallel) else given
         self.reducer = Reducer(slots, accumulators, group, dtype)
         self.deliveries = Deliveries(finish)
         if isinstance(given, DistributedDataParallel):
-            self.link = UnarmedDDP(given)
+            self.link = unarm(given, self)
 
     @property
     def world_size(self) -> int:
         return self.reducer.world_size
+
+    def note_reduced(self) -> None:
+        """What forwards have held back so far is reduced."""
+        if self.link is not None:
+            self.link.synchronises = True
 
     @property
     def synchronises(self) -> bool:
@@ -83,10 +91,10 @@ class DataParallel:
     def overlap(self, part: Part, divisor: int) -> None:
         """A backward begins after which `reduce` will be called: send what is final before its end.
 
-        Nothing is sent early where the graph may change from one micro-batch to the next.
+        Nothing is sent early where parameters may be used now and then: only a DistributedDataParallel
+        without `find_unused_parameters` is promised that they are not.
         """
-        changing = self.link is not None and self.link.may_change
-        if self.deliveries.steady and not changing:
+        if self.deliveries.steady and self.link is not None and not self.link.may_change:
             self.reducer.follow()
             buckets = self.reducer.buckets()
             self.deliveries.arm(buckets, functools.partial(self.reducer.launch_next, part, divisor))
@@ -107,7 +115,7 @@ class DataParallel:
     def close(self) -> None:
         """Give the DistributedDataParallel back as it was."""
         if self.link is not None:
-            self.link.close()
+            self.link.leave(self)
         self.reducer.close()
 
 

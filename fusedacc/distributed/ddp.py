@@ -26,8 +26,25 @@ _UNARMED = {
 }
 
 
+_JOIN = (
+    "ranks that have no input left would wait for reductions that the wrapper makes at other times; allowed: "
+    "torch.distributed.algorithms.Join([optimizer]) with a new DistributedDataParallel, or flush() on every "
+    "rank after its last micro-batch"
+)
+
+
+def parallel_in(module: Any) -> DistributedDataParallel | None:
+    """The DistributedDataParallel that this is, or that is a child of this module (compiled, or Fabric's)."""
+    if isinstance(module, DistributedDataParallel) or not isinstance(module, torch.nn.Module):
+        return module if isinstance(module, DistributedDataParallel) else None
+    found = [child for child in module.children() if isinstance(child, DistributedDataParallel)]
+    return found[0] if len(found) == 1 else None
+
+
 def check(parallel: DistributedDataParallel) -> None:
     """Raise ValueError where this DistributedDataParallel reduces in a way that the wrapper would not."""
+    if parallel._join_config.enable:
+        raise ValueError(f"data_parallel is a DistributedDataParallel inside its own join(): {_JOIN}")
     for name, is_set in (
         ("mixed_precision", parallel.mixed_precision is not None),
         ("delay_all_reduce_named_params", bool(parallel._delay_all_reduce_params)),
@@ -43,7 +60,7 @@ def check(parallel: DistributedDataParallel) -> None:
 
 
 class UnarmedDDP:
-    """One DistributedDataParallel as long as the wrapper reduces for it.
+    """One DistributedDataParallel as long as wrappers reduce for it; made by `unarm`.
 
     Args:
         parallel: the module; `check` has passed it.
@@ -53,6 +70,8 @@ class UnarmedDDP:
         self.parallel = parallel
         #: Whether the last forward with gradients wants them synchronised.
         self.synchronises = True
+        #: Who reduces its gradients; it is given back when there is nobody.
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()
         self._deferring = 0
         self._former = {name: parallel.__dict__.get(name) for name in _UNARMED}
         parallel.__dict__.update(_UNARMED)
@@ -64,8 +83,18 @@ class UnarmedDDP:
             with _deferred(own()):
                 yield
 
-        parallel.no_sync = no_sync  # type: ignore[method-assign]
-        self._handle = parallel.register_forward_pre_hook(_noting(own))
+        def join(
+            divide_by_initial_world_size: bool = True, enable: bool = True, *others: Any, **named: Any
+        ) -> contextlib.AbstractContextManager[Any]:
+            if enable:
+                raise RuntimeError(f"ddp.join() of one whose gradients the optimizer reduces: {_JOIN}")
+            return contextlib.nullcontext()
+
+        parallel.no_sync, parallel.join = no_sync, join  # type: ignore[method-assign]
+        self._handles = [
+            parallel.register_forward_pre_hook(_check_unarmed, prepend=True),
+            parallel.register_forward_hook(_noting(own)),
+        ]
 
     @property
     def may_change(self) -> bool:
@@ -73,19 +102,9 @@ class UnarmedDDP:
         return self.parallel.find_unused_parameters and not self.parallel.static_graph
 
     def note_forward(self) -> None:
-        """A forward begins: note whether it synchronises.
-
-        Raises:
-            RuntimeError: somebody has armed the reducer, which would find no gradients and share out zeros.
-        """
-        if not torch.is_grad_enabled():
-            return
-        if self.parallel.require_backward_grad_sync:
-            raise RuntimeError(
-                "require_backward_grad_sync of the DistributedDataParallel was set to True, but its gradients are "
-                "reduced by the optimizer, which has been given it: leave it False, or call optimizer.close()"
-            )
-        self.synchronises = not self._deferring
+        """A forward has run: whether it synchronises."""
+        if torch.is_grad_enabled():
+            self.synchronises = not self._deferring
 
     def broadcast_buffers(self) -> None:
         """Give every rank the buffers of the first, as the next forward of an armed one would.
@@ -104,10 +123,19 @@ class UnarmedDDP:
         finally:
             self._deferring -= 1
 
+    def leave(self, user: Any) -> None:
+        """This one reduces no more; the module is given back when nobody does."""
+        self.users.discard(user)
+        if not self.users:
+            self.close()
+
     def close(self) -> None:
         """Give the module back as it was."""
-        self._handle.remove()
-        self.parallel.__dict__.pop("no_sync", None)
+        _links.pop(id(self.parallel), None)
+        for handle in self._handles:
+            handle.remove()
+        for name in ("no_sync", "join"):
+            self.parallel.__dict__.pop(name, None)
         for name, value in self._former.items():
             if value is None:
                 self.parallel.__dict__.pop(name, None)
@@ -120,6 +148,31 @@ class UnarmedDDP:
     def __del__(self) -> None:
         if self._former and not sys.is_finalizing():  # or nobody would reduce
             self.close()
+
+
+#: By the module's id.
+_links: weakref.WeakValueDictionary[int, UnarmedDDP] = weakref.WeakValueDictionary()
+
+
+def unarm(parallel: DistributedDataParallel, user: Any) -> UnarmedDDP:
+    """Keep the module's reducer quiet as long as this user, or another, lives and has not left."""
+    link = _links.get(id(parallel))
+    if link is None:
+        link = _links[id(parallel)] = UnarmedDDP(parallel)
+    link.users.add(user)
+    return link
+
+
+def _check_unarmed(parallel: DistributedDataParallel, inputs: Any) -> None:
+    """Raise RuntimeError where somebody else has readied the module for reductions of its own."""
+    if parallel._join_config.enable:
+        raise RuntimeError(f"a forward of a DistributedDataParallel inside Join([ddp]): {_JOIN}")
+    if parallel.require_backward_grad_sync:
+        raise RuntimeError(
+            "somebody has set require_backward_grad_sync of a DistributedDataParallel whose gradients the "
+            "optimizer reduces (Lightning's manual optimization and Accelerate's trigger_sync_in_backward() "
+            "do): both would reduce. Allowed: no_sync(), or an optimizer that is not attached to it"
+        )
 
 
 def _deferred(link: UnarmedDDP | None) -> contextlib.AbstractContextManager[None]:

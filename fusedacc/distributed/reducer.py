@@ -7,7 +7,7 @@ well (`Part`), so that a window costs one collective per bucket and no other.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,12 +33,14 @@ class Part:
         weight: their weights' sum.
         flushing: whether this rank has no more of them before all ranks have flushed.
         bad_weights: where weights are on a device: 0-dim bool, whether one was negative or nan.
+        reopened: whether the sums were reduced before, and more has come.
     """
 
     micro_batches: int
     weight: float | Tensor = 0.0
     flushing: bool = False
     bad_weights: Tensor | None = None
+    reopened: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,9 +52,22 @@ class Totals:
     num_flushing: float | Tensor
     bad_weights: Tensor | None
 
+    @property
+    def nothing_came(self) -> bool:
+        """Whether no rank has had a micro-batch, as far as the host knows."""
+        return not isinstance(self.micro_batches, Tensor) and not self.micro_batches
 
-#: Numbers behind the last bucket's flags: micro-batches, weight, this reduction's number.
-_NUMBERS = 3
+    @staticmethod
+    def share_of(expected: int, found: float | Tensor) -> float | Tensor | None:
+        """By what sums divided by `expected` become sums divided by `found`; None where that is 0."""
+        if isinstance(found, Tensor):
+            return expected / found
+        return expected / found if found else None
+
+
+#: Behind the last bucket's accumulators: whether weights are bad, the rank flushes, and sums were reopened;
+#: the micro-batches, the weight, and this reduction's number.
+_FLAGS, _NUMBERS = 3, 3
 
 
 class Bucket:
@@ -67,7 +82,7 @@ class Bucket:
         self.slots = list(slots)
         self.lane = slots[0].lane
         self.shapes = [(slot.shape, slot.strides) for slot in slots]
-        self._tail = len(slots) + (2 + _NUMBERS * numbers.DIGITS) * carries
+        self._tail = len(slots) + (_FLAGS + _NUMBERS * numbers.DIGITS) * carries
         self._wire: Tensor | None = None
         self._work: Any = None
         self.renew()
@@ -149,6 +164,8 @@ class Reducer:
         self._buckets: list[Bucket] = []
         self._members: list[Slot] = []
         self._number = 0
+        #: Called before the first bucket of each reduction is sent.
+        self.announce: Callable[[], Any] | None = None
         #: Of each bucket that is on its way, the indices of the slots that lack an accumulator.
         self._absent: list[set[int]] = []
         self.follow()
@@ -217,6 +234,8 @@ class Reducer:
     def launch_next(self, part: Part, divisor: int) -> None:
         """Send the first bucket that is not on its way; arguments as `reduce`, which is to follow."""
         bucket = self._buckets[len(self._absent)]
+        if not self._absent and self.announce is not None:
+            self.announce()
         absent = self._gather(bucket)
         if divisor != 1:
             bucket.memory.mul_(1.0 / divisor)
@@ -286,19 +305,18 @@ class Reducer:
         device = numbers_.device
         sent = numbers.encode((part.micro_batches, part.weight, self._number), device)
         bad = torch.zeros((), dtype=torch.bool) if part.bad_weights is None else part.bad_weights
-        flags = torch.stack([bad.to(device), torch.full((), part.flushing, device=device)])
-        numbers_.copy_(torch.cat([flags.to(torch.int64), sent]))
+        said = torch.tensor([part.flushing, part.reopened], device=device)
+        numbers_.copy_(torch.cat([bad.to(device).reshape(1), said, sent]))
 
     def _received(self) -> Totals:
         """The sums over the ranks of what `_send` has written."""
         if not self._buckets:
             return Totals(0.0, 0.0, self.world_size, None)
-        bad, flushing, *digits = (
-            self._buckets[-1].numbers.to(torch.float64).split([1, 1, *[numbers.DIGITS] * _NUMBERS])
-        )
+        sizes = [1] * _FLAGS + [numbers.DIGITS] * _NUMBERS
+        bad, flushing, reopened, *digits = self._buckets[-1].numbers.to(torch.float64).split(sizes)
         if bad.device.type == "cpu":
             mine = numbers.encode((self._number,), bad.device) * self.world_size
-            if not torch.equal(digits[2], mine.to(torch.float64)):
+            if not torch.equal(digits[2], mine.to(torch.float64)) or 0 < reopened < self.world_size:
                 raise RuntimeError(
                     "the ranks are not at the same reduction: they have run different numbers of windows, or "
                     "of backwards in a window's last micro-batch. Their sums are mixed up: restart from a "

@@ -12,7 +12,10 @@ for x, y in loader:
 from __future__ import annotations
 
 import contextlib
+import os
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +27,7 @@ from torch import Tensor
 from ..amp import GradScaler
 from ..optimizer import AccumulatingOptimizer
 from ..optimizer.window import MicroBatch
+from . import ranks
 
 __all__ = ["CountedOptimizer", "prepare"]
 
@@ -38,6 +42,9 @@ _OTHER_WAYS = (
 def prepare(accelerator: Accelerator, *objects: Any, device_placement: list[bool] | None = None) -> Any:
     """`accelerator.prepare(*objects)`, where counted `AccumulatingOptimizer`s become `CountedOptimizer`s.
 
+    Of several processes, each `AccumulatingOptimizer` reduces the gradients of its DistributedDataParallel,
+    once a window.
+
     With mixed_precision="fp16" the accelerator's loss scaler is replaced by a `fusedacc.amp.GradScaler` of
     the same settings, which lets the scale change at the end of a window only.
 
@@ -50,10 +57,28 @@ def prepare(accelerator: Accelerator, *objects: Any, device_placement: list[bool
 
     Raises:
         RuntimeError: `accelerator.gradient_accumulation_steps` is not 1, its loss scaler is not torch's, or
-            it is set up for DeepSpeed, Megatron-LM, FSDP or XLA, which step optimizers in ways of their own.
+            it is set up for DeepSpeed, Megatron-LM, FSDP or XLA, which step optimizers in ways of their own,
+            or for FSDP on a CPU, which Accelerate leaves aside.
+        ValueError: a DistributedDataParallel reduces in a way of its own (a communication hook).
     """
-    if not any(map(_is_counted, objects)):
-        return accelerator.prepare(*objects, device_placement=device_placement)
+    wrappers = [item for item in objects if isinstance(item, AccumulatingOptimizer)]
+    if wrappers:
+        _check_sharding(accelerator)
+    if any(map(_is_counted, objects)):
+        objects = _counted(accelerator, objects, device_placement)
+    prepared = accelerator.prepare(*objects, device_placement=device_placement)
+    if accelerator.num_processes > 1:
+        models = prepared if isinstance(prepared, tuple) else [prepared]
+        for accelerated in accelerator._optimizers:  # one may have been prepared before its model
+            if isinstance(accelerated.optimizer, AccumulatingOptimizer):
+                ranks.attach(accelerated.optimizer, models)
+        for optimizer in wrappers:
+            accelerator.register_save_state_pre_hook(partial(_check_between_windows, weakref.ref(optimizer)))
+    return prepared
+
+
+def _counted(accelerator: Accelerator, objects: tuple, device_placement: list[bool] | None) -> tuple:
+    """The objects, with counted wrappers as `CountedOptimizer`s; raises as `prepare`."""
     _check_steps(accelerator.gradient_accumulation_steps)
     if accelerator.distributed_type in _OTHER_WAYS:
         raise RuntimeError(
@@ -64,11 +89,10 @@ def prepare(accelerator: Accelerator, *objects: Any, device_placement: list[bool
     # All accelerators share it, and another's accumulate() may have left False.
     accelerator.sync_gradients = True
     places = device_placement or [accelerator.device_placement] * len(objects)
-    counted = [
+    return tuple(
         CountedOptimizer(item, place, accelerator.scaler) if _is_counted(item) else item
         for item, place in zip(objects, places, strict=True)
-    ]
-    return accelerator.prepare(*counted, device_placement=device_placement)
+    )
 
 
 class CountedOptimizer(AcceleratedOptimizer):
@@ -140,6 +164,17 @@ class CountedOptimizer(AcceleratedOptimizer):
         """Whether the last `step()` or `flush()` made no update: in mid-window, or of an overflow."""
         return not self.optimizer.has_updated or self._is_overflow
 
+    def join_hook(self, **arguments: Any) -> Any:
+        """Refuse `Join`: prepared schedulers of ranks without batches would stay behind.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "Join([optimizer]) and join_uneven_inputs([optimizer]) do not go with a prepared optimizer; "
+            "allowed: even_batches=True (the default), by which every process has as many batches"
+        )
+
     def accumulate(
         self, model: torch.nn.Module | None = None, weight: float | Tensor | None = None
     ) -> contextlib.AbstractContextManager[MicroBatch]:
@@ -162,6 +197,27 @@ def _check_steps(steps: int) -> None:
         raise RuntimeError(
             f"the Accelerator has gradient_accumulation_steps={steps}, and the optimizer counts as well: "
             "losses would be divided twice. Allowed: 1; if one has been divided already, discard()"
+        )
+
+
+def _check_between_windows(reference: weakref.ref[AccumulatingOptimizer], *_: Any) -> None:
+    """Before `save_state` of several processes, which writes the first one's optimizers."""
+    optimizer = reference()
+    if optimizer is not None and optimizer.has_partial_window:
+        raise RuntimeError(
+            f"save_state() in mid-window (micro_step is {optimizer.micro_step}) would keep the first process's "
+            "sums and lose the others'; allowed: after an update (has_partial_window is False), or flush() on "
+            "every process before"
+        )
+
+
+def _check_sharding(accelerator: Accelerator) -> None:
+    asked = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"  # an fsdp_plugin sets it too
+    if asked and accelerator.distributed_type == DistributedType.MULTI_CPU:
+        raise RuntimeError(
+            "an fsdp_plugin or ACCELERATE_USE_FSDP asks for FSDP, which Accelerate does not run on a CPU: "
+            "every process would hold the whole model, in a DistributedDataParallel. Allowed on a CPU: "
+            "neither of them, or torch's fully_shard(model) without Accelerate"
         )
 
 

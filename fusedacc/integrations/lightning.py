@@ -6,17 +6,19 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from ..amp import GradScaler
 from ..optimizer import AccumulatingOptimizer
-from . import takeover
+from . import ranks, takeover
 
 __all__ = ["AccumulationCallback"]
 
@@ -30,6 +32,8 @@ class AccumulationCallback(Callback):
     whatever the window holds, before schedulers and validation. In manual optimization the module calls
     `step()` on every micro-batch; `global_step` and the flush are the same.
 
+    Under `strategy="ddp"` the optimizers reduce the gradients over the processes, once a window.
+
     Args:
         weight: from a batch (on its device) to its weight, tokens or samples, for reduction "weighted" or
             "normalized": a number or a 0-dim tensor.
@@ -37,7 +41,7 @@ class AccumulationCallback(Callback):
     Raises (from `Trainer.fit`, before any training):
         TypeError: an optimizer is no `AccumulatingOptimizer`.
         ValueError: none of them counts, or the Trainer accumulates or clips too, scales losses by torch's
-            GradScaler, or has several processes.
+            GradScaler, or has several processes and another strategy than "ddp" or manual optimization.
     """
 
     def __init__(self, weight: Callable[[Any], float | Tensor] | None = None) -> None:
@@ -64,6 +68,9 @@ class AccumulationCallback(Callback):
         takeover.remember(trainer.optimizers)
         _check(trainer)
         self._optimizers = list(trainer.optimizers)
+        if trainer.world_size != 1:
+            for optimizer in self._optimizers:
+                ranks.attach(optimizer, [trainer.strategy.model])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if pl_module.automatic_optimization:
@@ -135,6 +142,17 @@ class AccumulationCallback(Callback):
             if optimizer.gradient_accumulation_steps is not None and optimizer.has_partial_window:
                 _end(trainer, optimizer, "flush")
                 optimizer.zero_grad()  # a module that clears after its step() does not see this update
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if trainer.world_size != 1 and any(each.has_partial_window for each in self._optimizers):
+            warnings.warn(
+                "a checkpoint in mid-window keeps the sums of the first process alone, and a run that it "
+                "resumes takes them for those of all in its first update; save after updates "
+                "(every_n_train_steps counts them)",
+                stacklevel=2,
+            )
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         _restore(trainer)
@@ -212,13 +230,25 @@ def _check(trainer: Trainer) -> None:
             "change its scale inside the window: pass plugins=MixedPrecision('16-mixed', device, "
             "scaler=fusedacc.amp.GradScaler(device))"
         )
-    if trainer.world_size != 1 or trainer.strategy.handles_gradient_accumulation:
-        raise ValueError(
-            f"strategy {type(trainer.strategy).__name__} with {trainer.world_size} processes is not "
-            "supported by AccumulationCallback; allowed: one process, and a strategy that does not accumulate"
-        )
+    _check_processes(trainer)
     loop = trainer.fit_loop.epoch_loop
     if not (
         hasattr(loop, "_should_accumulate") and hasattr(loop.automatic_optimization, "_make_zero_grad_fn")
     ):
         raise ValueError("this release of Lightning decides elsewhere what a step is; tested with 2.6")
+
+
+def _check_processes(trainer: Trainer) -> None:
+    """Raise ValueError where gradients would not be those of all processes."""
+    strategy, several = trainer.strategy, trainer.world_size != 1
+    if strategy.handles_gradient_accumulation or (several and not isinstance(strategy, DDPStrategy)):
+        raise ValueError(
+            f"strategy {type(strategy).__name__} with {trainer.world_size} processes is not supported by "
+            "AccumulationCallback; allowed: one process, or strategy='ddp', and none that accumulates"
+        )
+    if several and not trainer.lightning_module.automatic_optimization:
+        raise ValueError(
+            "manual optimization under strategy='ddp' readies DistributedDataParallel for every "
+            "manual_backward(), which then reduces as well as the optimizer does; allowed: "
+            "automatic_optimization=True, one process, or a loop of Fabric's"
+        )

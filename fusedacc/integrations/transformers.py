@@ -10,17 +10,19 @@ trainer = Trainer(
 
 from __future__ import annotations
 
+import gc
 import warnings
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from transformers import GreedyLR, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import GreedyLR, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_callback import DefaultFlowCallback
 
 from ..optimizer import AccumulatingOptimizer
+from . import ranks
 
 __all__ = ["AccumulationCallback"]
 
@@ -47,11 +49,17 @@ class AccumulationCallback(TrainerCallback):
     ) -> None:
         """Check the optimizer; warn if the Trainer is going to miscount the model's tokens.
 
+        Of several processes, the optimizer reduces the gradients of the Trainer's DistributedDataParallel.
+
         Raises:
             TypeError: it is no `AccumulatingOptimizer`.
-            ValueError: it counts micro-batches itself, or its reduction is not "sum".
+            ValueError: it counts micro-batches itself, its reduction is not "sum", or the
+                DistributedDataParallel reduces in a way of its own.
         """
-        _check(kwargs["optimizer"].optimizer, args)
+        optimizer = kwargs["optimizer"].optimizer
+        _check(optimizer, args)
+        if args.world_size > 1:
+            ranks.attach(optimizer, [_trainer_of(state).model_wrapped])
         name = type(kwargs["model"]).__name__
         loss_type = getattr(kwargs["model"], "loss_type", None)
         if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and loss_type not in LOSS_MAPPING:
@@ -73,6 +81,7 @@ class AccumulationCallback(TrainerCallback):
         if not optimizer.has_partial_window:
             return control
         # As the Trainer does at a window's end.
+        optimizer.synchronise()
         if accelerated.scaler is not None:
             accelerated.scaler.unscale_(optimizer)
         if args.max_grad_norm > 0:
@@ -84,6 +93,17 @@ class AccumulationCallback(TrainerCallback):
         optimizer.zero_grad()
         state.global_step += 1
         return DefaultFlowCallback().on_step_end(args, state, control)
+
+
+def _trainer_of(state: TrainerState) -> Trainer:
+    """The Trainer of a state; callbacks are not told, and nothing leads to it but its own references."""
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), Trainer) and candidate.__dict__.get("state") is state:
+            return candidate
+    raise RuntimeError(
+        "AccumulationCallback finds no Trainer of the state that on_train_begin() was called with; allowed: "
+        "a transformers.Trainer, whose `state` it is"
+    )
 
 
 def _check(optimizer: Any, args: TrainingArguments) -> None:

@@ -15,8 +15,9 @@ from torch import Tensor
 from ..accumulators import Accumulators, GradState, Slot
 from ..autograd.data_parallel import Reducers
 from ..autograd.graph_task import GraphTask
-from ..distributed import DataParallel, Part
+from ..distributed.fsdp import Shards
 from ..kernels import launch_events, torch_state
+from .over_ranks import OverRanks
 from .window import Window
 
 #: Registers hooks anew where a parameter's node may have changed.
@@ -44,12 +45,9 @@ class Accumulation:
         #: The stream on which the unit of the accumulators was made, where that is a tensor on a GPU.
         self._aimed_on: torch.cuda.Stream | None = None
         self._reducers = Reducers(slots)
-        #: Over whose ranks the sums are reduced once a window; None: left to whoever else does.
-        self.parallel: DataParallel | None = None
-        #: Whether this rank adds no more before all have flushed.
-        self.flushing = False
-        #: Whether all ranks did, at the last reduction.
-        self.all_flush = False
+        self.ranks = OverRanks(window, accumulators)
+        #: Those of the parameters that FSDP2 has sharded; they come when they are hooked.
+        self.shards = window.shards = Shards(window.reduction)
 
     # What the hooks ask
 
@@ -79,8 +77,8 @@ class Accumulation:
             )
         self._began_in_graph = inside
         task = self._begin_ignored(refresh) if self.ignoring else self._begin_counted()
-        if self.parallel is not None and outermost and not self.ignoring:
-            self._overlap(self.parallel)
+        if self.ranks.parallel is not None and outermost and not self.ignoring:
+            self.ranks.begin_backward(self.ranks.parallel)
         norms = self.accumulators.norms
         # Where p.grad shows the final gradient, users may write to it in ways that leave no trace.
         wanted = window.private and window.will_update and not task.ignored
@@ -104,7 +102,7 @@ class Accumulation:
         window = self.window
         scale = window.base_scale
         differentiable = torch.is_grad_enabled()
-        reduced = self.parallel is None and torch_state.process_group_up()
+        reduced = self.ranks.parallel is None and torch_state.process_group_up()
         task = GraphTask(not (differentiable or reduced), scale, drops=window.leaves_out)
         task.reducer = "ahead" if reduced and not differentiable else ""
         if reduced and window.counted and not window.micro.deferred:
@@ -112,7 +110,7 @@ class Accumulation:
         if window.full:
             window.restart()  # its update has failed, and nobody has retried it or cleared the gradients
         if window.totals is not None:
-            self._reopen()
+            self.ranks.reopen()
         if not window.counted:
             self.collect_stock()
         elif window.empty:
@@ -141,10 +139,65 @@ class Accumulation:
             self._grads.begin_stock(slot)
         task.stored.append(slot)
 
+    def note_withheld(self, task: GraphTask, withheld: bool) -> None:
+        """FSDP2 keeps the gradients of this backward (`withheld`), or delivers them and what it has kept."""
+        window = self.window
+        if task.ignored:
+            if withheld:
+                raise RuntimeError(
+                    "a backward inside ignore() would leave its gradients in FSDP2's sums, with those that "
+                    "count: call set_requires_gradient_sync(True) on the model before it"
+                )
+            return
+        window.withheld = window.micro.deferred = withheld
+        if withheld:
+            task.added = True  # an exception leaves some layers' gradients there
+        else:
+            window.unsynchronised = False
+
+    def check_unmixed(self, slot: Slot) -> None:
+        """Raise RuntimeError where FSDP2 has added a gradient to what stood in p.grad and is no gradient."""
+        gradient = slot.param.grad
+        if gradient is not None and self._takes_stored and self._grads.stands(slot, gradient):
+            raise RuntimeError(
+                f"FSDP2 has added a gradient of parameter {slot.name!r} to what stood in p.grad, in a "
+                "backward that came through no module that fully_shard was applied to: call "
+                "optimizer.zero_grad() after each optimizer.step(), and discard() this window"
+            )
+
+    def synchronise_shards(self, refresh: Refresh) -> None:
+        """Counted loop: take in what FSDP2 keeps of micro-batches that have ended. Every rank calls it."""
+        window, ran = self.window, self.window.micro.ran
+        self.shards.synchronise()
+        self.collect(self._slots, refresh)
+        window.micro.ran = ran
+        window.withheld = window.micro.deferred = window.unsynchronised = False
+
+    @property
+    def _takes_stored(self) -> bool:
+        """Whether gradients that FSDP2 has put into p.grad are taken from there; else that is the sum."""
+        return self.window.counted or self.window.weighs
+
+    def take_stored(self, task: GraphTask, slot: Slot) -> None:
+        """FSDP2 has put a gradient into p.grad, beside nothing of ours."""
+        gradient = slot.param.grad
+        if task.ignored or gradient is None or torch.is_grad_enabled():
+            return
+        task.added = True
+        if not self._takes_stored and gradient.dtype == slot.accumulate_dtype:
+            return  # FSDP2 adds the next ones to it
+        slot.param.grad = None
+        with torch.no_grad(), launch_events.phase("accumulate"):
+            scale = self.window.base_scale * self.window.factor if self._takes_stored else 1.0
+            adder = self.accumulators.adder
+            if not adder.add_part(slot, gradient, scale, adoptable=True):
+                adder.add_eagerly(slot, gradient, scale)
+
     def publishes_after(self, task: GraphTask) -> bool:
         """Whether the final gradient will stand in p.grad when this backward has ended."""
         window = self.window
-        return window.counted and window.will_update and not window.micro.deferred and not task.ignored
+        last = window.counted and window.will_update and not window.micro.deferred
+        return last and not (task.ignored or task.inner)
 
     def end_backward(self, task: GraphTask, refresh: Refresh, outermost: bool) -> None:
         """A backward has ended, and what was pending is added. `outermost`: no other is running."""
@@ -160,12 +213,12 @@ class Accumulation:
         if self.publishes_after(task):
             if task.captures or task.reducer:
                 self.collect(task.stored, refresh)
-            if self.parallel is not None and not (outermost and self._reduce_last()):
+            if self.ranks.parallel is not None and not (outermost and self.ranks.reduce_last()):
                 return
             if not window.private:
                 self.publish()
-        elif self.parallel is not None and outermost and self._reduces_each and self.parallel.synchronises:
-            self._reduce()
+        elif outermost and self.ranks.parallel is not None:
+            self.ranks.reduce_each(self.ranks.parallel)
 
     def forget_backward(self, task: GraphTask, failed: bool) -> None:
         """A graph task is over; `failed`: by an exception, which taints the window if anything was added."""
@@ -176,81 +229,10 @@ class Accumulation:
         elif failed and (task.added or any(slot.param.grad is not None for slot in task.stored)):
             self.window.taint("an exception has interrupted a backward")
 
-    # Over the ranks
-
-    @property
-    def _reduces_each(self) -> bool:
-        """Manual loop: whether p.grad is the ranks' mean after each backward that synchronises, as by DDP.
-
-        Sums that are to be brought to another scale are reduced at `step()`.
-        """
-        return not self.window.counted and self.window.reduction == "sum"
-
-    def _overlap(self, parallel: DataParallel) -> None:
-        """A backward begins: have sent what becomes final in it, if it is the window's last."""
-        window, micro = self.window, self.window.micro
-        if not (window.counted and micro.num_backwards):
-            parallel.deliveries.begin_micro_batch()
-        if not window.counted:
-            if self._reduces_each and parallel.synchronises:
-                parallel.overlap(Part(0), parallel.world_size)
-        elif (
-            window.will_update
-            and window.totals is None
-            and micro.num_backwards + 1 >= window.usual_backwards
-            and not (window.weighs and micro.weight is None)
-        ):
-            parallel.overlap(self._part(ending=True), 1)
-
     def count_delivery(self, slot: Slot) -> None:
         """A parameter's node has run."""
-        if self.parallel is not None and not self.ignoring:
-            self.parallel.deliveries.count(slot)
-
-    def _part(self, ending: bool) -> Part:
-        """What this rank adds to the window's numbers. `ending`: the micro-batch at hand counts."""
-        window = self.window
-        weight = window.weight_total
-        if ending and window.weighs:
-            weight = weight + window.micro.weight  # type: ignore[operator]
-        return Part(window.micro_step + ending, weight, self.flushing, window.bad_weights)
-
-    def _reduce_last(self) -> bool:
-        """After a backward of a counted window's last micro-batch: reduce, if it is the last backward.
-
-        How many there are is what the last micro-batch had. One more after the reduction opens it again
-        (`_reopen`), and where one is missing, or a weight, `conclude` reduces.
-        """
-        window = self.window
-        if window.micro.num_backwards < window.usual_backwards or (
-            window.weighs and window.micro.weight is None
-        ):
-            return False
-        self._reduce(ending=True)
-        return True
-
-    def _reduce(self, ending: bool = False) -> None:
-        """Replace the sums by those of all ranks. `ending`: the micro-batch at hand counts."""
-        window, parallel = self.window, self.parallel
-        assert parallel is not None
-        part = self._part(ending)
-        with window.tainted_by("an exception has interrupted the reduction over the ranks"), torch.no_grad():
-            totals = parallel.reduce(part, parallel.world_size if self._reduces_each else 1)
-        if not self._reduces_each:
-            window.settle(totals)
-        self.all_flush = self.flushing and int(totals.num_flushing) == parallel.world_size
-
-    def join(self, parallel: DataParallel | None) -> None:
-        """Reduce over these ranks from now on, between windows; None: no more."""
-        self.parallel = parallel
-        self.window.ranks = 1 if parallel is None else parallel.world_size
-
-    def _reopen(self) -> None:
-        """More is to come into sums that are those of all ranks: each rank goes on with its share of them."""
-        self._grads.make_private()
-        with torch.no_grad():
-            self.accumulators.rescaler.rescale(self._grads.held(self._slots), 1.0 / self.window.ranks)
-        self.window.totals = None
+        if self.ranks.parallel is not None and not self.ignoring:
+            self.ranks.parallel.deliveries.count(slot)
 
     # What autograd has stored
 
@@ -292,6 +274,7 @@ class Accumulation:
 
         ending: count the micro-batch at hand in.
         """
+        self.ranks.reduce_once(ending)
         target = self.window.target(ending)
         if target is None:
             return False
@@ -308,10 +291,13 @@ class Accumulation:
         being 0.
         """
         window = self.window
-        if self.parallel is not None and window.totals is None and not self._reduces_each:
-            self._reduce()
+        if self.ranks.parallel is not None and window.totals is None:
+            if window.counted and not window.private:
+                self.publish(ending=False)  # as where a backward has reduced: the norm has the same bits
+            else:
+                self.ranks.reduce_once(ending=False)
         target = window.target(False, partial)
-        if target is None or (self.parallel is not None and window.nothing_came):
+        if target is None or (window.totals is not None and window.totals.nothing_came):
             return None
         with torch.no_grad():
             self._apply_scales()

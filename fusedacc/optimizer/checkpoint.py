@@ -297,6 +297,8 @@ def load(
         raise
     if window.counted or parts.sums:
         accumulators.clear()
+    if window.shards:
+        window.shards.drop_withheld()
     window.restore(Window(None, None).state() if parts.own is None else parts.own["window"])
     choices = (parts.own or {}).get(CHOICES)
     # On another processor torch's own products have other bits, and what was the fastest need not be so.

@@ -72,6 +72,8 @@ def explain(slots: Sequence[Slot], window: Window, accumulators: Accumulators, u
         "first, later: bytes read and written per element in the window's first micro-batch and the others, "
         "the gradient's own write included; rows: only of the rows that were looked up"
     )
+    if window.shards:
+        notes.append(window.shards.describe())
     head, tail = f"{loop}, reduction {window.reduction!r}", [f"hooks: {_hooks(slots)}", f"update: {update}"]
     return "\n".join([head, *table, legend, *notes, *tail])
 
@@ -94,7 +96,7 @@ def route(slot: Slot, accumulators: Accumulators) -> Route:
     case = eligibility.of_parameter(slot)
     if case is eligibility.IN_MODULE:
         return _in_backward(slot, accumulators)
-    if case.taker is Taker.KERNEL:
+    if case.taker in (Taker.KERNEL, Taker.SHARD):
         selection = accumulators.plans.select(slot.lane)
         reasons = [case.why or slot.left_to, "" if case.why else selection.reason]
         return Route(case.taker.value, selection.backend.name, "; ".join(filter(None, reasons)))
@@ -128,7 +130,7 @@ def _bytes(slot: Slot, chosen: Route, window: Window) -> tuple[str, str]:
     if chosen.path.startswith("gemm"):
         loop = "gemm"
     else:
-        loop = "fusedacc" if chosen.path == "multi_tensor" or window.counted else "mixed_add"
+        loop = "fusedacc" if chosen.path in ("multi_tensor", "fsdp2") or window.counted else "mixed_add"
     dtypes = slot.param.dtype, slot.param.dtype, slot.accumulate_dtype
     how: dict[str, Any] = {"loop": loop, "scale_is_one": not window.scales, "visible": not window.counted}
     if window.counted and window.reduction == "mean":

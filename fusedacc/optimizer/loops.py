@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from ..accumulators import Slot
 from ..autograd.capture import Capture
 from ..autograd.data_parallel import may_defer
+from ..distributed import fsdp
 from ..kernels import launch_events
 from .accumulation import Accumulation
 from .loss_scale import Scaling
@@ -129,6 +130,8 @@ class CountedLoop(Loop):
             self._accumulators.grads.ignore_present(self._slots)
             return loss
         self._collect()
+        if window.withheld and window.micro.ran and window.will_update:
+            window.check_synchronised("step() would update without them")
         if window.close_micro_batch():
             self._close_window(scaling, arguments, partial=False)
         return loss
@@ -188,36 +191,45 @@ class CountedLoop(Loop):
             )
         self._accumulation.publish(ending=micro.ran)
 
-    def flush(self, scaling: Scaling, arguments: Mapping[str, Any]) -> None:
-        """Update from a part-filled window; a no-op if it is empty."""
+    def flush(self, scaling: Scaling, arguments: Mapping[str, Any], until_all: bool = True) -> None:
+        """Update from a part-filled window; a no-op if it is empty.
+
+        With ranks, it takes part in the windows of those that have more of them: until every rank flushes,
+        or, without `until_all`, in one.
+        """
         window = self._window
-        window.check_synchronised("flush() would update every rank with gradients of its own")
+        if not window.withheld:
+            window.check_synchronised("flush() would update every rank with gradients of its own")
         self.follow()
         # After the update, a parameter that was cast before it would look cast since.
         self._registry.refresh()
+        if self._accumulation.shards:
+            self._accumulation.shards.check_even(window.micro_step + window.micro.ran)
+        if window.withheld:
+            self._accumulation.synchronise_shards(self._registry.refresh)
         if window.empty:
             self._accumulators.grads.disown_replaced()
         self._collect_stored()
         if window.micro.ran:
             window.end_micro_batch()
-        if self._accumulation.parallel is not None:
-            self._flush_ranks(scaling, arguments)
+        if self._accumulation.ranks.parallel is not None:
+            self._flush_ranks(scaling, arguments, until_all)
         elif not window.empty:
             self._close_window(scaling, arguments, partial=True)
 
-    def _flush_ranks(self, scaling: Scaling, arguments: Mapping[str, Any]) -> None:
-        """Take part in the windows of ranks that have more of them, until every rank flushes."""
-        accumulation = self._accumulation
-        accumulation.flushing = True
+    def _flush_ranks(self, scaling: Scaling, arguments: Mapping[str, Any], until_all: bool) -> None:
+        """Take part in the windows of ranks that have more of them: in one, or `until_all` flush."""
+        ranks = self._accumulation.ranks
+        ranks.flushing = True
         try:
             while True:
                 if self._window.empty:
                     self._accumulators.grads.make_private()  # what was spent is no part of this one
                 self._close_window(copy.copy(scaling), arguments, partial=True)
-                if accumulation.all_flush:
+                if ranks.all_flush or not until_all:
                     return
         finally:
-            accumulation.flushing = False
+            ranks.flushing = False
 
     def _close_window(self, scaling: Scaling, arguments: Mapping[str, Any], partial: bool) -> None:
         """One update of the inner optimizer from the window's sums.
@@ -225,7 +237,8 @@ class CountedLoop(Loop):
         If it raises, the window stays as it is: `step()` or `flush()` tries again, `zero_grad()` gives up.
         """
         ratio = self._accumulation.conclude(partial)
-        if ratio is None and self._window.nothing_came:
+        totals = self._window.totals
+        if ratio is None and totals is not None and totals.nothing_came:
             self._window.restart()
             return
         _, skipped = self._update.step(ratio, scaling, arguments)
@@ -257,8 +270,10 @@ class CountedLoop(Loop):
         self, model: torch.nn.Module | None, micro: MicroBatch
     ) -> contextlib.AbstractContextManager[None]:
         """Context around a micro-batch: the model does not synchronise before the window's last."""
-        if self._accumulation.parallel is not None:
+        if self._accumulation.ranks.parallel is not None:
             return contextlib.nullcontext()
+        if fsdp.is_fsdp(model):
+            return fsdp.synchronising(model, self._window.will_update)
         if hasattr(model, "no_sync") and self._window.reduction != "weighted":
             micro.deferred = not self._window.will_update and may_defer(model)
             if micro.deferred:
@@ -314,7 +329,7 @@ class ManualLoop(Loop):
     @property
     def _reduces(self) -> bool:
         """Whether the sums are to be brought to another scale than the one that they were added in."""
-        begun = self._window.micro_step > 0 or self._accumulation.parallel is not None
+        begun = self._window.micro_step > 0 or self._accumulation.ranks.parallel is not None
         return self._window.reduction != "sum" and begun
 
     def _step_with(self, closure: Callable[[], Any], arguments: Mapping[str, Any]) -> Any:

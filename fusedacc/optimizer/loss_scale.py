@@ -56,9 +56,17 @@ class LossScaleLink:
         self._scaling: Scaling | None = None
         #: A weak reference to the scaler of ours that has scaled the losses.
         self._scaled_by: Callable[[], Any] | None = None
+        #: Raises where losses may not be scaled.
+        self.check: Callable[[], None] | None = None
 
     def note(self, scaler: Any) -> None:
-        """A GradScaler of ours has scaled the losses: the update will look for what is not finite."""
+        """A GradScaler of ours has scaled the losses: the update will look for what is not finite.
+
+        Raises:
+            RuntimeError: in `Join([optimizer])`.
+        """
+        if self.check is not None:
+            self.check()
         self._scaled_by = weakref.ref(scaler)
         self._update.expect_norm()
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from .. import functional
 from ..accumulators import Slot
+from ..kernels.local_parts import distributed_as, is_distributed, local
 
 LOW = (torch.bfloat16, torch.float16)
 
@@ -50,7 +51,7 @@ class MasterWeights:
         param = slot.param
         if param.dtype not in LOW:
             return None
-        master, version = self._masters.get(slot), (param.data_ptr(), param._version)
+        master, version = self._masters.get(slot), _version(param)
         if master is None or master.device != param.device or master.shape != param.shape:
             master = param.detach().to(torch.float32, memory_format=torch.preserve_format)
         elif self._versions.get(slot) != version:
@@ -61,8 +62,8 @@ class MasterWeights:
     def put(self, slot: Slot, master: Tensor) -> None:
         """Take a saved master over, exactly."""
         param = slot.param
-        kept = torch.empty_like(param, dtype=torch.float32).copy_(master)
-        self._masters[slot], self._versions[slot] = kept, (param.data_ptr(), param._version)
+        kept = torch.empty_like(param, dtype=torch.float32).copy_(distributed_as(master, param))
+        self._masters[slot], self._versions[slot] = kept, _version(param)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -71,7 +72,7 @@ class MasterWeights:
             param = slot.param
             if param.dtype in LOW and master.shape == param.shape and master.device == param.device:
                 master.copy_(param.detach())
-                self._versions[slot] = (param.data_ptr(), param._version)
+                self._versions[slot] = _version(param)
             else:
                 self.drop([slot])
 
@@ -85,21 +86,19 @@ class MasterWeights:
     def swapped(self, slots: Sequence[Slot], write_back: bool = True) -> Iterator[None]:
         """While inside, the parameters of `slots` are their masters; then they are these, rounded."""
         pairs = [(slot, master) for slot in slots if (master := self.of(slot)) is not None]
-        low = [slot.param.data for slot, _ in pairs]
-        for slot, master in pairs:
-            slot.param.data = master
+        low = [_put(slot.param, master) for slot, master in pairs]
         self._widen_state(pairs)
         try:
             yield
         finally:
             for (slot, _), data in zip(pairs, low, strict=True):
-                slot.param.data = data
+                _put(slot.param, data)
         if write_back and pairs:
-            masters = [master for _, master in pairs]
-            functional.scale_cast_(low, masters, 1.0, backend=self._backend)
+            masters = [local(master) for _, master in pairs]
+            functional.scale_cast_([local(data) for data in low], masters, 1.0, backend=self._backend)
             increment_version([slot.param for slot, _ in pairs])
             for slot, _ in pairs:
-                self._versions[slot] = (slot.param.data_ptr(), slot.param._version)
+                self._versions[slot] = _version(slot.param)
 
     def _widen_state(self, pairs: Sequence[tuple[Slot, Tensor]]) -> None:
         """State from before there were masters, or of a checkpoint without them, becomes float32."""
@@ -112,4 +111,19 @@ class MasterWeights:
     @property
     def nbytes(self) -> int:
         """Bytes that the masters take."""
-        return sum(master.nbytes for master in self._masters.values())
+        return sum(local(master).nbytes for master in self._masters.values())
+
+
+def _version(param: Tensor) -> tuple[int, int]:
+    """What is another once somebody has written to the parameter, or given it other memory."""
+    return local(param).data_ptr(), param._version
+
+
+def _put(param: Any, data: Any) -> Any:
+    """Give the parameter the memory of `data`; what has the memory that it had."""
+    former = param.data
+    param.data = data
+    if is_distributed(param):  # whose memory is another tensor's
+        former._local_tensor, former._spec = param._local_tensor, param._spec
+        param._local_tensor, param._spec = data._local_tensor, data._spec
+    return former

@@ -9,12 +9,14 @@ on gradients are added in the final unit; the sums that there are owe the ratio,
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
 
 from ..distributed import Totals
+from ..distributed.fsdp import Shards
 from .micro_batch import MicroBatch
 
 REDUCTIONS = ("mean", "sum", "weighted", "normalized")
@@ -77,6 +79,8 @@ class Window:
         self.has_updated = False
         #: How many backwards the last micro-batch had; 0 before there was one.
         self.usual_backwards = 0
+        #: The parameters whose gradients FSDP2 has averaged over the ranks, false where there are none.
+        self.shards: Shards | None = None
         self.reset()
 
     def restart(self) -> None:
@@ -97,11 +101,17 @@ class Window:
         self.tainted: str | None = None
         #: Whether gradients wait in p.grad that were not synchronised over the ranks.
         self.unsynchronised = False
+        #: Whether FSDP2 keeps gradients that were not synchronised.
+        self.withheld = False
         self.micro = MicroBatch(self.reduction)
         self.in_context = False
+        #: What the ranks have agreed upon last, and after how many micro-batches.
+        self._agreed: tuple[int, float | None] | None = None
         self._steps: int | None = None
         #: The micro-batches and the weight of all ranks, once the sums are those of all ranks.
         self.totals: Totals | None = None
+        #: Whether they were, and more is to come.
+        self.reopened = False
         #: What `target` is then.
         self._final: float | Tensor | None = None
         #: The last final factor that was asked for on a device, and the weights it is of.
@@ -180,8 +190,8 @@ class Window:
 
     @property
     def leaves_out(self) -> bool:
-        """Whether the micro-batch at hand has weight 0 and adds nothing."""
-        return self.weighs and _is_zero(self.micro.weight)
+        """Whether the micro-batch at hand has weight 0 and adds nothing; other ranks' may add something."""
+        return self.weighs and _is_zero(self.micro.weight) and not self.shards
 
     @property
     def faulty(self) -> Tensor | None:
@@ -213,6 +223,10 @@ class Window:
         if ending and self.micro.weight is None:
             return None
         ended, weight = self.weight_total, self.micro.weight if ending else None
+        if self.shards:
+            if self._agreed is None or self._agreed[0] != count:
+                self._agreed = count, self.shards.factor(self._weight_of(ended, weight))
+            return self._agreed[1]
         if isinstance(ended, Tensor) or isinstance(weight, Tensor):
             known = self._reciprocal
             if known is None or known[0] is not ended or known[1] is not weight:
@@ -228,24 +242,20 @@ class Window:
             return 1.0 if self.counted and self.reduction == "mean" else None
         return self._final
 
-    @property
-    def nothing_came(self) -> bool:
-        """Whether no rank has had a micro-batch."""
-        return (
-            self.totals is not None
-            and not isinstance(self.totals.micro_batches, Tensor)
-            and not self.totals.micro_batches
-        )
-
     def settle(self, totals: Totals) -> None:
         """The sums are those of all ranks now, and these are their numbers."""
         self.totals, self.bad_weights = totals, totals.bad_weights
-        total = totals.weight if self.weighs else totals.micro_batches
-        expected = 1 if self.weighs or not self.counted else self.steps * self.ranks
-        known = not isinstance(total, Tensor)
-        self._final = (
-            None if known and total == 0 else 1.0 if known and total == expected else expected / total
-        )
+        if self.weighs:
+            self._final = totals.share_of(1, totals.weight)
+        else:
+            self._final = totals.share_of(
+                self.steps * self.ranks if self.counted else 1, totals.micro_batches
+            )
+
+    def _weight_of(self, ended: float | Tensor, weight: float | Tensor | None) -> float:
+        """The window's weight on the host, nan if one was none."""
+        bad = self.bad_weights is not None and bool(self.bad_weights.item())
+        return math.nan if bad else (_number(ended) or 0.0) + (_number(weight) or 0.0)
 
     def open(self, weight: float | Tensor | None) -> MicroBatch:
         """Enter `accumulate()`.
@@ -331,6 +341,12 @@ class Window:
 
     def check_synchronised(self, consequence: str) -> None:
         """Raise RuntimeError if gradients of this window wait for the ranks' synchronisation."""
+        if self.withheld:
+            raise RuntimeError(
+                "FSDP2 keeps gradients of this window, out of sight and unsynchronised, until the backward "
+                "of a micro-batch before which set_requires_gradient_sync(True) was called on the model: "
+                f"{consequence}"
+            )
         if self.unsynchronised or self.micro.deferred:
             raise RuntimeError(
                 "gradients of this window wait in p.grad for the synchronisation of its last micro-batch "

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from ..accumulators import Accumulators
 from ..autograd.capture import Capture
-from ..distributed import DataParallel
 from ..kernels import registry, tuning
 from ..nn import name_slots
 from . import checkpoint, torch_kernels
@@ -27,12 +26,13 @@ from .master_weights import MasterWeights
 from .micro_batch import MicroBatch
 from .parameters import ParameterSet
 from .progress import Progress
+from .ranks import Ranks
 from .saving import Saving
 from .update import Update, check_settings
 from .window import Schedule, Window
 
 
-class AccumulatingOptimizer(Saving, Delegate, Progress):
+class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
     """Any torch optimizer, with gradients accumulated over micro-batches in fused passes.
 
     In a **counted loop** (`gradient_accumulation_steps=k`) the training loop looks as if there were no
@@ -125,14 +125,7 @@ class AccumulatingOptimizer(Saving, Delegate, Progress):
             self._parameter_set.replace_in(model, self._capture)
         self._reduce_dtype = reduce_dtype
         if data_parallel is not None:
-            self._join(data_parallel)
-
-    def _join(self, data_parallel: Any) -> None:
-        """Reduce over the ranks of a DistributedDataParallel or a process group; raises as `DataParallel`."""
-        capture, accumulation = self._capture, self._accumulation
-        parts = self._slots, self._accumulators, self._reduce_dtype, capture.add_pending
-        accumulation.join(DataParallel(data_parallel, *parts))
-        capture.registry.count_deliveries(accumulation.count_delivery)
+            self.attach(data_parallel)
 
     def _build(
         self,
@@ -219,10 +212,10 @@ class AccumulatingOptimizer(Saving, Delegate, Progress):
         """Context around one micro-batch: its weight, and no gradient synchronisation before the last.
 
         Args:
-            model: a DistributedDataParallel (or whatever has `no_sync()`), which is told not to synchronise
-                gradients before the window's last micro-batch. With reduction "weighted", and in a manual
-                loop, where the last is not known, it synchronises every time; with `static_graph=True` also
-                in the first backward of all. `no_sync()` by hand is refused in a counted loop.
+            model: a DistributedDataParallel is as if it had been given as `data_parallel`, from the first use
+                between two windows on. FSDP2's, or what else has `no_sync()`, is told not to synchronise
+                gradients before the window's last micro-batch; with reduction "weighted", and in a manual
+                loop, where the last is not known, it synchronises every time.
             weight: tokens or samples in this micro-batch, for "weighted" and "normalized"; 0 adds nothing. A
                 number, or a 0-dim tensor, which is not waited for where it is on a device. It may also be set
                 later on the object that is yielded (see `MicroBatch.weight`).
@@ -235,12 +228,8 @@ class AccumulatingOptimizer(Saving, Delegate, Progress):
         window = self._window
         self._follow()
         self._capture.registry.refresh()
-        if (
-            window.empty
-            and isinstance(model, DistributedDataParallel)
-            and self._accumulation.parallel is None
-        ):
-            self._join(model)
+        if self._accumulation.ranks.parallel is None:
+            self._attach_if_parallel(model)
         micro = window.open(weight)
         try:
             with self._loop.around(model, micro):
@@ -269,8 +258,8 @@ class AccumulatingOptimizer(Saving, Delegate, Progress):
         """Update from a part-filled window; a no-op if it is empty.
 
         "mean" divides by the micro-batches that the window holds. A backward that no `step()` has ended
-        counts as a micro-batch. In a manual loop this is `step()` if any gradient has come since the last.
-        `arguments` are handed on to the inner optimizer's `step`.
+        counts as a micro-batch. In a manual loop this is `step()` if any gradient has come since the last,
+        after `synchronise()`. `arguments` are handed on to the inner optimizer's `step`.
 
         Raises:
             TypeError, RuntimeError: as `step`.
@@ -284,14 +273,15 @@ class AccumulatingOptimizer(Saving, Delegate, Progress):
         if isinstance(self._loop, CountedLoop):
             self._loop.flush(scaling, arguments)
         elif not self._window.empty:
+            self.synchronise()
             self.step(**arguments)
 
     @_disable_dynamo
     def discard(self) -> None:
         """Throw the window away: its sums, its count, and what is in `p.grad`."""
         self._capture.forget()
-        if self._accumulation.parallel is not None:
-            self._accumulation.parallel.abandon()
+        if self._accumulation.ranks.parallel is not None:
+            self._accumulation.ranks.parallel.abandon()
         self._parameter_set.follow(self._capture, self._masters)
         self._accumulators.clear()
         self._window.reset()
@@ -325,9 +315,9 @@ class AccumulatingOptimizer(Saving, Delegate, Progress):
         self._capture.drop_failed_backwards()
         self._parameter_set.restore_modules()
         self._capture.close()
-        if self._accumulation.parallel is not None:
-            self._accumulation.parallel.close()
-            self._accumulation.join(None)
+        if self._accumulation.ranks.parallel is not None:
+            self._accumulation.ranks.parallel.close()
+            self._accumulation.ranks.join(None)
         for slot in self._slots:
             self._accumulators.grads.forget(slot)
             slot.drop_buffer()

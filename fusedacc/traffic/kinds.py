@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..kernels.local_parts import is_distributed, local
 from .operands import Operand, tensors_in
 from .report import Cell, Counts
 
@@ -128,7 +129,9 @@ def _plain_parts(tensor: Any) -> Iterator[Tensor]:
     """The tensors with memory of their own that a tensor is made of: itself, or those that it wraps."""
     if tensor is None:
         return
-    if is_traceable_wrapper_subclass(tensor):
+    if is_distributed(tensor):  # which names its mesh among its parts
+        yield from _plain_parts(local(tensor))
+    elif is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         for name in names:
             yield from _plain_parts(getattr(tensor, name))

@@ -1,74 +1,21 @@
-"""A DistributedDataParallel or a process group whose sums the wrapper reduces: as one process, and as stock."""
+"""DistributedDataParallel and process groups, reduced by the wrapper: equal to one process, and to stock."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
+import warnings
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
+from ranks_setting import LOW, Net, assert_close, assert_ranks_equal, inner_of, loss_of, small_buckets
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import fusedacc
-from fusedacc.distributed import reducer
-
-LOW = torch.bfloat16
-
-
-class Net(nn.Module):
-    """A block that is run once or twice, which a checkpoint may run again; `extra` where it is asked for."""
-
-    def __init__(self, how: str = "", dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.how = how
-        self.up, self.twice, self.down = nn.Linear(40, 30), nn.Linear(30, 30), nn.Linear(30, 2)
-        self.norm = nn.BatchNorm1d(30)
-        self.extra, self.never = nn.Linear(30, 30), nn.Linear(3, 3)
-        self.to(dtype)
-
-    def block(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.twice(torch.tanh(self.twice(x))))
-
-    def forward(self, x: Tensor, uses_extra: bool = False) -> Tensor:
-        x = self.norm(self.up(x.to(self.up.weight.dtype)))
-        x = checkpoint(self.block, x, use_reentrant=self.how == "reentrant") if self.how else self.block(x)
-        return self.down(x + self.extra(x) if uses_extra else x)
-
-
-def loss_of(model: nn.Module, index: int, rank: int | None = None, uses_extra: bool = False) -> Tensor:
-    """The mean loss of a rank's micro-batch of that number."""
-    generator = torch.Generator().manual_seed(100 * index + (dist.get_rank() if rank is None else rank))
-    return model(torch.randn(6, 40, generator=generator), uses_extra).float().pow(2).mean()
-
-
-def inner_of(net: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-
-
-def small_buckets() -> contextlib.AbstractContextManager:
-    """So that a small model has several."""
-    return mock.patch.multiple(reducer, FIRST_BYTES=2000, BUCKET_BYTES=8000)
-
-
-def assert_close(actual: Tensor, wanted: Tensor, most: float, what: object) -> None:
-    """To within `most` of the largest of them."""
-    actual, wanted = actual.double(), wanted.double()
-    apart = (actual - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30)
-    assert apart <= most, (what, apart.item())
-
-
-def assert_ranks_equal(net: nn.Module) -> None:
-    """To the bit."""
-    for name, p in net.named_parameters():
-        found = [torch.empty_like(p) for _ in range(dist.get_world_size())]
-        dist.all_gather(found, p.detach())
-        assert all(torch.equal(each, p) for each in found), name
-
 
 # Against one process, whose sums are in float64
 
@@ -287,3 +234,157 @@ def epochs(kind: str, counts: list[int], reduction: str) -> None:
 def test_windows_of_unequal_length(kind, reduction):
     for counts in ([4, 3], [3, 4], [4, 0], [8, 3], [0, 0], [2, 2]):
         on_ranks(2, epochs, kind, counts, reduction)
+
+
+# Buckets on their way while the backward runs
+
+
+def overlapping(kind: str) -> list[int]:
+    """For each micro-batch: how many buckets had gone when the first layer's gradient came."""
+    net, gone, found = Net(), [0], []
+    parallel = DistributedDataParallel(net) if kind == "ddp" else net
+    with small_buckets():
+        optimizer = fusedacc.AccumulatingOptimizer(
+            inner_of(net), 2, data_parallel=parallel if kind == "ddp" else dist.group.WORLD
+        )
+
+    def counting(*arguments, **options):
+        gone[0] += 1
+        return all_reduce(*arguments, **options)
+
+    all_reduce = dist.all_reduce
+    with small_buckets(), mock.patch.object(dist, "all_reduce", counting):
+        net.up.weight.register_hook(lambda gradient: found.append(gone[0]))
+        for index in range(6):
+            gone[0] = 0
+            loss_of(parallel, index).backward()
+            assert not gone[0] if index % 2 == 0 else gone[0] == 3, "nothing is sent in mid-window"
+            optimizer.step(), optimizer.zero_grad()
+    optimizer.close()
+    return found
+
+
+def test_buckets_go_as_they_become_final():
+    # Two micro-batches that were alike tell what the third one will be.
+    assert on_ranks(2, overlapping, "ddp") == [[0, 0, 0, 2, 0, 2]] * 2
+    assert on_ranks(2, overlapping, "group") == [[0] * 6] * 2, "who knows what it will use next"
+
+
+def late() -> None:
+    net = Net()
+    parallel = DistributedDataParallel(net)
+    with small_buckets():
+        optimizer = fusedacc.AccumulatingOptimizer(inner_of(net), 4, data_parallel=parallel)
+        for index in range(3):
+            loss_of(parallel, index).backward()
+            optimizer.step()
+
+        def once_more(_: Tensor) -> None:
+            with torch.enable_grad():
+                net.down.weight.sum().backward()
+
+        hook = net.up.weight.register_hook(once_more)
+        with pytest.raises(RuntimeError, match="find_unused_parameters=True"):
+            loss_of(parallel, 3).backward()
+        hook.remove()
+        with pytest.raises(RuntimeError, match="discard"):
+            optimizer.step()
+        optimizer.discard()
+        optimizer.close()
+
+
+def test_a_gradient_that_comes_after_its_sum_has_gone_is_an_error():
+    on_ranks(2, late)
+
+
+# What is refused, and what is told
+
+
+def refused() -> None:
+    net = Net()
+    with pytest.raises(TypeError, match=r"data_parallel must be .*, got Net"):
+        fusedacc.AccumulatingOptimizer(inner_of(net), 2, data_parallel=net)
+    with pytest.raises(TypeError, match=r"reduce_dtype must be None or one of .*, got torch.int8"):
+        fusedacc.AccumulatingOptimizer(
+            inner_of(net), 2, data_parallel=dist.group.WORLD, reduce_dtype=torch.int8
+        )
+    other = nn.Linear(2, 2)
+    inner = torch.optim.SGD([*net.parameters(), *other.parameters()], lr=0.1)
+    parallel = DistributedDataParallel(net)
+    with pytest.raises(ValueError, match="would stay this rank's"):
+        fusedacc.AccumulatingOptimizer(inner, 2, data_parallel=parallel)
+    assert parallel.require_backward_grad_sync
+    parallel.register_comm_hook(None, lambda state, bucket: None)
+    with pytest.raises(ValueError, match="a communication hook"):
+        fusedacc.AccumulatingOptimizer(inner_of(net), 2, data_parallel=parallel)
+    spectral = nn.Linear(2, 2, dtype=torch.complex64)
+    with pytest.raises(
+        ValueError, match=r"cannot reduce the gradients of parameter '0.0', of torch.complex64"
+    ):
+        fusedacc.AccumulatingOptimizer(inner_of(spectral), 2, data_parallel=dist.group.WORLD)
+    if dist.get_rank():
+        net.register_parameter("more", nn.Parameter(torch.zeros(7)))
+    with pytest.raises(
+        ValueError, match=r"rank 1 has other .* '0.0' of shape \(7,\), torch.float32 in place"
+    ):
+        fusedacc.AccumulatingOptimizer(inner_of(net), 2, data_parallel=dist.group.WORLD)
+
+    parallel = DistributedDataParallel(Net())
+    optimizer = fusedacc.AccumulatingOptimizer(inner_of(parallel), 2, data_parallel=parallel)
+    parallel.require_backward_grad_sync = True
+    with pytest.raises(RuntimeError, match="both would reduce"):
+        loss_of(parallel, 0)
+    optimizer.close()
+    loss_of(parallel, 0).backward()
+    assert parallel.module.up.weight.grad is not None
+
+
+def test_what_cannot_be_reduced_is_refused_before_anything_is_changed():
+    on_ranks(2, refused)
+
+
+def untold() -> list[str]:
+    net = Net()
+    parallel = DistributedDataParallel(net, find_unused_parameters=True)
+    optimizer = fusedacc.AccumulatingOptimizer(inner_of(net), 2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for index in range(4):
+            loss_of(parallel, index).backward()
+            optimizer.step(), optimizer.zero_grad()
+        optimizer.close()
+        kept = fusedacc.AccumulatingOptimizer(inner_of(net), 2, data_parallel=parallel)
+        loss_of(parallel, 0).backward()
+        del kept
+        gc.collect()
+        assert parallel.require_backward_grad_sync, "nobody else would reduce"
+    return [str(each.message) for each in caught if "data_parallel=ddp" in str(each.message)]
+
+
+def test_a_ddp_that_nobody_told_of_is_warned_of_once():
+    assert [len(each) for each in on_ranks(2, untold)] == [1, 1]
+
+
+def low_precision_on_the_wire() -> None:
+    for kind in ("ddp", "group"):
+        finals = []
+        for dtype in (None, LOW):
+            net = Net()
+            parallel = DistributedDataParallel(net, find_unused_parameters=True) if kind == "ddp" else net
+            ranks = parallel if kind == "ddp" else dist.group.WORLD
+            optimizer = fusedacc.AccumulatingOptimizer(
+                inner_of(net), 2, reduction="weighted", data_parallel=ranks, reduce_dtype=dtype
+            )
+            for index in range(2):
+                with optimizer.accumulate(weight=0.1 + index + dist.get_rank()):
+                    loss_of(parallel, index).backward()
+                optimizer.step()
+            finals.append([p.grad.clone() for p in net.parameters() if p.grad is not None])
+            assert_ranks_equal(net)
+            optimizer.close()
+        for ours, exact in zip(finals[1], finals[0], strict=True):
+            assert_close(ours, exact, 8e-3, kind)
+
+
+def test_sixteen_bits_on_the_wire():
+    on_ranks(2, low_precision_on_the_wire)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 import torch.distributed as dist
 from loops import assert_gradients, expected, gradients, loss_of, network, wrap
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+import fusedacc
 
 
 @pytest.fixture(autouse=True)
@@ -162,3 +166,98 @@ def test_a_part_filled_window_of_low_precision_resumes_bit_for_bit(steps):
                 optimizer.step()
         results.append([p.detach().clone() for p in model.parameters()])
     assert all(map(torch.equal, *results))
+
+
+class TestAttach:
+    def test_the_same_one_stays_and_another_takes_its_place(self):
+        model = network()
+        first, second = DistributedDataParallel(model), DistributedDataParallel(model)
+        optimizer = wrap(model, 2)
+        optimizer.attach(first)
+        kept = optimizer._accumulation.parallel
+        optimizer.attach(first)
+        assert optimizer._accumulation.parallel is kept
+        assert not first.require_backward_grad_sync
+        optimizer.attach(nn.ModuleDict({"compiled": second}))  # a module around it
+        assert first.require_backward_grad_sync
+        assert {"no_sync", "join"}.isdisjoint(first.__dict__)
+        assert not second.require_backward_grad_sync
+        wanted = expected(model, (0, 1), 0.5)
+        for seed in (0, 1):
+            loss_of(second, seed).backward()
+            if optimizer.will_update:
+                assert_gradients(model, wanted)
+            optimizer.step()
+        optimizer.close()
+        assert second.require_backward_grad_sync
+
+    def test_what_does_not_go_is_refused_and_changes_nothing(self):
+        model = network()
+        parallel = DistributedDataParallel(model)
+        optimizer = wrap(model, 2)
+        optimizer.attach(parallel)
+        kept = optimizer._accumulation.parallel
+        with pytest.raises(TypeError, match=r"data_parallel must be a DistributedDataParallel, .*got Linear"):
+            optimizer.attach(nn.Linear(1, 1))
+        with pytest.raises(ValueError, match="without parameter"):
+            optimizer.attach(DistributedDataParallel(nn.Linear(1, 1)))
+        loss_of(parallel, 0).backward()
+        with pytest.raises(RuntimeError, match="in mid-window"):
+            optimizer.attach(dist.group.WORLD)
+        assert optimizer._accumulation.parallel is kept
+        optimizer.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            optimizer.attach(parallel)
+        with optimizer.accumulate(parallel):
+            assert optimizer._accumulation.parallel is None
+
+    def test_one_that_is_armed_again_is_refused(self):
+        model = network()
+        parallel = DistributedDataParallel(model)
+        optimizer = wrap(model, 2, data_parallel=parallel)
+        parallel.require_backward_grad_sync = True
+        with pytest.raises(RuntimeError, match=r"require_backward_grad_sync.*Allowed: no_sync\(\)"):
+            loss_of(parallel, 0)
+        assert optimizer.micro_step == 0
+
+    @pytest.mark.parametrize("closes", [True, False])
+    def test_one_for_two_optimizers_is_given_back_with_the_last(self, closes):
+        model = network()
+        parallel = DistributedDataParallel(model)
+        parts = [list(model.parameters())[:1], list(model.parameters())[1:]]
+        both = [
+            fusedacc.AccumulatingOptimizer(torch.optim.SGD(part, lr=0.0), 2, data_parallel=parallel)
+            for part in parts
+        ]
+        wanted = expected(model, (0, 1), 0.5)
+        for seed in (0, 1):
+            loss_of(parallel, seed).backward()
+            if both[0].will_update:
+                assert_gradients(model, wanted)
+            for optimizer in both:
+                optimizer.step()
+        for left in (1, 0):
+            optimizer = both.pop()
+            if closes:
+                optimizer.close()
+            del optimizer
+            gc.collect()
+            assert parallel.require_backward_grad_sync == (left == 0)
+
+
+def test_what_no_sync_has_held_back_is_reduced_by_flush():
+    model = network()
+    parallel = DistributedDataParallel(model)
+    optimizer = wrap(model, None, data_parallel=parallel)
+    reductions = []
+    optimizer._accumulation.parallel.reducer.announce = lambda: reductions.append(1)
+    with parallel.no_sync():
+        loss_of(parallel, 0).backward()
+    assert reductions == []
+    optimizer.synchronise()
+    optimizer.synchronise()
+    optimizer.flush()
+    assert (len(reductions), optimizer.num_updates) == (1, 1)
+    loss_of(parallel, 1).backward()
+    optimizer.flush()
+    assert (len(reductions), optimizer.num_updates) == (2, 2)

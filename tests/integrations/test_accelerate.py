@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
 import re
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import case_accelerate as case
 import pytest
@@ -18,13 +13,12 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType, GradientAccumulationPlugin
 from comparison import equal
-from example_scripts import EXAMPLES, output_of
+from example_scripts import output_of
+from rank_scripts import run_on_two_ranks
 from torch import nn
 
 import fusedacc
 from fusedacc.integrations.accelerate import CountedOptimizer, prepare
-
-ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([str(EXAMPLES.parent), *sys.path])}
 
 
 @pytest.fixture(autouse=True)
@@ -318,26 +312,7 @@ def test_what_steps_optimizers_otherwise_is_refused(kind):
 
 
 def test_two_ranks_train_as_one_by_accelerate_and_by_the_trainer():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = ENVIRONMENT | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("rank_accelerate.py"))],
-            env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=240)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], "\n".join(outputs)
+    run_on_two_ranks("rank_accelerate")
 
 
 def test_example_learns_digits():

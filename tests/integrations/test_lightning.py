@@ -25,6 +25,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.tuner import Tuner
+from rank_scripts import run_on_two_ranks
 from torch.utils.data import DataLoader, IterableDataset
 
 import fusedacc
@@ -553,6 +554,10 @@ def test_other_strategies_are_refused(monkeypatch, processes):
     monkeypatch.setattr(lightning.Trainer, "world_size", processes)
     with pytest.raises(ValueError, match=rf"with {processes} processes.*allowed: one process"):
         runner.fit(case.Module(case.network(), steps=4), case.loader(case.batches([6] * 4)))
+
+
+def test_two_ranks_train_as_one_by_the_trainer_and_by_fabric():
+    run_on_two_ranks("rank_lightning")
 
 
 def test_a_gradient_accumulation_scheduler_is_refused():

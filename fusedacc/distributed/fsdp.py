@@ -1,0 +1,309 @@
+"""FSDP2 (`torch.distributed.fsdp.fully_shard`): gradients of shards come from it, and not from autograd.
+
+FSDP2 sums the unsharded gradients of all ranks, leaves each rank its shard in the sharded parameter's p.grad,
+or adds it to what stands there, and then calls the parameter's post-accumulate-grad hooks. Ours takes it from
+there. What stands in p.grad must be out of the way before: a hook on what FSDP2's modules return tells when a
+backward begins, also one whose gradients FSDP2 keeps (`set_requires_gradient_sync(False)`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from ..accumulators import Slot
+from ..accumulators.param import nothing
+from ..kernels.local_parts import is_distributed
+
+
+class Receiver(Protocol):
+    """Who is told what happens in a backward; `Capture` is one."""
+
+    def has_entered(self) -> bool: ...
+
+    def enter(self, slots: Sequence[Slot], withheld: bool) -> None: ...
+
+    def take_stored(self, slot: Slot) -> None: ...
+
+
+class Shards:
+    """The parameters that FSDP2 has sharded, among those of a wrapper.
+
+    Args:
+        reduction: the wrapper's.
+    """
+
+    def __init__(self, reduction: str) -> None:
+        #: A weak reference to who is told.
+        self.receiver: Callable[[], Receiver | None] = nothing
+        self._reduction = reduction
+        #: Whether FSDP2 delivers outside of any backward.
+        self._synchronises = False
+        #: The slots with our hook on their parameters, by the parameters' ids.
+        self._slots: dict[int, Slot] = {}
+        self._handles: dict[int, RemovableHandle] = {}
+        #: FSDP2's groups that hold parameters, by their ids, and the hooks on the modules of these.
+        self._groups: dict[int, weakref.ref[Any]] = {}
+        self._modules: weakref.WeakKeyDictionary[torch.nn.Module, RemovableHandle] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    # Which parameters
+
+    def check(self, slots: Iterable[Slot]) -> None:
+        """Find those of FSDP2's; raise ValueError where the reduction cannot be had for one of them."""
+        distributed = {id(slot.param): slot for slot in slots if is_distributed(slot.param)}
+        found = {
+            id(sharded.sharded_param): group
+            for group in (_groups() if distributed else ())
+            for sharded in group.fsdp_params
+            if id(sharded.sharded_param) in distributed
+        }
+        divisors = set()
+        for key, group in found.items():
+            if self._reduction == "weighted":
+                raise ValueError(
+                    f"reduction='weighted' cannot be had for parameter {distributed[key].name!r}: FSDP2 "
+                    "has sharded it, and averages the ranks' gradients before anybody can multiply them by "
+                    "their weights; allowed: 'mean', 'sum', and for losses that are sums 'normalized'"
+                )
+            divisors.add(_divisor(group))
+        if len(divisors) > 1 and self._reduction == "normalized":
+            raise ValueError(
+                "reduction='normalized' cannot be had where FSDP2 averages some parameters over other "
+                f"numbers of ranks than others, here {sorted(divisors)}; allowed: 'mean' and 'sum'"
+            )
+        for key in distributed:
+            self._groups.pop(key, None)  # of a parameter that was at this address before
+        self._groups.update((key, weakref.ref(group)) for key, group in found.items())
+
+    def arm(self, slot: Slot) -> bool:
+        """Hook the slot's parameter, if `check` has found it to be FSDP2's; whether it is."""
+        param, key = slot.param, id(slot.param)
+        if key in self._slots:
+            return True
+        group = self._groups.get(key, nothing)()
+        if group is None:
+            return False
+        slot.sharded = True
+        slot.widen()
+        self._slots[key] = slot
+        # Weak both: the parameter holds its hooks.
+        hook = functools.partial(_arrived, weakref.ref(self), key)
+        self._handles[key] = param.register_post_accumulate_grad_hook(hook)
+        for module in group.modules:
+            if module not in self._modules:
+                returned = functools.partial(_returned, weakref.ref(self))
+                self._modules[module] = module.register_forward_hook(returned)
+        return True
+
+    def disarm(self, slot: Slot) -> None:
+        """Take the hook off the slot's parameter, and with the last those off the modules."""
+        handle = self._handles.pop(id(slot.param), None)
+        if handle is None:
+            return
+        handle.remove()
+        del self._slots[id(slot.param)]
+        slot.sharded = False
+        if not self._slots:
+            for module_handle in self._modules.values():
+                module_handle.remove()
+            self._modules.clear()
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._slots)
+
+    def _live_groups(self) -> list[Any]:
+        found = (self._groups[key]() for key in self._slots)
+        return list({id(group): group for group in found if group is not None}.values())
+
+    # A backward runs
+
+    def begin(self) -> None:
+        """A backward has come to what a module of FSDP2's has returned."""
+        receiver = self.receiver()
+        if receiver is not None and not receiver.has_entered():
+            receiver.enter(list(self._slots.values()), self._withholds())
+
+    def arrived(self, key: int) -> None:
+        """FSDP2 has put a gradient into the p.grad of the parameter of that id."""
+        receiver, slot = (None if self._synchronises else self.receiver()), self._slots.get(key)
+        # A hook of the user's, too, wants to see it there.
+        if receiver is not None and slot is not None and len(slot.param._post_accumulate_grad_hooks) == 1:
+            receiver.take_stored(slot)
+
+    def _withholds(self) -> bool:
+        """Whether FSDP2 keeps the gradients of the backward that runs, to add those of later ones."""
+        for group in self._live_groups():
+            replicates = group.mesh_info.replicate_mesh_dim is not None
+            if not group.reduce_grads or (replicates and not group.all_reduce_grads):
+                return True
+        return False
+
+    def synchronise(self) -> None:
+        """Have FSDP2 put into p.grad what it keeps; every rank calls it, outside of any backward.
+
+        Raises:
+            RuntimeError: it keeps sums that lack the all-reduce over replicas alone, and cannot go on there.
+        """
+        groups = self._live_groups()
+        if any(group._partial_reduce_output is not None for group in groups):
+            raise RuntimeError(
+                "set_requires_all_reduce(False) has left sums of this window that FSDP2 completes in a "
+                "backward only: call set_requires_all_reduce(True) before the last micro-batch of the window"
+            )
+        flags = [(group, group.reduce_grads, group.all_reduce_grads) for group in groups]
+        states = [state for module, state in _states() if module in self._modules]
+        contexts = {id(state._state_ctx): state for state in states}
+        self._synchronises = True
+        try:
+            for group in groups:
+                group.reduce_grads = group.all_reduce_grads = True
+            for state in contexts.values():
+                state._root_post_backward_final_callback()  # as at the end of a backward
+        finally:
+            self._synchronises = False
+            for group, reduces, all_reduces in flags:
+                group.reduce_grads, group.all_reduce_grads = reduces, all_reduces
+
+    def drop_withheld(self) -> None:
+        """Throw away what FSDP2 keeps of gradients that have not been synchronised."""
+        for group in self._live_groups():
+            group._partial_reduce_output = None
+            for sharded in group.fsdp_params:
+                if id(sharded.sharded_param) not in self._slots:
+                    continue
+                sharded.unsharded_accumulated_grad = None
+                unsharded = getattr(sharded, "_unsharded_param", None)
+                if unsharded is not None:
+                    unsharded.grad = None
+
+    # What all ranks have to agree about
+
+    def factor(self, weight: float) -> float | None:
+        """By what sums of gradients become the mean over the weights of all ranks; None if these are 0.
+
+        Every rank calls it: the weights are summed over the ranks whose gradients FSDP2 averages.
+
+        Args:
+            weight: this rank's, of the window; nan for one that is no weight.
+        """
+        group = self._live_groups()[0]
+        total = torch.tensor([weight], dtype=torch.float64)
+        together = self._reduced(group, total, dist.ReduceOp.SUM).item()
+        return _divisor(group) / together if 0 < together < math.inf else None
+
+    def check_even(self, micro_batches: int) -> None:
+        """Raise RuntimeError on all ranks, which all call it, if one has another number of micro-batches."""
+        counts = torch.tensor([micro_batches, -micro_batches], dtype=torch.float64)
+        for group in self._live_groups()[:1]:
+            most, least = self._reduced(group, counts, dist.ReduceOp.MAX).tolist()
+            if most != -least:
+                raise RuntimeError(
+                    f"flush() with {micro_batches} micro-batches on this rank, but {-least:g} to {most:g} on "
+                    "all: FSDP2 has averaged each micro-batch over the ranks, so that all must have as many. "
+                    "Give every rank as many batches (DistributedSampler with drop_last=True), or discard() "
+                    "the window on all of them"
+                )
+
+    def _reduced(self, group: Any, values: Tensor, op: Any) -> Tensor:
+        info = group.mesh_info
+        values = values.to(info.mesh.device_type)
+        for process_group in _process_groups(info):
+            dist.all_reduce(values, op, group=process_group)
+        return values
+
+    def describe(self) -> str:
+        """In words, for `explain()`: what FSDP2 keeps, and the choice that there is."""
+        elements = 0
+        nbytes = 0
+        for group in self._live_groups():
+            for sharded in group.fsdp_params:
+                count = math.prod(sharded._orig_size)
+                dtype = group.mp_policy.reduce_dtype or group.mp_policy.param_dtype
+                elements += count
+                nbytes += count * (dtype or sharded.sharded_param.dtype).itemsize
+        return (
+            f"FSDP2: {elements:,} parameters; synchronised in every micro-batch, each keeps the sum of its "
+            "shard only. With set_requires_gradient_sync(False) before the last, or `with "
+            "optimizer.accumulate(model):`, gradients go over the wire once a window, and FSDP2 keeps their "
+            f"unsharded sums meanwhile: up to {nbytes:,} bytes on each rank"
+        )
+
+
+@contextlib.contextmanager
+def synchronising(model: Any, last: bool) -> Iterator[None]:
+    """Context around a micro-batch of a module of FSDP2's, which synchronises in the window's last alone."""
+    model.set_requires_gradient_sync(last)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+
+
+def is_fsdp(model: Any) -> bool:
+    """Whether it is a module that `fully_shard` was applied to."""
+    return hasattr(model, "set_requires_gradient_sync")
+
+
+def _states() -> Iterator[tuple[torch.nn.Module, Any]]:
+    """The modules of this process that have a state of FSDP2's (or of its likes), each with it."""
+    from torch.distributed._composable_state import _module_state_mapping  # private to torch
+
+    for module, reference in list(_module_state_mapping.items()):
+        yield module, reference()
+
+
+def _groups() -> Iterator[Any]:
+    """All groups of parameters that FSDP2 has sharded in this process."""
+    for _, state in _states():
+        if hasattr(state, "_fsdp_param_groups"):
+            yield from state._fsdp_param_groups
+        elif getattr(state, "_fsdp_param_group", None) is not None:  # before torch 2.12
+            yield state._fsdp_param_group
+
+
+def _process_groups(info: Any) -> list[Any]:
+    """Over which FSDP2 averages gradients: of the shards, and of their replicas."""
+    dims = (info.shard_mesh_dim, info.replicate_mesh_dim)
+    return [info.mesh.get_group(dim) for dim in dims if dim is not None]
+
+
+def _divisor(group: Any) -> float:
+    """By what FSDP2 divides the sum of the ranks' gradients."""
+    ranks = math.prod(each.size() for each in _process_groups(group.mesh_info))
+    return float(group.gradient_divide_factor or ranks)
+
+
+def _arrived(shards: weakref.ref[Shards], key: int, _param: Tensor) -> None:
+    owner = shards()
+    if owner is not None:
+        owner.arrived(key)
+
+
+def _begins(shards: weakref.ref[Shards], _gradient: Tensor) -> None:
+    owner = shards()
+    if owner is not None:
+        owner.begin()
+
+
+@_disable_dynamo
+def _returned(shards: weakref.ref[Shards], _module: torch.nn.Module, _args: Any, output: Any) -> None:
+    """A module of FSDP2's returns: hook what a backward will come to first."""
+    if not torch.is_grad_enabled():
+        return
+    for value in tree_leaves(output):
+        if isinstance(value, Tensor) and value.requires_grad:
+            value.register_hook(functools.partial(_begins, shards))
