@@ -2,5 +2,6 @@
 
 from .data_parallel import DataParallel
 from .reducer import Part, Totals
+from .rows import Place
 
-__all__ = ["DataParallel", "Part", "Totals"]
+__all__ = ["DataParallel", "Part", "Place", "Totals"]

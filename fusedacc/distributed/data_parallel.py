@@ -16,6 +16,7 @@ from .ddp import UnarmedDDP
 from .deliveries import Deliveries
 from .process_group import agree
 from .reducer import Part, Reducer, Totals
+from .rows import Place
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -72,6 +73,11 @@ class DataParallel:
     @property
     def world_size(self) -> int:
         return self.reducer.world_size
+
+    @property
+    def place(self) -> Place:
+        """This rank's."""
+        return Place.within(self.reducer.group)
 
     @property
     def synchronises(self) -> bool:

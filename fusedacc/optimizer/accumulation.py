@@ -111,6 +111,7 @@ class Accumulation:
             task.watch = self._reducers.watch()
         if window.full:
             window.restart()  # its update has failed, and nobody has retried it or cleared the gradients
+        window.reduced = False
         if window.totals is not None:
             self._reopen()
         if not window.counted:
@@ -213,7 +214,7 @@ class Accumulation:
         weight = window.weight_total
         if ending and window.weighs:
             weight = weight + window.micro.weight  # type: ignore[operator]
-        return Part(window.micro_step + ending, weight, self.flushing, window.bad_weights)
+        return Part(window.micro_step + ending + window.carried, weight, self.flushing, window.bad_weights)
 
     def _reduce_last(self) -> bool:
         """After a backward of a counted window's last micro-batch: reduce, if it is the last backward.
@@ -236,6 +237,7 @@ class Accumulation:
         part = self._part(ending)
         with window.tainted_by("an exception has interrupted the reduction over the ranks"), torch.no_grad():
             totals = parallel.reduce(part, parallel.world_size if self._reduces_each else 1)
+        window.reduced = True
         if not self._reduces_each:
             window.settle(totals)
         self.all_flush = self.flushing and int(totals.num_flushing) == parallel.world_size
