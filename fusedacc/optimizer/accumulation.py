@@ -192,6 +192,8 @@ class Accumulation:
         window, micro = self.window, self.window.micro
         if not (window.counted and micro.num_backwards):
             parallel.deliveries.begin_micro_batch()
+        if window.tainted is not None:
+            return
         if not window.counted:
             if self._reduces_each and parallel.synchronises:
                 parallel.overlap(Part(0), parallel.world_size)
