@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ..accumulators import Accumulators, Slot
-from . import ddp
+from . import checks, ddp
 from .ddp import UnarmedDDP
 from .deliveries import Deliveries
 from .process_group import agree
@@ -34,8 +34,8 @@ class DataParallel:
 
     Raises:
         TypeError: `given` or `dtype` is no such thing.
-        ValueError: the DistributedDataParallel reduces in a way of its own or lacks a parameter, or the ranks
-            have different parameters.
+        ValueError: the DistributedDataParallel reduces in a way of its own or lacks a parameter, the ranks
+            have different parameters, or FUSEDACC_CHECK_RANKS has a value that is not allowed.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class DataParallel:
             raise TypeError(
                 f"reduce_dtype must be None or one of {', '.join(map(str, DTYPES))}, got {dtype!r}"
             )
+        self._slots, self._compares = slots, checks.wanted()
         if not isinstance(given, DistributedDataParallel):
             agree(slots, group)
         self.reducer = Reducer(slots, accumulators, group, dtype)
@@ -103,6 +104,15 @@ class DataParallel:
         """As `Reducer.reduce`."""
         self.deliveries.disarm()
         return self.reducer.reduce(part, divisor)
+
+    def check_update(self) -> None:
+        """An update was made: compare the ranks' parameters, where FUSEDACC_CHECK_RANKS says so.
+
+        Raises:
+            RuntimeError: as `checks.compare_parameters`.
+        """
+        if self._compares:
+            checks.compare_parameters(self._slots, self.reducer.group)
 
     def abandon(self) -> None:
         """The window is thrown away, and what of it is on its way."""

@@ -125,7 +125,11 @@ class AccumulatingOptimizer(Saving, Delegate, Progress):
             self._parameter_set.replace_in(model, self._capture)
         self._reduce_dtype = reduce_dtype
         if data_parallel is not None:
-            self._join(data_parallel)
+            try:
+                self._join(data_parallel)
+            except BaseException:
+                self.close()
+                raise
 
     def _join(self, data_parallel: Any) -> None:
         """Reduce over the ranks of a DistributedDataParallel or a process group; raises as `DataParallel`."""
