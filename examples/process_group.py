@@ -11,6 +11,7 @@ import fusedacc
 
 torch.distributed.init_process_group("gloo")
 rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+torch.manual_seed(rank)
 images, labels = load_digits(return_X_y=True)
 images, labels = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
 mine = slice(rank, 1500, ranks)
