@@ -95,7 +95,7 @@ def row(said: dict[str, Any], total: Tensor, reduced: bool, place: Place) -> dic
         reduced: whether it is that of all ranks, and so the same on all.
         place: of this rank.
     """
-    record = packed(said | {"rank": place.rank}, WIDTH)
+    record = packed(said | {"rank": place.rank}, WIDTH).to(total.device)  # where the group can gather it
     kept = total.detach().clone(memory_format=torch.contiguous_format)
     counters = {RANK_COUNTERS: spread(record.unsqueeze(0), place)}
     return counters | ({SUM: kept} if reduced else {RANK_SUM: spread(kept.unsqueeze(0), place)})
