@@ -201,8 +201,8 @@ BREAKS = (
     Mutant(
         "a part-filled window is not divided by what it holds",
         "fusedacc/optimizer",
-        "return self.steps / count if partial",
-        "return 1.0 if partial",
+        "return self.steps / count if count > 0",
+        "return 1.0 if count > 0",
         "tests/optimizer/test_reductions.py tests/optimizer/test_contract.py",
     ),
     Mutant(
@@ -327,8 +327,8 @@ BREAKS = (
     Mutant(
         "a deep copy forgets what is deferred",
         "fusedacc/optimizer",
-        "accumulators.scale_of(slot)",
-        "1.0",
+        "PUBLISHED, accumulators.scale_of(slot)",
+        "PUBLISHED, 1.0",
         "tests/optimizer/test_lifetime.py tests/accumulators/test_deferred_scale.py",
     ),
     Mutant(
@@ -386,5 +386,26 @@ BREAKS = (
         "single ? 0x1p-110 :",
         "single ? 0.0f :",
         "tests/kernels/test_host_headers.py",
+    ),
+    Mutant(
+        "a reduction that was given up is begun anew",
+        "fusedacc/distributed",
+        "if self._under_way and not self._absent:",
+        "if False:",
+        "tests/distributed/test_faults.py",
+    ),
+    Mutant(
+        "sums are taken over by another number of ranks as they are",
+        "fusedacc/optimizer",
+        'return own["ranks"] / place.count if own["reduction"] == "mean" else 1.0',
+        "return 1.0",
+        "tests/distributed/test_saves.py",
+    ),
+    Mutant(
+        "a window's micro-batches count on the ranks that it is loaded on only",
+        "fusedacc/optimizer",
+        'merged["carried"] = done - merged["micro_step"] - merged["ran"]',
+        'merged["carried"] = 0',
+        "tests/distributed/test_saves.py",
     ),
 )

@@ -11,12 +11,13 @@ from pathlib import Path
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
-def output_of(script: str) -> str:
-    """What it prints, run by itself in an empty folder."""
+def output_of(script: str, ranks: int | None = None) -> str:
+    """What it prints, run by itself in an empty folder; on so many ranks by torchrun."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     paths = os.pathsep.join(filter(None, [str(EXAMPLES.parent), os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory() as folder:
         found = subprocess.run(
-            [sys.executable, str(EXAMPLES / script)],
+            [sys.executable, *(torchrun if ranks else []), str(EXAMPLES / script)],
             cwd=folder,
             env=os.environ | {"PYTHONPATH": paths},
             capture_output=True,

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import forked
@@ -112,11 +113,25 @@ def _serve(rank: int, count: int, folder: str, end: Connection) -> None:
             end.send((False, traceback.format_exc()))
 
 
-def run_on_two_ranks(folder: Path, text: str) -> None:
-    """Run a script twice at once, with its rank and a file to meet at as arguments; both must succeed."""
-    meeting = str(folder / "rendezvous")
-    ranks = [forked.start(text, str(rank), meeting, GLOO_SOCKET_IFNAME="lo") for rank in range(2)]
-    ended = [rank.wait() for rank in ranks]
-    assert [each.returncode for each in ended] == [0, 0], "\n".join(
+def start_ranks(folder: Path, text: str, ranks: int, *arguments: str) -> list[forked.Running]:
+    """Start a script on so many ranks, with its rank, a file to meet at, the ranks and `arguments`."""
+    meeting = folder / "rendezvous"
+    meeting.unlink(missing_ok=True)
+    given = str(meeting), str(ranks), *arguments
+    return [forked.start(text, str(rank), *given, GLOO_SOCKET_IFNAME="lo") for rank in range(ranks)]
+
+
+def run_on_ranks(
+    folder: Path, text: str, ranks: int, *arguments: str, seconds: float = 120
+) -> list[CompletedProcess[str]]:
+    """As `start_ranks`, to their ends, within so many seconds; all must succeed."""
+    ended = [rank.wait(seconds) for rank in start_ranks(folder, text, ranks, *arguments)]
+    assert [each.returncode for each in ended] == [0] * ranks, "\n".join(
         each.stdout + each.stderr for each in ended
     )
+    return ended
+
+
+def run_on_two_ranks(folder: Path, text: str) -> None:
+    """Run a script twice at once, with its rank and a file to meet at as arguments; both must succeed."""
+    run_on_ranks(folder, text, 2)

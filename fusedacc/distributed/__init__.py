@@ -3,5 +3,6 @@
 from .data_parallel import DataParallel, check
 from .ddp import parallel_in
 from .reducer import Part, Totals
+from .rows import Place
 
-__all__ = ["DataParallel", "Part", "Totals", "check", "parallel_in"]
+__all__ = ["DataParallel", "Part", "Place", "Totals", "check", "parallel_in"]

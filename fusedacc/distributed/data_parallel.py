@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ..accumulators import Accumulators, Slot
-from . import ddp
+from . import checks, ddp
 from .ddp import UnarmedDDP, unarm
 from .deliveries import Deliveries
 from .process_group import agree
 from .reducer import Part, Reducer, Totals
+from .rows import Place
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -50,7 +51,8 @@ class DataParallel:
         finish: adds what is pending for these slots.
 
     Raises:
-        ValueError: the ranks have different parameters, or one cannot be reduced.
+        ValueError: the ranks have different parameters, one cannot be reduced, or FUSEDACC_CHECK_RANKS has a
+            value that is not allowed.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class DataParallel:
         finish: Callable[[list[Slot]], None],
     ) -> None:
         self.link: UnarmedDDP | None = None
+        self._slots, self._compares = slots, checks.wanted()
         if not isinstance(given, DistributedDataParallel):
             agree(slots, given)
         group = given.process_group if isinstance(given, DistributedDataParallel) else given
@@ -78,6 +81,11 @@ class DataParallel:
         """What forwards have held back so far is reduced."""
         if self.link is not None:
             self.link.synchronises = True
+
+    @property
+    def place(self) -> Place:
+        """This rank's."""
+        return Place.within(self.reducer.group)
 
     @property
     def synchronises(self) -> bool:
@@ -106,6 +114,15 @@ class DataParallel:
         if self.link is not None:
             self.link.broadcast_buffers()
         return totals
+
+    def check_update(self) -> None:
+        """An update was made: compare the ranks' parameters, where FUSEDACC_CHECK_RANKS says so.
+
+        Raises:
+            RuntimeError: as `checks.compare_parameters`.
+        """
+        if self._compares:
+            checks.compare_parameters(self._slots, self.reducer.group)
 
     def abandon(self) -> None:
         """The window is thrown away, and what of it is on its way."""

@@ -166,6 +166,8 @@ class Reducer:
         self._number = 0
         #: Called before the first bucket of each reduction is sent.
         self.announce: Callable[[], Any] | None = None
+        #: Whether buckets were sent of which not all have come back.
+        self._under_way = False
         #: Of each bucket that is on its way, the indices of the slots that lack an accumulator.
         self._absent: list[set[int]] = []
         self.follow()
@@ -229,10 +231,21 @@ class Reducer:
             bucket.land()
         for bucket, lacking in zip(self._buckets, absent, strict=True):
             self._scatter(bucket, lacking)
-        return self._received()
+        totals = self._received()
+        self._under_way = False
+        return totals
 
     def launch_next(self, part: Part, divisor: int) -> None:
-        """Send the first bucket that is not on its way; arguments as `reduce`, which is to follow."""
+        """Send the first bucket that is not on its way; arguments as `reduce`, which is to follow.
+
+        Raises:
+            RuntimeError: as `reduce`, or one before was given up or has failed.
+        """
+        if self._under_way and not self._absent:
+            raise RuntimeError(
+                "a reduction over the ranks has failed or was given up when a part of it was sent, and the "
+                "other ranks' would be mixed up with this one: end all ranks, and restart from a checkpoint"
+            )
         bucket = self._buckets[len(self._absent)]
         if not self._absent and self.announce is not None:
             self.announce()
@@ -242,6 +255,7 @@ class Reducer:
         bucket.flag(absent)
         if bucket is self._buckets[-1]:
             self._send(part, bucket.numbers)
+        self._under_way = True
         bucket.launch(self.group, self._dtype)
         self._absent.append(absent)
 

@@ -6,16 +6,20 @@ import os
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader, StorageReader, TensorStorageMetadata
 
-from ..optimizer.checkpoint import COUNTERS, MASTER, SUM
+from ..distributed.rows import Place, room
+from ..optimizer.checkpoint import OURS, RANK_COUNTERS, RANK_SUM
 
 __all__ = ["make_room"]
 
-_OURS = (SUM, COUNTERS, MASTER)
 
-
-def make_room(state_dict: dict[str, Any], checkpoint: str | os.PathLike[str] | StorageReader) -> None:
+def make_room(
+    state_dict: dict[str, Any],
+    checkpoint: str | os.PathLike[str] | StorageReader,
+    group: dist.ProcessGroup | None = None,
+) -> None:
     """Give `state_dict` the sums and masters that a checkpoint holds, and take out what it lacks of ours.
 
     To be called between `get_optimizer_state_dict` and `torch.distributed.checkpoint.load`. Without it the
@@ -26,19 +30,26 @@ def make_room(state_dict: dict[str, Any], checkpoint: str | os.PathLike[str] | S
         state_dict: what `load` is going to fill, changed in place; the optimizers' state dicts stand in it
             where they stood in what was saved.
         checkpoint: the folder, or the reader that `load` will have.
+        group: whose ranks share a part-filled window, as the optimizer's `data_parallel`; None: all ranks.
     """
     reader = checkpoint if isinstance(checkpoint, StorageReader) else FileSystemReader(checkpoint)
     metadata = reader.read_metadata()
     saved = {
         path: metadata.state_dict_metadata[key]
         for key, path in (metadata.planner_data or {}).items()
-        if path[-1] in _OURS
+        if path[-1] in OURS
     }
     _take_out(state_dict, (), saved)
+    if group is None and dist.is_initialized():
+        group = dist.group.WORLD
+    place = Place() if group is None else Place.within(group)
     for path, stored in saved.items():
         entry = _entry(state_dict, path[:-1])
-        if entry is not None and isinstance(stored, TensorStorageMetadata):  # not a group's counters
-            entry[path[-1]] = torch.empty(stored.size, dtype=stored.properties.dtype)
+        if entry is None or not isinstance(stored, TensorStorageMetadata):  # a group's counters
+            continue
+        of_ranks = path[-1] in (RANK_SUM, RANK_COUNTERS)
+        like = stored.size, stored.properties.dtype
+        entry[path[-1]] = room(*like, place) if of_ranks else torch.empty(like[0], dtype=like[1])
 
 
 def _entry(state_dict: Any, path: tuple[Any, ...]) -> dict[Any, Any] | None:
@@ -52,7 +63,7 @@ def _entry(state_dict: Any, path: tuple[Any, ...]) -> dict[Any, Any] | None:
 
 def _take_out(tree: Any, path: tuple[Any, ...], saved: dict[tuple[Any, ...], Any]) -> None:
     for key, value in list(tree.items() if isinstance(tree, dict) else enumerate(tree)):
-        if key in _OURS and (*path, key) not in saved:
+        if key in OURS and (*path, key) not in saved:
             del tree[key]
         elif isinstance(value, dict | list):
             _take_out(value, (*path, key), saved)

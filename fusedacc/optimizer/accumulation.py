@@ -109,6 +109,7 @@ class Accumulation:
             task.watch = self._reducers.watch()
         if window.full:
             window.restart()  # its update has failed, and nobody has retried it or cleared the gradients
+        window.reduced = False
         if window.totals is not None:
             self.ranks.reopen()
         if not window.counted:

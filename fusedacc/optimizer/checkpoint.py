@@ -25,16 +25,20 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..accumulators import Accumulators, GradState, Slot
+from ..distributed import Place
 from ..kernels import tuning
 from . import checkpoint_checks as checks
-from .checkpoint_checks import CHOICES, OWN, VERSION
+from . import ranked_checkpoint
+from .checkpoint_checks import CHOICES, OWN, RANKED_VERSION, VERSION
 from .master_weights import LOW, MasterWeights
+from .ranked_checkpoint import RANK_COUNTERS, RANK_SUM, SUM, packed, unpacked
 from .window import Window, fresh_window
 
-SUM = "fusedacc_sum"
 COUNTERS = "fusedacc_counters"
 MASTER = "fusedacc_master"
 APART = "fusedacc_state"
+#: What may stand with a parameter's state.
+OURS = (SUM, COUNTERS, MASTER, RANK_SUM, RANK_COUNTERS)
 
 
 def forget_stale(inner: Optimizer) -> None:
@@ -43,7 +47,7 @@ def forget_stale(inner: Optimizer) -> None:
         group.pop(COUNTERS, None)
     for entry in inner.state.values():
         if isinstance(entry, dict):
-            for key in (SUM, COUNTERS, MASTER):
+            for key in OURS:
                 entry.pop(key, None)
 
 
@@ -68,26 +72,18 @@ def _slots_by_index(optimizer: Optimizer, accumulators: Accumulators) -> dict[in
     return {indices[id(slot.param)]: slot for slot in accumulators.slots if id(slot.param) in indices}
 
 
-def _packed(counters: dict[str, Any]) -> Tensor:
-    """Counters as a tensor of bytes, which every checkpoint format keeps as it is."""
-    return torch.tensor(list(json.dumps(counters).encode()), dtype=torch.uint8)
-
-
-def _unpacked(packed: Any) -> Any:
-    try:
-        return json.loads(packed if isinstance(packed, str) else bytes(packed.to(torch.uint8).tolist()))
-    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(f"the counters ({COUNTERS!r}) are damaged: {error}") from None
-
-
 def save(
     optimizer: Optimizer,
     window: Window,
     accumulators: Accumulators,
     masters: MasterWeights | None,
     include_partial: bool,
+    place: Place,
 ) -> dict[str, Any]:
-    """The inner state_dict, the counters, masters and, of a part-filled window, copies of the sums."""
+    """The inner state_dict, the counters, masters and, of a part-filled window, copies of the sums.
+
+    place: among the ranks whose sums come together.
+    """
     result = dict(optimizer.state_dict())
     partial = include_partial and not window.empty
     own: dict[str, Any] = {"version": VERSION, "counted": window.counted, "reduction": window.reduction}
@@ -102,16 +98,8 @@ def save(
         copies = {index: masters.of(slot) for index, slot in slots.items()}
         ours = {index: {MASTER: copy.clone()} for index, copy in copies.items() if copy is not None}
     if partial:
-        sums = {index: accumulators.grads.current(slot) for index, slot in slots.items()}
-        own["sums"] = sum(total is not None for total in sums.values())
-        of_window = {key: value for key, value in own.items() if key != CHOICES}
-        for index, total in sums.items():
-            if total is not None:
-                owed = accumulators.scale_of(slots[index])
-                published = slots[index].grad_state is GradState.PUBLISHED
-                counters = _packed(of_window | {"delivered": published, "owed": owed})
-                kept = {SUM: total.detach().clone(), COUNTERS: counters}
-                ours[index] = {**ours.get(index, {}), **kept}
+        for index, kept in _sums(own, slots, window, accumulators, place).items():
+            ours[index] = {**ours.get(index, {}), **kept}
     result[OWN] = own
     if not checks.has_torch_form(result):
         return result | ({APART: ours} if ours else {})
@@ -120,6 +108,34 @@ def save(
         result["state"] = state | {index: {**state.get(index, {}), **kept} for index, kept in ours.items()}
     result["param_groups"] = [group | {COUNTERS: json.dumps(own)} for group in result["param_groups"]]
     return result
+
+
+def _sums(
+    own: dict[str, Any], slots: dict[int, Slot], window: Window, accumulators: Accumulators, place: Place
+) -> dict[int, dict[str, Tensor]]:
+    """A part-filled window's sums, with the counters beside each; `own` gets how many there are."""
+    sums = {index: accumulators.grads.current(slot) for index, slot in slots.items()}
+    ranked = place.count > 1
+    if ranked:
+        sums = ranked_checkpoint.rows_of(slots, sums, window.reduced)
+        own |= {"version": RANKED_VERSION, "ranks": place.count}
+        own["window"] |= ranked_checkpoint.state_over_ranks(window)
+    elif window.carried:
+        own["version"] = RANKED_VERSION
+    own["sums"] = sum(total is not None for total in sums.values())
+    of_window = {key: value for key, value in own.items() if key != CHOICES}
+    kept: dict[int, dict[str, Tensor]] = {}
+    for index, total in sums.items():
+        if total is None:
+            continue
+        slot = slots[index]
+        said = {"delivered": slot.grad_state is GradState.PUBLISHED, "owed": accumulators.scale_of(slot)}
+        if ranked:
+            said["held"] = accumulators.grads.current(slot) is not None
+            kept[index] = ranked_checkpoint.row(of_window | said, total, window.reduced, place)
+        else:
+            kept[index] = {SUM: total.detach().clone(), COUNTERS: packed(of_window | said)}
+    return kept
 
 
 def _stands_apart(optimizer: Optimizer, state_dict: Any) -> bool:
@@ -146,6 +162,9 @@ class _Parts:
         self.sums: dict[Any, Any] = {}
         self.counters: dict[Any, Any] = {}
         self.masters: dict[Any, Any] = {}
+        #: Of many ranks: the sums of each, and the counters.
+        self.rank_sums: dict[Any, Any] = {}
+        self.rank_counters: dict[Any, Any] = {}
         #: Whether torch has cast what is ours, as it does where a bare optimizer loads it.
         self._was_cast = False
         #: The saved names in the order of the parameters, and the counters of the groups.
@@ -158,7 +177,8 @@ class _Parts:
             for name, entry in others.pop(APART, {}).items():
                 self._inner_entry(name, entry)
             self.inner = others
-        if self.sums.keys() != self.counters.keys():
+        alone = {} if self.rank_counters else self.sums
+        if alone.keys() != self.counters.keys() or (self.rank_sums and not self.rank_counters):
             raise ValueError("state_dict is damaged: sums without counters, or counters without sums")
         own = state_dict.get(OWN)
         if own is None and (self.copies or self.counters):
@@ -181,16 +201,17 @@ class _Parts:
         if present is not None:
             return saved is None or (isinstance(saved, Real) and present > saved)
         # Nothing counts. Distributed checkpoint, which drops the top level too, calls parameters by names.
-        return not self.sums and not any(isinstance(name, str) for name in self.names)
+        return not (self.sums or self.rank_sums) and not any(isinstance(name, str) for name in self.names)
 
     def _forget_ours(self) -> None:
-        if self.sums:
+        if self.sums or self.rank_sums:
             warnings.warn(
                 "state_dict holds sums of a window that was part-filled before a bare optimizer loaded them "
                 "and went on: they are left out",
                 stacklevel=5,
             )
         self.sums, self.counters, self.masters, self.copies = {}, {}, {}, []
+        self.rank_sums, self.rank_counters = {}, {}
 
     def _of_torch_form(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The state and groups without ours."""
@@ -199,24 +220,48 @@ class _Parts:
             del inner[name]
         groups = state_dict["param_groups"]
         self.names = [name for group in groups for name in group["params"]]
-        self.copies = [_unpacked(group[COUNTERS]) for group in groups if COUNTERS in group]
+        self.copies = [unpacked(group[COUNTERS]) for group in groups if COUNTERS in group]
         kept = [{key: value for key, value in group.items() if key != COUNTERS} for group in groups]
         return {"state": inner, "param_groups": kept}
 
     def _inner_entry(self, name: Any, entry: Any) -> Any:
-        if not isinstance(entry, dict) or entry.keys().isdisjoint((SUM, COUNTERS, MASTER)):
+        if not isinstance(entry, dict) or entry.keys().isdisjoint(OURS):
             return entry
         if SUM in entry:
             self.sums[name] = entry[SUM]
         if COUNTERS in entry:
-            self.counters[name] = _unpacked(entry[COUNTERS])
+            self.counters[name] = unpacked(entry[COUNTERS])
             self._was_cast |= entry[COUNTERS].is_floating_point()
+        if RANK_SUM in entry:
+            self.rank_sums[name] = entry[RANK_SUM]
+        if RANK_COUNTERS in entry:
+            self.rank_counters[name] = entry[RANK_COUNTERS]
+            self._was_cast |= entry[RANK_COUNTERS].is_floating_point()
         if MASTER in entry:
             self.masters[name] = entry[MASTER]
-        return {key: value for key, value in entry.items() if key not in (SUM, COUNTERS, MASTER)}
+        return {key: value for key, value in entry.items() if key not in OURS}
 
-    def check(self, slots: dict[Any, Slot], window: Window, masters: bool) -> None:
-        """Raise ValueError where it does not fit. `masters`: whether the wrapper keeps some."""
+    def check(self, slots: dict[Any, Slot], window: Window, masters: bool, place: Place) -> None:
+        """Take of the sums of many ranks this one's.
+
+        Args:
+            slots: the parameters, by their saved names.
+            window: that is to take them over.
+            masters: whether the wrapper keeps some.
+            place: of this rank.
+
+        Raises:
+            ValueError: it does not fit.
+        """
+        if self.own is not None and self.rank_counters:
+            checks.check_over_ranks(self.own)
+            shared = checks.shared_by_ranks(self.own)
+            for copy in self.copies:
+                checks.check_over_ranks(copy)
+                checks.check_copy(checks.shared_by_ranks(copy), shared, "the counters in a group")
+            saved = self.sums, self.rank_sums, self.rank_counters
+            self.own, self.sums, self.counters = ranked_checkpoint.of_rank(self.own, *saved, place)
+            self.copies = []
         if self.own is not None:
             checks.check_window(self.own, len(self.sums), window)
             for copy in self.copies:
@@ -224,6 +269,10 @@ class _Parts:
             for name, total in self.sums.items():
                 checks.check_counters(self.counters[name], self.own, name)
                 checks.check_sum(total, name, slots.get(name))
+            saved = self.own["window"]
+            if place.count > 1 and not self.rank_counters and (saved["micro_step"] or saved["ran"]):
+                shares = ranked_checkpoint.of_one(self.own, self.sums, self.counters, place)
+                self.own, self.sums, self.counters = shares
         kept = slots.items() if masters else ()
         # Distributed checkpoint leaves out those of frozen parameters.
         low = {name for name, slot in kept if slot.param.dtype in LOW and slot.param.requires_grad}
@@ -260,8 +309,11 @@ def load(
     accumulators: Accumulators,
     masters: MasterWeights | None,
     state_dict: dict[str, Any],
+    place: Place,
 ) -> None:
     """Load a checkpoint of the wrapper or of the bare inner optimizer.
+
+    place: among the ranks whose sums come together.
 
     Raises:
         TypeError, ValueError: it is damaged or does not fit; nothing has changed then, but for tensors that
@@ -277,7 +329,7 @@ def load(
     parts = _Parts(state_dict, count if apart else None)
     # As torch does: the saved names of parameters, whatever they are, stand for the present ones by position.
     slots = {name: present[index] for index, name in enumerate(parts.names) if index in present}
-    parts.check(slots, window, masters is not None)
+    parts.check(slots, window, masters is not None, place)
 
     groups = optimizer.param_groups
     former = _Former(optimizer)
@@ -299,7 +351,9 @@ def load(
         accumulators.clear()
     if window.shards:
         window.shards.drop_withheld()
-    window.restore(Window(None, None).state() if parts.own is None else parts.own["window"])
+    saved = Window(None, None).state() if parts.own is None else parts.own["window"]
+    window.restore(saved)
+    ranked_checkpoint.restore_over_ranks(window, saved)
     choices = (parts.own or {}).get(CHOICES)
     # On another processor torch's own products have other bits, and what was the fastest need not be so.
     if choices is not None and choices["processor"] == tuning.processor():

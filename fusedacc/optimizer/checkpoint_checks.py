@@ -19,8 +19,10 @@ OWN = "fusedacc"
 #: Under `OWN`: what was found out by trial (see `tuning`), and on which processor.
 CHOICES = "choices"
 VERSION = 2
+#: Of a window that holds micro-batches of many ranks.
+RANKED_VERSION = 3
 #: Those that can be read; before 2, no scale was deferred.
-READABLE = (1, VERSION)
+READABLE = (1, VERSION, RANKED_VERSION)
 
 
 def has_torch_form(state_dict: Any) -> bool:
@@ -76,6 +78,10 @@ def _is_bool(value: Any) -> bool:
     return isinstance(value, bool)
 
 
+def _are_totals(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and len(value) == 3 and all(map(_is_number, value)))
+
+
 _OWN: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "counted": (_is_bool, "a bool"),
     "reduction": (lambda v: v in REDUCTIONS, ", ".join(REDUCTIONS)),
@@ -93,6 +99,23 @@ _WINDOW: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "ran": (_is_bool, "a bool"),
     "weight": (_is_weight, "None or a finite number >= 0"),
 }
+_OVER_RANKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "reduced": (_is_bool, "a bool"),
+    "totals": (_are_totals, "None or three numbers"),
+    "usual_backwards": (_is_count, "an int >= 0"),
+    "num_backwards": (_is_count, "an int >= 0"),
+    "factor": (lambda v: _is_number(v) and math.isfinite(v) and v != 0, "a finite number that is not 0"),
+}
+_OF_RANK: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "held": (_is_bool, "a bool"),
+    "delivered": (_is_bool, "a bool"),
+    "owed": (_is_number, "a number"),
+    "rank": (_is_count, "an int >= 0"),
+}
+#: Of a window's state, what is not the same on all ranks.
+_OWN_OF_RANK = frozenset(
+    ("micro_step", "ran", "weight_total", "weight", "carried", "usual_backwards", "num_backwards", "factor")
+)
 
 
 def _are_choices(value: Any) -> bool:
@@ -151,6 +174,36 @@ def check_window(own: Any, sums: int, window: Window) -> None:
     if saved["weight"] is not None and not window.weighs:
         raise ValueError(
             f"state_dict[{OWN!r}]['window'] is damaged: reduction={window.reduction!r} has no weights"
+        )
+
+
+def check_over_ranks(own: Any) -> None:
+    """Counters of a window that many ranks have saved must be whole."""
+    if not isinstance(own, dict) or own.get("version") != RANKED_VERSION or not _is_count(own.get("ranks")):
+        raise ValueError(f"state_dict[{OWN!r}] is damaged: it has sums of ranks, but not how many")
+    _check_entries(own, _OWN)
+    _check_entries(own["window"], _WINDOW)
+    _check_entries(own["window"], _OVER_RANKS)
+
+
+def shared_by_ranks(own: dict[str, Any]) -> dict[str, Any]:
+    """Of counters, what is the same on all ranks."""
+    window = {key: value for key, value in own["window"].items() if key not in _OWN_OF_RANK}
+    names = "counted", "reduction", "ranks", "sums", "inner_steps"
+    return {name: own.get(name) for name in names} | {"window": window, "version": RANKED_VERSION}
+
+
+def check_record(record: Any, own: dict[str, Any], name: Any, rank: int) -> None:
+    """What a rank's row says must be of this window and of this rank."""
+    where = f"the counters of a rank beside the sum of parameter {name!r}"
+    check_over_ranks(record)
+    _check_entries(record, _OF_RANK)
+    check_copy(shared_by_ranks(record), shared_by_ranks(own), where)
+    if record["rank"] != rank:
+        raise ValueError(
+            f"state_dict holds the sums of rank {record['rank']} where those of rank {rank} are to be: what "
+            "state_dict() returned is one rank's. Allowed: a file for each rank, or "
+            "torch.distributed.checkpoint"
         )
 
 

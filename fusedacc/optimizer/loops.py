@@ -95,6 +95,8 @@ class Loop(abc.ABC):
         self._window.end_update(skipped)
         self._registry.reshaped.clear()
         self._registry.refresh()
+        if self._accumulation.ranks.parallel is not None:
+            self._accumulation.ranks.parallel.check_update()
 
     def _clear(self, set_to_none: bool) -> None:
         """Begin a window from nothing; zeros stay in p.grad unless `set_to_none`."""

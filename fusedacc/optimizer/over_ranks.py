@@ -39,6 +39,8 @@ class OverRanks:
         window, micro = self.window, self.window.micro
         if not (window.counted and micro.num_backwards):
             parallel.deliveries.begin_micro_batch()
+        if window.tainted is not None:
+            return
         if not window.counted:
             if self.reduces_each and parallel.synchronises:
                 parallel.overlap(Part(0), parallel.world_size)
@@ -56,7 +58,13 @@ class OverRanks:
         weight = window.weight_total
         if ending and window.weighs:
             weight = weight + window.micro.weight  # type: ignore[operator]
-        return Part(window.micro_step + ending, weight, self.flushing, window.bad_weights, window.reopened)
+        return Part(
+            window.micro_step + ending + window.carried,
+            weight,
+            self.flushing,
+            window.bad_weights,
+            window.reopened,
+        )
 
     def reduce_last(self) -> bool:
         """After a backward of a counted window's last micro-batch: reduce, if it is the last backward.
@@ -89,6 +97,7 @@ class OverRanks:
         part = self._part(ending)
         with window.tainted_by("an exception has interrupted the reduction over the ranks"), torch.no_grad():
             totals = parallel.reduce(part, parallel.world_size if self.reduces_each else 1)
+        window.reduced = True
         if not self.reduces_each:
             window.settle(totals)
         self.all_flush = self.flushing and int(totals.num_flushing) == parallel.world_size

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..accumulators import Accumulators, GradState
 from .master_weights import MasterWeights
-from .window import Window, fresh_window
+from .window import Window
 
 #: What stands beside the wrapper's own attributes.
 NAMES = ("schedule", "reduction", "private", "window", "backend", "masters", "sums", "spent", "choices")
@@ -43,7 +43,7 @@ def restore(
     kept: dict[str, Any], window: Window, accumulators: Accumulators, masters: MasterWeights | None
 ) -> None:
     """Put what `carried` has returned into new parts."""
-    window.restore(kept["window"] if window.counted else fresh_window(kept["window"]))
+    window.restore(kept["window"] if window.counted else _fresh(kept["window"]))
     for slot, held in zip(accumulators.slots, kept["sums"], strict=True):
         if held is not None and held[0] is not None:
             accumulators.restore(slot, *held)
@@ -53,3 +53,9 @@ def restore(
     for slot, master in zip(accumulators.slots, kept["masters"] or (), strict=False):
         if master is not None and masters is not None:
             masters.put(slot, master)
+
+
+def _fresh(state: dict[str, Any]) -> dict[str, Any]:
+    """A window's state as it would be had the window just begun: only the updates counted."""
+    fresh = Window(None, None).state()
+    return fresh | {name: state[name] for name in ("num_updates", "num_skipped", "has_updated")}

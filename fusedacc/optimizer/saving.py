@@ -9,7 +9,9 @@ from torch.optim import Optimizer
 
 from ..accumulators import Accumulators
 from ..autograd.capture import Capture
+from ..distributed import Place
 from . import checkpoint, pickling
+from .accumulation import Accumulation
 from .master_weights import MasterWeights
 from .parameters import ParameterSet
 from .window import Window
@@ -21,6 +23,7 @@ class Saving:
     optimizer: Optimizer
     _window: Window
     _accumulators: Accumulators
+    _accumulation: Accumulation
     _capture: Capture
     _masters: MasterWeights | None
     _parameter_set: ParameterSet
@@ -33,7 +36,9 @@ class Saving:
     def state_dict(self, include_partial: bool = True) -> dict[str, Any]:
         """The inner optimizer's state, and with `include_partial` a part-filled window's sums and counters.
 
-        Without a part-filled window the result loads into the bare inner optimizer too.
+        Without a part-filled window the result loads into the bare inner optimizer too. With `data_parallel`
+        a part-filled window's sums are each rank's own row of DTensors: save on every rank, by
+        torch.distributed.checkpoint or to a file for each.
 
         Raises:
             RuntimeError: the window's sums are neither old nor new after an exception (see `discard`), a
@@ -47,7 +52,7 @@ class Saving:
         self._follow()
         self._count_skipped()
         parts = self._window, self._accumulators, self._masters
-        return checkpoint.save(self.optimizer, *parts, include_partial)
+        return checkpoint.save(self.optimizer, *parts, include_partial, self._place)
 
     @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -62,14 +67,27 @@ class Saving:
         self._follow()
         self._count_skipped()
         try:
-            checkpoint.load(self.optimizer, self._window, self._accumulators, self._masters, state_dict)
+            parts = self._window, self._accumulators, self._masters
+            checkpoint.load(self.optimizer, *parts, state_dict, self._place)
+            if self._accumulation.ranks.parallel is not None:
+                self._accumulation.ranks.parallel.abandon()
         finally:
             self._parameter_set.forget_choices()
             self._capture.registry.reregister(self._slots if self._masters is not None else ())
             self._capture.registry.refresh()
 
+    @property
+    def _place(self) -> Place:
+        parallel = self._accumulation.ranks.parallel
+        return Place() if parallel is None else parallel.place
+
     def __getstate__(self) -> dict[str, Any]:
         self._capture.drop_failed_backwards()
+        if self._place.count > 1 and not self._window.empty:
+            raise RuntimeError(
+                "a copy or a pickle of the optimizer has no data_parallel, and this window holds one rank's "
+                "part of the sums; allowed: between windows, or state_dict()"
+            )
         self._follow()
         self._count_skipped()
         own = {name: value for name, value in self.__dict__.items() if name not in _REBUILT}

@@ -94,6 +94,8 @@ class Window:
     def reset(self) -> None:
         """Open an empty window."""
         self.micro_step = 0
+        #: Micro-batches in the sums beside those counted here: of ranks that there were when it was saved.
+        self.carried = 0
         self.weight_total: float | Tensor = 0.0
         self.factor: float | Tensor = 1.0
         #: Where weights are on a device: a 0-dim bool tensor, whether one was negative or nan.
@@ -112,7 +114,9 @@ class Window:
         self.totals: Totals | None = None
         #: Whether they were, and more is to come.
         self.reopened = False
-        #: What `target` is then.
+        #: Whether no backward has come since the ranks' sums were made equal.
+        self.reduced = False
+        #: What `target` is with `totals`.
         self._final: float | Tensor | None = None
         #: The last final factor that was asked for on a device, and the weights it is of.
         self._reciprocal: tuple[Tensor | float, Tensor | float | None, Tensor] | None = None
@@ -215,11 +219,12 @@ class Window:
             return 1.0
         if self.ranks > 1:
             return self._target_over_ranks()
-        count = self.micro_step + ending
+        count = self.micro_step + ending + self.carried
         if self.reduction == "mean":
             if not self.counted:
                 return 1.0 / max(count, 1)
-            return self.steps / count if partial and 0 < count < self.steps else 1.0
+            short = partial and count < self.steps
+            return self.steps / count if count > 0 and (short or self.carried) else 1.0
         if ending and self.micro.weight is None:
             return None
         ended, weight = self.weight_total, self.micro.weight if ending else None
@@ -355,7 +360,8 @@ class Window:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint carries, plain numbers only; waits for weights that are on a device."""
-        return {
+        carried = {"carried": self.carried} if self.carried else {}
+        return carried | {
             "num_updates": self.num_updates,
             "num_skipped": self.num_skipped,
             "has_updated": self.has_updated,
@@ -381,6 +387,7 @@ class Window:
         self.tainted = state["tainted"]
         self.micro = MicroBatch(self.reduction, state["weight"])
         self.micro.ran = state["ran"]
+        self.carried = state.get("carried", 0)
 
 
 def _is_zero(value: float | Tensor | None) -> bool:
@@ -390,9 +397,3 @@ def _is_zero(value: float | Tensor | None) -> bool:
 
 def _number(value: float | Tensor | None) -> float | None:
     return value.item() if isinstance(value, Tensor) else value
-
-
-def fresh_window(state: dict[str, Any]) -> dict[str, Any]:
-    """A window's state as it would be had the window just begun: only the updates counted."""
-    fresh = Window(None, None).state()
-    return fresh | {name: state[name] for name in ("num_updates", "num_skipped", "has_updated")}

@@ -125,7 +125,11 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
             self._parameter_set.replace_in(model, self._capture)
         self._reduce_dtype = reduce_dtype
         if data_parallel is not None:
-            self.attach(data_parallel)
+            try:
+                self.attach(data_parallel)
+            except BaseException:
+                self.close()
+                raise
 
     def _build(
         self,

@@ -113,7 +113,7 @@ def damage(state: dict, rng: random.Random) -> str:
         if not isinstance(owner[path[-1]], torch.Tensor):
             return "nothing"
         try:
-            inside = checkpoint._unpacked(owner[path[-1]])
+            inside = checkpoint.unpacked(owner[path[-1]])
         except ValueError:
             return "nothing"
     target, where = (state, path) if inside is None else (inside, rng.choice(list(paths(inside)) or [()]))
@@ -218,9 +218,9 @@ def repack(change: Callable[[dict], Any]) -> Callable[[dict], None]:
     """Change the counters beside the first sum."""
 
     def changed(state: dict) -> None:
-        counters = checkpoint._unpacked(state["state"][0][checkpoint.COUNTERS])
+        counters = checkpoint.unpacked(state["state"][0][checkpoint.COUNTERS])
         change(counters)
-        state["state"][0][checkpoint.COUNTERS] = checkpoint._packed(counters)
+        state["state"][0][checkpoint.COUNTERS] = checkpoint.packed(counters)
 
     return changed
 

@@ -41,6 +41,15 @@ def test_digits_are_learnt():
     assert float(accuracy) > 85
 
 
+@pytest.mark.parametrize(("script", "ranks", "updates"), [("ddp.py", 2, 24), ("process_group.py", 3, 16)])
+def test_digits_are_learnt_on_several_ranks(script, ranks, updates):
+    printed = output_of(script, ranks)
+    found, accuracy = re.search(r"(\d+) updates, accuracy .*: ([\d.]+)%", printed).groups()
+    assert printed.count("\n") == 1
+    assert int(found) == 20 * updates
+    assert float(accuracy) > 85
+
+
 def test_digits_are_learnt_as_by_stock_accumulation():
     """All twenty epochs; halves and doubles are exact, so that the weights are equal bit for bit."""
     found = runpy.run_path(str(EXAMPLES / "digits.py"))
