@@ -31,8 +31,9 @@ from . import checkpoint_checks as checks
 from . import ranked_checkpoint
 from .checkpoint_checks import CHOICES, OWN, RANKED_VERSION, VERSION
 from .master_weights import LOW, MasterWeights
+from .pickling import fresh_window
 from .ranked_checkpoint import RANK_COUNTERS, RANK_SUM, SUM, packed, unpacked
-from .window import Window, fresh_window
+from .window import Window
 
 COUNTERS = "fusedacc_counters"
 MASTER = "fusedacc_master"

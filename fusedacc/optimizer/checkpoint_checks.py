@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..accumulators import Slot
-from .window import REDUCTIONS, Window, fresh_window
+from .pickling import fresh_window
+from .window import REDUCTIONS, Window
 
 OWN = "fusedacc"
 #: Under `OWN`: what was found out by trial (see `tuning`), and on which processor.

@@ -43,7 +43,7 @@ def restore(
     kept: dict[str, Any], window: Window, accumulators: Accumulators, masters: MasterWeights | None
 ) -> None:
     """Put what `carried` has returned into new parts."""
-    window.restore(kept["window"] if window.counted else _fresh(kept["window"]))
+    window.restore(kept["window"] if window.counted else fresh_window(kept["window"]))
     for slot, held in zip(accumulators.slots, kept["sums"], strict=True):
         if held is not None and held[0] is not None:
             accumulators.restore(slot, *held)
@@ -55,7 +55,7 @@ def restore(
             masters.put(slot, master)
 
 
-def _fresh(state: dict[str, Any]) -> dict[str, Any]:
+def fresh_window(state: dict[str, Any]) -> dict[str, Any]:
     """A window's state as it would be had the window just begun: only the updates counted."""
     fresh = Window(None, None).state()
     return fresh | {name: state[name] for name in ("num_updates", "num_skipped", "has_updated")}
