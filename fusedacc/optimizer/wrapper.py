@@ -80,6 +80,7 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
     __module__ = "fusedacc.optimizer"  # where pickles look for it
     #: torch's GradScaler hands over its scale and what it has found, and `step` honours both.
     _step_supports_amp_scaling = True
+    _reduce_dtype: torch.dtype | None = None  # pickles of former releases have none
 
     def __init__(
         self,
@@ -123,7 +124,8 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
         checkpoint.forget_stale(optimizer)
         if model is not None:
             self._parameter_set.replace_in(model, self._capture)
-        self._reduce_dtype = reduce_dtype
+        if reduce_dtype is not None:
+            self._reduce_dtype = reduce_dtype
         if data_parallel is not None:
             try:
                 self.attach(data_parallel)

@@ -22,18 +22,18 @@ SETUP = textwrap.dedent(
 
     rank, rendezvous, ranks, folder = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
     torch.set_num_threads(1)
-    TIMEOUT, SOON = 3, 1.5
-    meeting = dict(init_method=f"file://{rendezvous}", timeout=timedelta(seconds=TIMEOUT))
+    TIMEOUT, SOON = 4, 2  # of the stopped rank's group; and what a machine with other work may take
+    meeting = dict(init_method=f"file://{rendezvous}", timeout=timedelta(seconds=60))
     dist.init_process_group("gloo", rank=rank, world_size=ranks, **meeting)
     reducer.FIRST_BYTES = reducer.BUCKET_BYTES = 1  # a bucket for each, sent before the backward has ended
     K = 3
 
-    def make(steps=K, ddp=True, **options):
+    def make(steps=K, ddp=True, group=dist.group.WORLD, **options):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
         net = DistributedDataParallel(model) if ddp else model
+        given = net if ddp else group
         inner = torch.optim.Adam(model.parameters(), lr=0.01)
-        given = net if ddp else dist.group.WORLD
         return net, fusedacc.AccumulatingOptimizer(inner, steps, data_parallel=given, **options)
 
     def loss_of(net, index, of_rank=rank):
@@ -135,7 +135,7 @@ def test_a_killed_rank_ends_the_others_and_a_restart_is_as_if_it_had_lived(tmp_p
 STOPPED = textwrap.dedent(
     """
     UPDATES = 1
-    net, optimizer = make()
+    net, optimizer = make(ddp=False, group=dist.new_group(timeout=timedelta(seconds=TIMEOUT)))
     train(net, optimizer, range(2 * K - 1))
     dist.barrier()
     if rank == 1:
@@ -196,10 +196,11 @@ ALIKE = textwrap.dedent(
         params = change(list(model.parameters())) if rank == 1 else list(model.parameters())
         inner = torch.optim.SGD(params, lr=0.1)
         before = [p.detach().clone() for p in params]
+        dist.barrier()
         began = time.monotonic()
         make = lambda: fusedacc.AccumulatingOptimizer(inner, 2, model=model, data_parallel=dist.group.WORLD)
         message = error_of(make, ValueError)
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < SOON
         assert "rank 1 has other parameters than rank 0" in message, message
         assert all(word in message for word in told), message
         assert all(map(torch.equal, before, params))
@@ -226,7 +227,6 @@ ALIKE = textwrap.dedent(
             weight = (net.module if ddp else net)[0].weight
             handle = weight.register_hook(fail)
             error_of(lambda: loss_of(net, K + 1).backward(), KeyError)
-            assert "discard()" in error_of(optimizer.step)
             optimizer.discard()
             handle.remove()
             train(net, optimizer, [K])
