@@ -27,7 +27,7 @@ class Ranks(Joinable):
     _slots: list[Slot]
     _loop: Any
     _loss_scale: LossScaleLink
-    _reduce_dtype: torch.dtype | None
+    _reduce_dtype: torch.dtype | None = None
     _closed: bool
     _join_config: Any = _JoinConfig.construct_disabled_join_config()
 
