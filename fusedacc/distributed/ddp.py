@@ -180,7 +180,7 @@ def _deferred(link: UnarmedDDP | None) -> contextlib.AbstractContextManager[None
 
 
 def _noting(own: weakref.ref[UnarmedDDP]) -> Callable[..., Any]:
-    def hook(module: torch.nn.Module, inputs: Any) -> None:
+    def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
         link = own()
         if link is not None:
             link.note_forward()
