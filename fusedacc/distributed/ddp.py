@@ -1,7 +1,7 @@
-"""A DistributedDataParallel whose reducer stays unarmed: the wrapper reduces its gradients.
+"""A DistributedDataParallel whose reducer is put away: the wrapper reduces its gradients.
 
-An unarmed reducer ignores its hooks (torch/nn/parallel/distributed.py, `require_backward_grad_sync`). Buffers
-are broadcast with each reduction, where all ranks take part.
+It is unarmed as well, so that no forward asks for a reducer (torch/nn/parallel/distributed.py,
+`require_backward_grad_sync`). Buffers are broadcast with each reduction, where all ranks take part.
 """
 
 from __future__ import annotations
