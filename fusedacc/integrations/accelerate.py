@@ -205,9 +205,9 @@ def _check_between_windows(reference: weakref.ref[AccumulatingOptimizer], *_: An
     optimizer = reference()
     if optimizer is not None and optimizer.has_partial_window:
         raise RuntimeError(
-            f"save_state() in mid-window (micro_step is {optimizer.micro_step}) would keep the first process's "
-            "sums and lose the others'; allowed: after an update (has_partial_window is False), or flush() on "
-            "every process before"
+            f"save_state() in mid-window (micro_step is {optimizer.micro_step}) would keep the sums of the "
+            "first process and lose the others'; allowed: after an update (has_partial_window is False), or "
+            "flush() on every process before"
         )
 
 

@@ -81,7 +81,6 @@ class AccumulationCallback(TrainerCallback):
         if not optimizer.has_partial_window:
             return control
         # As the Trainer does at a window's end.
-        optimizer.synchronise()
         if accelerated.scaler is not None:
             accelerated.scaler.unscale_(optimizer)
         if args.max_grad_norm > 0:

@@ -165,7 +165,7 @@ class Accumulation:
                 "optimizer.zero_grad() after each optimizer.step(), and discard() this window"
             )
 
-    def synchronise_shards(self, refresh: Refresh) -> None:
+    def synchronise(self, refresh: Refresh) -> None:
         """Counted loop: take in what FSDP2 keeps of micro-batches that have ended. Every rank calls it."""
         window, ran = self.window, self.window.micro.ran
         self.shards.synchronise()

@@ -206,7 +206,7 @@ class CountedLoop(Loop):
         if self._accumulation.shards:
             self._accumulation.shards.check_even(window.micro_step + window.micro.ran)
         if window.withheld:
-            self._accumulation.synchronise_shards(self._registry.refresh)
+            self._accumulation.synchronise(self._registry.refresh)
         if window.empty:
             self._accumulators.grads.disown_replaced()
         self._collect_stored()

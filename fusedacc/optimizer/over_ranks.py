@@ -98,8 +98,8 @@ class OverRanks:
         self.parallel = parallel
         self.window.ranks = 1 if parallel is None else parallel.world_size
 
-    def synchronise(self) -> None:
-        """Manual loop: reduce what the micro-batches since the last reduction have held back, if any."""
+    def reduce_held_back(self) -> None:
+        """Manual loop: reduce what `no_sync()` has held back since the last reduction, if anything."""
         parallel = self.parallel
         if parallel is not None and self.reduces_each and not (self.window.empty or parallel.synchronises):
             self.reduce()

@@ -70,23 +70,14 @@ class Ranks(Joinable):
             if parallel is not None:
                 self.attach(parallel)
 
-    def synchronise(self) -> None:
-        """Manual loop of reduction "sum": reduce what `no_sync()` has held back; all ranks call it.
-
-        For windows that end before the micro-batch that would have synchronised them. Does nothing where
-        nothing was held back, and in other loops, which reduce by themselves.
-        """
-        self._capture.drop_failed_backwards()
-        self._window.check_untainted()
-        self._accumulation.ranks.synchronise()
-
     # torch.distributed.algorithms.Join
 
     def join_hook(self, after_update: Callable[[], Any] | None = None, **others: Any) -> JoinHook:
         """What a rank does in `Join([optimizer])` when it has no more micro-batches.
 
         It takes part in the windows of the ranks that have, with what its own window holds, and makes their
-        updates. Outside counted loops nobody could tell it when there is one.
+        updates. Outside counted loops nobody could tell it when there is one. What the last windows have left
+        waits for a `flush()` on every rank, or for the next micro-batches.
 
         Args:
             after_update: called after each of them, as `Join([optimizer], after_update=scheduler.step)`: the

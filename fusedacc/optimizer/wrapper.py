@@ -258,8 +258,8 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
         """Update from a part-filled window; a no-op if it is empty.
 
         "mean" divides by the micro-batches that the window holds. A backward that no `step()` has ended
-        counts as a micro-batch. In a manual loop this is `step()` if any gradient has come since the last,
-        after `synchronise()`. `arguments` are handed on to the inner optimizer's `step`.
+        counts as a micro-batch. In a manual loop this is `step()` if any gradient has come since the last:
+        what `no_sync()` has held back is reduced before. `arguments` are the inner `step`'s.
 
         Raises:
             TypeError, RuntimeError: as `step`.
@@ -273,7 +273,7 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
         if isinstance(self._loop, CountedLoop):
             self._loop.flush(scaling, arguments)
         elif not self._window.empty:
-            self.synchronise()
+            self._accumulation.ranks.reduce_held_back()
             self.step(**arguments)
 
     @_disable_dynamo

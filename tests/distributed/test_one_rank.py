@@ -254,8 +254,6 @@ def test_what_no_sync_has_held_back_is_reduced_by_flush():
     with parallel.no_sync():
         loss_of(parallel, 0).backward()
     assert reductions == []
-    optimizer.synchronise()
-    optimizer.synchronise()
     optimizer.flush()
     assert (len(reductions), optimizer.num_updates) == (1, 1)
     loss_of(parallel, 1).backward()

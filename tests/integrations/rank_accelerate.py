@@ -154,10 +154,8 @@ def refusals() -> None:
 
 
 def trainer() -> None:
-    case, settings = (
-        case_transformers,
-        {"max_grad_norm": 0.5, "logging_strategy": "steps", "logging_steps": 1},
-    )
+    case = case_transformers
+    settings = {"max_grad_norm": 0.5, "logging_strategy": "steps", "logging_steps": 1}
     stock = case.llama()
     theirs = case.train(stock, case.stock(stock), **settings)
     for fused in (False, True):
@@ -175,6 +173,13 @@ def trainer() -> None:
             assert equal(stock, ours)
         for parameter, wanted in zip(ours.parameters(), stock.parameters(), strict=True):
             torch.testing.assert_close(parameter, wanted)
+    kept = found.model_wrapped  # once more, with the same DistributedDataParallel
+    for each in (found, theirs):
+        each.train()
+    assert found.model_wrapped is kept
+    assert found.optimizer.optimizer.num_updates == 2 * 3 * case.EPOCHS
+    for parameter, wanted in zip(ours.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(parameter, wanted, rtol=1e-4, atol=1e-5)
 
     # A loader without a length: what it leaves part-filled is reduced, and makes an update of its own.
     constant = {"lr_scheduler_type": "constant_with_warmup"}
