@@ -137,7 +137,7 @@ def run_rank(rank: int, world: int, folder: Path, ways: dict[str, Any]) -> None:
         found[name] = {"sizes": sizes, "sent": sent}
         if wrapper is not None:
             found[name]["updates"] = wrapper.num_updates
-            found[name]["buckets"] = len(wrapper._accumulation.parallel.reducer.buckets())
+            found[name]["buckets"] = len(wrapper._accumulation.ranks.parallel.reducer.buckets())
             wrapper.close()
     (folder / f"{rank}.json").write_text(json.dumps(found))
     del train

@@ -1,7 +1,7 @@
-"""A DistributedDataParallel whose reducer stays unarmed: the wrapper reduces its gradients.
+"""A DistributedDataParallel whose reducer is put away: the wrapper reduces its gradients.
 
-An unarmed reducer ignores its hooks (torch/nn/parallel/distributed.py, `require_backward_grad_sync`). Buffers
-are broadcast with each reduction, where all ranks take part.
+It is unarmed as well, so that no forward asks for a reducer (torch/nn/parallel/distributed.py,
+`require_backward_grad_sync`). Buffers are broadcast with each reduction, where all ranks take part.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def _deferred(link: UnarmedDDP | None) -> contextlib.AbstractContextManager[None
 
 
 def _noting(own: weakref.ref[UnarmedDDP]) -> Callable[..., Any]:
-    def hook(module: torch.nn.Module, inputs: Any) -> None:
+    def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
         link = own()
         if link is not None:
             link.note_forward()

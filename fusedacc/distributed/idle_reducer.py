@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class IdleReducer:
-    """Stands in a DistributedDataParallel whose reducer is put away."""
+    """Stands in a DistributedDataParallel where its reducer was, and the logger, which holds the reducer."""
 
     def _rebuild_buckets(self) -> bool:
         """Asked by every forward; there are none."""
@@ -20,6 +20,12 @@ class IdleReducer:
     def get_backward_stats(self) -> list[int]:
         """No backward is ever reduced."""
         return []
+
+    def _set_uneven_input_join(self) -> None:
+        """Told by `Join`, before the forward that refuses it in words."""
+
+    def set_error_and_log(self, error: str) -> None:
+        """Told of an error that is raised next."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -30,8 +36,7 @@ class IdleReducer:
 
 def put_away(parallel: DistributedDataParallel) -> None:
     """Let the reducer go, with its hooks and its memory. `bring_back` makes it anew."""
-    parallel.reducer = IdleReducer()
-    parallel.logger = None  # it holds the reducer
+    parallel.reducer = parallel.logger = IdleReducer()  # type: ignore[assignment]
 
 
 def bring_back(parallel: DistributedDataParallel) -> None:

@@ -48,7 +48,7 @@ def inner_of(net: nn.Module) -> torch.optim.Optimizer:
 
 def small_buckets() -> contextlib.AbstractContextManager:
     """So that a small model has several."""
-    return mock.patch.multiple(reducer, FIRST_BYTES=2000, BUCKET_BYTES=8000)
+    return mock.patch.multiple(reducer, FIRST_BYTES=2000, BUCKET_BYTES=4000)
 
 
 def assert_close(actual: Tensor, wanted: Tensor, most: float, what: object) -> None:

@@ -25,7 +25,7 @@ def addresses(steps: int | None, kind: str, dtype: torch.dtype) -> list[list[int
         max_grad_norm=1e-3,
         **given,
     )
-    reducer = optimizer._accumulation.parallel.reducer
+    reducer = optimizer._accumulation.ranks.parallel.reducer
     found = []
     for _ in range(4):
         for _ in range(2):
@@ -55,7 +55,8 @@ def sizes() -> list[int]:
         torch.optim.SGD(model.parameters(), lr=0.1), 2, data_parallel=dist.group.WORLD
     )
     found = [
-        sum(slot.nbytes for slot in slots) for slots in optimizer._accumulation.parallel.reducer.buckets()
+        sum(slot.nbytes for slot in slots)
+        for slots in optimizer._accumulation.ranks.parallel.reducer.buckets()
     ]
     optimizer.close()
     return found

@@ -174,9 +174,9 @@ class TestAttach:
         first, second = DistributedDataParallel(model), DistributedDataParallel(model)
         optimizer = wrap(model, 2)
         optimizer.attach(first)
-        kept = optimizer._accumulation.parallel
+        kept = optimizer._accumulation.ranks.parallel
         optimizer.attach(first)
-        assert optimizer._accumulation.parallel is kept
+        assert optimizer._accumulation.ranks.parallel is kept
         assert not first.require_backward_grad_sync
         optimizer.attach(nn.ModuleDict({"compiled": second}))  # a module around it
         assert first.require_backward_grad_sync
@@ -196,7 +196,7 @@ class TestAttach:
         parallel = DistributedDataParallel(model)
         optimizer = wrap(model, 2)
         optimizer.attach(parallel)
-        kept = optimizer._accumulation.parallel
+        kept = optimizer._accumulation.ranks.parallel
         with pytest.raises(TypeError, match=r"data_parallel must be a DistributedDataParallel, .*got Linear"):
             optimizer.attach(nn.Linear(1, 1))
         with pytest.raises(ValueError, match="without parameter"):
@@ -204,12 +204,12 @@ class TestAttach:
         loss_of(parallel, 0).backward()
         with pytest.raises(RuntimeError, match="in mid-window"):
             optimizer.attach(dist.group.WORLD)
-        assert optimizer._accumulation.parallel is kept
+        assert optimizer._accumulation.ranks.parallel is kept
         optimizer.close()
         with pytest.raises(RuntimeError, match="closed"):
             optimizer.attach(parallel)
         with optimizer.accumulate(parallel):
-            assert optimizer._accumulation.parallel is None
+            assert optimizer._accumulation.ranks.parallel is None
 
     def test_one_that_is_armed_again_is_refused(self):
         model = network()
@@ -250,7 +250,7 @@ def test_what_no_sync_has_held_back_is_reduced_by_flush():
     parallel = DistributedDataParallel(model)
     optimizer = wrap(model, None, data_parallel=parallel)
     reductions = []
-    optimizer._accumulation.parallel.reducer.announce = lambda: reductions.append(1)
+    optimizer._accumulation.ranks.parallel.reducer.announce = lambda: reductions.append(1)
     with parallel.no_sync():
         loss_of(parallel, 0).backward()
     assert reductions == []
