@@ -33,4 +33,5 @@ for epoch in range(20):
 accuracy = (model(images[1500:]).argmax(1) == labels[1500:]).float().mean().item()
 if torch.distributed.get_rank() == 0:
     print(f"{optimizer.num_updates} updates, accuracy on {len(labels) - 1500} unseen digits: {accuracy:.1%}")
+torch.distributed.barrier()  # nobody leaves while another still talks
 torch.distributed.destroy_process_group()

@@ -16,9 +16,8 @@ torch.manual_seed(0)
 images, labels = load_digits(return_X_y=True)
 images, labels = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
 known = TensorDataset(images[:1500], labels[:1500])
-sampler = DistributedSampler(
-    known, drop_last=True
-)  # every rank has as many batches: FSDP2 cannot do otherwise
+# Every rank has as many batches: FSDP2 cannot do otherwise.
+sampler = DistributedSampler(known, drop_last=True)
 train = DataLoader(known, batch_size=32, sampler=sampler)
 
 model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
@@ -39,4 +38,5 @@ for epoch in range(10):
 accuracy = (model(images[1500:]).argmax(1) == labels[1500:]).float().mean().item()
 if dist.get_rank() == 0:
     print(f"{optimizer.num_updates} updates, accuracy on {len(labels) - 1500} unseen digits: {accuracy:.1%}")
+dist.barrier()  # nobody leaves while another still talks
 dist.destroy_process_group()

@@ -162,7 +162,7 @@ RAISED = textwrap.dedent(
     UPDATES = 1
     net, optimizer = make()
     train(net, optimizer, range(2 * K - 1))
-    assert len(optimizer._accumulation.parallel.reducer.buckets()) == 4
+    assert len(optimizer._accumulation.ranks.parallel.reducer.buckets()) == 4
     dist.barrier()
     if rank == 1:
         def fail(gradient):
