@@ -213,9 +213,7 @@ class Capture:
             return GraphTask(captures=False)
         self.registry.check_graph()
         self.hooks.stop_adding()  # another task's hooks must not add to accumulators that change here
-        if self.tasks:
-            self.drop_failed_backwards()
-        task = self._policy.begin_backward(self.registry.refresh, not self.tasks)
+        task = self._policy.begin_backward(self.registry.refresh, len(self.tasks) == 0)
         self.tasks[identity] = task
         self._call_back(identity, task)
         if task.captures:

@@ -171,7 +171,7 @@ COPIES = {
 def test_a_copy_carries_no_part_that_is_made_anew(masters):
     optimizer = wrap(network(LOW), 3, master_weights=masters)
     optimizer.note = "mine"
-    wanted = {*pickling.NAMES, "optimizer", "_accumulate_dtype", "_reduce_dtype", "_finishing", "note"}
+    wanted = {*pickling.NAMES, "optimizer", "_accumulate_dtype", "_finishing", "note"}
     assert optimizer.__getstate__().keys() == wanted
 
 
