@@ -4,6 +4,7 @@ gradients, 4 bytes a float32 parameter.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
@@ -20,6 +21,10 @@ class IdleReducer:
     def get_backward_stats(self) -> list[int]:
         """No backward is ever reduced."""
         return []
+
+    def _get_ddp_logging_data(self) -> SimpleNamespace:
+        """Nothing was logged; Lightning asks at its end."""
+        return SimpleNamespace(strs_map={}, ints_map={})
 
     def _set_uneven_input_join(self) -> None:
         """Told by `Join`, before the forward that refuses it in words."""

@@ -71,7 +71,7 @@ def counted_loops() -> None:
                     optimizer.step()
                     scheduler.step()
                     optimizer.zero_grad()
-            assert model.reducer.get_backward_stats() == [0] * len(list(model.parameters()))
+            assert not model.reducer.get_backward_stats(), "the wrapper has reduced"
             assert optimizer.num_updates == 3 * EPOCHS
             assert scheduler.scheduler.last_epoch == 2 * 3 * EPOCHS  # as Accelerate does: once per process
             for parameter, wanted in zip(model.parameters(), reference.parameters(), strict=True):
