@@ -18,8 +18,8 @@ from .graph_task import Bucket, GraphTask
 
 #: Pending gradients are added when a bucket holds this many bytes.
 BUCKET_BYTES = 25 * 2**20
-#: The same on a CPU where they are of another dtype than their sums, and cannot become them: until then they
-#: are memory that a loop which adds each as it comes does not have.
+#: The same on a CPU where they cannot become their sums, being of another dtype, or because these are reduced
+#: together: until then they are memory that a loop which adds each as it comes does not have.
 CAST_BYTES = 2**20
 #: A gradient of at least this many bytes, by type of device, is added at once: on a CPU while it is in the
 #: cache. On a GPU a launch of 1 MiB does not fill the chip, and costs the host as much as one of a whole
@@ -119,8 +119,8 @@ def is_large(slot: Slot) -> bool:
 def bucket_bytes(slot: Slot) -> int:
     """How many bytes of pending gradients there may be in the lane of this parameter."""
     device, gradient, accumulator = slot.lane
-    casts = device.type == "cpu" and gradient != accumulator
-    return min(BUCKET_BYTES, CAST_BYTES) if casts else BUCKET_BYTES
+    copied = device.type == "cpu" and (gradient != accumulator or slot.in_bucket)
+    return min(BUCKET_BYTES, CAST_BYTES) if copied else BUCKET_BYTES
 
 
 def accumulate_grad_node(param: Tensor) -> Any:
