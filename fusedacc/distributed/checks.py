@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import torch
@@ -10,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..accumulators import Slot
+from ..kernels.environment import switch
 
 VARIABLE = "FUSEDACC_CHECK_RANKS"
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -21,13 +21,7 @@ def wanted() -> bool:
     Raises:
         ValueError: FUSEDACC_CHECK_RANKS is neither "0" nor "1".
     """
-    value = os.environ.get(VARIABLE, "")
-    if value not in ("", "0", "1"):
-        raise ValueError(
-            f"{VARIABLE}={value!r}: allowed are '1' (compare the ranks' parameters after every update) and "
-            "'0' or not to set it (do not)"
-        )
-    return value == "1"
+    return bool(switch(VARIABLE, on="compare the ranks' parameters after every update", off="do not"))
 
 
 def checksum(parameter: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ class UnarmedDDP:
                 raise RuntimeError(f"ddp.join() of one whose gradients the optimizer reduces: {_JOIN}")
             return contextlib.nullcontext()
 
-        parallel.no_sync, parallel.join = no_sync, join  # type: ignore[method-assign]
+        parallel.__dict__.update(no_sync=no_sync, join=join)
         self._handles = [
             parallel.register_forward_pre_hook(_check_unarmed, prepend=True),
             parallel.register_forward_hook(_noting(own)),

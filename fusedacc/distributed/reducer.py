@@ -83,12 +83,11 @@ class Bucket:
         self.lane = slots[0].lane
         self.shapes = [(slot.shape, slot.strides) for slot in slots]
         self._tail = len(slots) + (_FLAGS + _NUMBERS * numbers.DIGITS) * carries
-        self._wire: Tensor | None = None
-        self._work: Any = None
         self.renew()
 
     def renew(self) -> None:
-        """Take fresh memory, and let each slot's next accumulator be made there."""
+        """Take fresh memory, and let each slot's next accumulator be made there; nothing is on its way."""
+        self._sent: list[tuple[Tensor, Any]] = []
         device, _, dtype = self.lane
         layouts = [*self.shapes, (torch.Size([self._tail]), (1,))]
         memory, (*views, self.tail) = cut(layouts, dtype, device)
@@ -101,7 +100,7 @@ class Bucket:
     @property
     def views(self) -> list[Tensor]:
         """Of the memory, by slot. The slots hold them, and nobody else may: they would not be reused."""
-        return [slot.buffer for slot in self.slots]  # type: ignore[misc]
+        return [slot.buffer for slot in self.slots if slot.buffer is not None]
 
     @property
     def numbers(self) -> Tensor:
@@ -129,14 +128,14 @@ class Bucket:
     def launch(self, group: dist.ProcessGroup, dtype: torch.dtype | None) -> None:
         """Add up over the ranks what is in the memory; `dtype` on the wire, None for its own."""
         wire = self.memory if dtype in (None, self.memory.dtype) else self.memory.to(dtype)
-        self._wire, self._work = wire, dist.all_reduce(wire, group=group, async_op=True)
+        self._sent.append((wire, dist.all_reduce(wire, group=group, async_op=True)))
 
     def land(self) -> None:
         """What was added up is in the memory; on a GPU the current stream waits, and the host does not."""
-        self._work.wait()
-        if self._wire is not self.memory:
-            self.memory.copy_(self._wire)  # type: ignore[arg-type]
-        self._wire = self._work = None
+        wire, work = self._sent.pop()
+        work.wait()
+        if wire is not self.memory:
+            self.memory.copy_(wire)
 
 
 class Reducer:
@@ -306,8 +305,8 @@ class Reducer:
             accumulator = grads.current(slot)
             if accumulator is view:
                 written.append(view)
-            elif grads.visible:
-                accumulator.copy_(view)  # type: ignore[union-attr]  # the user has put it into p.grad, and looks at it there
+            elif grads.visible and accumulator is not None:
+                accumulator.copy_(view)  # the user has put it into p.grad, and looks at it there
             else:
                 grads.put(slot, view)
         if grads.exposed:

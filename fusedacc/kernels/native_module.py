@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 import importlib.machinery
 import importlib.util
-import os
 import sysconfig
 from typing import Any
 
 import torch
 
 from . import library
+from .environment import switch
 
 #: "0": do without them, and without `undispatched`; "1": raise where they are not there; not set or "": use
 #: them where they are.
@@ -66,16 +66,16 @@ def why_not() -> str | None:
         ValueError: FUSEDACC_NATIVE_HOOKS is set to neither 0 nor 1.
         RuntimeError: it is 1, and there are no native hooks.
     """
-    choice = os.environ.get(VARIABLE, "")
-    if choice not in ("", "0", "1"):
-        raise ValueError(
-            f"{VARIABLE}={choice!r}: allowed are '0' (hooks in Python), '1' (native hooks, or an error), and "
-            "not to set it (native hooks where there are any)"
-        )
-    if choice == "0":
+    choice = switch(
+        VARIABLE,
+        on="native hooks, or an error",
+        off="hooks in Python",
+        unset="native hooks where there are any",
+    )
+    if choice is False:
         return f"{VARIABLE}=0"
     problem = _load()[1]
-    if choice == "1" and problem is not None:
+    if choice and problem is not None:
         raise RuntimeError(f"{VARIABLE}=1, but there are no native hooks: {problem}")
     return problem
 

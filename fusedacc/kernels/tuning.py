@@ -37,6 +37,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import library
+from .environment import switch
 
 #: "0": no trials, the processor's features decide; "1", "" or not set: trials.
 VARIABLE = "FUSEDACC_TUNE"
@@ -94,13 +95,8 @@ def fixed_by() -> str | None:
     Raises:
         ValueError: FUSEDACC_TUNE is neither "0" nor "1".
     """
-    value = os.environ.get(VARIABLE, "")
-    if value not in ("", "0", "1"):
-        raise ValueError(
-            f"{VARIABLE}={value!r}: allowed are '0' (no trials: the processor's features decide) and '1' or "
-            "not to set it (trials)"
-        )
-    if value == "0":
+    off = "no trials: the processor's features decide"
+    if switch(VARIABLE, on="trials", off=off, unset="trials") is False:
         return f"{VARIABLE}=0"
     return "torch.use_deterministic_algorithms" if torch.are_deterministic_algorithms_enabled() else None
 

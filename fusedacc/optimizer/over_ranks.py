@@ -55,9 +55,9 @@ class OverRanks:
     def _part(self, ending: bool) -> Part:
         """What this rank adds to the window's numbers. `ending`: the micro-batch at hand counts."""
         window = self.window
-        weight = window.weight_total
-        if ending and window.weighs:
-            weight = weight + window.micro.weight  # type: ignore[operator]
+        weight, added = window.weight_total, window.micro.weight
+        if ending and window.weighs and added is not None:
+            weight = weight + added
         return Part(
             window.micro_step + ending + window.carried,
             weight,

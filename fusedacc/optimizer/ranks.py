@@ -117,7 +117,8 @@ class Ranks(Joinable):
     @property
     def join_process_group(self) -> Any:
         """Among whom `Join` counts."""
-        return self._accumulation.ranks.parallel.reducer.group  # type: ignore[union-attr]  # after join_hook
+        parallel = self._accumulation.ranks.parallel
+        return None if parallel is None else parallel.reducer.group
 
 
 class _TakingPart(JoinHook):
