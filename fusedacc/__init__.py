@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from . import amp, functional
+from . import amp, functional, nn
 from .optimizer import AccumulatingOptimizer
 
-__all__ = ["AccumulatingOptimizer", "amp", "functional"]
+__all__ = ["AccumulatingOptimizer", "amp", "functional", "nn"]
 __version__ = "0.1.0"

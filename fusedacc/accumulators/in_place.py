@@ -19,8 +19,8 @@ from .rescaler import Rescaler
 Write = Callable[[Tensor, float | Tensor, float | Tensor], None]
 
 
-#: The paths of a parameter whose modules write all of its accumulator.
-PRODUCTS = ("gemm",)
+#: The paths of parameters whose modules write all of an accumulator.
+PRODUCTS = (("gemm",), ("grouped",))
 
 
 class InPlaceWriter:
@@ -54,7 +54,7 @@ class InPlaceWriter:
                 for index, slot in enumerate(slots)
                 if accumulators[index] is None
                 and not slot.needs_eager
-                and slot.paths == PRODUCTS
+                and slot.paths in PRODUCTS
                 and slot.buffer is not None
             ]
         if not (self._deferred.scales or fresh):
@@ -81,7 +81,7 @@ class InPlaceWriter:
         """Have `write` add to the slot's accumulator; False, with nothing done, where it cannot.
 
         Args:
-            slot: whose accumulator it is: a matrix.
+            slot: whose accumulator it is: a matrix, or a stack of them.
             write: called with memory that holds nothing yet and a beta of 0, or with the accumulator and its
                 deferred scale.
             scale: handed on to `write`.
@@ -105,7 +105,7 @@ class InPlaceWriter:
             fresh = accumulator is None
             if accumulator is None:
                 (accumulator,) = buffers([slot], [True])
-            if not fits(slot, accumulator) or not _is_matrix(accumulator, by_rows):
+            if not fits(slot, accumulator) or not _is_dense(accumulator, by_rows):
                 return False
             if by_rows:
                 self._rescaler.apply([slot])
@@ -122,8 +122,8 @@ class InPlaceWriter:
             return True
 
 
-def _is_matrix(accumulator: Tensor, by_rows: bool) -> bool:
-    """Whether it is 2-d and dense, row after row if `by_rows`."""
-    if accumulator.dim() != 2:
+def _is_dense(accumulator: Tensor, by_rows: bool) -> bool:
+    """Whether it is a dense matrix or a dense stack of matrices, row after row if `by_rows`."""
+    if accumulator.dim() not in (2, 3):
         return False
-    return accumulator.is_contiguous() or (not by_rows and accumulator.t().is_contiguous())
+    return accumulator.is_contiguous() or (not by_rows and accumulator.mT.is_contiguous())

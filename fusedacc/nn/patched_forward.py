@@ -6,18 +6,17 @@ import contextlib
 import copy
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..accumulators import Slot
-from ..accumulators.in_place import Write
 from ..autograd.capture import Capture
 from ..kernels.checks import ORDINARY_TYPES
 from .uncompiled import runs_as_written
+from .weight_sum import WeightSum
 
 _grad_enabled, _tracing = torch.is_grad_enabled, torch._C._is_tracing
 _transform_at_hand = torch._C._functorch.peek_interpreter_stack
@@ -30,7 +29,7 @@ PATCHED = "_accumulating_site"
 _forwards: set[Any] = set()
 
 
-class PatchedForward:
+class PatchedForward(WeightSum):
     """What stands in `module.forward`: the module's own computation, by a function that accumulates.
 
     It refers to the module and to the wrapper weakly, and stands in the module's `__dict__` under `PATCHED`.
@@ -53,12 +52,11 @@ class PatchedForward:
         _forwards.add(runs_as_written(cls.forward))
 
     def __init__(self, module: torch.nn.Module, slot: Slot, capture: Capture) -> None:
+        super().__init__(slot, capture)
         self._module: Callable[[], Any] = weakref.ref(module)
-        self._capture = weakref.ref(capture)
         self._stock = type(module).forward
         #: What `install` has put into the module's `__dict__`.
         self._entries: dict[str, Any] = {}
-        self.slot = slot
 
     @staticmethod
     def forward(module: Any, input: Any) -> Any:
@@ -68,24 +66,6 @@ class PatchedForward:
     def __reduce__(self) -> tuple:
         # In a copy of the module's `__dict__` alone; the module itself is copied without a patched forward.
         return type(None), ()
-
-    @property
-    def backend(self) -> str:
-        """The one that the wrapper was asked for."""
-        capture = self._capture()
-        return "auto" if capture is None else capture.accumulators.backend
-
-    @property
-    def updates(self) -> int:
-        """Updates of the inner optimizer so far; its kernels write weights and bump no version."""
-        capture = self._capture()
-        return 0 if capture is None else capture.num_updates
-
-    @property
-    def node(self) -> Any:
-        """The AccumulateGrad node that carries the weight's hook; None where there is none."""
-        capture = self._capture()
-        return None if capture is None else capture.registry.nodes.get(self.slot, (None,))[0]
 
     @property
     def module(self) -> Any:
@@ -133,33 +113,28 @@ class PatchedForward:
         """
         param = self.slot.param
         return (
-            self._capture() is None
-            or type(module).forward is not self._stock
+            not self.accumulates
             or module._parameters.get("weight") is not param
-            or not param.requires_grad
-            or not _grad_enabled()
+            or not self.may_record(module)
             or type(input) not in ORDINARY_TYPES
             or input.layout is not torch.strided
             or input.is_nested
-            or type(param) not in ORDINARY_TYPES
-            or param.is_meta
             or input.device != param.device
-            or _transform_at_hand() is not None
-            or forward_ad._current_level >= 0
-            or _tracing()
         )
 
-    def accumulate_in_place(
-        self, node: Any, write: Write, operands: tuple[Tensor, ...], by_rows: bool = False
-    ) -> bool:
-        """As `Capture.take_in_place`, for the weight, whose AccumulateGrad node this is.
+    def may_record(self, module: Any) -> bool:
+        """Whether functions of ours may stand in the graph of a call."""
+        return (
+            type(module).forward is self._stock
+            and _grad_enabled()
+            and _transform_at_hand() is None
+            and forward_ad._current_level < 0
+            and not _tracing()
+        )
 
-        `operands`: what `write` reads; where p.grad itself was fed to the module, not while it is written.
-        """
-        capture, shown = self._capture(), self.slot.param.grad
-        if capture is None or (shown is not None and _share_memory(shown, operands)):
-            return False
-        return capture.take_in_place(self.slot, node, write, by_rows)
+    def leave(self, slots: Collection[Slot]) -> bool:
+        """Have no more to do with the parameters of these slots; whether nothing is left to do then."""
+        return self.slot in slots
 
 
 @runs_as_written
@@ -167,10 +142,6 @@ def adds(patched: Callable[[], Any], *arguments: Any) -> bool:
     """The patched forward's own `adds`, while there is one."""
     known = patched()
     return known is not None and known.adds(*arguments)
-
-
-def _share_memory(total: Tensor, operands: tuple[Tensor, ...]) -> bool:
-    return any(torch._C._is_alias_of(total, operand) for operand in operands)  # type: ignore[attr-defined]
 
 
 class Copying:

@@ -12,9 +12,12 @@ from torch.nn.utils import parametrize
 
 from ..accumulators import Slot
 from ..autograd.capture import Capture
+from . import grouped
 from .embedding import PatchedEmbedding
+from .experts import PatchedExperts, may_read_experts
 from .linear import PatchedConv1D, PatchedLinear
 from .patched_forward import PatchedForward, is_stock
+from .weight_sum import WeightSum
 
 #: Before anybody can have put a forward of theirs into torch's classes.
 LINEAR, EMBEDDING = nn.Linear.forward, nn.Embedding.forward
@@ -35,9 +38,11 @@ class Replacements:
     def __init__(self, model: nn.Module, capture: Capture, why_left: WhyLeft) -> None:
         self._model, self._capture, self._why_left = model, capture, why_left
         self._patched: dict[nn.Module, PatchedForward] = {}
+        #: Of stacked weights (experts, ...).
+        self._stacked: dict[Slot, WeightSum] = {}
         self._search()
         self.follow(capture.accumulators.slots)
-        if not self._patched:
+        if not (self._patched or self._stacked):
             warnings.warn(
                 "model= was given, but this optimizer has the weight of none of its Linear and Embedding "
                 "modules that could be replaced: nothing will accumulate inside a backward; see explain()",
@@ -53,8 +58,14 @@ class Replacements:
         if not all(self._places_of(slot) for slot in slots):
             self._search()
         for slot in slots:
+            if slot.param.dim() == 3:
+                self._stacked[slot] = WeightSum(slot, self._capture)
+                grouped.register(self._stacked[slot])
             for module, name, _ in self._places_of(slot):
-                if module in self._patched:
+                known = self._patched.get(module)
+                if isinstance(known, PatchedExperts):
+                    self._stack(known, name, slot)
+                if known is not None:
                     continue
                 kind, why = (None, REPLICAS) if self._replicas else _kind_of(module, name)
                 if kind is not None and issubclass(kind, PatchedLinear):
@@ -64,9 +75,15 @@ class Replacements:
                     continue
                 patched = self._patched[module] = kind(module, slot, self._capture)
                 patched.install()
-                if kind.path not in slot.paths:
-                    slot.paths += (kind.path,)
+                if isinstance(patched, PatchedExperts):
+                    self._stack(patched, name, slot)
+                else:
+                    patched.declare(kind.path)
         self.name(slots)
+
+    def _stack(self, patched: PatchedExperts, name: str, slot: Slot) -> None:
+        if may_read_experts(patched.module, slot.param):
+            patched.stand_for(name, self._stacked[slot])
 
     def name(self, slots: Sequence[Slot]) -> None:
         """As `name_slots`, for what the last search has found."""
@@ -103,15 +120,16 @@ class Replacements:
 
     def remove(self) -> None:
         """Stock's forward everywhere."""
-        self.drop([patched.slot for patched in self._patched.values()])
+        self.drop([*self._stacked, *(patched.slot for patched in self._patched.values())])
 
     def drop(self, slots: Iterable[Slot]) -> None:
         """Stock's forward for the modules of these slots' parameters."""
         dropped = set(slots)
-        for module in [module for module, patched in self._patched.items() if patched.slot in dropped]:
-            patched = self._patched.pop(module)
-            patched.remove()
-            patched.slot.paths = ()
+        for module in [module for module, patched in self._patched.items() if patched.leave(dropped)]:
+            self._patched.pop(module).remove()
+        for slot in dropped:
+            self._stacked.pop(slot, None)
+            slot.paths = ()
 
 
 def name_slots(model: nn.Module, slots: Sequence[Slot]) -> None:
@@ -126,9 +144,12 @@ def _kind_of(module: nn.Module, name: str) -> tuple[type[PatchedForward] | None,
     if isinstance(module, parametrize.ParametrizationList):
         return None, "parametrized: its gradient goes on through the parametrization"
     kind = _known(module)
+    parameter = module._parameters[name]
+    if kind is None and parameter is not None and may_read_experts(module, parameter):
+        kind = PatchedExperts
     if kind is None or name == "bias":
         return None, ""
-    if name != "weight":
+    if name != "weight" and kind is not PatchedExperts:
         return None, "weight or spectral norm: its gradient goes on through the norm"
     if not is_stock(module):
         return None, "somebody has replaced the module's forward"

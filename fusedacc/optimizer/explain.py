@@ -10,7 +10,7 @@ from .. import traffic
 from ..accumulators import Accumulators, Slot
 from ..autograd import eligibility
 from ..autograd.eligibility import Taker
-from ..kernels import matmul, native_module
+from ..kernels import grouped, matmul, native_module
 from .window import Window
 
 
@@ -70,7 +70,8 @@ def explain(slots: Sequence[Slot], window: Window, accumulators: Accumulators, u
     notes = [f"[{number}] {reason}" for number, reason in enumerate(reasons, 1)]
     legend = (
         "first, later: bytes read and written per element in the window's first micro-batch and the others, "
-        "the gradient's own write included; rows: only of the rows that were looked up"
+        "the gradient's own write included; rows: only of the rows that were looked up; grouped, later: "
+        "only of experts that had rows"
     )
     if window.shards:
         notes.append(window.shards.describe())
@@ -106,11 +107,17 @@ def route(slot: Slot, accumulators: Accumulators) -> Route:
 def _in_backward(slot: Slot, accumulators: Accumulators) -> Route:
     """A module of the model adds to the sum inside its backward; two may where they share the weight."""
     device, gradient, accumulator = slot.lane
-    names, ways = [], []
+    asked, names, ways = accumulators.backend, [], []
     if "gemm" in slot.paths:
-        name, how = matmul.describe(device, accumulator, gradient, accumulators.backend, accumulators.choices)
+        name, how = matmul.describe(device, accumulator, gradient, asked, accumulators.choices)
         names.append(name)
         ways.append(f"a Linear's product: {how}")
+    if "grouped" in slot.paths:
+        name, how = grouped.describe(
+            device, accumulator, gradient, accumulators.backend, accumulators.choices
+        )
+        names.append(name)
+        ways.append(f"experts' products, of those that have rows: {how}")
     if "embedding" in slot.paths:
         lookup = accumulators.plans.select(slot.lane)
         names.append(lookup.backend.name)
@@ -127,7 +134,7 @@ def _bytes(slot: Slot, chosen: Route, window: Window) -> tuple[str, str]:
     if slot.needs_eager:
         return "-", "-"
     # What autograd stores in a manual loop is added by autograd itself.
-    if chosen.path.startswith("gemm"):
+    if chosen.path.startswith(("gemm", "grouped")):
         loop = "gemm"
     else:
         loop = "fusedacc" if chosen.path in ("multi_tensor", "fsdp2") or window.counted else "mixed_add"

@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 @dataclass
@@ -112,6 +114,13 @@ def reads(*values: Any) -> list[Operand]:
 def writes(tensors: Iterable[Tensor]) -> list[Operand]:
     """These tensors, each written whole."""
     return [Operand(tensor, written=bytes_of(tensor)) for tensor in tensors]
+
+
+def has_data(tensor: Tensor) -> bool:
+    """Whether the tensor's elements can be looked at now; on a GPU they are waited for."""
+    if isinstance(tensor, FakeTensor) or tensor.is_meta:
+        return False
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def merged(operands: Iterable[Operand]) -> list[Operand]:

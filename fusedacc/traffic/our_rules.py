@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..kernels.constants import plan_entry
-from .operands import Call, Operand, Rule, bytes_of, merged, reads, whole, writes
+from . import grouped_rules
+from .operands import Call, Operand, Rule, bytes_of, has_data, merged, reads, whole, writes
 
 #: Operators that look at no data.
 METADATA = frozenset({"fusedacc::prepare", "fusedacc::build_info"})
@@ -41,9 +41,7 @@ def measurement(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> list[Op
 def _rows_named(indices: Tensor, padding: int) -> tuple[int, int] | None:
     """How many indices name a row other than `padding`, and how many such rows: by the data, for which a GPU
     is waited for. None where there is none to read."""
-    if isinstance(indices, FakeTensor) or indices.is_meta:
-        return None
-    if indices.is_cuda and torch.cuda.is_current_stream_capturing():
+    if not has_data(indices):
         return None
     with _disable_current_modes():  # the meter's own look is nobody's traffic
         named = indices[indices != padding]
@@ -98,6 +96,12 @@ def _accumulate_prepared(call: Call) -> list[Operand] | None:
     return found
 
 
+def _grouped_accumulate(call: Call) -> list[Operand] | None:
+    keep = call["keep"] if call["keep_tensor"] is None else call["keep_tensor"]
+    operands = call["accumulator"], call["left"], call["right"], call["offsets"]
+    return grouped_rules.accumulation(*operands, call["scale_tensor"], keep)
+
+
 def _gemm_accumulate(call: Call) -> list[Operand]:
     """Both factors, and the sum, which is not read where none of it is kept."""
     overwrites = call["keep_tensor"] is None and call["keep"] == 0
@@ -111,6 +115,7 @@ RULES: dict[str, Rule] = {
     "scale_accumulate_norm_": _scale_accumulate,
     "accumulate_prepared_norm_": _accumulate_prepared,
     "gemm_accumulate_": _gemm_accumulate,
+    "grouped_accumulate_": _grouped_accumulate,
     "norm_partials": whole,
     "finish_norm": whole,
     "accumulate_rows_": _accumulate_rows,
@@ -122,6 +127,7 @@ _LAUNCHES: dict[str, Callable[..., list[Operand] | None]] = {
     "triton::norm_partials": measurement,
     "triton::finish_norm": measurement,
     "triton::add_rows": rows_accumulation,
+    "triton::add_grouped": grouped_rules.accumulation,
 }
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from . import operators, our_rules
+from . import grouped_rules, operators, our_rules
 from .operands import Call, Operand, Rule, bytes_of, identity, name_of, reads, tensors_in, whole
 from .operators import OVERWRITING, UNREAD, WHOLE
 
@@ -176,6 +176,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("scatter", "index_copy"), _scattered(adds=False)),
     **dict.fromkeys(("index_add", "scatter_add"), _scattered(adds=True)),
     "index_fill": _filled,
+    "_grouped_mm": grouped_rules.product,
     "convolution_backward": _convolution_backward,
     "native_group_norm_backward": _norm_backward,
     "native_batch_norm_backward": _batch_norm_backward,

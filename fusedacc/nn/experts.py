@@ -1,0 +1,124 @@
+"""A module whose forward reads stacked weights (experts, ...), which are shadowed meanwhile.
+
+Those of Transformers are known by the forward that they share; in others it shows at their first call
+whether they read expert by expert.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch.compiler import is_compiling
+
+from ..accumulators import Slot
+from ..autograd.capture import Capture
+from .patched_forward import PATCHED, PatchedForward
+from .stacked import stand_in
+from .weight_sum import WeightSum
+
+#: Transformers' implementations that read one expert's weight after the other, or multiply by groups.
+_KNOWN = (None, "eager", "grouped_mm")
+
+
+class PatchedExperts(PatchedForward):
+    """A module with parameters (experts, out, in) or (experts, in, out).
+
+    Args:
+        module, slot, capture: as `PatchedForward`; of the first of its parameters that was found.
+    """
+
+    def __init__(self, module: torch.nn.Module, slot: Slot, capture: Capture) -> None:
+        super().__init__(module, slot, capture)
+        self._targets: dict[str, WeightSum] = {}
+        self._groups = is_of_transformers(module)
+
+    def stand_for(self, name: str, target: WeightSum) -> None:
+        """Shadow the parameter of that name as well."""
+        self._targets[name] = target
+        if self._groups:
+            way = _implementation(self.module)
+            if way in _KNOWN:
+                target.declare("grouped")
+            else:
+                target.slot.left_to = f"Transformers' {way} for experts copies or repacks weights: stock's"
+
+    def leave(self, slots: Collection[Slot]) -> bool:
+        for name, target in list(self._targets.items()):
+            if target.slot in slots:
+                del self._targets[name]
+        return not self._targets
+
+    @staticmethod
+    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+        stock = type(module).forward
+        if is_compiling():  # first: of whatever is read before it, a compiler makes guards
+            return stock(module, *args, **kwargs)
+        patched = module.__dict__.get(PATCHED)
+        if patched is None or not patched.may_record(module):
+            return stock(module, *args, **kwargs)
+        return patched.run(module, args, kwargs)
+
+    def run(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The forward of the module's class, in which stand-ins are found before the parameters."""
+        if self._groups and _implementation(module) not in _KNOWN:
+            return self._stock(module, *args, **kwargs)
+        own, parameters = module.__dict__, module._parameters
+        shadows = {
+            name: stand_in(target, self._groups)
+            for name, target in self._targets.items()
+            if target.accumulates and parameters.get(name) is target.slot.param and name not in own
+        }
+        own.update(shadows)
+        try:
+            output = self._stock(module, *args, **kwargs)
+        finally:
+            for name, shadow in shadows.items():
+                if own.get(name) is shadow:
+                    del own[name]
+        if not self._groups:
+            self._forget_unread(shadows)
+        return output
+
+    def _forget_unread(self, names: Collection[str]) -> None:
+        """Shadow no more what no expert was taken from."""
+        for name in names:
+            target = self._targets.get(name)
+            if target is not None and "grouped" not in target.slot.paths:
+                del self._targets[name]
+        if not self._targets:
+            self.remove()
+
+
+def may_read_experts(module: torch.nn.Module, parameter: torch.Tensor) -> bool:
+    """Whether a module's own parameter may be a stack of experts' weights."""
+    stacked = parameter.dim() == 3 and len(parameter) > 1
+    return stacked and not type(module).__module__.startswith("torch.")
+
+
+def is_of_transformers(module: torch.nn.Module) -> bool:
+    """Whether Transformers' `use_experts_implementation` has decorated the module's class."""
+    code = getattr(type(module).forward, "__code__", None)
+    return code is not None and code is _code_of(sys.modules.get("transformers.integrations.moe"))
+
+
+@functools.cache
+def _code_of(moe: types.ModuleType | None) -> types.CodeType | None:
+    """Of the forward that it gives to every class."""
+    decorate = getattr(moe, "use_experts_implementation", None)
+    if decorate is None:
+        return None
+
+    class Probe(torch.nn.Module):
+        def forward(self) -> None:
+            """Replaced at once."""
+
+    return decorate(Probe).forward.__code__
+
+
+def _implementation(module: Any) -> Any:
+    return getattr(module.config, "_experts_implementation", None)

@@ -1,0 +1,40 @@
+"""One expert's part of a stacked weight, whose gradient is added to that part of the sum.
+
+Stock's backward of `weight[e]` makes zeros as large as the whole weight for every expert that was used, and
+adds them up.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..functional import scale_accumulate_
+from .uncompiled import runs_as_written
+from .weight_sum import WeightSum
+
+
+class SelectedFunction(torch.autograd.Function):
+    """weight[index]: weight (experts, ...), index at least 0."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, index: int, target: WeightSum) -> Tensor:
+        ctx.target, ctx.index, ctx.shape = target, index, weight.shape
+        ctx.set_materialize_grads(False)
+        return weight.detach()[index]
+
+    @staticmethod
+    @runs_as_written
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        if gradient is None:
+            return None, None, None
+        target, index = ctx.target, ctx.index
+
+        def write(accumulator: Tensor, scale: float | Tensor, beta: float | Tensor) -> None:
+            scale_accumulate_([accumulator[index]], [gradient], scale, backend=target.backend)
+
+        if target.accumulate_in_place(ctx.next_functions[0][0], write, (gradient,), by_rows=True):
+            return None, None, None
+        return torch.ops.aten.select_backward(gradient, ctx.shape, 0, index), None, None

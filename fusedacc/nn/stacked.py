@@ -1,0 +1,102 @@
+"""Stands in for a stacked weight (experts, ...) as long as a forward runs that reads it.
+
+What is done with it is done with the parameter, but for two things: `weight[e]`, and, in modules whose
+grouped products are known, `grouped_mm`. Their gradients go to the sum.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
+
+from . import grouped
+from .selected import SelectedFunction
+from .weight_sum import WeightSum
+
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+
+
+class StackedWeight(Tensor):
+    """A parameter's stand-in, made by `stand_in`; also of its transposed matrices."""
+
+    #: As for torch's own parameters of subclasses: isinstance(stand_in, nn.Parameter).
+    _is_param = True
+    plain: Tensor
+    target: WeightSum
+    groups: bool
+    turned: bool
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        own = _OWN.get(func)
+        if own is not None and torch.is_grad_enabled():
+            output = own(*args, **kwargs)
+            if output is not None:
+                return output
+        args, kwargs = tree_map_only(StackedWeight, operator.attrgetter("plain"), (args, kwargs))
+        return func(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["plain"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.plain, name, value)
+
+
+def stand_in(target: WeightSum, groups: bool) -> StackedWeight:
+    """One for the parameter of `target`. `groups`: its grouped products are known."""
+    return _made(target.slot.param, target, groups, False)
+
+
+def _made(plain: Tensor, target: WeightSum, groups: bool, turned: bool) -> StackedWeight:
+    # An alias with a graph of its own: what sees no subclass differentiates by the parameter all the same.
+    made = plain.as_subclass(StackedWeight)
+    made.__dict__.update(plain=plain, target=target, groups=groups, turned=turned)
+    return made
+
+
+def _select(weight: Any, index: Any) -> Tensor | None:
+    """weight[index], of one expert; None for what else may stand in brackets."""
+    if not isinstance(weight, StackedWeight) or weight.plain is not weight.target.slot.param:
+        return None
+    if isinstance(index, Tensor):
+        if type(index) is not Tensor or index.dim() != 0 or index.dtype not in _INTEGERS:
+            return None
+    elif isinstance(index, bool) or not hasattr(index, "__index__"):
+        return None
+    own, experts = operator.index(index), len(weight.plain)
+    if not -experts <= own < experts:
+        return None
+    weight.target.declare("grouped")
+    return SelectedFunction.apply(weight.plain, own % experts, weight.target)
+
+
+def _transpose(weight: Any, first: Any, second: Any) -> Tensor | None:
+    """The transposed matrices, for a grouped product."""
+    if not isinstance(weight, StackedWeight) or not weight.groups or {first % 3, second % 3} != {1, 2}:
+        return None
+    return _made(weight.plain.transpose(1, 2), weight.target, True, not weight.turned)
+
+
+def _multiply(rows: Any, weight: Any, *, offs: Any = None, **others: Any) -> Tensor | None:
+    """rows (S, in) times the experts' matrices (experts, in, out)."""
+    if not isinstance(weight, StackedWeight) or not weight.groups or others or type(rows) is not Tensor:
+        return None
+    return grouped.apply(rows, weight.target, offs, inward=not weight.turned)
+
+
+#: What is not done with the parameter; None where it is after all.
+_OWN: dict[Any, Callable[..., Tensor | None]] = {
+    Tensor.__getitem__: _select,
+    Tensor.transpose: _transpose,
+    torch.transpose: _transpose,
+    F.grouped_mm: _multiply,
+    torch._grouped_mm: _multiply,
+}
