@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import grouped
+from .stacked import plain_of
 
 __all__ = ["grouped_linear"]
 
@@ -33,7 +34,7 @@ def grouped_linear(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     """
     plain = torch.compiler.is_compiling() or not torch.is_grad_enabled()
     if not (plain or _transform_at_hand() is not None or forward_ad._current_level >= 0):
-        target = grouped.target_of(weight)
+        target = grouped.target_of(plain_of(weight))
         output = None if target is None else grouped.apply(input, target, offs, inward=False)
         if output is not None:
             return output

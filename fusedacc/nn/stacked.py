@@ -55,6 +55,11 @@ def stand_in(target: WeightSum, groups: bool) -> StackedWeight:
     return _made(target.slot.param, target, groups, False)
 
 
+def plain_of(weight: Tensor) -> Tensor:
+    """The parameter itself, where a stand-in may be at hand."""
+    return weight.plain if isinstance(weight, StackedWeight) else weight
+
+
 def _made(plain: Tensor, target: WeightSum, groups: bool, turned: bool) -> StackedWeight:
     # An alias with a graph of its own: what sees no subclass differentiates by the parameter all the same.
     made = plain.as_subclass(StackedWeight)
