@@ -44,10 +44,12 @@ void run_part(const GroupedRequest& request, const GemmRequest& product) {
   const int64_t tokens = product.left.rows;
   if (tokens == 0) {
     keep_only(product.accumulator, product.beta);
-  } else if (tokens <= request.rank_k_tokens) {
+  } else if (request.rounds(tokens)) {
+    run_gemm(product, Way::kRounded);
+  } else if (request.is_rank_k(tokens)) {
     loops().add_rank_k[find_pair(product.left.dtype, product.accumulator.dtype)](product);
   } else {
-    run_gemm(product, tokens >= request.rounded_tokens ? Way::kRounded : Way::kWhole);
+    run_gemm(product, Way::kWhole);
   }
 }
 
@@ -74,7 +76,7 @@ void run_grouped(const GroupedRequest& request) {
     used.push_back(expert);
     cost += shape.rows * row_cost(expert);
   }
-  if (used.size() == 1 && request.tokens(used[0]) > request.rank_k_tokens) {
+  if (used.size() == 1 && !request.is_rank_k(request.tokens(used[0]))) {
     run_part(request, request.product(used[0]));  // BLAS shares it out itself
     return;
   }

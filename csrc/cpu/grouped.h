@@ -15,11 +15,13 @@ struct GroupedRequest {
   int64_t stride;
   const std::vector<int64_t>& ends;
   int64_t rank_k_tokens;   // with so many tokens at most: by the loops of rank_loops_impl.h; <= kRankTokens
-  int64_t rounded_tokens;  // with so many at least: by Way::kRounded
+  int64_t rounded_tokens;  // of bfloat16 with so many at least: by Way::kRounded
 
   int64_t experts() const { return static_cast<int64_t>(ends.size()); }
   int64_t first_token(int64_t expert) const { return expert == 0 ? 0 : ends[expert - 1]; }
   int64_t tokens(int64_t expert) const { return ends[expert] - first_token(expert); }
+  bool rounds(int64_t tokens) const { return all.left.dtype == Dtype::kBFloat16 && tokens >= rounded_tokens; }
+  bool is_rank_k(int64_t tokens) const { return tokens <= rank_k_tokens && !rounds(tokens); }
   GemmRequest product(int64_t expert) const {
     const int64_t first = first_token(expert), count = tokens(expert);
     Matrix accumulator = all.accumulator;

@@ -8,11 +8,14 @@
 namespace fusedacc::cpu {
 namespace {
 
-// Products of rows of the accumulator, summed for a block of its columns that stays in the first-level cache.
+// Products of rows of the accumulator, summed for a block of its columns: a long one, since
+// memory is fetched ahead where it is walked through.
 template <typename Compute>
 struct RankSums {
-  static constexpr int64_t kColumns = 256, kRows = 4, kGroup = 4;
-  alignas(kLineBytes) Compute sums[kRows][kColumns];
+  static constexpr int64_t kColumns = 1024, kRows = 4, kGroup = 4;
+  // Rows that are no power of two apart, which would have them all in the same few places of the cache.
+  static constexpr int64_t kStride = kColumns + 32;
+  alignas(kLineBytes) Compute sums[kRows][kStride];
 
   // The sum over all tokens of factors[token * rows + row] * right[token * stride + column].
   template <int rows>
@@ -27,7 +30,7 @@ struct RankSums {
   // Of the first tokens, a group's at most.
   template <int rows, bool first>
   void group(const Compute* factors, const Compute* right, int64_t stride, int64_t tokens, int64_t columns) {
-    if (tokens >= 4) return join<rows, 4, first>(sums[0], factors, right, stride, columns);
+    if (tokens >= kGroup) return join<rows, kGroup, first>(sums[0], factors, right, stride, columns);
     if (tokens == 3) return join<rows, 3, first>(sums[0], factors, right, stride, columns);
     if (tokens == 2) return join<rows, 2, first>(sums[0], factors, right, stride, columns);
     join<rows, 1, first>(sums[0], factors, right, stride, columns);
@@ -41,15 +44,19 @@ struct RankSums {
     for (int i = 0; i < tokens * rows; ++i) by[i] = factors[i];
     FUSEDACC_INDEPENDENT
     for (int64_t column = 0; column < columns; ++column) {
+      // Read before any sum is written, which for all that the compiler knows might change them.
+      Compute values[tokens];
+#pragma GCC unroll 4
+      for (int token = 0; token < tokens; ++token) values[token] = right[token * stride + column];
 #pragma GCC unroll 4
       for (int row = 0; row < rows; ++row) {
-        Compute sum = first ? by[row] * right[column]
-                            : multiply_add(by[row], right[column], sums[row * kColumns + column]);
+        Compute& sum = sums[row * kStride + column];
+        Compute added = first ? by[row] * values[0] : multiply_add(by[row], values[0], sum);
 #pragma GCC unroll 4
         for (int token = 1; token < tokens; ++token) {
-          sum = multiply_add(by[token * rows + row], right[token * stride + column], sum);
+          added = multiply_add(by[token * rows + row], values[token], added);
         }
-        sums[row * kColumns + column] = sum;
+        sum = added;
       }
     }
   }
@@ -71,25 +78,22 @@ struct RankLoops {
   using Sums = RankSums<Compute>;
   static constexpr Dtype kCompute = std::is_same_v<Compute, double> ? Dtype::kFloat64 : Dtype::kFloat32;
   using Into = PairLoops<find_pair(kCompute, kPairs[pair].accumulator)>;
-  // Elements of right that are kept converted, beside the sums in the first-level cache or near it.
-  static constexpr int64_t kConverted = 8192;
+  // Elements of right that are kept converted, in the second-level cache.
+  static constexpr int64_t kConverted = 16384;
 
   // Of no more than kRankTokens tokens.
   static void add(const GemmRequest& all) {
+    if (std::is_same_v<Operand, Compute> && all.right.col_stride == 1) {
+      add_all_rows(all, static_cast<const Compute*>(all.right.data), all.right.row_stride);
+      return;
+    }
     const int64_t tokens = all.left.rows, cols = all.accumulator.cols;
     alignas(kLineBytes) Compute converted[kConverted];
-    const int64_t step = kConverted / tokens / Sums::kColumns * Sums::kColumns;
-    const int64_t width = step > 0 ? step : kConverted / kRankTokens;
+    const int64_t width = kConverted / tokens / kLineBytes * kLineBytes;
     for (int64_t first = 0; first < cols; first += width) {
-      const int64_t count = cols - first < width ? cols - first : width;
-      const Matrix right = all.right.part(0, tokens, first, count);
-      const GemmRequest part = all.cols_part(first, count);
-      if (std::is_same_v<Operand, Compute> && right.col_stride == 1) {
-        add_all_rows(part, static_cast<const Compute*>(right.data), right.row_stride);
-      } else {
-        for (int64_t token = 0; token < tokens; ++token) convert(converted + token * width, right, token);
-        add_all_rows(part, converted, width);
-      }
+      const GemmRequest part = all.cols_part(first, cols - first < width ? cols - first : width);
+      for (int64_t token = 0; token < tokens; ++token) convert(converted + token * width, part.right, token);
+      add_all_rows(part, converted, width);
     }
   }
 
