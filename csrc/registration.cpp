@@ -32,6 +32,13 @@ STABLE_TORCH_LIBRARY(fusedacc, m) {
   m.def(
       "gemm_accumulate_(Tensor(a!) accumulator, Tensor left, Tensor right, Tensor? scale_tensor=None, "
       "float scale=1.0, Tensor? keep_tensor=None, float keep=1.0, int way=0) -> ()");
+  // The same for each matrix of the accumulator, and the rows of left and right up to its offset. Experts
+  // with rank_k_tokens at most are added by loops of our own, those with rounded_tokens at least as `way` 2
+  // has it.
+  m.def(
+      "grouped_accumulate_(Tensor(a!) accumulator, Tensor left, Tensor right, Tensor offsets, "
+      "Tensor? scale_tensor=None, float scale=1.0, Tensor? keep_tensor=None, float keep=1.0, "
+      "int rank_k_tokens=0, int rounded_tokens=9223372036854775807) -> ()");
   // For each row that is named and is not `padding` (-1: none): its gradients' sum, or their mean, is added.
   m.def(
       "accumulate_rows_(Tensor(a!) table, Tensor indices, Tensor gradients, Tensor? scale_tensor=None, "

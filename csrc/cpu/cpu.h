@@ -7,6 +7,7 @@
 
 #include "../common/row_work.h"
 #include "gemm.h"
+#include "grouped.h"
 #include "loops.h"
 
 namespace fusedacc::cpu {
@@ -23,6 +24,9 @@ void add_rows(const RowWork& work, double scale);
 // A product into an accumulator, by torch's own BLAS and oneDNN. A way that does not fit the dtypes is taken
 // as kWhole.
 void run_gemm(const GemmRequest& request, Way way);
+
+// Many of them, experts shared out among the threads, and those with few tokens by loops of our own.
+void run_grouped(const GroupedRequest& request);
 
 // The loops for this processor's vector instructions. FUSEDACC_CPU_CAPABILITY lowers them; throws if that
 // names anything else than "baseline", "avx2" or "avx512", or more than the processor has.

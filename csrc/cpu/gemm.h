@@ -19,15 +19,15 @@ constexpr int class_of(int64_t tokens) {
   return number;
 }
 
-// Strides in elements.
+// Strides in elements. Always inlined, as in common/functors.h: loops for several instruction sets use them.
 struct Matrix {
   void* data;
   int64_t rows, cols;
   int64_t row_stride, col_stride;
   Dtype dtype;
 
-  Matrix transposed() const { return {data, cols, rows, col_stride, row_stride, dtype}; }
-  Matrix part(int64_t row, int64_t row_count, int64_t col, int64_t col_count) const {
+  FUSEDACC_INLINE Matrix transposed() const { return {data, cols, rows, col_stride, row_stride, dtype}; }
+  FUSEDACC_INLINE Matrix part(int64_t row, int64_t row_count, int64_t col, int64_t col_count) const {
     const int64_t first = row * row_stride + col * col_stride;
     return {static_cast<char*>(data) + first * element_size(dtype),
             row_count,
@@ -51,11 +51,11 @@ struct GemmRequest {
   double scale, beta;
 
   // The product of some rows of the accumulator, or of some of its columns.
-  GemmRequest rows_part(int64_t first, int64_t count) const {
+  FUSEDACC_INLINE GemmRequest rows_part(int64_t first, int64_t count) const {
     return {accumulator.part(first, count, 0, accumulator.cols), left.part(0, left.rows, first, count), right,
             scale, beta};
   }
-  GemmRequest cols_part(int64_t first, int64_t count) const {
+  FUSEDACC_INLINE GemmRequest cols_part(int64_t first, int64_t count) const {
     return {accumulator.part(0, accumulator.rows, first, count), left,
             right.part(0, right.rows, first, count), scale, beta};
   }

@@ -7,8 +7,12 @@
 #include "../common/dtypes.h"
 #include "../common/norm_functors.h"
 #include "../common/work.h"
+#include "gemm.h"
 
 namespace fusedacc::cpu {
+
+// The most tokens that `Loops::AddRankK` takes.
+constexpr int64_t kRankTokens = 64;
 
 // A row's number, and the position of one of its gradients.
 struct RowPlace {
@@ -40,6 +44,9 @@ struct Loops {
   // Columns [begin, end) of a row.
   using AddRow = void (*)(void* row, const RowGradients& gradients, int64_t begin, int64_t end, double scale,
                           bool by_frequency);
+  // A product of at least one token and at most kRankTokens, rounded once to the accumulator. Any strides but
+  // for the accumulator's rows, which are dense.
+  using AddRankK = void (*)(const GemmRequest& request);
 
   const char* name;
   Flat flat[kPairCount];
@@ -47,6 +54,7 @@ struct Loops {
   Norm norm[kNormKinds][kPairCount];  // by the pair of the tensor's dtype with itself
   AddNorm add_norm[kNormKinds][kPairCount];
   AddRow add_row[kPairCount];
+  AddRankK add_rank_k[kPairCount];
 };
 
 // What is overwritten and larger than a second-level cache goes past the caches: an ordinary store would

@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "loops_impl.h"
+#include "rank_loops_impl.h"
 #include "row_loops_impl.h"
 
 namespace fusedacc::cpu {
@@ -175,7 +176,8 @@ constexpr Loops make_loops(const char* name, std::integer_sequence<int32_t, pair
           {PairLoops<pairs>::strided...},
           {{NormLoops<pairs, two>::norm...}, {NormLoops<pairs, infinity>::norm...}},
           {{NormLoops<pairs, two>::add_norm...}, {NormLoops<pairs, infinity>::add_norm...}},
-          {RowLoops<pairs>::add...}};
+          {RowLoops<pairs>::add...},
+          {RankLoops<pairs>::add...}};
 }
 
 constexpr Loops loops_of_this_file(const char* name) {

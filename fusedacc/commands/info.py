@@ -8,7 +8,17 @@ from typing import Any
 
 import torch
 
-from ..kernels import dtypes, grain_size, library, matmul_ways, native_module, reference, registry, tuning
+from ..kernels import (
+    dtypes,
+    grain_size,
+    grouped_ways,
+    library,
+    matmul_ways,
+    native_module,
+    reference,
+    registry,
+    tuning,
+)
 from ..optimizer import AccumulatingOptimizer, small_layers
 from .bench import report
 from .bench.conditions import version
@@ -108,7 +118,7 @@ def _choices() -> dict[str, Any]:
         tuning.fixed_by()  # raises, for a variable that is wrong
         if library.load_error() is None:
             grain_size.tune()
-            for question in (*matmul_ways.questions(), *small_layers.questions()):
+            for question in (*matmul_ways.questions(), *grouped_ways.questions(), *small_layers.questions()):
                 tuning.choose(question)
     except ValueError as problem:
         return {"problem": str(problem)}

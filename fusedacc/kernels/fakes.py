@@ -80,7 +80,19 @@ def _gemm_accumulate(accumulator: Tensor, left: Tensor, right: Tensor, *factors:
         )
     tensors = [other for other in (left, right, *factors) if isinstance(other, Tensor)]
     if any(tensor.device != accumulator.device for tensor in tensors):
-        raise RuntimeError("fusedacc: left, right, scale or keep is not on the accumulator's device")
+        raise RuntimeError("fusedacc: left, right, offsets, scale or keep is not on the accumulator's device")
+
+
+def _grouped_accumulate(
+    accumulator: Tensor, left: Tensor, right: Tensor, offsets: Tensor, *factors: Any
+) -> None:
+    torch._check(accumulator.dim() == 3, lambda: "fusedacc: accumulator has not 3 dimensions")
+    torch._check(
+        offsets.dim() == 1 and offsets.shape[0] == accumulator.shape[0] and offsets.dtype == torch.int32,
+        lambda: f"fusedacc: offsets must be int32 of [{accumulator.shape[0]}]",
+    )
+    # Each expert's matrix has the shape that goes with all rows.
+    _gemm_accumulate(accumulator.new_empty(accumulator.shape[1:]), left, right, offsets, *factors)
 
 
 def _accumulate_rows(table: Tensor, indices: Tensor, gradients: Tensor, *factors: Any) -> None:
@@ -99,6 +111,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "norm_partials": _norm_partials,
     "finish_norm": _finish_norm,
     "gemm_accumulate_": _gemm_accumulate,
+    "grouped_accumulate_": _grouped_accumulate,
     "accumulate_rows_": _accumulate_rows,
 }
 

@@ -38,7 +38,7 @@ def in_words(number: int) -> str:
 
 def question_of(accumulator: torch.dtype, operand: torch.dtype, number: int) -> tuning.Question | None:
     """What is to be found out before such a product; None where there is one way only."""
-    return _question(accumulator, operand, number, torch.get_num_threads(), _multiplies_bfloat16())
+    return _question(accumulator, operand, number, torch.get_num_threads(), multiplies_bfloat16())
 
 
 @functools.cache
@@ -93,7 +93,7 @@ def questions() -> list[tuning.Question]:
     return [question for question in found if question is not None]
 
 
-def _multiplies_bfloat16() -> bool:
+def multiplies_bfloat16() -> bool:
     """Whether the processor has instructions for it, and oneDNN may use them."""
     if os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper() in _WITHOUT_BFLOAT16:
         return False

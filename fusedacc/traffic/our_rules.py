@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -106,6 +107,26 @@ def _gemm_accumulate(call: Call) -> list[Operand]:
     """Both factors, and the sum, which is not read where none of it is kept."""
     overwrites = call["keep_tensor"] is None and call["keep"] == 0
     return whole(call, overwrites=overwrites)
+
+
+def _grouped_accumulate(call: Call) -> list[Operand] | None:
+    """The rows that belong to an expert, and the sums of experts with rows, or, where they change all the
+    same, of all; by the offsets, for which a device is waited for."""
+    accumulator, offsets = call["accumulator"], call["offsets"]
+    if isinstance(offsets, FakeTensor) or offsets.is_meta:
+        return None
+    with _disable_current_modes():
+        ends = [0, *offsets.tolist()]
+        keep = call["keep"] if call["keep_tensor"] is None else call["keep_tensor"].item()
+    used = sum(first < end for first, end in itertools.pairwise(ends))
+    size = bytes_of(accumulator)
+    written = size if keep != 1 else used * (size // max(1, len(offsets)))
+    operands = [
+        Operand(tensor, min(bytes_of(tensor), ends[-1] * tensor.shape[1] * tensor.element_size()))
+        for tensor in (call["left"], call["right"])
+    ]
+    factors = reads(offsets, call["scale_tensor"], call["keep_tensor"])
+    return merged([Operand(accumulator, 0 if keep == 0 else written, written), *operands, *factors])
 
 
 #: What a call of `fusedacc::` such a name has read and written.

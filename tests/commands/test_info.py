@@ -14,7 +14,7 @@ from answers import trials
 import fusedacc
 from fusedacc import __main__
 from fusedacc.commands import info
-from fusedacc.kernels import grain_size, library, matmul_ways, native_module, registry, tuning
+from fusedacc.kernels import grain_size, grouped_ways, library, matmul_ways, native_module, registry, tuning
 from fusedacc.optimizer import small_layers
 
 PACKAGE = Path(fusedacc.__file__).parent
@@ -56,7 +56,12 @@ def test_what_trials_have_found_is_shown_with_its_figures(capsys, tmp_path):
         text = capsys.readouterr().out
     assert {found["question"] for found in choices["found"]} == {
         asked.name
-        for asked in (*matmul_ways.questions(), *small_layers.questions(), grain_size.question())
+        for asked in (
+            *matmul_ways.questions(),
+            *grouped_ways.questions(),
+            *small_layers.questions(),
+            grain_size.question(),
+        )
         if asked is not None
     }
     for found in choices["found"]:

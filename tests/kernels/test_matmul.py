@@ -265,7 +265,7 @@ def test_selection_says_who_and_why(monkeypatch):
 @pytest.mark.parametrize("has", [True, False])
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
 def test_without_trials_the_processor_says_whether_products_are_rounded(pair, has, monkeypatch):
-    monkeypatch.setattr(matmul_ways, "_multiplies_bfloat16", lambda: has)
+    monkeypatch.setattr(matmul_ways, "multiplies_bfloat16", lambda: has)
     how = matmul.select(torch.device("cpu"), pair[1], pair[0], tokens=200).how
     assert ("bfloat16 product" in how) == (has and pair == (BF16, F32))
     assert ("oneDNN" in how) == (has and pair == (BF16, BF16))

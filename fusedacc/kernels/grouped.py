@@ -1,0 +1,181 @@
+"""The weight gradients of a mixture's experts, multiplied straight into their sums.
+
+    accumulator[e] <- keep * accumulator[e] + scale * left[s:t]^T right[s:t]    for the rows s to t of expert e
+
+As `matmul` for each expert, with its roundings, and by one call for all: on a CPU experts are shared out among
+the threads, and those with few tokens, whose product would cost more than the pass over their sum, are added
+by loops of our own. Trials tell what few is, and from how many tokens on products of bfloat16 are rounded
+(`grouped_ways`). Equal arguments give equal bits on every run.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from . import checks, grouped_eager, grouped_ways, registry
+from .lists import bump_versions
+from .matmul_eager import Number
+from .native import as_argument
+
+Run = Callable[[Tensor, Tensor, Tensor, Tensor, Number, Number], None]
+
+#: The backends that there are for grouped products.
+_NAMES = ("triton", "cpu", "eager")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Who multiplies: the backend's name, what it does in words, and why it was chosen.
+
+    `run(accumulator, left, right, offsets, scale, keep)` is `grouped_accumulate_` without the choice.
+    """
+
+    name: str
+    how: str
+    reason: str
+    run: Run
+
+
+def grouped_accumulate_(
+    accumulator: Tensor,
+    left: Tensor,
+    right: Tensor,
+    offsets: Tensor,
+    scale: Number = 1.0,
+    keep: Number = 1.0,
+    *,
+    backend: str = "auto",
+) -> None:
+    """Each matrix of `accumulator` <- keep * itself + scale * left^T right, for the tokens of its expert.
+
+    Not recorded by autograd; the accumulator's version is bumped. Experts without tokens are not touched
+    where keep is 1. Beside the accumulator at most a few MB a thread are allocated, and a copy of an operand
+    of which neither rows nor columns lie without gaps.
+
+    Args:
+        accumulator: [E, M, N], each matrix with rows or columns without gaps, no two sharing memory; float32,
+            bfloat16, float16 or float64.
+        left: [S, M], any strides, its memory apart from the accumulator's.
+        right: [S, N], likewise, of left's dtype. Dtype pairs as in `dtypes.PAIRS`.
+        offsets: int32 [E], where each expert's rows of left and right end; they begin where those of the
+            expert before end, at 0 for the first. Rows behind the last offset are not read.
+        scale: a float, or a 0-dim floating tensor on the accumulator's device, read there.
+        keep: likewise. Where it is 0, the accumulator is not read, and the sums of experts without tokens
+            become 0: it may be uninitialised.
+        backend: "auto", "triton" (CUDA), "cpu" or "eager", which is plain torch and waits for the device, to
+            read the offsets; "cuda" has no such product, and stands for "eager".
+
+    Raises:
+        ValueError: there is no such backend.
+        RuntimeError: the backend that was asked for cannot run here, or an argument is refused; on a GPU
+            offsets are not looked at. Nothing has been modified.
+    """
+    plain = checks.is_plain(accumulator) and checks.is_plain(left)
+    if backend == "auto" and not plain and not isinstance(accumulator, FakeTensor):
+        backend = "eager"
+    chosen = select(accumulator.device, accumulator.dtype, left.dtype, backend)
+    chosen.run(accumulator, left, right, offsets, scale, keep)
+
+
+def select(
+    device: torch.device,
+    accumulator_dtype: torch.dtype,
+    operand_dtype: torch.dtype,
+    backend: str = "auto",
+    *,
+    kept: MutableMapping[str, str] | None = None,
+) -> Selection:
+    """Who multiplies operands of one dtype into sums of another on a device, and why.
+
+    Args:
+        device: where the tensors are.
+        accumulator_dtype: a supported pair with `operand_dtype` (see `dtypes.PAIRS`).
+        operand_dtype: dtype of both operands.
+        backend: as `grouped_accumulate_` has it.
+        kept: answers of trials to stay with, as `tuning.choose` has them.
+
+    Raises:
+        ValueError: the name, or the value of `FUSEDACC_BACKEND`, is no backend.
+        RuntimeError: the backend that was asked for cannot run there.
+    """
+    name, reason = _backend(*registry.requested(backend), device, accumulator_dtype, operand_dtype)
+    if name != "cpu":
+        return Selection(name, _HOW[name], reason, _RUNS[name])
+    found = grouped_ways.thresholds(accumulator_dtype, operand_dtype, kept)
+    run = functools.partial(_native, rank_k_tokens=found.rank_k_tokens, rounded_tokens=found.rounded_tokens)
+    return Selection(name, str(found), "; ".join([reason, *found.because]), run)
+
+
+def describe(
+    device: torch.device,
+    accumulator_dtype: torch.dtype,
+    operand_dtype: torch.dtype,
+    backend: str,
+    kept: Mapping[str, str],
+) -> tuple[str, str]:
+    """The backend, and in words who multiplies and why; arguments as `select`.
+
+    What is not in `kept` has not come up yet, and is not tried for this.
+    """
+    name, reason = _backend(*registry.requested(backend), device, accumulator_dtype, operand_dtype)
+    if name != "cpu":
+        return name, f"{_HOW[name]}; {reason}"
+    found = grouped_ways.known_thresholds(accumulator_dtype, operand_dtype, kept)
+    if found is None:
+        return name, f"a trial will tell how; {reason}"
+    return name, "; ".join([str(found), *found.because, reason])
+
+
+@functools.cache
+def _backend(
+    name: str, source: str, device: torch.device, accumulator: torch.dtype, operand: torch.dtype
+) -> tuple[str, str]:
+    """The backend for a pair, and why."""
+    names = [each for each in registry.order(device) if each in _NAMES] if name == "auto" else _NAMES
+    task = f"add grouped products of {str(operand)[6:]} into {str(accumulator)[6:]} on {device}"
+
+    def problem(each: str) -> str | None:
+        return registry.obstacle(each, device, accumulator, operand)
+
+    chosen, reason = registry.choose(name, source, names, task, problem)
+    if chosen in _NAMES:
+        return chosen, reason
+    return "eager", f"{reason}, which has no kernel for grouped products"
+
+
+def _native(
+    accumulator: Tensor,
+    left: Tensor,
+    right: Tensor,
+    offsets: Tensor,
+    scale: Number,
+    keep: Number,
+    *,
+    rank_k_tokens: int,
+    rounded_tokens: int,
+) -> None:
+    operator = torch.ops.fusedacc.grouped_accumulate_.default
+    numbers = *as_argument(scale), *as_argument(keep)
+    with torch.no_grad():
+        operator(accumulator, left, right, offsets, *numbers, rank_k_tokens, rounded_tokens)
+    bump_versions([accumulator])
+
+
+def _triton(
+    accumulator: Tensor, left: Tensor, right: Tensor, offsets: Tensor, scale: Number, keep: Number
+) -> None:
+    # Imported where it is needed: Triton takes a second, and may not be there.
+    module = importlib.import_module(".triton.grouped", __package__)
+    module.grouped_accumulate_(accumulator, left, right, offsets, scale, keep)
+    bump_versions([accumulator])
+
+
+_RUNS: dict[str, Run] = {"triton": _triton, "eager": grouped_eager.accumulate_}
+_HOW = {"triton": "one Triton kernel into the sums", "eager": "torch's product for each expert"}

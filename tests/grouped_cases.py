@@ -1,0 +1,73 @@
+"""Grouped products: inputs, layouts and the float64 oracle, for every device and backend."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from cases import random_tensor
+from gemm_cases import NAN, assert_is_product, lay_out_operand
+from torch import Tensor
+
+#: Tokens of each expert: none in places, none at all, one expert, wild imbalance.
+COUNTS = (
+    (2, 0, 3, 1),
+    (0, 0, 0),
+    (5,),
+    (0,),
+    (),
+    (0, 70, 0, 1, 2, 0, 0, 1),
+    (33, 1, 64, 65, 4, 5),
+)
+SUM_LAYOUTS = ("rows", "columns", "long rows", "long columns", "rows of all experts", "misaligned")
+#: Rows behind the last offset.
+TAIL = 3
+
+
+def lay_out_sums(values: Tensor, layout: str) -> Tensor:
+    """A stack of matrices equal to `values` in a layout fit for accumulators."""
+    if "columns" in layout:
+        return lay_out_sums(values.mT, layout.replace("columns", "rows")).mT
+    if layout == "rows of all experts":
+        return lay_out_sums(values.transpose(0, 1), "rows").transpose(0, 1)
+    if layout == "misaligned":
+        return values.new_zeros(values.numel() + 1)[1:].view(values.shape).copy_(values)
+    longer = 3 if "long" in layout else 0
+    room = values.new_zeros(values.shape[0], values.shape[1] + longer, values.shape[2] + longer)
+    return room[:, : values.shape[1], : values.shape[2]].copy_(values)
+
+
+def offsets_of(counts: Sequence[int], device: str = "cpu") -> Tensor:
+    return torch.tensor(list(itertools.accumulate(counts)), dtype=torch.int32, device=device)
+
+
+def groups(pair, shape, counts, generator, layouts=("rows", "rows", "rows"), device="cpu"):
+    """Accumulator, left, right and offsets; rows behind the last offset are nan."""
+    operand, accumulator = pair
+    tokens = sum(counts)
+
+    def operands(columns: int, layout: str) -> Tensor:
+        values = random_tensor((tokens + TAIL, columns), operand, generator, device=device)
+        if layout.startswith("expanded"):  # which repeat what is not nan
+            return lay_out_operand(values, layout)
+        values[tokens:] = NAN
+        return lay_out_operand(values, layout)
+
+    sums = random_tensor((len(counts), *shape), accumulator, generator, device=device)
+    return (
+        lay_out_sums(sums, layouts[0]),
+        operands(shape[0], layouts[1]),
+        operands(shape[1], layouts[2]),
+        offsets_of(counts, device),
+    )
+
+
+def assert_are_products(result, before, left, right, offsets, scale=1.0, keep=1.0, *, product_dtype=None):
+    """Holds each expert's sum to `assert_is_product`."""
+    start = 0
+    for expert, end in enumerate(offsets.tolist()):
+        own = left[start:end], right[start:end]
+        rounded = product_dtype if end > start else None
+        assert_is_product(result[expert], before[expert], *own, scale, keep, product_dtype=rounded)
+        start = end
