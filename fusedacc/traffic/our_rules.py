@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -38,12 +39,17 @@ def measurement(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> list[Op
     return merged([*reads(tensors), *writes(results)])
 
 
+def _has_data(tensor: Tensor) -> bool:
+    """Whether there are numbers that can be read now; for those of a GPU it is waited."""
+    if isinstance(tensor, FakeTensor) or tensor.is_meta:
+        return False
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 def _rows_named(indices: Tensor, padding: int) -> tuple[int, int] | None:
-    """How many indices name a row other than `padding`, and how many such rows: by the data, for which a GPU
-    is waited for. None where there is none to read."""
-    if isinstance(indices, FakeTensor) or indices.is_meta:
-        return None
-    if indices.is_cuda and torch.cuda.is_current_stream_capturing():
+    """How many indices name a row other than `padding`, and how many such rows: by the data. None where there
+    is none to read."""
+    if not _has_data(indices):
         return None
     with _disable_current_modes():  # the meter's own look is nobody's traffic
         named = indices[indices != padding]
@@ -61,6 +67,28 @@ def rows_accumulation(
     fresh = min(bytes_of(gradients), named[0] * columns * gradients.element_size())
     touched = named[1] * columns * table.element_size()
     return [Operand(table, touched, touched), Operand(gradients, fresh), *reads(indices, scale)]
+
+
+def grouped_accumulation(
+    accumulator: Tensor,
+    left: Tensor,
+    right: Tensor,
+    offsets: Tensor,
+    scale: float | Tensor,
+    keep: float | Tensor,
+) -> list[Operand] | None:
+    """Products of groups of rows, each into a matrix of its own, of which those without rows may stay."""
+    if not _has_data(offsets):
+        return None
+    with _disable_current_modes():
+        kept, ends = float(keep), offsets.tolist()
+    groups = sum(begin < end for begin, end in pairwise([0, *ends]))
+    total = bytes_of(accumulator)
+    written = total // len(ends) * groups if kept == 1 else total
+    found = [Operand(accumulator, 0 if kept == 0 else written, written), *reads(offsets, scale, keep)]
+    for each in (left, right):
+        found.append(Operand(each, min(bytes_of(each), ends[-1] * each.shape[1] * each.element_size())))
+    return found
 
 
 def _accumulate_rows(call: Call) -> list[Operand] | None:
@@ -122,6 +150,7 @@ _LAUNCHES: dict[str, Callable[..., list[Operand] | None]] = {
     "triton::norm_partials": measurement,
     "triton::finish_norm": measurement,
     "triton::add_rows": rows_accumulation,
+    "triton::grouped_accumulate": grouped_accumulation,
 }
 
 
