@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 
 import torch
@@ -54,6 +55,17 @@ def grouped(pair, group, generator, layouts=("rows", "rows", "rows"), device="cp
         operands.append(lay_out_operand(values, layout))
     offsets = torch.tensor(list(accumulate(sizes)), dtype=torch.int32, device=device)
     return lay_out_sums(sums, layouts[0]), *operands, offsets
+
+
+@contextlib.contextmanager
+def float32_setting(name: str, value: bool | str) -> Iterator[None]:
+    """torch's setting for products of float32, by the older interface or by the newer."""
+    before = getattr(torch.backends.cuda.matmul, name)
+    setattr(torch.backends.cuda.matmul, name, value)
+    try:
+        yield
+    finally:
+        setattr(torch.backends.cuda.matmul, name, before)
 
 
 def assert_are_products(

@@ -14,6 +14,7 @@ from grouped_cases import (
     GROUPED_SUM_LAYOUTS,
     GROUPS,
     assert_are_products,
+    float32_setting,
     grouped,
     lay_out_sums,
 )
@@ -133,22 +134,17 @@ def test_nothing_waits_for_the_device_and_nothing_large_is_allocated(pair, gener
 
 
 def test_tf32_is_as_torch_is_set(generator):
-    matmul = torch.backends.cuda.matmul
-    before, errors = matmul.fp32_precision, {}
-    accumulator, left, right, offsets = grouped((F32, F32), ((256, 300), 256, 320), generator, device="cuda")
-    try:
-        for setting in ("ieee", "tf32"):
-            matmul.fp32_precision = setting
-            result = accumulator.clone()
+    errors, sizes = {}, (256, 300)
+    accumulator, left, right, offsets = grouped((F32, F32), (sizes, 256, 320), generator, device="cuda")
+    for tf32 in (False, True):
+        result, unit = accumulator.clone(), TF32_UNIT if tf32 else None
+        with float32_setting("allow_tf32", tf32):
             grouped_accumulate_(result, left, right, offsets, 1.0, 1.0)
-            unit = TF32_UNIT if setting == "tf32" else None
-            assert_are_products(result, accumulator, left, right, (256, 300), unit=unit)
-            exact = accumulator[0].double() + left[:256].double().t() @ right[:256].double()
-            errors[setting] = (result[0].double() - exact).abs().max()
-    finally:
-        matmul.fp32_precision = before
+        assert_are_products(result, accumulator, left, right, sizes, unit=unit)
+        exact = accumulator[0].double() + left[:256].double().t() @ right[:256].double()
+        errors[tf32] = (result[0].double() - exact).abs().max()
     if torch.version.hip is None:
-        assert errors["tf32"] > 4 * errors["ieee"]
+        assert errors[True] > 4 * errors[False]
 
 
 @pytest.mark.parametrize("pair", [(BF16, F32), (F32, F32), (F64, F64)], ids=str)

@@ -12,6 +12,7 @@ from grouped_cases import (
     GROUPED_SUM_LAYOUTS,
     GROUPS,
     assert_are_products,
+    float32_setting,
     grouped,
     lay_out_sums,
 )
@@ -34,14 +35,6 @@ BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float6
 
 def number(value, dtype=F32):
     return torch.tensor(value, dtype=dtype, device=DEVICE)
-
-
-@pytest.fixture(autouse=True)
-def _without_tf32():
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "ieee"
-    yield
-    torch.backends.cuda.matmul.fp32_precision = before
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=PAIR_IDS)
@@ -169,12 +162,15 @@ def test_which_dtypes_go_together():
     assert not module.supports(BF16, F16)
 
 
-def test_float32_is_multiplied_as_torch_is_set():
-    matmul = torch.backends.cuda.matmul
+@pytest.mark.parametrize(
+    ("name", "allowed", "refused"), [("allow_tf32", True, False), ("fp32_precision", "tf32", "ieee")]
+)
+def test_float32_is_multiplied_as_torch_is_set(name, allowed, refused):
     assert module._precision() == "ieee"
-    for setting in ("tf32", "ieee", "none"):
-        matmul.fp32_precision = setting
-        assert module._precision() == ("tf32" if setting == "tf32" and not torch.version.hip else "ieee")
+    with float32_setting(name, allowed):
+        assert module._precision() == ("tf32" if torch.version.hip is None else "ieee")
+    with float32_setting(name, refused):
+        assert module._precision() == "ieee"
 
 
 @pytest.mark.parametrize("keep", [1.0, 0.0, 0.5, number(0.5)], ids=str)
