@@ -181,6 +181,13 @@ FIXES = (
         "tests/kernels/test_triton.py tests/kernels/test_functional.py",
     ),
     Mutant(
+        "the last step of an expert takes rows of the next",
+        "fusedacc/kernels/triton",
+        "there = (start + token < end)[:, None]",
+        "there = (start + token < tokens)[:, None]",
+        "tests/kernels/test_triton_grouped.py",
+    ),
+    Mutant(
         "a 16-bit product is rounded before it is a 16-bit sum",
         "fusedacc/kernels",
         "product = gradient.to(wide)",

@@ -42,16 +42,18 @@ def accumulation(
     right: Tensor,
     offsets: Tensor,
     scale: float | Tensor | None,
-    keep: float | Tensor | None,
+    keep: float | Tensor,
 ) -> list[Operand] | None:
     """Products of rows are added into the matrices of their experts; all are written where none is kept."""
     shares = _shares(offsets, left.shape[0])
     if shares is None:
         return None
     experts, rows = shares
+    with _disable_current_modes():
+        kept = float(keep)
     (total,) = writes([accumulator])
-    if keep == 1:
+    if kept == 1:
         total.written = round(total.written * experts)
-    total.read = 0 if keep == 0 else total.written
+    total.read = 0 if kept == 0 else total.written
     operands = [Operand(each, round(bytes_of(each) * rows)) for each in (left, right)]
     return [total, *operands, *reads(offsets, scale, keep)]

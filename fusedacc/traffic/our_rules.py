@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -109,26 +108,6 @@ def _gemm_accumulate(call: Call) -> list[Operand]:
     return whole(call, overwrites=overwrites)
 
 
-def _grouped_accumulate(call: Call) -> list[Operand] | None:
-    """The rows that belong to an expert, and the sums of experts with rows, or, where they change all the
-    same, of all; by the offsets, for which a device is waited for."""
-    accumulator, offsets = call["accumulator"], call["offsets"]
-    if isinstance(offsets, FakeTensor) or offsets.is_meta:
-        return None
-    with _disable_current_modes():
-        ends = [0, *offsets.tolist()]
-        keep = call["keep"] if call["keep_tensor"] is None else call["keep_tensor"].item()
-    used = sum(first < end for first, end in itertools.pairwise(ends))
-    size = bytes_of(accumulator)
-    written = size if keep != 1 else used * (size // max(1, len(offsets)))
-    operands = [
-        Operand(tensor, min(bytes_of(tensor), ends[-1] * tensor.shape[1] * tensor.element_size()))
-        for tensor in (call["left"], call["right"])
-    ]
-    factors = reads(offsets, call["scale_tensor"], call["keep_tensor"])
-    return merged([Operand(accumulator, 0 if keep == 0 else written, written), *operands, *factors])
-
-
 #: What a call of `fusedacc::` such a name has read and written.
 RULES: dict[str, Rule] = {
     "scale_accumulate_": _scale_accumulate,
@@ -148,7 +127,7 @@ _LAUNCHES: dict[str, Callable[..., list[Operand] | None]] = {
     "triton::norm_partials": measurement,
     "triton::finish_norm": measurement,
     "triton::add_rows": rows_accumulation,
-    "triton::add_grouped": grouped_rules.accumulation,
+    "triton::grouped_accumulate": grouped_rules.accumulation,
 }
 
 

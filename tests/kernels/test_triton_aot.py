@@ -38,6 +38,7 @@ from triton.compiler import ASTSource
 from fusedacc.kernels.triton.kernels import (
     ADDING, WARPS, finish_norm, join_partials, norm_partials, scale_accumulate,
 )
+from fusedacc.kernels.triton.grouped_kernels import TILES, grouped_accumulate
 from fusedacc.kernels.triton.row_kernels import add_long_rows, add_runs
 
 def wide(dtype):
@@ -83,6 +84,22 @@ def rows(gradient, accumulator, kernel):
     whole = [name for name in table if name not in ("table_rows", "count", "scale", "padding")]
     return compiled(globals()[kernel], table, constants, [list(table).index(name) for name in whole])
 
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+def grouped(operand, accumulator, on_device, precision):
+    *blocks, warps = TILES[BYTES[operand]]
+    number = "*fp32" if on_device else "fp32"
+    types = {"accumulator": "*" + SHORT[accumulator], "left": "*" + SHORT[operand]}
+    types |= {"right": "*" + SHORT[operand], "offsets": "*i32", "scale": number, "keep": number}
+    numbers = ("rows", "columns", "tokens", "expert_stride", "row_stride", "left_stride", "right_stride")
+    types |= dict.fromkeys(numbers, "i32")
+    constants = {"scale_on_device": on_device, "keep_on_device": on_device, "wide": wide(accumulator)}
+    constants |= dict(zip(("block_rows", "block_columns", "block_tokens"), blocks), precision=precision)
+    whole = [name for name in types if name not in ("scale", "keep", "tokens")]
+    places = [list(types).index(name) for name in whole]
+    result = compiled(grouped_accumulate, types, constants, places, {"num_warps": warps})
+    return result | {"tile": TILES[BYTES[operand]]}
+
 def compiled(function, types, constants, aligned, options={"num_warps": WARPS}):
     source = ASTSource(
         function,
@@ -95,7 +112,8 @@ def compiled(function, types, constants, aligned, options={"num_warps": WARPS}):
     )
     if TARGET == "gfx942":
         # As launches on ROCm have it: no number of registers.
-        kernel = triton.compile(source, target=GPUTarget("hip", TARGET, 64), options={"num_warps": WARPS})
+        hip = {"num_warps": options["num_warps"]}
+        kernel = triton.compile(source, target=GPUTarget("hip", TARGET, 64), options=hip)
         return {"amdgcn": kernel.asm["amdgcn"], "shared": kernel.metadata.shared}
     kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:
@@ -145,6 +163,14 @@ def norms():
 def rows():
     names = [[str(dtype).removeprefix("torch.") for dtype in pair] for pair in PAIRS]
     wanted = [("rows", *pair, kernel) for pair in names for kernel in ("add_runs", "add_long_rows")]
+    return dict(zip(wanted, compile_all(wanted), strict=True))
+
+
+@pytest.fixture(scope="module")
+def grouped():
+    names = [[str(dtype).removeprefix("torch.") for dtype in pair] for pair in PAIRS]
+    wanted = [("grouped", *pair, on_device, "ieee") for pair in names for on_device in (False, True)]
+    wanted += [("grouped", "float32", "float32", False, "tf32")]
     return dict(zip(wanted, compile_all(wanted), strict=True))
 
 
@@ -225,6 +251,7 @@ def test_every_kernel_compiles_for_amd():
     names = [[str(dtype).removeprefix("torch.") for dtype in pair] for pair in PAIRS]
     wanted = [["accumulation", *pair] for pair in names]
     wanted += [["rows", *pair, kernel] for pair in names for kernel in ("add_runs", "add_long_rows")]
+    wanted += [["grouped", *pair, False, "ieee"] for pair in names]
     wanted += [["norm", dtype, "2"] for dtype in NORM_DTYPES]
     wanted += [["norm", "float32", "inf"], ["end", "float32", "2"], ["end", "float64", "inf"], ["join", "2"]]
     results = compile_all(wanted, "gfx942")
@@ -269,3 +296,41 @@ def test_rows_are_added_by_one_fma_after_a_correct_division(pair, dtypes, rows):
         assert re.search(rf"\bdiv\.rn\.{kind}\b", ptx)
         assert not re.search(r"\bdiv\.(full|approx)", ptx)
         assert ".ftz" not in ptx
+
+
+# Programs of four warps with 128 registers a thread: four on a multiprocessor; of eight warps with 80: three.
+MOST_GROUPED_REGISTERS = {8: 128, 4: 80, 2: 128}
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["numbers", "on the device"])
+@pytest.mark.parametrize(("pair", "dtypes"), CASES, ids=PAIR_IDS)
+def test_groups_move_16_bytes_at_a_time_within_registers(pair, dtypes, on_device, grouped):
+    """Sums, once each way, and operands, straight into shared memory; no atomics."""
+    names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+    result = grouped[("grouped", *names, on_device, "ieee")]
+    rows, columns, _, warps = result["tile"]
+    sixteen = "v2.b64" if dtypes[1].itemsize == 8 else "v4.b32"
+    found = {access: count for access, count in accesses(result["ptx"]).items() if "v" in access[1]}
+    steps = rows * columns * dtypes[1].itemsize // (16 * 32 * warps)
+    assert found == {("ld", sixteen): steps, ("st", sixteen): steps}
+    assert accesses(result["ptx"]).total() == 2 * steps + (4 if on_device else 2)
+    copies = re.findall(r"\bcp\.async\.c[ag]\.shared\.global \[.*\], \[.*\], (\w+)", result["ptx"])
+    # float64 is turned over on the way, element by element.
+    assert set(copies) == ({"0x10", "0x8"} if dtypes[0].itemsize == 8 else {"0x10"})
+    assert not re.search(r"\b(atom|red)\.", result["ptx"])
+    uses_nothing_but_registers(result, MOST_GROUPED_REGISTERS[dtypes[0].itemsize])
+
+
+def test_tensor_cores_multiply_groups(grouped):
+    """All but float32, which is multiplied exactly unless torch is told otherwise."""
+    for (_, operand, accumulator, _, precision), result in grouped.items():
+        kinds = set(re.findall(r"\b(?:wgmma\.mma_async|mma)\.sync\.aligned\.(.*?) ", result["ptx"]))
+        short = {"bfloat16": "bf16", "float16": "f16", "float32": "tf32", "float64": "f64"}[operand]
+        if operand == "float32" and precision == "ieee":
+            assert not kinds
+            assert re.search(r"\bfma\.rn\.f32\b", result["ptx"])
+        else:
+            sums = "f64" if accumulator == "float64" else "f32"
+            assert kinds, operand
+            assert all(re.search(rf"\.{sums}\.{short}\.{short}\b", kind) for kind in kinds), kinds
+        assert ("wgmma" in result["ptx"]) == (short != "f64" and bool(kinds))

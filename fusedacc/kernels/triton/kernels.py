@@ -39,7 +39,7 @@ def widen(value, wide: tl.constexpr):
     if INTERPRETED and value.dtype == tl.bfloat16:
         # The hardware's conversion is exact; the interpreter's is wrong for subnormal numbers.
         bits = value.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
-        return bits.to(tl.float32, bitcast=True)
+        return bits.to(tl.float32, bitcast=True).to(wide)
     return value.to(wide)
 
 

@@ -1,0 +1,116 @@
+# mypy: disable-error-code="no-untyped-def"
+"""The Triton kernel that multiplies groups of rows into matrices of their own: a layer of experts' gradients.
+
+A program makes one tile of one expert's matrix, over all of the expert's rows: nothing is shared out, so that
+there are no atomics and bits repeat. The grid follows from shapes alone; how many rows there are is read on
+the device. Programs are numbered expert by expert, so that those which run at a time read the same rows, and
+inside an expert in bands of tiles, so that they read few columns of both operands. Programs that go on from
+tile to tile by themselves would save the start of each, and would leave to a fixed schedule what the hardware
+does here: where one expert has few rows, its programs end early and others take their place.
+
+The sum is loaded before the products, which hide how long that takes, and in a layout of its own, 16 bytes a
+thread; the tensor cores' results are brought into that layout once, at the end.
+"""
+
+# No `from __future__ import annotations`: Triton reads the annotations.
+import triton
+import triton.language as tl
+
+from .kernels import INTERPRETED, combine, widen
+
+#: Rows and columns of a tile, tokens of a step, and warps, by the bytes of an operand's element. 32 tokens of
+#: 16 bits leave a Hopper multiprocessor as many programs as 16 do, four, with half the barriers. Without
+#: tensor cores float32 spills registers with four warps.
+TILES = {2: (64, 64, 32, 4), 4: (64, 64, 16, 8), 8: (32, 32, 16, 4)}
+#: Rows of tiles that are walked together.
+_BAND = tl.constexpr(16)
+
+
+@triton.jit
+def number(value, on_device: tl.constexpr, wide: tl.constexpr):
+    """A factor, which is a pointer or a number."""
+    return widen(tl.load(value), wide) if on_device else tl.full([], 0.0, wide) + value
+
+
+@triton.jit
+def tile_of(index, down, across):
+    """Row and column of a tile: down a band, then the next column."""
+    band = index // (_BAND * across)
+    height = tl.minimum(down - band * _BAND, _BAND)
+    inside = index % (_BAND * across)
+    return band * _BAND + inside % height, inside // height
+
+
+@triton.jit(do_not_specialize=["scale", "keep", "tokens"])
+def grouped_accumulate(
+    accumulator,
+    left,
+    right,
+    offsets,
+    scale,
+    keep,
+    rows,
+    columns,
+    tokens,
+    expert_stride,
+    row_stride,
+    left_stride,
+    right_stride,
+    scale_on_device: tl.constexpr,
+    keep_on_device: tl.constexpr,
+    wide: tl.constexpr,
+    precision: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_columns: tl.constexpr,
+    block_tokens: tl.constexpr,
+):
+    """accumulator[e] <- keep * accumulator[e] + scale * left[s_e:t_e]^T right[s_e:t_e], a tile of it.
+
+    Args:
+        accumulator: [experts, rows, columns], left: [tokens, rows], right: [tokens, columns]: the first
+            elements; strides in elements, of columns 1.
+        offsets: where each expert's rows end, and the next one's begin. What is not in [0, tokens] is not
+            followed.
+        scale, keep: numbers, or pointers to one floating value of any width each.
+    """
+    down = tl.cdiv(rows, block_rows)
+    across = tl.cdiv(columns, block_columns)
+    expert = tl.program_id(0) // (down * across)
+    tile_row, tile_column = tile_of(tl.program_id(0) % (down * across), down, across)
+    begin = tl.maximum(tl.load(offsets + expert - 1, mask=expert > 0, other=0), 0)
+    end = tl.minimum(tl.load(offsets + expert), tokens)
+    s = number(scale, scale_on_device, wide)
+    k = number(keep, keep_on_device, wide)
+    if (begin >= end) & (k == 1):
+        return
+
+    row = tile_row * block_rows + tl.arange(0, block_rows)
+    column = tile_column * block_columns + tl.arange(0, block_columns)
+    places = accumulator + expert.to(tl.int64) * expert_stride
+    places += row[:, None].to(tl.int64) * row_stride + column[None, :]
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    adds = k != 0
+    # Not `inside & adds`: the interpreter makes no mask of one comparison of floating values.
+    kept = tl.where(adds, rows, 0)
+    old = tl.load(places, mask=(row < kept)[:, None] & (column < columns)[None, :], other=0.0)
+
+    token = tl.arange(0, block_tokens)
+    first = (begin + token).to(tl.int64)[:, None]
+    step = tl.full([], block_tokens, tl.int64)
+    from_left = left + first * left_stride + row[None, :]
+    from_right = right + first * right_stride + column[None, :]
+    product = tl.zeros([block_rows, block_columns], wide)
+    for start in range(begin, end, block_tokens):
+        there = (start + token < end)[:, None]
+        a = tl.load(from_left, mask=there & (row < rows)[None, :], other=0.0)
+        b = tl.load(from_right, mask=there & (column < columns)[None, :], other=0.0)
+        if INTERPRETED:
+            # The interpreter multiplies bfloat16's bits as integers.
+            a = widen(a, wide)
+            b = widen(b, wide)
+        product = tl.dot(tl.trans(a), b, product, input_precision=precision, out_dtype=wide)
+        from_left += step * left_stride
+        from_right += step * right_stride
+    # Without rows zeros are added, whatever the scale is.
+    s = tl.where(begin < end, s, 0.0)
+    tl.store(places, combine(s, product, k, old, adds, old.dtype), mask=inside)
