@@ -92,7 +92,9 @@ def _transpose(weight: Any, first: Any, second: Any) -> Tensor | None:
 
 def _multiply(rows: Any, weight: Any, *, offs: Any = None, **others: Any) -> Tensor | None:
     """rows (S, in) times the experts' matrices (experts, in, out)."""
-    if not isinstance(weight, StackedWeight) or not weight.groups or others or type(rows) is not Tensor:
+    if not isinstance(weight, StackedWeight) or not weight.groups:
+        return None
+    if any(value is not None for value in others.values()):  # a bias, another dtype
         return None
     return grouped.apply(rows, weight.target, offs, inward=not weight.turned)
 

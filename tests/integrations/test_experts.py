@@ -1,0 +1,216 @@
+"""Transformers' mixtures of experts with `model=`: gradients of stacked weights go straight to the sums."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import pytest
+import torch
+import transformers
+from torch.utils.checkpoint import checkpoint
+from transformers.integrations import moe
+
+import fusedacc
+from fusedacc.nn.patched_forward import PATCHED
+from fusedacc.traffic import TrafficMeter
+
+K = 4
+COMMON = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 48,
+}
+MODELS = {
+    "Mixtral": {"num_local_experts": 4},
+    "Qwen3Moe": {"moe_intermediate_size": 24, "num_experts": 8, "head_dim": 8},
+    "DeepseekV3": {
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 8,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 0,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+    },
+    "GptOss": {"num_local_experts": 4, "head_dim": 8},
+}
+
+
+def made(name: str, implementation: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**COMMON | MODELS[name])
+    config._experts_implementation = implementation
+    model = getattr(transformers, f"{name}ForCausalLM")(config).to(dtype)
+    assert model.config._experts_implementation == implementation
+    return model
+
+
+def loss_of(model: torch.nn.Module, index: int) -> torch.Tensor:
+    ids = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(index))
+    return model(input_ids=ids, labels=ids).loss
+
+
+def wrapped(model: torch.nn.Module, **options) -> fusedacc.AccumulatingOptimizer:
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    return fusedacc.AccumulatingOptimizer(inner, K, model=model, **options)
+
+
+def stacked(model: torch.nn.Module) -> list[str]:
+    return [name for name, p in model.named_parameters() if p.dim() == 3]
+
+
+def paths(optimizer: fusedacc.AccumulatingOptimizer) -> dict[str, str]:
+    rows = [line.split() for line in optimizer.explain().splitlines()]
+    return {row[0]: row[2] for row in rows if len(row) > 4 and row[0].startswith("model.")}
+
+
+PRECISIONS = {
+    "float32": (torch.float32, contextlib.nullcontext, 1e-5),
+    "bfloat16": (torch.bfloat16, contextlib.nullcontext, 5e-3),
+    "autocast": (torch.float32, lambda: torch.autocast("cpu", torch.bfloat16), 5e-3),
+}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+@pytest.mark.parametrize("name", MODELS)
+def test_sums_are_those_of_the_models_own_gradients(name, implementation, precision):
+    """In float64: where routing may flip no other model is an oracle."""
+    dtype, context, most = PRECISIONS[precision]
+    model = made(name, implementation, dtype)
+    twin = copy.deepcopy(model)
+    optimizer = wrapped(model)
+    found = paths(optimizer)
+    assert len(stacked(model)) == 4
+    assert {found[each] for each in stacked(model)} == {"grouped"}
+    sums = [torch.zeros_like(p, dtype=torch.float64) for p in twin.parameters()]
+    for index in range(K):
+        with context():
+            loss = loss_of(model, index)
+        loss.backward()
+        if index < K - 1:
+            optimizer.step()
+        twin.zero_grad()
+        with context():
+            loss = loss_of(twin, index) / K
+        loss.backward()
+        for total, p in zip(sums, twin.parameters(), strict=True):
+            if p.grad is not None:
+                total += p.grad
+    for (each, p), total in zip(model.named_parameters(), sums, strict=True):
+        if total.any():
+            assert (p.grad.double() - total).norm() <= most * total.norm(), each
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+@pytest.mark.parametrize("name", MODELS)
+def test_no_gradient_of_a_stacked_weight_is_written(name, implementation):
+    model = made(name, implementation)
+    optimizer = wrapped(model)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    seen = []
+    for p in dict(model.named_parameters()).values():
+        if p.dim() == 3:
+            node = p.expand_as(p).grad_fn.next_functions[0][0]
+            node.register_prehook(lambda gradients: seen.extend(g for g in gradients if g is not None))
+    with TrafficMeter(optimizer) as meter:
+        loss_of(model, 1).backward()
+    assert seen == []
+    assert not {"aten::_grouped_mm", "fusedacc::grouped_accumulate_"} & set(meter.uncounted)
+    assert ("fusedacc::grouped_accumulate_" in meter.as_dict()["by_op"]) == (implementation == "grouped_mm")
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+def test_checkpointed_experts(implementation, reentrant):
+    model = made("Qwen3Moe", implementation)
+    twin = copy.deepcopy(model)
+    optimizer = wrapped(model)
+    for each in (model, twin):
+        each.train()
+        each.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    for index in range(K):
+        loss_of(model, index).backward()
+        if index < K - 1:
+            optimizer.step()
+        (loss_of(twin, index) / K).backward()
+    for (each, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-7, msg=each)
+
+
+def test_what_copies_weights_stays_stock_and_explain_says_so():
+    model = made("Mixtral", "batched_mm")
+    twin = copy.deepcopy(model)
+    optimizer = wrapped(model)
+    name = stacked(model)[0]
+    assert paths(optimizer)[name] == "multi_tensor"
+    assert "Transformers' batched_mm for experts copies or repacks weights" in optimizer.explain()
+    for index in range(2):
+        loss_of(model, index).backward()
+        optimizer.step()
+        (loss_of(twin, index) / K).backward()
+    assert paths(optimizer)[name] == "multi_tensor"
+    # One that is changed to a known one is followed from then on.
+    model.set_experts_implementation("grouped_mm")
+    twin.set_experts_implementation("grouped_mm")
+    for index in range(2, K):
+        loss_of(model, index).backward()
+        if index < K - 1:
+            optimizer.step()
+        (loss_of(twin, index) / K).backward()
+    assert paths(optimizer)[name] == "grouped"
+    for (each, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-7, msg=each)
+
+
+def test_nothing_of_transformers_is_changed():
+    """No key of the interface, no config: both serve every model."""
+    before = dict(moe.ALL_EXPERTS_FUNCTIONS._global_mapping), made("Mixtral", "grouped_mm").config.to_dict()
+    model = made("Mixtral", "grouped_mm")
+    optimizer = wrapped(model)
+    loss_of(model, 0).backward()
+    assert (dict(moe.ALL_EXPERTS_FUNCTIONS._global_mapping), model.config.to_dict()) == before
+    optimizer.close()
+    assert not [module for module in model.modules() if PATCHED in module.__dict__]
+
+
+def test_rows_of_other_ranks_experts():
+    """Expert-parallel sentinels: tokens whose expert is none of this module's."""
+    model = made("Qwen3Moe", "grouped_mm")
+    twin = copy.deepcopy(model)
+    optimizer = wrapped(model)
+    for each in (model, twin):
+        experts = each.model.layers[0].mlp.experts
+        experts._is_expert_parallel = True
+        for index in range(2):
+            generator = torch.Generator().manual_seed(index)
+            x = torch.randn(10, 32, generator=generator)
+            owner = torch.randint(0, 10, (10, 2), generator=generator).clamp(max=8)  # 8: nobody's here
+            weights = torch.rand(10, 2, generator=generator)
+            (experts(x, owner, weights).pow(2).sum() / (K if each is twin else 1)).backward()
+            if each is model:
+                optimizer.step()
+    sums = dict(zip([n for n, _ in model.named_parameters()], optimizer._slots, strict=True))
+    for name, p in twin.named_parameters():
+        if p.grad is not None:
+            torch.testing.assert_close(sums[name].accumulator, p.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_a_checkpoint_around_the_experts_alone():
+    model = made("Mixtral", "grouped_mm")
+    _optimizer = wrapped(model)
+    experts = model.model.layers[0].mlp.experts
+    x = torch.randn(6, 32, requires_grad=True)
+    owner, weights = torch.randint(0, 4, (6, 2)), torch.rand(6, 2)
+    checkpoint(experts, x, owner, weights, use_reentrant=False).sum().backward()
+    assert x.grad is not None
