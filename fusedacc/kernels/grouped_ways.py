@@ -1,4 +1,4 @@
-"""Which experts' products are added by the extension's own loops on a CPU, and which are rounded: by tokens."""
+"""Which experts' products the extension adds by its own loops on a CPU, and which it rounds: by tokens."""
 
 from __future__ import annotations
 
