@@ -51,7 +51,10 @@ def answers_for(pair, few, rounded):
     for tokens in grouped_ways.RANK_K_CLASSES:
         found += [f"{name}, {tokens} tokens each", "rank_k" if tokens <= few else "blas"]
     for tokens in grouped_ways.ROUNDED_CLASSES:
-        found += [f"{name}, {tokens} tokens each, rounded or not", "rounded" if tokens >= rounded else "exact"]
+        found += [
+            f"{name}, {tokens} tokens each, rounded or not",
+            "rounded" if tokens >= rounded else "exact",
+        ]
     return found
 
 
