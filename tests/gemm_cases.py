@@ -71,8 +71,8 @@ def assert_is_product(
     """Holds `result` to the float64 product, element by element.
 
     Half a unit of each of n products and additions in the computation's dtype (or of `unit`, for TF32), of
-    scale, of keep and of their sum; half a unit of the accumulator's dtype for the result, and of
-    `product_dtype`, where the product is rounded to it first.
+    scale, of keep and of each addition to the sum, n where BLAS adds every token by itself; half a unit of
+    the accumulator's dtype for the result, and of `product_dtype`, where the product is rounded to it first.
     """
     scale, keep = float(scale), float(keep)
     wide = computation_dtype(before.dtype)
@@ -82,7 +82,8 @@ def assert_is_product(
     old = keep * before.double() if keep != 0 else torch.zeros_like(before, dtype=torch.float64)
     exact = product + old
     half = (torch.finfo(wide).eps if unit is None else unit) / 2
-    allowed = (2 * left.shape[0] + 3) * half * terms + 3 * half * (old.abs() + terms)
+    count = left.shape[0]
+    allowed = (2 * count + 3) * half * terms + (count + 3) * half * (old.abs() + terms)
     rounded = [before.dtype] if product_dtype is None else [before.dtype, product_dtype]
     for dtype in rounded:
         smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps

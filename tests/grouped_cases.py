@@ -10,6 +10,9 @@ from cases import random_tensor
 from gemm_cases import NAN, assert_is_product, lay_out_operand
 from torch import Tensor
 
+from fusedacc.kernels.grouped_ways import NEVER
+from fusedacc.kernels.native import as_argument
+
 #: Tokens of each expert: none in places, none at all, one expert, wild imbalance.
 COUNTS = (
     (2, 0, 3, 1),
@@ -71,3 +74,13 @@ def assert_are_products(result, before, left, right, offsets, scale=1.0, keep=1.
         rounded = product_dtype if end > start else None
         assert_is_product(result[expert], before[expert], *own, scale, keep, product_dtype=rounded)
         start = end
+
+
+#: rank_k_tokens and rounded_tokens.
+THRESHOLDS = {"blas": (0, NEVER), "rank-k": (64, NEVER), "rounded": (0, 0), "each": (2, 5)}
+
+
+def operator(accumulator, left, right, offsets, scale=1.0, keep=1.0, *, thresholds=(0, NEVER)):
+    """The operator itself, any way, whatever this processor would choose."""
+    numbers = *as_argument(scale), *as_argument(keep)
+    torch.ops.fusedacc.grouped_accumulate_(accumulator, left, right, offsets, *numbers, *thresholds)

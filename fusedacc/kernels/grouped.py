@@ -1,11 +1,11 @@
 """The weight gradients of a mixture's experts, multiplied straight into their sums.
 
-    accumulator[e] <- keep * accumulator[e] + scale * left[s:t]^T right[s:t]    for the rows s to t of expert e
+    accumulator[e] <- keep * accumulator[e] + scale * left[s:t]^T right[s:t]    for rows s to t of expert e
 
-As `matmul` for each expert, with its roundings, and by one call for all: on a CPU experts are shared out among
-the threads, and those with few tokens, whose product would cost more than the pass over their sum, are added
-by loops of our own. Trials tell what few is, and from how many tokens on products of bfloat16 are rounded
-(`grouped_ways`). Equal arguments give equal bits on every run.
+As `matmul` for each expert, with its roundings, and by one call for all: on a CPU experts are shared out
+among the threads, and those with few tokens, whose product would cost more than the pass over their sum, are
+added by loops of our own. Trials tell what few is, and from how many tokens on products of bfloat16 are
+rounded (`grouped_ways`). Equal arguments give equal bits on every run.
 """
 
 from __future__ import annotations

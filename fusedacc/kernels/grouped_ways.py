@@ -1,4 +1,4 @@
-"""Which experts' products are added by the extension's own loops on a CPU, and which are rounded: by tokens."""
+"""Which experts' products the extension adds by its own loops on a CPU, and which it rounds: by tokens."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _thresholds(
             choice = answer(question)
             if choice is None:
                 return None
-            because.append(f"with {question.name.partition(', ')[2]} {choice}")
+            because.append(f"{question.name.partition(', ')[2]}: {choice}")
             if choice.way != wanted:
                 return number
         return len(questions)
@@ -132,7 +132,7 @@ def _rounding_question(
 ) -> tuning.Question:
     calls = {EXACT: (rank_k_tokens, NEVER), ROUNDED: (rank_k_tokens, 0)}
     return tuning.Question(
-        _name(accumulator, operand, f"rounded with {tokens} tokens each"),
+        _name(accumulator, operand, f"{tokens} tokens each, rounded or not"),
         tuple(calls),
         ROUNDED if has_bfloat16 else EXACT,
         functools.partial(_trial, accumulator, operand, tokens, calls),

@@ -1,0 +1,130 @@
+"""What grouped products refuse, and what the operator says of itself to torch's compiler."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from gemm_cases import GEMM_PAIRS
+from grouped_cases import THRESHOLDS, groups, operator
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fusedacc.kernels import library
+from fusedacc.kernels.grouped import grouped_accumulate_
+from fusedacc.kernels.grouped_ways import NEVER
+
+BACKENDS = [name for name in ("cpu", "eager") if name == "eager" or library.load_error() is None]
+native = pytest.mark.skipif(library.load_error() is not None, reason=str(library.load_error()))
+F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
+
+
+def make(*shape, dtype=F32):
+    return torch.ones(*shape, dtype=dtype)
+
+
+def ends(*values, dtype=torch.int32):
+    return torch.tensor(values, dtype=dtype)
+
+
+OWN = torch.ones(12)
+#: What both backends refuse in the same words; accumulator, left, right and offsets.
+REFUSED = [
+    ((make(2, 2), make(1, 2), make(1, 2), ends(1)), "accumulator has 2 dimensions; it must have 3"),
+    ((make(1, 2, 2), make(2), make(1, 2), ends(1)), "left has 1 dimensions; it must have 2"),
+    ((make(1, 2, 2), make(1, 2), make(1, 2), ends(1).view(1, 1)), "offsets has 2 dimensions; it must have 1"),
+    (
+        (make(1, 2, 2), make(1, 3), make(1, 2), ends(1)),
+        r"left has shape \[1, 3\] but accumulator has \[1, 2, 2\]",
+    ),
+    (
+        (make(1, 2, 2), make(1, 2), make(1, 3), ends(1)),
+        r"right has shape \[1, 3\] but accumulator has \[1, 2, 2\]",
+    ),
+    ((make(1, 2, 2), make(1, 2), make(2, 2), ends(1)), "right has 2 rows but left has 1"),
+    (
+        (make(1, 2, 2), make(1, 2), make(1, 2, dtype=BF16), ends(1)),
+        "right has bfloat16 but left has float32",
+    ),
+    (
+        (make(1, 2, 2), make(1, 2, dtype=F64), make(1, 2, dtype=F64), ends(1)),
+        r"float64 (and accumulator|into) float32.*llowed",
+    ),
+    (
+        (OWN[:4].view(1, 2, 2), OWN[2:4].view(1, 2), make(1, 2), ends(1)),
+        "left overlaps accumulator in memory",
+    ),
+    (
+        (OWN[:4].view(1, 2, 2), make(1, 2), OWN[2:4].view(1, 2), ends(1)),
+        "right overlaps accumulator in memory",
+    ),
+    ((make(1, 2, 2).expand(2, 2, 2), make(1, 2), make(1, 2), ends(1, 1)), "accumulator overlaps itself"),
+    (
+        (OWN.as_strided((2, 2, 2), (3, 2, 1)), make(1, 2), make(1, 2), ends(1, 1)),
+        "accumulator overlaps itself",
+    ),
+    (
+        (make(1, 2, 2), make(1, 2), make(1, 2), ends(1, dtype=torch.int64)),
+        "offsets has int64; it must be int32",
+    ),
+    ((make(1, 2, 2), make(1, 2), make(1, 2), ends(1, dtype=F32)), "offsets has float32; it must be int32"),
+    ((make(2, 2, 2), make(1, 2), make(1, 2), ends(1)), "offsets has 1 elements; it must have 2"),
+    ((make(2, 2, 2), make(1, 2), make(1, 2), ends(0, 2)), r"offsets\[1\] is 2; allowed: 0 to 1"),
+    ((make(2, 2, 2), make(3, 2), make(3, 2), ends(2, 1)), r"offsets\[1\] is 1; allowed: 2 to 3"),
+    ((make(2, 2, 2), make(3, 2), make(3, 2), ends(-1, 1)), r"offsets\[0\] is -1; allowed: 0 to 3"),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("arguments", "says"), REFUSED, ids=[re.sub(r"\W+", " ", says) for _, says in REFUSED]
+)
+def test_bad_arguments_are_refused_before_anything_is_written(backend, arguments, says):
+    before = arguments[0].clone()
+    with pytest.raises(RuntimeError, match=says):
+        grouped_accumulate_(*arguments, 0.5, 0.5, backend=backend)
+    assert torch.equal(arguments[0], before)
+
+
+@native
+@pytest.mark.parametrize(
+    ("numbers", "thresholds", "says"),
+    [
+        ((make(1), 1.0), (0, NEVER), "scale must be a number or a 0-dim tensor"),
+        ((1.0, torch.tensor(1)), (0, NEVER), "keep is a tensor of a dtype"),
+        ((1.0, 1.0), (-1, NEVER), "rank_k_tokens is -1; allowed: 0 to 64"),
+        ((1.0, 1.0), (65, NEVER), "rank_k_tokens is 65; allowed: 0 to 64"),
+    ],
+)
+def test_the_operator_checks_by_itself(numbers, thresholds, says):
+    accumulator = torch.zeros(1, 2, 2)
+    with pytest.raises(RuntimeError, match=says):
+        operator(accumulator, make(1, 2), make(1, 2), ends(1), *numbers, thresholds=thresholds)
+    with pytest.raises(RuntimeError, match=r"accumulator has strides \[8, 4, 2\]"):
+        operator(make(1, 2, 4)[:, :, ::2], make(1, 2), make(1, 2), ends(1))
+    assert accumulator.eq(0).all()
+
+
+# In graphs
+
+
+@native
+@pytest.mark.parametrize("thresholds", THRESHOLDS.values(), ids=THRESHOLDS)
+def test_opcheck(thresholds, generator):
+    for pair in GEMM_PAIRS:
+        tensors = groups(pair, (5, 7), (3, 0, 9), generator, ("columns", "rows", "gaps"))
+        for part in tensors[1:3]:
+            part.nan_to_num_()  # what is not read is compared too
+        for numbers in ((None, 0.3, None, 0.0), (torch.tensor(0.3), 1.0, torch.tensor(0.5), 1.0)):
+            arguments = *tensors, *numbers, *thresholds
+            torch.library.opcheck(torch.ops.fusedacc.grouped_accumulate_.default, arguments)
+
+
+@native
+def test_fake_tensors_are_checked():
+    with FakeTensorMode():
+        grouped_accumulate_(make(2, 2, 3), make(4, 2), make(4, 3), ends(1, 4))
+        with pytest.raises(RuntimeError, match="do not go into"):
+            operator(make(2, 2, 3), make(4, 3), make(4, 3), ends(1, 4))
+        with pytest.raises(RuntimeError, match="offsets must be int32"):
+            operator(make(2, 2, 3), make(4, 2), make(4, 3), ends(1))
