@@ -26,6 +26,7 @@ BENCHMARKS = (
     "embedding",
     "layers",
     "training",
+    "experts",
     "data_parallel",
     "wrapper_window",
     "peak_memory",
