@@ -17,6 +17,7 @@ from ..accumulators import Slot
 from ..accumulators.in_place import Write
 from ..autograd.capture import Capture
 from ..kernels.checks import ORDINARY_TYPES
+from .kept_cast import KeptCasts
 from .uncompiled import runs_as_written
 
 _grad_enabled, _tracing = torch.is_grad_enabled, torch._C._is_tracing
@@ -45,6 +46,9 @@ class PatchedForward:
 
     #: The path's name, as `explain()` shows it.
     path = ""
+    #: Whether its weight's cast under autocast can be kept over a window, and where that is, if it shall be.
+    keeps_cast = False
+    kept: KeptCasts | None = None
     #: The native patched forward and its function, where there are any.
     _native: Any = None
     _recorded: Any = None

@@ -12,7 +12,9 @@ from torch.nn.utils import parametrize
 
 from ..accumulators import Slot
 from ..autograd.capture import Capture
+from .convolution import kind_of as kind_of_convolution
 from .embedding import PatchedEmbedding
+from .kept_cast import KeptCasts
 from .linear import PatchedConv1D, PatchedLinear
 from .patched_forward import PatchedForward, is_stock
 
@@ -30,10 +32,14 @@ class Replacements:
         capture: of the wrapper that has the slots.
         why_left: given a Linear's weight and answers to stay with, says why it had better not be replaced;
             empty where it had.
+        casts: keeps the casts of weights over a window, those of convolutions too; None: they are not kept.
     """
 
-    def __init__(self, model: nn.Module, capture: Capture, why_left: WhyLeft) -> None:
+    def __init__(
+        self, model: nn.Module, capture: Capture, why_left: WhyLeft, casts: KeptCasts | None = None
+    ) -> None:
         self._model, self._capture, self._why_left = model, capture, why_left
+        self._casts = casts
         self._patched: dict[nn.Module, PatchedForward] = {}
         self._search()
         self.follow(capture.accumulators.slots)
@@ -52,11 +58,12 @@ class Replacements:
         """Replace what can be replaced among the modules of these slots' parameters, and name those."""
         if not all(self._places_of(slot) for slot in slots):
             self._search()
+        casts = self._casts is not None
         for slot in slots:
             for module, name, _ in self._places_of(slot):
                 if module in self._patched:
                     continue
-                kind, why = (None, REPLICAS) if self._replicas else _kind_of(module, name)
+                kind, why = (None, REPLICAS) if self._replicas else _kind_of(module, name, casts)
                 if kind is not None and issubclass(kind, PatchedLinear):
                     why = self._why_left(slot.param, self._capture.accumulators.choices)
                 if kind is None or why:
@@ -64,8 +71,10 @@ class Replacements:
                     continue
                 patched = self._patched[module] = kind(module, slot, self._capture)
                 patched.install()
-                if kind.path not in slot.paths:
+                if kind.path and kind.path not in slot.paths:
                     slot.paths += (kind.path,)
+                if self._casts is not None and kind.keeps_cast:
+                    patched.kept, slot.keeps_cast = self._casts, True
         self.name(slots)
 
     def name(self, slots: Sequence[Slot]) -> None:
@@ -111,7 +120,9 @@ class Replacements:
         for module in [module for module, patched in self._patched.items() if patched.slot in dropped]:
             patched = self._patched.pop(module)
             patched.remove()
-            patched.slot.paths = ()
+            patched.slot.paths, patched.slot.keeps_cast = (), False
+        if self._casts is not None:
+            self._casts.forget(dropped)
 
 
 def name_slots(model: nn.Module, slots: Sequence[Slot]) -> None:
@@ -121,11 +132,14 @@ def name_slots(model: nn.Module, slots: Sequence[Slot]) -> None:
         slot.name = names.get(id(slot.param), slot.name)
 
 
-def _kind_of(module: nn.Module, name: str) -> tuple[type[PatchedForward] | None, str]:
-    """What patches a module whose own parameter `name` is optimized, or None and the reason for explain()."""
+def _kind_of(module: nn.Module, name: str, casts: bool) -> tuple[type[PatchedForward] | None, str]:
+    """What patches a module whose own parameter `name` is optimized, or None and the reason for explain().
+
+    casts: convolutions too, which gain by a kept cast alone.
+    """
     if isinstance(module, parametrize.ParametrizationList):
         return None, "parametrized: its gradient goes on through the parametrization"
-    kind = _known(module)
+    kind = _known(module) or (kind_of_convolution(module) if casts else None)
     if kind is None or name == "bias":
         return None, ""
     if name != "weight":
