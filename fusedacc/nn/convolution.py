@@ -9,6 +9,9 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 
+from ..accumulators import Slot
+from ..autograd.capture import Capture
+from ..kernels import native_module
 from .patched_forward import PATCHED, PatchedForward
 from .uncompiled import runs_as_written
 
@@ -21,6 +24,11 @@ class PatchedConvolution(PatchedForward):
 
     keeps_cast = True
 
+    def __init__(self, module: nn.Module, slot: Slot, capture: Capture) -> None:
+        super().__init__(module, slot, capture)
+        native: Any = native_module.module()
+        self._recorded = CastFunction.apply if native is None else native.cast_of
+
     def cast(self, module: Any, input: Tensor) -> Tensor | None:
         """The weight as autocast would cast it, the kept elements with a graph to it; None to leave it so."""
         if self.kept is None or self.uses_stock_forward(module, input):
@@ -32,7 +40,7 @@ class PatchedConvolution(PatchedForward):
         if weight.dtype in (dtype, torch.float64) or not weight.is_floating_point():
             return None
         kept = self.kept.of(self.slot, weight, dtype)
-        return None if kept is None else CastFunction.apply(weight, kept)
+        return None if kept is None else self._recorded(weight, kept)
 
     @staticmethod
     def forward(module: Any, input: Tensor) -> Tensor:

@@ -44,8 +44,8 @@ class KeptCasts:
     def of(self, slot: Slot, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
         """The slot's weight in `dtype`: the kept one while it is up to date, else a new one.
 
-        None where none may be kept: autocast's cache is off, a CUDA graph is captured, a selective checkpoint
-        counts the operators of both its forwards, or the weight's elements lie apart.
+        None where none may be kept: autocast's cache is off, a CUDA graph is captured, a mode of torch's
+        own looks at the operators, or the weight's elements lie apart.
 
         Raises:
             RuntimeError: a sampled element has changed, and the weight's version has not.
@@ -54,7 +54,7 @@ class KeptCasts:
             not torch.is_autocast_cache_enabled()
             or torch.is_inference_mode_enabled()
             or torch_state.capturing()
-            or (torch._C._len_torch_dispatch_stack() and _is_replayed())
+            or (torch._C._len_torch_dispatch_stack() and _is_traced())
         ):
             return None
         state, kept = _state_of(weight, dtype), self._kept.get(slot)
@@ -109,8 +109,9 @@ def _is_written(live: Tensor, sample: Tensor) -> bool:
     return not torch.equal(live.clone().view(torch.uint8), sample.view(torch.uint8))
 
 
-def _is_replayed() -> bool:
-    """Whether a selective checkpoint pairs the operators of this forward with those of another."""
-    return any(
-        type(mode).__module__ == "torch.utils.checkpoint" for mode in _get_current_dispatch_mode_stack()
-    )
+def _is_traced() -> bool:
+    """Whether a mode of torch's own may trace this forward, or pair its operators with those of another.
+
+    Selective checkpoints pair them. A cast from before would be a constant to the one, and none to the other.
+    """
+    return any(type(mode).__module__.startswith("torch.") for mode in _get_current_dispatch_mode_stack())
