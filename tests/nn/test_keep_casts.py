@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -432,6 +433,60 @@ class TestFreed:
         optimizer.step()
         assert len(casts_of(optimizer)) == 1
         assert "casts: those of 1 weights" in optimizer.explain()
+
+
+def test_the_conv1d_of_transformers():
+    class Conv1D(nn.Module):
+        __module__ = "transformers.pytorch_utils"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.randn(6, 6)), nn.Parameter(torch.zeros(6))
+
+        def forward(self, x):
+            return torch.addmm(self.bias, x, self.weight)
+
+    def after(keep):
+        model, optimizer = make(lambda: nn.Sequential(Conv1D(), nn.Tanh(), Conv1D()), keep)
+        for seed in range(8):
+            x = torch.randn(3, 6, generator=torch.Generator().manual_seed(seed))
+            with autocast():
+                out = model(x)
+            out.float().square().sum().backward()
+            assert len(casts_of(optimizer)) == (2 if keep else 0)
+            optimizer.step()
+        return list(model.parameters())
+
+    for ours, theirs in zip(after(True), after(False), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_reduction_over_ranks(tmp_path):
+    """What one rank has of it: a window's last backward reduces, and others' weights may be taken over."""
+    if not dist.is_gloo_available():
+        pytest.skip("torch was built without gloo")
+    place = f"file://{tmp_path}/rendezvous"
+    dist.init_process_group("gloo", init_method=place, rank=0, world_size=1)
+    try:
+
+        def after(keep):
+            model, optimizer = make("perceptron", keep, data_parallel=dist.group.WORLD)
+            for seed in range(10):
+                loss_of(model, seed).backward()
+                optimizer.step()
+            optimizer.flush()
+            assert optimizer.num_updates == 3
+            assert not casts_of(optimizer)
+            loss_of(model)
+            optimizer.attach(nn.parallel.DistributedDataParallel(model))
+            assert not casts_of(optimizer)
+            optimizer.close()
+            return list(model.parameters())
+
+        for ours, theirs in zip(after(True), after(False), strict=True):
+            assert torch.equal(ours, theirs)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("saved", [torch.ops.aten._to_copy.default, torch.ops.aten.mm.default])
