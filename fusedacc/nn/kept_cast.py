@@ -25,8 +25,8 @@ class _Kept:
         cast: the weight in autocast's dtype, outside of any graph.
         state: as `_state_of`.
         storage: the weight's, so that none after it has its address.
-        sampled: `SAMPLED` elements of the weight where they are, and as they were; None off the CPU, where to
-            compare them is to wait.
+        sampled: `SAMPLED` elements of the weight where they are, which holds their storage, and as they were;
+            None off the CPU, where to compare them is to wait.
     """
 
     cast: Tensor
