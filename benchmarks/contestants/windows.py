@@ -208,6 +208,7 @@ class Linears(Fusedacc):
     name, role = "fusedacc model=", "ours, model="
     note = "counted loop around AdamW(fused=True), max_grad_norm, model=: weights of Linear layers"
     tokens = 16
+    keeps_casts = False
 
     def prepare(self) -> None:
         self.layers = nn.ModuleList()
@@ -226,6 +227,7 @@ class Linears(Fusedacc):
             steps,
             max_grad_norm=MAX_NORM if self.clip else None,
             model=self.layers,
+            keep_casts=self.keeps_casts,
             backend=self.backend,
         )
 
@@ -248,6 +250,14 @@ class Linears(Fusedacc):
         return found["total_bytes"] if casts or phase.startswith("update") else 0
 
 
+class KeptCasts(Linears):
+    """The same, where each weight is cast once a window."""
+
+    name, settings, role = "fusedacc keep_casts=", ("autocast",), "ours, model=, keep_casts="
+    note = "as fusedacc model=, with keep_casts=True"
+    keeps_casts = True
+
+
 WAYS: tuple[type[Window], ...] = (
     AsWritten,
     ByHand,
@@ -263,7 +273,7 @@ WAYS: tuple[type[Window], ...] = (
 
 
 #: Of these only bytes are counted.
-COUNTED_ONLY: tuple[type[Window], ...] = (Linears,)
+COUNTED_ONLY: tuple[type[Window], ...] = (Linears, KeptCasts)
 
 
 def ways(setting: str) -> list[type[Window]]:

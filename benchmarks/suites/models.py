@@ -124,7 +124,8 @@ def count(
     """The bytes of a window by part, on a small list."""
     for setting in settings or SETTINGS:
         case = Case("models", "counted", loop.mode, "4 parameters of 512 x 512", DTYPES[setting])
-        alone = [way for way in windows.COUNTED_ONLY if not providers or way.name in providers]
+        alone = [way for way in windows.COUNTED_ONLY if setting in way.settings]
+        alone = [way for way in alone if not providers or way.name in providers]
         opened = start(results, case, setting, ways(setting, providers) + alone, COUNTED, loop)
         for part in (*PARTS, "total"):
             found = [part_of_window(case, way, part, COUNTED) for way in opened]

@@ -1,6 +1,6 @@
 // What module.cpp shows to Python: a Linear whose backward adds its weight gradient to the accumulator inside
-// the matrix product, and an Embedding whose backward adds to the rows that were looked up, which
-// fusedacc/nn/linear.py and embedding.py have in Python too, and ask here first; and operators over lists.
+// the matrix product, an Embedding whose backward adds to the rows that were looked up, and casts that are
+// kept, all of which fusedacc/nn has in Python too, and asks here first; and operators over lists.
 #pragma once
 
 #include "module_call.h"
@@ -19,6 +19,9 @@ std::optional<at::Tensor> product(const c10::intrusive_ptr<PatchedForward>& site
 std::optional<at::Tensor> lookup(const c10::intrusive_ptr<PatchedForward>& site,
                                  const std::shared_ptr<HookState>& entry, const at::Tensor& indices,
                                  const at::Tensor& weight, int64_t padding, bool by_frequency);
+
+// The weight in the dtype of `kept`, which has its elements, recorded by autograd.
+at::Tensor cast_of(const at::Tensor& weight, const at::Tensor& kept);
 
 // Adds the operators over lists of tensors to the module, past torch's dispatcher: for lists of ordinary CPU
 // tensors whose elements lie alike. Each returns False, with nothing done, for whatever else comes, which it

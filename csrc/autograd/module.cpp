@@ -130,6 +130,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("forget_multipliers", &PatchedForward::forget_multipliers);
   module.def("product", &product, without_gil);
   module.def("lookup", &lookup, without_gil);
+  module.def("cast_of", &cast_of, without_gil);
   module.attr("CASES") = py::cast(std::vector<std::string>(kCaseNames.begin(), kCaseNames.end()));
   module.def("attach", &attach);
   module.def("any_gradient", &any_gradient);

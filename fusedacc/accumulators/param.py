@@ -53,6 +53,7 @@ class Slot:
         "grad_state",
         "group",
         "in_bucket",
+        "keeps_cast",
         "lane",
         "lane_key",
         "left_to",
@@ -100,6 +101,8 @@ class Slot:
         #: How modules of the model add to the accumulator by themselves, and why not where they might.
         self.paths: tuple[str, ...] = ()
         self.left_to = ""
+        #: Whether a module of the model keeps its cast under autocast over a window.
+        self.keeps_cast = False
         #: What the registry of hooks has last seen of the parameter: as long as that is so, its node is the
         #: same and the accumulator fits.
         self.seen: tuple | None = None

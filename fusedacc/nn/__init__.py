@@ -1,6 +1,7 @@
 """Modules and functions that accumulate in their backward, and write no weight gradient."""
 
 from . import functional
+from .kept_cast import KeptCasts
 from .patches import Replacements, name_slots
 
-__all__ = ["Replacements", "functional", "name_slots"]
+__all__ = ["KeptCasts", "Replacements", "functional", "name_slots"]

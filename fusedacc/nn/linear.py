@@ -27,6 +27,7 @@ class PatchedLinear(PatchedForward):
     """An `nn.Linear`: weight (out, in)."""
 
     path = "gemm"
+    keeps_cast = True
     transposed = False
 
     def __init__(self, module: torch.nn.Module, slot: Slot, capture: Capture) -> None:
@@ -67,8 +68,12 @@ class PatchedLinear(PatchedForward):
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """The weight in another dtype: the last cast, while a graph still holds it and it is up to date.
 
-        As autocast's cache, it does not see what is written through `.data`.
+        As autocast's cache, it does not see what is written through `.data`. With `keep_casts` the window's.
         """
+        if self.kept is not None:
+            kept = self.kept.of(self.slot, weight, dtype)
+            if kept is not None:
+                return kept
         state = dtype, weight._version, weight.data_ptr(), self.updates
         reference, its_state = self._cast  # of one moment: other threads cast too
         known = reference()

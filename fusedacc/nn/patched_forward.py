@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from ..accumulators import Slot
 from ..autograd.capture import Capture
 from ..kernels.checks import ORDINARY_TYPES
+from .kept_cast import KeptCasts
 from .uncompiled import runs_as_written
 from .weight_sum import WeightSum
 
@@ -44,6 +45,9 @@ class PatchedForward(WeightSum):
 
     #: The path's name, as `explain()` shows it.
     path = ""
+    #: Whether its weight's cast under autocast can be kept over a window, and where that is, if it shall be.
+    keeps_cast = False
+    kept: KeptCasts | None = None
     #: The native patched forward and its function, where there are any.
     _native: Any = None
     _recorded: Any = None

@@ -8,13 +8,16 @@ import weakref
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils import parametrize
 
 from ..accumulators import Slot
 from ..autograd.capture import Capture
 from . import grouped
+from .convolution import kind_of as kind_of_convolution
 from .embedding import PatchedEmbedding
 from .experts import PatchedExperts, may_read_experts
+from .kept_cast import KeptCasts
 from .linear import PatchedConv1D, PatchedLinear
 from .patched_forward import PatchedForward, is_stock
 from .weight_sum import WeightSum
@@ -33,10 +36,14 @@ class Replacements:
         capture: of the wrapper that has the slots.
         why_left: given a Linear's weight and answers to stay with, says why it had better not be replaced;
             empty where it had.
+        casts: keeps the casts of weights over a window, those of convolutions too; None: they are not kept.
     """
 
-    def __init__(self, model: nn.Module, capture: Capture, why_left: WhyLeft) -> None:
+    def __init__(
+        self, model: nn.Module, capture: Capture, why_left: WhyLeft, casts: KeptCasts | None = None
+    ) -> None:
         self._model, self._capture, self._why_left = model, capture, why_left
+        self._casts = casts
         self._patched: dict[nn.Module, PatchedForward] = {}
         #: Of stacked weights (experts, ...).
         self._stacked: dict[Slot, WeightSum] = {}
@@ -57,8 +64,9 @@ class Replacements:
         """Replace what can be replaced among the modules of these slots' parameters, and name those."""
         if not all(self._places_of(slot) for slot in slots):
             self._search()
+        casts = self._casts is not None
         for slot in slots:
-            if slot.param.dim() == 3:
+            if slot.param.dim() == 3 and not self._is_convolved(slot):
                 self._stacked[slot] = WeightSum(slot, self._capture)
                 grouped.register(self._stacked[slot])
             for module, name, _ in self._places_of(slot):
@@ -67,7 +75,7 @@ class Replacements:
                     self._stack(known, name, slot)
                 if known is not None:
                     continue
-                kind, why = (None, REPLICAS) if self._replicas else _kind_of(module, name)
+                kind, why = (None, REPLICAS) if self._replicas else _kind_of(module, name, casts)
                 if kind is not None and issubclass(kind, PatchedLinear):
                     why = self._why_left(slot.param, self._capture.accumulators.choices)
                 if kind is None or why:
@@ -77,12 +85,18 @@ class Replacements:
                 patched.install()
                 if isinstance(patched, PatchedExperts):
                     self._stack(patched, name, slot)
-                else:
+                elif kind.path:
                     patched.declare(kind.path)
+                if self._casts is not None and kind.keeps_cast:
+                    patched.kept, slot.keeps_cast = self._casts, True
         self.name(slots)
 
+    def _is_convolved(self, slot: Slot) -> bool:
+        """Whether it is a convolution's weight."""
+        return any(isinstance(module, _ConvNd) for module, _, _ in self._places_of(slot))
+
     def _stack(self, patched: PatchedExperts, name: str, slot: Slot) -> None:
-        if may_read_experts(patched.module, slot.param):
+        if slot in self._stacked and may_read_experts(patched.module, slot.param):
             patched.stand_for(name, self._stacked[slot])
 
     def name(self, slots: Sequence[Slot]) -> None:
@@ -129,7 +143,9 @@ class Replacements:
             self._patched.pop(module).remove()
         for slot in dropped:
             self._stacked.pop(slot, None)
-            slot.paths = ()
+            slot.paths, slot.keeps_cast = (), False
+        if self._casts is not None:
+            self._casts.forget(dropped)
 
 
 def name_slots(model: nn.Module, slots: Sequence[Slot]) -> None:
@@ -139,11 +155,14 @@ def name_slots(model: nn.Module, slots: Sequence[Slot]) -> None:
         slot.name = names.get(id(slot.param), slot.name)
 
 
-def _kind_of(module: nn.Module, name: str) -> tuple[type[PatchedForward] | None, str]:
-    """What patches a module whose own parameter `name` is optimized, or None and the reason for explain()."""
+def _kind_of(module: nn.Module, name: str, casts: bool) -> tuple[type[PatchedForward] | None, str]:
+    """What patches a module whose own parameter `name` is optimized, or None and the reason for explain().
+
+    casts: convolutions too, which gain by a kept cast alone.
+    """
     if isinstance(module, parametrize.ParametrizationList):
         return None, "parametrized: its gradient goes on through the parametrization"
-    kind = _known(module)
+    kind = _known(module) or (kind_of_convolution(module) if casts else None)
     parameter = module._parameters[name]
     if kind is None and parameter is not None and may_read_experts(module, parameter):
         kind = PatchedExperts

@@ -73,6 +73,13 @@ def explain(slots: Sequence[Slot], window: Window, accumulators: Accumulators, u
         "the gradient's own write included; rows: only of the rows that were looked up; grouped, later: "
         "only of experts that had rows"
     )
+    kept = sum(slot.keeps_cast for slot in slots)
+    if kept:
+        notes.append(
+            f"casts: those of {kept} weights under autocast are kept from a window's first forward until its "
+            "update: 6 bytes an element moved in a window, not in each micro-batch. With activation "
+            "checkpointing, which holds one block's casts at a time, all take 2 bytes an element meanwhile"
+        )
     if window.shards:
         notes.append(window.shards.describe())
     head, tail = f"{loop}, reduction {window.reduction!r}", [f"hooks: {_hooks(slots)}", f"update: {update}"]
@@ -99,7 +106,8 @@ def route(slot: Slot, accumulators: Accumulators) -> Route:
         return _in_backward(slot, accumulators)
     if case.taker in (Taker.KERNEL, Taker.SHARD):
         selection = accumulators.plans.select(slot.lane)
-        reasons = [case.why or slot.left_to, "" if case.why else selection.reason]
+        cast = "a convolution's cast is kept over the window" if slot.keeps_cast and not slot.paths else ""
+        reasons = [case.why or slot.left_to, cast, "" if case.why else selection.reason]
         return Route(case.taker.value, selection.backend.name, "; ".join(filter(None, reasons)))
     return Route(*_WAYS[case.taker], case.why)
 

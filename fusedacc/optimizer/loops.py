@@ -101,6 +101,7 @@ class Loop(abc.ABC):
     def _clear(self, set_to_none: bool) -> None:
         """Begin a window from nothing; zeros stay in p.grad unless `set_to_none`."""
         self._parameters.follow(self._capture, self._masters)
+        self._parameters.forget_casts()
         self._window.clear()
         # As torch's own zero_grad names itself in a profile (torch/optim/optimizer.py).
         with record_function(f"Optimizer.zero_grad#{type(self._inner).__name__}.zero_grad"):
@@ -128,7 +129,8 @@ class CountedLoop(Loop):
         self.follow()
         window.begin_step()
         if not self._inner.state and self._update.is_asked_for_state():
-            self._update.make_state()
+            with self._parameters.without_casts():
+                self._update.make_state()
             self._accumulators.grads.ignore_present(self._slots)
             return loss
         self._collect()
@@ -238,12 +240,14 @@ class CountedLoop(Loop):
 
         If it raises, the window stays as it is: `step()` or `flush()` tries again, `zero_grad()` gives up.
         """
+        self._parameters.forget_casts()
         ratio = self._accumulation.conclude(partial)
         totals = self._window.totals
         if ratio is None and totals is not None and totals.nothing_came:
             self._window.restart()
             return
-        _, skipped = self._update.step(ratio, scaling, arguments)
+        with self._parameters.without_casts():
+            _, skipped = self._update.step(ratio, scaling, arguments)
         if ratio is None:
             self._accumulators.clear()
         else:
@@ -293,17 +297,19 @@ class ManualLoop(Loop):
         self._follow()
         window.begin_step()
         if closure is None and not self._inner.state and self._update.is_asked_for_state():
-            return self._update.make_state()
+            with self._parameters.without_casts():
+                return self._update.make_state()
         if window.in_context and window.micro.ran:
             self._accumulation.collect_stock()
             window.end_micro_batch()
 
-        if closure is not None:
-            loss, skipped = self._step_with(closure, arguments), False
-        else:
-            window.check_untainted()
-            ratio = self._accumulation.conclude() if self._reduces else 1.0
-            loss, skipped = self._update.step(ratio, scaling, arguments)
+        with self._parameters.without_casts():
+            if closure is not None:
+                loss, skipped = self._step_with(closure, arguments), False
+            else:
+                window.check_untainted()
+                ratio = self._accumulation.conclude() if self._reduces else 1.0
+                loss, skipped = self._update.step(ratio, scaling, arguments)
         self._accumulators.leave_step()
         self._end_update(skipped)
         return loss
@@ -348,7 +354,7 @@ class ManualLoop(Loop):
                 )
 
         def evaluate() -> Any:
-            with torch.enable_grad():
+            with self._parameters.without_casts(), torch.enable_grad():
                 loss = closure()
             self._capture.drop_failed_backwards()
             self._finish_sums()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from operator import is_
 from typing import Any
@@ -14,7 +15,7 @@ from ..accumulators import Lane, Slot, default_accumulate_dtype
 from ..autograd.capture import Capture
 from ..kernels import registry
 from ..kernels.dtypes import PAIRS, allowed_pairs
-from ..nn import Replacements
+from ..nn import KeptCasts, Replacements
 from .master_weights import MasterWeights
 from .small_layers import why_left
 
@@ -39,6 +40,7 @@ class ParameterSet:
             raise TypeError(f"accumulate_dtype must be a torch.dtype or None, got {accumulate_dtype!r}")
         self._inner, self._dtype, self._backend = inner, accumulate_dtype, backend
         self._replacements: Replacements | None = None
+        self._casts = KeptCasts()
         self._slot_of: dict[int, Slot] = {}
         self._accepted: set[Lane] = set()
         #: Shared with whoever works on the parameters, and changed in place.
@@ -47,9 +49,25 @@ class ParameterSet:
         #: Each group's parameters, when the slots were last in step with them.
         self._seen = self._present()
 
-    def replace_in(self, model: torch.nn.Module, capture: Capture) -> None:
-        """Have those modules of `model` that can add gradients of these parameters to the sums."""
-        self._replacements = Replacements(model, capture, why_left)
+    def replace_in(self, model: torch.nn.Module, capture: Capture, keep_casts: bool) -> None:
+        """Have those modules of `model` that can add gradients of these parameters to the sums.
+
+        keep_casts: and keep the casts of their weights, and of convolutions', until `forget_casts`.
+        """
+        self._replacements = Replacements(model, capture, why_left, self._casts if keep_casts else None)
+
+    def forget_casts(self) -> None:
+        """Let go of the casts that modules keep: a window ends, or weights may change where nothing tells."""
+        self._casts.drop()
+
+    @contextlib.contextmanager
+    def without_casts(self) -> Iterator[None]:
+        """Context in which the inner optimizer changes weights: no cast lives on in it, or after it."""
+        self._casts.drop()
+        try:
+            yield
+        finally:
+            self._casts.drop()
 
     def forget_choices(self) -> None:
         """Have the modules ask anew what was found out by trial."""
@@ -60,6 +78,7 @@ class ParameterSet:
         """Give every module its own forward back."""
         if self._replacements is not None:
             self._replacements.remove()
+        self.forget_casts()
 
     def _present(self) -> list[list[Tensor]]:
         return [list(group["params"]) for group in self._inner.param_groups]

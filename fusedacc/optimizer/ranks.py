@@ -14,6 +14,7 @@ from ..autograd.capture import Capture
 from ..distributed import DataParallel, check, parallel_in
 from .accumulation import Accumulation
 from .loss_scale import LossScaleLink, Scaling
+from .parameters import ParameterSet
 from .window import Window
 
 
@@ -26,6 +27,7 @@ class Ranks(Joinable):
     _capture: Capture
     _slots: list[Slot]
     _loop: Any
+    _parameter_set: ParameterSet
     _loss_scale: LossScaleLink
     _reduce_dtype: torch.dtype | None = None
     _closed: bool
@@ -59,6 +61,7 @@ class Ranks(Joinable):
         if former is not None:
             former.close()
             accumulation.ranks.join(None)
+        self._parameter_set.forget_casts()  # weights may come from another rank
         parts = self._slots, self._accumulators, self._reduce_dtype, capture.add_pending
         accumulation.ranks.join(DataParallel(given, *parts))
         capture.registry.count_deliveries(accumulation.count_delivery)

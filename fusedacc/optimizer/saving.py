@@ -73,6 +73,7 @@ class Saving:
                 self._accumulation.ranks.parallel.abandon()
         finally:
             self._parameter_set.forget_choices()
+            self._parameter_set.forget_casts()
             self._capture.registry.reregister(self._slots if self._masters is not None else ())
             self._capture.registry.refresh()
 

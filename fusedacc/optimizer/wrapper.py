@@ -58,6 +58,10 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
         model: the model whose parameters these are: its Linear and Embedding modules add the gradients of
             their weights to the sums inside their backward, and write no gradient. A copy of the model, or
             of the optimizer, does so only once it is wrapped itself.
+        keep_casts: under autocast the Linear modules and convolutions of `model` cast their weights once a
+            window and keep the casts until its update: 6 bytes a parameter moved in a window, not in every
+            micro-batch. What is written past autograd (`param.data`) is looked for in a sample of elements
+            only.
         backend: "auto", "cuda", "triton", "cpu" or "eager". The environment variable FUSEDACC_BACKEND
             overrides "auto".
         private_gradients: counted loop: `p.grad` stays None until `step()`, so that nobody can write to the
@@ -94,6 +98,7 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
         skip_nonfinite: bool = False,
         master_weights: bool = False,
         model: torch.nn.Module | None = None,
+        keep_casts: bool = False,
         backend: str = "auto",
         private_gradients: bool = False,
         data_parallel: DistributedDataParallel | torch.distributed.ProcessGroup | None = None,
@@ -120,10 +125,15 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
         finishing = (*clipping, bool(skip_nonfinite))
         if not isinstance(model, torch.nn.Module | None):
             raise TypeError(f"model must be a torch.nn.Module or None, got {type(model).__name__}")
+        if keep_casts and model is None:
+            raise ValueError(
+                "keep_casts=True needs model=, whose modules are to keep the casts of their weights; "
+                "allowed: keep_casts=False, or model=model"
+            )
         self._build(optimizer, window, accumulate_dtype, backend, finishing, bool(master_weights), model)
         checkpoint.forget_stale(optimizer)
         if model is not None:
-            self._parameter_set.replace_in(model, self._capture)
+            self._parameter_set.replace_in(model, self._capture, bool(keep_casts))
         if reduce_dtype is not None:
             self._reduce_dtype = reduce_dtype
         if data_parallel is not None:
@@ -289,6 +299,7 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
         if self._accumulation.ranks.parallel is not None:
             self._accumulation.ranks.parallel.abandon()
         self._parameter_set.follow(self._capture, self._masters)
+        self._parameter_set.forget_casts()
         self._accumulators.clear()
         self._window.reset()
         self._capture.registry.refresh()

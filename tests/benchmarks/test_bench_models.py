@@ -98,6 +98,12 @@ COUNTED = {
         "update: clip": 4,
         "update: optimizer": 8 + 3 * 8,
     },
+    ("autocast", "fusedacc keep_casts="): {
+        "forward": 6,
+        "accumulate": 4 + 7 * 8,
+        "update: clip": 4,
+        "update: optimizer": 8 + 3 * 8,
+    },
     ("bfloat16", "fusedacc model="): {
         "accumulate": 4 + 7 * 8,
         "update: clip": 4,

@@ -1,0 +1,136 @@
+"""Convolutions under `keep_casts=True`: stock's bits, on a cast that is made once a window."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from test_keep_casts import BF16, F32, FP16, autocast, casts_of, make
+from torch import nn
+
+LAYERS = (
+    nn.Conv1d(4, 6, 3),
+    nn.Conv2d(4, 6, 3, padding="same", padding_mode="reflect"),
+    nn.Conv3d(4, 6, 2, dilation=2, groups=2),
+    nn.ConvTranspose1d(4, 6, 3, stride=2),
+    nn.ConvTranspose2d(4, 6, 3, stride=2, groups=2, bias=False),
+    nn.ConvTranspose3d(4, 6, 2, padding=1),
+)
+
+
+@pytest.mark.parametrize("index", range(len(LAYERS)))
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_outputs_and_gradients_have_stocks_bits(index, dtype):
+    layer = LAYERS[index]
+    model, optimizer = make(lambda: nn.Sequential(copy.deepcopy(layer)), steps=None)
+    twin = copy.deepcopy(model)
+    dims = len(layer.kernel_size)
+    for seed in range(2):
+        generator = torch.Generator().manual_seed(seed)
+        shape = (2, 4, *(7,) * dims)
+        inputs = [torch.randn(shape, generator=generator).requires_grad_()]
+        inputs.append(inputs[0].detach().clone().requires_grad_())
+        outputs = []
+        for net, x in zip((model, twin), inputs, strict=True):
+            with autocast(dtype=dtype):
+                outputs.append(net(x))
+            outputs[-1].float().square().sum().backward()
+        assert torch.equal(*outputs)
+        assert torch.equal(inputs[0].grad, inputs[1].grad)
+    assert len(casts_of(optimizer)) == 1
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert ours.grad.dtype is F32
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_output_size_and_errors_are_stocks():
+    model, _optimizer = make(lambda: nn.Sequential(nn.ConvTranspose2d(2, 2, 3, stride=2)))
+    twin = copy.deepcopy(model)
+    x = torch.randn(1, 2, 5, 5)
+    with autocast():
+        assert torch.equal(model[0](x, output_size=[12, 12]), twin[0](x, output_size=[12, 12]))
+        for bad in (torch.randn(1, 3, 5, 5), x.double()):
+            errors = []
+            for net in (model, twin):
+                with pytest.raises(RuntimeError) as caught:
+                    net(bad)
+                errors.append(str(caught.value))
+            assert errors[0] == errors[1]
+        with pytest.raises(ValueError, match="output size"):
+            model[0](x, output_size=[40, 40])
+
+
+def test_channels_last():
+    ours, optimizer = make(lambda: nn.Sequential(nn.Conv2d(4, 4, 3)).to(memory_format=torch.channels_last))
+    twin = copy.deepcopy(ours)
+    x = torch.randn(2, 4, 6, 6).to(memory_format=torch.channels_last)
+    for _ in range(2):
+        with autocast():
+            outputs = [net(x) for net in (ours, twin)]
+        assert torch.equal(*outputs)
+    assert casts_of(optimizer)[0].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_gradients_by_the_weight_and_of_gradients():
+    model, _optimizer = make(lambda: nn.Sequential(nn.Conv1d(2, 3, 2)), steps=None)
+    twin = copy.deepcopy(model)
+    x = torch.randn(2, 2, 5)
+    found = []
+    for net in (model, twin):
+        point = x.clone().requires_grad_()
+        with autocast():
+            out = net(point).float().square().sum()
+        (slope,) = torch.autograd.grad(out, point, create_graph=True)
+        (by_weight,) = torch.autograd.grad(slope.square().sum(), net[0].weight)
+        found.append(by_weight)
+    assert torch.equal(*found)
+
+
+def test_they_are_replaced_for_this_alone_and_given_back():
+    model, optimizer = make("convolutions", keep=False)
+    assert "forward" not in model[0].__dict__
+    optimizer.close()
+    for kept in (True, False):
+        model, optimizer = make("convolutions", keep=kept)
+        rows = dict(line.split()[:3:2] for line in optimizer.explain().splitlines()[2:12])
+        assert rows["0.weight"] == "multi_tensor"
+        assert ("a convolution's cast is kept" in optimizer.explain()) is kept
+        assert ("casts: those of 5 weights" in optimizer.explain()) is kept
+        assert ("checkpointing" in optimizer.explain()) is kept
+    model, optimizer = make("convolutions")
+    assert "forward" in model[0].__dict__
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert "forward" not in other[0].__dict__
+    assert not casts_of(pickle.loads(pickle.dumps(optimizer)))
+    optimizer.close()
+    assert "forward" not in model[0].__dict__
+
+
+def test_other_forwards_are_left_alone():
+    class Doubled(nn.Conv1d):
+        def forward(self, input):
+            return 2 * super().forward(input)
+
+    class Shifted(nn.Conv1d):
+        def _conv_forward(self, input, weight, bias):
+            return super()._conv_forward(input, weight, bias) + 1
+
+    def build():
+        normed = nn.utils.parametrizations.weight_norm(nn.Conv1d(2, 2, 1))
+        return nn.Sequential(Doubled(2, 2, 1), Shifted(2, 2, 1), normed)
+
+    model, optimizer = make(build)
+    twin = copy.deepcopy(model)
+    x = torch.randn(1, 2, 3)
+    with autocast():
+        for _ in range(2):
+            assert torch.equal(model(x), twin(x))
+    assert len(casts_of(optimizer)) == 1
+
+
+def test_a_model_of_nothing_but_convolutions_gains_nothing_without():
+    with pytest.warns(UserWarning, match="model="):
+        make(lambda: nn.Conv1d(2, 2, 1), keep=False)
+    make(lambda: nn.Conv1d(2, 2, 1))

@@ -1,0 +1,120 @@
+"""What `keep_casts=True` saves in bytes, and costs in memory."""
+
+from __future__ import annotations
+
+import functools
+import gc
+
+import pytest
+import torch
+from test_keep_casts import autocast, loss_of, make
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils import checkpoint
+
+from fusedacc.traffic import TrafficMeter
+
+
+class Wide(nn.Module):
+    """Linears beside which everything else is small, after a norm: their inputs need gradients."""
+
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.checkpointed, self.norm = checkpointed, nn.LayerNorm(512)
+        self.layers = nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(6))
+
+    def forward(self, x):
+        x = self.norm(x)
+        for layer in self.layers:
+            x = checkpoint.checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
+        return x
+
+    @staticmethod
+    def batch(generator):
+        return torch.randn(2, 512, generator=generator)
+
+
+class Apart(nn.Module):
+    """The same Linears and nothing else, each with the input: what is moved is of their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(6))
+
+    def forward(self, x):
+        return torch.stack([layer(x) for layer in self.layers])
+
+    @staticmethod
+    def batch(generator):
+        return torch.randn(2, 512, generator=generator).bfloat16()
+
+
+@pytest.mark.parametrize(("keep", "most"), [(False, 144), (True, 102)])
+def test_bytes_of_a_window_of_eight(keep, most):
+    """8 casts of 6, or one; sums 4 + 7 * 8; norm 4, AdamW 32. Without what products read; in tenths."""
+    model, optimizer = make(
+        Apart, keep, 8, functools.partial(torch.optim.AdamW, fused=True), max_grad_norm=1.0
+    )
+
+    def window():
+        for seed in range(8):
+            with autocast():
+                out = model(model.batch(torch.Generator().manual_seed(seed)))
+            out.backward(torch.ones_like(out))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    window()
+    with TrafficMeter(model) as meter:
+        window()
+    assert not meter.uncounted
+    found = meter.as_dict()
+    phases = found["by_phase_and_op"]
+    forward = phases["forward"]
+    moved = forward["aten::_to_copy"]["total_bytes"] + forward.get("aten::equal", {}).get("total_bytes", 0)
+    for op in (*phases.get("backward", {}).values(), *phases.get("accumulate", {}).values()):
+        moved += op["by_kind"].get("gradients", 0)
+    moved += found["by_phase"]["update"]
+    assert round(moved / sum(weight.numel() for weight in model.parameters()), 1) == most
+
+
+def peak_of(run) -> int:
+    """How many bytes more than before are alive in `run` at its peak."""
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        run()
+    now = most = 0
+    for event in seen.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return most
+
+
+def peak_of_a_window(keep: bool, checkpointed: bool, inside: bool) -> float:
+    """Bytes a weight; `inside`: whether the backward runs where autocast's own cache still is."""
+    model, optimizer = make(
+        functools.partial(Wide, checkpointed), keep, 3, functools.partial(torch.optim.AdamW, fused=True)
+    )
+
+    def window():
+        for seed in range(3):
+            with autocast(enabled=inside):
+                loss_of(model, seed).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    window()
+    return peak_of(window) / sum(layer.weight.numel() for layer in model.layers)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_no_peak_memory_that_autocasts_own_cache_does_not_take(inside):
+    ours, theirs = (peak_of_a_window(keep, False, inside) for keep in (True, False))
+    assert ours <= theirs + 0.05
+
+
+def test_peak_memory_with_activation_checkpointing():
+    """One block's casts at a time, or all."""
+    ours, theirs = (peak_of_a_window(keep, True, False) for keep in (True, False))
+    assert 0.05 < ours - theirs <= 2.05
