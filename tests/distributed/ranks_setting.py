@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -64,3 +66,16 @@ def assert_ranks_equal(net: nn.Module, what: object = "") -> None:
         found = [torch.empty_like(p) for _ in range(dist.get_world_size())]
         dist.all_gather(found, p.detach())
         assert all(torch.equal(each, p) for each in found), (what, name)
+
+
+def error_of(kind: type[Exception], act: Callable[[], object]) -> str:
+    """What the error says that this raises, of that kind."""
+    with pytest.raises(kind) as raised:
+        act()
+    return str(raised.value)
+
+
+def refused(kind: type[Exception], words: str, act: Callable[[], object]) -> None:
+    """It raises an error of that kind that says so."""
+    said = error_of(kind, act)
+    assert words in said, said
