@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fsdp_setting import alone, far, loss_of, sharded, trained, whole, wrap
+from fsdp_setting import alone, far, loss_of, network, sharded, trained, whole, wrap
 from ranks import on_ranks
 from ranks_setting import assert_close
 from torch import Tensor, nn
@@ -88,14 +88,16 @@ CASES = {
     "sum": (K, torch.float32, {"reduction": "sum"}),
     "masters": (K, torch.bfloat16, {"master_weights": True}),
     "clip": (K, torch.bfloat16, {"private_gradients": True, "max_grad_norm": 0.1}),
+    "normalized": (K, torch.float32, {"reduction": "normalized"}),
     "manual": (None, torch.float32, {}),
+    "manual normalized": (None, torch.float32, {"reduction": "normalized"}),
     "manual mean": (None, torch.bfloat16, {"reduction": "mean"}),
 }
 
 
-def made(name: str) -> tuple[Any, fusedacc.AccumulatingOptimizer]:
+def made(name: str, shards: bool = True) -> tuple[Any, fusedacc.AccumulatingOptimizer]:
     steps, dtype, options = CASES[name]
-    model = sharded(dtype)
+    model = sharded(dtype) if shards else network(dtype)
     return model, wrap(model, steps, **options)
 
 
@@ -104,13 +106,18 @@ def tree(model: nn.Module, optimizer: fusedacc.AccumulatingOptimizer) -> dict[st
 
 
 def train(model: nn.Module, optimizer: fusedacc.AccumulatingOptimizer, name: str, indices: range) -> None:
-    """Micro-batches of two ranks, on however many there are: the mean over the ranks is the same."""
+    """Micro-batches of two ranks, on however many there are: what comes of all ranks is the same."""
     ranks, rank, steps = dist.get_world_size(), dist.get_rank(), CASES[name][0]
     for index in indices:
         owned = range(2) if ranks == 1 else [rank] if rank < 2 else []
         losses = [loss_of(model, index, each) for each in owned] or [0.0 * loss_of(model, index, 0)]
-        with optimizer.accumulate():
-            (sum(losses) * (ranks / 2)).backward()
+        weight, scale = None, ranks / 2
+        if optimizer.reduction == "normalized":
+            weights = [index + 1.5 + each for each in owned]
+            weight, scale = sum(weights), 1.0
+            losses = [w * loss for w, loss in zip(weights, losses, strict=True)] if owned else losses
+        with optimizer.accumulate(weight=weight):
+            (sum(losses) * scale).backward()
         if steps or (index + 1) % K == 0:
             optimizer.step(), optimizer.zero_grad()
 
@@ -125,8 +132,8 @@ def save_and_go_on(folder: str, name: str) -> list[Tensor]:
     return [whole(p).detach().clone() for p in model.parameters()]
 
 
-def load_and_go_on(folder: str, name: str) -> list[Tensor]:
-    model, optimizer = made(name)
+def load_and_go_on(folder: str, name: str, shards: bool) -> list[Tensor]:
+    model, optimizer = made(name, shards)
     found = tree(model, optimizer)
     make_room(found, folder)
     dcp.load(found, checkpoint_id=folder)
@@ -143,10 +150,10 @@ def load_and_go_on(folder: str, name: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_window_goes_on_on_two_ranks_three_and_one(name, tmp_path):
-    """Bit for bit on two, where it was saved."""
+    """Bit for bit on two, where it was saved; on one by FSDP2 and without."""
     wanted, same = on_ranks(2, save_and_go_on, str(tmp_path), name)
-    for ranks in (2, 3, 1):
-        for found in on_ranks(ranks, load_and_go_on, str(tmp_path), name):
+    for ranks, shards in ((2, True), (3, True), (1, True), (1, False)):
+        for found in on_ranks(ranks, load_and_go_on, str(tmp_path), name, shards):
             for p, q, r in zip(found, wanted, same, strict=True):
                 assert torch.equal(q, r)
                 if ranks == 2:
