@@ -306,7 +306,7 @@ class Reducer:
             accumulator = grads.current(slot)
             if accumulator is view:
                 written.append(view)
-            elif grads.visible:
+            elif grads.visible and accumulator.dtype == view.dtype:  # type: ignore[union-attr]
                 accumulator.copy_(view)  # type: ignore[union-attr]  # the user has put it into p.grad, and looks at it there
             else:
                 grads.put(slot, view)
