@@ -136,7 +136,7 @@ def fails_alike() -> None:
 
     with small_buckets():
         for _ in range(2):
-            handle = net[0].weight.register_hook(fail)
+            handle = net[2].weight.register_hook(fail)
             with pytest.raises(KeyError):
                 loss_of(parallel, 0, rank).backward()
             handle.remove()
