@@ -129,12 +129,12 @@ def fails_alike() -> None:
     """Two backwards that fail at the same place are no rule for the next."""
     rank, net = dist.get_rank(), network()
     parallel = DistributedDataParallel(net)
-    optimizer = fusedacc.AccumulatingOptimizer(sgd(net), 1, data_parallel=parallel)
 
     def fail(_gradient: torch.Tensor) -> None:
         raise KeyError("on both ranks")
 
     with small_buckets():
+        optimizer = fusedacc.AccumulatingOptimizer(sgd(net), 1, data_parallel=parallel)
         for _ in range(2):
             handle = net[2].weight.register_hook(fail)
             with pytest.raises(KeyError):
