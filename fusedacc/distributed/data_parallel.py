@@ -66,7 +66,7 @@ class DataParallel:
         self.link: UnarmedDDP | None = None
         self._slots, self._compares = slots, checks.wanted()
         #: The parameters that were trained when a reduction was last prepared.
-        self._trained: list[Slot] = []
+        self._trained = [slot for slot in slots if slot.param.requires_grad]
         if not isinstance(given, DistributedDataParallel):
             agree(slots, given)
         group = given.process_group if isinstance(given, DistributedDataParallel) else given
