@@ -143,7 +143,8 @@ class GradScaler(torch.amp.GradScaler):
         """An update was made: keep for `update()` what was found in it."""
         found_inf = scaling.found_inf
         if found_inf is None:  # no parameter has a gradient
-            found_inf = torch.zeros((), device=self._scale.device)  # type: ignore[union-attr]
+            scale, _ = self._check_scale_growth_tracker("step")
+            found_inf = torch.zeros((), device=scale.device)
         state = self._per_optimizer_states[id(optimizer)]
         state["found_inf_per_device"] = {found_inf.device: found_inf}
         state["stage"] = OptState.STEPPED
