@@ -95,35 +95,59 @@ class GradScaler(torch.amp.GradScaler):
     def flush(self, optimizer: AccumulatingOptimizer, **kwargs: Any) -> None:
         """`optimizer.flush(**kwargs)` for a window of scaled losses; `update()` afterwards, as after `step`.
 
+        Where it takes part in several windows, of ranks that have more of them, it calls `update()` between
+        them, as those ranks do: so all have the same scale.
+
         Raises:
             TypeError: `optimizer` is no AccumulatingOptimizer, or takes no such argument.
             RuntimeError: as `step`.
         """
         if not isinstance(optimizer, AccumulatingOptimizer):
             raise TypeError(f"optimizer must be an AccumulatingOptimizer, got {type(optimizer).__name__}")
-        if not self._enabled or not optimizer.has_partial_window:
+        if not self._enabled or not (optimizer.has_partial_window or optimizer._takes_part):
             return optimizer._loss_scale.run(Scaling(), functools.partial(optimizer.flush, **kwargs))
         optimizer._check_arguments(kwargs)
         self._check_inner(optimizer)
+        self._make_scale()  # a rank may have had no losses
         return self._close(optimizer, functools.partial(optimizer.flush, **kwargs))
 
     def _close(self, optimizer: AccumulatingOptimizer, run: Any) -> Any:
         """The update of a window, with the loss scale; keeps what was found for `update()`."""
-        scale, _ = self._check_scale_growth_tracker("step")
-        state = self._per_optimizer_states[id(optimizer)]
-        if state["stage"] is OptState.UNSCALED:
-            found = [flag.to(scale.device) for flag in state["found_inf_per_device"].values()]
-            scaling = Scaling(None, torch.stack(found).amax() if found else None)
-        else:
-            scaling = Scaling(scale, checks=True)
+        scaling, updates = self._scaling_of(optimizer), optimizer.num_updates
+
+        def go_on() -> Scaling:
+            nonlocal scaling, updates
+            self._keep_found(optimizer, scaling)
+            self.update()
+            scaling, updates = self._scaling_of(optimizer), optimizer.num_updates
+            scaling.go_on = go_on
+            return scaling
+
+        scaling.go_on = go_on
         result = optimizer._loss_scale.run(scaling, run)
-        found_inf = scaling.found_inf
-        if found_inf is None:  # no parameter has a gradient
-            found_inf = torch.zeros((), device=scale.device)
-        state["found_inf_per_device"] = {found_inf.device: found_inf}
-        state["stage"] = OptState.STEPPED
+        if optimizer.num_updates > updates:  # no rank may have had anything
+            self._keep_found(optimizer, scaling)
         self._open.discard(optimizer)
         return result
+
+    def _scaling_of(self, optimizer: AccumulatingOptimizer) -> Scaling:
+        """What is known of an update that is to come."""
+        scale, _ = self._check_scale_growth_tracker("step")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is not OptState.UNSCALED:
+            return Scaling(scale, checks=True)
+        found = [flag.to(scale.device) for flag in state["found_inf_per_device"].values()]
+        return Scaling(None, torch.stack(found).amax() if found else None)
+
+    def _keep_found(self, optimizer: AccumulatingOptimizer, scaling: Scaling) -> None:
+        """An update was made: keep for `update()` what was found in it."""
+        found_inf = scaling.found_inf
+        if found_inf is None:  # no parameter has a gradient
+            scale, _ = self._check_scale_growth_tracker("step")
+            found_inf = torch.zeros((), device=scale.device)
+        state = self._per_optimizer_states[id(optimizer)]
+        state["found_inf_per_device"] = {found_inf.device: found_inf}
+        state["stage"] = OptState.STEPPED
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """As torch's, once no window is part-filled; else it keeps what was found and returns.
@@ -159,7 +183,12 @@ class GradScaler(torch.amp.GradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's. A window that a checkpoint brings may end before another loss is scaled."""
         super().load_state_dict(state_dict)
-        if self._enabled and self._scale is None:
+        if self._enabled:
+            self._make_scale()
+
+    def _make_scale(self) -> None:
+        """Have a scale, though no loss has been scaled yet."""
+        if self._scale is None:
             self._lazy_init_scale_growth_tracker(torch.device(self._device))
 
     def __getstate__(self) -> dict[str, Any]:

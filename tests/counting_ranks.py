@@ -2,13 +2,14 @@
 
 Its arguments: a folder, where every rank leaves its findings; how many ranks; the ways, as JSON; whether the
 ranks are to have a network of their own ("alone"), in which nothing else is sent, or not ("shared"). It exits
-with `NOT_ALLOWED` where the kernel refuses such a network.
+with `NOT_ALLOWED`, and has printed the kernel's reason, where the kernel refuses such a network.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import functools
 import importlib
@@ -20,7 +21,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 NOT_ALLOWED = 77
+#: What a kernel says that knows such networks and allows none: to this user, in this sandbox, or no more.
+REFUSALS = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.ENOSPC, errno.EUSERS)
 WIDTH, LAYERS = 512, 8
 PARAMETERS = LAYERS * (WIDTH * WIDTH + WIDTH)
 #: DDP cuts its buckets anew after its first backward, and the wrapper learns from its first two.
@@ -38,16 +41,26 @@ STEPS, WINDOWS = 3, 3
 def leave_for_a_network_of_its_own() -> None:
     """Enter a new network, which holds an interface `lo` and nothing else, and bring that up."""
     clone_newuser, clone_newnet = 0x10000000, 0x40000000
-    if ctypes.CDLL(None).unshare(clone_newuser | clone_newnet):
-        sys.exit(NOT_ALLOWED)
+    if ctypes.CDLL(None, use_errno=True).unshare(clone_newuser | clone_newnet):
+        end_if_refused("unshare", ctypes.get_errno())
     get_flags, set_flags, up = 0x8913, 0x8914, 1
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
             found = fcntl.ioctl(any_socket, get_flags, struct.pack("16sH14x", b"lo", 0))
             (flags,) = struct.unpack("16xH14x", found)
             fcntl.ioctl(any_socket, set_flags, struct.pack("16sH14x", b"lo", flags | up))
-    except OSError:
-        sys.exit(NOT_ALLOWED)
+    except OSError as error:  # some kernels make the network and then give no rights in it
+        end_if_refused("lo", error.errno)
+
+
+def end_if_refused(what: str, number: int | None) -> NoReturn:
+    """Exit with `NOT_ALLOWED` if the kernel refuses a network; raise OSError if something else is wrong."""
+    lacking = [kind for kind in ("user", "net") if not Path("/proc/self/ns", kind).exists()]
+    told = f"{what}: {os.strerror(number or 0)}" + "".join(f", no {kind} namespaces" for kind in lacking)
+    if number not in REFUSALS and not lacking:
+        raise OSError(number, told)
+    print(told)
+    sys.exit(NOT_ALLOWED)
 
 
 def sent_so_far() -> int:

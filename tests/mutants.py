@@ -2,9 +2,9 @@
 
     python tests/mutants.py [PART_OF_A_NAME ...] [--list] [--jobs N]
 
-Each is one replacement in a copy of the project (`broken_versions.py`), in which the tests must
-fail; those that failed must pass in a copy without it. What `make test` costs may be cut as long as every
-mutant is caught.
+Each is one replacement in a copy of the project (`broken_fixes.py`, `broken_likely.py`,
+`broken_ranks.py`), in which the tests must fail; those that failed must pass in a copy without it. What
+`make test` costs may be cut as long as every mutant is caught.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from broken_versions import BREAKS, FIXES, Mutant
+from broken_fixes import FIXES
+from broken_likely import BREAKS
+from broken_ranks import RANK_BREAKS, RANK_FIXES
+from mutant import Mutant
 
 ROOT = Path(__file__).resolve().parents[1]
-MUTANTS = (*FIXES, *BREAKS)
+MUTANTS = (*FIXES, *RANK_FIXES, *BREAKS, *RANK_BREAKS)
 #: What a mutant may change, or what finds the root by its own place; of the rest the copy has links.
 COPIED = ("csrc", "fusedacc", "tests")
 #: Seconds after which tests that a mutant has brought to a stop have caught it.

@@ -51,12 +51,9 @@ class Pool:
             end.send((function, arguments))
         found: dict[Connection, tuple[bool, Any]] = {}
         while len(found) < self.count:
-            ready = wait([end for end in self._ends if end not in found], PATIENCE)
-            for end in ready:
-                try:
-                    found[end] = end.recv()  # type: ignore[index, union-attr]
-                except EOFError:
-                    found[end] = False, "the process has died"  # type: ignore[index]
+            awaited = [end for end in self._ends if end not in found]
+            ready = wait(awaited, PATIENCE)
+            found.update((end, _answer(end)) for end in awaited if end in ready)
             if not ready or not all(well for well, _ in found.values()):
                 break  # the others may wait for the one that has failed
         answers = [found.get(end, (False, "no answer")) for end in self._ends]
@@ -71,6 +68,14 @@ class Pool:
             process.kill()
             process.join()
         _pool.cache_clear()
+
+
+def _answer(end: Connection) -> tuple[bool, Any]:
+    """Whether all went well there, and what was returned, or an account of what did not."""
+    try:
+        return end.recv()
+    except EOFError:
+        return False, "the process has died"
 
 
 @functools.cache

@@ -209,7 +209,8 @@ class HookRegistry:
         param = slot.param
         if not param.is_leaf:  # of a differentiable optimizer: autograd hands its gradient on and stores none
             return self._disarm(slot)
-        if slot.in_bucket or not process_group_up():
+        # What was unfrozen since the last reduction is in no bucket yet.
+        if slot.in_bucket or self.on_delivery is not None or not process_group_up():
             slot.widen()
         elif self._shards.arm(slot):
             return None

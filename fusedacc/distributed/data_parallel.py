@@ -65,6 +65,8 @@ class DataParallel:
     ) -> None:
         self.link: UnarmedDDP | None = None
         self._slots, self._compares = slots, checks.wanted()
+        #: The parameters that were trained when a reduction was last prepared.
+        self._trained = [slot for slot in slots if slot.param.requires_grad]
         if not isinstance(given, DistributedDataParallel):
             agree(slots, given)
         group = given.process_group if isinstance(given, DistributedDataParallel) else given
@@ -100,9 +102,12 @@ class DataParallel:
         """A backward begins after which `reduce` will be called: send what is final before its end.
 
         Nothing is sent early where parameters may be used now and then: only a DistributedDataParallel
-        without `find_unused_parameters` is promised that they are not.
+        without `find_unused_parameters` is promised that they are not. Nor is anything after one was frozen,
+        unfrozen or added.
         """
-        if self.deliveries.steady and self.link is not None and not self.link.may_change:
+        trained = [slot for slot in self._slots if slot.param.requires_grad]
+        same, self._trained = trained == self._trained, trained
+        if same and self.deliveries.steady and self.link is not None and not self.link.may_change:
             self.reducer.follow()
             buckets = self.reducer.buckets()
             self.deliveries.arm(buckets, functools.partial(self.reducer.launch_next, part, divisor))
@@ -126,7 +131,7 @@ class DataParallel:
 
     def abandon(self) -> None:
         """The window is thrown away, and what of it is on its way."""
-        self.deliveries.disarm()
+        self.deliveries.forget()
         self.reducer.abandon()
 
     def close(self) -> None:

@@ -50,6 +50,10 @@ class Deliveries:
         """Launch nothing more."""
         self._launch = None
 
+    def forget(self) -> None:
+        """What there was tells nothing of what comes: a backward may have failed. Launch nothing more."""
+        self._counts, self._launch = {}, None
+
     def count(self, slot: Slot) -> None:
         """The slot's node has run.
 

@@ -200,10 +200,23 @@ class Shards:
         Args:
             weight: this rank's, of the window; nan for one that is no weight.
         """
-        group = self._live_groups()[0]
-        total = torch.tensor([weight], dtype=torch.float64)
-        together = self._reduced(group, total, dist.ReduceOp.SUM).item()
-        return _divisor(group) / together if 0 < together < math.inf else None
+        (together,) = self.summed([weight])
+        return self.divisor / together if 0 < together < math.inf else None
+
+    def summed(self, numbers: Sequence[float]) -> list[float]:
+        """The sums of these over the ranks whose gradients FSDP2 averages; every rank calls it."""
+        own = torch.tensor(numbers, dtype=torch.float64)
+        return self._reduced(self._live_groups()[0], own, dist.ReduceOp.SUM).tolist()
+
+    @property
+    def divisor(self) -> float:
+        """By what FSDP2 divides the sum of the ranks' gradients."""
+        return _divisor(self._live_groups()[0])
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks' gradients FSDP2 averages."""
+        return _ranks(self._live_groups()[0])
 
     def check_even(self, micro_batches: int) -> None:
         """Raise RuntimeError on all ranks, which all call it, if one has another number of micro-batches."""
@@ -283,8 +296,12 @@ def _process_groups(info: Any) -> list[Any]:
 
 def _divisor(group: Any) -> float:
     """By what FSDP2 divides the sum of the ranks' gradients."""
-    ranks = math.prod(each.size() for each in _process_groups(group.mesh_info))
-    return float(group.gradient_divide_factor or ranks)
+    return float(group.gradient_divide_factor or _ranks(group))
+
+
+def _ranks(group: Any) -> int:
+    """How many ranks' gradients FSDP2 averages."""
+    return math.prod(each.size() for each in _process_groups(group.mesh_info))
 
 
 def _arrived(shards: weakref.ref[Shards], key: int, _param: Tensor) -> None:

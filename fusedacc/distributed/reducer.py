@@ -305,7 +305,7 @@ class Reducer:
             accumulator = grads.current(slot)
             if accumulator is view:
                 written.append(view)
-            elif grads.visible and accumulator is not None:
+            elif grads.visible and accumulator is not None and accumulator.dtype == view.dtype:
                 accumulator.copy_(view)  # the user has put it into p.grad, and looks at it there
             else:
                 grads.put(slot, view)

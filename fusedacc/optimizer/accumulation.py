@@ -38,6 +38,8 @@ class Accumulation:
         self.accumulators = accumulators
         #: Whether backwards do not count (`ignore()`).
         self.ignoring = False
+        #: Those that are running, one inside the other.
+        self._ignored: list[GraphTask] = []
         self._slots = slots
         self._grads = accumulators.grads
         #: Whether a CUDA graph was being captured when the window began.
@@ -78,7 +80,7 @@ class Accumulation:
         self._began_in_graph = inside
         task = self._begin_ignored(refresh) if self.ignoring else self._begin_counted()
         if self.ranks.parallel is not None and outermost and not self.ignoring:
-            self.ranks.begin_backward(self.ranks.parallel)
+            self.ranks.begin_backward(self.ranks.parallel, task.captures)
         norms = self.accumulators.norms
         # Where p.grad shows the final gradient, users may write to it in ways that leave no trace.
         wanted = window.private and window.will_update and not task.ignored
@@ -88,7 +90,9 @@ class Accumulation:
     def _begin_ignored(self, refresh: Refresh) -> GraphTask:
         """Take in what autograd has stored, before a backward that does not count adds to it."""
         window = self.window
-        if window.counted:
+        if any(task.callback() is not None for task in self._ignored):
+            pass  # it runs inside another, whose gradients are in p.grad
+        elif window.counted:
             if window.micro.deferred if window.micro.ran else window.unsynchronised:
                 window.check_synchronised("a backward inside ignore() would be mixed with them")
             if window.micro.ran:
@@ -96,7 +100,9 @@ class Accumulation:
         else:
             self.collect_stock()
         self._grads.drop_spent()
-        return GraphTask(captures=False, ignored=True)
+        task = GraphTask(captures=False, ignored=True)
+        self._ignored.append(task)
+        return task
 
     def _begin_counted(self) -> GraphTask:
         window = self.window
@@ -213,17 +219,24 @@ class Accumulation:
             return
         if self.publishes_after(task):
             if task.captures or task.reducer:
-                self.collect(task.stored, refresh)
-            if self.ranks.parallel is not None and not (outermost and self.ranks.reduce_last()):
-                return
+                # What was unfrozen since the last micro-batch has no hook yet, and is to be reduced too.
+                reduces = self.ranks.parallel is not None
+                self.collect(self._slots if reduces else task.stored, refresh)
+            if self.ranks.parallel is not None and not (
+                outermost and task.captures and self.ranks.reduce_last()
+            ):
+                return  # gradients that have a graph are taken in by `step()`, which reduces then
             if not window.private:
                 self.publish()
         elif outermost and self.ranks.parallel is not None:
+            if any(slot.param.requires_grad and not slot.may_publish() for slot in self._slots):
+                refresh()  # unfrozen since the last update: p.grad takes no sum yet
             self.ranks.reduce_each(self.ranks.parallel)
 
     def forget_backward(self, task: GraphTask, failed: bool) -> None:
         """A graph task is over; `failed`: by an exception, which taints the window if anything was added."""
         if task.ignored:
+            self._ignored.remove(task)
             self._grads.ignore_present([slot for slot in task.stored if slot not in task.stashed])
             for slot in task.stashed:
                 self._grads.unstash(slot)

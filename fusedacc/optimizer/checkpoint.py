@@ -123,6 +123,13 @@ def _sums(
         own["window"] |= ranked_checkpoint.state_over_ranks(window)
     elif window.carried:
         own["version"] = RANKED_VERSION
+    unit = 1.0
+    if window.shards and window.weighs:  # what one process would save: sums of, and weights of, all ranks
+        weights = {name: own["window"][name] for name in ("weight_total", "weight")}
+        summed = window.shards.summed([weight or 0.0 for weight in weights.values()])
+        pairs = zip(weights.items(), summed, strict=True)
+        own["window"] |= {name: None if weight is None else total for (name, weight), total in pairs}
+        unit = window.shards.divisor
     own["sums"] = sum(total is not None for total in sums.values())
     of_window = {key: value for key, value in own.items() if key != CHOICES}
     kept: dict[int, dict[str, Tensor]] = {}
@@ -130,7 +137,8 @@ def _sums(
         if total is None:
             continue
         slot = slots[index]
-        said = {"delivered": slot.grad_state is GradState.PUBLISHED, "owed": accumulators.scale_of(slot)}
+        owed = unit * accumulators.scale_of(slot)
+        said = {"delivered": slot.grad_state is GradState.PUBLISHED, "owed": owed}
         if ranked:
             said["held"] = accumulators.grads.current(slot) is not None
             kept[index] = ranked_checkpoint.row(of_window | said, total, window.reduced, place)
@@ -270,6 +278,8 @@ class _Parts:
             for name, total in self.sums.items():
                 checks.check_counters(self.counters[name], self.own, name)
                 checks.check_sum(total, name, slots.get(name))
+            if window.shards and window.weighs and self.sums:
+                self._share(window.shards.ranks, window.shards.divisor)
             saved = self.own["window"]
             if place.count > 1 and not self.rank_counters and (saved["micro_step"] or saved["ran"]):
                 shares = ranked_checkpoint.of_one(self.own, self.sums, self.counters, place)
@@ -278,6 +288,19 @@ class _Parts:
         # Distributed checkpoint leaves out those of frozen parameters.
         low = {name for name, slot in kept if slot.param.dtype in LOW and slot.param.requires_grad}
         checks.check_masters(self.masters, slots, low)
+
+    def _share(self, ranks: int, divisor: float) -> None:
+        """Make of the sums and weights of one process those of a rank of so many, whom FSDP2 averages."""
+        assert self.own is not None
+        window = dict(self.own["window"])
+        for name in ("weight_total", "weight"):
+            window[name] = None if window[name] is None else window[name] / ranks
+        self.own = self.own | {"window": window}
+        for name, counters in self.counters.items():
+            owed = counters.get("owed", 1.0) / divisor
+            if owed != 1.0:
+                self.sums[name] = self.sums[name] * owed
+            self.counters[name] = counters | {"owed": 1.0}
 
 
 class _Former:

@@ -229,9 +229,11 @@ class CountedLoop(Loop):
             while True:
                 if self._window.empty:
                     self._accumulators.grads.make_private()  # what was spent is no part of this one
-                self._close_window(copy.copy(scaling), arguments, partial=True)
+                again = copy.copy(scaling)  # an update changes it
+                self._close_window(scaling, arguments, partial=True)
                 if ranks.all_flush or not until_all:
                     return
+                scaling = again if scaling.go_on is None else scaling.go_on()
         finally:
             ranks.flushing = False
 

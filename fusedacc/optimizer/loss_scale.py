@@ -34,6 +34,8 @@ class Scaling:
             self.multiplier = loss_scale.double().reciprocal()
         self.found_inf = found_inf
         self.checks = checks
+        #: Called after an update of a `flush()` that goes on with another window: what is known of that one.
+        self.go_on: Callable[[], Scaling] | None = None
 
     def drop_if(self, flag: Tensor) -> None:
         """Drop the update too where `flag`, 0-dim float32, is 1."""

@@ -34,12 +34,15 @@ class OverRanks:
         """
         return not self.window.counted and self.window.reduction == "sum"
 
-    def begin_backward(self, parallel: DataParallel) -> None:
-        """A backward begins: have sent what becomes final in it, if it is the window's last."""
+    def begin_backward(self, parallel: DataParallel, captures: bool) -> None:
+        """A backward begins: have sent what becomes final in it, if it is the window's last.
+
+        captures: its gradients are taken as they come, and not left to autograd.
+        """
         window, micro = self.window, self.window.micro
         if not (window.counted and micro.num_backwards):
             parallel.deliveries.begin_micro_batch()
-        if window.tainted is not None:
+        if window.tainted is not None or not captures:
             return
         if not window.counted:
             if self.reduces_each and parallel.synchronises:

@@ -73,6 +73,11 @@ class Ranks(Joinable):
             if parallel is not None:
                 self.attach(parallel)
 
+    @property
+    def _takes_part(self) -> bool:
+        """Whether `flush()` takes part in windows of other ranks, also where this one's is empty."""
+        return self._window.counted and self._accumulation.ranks.parallel is not None
+
     # torch.distributed.algorithms.Join
 
     def join_hook(self, after_update: Callable[[], Any] | None = None, **others: Any) -> JoinHook:

@@ -38,7 +38,8 @@ class Saving:
 
         Without a part-filled window the result loads into the bare inner optimizer too. With `data_parallel`
         a part-filled window's sums are each rank's own row of DTensors: save on every rank, by
-        torch.distributed.checkpoint or to a file for each.
+        torch.distributed.checkpoint or to a file for each. With FSDP2 and reduction="normalized" every rank
+        calls this at once in mid-window: their weights are summed.
 
         Raises:
             RuntimeError: the window's sums are neither old nor new after an exception (see `discard`), a

@@ -118,5 +118,5 @@ def test_explain_prints_every_reason_that_the_table_has(monkeypatch):
     said.add(optimizer.explain())
     reasons = [case.why for case in eligibility.CASES if case.of_parameter is not None and case.why]
     missing = [why for why in reasons if not any(why in text for text in said)]
-    # Those are in tests/optimizer/test_optim_db.py and, on two ranks, tests/distributed/test_fsdp.py.
+    # Those are in tests/optimizer/test_optim_db.py and, on two ranks, tests/distributed/test_fsdp_masters.py.
     assert missing == [eligibility.NOT_A_LEAF.why, eligibility.SHARDED.why]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from unittest import mock
 
 import torch
@@ -58,9 +59,24 @@ def assert_close(actual: Tensor, wanted: Tensor, most: float, what: object) -> N
     assert apart <= most, (what, apart.item())
 
 
-def assert_ranks_equal(net: nn.Module, what: object = "") -> None:
-    """To the bit."""
-    for name, p in net.named_parameters():
+def assert_ranks_equal(net: nn.Module, what: object = "", buffers: bool = False) -> None:
+    """To the bit; their buffers too, where that is asked for."""
+    for name, p in [*net.named_parameters(), *(net.named_buffers() if buffers else ())]:
         found = [torch.empty_like(p) for _ in range(dist.get_world_size())]
         dist.all_gather(found, p.detach())
         assert all(torch.equal(each, p) for each in found), (what, name)
+
+
+def error_of(kind: type[BaseException], act: Callable[[], object]) -> str:
+    """What the error says that this raises, of that kind."""
+    try:
+        act()
+    except kind as error:  # and no traceback is kept, which would keep models
+        return str(error)
+    raise AssertionError(f"no {kind.__name__} was raised")
+
+
+def refused(kind: type[BaseException], words: str, act: Callable[[], object]) -> None:
+    """It raises an error of that kind that says so."""
+    said = error_of(kind, act)
+    assert words in said, said

@@ -2,93 +2,86 @@
 
 from __future__ import annotations
 
-import textwrap
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from ranks_setting import assert_ranks_equal, refused
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
 
-from ranks import run_on_two_ranks
+import fusedacc
 
-SCRIPT = textwrap.dedent(
-    """
-    import datetime, gc, sys
-    import torch
-    import torch.distributed as dist
-    from torch import nn
-    from torch.distributed.algorithms.join import Join
-    from torch.nn.parallel import DistributedDataParallel
-    import fusedacc
+K, EPOCHS = 2, 3
 
-    rank, rendezvous = int(sys.argv[1]), sys.argv[2]
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{rendezvous}",
-        rank=rank,
-        world_size=2,
-        timeout=datetime.timedelta(seconds=60),
-    )
-    K, EPOCHS = 2, 3
 
-    def network(buffers=False):
-        torch.manual_seed(0)
-        norm = nn.BatchNorm1d(5, momentum=0.5) if buffers else nn.Identity()
-        return nn.Sequential(nn.Linear(4, 5), norm, nn.Tanh(), nn.Linear(5, 2))
+def network(buffers=False):
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(5, momentum=0.5) if buffers else nn.Identity()
+    return nn.Sequential(nn.Linear(4, 5), norm, nn.Tanh(), nn.Linear(5, 2))
 
-    def loss_of(model, index, of_rank):
-        generator = torch.Generator().manual_seed(10 * index + of_rank)
-        return model(torch.randn(3, 4, generator=generator)).pow(2).mean()
 
-    def weight(index, of_rank):
-        return index + 2 * of_rank + 1
+def loss_of(model, index, of_rank=None):
+    of_rank = dist.get_rank() if of_rank is None else of_rank
+    generator = torch.Generator().manual_seed(10 * index + of_rank)
+    return model(torch.randn(3, 4, generator=generator)).pow(2).mean()
 
-    def sgd(model):
-        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
-    def one_process(windows, weighted=False):
-        # A window is a list of (index, rank); the learning rate is halved after each update.
-        model = network()
-        optimizer = sgd(model)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        for window in windows * EPOCHS:
-            shares = [weight(*each) if weighted else 1 for each in window]
-            for each, share in zip(window, shares):
-                (loss_of(model, *each) * (share / sum(shares))).backward()
-            optimizer.step(), scheduler.step(), optimizer.zero_grad()
-        return model
+def weight(index, of_rank):
+    return index + 2 * of_rank + 1
 
-    def on_ranks(lengths, flushes, attach, weighted=False, buffers=False, fused=False, **options):
-        model = network(buffers)
-        parallel = model if attach == "group" else DistributedDataParallel(model)
-        ranks = {"group": dist.group.WORLD, "ddp": parallel, "late": None}[attach]
-        reduction = "weighted" if weighted else "mean"
-        inner, options = sgd(model), options | {"reduction": reduction, "data_parallel": ranks}
-        options["model"] = model if fused else None
-        optimizer = fusedacc.AccumulatingOptimizer(inner, K, **options)
-        if attach == "late":
-            optimizer.attach(parallel)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        for _ in range(EPOCHS):
-            with Join([optimizer], after_update=scheduler.step):
-                for index in range(lengths[rank]):
-                    with optimizer.accumulate(weight=weight(index, rank) if weighted else None):
-                        loss_of(parallel, index, rank).backward()
-                    optimizer.step()
-                    if optimizer.has_updated:
-                        scheduler.step()
-                    optimizer.zero_grad()
-            if flushes:
-                optimizer.flush()
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def one_process(windows, weighted=False):
+    """A window is a list of (index, rank); the learning rate is halved after each update."""
+    model = network()
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    for window in windows * EPOCHS:
+        shares = [weight(*each) if weighted else 1 for each in window]
+        for each, share in zip(window, shares, strict=True):
+            (loss_of(model, *each) * (share / sum(shares))).backward()
+        optimizer.step(), scheduler.step(), optimizer.zero_grad()
+    return model
+
+
+def trained(lengths, flushes, attach, weighted=False, buffers=False, fused=False, **options):
+    model = network(buffers)
+    parallel = model if attach == "group" else DistributedDataParallel(model)
+    ranks = {"group": dist.group.WORLD, "ddp": parallel, "late": None}[attach]
+    reduction = "weighted" if weighted else "mean"
+    inner, options = sgd(model), options | {"reduction": reduction, "data_parallel": ranks}
+    options["model"] = model if fused else None
+    optimizer = fusedacc.AccumulatingOptimizer(inner, K, **options)
+    if attach == "late":
+        optimizer.attach(parallel)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    for _ in range(EPOCHS):
+        with Join([optimizer], after_update=scheduler.step):
+            for index in range(lengths[dist.get_rank()]):
+                with optimizer.accumulate(weight=weight(index, dist.get_rank()) if weighted else None):
+                    loss_of(parallel, index).backward()
+                optimizer.step()
                 if optimizer.has_updated:
                     scheduler.step()
-        return model, optimizer, scheduler
+                optimizer.zero_grad()
+        if flushes:
+            optimizer.flush()
+            if optimizer.has_updated:
+                scheduler.step()
+    return model, optimizer, scheduler
 
-    def same_on_ranks(what, model):
-        for tensor in [*model.parameters(), *model.buffers()]:
-            gathered = [torch.empty_like(tensor) for _ in range(2)]
-            dist.all_gather(gathered, tensor.detach())
-            assert all(torch.equal(gathered[0], g) for g in gathered), f"{what}: ranks differ"
 
-    def pairs(of_0, of_1):
-        return [(i, 0) for i in of_0] + [(i, 1) for i in of_1]
+def pairs(of_0, of_1):
+    return [(i, 0) for i in of_0] + [(i, 1) for i in of_1]
 
+
+def as_one_process() -> None:
+    """By DDP, found late, or by a group; weighted, clipped, with model=."""
     five_two = [pairs([0, 1], [0, 1]), pairs([2, 3], []), pairs([4], [])]
     none = [pairs([], [0, 1]), pairs([], [2])]
     # What rank 0 has left is a part of the next window of rank 1.
@@ -100,53 +93,57 @@ SCRIPT = textwrap.dedent(
             ("group", {"max_grad_norm": 1e9}),
             ("ddp", {"fused": True}),
         ):
-            what = f"{lengths}, {attach}, {options}"
-            model, optimizer, scheduler = on_ranks(lengths, True, attach, **options)
+            what = f"{lengths}, {attach}, {options}: "
+            model, optimizer, scheduler = trained(lengths, True, attach, **options)
             wanted = one_process(windows, "weighted" in options)
-            for p, q in zip(model.parameters(), wanted.parameters()):
-                torch.testing.assert_close(p, q, rtol=3e-7, atol=3e-7, msg=lambda m: f"{what}: {m}")
+            for p, q in zip(model.parameters(), wanted.parameters(), strict=True):
+                torch.testing.assert_close(p, q, rtol=3e-7, atol=3e-7, msg=what.__add__)
             assert optimizer.num_updates == scheduler.last_epoch == len(windows) * EPOCHS, what
-            same_on_ranks(what, model)
+            assert_ranks_equal(model, what)
             optimizer.close()
 
-    def refused(kind, text, call):
-        try:
-            call()
-        except kind as error:
-            assert text in str(error), error
-        else:
-            raise AssertionError(f"not refused: {text}")
 
-    # Windows that nobody flushes stay for the next epoch, and Join leaves nothing behind.
-    model, optimizer, _ = on_ranks((3, 3), False, "ddp")
+def windows_that_nobody_flushes() -> None:
+    """They stay for the next epoch, and Join leaves nothing behind."""
+    _, optimizer, _ = trained((3, 3), False, "ddp")
     assert (optimizer.num_updates, optimizer.micro_step) == (4, 1)
     assert optimizer._join_config.enable is False
     optimizer.close()
 
-    # Buffers are those of the first rank, whoever has run forwards.
-    model, optimizer, _ = on_ranks((5, 2), True, "ddp", buffers=True)
-    same_on_ranks("buffers", model)
+
+def buffers() -> None:
+    """Those of the first rank, whoever has run forwards."""
+    model, optimizer, _ = trained((5, 2), True, "ddp", buffers=True)
+    assert_ranks_equal(model, buffers=True)
     optimizer.close()
 
-    # An end to uneven inputs by an exception on every rank.
+
+def an_exception_on_every_rank() -> None:
+    """An end to uneven inputs by it."""
     model = network()
     parallel = DistributedDataParallel(model)
     optimizer = fusedacc.AccumulatingOptimizer(sgd(model), 1, data_parallel=parallel)
 
     def until_one_has_none():
         with Join([optimizer], throw_on_early_termination=True):
-            for index in range((3, 1)[rank]):
-                loss_of(parallel, index, rank).backward()
+            for index in range((3, 1)[dist.get_rank()]):
+                loss_of(parallel, index).backward()
                 optimizer.step(), optimizer.zero_grad()
 
     refused(RuntimeError, "exhausted", until_one_has_none)
     assert optimizer.num_updates == 1
     optimizer.discard()
 
-    # What is refused, before a collective.
+
+def what_is_refused() -> None:
+    """Before a collective."""
+    model = network()
+    parallel = DistributedDataParallel(model)
+    optimizer = fusedacc.AccumulatingOptimizer(sgd(model), 1, data_parallel=parallel)
+
     def forward_in_its_join():
         with Join([parallel]):
-            loss_of(parallel, 0, rank)
+            loss_of(parallel, 0)
 
     refused(RuntimeError, "Join([optimizer])", parallel.join)
     with parallel.join(enable=False):
@@ -159,31 +156,39 @@ SCRIPT = textwrap.dedent(
     refused(ValueError, "inside its own join()", lambda: third.attach(enabled))
     refused(RuntimeError, "data_parallel=", lambda: Join([third]))
     optimizer.close()
-    assert "join" not in parallel.__dict__ and parallel.require_backward_grad_sync
+    assert "join" not in parallel.__dict__
+    assert parallel.require_backward_grad_sync
     manual = fusedacc.AccumulatingOptimizer(sgd(model), data_parallel=dist.group.WORLD)
     refused(RuntimeError, "needs a counted loop", lambda: Join([manual]))
     manual.close()
 
-    # A scale that changes is not known to a rank that has no losses.
+
+def a_scale_that_changes() -> None:
+    """It is not known to a rank that has no losses."""
+    model = network()
     scaler = fusedacc.amp.GradScaler("cpu", init_scale=2.0)
     optimizer = fusedacc.AccumulatingOptimizer(sgd(model), 1, data_parallel=dist.group.WORLD)
 
     def scaled():
         with Join([optimizer]):
-            scaler.scale(loss_of(model, 0, rank)).backward()
+            scaler.scale(loss_of(model, 0)).backward()
             scaler.step(optimizer)
 
     refused(RuntimeError, "GradScaler", scaled)
     assert optimizer.num_updates == 0
     optimizer.close()
 
-    del parallel, enabled  # no reducer left, and no rank ahead, when the threads of the group end
-    gc.collect()
-    dist.barrier()
-    dist.destroy_process_group()
-    """
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        as_one_process,
+        windows_that_nobody_flushes,
+        buffers,
+        an_exception_on_every_rank,
+        what_is_refused,
+        a_scale_that_changes,
+    ],
 )
-
-
-def test_ranks_that_run_out_of_micro_batches(tmp_path):
-    run_on_two_ranks(tmp_path, SCRIPT)
+def test_ranks_that_run_out_of_micro_batches(check):
+    on_ranks(2, check)

@@ -9,15 +9,15 @@ import contextlib
 import dataclasses
 import math
 import os
-import random
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import pytest
 import sweeps
 import torch
 import torch.distributed as dist
+from rank_cases import INNER, Epoch, Loop, MicroBatch, random_epochs, random_loop
 from ranks import on_ranks
-from ranks_setting import LOW, Net, assert_close, assert_ranks_equal, small_buckets
+from ranks_setting import Net, assert_close, assert_ranks_equal, small_buckets
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,90 +28,6 @@ COUNT = int(os.environ.get("FUSEDACC_RANK_CASES") or (2000 if sweeps.FULL else 2
 ONE = os.environ.get("FUSEDACC_SEED")
 #: Cases that the ranks run in one go.
 CHUNK = 20
-INNER = (
-    (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
-    (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
-    (torch.optim.AdamW, {"lr": 0.01, "foreach": True}),
-    (torch.optim.Adagrad, {"lr": 0.05}),
-)
-
-
-@dataclass(frozen=True)
-class Loop:
-    """How a case trains."""
-
-    seed: int
-    steps: int
-    counted: bool
-    reduction: str
-    kind: str
-    dtype: torch.dtype
-    inner: int
-    clip: float | None
-    skips: bool
-    in_module: bool
-    private: bool
-    several: int
-    how: str
-    ends_in: str
-
-    @property
-    def weighs(self) -> bool:
-        return self.reduction in ("weighted", "normalized")
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """One rank's."""
-
-    number: int
-    weight: float
-    uses_extra: bool
-    overflows: bool
-
-
-def random_loop(seed: int) -> Loop:
-    rng = random.Random(seed)
-    counted, steps = rng.random() < 0.8, rng.choice([1, 2, 3, 4])
-    dtype = rng.choice([torch.float32, torch.float32, LOW])
-    return Loop(
-        seed=seed,
-        steps=steps,
-        counted=counted,
-        reduction=rng.choice(["mean", "mean", "sum", "weighted", "normalized"]) if counted else "sum",
-        kind=rng.choice(["ddp", "ddp", "group"]),
-        dtype=dtype,
-        # Adam divides a gradient by its own size: the rounding of a tiny one in 16 bits would be all of it.
-        inner=0 if dtype is LOW else rng.randrange(len(INNER)),
-        clip=rng.choice([None, None, 0.1, 10.0]),
-        skips=rng.random() < 0.3,
-        in_module=rng.random() < 0.4,
-        private=counted and rng.random() < 0.2,
-        # How many backwards there are is learnt from a micro-batch that is not the window's last.
-        several=rng.choice([1, 1, 2]) if steps > 1 else 1,
-        how=rng.choice(["", "", "as usual", "reentrant"]),
-        ends_in=rng.choice(["flush", "flush", "step"]),
-    )
-
-
-def random_epochs(loop: Loop) -> list[list[list[MicroBatch]]]:
-    """For each epoch and rank its micro-batches; epochs that end in flush() differ in length."""
-    rng = random.Random(loop.seed + 1)
-    epochs, number = [], 0
-    for _ in range(3):
-        ragged = loop.counted and loop.ends_in == "flush"
-        common = loop.steps * rng.choice([1, 2])
-        ranks = []
-        for _ in range(RANKS):
-            batches = []
-            for _ in range(rng.randint(0, 2 * loop.steps) if ragged else common):
-                weight = rng.choice([0.0, 1.0, 2.5, 7.0]) if loop.weighs else 1.0
-                overflows = loop.skips and weight > 0 and rng.random() < 0.1
-                batches.append(MicroBatch(number, weight, rng.random() < 0.2, overflows))
-                number += 1
-            ranks.append(batches)
-        epochs.append(ranks)
-    return epochs
 
 
 def network(loop: Loop) -> Net:
@@ -120,100 +36,219 @@ def network(loop: Loop) -> Net:
     return net
 
 
-def losses(loop: Loop, model: nn.Module, batch: MicroBatch) -> list[Tensor]:
+def losses(loop: Loop, model: nn.Module, batch: MicroBatch) -> Iterator[Tensor]:
     """Of each backward; as the reduction wants them."""
-    found = []
     for part in range(loop.several):
         generator = torch.Generator().manual_seed(10 * batch.number + part)
         output = model(torch.randn(6, 40, generator=generator), batch.uses_extra)
         loss = output.float().pow(2).mean() * (math.inf if batch.overflows else 1.0)
-        found.append(loss * batch.weight if loop.reduction == "normalized" else loss)
-    return found
+        yield loss * batch.weight if loop.reduction == "normalized" else loss
 
 
-def make_inner(loop: Loop, net: nn.Module) -> torch.optim.Optimizer:
-    make, options = INNER[loop.inner]
-    return make(net.parameters(), **options)
+def split(loop: Loop, net: Net) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The parameters trained from the beginning, and those that are added."""
+    held = [p for name, p in net.named_parameters() if loop.held and name.startswith(loop.held + ".")]
+    return [p for p in net.parameters() if not any(p is q for q in held)], held
 
 
-def ours(loop: Loop) -> tuple[Net, int]:
-    """The network trained on this rank, and the number of updates."""
-    net, rank = network(loop), dist.get_rank()
-    parallel = DistributedDataParallel(net, find_unused_parameters=True) if loop.kind == "ddp" else net
-    optimizer = fusedacc.AccumulatingOptimizer(
-        make_inner(loop, net),
-        loop.steps if loop.counted else None,
-        reduction=loop.reduction,
-        max_grad_norm=loop.clip,
-        skip_nonfinite=loop.skips,
-        private_gradients=loop.private,
-        model=net if loop.in_module else None,
-        data_parallel=parallel if loop.kind == "ddp" else dist.group.WORLD,
-    )
-    for ranks in random_epochs(loop):
-        for index, batch in enumerate(ranks[rank]):
-            last = (index + 1) % loop.steps == 0
-            defers = not (last or loop.counted) and loop.kind == "ddp"
-            with (
-                optimizer.accumulate(weight=batch.weight) if loop.weighs else contextlib.nullcontext(),
-                parallel.no_sync() if defers else contextlib.nullcontext(),
-            ):
-                for loss in losses(loop, parallel, batch):
-                    loss.backward()
-            if loop.counted or last:
-                optimizer.step(), optimizer.zero_grad()
-        if loop.counted and loop.ends_in == "flush":
-            optimizer.flush(), optimizer.zero_grad()
-    optimizer.close()
-    return net, optimizer.num_updates
+def freeze(loop: Loop, net: Net, epoch: Epoch, number: int) -> None:
+    """Let those parameters take gradients that this epoch trains."""
+    waits = {id(p) for p in split(loop, net)[1]} if loop.held_frozen and number < loop.added_after else ()
+    for name, p in net.named_parameters():
+        p.requires_grad_(name not in epoch.frozen and id(p) not in waits)
 
 
-def one_process(loop: Loop) -> tuple[Net, int]:
+class Ours:
+    """One rank's network, trained by the wrapper."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop, self.net, self.rank = loop, network(loop), dist.get_rank()
+        self.epochs = random_epochs(loop, RANKS)
+        freeze(loop, self.net, self.epochs[0], 0)
+        self.parallel = self.net
+        if loop.kind == "ddp":
+            self.parallel = DistributedDataParallel(self.net, find_unused_parameters=not loop.overlaps)
+        make, options = INNER[loop.inner]
+        steps = loop.lengths[0] if len(loop.lengths) == 1 else loop.length
+        self.optimizer = fusedacc.AccumulatingOptimizer(
+            make(split(loop, self.net)[0], **options),
+            steps if loop.counted else None,
+            reduction=loop.reduction,
+            max_grad_norm=None if loop.by_hand else loop.clip,
+            skip_nonfinite=loop.skips,
+            master_weights=loop.masters,
+            private_gradients=loop.private,
+            model=self.net if loop.in_module else None,
+            data_parallel=self.parallel if loop.kind == "ddp" else dist.group.WORLD,
+            reduce_dtype=loop.wire,
+        )
+        self.scaler = fusedacc.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2, enabled=loop.scaled)
+
+    def train(self) -> None:
+        loop, optimizer = self.loop, self.optimizer
+        for number, epoch in enumerate(self.epochs):
+            freeze(loop, self.net, epoch, number)
+            if loop.held and number == loop.added_after:
+                held = split(loop, self.net)[1]
+                for p in held:
+                    p.grad = None  # nobody has reduced it
+                optimizer.add_param_group({"params": held, "lr": 0.02})
+            if epoch.thrown:
+                self.throw_away(epoch.thrown[self.rank], epoch.fails[self.rank])
+            begun = optimizer.num_updates, 0
+            for batch in epoch.ranks[self.rank]:
+                updates, index = begun
+                last = index + 1 == loop.length(updates)
+                self.backward(batch, last)
+                self.end(last)
+                begun = (updates + 1, 0) if last else (updates, index + 1)
+            if loop.counted and loop.ends_in == "flush":
+                if loop.scaled:
+                    self.scaler.flush(optimizer), self.scaler.update()
+                else:
+                    optimizer.flush()
+                optimizer.zero_grad()
+        optimizer.close()
+
+    def throw_away(self, batches: list[MicroBatch], fails: bool) -> None:
+        """A window that is discarded: before its last `step()`, or in its last backward."""
+
+        def fail(_gradient: Tensor) -> None:
+            raise KeyError("on this rank")
+
+        for index, batch in enumerate(batches):
+            final = index == len(batches) - 1
+            if final and fails:
+                handle = self.net.norm.bias.register_hook(fail)
+                with pytest.raises(KeyError):
+                    self.backward(dataclasses.replace(batch, ignores=""), last=False)
+                handle.remove()
+            else:
+                self.backward(batch, last=index + 1 == self.loop.lengths[0])
+            if not final and self.loop.counted:
+                self.end(last=False)
+        self.optimizer.discard()
+
+    def backward(self, batch: MicroBatch, last: bool) -> None:
+        """A micro-batch's."""
+        loop, optimizer = self.loop, self.optimizer
+        if batch.ignores == "before":
+            self.ignored(batch)
+            optimizer.zero_grad()
+        weight = None if loop.late else batch.weight
+        defers = not (last or loop.counted) and loop.kind == "ddp"
+        with (
+            optimizer.accumulate(weight=weight) if loop.weighs else contextlib.nullcontext() as micro,
+            self.parallel.no_sync() if defers else contextlib.nullcontext(),
+        ):
+            for loss in losses(loop, self.parallel, batch):
+                self.scaler.scale(loss).backward()
+            if loop.late:
+                micro.weight = batch.weight
+        if batch.ignores == "after":
+            self.ignored(batch)
+
+    def ignored(self, batch: MicroBatch) -> None:
+        with self.optimizer.ignore():
+            for loss in losses(self.loop, self.parallel, batch):
+                (7.0 * loss).backward()
+
+    def end(self, last: bool) -> None:
+        """The end of a micro-batch."""
+        loop, optimizer, scaler = self.loop, self.optimizer, self.scaler
+        if last and loop.by_hand:
+            if loop.scaled:
+                scaler.unscale_(optimizer)
+            trained = [p for group in optimizer.param_groups for p in group["params"]]
+            nn.utils.clip_grad_norm_(trained, loop.clip)
+        if loop.counted or last:
+            if loop.scaled:
+                scaler.step(optimizer), scaler.update()
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+
+
+class Stock:
     """What stock makes of the data of all ranks; each window's gradients are added up in float64."""
-    net = network(dataclasses.replace(loop, how=""))
-    inner, parameters, updates = make_inner(loop, net), list(net.parameters()), 0
-    for ranks in random_epochs(loop):
-        for begin in range(0, max(map(len, ranks)), loop.steps):
-            batches = [batch for each in ranks for batch in each[begin : begin + loop.steps]]
-            sums: dict[int, Tensor] = {}
-            for batch in batches:
-                if loop.weighs and not batch.weight:
-                    continue
-                for loss in losses(loop, net, batch):
-                    found = torch.autograd.grad(loss, parameters, allow_unused=True)
-                    for index, gradient in enumerate(found):
-                        if gradient is not None:
-                            scale = batch.weight if loop.reduction == "weighted" else 1.0
-                            sums[index] = sums.get(index, 0) + scale * gradient.double()
-            updates += 1
-            total = sum(batch.weight for batch in batches) if loop.reduction != "sum" else RANKS
-            if total:
-                update(loop, inner, parameters, {index: each / total for index, each in sums.items()})
-    return net, updates
 
+    def __init__(self, loop: Loop) -> None:
+        self.loop, self.net = loop, network(dataclasses.replace(loop, how=""))
+        self.epochs = random_epochs(loop, RANKS)
+        self.updates = self.skipped = 0
+        self.masters = {
+            p: nn.Parameter(p.detach().float()) if loop.masters else p for p in self.net.parameters()
+        }
+        make, options = INNER[loop.inner]
+        self.inner = make([self.masters[p] for p in split(loop, self.net)[0]], **options)
 
-def update(loop: Loop, inner: torch.optim.Optimizer, parameters: list, finals: dict[int, Tensor]) -> None:
-    """Stock's: clipped, and left out where it is not finite."""
-    norm = torch.stack([each.norm() for each in finals.values()]).norm()
-    if loop.skips and not norm.isfinite():
-        return
-    coefficient = 1.0 if loop.clip is None else min(loop.clip / (norm.item() + 1e-6), 1.0)
-    for index, each in finals.items():
-        parameters[index].grad = (each * coefficient).to(parameters[index].dtype)
-    inner.step(), inner.zero_grad()
+    def train(self) -> None:
+        loop = self.loop
+        for number, epoch in enumerate(self.epochs):
+            freeze(loop, self.net, epoch, number)
+            if loop.held and number == loop.added_after:
+                held = [self.masters[p] for p in split(loop, self.net)[1]]
+                self.inner.add_param_group({"params": held, "lr": 0.02})
+            begin = 0
+            while begin < max(map(len, epoch.ranks)):
+                end = begin + loop.length(self.updates)
+                self.window([batch for each in epoch.ranks for batch in each[begin:end]])
+                begin = end
+
+    def window(self, batches: list[MicroBatch]) -> None:
+        loop, sums = self.loop, {}
+        known = {id(p) for group in self.inner.param_groups for p in group["params"]}
+        trained = [p for p, own in self.masters.items() if p.requires_grad and id(own) in known]
+        for batch in batches:
+            if loop.weighs and not batch.weight:
+                continue
+            for loss in losses(loop, self.net, batch):
+                found = torch.autograd.grad(loss, trained, allow_unused=True)
+                for p, gradient in zip(trained, found, strict=True):
+                    if gradient is not None:
+                        scale = batch.weight if loop.reduction == "weighted" else 1.0
+                        sums[p] = sums.get(p, 0) + scale * gradient.double()
+        self.updates += 1
+        total = sum(batch.weight for batch in batches) if loop.reduction != "sum" else RANKS
+        if total:
+            self.update({p: each / total for p, each in sums.items()})
+        else:
+            self.skipped += 1
+
+    def update(self, finals: dict[nn.Parameter, Tensor]) -> None:
+        """Clipped, and left out where it is not finite."""
+        norm = torch.stack([each.norm() for each in finals.values()]).norm()
+        if self.loop.drops and not norm.isfinite():
+            self.skipped += 1
+            return
+        clip = self.loop.clip
+        coefficient = 1.0 if clip is None else min(clip / (norm.item() + 1e-6), 1.0)
+        for p, each in finals.items():
+            own = self.masters[p]
+            own.grad = (each * coefficient).to(own.dtype)
+        self.inner.step(), self.inner.zero_grad()
+        with torch.no_grad():
+            for p, own in self.masters.items():
+                p.copy_(own)
 
 
 def run(seeds: list[int]) -> None:
     """On every rank: these cases, one after the other."""
     for seed in seeds:
         loop = random_loop(seed)
-        with small_buckets():
-            net, updates = ours(loop)
-        wanted, wanted_updates = one_process(loop)
-        assert updates == wanted_updates, loop
-        for (name, p), q in zip(net.named_parameters(), wanted.parameters(), strict=True):
-            assert_close(p, q, 5e-2 if loop.dtype is LOW else 2e-4, (loop, name))
-        assert_ranks_equal(net, loop)
+        try:
+            with small_buckets():
+                ours = Ours(loop)
+                ours.train()
+        except Exception as error:
+            raise AssertionError(loop) from error
+        stock = Stock(loop)
+        stock.train()
+        counts = ours.optimizer.num_updates, int(ours.optimizer.num_skipped)
+        assert counts == (stock.updates, stock.skipped), (counts, stock.updates, stock.skipped, loop)
+        for (name, p), q in zip(ours.net.named_parameters(), stock.net.parameters(), strict=True):
+            assert_close(p, q, loop.tolerance, (loop, name))
+        assert_ranks_equal(ours.net, loop)
 
 
 SEEDS = range(COUNT) if ONE is None else [int(ONE)]

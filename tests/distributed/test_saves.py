@@ -22,6 +22,7 @@ SETUP = textwrap.dedent(
     from torch.nn.parallel import DistributedDataParallel
     import fusedacc
     from fusedacc.integrations.distributed_checkpoint import make_room
+    from ranks_setting import error_of, refused
 
     rank, rendezvous, ranks, folder = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
     torch.set_num_threads(1)
@@ -126,13 +127,6 @@ SETUP = textwrap.dedent(
         set_optimizer_state_dict(pair.model, pair.optimizer, state["training"]["optim"])
         return pair
 
-    def error_of(act, kind=ValueError):
-        try:
-            act()
-        except kind as error:
-            return str(error)
-        raise AssertionError("nothing was raised")
-
     def end():
         gc.collect()  # no reducer left when the threads of the group end
         dist.barrier()
@@ -189,16 +183,15 @@ REFUSALS = textwrap.dedent(
     others = torch.load(f"{folder}/own-{1 - rank}.pt")
     loaded = Pair("weighted")
     before = loaded.optimizer.state_dict()
-    assert f"the sums of rank {1 - rank} where those of rank {rank}" in error_of(
-        lambda: loaded.optimizer.load_state_dict(others)
-    )
+    wrong = f"the sums of rank {1 - rank} where those of rank {rank}"
+    refused(ValueError, wrong, lambda: loaded.optimizer.load_state_dict(others))
     for key in ("fusedacc_rank_sum", "fusedacc_rank_counters"):
         damaged = copy.deepcopy(torch.load(f"{folder}/own-{rank}.pt"))
         del damaged["state"][1][key]
-        error_of(lambda: loaded.optimizer.load_state_dict(damaged))
+        error_of(ValueError, lambda: loaded.optimizer.load_state_dict(damaged))
     damaged = copy.deepcopy(torch.load(f"{folder}/own-{rank}.pt"))
     damaged["state"][0]["fusedacc_rank_counters"].to_local()[0, 5] = 200
-    assert "damaged" in error_of(lambda: loaded.optimizer.load_state_dict(damaged))
+    refused(ValueError, "damaged", lambda: loaded.optimizer.load_state_dict(damaged))
     assert (loaded.optimizer.num_updates, loaded.optimizer.state_dict()) == (0, before)
 
     # Without data_parallel, and without room.
@@ -207,11 +200,12 @@ REFUSALS = textwrap.dedent(
     make_room(state, f"{folder}/own")
     dcp.load(state, checkpoint_id=f"{folder}/own")
     optim = state["training"]["optim"]
-    assert "data_parallel=" in error_of(lambda: set_optimizer_state_dict(alone.model, alone.optimizer, optim))
+    load = lambda pair: set_optimizer_state_dict(pair.model, pair.optimizer, optim)
+    refused(ValueError, "data_parallel=", lambda: load(alone))
     state = loaded.tree()
     dcp.load(state, checkpoint_id=f"{folder}/own")
     optim = state["training"]["optim"]
-    assert "make_room" in error_of(lambda: set_optimizer_state_dict(loaded.model, loaded.optimizer, optim))
+    refused(ValueError, "make_room", lambda: load(loaded))
 
     # Gathered on every rank, each takes its own row.
     whole = get_optimizer_state_dict(
@@ -227,7 +221,7 @@ REFUSALS = textwrap.dedent(
     # A copy would have no ranks.
     copy.deepcopy(pair.optimizer)
     pair.train([0])
-    assert "data_parallel" in error_of(lambda: copy.deepcopy(pair.optimizer), RuntimeError)
+    refused(RuntimeError, "data_parallel", lambda: copy.deepcopy(pair.optimizer))
     assert "fusedacc_rank_sum" not in str(pair.optimizer.state_dict(include_partial=False))
 
     # Windows that only some ranks have begun.
@@ -235,7 +229,7 @@ REFUSALS = textwrap.dedent(
     if rank == 0:
         uneven.train([0])
     tree = {"optim": get_optimizer_state_dict(uneven.model, uneven.optimizer)}
-    error_of(lambda: dcp.save(tree, checkpoint_id=f"{folder}/uneven"), dcp.api.CheckpointException)
+    error_of(dcp.api.CheckpointException, lambda: dcp.save(tree, checkpoint_id=f"{folder}/uneven"))
 
     # What one process has saved: the first rank goes on with its sums.
     for name in ("mean", "weighted", "manual"):

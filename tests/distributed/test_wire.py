@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import tempfile
@@ -29,27 +30,29 @@ FLOAT32, BFLOAT16 = 1.01, 0.51
 
 
 @functools.cache
-def found(world: int) -> tuple[list[dict], bool]:
-    """What each rank has found, and whether they had a network of their own."""
+def found(world: int) -> tuple[list[dict], str]:
+    """What each rank has found, and why they had no network of their own; "" if they had."""
     program = Path(counting_ranks.__file__).read_text()
     ways = STOCK | (OURS if world == 2 else {name: OURS[name] for name in ("ours", "ours, bfloat16")})
+    refusal = ""
     for network in ("alone", "shared"):
         with tempfile.TemporaryDirectory() as folder:
             arguments = folder, str(world), json.dumps(ways), network
             ended = forked.run(program, *arguments, GLOO_SOCKET_IFNAME="lo")
-            if ended.returncode == counting_ranks.NOT_ALLOWED:
+            if network == "alone" and ended.returncode == counting_ranks.NOT_ALLOWED:
+                refusal = ended.stdout.strip()
                 continue
             assert not ended.returncode, ended.stderr
             texts = [Path(folder, f"{rank}.json").read_text() for rank in range(world)]
-            return list(map(json.loads, texts)), network == "alone"
+            return list(map(json.loads, texts)), refusal
     raise AssertionError("a shared network is always allowed")
 
 
 def sent(world: int, way: str) -> list[int]:
     """Bytes that all ranks have sent, by micro-batch."""
-    ranks, alone = found(world)
-    if not alone:
-        pytest.skip("the kernel allows no network of one's own here (unshare)")
+    ranks, refusal = found(world)
+    if refusal:
+        pytest.skip(f"the kernel allows no network of one's own here ({refusal})")
     return ranks[0][way]["sent"]
 
 
@@ -82,6 +85,16 @@ def test_nothing_is_sent_before_the_last_micro_batch(way):
     *before, last = sent(2, way)
     assert max(before) < 10_000, "but for the barriers between which they are counted"
     assert last > PARAMETERS
+
+
+def test_only_a_kernel_that_refuses_a_network_skips(capsys):
+    with pytest.raises(SystemExit) as ended:
+        counting_ranks.end_if_refused("unshare", errno.EPERM)
+    assert ended.value.code == counting_ranks.NOT_ALLOWED
+    assert capsys.readouterr().out.startswith("unshare: Operation not permitted")
+    if Path("/proc/self/ns/user").exists() and Path("/proc/self/ns/net").exists():
+        with pytest.raises(OSError, match="unshare: Invalid argument"):  # as where there are threads
+            counting_ranks.end_if_refused("unshare", errno.EINVAL)
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -6,6 +6,7 @@ import itertools
 import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import accelerate
 import torch
@@ -104,6 +105,18 @@ def windows(batches: Iterable[list[Tensor]]) -> Iterable[list[list[Tensor]]]:
         yield window
 
 
+def exact_update(
+    case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, window: list[list[Tensor]]
+) -> None:
+    """One from the gradient of a whole window's mean, in float64."""
+    total = sum(case.weight(batch) for batch in window)
+    for batch in window:
+        batch = [part.double() if part.is_floating_point() else part for part in batch]
+        (case.loss(model, batch) * case.weight(batch) / total).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def exact(case: Case) -> tuple[nn.Module, int]:
     """float64 updates from the gradient of each whole window's mean; the model, and how many updates."""
     model = case.model().double()
@@ -111,13 +124,8 @@ def exact(case: Case) -> tuple[nn.Module, int]:
     scheduler = halving(optimizer)
     for _epoch in range(EPOCHS):
         for window in windows(case.loader()):
-            total = sum(case.weight(batch) for batch in window)
-            for batch in window:
-                batch = [part.double() if part.is_floating_point() else part for part in batch]
-                (case.loss(model, batch) * case.weight(batch) / total).backward()
-            optimizer.step()
+            exact_update(case, model, optimizer, window)
             scheduler.step()
-            optimizer.zero_grad()
             updates += 1
     return model, updates
 
@@ -140,6 +148,38 @@ def theirs(case: Case) -> tuple[nn.Module, int]:
     return model, len(updates)
 
 
+def manual(case: Case, wrap: Callable[[torch.optim.Optimizer], Any], epochs: int) -> nn.Module:
+    """The same with clipping, and whatever `wrap` makes of the optimizer."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=STEPS)
+    model = case.model()
+    optimizer = wrap(stock(model))
+    prepared = prepare(accelerator, model, optimizer, case.loader(), halving(optimizer))
+    model, optimizer, loader, scheduler = prepared
+    for _epoch in range(epochs):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(case.loss(model, batch))
+                accelerator.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+    return model
+
+
+def train(
+    case: Case, accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, scheduler: Any, epochs: int
+) -> None:
+    """Our loop, of what `prepare` has returned."""
+    for _epoch in range(epochs):
+        for batch in loader:
+            weight = case.weight(batch) if case.reduction == "weighted" else None
+            with optimizer.accumulate(model, weight):
+                accelerator.backward(case.loss(model, batch))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+
 def ours(case: Case, **options) -> tuple[nn.Module, int]:
     """The same with our window; `options` are the wrapper's, `model=True` for the model at hand."""
     accelerator = Accelerator(cpu=True)
@@ -148,14 +188,7 @@ def ours(case: Case, **options) -> tuple[nn.Module, int]:
     optimizer = fusedacc.AccumulatingOptimizer(stock(model), STEPS, reduction=case.reduction, **options)
     scheduler = halving(optimizer)
     model, optimizer, loader, scheduler = prepare(accelerator, model, optimizer, case.loader(), scheduler)
-    for _epoch in range(EPOCHS):
-        for batch in loader:
-            weight = case.weight(batch) if case.reduction == "weighted" else None
-            with optimizer.accumulate(model, weight):
-                accelerator.backward(case.loss(model, batch))
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
+    train(case, accelerator, model, optimizer, loader, scheduler, EPOCHS)
     return model, optimizer.num_updates
 
 

@@ -33,12 +33,7 @@ def exact(case: case_accelerate.Case) -> torch.nn.Module:
     for start in range(0, len(batches), 22):
         for at in range(start, start + 22, 2 * STEPS):
             window = batches[at : min(at + 2 * STEPS, start + 22)]
-            total = sum(case.weight(batch) for batch in window)
-            for batch in window:
-                batch = [part.double() if part.is_floating_point() else part for part in batch]
-                (case.loss(reference, batch) * case.weight(batch) / total).backward()
-            plain.step()
-            plain.zero_grad()
+            case_accelerate.exact_update(case, reference, plain, window)
     return reference
 
 
@@ -63,14 +58,7 @@ def counted_loops() -> None:
                 model, optimizer, loader, scheduler = prepared
             assert isinstance(model, DistributedDataParallel)
             assert not model.require_backward_grad_sync, "the wrapper reduces"
-            for _ in range(EPOCHS):
-                for batch in loader:
-                    weight = case.weight(batch) if case.reduction == "weighted" else None
-                    with optimizer.accumulate(model, weight):
-                        accelerator.backward(case.loss(model, batch))
-                    optimizer.step()
-                    scheduler.step()
-                    optimizer.zero_grad()
+            case_accelerate.train(case, accelerator, model, optimizer, loader, scheduler, EPOCHS)
             assert not model.reducer.get_backward_stats(), "the wrapper has reduced"
             assert optimizer.num_updates == 3 * EPOCHS
             assert scheduler.scheduler.last_epoch == 2 * 3 * EPOCHS  # as Accelerate does: once per process
@@ -83,22 +71,8 @@ def counted_loops() -> None:
 
 def manual_loop() -> None:
     """Accelerate's own accumulation, which calls `no_sync()`: the bits of stock."""
-
-    def train(wrap):
-        accelerator, case = Accelerator(cpu=True, gradient_accumulation_steps=STEPS), case_accelerate.Digits()
-        model = case.model()
-        optimizer = wrap(case_accelerate.stock(model))
-        model, optimizer, loader = prepare(accelerator, model, optimizer, case.loader())
-        for _ in range(EPOCHS):
-            for batch in loader:
-                with accelerator.accumulate(model):
-                    accelerator.backward(case.loss(model, batch))
-                    accelerator.clip_grad_norm_(model.parameters(), 0.1)
-                    optimizer.step()
-                    optimizer.zero_grad()
-        return model
-
-    stock, ours = train(lambda optimizer: optimizer), train(fusedacc.AccumulatingOptimizer)
+    wraps = (lambda optimizer: optimizer, fusedacc.AccumulatingOptimizer)
+    stock, ours = (case_accelerate.manual(case_accelerate.Digits(), wrap, EPOCHS) for wrap in wraps)
     assert stock.require_backward_grad_sync
     assert not ours.require_backward_grad_sync
     assert equal(stock, ours)

@@ -1,202 +1,10 @@
-"""The deliberately broken versions of the package that `tests/mutants.py` tries, as data."""
+"""Mistakes that are likely; those of many ranks are in `broken_ranks.py`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from mutant import Mutant
 
-
-@dataclass(frozen=True)
-class Mutant:
-    """One broken version.
-
-    Attributes:
-        name: what is wrong with it.
-        where: a file, or a folder in whose files, from the root. Nothing is built: of csrc only headers that
-            tests compile can be broken.
-        old, new: the text replaced, which stands there once, and what it becomes.
-        tests: paths of which one test at least must fail, apart by blanks.
-    """
-
-    name: str
-    where: str
-    old: str
-    new: str
-    tests: str
-
-
-#: Mistakes that were once made here, taken back.
-FIXES = (
-    Mutant(
-        "a bucket holds its views, as if a user did, and gets new memory in every window",
-        "fusedacc/distributed",
-        "        self.segment = Segment(memory, len(views) + 1)\n",
-        "        self.segment = Segment(memory, len(views) + 1)\n        self._kept = views\n",
-        "tests/distributed/test_buckets.py",
-    ),
-    Mutant(
-        "an ignored backward adds to what autograd has stored in a manual loop",
-        "fusedacc/optimizer",
-        "        else:\n            self.collect_stock()\n",
-        "",
-        "tests/autograd/test_unusual_gradients.py",
-    ),
-    Mutant(
-        "casts of an update beside all sums",
-        "fusedacc/accumulators",
-        " if is_scaled else []",
-        " if False else []",
-        "tests/accumulators/test_casts.py",
-    ),
-    Mutant(
-        "a scale is deferred in bfloat16 though it rounds",
-        "fusedacc/kernels",
-        " and math.frexp(factor)[0] == 0.5",
-        "",
-        "tests/accumulators/test_deferred_scale.py",
-    ),
-    Mutant(
-        "norms recorded before p.grad was changed are used",
-        "fusedacc/optimizer",
-        "self._norms.clear()",
-        "pass",
-        "tests/accumulators/test_partial_norms.py tests/optimizer/test_amp.py",
-    ),
-    Mutant(
-        "an update that failed after scaling is repeated",
-        "fusedacc/optimizer",
-        "if self.applied:",
-        "if False:",
-        "tests/optimizer/test_failed_update.py",
-    ),
-    Mutant(
-        "a gradient put by hand in place of what was spent is dropped",
-        "fusedacc/accumulators",
-        "        if not self.spent:\n            return\n        self.disown_replaced()\n",
-        "        if not self.spent:\n            return\n",
-        "tests/accumulators/test_p_grad.py tests/optimizer/test_contract.py",
-    ),
-    Mutant(
-        "what an update has consumed counts again in the next window",
-        "fusedacc/accumulators",
-        "self.spent = not self.visible",
-        "self.spent = False",
-        "tests/optimizer/test_contract.py",
-    ),
-    Mutant(
-        "what is spent is lost when the parameter moves",
-        "fusedacc/accumulators",
-        "if gradient is not placed:",
-        "if False:",
-        "tests/accumulators/test_p_grad.py",
-    ),
-    Mutant(
-        "gradients of enclosing tasks are added after those of inner ones",
-        "fusedacc/autograd",
-        "if len(self.tasks) == 1:",
-        "if True:",
-        "tests/accumulators/test_deferred_scale.py tests/autograd",
-    ),
-    Mutant(
-        "no_sync() by hand goes unseen",
-        "fusedacc/optimizer",
-        "self._reducers.check(task.watch, task.stored)",
-        "pass",
-        "tests/distributed/test_no_sync.py",
-    ),
-    Mutant(
-        "groups changed by hand go unseen",
-        "fusedacc/optimizer",
-        "if self.in_step or ",
-        "if True or ",
-        "tests/optimizer/test_changed_groups.py",
-    ),
-    Mutant(
-        "a parameter's new shape goes unseen",
-        "fusedacc/autograd",
-        "            if changed:\n",
-        "            if False:\n",
-        "tests/autograd/test_reshaped_parameters.py",
-    ),
-    Mutant(
-        "a backward that failed is forgotten",
-        "fusedacc/optimizer",
-        'self.window.taint("an exception has interrupted a backward")',
-        "pass",
-        "tests/optimizer/test_failed_update.py tests/accumulators/test_deferred_scale.py",
-    ),
-    Mutant(
-        "a copy of the wrapper shares its masters",
-        "fusedacc/optimizer",
-        '    "_masters",\n',
-        "",
-        "tests/optimizer/test_lifetime.py tests/optimizer/test_master_weights.py",
-    ),
-    Mutant(
-        "a checkpoint's answers of trials are dropped",
-        "fusedacc/optimizer",
-        'accumulators.choices.update(choices["ways"])',
-        "pass",
-        "tests/kernels/test_tuning.py",
-    ),
-    Mutant(
-        "inner state of another shape is loaded",
-        "fusedacc/optimizer",
-        "checks.check_inner_state(optimizer,",
-        "(lambda *_: None)(optimizer,",
-        "tests/optimizer/test_checkpoint_damage.py",
-    ),
-    Mutant(
-        "a CUDA graph holds a part of a window",
-        "fusedacc/optimizer",
-        "inside != self._began_in_graph",
-        "False",
-        "tests/autograd/test_graph_capture.py",
-    ),
-    Mutant(
-        "hooks keep nodes of the stream outside a CUDA graph",
-        "fusedacc/autograd",
-        "if torch_state.capturing() != self._made_in_graph:",
-        "if False:",
-        "tests/autograd/test_graph_capture.py",
-    ),
-    Mutant(
-        "memory that a user still sees as an old p.grad is written",
-        "fusedacc/accumulators",
-        "return storage_users(self.memory) > self.buffers + 1",
-        "return False",
-        "tests/optimizer/test_contract.py tests/accumulators",
-    ),
-    Mutant(
-        "two parameters keep one gradient",
-        "fusedacc/accumulators",
-        "sole and owns_memory(gradient)",
-        "sole",
-        "tests/autograd/test_native_hooks.py",
-    ),
-    Mutant(
-        "Triton's interpreter truncates bfloat16",
-        "fusedacc/kernels",
-        "(bits + 0x7FFF + ((bits >> 16) & 1)) >> 16",
-        "bits >> 16",
-        "tests/kernels/test_triton.py tests/kernels/test_functional.py",
-    ),
-    Mutant(
-        "the last step of an expert takes rows of the next",
-        "fusedacc/kernels/triton",
-        "there = (start + token < end)[:, None]",
-        "there = (start + token < tokens)[:, None]",
-        "tests/kernels/test_triton_grouped.py",
-    ),
-    Mutant(
-        "a 16-bit product is rounded before it is a 16-bit sum",
-        "fusedacc/kernels",
-        "product = gradient.to(wide)",
-        "product = gradient.to(accumulator.dtype)",
-        "tests/kernels/test_functional.py",
-    ),
-)
-
-#: Mistakes that are likely.
+#: Each is one replacement.
 BREAKS = (
     Mutant(
         "a mean over the wrong number",
@@ -353,6 +161,13 @@ BREAKS = (
         "tests/nn",
     ),
     Mutant(
+        "the last step of an expert takes rows of the next",
+        "fusedacc/kernels/triton",
+        "there = (start + token < end)[:, None]",
+        "there = (start + token < tokens)[:, None]",
+        "tests/kernels/test_triton_grouped.py",
+    ),
+    Mutant(
         "a kept cast outlives a change of its weight",
         "fusedacc/nn",
         "        weight._version,\n",
@@ -379,6 +194,27 @@ BREAKS = (
         "and _is_written(*kept.sampled)",
         "and False",
         "tests/nn/test_keep_casts.py",
+    ),
+    Mutant(
+        "the gradient of one expert goes to the sum of another",
+        "fusedacc/nn",
+        "[accumulator[index]]",
+        "[accumulator[0]]",
+        "tests/nn/test_experts.py",
+    ),
+    Mutant(
+        "a stand-in outlives the forward that it was made for",
+        "fusedacc/nn",
+        "                    del own[name]\n",
+        "                    pass\n",
+        "tests/nn/test_experts.py",
+    ),
+    Mutant(
+        "what sees no subclass differentiates by a stand-in alone",
+        "fusedacc/nn",
+        "plain.as_subclass(StackedWeight)",
+        "plain.detach().as_subclass(StackedWeight)",
+        "tests/nn/test_experts.py",
     ),
     Mutant(
         "a module's copy accumulates into the original",
@@ -421,26 +257,5 @@ BREAKS = (
         "single ? 0x1p-110 :",
         "single ? 0.0f :",
         "tests/kernels/test_host_headers.py",
-    ),
-    Mutant(
-        "a reduction that was given up is begun anew",
-        "fusedacc/distributed",
-        "if self._under_way and not self._absent:",
-        "if False:",
-        "tests/distributed/test_faults.py",
-    ),
-    Mutant(
-        "sums are taken over by another number of ranks as they are",
-        "fusedacc/optimizer",
-        'return own["ranks"] / place.count if own["reduction"] == "mean" else 1.0',
-        "return 1.0",
-        "tests/distributed/test_saves.py",
-    ),
-    Mutant(
-        "a window's micro-batches count on the ranks that it is loaded on only",
-        "fusedacc/optimizer",
-        'merged["carried"] = done - merged["micro_step"] - merged["ran"]',
-        'merged["carried"] = 0',
-        "tests/distributed/test_saves.py",
     ),
 )

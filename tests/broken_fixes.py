@@ -1,0 +1,156 @@
+"""Mistakes that were once made here, taken back; those of many ranks are in `broken_ranks.py`."""
+
+from __future__ import annotations
+
+from mutant import Mutant
+
+#: Each is one replacement.
+FIXES = (
+    Mutant(
+        "an ignored backward adds to what autograd has stored in a manual loop",
+        "fusedacc/optimizer",
+        "        else:\n            self.collect_stock()\n",
+        "",
+        "tests/autograd/test_unusual_gradients.py",
+    ),
+    Mutant(
+        "casts of an update beside all sums",
+        "fusedacc/accumulators",
+        " if is_scaled else []",
+        " if False else []",
+        "tests/accumulators/test_casts.py",
+    ),
+    Mutant(
+        "a scale is deferred in bfloat16 though it rounds",
+        "fusedacc/kernels",
+        " and math.frexp(factor)[0] == 0.5",
+        "",
+        "tests/accumulators/test_deferred_scale.py",
+    ),
+    Mutant(
+        "norms recorded before p.grad was changed are used",
+        "fusedacc/optimizer",
+        "self._norms.clear()",
+        "pass",
+        "tests/accumulators/test_partial_norms.py tests/optimizer/test_amp.py",
+    ),
+    Mutant(
+        "an update that failed after scaling is repeated",
+        "fusedacc/optimizer",
+        "if self.applied:",
+        "if False:",
+        "tests/optimizer/test_failed_update.py",
+    ),
+    Mutant(
+        "a gradient put by hand in place of what was spent is dropped",
+        "fusedacc/accumulators",
+        "        if not self.spent:\n            return\n        self.disown_replaced()\n",
+        "        if not self.spent:\n            return\n",
+        "tests/accumulators/test_p_grad.py tests/optimizer/test_contract.py",
+    ),
+    Mutant(
+        "what an update has consumed counts again in the next window",
+        "fusedacc/accumulators",
+        "self.spent = not self.visible",
+        "self.spent = False",
+        "tests/optimizer/test_contract.py",
+    ),
+    Mutant(
+        "what is spent is lost when the parameter moves",
+        "fusedacc/accumulators",
+        "if gradient is not placed:",
+        "if False:",
+        "tests/accumulators/test_p_grad.py",
+    ),
+    Mutant(
+        "gradients of enclosing tasks are added after those of inner ones",
+        "fusedacc/autograd",
+        "if len(self.tasks) == 1:",
+        "if True:",
+        "tests/accumulators/test_deferred_scale.py tests/autograd",
+    ),
+    Mutant(
+        "groups changed by hand go unseen",
+        "fusedacc/optimizer",
+        "if self.in_step or ",
+        "if True or ",
+        "tests/optimizer/test_changed_groups.py",
+    ),
+    Mutant(
+        "a parameter's new shape goes unseen",
+        "fusedacc/autograd",
+        "            if changed:\n",
+        "            if False:\n",
+        "tests/autograd/test_reshaped_parameters.py",
+    ),
+    Mutant(
+        "a backward that failed is forgotten",
+        "fusedacc/optimizer",
+        'self.window.taint("an exception has interrupted a backward")',
+        "pass",
+        "tests/optimizer/test_failed_update.py tests/accumulators/test_deferred_scale.py",
+    ),
+    Mutant(
+        "a copy of the wrapper shares its masters",
+        "fusedacc/optimizer",
+        '    "_masters",\n',
+        "",
+        "tests/optimizer/test_lifetime.py tests/optimizer/test_master_weights.py",
+    ),
+    Mutant(
+        "a checkpoint's answers of trials are dropped",
+        "fusedacc/optimizer",
+        'accumulators.choices.update(choices["ways"])',
+        "pass",
+        "tests/kernels/test_tuning.py",
+    ),
+    Mutant(
+        "inner state of another shape is loaded",
+        "fusedacc/optimizer",
+        "checks.check_inner_state(optimizer,",
+        "(lambda *_: None)(optimizer,",
+        "tests/optimizer/test_checkpoint_damage.py",
+    ),
+    Mutant(
+        "a CUDA graph holds a part of a window",
+        "fusedacc/optimizer",
+        "inside != self._began_in_graph",
+        "False",
+        "tests/autograd/test_graph_capture.py",
+    ),
+    Mutant(
+        "hooks keep nodes of the stream outside a CUDA graph",
+        "fusedacc/autograd",
+        "if torch_state.capturing() != self._made_in_graph:",
+        "if False:",
+        "tests/autograd/test_graph_capture.py",
+    ),
+    Mutant(
+        "memory that a user still sees as an old p.grad is written",
+        "fusedacc/accumulators",
+        "return storage_users(self.memory) > self.buffers + 1",
+        "return False",
+        "tests/optimizer/test_contract.py tests/accumulators",
+    ),
+    Mutant(
+        "two parameters keep one gradient",
+        "fusedacc/accumulators",
+        "sole and owns_memory(gradient)",
+        "sole",
+        "tests/autograd/test_native_hooks.py",
+    ),
+    Mutant(
+        "Triton's interpreter truncates bfloat16",
+        "fusedacc/kernels",
+        "(bits + 0x7FFF + ((bits >> 16) & 1)) >> 16",
+        "bits >> 16",
+        "tests/kernels/test_triton.py tests/kernels/test_functional.py",
+    ),
+    Mutant(
+        "a 16-bit product is rounded before it is a 16-bit sum",
+        "fusedacc/kernels",
+        "product = gradient.to(wide)",
+        "product = gradient.to(accumulator.dtype)",
+        "tests/kernels/test_functional.py",
+    ),
+)

@@ -1,0 +1,223 @@
+"""Mistakes over ranks."""
+
+from __future__ import annotations
+
+from mutant import Mutant
+
+#: Mistakes that were once made here, taken back.
+RANK_FIXES = (
+    Mutant(
+        "a bucket holds its views, as if a user did, and gets new memory in every window",
+        "fusedacc/distributed",
+        "        self.segment = Segment(memory, len(views) + 1)\n",
+        "        self.segment = Segment(memory, len(views) + 1)\n        self._kept = views\n",
+        "tests/distributed/test_buckets.py",
+    ),
+    Mutant(
+        "no_sync() by hand goes unseen",
+        "fusedacc/optimizer",
+        "self._reducers.check(task.watch, task.stored)",
+        "pass",
+        "tests/distributed/test_no_sync.py",
+    ),
+    Mutant(
+        "a rank without micro-batches does not divide by the loss scale",
+        "fusedacc/amp.py",
+        "optimizer.has_partial_window or optimizer._takes_part",
+        "optimizer.has_partial_window",
+        "tests/distributed/test_scaled_ranks.py",
+    ),
+    Mutant(
+        "the loss scale stays as it is in a flush over ranks",
+        "fusedacc/optimizer",
+        "again if scaling.go_on is None else scaling.go_on()",
+        "again",
+        "tests/distributed/test_scaled_ranks.py",
+    ),
+    Mutant(
+        "an ignored backward is counted by another inside it",
+        "fusedacc/optimizer",
+        "if any(task.callback() is not None for task in self._ignored):",
+        "if False:",
+        "tests/autograd/test_ignored_checkpoint.py",
+    ),
+    Mutant(
+        "what was unfrozen is not reduced in its first window",
+        "fusedacc/optimizer",
+        "self._slots if reduces else task.stored",
+        "task.stored",
+        "tests/distributed/test_changed_training.py",
+    ),
+    Mutant(
+        "a bucket goes before the first gradient of what was unfrozen",
+        "fusedacc/distributed",
+        "if same and self.deliveries.steady",
+        "if self.deliveries.steady",
+        "tests/distributed/test_changed_training.py",
+    ),
+    Mutant(
+        "gradients that have a graph come after the reduction",
+        "fusedacc/optimizer",
+        "outermost and task.captures and self.ranks",
+        "outermost and self.ranks",
+        "tests/distributed/test_changed_training.py",
+    ),
+    Mutant(
+        "two backwards that failed alike are a rule",
+        "fusedacc/distributed",
+        "self._counts, self._launch = {}, None",
+        "self._launch = None",
+        "tests/distributed/test_changed_training.py",
+    ),
+    Mutant(
+        "what was unfrozen in a manual loop takes no float32 sum",
+        "fusedacc/autograd",
+        "slot.in_bucket or self.on_delivery is not None or",
+        "slot.in_bucket or",
+        "tests/distributed/test_changed_training.py",
+    ),
+)
+
+#: Mistakes that are likely.
+RANK_BREAKS = (
+    Mutant(
+        "a reduction that was given up is begun anew",
+        "fusedacc/distributed",
+        "if self._under_way and not self._absent:",
+        "if False:",
+        "tests/distributed/test_faults.py",
+    ),
+    Mutant(
+        "sums are taken over by another number of ranks as they are",
+        "fusedacc/optimizer",
+        'return own["ranks"] / place.count if own["reduction"] == "mean" else 1.0',
+        "return 1.0",
+        "tests/distributed/test_saves.py",
+    ),
+    Mutant(
+        "a window's micro-batches count on the ranks that it is loaded on only",
+        "fusedacc/optimizer",
+        'merged["carried"] = done - merged["micro_step"] - merged["ran"]',
+        'merged["carried"] = 0',
+        "tests/distributed/test_saves.py",
+    ),
+    Mutant(
+        "gradients of an every-backward reduction are added up, not averaged",
+        "fusedacc/distributed/reducer.py",
+        "bucket.memory.mul_(1.0 / divisor)",
+        "pass",
+        "tests/distributed/test_data_parallel.py",
+    ),
+    Mutant(
+        "one rank's buckets are in another order",
+        "fusedacc/distributed/reducer.py",
+        "for slot in reversed(wanted):",
+        "for slot in wanted if dist.get_rank(self.group) else reversed(wanted):",
+        "tests/distributed/test_data_parallel.py",
+    ),
+    Mutant(
+        "flags of absent gradients are not sent",
+        "fusedacc/distributed/reducer.py",
+        "            flags[index] = 0.0\n",
+        "            pass\n",
+        "tests/distributed/test_data_parallel.py",
+    ),
+    Mutant(
+        "a gradient that other ranks have is dropped",
+        "fusedacc/distributed/reducer.py",
+        "return [index for index in absent if flags[index] > 0]",
+        "return []",
+        "tests/distributed/test_data_parallel.py",
+    ),
+    Mutant(
+        "ranks that are out of step go unseen",
+        "fusedacc/distributed/reducer.py",
+        "if not torch.equal(digits[2], mine.to(torch.float64)) or",
+        "if False and",
+        "tests/distributed/test_agreement.py",
+    ),
+    Mutant(
+        "a bucket is sent before its last gradient",
+        "fusedacc/distributed/deliveries.py",
+        "self._counts.get(slot, 0) < self._usual.get(slot, 0)",
+        "self._counts.get(slot, 0) + 1 < self._usual.get(slot, 0)",
+        "tests/distributed/test_data_parallel.py",
+    ),
+    Mutant(
+        "a backward of one kind is a rule at once",
+        "fusedacc/distributed/deliveries.py",
+        "self.steady = bool(self._counts) and self._counts == self._usual",
+        "self.steady = bool(self._counts)",
+        "tests/distributed/test_data_parallel.py",
+    ),
+    Mutant(
+        "buffers are not broadcast",
+        "fusedacc/distributed/ddp.py",
+        "self.parallel._sync_buffers()",
+        "pass",
+        "tests/distributed/test_data_parallel.py",
+    ),
+    Mutant(
+        "no_sync() is ignored",
+        "fusedacc/distributed/ddp.py",
+        "self.synchronises = not self._deferring",
+        "self.synchronises = True",
+        "tests/distributed/test_one_rank.py",
+    ),
+    Mutant(
+        "a rank keeps its own parameters",
+        "fusedacc/distributed/process_group.py",
+        "dist.broadcast(slot.param.detach(), source, group=group)",
+        "pass",
+        "tests/distributed/test_agreement.py",
+    ),
+    Mutant(
+        "other parameters on another rank go unseen",
+        "fusedacc/distributed/process_group.py",
+        "if other == lists[0]:",
+        "if True:",
+        "tests/distributed/test_faults.py",
+    ),
+    Mutant(
+        "fractions of weights are lost on the way",
+        "fusedacc/distributed/numbers.py",
+        "(numbers - whole) * 2.0**FRACTION",
+        "(numbers - whole) * 0.0",
+        "tests/distributed/test_random_ranks.py",
+    ),
+    Mutant(
+        "replicas count in the norm as often as there are",
+        "fusedacc/distributed/mesh_norm.py",
+        "if mesh.size(dim) == 1 or not any(sharded):",
+        "if mesh.size(dim) == 1:",
+        "tests/distributed/test_fsdp.py",
+    ),
+    Mutant(
+        "a ring sends everything twice",
+        "fusedacc/distributed/wire.py",
+        "return 2 * (ranks - 1) / ranks * parameters",
+        "return 2 * parameters",
+        "tests/distributed/test_wire.py",
+    ),
+    Mutant(
+        "the weight of the window's last micro-batch is not counted",
+        "fusedacc/optimizer/over_ranks.py",
+        "weight = weight + window.micro.weight",
+        "weight = weight + 0.0",
+        "tests/distributed/test_data_parallel.py",
+    ),
+    Mutant(
+        "sums are opened again whole",
+        "fusedacc/optimizer/over_ranks.py",
+        "1.0 / self.window.ranks",
+        "1.0",
+        "tests/distributed/test_data_parallel.py",
+    ),
+    Mutant(
+        "ranks leave flush() with the first",
+        "fusedacc/optimizer/over_ranks.py",
+        "int(totals.num_flushing) == parallel.world_size",
+        "int(totals.num_flushing) > 0",
+        "tests/distributed/test_data_parallel.py",
+    ),
+)

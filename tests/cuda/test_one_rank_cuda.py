@@ -1,0 +1,18 @@
+"""A process group of one rank on NCCL trains as no ranks do; the same functions as on gloo."""
+
+from __future__ import annotations
+
+import one_rank
+import pytest
+import torch.distributed as dist
+
+pytestmark = pytest.mark.cuda
+
+
+@pytest.mark.parametrize("dtype", one_rank.DTYPES, ids=str)
+@pytest.mark.parametrize("reduction", one_rank.REDUCTIONS)
+@pytest.mark.parametrize("kind", one_rank.KINDS)
+def test_one_rank_trains_as_none(kind, reduction, dtype, tmp_path):
+    if not dist.is_nccl_available():
+        pytest.skip("torch was built without NCCL")
+    one_rank.check(kind, "nccl", "cuda", dtype, reduction, tmp_path)

@@ -1,0 +1,152 @@
+"""Parameters that are unfrozen between windows, and what else the micro-batches before cannot tell."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from ranks_setting import assert_close, assert_ranks_equal, small_buckets
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedacc
+
+RANKS = 2
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 2))
+
+
+def loss_of(model: nn.Module, index: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * index + rank)
+    return model(torch.randn(4, 30, generator=generator)).pow(2).mean()
+
+
+def given(net: nn.Module, kind: str) -> tuple[nn.Module, object]:
+    """What is called, and what the wrapper is told."""
+    if kind == "group":
+        return net, dist.group.WORLD
+    parallel = DistributedDataParallel(net, find_unused_parameters=kind == "ddp that may change")
+    return parallel, parallel
+
+
+def sgd(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+
+def unfreezes(steps: int, kind: str, idle: bool) -> None:
+    """Four windows, then one layer is trained too; rank 1 has nothing from then on if `idle`."""
+    rank, net, wanted = dist.get_rank(), network(), network()
+    net[4].requires_grad_(False)
+    with small_buckets():
+        called, told = given(net, kind)
+        optimizer = fusedacc.AccumulatingOptimizer(sgd(net), steps, data_parallel=told)
+        for epoch in range(2):
+            net[4].requires_grad_(epoch == 1)
+            for index in range(4 * steps) if epoch == 0 or rank == 0 or not idle else ():
+                loss_of(called, 100 * epoch + index, rank).backward()
+                optimizer.step(), optimizer.zero_grad()
+            optimizer.flush(), optimizer.zero_grad()
+    optimizer.close()
+    stock = sgd(wanted)
+    for epoch in range(2):
+        wanted[4].requires_grad_(epoch == 1)
+        ranks = (0,) if epoch and idle else range(RANKS)
+        for index in range(4 * steps):
+            for each in ranks:
+                (loss_of(wanted, 100 * epoch + index, each) / (steps * len(ranks))).backward()
+            if (index + 1) % steps == 0:
+                stock.step(), stock.zero_grad()
+    for (name, p), q in zip(net.named_parameters(), wanted.parameters(), strict=True):
+        assert_close(p, q, 1e-5, name)
+    assert_ranks_equal(net)
+
+
+@pytest.mark.parametrize("idle", [False, True])
+@pytest.mark.parametrize("kind", ["ddp", "ddp that may change", "group"])
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_what_is_unfrozen_is_reduced_in_its_first_window(steps, kind, idle):
+    on_ranks(RANKS, unfreezes, steps, kind, idle)
+
+
+def unfreezes_by_hand(kind: str) -> None:
+    """As `unfreezes`, of a model in bfloat16 in a manual loop, whose sums are float32."""
+    rank, net, wanted = dist.get_rank(), network().bfloat16(), network().bfloat16()
+    net[4].requires_grad_(False)
+    called, told = given(net, kind)
+    optimizer = fusedacc.AccumulatingOptimizer(sgd(net), data_parallel=told)
+    for epoch in range(2):
+        net[4].requires_grad_(epoch == 1)
+        # Rank 1 uses it in no forward, and gets its gradient all the same.
+        part = called if rank == 0 or epoch == 0 or kind != "group" else net[:4]
+        for index in range(3):
+            x = torch.randn(4, 30, generator=torch.Generator().manual_seed(index)).bfloat16()
+            part(x).float().pow(2).mean().backward()
+            assert all(p.grad is None or p.grad.dtype == torch.float32 for p in net.parameters())
+            optimizer.step(), optimizer.zero_grad()
+    optimizer.close()
+    assert not torch.equal(net[4].weight, wanted[4].weight)
+    assert_ranks_equal(net)
+
+
+@pytest.mark.parametrize("kind", ["ddp that may change", "group"])
+def test_what_is_unfrozen_in_a_manual_loop_becomes_a_sum(kind):
+    on_ranks(RANKS, unfreezes_by_hand, kind)
+
+
+def with_graphs(steps: int, kind: str) -> None:
+    """Backwards whose gradients have a graph, which autograd stores."""
+    rank, net, wanted = dist.get_rank(), network(), network()
+    with small_buckets():
+        called, told = given(net, kind)
+        optimizer = fusedacc.AccumulatingOptimizer(sgd(net), steps, data_parallel=told)
+        for index in range(3 * steps):
+            loss_of(called, index, rank).backward(create_graph=True)
+            optimizer.step(), optimizer.zero_grad()
+    optimizer.close()
+    stock = sgd(wanted)
+    for index in range(3 * steps):
+        for each in range(RANKS):
+            (loss_of(wanted, index, each) / (steps * RANKS)).backward()
+        if (index + 1) % steps == 0:
+            stock.step(), stock.zero_grad()
+    for (name, p), q in zip(net.named_parameters(), wanted.parameters(), strict=True):
+        assert_close(p, q, 1e-5, name)
+    assert_ranks_equal(net)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("kind", ["ddp", "group"])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_gradients_that_have_a_graph_are_reduced(steps, kind):
+    on_ranks(RANKS, with_graphs, steps, kind)
+
+
+def fails_alike() -> None:
+    """Two backwards that fail at the same place are no rule for the next."""
+    rank, net = dist.get_rank(), network()
+    parallel = DistributedDataParallel(net)
+
+    def fail(_gradient: torch.Tensor) -> None:
+        raise KeyError("on both ranks")
+
+    with small_buckets():
+        optimizer = fusedacc.AccumulatingOptimizer(sgd(net), 1, data_parallel=parallel)
+        for _ in range(2):
+            handle = net[2].weight.register_hook(fail)
+            with pytest.raises(KeyError):
+                loss_of(parallel, 0, rank).backward()
+            handle.remove()
+            optimizer.discard()
+        loss_of(parallel, 0, rank).backward()
+        optimizer.step(), optimizer.zero_grad()
+    assert optimizer.num_updates == 1
+    assert_ranks_equal(net)
+    optimizer.close()
+
+
+def test_what_a_failed_backward_has_delivered_is_no_rule():
+    on_ranks(RANKS, fails_alike)

@@ -1,0 +1,13 @@
+"""A process group of one rank on gloo trains as no ranks do; tests/cuda/test_one_rank_cuda.py: on NCCL."""
+
+from __future__ import annotations
+
+import one_rank
+import pytest
+
+
+@pytest.mark.parametrize("dtype", one_rank.DTYPES, ids=str)
+@pytest.mark.parametrize("reduction", one_rank.REDUCTIONS)
+@pytest.mark.parametrize("kind", one_rank.KINDS)
+def test_one_rank_trains_as_none(kind, reduction, dtype, tmp_path):
+    one_rank.check(kind, "gloo", "cpu", dtype, reduction, tmp_path)

@@ -1,0 +1,77 @@
+"""A GradScaler over ranks that have different numbers of micro-batches: one scale, and equal parameters."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from torch import nn
+
+import fusedacc
+
+STEPS, SCALE = 2, 8.0
+
+
+def loss_of(model: nn.Module, rank: int, index: int, overflow: tuple[int, int] | None) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * index + rank)
+    loss = model(torch.randn(4, 3, generator=generator)).pow(2).mean()
+    return loss * math.inf if (rank, index) == overflow else loss
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def scaled(lengths: tuple[int, ...], overflow: tuple[int, int] | None) -> list:
+    """The updates, the scaler's state after the epoch, and the parameters."""
+    model, rank = network(), dist.get_rank()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = fusedacc.AccumulatingOptimizer(inner, STEPS, data_parallel=dist.group.WORLD)
+    scaler = fusedacc.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=2)
+    for index in range(lengths[rank]):
+        scaler.scale(loss_of(model, rank, index, overflow)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    scaler.flush(optimizer)
+    scaler.update()
+    optimizer.close()
+    parameters = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return [optimizer.num_updates, int(optimizer.num_skipped), scaler.state_dict(), parameters]
+
+
+def stock(lengths: tuple[int, ...], overflow: tuple[int, int] | None) -> list:
+    """One process with the data of all ranks, and torch's scaler."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=2)
+    updates = skipped = 0
+    for begin in range(0, max(lengths), STEPS):
+        batches = [
+            (rank, index)
+            for rank, length in enumerate(lengths)
+            for index in range(begin, min(begin + STEPS, length))
+        ]
+        for rank, index in batches:
+            (scaler.scale(loss_of(model, rank, index, overflow)) / len(batches)).backward()
+        scaler.step(optimizer), scaler.update(), optimizer.zero_grad()
+        updates, skipped = updates + 1, skipped + (overflow in batches)
+    parameters = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return [updates, skipped, scaler.state_dict(), parameters]
+
+
+@pytest.mark.parametrize("overflow", [None, (0, 0), (0, 2), (1, 0)], ids=str)
+@pytest.mark.parametrize("lengths", [(1, 0), (3, 2), (4, 1), (0, 5), (5, 0), (7, 1)], ids=str)
+def test_one_scale_though_windows_are_of_unequal_length(lengths, overflow):
+    first, second = on_ranks(2, scaled, lengths, overflow)
+    assert first[:3] == second[:3]
+    assert torch.equal(first[3], second[3])
+    wanted = stock(lengths, overflow)
+    for name in ("scale", "_growth_tracker"):
+        assert first[2][name] == wanted[2][name], name
+    assert first[:2] == wanted[:2]
+    torch.testing.assert_close(first[3], wanted[3], rtol=1e-5, atol=1e-6)

@@ -1,0 +1,24 @@
+"""What a deliberately broken version of the package is, for `tests/mutants.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One broken version.
+
+    Attributes:
+        name: what is wrong with it.
+        where: a file, or a folder in whose files, from the root. Nothing is built: of csrc only headers that
+            tests compile can be broken.
+        old, new: the text replaced, which stands there once, and what it becomes.
+        tests: paths of which one test at least must fail, apart by blanks.
+    """
+
+    name: str
+    where: str
+    old: str
+    new: str
+    tests: str

@@ -1,0 +1,86 @@
+"""A process group of one rank, on any device and backend: what trains in it is what trains in none."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedacc
+
+STEPS, WINDOWS = 2, 4
+
+
+@contextlib.contextmanager
+def process_group(backend: str, folder: Path) -> Iterator[None]:
+    dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def network(device: str, dtype: torch.dtype) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).to(device, dtype)
+
+
+def loss_of(model: nn.Module, index: int, device: str, dtype: torch.dtype) -> torch.Tensor:
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(index))
+    return model(x.to(device, dtype)).float().pow(2).mean()
+
+
+def trained(kind: str, device: str, dtype: torch.dtype, reduction: str) -> list[torch.Tensor]:
+    """The parameters after some windows, the last of them part-filled."""
+    model = network(device, dtype)
+    called, options = model, {}
+    if kind == "ddp":
+        called = DistributedDataParallel(model)
+        options = {"data_parallel": called}
+    elif kind == "group":
+        options = {"data_parallel": dist.group.WORLD}
+    elif kind == "fsdp2":
+        fully_shard(model[0], mesh=init_device_mesh(device, (1,)))
+        fully_shard(model, mesh=init_device_mesh(device, (1,)))
+    optimizer = fusedacc.AccumulatingOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        STEPS,
+        reduction=reduction,
+        max_grad_norm=0.5,
+        skip_nonfinite=True,
+        **options,
+    )
+    for index in range(STEPS * WINDOWS + 1):
+        weight = 1.0 + index % 3
+        with optimizer.accumulate(called, weight=weight if reduction == "normalized" else None):
+            loss = loss_of(called, index, device, dtype) * (weight if reduction == "normalized" else 1.0)
+            (loss * torch.inf if index == STEPS else loss).backward()
+        optimizer.step(), optimizer.zero_grad()
+    optimizer.flush()
+    assert (optimizer.num_updates, int(optimizer.num_skipped)) == (WINDOWS + 1, 1)
+    assert optimizer.grad_norm.device.type == device
+    optimizer.close()
+    whole = (p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters())
+    return [p.detach().clone() for p in whole]
+
+
+KINDS = ("ddp", "group", "fsdp2")
+REDUCTIONS = ("mean", "sum", "normalized")
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def check(kind: str, backend: str, device: str, dtype: torch.dtype, reduction: str, folder: Path) -> None:
+    """One rank trains as none does."""
+    wanted = trained("", device, dtype, reduction)
+    with process_group(backend, folder):
+        found = trained(kind, device, dtype, reduction)
+    close = {"rtol": 1e-5, "atol": 1e-6} if dtype is torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, **close)
