@@ -89,11 +89,14 @@ struct RankLoops {
     }
     const int64_t tokens = all.left.rows, cols = all.accumulator.cols;
     alignas(kLineBytes) Compute converted[kConverted];
-    const int64_t width = kConverted / tokens / kLineBytes * kLineBytes;
+    const int64_t width = kConverted / tokens / kLineBytes * kLineBytes - kLineBytes;
     for (int64_t first = 0; first < cols; first += width) {
-      const GemmRequest part = all.cols_part(first, cols - first < width ? cols - first : width);
-      for (int64_t token = 0; token < tokens; ++token) convert(converted + token * width, part.right, token);
-      add_all_rows(part, converted, width);
+      const int64_t count = cols - first < width ? cols - first : width;
+      // As RankSums::kStride: no power of two.
+      const int64_t stride = (count + kLineBytes - 1) / kLineBytes * kLineBytes + kLineBytes / 4;
+      const GemmRequest part = all.cols_part(first, count);
+      for (int64_t token = 0; token < tokens; ++token) convert(converted + token * stride, part.right, token);
+      add_all_rows(part, converted, stride);
     }
   }
 
@@ -104,6 +107,16 @@ struct RankLoops {
       for (int64_t i = 0; i < right.cols; ++i) to[i] = widen(from[i]);
     } else {
       for (int64_t i = 0; i < right.cols; ++i) to[i] = widen(from[i * right.col_stride]);
+    }
+  }
+
+  static Accumulator* row_of(const Matrix& accumulator, int64_t row) {
+    return static_cast<Accumulator*>(accumulator.data) + row * accumulator.row_stride;
+  }
+
+  static void fetch(const Accumulator* from, int64_t count) {
+    for (int64_t i = 0; i < count; i += kLineBytes / static_cast<int64_t>(sizeof(Accumulator))) {
+      __builtin_prefetch(from + i, 1);
     }
   }
 
@@ -130,10 +143,13 @@ struct RankLoops {
     for (int64_t column = 0; column < accumulator.cols; column += Sums::kColumns) {
       const int64_t left_over = accumulator.cols - column;
       const int64_t count = left_over < Sums::kColumns ? left_over : Sums::kColumns;
+      // Sums that take longer would leave the memory idle.
+      for (int row = 0; left.rows > Sums::kGroup && row < rows; ++row) {
+        fetch(row_of(accumulator, first + row) + column, count);
+      }
       sums.template make<rows>(factors, right + column, stride, left.rows, count);
       for (int row = 0; row < rows; ++row) {
-        auto* into = static_cast<Accumulator*>(accumulator.data) + (first + row) * accumulator.row_stride;
-        Into::row(into + column, sums.sums[row], count, functor, part.beta == 0);
+        Into::row(row_of(accumulator, first + row) + column, sums.sums[row], count, functor, part.beta == 0);
       }
     }
   }
