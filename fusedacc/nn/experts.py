@@ -17,9 +17,9 @@ from torch.compiler import is_compiling
 
 from ..accumulators import Slot
 from ..autograd.capture import Capture
+from .grouped import StackedSum
 from .patched_forward import PATCHED, PatchedForward
 from .stacked import stand_in
-from .weight_sum import WeightSum
 
 #: Transformers' implementations that read one expert's weight after the other, or multiply by groups.
 _KNOWN = (None, "eager", "grouped_mm")
@@ -34,10 +34,10 @@ class PatchedExperts(PatchedForward):
 
     def __init__(self, module: torch.nn.Module, slot: Slot, capture: Capture) -> None:
         super().__init__(module, slot, capture)
-        self._targets: dict[str, WeightSum] = {}
+        self._targets: dict[str, StackedSum] = {}
         self._groups = is_of_transformers(module)
 
-    def stand_for(self, name: str, target: WeightSum) -> None:
+    def stand_for(self, name: str, target: StackedSum) -> None:
         """Shadow the parameter of that name as well."""
         self._targets[name] = target
         if self._groups:

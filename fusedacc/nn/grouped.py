@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..accumulators import Slot
+from ..autograd.capture import Capture
 from ..kernels import grouped
 from ..kernels.checks import ORDINARY_TYPES
 from ..kernels.dtypes import PAIRS
@@ -23,6 +25,28 @@ multiply = torch._grouped_mm
 
 Number = float | Tensor
 Run = Callable[[Tensor, Tensor, Tensor, Tensor, Number, Number], None]
+
+
+class StackedSum(WeightSum):
+    """Of a parameter (experts, out, in); `target_of` finds it as long as it lives."""
+
+    def __init__(self, slot: Slot, capture: Capture) -> None:
+        super().__init__(slot, capture)
+        self._chosen: tuple[Any, Run] | None = None
+        _targets[id(slot.param)] = self
+
+    def run(self, capture: Capture) -> Run:
+        """What multiplies into the sum."""
+        lane = self.slot.lane
+        if self._chosen is None or self._chosen[0] is not lane:
+            device, operand, dtype = lane
+            asked, kept = capture.accumulators.backend, capture.accumulators.choices
+            self._chosen = lane, grouped.select(device, dtype, operand, asked, kept=kept).run
+        return self._chosen[1]
+
+    def forget_choices(self) -> None:
+        """Ask anew how to multiply: a checkpoint has brought other answers."""
+        self._chosen = None
 
 
 class GroupedFunction(torch.autograd.Function):
@@ -66,7 +90,7 @@ class GroupedFunction(torch.autograd.Function):
         return of_rows, of_weight, None, None, None, None
 
 
-def apply(rows: Tensor, target: WeightSum, offs: Any, *, inward: bool) -> Tensor | None:
+def apply(rows: Tensor, target: StackedSum, offs: Any, *, inward: bool) -> Tensor | None:
     """The product with the parameter of `target`, recorded so that its gradient goes to the sum.
 
     None where torch's own is to make it, or to refuse it; arguments as `GroupedFunction` has them.
@@ -82,24 +106,16 @@ def apply(rows: Tensor, target: WeightSum, offs: Any, *, inward: bool) -> Tensor
         or (weight.dtype, target.slot.accumulate_dtype) not in PAIRS
     ):
         return None
-    device, operand, dtype = target.slot.lane
-    accumulators = capture.accumulators
-    # Before the backward runs: a trial may tell, and would be in its way there.
-    chosen = grouped.select(device, dtype, operand, accumulators.backend, kept=accumulators.choices)
     target.declare("grouped")
-    return GroupedFunction.apply(rows, weight, offs, target, chosen.run, inward)
+    # Before the backward runs: a trial may tell, and would be in its way there.
+    return GroupedFunction.apply(rows, weight, offs, target, target.run(capture), inward)
 
 
 #: By the parameter's id, of wrappers that were made with `model=`.
-_targets: weakref.WeakValueDictionary[int, WeightSum] = weakref.WeakValueDictionary()
+_targets: weakref.WeakValueDictionary[int, StackedSum] = weakref.WeakValueDictionary()
 
 
-def register(target: WeightSum) -> None:
-    """Have `target_of` find it, as long as it lives."""
-    _targets[id(target.slot.param)] = target
-
-
-def target_of(weight: Tensor) -> WeightSum | None:
+def target_of(weight: Tensor) -> StackedSum | None:
     """What adds this parameter's gradient to its sum, where a wrapper has it that was made with `model=`."""
     target = _targets.get(id(weight))
     return target if target is not None and target.slot.param is weight else None

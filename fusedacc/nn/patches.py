@@ -13,14 +13,13 @@ from torch.nn.utils import parametrize
 
 from ..accumulators import Slot
 from ..autograd.capture import Capture
-from . import grouped
 from .convolution import kind_of as kind_of_convolution
 from .embedding import PatchedEmbedding
 from .experts import PatchedExperts, may_read_experts
+from .grouped import StackedSum
 from .kept_cast import KeptCasts
 from .linear import PatchedConv1D, PatchedLinear
 from .patched_forward import PatchedForward, is_stock
-from .weight_sum import WeightSum
 
 #: Before anybody can have put a forward of theirs into torch's classes.
 LINEAR, EMBEDDING = nn.Linear.forward, nn.Embedding.forward
@@ -46,7 +45,7 @@ class Replacements:
         self._casts = casts
         self._patched: dict[nn.Module, PatchedForward] = {}
         #: Of stacked weights (experts, ...).
-        self._stacked: dict[Slot, WeightSum] = {}
+        self._stacked: dict[Slot, StackedSum] = {}
         self._search()
         self.follow(capture.accumulators.slots)
         if not (self._patched or self._stacked):
@@ -67,8 +66,7 @@ class Replacements:
         casts = self._casts is not None
         for slot in slots:
             if slot.param.dim() == 3 and not self._is_convolved(slot):
-                self._stacked[slot] = WeightSum(slot, self._capture)
-                grouped.register(self._stacked[slot])
+                self._stacked[slot] = StackedSum(slot, self._capture)
             for module, name, _ in self._places_of(slot):
                 known = self._patched.get(module)
                 if isinstance(known, PatchedExperts):
@@ -109,6 +107,8 @@ class Replacements:
         """What was found out by trial is to be asked anew, also whether a module is to be replaced."""
         for patched in self._patched.values():
             patched.forget_choices()
+        for target in self._stacked.values():
+            target.forget_choices()
         choices = self._capture.accumulators.choices
         linears = {patched.slot for patched in self._patched.values() if isinstance(patched, PatchedLinear)}
         self.drop([slot for slot in linears if self._why_left(slot.param, choices)])

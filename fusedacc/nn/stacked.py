@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
 from . import grouped
+from .grouped import StackedSum
 from .selected import SelectedFunction
-from .weight_sum import WeightSum
 
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
@@ -28,7 +28,7 @@ class StackedWeight(Tensor):
     #: As for torch's own parameters of subclasses: isinstance(stand_in, nn.Parameter).
     _is_param = True
     plain: Tensor
-    target: WeightSum
+    target: StackedSum
     groups: bool
     turned: bool
 
@@ -50,7 +50,7 @@ class StackedWeight(Tensor):
         setattr(self.plain, name, value)
 
 
-def stand_in(target: WeightSum, groups: bool) -> StackedWeight:
+def stand_in(target: StackedSum, groups: bool) -> StackedWeight:
     """One for the parameter of `target`. `groups`: its grouped products are known."""
     return _made(target.slot.param, target, groups, False)
 
@@ -60,7 +60,7 @@ def plain_of(weight: Tensor) -> Tensor:
     return weight.plain if isinstance(weight, StackedWeight) else weight
 
 
-def _made(plain: Tensor, target: WeightSum, groups: bool, turned: bool) -> StackedWeight:
+def _made(plain: Tensor, target: StackedSum, groups: bool, turned: bool) -> StackedWeight:
     # An alias with a graph of its own: what sees no subclass differentiates by the parameter all the same.
     made = plain.as_subclass(StackedWeight)
     made.__dict__.update(plain=plain, target=target, groups=groups, turned=turned)
