@@ -183,8 +183,8 @@ BREAKS = (
     ),
     Mutant(
         "kept casts live on in the inner optimizer's step",
-        "fusedacc/optimizer",
-        "        self._casts.drop()\n        try:\n",
+        "fusedacc/nn",
+        "        self.drop()\n        try:\n",
         "        try:\n",
         "tests/nn/test_keep_casts.py",
     ),

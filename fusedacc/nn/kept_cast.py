@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -79,6 +80,15 @@ class KeptCasts:
     def drop(self) -> None:
         """Let all go."""
         self._kept.clear()
+
+    @contextlib.contextmanager
+    def dropped(self) -> Iterator[None]:
+        """Context in which weights change: no cast lives on in it, or after it."""
+        self.drop()
+        try:
+            yield
+        finally:
+            self.drop()
 
 
 def _state_of(weight: Tensor, dtype: torch.dtype) -> tuple:

@@ -242,13 +242,12 @@ class CountedLoop(Loop):
 
         If it raises, the window stays as it is: `step()` or `flush()` tries again, `zero_grad()` gives up.
         """
-        self._parameters.forget_casts()
-        ratio = self._accumulation.conclude(partial)
-        totals = self._window.totals
-        if ratio is None and totals is not None and totals.nothing_came:
-            self._window.restart()
-            return
         with self._parameters.without_casts():
+            ratio = self._accumulation.conclude(partial)
+            totals = self._window.totals
+            if ratio is None and totals is not None and totals.nothing_came:
+                self._window.restart()
+                return
             _, skipped = self._update.step(ratio, scaling, arguments)
         if ratio is None:
             self._accumulators.clear()

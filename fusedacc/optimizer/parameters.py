@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import is_
 from typing import Any
 
@@ -40,7 +40,9 @@ class ParameterSet:
             raise TypeError(f"accumulate_dtype must be a torch.dtype or None, got {accumulate_dtype!r}")
         self._inner, self._dtype, self._backend = inner, accumulate_dtype, backend
         self._replacements: Replacements | None = None
-        self._casts = KeptCasts()
+        #: What modules keep over a window, if they are to, and a context in which weights change.
+        self.casts: KeptCasts | None = None
+        self.without_casts: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self._slot_of: dict[int, Slot] = {}
         self._accepted: set[Lane] = set()
         #: Shared with whoever works on the parameters, and changed in place.
@@ -52,22 +54,17 @@ class ParameterSet:
     def replace_in(self, model: torch.nn.Module, capture: Capture, keep_casts: bool) -> None:
         """Have those modules of `model` that can add gradients of these parameters to the sums.
 
-        keep_casts: and keep the casts of their weights, and of convolutions', until `forget_casts`.
+        keep_casts: and keep the casts of their weights, and of convolutions', in `casts`.
         """
-        self._replacements = Replacements(model, capture, why_left, self._casts if keep_casts else None)
+        if keep_casts:
+            self.casts = KeptCasts()
+            self.without_casts = self.casts.dropped
+        self._replacements = Replacements(model, capture, why_left, self.casts)
 
     def forget_casts(self) -> None:
-        """Let go of the casts that modules keep: a window ends, or weights may change where nothing tells."""
-        self._casts.drop()
-
-    @contextlib.contextmanager
-    def without_casts(self) -> Iterator[None]:
-        """Context in which the inner optimizer changes weights: no cast lives on in it, or after it."""
-        self._casts.drop()
-        try:
-            yield
-        finally:
-            self._casts.drop()
+        """Let go of the casts that modules keep: weights may change where nothing tells."""
+        if self.casts is not None:
+            self.casts.drop()
 
     def forget_choices(self) -> None:
         """Have the modules ask anew what was found out by trial."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 
 import pytest
 import torch
 import transformers
+from example_scripts import output_of
 from torch.utils.checkpoint import checkpoint
 from transformers.integrations import moe
 
@@ -214,3 +216,10 @@ def test_a_checkpoint_around_the_experts_alone():
     owner, weights = torch.randint(0, 4, (6, 2)), torch.rand(6, 2)
     checkpoint(experts, x, owner, weights, use_reentrant=False).sum().backward()
     assert x.grad is not None
+
+
+def test_the_example():
+    printed = output_of("experts_text.py")
+    updates, before, after = re.search(r"(\d+) updates, .* ([\d.]+) -> ([\d.]+) nats", printed).groups()
+    assert int(updates) == 60
+    assert float(after) < float(before) - 0.2

@@ -99,7 +99,8 @@ def loss_of(model, seed: int = 0, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 def casts_of(optimizer) -> list[torch.Tensor]:
     """Those that are kept."""
-    return [kept.cast for kept in optimizer._parameter_set._casts._kept.values()]
+    casts = optimizer._parameter_set.casts
+    return [] if casts is None else [kept.cast for kept in casts._kept.values()]
 
 
 class CountCasts(TorchDispatchMode):
