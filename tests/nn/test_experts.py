@@ -421,3 +421,49 @@ def test_grouped_linear_refuses_what_stock_refuses(rows, offs):
     with pytest.raises(type(theirs.value)) as ours:
         fusedacc.nn.functional.grouped_linear(rows, weight, offs)
     assert str(ours.value) == str(theirs.value)
+
+
+@torch.jit.script
+def scripted(x, weight):
+    return torch.tanh(x @ weight[0]) @ weight[1]
+
+
+@torch.compile(backend="eager")
+def compiled(x, weight):
+    return torch.tanh(x @ weight[0]) @ weight[1]
+
+
+READERS = {
+    "vmap": lambda x, w: torch.vmap(lambda each: torch.tanh(x @ each))(w).sum(0),
+    "vmap, and an expert": lambda x, w: torch.vmap(lambda each: x @ each)(w).sum(0) * w[2].sum(),
+    "func.grad": lambda x, w: torch.func.grad(lambda v: (x @ v[1]).pow(2).sum())(w)[1] + w[0],
+    "batched": lambda x, w: (
+        torch.baddbmm(torch.zeros(6, 3, 4), x.expand(6, 3, 4), w).sum(0) + w.view(24, 4)[3]
+    ),
+    "checkpoint": lambda x, w: checkpoint(lambda y: torch.tanh(y @ w[1]) @ w[3], x, use_reentrant=False),
+    "scripted": scripted,
+    "compiled": compiled,
+    "iterated": lambda x, w: sum(torch.tanh(x @ each) for each in w),
+    "in place": lambda x, w: torch.zeros(3, 4).addmm_(x, w[4]).add_(w[5].sum()),
+}
+
+
+class Reading(nn.Module):
+    def __init__(self, read) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight, self.read = nn.Parameter(torch.randn(6, 4, 4)), read
+
+    def forward(self, x):
+        return self.read(x, self.weight)
+
+
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+def test_whatever_a_forward_does_with_it(read):
+    model, twin = Reading(read), Reading(read)
+    _optimizer = wrapped(model, None)
+    x = torch.randn(3, 4, requires_grad=True)
+    for _ in range(3):
+        for each in (model, twin):
+            each(x).pow(2).sum().backward()
+    assert_same_gradients(model, twin, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,46 @@
+"""Mixtures of experts on two ranks, each with tokens for other experts: equal to one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from experts_models import Mixture, loss_of
+from ranks import on_ranks
+from ranks_setting import assert_close, assert_ranks_equal, small_buckets
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedacc
+
+RANKS, STEPS, WINDOWS = 2, 3, 3
+
+
+def sgd(net: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+
+def trains(how: str, stock_way: str, kind: str) -> None:
+    rank, net, wanted = dist.get_rank(), Mixture(how), Mixture(stock_way)
+    called = told = dist.group.WORLD if kind == "group" else DistributedDataParallel(net)
+    called = net if kind == "group" else called
+    stock = sgd(wanted)
+    with small_buckets():
+        optimizer = fusedacc.AccumulatingOptimizer(sgd(net), STEPS, model=called, data_parallel=told)
+        for window in range(WINDOWS):
+            for index in range(window * STEPS, (window + 1) * STEPS):
+                loss_of(called, 2 * index + rank, unused=4).backward()
+                optimizer.step(), optimizer.zero_grad()
+                for each in range(RANKS):
+                    (loss_of(wanted, 2 * index + each, unused=4) / (STEPS * RANKS)).backward()
+            stock.step(), stock.zero_grad()
+    for (name, p), q in zip(net.named_parameters(), wanted.parameters(), strict=True):
+        assert_close(p, q, 1e-5, name)
+    assert_ranks_equal(net)
+    assert all(slot.paths == ("grouped",) for slot in optimizer._slots if slot.param.dim() == 3)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("kind", ["ddp", "group"])
+@pytest.mark.parametrize(("how", "stock_way"), [("grouped", "stock"), ("loop", "loop")])
+def test_experts_of_two_ranks(how, stock_way, kind):
+    on_ranks(RANKS, trains, how, stock_way, kind)
