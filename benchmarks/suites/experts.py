@@ -21,8 +21,7 @@ import contextlib
 import dataclasses
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -114,27 +113,20 @@ def measure_layer(
 
 
 @contextlib.contextmanager
-def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """These variables for processes that start meanwhile."""
+def process(values: Mapping[str, str]) -> Iterator[concurrent.futures.Executor]:
+    """One that starts with these variables, and takes calls."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
-        yield
+        with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as one:
+            one.submit(int).result()  # it has started
+            yield one
     finally:
         for name, value in before.items():
             if value is None:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-def apart(values: Mapping[str, str], run: Callable[..., Any], *arguments: Any) -> Any:
-    """What `run(*arguments)` returns in a process of its own that starts with these variables."""
-    with (
-        environment(values),
-        concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool,
-    ):
-        return pool.submit(run, *arguments).result()
 
 
 def figures(results: Results, effort: str) -> None:
@@ -145,15 +137,18 @@ def figures(results: Results, effort: str) -> None:
         for shape in shapes
         for dtypes in DTYPES
     ]
-    for shape, layer, dtypes in progress(cells, "experts", "layer"):
-        for mode, values in modes.items():
-            case = Case("experts", f"{shape}, {layer}", mode, f"{shape.weights / 1e6:.1f} M weights", dtypes)
-            try:
-                measured = apart(values, measure_layer, shape, layer, dtypes, ROUNDS[effort], results.device)
-            except Exception as error:
-                results.add([cannot_run(case, way, first_line(error)) for way in WAYS[dtypes]])
-                continue
-            add(results, case, layer, *measured)
+    for mode, values in modes.items():
+        with process(values) as apart:
+            for shape, layer, dtypes in progress(cells, mode, "layer"):
+                name = f"{shape}, {layer}"
+                case = Case("experts", name, mode, f"{shape.weights / 1e6:.1f} M weights", dtypes)
+                asked = shape, layer, dtypes, ROUNDS[effort], results.device
+                try:
+                    measured = apart.submit(measure_layer, *asked).result()
+                except Exception as error:
+                    results.add([cannot_run(case, way, first_line(error)) for way in WAYS[dtypes]])
+                else:
+                    add(results, case, layer, *measured)
 
 
 def add(
