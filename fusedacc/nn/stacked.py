@@ -62,7 +62,7 @@ def plain_of(weight: Tensor) -> Tensor:
 
 def _made(plain: Tensor, target: StackedSum, groups: bool, turned: bool) -> StackedWeight:
     # An alias with a graph of its own: what sees no subclass differentiates by the parameter all the same.
-    made = torch.as_subclass(plain, StackedWeight)  # fastai has another Tensor.as_subclass
+    made = torch._C.TensorBase.as_subclass(plain, StackedWeight)  # fastai replaces Tensor.as_subclass
     made.__dict__.update(plain=plain, target=target, groups=groups, turned=turned)
     return made
 
