@@ -107,7 +107,7 @@ wheel: $(BUILT)  ## build the wheel into dist/, and try it in an empty environme
 test-versions: wheel  ## and under the oldest torch and the newest, with the quick part of the suite (PYTHONS="python3.10 python3.13")
 	$(BASE_PYTHON) .ci/try_versions.py dist/*.whl $(PYTHONS)
 
-bench: $(BUILT)  ## measure: eight minutes on two cores; rows go to benchmarks/results/results.csv (BENCH=... passes options)
+bench: $(BUILT)  ## measure: ten minutes on two cores; rows go to benchmarks/results/results.csv (BENCH=... passes options)
 	$(PYTHON) -m benchmarks.run_all $(BENCH)
 
 bench-full: $(BUILT)  ## the whole sweep: every size, dtype and model

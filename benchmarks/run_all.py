@@ -1,4 +1,4 @@
-"""Every benchmark as one run: `make bench` (eight minutes on two cores) and `make bench-full`.
+"""Every benchmark as one run: `make bench` (ten minutes on two cores) and `make bench-full`.
 
     python -m benchmarks.run_all [--quick | --full] [--only kernels,models]
 

@@ -21,7 +21,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     )
     sweep = parser.add_mutually_exclusive_group()
     sweep.add_argument("--quick", action="store_true", help="tiny sizes, to try it: nothing is recorded")
-    sweep.add_argument("--full", action="store_true", help="the whole sweep, not the one of eight minutes")
+    sweep.add_argument("--full", action="store_true", help="the whole sweep, not the one of ten minutes")
     parser.add_argument(
         "--results", type=Path, default=RESULTS, help="the CSV that rows are appended to (%(default)s)"
     )
@@ -30,7 +30,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
 
 
 def effort(options: argparse.Namespace) -> str:
-    """How much to measure: "quick", "short" (make bench: eight minutes for all) or "full"."""
+    """How much to measure: "quick", "short" (make bench: ten minutes for all) or "full"."""
     return "quick" if options.quick else "full" if options.full else "short"
 
 
