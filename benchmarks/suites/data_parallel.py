@@ -16,7 +16,6 @@ import concurrent.futures
 import dataclasses
 import gc
 import multiprocessing
-import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -34,6 +33,7 @@ from fusedacc.commands.bench.timing import in_turn
 from ..contestants.data_parallel_loops import MODEL, PLAIN, STOCK, WAYS, Way
 from ..harness import command
 from ..harness.measure import Goal, Variant, progress, rows_of
+from ..harness.processes import environment, use_all_cores
 from ..harness.results import Case, Results, Row, at_most, cannot_run, first_line, row
 
 RANKS = 2
@@ -99,23 +99,15 @@ def memory(case: Case, above: dict[str, float]) -> list[Row]:
 
 def on_all_ranks(measure: Callable[..., Any], *arguments: Any) -> Any:
     """What `measure(*arguments)` returns on the first rank, where it runs on all at once."""
-    before = {name: os.environ.get(name) for name in _OF_RANKS}
-    os.environ.update(_OF_RANKS)  # read as torch is loaded, before anything of ours runs there
-    try:
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            concurrent.futures.ProcessPoolExecutor(RANKS, multiprocessing.get_context("spawn")) as pool,
-        ):
-            meeting = Path(folder, "meeting")
-            ranks = [pool.submit(run_rank, rank, meeting, measure, *arguments) for rank in range(RANKS)]
-            first, *_ = [rank.result() for rank in ranks]  # all, or the error of any
-            return first
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    with (
+        environment(_OF_RANKS),  # read as torch is loaded, before anything of ours runs there
+        tempfile.TemporaryDirectory() as folder,
+        concurrent.futures.ProcessPoolExecutor(RANKS, multiprocessing.get_context("spawn")) as pool,
+    ):
+        meeting = Path(folder, "meeting")
+        ranks = [pool.submit(run_rank, rank, meeting, measure, *arguments) for rank in range(RANKS)]
+        first, *_ = [rank.result() for rank in ranks]  # all, or the error of any
+        return first
 
 
 #: One thread each; all would be held to the first core if OpenMP placed them.
@@ -124,7 +116,7 @@ _OF_RANKS = {"OMP_NUM_THREADS": "1", "OMP_PROC_BIND": "false", "GLOO_SOCKET_IFNA
 
 def run_rank(rank: int, meeting: Path, measure: Callable[..., Any], *arguments: Any) -> Any:
     """What `measure(*arguments)` returns in this process, as a rank."""
-    os.sched_setaffinity(0, range(os.cpu_count() or 1))  # OpenMP may have held whoever started this to a core
+    use_all_cores()
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
     try:
         found = measure(*arguments)

@@ -20,7 +20,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import multiprocessing
-import os
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -28,6 +27,7 @@ import torch
 from ..contestants.experts import Experts, Shape
 from ..harness import command
 from ..harness.measure import Goal, Variant, in_turns, progress, rows_of
+from ..harness.processes import environment, use_all_cores
 from ..harness.results import Case, Results, at_most, cannot_run, first_line, row
 from .layers import INSIDE, STOCK, WRAPPED, Work
 
@@ -102,7 +102,7 @@ def measure_layer(
     shape: Shape, layer: str, dtypes: str, rounds: int, device: torch.device
 ) -> tuple[dict[str, list[float]], dict[str, int]]:
     """Seconds of each round's micro-batch, and bytes of a later one's backward, by way."""
-    os.sched_setaffinity(0, range(os.cpu_count() or 1))  # OpenMP may have held whoever started this to a core
+    use_all_cores()
     ways = {way: work(shape, layer, dtypes, way, device) for way in WAYS[dtypes]}
     for each in ways.values():
         each.run()  # the window's first, which makes the sums
@@ -115,18 +115,10 @@ def measure_layer(
 @contextlib.contextmanager
 def process(values: Mapping[str, str]) -> Iterator[concurrent.futures.Executor]:
     """One that starts with these variables, and takes calls."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as one:
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as one:
+        with environment(values):
             one.submit(int).result()  # it has started
-            yield one
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        yield one
 
 
 def figures(results: Results, effort: str) -> None:
