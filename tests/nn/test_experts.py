@@ -467,3 +467,14 @@ def test_whatever_a_forward_does_with_it(read):
         for each in (model, twin):
             each(x).pow(2).sum().backward()
     assert_same_gradients(model, twin, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+@pytest.mark.parametrize("how", TWINS)
+def test_other_backends(how, backend):
+    model, optimizer, twin = pair(how, backend=backend)
+    for index in range(2):
+        for each in (model, twin):
+            loss_of(each, index).backward()
+    assert_same_gradients(model, twin, rtol=1e-5, atol=1e-6)
+    assert optimizer._slots[-2].paths == ("grouped",)
