@@ -103,11 +103,13 @@ class DataParallel:
 
         Nothing is sent early where parameters may be used now and then: only a DistributedDataParallel
         without `find_unused_parameters` is promised that they are not. Nor is anything after one was frozen,
-        unfrozen or added.
+        unfrozen or added: what is unfrozen has its hook from the micro-batch after on.
         """
         trained = [slot for slot in self._slots if slot.param.requires_grad]
-        same, self._trained = trained == self._trained, trained
-        if same and self.deliveries.steady and self.link is not None and not self.link.may_change:
+        if trained != self._trained:
+            self._trained = trained
+            self.deliveries.forget()
+        elif self.deliveries.steady and self.link is not None and not self.link.may_change:
             self.reducer.follow()
             buckets = self.reducer.buckets()
             self.deliveries.arm(buckets, functools.partial(self.reducer.launch_next, part, divisor))

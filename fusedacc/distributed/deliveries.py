@@ -51,8 +51,8 @@ class Deliveries:
         self._launch = None
 
     def forget(self) -> None:
-        """What there was tells nothing of what comes: a backward may have failed. Launch nothing more."""
-        self._counts, self._launch = {}, None
+        """What there was, and is, tells nothing of what comes, as after a failure. Launch nothing more."""
+        self._usual, self._counts, self._launch = {}, {}, None
 
     def count(self, slot: Slot) -> None:
         """The slot's node has run.

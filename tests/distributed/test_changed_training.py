@@ -150,3 +150,34 @@ def fails_alike() -> None:
 
 def test_what_a_failed_backward_has_delivered_is_no_rule():
     on_ranks(RANKS, fails_alike)
+
+
+#: Of each window, the layer that is frozen in it.
+FROZEN = (2, 2, None, None, None, 0, None, None)
+
+
+def thaws(kind: str) -> None:
+    """Windows of one micro-batch: the first after a layer is thawed is as those before, without its hook."""
+    rank, net, wanted = dist.get_rank(), network(), network()
+    stock = sgd(wanted)
+    with small_buckets():
+        called, told = given(net, kind)
+        optimizer = fusedacc.AccumulatingOptimizer(sgd(net), 1, data_parallel=told)
+        for window, frozen in enumerate(FROZEN):
+            for each in (net, wanted):
+                for index in (0, 2, 4):
+                    each[index].requires_grad_(index != frozen)
+            loss_of(called, window, rank).backward()
+            optimizer.step(), optimizer.zero_grad()
+            for each in range(RANKS):
+                (loss_of(wanted, window, each) / RANKS).backward()
+            stock.step(), stock.zero_grad()
+    optimizer.close()
+    for (name, p), q in zip(net.named_parameters(), wanted.parameters(), strict=True):
+        assert_close(p, q, 1e-5, name)
+    assert_ranks_equal(net)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "group"])
+def test_a_layer_is_thawed_between_windows_of_one(kind):
+    on_ranks(RANKS, thaws, kind)
