@@ -216,7 +216,7 @@ def test_results_that_cannot_be_kept_are_an_error_before_anything_runs(two, monk
 
 
 #: Benchmarks whose figures other tests of this room measure, here in `make test-full` only.
-MEASURED_ELSEWHERE = ("models", "kernels", "embedding", "layers", "training", "data_parallel")
+MEASURED_ELSEWHERE = ("models", "kernels", "embedding", "layers", "training", "experts", "data_parallel")
 
 
 def test_every_benchmark_runs(tmp_path):
