@@ -17,8 +17,9 @@ from tqdm import tqdm
 from .harness.command import INTERRUPTED, arguments, chosen, effort, results
 from .harness.results import Results, first_line
 
-#: Suites, each with `figures(results, effort)`. First those that the README's head is made from.
-BENCHMARKS = (
+#: Suites, each with `figures(results, effort)`, as the documents show them. First those that the README's
+#: head is made from.
+SHOWN = (
     "models",
     "update",
     "kernels",
@@ -27,10 +28,16 @@ BENCHMARKS = (
     "layers",
     "training",
     "experts",
+    "experts_model",
     "data_parallel",
     "wrapper_window",
     "peak_memory",
 )
+#: Those that need other packages or more time, by the command that measures them.
+APART = dict.fromkeys(("experts_model", "planner"), "make bench-integrations") | {
+    "planner_limit": "python -m benchmarks.suites.planner_limit"
+}
+BENCHMARKS = tuple(name for name in SHOWN if name not in APART)
 
 
 def run(names: list[str], kept: Results, effort: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Commands: `python -m fusedacc info` and `python -m fusedacc bench`."""
+"""Commands: `python -m fusedacc info`, `python -m fusedacc bench` and `python -m fusedacc plan`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import json
 import sys
 from collections.abc import Sequence
 
-from .commands import bench, info
+from .commands import bench, info, plan
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 1 where a backend fails or a result is wrong, else 0."""
+    """Run a command; returns the exit status: 0, 1 where something is wrong, 2 where it was misused."""
     parser = argparse.ArgumentParser(prog="python -m fusedacc", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser(
@@ -26,9 +26,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Checks and times our kernels and every stock form, in about a minute.",
     )
     bench.add_arguments(command)
+    command = commands.add_parser(
+        "plan", help="which micro-batch fits in a budget, and where the memory goes"
+    )
+    plan.add_arguments(command)
     chosen = parser.parse_args(arguments)
     if chosen.command == "bench":
         return bench.run(chosen)
+    if chosen.command == "plan":
+        return plan.run(chosen)
     facts = info.collect()
     print(json.dumps(facts, indent=2) if chosen.json else info.render(facts))
     return 0 if info.healthy(facts) else 1

@@ -84,3 +84,28 @@ def batch(index: int, rows: int = 12, unused: int = 2) -> tuple[Tensor, Tensor]:
 
 def loss_of(model: nn.Module, index: int, **sizes: int) -> Tensor:
     return model(*batch(index, **sizes)).float().pow(2).mean()
+
+
+K = 4
+#: How a model reads its experts, and how stock's twin of it does.
+TWINS = {"loop": "loop", "grouped": "stock"}
+
+
+def wrapped(model, steps=K, inner=None, **options):
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) if inner is None else inner
+    return fusedacc.AccumulatingOptimizer(inner, steps, model=model, **options)
+
+
+def pair(how, steps=None, inward=False, **options):
+    """A model that accumulates in its backward, its wrapper, and stock's twin."""
+    model, twin = Mixture(how, inward), Mixture(TWINS[how], inward)
+    return model, wrapped(model, steps, **options), twin
+
+
+def assert_same_gradients(model, twin, **tolerances):
+    for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None), name
+        if theirs.grad is not None:
+            torch.testing.assert_close(
+                ours.grad, theirs.grad, **tolerances, msg=lambda m, n=name: f"{n}: {m}"
+            )

@@ -1,12 +1,20 @@
-"""Products into sums: inputs, layouts and the float64 oracle, for every device and backend."""
+"""Products into sums: backends, inputs, layouts and the float64 oracle, for every device."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+
+import pytest
 import torch
 from cases import PAIRS, random_tensor
 from torch import Tensor
 
+from fusedacc.kernels import library
+from fusedacc.kernels.constants import Way
 from fusedacc.kernels.dtypes import computation_dtype
+from fusedacc.kernels.grouped_ways import NEVER
 
 #: (operand dtype, accumulator dtype) as in `checks.PAIRS`.
 GEMM_PAIRS = PAIRS
@@ -25,6 +33,40 @@ SHAPES = [
 SUM_LAYOUTS = ("rows", "columns", "long rows", "long columns")
 OPERAND_LAYOUTS = ("rows", "columns", "long rows", "gaps", "expanded tokens", "expanded features")
 NAN = float("nan")
+#: Of the numbers that TF32 has for operands.
+TF32_UNIT = 2.0**-10
+#: Those that multiply on a CPU.
+BACKENDS = [name for name in ("cpu", "eager") if name == "eager" or library.load_error() is None]
+native = pytest.mark.skipif(library.load_error() is not None, reason=str(library.load_error()))
+
+
+def ways(function: Callable, operators: Mapping[str, Callable]) -> list:
+    """What is tested: a function by each backend, and an operator in every way that it has."""
+    found = {name: functools.partial(function, backend=name) for name in BACKENDS}
+    if library.load_error() is None:
+        found |= {f"operator {name}": way for name, way in operators.items()}
+    return [pytest.param(way, id=name) for name, way in found.items()]
+
+
+def rounds(way: functools.partial, left: Tensor, accumulator: Tensor) -> torch.dtype | None:
+    """The dtype to which one of those ways may round a product."""
+    given = way.keywords
+    may = given.get("backend") == "cpu" or given.get("way") == Way.ROUNDED
+    may = may or given.get("thresholds", (0, NEVER))[1] != NEVER
+    return (
+        torch.bfloat16 if may and (left.dtype, accumulator.dtype) == (torch.bfloat16, torch.float32) else None
+    )
+
+
+@contextlib.contextmanager
+def float32_setting(name: str, value: bool | str) -> Iterator[None]:
+    """torch's setting for products of float32, by the older interface or by the newer."""
+    before = getattr(torch.backends.cuda.matmul, name)
+    setattr(torch.backends.cuda.matmul, name, value)
+    try:
+        yield
+    finally:
+        setattr(torch.backends.cuda.matmul, name, before)
 
 
 def lay_out_sum(values: Tensor, layout: str) -> Tensor:

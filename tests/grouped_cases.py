@@ -21,8 +21,10 @@ COUNTS = (
     (0,),
     (),
     (0, 70, 0, 1, 2, 0, 0, 1),
-    (33, 1, 64, 65, 4, 5),
+    (33, 1, 64, 65, 4, 5, 16, 32),
 )
+#: Rows and columns of an expert's sum: none, one, a tile of a kernel's, several, parts of some.
+SHAPES = ((5, 7), (1, 4), (4, 1), (1, 1), (0, 3), (3, 0), (37, 133), (64, 64), (70, 90))
 SUM_LAYOUTS = ("rows", "columns", "long rows", "long columns", "rows of all experts", "misaligned")
 #: Rows behind the last offset.
 TAIL = 3
@@ -52,8 +54,6 @@ def groups(pair, shape, counts, generator, layouts=("rows", "rows", "rows"), dev
 
     def operands(columns: int, layout: str) -> Tensor:
         values = random_tensor((tokens + TAIL, columns), operand, generator, device=device)
-        if layout.startswith("expanded"):  # which repeat what is not nan
-            return lay_out_operand(values, layout)
         values[tokens:] = NAN
         return lay_out_operand(values, layout)
 
@@ -66,14 +66,60 @@ def groups(pair, shape, counts, generator, layouts=("rows", "rows", "rows"), dev
     )
 
 
-def assert_are_products(result, before, left, right, offsets, scale=1.0, keep=1.0, *, product_dtype=None):
+def assert_are_products(
+    result, before, left, right, offsets, scale=1.0, keep=1.0, *, unit=None, product_dtype=None
+):
     """Holds each expert's sum to `assert_is_product`."""
     start = 0
     for expert, end in enumerate(offsets.tolist()):
         own = left[start:end], right[start:end]
         rounded = product_dtype if end > start else None
-        assert_is_product(result[expert], before[expert], *own, scale, keep, product_dtype=rounded)
+        assert_is_product(result[expert], before[expert], *own, scale, keep, unit=unit, product_dtype=rounded)
         start = end
+
+
+def assert_gaps_stay(way, layout, generator, device):
+    """`way` writes nothing between the rows of sums in that layout."""
+    accumulator, *others = groups(
+        (torch.bfloat16, torch.float32), (130, 70), (4, 9), generator, device=device
+    )
+    accumulator = lay_out_sums(torch.zeros_like(accumulator), layout)
+    way(accumulator, *others, 1.0, 1.0)
+    assert accumulator.any()
+    accumulator.zero_()
+    assert not accumulator._base.any()
+
+
+def assert_written_unread(way, tensors, keep):
+    """With a `keep` of 0, what sums held reaches nothing; those of experts without rows become zeros."""
+    accumulator, *others = tensors
+    accumulator.fill_(NAN)
+    way(accumulator, *others, 0.5, keep)
+    assert_are_products(accumulator, torch.zeros_like(accumulator), *others, 0.5)
+    empty = others[-1].diff(prepend=others[-1].new_zeros(1)) == 0
+    assert not accumulator[empty].any()
+    way(accumulator.fill_(NAN), *others, torch.tensor(torch.inf, device=accumulator.device), keep)
+    assert not accumulator[empty].any()
+
+
+def assert_idle_experts_stay(way, scale, keep, generator, device):
+    """With a `keep` of 1, experts without rows keep the bits that they hold, whatever `scale`, a nan, is."""
+    accumulator, *others = groups(
+        (torch.bfloat16, torch.float32), (66, 34), (0, 7, 0), generator, device=device
+    )
+    accumulator[0], accumulator[2] = NAN, -0.0
+    before = accumulator.clone()
+    way(accumulator, *others, scale, keep)
+    assert torch.equal(accumulator[::2].view(torch.int32), before[::2].view(torch.int32))
+    assert accumulator[1].isnan().all()
+
+
+def assert_adds(add, tensors, scale=1.0, keep=1.0):
+    """Calls `add` with what `groups` has made, and holds what comes of it to `assert_are_products`."""
+    accumulator, *others = tensors
+    before = accumulator.clone()
+    add(accumulator, *others, scale, keep)
+    assert_are_products(accumulator, before, *others, scale, keep)
 
 
 #: rank_k_tokens and rounded_tokens.

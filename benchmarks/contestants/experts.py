@@ -46,7 +46,6 @@ class Experts(nn.Module):
 
     def __init__(self, shape: Shape, way: str) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.gate_up = nn.Parameter(torch.randn(shape.experts, 2 * shape.inner, shape.width) / 32)
         self.down = nn.Parameter(torch.randn(shape.experts, shape.width, shape.inner) / 32)
         self.way = way

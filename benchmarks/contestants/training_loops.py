@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fusedacc
 from examples.demo.loops import Batches, Config
@@ -35,9 +35,13 @@ class Loop:
     """
 
     def __init__(self, config: Config, fused: bool) -> None:
-        self.config, self.model = config, config.model()
+        self.config, self.model = config, self.build(config)
         self.parameters = list(self.model.parameters())
         self.inner = torch.optim.AdamW(self.parameters, lr=1e-3, fused=fused or None)
+
+    def build(self, config: Config) -> nn.Module:
+        """The model, as this loop has it."""
+        return config.model()
 
     def update(self, batches: Batches, phase: Phase = unobserved) -> Tensor:
         """One update; returns the micro-batches' mean loss, float32 []."""
@@ -164,6 +168,13 @@ class InsideBackward(Wrapped):
         return {"model": self.model}
 
 
+class KeptCasts(InsideBackward):
+    """The same, where autocast's casts of the weights are made once a window."""
+
+    def options(self) -> dict[str, Any]:
+        return {**super().options(), "keep_casts": True}
+
+
 class NothingAccumulated(Loop):
     """The same forward and backward through `torch.autograd.grad`, no update: what no way saves."""
 
@@ -211,6 +222,7 @@ class Way:
 BASELINE = Way("no accumulation, no update", NothingAccumulated)
 UNFUSED = Way("fusedacc", Wrapped, fused=False)
 INSIDE = Way("fusedacc, model=, fused AdamW", InsideBackward, exact=False)
+KEPT = Way("fusedacc, model= keep_casts, fused AdamW", KeptCasts, exact=False)
 OURS = (Way("fusedacc, fused AdamW", Wrapped), INSIDE, UNFUSED)
 OF_FLOAT32 = (Way("stock", Loop, fused=False), Way("stock, fused AdamW", Loop, competes=True), *OURS)
 #: By dtype. The first is stock as people write it.
@@ -222,5 +234,5 @@ WAYS = {
         Way("stock, mixed add_ in a hook, fused AdamW", MixedAdd, competes=True),
         *OURS,
     ),
-    "autocast": OF_FLOAT32,
+    "autocast": (*OF_FLOAT32, KEPT),
 }

@@ -11,13 +11,12 @@ from pathlib import Path
 from ..harness.machine import ROOT
 from ..harness.results import read
 from .emulated import MACHINES
-from .loops import MODEL, PLAIN, PRECISIONS
+from .loops import KEPT, MODEL, PLAIN, PRECISIONS, ours
 from .zoo import LAYERS
 
 RESULTS = ROOT / "benchmarks" / "results" / "machines.csv"
 STOCK = "stock"
-LOOPS = (STOCK, PLAIN, MODEL)
-#: Each loop's speed against stock, judged by the upper end of its interval.
+#: Each loop's speed against its baseline, judged by the upper end of its interval.
 LEAST = 0.98
 #: That of `model=`, in the median over all cells.
 LEAST_MEDIAN = 1.05
@@ -29,6 +28,7 @@ BUSY = 0.1
 #: What a figure depends on beside the machine, and a rerun measures again when it has changed.
 SOURCES = ("fusedacc/**/*.py", "csrc/**/*", "benchmarks/machines/**/*.py")
 SOURCES += ("benchmarks/contestants/training_loops.py", "benchmarks/contestants/stock.py")
+SOURCES += ("benchmarks/contestants/experts.py",)
 SOURCES += ("examples/demo/model.py",)
 
 Key = tuple[str, str, str]
@@ -41,8 +41,9 @@ class Row:
     """A loop's figures in a cell: a line of the CSV.
 
     `steps`: micro-batches of a window; `median`, `p20`, `p80`: microseconds of a window. `ratio`: the median
-    over rounds of stock's time over this loop's in the same round, above 1 is faster; `low` and `high`: its
-    95 % interval. `way`: which of stock's was fastest. `peak` and `stock_peak`: live bytes. `others`: the
+    over rounds of the baseline's time over this loop's in the same round, above 1 is faster; `low` and
+    `high`: its 95 % interval. `way`: the baseline, which of stock's was fastest, or what `baseline` names.
+    `peak`, and the baseline's as `stock_peak`: live bytes. `others`: the
     share of the CPUs' time that other processes took. `effects`: what the machine's settings came to.
     `sources`: a digest of what was measured. A cell, or a machine, that cannot be measured has one row with
     a note.
@@ -77,6 +78,16 @@ class Row:
 COLUMNS = tuple(field.name for field in dataclasses.fields(Row))
 _KINDS = {"steps": int, "rounds": int, "peak": int, "stock_peak": int}
 _KINDS |= dict.fromkeys(("median", "p20", "p80", "ratio", "low", "high", "others"), float)
+
+
+def names(precision: str) -> tuple[str, ...]:
+    """The loops of a cell."""
+    return (STOCK, *(way.name for way in ours(precision)))
+
+
+def baseline(loop: str) -> str:
+    """What a loop is held against."""
+    return MODEL if loop == KEPT else STOCK
 
 
 def sources() -> str:
@@ -152,13 +163,14 @@ def report(rows: Iterable[Row]) -> str:
     busy = dict.fromkeys(", ".join(row.key) for row in measured if disturbed(row))
     lines += [f"others took more than {BUSY:.0%} of the CPUs: {'; '.join(busy)}"] if busy else []
     lines.append("")
-    for loop in (PLAIN, MODEL):
+    for loop in (PLAIN, MODEL, KEPT):
         own = [row for row in measured if row.loop == loop and row.model not in LAYERS]
+        held_to = baseline(loop)
         if own:
             worst, best = min(own, key=_ratio), max(own, key=_ratio)
             median = statistics.median(map(_ratio, own))
             lines.append(
-                f"{loop}: worst {ratio(worst)} of stock's speed ({', '.join(worst.key)}), "
+                f"{loop}: worst {ratio(worst)} of {held_to}'s speed ({', '.join(worst.key)}), "
                 f"median {median:.2f}, best {best.ratio:.2f}; {len(own)} cells"
             )
             if loop == MODEL and median < LEAST_MEDIAN:
@@ -166,43 +178,50 @@ def report(rows: Iterable[Row]) -> str:
             for row in sorted(filter(short, own), key=_ratio):
                 lines.append(f"  below {LEAST}: {', '.join(row.key)}: {ratio(row)}")
             for row in filter(large, own):
-                above = f"{row.peak / 1e6:.1f} MB, stock {row.stock_peak / 1e6:.1f}"
-                lines.append(f"  peak above stock's: {', '.join(row.key)}: {above}")
+                above = f"{row.peak / 1e6:.1f} MB, {held_to} {row.stock_peak / 1e6:.1f}"
+                lines.append(f"  peak above {held_to}'s: {', '.join(row.key)}: {above}")
     return "\n".join(lines)
 
 
 def _machine(about: str, rows: Sequence[Row]) -> list[str]:
-    """A block of the table: a line to a model, `plain / model=` in each precision; `!` below the goal, `^`
-    a peak above it."""
+    """A block of the table: a line to a model, `plain / model=` in each precision, and where it was measured
+    `/ keep_casts`, which is held against `model=`; `!` below the goal, `^` a peak above it."""
     of = {(row.model, row.precision, row.loop): row for row in rows}
     lines = ["", f"{about}; {rows[-1].effects}"]
-    lines.append(f"  {'speed against stock, plain / model=':<36}" + "".join(f"{p:>18}" for p in PRECISIONS))
+    lines.append(f"  {'speed against stock, plain / model=':<36}" + "".join(f"{p:>22}" for p in PRECISIONS))
     for model in dict.fromkeys(row.model for row in rows):
         cells = []
         for precision in PRECISIONS:
-            pair = [of.get((model, precision, loop)) for loop in (PLAIN, MODEL)]
-            told = [f"{r.ratio:.2f}{'!' * short(r)}{'^' * large(r)}" if r else "-" for r in pair]
-            cells.append(f"{' / '.join(told):>18}")
+            found = [of.get((model, precision, loop)) for loop in (PLAIN, MODEL)]
+            kept = of.get((model, precision, KEPT))
+            found += [kept] if kept else []
+            told = [f"{r.ratio:.2f}{'!' * short(r)}{'^' * large(r)}" if r else "-" for r in found]
+            cells.append(f"{' / '.join(told):>22}")
         lines.append(f"  {model:<36}{''.join(cells)}")
     return lines
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """A table with the range of each loop by machine, and over all of them."""
+    """A table with the range of each loop by machine, and over all of them. `keep_casts` has columns where it
+    was measured."""
     measured = [row for row in rows if row.ratio is not None and row.loop != STOCK]
     measured = [row for row in measured if row.model not in LAYERS]
+    titles = {PLAIN: PLAIN, MODEL: "`model=`", KEPT: "`keep_casts`, `model=` being 1"}
+    titles = {loop: title for loop, title in titles.items() if any(row.loop == loop for row in measured)}
     lines = [
-        "| machine | cells |" + "".join(f" {loop}: worst | median | best |" for loop in (PLAIN, "`model=`"))
+        "| machine | cells |" + "".join(f" {title}: worst | median | best |" for title in titles.values())
     ]
-    lines.append("|---|---|" + 6 * "---|")
+    lines.append("|---|---|" + 3 * len(titles) * "---|")
     named = [(machine.about, {machine.name}) for machine in MACHINES]
     for about, names in (*named, ("**all**", {machine.name for machine in MACHINES})):
         told = []
-        for loop in (PLAIN, MODEL):
+        for loop in titles:
             own = sorted((row for row in measured if row.machine in names and row.loop == loop), key=_ratio)
             if own:
                 told += [ratio(own[0]), f"{statistics.median(map(_ratio, own)):.2f}", f"{own[-1].ratio:.2f}"]
-        if told:
+            else:
+                told += 3 * [""]
+        if any(told):
             cells = len({row.key for row in measured if row.machine in names})
             lines.append(f"| {about} | {cells} | {' | '.join(told)} |")
     return "\n".join(lines)

@@ -21,9 +21,9 @@ from fusedacc.commands.bench.timing import interval
 from ..contestants.training_loops import Way
 from ..harness.measure import in_turns, progress
 from ..harness.results import Results, first_line, spread
-from .cells import COLUMNS, LOOPS, STOCK, Row, ratio, sources
+from .cells import COLUMNS, STOCK, Row, baseline, names, ratio, sources
 from .emulated import MACHINES, effects
-from .loops import OURS, PRECISIONS, STOCK_WAYS, Training
+from .loops import PRECISIONS, STOCK_WAYS, Training, ours
 from .zoo import entries
 
 #: The least and the most rounds that are timed: of fewer than seven the interval is no 95 %.
@@ -77,8 +77,8 @@ def micro_batches(training: Training, seconds: float) -> int:
         start = time.perf_counter()
         torch.autograd.grad(training.loss(model, *batch), parameters)
         took = time.perf_counter() - start
-    steps = training.steps
-    while steps > 2 and took * steps * len(LOOPS) * ROUNDS[0] > 2 * seconds:
+    steps, loops = training.steps, len(names(training.precision))
+    while steps > 2 and took * steps * loops * ROUNDS[0] > 2 * seconds:
         steps //= 2
     return steps
 
@@ -88,9 +88,9 @@ def cell(training: Training, seconds: float, what: str) -> list[Row]:
 
     A few rounds of stock's ways say which of them is the fastest; the others are not in those that count.
     """
-    stock = STOCK_WAYS[training.precision]
+    stock, own = STOCK_WAYS[training.precision], ours(training.precision)
     training = dataclasses.replace(training, steps=micro_batches(training, seconds))
-    turns = {way.name: Turn(way, training) for way in (*stock, *OURS)}
+    turns = {way.name: Turn(way, training) for way in (*stock, *own)}
     for turn in progress(turns.values(), f"{what}, first windows", "loop"):
         turn()  # what is compiled, tried and allocated once takes no part of the time
     end = time.perf_counter() + seconds
@@ -98,7 +98,7 @@ def cell(training: Training, seconds: float, what: str) -> list[Row]:
     trial = in_turns(theirs, 3 if len(stock) > 1 else 1, f"{what}, trial")
     medians = {name: statistics.median(times) for name, times in trial.items()}
     best = min(stock, key=lambda way: medians[way.name])
-    ways = {STOCK: best, **{way.name: way for way in OURS}}
+    ways = {STOCK: best, **{way.name: way for way in own}}
     runs = {name: turns[way.name] for name, way in ways.items()}
     del turns, theirs
     gc.collect()
@@ -111,8 +111,9 @@ def cell(training: Training, seconds: float, what: str) -> list[Row]:
     peaks = {name: peak(way, training) for name, way in ways.items()}
 
     rows = []
-    for name in LOOPS:
-        pairs = [before / after for before, after in zip(times[STOCK], times[name], strict=True)]
+    for name in ways:
+        held_to = baseline(name)
+        pairs = [before / after for before, after in zip(times[held_to], times[name], strict=True)]
         low, high = interval(pairs)
         rows.append(
             Row(
@@ -123,12 +124,12 @@ def cell(training: Training, seconds: float, what: str) -> list[Row]:
                 shapes=training.entry.shapes,
                 steps=training.steps,
                 **spread(times[name], 1e6),
-                way=best.name,
+                way=ways[held_to].name,
                 ratio=statistics.median(pairs),
                 low=low,
                 high=high,
                 peak=peaks[name],
-                stock_peak=peaks[STOCK],
+                stock_peak=peaks[held_to],
                 others=others,
             )
         )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..contestants.experts import Experts
 from ..contestants.training_loops import BF16, F32, GradDtype, InsideBackward, Loop, Way, Wrapped
 from .zoo import Entry
 
@@ -160,10 +161,24 @@ class Plain(Wrapped):
 
 
 class Inside(Plain, InsideBackward):
-    """The same with `model=`."""
+    """The same with `model=`; stacked experts by `grouped_linear`."""
+
+    def build(self, config: Training) -> nn.Module:
+        model = super().build(config)
+        for module in model.modules():
+            if isinstance(module, Experts):
+                module.way = "ours"
+        return model
 
 
-PLAIN, MODEL = "fusedacc", "fusedacc model="
+class InsideKeptCasts(Inside):
+    """And with autocast's casts made once a window."""
+
+    def options(self) -> dict[str, Any]:
+        return {**super().options(), "keep_casts": True}
+
+
+PLAIN, MODEL, KEPT = "fusedacc", "fusedacc model=", "fusedacc model=, keep_casts"
 OURS = (Way(PLAIN, Plain), Way(MODEL, Inside, exact=False))
 IN_GRAD = (Way("p.grad", Clipped),)
 #: Stock's exact ways by precision, all with the fused AdamW; ours are held against the fastest.
@@ -178,3 +193,8 @@ STOCK_WAYS = {
     "bfloat16 sums": IN_GRAD,
 }
 PRECISIONS = tuple(STOCK_WAYS)
+
+
+def ours(precision: str) -> tuple[Way, ...]:
+    """What is measured of fusedacc."""
+    return (*OURS, Way(KEPT, InsideKeptCasts, exact=False)) if precision == "autocast" else OURS

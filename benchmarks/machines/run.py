@@ -2,13 +2,15 @@
 
 Machines (emulated.py) are environment variables for a fresh process, which looks at what took effect.
 On each, every model of zoo/ is trained in four precisions by the fastest of stock's exact loops, by fusedacc,
-and by fusedacc with `model=`; all with the fused AdamW, clipping, and windows of eight micro-batches (fewer
-where one takes too long). A cell, one model in one precision on one machine, is a few rows of
-benchmarks/results/machines.csv as soon as it is measured; a rerun goes on with those that are missing, or
-that other processes disturbed. All are measured anew when the sources or the versions have changed.
+and by fusedacc with `model=`, under autocast also with `keep_casts=True`; all with the fused AdamW, clipping,
+and windows of eight micro-batches (fewer where one takes too long). A cell, one model in one precision on one
+machine, is a few rows of benchmarks/results/machines.csv as soon as it is measured; a rerun goes on with
+those that are missing, or that other processes disturbed. All are measured anew when the sources or the
+versions have changed.
 
 A loop falls short where the upper end of the 95 % interval of its median ratio is below 0.98; `model=` is to
-be at least 1.05 in the median over all cells; no peak may be above stock's by more than 1 MB and 1 %.
+be at least 1.05 in the median over all cells; no peak may be above stock's by more than 1 MB and 1 %. For
+`keep_casts=True`, `model=` without it stands in stock's place.
 
     python -m benchmarks.machines.run [--quick] [--only native/gpt-*/float32,avx2] [--minutes 55] [--report]
 """

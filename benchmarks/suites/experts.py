@@ -19,8 +19,9 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import multiprocessing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -56,7 +57,8 @@ WAYS = {
 }
 #: What the C library reads as a process starts: it keeps what is freed.
 KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**60), "MALLOC_TOP_PAD_": str(2**28)}
-MODES = {"micro-batch": {}, "micro-batch, memory kept": KEPT}
+DEFAULTS = "micro-batch"
+MODES = {DEFAULTS: {}, "micro-batch, memory kept": KEPT}
 GOALS = {
     ("grouped", "float32", "micro-batch"): 1.6,
     ("grouped", "bfloat16 into float32", "micro-batch"): 2.4,
@@ -67,9 +69,20 @@ GOALS = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """What every way of `WAYS[case.dtypes]` trains. `make(way)`: is called where it is measured; `goals`:
+    by mode, how many times as fast as each way of stock ours is to be on a CPU."""
+
+    case: Case
+    make: Callable[[str], Work]
+    goals: Mapping[str, float]
+
+
 def work(shape: Shape, layer: str, dtypes: str, way: str, device: torch.device) -> Work:
     """One way of training the layer."""
     read = "ours" if layer == "grouped" and way == INSIDE else layer
+    torch.manual_seed(0)
     model = Experts(shape, read).to(device, DTYPES[dtypes])
     x, experts, weights = shape.batch(DTYPES[dtypes], device)
     gradient = torch.randn(x.shape, generator=torch.Generator().manual_seed(2)).to(x)
@@ -77,6 +90,16 @@ def work(shape: Shape, layer: str, dtypes: str, way: str, device: torch.device) 
     def forward(model: torch.nn.Module) -> list[torch.Tensor]:
         return [model(x.detach().requires_grad_(), experts, weights)]
 
+    return trained(model, way, forward, gradient)
+
+
+def trained(
+    model: torch.nn.Module,
+    way: str,
+    forward: Callable[[torch.nn.Module], Sequence[torch.Tensor]],
+    gradient: torch.Tensor,
+) -> Work:
+    """A model trained in one of `WAYS`. `gradient`: of its one output."""
     made = Work(model, way, forward, [gradient])
     if way == HOOK:
         add_by_hooks(model)
@@ -98,17 +121,17 @@ def add_by_hooks(model: torch.nn.Module) -> None:
         parameter.register_post_accumulate_grad_hook(add)
 
 
-def measure_layer(
-    shape: Shape, layer: str, dtypes: str, rounds: int, device: torch.device
+def measure(
+    make: Callable[[str], Work], names: Sequence[str], rounds: int, what: str
 ) -> tuple[dict[str, list[float]], dict[str, int]]:
     """Seconds of each round's micro-batch, and bytes of a later one's backward, by way."""
     use_all_cores()
-    ways = {way: work(shape, layer, dtypes, way, device) for way in WAYS[dtypes]}
+    ways = {way: make(way) for way in names}
     for each in ways.values():
         each.run()  # the window's first, which makes the sums
     counted = {way: each.bytes() for way, each in ways.items()}
     runs = {way: each.run for way, each in ways.items()}
-    seconds = in_turns(runs, rounds, str(shape), timer=lambda run, calls: sum(run()))
+    seconds = in_turns(runs, rounds, what, timer=lambda run, calls: sum(run()))
     return seconds, counted
 
 
@@ -122,43 +145,55 @@ def process(values: Mapping[str, str]) -> Iterator[concurrent.futures.Executor]:
 
 
 def figures(results: Results, effort: str) -> None:
-    modes = MODES if results.device.type == "cpu" else {"micro-batch": {}}
-    cells = [
-        (shape, layer, dtypes)
-        for layer, shapes in (("grouped", SHAPES[effort]), ("loop", (LOOP[effort],)))
-        for shape in shapes
-        for dtypes in DTYPES
-    ]
+    cells = []
+    for layer, shapes in (("grouped", SHAPES[effort]), ("loop", (LOOP[effort],))):
+        for shape in shapes:
+            for dtypes in DTYPES:
+                words = f"{shape.weights / 1e6:.1f} M weights"
+                case = Case("experts", f"{shape}, {layer}", "", words, dtypes)
+                make = functools.partial(work, shape, layer, dtypes, device=results.device)
+                goals = {mode: GOALS.get((layer, dtypes, mode), 0.0) for mode in MODES}
+                cells.append(Cell(case, make, goals))
+    by_memory(results, cells, ROUNDS[effort])
+
+
+def by_memory(results: Results, cells: Sequence[Cell], rounds: int, note: str = "") -> None:
+    """The rows of all cells in each of `MODES`, which differ on a CPU alone."""
+    modes = MODES if results.device.type == "cpu" else {DEFAULTS: {}}
     for mode, values in modes.items():
         with process(values) as apart:
-            for shape, layer, dtypes in progress(cells, mode, "layer"):
-                name = f"{shape}, {layer}"
-                case = Case("experts", name, mode, f"{shape.weights / 1e6:.1f} M weights", dtypes)
-                asked = shape, layer, dtypes, ROUNDS[effort], results.device
+            for cell in progress(cells, mode, "cell"):
+                case, names = dataclasses.replace(cell.case, mode=mode), WAYS[cell.case.dtypes]
                 try:
-                    measured = apart.submit(measure_layer, *asked).result()
+                    measured = apart.submit(measure, cell.make, names, rounds, case.case).result()
                 except Exception as error:
-                    results.add([cannot_run(case, way, first_line(error)) for way in WAYS[dtypes]])
+                    results.add([cannot_run(case, way, first_line(error)) for way in names])
                 else:
-                    add(results, case, layer, *measured)
+                    add(results, case, cell.goals.get(mode, 0.0), note, *measured)
 
 
 def add(
-    results: Results, case: Case, layer: str, seconds: dict[str, list[float]], moved: dict[str, int]
+    results: Results,
+    case: Case,
+    least: float,
+    note: str,
+    seconds: dict[str, list[float]],
+    moved: dict[str, int],
 ) -> None:
-    """The rows of one layer: its times and, once, its bytes."""
-    least = GOALS.get((layer, case.dtypes, case.mode), 0.0) if results.device.type == "cpu" else 0.0
+    """The rows of one cell: its times and, once, its bytes."""
     ways = WAYS[case.dtypes]
-    held_to = tuple(Goal(way, least) for way in ways if way in (STOCK, HOOK))
-    variants = [Variant(way, lambda: None, goals=held_to if way == INSIDE else ()) for way in ways]
+    of_stock = [way for way in ways if way in (STOCK, HOOK)]
+    held_to = tuple(Goal(way, least if results.device.type == "cpu" else 0.0) for way in of_stock)
+    variants = [Variant(way, lambda: None, goals=held_to if way == INSIDE else (), note=note) for way in ways]
     results.add(rows_of(case, variants, seconds))
     if case.mode == "micro-batch":
         counted = dataclasses.replace(case, mode="backward")
         rows = []
-        least_moved = min(moved[way] for way in ways if way in (STOCK, HOOK))
+        least_moved = min(moved[way] for way in of_stock)
         for way in ways:
             held = at_most(least_moved, moved[way], "best of stock") if way == INSIDE else {}
-            rows.append(row(counted, way, metric="bytes", unit="MB", median=moved[way] / 1e6, **held))
+            figure = {"metric": "bytes", "unit": "MB", "median": moved[way] / 1e6, "note": note}
+            rows.append(row(counted, way, **figure, **held))
         results.add(rows)
 
 

@@ -48,8 +48,9 @@ class Accumulators:
         self.plans = plans = PlanCache(slots, backend, deferred, norms)
         self._lock = lock = threading.RLock()
         self.rescaler = rescaler = Rescaler(grads, plans, deferred, norms, lock)
-        self.adder = Adder(grads, plans, deferred, norms, rescaler, lock)
         self.in_place = InPlaceWriter(grads, deferred, norms, rescaler, lock)
+        self.partial = self.in_place.partial
+        self.adder = Adder(grads, plans, deferred, norms, rescaler, self.partial, lock)
 
     def finals(self) -> Finals:
         """Every accumulator there is, no scale deferred."""
@@ -136,11 +137,13 @@ class Accumulators:
         """Forget every accumulator and clear every p.grad."""
         self.norms.clear()
         self.deferred.clear()
+        self.partial.forget()
         self.grads.clear()
 
     def zero(self) -> None:
         """As `clear`, but where there is a gradient, zeros stay visible in p.grad."""
         self.deferred.clear()
+        self.partial.forget()
         self.grads.zero()
 
     # Parameters that move, come and go
@@ -199,6 +202,7 @@ class Accumulators:
     def _forget(self, slots: Sequence[Slot]) -> None:
         self.deferred.discharge(slots)
         self.norms.forget(slots)
+        self.partial.forget(slots)
         for slot in slots:
             self.grads.forget(slot)
 

@@ -23,6 +23,7 @@ from .deferred_scale import DeferredScales, is_one, scaled
 from .p_grad import ParamGrads
 from .param import GradState, Lane, Slot
 from .partial_norms import PartialNorms
+from .partial_sums import PartialSums
 from .plan_cache import PlanCache
 from .rescaler import Rescaler
 
@@ -35,6 +36,7 @@ class Adder:
         plans: runs the passes.
         deferred, norms: discharged and recorded by passes; by what is done past them, too.
         rescaler: multiplies before plain torch adds.
+        partial: what becomes an accumulator before anything is added.
         lock: held while accumulators are added to.
     """
 
@@ -45,10 +47,11 @@ class Adder:
         deferred: DeferredScales,
         norms: PartialNorms,
         rescaler: Rescaler,
+        partial: PartialSums,
         lock: threading.RLock,
     ) -> None:
         self._grads, self._plans, self._deferred, self._norms = grads, plans, deferred, norms
-        self._rescaler, self._lock = rescaler, lock
+        self._rescaler, self._partial, self._lock = rescaler, partial, lock
 
     def may_adopt(self, slot: Slot, gradient: Tensor) -> bool:
         """Whether a gradient is likely to become the accumulator once nobody but us refers to it."""
@@ -72,6 +75,7 @@ class Adder:
         if not slots:
             return
         with self._lock:
+            self._partial.complete(slots)
             if adoptable and self._adopt(slots, gradients, scale):
                 gradients.clear()
                 return
@@ -215,7 +219,11 @@ class Adder:
         """As `add`, for gradients of any kind and lane."""
         lanes: dict[Lane, tuple[list[Slot], list[Tensor]]] = {}
         for slot, gradient in zip(slots, gradients, strict=True):
-            if type(gradient) is Tensor and not slot.needs_eager and gradient.dtype == slot.lane[1]:
+            if (
+                type(gradient) in checks.GRADIENT_TYPES
+                and not slot.needs_eager
+                and gradient.dtype == slot.lane[1]
+            ):
                 chosen = lanes.setdefault(slot.lane, ([], []))
                 chosen[0].append(slot)
                 chosen[1].append(gradient)
@@ -235,6 +243,7 @@ class Adder:
         """
         term, dtype = local(gradient), slot.accumulate_dtype
         with self._lock:
+            self._partial.complete([slot])
             accumulator, exposed = self._grads.current(slot), self._grads.exposed
             into = None if accumulator is None else local(accumulator)
             if not checks.is_plain(term) or (term.dtype, dtype if into is None else into.dtype) not in PAIRS:
@@ -265,6 +274,7 @@ class Adder:
         with self._lock:
             if is_distributed(gradient) and self.add_part(slot, gradient, scale):
                 return
+            self._partial.complete([slot])
             self._rescaler.apply([slot])
             self._norms.forget([slot])
             accumulator = self._grads.current(slot)

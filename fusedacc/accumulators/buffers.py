@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 if TYPE_CHECKING:
     from .param import Slot
@@ -39,7 +40,11 @@ def storage_users(tensor: Tensor) -> int:
 
 def owns_memory(tensor: Tensor) -> bool:
     """Whether nothing but the tensor, and the base that it is a view of, has its memory."""
-    return storage_users(tensor) == (1 if tensor._base is None else 2)
+    users = storage_users(tensor)
+    if tensor._base is None:
+        return users == 1
+    # torch keeps for a fake view of a view that which is between, as a product's transposed gradient has one.
+    return users == 2 or (users == 3 and type(tensor) is FakeTensor)
 
 
 def _count_references(tensors: list[Tensor], index: int) -> int:
@@ -80,8 +85,12 @@ def is_sole(gradients: list[Tensor], index: int) -> bool:
     if sys.getrefcount(gradient) > _PICKED or tensor_references(gradient) != 1:
         return False
     base = gradient._base
-    # The base is the view's and this variable's.
-    sole = base is None or (sys.getrefcount(base) <= _PICKED_BASE and tensor_references(base) == 2)
+    if base is None:
+        return owns_memory(gradient)
+    # The base is the view's and this variable's; a fake one is twice that of each view.
+    fake = type(gradient) is FakeTensor
+    known = 2 * storage_users(gradient) - 1 if fake else 2
+    sole = sys.getrefcount(base) <= _PICKED_BASE and tensor_references(base) == known
     return sole and owns_memory(gradient)
 
 

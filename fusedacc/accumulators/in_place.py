@@ -13,6 +13,7 @@ from .deferred_scale import DeferredScales, to_device_of
 from .p_grad import ParamGrads
 from .param import Slot
 from .partial_norms import PartialNorms
+from .partial_sums import PartialSums
 from .rescaler import Rescaler
 
 #: Adds one gradient: `(accumulator, scale, beta)`, accumulator = beta * accumulator + scale * gradient.
@@ -36,6 +37,7 @@ class InPlaceWriter:
     ) -> None:
         self._grads, self._deferred, self._norms = grads, deferred, norms
         self._rescaler, self._lock = rescaler, lock
+        self.partial = PartialSums(grads, rescaler, lock)
         #: Whether any module has ever added to an accumulator by itself.
         self.any_written = False
 
@@ -77,7 +79,14 @@ class InPlaceWriter:
                 if slot.paths and slot.buffer is not None and self._grads.current(slot) is None:
                     self._grads.put(slot, slot.buffer)
 
-    def write(self, slot: Slot, write: Write, scale: float | Tensor, by_rows: bool = False) -> bool:
+    def write(
+        self,
+        slot: Slot,
+        write: Write,
+        scale: float | Tensor,
+        by_rows: bool = False,
+        part: int | None = None,
+    ) -> bool:
         """Have `write` add to the slot's accumulator; False, with nothing done, where it cannot.
 
         Args:
@@ -87,8 +96,10 @@ class InPlaceWriter:
             scale: handed on to `write`.
             by_rows: `write` adds to some rows only: memory that held nothing is all zeros then, and beta
                 is 1.
+            part: the one index of the accumulator to which `write` adds: beta is 0 if nothing has been
+                written there, and 1 then.
         """
-        grads, deferred = self._grads, self._deferred
+        grads, deferred, partial = self._grads, self._deferred, self.partial
         accumulator, self.any_written = slot.accumulator, True
         if (
             accumulator is not None
@@ -101,13 +112,23 @@ class InPlaceWriter:
                     self._norms.forget([slot])
             return True
         with self._lock:
+            if part is None:
+                partial.complete([slot])
             accumulator = grads.current(slot)
             fresh = accumulator is None
             if accumulator is None:
+                accumulator = partial.memory(slot)
+            if accumulator is None:
                 (accumulator,) = buffers([slot], [True])
-            if not fits(slot, accumulator) or not _is_dense(accumulator, by_rows):
+            if not fits(slot, accumulator) or not _is_dense(accumulator, by_rows or part is not None):
                 return False
-            if by_rows:
+            if fresh and part is not None:
+                known = partial.has(slot, part)
+                write(accumulator, to_device_of(scale, accumulator), 1.0 if known else 0.0)
+                partial.note(slot, accumulator, part)
+                self._norms.forget([slot])
+                return True
+            if by_rows or part is not None:
                 self._rescaler.apply([slot])
                 if fresh:
                     accumulator.zero_()

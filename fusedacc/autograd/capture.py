@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -97,6 +97,7 @@ class Capture:
             task = self.tasks.get(task_id()) or self._begin()
         if slot.paths and slot.native is not None:
             self.hooks.release_to_python(slot)
+        self._complete(task, [slot])
         if not task.captures or case is eligibility.POST_ACCUMULATE_HOOK:
             self._policy.leave_to_autograd(task, slot)
             return LET_THROUGH
@@ -154,7 +155,9 @@ class Capture:
             if task is not None:
                 self._policy.take_stored(task, slot)
 
-    def take_in_place(self, slot: Slot, node: Any, write: Write, by_rows: bool = False) -> bool:
+    def take_in_place(
+        self, slot: Slot, node: Any, write: Write, by_rows: bool = False, part: int | None = None
+    ) -> bool:
         """Let a module's backward add its weight's gradient to the sum by itself, if that is all right.
 
         Args:
@@ -163,6 +166,7 @@ class Capture:
             write: called at most once, with the sum, by what to multiply the gradient, and by what to
                 multiply the sum first: 0 where it holds nothing yet.
             by_rows: `write` adds to some rows only, of a sum that is ready to be added to then.
+            part: the one index of the sum to which it adds.
 
         Returns:
             Whether the weight's gradient is done with: added, or wanted by nobody. Else it is to be returned
@@ -200,7 +204,7 @@ class Capture:
         if slot.on_cuda:
             graph_task.order(task, slot)
         task.added = True
-        return self.accumulators.in_place.write(slot, write, self._scale(task), by_rows)
+        return self.accumulators.in_place.write(slot, write, self._scale(task), by_rows, part)
 
     def _begin(self) -> GraphTask:
         """The first gradient of a graph task: decide what is done with all of them.
@@ -211,6 +215,12 @@ class Capture:
         if identity == -1 or torch.compiler.is_compiling():
             self.compiled = True  # it traces the hooks, and has no end to call back at
             return GraphTask(captures=False)
+        if self.accumulators.partial.begun:  # by a task that encloses this one, or that has failed
+            running = [task for task in list(self.tasks.values()) if task.callback() is not None]
+            if running:
+                self._complete(running[0])
+            else:
+                self.accumulators.partial.forget()
         self.registry.check_graph()
         self.hooks.stop_adding()  # another task's hooks must not add to accumulators that change here
         task = self._policy.begin_backward(self.registry.refresh, len(self.tasks) == 0)
@@ -235,6 +245,16 @@ class Capture:
     ) -> None:
         task.added = True
         self.accumulators.adder.add(slots, gradients, self._scale(task), adoptable)
+
+    def _complete(self, task: GraphTask, slots: Collection[Slot] | None = None) -> None:
+        """Let what modules have written in part be sums: of these slots, None of all."""
+        partial = self.accumulators.partial
+        if not partial.begun:
+            return
+        for slot in list(partial.begun if slots is None else slots):
+            if slot.on_cuda and slot in partial.begun:
+                graph_task.order(task, slot)
+        partial.complete(slots)
 
     def flush_bucket(self, identity: int, bucket: Bucket) -> None:
         """Add what a bucket of this graph task holds, after what enclosing tasks hold for its parameters."""
@@ -275,6 +295,7 @@ class Capture:
         if not task.ignored:
             for bucket in task.buckets.values():
                 self.flush_bucket(identity, bucket)
+        self._complete(task)
         graph_task.join(task)
         if len(self.tasks) > 1:
             self.drop_failed_backwards()
@@ -301,6 +322,7 @@ class Capture:
             for bucket in list(task.buckets.values()):
                 if not wanted.isdisjoint(bucket.slots()):
                     self._add_bucket(task, bucket)
+            self._complete(task, slots)
         for slot in slots:
             if slot.native is not None:
                 self.hooks.release_to_python(slot)
@@ -311,6 +333,10 @@ class Capture:
         if task is not None:
             self.hooks.end(identity, task)
             self._policy.forget_backward(task, failed)
+        if self.accumulators.partial.begun:
+            with self._lock:  # no other begins meanwhile
+                if not self.tasks:
+                    self.accumulators.partial.forget()
 
     # Between backwards
 
@@ -323,6 +349,8 @@ class Capture:
         """Forget backwards that an exception has ended."""
         for identity in [key for key, task in list(self.tasks.items()) if task.callback() is None]:
             self._drop(identity, failed=True)
+        for task in list(self.tasks.values()):
+            self._complete(task)  # they run, and somebody wants to know the sums
 
     def close(self) -> None:
         """Take the hooks off for good."""

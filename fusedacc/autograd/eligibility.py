@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..accumulators import Slot
 from ..kernels import torch_state
+from ..kernels.checks import GRADIENT_TYPES
 
 
 class Taker(enum.Enum):
@@ -66,7 +67,7 @@ def _needs_eager(slot: Slot) -> bool:
 
 
 def _is_plain(gradient: Tensor) -> bool:
-    return type(gradient) is Tensor and gradient.layout is torch.strided
+    return type(gradient) in GRADIENT_TYPES and gradient.layout is torch.strided
 
 
 FROZEN = Case(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..accumulators import Accumulators, Slot
 from ..kernels import launch_events, native_module
@@ -126,6 +127,12 @@ class NativeHooks(PythonHooks):
         """Add a gradient at once, if that is all that is to be done with it."""
         if self._task is None or slot.native is None:
             return False
+        if isinstance(
+            gradient, FakeTensor
+        ):  # which native code does not take: it stands for one that it does
+            if slot.accumulator is not None:
+                self._accumulators.adder.add([slot], [gradient], 1.0)
+            return slot.accumulator is not None
         return self._direct.take(identity, self._order.get(slot, -1), gradient, slot.param)
 
     def stop_adding(self) -> None:

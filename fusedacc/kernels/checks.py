@@ -14,11 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .dtypes import DTYPES, PAIRS, allowed_pairs
 
+#: The types of ordinary gradients; fake ones stand for real ones.
+GRADIENT_TYPES = frozenset({Tensor, FakeTensor})
 #: The types of tensors that are no subclass with a behaviour of its own.
-ORDINARY_TYPES = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
+ORDINARY_TYPES = GRADIENT_TYPES | {torch.nn.Parameter, torch.nn.Buffer}
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from . import checks, grouped_eager, grouped_ways, registry
 from .lists import bump_versions
@@ -78,7 +77,7 @@ def grouped_accumulate_(
             offsets are not looked at. Nothing has been modified.
     """
     plain = checks.is_plain(accumulator) and checks.is_plain(left)
-    if backend == "auto" and not plain and not isinstance(accumulator, FakeTensor):
+    if backend == "auto" and not plain:
         backend = "eager"
     chosen = select(accumulator.device, accumulator.dtype, left.dtype, backend)
     chosen.run(accumulator, left, right, offsets, scale, keep)

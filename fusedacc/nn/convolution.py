@@ -15,6 +15,8 @@ from ..kernels import native_module
 from .patched_forward import PATCHED, PatchedForward
 from .uncompiled import runs_as_written
 
+#: Elements of a weight from which on its cast costs more than a forward in Python does.
+SMALLEST = 2**15
 #: Where autocast is known to cast what every convolution gets.
 _DEVICES = ("cpu", "cuda")
 
@@ -97,6 +99,9 @@ _KINDS: dict[Any, type[PatchedConvolution]] = {
 }
 
 
-def kind_of(module: nn.Module) -> type[PatchedConvolution] | None:
-    """What patches a module that runs the forward of a convolution; None for any other."""
+def kind_of(module: nn.Module, weight: Tensor | None) -> type[PatchedConvolution] | None:
+    """What patches a module that runs the forward of a convolution, if its weight is worth keeping a cast of;
+    None for any other."""
+    if weight is None or weight.numel() < SMALLEST:
+        return None
     return _KINDS.get(type(module).forward)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..accumulators import Slot
 from ..autograd.capture import Capture
 from ..kernels import grouped
-from ..kernels.checks import ORDINARY_TYPES
+from ..kernels.checks import GRADIENT_TYPES, ORDINARY_TYPES
 from ..kernels.dtypes import PAIRS
 from .uncompiled import runs_as_written
 from .weight_sum import WeightSum
@@ -100,7 +100,7 @@ def apply(rows: Tensor, target: StackedSum, offs: Any, *, inward: bool) -> Tenso
         capture is None
         or not target.accumulates
         or type(rows) not in ORDINARY_TYPES
-        or type(offs) is not Tensor
+        or type(offs) not in GRADIENT_TYPES
         or rows.dim() != 2
         or rows.dtype is not weight.dtype
         or (weight.dtype, target.slot.accumulate_dtype) not in PAIRS

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -27,7 +28,7 @@ class _Kept:
         state: as `_state_of`.
         storage: the weight's, so that none after it has its address.
         sampled: `SAMPLED` elements of the weight where they are, which holds their storage, and as they were;
-            None off the CPU, where to compare them is to wait.
+            None off the CPU, where to compare them is to wait, and of fake tensors.
     """
 
     cast: Tensor
@@ -108,7 +109,7 @@ def _state_of(weight: Tensor, dtype: torch.dtype) -> tuple:
 def _made(weight: Tensor, dtype: torch.dtype, state: tuple) -> _Kept:
     detached = weight.detach()
     sampled, count = None, min(SAMPLED, weight.numel())
-    if weight.device.type == "cpu" and count:
+    if weight.device.type == "cpu" and count and not isinstance(weight, FakeTensor):
         live = detached.as_strided((count,), ((weight.numel() - 1) // max(1, count - 1),))
         sampled = live, live.clone()
     return _Kept(detached.to(dtype), state, StorageWeakRef(weight.untyped_storage()), sampled)
@@ -123,5 +124,9 @@ def _is_traced() -> bool:
     """Whether a mode of torch's own may trace this forward, or pair its operators with those of another.
 
     Selective checkpoints pair them. A cast from before would be a constant to the one, and none to the other.
+    Fake tensors stand for ordinary ones.
     """
-    return any(type(mode).__module__.startswith("torch.") for mode in _get_current_dispatch_mode_stack())
+    return any(
+        type(mode).__module__.startswith("torch.") and not isinstance(mode, FakeTensorMode)
+        for mode in _get_current_dispatch_mode_stack()
+    )

@@ -162,8 +162,10 @@ def _kind_of(module: nn.Module, name: str, casts: bool) -> tuple[type[PatchedFor
     """
     if isinstance(module, parametrize.ParametrizationList):
         return None, "parametrized: its gradient goes on through the parametrization"
-    kind = _known(module) or (kind_of_convolution(module) if casts else None)
     parameter = module._parameters[name]
+    kind = _known(module) or (
+        kind_of_convolution(module, module._parameters.get("weight")) if casts else None
+    )
     if kind is None and parameter is not None and may_read_experts(module, parameter):
         kind = PatchedExperts
     if kind is None or name == "bias":

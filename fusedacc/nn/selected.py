@@ -33,8 +33,9 @@ class SelectedFunction(torch.autograd.Function):
         target, index = ctx.target, ctx.index
 
         def write(accumulator: Tensor, scale: float | Tensor, beta: float | Tensor) -> None:
-            scale_accumulate_([accumulator[index]], [gradient], scale, backend=target.backend)
+            part, first = accumulator[index], bool(beta == 0)
+            scale_accumulate_([part], [gradient], scale, overwrite=first, backend=target.backend)
 
-        if target.accumulate_in_place(ctx.next_functions[0][0], write, (gradient,), by_rows=True):
+        if target.accumulate_in_place(ctx.next_functions[0][0], write, (gradient,), part=index):
             return None, None, None
         return torch.ops.aten.select_backward(gradient, ctx.shape, 0, index), None, None

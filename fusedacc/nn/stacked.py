@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
@@ -50,6 +51,25 @@ class StackedWeight(Tensor):
         setattr(self.plain, name, value)
 
 
+def _on_plain(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    args, kwargs = tree_map_only(StackedWeight, operator.attrgetter("plain"), (args, kwargs or {}))
+    return func(*args, **kwargs)
+
+
+class _FakeStackedWeight(StackedWeight):
+    """That of a fake parameter, whose aliases are fake tensors and nothing else."""
+
+    __torch_dispatch__: Any = classmethod(_on_plain)
+
+
+def _fake(plain: Tensor) -> StackedWeight:
+    make = Tensor._make_wrapper_subclass
+    strides, needed = plain.stride(), plain.requires_grad
+    return make(
+        _FakeStackedWeight, plain.shape, strides, dtype=plain.dtype, device=plain.device, requires_grad=needed
+    )
+
+
 def stand_in(target: StackedSum, groups: bool) -> StackedWeight:
     """One for the parameter of `target`. `groups`: its grouped products are known."""
     return _made(target.slot.param, target, groups, False)
@@ -61,8 +81,11 @@ def plain_of(weight: Tensor) -> Tensor:
 
 
 def _made(plain: Tensor, target: StackedSum, groups: bool, turned: bool) -> StackedWeight:
-    # An alias with a graph of its own: what sees no subclass differentiates by the parameter all the same.
-    made = torch._C.TensorBase.as_subclass(plain, StackedWeight)  # fastai replaces Tensor.as_subclass
+    if isinstance(plain, FakeTensor):
+        made = _fake(plain)
+    else:
+        # An alias with a graph: what sees no subclass differentiates by the parameter all the same.
+        made = torch._C.TensorBase.as_subclass(plain, StackedWeight)  # fastai replaces Tensor.as_subclass
     made.__dict__.update(plain=plain, target=target, groups=groups, turned=turned)
     return made
 

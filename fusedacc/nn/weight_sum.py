@@ -61,7 +61,12 @@ class WeightSum:
             self.slot.paths += (path,)
 
     def accumulate_in_place(
-        self, node: Any, write: Write, operands: tuple[Tensor, ...], by_rows: bool = False
+        self,
+        node: Any,
+        write: Write,
+        operands: tuple[Tensor, ...],
+        by_rows: bool = False,
+        part: int | None = None,
     ) -> bool:
         """As `Capture.take_in_place`, for the parameter, whose AccumulateGrad node this is.
 
@@ -70,8 +75,9 @@ class WeightSum:
         capture, shown = self._capture(), self.slot.param.grad
         if capture is None or (shown is not None and _share_memory(shown, operands)):
             return False
-        return capture.take_in_place(self.slot, node, write, by_rows)
+        return capture.take_in_place(self.slot, node, write, by_rows, part)
 
 
 def _share_memory(total: Tensor, operands: tuple[Tensor, ...]) -> bool:
+    # torch's stubs lack it; public functions ask for a storage, which sparse gradients have none of.
     return any(torch._C._is_alias_of(total, operand) for operand in operands)  # type: ignore[attr-defined]

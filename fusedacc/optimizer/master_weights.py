@@ -108,6 +108,10 @@ class MasterWeights:
                 if isinstance(value, Tensor) and value.dtype in LOW and value.shape == master.shape:
                     state[name] = value.float()
 
+    def tensors(self) -> list[Tensor]:
+        """The masters there are; each is made at its parameter's first update."""
+        return list(self._masters.values())
+
     @property
     def nbytes(self) -> int:
         """Bytes that the masters take."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 from ..accumulators import Accumulators, Slot
@@ -207,7 +208,7 @@ class Update:
                 "the host would decide. Allowed: Adam, AdamW, SGD and Adagrad with fused=True, after a first "
                 "update"
             )
-        return bool(found.item())
+        return type(found) is not FakeTensor and bool(found.item())
 
     def release(self) -> None:
         """Take back what `prepare` has handed to the inner optimizer."""

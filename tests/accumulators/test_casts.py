@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 from loops import LOW
+from memory import peak_of
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 import fusedacc
 from fusedacc.accumulators import casts
@@ -43,19 +41,6 @@ class Net(nn.Module):
 def wrap(net: nn.Module, steps, **options) -> fusedacc.AccumulatingOptimizer:
     inner = torch.optim.SGD(net.parameters(), lr=0.1)
     return fusedacc.AccumulatingOptimizer(inner, steps, max_grad_norm=1.0, **options)
-
-
-def most_allocated(run) -> int:
-    """How many bytes more than before are alive in `run` at its peak."""
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        run()
-    now = most = 0
-    for event in seen.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            most = max(most, now)
-    return most
 
 
 @pytest.mark.sweep
@@ -111,7 +96,7 @@ def test_sums_and_all_their_casts_are_not_alive_together(widths, inside, steps):
             net(torch.randn(2, 384, dtype=LOW)).float().square().mean().backward()
             if steps and micro_batch == 0:
                 optimizer.step()
-        assert most_allocated(optimizer.step) < most, window
+        assert peak_of(optimizer.step) < most, window
         assert 0 <= optimizer.accumulator_bytes - 4 * total < most
         assert all(p.grad.dtype == LOW and p.grad.abs().sum() > 0 for p in net.parameters())
         optimizer.zero_grad()

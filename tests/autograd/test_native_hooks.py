@@ -18,6 +18,7 @@ import pytest
 import torch
 from hook_situations import AS_STOCK, LOOPS, SITUATIONS, WITHOUT_NATIVE, Run, loss_of
 from loops import TRAINS
+from memory import peak_of
 from torch import Tensor, nn
 
 import fusedacc
@@ -333,20 +334,6 @@ def test_a_wrapper_that_is_gone_lets_gradients_through(how, calls):
     assert calls.take() == 0
 
 
-def peak(run: Any) -> int:
-    """The most bytes that are allocated at a time, beyond those before."""
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
-        run()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    live = most = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        most = max(most, live)
-    return most
-
-
 @needs_native
 @pytest.mark.parametrize("loop", ["float32", "bfloat16", "manual-float32", "manual-bfloat16"])
 def test_peak_memory_is_not_above_that_of_pythons_hooks(loop, monkeypatch):
@@ -367,5 +354,5 @@ def test_peak_memory_is_not_above_that_of_pythons_hooks(loop, monkeypatch):
             optimizer.zero_grad()
 
         window()
-        peaks.append(peak(window))
+        peaks.append(peak_of(window))
     assert 0 < peaks[0] <= peaks[1] * 1.01

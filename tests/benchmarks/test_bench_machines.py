@@ -16,12 +16,12 @@ import torch
 from bench_setup import ROOT, run_main
 
 from benchmarks.harness.results import Results, read
-from benchmarks.machines import cells, emulated, loops, zoo
+from benchmarks.machines import cells, child, emulated, loops, zoo
 from benchmarks.machines import run as machines
 
 MODELS = (
-    "gpt-64", "gpt-256", "gpt-words", "vit", "lstm", "mlp", "conv", "unet", "moe", "t5", "mamba", "dlrm",
-    "gpt-compiled", "mlp-compiled", "linears", "lookup",
+    "gpt-64", "gpt-256", "gpt-words", "vit", "lstm", "mlp", "conv", "unet", "moe", "moe-stacked", "t5",
+    "mamba", "dlrm", "gpt-compiled", "mlp-compiled", "linears", "lookup",
 )  # fmt: skip
 
 
@@ -88,7 +88,7 @@ def test_all_ways_train_alike(precision):
     training = loops.Training(entry("mlp"), precision, steps=4)
     data = [training.window(number) for number in range(3)]
     losses, weights = {}, {}
-    for way in (*loops.STOCK_WAYS[precision], *loops.OURS):
+    for way in (*loops.STOCK_WAYS[precision], *loops.ours(precision)):
         loop = way.make(training)
         losses[way.name] = [loop.update(window).item() for window in data]
         weights[way.name] = loop.parameters
@@ -97,9 +97,10 @@ def test_all_ways_train_alike(precision):
     # Norms are summed in different orders, and bfloat16 weights may be rounded to either side of a tie.
     rounding = 2.0**-6 if precision.startswith("bfloat16") else 2.0**-8 if precision == "autocast" else 1e-5
     for name in others:
-        assert losses[name][0] == pytest.approx(losses[first][0], rel=0 if name != loops.MODEL else rounding)
+        assert losses[name][0] == pytest.approx(losses[first][0], rel=rounding if loops.MODEL in name else 0)
         assert losses[name] == pytest.approx(losses[first], rel=rounding)
     assert len(set(losses[first])) == 3
+    assert precision != "autocast" or losses[loops.KEPT] == losses[loops.MODEL]
 
 
 def test_the_sums_of_stock_are_the_exact_ones(monkeypatch):
@@ -239,6 +240,47 @@ def test_the_table_names_what_falls_short():
     assert "avx2: left out: of course" in text
     assert "MISSED" not in text
     assert "1.05: MISSED" in cells.report([row(loop=cells.MODEL)])
+
+
+def test_kept_casts_are_held_against_the_model_without_them():
+    assert cells.names("autocast") == ("stock", loops.PLAIN, loops.MODEL, loops.KEPT)
+    assert cells.names("float32") == ("stock", loops.PLAIN, loops.MODEL)
+    assert [cells.baseline(loop) for loop in cells.names("autocast")[1:]] == ["stock", "stock", loops.MODEL]
+    rows = [
+        dataclasses.replace(row(loop, **of), precision="autocast")
+        for loop, of in (
+            (loops.PLAIN, {"ratio": 1.0}),
+            (loops.MODEL, {"ratio": 1.1}),
+            (loops.KEPT, {"ratio": 0.9, "low": 0.8, "high": 0.97, "peak": 12_000_000}),
+        )
+    ]
+    text = cells.report(rows)
+    assert re.search(r"mlp +- / - +1\.00 / 1\.10 / 0\.90!\^ +- / -", text)
+    assert f"{loops.KEPT}: worst 0.90 (0.80 to 0.97) of {loops.MODEL}'s speed (native, mlp, autocast)" in text
+    assert "below 0.98: native, mlp, autocast: 0.90 (0.80 to 0.97)" in text
+    assert f"peak above {loops.MODEL}'s: native, mlp, autocast: 12.0 MB, {loops.MODEL} 10.0" in text
+    assert "`keep_casts`" not in cells.markdown(rows[:2])
+
+
+def test_a_cell_under_autocast_has_kept_casts_in_its_rounds():
+    training = loops.Training(entry("moe-stacked"), "autocast", steps=2)
+    rows = {found.loop: found for found in child.cell(training, 0.1, "a test")}
+    assert tuple(rows) == cells.names("autocast")
+    assert [found.way for found in rows.values()] == ["p.grad", "p.grad", "p.grad", loops.MODEL]
+    assert {found.rounds for found in rows.values()} == {rows[cells.STOCK].rounds}
+    assert rows[loops.KEPT].stock_peak == rows[loops.MODEL].peak
+    assert rows[loops.MODEL].stock_peak == rows[cells.STOCK].peak == rows[cells.STOCK].stock_peak
+    assert all(0 < found.low <= found.ratio <= found.high for found in rows.values())
+
+
+def test_stacked_experts_are_multiplied_by_ours_with_the_model_alone():
+    training = loops.Training(entry("moe-stacked"), "float32", steps=2)
+    for way in (*loops.STOCK_WAYS["float32"], *loops.OURS):
+        loop = way.make(training)
+        found = {m.way for m in loop.model.modules() if isinstance(m, loops.Experts)}
+        assert found == {"ours" if way.name == loops.MODEL else "grouped"}
+    loop.update(training.window(0))  # at a weight's first use it is known
+    assert loop.optimizer.explain().count(" grouped ") == 4
 
 
 # The driver

@@ -21,7 +21,8 @@ def synthetic(tmp_path):
     for dtypes in ("float32 into float32", "autocast bfloat16 into float32", "bfloat16 into float32"):
         counted = Case("models", "counted", "window k=8", "4 parameters of 512 x 512", dtypes)
         ways = (("stock as written", "as written", 100.0), ("stock mixed", "best stock", 50.0))
-        own = (("fusedacc", "ours", 40.0), ("fusedacc model=", "ours, model=", 30.0))
+        own = [("fusedacc", "ours", 40.0), ("fusedacc model=", headline.MODEL, 30.0)]
+        own += [("fusedacc keep_casts=", headline.KEPT, 25.0)] if dtypes.startswith("autocast") else []
         for name, role, size in (*ways, *own):
             for part, share in (("accumulate", 0.7), ("update: optimizer", 0.3), ("total", 1.0)):
                 figure = {"metric": f"bytes: {part}", "unit": "B/param", "median": share * size}
@@ -47,7 +48,7 @@ def synthetic(tmp_path):
             kept.add([row(case, name, **figure)])
     of_machines = Results(tmp_path / "machines.csv", columns=cells.COLUMNS)
     for name, ratio in (("native", 1.25), ("avx2", 0.75)):
-        for loop in cells.LOOPS:
+        for loop in cells.names("autocast"):
             figure = {"ratio": ratio, "low": ratio - 0.125, "high": ratio + 0.125, "sources": "digest"}
             of_machines.add([cells.Row(name, "mlp", "autocast", loop, **figure)])
     return kept.path
@@ -95,6 +96,8 @@ def test_plots_say_what_they_show_and_under_which_conditions(synthetic):
             "best stock: mixed",
             "(-20 %)",
             "(-40 %)",
+            "(-50 %)",
+            "fusedacc keep_casts=",
             "With model= these are",
         ),
         charts.bandwidth: ("GB/s", "elements in one tensor", "1 Gi", "measured peak", "fusedacc cpu", "add_"),
@@ -189,13 +192,18 @@ def test_readme_shows_the_newest_figures(synthetic, tmp_path):
         assert "old" not in each
         assert "prose that stays" in each
         assert each.endswith("the end\n")
-    assert "| fusedacc | against the best | fusedacc, `model=` | against the best |" in text
-    assert "| float32 parameters and sums | 100.0 | 50.0 (mixed) | 40.0 | -20 % | 30.0 | -40 % |" in text
+    titles = "| fusedacc | against the best | fusedacc, `model=` | against the best "
+    assert titles + "| with `keep_casts=True` | against the best |\n" in text
+    figures = "| 100.0 | 50.0 (mixed) | 40.0 | -20 % | 30.0 | -40 % |"
+    assert f"| float32 parameters and sums {figures}  |  |\n" in text
+    assert f"| float32 parameters under autocast(bfloat16) {figures} 25.0 | -50 % |\n" in text
     assert "With `model=` these are weights of Linear layers" in text
     assert "ran at 0.75 to 1.25 times the speed of the best loop of stock torch, 1.00 in the median" in text
+    assert "`keep_casts=True` made it 0.75 to 1.25 times as fast again under autocast, 1.00 in" in text
     text = page.read_text()
     assert "stock torch in the same precision, 1 models in 4 precisions" in text
-    of_avx2 = "| 0.75 (0.62 to 0.88) | 0.75 | 0.75 | 0.75 (0.62 to 0.88) | 0.75 | 0.75 |"
+    of_avx2 = 3 * "| 0.75 (0.62 to 0.88) | 0.75 | 0.75 " + "|"
+    assert "| `keep_casts`, `model=` being 1: worst | median | best |" in text
     assert f"| AVX2, two threads | 1 {of_avx2}" in text
     assert "| **all** | 2 | 0.75 (0.62 to 0.88) | 1.00 | 1.25 |" in text
     line = "| gpt2, window k=8 | bfloat16 into float32 | fusedacc | 400.00 ms | "
@@ -218,10 +226,12 @@ def test_a_later_run_of_a_part_does_not_hide_the_rest(synthetic):
 
 
 def test_results_without_a_count_of_the_model_have_no_column_for_it(synthetic):
-    rows = [row for row in read(synthetic) if row["provider"] != "fusedacc model="]
+    ours = ("fusedacc model=", "fusedacc keep_casts=")
+    rows = [row for row in read(synthetic) if row["provider"] not in ours]
     text = readme_tables.window_bytes(rows)
     assert "| float32 parameters and sums | 100.0 | 50.0 (mixed) | 40.0 | -20 % |\n" in text
     assert "model=" not in text
+    assert "keep_casts" not in text
 
 
 def test_readme_says_what_was_missed():

@@ -13,10 +13,13 @@ from gemm_cases import (
     OPERAND_LAYOUTS,
     SHAPES,
     SUM_LAYOUTS,
+    TF32_UNIT,
     assert_is_product,
+    float32_setting,
     lay_out_sum,
     matrices,
 )
+from gpu import captured, nothing_waits, on_gpu
 
 from fusedacc.kernels import matmul
 from fusedacc.kernels.matmul import gemm_accumulate_
@@ -25,7 +28,6 @@ from fusedacc.traffic import TrafficMeter
 pytestmark = pytest.mark.cuda
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
-TF32_UNIT = 2.0**-10
 
 
 def run(tensors, scale=1.0, keep=1.0, unit=None):
@@ -33,10 +35,6 @@ def run(tensors, scale=1.0, keep=1.0, unit=None):
     before = accumulator.clone()
     gemm_accumulate_(accumulator, left, right, scale, keep)
     assert_is_product(accumulator, before, left, right, scale, keep, unit=unit)
-
-
-def on_gpu(value, dtype=F32):
-    return torch.tensor(value, dtype=dtype, device="cuda")
 
 
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
@@ -69,22 +67,17 @@ def test_without_keeping_nothing_is_read(pair, on_device, generator):
 
 
 def test_tf32_is_as_torch_is_set(generator):
-    allowed = torch.backends.cuda.matmul.allow_tf32
-    results = {}
-    try:
-        for tf32 in (False, True):
-            torch.backends.cuda.matmul.allow_tf32 = tf32
-            accumulator, left, right = matrices((F32, F32), (256, 256, 256), generator, device="cuda")
-            before = accumulator.clone()
-            gemm_accumulate_(accumulator, left, right)
-            assert_is_product(accumulator, before, left, right, unit=TF32_UNIT if tf32 else None)
-            results[tf32] = (
-                (accumulator.double() - before.double() - left.double().t() @ right.double()).abs().max()
-            )
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = allowed
+    errors = {}
+    accumulator, left, right = matrices((F32, F32), (256, 256, 256), generator, device="cuda")
+    exact = accumulator.double() + left.double().t() @ right.double()
+    for tf32 in (False, True):
+        result = accumulator.clone()
+        with float32_setting("allow_tf32", tf32):
+            gemm_accumulate_(result, left, right)
+        assert_is_product(result, accumulator, left, right, unit=TF32_UNIT if tf32 else None)
+        errors[tf32] = (result.double() - exact).abs().max()
     if torch.cuda.get_device_capability() >= (8, 0):
-        assert results[True] > 4 * results[False]
+        assert errors[True] > 4 * errors[False]
 
 
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
@@ -103,12 +96,9 @@ def test_nothing_waits_for_the_device(pair, generator):
     accumulator, left, right = matrices(pair, (64, 32, 16), generator, device="cuda")
     scale, keep = on_gpu(0.5), on_gpu(0.5)
     gemm_accumulate_(accumulator, left, right, scale, keep)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         gemm_accumulate_(accumulator, left, right, 0.5, 0.0)
         gemm_accumulate_(accumulator, left, right, scale, keep)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
@@ -129,14 +119,7 @@ def test_in_a_graph(pair, generator):
     accumulator, left, right = matrices(pair, (64, 32, 16), generator, device="cuda")
     scale, keep = on_gpu(0.5), on_gpu(1.0)
     before = accumulator.clone()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        gemm_accumulate_(accumulator, left, right, scale, keep)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        gemm_accumulate_(accumulator, left, right, scale, keep)
+    graph, _ = captured(lambda: gemm_accumulate_(accumulator, left, right, scale, keep))
     for value, part in ((0.25, 1.0), (2.0, 0.5)):
         accumulator.copy_(before)
         scale.fill_(value)

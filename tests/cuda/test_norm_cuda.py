@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from cases import GRADIENT_LAYOUTS, LAYOUTS, PAIRS, copies, lay_out, random_lists, random_tensor
+from gpu import captured, nothing_waits
 
 from fusedacc import functional
 from fusedacc.kernels import norms, registry
@@ -100,11 +101,8 @@ def test_a_norm_is_two_launches_and_waits_for_nothing(generator):
     functional.total_norm(tensors, backend="cuda")
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with nothing_waits():
             functional.total_norm(tensors, backend="cuda")
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
     on_device = [
         event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA
@@ -122,14 +120,7 @@ def test_captured_in_a_graph(backend, generator):
         read = norms.norm_and_nonfinite(accumulators, 2.0, backend)
         return norms.finish([left], 2.0, torch.float32, backend), read
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        left, read = step()
+    graph, (left, read) = captured(step)
     for factor in (0.25, 3.0, math.inf):
         scale.fill_(factor)
         graph.replay()

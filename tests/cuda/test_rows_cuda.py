@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import PAIR_IDS, PAIRS
+from gpu import captured, nothing_waits
 from row_cases import GRADIENTS, SHAPE_IDS, SHAPES, TABLES, assert_rows, random_case, random_indices
 
 from fusedacc.kernels import registry, rows
@@ -80,13 +81,10 @@ def test_nothing_waits_and_runs_repeat_to_the_bit(backend, generator):
     for _ in range(3):
         table = torch.zeros(500, 256, device="cuda")
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with nothing_waits():
             rows.accumulate_rows_(
                 table, indices, gradients, scale, padding_idx=3, scale_grad_by_freq=True, backend=backend
             )
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         results.append(table)
     assert all(torch.equal(table, results[0]) for table in results)
 
@@ -98,14 +96,7 @@ def test_captured_in_a_graph(backend, generator):
     def step():
         rows.accumulate_rows_(table, indices, gradients, scale, backend=backend)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph, _ = captured(step)
     for factor in (0.25, -2.0):
         scale.fill_(factor)
         indices.copy_(random_indices((300,), 40, "mixed", generator))

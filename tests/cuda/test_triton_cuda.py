@@ -7,6 +7,7 @@ import gc
 import pytest
 import torch
 from cases import GRADIENT_LAYOUTS, LAYOUTS, PAIR_IDS, PAIRS, assert_matches_oracle, copies, random_lists
+from gpu import captured
 
 from fusedacc import functional
 from fusedacc.kernels import registry
@@ -94,14 +95,7 @@ def test_graph_capture(prepared, generator):
         else:
             functional.scale_accumulate_(accumulators, gradients, scale, backend="triton")
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph, _ = captured(step)
     functional.scale_accumulate_(expected, gradients, scale, backend="triton")
     for turn in range(3):
         # Whatever the host allocates, frees and uploads meanwhile must not reach the graph's table.

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import pytest
 import torch
 from cases import PAIR_IDS, PAIRS
-from gemm_cases import NAN
-from grouped_rows_cases import (
-    GROUP_IDS,
-    GROUPED_OPERAND_LAYOUTS,
-    GROUPED_SUM_LAYOUTS,
-    GROUPS,
+from gemm_cases import NAN, OPERAND_LAYOUTS, TF32_UNIT, float32_setting
+from gpu import captured, nothing_waits, on_gpu
+from grouped_cases import (
+    COUNTS,
+    SHAPES,
+    SUM_LAYOUTS,
+    assert_adds,
     assert_are_products,
-    float32_setting,
-    grouped,
-    lay_out_sums,
+    assert_gaps_stay,
+    assert_idle_experts_stay,
+    assert_written_unread,
+    groups,
+    offsets_of,
 )
 
 from fusedacc.kernels import registry
@@ -25,9 +29,8 @@ from fusedacc.kernels.triton.grouped import grouped_accumulate_
 pytestmark = pytest.mark.cuda
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
-TF32_UNIT = 2.0**-10
-#: Experts as a layer has them: uneven, some idle; in the second no width is a multiple of 16 bytes.
-LARGE = [((0, 700, 1, 0, 333, 2048), 512, 768), ((129, 0, 500), 333, 451)]
+#: Shapes, and tokens of experts as a layer has them; in the second no width is a multiple of 16 bytes.
+LARGE = (((512, 768), (0, 700, 1, 0, 333, 2048)), ((333, 451), (129, 0, 500)))
 
 
 @pytest.fixture(autouse=True)
@@ -37,110 +40,93 @@ def _triton_runs():
         pytest.skip(f"the triton backend cannot run here: {problem}")
 
 
-def on_gpu(value, dtype=F32):
-    return torch.tensor(value, dtype=dtype, device="cuda")
+def make(pair, shape, counts, generator, layouts=("rows", "rows", "rows")):
+    return groups(pair, shape, counts, generator, layouts, "cuda")
 
 
-def run(case, sizes, scale, keep):
-    accumulator, left, right, offsets = case
-    before = accumulator.clone()
-    grouped_accumulate_(accumulator, left, right, offsets, scale, keep)
-    assert_are_products(accumulator, before, left, right, sizes, scale, keep)
+run = functools.partial(assert_adds, grouped_accumulate_)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("pair", PAIRS, ids=PAIR_IDS)
-@pytest.mark.parametrize("group", [*GROUPS, *LARGE], ids=[*GROUP_IDS, "large", "large and odd"])
-def test_every_pair_and_group(pair, group, generator):
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_pair_and_shape(pair, counts, shape, generator):
     """Each dtype, stride and kind of number is compiled for itself: no more of them than are needed."""
     for scale, keep in ((-0.3, 1.0), (on_gpu(0.7), on_gpu(0.25))):
-        run(grouped(pair, group, generator, device="cuda"), group[0], scale, keep)
+        run(make(pair, shape, counts, generator), scale, keep)
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=PAIR_IDS)
-def test_every_number(pair, generator):
+@pytest.mark.parametrize("large", LARGE, ids=["even", "odd"])
+def test_every_number(pair, large, generator):
     scales = (1.0, 0.3, on_gpu(0.7), on_gpu(0.7, F64), on_gpu(0.5, BF16), 0.3)
     keeps = (1.0, 0.0, 0.25, on_gpu(0.25), on_gpu(0.0), on_gpu(1.0, F16))
     for scale, keep in zip(scales, keeps, strict=True):
-        run(grouped(pair, LARGE[0], generator, device="cuda"), LARGE[0][0], scale, keep)
+        run(make(pair, *large, generator), scale, keep)
 
 
 @pytest.mark.parametrize("pair", [(BF16, F32), (F32, F32), (F32, F16)], ids=str)
-@pytest.mark.parametrize("layout", GROUPED_SUM_LAYOUTS)
+@pytest.mark.parametrize("layout", SUM_LAYOUTS)
 def test_every_layout(pair, layout, generator):
-    for layouts in itertools.product([layout], GROUPED_OPERAND_LAYOUTS, GROUPED_OPERAND_LAYOUTS):
-        for group in (((3, 0, 2), 5, 7), ((70, 0, 31), 96, 160)):
-            run(grouped(pair, group, generator, layouts, "cuda"), group[0], 0.3, 0.5)
+    for layouts in itertools.product([layout], OPERAND_LAYOUTS, OPERAND_LAYOUTS):
+        for shape, counts in (((5, 7), (3, 0, 2)), ((96, 160), (70, 0, 31))):
+            run(make(pair, shape, counts, generator, layouts), 0.3, 0.5)
 
 
 @pytest.mark.parametrize("layout", ["long rows", "long columns"])
 def test_what_lies_between_rows_stays(layout, generator):
-    accumulator, left, right, offsets = grouped((BF16, F32), ((4, 9), 130, 70), generator, device="cuda")
-    accumulator = lay_out_sums(torch.zeros_like(accumulator), layout)
-    grouped_accumulate_(accumulator, left, right, offsets, 1.0, 1.0)
-    assert accumulator.any()
-    accumulator.zero_()
-    assert not accumulator._base.any()
+    assert_gaps_stay(grouped_accumulate_, layout, generator, "cuda")
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=PAIR_IDS)
 @pytest.mark.parametrize("on_device", [False, True])
 def test_without_keeping_nothing_is_read_and_all_is_written(pair, on_device, generator):
-    keep = on_gpu(0.0) if on_device else 0.0
-    for group in (((0, 7, 0, 40), 66, 34), LARGE[0]):
-        accumulator, left, right, offsets = grouped(pair, group, generator, device="cuda")
-        accumulator.fill_(NAN)
-        grouped_accumulate_(accumulator, left, right, offsets, 0.5, keep)
-        assert_are_products(accumulator, torch.zeros_like(accumulator), left, right, group[0], 0.5)
-        assert not accumulator[0].any()
+    for case in (((66, 34), (0, 7, 0, 40)), LARGE[0]):
+        keep = on_gpu(0.0) if on_device else 0.0
+        assert_written_unread(grouped_accumulate_, make(pair, *case, generator), keep)
 
 
-@pytest.mark.parametrize("keep", [1.0, "on the device"])
-def test_experts_without_rows_stay_whatever_they_hold(keep, generator):
-    accumulator, left, right, offsets = grouped((BF16, F32), ((0, 7, 0), 66, 34), generator, device="cuda")
-    accumulator[0], accumulator[2] = NAN, -0.0
-    before = accumulator.clone()
-    grouped_accumulate_(accumulator, left, right, offsets, NAN, on_gpu(1.0) if keep != 1 else keep)
-    assert torch.equal(accumulator[::2].view(torch.int32), before[::2].view(torch.int32))
-    assert accumulator[1].isnan().all()
+@pytest.mark.parametrize("on_device", [False, True])
+def test_experts_without_rows_stay_whatever_they_hold(on_device, generator):
+    keep = on_gpu(1.0) if on_device else 1.0
+    assert_idle_experts_stay(grouped_accumulate_, NAN, keep, generator, "cuda")
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=PAIR_IDS)
 def test_the_same_bits_on_every_run(pair, generator):
-    accumulator, left, right, offsets = grouped(pair, LARGE[0], generator, device="cuda")
+    accumulator, *others = make(pair, *LARGE[0], generator)
     first = accumulator.clone()
-    grouped_accumulate_(first, left, right, offsets, on_gpu(0.3), 1.0)
+    grouped_accumulate_(first, *others, on_gpu(0.3), 1.0)
     for _ in range(3):
         again = accumulator.clone()
-        grouped_accumulate_(again, left, right, offsets, on_gpu(0.3), 1.0)
+        grouped_accumulate_(again, *others, on_gpu(0.3), 1.0)
         assert torch.equal(again, first)
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=PAIR_IDS)
 def test_nothing_waits_for_the_device_and_nothing_large_is_allocated(pair, generator):
-    accumulator, left, right, offsets = grouped(pair, LARGE[0], generator, device="cuda")
+    tensors = make(pair, *LARGE[0], generator)
     numbers = ((1.0, 1.0), (0.5, 0.0), (on_gpu(0.5), on_gpu(0.5)))
     for scale, keep in numbers:
-        grouped_accumulate_(accumulator, left, right, offsets, scale, keep)  # is compiled
+        grouped_accumulate_(*tensors, scale, keep)  # is compiled
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         for scale, keep in numbers:
-            grouped_accumulate_(accumulator, left, right, offsets, scale, keep)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+            grouped_accumulate_(*tensors, scale, keep)
     assert torch.cuda.max_memory_allocated() - held <= 2048
 
 
 def test_tf32_is_as_torch_is_set(generator):
-    errors, sizes = {}, (256, 300)
-    accumulator, left, right, offsets = grouped((F32, F32), (sizes, 256, 320), generator, device="cuda")
+    errors = {}
+    accumulator, left, right, offsets = make((F32, F32), (256, 320), (256, 300), generator)
     for tf32 in (False, True):
         result, unit = accumulator.clone(), TF32_UNIT if tf32 else None
         with float32_setting("allow_tf32", tf32):
             grouped_accumulate_(result, left, right, offsets, 1.0, 1.0)
-        assert_are_products(result, accumulator, left, right, sizes, unit=unit)
+        assert_are_products(result, accumulator, left, right, offsets, unit=unit)
         exact = accumulator[0].double() + left[:256].double().t() @ right[:256].double()
         errors[tf32] = (result[0].double() - exact).abs().max()
     if torch.version.hip is None:
@@ -150,27 +136,20 @@ def test_tf32_is_as_torch_is_set(generator):
 @pytest.mark.parametrize("pair", [(BF16, F32), (F32, F32), (F64, F64)], ids=str)
 def test_in_a_graph(pair, generator):
     """Replayed, it reads the numbers and the offsets that there are then."""
-    accumulator, left, right, offsets = grouped(pair, ((20, 0, 44), 96, 64), generator, device="cuda")
+    accumulator, left, right, offsets = make(pair, (96, 64), (20, 0, 44), generator)
     scale, keep, before = on_gpu(0.5), on_gpu(1.0), accumulator.clone()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        grouped_accumulate_(accumulator, left, right, offsets, scale, keep)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        grouped_accumulate_(accumulator, left, right, offsets, scale, keep)
-    for value, part, sizes in ((0.25, 1.0, (20, 0, 44)), (2.0, 0.5, (0, 33, 31)), (1.0, 0.0, (64, 0, 0))):
+    graph, _ = captured(lambda: grouped_accumulate_(accumulator, left, right, offsets, scale, keep))
+    for value, part, counts in ((0.25, 1.0, (20, 0, 44)), (2.0, 0.5, (0, 33, 31)), (1.0, 0.0, (64, 0, 0))):
         accumulator.copy_(before)
         scale.fill_(value)
         keep.fill_(part)
-        offsets.copy_(torch.tensor(sizes).cumsum(0))
+        offsets.copy_(offsets_of(counts))
         graph.replay()
-        assert_are_products(accumulator, before, left, right, sizes, value, part)
+        assert_are_products(accumulator, before, left, right, offsets, value, part)
 
 
 def test_on_the_current_stream(generator):
-    accumulator, left, right, offsets = grouped((BF16, F32), ((20, 44), 96, 64), generator, device="cuda")
+    accumulator, left, right, offsets = make((BF16, F32), (96, 64), (20, 44), generator)
     before = accumulator.clone()
     grouped_accumulate_(accumulator.clone(), left, right, offsets, 0.5, 1.0)  # is compiled
     stream = torch.cuda.Stream()
@@ -180,7 +159,7 @@ def test_on_the_current_stream(generator):
         left.mul_(2)
         grouped_accumulate_(accumulator, left, right, offsets, 0.5, 1.0)
     torch.cuda.current_stream().wait_stream(stream)
-    assert_are_products(accumulator, before, left, right, (20, 44), 0.5)
+    assert_are_products(accumulator, before, left, right, offsets, 0.5)
 
 
 @pytest.mark.parametrize("experts", [1, 3])

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
-from example_scripts import EXAMPLES
+import sweeps
+from example_scripts import forked_output_of, output_of
 
 
-def test_the_example_runs_under_torchrun(tmp_path):
+def test_the_example_runs_on_two_ranks():
+    """Under torchrun in `make test-full`."""
     pytest.importorskip("sklearn", reason="the examples read scikit-learn's digits")
-    paths = os.pathsep.join(filter(None, [str(EXAMPLES.parent), os.environ.get("PYTHONPATH")]))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launcher, str(EXAMPLES / "fsdp2.py")],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
-    updates, accuracy = re.search(r"(\d+) updates, accuracy .*: ([\d.]+)%", done.stdout).groups()
+    printed = (output_of if sweeps.FULL else forked_output_of)("fsdp2.py", 2)
+    updates, accuracy = re.search(r"(\d+) updates, accuracy .*: ([\d.]+)%", printed).groups()
     assert int(updates) == 10 * 12  # 750 images of a rank are 23 micro-batches of 32 and one of 14
     assert float(accuracy) > 85

@@ -7,9 +7,10 @@ import functools
 import pytest
 import torch
 from cases import PAIR_IDS, random_tensor
-from gemm_cases import GEMM_PAIRS, NAN, OPERAND_LAYOUTS
+from gemm_cases import BACKENDS, GEMM_PAIRS, NAN, OPERAND_LAYOUTS, native, rounds, ways
 from grouped_cases import (
     COUNTS,
+    SHAPES,
     SUM_LAYOUTS,
     THRESHOLDS,
     assert_are_products,
@@ -18,32 +19,17 @@ from grouped_cases import (
     offsets_of,
     operator,
 )
+from memory import largest_allocation
 
-from fusedacc.kernels import dtypes, library, matmul_eager
+from fusedacc.kernels import dtypes, matmul_eager
 from fusedacc.kernels.grouped import grouped_accumulate_
-from fusedacc.kernels.grouped_ways import NEVER
 from fusedacc.traffic import TrafficMeter
 
-BACKENDS = [name for name in ("cpu", "eager") if name == "eager" or library.load_error() is None]
-native = pytest.mark.skipif(library.load_error() is not None, reason=str(library.load_error()))
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
-
-
-def ways():
-    """What is tested."""
-    found = [pytest.param(functools.partial(grouped_accumulate_, backend=name), id=name) for name in BACKENDS]
-    if library.load_error() is None:
-        found += [
-            pytest.param(functools.partial(operator, thresholds=own), id=f"operator {name}")
-            for name, own in THRESHOLDS.items()
-        ]
-    return found
-
-
-def rounds(way, left, accumulator):
-    """The dtype to which this way may round a product."""
-    may = way.keywords.get("thresholds", (0, NEVER))[1] != NEVER or way.keywords.get("backend") == "cpu"
-    return BF16 if may and left.dtype == BF16 and accumulator.dtype == F32 else None
+WAYS = ways(
+    grouped_accumulate_,
+    {name: functools.partial(operator, thresholds=own) for name, own in THRESHOLDS.items()},
+)
 
 
 def run(way, tensors, scale=1.0, keep=1.0):
@@ -63,10 +49,10 @@ def threads():
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("way", ways())
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
-@pytest.mark.parametrize("shape", [(5, 7), (1, 4), (4, 1), (1, 1), (0, 3), (3, 0), (37, 133)], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_pair_shape_and_number(way, pair, counts, shape, generator):
     scales = (1.0, -0.3, torch.tensor(0.7), torch.tensor(0.7, dtype=F64), torch.tensor(0.5, dtype=BF16))
     keeps = (1.0, 0.0, 0.25, torch.tensor(0.25), torch.tensor(0.0))
@@ -75,7 +61,7 @@ def test_every_pair_shape_and_number(way, pair, counts, shape, generator):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("way", ways())
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
 @pytest.mark.parametrize("sums", SUM_LAYOUTS)
 @pytest.mark.parametrize("left", OPERAND_LAYOUTS)
@@ -86,7 +72,7 @@ def test_every_layout(way, pair, sums, left, right, generator):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("way", ways())
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
 @pytest.mark.parametrize(
     ("shape", "counts"),
@@ -100,7 +86,7 @@ def test_what_is_cut_up(way, pair, shape, counts, layout, generator, threads):
     run(way, groups(pair, shape, counts, generator, (layout, "rows", "columns")), 0.3, 0.0)
 
 
-@pytest.mark.parametrize("way", ways())
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
 @pytest.mark.parametrize("keep", [0.0, torch.tensor(0.0)], ids=["number", "tensor"])
 def test_without_keeping_nothing_is_read(way, pair, keep, generator):
@@ -112,7 +98,7 @@ def test_without_keeping_nothing_is_read(way, pair, keep, generator):
         assert_are_products(accumulator, torch.zeros_like(accumulator), *others, 0.5, product_dtype=dtype)
 
 
-@pytest.mark.parametrize("way", ways())
+@pytest.mark.parametrize("way", WAYS)
 def test_what_lies_between_the_sums_is_not_touched(way, generator):
     room = torch.full((3, 9, 12), NAN)
     accumulator = room[:, :6, :7].zero_()
@@ -123,7 +109,7 @@ def test_what_lies_between_the_sums_is_not_touched(way, generator):
     assert room.isnan().all()
 
 
-@pytest.mark.parametrize("way", ways())
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("count", [1, 3, 8])
 def test_infinities_and_nans_reach_their_sums_alone(way, count):
     left, right = torch.ones(2 * count, 2), torch.ones(2 * count, 9)
@@ -135,7 +121,7 @@ def test_infinities_and_nans_reach_their_sums_alone(way, count):
     torch.testing.assert_close(accumulator, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("way", ways())
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
 def test_equal_bits_on_every_run_and_with_any_threads(way, pair, generator, threads):
     counts = (1, 3, 0, 17, 80, 2)
@@ -178,7 +164,7 @@ def test_autograd_records_nothing_and_sees_the_write(backend, pair, generator):
     assert accumulator._version > version
 
 
-@pytest.mark.parametrize("way", ways())
+@pytest.mark.parametrize("way", WAYS)
 def test_autocast_changes_nothing(way, generator):
     with torch.autocast("cpu", BF16):
         for pair in GEMM_PAIRS:
@@ -210,19 +196,15 @@ def test_more_elements_than_32_bits_count():
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("way", ways())
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
 @pytest.mark.parametrize("layout", ["long rows", "columns"])
 def test_nothing_as_large_as_the_sums_is_allocated(way, pair, layout):
     accumulator = lay_out_sums(torch.zeros(2, 2048, 1024, dtype=pair[1]), layout)
     left, right = torch.ones(6, 2048, dtype=pair[0]), torch.ones(6, 2048, dtype=pair[0])[:, ::2]
-    call = functools.partial(way, accumulator, left, right, offsets_of((4, 2)))
+    call = functools.partial(way, accumulator, left, right, offsets_of((4, 2)), 0.3, 0.5)
     call()  # what is kept after a first call is not counted
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        call(0.3, 0.5)
-    events = profile.profiler.kineto_results.events()
-    largest = max((event.nbytes() for event in events if event.name() == "[memory]"), default=0)
+    largest = largest_allocation(call)
     assert largest <= matmul_eager.PART_ELEMENTS * dtypes.computation_dtype(accumulator.dtype).itemsize
     assert largest < accumulator.nbytes
 

@@ -6,16 +6,13 @@ import re
 
 import pytest
 import torch
-from gemm_cases import GEMM_PAIRS
+from gemm_cases import BACKENDS, GEMM_PAIRS, native
 from grouped_cases import THRESHOLDS, groups, operator
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fusedacc.kernels import library
 from fusedacc.kernels.grouped import grouped_accumulate_
 from fusedacc.kernels.grouped_ways import NEVER
 
-BACKENDS = [name for name in ("cpu", "eager") if name == "eager" or library.load_error() is None]
-native = pytest.mark.skipif(library.load_error() is not None, reason=str(library.load_error()))
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 
 

@@ -6,14 +6,13 @@ import pytest
 import torch
 from answers import answer
 from cases import PAIR_IDS
-from gemm_cases import GEMM_PAIRS
+from gemm_cases import GEMM_PAIRS, native
 from grouped_cases import groups, offsets_of, operator
 
 from fusedacc.kernels import grouped, grouped_ways, library
 from fusedacc.kernels.grouped import grouped_accumulate_
 from fusedacc.kernels.grouped_ways import NEVER
 
-native = pytest.mark.skipif(library.load_error() is not None, reason=str(library.load_error()))
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 CPU = torch.device("cpu")
 

@@ -11,6 +11,7 @@ import torch
 from answers import answer
 from cases import PAIR_IDS
 from gemm_cases import (
+    BACKENDS,
     GEMM_PAIRS,
     NAN,
     OPERAND_LAYOUTS,
@@ -19,8 +20,12 @@ from gemm_cases import (
     assert_is_product,
     lay_out_sum,
     matrices,
+    native,
+    rounds,
+    ways,
 )
 from loops import NoHostRead
+from memory import largest_allocation
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusedacc.kernels import dtypes, library, matmul, matmul_eager, matmul_ways
@@ -28,8 +33,6 @@ from fusedacc.kernels.constants import Way
 from fusedacc.kernels.matmul import gemm_accumulate_
 from fusedacc.traffic import TrafficMeter
 
-BACKENDS = [name for name in ("cpu", "eager") if name == "eager" or library.load_error() is None]
-native = pytest.mark.skipif(library.load_error() is not None, reason=str(library.load_error()))
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 
 
@@ -39,21 +42,7 @@ def operator(accumulator, left, right, scale=1.0, keep=1.0, *, way=Way.WHOLE):
     torch.ops.fusedacc.gemm_accumulate_(accumulator, left, right, *numbers, int(way))
 
 
-def ways():
-    """What is tested, and whether it may round products of bfloat16."""
-    found = [pytest.param(functools.partial(gemm_accumulate_, backend=name), id=name) for name in BACKENDS]
-    if library.load_error() is None:
-        found += [
-            pytest.param(functools.partial(operator, way=way), id=f"operator {way.name.lower()}")
-            for way in Way
-        ]
-    return found
-
-
-def rounds(way, left, accumulator):
-    """The dtype to which this way may round the product."""
-    may = way.keywords.get("way") == Way.ROUNDED or way.keywords.get("backend") == "cpu"
-    return BF16 if may and left.dtype == BF16 and accumulator.dtype == F32 else None
+WAYS = ways(gemm_accumulate_, {way.name.lower(): functools.partial(operator, way=way) for way in Way})
 
 
 def run(way, tensors, scale=1.0, keep=1.0):
@@ -66,7 +55,7 @@ def run(way, tensors, scale=1.0, keep=1.0):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("way", ways())
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_pair_shape_and_number(way, pair, shape, generator):
@@ -77,7 +66,7 @@ def test_every_pair_shape_and_number(way, pair, shape, generator):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("way", ways())
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
 @pytest.mark.parametrize("sum_layout", SUM_LAYOUTS)
 def test_every_layout(way, pair, sum_layout, generator):
@@ -86,7 +75,7 @@ def test_every_layout(way, pair, sum_layout, generator):
             run(way, matrices(pair, shape, generator, (sum_layout, left, right)), 0.3, 0.5)
 
 
-@pytest.mark.parametrize("way", ways())
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
 @pytest.mark.parametrize("keep", [0.0, torch.tensor(0.0)], ids=["number", "tensor"])
 def test_without_keeping_nothing_is_read(way, pair, keep, generator):
@@ -99,7 +88,7 @@ def test_without_keeping_nothing_is_read(way, pair, keep, generator):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("way", ways())
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("shape", "layout"),
     [
@@ -116,7 +105,7 @@ def test_what_is_cut_into_parts(way, pair, shape, layout, generator):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("way", ways())
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layout", SUM_LAYOUTS)
 @pytest.mark.parametrize("pair", [(F32, F32), (F16, F32)], ids=str)
 def test_what_is_cut_up_for_threads(way, pair, layout, generator):
@@ -139,7 +128,7 @@ def test_a_way_that_there_is_not_is_refused_before_anything_is_written():
     assert accumulator.eq(0).all()
 
 
-@pytest.mark.parametrize("way", ways())
+@pytest.mark.parametrize("way", WAYS)
 def test_infinities_reach_the_sum(way):
     accumulator, left, right = torch.zeros(2, 2), torch.tensor([[1.0, float("inf")]]), torch.ones(1, 2)
     way(accumulator, left, right)
@@ -187,7 +176,7 @@ def test_autograd_records_nothing_and_sees_the_write(backend, pair, generator):
         assert accumulator._version > version
 
 
-@pytest.mark.parametrize("way", ways())
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
 def test_autocast_changes_nothing(way, pair, generator):
     with torch.autocast("cpu", BF16):
@@ -205,29 +194,21 @@ def test_inference_tensors(backend, pair, generator):
 # What is allocated and moved
 
 
-def largest_allocation(call) -> int:
-    call()  # what is kept after a first call is not counted
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
-        call()
-    events = profile.profiler.kineto_results.events()
-    return max((event.nbytes() for event in events if event.name() == "[memory]"), default=0)
-
-
 def test_the_tracker_sees_allocations():
     assert largest_allocation(lambda: torch.empty(1000)) >= 4000
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("way", ways())
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
 @pytest.mark.parametrize("layout", ["long rows", "columns"])
 def test_nothing_as_large_as_the_sum_is_allocated(way, pair, layout):
     accumulator = lay_out_sum(torch.zeros(2048, 2048, dtype=pair[1]), layout)
     left, right = torch.ones(4, 2048, dtype=pair[0]), torch.ones(4, 4096, dtype=pair[0])[:, ::2]
     for scale, keep in ((1.0, 1.0), (0.3, 0.0), (torch.tensor(0.3), torch.tensor(0.5))):
-        largest = largest_allocation(lambda s=scale, k=keep: way(accumulator, left, right, s, k))
+        call = functools.partial(way, accumulator, left, right, scale, keep)
+        call()  # what is kept after a first call is not counted
+        largest = largest_allocation(call)
         assert largest <= matmul_eager.PART_ELEMENTS * dtypes.computation_dtype(accumulator.dtype).itemsize
         assert largest < accumulator.nbytes
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import textwrap
+from pathlib import Path
 
-import forked
 import pytest
 import torch
 
 from fusedacc import functional
 from fusedacc.kernels import native, registry
 
+ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 FLOAT = torch.float32
 
@@ -21,7 +25,14 @@ def select(backend="auto", device=CPU):
 
 def in_fresh_python(code, **variables):
     """Standard output of a program run in a process of its own, where nothing is imported or cached yet."""
-    done = forked.run(textwrap.dedent(code), TRITON_INTERPRET=None, **variables)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=environment | {"PYTHONPATH": paths} | variables,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

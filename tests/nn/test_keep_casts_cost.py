@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import gc
 
 import pytest
 import torch
-from test_keep_casts import autocast, loss_of, make
+from kept_casts import autocast, loss_of, make
+from memory import peak_of
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 from torch.utils import checkpoint
 
 from fusedacc.traffic import TrafficMeter
@@ -76,19 +75,6 @@ def test_bytes_of_a_window_of_eight(keep, most):
         moved += op["by_kind"].get("gradients", 0)
     moved += found["by_phase"]["update"]
     assert round(moved / sum(weight.numel() for weight in model.parameters()), 1) == most
-
-
-def peak_of(run) -> int:
-    """How many bytes more than before are alive in `run` at its peak."""
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        run()
-    now = most = 0
-    for event in seen.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            most = max(most, now)
-    return most
 
 
 def peak_of_a_window(keep: bool, checkpointed: bool, inside: bool) -> float:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from memory import largest_allocation
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 import fusedacc
 from fusedacc.traffic import TrafficMeter
@@ -41,13 +41,6 @@ def make(kind: str, steps: int = 4, wraps: bool = True, rows: int = ROWS, **opti
     inner = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
     given = {"model": model} if wraps else {}
     return model, fusedacc.AccumulatingOptimizer(inner, steps, **given, **options)
-
-
-def largest_allocation(run) -> int:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        run()
-    events = seen.profiler.kineto_results.events()
-    return max((event.nbytes() for event in events if event.name() == "[memory]"), default=0)
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "autocast"])

@@ -71,6 +71,16 @@ def test_pytorch():
         assert (right - before).abs().max() > 1e-3
 
 
+def test_memory(monkeypatch, capsys):
+    monkeypatch.setattr("fusedacc.planner.libraries.scratch_bytes", lambda: 0)
+    (batch, _), *_ = data(1)
+    given = {"model": nn.Linear(4, 2), "batch": batch, "loss_fn": lambda model, batch: model(batch).sum()}
+    found = pages.run("../memory", torch=torch, **given)
+    assert found["plan"].micro_batch_size == 64
+    assert found["optimizer"].gradient_accumulation_steps == found["plan"].gradient_accumulation_steps == 1
+    assert capsys.readouterr().out.startswith("micro_batch_size=64, ")
+
+
 def test_checkpoints(tmp_path):
     model = network()
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.AdamW(model.parameters()), 4)

@@ -18,7 +18,8 @@ FLOORS = (
     {"autograd", "distributed"},
     {"nn"},
     {"optimizer"},
-    {"amp", "commands"},
+    {"amp", "planner"},
+    {"commands"},
     {"integrations", "__main__", "__init__"},
 )
 #: Lines that a file may have at most, and at least if it is one of ours in `fusedacc/`.

@@ -279,7 +279,7 @@ class ClipsByTheFirst(Naive):
 class LosesTheFrozenOnRestart(Naive):
     """Its checkpoints hold no sums of frozen parameters."""
 
-    events = ("freeze", "copy")
+    events, soon = ("freeze", "copy"), 3
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()

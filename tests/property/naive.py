@@ -25,6 +25,8 @@ class Naive:
     change: str | None = None
     #: The kinds of events without which it does nothing wrong.
     events: tuple[str, ...] = ()
+    #: Within how many events the second of those must come after the first.
+    soon: int | None = None
 
     def __init__(self, optimizer: torch.optim.Optimizer, loop: Loop) -> None:
         self.optimizer, self.loop = optimizer, loop

@@ -67,6 +67,13 @@ def test_the_plain_scaler_is_torchs():
             assert plain.state_dict().items() <= torchs.state_dict().items()
 
 
+def follows(events, kinds, soon):
+    """Whether an event of the one kind is among so many before one of the other."""
+    found = [event.kind for event in events]
+    before, after = kinds
+    return any(kind == after and before in found[max(0, i - soon) : i] for i, kind in enumerate(found))
+
+
 def cases_for(broken):
     """Cases in which this mistake can show, of ever more."""
     drawn = (case for case in map(random_case, range(400, 2000)) if not exact(case))
@@ -74,6 +81,7 @@ def cases_for(broken):
         if (
             (broken.feature is None or getattr(case.loop, broken.feature))
             and {event.kind for event in case.events}.issuperset(broken.events)
+            and (broken.soon is None or follows(case.events, broken.events, broken.soon))
             and (broken.change is None or any(event.get("change") == broken.change for event in case.events))
             and (not issubclass(broken, Exposing) or Exposing.takes(case))
         ):

@@ -13,6 +13,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional
 
+from ...contestants import experts as stacked
 from . import recurrent, tables, transformers, vision
 
 Batch = tuple[tuple[Tensor, ...], Tensor]
@@ -88,7 +89,7 @@ def _labelled(classes: int, batch: int, *shape: int) -> Callable[[Generator], Ba
     return draw
 
 
-def _gpt(name: str, words: int, width: int, layers: int, length: int, compiled: bool = False) -> Entry:
+def gpt(name: str, words: int, width: int, layers: int, length: int, compiled: bool = False) -> Entry:
     make = functools.partial(transformers.GPT, words, width, layers, max(1, width // 64), length)
     return Entry(
         name,
@@ -100,7 +101,7 @@ def _gpt(name: str, words: int, width: int, layers: int, length: int, compiled: 
     )
 
 
-def _vit(image: int, patch: int, width: int, layers: int) -> Entry:
+def vit(image: int, patch: int, width: int, layers: int) -> Entry:
     return Entry(
         "vit",
         f"{layers} blocks of width {width}, {(image // patch) ** 2 + 1} tokens an image; 2 images",
@@ -110,7 +111,7 @@ def _vit(image: int, patch: int, width: int, layers: int) -> Entry:
     )
 
 
-def _lstm(width: int, length: int) -> Entry:
+def lstm(width: int, length: int) -> Entry:
     return Entry(
         "lstm",
         f"2 layers of width {width}, 256 bytes; 4 x {length} tokens",
@@ -120,7 +121,7 @@ def _lstm(width: int, length: int) -> Entry:
     )
 
 
-def _mlp(name: str, width: int, rows: int, compiled: bool = False) -> Entry:
+def mlp(name: str, width: int, rows: int, compiled: bool = False) -> Entry:
     return Entry(
         name,
         f"784 features, 2 layers of width {width}, 10 classes; {rows} rows",
@@ -131,7 +132,7 @@ def _mlp(name: str, width: int, rows: int, compiled: bool = False) -> Entry:
     )
 
 
-def _conv(width: int, image: int) -> Entry:
+def conv(width: int, image: int) -> Entry:
     return Entry(
         "conv",
         f"residual net of 3 stages from {width} channels, batch norm; 4 images of {image} x {image}",
@@ -141,7 +142,7 @@ def _conv(width: int, image: int) -> Entry:
     )
 
 
-def _unet(width: int, image: int) -> Entry:
+def unet(width: int, image: int) -> Entry:
     def noisy(generator: Generator) -> Batch:
         clean = torch.randn(2, 3, image, image, generator=generator)
         noise = torch.randn(2, 3, image, image, generator=generator)
@@ -166,7 +167,19 @@ def _moe(width: int, experts: int, length: int) -> Entry:
     )
 
 
-def _t5(words: int, width: int, source: int, target: int) -> Entry:
+def _moe_stacked(shape: stacked.Shape) -> Entry:
+    return Entry(
+        "moe-stacked",
+        f"decoder of 2 blocks, stacked weights: {shape}",
+        functools.partial(
+            transformers.StackedMoE, 256, shape.width, 2, max(1, shape.width // 64), shape.tokens, shape
+        ),
+        _text(256, 1, shape.tokens),
+        cross_entropy,
+    )
+
+
+def t5(words: int, width: int, source: int, target: int) -> Entry:
     def pair(generator: Generator) -> Batch:
         words_in = _tokens(words, 2, source)(generator)
         (before,), after = _text(words, 2, target)(generator)
@@ -243,18 +256,19 @@ def entries(quick: bool = False) -> dict[str, Entry]:
     """The models and layers by name; with `quick` of the same shapes and tiny."""
     if quick:
         found = [
-            _gpt("gpt-64", 50, 32, 1, 16), _gpt("gpt-256", 50, 32, 1, 32), _gpt("gpt-words", 500, 16, 1, 16),
-            _vit(16, 8, 32, 1), _lstm(16, 8), _mlp("mlp", 32, 8), _conv(8, 8), _unet(8, 8), _moe(32, 4, 16),
-            _t5(50, 32, 8, 8), _mamba(16, 8), _dlrm(50, 8, 16),
-            _gpt("gpt-compiled", 50, 32, 1, 16, True), _mlp("mlp-compiled", 32, 8, True),
+            gpt("gpt-64", 50, 32, 1, 16), gpt("gpt-256", 50, 32, 1, 32), gpt("gpt-words", 500, 16, 1, 16),
+            vit(16, 8, 32, 1), lstm(16, 8), mlp("mlp", 32, 8), conv(8, 8), unet(8, 8), _moe(32, 4, 16),
+            _moe_stacked(stacked.Shape(4, 32, 16, 16, 2)), t5(50, 32, 8, 8), _mamba(16, 8), _dlrm(50, 8, 16),
+            gpt("gpt-compiled", 50, 32, 1, 16, True), mlp("mlp-compiled", 32, 8, True),
             _linears(16, 8), _lookup(50, 8, 16),
         ]  # fmt: skip
     else:
         found = [
-            _gpt("gpt-64", 256, 512, 1, 64), _gpt("gpt-256", 256, 512, 1, 256),
-            _gpt("gpt-words", 50_257, 64, 2, 64), _vit(112, 16, 192, 3), _lstm(384, 32), _mlp("mlp", 2048, 8),
-            _conv(32, 16), _unet(32, 16), _moe(192, 8, 64), _t5(4096, 192, 32, 16), _mamba(192, 32),
-            _dlrm(10_000, 64, 128), _gpt("gpt-compiled", 256, 256, 2, 64, True),
-            _mlp("mlp-compiled", 1024, 16, True), _linears(512, 64), _lookup(20_000, 128, 256),
+            gpt("gpt-64", 256, 512, 1, 64), gpt("gpt-256", 256, 512, 1, 256),
+            gpt("gpt-words", 50_257, 64, 2, 64), vit(112, 16, 192, 3), lstm(384, 32), mlp("mlp", 2048, 8),
+            conv(32, 16), unet(32, 16), _moe(192, 8, 64),
+            _moe_stacked(stacked.Shape(16, 192, 384, 64, 2)), t5(4096, 192, 32, 16), _mamba(192, 32),
+            _dlrm(10_000, 64, 128), gpt("gpt-compiled", 256, 256, 2, 64, True),
+            mlp("mlp-compiled", 1024, 16, True), _linears(512, 64), _lookup(20_000, 128, 256),
         ]  # fmt: skip
     return {entry.name: entry for entry in found}

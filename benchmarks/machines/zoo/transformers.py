@@ -8,6 +8,8 @@ from torch.nn import functional
 
 from examples.demo.model import Block
 
+from ...contestants import experts as stacked
+
 
 class GPT(nn.Module):
     """Decoder over `words` tokens, int64 [batch, length] to logits [batch, length, words]; head and embedding
@@ -64,6 +66,38 @@ class Experts(nn.Module):
             weighted = expert(tokens[token]) * shares[token, place, None]
             out = out.index_add(0, token, weighted.to(out.dtype))
         return out.view_as(x)
+
+
+class StackedMoE(GPT):
+    """`MoE`, each block's experts stacked in two weights, as Transformers has them."""
+
+    def __init__(
+        self, words: int, width: int, layers: int, heads: int, length: int, shape: stacked.Shape
+    ) -> None:
+        self.shape = shape
+        super().__init__(words, width, layers, heads, length)
+
+    def block(self, width: int, heads: int) -> nn.Module:
+        block = Block(width, heads)
+        block.mlp = StackedExperts(self.shape)
+        return block
+
+
+class StackedExperts(nn.Module):
+    """[batch, length, width] to the same. Under autocast too experts multiply in their weights' dtype:
+    `grouped_mm` takes no other, and Transformers casts to it as well."""
+
+    def __init__(self, shape: stacked.Shape) -> None:
+        super().__init__()
+        self.router, self.top = nn.Linear(shape.width, shape.experts, bias=False), shape.top
+        self.experts = stacked.Experts(shape, "grouped")
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, -2)
+        shares, chosen = self.router(tokens).float().softmax(-1).topk(self.top)
+        shares = shares / shares.sum(-1, keepdim=True)
+        dtype = self.experts.down.dtype
+        return self.experts(tokens.to(dtype), chosen, shares.to(dtype)).to(x.dtype).view_as(x)
 
 
 class ViT(nn.Module):

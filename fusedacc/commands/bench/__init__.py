@@ -13,7 +13,6 @@ import sys
 import time
 import warnings
 from collections import deque
-from pathlib import Path
 from typing import Any, TextIO
 
 import torch
@@ -35,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print everything, each sample too, as JSON")
     parser.add_argument(
         "--plot",
-        type=_picture,
+        type=plot.picture,
         metavar="FILE",
         help="draw the speeds too (.png, .svg, ...; needs matplotlib)",
     )
@@ -53,13 +52,6 @@ def _threads(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of threads; allowed: integers from 1 on")
     return int(text)
-
-
-def _picture(text: str) -> Path:
-    problem = plot.problem(Path(text))
-    if problem is not None:
-        raise argparse.ArgumentTypeError(problem)
-    return Path(text)
 
 
 def run(options: argparse.Namespace) -> int:

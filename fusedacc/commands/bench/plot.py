@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 from pathlib import Path
@@ -33,6 +34,14 @@ def problem(path: Path) -> str | None:
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         return f"{str(path)!r} cannot be written; allowed: a file that can"
     return None
+
+
+def picture(text: str) -> Path:
+    """A file to draw, as the type of a command's argument."""
+    why = problem(Path(text))
+    if why is not None:
+        raise argparse.ArgumentTypeError(why)
+    return Path(text)
 
 
 def draw(found: dict[str, Any], path: Path) -> None:

@@ -30,8 +30,8 @@ class Progress:
     def __exit__(self, *exception: object) -> None:
         self.clear()
 
-    def show(self, number: int, of: int, title: str) -> None:
-        text = f"[{number}/{of}] {title}"
+    def show(self, number: int, of: int | None, title: str) -> None:
+        text = f"[{number}/{of}] {title}" if of else f"[{number}] {title}"
         self.clear()
         self.stream.write(text[:78] if self.live else f"{text}\n")
         self.stream.flush()

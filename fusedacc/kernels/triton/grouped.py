@@ -6,15 +6,10 @@ import torch
 from torch import Tensor
 
 from .. import launch_events
-from ..dtypes import PAIRS, computation_dtype
+from ..dtypes import computation_dtype
 from . import address_table as shared
 
 Number = float | Tensor
-
-
-def supports(accumulator_dtype: torch.dtype, operand_dtype: torch.dtype) -> bool:
-    """Whether there is a kernel for the dtypes, where the backend itself runs."""
-    return (operand_dtype, accumulator_dtype) in PAIRS
 
 
 def grouped_accumulate_(

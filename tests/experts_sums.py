@@ -1,0 +1,29 @@
+"""Ways of training a mixture of experts: that all add the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from benchmarks.suites.layers import STOCK, Work
+
+
+def assert_ways_add_the_same(ways: Mapping[str, Work], atol: float) -> None:
+    """Runs two micro-batches of each, and holds every sum's direction to stock's."""
+    for own in ways.values():
+        own.run()
+        own.run()
+    sums = {way: _sums_of(own) for way, own in ways.items()}
+    for way, found_sums in sums.items():
+        for ours, theirs in zip(found_sums, sums[STOCK], strict=True):
+            assert ours.dtype == torch.float32
+            # Sums of a mean hold another unit, which the update takes out.
+            found, wanted = (each.float() / each.float().norm().clamp(min=1e-12) for each in (ours, theirs))
+            torch.testing.assert_close(found, wanted, rtol=0.02, atol=atol, msg=way)
+
+
+def _sums_of(own: Work) -> list[torch.Tensor]:
+    if own.optimizer is not None:
+        return [slot.accumulator for slot in own.optimizer._slots]
+    return [getattr(p, "total", p.grad) for p in own.model.parameters()]

@@ -1,0 +1,297 @@
+"""`weight[e]` in a window's first micro-batch: used experts are written, unused ones zeroed once."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import pytest
+import torch
+from experts_models import EXPERTS, INNER, WIDTH, Mixture, batch, loss_of
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fusedacc
+from fusedacc.traffic import TrafficMeter
+
+
+class Stack(nn.Module):
+    """The experts of an order, one after the other, of one stacked weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(EXPERTS, 4, 4))
+
+    def forward(self, x, order, dense=False):
+        for expert in order:
+            x = torch.tanh(x @ self.weight[expert])
+        return x + self.weight.sum() if dense else x
+
+
+def pair(steps=None, **options):
+    """A stack, its wrapper, stock's twin; the memory of the sum holds NaN."""
+    model = Stack()
+    twin = copy.deepcopy(model)
+    inner = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = fusedacc.AccumulatingOptimizer(inner, steps, model=model, **options)
+    for index in range(steps or 1):
+        run(model, [index])
+        optimizer.step()
+    optimizer.zero_grad()
+    assert poisoned(optimizer)
+    return model, optimizer, twin
+
+
+def poisoned(optimizer):
+    """Leave NaN in the memory of every sum of experts, which waits for the next window."""
+    stacks = [slot for slot in optimizer._slots if "grouped" in slot.paths]
+    for slot in stacks:
+        assert slot.buffer is not None
+        slot.buffer.fill_(torch.nan)
+    return stacks
+
+
+def x_of(index=0, requires_grad=False):
+    generator = torch.Generator().manual_seed(index)
+    return torch.randn(3, 4, generator=generator).requires_grad_(requires_grad)
+
+
+def run(model, *orders, **options):
+    """A backward of the sum of one forward for each order."""
+    sum(model(x_of(i), order, **options).pow(2).sum() for i, order in enumerate(orders)).backward()
+
+
+def assert_equal(model, twin):
+    assert torch.equal(model.weight.grad, twin.weight.grad)
+
+
+ORDERS = {
+    "one": [[2]],
+    "none but the ends": [[0, EXPERTS - 1]],
+    "all": [list(range(EXPERTS))],
+    "twice in a forward": [[3, 1, 3]],
+    "several forwards before the backward": [[0, 2], [2, 5], [4]],
+}
+
+
+@pytest.mark.parametrize("orders", ORDERS.values(), ids=ORDERS)
+def test_gradients_are_stocks_whatever_stood_there(orders):
+    model, _optimizer, twin = pair()
+    for index in range(3):
+        for each in (model, twin):
+            run(each, *orders)
+        if index == 0:
+            assert_equal(model, twin)
+        torch.testing.assert_close(model.weight.grad, twin.weight.grad)
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton", "cpu"])
+def test_other_backends(backend):
+    model, _optimizer, twin = pair(backend=backend)
+    for each in (model, twin):
+        run(each, [3, 1], [3])
+    torch.testing.assert_close(model.weight.grad, twin.weight.grad)
+
+
+def test_forwards_whose_backward_never_comes():
+    model, _optimizer, twin = pair()
+    for each in (model, twin):
+        kept = each(x_of(7), [0, 4])
+        run(each, [1, 2])
+        assert kept is not None
+    assert_equal(model, twin)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_that_runs_the_forward_again(reentrant):
+    model, _optimizer, twin = pair()
+    for index in range(2):
+        for each in (model, twin):
+            y = checkpoint(each, x_of(0, True), [1, 3], use_reentrant=reentrant)
+            each(y, [3, 5]).pow(2).sum().backward()
+        if index == 0:
+            assert_equal(model, twin)
+        torch.testing.assert_close(model.weight.grad, twin.weight.grad)
+
+
+def test_a_second_backward_of_a_graph_that_is_kept():
+    model, _optimizer, twin = pair()
+    for each in (model, twin):
+        loss = each(x_of(), [1, 4]).pow(2).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert_equal(model, twin)
+
+
+@pytest.mark.parametrize("order", [[2, 0], []], ids=["and experts", "alone"])
+def test_the_whole_weight_is_used_beside_its_experts(order):
+    model, _optimizer, twin = pair()
+    for _ in range(2):
+        for each in (model, twin):
+            run(each, order, dense=True)
+        torch.testing.assert_close(model.weight.grad, twin.weight.grad)
+
+
+class Refusing(torch.autograd.Function):
+    """Fails in the backward, if told to."""
+
+    @staticmethod
+    def forward(ctx, x, fails):
+        ctx.fails = fails
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.fails:
+            raise ValueError("refused")
+        return gradient, None
+
+
+def interrupted(model):
+    hidden = Refusing.apply(model(x_of(0, True), [1]), True)
+    with pytest.raises(ValueError, match="refused"):
+        model(hidden, [4, 2]).pow(2).sum().backward()
+
+
+def test_what_a_failed_backward_has_written_is_forgotten():
+    model, optimizer, twin = pair()
+    interrupted(model)
+    assert model.weight.grad is None  # as stock's: its node has not run
+    optimizer.discard()
+    for each in (model, twin):
+        run(each, [1, 2])
+    assert_equal(model, twin)
+
+
+@pytest.mark.parametrize("steps", [None, 2])
+def test_a_failed_backward_is_told_of(steps):
+    model, optimizer, _ = pair(steps)
+    interrupted(model)
+    with pytest.raises(RuntimeError, match="an exception has interrupted a backward"):
+        optimizer.step()
+    model.zero_grad()
+    optimizer.discard()
+    twin = copy.deepcopy(model)
+    for _ in range(steps or 1):
+        run(model, [3])
+        if steps:
+            optimizer.step()
+    run(twin, [3])
+    assert model.weight.grad is not None
+    assert_equal(model, twin)
+
+
+def test_a_backward_after_a_failed_one_adds_nothing_of_it():
+    model, _optimizer, twin = pair()
+    interrupted(model)
+    for each in (model, twin):
+        run(each, [2, 5])
+    assert_equal(model, twin)
+
+
+def test_who_asks_in_mid_backward_sees_a_sum():
+    """Of the last product's expert, and zeros for those that come yet."""
+    model, optimizer, twin = pair()
+    seen = []
+
+    def look(gradient):
+        assert model.weight.grad is None
+        optimizer.state_dict()
+        seen.append(model.weight.grad.clone())
+
+    for each in (model, twin):
+        hidden = each(x_of(), [1])
+        if each is model:
+            hidden.register_hook(look)
+        each(hidden, [4]).pow(2).sum().backward()
+    (sum_then,) = seen
+    assert torch.equal(sum_then[4], twin.weight.grad[4])
+    assert not sum_then[[0, 1, 2, 3, 5]].any()
+    assert_equal(model, twin)
+
+
+def test_a_gradient_that_a_hook_puts_into_p_grad_is_added_to():
+    model, _optimizer, _ = pair()
+    twin = copy.deepcopy(model)
+    for each in (model, twin):
+        hidden = each(x_of(), [1, 2])
+
+        def put(gradient, each=each):
+            each.weight.grad = torch.ones_like(each.weight)
+
+        hidden.register_hook(put)
+        each(hidden, [4, 2]).pow(2).sum().backward()
+    torch.testing.assert_close(model.weight.grad, twin.weight.grad)
+
+
+def test_a_backward_inside_another():
+    model, _optimizer, twin = pair()
+    for each in (model, twin):
+        hidden = each(x_of(), [1, 2])
+        hidden.register_hook(lambda gradient, each=each: torch.enable_grad()(run)(each, [2, 3]))
+        each(hidden, [4, 2]).pow(2).sum().backward()
+    torch.testing.assert_close(model.weight.grad, twin.weight.grad)
+
+
+def test_backwards_of_several_threads():
+    for _ in range(5):
+        model, _optimizer, twin = pair()
+        orders = [[1, 2], [2, 3], [0], [5, 1]]
+        losses = [model(x_of(i), order).pow(2).sum() for i, order in enumerate(orders)]
+        threads = [threading.Thread(target=loss.backward) for loss in losses]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        run(twin, *orders)
+        torch.testing.assert_close(model.weight.grad, twin.weight.grad)
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 0.1])
+def test_windows_of_weighted_micro_batches(max_grad_norm):
+    """Norm, clipping and an update of memory that held NaN."""
+    results = []
+    for spoils in (False, True):
+        model = Mixture("loop")
+        optimizer = fusedacc.AccumulatingOptimizer(
+            torch.optim.AdamW(model.parameters()),
+            3,
+            model=model,
+            reduction="weighted",
+            max_grad_norm=max_grad_norm,
+        )
+        for index in range(7):
+            with optimizer.accumulate(weight=index + 1):
+                loss_of(model, index).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if spoils and index in (2, 5):
+                assert poisoned(optimizer)
+        optimizer.flush()
+        results.append([p.detach() for p in model.parameters()])
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
+        assert ours.isfinite().all()
+
+
+def test_bytes_of_a_windows_first_micro_batch():
+    """A gradient is read and its part of the sum written; others are zeroed; nothing of a sum is read."""
+    model = Mixture("loop")
+    optimizer = fusedacc.AccumulatingOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), 8, model=model, reduction="mean"
+    )
+    _, experts = batch(0)
+    used = experts.unique().numel()
+    model(*batch(0))  # which finds what reads experts
+    with TrafficMeter(optimizer) as meter:
+        loss_of(model, 0).backward()
+    counted = meter.as_dict()["by_op"]
+    added, zeroed = counted["fusedacc::scale_accumulate_"], counted["aten::_foreach_zero_"]
+    parts = 2 * used * WIDTH * INNER * 4
+    assert zeroed["written_bytes"] == 2 * (EXPERTS - used) * WIDTH * INNER * 4
+    assert added["calls"] >= 2 * used
+    biases = 4 * sum(p.numel() for name, p in model.named_parameters() if "bias" in name)
+    assert parts <= added["written_bytes"] <= parts + biases
+    assert parts <= added["read_bytes"] <= parts + biases
+    assert not meter.uncounted

@@ -1,0 +1,160 @@
+"""`keep_casts=True`: a weight that changes in mid-window is cast anew, whoever changes it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+from kept_casts import BF16, FP16, autocast, casts_of, loss_of, make
+from torch import nn
+
+
+@pytest.mark.parametrize("layer", ["linear", "convolution"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        "add",
+        "load",
+        "assign",
+        "data",
+        "transposed data",
+        "fp16",
+        "bf16",
+        "frozen",
+        "swapped",
+        "other dtype",
+        "shrunk",
+    ],
+)
+def test_in_mid_window(change, layer):
+    def build():
+        if layer == "linear":
+            return nn.Sequential(nn.Linear(6, 6, bias=False))
+        return nn.Sequential(nn.Conv1d(6, 6, 1, bias=False))
+
+    model, optimizer = make(build)
+    module = model[0]
+    x = torch.randn(3, 6, requires_grad=True) if layer == "linear" else torch.randn(3, 6, 4)
+    with autocast():
+        model(x).float().sum().backward()
+    optimizer.step()
+    (before,) = casts_of(optimizer)
+    dtype = BF16
+    if change == "add":
+        with torch.no_grad():
+            module.weight.add_(1.0)
+    elif change in ("load", "assign"):
+        state = {"weight": torch.randn_like(module.weight)}
+        module.load_state_dict(state, assign=change == "assign")
+    elif change == "data":
+        module.weight.data = torch.randn_like(module.weight)
+    elif change == "transposed data":
+        module.weight.data = module.weight.data.transpose(0, 1)
+    elif change in ("fp16", "bf16"):
+        model.to(FP16 if change == "fp16" else BF16)
+        x = x.detach().to(module.weight.dtype)
+    elif change == "frozen":
+        module.weight.requires_grad_(False)
+        x = x.detach().requires_grad_()
+    elif change == "swapped":
+        module.weight = nn.Parameter(torch.randn_like(module.weight))
+    elif change == "other dtype":
+        dtype = FP16
+    elif change == "shrunk":
+        module.weight.data = module.weight.data[:3]
+    twin = copy.deepcopy(model)  # which is stock
+    results = []
+    for net in (model, twin):
+        with autocast(dtype=dtype):
+            results.append(net(x))
+    assert results[0].dtype == dtype
+    assert torch.equal(*results)
+    if change not in ("bf16", "frozen", "swapped", "assign"):  # which stock runs
+        (after,) = casts_of(optimizer)
+        assert after is not before
+
+
+def test_evaluation_and_ignored_backwards_meet_the_right_weight():
+    model, optimizer = make("encoder")
+    loss_of(model).backward()
+    optimizer.step()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.5)
+    twin = copy.deepcopy(model)
+    for context in (torch.no_grad, torch.inference_mode, optimizer.ignore):
+        with context():
+            assert torch.equal(loss_of(model, 7), loss_of(twin, 7)), context
+    with optimizer.ignore():
+        loss_of(model, 8).backward()
+    loss_of(twin, 8).backward()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0.02, atol=0.01)
+
+
+def test_averages_that_are_swapped_in_past_the_version_to_evaluate():
+    model, optimizer = make("perceptron")
+    loss_of(model).backward()
+    optimizer.step()
+    kept = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.data.copy_(p.data * 2)
+    with torch.no_grad():
+        assert torch.equal(loss_of(model, 3), loss_of(copy.deepcopy(model), 3))
+    for p, former in zip(model.parameters(), kept, strict=True):
+        p.data.copy_(former)
+    loss_of(model, 1).backward()
+    optimizer.step()
+
+
+def test_a_write_past_the_version_raises():
+    for kind, name in (("perceptron", "3.weight"), ("convolutions", "0.weight")):
+        model, optimizer = make(kind)
+        loss_of(model).backward()
+        optimizer.step()
+        weight = model.get_parameter(name)
+        weight.data.copy_(weight.data + 1e-3)
+        with pytest.raises(RuntimeError, match=rf"'{name}' was written.*discard\(\)"):
+            loss_of(model, 1)
+        optimizer.discard()
+        loss_of(model, 1).backward()
+        optimizer.step()
+
+
+def test_an_update_in_mid_window_that_bumps_no_version_raises():
+    model, optimizer = make("perceptron", inner=functools.partial(torch.optim.AdamW, fused=True))
+    loss_of(model).backward()
+    optimizer.step()
+    version = model[0].weight._version
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.optimizer.step()
+    if model[0].weight._version == version:
+        with pytest.raises(RuntimeError, match=r"0.weight"):
+            loss_of(model, 1)
+
+
+def test_nan_is_no_change():
+    model, optimizer = make("perceptron")
+    with torch.no_grad():
+        model[0].weight.fill_(float("nan"))
+    for seed in range(2):
+        loss_of(model, seed).backward()
+        optimizer.step()
+
+
+def test_weights_of_few_elements():
+    def build():
+        return nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1), nn.Linear(1, 1), nn.Conv1d(1, 1, 1))
+
+    model, optimizer = make(build)
+    for _ in range(2):
+        with autocast():
+            y = model[2](model[1](model[0](torch.ones(3, 1)))).sum()
+            (y + model[3](torch.ones(1, 1, 1)).sum()).float().backward()
+        optimizer.step()
+    model[0].weight.data.add_(1.0)
+    with autocast(), pytest.raises(RuntimeError, match=r"'0.weight' was written"):
+        model[0](torch.ones(3, 1))
