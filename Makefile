@@ -1,6 +1,6 @@
 # `make help` lists the targets. SYSTEM_PYTHON=1 uses the current interpreter: no virtual environment, no network.
 .DEFAULT_GOAL := help
-.PHONY: help build demo test test-full test-mutants test-integrations lint format wheel test-versions bench bench-full bench-machines figures clean
+.PHONY: help build demo test test-full test-mutants test-integrations lint format wheel test-versions bench bench-full bench-integrations bench-machines figures memory-figures clean
 
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
 
@@ -31,7 +31,7 @@ demo test test-full test-mutants test-integrations: export OMP_WAIT_POLICY ?= pa
 test-integrations: export OMP_NUM_THREADS ?= 1
 
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1|/' | awk -F"|" '{printf "  %-17s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1|/' | awk -F"|" '{printf "  %-18s %s\n", $$1, $$2}'
 
 build: $(BUILT)  ## virtual environment, pinned dependencies, the extension; does nothing when up to date
 
@@ -113,12 +113,20 @@ bench: $(BUILT)  ## measure: ten minutes on two cores; rows go to benchmarks/res
 bench-full: $(BUILT)  ## the whole sweep: every size, dtype and model
 	$(PYTHON) -m benchmarks.run_all --full $(BENCH)
 
+bench-integrations: $(BUILT) $(INTEGRATIONS)  ## a micro-batch of a Transformers mixture of experts, and the planner on real architectures, in the second environment: half an hour
+	PYTHONPATH=$(CURDIR) $(INTEGRATIONS_PYTHON) -m benchmarks.suites.experts_model $(BENCH)
+	PYTHONPATH=$(CURDIR) $(INTEGRATIONS_PYTHON) -m benchmarks.suites.planner $(BENCH)
+
 bench-machines: $(BUILT)  ## training on real models, on this machine and on lesser ones that it emulates: an hour, goes on where it was cut off
 	$(PYTHON) -m benchmarks.machines.run $(MACHINES)
 
 figures: $(BUILT)  ## the newest results as plots in docs/figures, tables in docs/figures.md and the README
 	$(PYTHON) -m benchmarks.report.plot
 	$(PYTHON) -m benchmarks.report.readme_tables
+	$(PYTHON) -m benchmarks.report.accuracy
+
+memory-figures: $(BUILT)  ## the plots and tables of docs/memory.md from the newest rows of benchmarks/results/memory.csv
+	$(PYTHON) -m benchmarks.report.memory_charts
 
 clean:  ## remove everything the other targets made
 	rm -rf .venv .venv-integrations build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -10,9 +10,9 @@ from ..harness.results import newest
 MODE = "window k=8"
 CASE = "counted"
 UNIT = "B/param"
-MODEL = "ours, model="
+MODEL, KEPT = "ours, model=", "ours, model=, keep_casts="
 #: A row's note begins with its way's role.
-ROLES = ("as written", "best stock", "ours", MODEL)
+ROLES = ("as written", "best stock", "ours", MODEL, KEPT)
 #: By the column `dtypes`.
 TITLES = {
     "float32 into float32": "float32 parameters and sums",

@@ -15,13 +15,15 @@ A plot whose rows are missing is skipped, and the reason is printed.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import matplotlib
 from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 
 from ..harness.command import chosen
 from ..harness.machine import ROOT
@@ -44,22 +46,29 @@ Rows = Sequence[dict[str, str]]
 
 def draw(rows: Rows, of_machines: Rows, out: Path, names: Sequence[str]) -> list[Path]:
     """Writes a PNG and an SVG of each plot that has its rows, and prints why the others have none."""
-    out.mkdir(parents=True, exist_ok=True)
     written = []
     for name in names:
-        with plt.rc_context(STYLE):
-            try:
-                figure = CHARTS[name](of_machines if name == "machines" else rows)
-            except charts.NoRows as why:
-                print(f"{name}: not drawn: {why}")
-                continue
-            for path in (out / f"{name}.png", out / f"{name}.svg"):
-                # No date in the file: the same rows give the same bytes.
-                metadata = {"Date": None} if path.suffix == ".svg" else {}
-                figure.savefig(path, dpi=150, metadata=metadata)
-                written.append(path)
-            plt.close(figure)
-            print(f"{name}: {os.path.relpath(out / name)}.png, .svg")
+        made = of_machines if name == "machines" else rows
+        written += save(name, functools.partial(CHARTS[name], made), out)
+    return written
+
+
+def save(name: str, make: Callable[[], Figure], out: Path) -> list[Path]:
+    """Writes what `make` draws as a PNG and an SVG, or prints why there are no rows for it."""
+    out.mkdir(parents=True, exist_ok=True)
+    with plt.rc_context(STYLE):
+        try:
+            figure = make()
+        except charts.NoRows as why:
+            print(f"{name}: not drawn: {why}")
+            return []
+        written = [out / f"{name}.png", out / f"{name}.svg"]
+        for path in written:
+            # No date in the file: the same rows give the same bytes.
+            metadata = {"Date": None} if path.suffix == ".svg" else {}
+            figure.savefig(path, dpi=150, metadata=metadata)
+        plt.close(figure)
+    print(f"{name}: {os.path.relpath(out / name)}.png, .svg")
     return written
 
 

@@ -19,7 +19,7 @@ from ..harness.machine import ROOT
 from ..harness.results import RESULTS, newest, read
 from ..machines import cells, loops
 from ..machines.zoo import LAYERS
-from ..run_all import BENCHMARKS
+from ..run_all import APART, SHOWN
 from . import headline
 
 Row = dict[str, str]
@@ -28,6 +28,14 @@ SPEED = ("<!-- speed: written by make figures -->", "<!-- end of speed -->")
 FIGURES = ("<!-- figures: written by make figures -->", "<!-- end of figures -->")
 BYTES = ("<!-- bytes: written by make figures -->", "<!-- end of bytes -->")
 MACHINES = ("<!-- machines: written by make figures -->", "<!-- end of machines -->")
+#: Of the bytes, by role: those of ours with the difference to the best of stock.
+COLUMNS = {
+    "as written": ("stock, as written",),
+    "best stock": ("best of stock",),
+    "ours": ("fusedacc", "against the best"),
+    headline.MODEL: ("fusedacc, `model=`", "against the best"),
+    headline.KEPT: ("with `keep_casts=True`", "against the best"),
+}
 #: What one figure shares with the one it is held against.
 CASE = ("case", "mode", "shapes", "dtypes", "metric")
 
@@ -66,7 +74,7 @@ def outcome(row: Row, of: dict[tuple[str, ...], Row]) -> str:
 def goals(rows: Sequence[Row]) -> str:
     """A table per benchmark: what has a goal, and whether it was reached, in the newest run that has such."""
     lines = []
-    for name in BENCHMARKS:
+    for name in SHOWN:
         with_goals = [row for row in rows if row["benchmark"] == name and row["goal"] and row["median"]]
         if not with_goals:
             print(f"no figure with a goal from benchmarks/suites/{name}.py", file=sys.stderr)
@@ -75,7 +83,7 @@ def goals(rows: Sequence[Row]) -> str:
         own = [row for row in rows if row["benchmark"] == name and row["date"] == with_goals[-1]["date"]]
         of = {(*(row[column] for column in CASE), row["provider"]): row for row in own if row["median"]}
         lines += [
-            conditions(own[-1]),
+            conditions(own[-1], APART.get(name, "")),
             "",
             "| case | dtypes | way | median | against |",
             "|---|---|---|---|---|",
@@ -100,15 +108,14 @@ def window_bytes(rows: Sequence[Row]) -> str:
         print("no bytes per parameter from benchmarks/suites/models.py", file=sys.stderr)
         return ""
     about = found[0].row
-    titles = ["stock, as written", "best of stock", "fusedacc", "against the best"]
-    of_model = any(counted.role == headline.MODEL for counted in found)
-    titles += ["fusedacc, `model=`", "against the best"] if of_model else []
+    columns = {role: titles for role, titles in COLUMNS.items() if any(own.role == role for own in found)}
+    titles = [title for of_role in columns.values() for title in of_role]
     lines = [
         "Bytes read and written per parameter in one window of 8 micro-batches, clipping and AdamW included; "
         f"counted, each operand of each operator once, on {about['shapes']}."
         + (
             " With `model=` these are weights of Linear layers; what products read is in no column."
-            * of_model
+            * (headline.MODEL in columns)
         ),
         "",
         conditions(about),
@@ -119,10 +126,10 @@ def window_bytes(rows: Sequence[Row]) -> str:
     for title in dict.fromkeys(counted.title for counted in found):
         own = {counted.role: counted for counted in found if counted.title == title}
         told = []
-        for role in (role for role in headline.ROLES if of_model or role != headline.MODEL):
+        for role, of_role in columns.items():
             counted = own.get(role)
             told.append(cell(counted) if counted else "")
-            if role.startswith("ours"):
+            if len(of_role) > 1:
                 told.append(headline.against_best(counted, own) if counted else "")
         lines.append(f"| {' | '.join([title, *told])} |")
     return "\n".join(lines)
@@ -153,10 +160,15 @@ def speed(lines: Sequence[Row]) -> str:
     rows = [cells.parsed(line) for line in lines]
     rows = [row for row in rows if row.ratio and row.model not in LAYERS]
     ranges = []
-    for loop in (loops.PLAIN, loops.MODEL):
+    for loop in (loops.PLAIN, loops.MODEL, loops.KEPT):
         own = [row.ratio for row in rows if row.loop == loop]
-        ranges.append((min(own), max(own), statistics.median(own)))
-    (low, high, median), (model_low, model_high, model_median) = ranges
+        ranges += [(min(own), max(own), statistics.median(own))] if own else []
+    (low, high, median), (model_low, model_high, model_median), *kept = ranges
+    casts = "".join(
+        f" `keep_casts=True` made it {least:.2f} to {most:.2f} times as fast again under autocast, "
+        f"{middle:.2f} in the median."
+        for least, most, middle in kept
+    )
     models, machines = len({row.model for row in rows}), len({row.machine for row in rows})
     device, commit = lines[-1]["device"], lines[-1]["commit"]
     return (
@@ -164,7 +176,7 @@ def speed(lines: Sequence[Row]) -> str:
         f"torch, {median:.2f} in the median, and with `model=` at {model_low:.2f} to {model_high:.2f} times, "
         f"{model_median:.2f} in the median: {models} models in up to {len(loops.PRECISIONS)} "
         f"precisions on {machines} machines, of which {device} is the real one, and the others are emulated "
-        f"on it ([by machine](docs/figures.md), commit {commit})."
+        f"on it ([by machine](docs/figures.md), commit {commit}).{casts}"
     )
 
 

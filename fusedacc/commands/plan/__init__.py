@@ -1,0 +1,235 @@
+"""`python -m fusedacc plan`: which micro-batch fits in a budget, and where memory goes, before training."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable
+
+import torch
+
+from ...planner import Plan, plan
+from ...planner.budget import format_bytes, parse_bytes
+from ...planner.search import TooSmallError
+from ..bench import MISUSED, STOPPED, WRONG
+from ..bench import plot as pictures
+from ..bench.report import Progress
+from . import curves, devices, plot
+from .factory import InputError, NothingFitsError, Training, is_the_users, load, one_line
+
+#: The two loops.
+OURS, STOCK = "wrapped", "stock"
+DESCRIPTION = """\
+Predicts, by running the training step on fake tensors, the largest micro-batch that fits, how many make the
+batch, and where the memory goes; then runs one real update of it, where the device is there.
+
+FACTORY is called without arguments and returns a tuple: (model, optimizer, sample_batch), and if need be
+loss_fn and batch_dims after them:
+  model         an nn.Module as it will train, or on the meta device
+  optimizer     an AccumulatingOptimizer of its parameters, or a bare optimizer for the stock loop
+  sample_batch  a tensor, or a nest of tensors, whose first dimension counts samples
+  loss_fn       loss_fn(model, batch) returns the loss; without one, or None: model(**batch).loss
+  batch_dims    the dimension that counts samples, where it is not the first of every tensor
+"""
+EPILOGUE = f"""\
+A GPU by name need not be here. Of its total {devices.DRIVER_MIB} MiB are left to driver, context and
+libraries, and of the rest 5 %. Exit status: 0; 1 where the measured peak exceeds the budget; 2 where what was
+given cannot be used; 130 where it was stopped.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description, parser.epilog = DESCRIPTION, EPILOGUE
+    parser.add_argument("--model", required=True, metavar="FACTORY", help="package.module:factory")
+    parser.add_argument(
+        "--batch", required=True, type=_count, metavar="N", help="samples of an update, on all ranks together"
+    )
+    parser.add_argument(
+        "--memory",
+        type=_memory,
+        metavar="SIZE",
+        help='bytes, or as "24GiB"; parameters count (default: what the device has free, or by its name)',
+    )
+    parser.add_argument(
+        "--world", type=_count, default=1, metavar="N", help="data-parallel ranks (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--device",
+        type=_device,
+        metavar="NAME",
+        help=f"cpu, cuda, cuda:N, or a GPU that need not be here: {', '.join(devices.TOTAL_MIB)} "
+        "(default: where the model is)",
+    )
+    parser.add_argument("--stock", action="store_true", help="plan the stock loop, without the wrapper")
+    parser.add_argument("--json", action="store_true", help="print the plan's figures as JSON")
+    parser.add_argument(
+        "--plot",
+        type=pictures.picture,
+        metavar="FILE",
+        help="draw memory by kind against the micro-batch, in both loops (.png, .svg, ...; needs matplotlib)",
+    )
+    parser.add_argument("--no-verify", action="store_true", help="run no real update")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no count; allowed: integers from 1 on")
+    return int(text)
+
+
+def _memory(text: str) -> int:
+    try:
+        return parse_bytes(int(text) if text.isdecimal() else text, "--memory")
+    except ValueError as problem:
+        raise argparse.ArgumentTypeError(str(problem)) from None
+
+
+def _device(text: str) -> str:
+    allowed = ["cpu", "cuda", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    allowed += devices.TOTAL_MIB
+    if text.lower() not in allowed:
+        raise argparse.ArgumentTypeError(f"{text!r} is no device; allowed: {', '.join(allowed)}")
+    return text.lower()
+
+
+def run(options: argparse.Namespace) -> int:
+    """Plans and prints; returns the exit status: 1 where a real update took more than the budget, else 0."""
+    try:
+        return _run(options)
+    except InputError as problem:
+        print(f"python -m fusedacc plan: error: {problem}", file=sys.stderr)
+        return MISUSED
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return STOPPED
+
+
+def _run(options: argparse.Namespace) -> int:
+    training = load(options.model)
+    primary = STOCK if options.stock or not training.wrapped else OURS
+    device, memory = _where(options)
+    with Progress(sys.stderr) as progress:
+        loops = _Loops(options, device, memory, progress)
+        if primary == OURS or loops.compared:
+            try:
+                training = training.ours()
+                loops.add(OURS, training, primary == OURS)
+            except (TypeError, ValueError) as problem:  # an optimizer that cannot be wrapped
+                loops.lines.append(f"{OURS}: {one_line(problem)}")
+        training = training.stock() if primary == STOCK or loops.compared else training
+        if primary == STOCK or loops.compared:
+            loops.add(STOCK, training, primary == STOCK)
+    planned = loops.planned
+    assert planned is not None
+    if options.json:
+        print(json.dumps(planned.as_dict(), indent=2))
+    else:
+        print("\n".join([str(planned), "", *loops.lines]))
+    if options.plot is not None:
+        _draw(options, loops.curves, planned.memory_budget, options.device or str(training.place(None)))
+    measured = planned.measured_peak_bytes
+    return WRONG if measured is not None and measured > planned.memory_budget else 0
+
+
+def _where(options: argparse.Namespace) -> tuple[torch.device | None, int | None]:
+    """The device and the budget, None where it is not said."""
+    name: str | None = options.device
+    if name in devices.TOTAL_MIB:
+        return torch.device("cuda"), options.memory or devices.memory_of(name)
+    if name == "cuda" and options.memory is None and not torch.cuda.is_available():
+        raise InputError("--device cuda: there is no GPU here; allowed: the name of a GPU, or --memory too")
+    return torch.device(name) if name else None, options.memory
+
+
+def _draw(options: argparse.Namespace, found: list[curves.Curve], budget: int, device: str) -> None:
+    ranks = f" on {options.world} ranks" if options.world > 1 else ""
+    about = (
+        f"{options.model}, a batch of {options.batch}{ranks}, {device}, torch {torch.__version__}; predicted"
+    )
+    try:
+        plot.draw(found, budget, "What fits, and why", f"{about}. Dotted: what fits.", options.plot)
+    except OSError as problem:
+        raise InputError(f"--plot: {one_line(problem)}") from problem
+    print(f"drawn: {options.plot}", file=sys.stderr)
+
+
+class _Loops:
+    """Plans of the wrapped and the stock loop: one is asked for, the other is to compare."""
+
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        device: torch.device | None,
+        memory: int | None,
+        progress: Progress,
+    ) -> None:
+        self._options, self._device, self._memory, self._progress = options, device, memory, progress
+        self._count = 0
+        #: Whether the other is planned as well.
+        self.compared = not options.json or options.plot is not None
+        #: The plan that was asked for.
+        self.planned: Plan | None = None
+        #: A line for each loop.
+        self.lines: list[str] = []
+        self.curves: list[curves.Curve] = []
+
+    def add(self, title: str, training: Training, asked_for: bool) -> None:
+        """Plan a loop, and draw its curve if there is to be a picture.
+
+        Raises InputError where it is the one that was asked for, and cannot be planned.
+        """
+        place = training.place(self._device)
+
+        def note(size: int) -> None:
+            self._count += 1
+            self._progress.show(self._count, None, f"{title}: a micro-batch of {size}")
+
+        chosen = None
+        try:
+            found = self._plan(training, place, asked_for and not self._options.no_verify, note)
+        except InputError as problem:
+            if asked_for:
+                raise
+            self.lines.append(f"{title}: {problem}")
+            if not isinstance(problem, NothingFitsError):
+                return
+        else:
+            self._memory = found.memory_budget  # what is free changes by the moment
+            chosen, steps = found.micro_batch_size, found.gradient_accumulation_steps
+            self.lines.append(
+                f"{title}: {chosen} x {steps}, peak {format_bytes(found.peak_bytes)}, predicted"
+            )
+            if asked_for:
+                self.planned = found
+        if self._options.plot is not None:
+            samples = math.ceil(self._options.batch / self._options.world)
+            reach = curves.reach_of(chosen, samples)
+            reach = max([reach, *(max(other.by_size) for other in self.curves)])
+            self.curves.append(curves.curve(title, training, samples, chosen, reach, place, note))
+
+    def _plan(
+        self, training: Training, place: torch.device, verify: bool, note: Callable[[int], None]
+    ) -> Plan:
+        try:
+            return plan(
+                training.model,
+                training.optimizer,
+                training.sample_batch,
+                global_batch_size=self._options.batch,
+                memory_budget=self._memory,
+                world_size=self._options.world,
+                loss_fn=training.loss_fn,
+                verify=verify,
+                device=place,
+                batch_dims=training.batch_dims,
+                progress=note,
+            )
+        except Exception as error:
+            if not is_the_users(error):
+                raise
+            nothing = isinstance(error.__context__, TooSmallError)
+            raise (NothingFitsError if nothing else InputError)(one_line(error)) from error

@@ -1,0 +1,137 @@
+"""Amounts of memory: read, written, and how much there is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+
+import torch
+
+#: Bytes of a unit, by its name in small letters.
+UNITS = {"": 1, "b": 1}
+UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)}
+UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)}
+_AMOUNT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
+_ALLOWED = (
+    'a number of bytes of at least 1, as an int, or text as "24GiB", "512 MiB" (powers of 1024) or "1.5GB" '
+    "(powers of 1000); units are B, kB, MB, GB, TB, KiB, MiB, GiB, TiB"
+)
+
+
+def parse_bytes(amount: int | str, name: str) -> int:
+    """An amount of memory in bytes.
+
+    Args:
+        amount: bytes, or text: a number and a unit.
+        name: of the argument, for errors.
+
+    Raises:
+        TypeError: it is neither an int nor text.
+        ValueError: it is no amount of memory, or less than a byte.
+    """
+    if isinstance(amount, bool) or not isinstance(amount, int | str):
+        raise TypeError(f"{name} is {_ALLOWED}; it was {amount!r}, {type(amount).__name__}")
+    if isinstance(amount, int):
+        number = amount
+    else:
+        match = _AMOUNT.fullmatch(amount)
+        unit = UNITS.get(match[2].lower()) if match else None
+        if match is None or unit is None:
+            raise ValueError(f"{name} is {_ALLOWED}; it was {amount!r}")
+        number = int(Fraction(match[1]) * unit)
+    if number < 1:
+        raise ValueError(f"{name} is {_ALLOWED}; it was {amount!r}")
+    return number
+
+
+def format_bytes(number: int) -> str:
+    """An amount of memory for people: three figures, in powers of 1024."""
+    if number < 0:
+        return f"-{format_bytes(-number)}"
+    unit, name = 1, "B"
+    for power, letter in enumerate("KMGT", 1):
+        if number >= 1024**power:
+            unit, name = 1024**power, f"{letter}iB"
+    amount = number / unit
+    digits = 0 if amount >= 100 or unit == 1 else 1 if amount >= 10 else 2
+    text = f"{amount:.{digits}f}"
+    return f"{text.rstrip('0').rstrip('.') if '.' in text else text} {name}"
+
+
+def available(device: torch.device | str) -> int:
+    """Bytes that a process may still take on a device: on a CPU what the system could give without swapping,
+    within the limits of the control groups that this process is in; on a GPU what the driver calls free.
+
+    Raises:
+        ValueError: the device is neither a CPU nor a CUDA GPU.
+        RuntimeError: it cannot be told here.
+    """
+    where = torch.device(device)
+    if where.type == "cuda":
+        return int(torch.cuda.mem_get_info(where)[0])
+    if where.type != "cpu":
+        raise ValueError(f'device is "cpu" or "cuda"; it was "{where}"')
+    return host_memory(Path("/"))
+
+
+def host_memory(root: Path) -> int:
+    """What `available` says of a CPU.
+
+    Args:
+        root: where `proc` and the file systems of control groups are, "/" but in tests.
+    """
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        free = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError, IndexError) as problem:
+        raise RuntimeError(
+            "how much memory is free cannot be told here: /proc/meminfo has no MemAvailable"
+        ) from (problem)
+    left = [room for group in _groups(root) for room in _rooms(group)]
+    return max(0, min([free, *left]))
+
+
+def _groups(root: Path) -> Iterator[Path]:
+    """The folders of the groups that count this process's memory, of either version, and of those around."""
+    try:
+        mounts = (root / "proc/self/mountinfo").read_text().splitlines()
+        own = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
+    except OSError:
+        return
+    for line in mounts:
+        before, _, after = line.partition(" - ")
+        fields, kind = before.split(), after.split()
+        first = kind[0] == "cgroup" and "memory" in kind[-1].split(",")
+        if not first and kind[0] != "cgroup2":
+            continue
+        inside, point = fields[3], root / fields[4].lstrip("/")
+        for number, controllers, path in own:
+            if "memory" in controllers.split(",") if first else number == "0":
+                # In a container the mount may begin at the container's own group, and not say so to it.
+                below = path[len(inside) :] if inside != "/" and path.startswith(inside) else path
+                folder = point / below.strip("/")
+                folder = folder if folder.is_dir() else point
+                yield folder
+                while folder != point:
+                    folder = folder.parent
+                    yield folder
+
+
+def _rooms(group: Path) -> Iterator[int]:
+    """What a group's limits leave: files that are cached, and not in use, can be dropped."""
+    for most, used, cached in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.high", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            limit = (group / most).read_text().strip()
+            if limit == "max":
+                continue
+            taken = int((group / used).read_text())
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            yield int(limit) - taken + int(stat.get(cached, 0))
+        except (OSError, ValueError):  # a group without limits has no such files
+            continue

@@ -1,0 +1,318 @@
+"""The largest micro-batch with which training runs, found by trying."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from . import trial
+from .budget import format_bytes, parse_bytes
+from .child import Child, Outcome
+
+#: Updates of a try: the first makes the optimizer's state, and so needs less than those that follow.
+TRIED_UPDATES = 3
+#: Seconds between two changes of the bar.
+_SHOWN = 0.1
+
+
+class Try(NamedTuple):
+    """A size, whether training ran with it, and how long the try took, the start of its process included."""
+
+    size: int
+    fits: bool
+    seconds: float
+
+
+@dataclass(frozen=True)
+class FoundSize:
+    """What `find_micro_batch_size` has found.
+
+    budget_bytes: what training may add to the loaded process, and margin_bytes the part of it that was kept
+    from it in every try. updates: those that ran with this size at last. tries: in their order.
+    """
+
+    micro_batch_size: int
+    margin_bytes: int
+    budget_bytes: int
+    maximum: int
+    updates: int
+    tries: tuple[Try, ...]
+
+    def __str__(self) -> str:
+        given = format_bytes(self.budget_bytes - self.margin_bytes)
+        above = [each.size for each in self.tries if not each.fits and each.size > self.micro_batch_size]
+        end = f"{min(above)} does not fit" if above else f"{self.maximum} is the maximum"
+        seconds = sum(each.seconds for each in self.tries)
+        return (
+            f"micro-batch size {self.micro_batch_size}: {self.updates} updates ran within {given}; {end}\n"
+            f"budget {format_bytes(self.budget_bytes)}, of which {format_bytes(self.margin_bytes)} "
+            f"were kept free as a margin\n"
+            f"{len(self.tries)} tries in {seconds:.0f} s"
+        )
+
+
+def find_micro_batch_size(
+    step: Callable[[], Callable[[int], object]],
+    *,
+    start: int = 1,
+    maximum: int,
+    memory_budget: int | str | None = None,
+    device: torch.device | str = "cpu",
+    steps: int = 100,
+    margin: float = 0.05,
+    timeout: float = 600.0,
+    progress: bool = True,
+) -> FoundSize:
+    """Find the largest micro-batch with which training runs in a given memory.
+
+    Every try is a process of its own, started afresh and ended, so that nothing of the caller's is touched:
+    neither memory nor random state, data, limits. What a try prints is shown only where it ends in an
+    error; files that the step itself writes stay, as do caches of libraries.
+
+    A size runs if three updates do; the search doubles or halves from `start`, then bisects. What it finds
+    must run for `steps` updates; where it does not, the next lower size that does takes its place.
+
+    Args:
+        step: called once in each process without arguments; builds model, optimizer and data and returns a
+            callable `run(micro_batch_size)`, which does one whole update, all its micro-batches included, and
+            whose result is ignored. It has to be picklable: a function of a module, a `functools.partial` of
+            one, an instance of a class of a module. Where it is from a script, the script is imported in each
+            process, and so must start its work under `if __name__ == "__main__":`.
+        start: the size to begin with, best a prediction.
+        maximum: no larger size is tried.
+        memory_budget: what training may add to a process that has torch and the step's module loaded, model
+            and optimizer included: bytes, or text as "24GiB". None: what is free on the device. On a CPU it
+            limits the address space, which counts all that is mapped, files and stacks of threads too, and
+            what the C library keeps of freed memory; on a GPU, what torch's allocator reserves.
+        device: that of the training, whose memory is limited: "cpu" or a CUDA GPU. The step places its
+            tensors itself.
+        steps: updates that the found size has to run for.
+        margin: the share of the budget that tries do not get: memory becomes fragmented in longer runs.
+        timeout: seconds that a process may take to load, and that an update may, the first with `step()`.
+        progress: show a bar, if tqdm is installed.
+
+    Raises:
+        TypeError, ValueError: of the arguments, before a process is started.
+        torch.OutOfMemoryError: not even one sample fits.
+        TimeoutError: a process, or an update, took longer than `timeout`.
+        RuntimeError: the step raised something else, or its process died for another reason than memory.
+    """
+    finder = _Finder(
+        _order(step, device, memory_budget, margin),
+        _number("timeout", timeout, "seconds above 0", lambda number: number > 0),
+        _whole("steps", steps, TRIED_UPDATES),
+        _whole("maximum", maximum, 1),
+    )
+    if _whole("start", start, 1) > maximum:
+        raise ValueError(f"start is at most maximum, {maximum}; it was {start}")
+    if trial.in_child:
+        raise RuntimeError(
+            "find_micro_batch_size was called while a try of it imports the module that the step is from: a "
+            'script must start its work under `if __name__ == "__main__":`'
+        )
+    with _bar(progress) as bar:
+        finder.bar = bar
+        return finder.find(start)
+
+
+def _whole(name: str, number: int, least: int) -> int:
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise TypeError(f"{name} is an int of at least {least}; it was {number!r}")
+    if number < least:
+        raise ValueError(f"{name} is an int of at least {least}; it was {number}")
+    return number
+
+
+def _number(name: str, number: float, allowed: str, right: Callable[[float], bool]) -> float:
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        raise TypeError(f"{name} is a number, {allowed}; it was {number!r}")
+    if not right(number):
+        raise ValueError(f"{name} is a number, {allowed}; it was {number!r}")
+    return float(number)
+
+
+def _order(step: object, device: torch.device | str, budget: int | str | None, margin: float) -> trial.Order:
+    """What all tries have in common, checked."""
+    if not callable(step):
+        raise TypeError(
+            f"step is a callable without arguments, which returns run(micro_batch_size); it was {step!r}"
+        )
+    try:
+        # Not as multiprocessing pickles: that would move the caller's tensors to shared memory.
+        pickled = pickle.dumps(step)
+    except Exception as problem:
+        raise TypeError(
+            f"step has to be picklable, since each try is a process of its own, and {step!r} is not "
+            f"({problem}): move what is a lambda, or local to a function, to the level of a module"
+        ) from problem
+    where = torch.device(device)
+    if where.type not in trial.LIMITS:
+        raise ValueError(f'device is "cpu" or "cuda"; it was "{where}"')
+    if where.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f'device is "{where}", and torch.cuda.is_available() is false')
+        if str(where) == "cuda":
+            index = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+            where = torch.device("cuda", index)
+    elif not Path("/proc/self/statm").exists():
+        raise RuntimeError("memory of a CPU can be limited on Linux only: there is no /proc/self/statm")
+    return trial.Order(
+        pickled,
+        _main() if b"__main__" in pickled else {},
+        str(where),
+        torch.get_num_threads(),
+        size=0,
+        updates=TRIED_UPDATES,
+        budget=None if budget is None else parse_bytes(budget, "memory_budget"),
+        margin=_number("margin", margin, "at least 0 and below 1", lambda number: 0 <= number < 1),
+    )
+
+
+def _main() -> dict[str, Any]:
+    """What makes the caller's `__main__` again. `spawn.get_preparation_data` would settle the start method of
+    the caller's own processes."""
+    module = sys.modules["__main__"]
+    same: dict[str, Any] = {"sys_argv": sys.argv, "dir": os.getcwd()}
+    name = getattr(getattr(module, "__spec__", None), "name", None)
+    if name is not None:
+        return {**same, "init_main_from_name": name}
+    path = getattr(module, "__file__", None)
+    if path is None or not Path(path).exists():
+        raise TypeError(
+            "step is from an interactive session, which another process cannot import: move it to a module"
+        )
+    return {**same, "init_main_from_path": os.path.abspath(path)}
+
+
+@contextlib.contextmanager
+def _bar(progress: bool) -> Any:
+    """A bar that counts tries; None without. It starts no thread, and no lock of processes."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        progress = False
+    if not progress:
+        yield None
+        return
+
+    class Bar(tqdm):
+        monitor_interval = 0
+
+    Bar.set_lock(threading.RLock())
+    shape = "{desc} [{n_fmt} tried, {elapsed}{postfix}]"
+    with Bar(desc="micro-batch size", bar_format=shape, dynamic_ncols=True, leave=False) as bar:
+        yield bar
+
+
+def search(attempt: Callable[[int], Outcome], start: int, maximum: int) -> int:
+    """The largest size that fits, if all that are smaller do; 0 if none. Asks for each size once at most."""
+    low, high, size = 0, maximum + 1, start
+    while high - low > 1:
+        outcome = attempt(size)
+        if outcome.fits:
+            low = size
+        else:
+            high = size
+        if high > maximum:
+            size = min(2 * low, maximum)
+        elif low > 0:
+            size = (low + high) // 2
+        else:
+            # Where a process dies, the smallest size tells the soonest whether it always does.
+            size = 1 if outcome.doubtful else high // 2
+    return low
+
+
+def descend(attempt: Callable[[int], Outcome], largest: int) -> int:
+    """The same, where `largest` or a size little below it is expected: one lower, then 2, 4 and so on."""
+    low, high, size, stride = 0, largest + 1, largest, 1
+    while high - low > 1:
+        if attempt(size).fits:
+            low = size
+        else:
+            high = size
+        if low > 0:
+            size = (low + high) // 2
+        else:
+            size, stride = max(1, high - stride), 2 * stride
+    return low
+
+
+class _Finder:
+    """One search: what is tried, and what came of it."""
+
+    def __init__(self, order: trial.Order, timeout: float, steps: int, maximum: int) -> None:
+        self.order, self.timeout, self.steps, self.maximum = order, timeout, steps, maximum
+        self.tries: list[Try] = []
+        self.outcomes: dict[int, Outcome] = {}
+        self.bar: Any = None
+        self.shown = -math.inf
+
+    def find(self, start: int) -> FoundSize:
+        size = search(self.attempt, start, self.maximum)
+        size = descend(lambda size: self.attempt(size, self.steps), size)
+        if size == 0:
+            self._refuse(self.outcomes[1])
+        if size + 1 in self.outcomes and self.outcomes[size + 1].doubtful:
+            self._verify(size + 1)
+        budget = self.order.budget or 0
+        kept = trial.margin_of(budget, self.order.margin)
+        return FoundSize(size, kept, budget, self.maximum, self.steps, tuple(self.tries))
+
+    def attempt(self, size: int, updates: int = TRIED_UPDATES) -> Outcome:
+        """Try a size within the budget; the first try says what it is, where the caller did not."""
+        began = time.monotonic()
+        self._tell(size, 0, updates)
+        order = dataclasses.replace(self.order, size=size, updates=updates)
+        with Child(order, self.timeout, self._tell) as child:
+            outcome = child.outcome()
+        self.order = dataclasses.replace(self.order, budget=child.budget or self.order.budget)
+        self.outcomes[size] = outcome
+        self.tries.append(Try(size, outcome.fits, time.monotonic() - began))
+        if self.bar is not None:
+            self.bar.update()
+        return outcome
+
+    def _tell(self, size: int, done: int, updates: int) -> None:
+        now = time.monotonic()
+        if self.bar is not None and (done == 0 or now - self.shown >= _SHOWN):
+            self.shown = now
+            known = ", ".join(f"{each.size}{'' if each.fits else ' does not'}" for each in self.tries[-3:])
+            self.bar.set_postfix_str(f"fits: {known}" if known else "", refresh=False)
+            self.bar.set_description_str(f"micro-batch size {size}, {done} of {updates} updates")
+
+    def _refuse(self, one: Outcome) -> None:
+        """Not even one sample fits, or the process of one dies."""
+        if one.doubtful:
+            raise RuntimeError(f"the step does not run with micro-batch size 1: {one.why}")
+        budget = self.order.budget or 0
+        kept = trial.margin_of(budget, self.order.margin)
+        lacked = f", which lacked {format_bytes(one.lacked)} at least" if one.lacked else ""
+        raise torch.OutOfMemoryError(
+            f"micro-batch size 1 does not fit within {format_bytes(budget - kept)}, the budget of "
+            f"{format_bytes(budget)} less a margin of {format_bytes(kept)}{lacked}: {one.why}"
+        )
+
+    def _verify(self, size: int) -> None:
+        """See whether the smallest size that does not run would do so with all memory that there is: if it
+        fails alike with far more than the budget, then not for want of memory."""
+        order = dataclasses.replace(self.order, size=size, budget=None)
+        with Child(order, self.timeout, self._tell) as child:
+            outcome = child.outcome()
+        if outcome.doubtful and (child.budget or 0) > 1.25 * (self.order.budget or 0):
+            raise RuntimeError(
+                f"the step fails with micro-batch size {size}, and with all memory that is free just so: "
+                f"{outcome.why}"
+            )

@@ -1,0 +1,277 @@
+"""`plan`: which micro-batch fits, how many make the batch, and where the memory goes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from . import libraries, table
+from .allocations import KINDS, LIBRARIES, Peak
+from .batches import Batch, BatchDims
+from .budget import available, parse_bytes
+from .copies import recipe_of
+from .prediction import DataDependentError, Predictor
+from .search import TooSmallError, largest
+from .training import LossFunction, models_own_loss
+from .verification import measured_peak
+
+#: What of a device's free memory a plan leaves alone, where no budget is given.
+RESERVE = 0.05
+#: How sure a figure is: shapes alone decide it, something was run for it, or neither.
+EXACT, MEASURED, ESTIMATED = "exact", "measured", "estimated"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What fits, and why. `str()` is a table."""
+
+    #: Samples in one forward and backward, the largest that fits.
+    micro_batch_size: int
+    #: Micro-batches to an update, on each rank.
+    gradient_accumulation_steps: int
+    global_batch_size: int
+    world_size: int
+    #: Bytes that training may add to the process.
+    memory_budget: int
+    #: What it adds at its peak, as predicted.
+    peak_bytes: int
+    #: The same of a real update; None where none was run.
+    measured_peak_bytes: int | None
+    #: Why none was run; "" where one was.
+    not_measured: str
+    #: `peak_bytes` by what it is for (`fusedacc.planner.KINDS`).
+    bytes_by_kind: Mapping[str, int]
+    #: What an update moves, and how much of it is accumulation.
+    bytes_per_update: int
+    accumulation_bytes_per_update: int
+    #: The peaks of the micro-batch sizes that were tried, in bytes.
+    tried: Mapping[int, int]
+    #: Of each figure: "exact", "measured" or "estimated".
+    certainty: Mapping[str, str]
+    _arguments: Mapping[str, Any] = dataclasses.field(repr=False, compare=False)
+    _batch: Batch = dataclasses.field(repr=False, compare=False)
+    _of: Callable[[int], Plan] = dataclasses.field(repr=False, compare=False)
+
+    @property
+    def headroom_bytes(self) -> int:
+        """What the peak leaves of the budget."""
+        return self.memory_budget - self.peak_bytes
+
+    @property
+    def samples_per_rank(self) -> int:
+        """Samples of an update on each rank; ranks may differ by one where they do not divide."""
+        return math.ceil(self.global_batch_size / self.world_size)
+
+    @property
+    def micro_batch_sizes(self) -> list[int]:
+        """The samples of each micro-batch of an update: the last may be smaller."""
+        whole, rest = divmod(self.samples_per_rank, self.micro_batch_size)
+        return [self.micro_batch_size] * whole + [rest] * bool(rest)
+
+    @property
+    def ragged(self) -> bool:
+        """Whether the micro-batches of an update have unequal numbers of samples."""
+        return self.samples_per_rank * self.world_size != self.global_batch_size or (
+            self.samples_per_rank % self.micro_batch_size != 0
+        )
+
+    def split(self, batch: Any) -> Iterator[tuple[int, Any]]:
+        """The micro-batches of one rank's batch, laid out as `sample_batch`, each after its samples' number.
+
+        They are views. Give the number as the weight: `with optimizer.accumulate(weight=samples)`.
+        """
+        sizes = self._batch.sizes(batch, self.micro_batch_size)
+        return zip(sizes, self._batch.split(batch, sizes), strict=True)
+
+    def dividing(self) -> Plan:
+        """The plan with the largest micro-batch that divides each rank's samples: all are of one size.
+
+        Raises ValueError where the global batch itself does not divide by the ranks.
+        """
+        if self.global_batch_size % self.world_size:
+            raise ValueError(
+                f"global_batch_size={self.global_batch_size} is not divisible by world_size={self.world_size}"
+            )
+        sizes = range(self.micro_batch_size, 0, -1)
+        return self._of(next(size for size in sizes if self.samples_per_rank % size == 0))
+
+    def wrapper_arguments(self) -> dict[str, Any]:
+        """Keyword arguments for `AccumulatingOptimizer(optimizer, **plan.wrapper_arguments())`.
+
+        They are those of the wrapper that was planned with, or the defaults, with this plan's steps; where
+        micro-batches are unequal, the reduction is "weighted", so that the mean over samples is exact: give
+        each its number of samples as its weight (see `split`).
+        """
+        given = dict(self._arguments)
+        given["gradient_accumulation_steps"] = self.gradient_accumulation_steps
+        if self.ragged and given.get("reduction", "mean") == "mean":
+            given["reduction"] = "weighted"
+        return given
+
+    def as_dict(self) -> dict[str, Any]:
+        """The figures as plain numbers."""
+        figures = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if not field.name.startswith("_")
+        }
+        plain = {name: dict(own) if isinstance(own, Mapping) else own for name, own in figures.items()}
+        return plain | {"headroom_bytes": self.headroom_bytes, "ragged": self.ragged}
+
+    def __str__(self) -> str:
+        return table.render(self)
+
+
+def plan(
+    model: nn.Module,
+    optimizer: Optimizer,
+    sample_batch: Any,
+    *,
+    global_batch_size: int,
+    memory_budget: int | str | None = None,
+    world_size: int = 1,
+    loss_fn: LossFunction | None = None,
+    verify: bool = True,
+    device: torch.device | str | None = None,
+    batch_dims: BatchDims = 0,
+    progress: Callable[[int], None] | None = None,
+) -> Plan:
+    """Find the largest micro-batch that fits, by running the step on fake tensors, which allocate nothing.
+
+    Args:
+        model: as it will train, with its dtypes, checkpointing, frozen parameters and mode; or on meta.
+        optimizer: the wrapper as it will train, whose steps are replaced by what is planned where it counts
+            them; or a bare optimizer for the stock loop.
+        sample_batch: one real batch: a tensor, or a nest of them.
+        global_batch_size: samples of an update, on all ranks together.
+        memory_budget: what training may add to the process that has loaded torch: bytes, or text such as
+            "24GiB". Parameters and the libraries' scratch count, the interpreter and the libraries do not.
+            None: what the device has free, less 5 %, and what the model takes already.
+        world_size: data-parallel ranks; each holds the whole model.
+        loss_fn: `loss_fn(model, batch)` returns the loss, 0-dim; autocast and activation checkpointing go
+            inside. None: `model(**batch).loss`, as Transformers' models have it.
+        verify: run a real update of the chosen size on a copy, and measure its peak, where the device is
+            there and has room for both.
+        device: where training is to run; None: where the parameters are, and a CPU for those on meta. For a
+            GPU that is not there fake tensors of a CPU stand in.
+        batch_dims: the dimension that counts samples, an int for all tensors, or by name for those that
+            have another (`{"mask": 1}`), None for those that have none.
+        progress: called with each size that is about to be run.
+
+    The sum of gradients over micro-batches, optimizer states that the first update makes, master weights,
+    buckets and temporaries are counted as the step makes them. Nothing that is given is changed, and random
+    states are as before, also after an error.
+
+    Raises:
+        TypeError, ValueError: an argument is of the wrong kind, or not allowed; the batch's samples cannot
+            be told; a budget that a single sample exceeds.
+        DataDependentError: the model asks what is in its tensors (see `find_micro_batch_size`).
+        What the model itself raises, with a note at which size.
+    """
+    _check(model, optimizer, global_batch_size, world_size)
+    batch = Batch(sample_batch, batch_dims)
+    place = _place(model, device)
+    held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()) if t.device.type == place.type)
+    budget = parse_bytes(memory_budget, "memory_budget") if memory_budget is not None else None
+    if budget is None:
+        budget = int((1 - RESERVE) * available(place)) + held
+    recipe = recipe_of(optimizer)
+    predictor = Predictor(
+        model, recipe, batch, loss_fn or models_own_loss, place, progress or (lambda size: None)
+    )
+    per_rank = math.ceil(global_batch_size / world_size)
+
+    def peak(size: int) -> Peak:
+        return predictor.peak(size, math.ceil(per_rank / size))
+
+    with ThreadPoolExecutor(1) as beside:  # another process's work
+        asked = beside.submit(libraries.scratch_bytes) if place.type == "cpu" else None
+        least = _least(peak, per_rank)
+    scratch = 0 if asked is None else asked.result()
+    try:
+        chosen = largest(lambda size: peak(size).bytes + scratch, per_rank, budget, least)
+    except TooSmallError as error:
+        raise ValueError(table.too_small(error, peak(least), scratch, optimizer)) from None
+    arguments = dict(recipe.arguments or {}) | ({"model": model} if recipe.takes_model else {})
+
+    def of(size: int) -> Plan:
+        found, steps = peak(size), math.ceil(per_rank / size)
+        measured, why = None, "verify=False"
+        if verify:
+            measured, why = measured_peak(
+                model, recipe, batch, loss_fn or models_own_loss, place, size, steps, found.bytes
+            )
+            measured = None if measured is None else measured + scratch
+        moved = predictor.traffic(size, steps)
+        kinds = {kind: found.by_kind.get(kind, 0) for kind in KINDS} | {LIBRARIES: scratch}
+        here = predictor.runs_there
+        certainty = {
+            "micro_batch_size": ESTIMATED,
+            "peak_bytes": ESTIMATED,
+            "measured_peak_bytes": MEASURED,
+            "bytes_per_update": ESTIMATED if predictor.uncounted else EXACT,
+            **dict.fromkeys(("parameters", "accumulators", "gradients", "optimizer"), EXACT),
+            "activations": EXACT if here else ESTIMATED,
+            "temporaries": ESTIMATED,
+            LIBRARIES: MEASURED if place.type == "cpu" else ESTIMATED,
+        }
+        return Plan(
+            size, steps, global_batch_size, world_size, budget, found.bytes + scratch, measured, why,
+            MappingProxyType(kinds), moved.bytes, moved.accumulation,
+            MappingProxyType({tried: own + scratch for tried, own in predictor.tried.items()}),
+            MappingProxyType(certainty), MappingProxyType(arguments), batch, of,
+        )  # fmt: skip
+
+    return of(chosen)
+
+
+def _check(model: Any, optimizer: Any, global_batch_size: Any, world_size: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    for name, value in (("global_batch_size", global_batch_size), ("world_size", world_size)):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name} must be an int, got {value!r}")
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if global_batch_size < world_size:
+        raise ValueError(
+            f"global_batch_size={global_batch_size} is less than world_size={world_size}: some ranks would "
+            "have no sample; allowed: at least one for each rank"
+        )
+    own = {id(parameter) for parameter in model.parameters()}
+    if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise ValueError("optimizer has no parameter of model: it would train something else")
+
+
+def _least(peak: Callable[[int], Peak], most: int) -> int:
+    """The smallest micro-batch: 2 for models that refuse a single sample, as batch norms may."""
+    try:
+        peak(1)
+    except DataDependentError:
+        raise
+    except Exception:
+        if most == 1:
+            raise
+        with contextlib.suppress(Exception):
+            peak(2)
+            return 2
+        raise
+    return 1
+
+
+def _place(model: nn.Module, device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    first = next(model.parameters()).device
+    return torch.device("cpu") if first.type == "meta" else first

@@ -1,0 +1,181 @@
+"""The memory and traffic of an update, for any micro-batch, from a run on fake tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.optim import Optimizer
+
+from ..traffic import TrafficMeter
+from .allocations import Peak
+from .batches import Batch
+from .copies import Recipe, fake_copy, recipe_of
+from .grouped import GroupedProducts
+from .lstm import RunLstmByOneDnn
+from .operators import Trials
+from .trace import Trace
+from .training import KIND_IN, MICRO_BATCHES, LossFunction, held, train, windows_of
+
+
+class DataDependentError(RuntimeError):
+    """The model asks what is in its tensors, which fake ones do not know."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Bytes read and written in an update, and those of them that accumulate gradients."""
+
+    bytes: int
+    accumulation: int
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.bytes + other.bytes, self.accumulation + other.accumulation)
+
+    def __sub__(self, other: Traffic) -> Traffic:
+        return self + other.times(-1)
+
+    def times(self, number: int) -> Traffic:
+        return Traffic(number * self.bytes, number * self.accumulation)
+
+
+class Predictor:
+    """Predicts for one model, optimizer, loss and batch; each micro-batch size is run once.
+
+    Args:
+        model, optimizer: as `plan` has them, or how the optimizer is made; they are not touched.
+        batch: to draw micro-batches from.
+        loss_fn: the loss of a micro-batch.
+        device: where training is to run.
+        note: called with the size that is about to be run.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Recipe,
+        batch: Batch,
+        loss_fn: LossFunction,
+        device: torch.device,
+        note: Callable[[int], None],
+    ) -> None:
+        self._model, self._recipe, self._batch = model, recipe_of(optimizer), batch
+        self._loss_fn, self._device, self._note = loss_fn, device, note
+        #: Fake tensors run on a CPU where torch has not that device, and oneDNN's needs are not its.
+        self.runs_there = _has(device)
+        self._runs_on = device if self.runs_there else torch.device("cpu")
+        self._trials = Trials() if device.type == "cpu" else None
+        self._peaks: dict[tuple[int, int], Peak] = {}
+        #: Operators whose traffic shapes alone do not tell, in what `traffic` has run.
+        self.uncounted: set[str] = set()
+        has_lstm = any(isinstance(module, nn.LSTM) for module in model.modules())
+        self._lstm = RunLstmByOneDnn if has_lstm else contextlib.nullcontext
+
+    def peak(self, size: int, steps: int) -> Peak:
+        """What is alive at the peak of training with micro-batches of `size`, `steps` an update."""
+        key = size, min(steps, MICRO_BATCHES)
+        if key not in self._peaks:
+            self._note(size)
+            self._peaks[key] = self._run(*key)
+        return self._peaks[key]
+
+    @property
+    def tried(self) -> dict[int, int]:
+        """The bytes of each size so far."""
+        return {size: peak.bytes for (size, _), peak in sorted(self._peaks.items())}
+
+    def _run(self, size: int, steps: int) -> Peak:
+        trace = Trace(self._runs_on)
+        with self._fake(size, steps) as (copy, draw):
+
+            def look() -> None:
+                for kind, tensors in held(copy).items():
+                    trace.mark(tensors, kind)
+
+            with trace:
+                windows = windows_of(steps)
+                train(copy, draw, self._loss_fn, windows, lambda name: trace.phase(KIND_IN[name]), look)
+            found = trace.peak(self._trials)
+        return found
+
+    def traffic(self, size: int, steps: int) -> Traffic:
+        """The bytes that an update of so many micro-batches moves, once sums and state are there."""
+        with self._fake(size, steps) as (copy, draw):
+            meter = TrafficMeter(copy.model)
+            rests: list[Traffic] = []
+
+            def look() -> None:
+                found = meter.as_dict()
+                rests.append(Traffic(found["total_bytes"], found["by_phase"].get("accumulate", 0)))
+
+            *before, window = windows_of(steps)
+            train(copy, draw, self._loss_fn, before, _nothing, lambda: None)
+            with meter:
+                train(copy, draw, self._loss_fn, (window,), _nothing, look)
+        self.uncounted.update(meter.uncounted)
+        # At rest: before, then after each backward, and after each micro-batch's end.
+        last = rests[-2] - rests[-3]
+        return rests[-1] + last.times(steps - window)
+
+    @contextlib.contextmanager
+    def _fake(self, size: int, steps: int) -> Iterator[tuple[Any, Callable[[], Any]]]:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with kept_random_state(self._runs_on), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+            copy = fake_copy(mode, self._model, self._recipe, windows_of(steps), self._runs_on)
+            try:
+                with mode, GroupedProducts(), self._lstm():
+                    yield copy, lambda: self._batch.shapes(size, self._runs_on)
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                raise DataDependentError(_data_dependent(str(error.func))) from error
+            except UnsupportedOperatorException as error:
+                raise DataDependentError(_data_dependent(str(error.func))) from error
+            except Exception as error:
+                if sys.version_info >= (3, 11):
+                    error.add_note(f"with fake tensors, at a micro-batch of {size}")
+                raise
+
+
+def _data_dependent(operator: str) -> str:
+    return (
+        f"the model calls {operator}, whose result depends on what is in its tensors, so that its memory "
+        "cannot be predicted; allowed: fusedacc.planner.find_micro_batch_size, which tries sizes for real"
+    )
+
+
+def _has(device: torch.device) -> bool:
+    return device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available())
+
+
+@contextlib.contextmanager
+def kept_random_state(device: torch.device) -> Iterator[None]:
+    """Afterwards Python's, NumPy's and torch's random states are as before."""
+    python = random.getstate()
+    numpy: Any = sys.modules.get("numpy")
+    drawn = None if numpy is None else numpy.random.get_state()
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            if numpy is not None:
+                numpy.random.set_state(drawn)
+
+
+def _nothing(_: str) -> contextlib.AbstractContextManager[None]:
+    """No phase is told."""
+    return contextlib.nullcontext()

@@ -1,0 +1,72 @@
+"""The peak of blocks: when it is, what it is made of, and what operators add inside."""
+
+from __future__ import annotations
+
+import random
+
+from fusedacc.planner.allocations import (
+    ACTIVATIONS,
+    GRADIENTS,
+    PARAMETERS,
+    TEMPORARIES,
+    Block,
+    Inside,
+    Operator,
+    peak,
+)
+
+
+def test_nothing_has_no_peak():
+    assert peak([]).bytes == 0
+    assert not peak([]).by_kind
+
+
+def test_an_end_is_no_part_of_a_life():
+    """What begins when another ends is not alive beside it."""
+    found = peak([Block(10, 0, PARAMETERS, 3), Block(7, 3, GRADIENTS)])
+    assert (found.bytes, dict(found.by_kind)) == (10, {PARAMETERS: 10})
+
+
+def test_kinds_of_the_first_highest_moment():
+    blocks = [
+        Block(5, 0, PARAMETERS),
+        Block(4, 1, ACTIVATIONS, 2),
+        Block(4, 3, GRADIENTS, 4),
+        Block(0, 1, TEMPORARIES),
+    ]
+    found = peak(blocks)
+    assert (found.bytes, dict(found.by_kind)) == (9, {PARAMETERS: 5, ACTIVATIONS: 4})
+
+
+def test_what_an_operator_takes_inside_is_there_in_its_call_alone():
+    blocks = [Block(5, 0, PARAMETERS), Block(3, 4, ACTIVATIONS)]
+    calls = [Operator(2, "a"), Operator(6, "b"), Operator(7, "unknown")]
+    inside = {"a": Inside(9, 0), "b": Inside(7, 0)}
+    found = peak(blocks, calls, inside)
+    assert found.bytes == 5 + 3 + 7
+    assert dict(found.by_kind) == {PARAMETERS: 5, ACTIVATIONS: 3, TEMPORARIES: 7}
+    assert peak(blocks, calls).bytes == 8
+
+
+def test_a_workspace_that_fakes_do_not_know_is_kept_with_the_last_output():
+    outputs = [Block(4, 1, ACTIVATIONS), Block(0, 2, ACTIVATIONS, 5)]
+    call = Operator(0, "rnn", outputs)
+    found = peak([*outputs, Block(9, 6, GRADIENTS)], [call], {"rnn": Inside(20, 14)})
+    assert outputs[1].bytes == 10
+    assert found.bytes == 20
+    # A second look adds nothing: what was missing is there by now.
+    assert peak([*outputs, Block(9, 6, GRADIENTS)], [call], {"rnn": Inside(20, 14)}) == found
+
+
+def test_against_every_moment():
+    draw = random.Random(5)
+    for _ in range(200):
+        blocks = []
+        for _ in range(draw.randrange(1, 12)):
+            start = draw.randrange(20)
+            end = draw.choice([float("inf"), start + draw.randrange(1, 9)])
+            blocks.append(Block(draw.randrange(9), start, draw.choice([PARAMETERS, GRADIENTS]), end))
+        at = [sum(own.bytes for own in blocks if own.start <= now < own.end) for now in range(40)]
+        found = peak(blocks)
+        assert found.bytes == max(at)
+        assert sum(found.by_kind.values()) == found.bytes

@@ -1,0 +1,103 @@
+"""Nests of tensors: what counts samples, other sizes of them, their parts, and what cannot be told."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+from fusedacc.planner.batches import Batch
+
+CPU = torch.device("cpu")
+
+
+def nest(size: int = 4) -> dict:
+    return {
+        "x": torch.arange(3.0 * size).view(size, 3),
+        "more": (torch.ones(size, dtype=torch.int64), [torch.zeros(size, 2, 2), "text", None]),
+    }
+
+
+def test_a_nest_keeps_its_form():
+    batch = Batch(nest())
+    assert batch.size == 4
+    for made in (batch.drawn(3), batch.shapes(3, CPU)):
+        assert made["more"][1][1:] == ["text", None]
+        assert isinstance(made["more"], tuple)
+        found = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
+        assert [tuple(leaf.shape) for leaf in found] == [(3, 3), (3,), (3, 2, 2)]
+        assert [leaf.dtype for leaf in found] == [torch.float32, torch.int64, torch.float32]
+
+
+def test_draws_are_the_first_samples_and_then_all_again():
+    batch = Batch(nest())
+    x = nest()["x"]
+    assert torch.equal(batch.drawn(3)["x"], x[:3])
+    assert torch.equal(batch.drawn(6)["x"], torch.cat([x, x[:2]]))
+    kept = Batch(x)
+    kept.drawn(2).zero_()
+    assert torch.equal(kept.drawn(4), x)  # draws are copies
+
+
+def test_a_tensor_alone_and_inputs_that_require_gradients():
+    batch = Batch(torch.ones(5, 2, requires_grad=True))
+    assert batch.size == 5
+    assert batch.shapes(7, CPU).requires_grad
+    assert batch.shapes(7, CPU).is_leaf
+
+
+def test_dimensions_by_name_path_and_number():
+    sample = {"x": torch.ones(4, 3), "mask": torch.ones(2, 4), "table": torch.ones(7)}
+    for dims in ({"mask": 1, "table": None}, {"['mask']": -1, "['table']": None}):
+        batch = Batch(sample, dims)
+        assert batch.size == 4
+        drawn = batch.drawn(9)
+        assert [tuple(drawn[name].shape) for name in sample] == [(9, 3), (2, 9), (7,)]
+    assert Batch((torch.ones(2, 4), torch.ones(3, 4)), 1).size == 4
+    assert Batch((torch.ones(2, 4), torch.ones(9)), {"[1]": None}).size == 2
+
+
+def test_parts():
+    sample = {"x": torch.arange(7), "mask": torch.arange(14).view(2, 7), "table": torch.ones(5)}
+    batch = Batch(sample, {"mask": 1, "table": None})
+    assert batch.sizes(sample, 3) == [3, 3, 1]
+    assert batch.sizes(sample, 7) == [7]
+    assert batch.sizes(batch.drawn(9), 4) == [4, 4, 1]
+    parts = batch.split(sample, [3, 3, 1])
+    assert torch.equal(torch.cat([part["x"] for part in parts]), sample["x"])
+    assert torch.equal(torch.cat([part["mask"] for part in parts], 1), sample["mask"])
+    assert all(part["table"] is sample["table"] for part in parts)
+    assert parts[1]["x"].data_ptr() == sample["x"][3:].data_ptr()  # views
+
+
+@pytest.mark.parametrize(
+    ("sample", "dims", "error", "told"),
+    [
+        ("text", 0, TypeError, "sample_batch must hold a tensor, got str"),
+        ({}, 0, TypeError, "sample_batch must hold a tensor, got dict"),
+        (
+            {"x": torch.ones(4), "y": torch.ones(4), "scale": torch.ones(3)},
+            0,
+            ValueError,
+            "['scale']: 3 in dimension 0); name the dimension that counts them, or None where there is none, "
+            "as batch_dims={\"['scale']\": None}",
+        ),
+        (
+            {"x": torch.ones(4), "rate": torch.tensor(1.0)},
+            0,
+            ValueError,
+            "sample_batch['rate'] has shape (), and so no dimension 0",
+        ),
+        ({"x": torch.ones(4)}, {"y": 1}, ValueError, "batch_dims names 'y', which sample_batch has not"),
+        ({"x": torch.ones(4)}, {"x": None}, ValueError, "leaves no tensor that counts samples"),
+        ({"x": torch.ones(4)}, {"x": 2}, ValueError, "no dimension 2"),
+        ({"x": torch.ones(4)}, "first", TypeError, "batch_dims must be an int, or a dict"),
+        ({"x": torch.ones(4)}, True, TypeError, "batch_dims must be an int, or a dict"),
+        ({"x": torch.ones(0, 2)}, 0, ValueError, "no samples; allowed: at least one"),
+    ],
+)
+def test_what_cannot_be_told(sample, dims, error, told):
+    with pytest.raises(error, match=re.escape(told)):
+        Batch(sample, dims)

@@ -1,0 +1,120 @@
+"""Amounts of memory: read, written, and how much there is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from searched_steps import (
+    MIB,
+)
+
+from fusedacc.planner import budget
+
+# Amounts of memory
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        (7, 7),
+        ("7", 7),
+        ("24GiB", 24 * 2**30),
+        ("512 MiB", 512 * MIB),
+        (" 1.5gb ", 1_500_000_000),
+        (".5 kB", 500),
+        ("0.1TB", 10**11),
+    ],
+)
+def test_amounts(text: int | str, number: int):
+    assert budget.parse_bytes(text, "room") == number
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1e9", "24G", "1,5GB", "0.1B", "0GiB", 0, -5])
+def test_what_is_no_amount(text: int | str):
+    with pytest.raises(
+        ValueError, match=r"room is a number of bytes of at least 1, as an int, or text as .24GiB"
+    ):
+        budget.parse_bytes(text, "room")
+
+
+def test_amounts_for_people():
+    numbers = (0, 1023, 1024, 1536, 95 * MIB, 1000 * MIB, 24 * 2**30, 2**42 * 3 // 2, -1536)
+    texts = [budget.format_bytes(number) for number in numbers]
+    assert texts == ["0 B", "1023 B", "1 KiB", "1.5 KiB", "95 MiB", "1000 MiB", "24 GiB", "6 TiB", "-1.5 KiB"]
+
+
+def write(root: Path, **files: str) -> None:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("mount", "own", "files", "left"),
+    [
+        ("", "", {}, 1000),
+        (
+            "1 0 0:1 / /group rw - cgroup2 cgroup2 rw",
+            "0::/a/b",
+            {
+                "group/a/memory.max": "max",
+                "group/a/b/memory.max": "900",
+                "group/a/b/memory.current": "500",
+                "group/a/b/memory.stat": "anon 300\ninactive_file 50",
+            },
+            450,
+        ),
+        (
+            "1 0 0:1 / /group rw - cgroup2 cgroup2 rw",
+            "0::/a/b",
+            {
+                "group/a/b/memory.max": "max",
+                "group/a/memory.high": "700",
+                "group/a/memory.current": "500",
+                "group/a/memory.stat": "inactive_file 0",
+            },
+            200,
+        ),
+        (
+            "1 0 0:1 /host/box /group/memory rw - cgroup cgroup rw,memory",
+            "4:memory:/host/box\n0::/",
+            {
+                "group/memory/memory.limit_in_bytes": "800",
+                "group/memory/memory.usage_in_bytes": "900",
+                "group/memory/memory.stat": "inactive_file 5\ntotal_inactive_file 130",
+            },
+            30,
+        ),
+        (
+            "1 0 0:1 / /group/memory rw - cgroup cgroup rw,memory",
+            "4:memory:/not/seen/here\n0::/",
+            {
+                "group/memory/memory.limit_in_bytes": "9223372036854771712",
+                "group/memory/memory.usage_in_bytes": "900",
+                "group/memory/memory.stat": "total_inactive_file 130",
+            },
+            1000,
+        ),
+    ],
+)
+def test_what_is_free_within_control_groups(
+    tmp_path: Path, mount: str, own: str, files: dict[str, str], left: int
+):
+    # All figures are in KiB, and bytes in files.
+    scaled = {
+        name: re.sub(r"\b\d{1,4}\b", lambda m: f"{1024 * int(m[0])}", text) for name, text in files.items()
+    }
+    write(tmp_path, **{"proc/meminfo": "MemTotal: 2000 kB\nMemAvailable: 1000 kB\n", **scaled})
+    write(tmp_path, **{"proc/self/mountinfo": mount, "proc/self/cgroup": own})
+    assert budget.host_memory(tmp_path) == 1024 * left
+
+
+def test_what_is_free_cannot_be_told_everywhere(tmp_path: Path):
+    with pytest.raises(RuntimeError, match="no MemAvailable"):
+        budget.host_memory(tmp_path)
+    with pytest.raises(ValueError, match='device is "cpu" or "cuda"; it was "meta"'):
+        budget.available("meta")
+    assert 0 < budget.available("cpu") < 2**50

@@ -1,0 +1,296 @@
+"""`python -m fusedacc plan`: what it takes, prints, draws and refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import fusedacc
+from fusedacc import __main__
+from fusedacc.commands import plan as command
+from fusedacc.commands.plan import curves, devices, factory
+from fusedacc.planner import KINDS
+
+MODULE = "planned_by_tests"
+BATCH = 64
+
+
+def training(wrap=True, device="cpu"):
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    if wrap:
+        optimizer = fusedacc.AccumulatingOptimizer(optimizer, gradient_accumulation_steps=2)
+    batch = torch.ones(4, 64), torch.zeros(4, dtype=torch.long)
+    return (
+        model,
+        optimizer,
+        batch,
+        lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
+    )
+
+
+class FactoryModule:
+    """Functions by name, as a user's module has them."""
+
+    wrapped = staticmethod(training)
+    number = 3
+
+    @staticmethod
+    def bare():
+        return training(wrap=False)
+
+    @staticmethod
+    def meta():
+        return training(wrap=False, device="meta")
+
+    @staticmethod
+    def two():
+        return training()[:2]
+
+    @staticmethod
+    def nothing():
+        return None
+
+    @staticmethod
+    def swapped():
+        model, optimizer, *rest = training()
+        return optimizer, model, *rest
+
+    @staticmethod
+    def no_loss():
+        return training()[:3]
+
+    @staticmethod
+    def fails():
+        raise OSError("no such\nfile")
+
+    @staticmethod
+    def wrong_shapes():
+        model, optimizer, _, loss = training()
+        return model, optimizer, (torch.ones(4, 63), torch.zeros(4, dtype=torch.long)), loss
+
+    @staticmethod
+    def asks():
+        model, optimizer, batch, loss = training()
+        return model, optimizer, batch, lambda m, b: loss(m, b) * (1 if b[0].sum() > 0 else 2)
+
+    @staticmethod
+    def second_dimension():
+        model, optimizer, (x, y), loss = training()
+        return model, optimizer, (x.t(), y), lambda m, b: loss(m, (b[0].t(), b[1])), {"[0]": 1}
+
+
+@pytest.fixture(autouse=True)
+def module(monkeypatch):
+    monkeypatch.setitem(sys.modules, MODULE, FactoryModule)
+    monkeypatch.setattr("fusedacc.planner.libraries.scratch_bytes", lambda: 1000)
+
+
+def run(name, *options, batch=BATCH):
+    return __main__.main(["plan", "--model", f"{MODULE}:{name}", "--batch", str(batch), *options])
+
+
+def test_json_is_the_plan_and_nothing_else(capsys):
+    assert run("wrapped", "--memory", "1MiB", "--json", "--no-verify") == 0
+    found = json.loads(capsys.readouterr().out)
+    model, optimizer, batch, loss = training()
+    expected = fusedacc.planner.plan(
+        model, optimizer, batch, global_batch_size=BATCH, memory_budget="1MiB", loss_fn=loss, verify=False
+    ).as_dict()
+    assert found == json.loads(json.dumps(expected))
+    assert found["memory_budget"] == 2**20
+
+
+def test_the_table_and_both_loops(capsys):
+    assert run("wrapped", "--memory", "250KiB", "--world", "2") == 0
+    done = capsys.readouterr()
+    first, *lines = done.out.splitlines()
+    assert first.endswith("x 2 ranks for a batch of 64") or "the last micro-batch of" in first
+    assert {line.split()[0] for line in lines if line} >= set(KINDS)
+    assert [line.split(":")[0] for line in lines[-2:]] == ["wrapped", "stock"]
+    assert any(line.startswith("peak, measured") and line.endswith("measured") for line in lines)
+    assert done.err.splitlines()[0] == "[1] wrapped: a micro-batch of 1"
+    assert any("] stock: a micro-batch of 1" in line for line in done.err.splitlines())
+
+
+@pytest.mark.parametrize(("name", "options"), [("bare", ()), ("wrapped", ("--stock",))])
+def test_the_stock_loop_is_planned(capsys, name, options):
+    assert run(name, "--memory", "1MiB", "--json", "--no-verify", *options) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["bytes_by_kind"]["accumulators"] == 0
+    assert found["micro_batch_size"] > 0
+
+
+def test_closing_a_wrapper_leaves_the_stock_loop():
+    made = factory.Training(*training())
+    stock = made.stock()
+    loss = stock.loss_fn(stock.model, stock.sample_batch)
+    loss.backward()
+    assert all(p.grad is not None for p in stock.model.parameters())
+    assert stock.stock() is stock
+    assert stock.ours().wrapped
+
+
+def test_a_gpu_that_is_not_here(capsys):
+    assert run("meta", "--device", "H200", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["memory_budget"] == devices.memory_of("h200")
+    assert 120 * 2**30 < found["memory_budget"] < 141 * 2**30
+    assert found["measured_peak_bytes"] is None
+    assert found["micro_batch_size"] == BATCH
+    assert run("meta", "--device", "h200", "--memory", "1GiB", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["memory_budget"] == 2**30
+
+
+@pytest.mark.parametrize("name", devices.TOTAL_MIB)
+def test_every_gpu_keeps_a_reserve(name):
+    assert 0.8 * devices.TOTAL_MIB[name] < devices.memory_of(name) / 2**20 < 0.95 * devices.TOTAL_MIB[name]
+
+
+def test_another_dimension_counts_samples(capsys):
+    assert run("second_dimension", "--memory", "1MiB", "--json", "--no-verify") == 0
+    swapped = json.loads(capsys.readouterr().out)
+    assert run("wrapped", "--memory", "1MiB", "--json", "--no-verify") == 0
+    assert swapped["micro_batch_size"] == json.loads(capsys.readouterr().out)["micro_batch_size"]
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_a_picture(capsys, tmp_path, ending):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"plan.{ending}"
+    assert run("wrapped", "--memory", "250KiB", "--no-verify", "--plot", str(path)) == 0
+    assert f"drawn: {path}" in capsys.readouterr().err
+    if ending == "svg":
+        assert path.stat().st_size > 5000
+    else:
+        from matplotlib.image import imread
+
+        pixels = imread(path)[..., :3]
+        for colour in ("#F0E442", "#009E73", "#0072B2"):  # activations, optimizer, accumulators
+            wanted = torch.tensor([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+            near = (torch.from_numpy(pixels.copy()) - wanted).abs().amax(-1) < 0.01
+            assert near.sum() > 1000, colour
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_a_picture_of_few_sizes(tmp_path, batch):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.png"
+    assert run("bare", "--memory", "1GiB", "--no-verify", "--plot", str(path), batch=batch) == 0
+    assert path.exists()
+
+
+def test_sizes_of_a_curve():
+    assert curves.sizes_to(1) == [1]
+    assert curves.sizes_to(4) == [1, 2, 3, 4]
+    assert curves.sizes_to(101)[0] == 1
+    assert curves.sizes_to(101)[-1] == 101
+    assert len(curves.sizes_to(10_000)) == curves.POINTS
+    assert curves.reach_of(None, 64) == 4
+    assert curves.reach_of(10, 64) == 20
+    assert curves.reach_of(64, 64) == 63
+    assert curves.reach_of(1, 1) == 1
+
+
+def test_a_curve_is_what_a_plan_predicts():
+    made = factory.Training(*training())
+    found = curves.curve("ours", made, BATCH, 8, 16, torch.device("cpu"), lambda size: None)
+    planned = fusedacc.planner.plan(
+        *made[:3], loss_fn=made.loss_fn, global_batch_size=BATCH, memory_budget="1GiB", verify=False
+    )
+    assert planned.micro_batch_size == BATCH
+    assert found.full == planned.bytes_by_kind
+    assert sum(found.full.values()) == planned.peak_bytes
+
+
+def test_a_peak_above_the_budget_fails(monkeypatch, capsys):
+    monkeypatch.setattr("fusedacc.planner.plans.measured_peak", lambda *_: (2**40, ""))
+    assert run("wrapped", "--memory", "1MiB", "--json") == command.WRONG
+
+
+def test_a_mistake_of_ours_is_no_input_error(monkeypatch):
+    def breaks(*_, **__):
+        return {}["missing"]
+
+    monkeypatch.setattr("fusedacc.planner.plans.Predictor", breaks)
+    monkeypatch.setattr(factory, "_frames", lambda error: [])  # which would be this file's
+    with pytest.raises(KeyError):
+        run("wrapped", "--memory", "1MiB")
+
+
+def test_stopping(monkeypatch, capsys):
+    def stopped(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "plan", stopped)
+    assert run("wrapped", "--memory", "1MiB") == command.STOPPED
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("absent", "has no function 'absent'"),
+        ("number", "has no function 'number'"),
+        ("two", "two() must return (model, optimizer, sample_batch), and if need be"),
+        ("nothing", "it returned NoneType"),
+        ("swapped", "the model that swapped() returned is AccumulatingOptimizer"),
+        ("fails", "fails() failed: OSError: no such file, at test_command.py:"),
+        ("no_loss", "loss_fn=None calls model(**sample_batch).loss"),
+        ("wrong_shapes", "at a micro-batch of 1"),
+        ("asks", "find_micro_batch_size"),
+    ],
+)
+def test_what_a_factory_does_wrong_is_told_in_a_line(capsys, name, told):
+    assert run(name, "--memory", "1MiB") == command.MISUSED
+    errors = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("[")]
+    assert len(errors) == 1
+    assert errors[0].startswith("python -m fusedacc plan: error: ")
+    assert told in errors[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [("nowhere", "allowed: package.module:factory"), ("no.such.module:make", "ModuleNotFoundError")],
+)
+def test_a_factory_that_is_not_there(capsys, model, told):
+    assert __main__.main(["plan", "--model", model, "--batch", "4"]) == command.MISUSED
+    assert told in capsys.readouterr().err
+
+
+def test_a_budget_without_room_for_a_sample(capsys):
+    assert run("wrapped", "--memory", "100KiB") == command.MISUSED
+    assert "less than one sample takes" in capsys.readouterr().err
+
+
+def test_a_cuda_that_is_not_here_needs_a_budget(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run("wrapped", "--device", "cuda") == command.MISUSED
+    assert "allowed: the name of a GPU, or --memory too" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--memory", "many"], "'many'"),
+        (["--memory", "0"], "at least 1"),
+        (["--world", "0"], "integers from 1 on"),
+        (["--batch", "2.5"], "integers from 1 on"),
+        (["--device", "abacus"], "h200"),
+        (["--plot", "no/such/folder/plan.png"], "no folder"),
+        (["--plot", "plan.abc"], "no ending of a picture"),
+    ],
+)
+def test_options_are_refused_before_anything_runs(monkeypatch, capsys, options, told):
+    if options[0] == "--plot":
+        pytest.importorskip("matplotlib")
+    monkeypatch.setattr(command, "load", lambda _: pytest.fail("the factory was called"))
+    with pytest.raises(SystemExit) as stop:
+        run("wrapped", *options)
+    assert stop.value.code == 2
+    assert told in capsys.readouterr().err

@@ -1,0 +1,235 @@
+"""`plan`: its figures hold together, and its plans are exact."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+
+import pytest
+import torch
+from planned_models import KINDS, adamw, classified, mlp, planned, rows, wrapped
+from torch import nn
+
+import fusedacc
+from fusedacc.planner import KINDS as MEMORY_KINDS
+from fusedacc.planner import Plan, libraries
+
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def _known_scratch(monkeypatch):
+    """What libraries keep is measured in a process of its own, and is tested elsewhere."""
+    monkeypatch.setattr(libraries, "scratch_bytes", lambda: 3 * MIB)
+
+
+def wide() -> nn.Module:
+    """Much of its memory grows with the samples."""
+    return nn.Sequential(nn.Linear(32, 1024), nn.ReLU(), nn.Linear(1024, 10))
+
+
+def test_all_at_once_where_it_fits():
+    model = mlp()
+    found = planned(model, wrapped(model), rows(4, 128))
+    assert (found.micro_batch_size, found.gradient_accumulation_steps) == (64, 1)
+    assert found.micro_batch_sizes == [64]
+    assert not found.ragged
+    assert found.memory_budget == 2**30
+
+
+@pytest.mark.parametrize("way", ["stock", "wrapped", "model="])
+def test_figures_hold_together(way):
+    model = wide()
+    optimizer = {
+        "stock": lambda: adamw(model),
+        "wrapped": lambda: wrapped(model),
+        "model=": lambda: wrapped(model, model=model),
+    }[way]()
+    whole = planned(model, optimizer, rows(4, 32), 512)
+    budget = int(0.9 * whole.peak_bytes)
+    found = planned(model, optimizer, rows(4, 32), 512, memory_budget=budget)
+    assert 1 <= found.micro_batch_size < 512
+    assert sum(found.bytes_by_kind.values()) == found.peak_bytes <= budget
+    assert set(MEMORY_KINDS) < set(found.bytes_by_kind)
+    assert found.bytes_by_kind["parameters"] == sum(own.nbytes for own in model.parameters())
+    assert found.headroom_bytes == budget - found.peak_bytes
+    assert found.micro_batch_size * found.gradient_accumulation_steps >= 512
+    assert sum(found.micro_batch_sizes) == 512
+    assert 0 < found.accumulation_bytes_per_update < found.bytes_per_update
+    assert set(found.certainty.values()) <= {"exact", "measured", "estimated"}
+    assert found.tried[found.micro_batch_size] == found.peak_bytes
+    # One sample more is too much.
+    more = planned(
+        model, optimizer, rows(4, 32), 512, memory_budget=found.tried.get(found.micro_batch_size + 1, 2**40)
+    )
+    assert found.tried.get(found.micro_batch_size + 1, 0) > budget
+    assert more.micro_batch_size > found.micro_batch_size
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        found.micro_batch_size = 3
+    with pytest.raises(TypeError):
+        found.bytes_by_kind["parameters"] = 0
+
+
+def test_ranks_share_the_batch():
+    model = mlp()
+    for batch, world in ((64, 4), (65, 4), (7, 7), (10, 3)):
+        found = planned(model, wrapped(model), rows(4, 128), batch, world_size=world)
+        assert found.samples_per_rank == math.ceil(batch / world)
+        assert found.micro_batch_size * found.gradient_accumulation_steps * world >= batch
+        assert found.ragged == (batch % world != 0)
+
+
+def smaller(model, optimizer, batch, share=0.9, **how):
+    """A plan in less memory than all samples take."""
+    whole = planned(model, optimizer, rows(4, 32), batch, **how)
+    return planned(model, optimizer, rows(4, 32), batch, memory_budget=int(share * whole.peak_bytes), **how)
+
+
+def test_a_ragged_window_is_the_mean_of_all():
+    model = wide()
+    found = smaller(model, wrapped(model), 301)
+    batch = rows(301, 32)
+    assert found.ragged
+    assert found.wrapper_arguments()["reduction"] == "weighted"
+    assert found.wrapper_arguments()["gradient_accumulation_steps"] == found.gradient_accumulation_steps
+    twin = copy.deepcopy(model)
+    classified(twin, batch).backward()
+    optimizer = fusedacc.AccumulatingOptimizer(
+        torch.optim.SGD(model.parameters(), 1.0), **found.wrapper_arguments()
+    )
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    parts = list(found.split(batch))
+    assert [samples for samples, _ in parts] == found.micro_batch_sizes
+    for samples, part in parts:
+        with optimizer.accumulate(weight=samples):
+            classified(model, part).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for old, new, wanted in zip(before, model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(old - new, wanted.grad, rtol=1e-4, atol=1e-6)
+        assert not torch.equal(old, new)
+
+
+def test_dividing_has_one_size():
+    model = wide()
+    found = smaller(model, wrapped(model), 300)
+    even = found.dividing()
+    assert 300 % even.micro_batch_size == 0
+    assert even.micro_batch_size <= found.micro_batch_size
+    assert not any(300 % size == 0 for size in range(even.micro_batch_size + 1, found.micro_batch_size + 1))
+    assert not even.ragged
+    assert even.wrapper_arguments()["reduction"] == "mean"
+    assert even.micro_batch_size * even.gradient_accumulation_steps == 300
+    assert even.peak_bytes <= found.peak_bytes
+    with pytest.raises(ValueError, match="global_batch_size=10 is not divisible by world_size=3"):
+        planned(model, wrapped(model), rows(4, 32), 10, world_size=3).dividing()
+
+
+def test_wrapper_arguments_are_those_that_were_planned_with():
+    model = mlp().bfloat16()
+    how = {"master_weights": True, "accumulate_dtype": torch.bfloat16, "max_grad_norm": 0.5, "model": model}
+    optimizer = wrapped(model, **how)
+    found = planned(model, optimizer, (rows(4, 128)[0].bfloat16(), rows(4, 128)[1]), 8)
+    given = found.wrapper_arguments()
+    assert {name: given[name] for name in how} == how
+    assert given["gradient_accumulation_steps"] == 1
+    again = fusedacc.AccumulatingOptimizer(adamw(mlp().bfloat16()), **given | {"model": None})
+    assert again.gradient_accumulation_steps == 1
+    stock = planned(model, adamw(model), (rows(4, 128)[0].bfloat16(), rows(4, 128)[1]), 8)
+    assert stock.wrapper_arguments() == {"gradient_accumulation_steps": 1}
+
+
+def test_masters_and_narrow_sums_are_where_they_belong():
+    model = mlp().bfloat16()
+    sample = rows(4, 128)[0].bfloat16(), rows(4, 128)[1]
+    elements = sum(own.numel() for own in model.parameters())
+    plain = planned(model, wrapped(model), sample, 4)
+    narrow = planned(model, wrapped(model, accumulate_dtype=torch.bfloat16), sample, 4)
+    masters = planned(model, wrapped(model, master_weights=True), sample, 4)
+    assert narrow.peak_bytes < plain.peak_bytes < masters.peak_bytes
+    assert masters.bytes_by_kind["optimizer"] >= 12 * elements
+
+
+def test_traffic_is_exact_where_shapes_tell_it():
+    """How many rows of an embedding's sum are written depends on the words."""
+    for inside, told in ((False, "exact"), (True, "estimated")):
+        model = KINDS["tied"].make()
+        optimizer = wrapped(model, model=model if inside else None)
+        found = planned(model, optimizer, KINDS["tied"].draw(), 8)
+        assert found.certainty["bytes_per_update"] == told
+
+
+def test_budget_in_words_and_none(monkeypatch):
+    model = mlp()
+    assert planned(model, wrapped(model), rows(4, 128), memory_budget="1.5 GiB").memory_budget == 3 * 2**29
+    monkeypatch.setattr("fusedacc.planner.plans.available", lambda device: 10**9)
+    found = planned(model, wrapped(model), rows(4, 128), memory_budget=None)
+    held = sum(own.nbytes for own in model.parameters())
+    assert found.memory_budget == 950_000_000 + held
+
+
+def test_verify_runs_it_for_real():
+    model = mlp()
+    found = planned(model, wrapped(model), rows(16, 128), 32, verify=True)
+    assert found.not_measured == ""
+    assert found.measured_peak_bytes == pytest.approx(found.peak_bytes, rel=0.05)
+    assert found.certainty["measured_peak_bytes"] == "measured"
+    assert planned(model, wrapped(model), rows(4, 128), 8).measured_peak_bytes is None
+
+
+def test_a_model_on_meta():
+    with torch.device("meta"):
+        model = mlp()
+    real = mlp()
+    with_shapes = planned(model, wrapped(model), rows(4, 128), 32, verify=True)
+    assert with_shapes.measured_peak_bytes is None
+    assert "meta" in with_shapes.not_measured
+    assert with_shapes.peak_bytes == planned(real, wrapped(real), rows(4, 128), 32).peak_bytes
+    assert all(own.is_meta for own in model.parameters())
+
+
+def test_the_table_and_the_plain_figures():
+    model = mlp()
+    found = planned(model, wrapped(model), rows(4, 128))
+    told = str(found)
+    for kind in (*MEMORY_KINDS, "libraries", "budget", "headroom", "micro_batch_size=64"):
+        assert kind in told
+    plain = found.as_dict()
+    assert plain["peak_bytes"] == found.peak_bytes
+    assert plain["headroom_bytes"] == found.headroom_bytes
+    assert plain["bytes_by_kind"] == dict(found.bytes_by_kind)
+    assert not any(name.startswith("_") for name in plain)
+
+
+def test_progress_is_told_each_size():
+    model, seen = mlp(), []
+    found = planned(model, wrapped(model), rows(4, 128), progress=seen.append)
+    assert set(seen) == set(found.tried)
+
+
+def test_a_plan_does_not_keep_the_wrapper():
+    model = wide()
+    found = smaller(model, wrapped(model), 300)
+    again = wrapped(model)  # else it would refuse: two wrappers claim the parameters
+    assert found.dividing().micro_batch_size <= found.micro_batch_size
+    again.close()
+
+
+def test_models_with_a_loss_of_their_own_need_none():
+    class Own(nn.Linear):
+        def forward(self, x, labels):
+            loss = nn.functional.cross_entropy(super().forward(x), labels)
+            return type("Output", (), {"loss": loss})
+
+    model = Own(32, 10)
+    x, labels = rows(4, 32)
+    found = planned(model, wrapped(model), {"x": x, "labels": labels}, loss_fn=None)
+    assert isinstance(found, Plan)
+
+
+@pytest.mark.parametrize("kind", ["convolutions", "recurrent"])
+def test_every_kind_of_model_is_planned(kind):
+    model = KINDS[kind].make()
+    found = planned(model, wrapped(model, model=model), KINDS[kind].draw(), 16)
+    assert found.micro_batch_size == 16

@@ -1,0 +1,170 @@
+"""What is predicted on fake tensors is what real training allocates, however the wrapper is set up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from planned_models import (
+    CPU,
+    KINDS,
+    adamw,
+    classified,
+    mlp,
+    predicted_and_measured,
+    rows,
+    text,
+    under_autocast,
+    wrapped,
+)
+from torch import nn
+
+from fusedacc.planner import DataDependentError
+from fusedacc.planner.batches import Batch
+from fusedacc.planner.copies import recipe_of
+from fusedacc.planner.prediction import Predictor
+
+#: The share by which a prediction may be off.
+CLOSE = 0.02
+WAYS = {
+    "stock": adamw,
+    "stock, fused": lambda model: adamw(model, fused=True),
+    "wrapped": wrapped,
+    "model=": lambda model: wrapped(model, model=model),
+}
+
+
+def assert_close(found: tuple[int, int]) -> None:
+    predicted, measured = found
+    assert abs(predicted / measured - 1) <= CLOSE, f"predicted {predicted}, measured {measured}"
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_peak_is_that_of_real_training(kind, way):
+    model = KINDS[kind].make()
+    assert_close(predicted_and_measured(model, WAYS[way](model), KINDS[kind].draw()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_peak_under_autocast(kind):
+    model = KINDS[kind].make()
+    optimizer = wrapped(model, model=model, keep_casts=True)
+    assert_close(predicted_and_measured(model, optimizer, KINDS[kind].draw(), under_autocast))
+
+
+@pytest.mark.parametrize("way", ["stock", "wrapped", "model="])
+@pytest.mark.parametrize("kind", ["mlp", "tied"])
+def test_peak_of_bfloat16(kind, way):
+    model = KINDS[kind].make().bfloat16()
+    inputs, labels = KINDS[kind].draw()
+    inputs = inputs.bfloat16() if inputs.is_floating_point() else inputs
+    assert_close(predicted_and_measured(model, WAYS[way](model), (inputs, labels)))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"master_weights": True},
+        {"accumulate_dtype": torch.bfloat16},
+        {"master_weights": True, "accumulate_dtype": torch.bfloat16},
+        {"max_grad_norm": 1.0, "skip_nonfinite": True},
+    ],
+    ids=lambda how: ", ".join(how),
+)
+def test_peak_of_masters_and_narrow_sums(how):
+    model = mlp().bfloat16()
+    inputs, labels = rows(64, 128)
+    assert_close(predicted_and_measured(model, wrapped(model, **how), (inputs.bfloat16(), labels)))
+
+
+def test_peak_of_the_manual_loop_and_of_one_step():
+    for steps in (None, 1, 3):
+        model = mlp()
+        assert_close(predicted_and_measured(model, wrapped(model, steps), rows(32, 128), steps=steps or 2))
+
+
+def test_state_that_is_there_already_counts_as_much():
+    model = mlp()
+    optimizer, batch = adamw(model), rows(16, 128)
+    fresh = predicted_and_measured(model, optimizer, batch)
+    classified(model, batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert_close(fresh)
+    found = predicted_and_measured(model, optimizer, batch)
+    assert_close(found)
+    assert found[0] == fresh[0]
+
+
+def test_adoption_on_fakes():
+    """The first gradient becomes the sum: the window's first micro-batch holds no second copy of all."""
+    model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(8)))
+    optimizer = wrapped(model)
+    assert_close(predicted_and_measured(model, optimizer, rows(2, 128)))
+
+
+def predictor(model, draw, note=lambda size: None, loss_fn=classified):
+    return Predictor(model, recipe_of(adamw(model)), Batch(draw), loss_fn, CPU, note)
+
+
+def test_each_size_is_run_once():
+    seen = []
+    own = predictor(mlp(), rows(4, 128), seen.append)
+    first = own.peak(3, 7)
+    assert own.peak(3, 2) is first  # micro-batches between the first and the last are as the last
+    assert own.peak(3, 1) is not first
+    assert seen == [3, 3]
+    assert set(own.tried) == {3}
+
+
+def test_traffic_grows_with_the_steps():
+    model = mlp()
+    own = Predictor(model, recipe_of(wrapped(model)), Batch(rows(4, 128)), classified, CPU, lambda size: None)
+    two, three, nine = (own.traffic(4, steps) for steps in (2, 3, 9))
+    assert nine.bytes - two.bytes == 7 * (three.bytes - two.bytes) > 0
+    assert 0 < two.accumulation < two.bytes
+
+
+def test_random_states_and_fakes_leave_nothing():
+    model = KINDS["checkpointed"].make()
+    own = predictor(model, text(4))
+    before = torch.get_rng_state()
+    own.peak(4, 2)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(type(own) is nn.Parameter for own in model.parameters())
+
+
+class Picks(nn.Module):
+    """Its shapes depend on its data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 10)
+
+    def forward(self, x):
+        return self.layer(x[x[:, 0] > 0])
+
+
+class Asks(Picks):
+    def forward(self, x):
+        return self.layer(x if x.sum().item() > 0 else -x)
+
+
+@pytest.mark.parametrize(("kind", "operator"), [(Picks, "nonzero"), (Asks, "_local_scalar_dense")])
+def test_data_dependent_models_are_told_apart(kind, operator):
+    with pytest.raises(DataDependentError, match=rf"{operator}.*find_micro_batch_size"):
+        predictor(kind(), rows(4, 8)).peak(4, 2)
+
+
+def test_a_models_own_error_names_the_size():
+    class Refuses(nn.Linear):
+        def forward(self, x):
+            if len(x) > 2:
+                raise LookupError("three is a crowd")
+            return super().forward(x)
+
+    with pytest.raises(LookupError, match="a crowd") as raised:
+        predictor(Refuses(8, 10), rows(4, 8)).peak(3, 2)
+    assert any(
+        "micro-batch of 3" in note for note in getattr(raised.value, "__notes__", ["micro-batch of 3"])
+    )

@@ -1,0 +1,61 @@
+"""The largest size that fits, against trying all, with few evaluations."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from fusedacc.planner.search import TooSmallError, largest
+
+
+def counted(cost):
+    asked = []
+
+    def ask(size):
+        asked.append(size)
+        return cost(size)
+
+    return ask, asked
+
+
+def test_random_costs_against_trying_all():
+    draw = random.Random(11)
+    for _ in range(500):
+        most = draw.randrange(1, 200)
+        costs = [draw.randrange(1, 50)]
+        for _ in range(most - 1):
+            costs.append(costs[-1] + draw.choice([0, 1, 3, draw.randrange(200)]))
+        budget = draw.randrange(costs[0], costs[-1] + 20)
+        ask, asked = counted(lambda size, costs=costs: costs[size - 1])
+        assert largest(ask, most, budget) == sum(cost <= budget for cost in costs)
+        assert all(1 <= size <= most for size in asked)
+        assert len(asked) == len(set(asked))  # none is tried twice
+        assert len(asked) <= 3 * math.log2(most + 1) + 5
+
+
+@pytest.mark.parametrize("most", [10, 1000, 10**6])
+def test_a_line_takes_few(most):
+    for budget in (1_000_000 + 37 * (most // 2), 1_000_000 + 37 * most - 1, 1_000_000 + 37):
+        ask, asked = counted(lambda size: 1_000_000 + 37 * size)
+        assert largest(ask, most, budget) == min(most, (budget - 1_000_000) // 37)
+        assert len(asked) <= 5
+
+
+def test_curves_take_few():
+    for power in (0.5, 1.5, 2, 3):
+        ask, asked = counted(lambda size, power=power: int(1000 + size**power))
+        budget = int(1000 + 300**power)
+        found = largest(ask, 5000, budget)
+        assert ask(found) <= budget < ask(found + 1)
+        assert len(asked) <= 30
+
+
+def test_ends():
+    assert largest(lambda size: 5, 1, 5) == 1
+    assert largest(lambda size: size, 8, 8) == 8
+    assert largest(lambda size: size, 8, 1) == 1
+    with pytest.raises(TooSmallError) as raised:
+        largest(lambda size: 10 + size, 8, 10)
+    assert (raised.value.cost, raised.value.budget) == (11, 10)
