@@ -1,5 +1,4 @@
-"""What all tests share: seeds, the skip of GPU tests with its reason, which part of a sweep runs, and the
-backends that can run here."""
+"""What all tests share: seeds, the skip of GPU tests with its reason, and which part of a sweep runs."""
 
 from __future__ import annotations
 
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 import sweeps
 import torch
+from backends import cpu_backends
 
 FRAMEWORKS = Path(__file__).parents[1] / "requirements-integrations.txt"
 
@@ -32,18 +32,6 @@ os.environ["FUSEDACC_TUNE"] = "0"
 if not torch.cuda.is_available():
     # Before anything imports Triton: its kernels then run on CPU tensors, interpreted.
     os.environ.setdefault("TRITON_INTERPRET", "1")
-
-
-def cpu_backends() -> list[str]:
-    """The backends that can run on CPU tensors in this process."""
-    from fusedacc.kernels import registry
-
-    device = torch.device("cpu")
-    return [
-        name
-        for name in registry.NAMES
-        if registry.obstacle(name, device, torch.float32, torch.float32) is None
-    ]
 
 
 @pytest.hookimpl(trylast=True)  # of what -k and -m have left

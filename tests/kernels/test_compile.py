@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import PAIRS, assert_matches_oracle, copies, random_lists
-from conftest import cpu_backends
+from backends import cpu_backends
 
 from fusedacc import functional
 

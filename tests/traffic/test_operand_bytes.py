@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import cpu_backends
+from backends import cpu_backends
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
