@@ -55,7 +55,8 @@ bool same_layout(const at::Tensor& a, const at::Tensor& b) {
 }
 
 void ImmediateAdder::load(const std::vector<std::optional<at::Tensor>>& accumulators,
-                          std::vector<double> betas, bool visible) {
+                          std::vector<double> betas, bool visible, int64_t seed,
+                          std::vector<int64_t> streams) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   accumulators_.clear();
   for (const auto& accumulator : accumulators) {
@@ -67,6 +68,8 @@ void ImmediateAdder::load(const std::vector<std::optional<at::Tensor>>& accumula
   }
   betas_ = std::move(betas);
   betas_.resize(accumulators_.size(), 1);
+  seed_ = seed;
+  streams_ = std::move(streams);
   fresh_.assign(accumulators_.size(), false);
   for (size_t i = 0; i < betas_.size(); ++i) fresh_[i] = betas_[i] == 0;
   visible_ = visible;
@@ -110,8 +113,15 @@ at::Tensor ImmediateAdder::accumulator_of(int task, int64_t index, const at::Ten
 
 void ImmediateAdder::note(int64_t index, const at::Tensor& accumulator) {
   betas_[index] = 1;
+  if (is_stochastic(index)) streams_[index] += int64_t{1} << 32;
   added_.push_back(index);
   if (visible_) accumulator.unsafeGetTensorImpl()->bump_version();
+}
+
+void ImmediateAdder::push_noise(std::vector<c10::IValue>& stack, int64_t index) const {
+  std::vector<int64_t> streams;
+  if (is_stochastic(index)) streams.push_back(streams_[index]);
+  torch::jit::push(stack, seed_, std::move(streams));
 }
 
 bool ImmediateAdder::take(int task, int64_t index, const at::Tensor& gradient, const at::Tensor& parameter) {
@@ -124,8 +134,14 @@ bool ImmediateAdder::take(int task, int64_t index, const at::Tensor& gradient, c
   }
   if (!are_pair(gradient, into)) return false;
   RECORD_FUNCTION("fusedacc::add_at_once", std::vector<c10::IValue>());
+  Multipliers by{scale_, betas_[index]};
+  int32_t sum_dtype = dtype_number(into.scalar_type());
+  if (is_stochastic(index)) {
+    by.noise = {static_cast<uint64_t>(seed_), static_cast<uint64_t>(streams_[index])};
+    sum_dtype = static_cast<int32_t>(Dtype::kStochasticBFloat16);
+  }
   add_(into.mutable_data_ptr(), gradient.const_data_ptr(), into.numel(), dtype_number(gradient.scalar_type()),
-       dtype_number(into.scalar_type()), scale_, betas_[index]);
+       sum_dtype, &by);
   note(index, into);
   return true;
 }
@@ -139,6 +155,7 @@ bool ImmediateAdder::multiply(int task, int64_t index, const at::Tensor& left, c
   if (!are_pair(left, into) || left.is_alias_of(into) || right.is_alias_of(into)) return false;
   if (by == Multiplier::kBlas && left.scalar_type() != into.scalar_type()) return false;
   const double beta = betas_[index];
+  if (by == Multiplier::kBlas && is_stochastic(index)) return false;
   if (left.size(0) == 0 || (by == Multiplier::kBlas && beta != 1 && beta != 0)) return false;
   if (by == Multiplier::kBlas) {
     into.addmm_(left.t(), right, beta, scale_);
@@ -147,6 +164,7 @@ bool ImmediateAdder::multiply(int task, int64_t index, const at::Tensor& left, c
     torch::jit::Stack stack;
     torch::jit::push(stack, into, left, right, c10::IValue(), scale_, c10::IValue(), beta,
                      static_cast<int64_t>(by) - static_cast<int64_t>(Multiplier::kOperator));
+    push_noise(stack, index);
     operation.callBoxed(stack);
   }
   note(index, into);
@@ -166,6 +184,7 @@ bool ImmediateAdder::add_rows(int task, int64_t index, const at::Tensor& rows, c
   static const auto operation = library_operator("fusedacc::accumulate_rows_");
   torch::jit::Stack stack;
   torch::jit::push(stack, into, named, terms, c10::IValue(), scale_, padding, by_frequency);
+  push_noise(stack, index);
   operation.callBoxed(stack);
   note(index, into);
   return true;

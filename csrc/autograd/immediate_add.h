@@ -10,11 +10,13 @@
 #include <optional>
 #include <vector>
 
+#include "../common/functors.h"
+
 namespace fusedacc::autograd {
 
 // libfusedacc.so's `fusedacc_add_flat`: it knows the dtypes by their numbers in dtypes.h.
 using AddFlat = void (*)(void* accumulator, const void* gradient, int64_t numel, int32_t gradient_dtype,
-                         int32_t accumulator_dtype, double scale, double beta);
+                         int32_t accumulator_dtype, const Multipliers* by);
 
 // Whether it is an ordinary tensor: no subclass, no wrapper of a function transform, no lazy bits.
 bool is_plain(const at::Tensor& tensor);
@@ -37,9 +39,10 @@ class ImmediateAdder {
 
   // By a parameter's index: its accumulator, or none where a gradient is to go the other way, and by what the
   // accumulator is to be multiplied first (empty: by 1); 0: its memory holds nothing yet. visible: users see
-  // accumulators, in p.grad.
+  // accumulators, in p.grad. streams: the random bits of each one's next addition, as in common/random.h; -1,
+  // or none of them: it is rounded to nearest.
   void load(const std::vector<std::optional<at::Tensor>>& accumulators, std::vector<double> betas,
-            bool visible);
+            bool visible, int64_t seed, std::vector<int64_t> streams);
 
   // From now on gradients of this graph task are multiplied by scale and added.
   void open(int task, double scale);
@@ -69,6 +72,9 @@ class ImmediateAdder {
   // The accumulator that may be added to, or undefined.
   at::Tensor accumulator_of(int task, int64_t index, const at::Tensor& parameter);
   void note(int64_t index, const at::Tensor& accumulator);
+  bool is_stochastic(int64_t index) const { return !streams_.empty() && streams_[index] >= 0; }
+  // The last arguments of the operators: seed and streams.
+  void push_noise(std::vector<c10::IValue>& stack, int64_t index) const;
 
   const AddFlat add_;
   std::recursive_mutex mutex_;  // an operator may run Python, which may ask for anything
@@ -77,6 +83,8 @@ class ImmediateAdder {
   bool visible_ = false;
   std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> accumulators_;
   std::vector<double> betas_;
+  int64_t seed_ = 0;
+  std::vector<int64_t> streams_;
   std::vector<bool> fresh_;
   std::vector<int64_t> added_;
 };

@@ -95,6 +95,19 @@ inline bool walk(const Items (&of)[lists], Visit&& visit) {
   return true;
 }
 
+// The pair of a gradient and its sum, or -1.
+inline int32_t pair_of(int32_t gradient, int32_t accumulator, bool stochastically) {
+  const int32_t pair = find_pair(static_cast<Dtype>(gradient), static_cast<Dtype>(accumulator));
+  return stochastically ? stochastic(pair) : pair;
+}
+
+inline Task task_of(void* accumulator, const void* gradient, int64_t numel, int32_t pair, bool overwrite,
+                    const int64_t* stream) {
+  Task task{accumulator, gradient, numel, 0, pair, -1, overwrite};
+  if (stream != nullptr) task.stream = static_cast<uint64_t>(*stream);
+  return task;
+}
+
 // Whether `size` bytes from `data` on meet none of the ranges but `own`, which they may equal.
 inline bool is_apart(const std::vector<Range>& ranges, const void* data, int64_t size, int64_t own,
                      int64_t& hint) {
@@ -127,6 +140,13 @@ bool read_number(PyObject* object, double& value) {
   if (!is_tensor(object) || !read(object, found) || found.record->dim() != 0) return false;
   value = read_scale<double>({static_cast<const c10::TensorImpl*>(found.record)->data(), 0, found.dtype});
   return true;
+}
+
+bool read_integer(PyObject* object, int64_t& value) {
+  if (!PyLong_CheckExact(object)) return false;
+  int overflow = 0;
+  value = PyLong_AsLongLongAndOverflow(object, &overflow);
+  return overflow == 0;
 }
 
 bool nobody_watches() {
@@ -177,7 +197,8 @@ void Reading::clear() {
   wide = false;
 }
 
-bool Reading::match(const Items& accumulators, const Items& gradients, bool overwrite, PyObject** flags) {
+bool Reading::match(const Items& accumulators, const Items& gradients, bool overwrite, PyObject** flags,
+                    const int64_t* streams) {
   clear();
   bool ascending = true;
   int64_t past = 0;
@@ -185,7 +206,7 @@ bool Reading::match(const Items& accumulators, const Items& gradients, bool over
     Read accumulator, gradient;
     if (!read(accumulators.items[i], accumulator) || !read(gradients.items[i], gradient)) return false;
     c10::TensorImpl &into = *accumulator.record, &from = *gradient.record;
-    const int32_t pair = find_pair(static_cast<Dtype>(gradient.dtype), static_cast<Dtype>(accumulator.dtype));
+    const int32_t pair = pair_of(gradient.dtype, accumulator.dtype, streams != nullptr);
     if (pair < 0 || into.sizes() != from.sizes()) return false;
     if (!(into.is_contiguous() && from.is_contiguous()) &&
         !(into.is_non_overlapping_and_dense() && into.strides() == from.strides())) {
@@ -200,8 +221,9 @@ bool Reading::match(const Items& accumulators, const Items& gradients, bool over
     ascending = ascending && begin >= past;
     past = end;
     ranges.push_back({begin, end, static_cast<int64_t>(work.tasks.size())});
-    work.push({data, static_cast<const c10::TensorImpl&>(from).data(), numel, 0, pair, -1,
-               flags == nullptr ? overwrite : flags[i] == Py_True});
+    work.push(task_of(data, static_cast<const c10::TensorImpl&>(from).data(), numel, pair,
+                      flags == nullptr ? overwrite : flags[i] == Py_True,
+                      streams == nullptr ? nullptr : streams + i));
     return true;
   });
   if (!all || (!ascending && sort_ranges(ranges) < ranges.size())) return false;
@@ -214,7 +236,8 @@ bool Reading::match(const Items& accumulators, const Items& gradients, bool over
   return true;
 }
 
-bool Reading::match(const BoundList& accumulators, const Items& gradients, bool overwrite, PyObject** flags) {
+bool Reading::match(const BoundList& accumulators, const Items& gradients, bool overwrite, PyObject** flags,
+                    const int64_t* streams) {
   clear();
   if (gradients.count != static_cast<int64_t>(accumulators.bound.size())) return false;
   int64_t hint = 0;
@@ -223,7 +246,7 @@ bool Reading::match(const BoundList& accumulators, const Items& gradients, bool 
     Read gradient;
     if (!read(gradients.items[i], gradient)) return false;
     const c10::TensorImpl& from = *gradient.record;
-    const int32_t pair = find_pair(static_cast<Dtype>(gradient.dtype), static_cast<Dtype>(own.dtype));
+    const int32_t pair = pair_of(gradient.dtype, own.dtype, streams != nullptr);
     const int64_t *sizes = accumulators.words.data() + own.shape, *strides = sizes + own.dims;
     if (pair < 0 || from.dim() != own.dims || !std::equal(sizes, strides, from.sizes().data())) return false;
     if (!(own.contiguous && from.is_contiguous()) &&
@@ -234,7 +257,8 @@ bool Reading::match(const BoundList& accumulators, const Items& gradients, bool 
     const void* data = from.data();
     const int64_t size = own.numel * element_size(kPairs[pair].gradient);
     if (!is_apart(accumulators.ranges, data, size, i, hint)) return false;
-    work.push({own.data, data, own.numel, 0, pair, -1, flags == nullptr ? overwrite : flags[i] == Py_True});
+    work.push(task_of(own.data, data, own.numel, pair, flags == nullptr ? overwrite : flags[i] == Py_True,
+                      streams == nullptr ? nullptr : streams + i));
     return true;
   });
 }

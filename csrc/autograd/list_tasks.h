@@ -29,6 +29,9 @@ bool nobody_watches();
 // A float, or what stands in a 0-dim CPU tensor.
 bool read_number(PyObject* object, double& value);
 
+// An int that fits.
+bool read_integer(PyObject* object, int64_t& value);
+
 // What is known of an accumulator that stays.
 struct Bound {
   void* data;
@@ -59,9 +62,12 @@ struct Reading {
   std::vector<c10::TensorImpl*> written;
   bool wide = false;  // one of the tensors that were measured is of float64
 
-  // Each of these returns false for lists that are not for us. `flags` is one bool per tensor, or null.
-  bool match(const Items& accumulators, const Items& gradients, bool overwrite, PyObject** flags);
-  bool match(const BoundList& accumulators, const Items& gradients, bool overwrite, PyObject** flags);
+  // Each of these returns false for lists that are not for us. `flags` is one bool per tensor, or null;
+  // `streams` likewise, of sums that are rounded stochastically.
+  bool match(const Items& accumulators, const Items& gradients, bool overwrite, PyObject** flags,
+             const int64_t* streams);
+  bool match(const BoundList& accumulators, const Items& gradients, bool overwrite, PyObject** flags,
+             const int64_t* streams);
   bool measure(const Items& tensors);
   // Bumps the versions of the accumulators that were read last.
   void bump();

@@ -15,8 +15,8 @@ namespace {
 
 // Of libfusedacc.so; csrc/cpu/lists.cpp has them.
 struct Kernels {
-  void (*run)(const Task*, int64_t, double, double) = nullptr;
-  void (*run_norm)(const Task*, int64_t, double, double, int32_t, bool, double*) = nullptr;
+  void (*run)(const Task*, int64_t, const Multipliers*) = nullptr;
+  void (*run_norm)(const Task*, int64_t, const Multipliers*, int32_t, bool, double*) = nullptr;
   double (*join_norms)(const double*, int64_t, int32_t) = nullptr;
 } kernels;
 
@@ -95,18 +95,41 @@ Reading& reading() {
   return found;
 }
 
-// How a call was asked to add: `by`, which tensors are overwritten, and whether norms are wanted.
+// The noise of a call, None or (seed, one stream for each of `count` tensors).
+struct Streams {
+  int64_t seed = 0;
+  const int64_t* each = nullptr;
+  bool ok;
+
+  Streams(PyObject* noise, int64_t count) {
+    ok = noise == Py_None;
+    if (ok || !PyTuple_Check(noise) || PyTuple_GET_SIZE(noise) != 2) return;
+    const Items items(PyTuple_GET_ITEM(noise, 1));
+    static thread_local std::vector<int64_t> values;
+    values.resize(static_cast<size_t>(items.count));
+    ok = items.ok && items.count == count && read_integer(PyTuple_GET_ITEM(noise, 0), seed);
+    for (int64_t i = 0; ok && i < count; ++i)
+      ok = read_integer(items.items[i], values[static_cast<size_t>(i)]);
+    each = values.data();
+  }
+};
+
+// How a call was asked to add: `by`, which tensors are overwritten, whether norms are wanted, and how sums
+// are rounded.
 struct Options {
   Multipliers by;
   Flags flags;
   bool wants_norm;
   int32_t kind = 0;
+  Streams streams;
   bool ok;
 
-  Options(PyObject* scale, PyObject* overwrite, PyObject* beta, PyObject* norm_type, int64_t count)
-      : flags(overwrite, count), wants_norm(norm_type != Py_None) {
-    ok = flags.ok && read_number(scale, by.scale) && read_number(beta, by.beta) &&
+  Options(PyObject* scale, PyObject* overwrite, PyObject* beta, PyObject* norm_type, PyObject* noise,
+          int64_t count)
+      : flags(overwrite, count), wants_norm(norm_type != Py_None), streams(noise, count) {
+    ok = flags.ok && read_number(scale, by.scale) && read_number(beta, by.beta) && streams.ok &&
          (!wants_norm || norm_kind(norm_type, kind));
+    by.noise.seed = static_cast<uint64_t>(streams.seed);
   }
 };
 
@@ -116,8 +139,8 @@ PyObject* run_norm(const Work& work, std::initializer_list<const Items*> lists, 
   at::Tensor partials = at::detail::empty_cpu({work.chunks}, at::kDouble, false, std::nullopt);
   if (!work.tasks.empty()) {
     const Unlocked unlocked(work.elements, lists);
-    kernels.run_norm(work.tasks.data(), static_cast<int64_t>(work.tasks.size()), by.scale, by.beta, kind,
-                     reads, partials.mutable_data_ptr<double>());
+    kernels.run_norm(work.tasks.data(), static_cast<int64_t>(work.tasks.size()), &by, kind, reads,
+                     partials.mutable_data_ptr<double>());
   }
   return THPVariable_Wrap(std::move(partials));
 }
@@ -131,22 +154,23 @@ PyObject* run(const Work& work, std::initializer_list<const Items*> lists, const
   RECORD_FUNCTION("fusedacc::scale_accumulate_", std::vector<c10::IValue>());
   if (!work.tasks.empty()) {
     const Unlocked unlocked(work.elements, lists);
-    kernels.run(work.tasks.data(), static_cast<int64_t>(work.tasks.size()), options.by.scale,
-                options.by.beta);
+    kernels.run(work.tasks.data(), static_cast<int64_t>(work.tasks.size()), &options.by);
   }
   Py_RETURN_TRUE;
 }
 
-// (accumulators, gradients, scale, overwrite, beta, norm_type, automatic, bumps)
+// (accumulators, gradients, scale, overwrite, beta, norm_type, automatic, bumps, noise)
 PyObject* accumulate(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 8 || kernels.run == nullptr || !may_pass(arguments[6] == Py_True)) return refuse();
+  if (count != 9 || kernels.run == nullptr || !may_pass(arguments[6] == Py_True)) return refuse();
   const Items accumulators(arguments[0]), gradients(arguments[1]);
   if (!accumulators.ok || !gradients.ok || accumulators.count == 0 || accumulators.count != gradients.count) {
     return refuse();
   }
-  const Options options(arguments[2], arguments[3], arguments[4], arguments[5], accumulators.count);
+  const Options options(arguments[2], arguments[3], arguments[4], arguments[5], arguments[8],
+                        accumulators.count);
   Reading& read = reading();
-  if (!options.ok || !read.match(accumulators, gradients, options.flags.all, options.flags.each)) {
+  if (!options.ok ||
+      !read.match(accumulators, gradients, options.flags.all, options.flags.each, options.streams.each)) {
     return refuse();
   }
   if (arguments[7] == Py_True) read.bump();
@@ -157,15 +181,16 @@ BoundList* bound_list(PyObject* capsule) {
   return static_cast<BoundList*>(PyCapsule_GetPointer(capsule, kCapsule));
 }
 
-// (gradients, scale, overwrite, beta, norm_type)
+// (gradients, scale, overwrite, beta, norm_type, noise)
 PyObject* accumulate_bound(PyObject* capsule, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 5 || !may_pass(false)) return refuse();
+  if (count != 6 || !may_pass(false)) return refuse();
   BoundList& accumulators = *bound_list(capsule);
   const Items gradients(arguments[0]);
-  const Options options(arguments[1], arguments[2], arguments[3], arguments[4], gradients.count);
+  const Options options(arguments[1], arguments[2], arguments[3], arguments[4], arguments[5],
+                        gradients.count);
   Reading& read = reading();
   if (!gradients.ok || !options.ok ||
-      !read.match(accumulators, gradients, options.flags.all, options.flags.each)) {
+      !read.match(accumulators, gradients, options.flags.all, options.flags.each, options.streams.each)) {
     return refuse();
   }
   accumulators.bump();
@@ -214,7 +239,8 @@ PyObject* total_norm(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   double norm;
   {
     const Unlocked unlocked(work.elements, {&tensors});
-    kernels.run_norm(work.tasks.data(), static_cast<int64_t>(work.tasks.size()), 1, 1, kind, true,
+    const Multipliers by{1, 1};
+    kernels.run_norm(work.tasks.data(), static_cast<int64_t>(work.tasks.size()), &by, kind, true,
                      partials.data());
     norm = kernels.join_norms(partials.data(), work.chunks, kind);
   }

@@ -66,8 +66,8 @@ struct Factors {
 };
 
 template <typename Compute>
-FUSEDACC_INLINE Multipliers read_factors(const Factors& factors) {
-  return {read_scale<Compute>(factors.scale), read_scale<Compute>(factors.beta)};
+FUSEDACC_INLINE Multipliers read_factors(const Factors& factors, uint64_t seed = 0) {
+  return {read_scale<Compute>(factors.scale), read_scale<Compute>(factors.beta), {seed}};
 }
 
 // What has to be in a launch's arguments: tensors, and all dimensions of those that need a loop nest.

@@ -15,11 +15,10 @@
 #include <cstring>
 #include <type_traits>
 
+#include "random.h"
+
 #if defined(__CUDACC__)
 #include <cuda_fp16.h>
-#define FUSEDACC_INLINE __host__ __device__ __forceinline__
-#else
-#define FUSEDACC_INLINE inline __attribute__((always_inline))
 #endif
 
 namespace fusedacc {
@@ -30,6 +29,12 @@ struct BFloat16 {
 struct Float16 {
   uint16_t bits;
 };
+// The same in memory as BFloat16: how sums are rounded to it is the difference.
+struct StochasticBFloat16 {
+  uint16_t bits;
+};
+template <typename T>
+constexpr bool kIsStochastic = std::is_same_v<T, StochasticBFloat16>;
 
 // The same bits in another type of that size.
 template <typename To, typename From>
@@ -49,6 +54,7 @@ FUSEDACC_INLINE float widen(float value) { return value; }
 FUSEDACC_INLINE float widen(BFloat16 value) {
   return bits_as<float>(static_cast<uint32_t>(value.bits) << 16);
 }
+FUSEDACC_INLINE float widen(StochasticBFloat16 value) { return widen(BFloat16{value.bits}); }
 FUSEDACC_INLINE float widen(Float16 value) {
 #if defined(__CUDA_ARCH__)
   return __half2float(__ushort_as_half(value.bits));
@@ -64,22 +70,33 @@ FUSEDACC_INLINE float widen(Float16 value) {
 #endif
 }
 
-// narrow<T>: round to nearest, ties to even; a nan stays a nan.
+// narrow<T>: round to nearest, ties to even; a nan stays a nan. noise: 16 random bits, for what is rounded
+// stochastically.
 template <typename T, typename Compute>
-FUSEDACC_INLINE T narrow(Compute value);
+FUSEDACC_INLINE T narrow(Compute value, uint32_t noise = 0);
 
 template <>
-FUSEDACC_INLINE double narrow<double, double>(double value) {
+FUSEDACC_INLINE double narrow<double, double>(double value, uint32_t) {
   return value;
 }
 
 template <>
-FUSEDACC_INLINE float narrow<float, float>(float value) {
+FUSEDACC_INLINE float narrow<float, float>(float value, uint32_t) {
   return value;
 }
 
+// Away from zero with a probability of what is cut off, in units of the last place: right on average, and
+// what bfloat16 can hold stays as it is. Finite values stay finite.
 template <>
-FUSEDACC_INLINE BFloat16 narrow<BFloat16, float>(float value) {
+FUSEDACC_INLINE StochasticBFloat16 narrow<StochasticBFloat16, float>(float value, uint32_t noise) {
+  const uint32_t bits = bits_as<uint32_t>(value), magnitude = bits & 0x7fffffffu;
+  const uint32_t rounded = bits + (magnitude >= 0x7f7f0000u ? 0 : noise);
+  const uint32_t quiet = bits | 0x400000u;
+  return {static_cast<uint16_t>((magnitude > 0x7f800000u ? quiet : rounded) >> 16)};
+}
+
+template <>
+FUSEDACC_INLINE BFloat16 narrow<BFloat16, float>(float value, uint32_t) {
   const uint32_t bits = bits_as<uint32_t>(value);
   const uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
   const uint32_t quiet = bits | 0x400000u;
@@ -88,7 +105,7 @@ FUSEDACC_INLINE BFloat16 narrow<BFloat16, float>(float value) {
 }
 
 template <>
-FUSEDACC_INLINE Float16 narrow<Float16, float>(float value) {
+FUSEDACC_INLINE Float16 narrow<Float16, float>(float value, uint32_t) {
 #if defined(__CUDA_ARCH__)
   return {__half_as_ushort(__float2half_rn(value))};
 #else
@@ -142,34 +159,51 @@ FUSEDACC_INLINE double fused_multiply_add(double a, double b, double c) {
 #endif
 }
 
-// By what a pass multiplies: gradients by `scale`, and accumulators that are not overwritten by `beta`.
+// By what a pass multiplies: gradients by `scale`, and accumulators that are not overwritten by `beta`; and
+// the noise of sums that are rounded stochastically.
 struct Multipliers {
   double scale, beta;
+  Noise noise{};
 };
 
 template <typename Gradient, typename Accumulator>
 struct ScaleAccumulate {
   using Compute = ComputeOf<Accumulator>;
 
+  static constexpr bool kStochastic = kIsStochastic<Accumulator>;
+
   Compute scale, beta;
+  Noise noise;  // where Accumulator is stochastic
 
   FUSEDACC_INLINE explicit ScaleAccumulate(Multipliers by)
-      : scale(static_cast<Compute>(by.scale)), beta(static_cast<Compute>(by.beta)) {}
+      : scale(static_cast<Compute>(by.scale)), beta(static_cast<Compute>(by.beta)), noise(by.noise) {}
+
+  // The functor of the elements that begin `offset` further on.
+  FUSEDACC_INLINE ScaleAccumulate from(int64_t offset) const {
+    ScaleAccumulate further = *this;
+    if constexpr (kStochastic) further.noise = noise.from(offset);
+    return further;
+  }
+  // The random bits of one element, where they are needed.
+  FUSEDACC_INLINE uint32_t bits_at(int64_t offset) const {
+    if constexpr (kStochastic) return random::bits_at(noise, offset);
+    return 0;
+  }
 
   // Where `beta` is 1, multiplying by it changes nothing, and has_beta = false saves the time.
   template <bool has_beta = true>
-  FUSEDACC_INLINE Accumulator add(Gradient gradient, Accumulator accumulator) const {
+  FUSEDACC_INLINE Accumulator add(Gradient gradient, Accumulator accumulator, uint32_t bits = 0) const {
     const Compute old = has_beta ? beta * widen(accumulator) : widen(accumulator);
-    return narrow<Accumulator, Compute>(fused_multiply_add(scale, widen(gradient), old));
+    return narrow<Accumulator, Compute>(fused_multiply_add(scale, widen(gradient), old), bits);
   }
   // The same where scale * gradient is known, and not rounded.
   template <bool has_beta>
-  FUSEDACC_INLINE Accumulator add_product(Compute product, Accumulator accumulator) const {
+  FUSEDACC_INLINE Accumulator add_product(Compute product, Accumulator accumulator, uint32_t bits = 0) const {
     const Compute old = has_beta ? beta * widen(accumulator) : widen(accumulator);
-    return narrow<Accumulator, Compute>(product + old);
+    return narrow<Accumulator, Compute>(product + old, bits);
   }
-  FUSEDACC_INLINE Accumulator overwrite(Gradient gradient) const {
-    return narrow<Accumulator, Compute>(scale * widen(gradient));
+  FUSEDACC_INLINE Accumulator overwrite(Gradient gradient, uint32_t bits = 0) const {
+    return narrow<Accumulator, Compute>(scale * widen(gradient), bits);
   }
 };
 

@@ -45,6 +45,7 @@ struct RowWork {
   int64_t gradient_stride;
   int64_t padding;
   bool by_frequency;  // a row takes the mean of its gradients
+  Noise noise{};      // where the table's pair is stochastic
 };
 
 template <typename Gradient, typename Accumulator>
@@ -53,15 +54,15 @@ struct RowAccumulate {
 
   ScaleAccumulate<Compute, Accumulator> into;
 
-  FUSEDACC_INLINE explicit RowAccumulate(double scale) : into(Multipliers{scale, 1}) {}
+  FUSEDACC_INLINE explicit RowAccumulate(const Multipliers& by) : into(by) {}
 
   static FUSEDACC_INLINE Compute first(Gradient gradient) { return widen(gradient); }
   static FUSEDACC_INLINE Compute join(Compute sum, Gradient gradient) { return sum + widen(gradient); }
   static FUSEDACC_INLINE Compute mean(Compute sum, int64_t count) {
     return sum / static_cast<Compute>(count);
   }
-  FUSEDACC_INLINE Accumulator add(Compute sum, Accumulator accumulator) const {
-    return into.template add<false>(sum, accumulator);
+  FUSEDACC_INLINE Accumulator add(Compute sum, Accumulator accumulator, uint32_t bits = 0) const {
+    return into.template add<false>(sum, accumulator, bits);
   }
 };
 

@@ -34,6 +34,14 @@ struct Task {
   int32_t layout;  // an index into Work::layouts; negative: both are flat, element i belongs to element i
   bool overwrite;
   int64_t first_chunk = 0;  // the chunks of all tasks before
+  // Where the pair is stochastic: as Noise has them.
+  uint64_t stream = 0;
+  int64_t first_number = 0;
+
+  Multipliers by(Multipliers call) const {
+    call.noise = {call.noise.seed, stream, first_number};
+    return call;
+  }
 };
 
 // Tasks that somebody else holds.

@@ -22,7 +22,7 @@ void finish_norm(const FinishRequest& finish);
 void add_rows(const RowWork& work, double scale);
 
 // A product into an accumulator, by torch's own BLAS and oneDNN. A way that does not fit the dtypes is taken
-// as kWhole.
+// as kWhole; so is kRounded where the sum is rounded stochastically.
 void run_gemm(const GemmRequest& request, Way way);
 
 // Many of them, experts shared out among the threads, and those with few tokens by loops of our own.

@@ -115,22 +115,29 @@ void by_parts(const GemmRequest& all, Dtype dtype, Work&& work) {
 }
 
 // accumulator <- beta * accumulator + scale * product.
-void add(const Matrix& accumulator, const Matrix& product, double scale, double beta) {
+void add(const Matrix& accumulator, const Matrix& product, const Multipliers& by) {
   Work work;
   const int64_t sizes[] = {product.rows, product.cols};
   const int64_t strides[] = {accumulator.row_stride, accumulator.col_stride};
   const int64_t product_strides[] = {product.row_stride, product.col_stride};
-  work.push({accumulator.data, product.data, product.rows * product.cols, 0,
-             find_pair(product.dtype, accumulator.dtype), -1, beta == 0},
-            2, sizes, strides, product_strides);
-  run(work, {scale, beta});
+  Task task{accumulator.data,
+            product.data,
+            product.rows * product.cols,
+            0,
+            find_pair(product.dtype, accumulator.dtype),
+            -1,
+            by.beta == 0};
+  task.stream = by.noise.stream;
+  task.first_number = by.noise.first;
+  work.push(task, 2, sizes, strides, product_strides);
+  run(work, by);
 }
 
 // Into a float32 accumulator by products that torch rounds to bfloat16, as in its own backward.
 void add_rounded(const GemmRequest& all) {
   by_parts(all, Dtype::kBFloat16, [](const GemmRequest& part, const Matrix& product) {
     multiply_whole({product, part.left, part.right, 1, 0});
-    add(part.accumulator, product, part.scale, part.beta);
+    add(part.accumulator, product, {part.scale, part.beta});
   });
 }
 
@@ -144,7 +151,11 @@ void add_narrow(const GemmRequest& all) {
     } else {
       multiply_cast(into_wide);
     }
-    copy(part.accumulator, wide);
+    if (part.accumulator.dtype == Dtype::kStochasticBFloat16) {
+      add(part.accumulator, wide, {1, 0, part.noise});
+    } else {
+      copy(part.accumulator, wide);
+    }
   });
 }
 
@@ -153,7 +164,8 @@ void add_narrow(const GemmRequest& all) {
 void run_gemm(const GemmRequest& request, Way way) {
   const Dtype accumulator = request.accumulator.dtype, operands = request.left.dtype;
   const bool wide = accumulator == Dtype::kFloat32 || accumulator == Dtype::kFloat64;
-  const bool rounded = way == Way::kRounded && operands == Dtype::kBFloat16;
+  const bool stochastic = accumulator == Dtype::kStochasticBFloat16;
+  const bool rounded = way == Way::kRounded && operands == Dtype::kBFloat16 && !stochastic;
   if (way == Way::kSplit && accumulator == operands && accumulator == Dtype::kFloat32) {
     multiply_split(request);
   } else if (accumulator == operands && (wide || rounded)) {

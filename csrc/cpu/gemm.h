@@ -45,19 +45,28 @@ struct Matrix {
 
 // accumulator <- beta * accumulator + scale * left^T right, for left [n, M], right [n, N] and accumulator
 // [M, N]. The rows of the accumulator are dense, and rows or columns of left and of right. Where beta is 0,
-// the accumulator is not read.
+// the accumulator is not read. noise: where the accumulator is rounded stochastically.
 struct GemmRequest {
   Matrix accumulator, left, right;
   double scale, beta;
+  Noise noise{};
 
   // The product of some rows of the accumulator, or of some of its columns.
   FUSEDACC_INLINE GemmRequest rows_part(int64_t first, int64_t count) const {
-    return {accumulator.part(first, count, 0, accumulator.cols), left.part(0, left.rows, first, count), right,
-            scale, beta};
+    return {accumulator.part(first, count, 0, accumulator.cols),
+            left.part(0, left.rows, first, count),
+            right,
+            scale,
+            beta,
+            noise.from(first * accumulator.row_stride)};
   }
   FUSEDACC_INLINE GemmRequest cols_part(int64_t first, int64_t count) const {
-    return {accumulator.part(0, accumulator.rows, first, count), left,
-            right.part(0, right.rows, first, count), scale, beta};
+    return {accumulator.part(0, accumulator.rows, first, count),
+            left,
+            right.part(0, right.rows, first, count),
+            scale,
+            beta,
+            noise.from(first)};
   }
 };
 

@@ -24,18 +24,20 @@ struct Context {
 };
 
 // What is left to do without tokens.
-void keep_only(const Matrix& accumulator, double beta) {
+void keep_only(const GemmRequest& product) {
+  const Matrix& accumulator = product.accumulator;
+  const double beta = product.beta;
   const int64_t size = element_size(accumulator.dtype);
   const bool flat = accumulator.row_stride == accumulator.cols;
   const int64_t rows = flat ? 1 : accumulator.rows;
   const int64_t cols = flat ? accumulator.rows * accumulator.cols : accumulator.cols;
-  const Loops::Flat multiply = loops().flat[find_pair(accumulator.dtype, accumulator.dtype)];
+  const Loops::Flat multiply = loops().flat[find_pair(stored_as(accumulator.dtype), accumulator.dtype)];
   for (int64_t row = 0; row < rows; ++row) {
     char* data = static_cast<char*>(accumulator.data) + row * accumulator.row_stride * size;
     if (beta == 0) {
       std::memset(data, 0, static_cast<size_t>(cols * size));
     } else {
-      multiply(data, data, 0, cols, {beta, 1}, true);
+      multiply(data, data, 0, cols, {beta, 1, product.noise.from(row * accumulator.row_stride)}, true);
     }
   }
 }
@@ -43,7 +45,7 @@ void keep_only(const Matrix& accumulator, double beta) {
 void run_part(const GroupedRequest& request, const GemmRequest& product) {
   const int64_t tokens = product.left.rows;
   if (tokens == 0) {
-    keep_only(product.accumulator, product.beta);
+    keep_only(product);
   } else if (request.rounds(tokens)) {
     run_gemm(product, Way::kRounded);
   } else if (request.is_rank_k(tokens)) {

@@ -27,8 +27,12 @@ struct GroupedRequest {
     Matrix accumulator = all.accumulator;
     accumulator.data =
         static_cast<char*>(accumulator.data) + expert * stride * element_size(accumulator.dtype);
-    return {accumulator, all.left.part(first, count, 0, all.left.cols),
-            all.right.part(first, count, 0, all.right.cols), all.scale, all.beta};
+    return {accumulator,
+            all.left.part(first, count, 0, all.left.cols),
+            all.right.part(first, count, 0, all.right.cols),
+            all.scale,
+            all.beta,
+            all.noise.from(expert * stride)};
   }
 };
 

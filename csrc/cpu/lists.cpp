@@ -65,11 +65,12 @@ struct Context {
 void run_part(int64_t begin, int64_t end, void* opaque) {
   const Context& context = *static_cast<const Context*>(opaque);
   visit_part(context.tasks, begin, end, [&](const Task& task, int64_t from, int64_t to) {
+    const Multipliers by = task.by(context.by);
     if (task.layout < 0) {
-      context.loops.flat[task.pair](task.accumulator, task.gradient, from, to, context.by, task.overwrite);
+      context.loops.flat[task.pair](task.accumulator, task.gradient, from, to, by, task.overwrite);
     } else {
       context.loops.strided[task.pair](task.accumulator, task.gradient, context.layouts[task.layout], from,
-                                       to, context.by, task.overwrite);
+                                       to, by, task.overwrite);
     }
   });
 }
@@ -86,7 +87,7 @@ void run_norm_part(int64_t begin, int64_t end, void* opaque) {
     }
     const bool stream = task.numel * element_size(kPairs[task.pair].accumulator) >= kStreamBytes;
     partial = context.loops.add_norm[kind][task.pair](task.accumulator, task.gradient, layout, from, to,
-                                                      context.by, task.overwrite, stream);
+                                                      task.by(context.by), task.overwrite, stream);
   };
   visit_chunks(context.tasks, context.first + begin, context.first + end, visit);
 }
@@ -200,18 +201,18 @@ void finish_norm(const FinishRequest& finish) {
 extern "C" {
 
 __attribute__((visibility("default"))) void fusedacc_run(const fusedacc::Task* tasks, int64_t count,
-                                                         double scale, double beta) {
+                                                         const fusedacc::Multipliers* by) {
   const fusedacc::Task& last = tasks[count - 1];
-  fusedacc::cpu::run_tasks({tasks, count}, nullptr, last.first + last.numel, {scale, beta});
+  fusedacc::cpu::run_tasks({tasks, count}, nullptr, last.first + last.numel, *by);
 }
 
 // kind: a NormKind; partials: room for one of each chunk.
 __attribute__((visibility("default"))) void fusedacc_run_norm(const fusedacc::Task* tasks, int64_t count,
-                                                              double scale, double beta, int32_t kind,
+                                                              const fusedacc::Multipliers* by, int32_t kind,
                                                               bool reads, double* partials) {
   const fusedacc::Task& last = tasks[count - 1];
   fusedacc::cpu::run_norm_tasks({tasks, count}, nullptr, last.first_chunk + fusedacc::chunks_of(last.numel),
-                                {scale, beta}, {static_cast<fusedacc::NormKind>(kind), partials, reads});
+                                *by, {static_cast<fusedacc::NormKind>(kind), partials, reads});
 }
 
 __attribute__((visibility("default"))) double fusedacc_join_norms(const double* partials, int64_t count,
@@ -223,12 +224,12 @@ __attribute__((visibility("default"))) double fusedacc_join_norms(const double* 
 // gradient, elements in the order of memory; dtypes as in dtypes.h, a pair of kPairs.
 __attribute__((visibility("default"))) void fusedacc_add_flat(void* accumulator, const void* gradient,
                                                               int64_t numel, int32_t gradient_dtype,
-                                                              int32_t accumulator_dtype, double scale,
-                                                              double beta) {
+                                                              int32_t accumulator_dtype,
+                                                              const fusedacc::Multipliers* by) {
   using namespace fusedacc;
   if (numel == 0) return;
   const int32_t pair = find_pair(static_cast<Dtype>(gradient_dtype), static_cast<Dtype>(accumulator_dtype));
-  cpu::FlatContext context{cpu::loops().flat[pair], accumulator, gradient, {scale, beta}};
+  cpu::FlatContext context{cpu::loops().flat[pair], accumulator, gradient, *by};
   cpu::parallel_for(numel, cpu::grain(), cpu::add_part, context);
 }
 

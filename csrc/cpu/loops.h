@@ -42,8 +42,8 @@ struct Loops {
   using AddNorm = double (*)(void* accumulator, const void* gradient, const StridedLayout* layout,
                              int64_t begin, int64_t end, Multipliers by, bool overwrite, bool stream);
   // Columns [begin, end) of a row.
-  using AddRow = void (*)(void* row, const RowGradients& gradients, int64_t begin, int64_t end, double scale,
-                          bool by_frequency);
+  using AddRow = void (*)(void* row, const RowGradients& gradients, int64_t begin, int64_t end,
+                          const Multipliers& by, bool by_frequency);
   // A product of at least one token and at most kRankTokens, rounded once to the accumulator. Any strides but
   // for the accumulator's rows, which are dense.
   using AddRankK = void (*)(const GemmRequest& request);

@@ -47,6 +47,90 @@ inline void end_of_stream() {
 #endif
 }
 
+#if defined(__AVX512F__)
+constexpr int64_t kCounterBytes = 64;
+#elif defined(__AVX2__)
+constexpr int64_t kCounterBytes = 32;
+#else
+constexpr int64_t kCounterBytes = 16;
+#endif
+// One word of several counters, each in the lower half of 64 bits; what stands in the upper half is no
+// matter.
+using CounterWords = uint64_t __attribute__((vector_size(kCounterBytes)));
+constexpr int64_t kCounters = kCounterBytes / 8;
+
+inline CounterWords times(CounterWords words, uint32_t by) {
+  [[maybe_unused]] const CounterWords all = CounterWords{} + by;
+#if defined(__AVX512F__)
+  return reinterpret_cast<CounterWords>(
+      _mm512_maskz_mul_epu32(0xff, reinterpret_cast<__m512i>(words), reinterpret_cast<__m512i>(all)));
+#elif defined(__AVX2__)
+  return reinterpret_cast<CounterWords>(
+      _mm256_mul_epu32(reinterpret_cast<__m256i>(words), reinterpret_cast<__m256i>(all)));
+#elif defined(__SSE2__)
+  return reinterpret_cast<CounterWords>(
+      _mm_mul_epu32(reinterpret_cast<__m128i>(words), reinterpret_cast<__m128i>(all)));
+#else
+  return (words & 0xffffffffu) * by;
+#endif
+}
+
+// Upper halves in the place of lower ones, by a shuffle: other units do it than those that multiply and
+// shift.
+inline CounterWords upper(CounterWords words) {
+  using Halves = uint32_t __attribute__((vector_size(kCounterBytes)));
+  Halves order;
+  for (int64_t i = 0; i < 2 * kCounters; ++i) order[i] = static_cast<uint32_t>(i | 1);
+  return reinterpret_cast<CounterWords>(__builtin_shuffle(reinterpret_cast<Halves>(words), order));
+}
+
+// What a call of make_bits() makes is a multiple of this.
+constexpr int64_t kBitsStep = kCounters * random::kElements;
+
+// random::philox() for elements [begin, begin + count) of a stream, which begin with a counter: 16 bits each.
+// There is room for a multiple of kBitsStep.
+inline void make_bits(const Noise& noise, int64_t begin, int64_t count, uint16_t* bits) {
+  constexpr uint64_t kLower = 0xffffffffu;
+  CounterWords block;
+  for (int64_t i = 0; i < kCounters; ++i) block[i] = static_cast<uint64_t>(begin / random::kElements + i);
+  for (int64_t at = 0; at < count; at += kBitsStep, block += kCounters) {
+    CounterWords a = block, b = block >> 32;
+    CounterWords c = CounterWords{} + (noise.stream & kLower), d = CounterWords{} + (noise.stream >> 32);
+    uint64_t x = noise.seed & kLower, y = noise.seed >> 32;
+#pragma GCC unroll 7
+    for (int32_t round = 0; round < random::kRounds; ++round) {
+      const CounterWords p = times(a, random::kMultipliers[0]), q = times(c, random::kMultipliers[1]);
+      a = upper(q) ^ b ^ x;
+      b = q;
+      c = upper(p) ^ d ^ y;
+      d = p;
+      x = (x + random::kWeyl[0]) & kLower;
+      y = (y + random::kWeyl[1]) & kLower;
+    }
+    const CounterWords first = (a & kLower) | (b << 32), second = (c & kLower) | (d << 32);
+    for (int64_t i = 0; i < kCounters; ++i) {
+      const uint64_t pair[] = {first[i], second[i]};
+      std::memcpy(bits + at + i * random::kElements, pair, sizeof(pair));
+    }
+  }
+}
+
+// The bits of elements, of one or of two neighbours; and of what needs none.
+struct Bits {
+  const uint16_t* values;
+
+  FUSEDACC_INLINE uint32_t operator[](int64_t i) const { return values[i]; }
+  FUSEDACC_INLINE uint32_t pair(int64_t i) const {
+    uint32_t both;
+    std::memcpy(&both, values + i, sizeof(both));
+    return both;
+  }
+};
+struct NoBits {
+  FUSEDACC_INLINE uint32_t operator[](int64_t) const { return 0; }
+  FUSEDACC_INLINE uint32_t pair(int64_t) const { return 0; }
+};
+
 // Positions [begin, end) of a loop nest as pieces of its innermost dimension: visit(offset of the first
 // element in the accumulator, the same in the gradient, elements).
 template <typename Visit>
@@ -96,10 +180,45 @@ struct PairLoops {
   using Functor = ScaleAccumulate<Gradient, Accumulator>;
   using Compute = typename Functor::Compute;
 
+  static constexpr bool kInPairs = std::is_same_v<Gradient, BFloat16> &&
+                                   (kIsStochastic<Accumulator> || std::is_same_v<Accumulator, BFloat16>);
+  // Elements whose bits are made at a time.
+  static constexpr int64_t kBitsBlock = 256;
+
+  // Calls visit(first, length, their bits) for all of `count` elements in turn. While bits are made, the
+  // memory of the elements after these is on its way: without that a pass would take the time of both.
+  template <typename Visit>
+  static FUSEDACC_INLINE void with_bits(const void* accumulator, const void* gradient, int64_t count,
+                                        const Functor& functor, Visit&& visit) {
+    if constexpr (Functor::kStochastic) {
+      alignas(kLineBytes) uint16_t bits[kBitsBlock];
+      for (int64_t first = 0; first < count;) {
+        const int64_t number = functor.noise.first + first, before = number % random::kElements;
+        const int64_t length = count - first < kBitsBlock - before ? count - first : kBitsBlock - before;
+        fetch_next(accumulator, first, length, sizeof(Accumulator));
+        fetch_next(gradient, first, length, sizeof(Gradient));
+        make_bits(functor.noise, number - before, before + length, bits);
+        visit(first, length, Bits{bits + before});
+        first += length;
+      }
+    } else {
+      visit(int64_t{0}, count, NoBits());
+    }
+  }
+
+  static FUSEDACC_INLINE void fetch_next(const void* from, int64_t first, int64_t length, int64_t size) {
+    const auto* bytes = static_cast<const char*>(from) + (first + kBitsBlock) * size;
+    for (int64_t byte = 0; byte < length * size; byte += kLineBytes) __builtin_prefetch(bytes + byte);
+  }
+
   static void overwrite_row(Accumulator* accumulator, const Gradient* gradient, int64_t count,
                             Functor functor) {
-    FUSEDACC_INDEPENDENT
-    for (int64_t i = 0; i < count; ++i) accumulator[i] = functor.overwrite(gradient[i]);
+    with_bits(accumulator, gradient, count, functor, [&](int64_t first, int64_t length, auto bits) {
+      Accumulator* into = accumulator + first;
+      const Gradient* from = gradient + first;
+      FUSEDACC_INDEPENDENT
+      for (int64_t i = 0; i < length; ++i) into[i] = functor.overwrite(from[i], bits[i]);
+    });
   }
 
   static void stream_row(Accumulator* accumulator, const Gradient* gradient, int64_t count, Functor functor) {
@@ -109,11 +228,11 @@ struct PairLoops {
     int64_t i = (kLineBytes - past_line) % kLineBytes / static_cast<int64_t>(sizeof(Accumulator));
     overwrite_row(accumulator, gradient, i, functor);
     for (; i + kBlock <= count; i += kBlock) {
-      overwrite_row(block, gradient + i, kBlock, functor);
+      overwrite_row(block, gradient + i, kBlock, functor.from(i));
       stream_lines(accumulator + i, block, sizeof(block));
     }
     end_of_stream();
-    overwrite_row(accumulator + i, gradient + i, count - i, functor);
+    overwrite_row(accumulator + i, gradient + i, count - i, functor.from(i));
   }
 
   template <bool has_beta>
@@ -130,10 +249,49 @@ struct PairLoops {
 
   template <bool has_beta>
   static void add_each(Accumulator* accumulator, const Gradient* gradient, int64_t count, Functor functor) {
+    with_bits(accumulator, gradient, count, functor, [&](int64_t first, int64_t length, auto bits) {
+      Accumulator* into = accumulator + first;
+      const Gradient* from = gradient + first;
+      int64_t i = 0;
+      if constexpr (kInPairs) {
+        i = length / 2 * 2;
+        add_pairs<has_beta>(into, from, i, functor, bits);
+      }
+      FUSEDACC_INDEPENDENT
+      for (int64_t k = i; k < length; ++k) {
+        into[k] = functor.template add<has_beta>(from[k], into[k], bits[k]);
+      }
+    });
+  }
+
+  // The same for an even number of bfloat16, two by two in 32 bits: nothing is packed or unpacked.
+  template <bool has_beta, typename Bits>
+  static void add_pairs(Accumulator* accumulator, const Gradient* gradient, int64_t count, Functor functor,
+                        Bits bits) {
     FUSEDACC_INDEPENDENT
-    for (int64_t i = 0; i < count; ++i) {
-      accumulator[i] = functor.template add<has_beta>(gradient[i], accumulator[i]);
+    for (int64_t i = 0; i < count; i += 2) {
+      const uint32_t old = load_pair(accumulator + i), fresh = load_pair(gradient + i);
+      const auto add = [&](uint32_t from, uint32_t into, uint32_t noise) {
+        const Compute before = bits_as<float>(into);
+        const Compute kept = has_beta ? functor.beta * before : before;
+        return narrow<Accumulator, Compute>(fused_multiply_add(functor.scale, bits_as<float>(from), kept),
+                                            noise)
+            .bits;
+      };
+      constexpr uint32_t kUpper = 0xffff0000u;
+      const uint32_t noise = bits.pair(i);
+      const uint32_t lower = add(fresh << 16, old << 16, noise & 0xffffu);
+      const uint32_t higher = add(fresh & kUpper, old & kUpper, noise >> 16);
+      const uint32_t both = lower | higher << 16;
+      std::memcpy(accumulator + i, &both, sizeof(both));
     }
+  }
+
+  template <typename T>
+  static FUSEDACC_INLINE uint32_t load_pair(const T* from) {
+    uint32_t both;
+    std::memcpy(&both, from, sizeof(both));
+    return both;
   }
 
   // Products by a power of two are rounded only where they leave the range: else a plain sum has the bits of
@@ -154,13 +312,17 @@ struct PairLoops {
         }
       }
       if (rounded) {
-        add_each<has_beta>(into, from, length, functor);
+        add_each<has_beta>(into, from, length, functor.from(begin));
         continue;
       }
-      FUSEDACC_INDEPENDENT
-      for (int64_t i = 0; i < length; ++i) {
-        into[i] = functor.template add_product<has_beta>(functor.scale * widen(from[i]), into[i]);
-      }
+      with_bits(into, from, length, functor.from(begin), [&](int64_t first, int64_t count, auto bits) {
+        FUSEDACC_INDEPENDENT
+        for (int64_t i = 0; i < count; ++i) {
+          Accumulator& element = into[first + i];
+          element = functor.template add_product<has_beta>(functor.scale * widen(from[first + i]), element,
+                                                           bits[i]);
+        }
+      });
     }
   }
 
@@ -182,14 +344,15 @@ struct PairLoops {
     for (int64_t i = 0; i < count; ++i) {
       Accumulator& element = accumulator[i * accumulator_stride];
       const Gradient value = gradient[i * gradient_stride];
-      element = overwrite ? functor.overwrite(value) : functor.add(value, element);
+      const uint32_t bits = functor.bits_at(i * accumulator_stride);
+      element = overwrite ? functor.overwrite(value, bits) : functor.add(value, element, bits);
     }
   }
 
   static void flat(void* accumulator, const void* gradient, int64_t begin, int64_t end, Multipliers by,
                    bool overwrite) {
     row(static_cast<Accumulator*>(accumulator) + begin, static_cast<const Gradient*>(gradient) + begin,
-        end - begin, Functor(by), overwrite);
+        end - begin, Functor(by).from(begin), overwrite);
   }
 
   static void strided(void* accumulator, const void* gradient, const StridedLayout& layout, int64_t begin,
@@ -201,9 +364,9 @@ struct PairLoops {
     const int64_t source_step = layout.gradient_strides[layout.dims - 1];
     for_each_row(layout, begin, end, [&](int64_t to, int64_t from, int64_t count) {
       if (target_step == 1 && source_step == 1) {
-        row(target + to, source + from, count, functor, overwrite);
+        row(target + to, source + from, count, functor.from(to), overwrite);
       } else {
-        strided_row(target + to, source + from, target_step, source_step, count, functor, overwrite);
+        strided_row(target + to, source + from, target_step, source_step, count, functor.from(to), overwrite);
       }
     });
   }

@@ -134,12 +134,12 @@ struct NormLoops {
     auto* target = static_cast<Accumulator*>(accumulator) + begin;
     const auto* source = static_cast<const Gradient*>(gradient) + begin;
     const int64_t count = end - begin;
-    const Functor functor(by);
+    const Functor functor = Functor(by).from(begin);
     if (overwrite && stream) return overwrite_past_caches(target, source, count, functor);
     return norm_of_row<kind>(target, count, [&](auto& lanes) {
       for (int64_t i = 0; i < count; i += kNormBlock) {
         const int64_t length = count - i < kNormBlock ? count - i : kNormBlock;
-        Loops::row(target + i, source + i, length, functor, overwrite);
+        Loops::row(target + i, source + i, length, functor.from(i), overwrite);
         lanes.add(target + i, length);
       }
     });

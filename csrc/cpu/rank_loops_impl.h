@@ -131,7 +131,7 @@ struct RankLoops {
   template <int rows>
   static void add_rows(const GemmRequest& part, int64_t first, const Compute* right, int64_t stride) {
     const Matrix &left = part.left, &accumulator = part.accumulator;
-    const ScaleAccumulate<Compute, Accumulator> functor(Multipliers{part.scale, part.beta});
+    const ScaleAccumulate<Compute, Accumulator> functor(Multipliers{part.scale, part.beta, part.noise});
     Compute factors[kRankTokens * rows];
     for (int64_t token = 0; token < left.rows; ++token) {
       const auto* own = static_cast<const Operand*>(left.data) + token * left.row_stride;
@@ -149,7 +149,9 @@ struct RankLoops {
       }
       sums.template make<rows>(factors, right + column, stride, left.rows, count);
       for (int row = 0; row < rows; ++row) {
-        Into::row(row_of(accumulator, first + row) + column, sums.sums[row], count, functor, part.beta == 0);
+        const int64_t offset = (first + row) * accumulator.row_stride + column;
+        Into::row(row_of(accumulator, first + row) + column, sums.sums[row], count, functor.from(offset),
+                  part.beta == 0);
       }
     }
   }

@@ -16,16 +16,18 @@ struct RowLoops {
   using Accumulator = AccumulatorOf<pair>;
   using Functor = RowAccumulate<Gradient, Accumulator>;
   using Compute = typename Functor::Compute;
+  static constexpr Dtype kCompute = std::is_same_v<Compute, double> ? Dtype::kFloat64 : Dtype::kFloat32;
+  using Into = PairLoops<find_pair(kCompute, kPairs[pair].accumulator)>;
 
-  static void add(void* row, const RowGradients& gradients, int64_t begin, int64_t end, double scale,
+  static void add(void* row, const RowGradients& gradients, int64_t begin, int64_t end, const Multipliers& by,
                   bool by_frequency) {
     auto* target = static_cast<Accumulator*>(row);
     if (gradients.count == 1) {
-      PairLoops<pair>::row(target + begin, at(gradients, 0) + begin, end - begin,
-                           ScaleAccumulate<Gradient, Accumulator>(Multipliers{scale, 1}), false);
+      const ScaleAccumulate<Gradient, Accumulator> functor(by);
+      PairLoops<pair>::row(target + begin, at(gradients, 0) + begin, end - begin, functor.from(begin), false);
       return;
     }
-    const Functor functor(scale);
+    const Functor functor(by);
     for (int64_t column = begin; column < end; column += kRowBlock) {
       const int64_t length = end - column < kRowBlock ? end - column : kRowBlock;
       alignas(kLineBytes) Compute sums[kRowBlock];
@@ -33,8 +35,13 @@ struct RowLoops {
       if (by_frequency) {
         for (int64_t i = 0; i < length; ++i) sums[i] = Functor::mean(sums[i], gradients.count);
       }
-      FUSEDACC_INDEPENDENT
-      for (int64_t i = 0; i < length; ++i) target[column + i] = functor.add(sums[i], target[column + i]);
+      Into::with_bits(target + column, sums, length, functor.into.from(column),
+                      [&](int64_t first, int64_t count, auto bits) {
+                        Accumulator* into = target + column + first;
+                        FUSEDACC_INDEPENDENT
+                        for (int64_t i = 0; i < count; ++i)
+                          into[i] = functor.add(sums[first + i], into[i], bits[i]);
+                      });
     }
   }
 

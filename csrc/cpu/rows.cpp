@@ -91,8 +91,10 @@ void add_part(int64_t begin, int64_t end, void* opaque) {
     for (; *first < count && *first < end - tile * count; ++first) {
       const RowGradients gradients{work.gradients, work.gradient_stride, &context.places[*first],
                                    first[1] - first[0]};
-      loops().add_row[work.table.pair](row_of(work.table, gradients.places->row), gradients, column,
-                                       columns_end, context.scale, work.by_frequency);
+      const int64_t row = gradients.places->row;
+      const Multipliers by{context.scale, 1, work.noise.from(row * work.table.stride)};
+      loops().add_row[work.table.pair](row_of(work.table, row), gradients, column, columns_end, by,
+                                       work.by_frequency);
     }
   }
 }

@@ -11,13 +11,15 @@
 
 namespace fusedacc::cuda {
 
-void run(const Work& work, const Factors& factors, int32_t device_index);
+// seed: of sums that are rounded stochastically.
+void run(const Work& work, const Factors& factors, uint64_t seed, int32_t device_index);
 
 // As many partial norms are read by one block.
 constexpr int64_t kMostPartials = 32768;
 
 // The same with a partial norm for each chunk, or those alone, and the end of it: one small launch, or two.
-void run_norm(const Work& work, const Factors& factors, const NormRequest& norm, int32_t device_index);
+void run_norm(const Work& work, const Factors& factors, uint64_t seed, const NormRequest& norm,
+              int32_t device_index);
 void finish_norm(const FinishRequest& finish, int32_t device_index);
 
 // `indices` is the tensor of the row numbers, one-dimensional. Nothing waits for the device, so a number that

@@ -12,10 +12,10 @@ namespace fusedacc::cuda {
 
 // One launch per dtype pair and layout kind, of up to about a thousand tensors each. Throws on a launch
 // error, as all of them do.
-void launch(const Work& work, const Factors& factors, int32_t device_index, void* stream);
+void launch(const Work& work, const Factors& factors, uint64_t seed, int32_t device_index, void* stream);
 
-void launch_norm(const Work& work, const Factors& factors, const NormRequest& norm, int32_t device_index,
-                 void* stream);
+void launch_norm(const Work& work, const Factors& factors, uint64_t seed, const NormRequest& norm,
+                 int32_t device_index, void* stream);
 void launch_finish(const FinishRequest& finish, int32_t device_index, void* stream);
 
 // Of row numbers that are sorted. sums: sums_needed(work) elements of the computation's dtype.

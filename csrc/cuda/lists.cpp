@@ -36,12 +36,13 @@ void* current_stream(int32_t device_index) {
   return stream;
 }
 
-void run(const Work& work, const Factors& factors, int32_t device_index) {
-  launch(work, factors, device_index, current_stream(device_index));
+void run(const Work& work, const Factors& factors, uint64_t seed, int32_t device_index) {
+  launch(work, factors, seed, device_index, current_stream(device_index));
 }
 
-void run_norm(const Work& work, const Factors& factors, const NormRequest& norm, int32_t device_index) {
-  launch_norm(work, factors, norm, device_index, current_stream(device_index));
+void run_norm(const Work& work, const Factors& factors, uint64_t seed, const NormRequest& norm,
+              int32_t device_index) {
+  launch_norm(work, factors, seed, norm, device_index, current_stream(device_index));
 }
 
 void finish_norm(const FinishRequest& finish, int32_t device_index) {
@@ -56,7 +57,7 @@ void finish_norm(const FinishRequest& finish, int32_t device_index) {
   const OwnedTensor joined(
       empty({work.chunks}, aoti_torch_dtype_float64(), {aoti_torch_device_type_cuda(), device_index}));
   auto* norms = static_cast<double*>(data_of(joined));
-  launch_norm(work, {}, {finish.kind, norms, true}, device_index, stream);
+  launch_norm(work, {}, 0, {finish.kind, norms, true}, device_index, stream);
   FinishRequest last = finish;
   last.partials = {{norms, work.chunks}};
   launch_finish(last, device_index, stream);

@@ -12,6 +12,8 @@
 #include <string>
 #include <vector>
 
+#include "../common/random.h"
+
 namespace fusedacc {
 
 inline void check_shim(AOTITorchError code, const char* call) {
@@ -77,6 +79,23 @@ template <typename T>
 T value_of(StableIValue argument) {
   return torch::stable::detail::to<T>(argument);
 }
+
+// `int seed, int[] streams`: of which random bits sums are rounded by, one stream each; none: to nearest.
+struct NoiseArgument {
+  uint64_t seed;
+  std::vector<int64_t> streams;
+
+  explicit NoiseArgument(const StableIValue* stack)
+      : seed(static_cast<uint64_t>(value_of<int64_t>(stack[0]))),
+        streams(value_of<std::vector<int64_t>>(stack[1])) {}
+
+  // Of an operator with one sum.
+  bool rounds() const { return !streams.empty(); }
+  Noise noise() const {
+    if (streams.size() > 1) throw std::runtime_error("fusedacc: streams has more than one value for one sum");
+    return rounds() ? Noise{seed, static_cast<uint64_t>(streams[0])} : Noise{};
+  }
+};
 
 struct Device {
   int32_t type, index;  // index: -1 on the CPU

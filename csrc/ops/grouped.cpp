@@ -40,7 +40,7 @@ std::vector<int64_t> read_ends(const OwnedTensor& tensor, const TensorView& accu
 }
 
 // stack: accumulator, left, right, offsets, scale_tensor, scale, keep_tensor, keep, rank_k_tokens,
-// rounded_tokens.
+// rounded_tokens, seed, streams.
 void grouped_accumulate_(StableIValue* stack, uint64_t, uint64_t) {
   const OwnedTensor accumulator_tensor(reinterpret_cast<AtenTensorHandle>(stack[0]));
   const OwnedTensor left_tensor(reinterpret_cast<AtenTensorHandle>(stack[1]));
@@ -48,6 +48,7 @@ void grouped_accumulate_(StableIValue* stack, uint64_t, uint64_t) {
   const OwnedTensor offsets_tensor(reinterpret_cast<AtenTensorHandle>(stack[3]));
   const OwnedTensor scale_tensor(take_optional(stack[4]));
   const OwnedTensor beta_tensor(take_optional(stack[6]));
+  const NoiseArgument noise(stack + 10);
   const Argument accumulator("accumulator", accumulator_tensor, 3);
   const Argument left("left", left_tensor), right("right", right_tensor);
   const TensorView& into = accumulator.view;
@@ -67,8 +68,8 @@ void grouped_accumulate_(StableIValue* stack, uint64_t, uint64_t) {
                             shape_name(into.sizes, 3));
   }
   OwnedTensor left_memory(nullptr), right_memory(nullptr);
-  GroupedRequest request{{accumulator.matrix(), for_blas(left_tensor, left, left_memory),
-                          for_blas(right_tensor, right, right_memory), scale, beta},
+  GroupedRequest request{{rounded_matrix(accumulator, left, noise), for_blas(left_tensor, left, left_memory),
+                          for_blas(right_tensor, right, right_memory), scale, beta, noise.noise()},
                          into.strides[0],
                          ends,
                          rank_k_tokens,

@@ -17,28 +17,29 @@ NormKind norm_kind(StableIValue norm_type) {
   throw std::runtime_error("fusedacc: norm_type is " + std::to_string(value) + "; allowed: 2 and inf");
 }
 
-StableIValue run_norm(const Work& work, const Factors& factors, NormKind kind, bool reads,
+StableIValue run_norm(const Work& work, const Factors& factors, uint64_t seed, NormKind kind, bool reads,
                       const Device& device) {
   OwnedTensor partials(empty({work.chunks}, aoti_torch_dtype_float64(), device));
   const NormRequest norm{kind, static_cast<double*>(data_of(partials)), reads};
   run_on(
-      device, [&] { cpu::run_norm(work, read_factors<double>(factors), norm); },
-      [&] { cuda::run_norm(work, factors, norm, device.index); });
+      device, [&] { cpu::run_norm(work, read_factors<double>(factors, seed), norm); },
+      [&] { cuda::run_norm(work, factors, seed, norm, device.index); });
   return torch::stable::detail::from(partials.release());
 }
 
 // stack: ..., gradients, scale_tensor, scale, overwrite, where the norm is wanted norm_type, keep_tensor,
-// keep.
+// keep, seed, streams.
 void accumulate(const AccumulatorTable& table, StableIValue* stack, bool wants_norm) {
   const TensorList gradients(stack[1]);
   const OwnedTensor scale_tensor(take_optional(stack[2]));
   const auto overwrite = value_of<std::vector<bool>>(stack[4]);
   const StableIValue* beta = stack + (wants_norm ? 6 : 5);
   const OwnedTensor beta_tensor(take_optional(beta[0]));
+  const NoiseArgument noise(beta + 2);
   const NormKind kind = wants_norm ? norm_kind(stack[5]) : NormKind::kTwo;
   // Kept from call to call: freeing blocks of this size makes malloc tidy up all the small ones.
   static thread_local Work work;
-  table.match(gradients, overwrite, work);
+  table.match(gradients, overwrite, noise.streams, work);
   const Device device = table.device();
   const auto factor = [&](const char* name, const OwnedTensor& tensor, StableIValue value) {
     if (table.size() == 0) return ScaleArgument{};
@@ -46,11 +47,11 @@ void accumulate(const AccumulatorTable& table, StableIValue* stack, bool wants_n
   };
   const Factors factors{factor("scale", scale_tensor, stack[3]), factor("keep", beta_tensor, beta[1])};
   if (wants_norm) {
-    stack[0] = run_norm(work, factors, kind, false, device);
+    stack[0] = run_norm(work, factors, noise.seed, kind, false, device);
   } else if (table.size() > 0) {
     run_on(
-        device, [&] { cpu::run(work, read_factors<double>(factors)); },
-        [&] { cuda::run(work, factors, device.index); });
+        device, [&] { cpu::run(work, read_factors<double>(factors, noise.seed)); },
+        [&] { cuda::run(work, factors, noise.seed, device.index); });
   }
 }
 
@@ -90,7 +91,7 @@ void norm_partials(StableIValue* stack, uint64_t, uint64_t) {
   const NormKind kind = norm_kind(stack[1]);
   static thread_local Work work;
   const Device device = read_tensors(tensors, work);
-  stack[0] = run_norm(work, {}, kind, true, device);
+  stack[0] = run_norm(work, {}, 0, kind, true, device);
 }
 
 void finish_norm(StableIValue* stack, uint64_t, uint64_t) {

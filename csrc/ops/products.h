@@ -26,6 +26,16 @@ struct Argument {
 // CPU.
 void check_operands(const Argument& accumulator, const Argument& left, const Argument& right);
 
+// The accumulator as it is to be rounded.
+inline cpu::Matrix rounded_matrix(const Argument& accumulator, const Argument& operand,
+                                  const NoiseArgument& noise) {
+  cpu::Matrix into = accumulator.matrix();
+  const int32_t pair =
+      rounded_pair(operand.name, dtype_of(operand.view), "accumulator", into.dtype, noise.rounds());
+  into.dtype = kPairs[pair].accumulator;
+  return into;
+}
+
 // Whether the accumulator's matrices have dense rows; refuses those that have dense columns neither.
 bool is_row_major(const Argument& accumulator);
 

@@ -91,7 +91,7 @@ Dtype dtype_of(const TensorView& view) {
   return Dtype::kOther;
 }
 
-int32_t code_of(Dtype dtype) { return codes()[static_cast<int32_t>(dtype)]; }
+int32_t code_of(Dtype dtype) { return codes()[static_cast<int32_t>(stored_as(dtype))]; }
 
 void check_beside(const Place& place, const TensorView& view, const Beside& beside) {
   if (view.device != beside.device) {
@@ -106,6 +106,18 @@ int32_t checked_pair(const Place& place, Dtype gradient, const char* accumulator
                     "; allowed: " + kAllowedPairs);
   }
   return pair;
+}
+
+int32_t rounded_pair(const Place& place, Dtype gradient, const char* accumulator, Dtype own,
+                     bool stochastically) {
+  const int32_t pair = checked_pair(place, gradient, accumulator, own);
+  if (!stochastically) return pair;
+  const int32_t found = stochastic(pair);
+  if (found < 0) {
+    fail(place, std::string("is added to ") + accumulator + " of " + dtype_name(own) +
+                    "; only sums of bfloat16 can be rounded stochastically");
+  }
+  return found;
 }
 
 bool overlap(const TensorView& a, const TensorView& b) {
@@ -193,7 +205,7 @@ void AccumulatorTable::check_overlap(const TensorView& gradient, int64_t size, i
 }
 
 void AccumulatorTable::match(const TensorList& gradients, const std::vector<bool>& overwrite,
-                             Work& work) const {
+                             const std::vector<int64_t>& streams, Work& work) const {
   const int64_t count = size();
   if (gradients.size() != count) {
     throw std::runtime_error("fusedacc: " + std::to_string(count) + " accumulators but " +
@@ -202,6 +214,11 @@ void AccumulatorTable::match(const TensorList& gradients, const std::vector<bool
   const int64_t flags = static_cast<int64_t>(overwrite.size());
   if (flags > 1 && flags != count) {
     throw std::runtime_error("fusedacc: overwrite has " + std::to_string(flags) + " values for " +
+                             std::to_string(count) + " accumulators");
+  }
+  const bool stochastically = !streams.empty();
+  if (stochastically && static_cast<int64_t>(streams.size()) != count) {
+    throw std::runtime_error("fusedacc: streams has " + std::to_string(streams.size()) + " values for " +
                              std::to_string(count) + " accumulators");
   }
   work.clear();
@@ -215,15 +232,16 @@ void AccumulatorTable::match(const TensorList& gradients, const std::vector<bool
                                shape_name(sizes(own), own.dims));
     }
     const Dtype dtype = dtype_of(view);
-    const int32_t pair = checked_pair(gradient_at(i), dtype, "its accumulator", own.dtype());
+    const int32_t pair = rounded_pair(gradient_at(i), dtype, "its accumulator", own.dtype(), stochastically);
     if (own.numel == 0) continue;
-    const Task task{reinterpret_cast<void*>(own.data),
-                    view.data,
-                    own.numel,
-                    0,
-                    pair,
-                    -1,
-                    flags == 0 ? false : static_cast<bool>(overwrite[flags == 1 ? 0 : i])};
+    Task task{reinterpret_cast<void*>(own.data),
+              view.data,
+              own.numel,
+              0,
+              pair,
+              -1,
+              flags == 0 ? false : static_cast<bool>(overwrite[flags == 1 ? 0 : i])};
+    if (stochastically) task.stream = static_cast<uint64_t>(streams[i]);
     if (own.dense() && equal(view.strides, strides(own), own.dims)) {
       check_overlap(view, own.numel * element_size(dtype), i, hint);
       work.push(task);

@@ -55,6 +55,10 @@ void check_beside(const Place& place, const TensorView& view, const Beside& besi
 // The index in kPairs of a gradient's dtype and that of `accumulator`, as it is called in the error.
 int32_t checked_pair(const Place& place, Dtype gradient, const char* accumulator, Dtype own);
 
+// The same, of the pair that rounds stochastically if that is asked for.
+int32_t rounded_pair(const Place& place, Dtype gradient, const char* accumulator, Dtype own,
+                     bool stochastically);
+
 // Of matrices with any strides.
 bool overlap(const TensorView& a, const TensorView& b);
 
@@ -90,8 +94,9 @@ class AccumulatorTable {
   const int64_t* strides(const Entry& entry) const { return words_ + entry.shape + entry.dims; }
 
   // Checks the gradients against the accumulators and writes what to do to `work`; overwrite: 0, 1 or size()
-  // flags.
-  void match(const TensorList& gradients, const std::vector<bool>& overwrite, Work& work) const;
+  // flags; streams: none, or one for each accumulator, which is rounded stochastically.
+  void match(const TensorList& gradients, const std::vector<bool>& overwrite,
+             const std::vector<int64_t>& streams, Work& work) const;
 
  private:
   struct Header {

@@ -13,8 +13,8 @@ namespace {
 
 }  // namespace
 
-void run(const Work&, const Factors&, int32_t) { refuse(); }
-void run_norm(const Work&, const Factors&, const NormRequest&, int32_t) { refuse(); }
+void run(const Work&, const Factors&, uint64_t, int32_t) { refuse(); }
+void run_norm(const Work&, const Factors&, uint64_t, const NormRequest&, int32_t) { refuse(); }
 void finish_norm(const FinishRequest&, int32_t) { refuse(); }
 void add_rows(RowWork, AtenTensorHandle, const ScaleArgument&, int32_t) { refuse(); }
 std::string build_info() { return R"("cuda": null, "cuda_architectures": "")"; }

@@ -106,7 +106,7 @@ struct RowKernels {
   static FUSEDACC_INLINE void add(const RowArguments& arguments, int64_t row, int64_t column,
                                   Group<Compute, step>& sums, int64_t count) {
     const Table& table = arguments.work.table;
-    const Functor functor(read_scale<Compute>(arguments.scale));
+    const Functor functor(Multipliers{read_scale<Compute>(arguments.scale), 1});
     Accumulator* to = static_cast<Accumulator*>(table.data) + row * table.stride + column;
     auto group = load_group<step>(static_cast<const Accumulator*>(to));
     FUSEDACC_UNROLL
