@@ -44,12 +44,13 @@ from fusedacc.kernels.triton.row_kernels import add_long_rows, add_runs
 def wide(dtype):
     return tl.float64 if dtype == "float64" else tl.float32
 
-def accumulation(gradient, accumulator):
+def accumulation(gradient, accumulator, noisy=False):
     types = {"table": "*i64", "calls": "*i64", "scale": "*fp64", "beta": "*fp64", "count": "i32"}
     constants = {
         "accumulator_dtype": getattr(tl, accumulator),
         "gradient_dtype": getattr(tl, gradient),
         "wide": wide(accumulator),
+        "noisy": noisy,
     }
     return compiled(scale_accumulate, types, constants, 2, ADDING)
 
