@@ -45,8 +45,8 @@ class Accumulate(Protocol):
     """One pass over tensors of one device, dtype pairs mixed; bumps no version counters.
 
     accumulator <- round(beta * accumulator) + scale * gradient, where it is not overwritten, with one more
-    rounding. `beta` is a float or a 0-dim tensor as `scale` is. With `noise` every accumulator is bfloat16, and
-    that last rounding is stochastic (see `rounding`).
+    rounding. `beta` is a float or a 0-dim tensor as `scale` is. With `noise` every accumulator is bfloat16,
+    and that last rounding is stochastic (see `rounding`).
 
     With `norm_type` it returns the `norm_partials` of the new accumulators, by the same bits as a call for
     them, in a single pass where the backend can; else None.
@@ -66,7 +66,8 @@ class Accumulate(Protocol):
 
 class AccumulateRows(Protocol):
     """As `rows.accumulate_rows_`, of indices `[n]` and gradients `[n, columns]` whose rows are dense, as the
-    table's are; padding is -1 for none. `noise`, as for `Accumulate`, has one stream. Bumps no version counter.
+    table's are; padding is -1 for none. `noise`, as for `Accumulate`, has one stream. Bumps no version
+    counter.
     """
 
     def __call__(

@@ -130,7 +130,9 @@ def round_into_(target: Tensor, value: Tensor, seed: int, stream: int, first: in
         return
     if count > PIECE_ELEMENTS and not torch.compiler.is_compiling():
         # Along the outermost dimension in memory: what was without gaps stays so.
-        strides = [stride if size > 1 else -1 for size, stride in zip(target.shape, target.stride(), strict=True)]
+        strides = [
+            stride if size > 1 else -1 for size, stride in zip(target.shape, target.stride(), strict=True)
+        ]
         along = strides.index(max(strides))
         half = target.shape[along] // 2
         for begin, length in ((0, half), (half, target.shape[along] - half)):

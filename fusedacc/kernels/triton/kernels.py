@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from .rounding_kernels import bits_of_blocks, round_by
+from .rounding_kernels import bits_of_row, round_by
 
 #: Elements that one program handles, a multiple of `BLOCK`.
 CHUNK = 16384
@@ -74,13 +74,12 @@ def combine(scale, gradient, beta, accumulator, adds, dtype: tl.constexpr):
 
 
 @triton.jit
-def fresh(s, gradient, k, accumulator, adds, dtype: tl.constexpr, noisy: tl.constexpr, seed, stream, first):
+def fresh(s, gradient, k, accumulator, adds, seed, stream, first, noisy: tl.constexpr):
     """The sum, rounded to nearest, or as elements from number `first` on, a multiple of 8, are."""
     value = combine_wide(s, gradient, k, accumulator, adds)
     if noisy:
-        blocks = (first >> 3) + tl.arange(0, value.shape[0] // 8)
-        return round_by(value, bits_of_blocks(seed, stream, blocks, value))
-    return narrow(value, dtype)
+        return round_by(value, bits_of_row(seed, stream, first, value, True))
+    return narrow(value, accumulator.dtype)
 
 
 @triton.jit(do_not_specialize=["count", "scale", "beta"])
@@ -152,17 +151,23 @@ def scale_accumulate(
             a2 = tl.load(to + 2 * each, mask=adds, other=0.0)
             a3 = tl.load(to + 3 * each, mask=adds, other=0.0)
             number = start + step
-            tl.store(to, fresh(s, g0, k, a0, adds, accumulator_dtype, noisy, seed, stream, number))
-            tl.store(to + each, fresh(s, g1, k, a1, adds, accumulator_dtype, noisy, seed, stream, number + each))
-            tl.store(to + 2 * each, fresh(s, g2, k, a2, adds, accumulator_dtype, noisy, seed, stream, number + 2 * each))
-            tl.store(to + 3 * each, fresh(s, g3, k, a3, adds, accumulator_dtype, noisy, seed, stream, number + 3 * each))
+            tl.store(to, fresh(s, g0, k, a0, adds, seed, stream, number, noisy))
+            tl.store(to + each, fresh(s, g1, k, a1, adds, seed, stream, number + each, noisy))
+            tl.store(
+                to + 2 * each,
+                fresh(s, g2, k, a2, adds, seed, stream, number + 2 * each, noisy),
+            )
+            tl.store(
+                to + 3 * each,
+                fresh(s, g3, k, a3, adds, seed, stream, number + 3 * each, noisy),
+            )
         whole = length // each * each
         for step in range(fours, whole, each):
             to = accumulator16 + tl.multiple_of(step, each) + lanes
             g = tl.load(gradient16 + tl.multiple_of(step, each) + lanes)
             a = tl.load(to, mask=adds, other=0.0)
             number = start + step
-            tl.store(to, fresh(s, g, k, a, adds, accumulator_dtype, noisy, seed, stream, number))
+            tl.store(to, fresh(s, g, k, a, adds, seed, stream, number, noisy))
 
     # Tails and misaligned tensors: one element per thread, but for noise.
     few: tl.constexpr = each if noisy else _THREADS
@@ -171,7 +176,7 @@ def scale_accumulate(
         inside = step + lane < length
         g = tl.load(gradient + step + lane, mask=inside)
         a = tl.load(accumulator + step + lane, mask=inside & adds, other=0.0)
-        sums = fresh(s, g, k, a, adds, accumulator_dtype, noisy, seed, stream, start + step)
+        sums = fresh(s, g, k, a, adds, seed, stream, start + step, noisy)
         tl.store(accumulator + step + lane, sums, mask=inside)
 
 
