@@ -3,11 +3,13 @@
 Rounding. float32 and float64 sums are one fused multiply-add: torch's own `add_(alpha=)` and `addcmul_`
 contract to one on every device with the instruction (all CUDA devices, CPUs with AVX2). 16-bit sums are
 computed in float32 and rounded once to the accumulator. Two exceptions, where the product is rounded before
-it is added: a CPU without the instruction, and, in torch's CPU loops, an expanded gradient.
+it is added: a CPU without the instruction, and, in torch's CPU loops, an expanded gradient. With noise that
+one rounding, to bfloat16, is stochastic.
 
 Memory. Nothing is allocated for float32 and float64 accumulators beyond the cast copy that torch makes on a
 CPU of a 16-bit gradient (one tensor at a time); a 16-bit accumulator with a scale other than 1 takes a
-float32 temporary of its size, since torch would round the scale and the product to 16 bits.
+float32 temporary of its size, since torch would round the scale and the product to 16 bits; so does every
+one that is rounded stochastically.
 
 Rows of a table. Shapes are those of the indices whatever these hold, so that nothing waits for a device.
 Gradients are copied in the order of their rows, in the computation's dtype: temporaries of the gradients'
@@ -26,6 +28,7 @@ from .checks import overwrite_flags
 from .constants import ROW_RUN
 from .dtypes import computation_dtype
 from .registry import Backend
+from .rounding import Noise, round_into_, round_rows_
 
 
 def _overwrite(accumulator: Tensor, gradient: Tensor, scale: float | Tensor) -> None:
@@ -45,9 +48,15 @@ def _add(accumulator: Tensor, gradient: Tensor, scale: float | Tensor, beta: flo
     if keeps and not isinstance(scale, Tensor) and scale == 1.0:
         accumulator.add_(gradient)
         return
-    # The accumulator itself where it is wide already.
+    total = _total(accumulator, gradient, scale, beta)
+    if total is not accumulator:
+        accumulator.copy_(total)
+
+
+def _total(accumulator: Tensor, gradient: Tensor, scale: float | Tensor, beta: float | Tensor) -> Tensor:
+    """In the computation's dtype: the accumulator itself where it has it already."""
     total = accumulator.to(computation_dtype(accumulator.dtype))
-    if not keeps:
+    if isinstance(beta, Tensor) or beta != 1.0:
         total.mul_(beta)
     if isinstance(scale, Tensor):
         total.addcmul_(gradient, scale)
@@ -55,8 +64,7 @@ def _add(accumulator: Tensor, gradient: Tensor, scale: float | Tensor, beta: flo
         total.add_(gradient.to(total.dtype), alpha=scale)
     else:
         total.add_(gradient, alpha=scale)
-    if total is not accumulator:
-        accumulator.copy_(total)
+    return total
 
 
 def scale_accumulate_(
@@ -66,6 +74,7 @@ def scale_accumulate_(
     overwrite: bool | Sequence[bool],
     beta: float | Tensor = 1.0,
     norm_type: float | None = None,
+    noise: Noise | None = None,
 ) -> Tensor | None:
     """accumulator <- beta * accumulator + scale * gradient for each pair, where it is not overwritten.
 
@@ -78,18 +87,26 @@ def scale_accumulate_(
         beta: as `scale`. Its product with the accumulator is rounded to the computation's dtype before
             anything is added to it.
         norm_type: with it, the `norm_partials` of the new accumulators are returned.
+        noise: with it, every accumulator is bfloat16 and is rounded stochastically.
 
     No input is checked here: see `checks.check_lists`.
     """
     factors: dict[torch.dtype, tuple[float | Tensor, float | Tensor]] = {}
     with torch.no_grad():
-        for accumulator, gradient, flag in zip(
-            accumulators, gradients, overwrite_flags(overwrite, len(accumulators)), strict=True
+        for index, (accumulator, gradient, flag) in enumerate(
+            zip(accumulators, gradients, overwrite_flags(overwrite, len(accumulators)), strict=True)
         ):
             wide = computation_dtype(accumulator.dtype)
             if wide not in factors:
                 factors[wide] = _factor(scale, wide), _factor(beta, wide)
-            if flag:
+            if noise is not None:
+                total = (
+                    gradient.to(wide) * factors[wide][0]
+                    if flag
+                    else _total(accumulator, gradient, *factors[wide])
+                )
+                round_into_(accumulator, total, noise.seed, noise.streams[index])
+            elif flag:
                 _overwrite(accumulator, gradient, factors[wide][0])
             else:
                 _add(accumulator, gradient, *factors[wide])
@@ -165,7 +182,13 @@ def _stretch_sums(values: Tensor, begins: Tensor) -> Tensor:
 
 
 def accumulate_rows_(
-    table: Tensor, indices: Tensor, gradients: Tensor, scale: float | Tensor, padding: int, by_frequency: bool
+    table: Tensor,
+    indices: Tensor,
+    gradients: Tensor,
+    scale: float | Tensor,
+    padding: int,
+    by_frequency: bool,
+    noise: Noise | None = None,
 ) -> None:
     """table[r] <- table[r] + scale * (the sum, or the mean, of the gradients of row r) for each row named.
 
@@ -176,6 +199,7 @@ def accumulate_rows_(
         scale: a float, or a 0-dim floating tensor on the table's device.
         padding: a row that takes nothing, or -1.
         by_frequency: whether it is the mean.
+        noise: with it, the table is bfloat16 and is rounded stochastically; one stream.
 
     No input is checked here, but for what torch's own operators refuse: a number that is no row raises
     IndexError on a CPU, before anything is written.
@@ -196,7 +220,11 @@ def accumulate_rows_(
             )
             sums /= counts[first][:, None]
         new = old.clone()
-        scale_accumulate_([new], [sums], scale, False)
+        if noise is None:
+            scale_accumulate_([new], [sums], scale, False)
+        else:
+            total = _total(old, sums, _factor(scale, sums.dtype), 1.0)
+            round_rows_(new, total, rows, table.stride(0), noise.seed, noise.streams[0])
         if padding >= 0:
             new = torch.where((rows == padding)[:, None], old, new)
         # Equal rows are written with equal values.

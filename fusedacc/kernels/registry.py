@@ -16,6 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from .rounding import Noise
+
 #: The backends, the preferred first.
 NAMES = ("cuda", "triton", "cpu", "eager")
 _ALLOWED = ("auto", *NAMES)
@@ -35,6 +37,7 @@ class Run(Protocol):
         overwrite: bool | Sequence[bool],
         beta: float | Tensor = 1.0,
         norm_type: float | None = None,
+        noise: Noise | None = None,
     ) -> Tensor | None: ...
 
 
@@ -42,7 +45,8 @@ class Accumulate(Protocol):
     """One pass over tensors of one device, dtype pairs mixed; bumps no version counters.
 
     accumulator <- round(beta * accumulator) + scale * gradient, where it is not overwritten, with one more
-    rounding. `beta` is a float or a 0-dim tensor as `scale` is.
+    rounding. `beta` is a float or a 0-dim tensor as `scale` is. With `noise` every accumulator is bfloat16,
+    and that last rounding is stochastic (see `rounding`).
 
     With `norm_type` it returns the `norm_partials` of the new accumulators, by the same bits as a call for
     them, in a single pass where the backend can; else None.
@@ -56,7 +60,26 @@ class Accumulate(Protocol):
         overwrite: bool | Sequence[bool],
         beta: float | Tensor = 1.0,
         norm_type: float | None = None,
+        noise: Noise | None = None,
     ) -> Tensor | None: ...
+
+
+class AccumulateRows(Protocol):
+    """As `rows.accumulate_rows_`, of indices `[n]` and gradients `[n, columns]` whose rows are dense, as the
+    table's are; padding is -1 for none. `noise`, as for `Accumulate`, has one stream. Bumps no version
+    counter.
+    """
+
+    def __call__(
+        self,
+        table: Tensor,
+        indices: Tensor,
+        gradients: Tensor,
+        scale: float | Tensor,
+        padding: int,
+        by_frequency: bool,
+        noise: Noise | None = None,
+    ) -> None: ...
 
 
 @dataclass(eq=False)
@@ -79,10 +102,7 @@ class Backend:
     #: whether an element was not finite. Both 0-dim, on the device of the partials, which any backend may
     #: have made.
     finish_norm: Callable[[Sequence[Tensor], float, torch.dtype], tuple[Tensor, Tensor]]
-    #: (table, indices, gradients, scale, padding, by_frequency), as `rows.accumulate_rows_`, of indices `[n]`
-    #: and gradients `[n, columns]` whose rows are dense, as the table's are; padding is -1 for none. Bumps no
-    #: version counter.
-    accumulate_rows_: Callable[[Tensor, Tensor, Tensor, float | Tensor, int, bool], None]
+    accumulate_rows_: AccumulateRows
 
 
 @dataclass(frozen=True)

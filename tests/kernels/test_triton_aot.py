@@ -44,12 +44,13 @@ from fusedacc.kernels.triton.row_kernels import add_long_rows, add_runs
 def wide(dtype):
     return tl.float64 if dtype == "float64" else tl.float32
 
-def accumulation(gradient, accumulator):
+def accumulation(gradient, accumulator, noisy=False):
     types = {"table": "*i64", "calls": "*i64", "scale": "*fp64", "beta": "*fp64", "count": "i32"}
     constants = {
         "accumulator_dtype": getattr(tl, accumulator),
         "gradient_dtype": getattr(tl, gradient),
         "wide": wide(accumulator),
+        "noisy": noisy,
     }
     return compiled(scale_accumulate, types, constants, 2, ADDING)
 
@@ -69,7 +70,7 @@ def join(infinity):
 SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 ROWS = {"table_stride": "i32", "table_rows": "i32", "width": "i32", "rows": "*i64"}
 
-def rows(gradient, accumulator, kernel):
+def rows(gradient, accumulator, kernel, noisy=False, eights=False):
     sums = "fp64" if accumulator == "float64" else "fp32"
     table = {"table": "*" + SHORT[accumulator], **ROWS}
     if kernel == "add_runs":
@@ -78,10 +79,12 @@ def rows(gradient, accumulator, kernel):
     else:
         table |= {"count": "i32"}
     table |= {"scale": "*fp64", "padding": "i32", "sums": "*" + sums, "sum_stride": "i32"}
-    constants = {"by_frequency": True, "block": 1024}
+    table |= {"seed": "i64", "stream": "i64"}
+    constants = {"by_frequency": True, "block": 1024, "noisy": noisy, "eights": eights}
     if kernel == "add_runs":
         constants["wide"] = wide(accumulator)
-    whole = [name for name in table if name not in ("table_rows", "count", "scale", "padding")]
+    other = ("table_rows", "count", "scale", "padding", "seed", "stream")
+    whole = [name for name in table if name not in other]
     return compiled(globals()[kernel], table, constants, [list(table).index(name) for name in whole])
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}

@@ -29,6 +29,7 @@ from .. import launch_events, reference
 from ..checks import overwrite_flags
 from ..dtypes import computation_dtype
 from ..registry import Backend
+from ..rounding import Noise
 from . import address_table as shared
 from . import norms, rows
 
@@ -83,7 +84,11 @@ class _Group:
         return self._upload(self._words) if self._table is None else self._table
 
     def _call_table(
-        self, gradients: Sequence[Tensor], flags: Sequence[bool], factors: Sequence[float | Tensor]
+        self,
+        gradients: Sequence[Tensor],
+        flags: Sequence[bool],
+        factors: Sequence[float | Tensor],
+        noise: Noise | None,
     ) -> Tensor:
         kernels = shared.kernels()
         words = []
@@ -94,6 +99,8 @@ class _Group:
         for factor in factors:
             number = 1.0 if isinstance(factor, Tensor) else float(factor)
             words += struct.unpack("q", struct.pack("d", number))
+        if noise is not None:
+            words += [noise.seed, *noise.streams]
         stream = torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else 0
         # A table uploaded on another stream may not have arrived yet; one from outside a graph may be freed
         # before the graph is.
@@ -109,6 +116,7 @@ class _Group:
         scale: float | Tensor,
         flags: Sequence[bool],
         beta: float | Tensor,
+        noise: Noise | None = None,
     ) -> None:
         """Launch once."""
         ready = []
@@ -124,8 +132,8 @@ class _Group:
             return
         accumulator_dtype = self.accumulators[0].dtype
         with shared.on_device(self._device):
-            table, calls = self._own_table(), self._call_table(ready, flags, (scale, beta))
-            numbers = calls[2 * len(ready) :].view(torch.float64)
+            table, calls = self._own_table(), self._call_table(ready, flags, (scale, beta), noise)
+            numbers = calls[2 * len(ready) :][:2].view(torch.float64)
             kernels = shared.kernels()
             kernels.scale_accumulate[(self._programs,)](
                 table,
@@ -136,6 +144,7 @@ class _Group:
                 accumulator_dtype=shared.triton_dtype(accumulator_dtype),
                 gradient_dtype=shared.triton_dtype(self._gradient_dtype),
                 wide=shared.triton_dtype(computation_dtype(accumulator_dtype)),
+                noisy=noise is not None,
                 **kernels.ADDING,
             )
             if launch_events.watching:
@@ -183,13 +192,18 @@ class _Bound:
         overwrite: bool | Sequence[bool],
         beta: float | Tensor = 1.0,
         norm_type: float | None = None,
+        noise: Noise | None = None,
     ) -> Tensor | None:
         flags = overwrite_flags(overwrite, len(gradients))
         dtypes = tuple(gradient.dtype for gradient in gradients)
         if dtypes not in self._runs:
             self._runs[dtypes] = self._group(dtypes)
         for indices, run in self._runs[dtypes]:
-            run([gradients[index] for index in indices], scale, [flags[index] for index in indices], beta)
+            chosen = [gradients[index] for index in indices], scale, [flags[index] for index in indices], beta
+            part = None
+            if noise is not None:
+                part = Noise(noise.seed, [noise.streams[index] for index in indices])
+            run(*chosen, noise=part)
         if norm_type is None:
             return None
         found, pinned = norms.partials(self._accumulators, norm_type)

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from triton import knobs
 
+from .rounding_kernels import bits_of_row, round_by
+
 #: Elements that one program handles, a multiple of `BLOCK`.
 CHUNK = 16384
 #: Elements of one step of a norm's loop: 8 per thread, 16 bytes of a 16-bit dtype.
@@ -56,13 +58,28 @@ def narrow(value, dtype: tl.constexpr):
 
 
 @triton.jit
-def combine(scale, gradient, beta, accumulator, adds, dtype: tl.constexpr):
-    """scale * gradient, plus beta * accumulator, rounded, where it adds; rounded once to `dtype`."""
+def combine_wide(scale, gradient, beta, accumulator, adds):
+    """scale * gradient, plus beta * accumulator, rounded, where it adds."""
     wide: tl.constexpr = scale.dtype
     g = widen(gradient, wide)
     total = tl.fma(scale, g, beta * widen(accumulator, wide))
     # Not an fma with 0: it would turn a product of -0 into +0.
-    return narrow(tl.where(adds, total, scale * g), dtype)
+    return tl.where(adds, total, scale * g)
+
+
+@triton.jit
+def combine(scale, gradient, beta, accumulator, adds, dtype: tl.constexpr):
+    """`combine_wide`, rounded once to `dtype`."""
+    return narrow(combine_wide(scale, gradient, beta, accumulator, adds), dtype)
+
+
+@triton.jit
+def fresh(s, gradient, k, accumulator, adds, seed, stream, first, noisy: tl.constexpr):
+    """The sum, rounded to nearest, or as elements from number `first` on, a multiple of 8, are."""
+    value = combine_wide(s, gradient, k, accumulator, adds)
+    if noisy:
+        return round_by(value, bits_of_row(seed, stream, first, value, True))
+    return narrow(value, accumulator.dtype)
 
 
 @triton.jit(do_not_specialize=["count", "scale", "beta"])
@@ -75,14 +92,17 @@ def scale_accumulate(
     accumulator_dtype: tl.constexpr,
     gradient_dtype: tl.constexpr,
     wide: tl.constexpr,
+    noisy: tl.constexpr,
 ):
     """accumulator <- beta * accumulator + scale * gradient, or scale * gradient, of a list of dense tensors.
 
     Args:
         table: int64. For each of `count` tensors: its accumulator's address, elements, first program; then,
             for each program, the index of its tensor.
-        calls: int64. For each tensor: its gradient's address and flags.
+        calls: int64. For each tensor: its gradient's address and flags; two words that are not read here;
+            where it is `noisy`, the seed and each tensor's stream.
         scale, beta: pointers to one floating value of any width each.
+        noisy: whether sums, of bfloat16, are rounded stochastically.
     """
     program = tl.program_id(0)
     tensor = tl.load(table + 3 * count.to(tl.int64) + program)
@@ -98,13 +118,20 @@ def scale_accumulate(
     accumulator = address.to(tl.pointer_type(accumulator_dtype)) + start
     gradient = gradient_address.to(tl.pointer_type(gradient_dtype)) + start
     adds = (flags & _OVERWRITE) == 0
+    seed = 0
+    stream = 0
+    if noisy:
+        noise = calls + 2 * count.to(tl.int64) + 2
+        seed = tl.load(noise)
+        stream = tl.load(noise + 1 + tensor)
 
     # A step is 16 bytes of the wider side for each thread: with more, neighbouring threads would write to
     # memory with gaps between them. Four steps' loads are all issued before the first is used.
     gradient_bits: tl.constexpr = gradient_dtype.primitive_bitwidth
     accumulator_bits: tl.constexpr = accumulator_dtype.primitive_bitwidth
     bits: tl.constexpr = accumulator_bits if gradient_bits < accumulator_bits else gradient_bits
-    each: tl.constexpr = _THREADS * 128 // bits
+    # Of noise a thread makes what eight elements share.
+    each: tl.constexpr = 8 * _THREADS if noisy else _THREADS * 128 // bits
     whole = 0
     if (flags & _MISALIGNED) == 0:
         # After the cast from an integer: a hint on the integer does not survive it.
@@ -123,24 +150,34 @@ def scale_accumulate(
             a1 = tl.load(to + each, mask=adds, other=0.0)
             a2 = tl.load(to + 2 * each, mask=adds, other=0.0)
             a3 = tl.load(to + 3 * each, mask=adds, other=0.0)
-            tl.store(to, combine(s, g0, k, a0, adds, accumulator_dtype))
-            tl.store(to + each, combine(s, g1, k, a1, adds, accumulator_dtype))
-            tl.store(to + 2 * each, combine(s, g2, k, a2, adds, accumulator_dtype))
-            tl.store(to + 3 * each, combine(s, g3, k, a3, adds, accumulator_dtype))
+            number = start + step
+            tl.store(to, fresh(s, g0, k, a0, adds, seed, stream, number, noisy))
+            tl.store(to + each, fresh(s, g1, k, a1, adds, seed, stream, number + each, noisy))
+            tl.store(
+                to + 2 * each,
+                fresh(s, g2, k, a2, adds, seed, stream, number + 2 * each, noisy),
+            )
+            tl.store(
+                to + 3 * each,
+                fresh(s, g3, k, a3, adds, seed, stream, number + 3 * each, noisy),
+            )
         whole = length // each * each
         for step in range(fours, whole, each):
             to = accumulator16 + tl.multiple_of(step, each) + lanes
             g = tl.load(gradient16 + tl.multiple_of(step, each) + lanes)
             a = tl.load(to, mask=adds, other=0.0)
-            tl.store(to, combine(s, g, k, a, adds, accumulator_dtype))
+            number = start + step
+            tl.store(to, fresh(s, g, k, a, adds, seed, stream, number, noisy))
 
-    # Tails and misaligned tensors: one element per thread.
-    lane = tl.arange(0, _THREADS)
-    for step in range(whole, length, _THREADS):
+    # Tails and misaligned tensors: one element per thread, but for noise.
+    few: tl.constexpr = each if noisy else _THREADS
+    lane = tl.arange(0, few)
+    for step in range(whole, length, few):
         inside = step + lane < length
         g = tl.load(gradient + step + lane, mask=inside)
         a = tl.load(accumulator + step + lane, mask=inside & adds, other=0.0)
-        tl.store(accumulator + step + lane, combine(s, g, k, a, adds, accumulator_dtype), mask=inside)
+        sums = fresh(s, g, k, a, adds, seed, stream, start + step, noisy)
+        tl.store(accumulator + step + lane, sums, mask=inside)
 
 
 @triton.jit

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 from ..constants import ROW_RUN
-from .kernels import combine, widen
+from .kernels import combine_wide, narrow, widen
+from .rounding_kernels import bits_of_row, round_by
 
 _RUN = tl.constexpr(ROW_RUN)
 
@@ -41,18 +42,37 @@ def end_of_row(rows, row, low, count):
 
 
 @triton.jit
-def add_to_row(table, scale, sums, count, columns, inside, by_frequency: tl.constexpr):
-    """One row of the table takes the sum, or the mean, of its gradients."""
+def add_to_row(
+    table,
+    scale,
+    sums,
+    count,
+    columns,
+    inside,
+    seed,
+    stream,
+    first,
+    by_frequency: tl.constexpr,
+    noisy: tl.constexpr,
+    eights: tl.constexpr,
+):
+    """One row of the table takes the sum, or the mean, of its gradients; `first`, an int64, is the number of
+    the first column's element."""
     if by_frequency:
         number = tl.zeros_like(sums) + count.to(sums.dtype)
         # Correctly rounded, which a plain division of float32 is not.
         sums = sums / number if sums.dtype == tl.float64 else tl.div_rn(sums, number)
     s = tl.load(scale).to(sums.dtype)
     old = tl.load(table + columns, mask=inside)
-    tl.store(table + columns, combine(s, sums, 1.0, old, True, old.dtype), mask=inside)
+    total = combine_wide(s, sums, 1.0, old, True)
+    if noisy:
+        new = round_by(total, bits_of_row(seed, stream, first, total, eights))
+    else:
+        new = narrow(total, old.dtype)
+    tl.store(table + columns, new, mask=inside)
 
 
-@triton.jit(do_not_specialize=["count", "padding"])
+@triton.jit(do_not_specialize=["count", "padding", "seed", "stream"])
 def add_runs(
     table,
     table_stride,
@@ -67,9 +87,13 @@ def add_runs(
     padding,
     sums,
     sum_stride,
+    seed: tl.int64,
+    stream: tl.int64,
     wide: tl.constexpr,
     by_frequency: tl.constexpr,
     block: tl.constexpr,
+    noisy: tl.constexpr,
+    eights: tl.constexpr,
 ):
     """Each row that is named in one run takes its gradients; the runs of the others leave their sums.
 
@@ -79,6 +103,8 @@ def add_runs(
         order: for each, the number of its gradient.
         padding: a row that takes nothing, or -1.
         sums: of the computation's dtype: two rows, `sum_stride` apart, for every `ROW_RUN` places.
+        seed, stream: of the random bits, where it is `noisy`: the table's bfloat16 is rounded stochastically.
+        eights: whether `table_stride` is a multiple of 8.
     """
     place = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + place).to(tl.int64)
@@ -106,13 +132,27 @@ def add_runs(
     if (length == _RUN) & (place + _RUN < count):
         goes_on = tl.load(rows + place + _RUN) == row
     if first & (goes_on == 0):
-        add_to_row(table + row * table_stride, scale, total, length, columns, inside, by_frequency)
+        number = row * table_stride + tl.program_id(1) * block
+        add_to_row(
+            table + row * table_stride,
+            scale,
+            total,
+            length,
+            columns,
+            inside,
+            seed,
+            stream,
+            number,
+            by_frequency,
+            noisy,
+            eights,
+        )
     else:
         slot = 2 * (place // _RUN) + tl.where(first, 0, 1)
         tl.store(sums + slot * sum_stride + columns, total, mask=inside)
 
 
-@triton.jit(do_not_specialize=["count", "padding"])
+@triton.jit(do_not_specialize=["count", "padding", "seed", "stream"])
 def add_long_rows(
     table,
     table_stride,
@@ -124,8 +164,12 @@ def add_long_rows(
     padding,
     sums,
     sum_stride,
+    seed: tl.int64,
+    stream: tl.int64,
     by_frequency: tl.constexpr,
     block: tl.constexpr,
+    noisy: tl.constexpr,
+    eights: tl.constexpr,
 ):
     """The row of several runs whose first place is in this program's `ROW_RUN` places, if there is one, takes
     their sums. Arguments as for `add_runs`; a program for every whole `ROW_RUN` places."""
@@ -146,4 +190,18 @@ def add_long_rows(
     for place in range(begin + _RUN, end, _RUN):
         slot = 2 * (place // _RUN) + 1
         total += tl.load(sums + slot * sum_stride + columns, mask=inside)
-    add_to_row(table + row * table_stride, scale, total, end - begin, columns, inside, by_frequency)
+    number = row * table_stride + tl.program_id(1) * block
+    add_to_row(
+        table + row * table_stride,
+        scale,
+        total,
+        end - begin,
+        columns,
+        inside,
+        seed,
+        stream,
+        number,
+        by_frequency,
+        noisy,
+        eights,
+    )

@@ -8,6 +8,7 @@ from torch import Tensor
 from .. import launch_events
 from ..constants import ROW_RUN
 from ..dtypes import computation_dtype
+from ..rounding import BLOCK, Noise
 from . import address_table as shared
 
 #: Columns of one program, at most: 8 for each thread.
@@ -16,7 +17,13 @@ _FEWEST_COLUMNS = 128
 
 
 def accumulate_rows_(
-    table: Tensor, indices: Tensor, gradients: Tensor, scale: float | Tensor, padding: int, by_frequency: bool
+    table: Tensor,
+    indices: Tensor,
+    gradients: Tensor,
+    scale: float | Tensor,
+    padding: int,
+    by_frequency: bool,
+    noise: Noise | None = None,
 ) -> None:
     """As `registry.Backend.accumulate_rows_`."""
     from . import row_kernels as kernels
@@ -36,7 +43,9 @@ def accumulate_rows_(
     next_power_of_two = 1 << (width - 1).bit_length()
     block = min(max(next_power_of_two, _FEWEST_COLUMNS), _MOST_COLUMNS)
     across = -(-width // block)
-    common = {"by_frequency": by_frequency, "block": block, "num_warps": shared.kernels().WARPS}
+    seed, stream = (0, 0) if noise is None else (noise.seed, *noise.streams)
+    rounding = {"noisy": noise is not None, "eights": noise is not None and table.stride(0) % BLOCK == 0}
+    common = {"by_frequency": by_frequency, "block": block, "num_warps": shared.kernels().WARPS, **rounding}
     where = table.detach(), table.stride(0), table.shape[0], width, rows
     with shared.on_device(table.device):
         kernels.add_runs[(count, across)](
@@ -49,12 +58,14 @@ def accumulate_rows_(
             padding,
             sums,
             stride,
+            seed,
+            stream,
             wide=shared.triton_dtype(wide),
             **common,
         )
         if count > ROW_RUN:
             kernels.add_long_rows[(count // ROW_RUN, across)](
-                *where, count, factor, padding, sums, stride, **common
+                *where, count, factor, padding, sums, stride, seed, stream, **common
             )
     if launch_events.watching:
         launch_events.launched("triton::add_rows", table, indices, gradients, scale, padding)

@@ -1,0 +1,163 @@
+"""Stochastic rounding of float32 to bfloat16, by random bits that depend on an element's place alone.
+
+The bits are Philox 4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) of 7 rounds, the
+fewest that pass BigCrush. The key is the seed, 64 bits; the counter is the number of a block of 8 elements,
+64 bits, and the stream, 64 bits. Each of the 4 words that come out serves two elements, the even one with its
+low half. Elements are numbered by their place in memory, so that every backend, in whatever order it works,
+rounds alike.
+
+A value between two neighbours becomes the upper one as often as it lies near it: 16 random bits are added
+to those that are cut off. What bfloat16 can hold stays as it is; nothing finite becomes infinite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .checks import reach
+
+#: Rounds of Philox, here and in every kernel.
+ROUNDS = 7
+#: Elements that share one evaluation of Philox.
+BLOCK = 8
+#: Elements that are rounded at a time: temporaries of a few MB.
+PIECE_ELEMENTS = 1 << 17
+
+_WORD = 0xFFFFFFFF
+# A word's product with these less 2**32 fits in 64 bits with a sign.
+_MULTIPLIERS = 0xD2511F53 - (1 << 32), 0xCD9E8D57 - (1 << 32)
+_WEYL = 0x9E3779B9, 0xBB67AE85
+#: Magnitudes from here on take no random bits: the largest finite bfloat16 and what is above.
+_LARGEST = 0x7F7F0000
+_INFINITY = 0x7F800000
+
+
+class Noise(NamedTuple):
+    """The random bits of one pass: by what sums of bfloat16 are rounded stochastically."""
+
+    #: From 0 to 2**63 - 1.
+    seed: int
+    #: One for each accumulator, as `stream_of` makes them.
+    streams: Sequence[int]
+
+
+def stream_of(parameter: int, addition: int) -> int:
+    """The stream of a parameter's addition of that number.
+
+    Raises:
+        ValueError: a number is negative, or has more than 32 or 31 bits.
+    """
+    for name, value, bits in (("parameter", parameter, 32), ("addition", addition, 31)):
+        if not 0 <= value < 1 << bits:
+            raise ValueError(f"{name} is {value}; allowed: 0 to {(1 << bits) - 1}")
+    return parameter | addition << 32
+
+
+def _product(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
+    """High and low half of `word * (multiplier + 2**32)`."""
+    product = word * multiplier
+    return (product >> 32) + word, product & _WORD
+
+
+def philox(
+    seed: int, counter: tuple[Tensor, Tensor, Tensor, Tensor], rounds: int = ROUNDS
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Four words of 32 bits, as int64, for each counter of four."""
+    x, y = seed & _WORD, seed >> 32
+    a, b, c, d = counter
+    for _ in range(rounds):
+        high, low = _product(a, _MULTIPLIERS[0])
+        other_high, other_low = _product(c, _MULTIPLIERS[1])
+        a, b, c, d = other_high ^ b ^ x, other_low, high ^ d ^ y, low
+        x, y = (x + _WEYL[0]) & _WORD, (y + _WEYL[1]) & _WORD
+    return a, b, c, d
+
+
+def _words(seed: int, stream: int, blocks: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    low, high = (torch.full_like(blocks, word) for word in (stream & _WORD, stream >> 32))
+    return philox(seed, (blocks & _WORD, blocks >> 32, low, high))
+
+
+def random_bits(seed: int, stream: int, numbers: Tensor) -> Tensor:
+    """16 random bits for each element number: int64, as `numbers` is."""
+    words = _words(seed, stream, numbers >> 3)
+    upper, odd = numbers & 4 != 0, numbers & 2 != 0
+    first = torch.where(odd, words[1], words[0])
+    word = torch.where(upper, torch.where(odd, words[3], words[2]), first)
+    return word >> ((numbers & 1) << 4) & 0xFFFF
+
+
+def _consecutive_bits(seed: int, stream: int, first: int, count: int, device: torch.device) -> Tensor:
+    """`random_bits` of `count` elements from number `first` on."""
+    blocks = torch.arange(first // BLOCK, (first + count - 1) // BLOCK + 1, device=device)
+    words = torch.stack(_words(seed, stream, blocks), dim=1)
+    halves = torch.stack((words & 0xFFFF, words >> 16), dim=2)
+    return halves.flatten()[first % BLOCK :][:count]
+
+
+def offsets(tensor: Tensor) -> Tensor:
+    """Each element's offset in memory from the first, in elements: int64, of the tensor's shape."""
+    found = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        found = found[..., None] + stride * torch.arange(size, device=tensor.device)
+    return found
+
+
+def rounded(value: Tensor, bits: Tensor) -> Tensor:
+    """float32 rounded to bfloat16 by 16 random bits for each element."""
+    pattern = value.view(torch.int32)
+    magnitude = pattern & 0x7FFFFFFF
+    noisy = pattern + torch.where(magnitude < _LARGEST, bits.to(torch.int32), 0)
+    noisy = torch.where(magnitude > _INFINITY, pattern | 0x400000, noisy)
+    return (noisy >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+def round_into_(target: Tensor, value: Tensor, seed: int, stream: int, first: int = 0) -> None:
+    """target <- value, rounded stochastically.
+
+    Args:
+        target: bfloat16, of any strides.
+        value: float32, of the same shape.
+        seed, stream: of the random bits.
+        first: the number of target's first element.
+    """
+    count = target.numel()
+    if count == 0:
+        return
+    if count > PIECE_ELEMENTS and not torch.compiler.is_compiling():
+        # Along the outermost dimension in memory: what was without gaps stays so.
+        strides = [
+            stride if size > 1 else -1 for size, stride in zip(target.shape, target.stride(), strict=True)
+        ]
+        along = strides.index(max(strides))
+        half = target.shape[along] // 2
+        for begin, length in ((0, half), (half, target.shape[along] - half)):
+            part = target.narrow(along, begin, length), value.narrow(along, begin, length)
+            round_into_(*part, seed, stream, first + begin * strides[along])
+    elif reach(target) == count:
+        bits = _consecutive_bits(seed, stream, first, count, target.device)
+        target.copy_(rounded(value, bits.as_strided(target.shape, target.stride())))
+    else:
+        target.copy_(rounded(value, random_bits(seed, stream, offsets(target) + first)))
+
+
+def round_rows_(target: Tensor, value: Tensor, rows: Tensor, row_stride: int, seed: int, stream: int) -> None:
+    """target <- value, rounded stochastically as rows of another tensor are.
+
+    Args:
+        target: bfloat16 `[n, columns]`.
+        value: float32, likewise.
+        rows: `[n]`, which row of the other tensor each is.
+        row_stride: the other tensor's, whose columns are dense.
+        seed, stream: of the random bits.
+    """
+    columns = torch.arange(target.shape[1], device=target.device)
+    step = max(1, PIECE_ELEMENTS // max(1, len(columns)))
+    parts = zip(target.split(step), value.split(step), rows.long().split(step), strict=True)
+    for part, fresh, numbers in parts:
+        bits = random_bits(seed, stream, numbers[:, None] * row_stride + columns)
+        part.copy_(rounded(fresh, bits))
