@@ -215,6 +215,8 @@ class Accumulation:
         window = self.window
         window.micro.ran = True
         window.micro.num_backwards += outermost
+        if outermost:
+            self._noise.end_micro_batch()
         if window.tainted is not None:
             return
         if self.publishes_after(task):
