@@ -155,6 +155,17 @@ def compiled():
 
 
 @pytest.fixture(scope="module")
+def noisy():
+    gradients = ("bfloat16", "float32")
+    wanted = [("accumulation", each, "bfloat16", True) for each in gradients]
+    kinds = [(kernel, eights) for kernel in ("add_runs", "add_long_rows") for eights in (False, True)]
+    wanted += [
+        ("rows", each, "bfloat16", kernel, True, eights) for each in gradients for kernel, eights in kinds
+    ]
+    return dict(zip(wanted, compile_all(wanted), strict=True))
+
+
+@pytest.fixture(scope="module")
 def norms():
     wanted = [("norm", dtype, kind) for dtype in NORM_DTYPES for kind in ("2", "inf")]
     wanted += [("end", dtype, kind) for dtype in ("float32", "float64") for kind in ("2", "inf")]
@@ -220,6 +231,21 @@ def test_arithmetic_is_one_fma_rounded_to_nearest(pair, dtypes, compiled):
     assert conversions == ({"rn"} if narrow else set())
 
 
+def test_noise_costs_no_access_no_spill_no_exchange(noisy):
+    """Eight elements a thread, whose bits it makes by itself: loads of four steps, stores, loops of one."""
+    for gradient, loads in (("bfloat16", 1), ("float32", 2)):
+        result = noisy["accumulation", gradient, "bfloat16", True]
+        found = re.findall(r"\b(ld|st)\.global\.v4\.b32", result["ptx"])
+        assert found == ["ld"] * 4 * (loads + 1) + ["st"] * 4 + ["ld"] * (loads + 1) + ["st"]
+        # A whole product of 64 bits by one instruction.
+        assert "mul.wide.u32" in result["ptx"]
+        assert "mul.hi" not in result["ptx"]
+        assert result["shared"] == 0
+    for result in noisy.values():
+        uses_nothing_but_registers(result, MOST_REGISTERS)
+        assert ".rn.bf16" not in result["ptx"]
+
+
 @pytest.mark.parametrize("kind", ["2", "inf"])
 @pytest.mark.parametrize("dtype", NORM_DTYPES)
 def test_norms_read_16_bytes_at_a_time(dtype, kind, norms):
@@ -254,6 +280,7 @@ def test_every_kernel_compiles_for_amd():
     names = [[str(dtype).removeprefix("torch.") for dtype in pair] for pair in PAIRS]
     wanted = [["accumulation", *pair] for pair in names]
     wanted += [["rows", *pair, kernel] for pair in names for kernel in ("add_runs", "add_long_rows")]
+    wanted += [["accumulation", "float32", "bfloat16", True]]
     wanted += [["grouped", *pair, False, "ieee"] for pair in names]
     wanted += [["norm", dtype, "2"] for dtype in NORM_DTYPES]
     wanted += [["norm", "float32", "inf"], ["end", "float32", "2"], ["end", "float64", "inf"], ["join", "2"]]

@@ -153,14 +153,8 @@ def scale_accumulate(
             number = start + step
             tl.store(to, fresh(s, g0, k, a0, adds, seed, stream, number, noisy))
             tl.store(to + each, fresh(s, g1, k, a1, adds, seed, stream, number + each, noisy))
-            tl.store(
-                to + 2 * each,
-                fresh(s, g2, k, a2, adds, seed, stream, number + 2 * each, noisy),
-            )
-            tl.store(
-                to + 3 * each,
-                fresh(s, g3, k, a3, adds, seed, stream, number + 3 * each, noisy),
-            )
+            tl.store(to + 2 * each, fresh(s, g2, k, a2, adds, seed, stream, number + 2 * each, noisy))
+            tl.store(to + 3 * each, fresh(s, g3, k, a3, adds, seed, stream, number + 3 * each, noisy))
         whole = length // each * each
         for step in range(fours, whole, each):
             to = accumulator16 + tl.multiple_of(step, each) + lanes
