@@ -9,7 +9,7 @@ import rounding_oracle as oracle
 import torch
 from cases import LAYOUTS, random_tensor
 
-from fusedacc.kernels import reference, rounding
+from fusedacc.kernels import matmul_eager, reference, rounding
 from fusedacc.kernels.rounding import Noise, stream_of
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -245,3 +245,19 @@ def test_the_oracle_knows_its_numbers():
     ):
         (pattern,) = struct.unpack("<I", struct.pack("<f", value))
         assert oracle.rounded(pattern, bits) == wanted
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("tokens", [0, 7])
+@pytest.mark.parametrize("keep", [1.0, 0.0, 0.75, torch.tensor(0.75), torch.tensor(0.0)], ids=str)
+def test_products_are_rounded_once(dtype, layout, tokens, keep, monkeypatch, generator):
+    """In parts, of small whole numbers, whose sums are exact; so is what is kept without tokens."""
+    monkeypatch.setattr(matmul_eager, "PART_ELEMENTS", 16)
+    accumulator = random_tensor((9, 6), BF16, generator, layout)
+    left, right = (torch.randint(-8, 9, (tokens, size), generator=generator).to(dtype) for size in (9, 6))
+    total = accumulator.float() * keep if keep else torch.zeros(9, 6)
+    if tokens:
+        total += left.float().t() @ right.float() * 0.125
+    matmul_eager.accumulate_(accumulator, left, right, 0.125, keep, Noise(4, [2]), 11)
+    assert oracle.patterns(accumulator) == oracle.expected(total, accumulator, 4, 2, 11)

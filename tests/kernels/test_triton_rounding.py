@@ -11,9 +11,10 @@ import pytest
 import rounding_oracle as oracle
 import torch
 from cases import LAYOUTS, copies, random_tensor
+from grouped_cases import offsets_of
 from row_cases import TABLES, lay_out, random_indices
 
-from fusedacc.kernels import reference, registry
+from fusedacc.kernels import grouped_eager, reference, registry
 from fusedacc.kernels.rounding import Noise, stream_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -21,7 +22,7 @@ PROBLEM = registry.obstacle("triton", torch.device(DEVICE), torch.bfloat16, torc
 if PROBLEM is not None:
     pytest.skip(f"the triton backend cannot run here: {PROBLEM}", allow_module_level=True)
 
-from fusedacc.kernels.triton import backend, kernels  # noqa: E402
+from fusedacc.kernels.triton import backend, grouped, kernels  # noqa: E402
 
 BF16, F32 = torch.bfloat16, torch.float32
 SEED = 0x123456789ABCDEF
@@ -122,3 +123,36 @@ def test_rows(layout, columns, by_frequency, generator):
     total = matrix.float()
     total[[4, 1]] += gradients[:2].float()
     assert oracle.patterns(table) == oracle.expected(total, table, 1, 2)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "apart"])
+@pytest.mark.parametrize("shape", [(66, 72), (20, 33)], ids=str)
+@pytest.mark.parametrize("on_device", [False, True], ids=["numbers", "tensors"])
+def test_products_of_groups(dtype, layout, shape, on_device, generator):
+    """Of small whole numbers, whose sums are exact in any order; one expert has no rows."""
+    rows, columns = shape
+    matrices = random_tensor((3, rows, columns), BF16, generator, device=DEVICE)
+    left, right = (
+        torch.randint(-8, 9, (50, size), generator=generator).to(DEVICE, dtype) for size in (rows, columns)
+    )
+    ends = offsets_of((20, 0, 30), DEVICE)
+    products = torch.stack(
+        [left[a:b].float().t() @ right[a:b].float() for a, b in ((0, 20), (20, 20), (20, 50))]
+    )
+    for scale, keep in ((1.0, 1.0), (0.0625, 0.5), (0.0625, 0.0)):
+        expected = None
+        for accumulate_ in (grouped_eager.accumulate_, grouped.grouped_accumulate_):
+            if layout == "transposed":
+                sums = matrices.mT.contiguous().mT
+            else:
+                room = torch.cat([matrices] * 2, dim=2) if layout == "apart" else matrices.clone()
+                sums = room[:, :, :columns]
+            factors = number(scale, on_device), number(keep, on_device)
+            accumulate_(sums, left, right, ends, *factors, noise_for(1))
+            expected = sums if expected is None else expected
+            assert torch.equal(sums, expected)
+        total = (products * scale + matrices.float() * keep)[:, :3, :5]
+        found = expected[:, :3, :5]
+        assert oracle.patterns(found) == oracle.expected(total, found, SEED, noise_for(1).streams[0])

@@ -16,7 +16,7 @@ thread; the tensor cores' results are brought into that layout once, at the end.
 import triton
 import triton.language as tl
 
-from .kernels import INTERPRETED, combine_wide, narrow, widen
+from .kernels import INTERPRETED, combine, narrow, widen
 from .rounding_kernels import bits_of_blocks, bits_of_elements, round_by
 
 #: Rows and columns of a tile, tokens of a step, and warps, by the bytes of an operand's element. 32 tokens of
@@ -120,7 +120,7 @@ def grouped_accumulate(
         from_right += step * right_stride
     # Without rows zeros are added, whatever the scale is.
     s = tl.where(begin < end, s, 0.0)
-    total = combine_wide(s, product, k, old, adds)
+    total = combine(s, product, k, old, adds)
     if noisy:
         numbers = expert.to(tl.int64) * expert_stride + row[:, None].to(tl.int64) * row_stride
         if eights:
