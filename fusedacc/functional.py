@@ -49,7 +49,7 @@ def scale_accumulate_(
             synchronisation. Rounded to the computation's dtype.
         overwrite: whether accumulators are written without being read: a bool, or one per tensor.
         rounding: "nearest", or "stochastic" for accumulators of bfloat16: up or down by chance, so that sums
-            are right on average. What bfloat16 can hold is never changed, and nothing finite becomes infinite.
+            are right on average. What bfloat16 can hold is never changed; nothing finite becomes infinite.
         seed: of the random bits, 0 to 2**63 - 1; None: `torch.initial_seed()`. Bits depend on the seed, the
             accumulator's index, `offset` and the element's place in its memory, and on nothing else.
         offset: the number of this addition, 0 to 2**31 - 1; None: 0. Two additions with one offset have the

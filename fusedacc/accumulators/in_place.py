@@ -18,8 +18,8 @@ from .partial_norms import PartialNorms
 from .partial_sums import PartialSums
 from .rescaler import Rescaler
 
-#: Adds one gradient: `(accumulator, scale, beta, noise)`, accumulator = beta * accumulator + scale * gradient,
-#: rounded by the noise if there is any.
+#: Adds one gradient: `(accumulator, scale, beta, noise)`, accumulator = beta * accumulator + scale *
+#: gradient, rounded by the noise if there is any.
 Write = Callable[[Tensor, float | Tensor, float | Tensor, Noise | None], None]
 
 

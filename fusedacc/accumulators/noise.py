@@ -2,9 +2,10 @@
 
 Note [Streams]
 Bits depend on the seed, the parameter, the addition, and the element's place in the sum. Additions to a
-parameter are numbered in ascending order, and no number comes twice: whatever writes a sum (a pass, a module's
-product, a native hook, a deferred scale) takes the parameter's next. When a micro-batch ends, all parameters go
-on from one number above those that were taken, so that this number is all that a checkpoint has to carry.
+parameter are numbered in ascending order, and no number comes twice: whatever writes a sum (a pass, a
+module's product, a native hook, a deferred scale) takes the parameter's next. When a backward has ended, all
+parameters go on from one number above those that were taken, so that this number is all that a checkpoint has
+to carry.
 
 Ranks have seeds of their own: with equal ones the errors of all ranks would be alike, and their mean as large
 as one rank's. What follows a reduction all ranks must do alike: from there to the window's end they take the
@@ -118,8 +119,13 @@ class NoiseSource:
             return None
         return {"seed": self.seed, "addition": self._ceiling, "reduction": self._reductions}
 
-    def restore(self, state: dict[str, int], slots: Sequence[Slot]) -> None:
-        """Go on from what `state` has returned; `slots`: all that there are."""
+    def restore(self, state: dict[str, int] | None, slots: Sequence[Slot]) -> None:
+        """Go on from what `state` has returned; nothing where one of the two rounds to nearest.
+
+        slots: all that there are.
+        """
+        if state is None or self.seed is None:
+            return
         self.seed, self._reductions = state["seed"], state["reduction"]
         self._floor = self._ceiling = state["addition"]
         for slot in slots:

@@ -169,8 +169,8 @@ class Plan:
         number = checked_offset(first if offset is None else offset)
         if number < first:
             raise ValueError(
-                f"offset is {number}; allowed: {first} and above, since additions before have used the random "
-                "bits of lower ones"
+                f"offset is {number}; allowed: {first} and above, since additions before have used the "
+                "random bits of lower ones"
             )
         return number
 

@@ -38,8 +38,8 @@ _NAMES = ("cpu", "eager")
 class Selection:
     """Who multiplies: the backend's name, what it does in words, and why it was chosen.
 
-    `run(accumulator, left, right, scale, keep, noise)` is `gemm_accumulate_` without the choice. `multiplier`: the
-    same for the native modules, a `Multiplier` or the operator's way.
+    `run(accumulator, left, right, scale, keep, noise)` is `gemm_accumulate_` without the choice.
+    `multiplier`: the same for the native modules, a `Multiplier` or the operator's way.
     """
 
     name: str

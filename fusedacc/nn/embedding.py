@@ -84,9 +84,7 @@ def _writer(
 ) -> Write:
     """What adds these gradients to the rows of a sum that are named; it owes nothing then."""
 
-    def write(
-        accumulator: Tensor, scale: float | Tensor, beta: float | Tensor, noise: Noise | None
-    ) -> None:
+    def write(accumulator: Tensor, scale: float | Tensor, beta: float | Tensor, noise: Noise | None) -> None:
         accumulate_rows_(
             accumulator,
             indices,
