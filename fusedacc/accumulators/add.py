@@ -280,7 +280,11 @@ class Adder:
             return True
 
     def add_eagerly(self, slot: Slot, gradient: Tensor, scale: float | Tensor) -> None:
-        """As `add`, by plain torch: sparse and complex gradients, subclasses, dtypes that no kernel pairs."""
+        """As `add`, by plain torch: sparse and complex gradients, subclasses, dtypes that no kernel pairs.
+
+        A sum that is sparse, or none that torch knows by itself, is rounded to nearest, whatever the wrapper's
+        rounding: torch adds up repeated indices when it likes.
+        """
         with self._lock:
             if is_distributed(gradient) and self.add_part(slot, gradient, scale):
                 return
@@ -290,11 +294,16 @@ class Adder:
             accumulator = self._grads.current(slot)
             dtype = slot.accumulate_dtype if accumulator is None else accumulator.dtype
             if accumulator is None or (accumulator.is_sparse and not gradient.is_sparse):
-                term = scaled(gradient.to(dtype), scale)
+                noise = self._noise.of([slot], dtype) if checks.is_plain(gradient) else None
+                wide = dtype if noise is None else torch.float32
+                term = scaled(gradient.to(wide), scale)
                 if accumulator is not None:
-                    term = term + accumulator
+                    term = term + accumulator.to(wide)
                 elif term is gradient:
                     term = gradient.clone()
+                if noise is not None:
+                    total, term = term, torch.empty_like(term, dtype=dtype)
+                    round_into_(term, total, noise.seed, noise.streams[0])
                 self._grads.put(slot, term)
             elif accumulator.is_sparse:
                 self._grads.put(slot, accumulator + scaled(gradient.to(dtype), scale))

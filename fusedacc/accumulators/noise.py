@@ -3,13 +3,13 @@
 Note [Streams]
 Bits depend on the seed, the parameter, the addition, and the element's place in the sum. Additions to a
 parameter are numbered in ascending order, and no number comes twice: whatever writes a sum (a pass, a
-module's product, a native hook, a deferred scale) takes the parameter's next. When a backward has ended, all
-parameters go on from one number above those that were taken, so that this number is all that a checkpoint has
-to carry.
+module's product, a native hook, a deferred scale) takes the parameter's next. Whenever users' code may run
+outside a backward, all parameters go on from one number above those that were taken (`settle`), so that this
+number is all that a checkpoint has to carry.
 
 Ranks have seeds of their own: with equal ones the errors of all ranks would be alike, and their mean as large
-as one rank's. What follows a reduction all ranks must do alike: from there to the window's end they take the
-bits of one seed, numbered by the reduction.
+as one rank's. What follows a reduction all ranks must do alike: from there to the window's end, or to a
+backward that adds more of each rank's own, they take the bits of one seed, numbered by the reduction.
 """
 
 from __future__ import annotations
@@ -17,17 +17,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from ..kernels.rounding import Noise, stream_of
+from ..kernels.rounding_arguments import MOST_ADDITIONS, MOST_SEEDS
 from .param import Slot
 
 #: A rank's seed is so much further: odd, so that no two ranks have the same.
 _RANK_STEP = 0x5851F42D4C957F2D
-_MOST = 2**63 - 1
+_MOST = MOST_SEEDS - 1
 #: Among the numbers of parameters: of what follows a reduction, and of the reduction's own buckets.
 _SHARED, _BUCKETS = 1 << 31, 3 << 30
 #: Numbers of additions that one reduction has room for.
 _AFTER_REDUCTION = 64
+#: Reductions that there is room for.
+MOST_REDUCTIONS = MOST_ADDITIONS // _AFTER_REDUCTION
 
 
 class NoiseSource:
@@ -87,20 +91,28 @@ class NoiseSource:
         """Until the window's end all ranks take the same bits."""
         self._since = {}
 
+    def begin_own(self) -> None:
+        """What is added now is this rank's own."""
+        self._since = None
+
     def end_window(self) -> None:
         """The sums are used up."""
         self._since = None
+        self.settle()
 
-    def next_streams(self, slots: Sequence[Slot]) -> list[int]:
+    def next_streams(self, slots: Sequence[Slot], accumulators: Sequence[Tensor | None]) -> list[int]:
         """The stream of each slot's next addition, for native code; -1 where it is rounded to nearest.
 
-        It numbers further additions itself, and `added` is to be told of all.
+        It numbers further additions itself, and `added` is to be told of all. What users have put into p.grad
+        may be of another dtype than the slot's sums.
         """
         if self.seed is None:
             return []
         return [
-            stream_of(slot.number, self._next(slot)) if self.rounds(slot.accumulate_dtype) else -1
-            for slot in slots
+            -1
+            if accumulator is None or not self.rounds(accumulator.dtype)
+            else stream_of(slot.number, self._next(slot))
+            for slot, accumulator in zip(slots, accumulators, strict=True)
         ]
 
     def added(self, slots: Sequence[Slot]) -> None:
@@ -109,15 +121,24 @@ class NoiseSource:
             for slot in slots:
                 self._take(slot)
 
-    def end_micro_batch(self) -> None:
-        """All slots go on from one number."""
+    def settle(self) -> None:
+        """All slots go on from one number; no backward may be running."""
         self._floor = self._ceiling
 
     def state(self) -> dict[str, int] | None:
-        """For a checkpoint: the seed, and the numbers of the next addition and of the last reduction."""
+        """For a checkpoint: the seed, and the numbers of the next addition and of the last reduction; how often
+        sums were written since, 0 where none is in this window or nothing has followed it, and whether one is.
+        """
         if self.seed is None:
             return None
-        return {"seed": self.seed, "addition": self._ceiling, "reduction": self._reductions}
+        since = self._since
+        return {
+            "seed": self.seed,
+            "addition": self._ceiling,
+            "reduction": self._reductions,
+            "reduced": since is not None,
+            "written": 1 + max(since.values()) if since else 0,
+        }
 
     def restore(self, state: dict[str, int] | None, slots: Sequence[Slot]) -> None:
         """Go on from what `state` has returned; nothing where one of the two rounds to nearest.
@@ -128,6 +149,8 @@ class NoiseSource:
             return
         self.seed, self._reductions = state["seed"], state["reduction"]
         self._floor = self._ceiling = state["addition"]
+        written = state["written"] - 1
+        self._since = dict.fromkeys(slots, written) if state["reduced"] else None
         for slot in slots:
             slot.addition = -1
 

@@ -120,7 +120,7 @@ class NativeHooks(PythonHooks):
                         return  # the window's first: there is nothing to add to
                     noise = accumulators.noise
                     addable, betas = accumulators.in_place.addable(self._numbered)
-                    streams = noise.next_streams(self._numbered)
+                    streams = noise.next_streams(self._numbered, addable)
                     self._direct.load(addable, betas, grads.exposed, noise.own_seed, streams)
                     self._loaded, self._known = grads.generation, known
                 self._task = task

@@ -145,6 +145,8 @@ class Bucket:
             wire[:before_tail] *= 1.0 / divisor
             if dtype is torch.bfloat16:
                 wire = self._rounded(torch.empty_like(self.memory), wire, noise)
+            elif dtype is not None:
+                wire = wire.to(dtype)
         self._sent.append((wire, dist.all_reduce(wire, group=group, async_op=True)))
 
     def land(self, noise: Noise | None) -> None:
@@ -156,8 +158,8 @@ class Bucket:
         work.wait()
         if wire is self.memory:
             return
-        if noise is not None and wire.dtype is torch.float32:
-            self._rounded(self.memory, wire, noise)
+        if noise is not None and wire.dtype is not torch.bfloat16:
+            self._rounded(self.memory, wire.float(), noise)
         else:
             self.memory.copy_(wire)
 

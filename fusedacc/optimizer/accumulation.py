@@ -83,6 +83,8 @@ class Accumulation:
                 "window's sums alike; allowed: rounding='nearest', or no capture"
             )
         self._began_in_graph = inside
+        if outermost and not self.ignoring:
+            self._noise.begin_own()
         task = self._begin_ignored(refresh) if self.ignoring else self._begin_counted()
         if self.ranks.parallel is not None and outermost and not self.ignoring:
             self.ranks.begin_backward(self.ranks.parallel, task.captures)
@@ -220,10 +222,16 @@ class Accumulation:
         window = self.window
         window.micro.ran = True
         window.micro.num_backwards += outermost
-        if outermost:
-            self._noise.end_micro_batch()
-        if window.tainted is not None:
-            return
+        try:
+            if window.tainted is None:
+                self._conclude_backward(task, refresh, outermost)
+        finally:
+            if outermost:
+                self._noise.settle()
+
+    def _conclude_backward(self, task: GraphTask, refresh: Refresh, outermost: bool) -> None:
+        """Bring the sums to where users or the other ranks look for them."""
+        window = self.window
         if self.publishes_after(task):
             if task.captures or task.reducer:
                 # What was unfrozen since the last micro-batch has no hook yet, and is to be reduced too.
@@ -287,6 +295,7 @@ class Accumulation:
         slots, gradients = zip(*stored, strict=True)
         with torch.no_grad(), launch_events.phase("accumulate"):
             self.accumulators.adder.add_mixed(slots, gradients, window.base_scale * window.factor)
+        self._noise.settle()
 
     # The final scale
 
@@ -303,6 +312,7 @@ class Accumulation:
             self._aim(target)
             self._apply_scales()
             self.accumulators.publish()
+        self._noise.settle()
         return True
 
     def conclude(self, partial: bool = False) -> float | Tensor | None:

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..accumulators import Slot
+from ..accumulators.noise import MOST_REDUCTIONS
+from ..kernels.rounding_arguments import MOST_ADDITIONS, MOST_SEEDS
 from .pickling import fresh_window
 from .window import REDUCTIONS, Window
 
@@ -119,6 +121,15 @@ _OWN_OF_RANK = frozenset(
 )
 
 
+#: Of random bits: what there is room for.
+_NOISE = {
+    "seed": MOST_SEEDS,
+    "addition": MOST_ADDITIONS,
+    "reduction": MOST_REDUCTIONS,
+    "written": MOST_ADDITIONS,
+}
+
+
 def _are_choices(value: Any) -> bool:
     if not isinstance(value, dict) or not isinstance(value.get("processor"), str):
         return False
@@ -127,8 +138,9 @@ def _are_choices(value: Any) -> bool:
 
 
 def _is_noise(value: Any) -> bool:
-    names = "seed", "addition", "reduction"
-    return isinstance(value, dict) and all(_is_count(value.get(name)) for name in names)
+    if not isinstance(value, dict) or not _is_bool(value.get("reduced")):
+        return False
+    return all(_is_count(value.get(name)) and value[name] < end for name, end in _NOISE.items())
 
 
 def _check_entries(values: dict[str, Any], rules: Mapping[str, tuple[Callable[[Any], bool], str]]) -> None:
@@ -158,8 +170,8 @@ def check_window(own: Any, sums: int, window: Window) -> None:
         )
     if NOISE in own and not _is_noise(own[NOISE]):
         raise ValueError(
-            f"state_dict[{OWN!r}] is damaged: {NOISE} is {own[NOISE]!r}; allowed: a dict of 'seed', "
-            "'addition' and 'reduction', ints >= 0"
+            f"state_dict[{OWN!r}] is damaged: {NOISE} is {own[NOISE]!r}; allowed: a dict of 'reduced', a "
+            f"bool, and ints from 0 to below {_NOISE}"
         )
     saved = own["window"]
     _check_entries(saved, _WINDOW)

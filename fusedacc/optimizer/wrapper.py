@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from ..accumulators import Accumulators
 from ..autograd.capture import Capture
-from ..kernels import registry, tuning
-from ..kernels.rounding_arguments import checked_seed
+from ..kernels import registry, torch_state, tuning
+from ..kernels.rounding_arguments import STOCHASTIC, checked_seed
 from ..nn import name_slots
 from . import checkpoint, torch_kernels
 from .accumulation import Accumulation
@@ -53,7 +53,9 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
         rounding: "nearest", or "stochastic" for sums of bfloat16 (`accumulate_dtype=torch.bfloat16`): up or
             down by chance, so that they are right on average where nearest would lose every gradient below
             1/256 of the sum. Half the memory of float32 sums.
-        seed: of the random bits, 0 to 2**63 - 1; None: `torch.initial_seed()`. One seed, equal bits.
+        seed: of the random bits, 0 to 2**63 - 1; None: `torch.initial_seed()`, or 0 where a process group is
+            up. One seed, equal bits; with `data_parallel` the first rank's is taken, and where others average
+            gradients all ranks need the same.
         max_grad_norm: clip the final gradient of each update to this norm; None: do not.
         norm_type: 2.0 or inf.
         skip_nonfinite: drop an update whose gradient holds inf or nan; without waiting for the device where
@@ -127,7 +129,9 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
                 "L-BFGS, which evaluates its closure many times per step; allowed: None (the manual loop)"
             )
         registry.requested(backend)
-        seed = checked_seed(rounding, seed)
+        # Ranks that are given the same gradients must round alike, and torch's own seed need not be theirs all.
+        shared = seed is None and rounding == STOCHASTIC and torch_state.process_group_up()
+        seed = checked_seed(rounding, 0 if shared else seed)
         if seed is not None and accumulate_dtype is not torch.bfloat16:
             raise ValueError(
                 f"rounding={rounding!r} is for sums of torch.bfloat16, and accumulate_dtype is "
