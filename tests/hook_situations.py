@@ -41,6 +41,7 @@ class Loop:
         return self.options.get("reduction") in ("weighted", "normalized")
 
 
+STOCHASTIC = {"accumulate_dtype": LOW, "rounding": "stochastic", "seed": 5}
 LOOPS = {
     "float32": Loop(torch.float32, True),
     "float32-sum": Loop(torch.float32, True, {"reduction": "sum"}),
@@ -49,11 +50,15 @@ LOOPS = {
     "float32-normalized": Loop(torch.float32, True, {"reduction": "normalized"}),
     "float32-clipped": Loop(torch.float32, True, {"max_grad_norm": 0.5, "skip_nonfinite": True}),
     "masters": Loop(LOW, True, {"master_weights": True, "max_grad_norm": 0.5}),
+    "stochastic": Loop(LOW, True, {"max_grad_norm": 0.5, **STOCHASTIC}),
+    "stochastic-weighted": Loop(torch.float32, True, {"reduction": "weighted", **STOCHASTIC}),
     "manual-float64": Loop(torch.float64, False),
     "manual-float32": Loop(torch.float32, False),
     "manual-bfloat16": Loop(LOW, False),
     "manual-mean": Loop(torch.float32, False, {"reduction": "mean"}),
     "manual-weighted": Loop(torch.float32, False, {"reduction": "weighted", "max_grad_norm": 0.5}),
+    "manual-stochastic": Loop(LOW, False, STOCHASTIC),
+    "manual-stochastic-mean": Loop(torch.float32, False, {"reduction": "mean", **STOCHASTIC}),
 }
 
 

@@ -139,7 +139,7 @@ class Accumulators:
 
     def clear(self) -> None:
         """Forget every accumulator and clear every p.grad."""
-        self.noise.end_window()
+        self.noise.drop_window(self.slots)
         self.norms.clear()
         self.deferred.clear()
         self.partial.forget()
@@ -147,7 +147,7 @@ class Accumulators:
 
     def zero(self) -> None:
         """As `clear`, but where there is a gradient, zeros stay visible in p.grad."""
-        self.noise.end_window()
+        self.noise.drop_window(self.slots)
         self.deferred.clear()
         self.partial.forget()
         self.grads.zero()

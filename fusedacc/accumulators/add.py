@@ -143,6 +143,8 @@ class Adder:
             slot.accumulator = gradient
         if not is_one(scale):
             self._deferred.defer(slots, scale)
+        if self._noise.rounds(dtype):
+            self._noise.skip(slots)
         return True
 
     def _add_eager_ones(
@@ -186,17 +188,21 @@ class Adder:
         for index, slot in enumerate(slots):
             accumulator = grads.current(slot)
             if accumulator is None:
+                shape, (device, _, dtype) = slot.param.shape, slot.lane
+                stays = same_dtype and (is_one(scale) or self._may_defer(slot, scale))
                 if same_dtype and slot.obeys_layout(gradients[index]) and is_sole(gradients, index):
                     accumulator = gradients[index]
-                    if is_one(scale) or self._may_defer(slot, scale):
-                        grads.put(slot, accumulator)
-                        adopted.append(slot)
-                        continue
                 elif kept is None:
-                    shape, (device, _, dtype) = slot.param.shape, slot.lane
                     accumulator = torch.empty_strided(shape, slot.strides, dtype=dtype, device=device)
+                    stays = stays and self._noise.rounds(dtype)
+                    if stays:  # rounded no more often than where it may become the sum
+                        accumulator.copy_(gradients[index])
                 else:
                     accumulator = kept[index]
+                if stays:
+                    grads.put(slot, accumulator)
+                    adopted.append(slot)
+                    continue
                 fresh.append(slot)
                 first.append(True)
             elif not fits(slot, accumulator):
@@ -209,6 +215,8 @@ class Adder:
             terms.append(gradients[index])
         if not is_one(scale):
             self._deferred.defer(adopted, scale)
+        if self._noise.rounds(slots[0].accumulate_dtype):
+            self._noise.skip(adopted)
         flags = first if len(fresh) < len(accumulators) and fresh else bool(fresh)
         plans.add(accumulators, terms, scale, flags, added, grads.exposed)
         written = (accumulator for accumulator, new in zip(accumulators, first, strict=True) if new)

@@ -82,6 +82,14 @@ class NoiseSource:
         assert self.seed is not None
         return Noise(self.seed, [stream_of(_BUCKETS | bucket, number)])
 
+    def skip(self, slots: Sequence[Slot]) -> None:
+        """These slots' next numbers are taken, one's as often as it is here: by native code, or because a first
+        gradient has become the sum, as if it had been added.
+        """
+        if self.seed is not None:
+            for slot in slots:
+                self._take(slot)
+
     def begin_reduction(self) -> int:
         """The number of a reduction over the ranks."""
         self._reductions += 1
@@ -100,10 +108,22 @@ class NoiseSource:
         self._since = None
         self.settle()
 
+    def drop_window(self, slots: Sequence[Slot]) -> None:
+        """The sums of all slots are thrown away, and with them what was added since `settle`.
+
+        How much of a backward that has failed was added depends on who waits with what: its numbers come
+        again.
+        """
+        self._since = None
+        if self._ceiling != self._floor:
+            self._ceiling = self._floor
+            for slot in slots:
+                slot.addition = -1
+
     def next_streams(self, slots: Sequence[Slot], accumulators: Sequence[Tensor | None]) -> list[int]:
         """The stream of each slot's next addition, for native code; -1 where it is rounded to nearest.
 
-        It numbers further additions itself, and `added` is to be told of all. What users have put into p.grad
+        It numbers further additions itself, and `skip` is to be told of all. What users have put into p.grad
         may be of another dtype than the slot's sums.
         """
         if self.seed is None:
@@ -114,12 +134,6 @@ class NoiseSource:
             else stream_of(slot.number, self._next(slot))
             for slot, accumulator in zip(slots, accumulators, strict=True)
         ]
-
-    def added(self, slots: Sequence[Slot]) -> None:
-        """Native code has added to these slots, to one as often as it is here."""
-        if self.seed is not None:
-            for slot in slots:
-                self._take(slot)
 
     def settle(self) -> None:
         """All slots go on from one number; no backward may be running."""

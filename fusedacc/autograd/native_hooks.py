@@ -47,6 +47,8 @@ class NativeHooks(PythonHooks):
         self._task: GraphTask | None = None
         self._known: tuple | None = None
         self._loaded = -1
+        #: What was loaded of random bits: by number, negative where sums are rounded to nearest.
+        self._streams: list[int] = []
         self._tasks = native.GraphTasks()
         self._direct = native.ImmediateAdder(native_module.add_flat())
 
@@ -120,7 +122,7 @@ class NativeHooks(PythonHooks):
                         return  # the window's first: there is nothing to add to
                     noise = accumulators.noise
                     addable, betas = accumulators.in_place.addable(self._numbered)
-                    streams = noise.next_streams(self._numbered, addable)
+                    streams = self._streams = noise.next_streams(self._numbered, addable)
                     self._direct.load(addable, betas, grads.exposed, noise.own_seed, streams)
                     self._loaded, self._known = grads.generation, known
                 self._task = task
@@ -166,7 +168,9 @@ class NativeHooks(PythonHooks):
             return
         task.added = True
         accumulators = self._accumulators
-        accumulators.noise.added([self._numbered[index] for index in added])
+        streams = self._streams
+        if streams:
+            accumulators.noise.skip([self._numbered[index] for index in added if streams[index] >= 0])
         if accumulators.deferred.scales or accumulators.in_place.any_written:
             accumulators.in_place.added_to([self._numbered[index] for index in added])
 
