@@ -1,0 +1,234 @@
+"""The list-level API with rounding="stochastic": equal bits everywhere, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import rounding_oracle
+import torch
+from torch import Tensor
+
+from fusedacc import functional
+from fusedacc.kernels.rounding import stream_of
+
+LOW = torch.bfloat16
+SHAPES = [(), (0,), (7,), (3, 5), (1030,)]
+MOST_SEED, MOST_OFFSET = 2**63 - 1, 2**31 - 1
+STOCHASTIC = {"rounding": "stochastic", "seed": 3}
+
+
+def lists(generator: torch.Generator, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], list[Tensor]]:
+    sums = [torch.randn(shape, generator=generator).to(LOW) for shape in SHAPES]
+    gradients = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+    return [*sums, torch.randn(6, 4, generator=generator).to(LOW).t()], [
+        *gradients,
+        torch.randn(4, 6, generator=generator).to(dtype),
+    ]
+
+
+def copies(tensors: list[Tensor]) -> list[Tensor]:
+    """With their strides: bits depend on the place in memory."""
+    return [tensor.clone() for tensor in tensors]
+
+
+def equal(mine: list[Tensor], others: list[Tensor]) -> bool:
+    return all(map(torch.equal, mine, others))
+
+
+@pytest.mark.parametrize("dtype", [LOW, torch.float32])
+@pytest.mark.parametrize("overwrite", [False, True, "some"])
+def test_each_sum_is_rounded_once_by_the_bits_of_its_index_and_offset(
+    dtype, overwrite, cpu_backend, generator
+):
+    sums, gradients = lists(generator, dtype)
+    flags = [index % 2 == 0 for index in range(len(sums))] if overwrite == "some" else overwrite
+    written = flags if isinstance(flags, list) else [flags] * len(sums)
+    wanted = [
+        (0.0 if new else old.float()) + 0.375 * gradient.float()
+        for old, gradient, new in zip(sums, gradients, written, strict=True)
+    ]
+    functional.scale_accumulate_(
+        sums, gradients, 0.375, overwrite=flags, offset=9, backend=cpu_backend, **STOCHASTIC
+    )
+    for index, (found, exact) in enumerate(zip(sums, wanted, strict=True)):
+        bits = rounding_oracle.expected(exact, found, 3, stream_of(index, 9))
+        assert rounding_oracle.patterns(found) == bits, index
+
+
+def test_a_plan_numbers_its_additions_on(cpu_backend, generator):
+    sums, gradients = lists(generator)
+    others, again = copies(sums), copies(sums)
+    plan = functional.prepare(sums, offset=4, backend=cpu_backend, **STOCHASTIC)
+    for number, wanted in ((None, 4), (None, 5), (20, 20), (None, 21)):
+        before = plan.offset
+        plan(gradients, 0.3, offset=number)
+        functional.scale_accumulate_(
+            others, gradients, 0.3, offset=wanted, backend=cpu_backend, **STOCHASTIC
+        )
+        assert equal(sums, others), number
+        assert before <= wanted
+        assert plan.offset == wanted + 1
+    for _ in range(2):  # with one offset the errors are the same
+        functional.scale_accumulate_(again, gradients, 0.3, backend=cpu_backend, **STOCHASTIC)
+    assert not equal(again, others)
+
+
+def test_defaults_are_the_seed_of_torch_and_offset_0(cpu_backend, generator):
+    torch.manual_seed(1234)
+    sums, gradients = lists(generator)
+    named, planned = copies(sums), copies(sums)
+    functional.scale_accumulate_(sums, gradients, 0.3, rounding="stochastic", backend=cpu_backend)
+    functional.scale_accumulate_(
+        named, gradients, 0.3, rounding="stochastic", seed=1234, offset=0, backend=cpu_backend
+    )
+    functional.prepare(planned, rounding="stochastic", backend=cpu_backend)(gradients, 0.3)
+    assert equal(sums, named)
+    assert equal(sums, planned)
+
+
+@pytest.mark.parametrize("change", [{"seed": 4}, {"offset": 1}, {"seed": MOST_SEED, "offset": MOST_OFFSET}])
+def test_another_seed_or_offset_rounds_otherwise(change, cpu_backend, generator):
+    sums, gradients = lists(generator)
+    others = copies(sums)
+    functional.scale_accumulate_(sums, gradients, 0.3, backend=cpu_backend, **STOCHASTIC)
+    functional.scale_accumulate_(others, gradients, 0.3, backend=cpu_backend, **(STOCHASTIC | change))
+    assert not equal(sums, others)
+
+
+def test_the_number_of_threads_changes_nothing(generator):
+    gradient = torch.randn(1 << 18, generator=generator)
+    found = []
+    before = torch.get_num_threads()
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        try:
+            found.append(torch.ones(1 << 18, dtype=LOW))
+            functional.scale_accumulate_([found[-1]], [gradient], 1e-3, **STOCHASTIC)
+        finally:
+            torch.set_num_threads(before)
+    assert torch.equal(*found)
+
+
+def test_one_list_alone_or_with_others(generator):
+    """An accumulator's bits are its index's, whatever else is in the list."""
+    sums, gradients = lists(generator)
+    fewer = copies(sums[:3])
+    functional.scale_accumulate_(sums, gradients, 0.3, **STOCHASTIC)
+    functional.scale_accumulate_(fewer, gradients[:3], 0.3, **STOCHASTIC)
+    assert equal(fewer, sums[:3])
+
+
+@pytest.mark.parametrize("backend", ["auto", "cpu", "eager"])
+def test_under_the_compiler(backend, generator):
+    sums, gradients = lists(generator)
+    plain = copies(sums)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def compiled(accumulators: list[Tensor], terms: list[Tensor]) -> None:
+        functional.scale_accumulate_(accumulators, terms, 0.3, offset=6, backend=backend, **STOCHASTIC)
+
+    compiled(sums, gradients)
+    functional.scale_accumulate_(plain, gradients, 0.3, offset=6, backend=backend, **STOCHASTIC)
+    assert equal(sums, plain)
+
+
+BAD = {
+    "rounding": ({"rounding": "up"}, ValueError, r"rounding is 'up'; allowed: 'nearest', 'stochastic'"),
+    "no rounding": ({"rounding": None}, ValueError, r"rounding is None; allowed"),
+    "rounding of a kind that has no hash": ({"rounding": []}, ValueError, r"rounding is \[\]; allowed"),
+    "float seed": (STOCHASTIC | {"seed": 1.0}, TypeError, r"seed is 1\.0 \(float\); allowed: an int from 0"),
+    "bool seed": (STOCHASTIC | {"seed": True}, TypeError, r"seed is True \(bool\); allowed"),
+    "tensor seed": (STOCHASTIC | {"seed": torch.tensor(1)}, TypeError, r"seed is tensor.* allowed"),
+    "negative seed": (STOCHASTIC | {"seed": -1}, ValueError, rf"seed is -1; allowed: 0 to {MOST_SEED}"),
+    "large seed": (STOCHASTIC | {"seed": 2**63}, ValueError, rf"seed is {2**63}; allowed: 0 to {MOST_SEED}"),
+    "str offset": (STOCHASTIC | {"offset": "1"}, TypeError, r"offset is '1' \(str\); allowed: an int from 0"),
+    "bool offset": (STOCHASTIC | {"offset": False}, TypeError, r"offset is False \(bool\); allowed"),
+    "negative offset": (STOCHASTIC | {"offset": -2}, ValueError, rf"offset is -2; allowed: 0 to {MOST_OFFSET}"),
+    "large offset": (STOCHASTIC | {"offset": 2**31}, ValueError, rf"offset is {2**31}; allowed: 0 to"),
+    "idle seed": ({"seed": 3}, ValueError, r"seed is 3, but rounding='nearest' takes no random bits; allowed"),
+    "idle offset": ({"offset": 0}, ValueError, r"offset is 0, but rounding='nearest' .*; allowed: None"),
+}
+
+
+@pytest.mark.parametrize("call", ["fresh", "prepare"])
+@pytest.mark.parametrize(("arguments", "kind", "said"), BAD.values(), ids=BAD)
+def test_bad_arguments_are_refused_before_anything_is_written(
+    arguments, kind, said, call, cpu_backend, generator
+):
+    sums, gradients = lists(generator)
+    before = copies(sums)
+    with pytest.raises(kind, match=said):
+        if call == "fresh":
+            functional.scale_accumulate_(sums, gradients, backend=cpu_backend, **arguments)
+        else:
+            functional.prepare(sums, backend=cpu_backend, **arguments)
+    assert equal(sums, before)
+
+
+@pytest.mark.parametrize("call", ["fresh", "prepare"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_sums_of_other_dtypes_are_refused(dtype, call, cpu_backend):
+    sums = [torch.ones(3, dtype=LOW), torch.ones(3, dtype=dtype)]
+    before = copies(sums)
+    with pytest.raises(TypeError, match=rf"accumulators\[1\] is {dtype}, but .* sums of torch\.bfloat16"):
+        if call == "fresh":
+            gradients = [torch.ones_like(each) for each in sums]
+            functional.scale_accumulate_(sums, gradients, backend=cpu_backend, **STOCHASTIC)
+        else:
+            functional.prepare(sums, backend=cpu_backend, **STOCHASTIC)
+    assert equal(sums, before)
+
+
+@pytest.mark.parametrize(
+    ("offset", "kind", "said"),
+    [
+        (1, ValueError, "offset is 1; allowed: 2 and above, since"),
+        (2.0, TypeError, r"offset is 2\.0 \(float\); allowed"),
+        (2**31, ValueError, "allowed: 0 to"),
+    ],
+)
+def test_a_plan_refuses_offsets_whose_bits_are_used(offset, kind, said, cpu_backend):
+    sums, gradients = [torch.ones(5, dtype=LOW)], [torch.full((5,), 1e-3)]
+    plan = functional.prepare(sums, backend=cpu_backend, **STOCHASTIC)
+    plan(gradients), plan(gradients)
+    before = copies(sums)
+    with pytest.raises(kind, match=said):
+        plan(gradients, offset=offset)
+    assert equal(sums, before)
+    assert plan.offset == 2
+
+
+def test_a_plan_that_rounds_to_nearest_takes_no_offset(cpu_backend):
+    sums = [torch.ones(5, dtype=LOW)]
+    plan = functional.prepare(sums, backend=cpu_backend)
+    assert plan.offset is None
+    with pytest.raises(ValueError, match="offset is 3, but this plan rounds to nearest; allowed: None"):
+        plan([torch.ones(5)], offset=3)
+    assert sums[0].tolist() == [1.0] * 5
+
+
+def test_what_a_plan_refuses_takes_no_number(cpu_backend):
+    plan = functional.prepare([torch.ones(5, dtype=LOW)], backend=cpu_backend, **STOCHASTIC)
+    with pytest.raises(ValueError, match=r"gradients\[0\] has shape"):
+        plan([torch.ones(6)])
+    assert plan.offset == 0
+
+
+def test_other_errors_are_as_ever(cpu_backend):
+    sums = [torch.ones(5, dtype=LOW)]
+    for gradients in ([torch.ones(6)], [1.0], []):
+        with pytest.raises((TypeError, ValueError), match="gradients"):
+            functional.scale_accumulate_(sums, gradients, backend=cpu_backend, **STOCHASTIC)
+    for accumulators in (None, 3, [1.0]):
+        with pytest.raises(TypeError, match="accumulators"):
+            functional.scale_accumulate_(accumulators, [torch.ones(5)], backend=cpu_backend, **STOCHASTIC)
+    assert sums[0].tolist() == [1.0] * 5
+
+
+def test_the_last_offset_there_is(cpu_backend):
+    sums, gradients = [torch.ones(5, dtype=LOW)], [torch.full((5,), 1e-3)]
+    plan = functional.prepare(sums, offset=MOST_OFFSET, backend=cpu_backend, **STOCHASTIC)
+    plan(gradients)
+    before = copies(sums)
+    with pytest.raises(ValueError, match="offset is 2147483648; allowed: 0 to 2147483647"):
+        plan(gradients)
+    assert equal(sums, before)

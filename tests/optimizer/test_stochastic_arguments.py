@@ -1,0 +1,101 @@
+"""rounding= and seed= of the wrapper: what is refused, and what explain() and the errors say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from loops import LOW, loss_of, micro_batch, network, wrap
+
+from fusedacc.kernels import torch_state
+
+STOCHASTIC: dict[str, Any] = {"accumulate_dtype": LOW, "rounding": "stochastic"}
+BAD = {
+    "unknown": ({"rounding": "random"}, ValueError, "rounding is 'random'; allowed: 'nearest', 'stochastic'"),
+    "of another kind": ({"rounding": 1}, ValueError, "rounding is 1; allowed"),
+    "default dtype": (
+        {"rounding": "stochastic"},
+        ValueError,
+        "accumulate_dtype is None; allowed: accumulate_dtype=torch.bfloat16, or rounding='nearest'",
+    ),
+    "float32": ({**STOCHASTIC, "accumulate_dtype": torch.float32}, ValueError, "accumulate_dtype is torch.float32"),
+    "float16": ({**STOCHASTIC, "accumulate_dtype": torch.float16}, ValueError, "accumulate_dtype is torch.float16"),
+    "str dtype": ({**STOCHASTIC, "accumulate_dtype": "bfloat16"}, ValueError, "accumulate_dtype is bfloat16"),
+    "idle seed": ({"seed": 0}, ValueError, "seed is 0, but rounding='nearest' takes no random bits; allowed: None"),
+    "float seed": ({**STOCHASTIC, "seed": 0.5}, TypeError, r"seed is 0\.5 \(float\); allowed: an int from 0 to"),
+    "bool seed": ({**STOCHASTIC, "seed": False}, TypeError, r"seed is False \(bool\); allowed"),
+    "negative": ({**STOCHASTIC, "seed": -1}, ValueError, r"seed is -1; allowed: 0 to 9223372036854775807"),
+    "too large": ({**STOCHASTIC, "seed": 2**63}, ValueError, "seed is 9223372036854775808; allowed"),
+}
+
+
+@pytest.mark.parametrize(("options", "kind", "said"), BAD.values(), ids=BAD)
+def test_what_makes_no_sense_is_refused_and_nothing_changed(options, kind, said):
+    model = network(LOW)
+    before = [(p.detach().clone(), p.grad_dtype) for p in model.parameters()]
+    with pytest.raises(kind, match=said):
+        wrap(model, 2, model=model, **options)
+    for p, (value, grad_dtype) in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p, value)
+        assert p.grad_dtype == grad_dtype
+        assert not p._backward_hooks
+    assert "forward" not in model[0].__dict__
+    optimizer = wrap(model, 1, seed=0, **STOCHASTIC)  # no wrapper is left that would hold the parameters
+    micro_batch(model, optimizer, 0)
+    assert optimizer.num_updates == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_parameters_that_bfloat16_cannot_sum_are_refused(dtype):
+    with pytest.raises(ValueError, match=f"accumulate_dtype=torch.bfloat16 does not go with .* of {dtype}"):
+        wrap(network(dtype), 2, **STOCHASTIC)
+
+
+@pytest.mark.parametrize("seed", [0, 2**63 - 1])
+def test_any_seed_in_range_trains(seed):
+    model = network(LOW)
+    optimizer = wrap(model, 2, seed=seed, **STOCHASTIC)
+    for number in range(2):
+        micro_batch(model, optimizer, number)
+    assert optimizer.num_updates == 1
+
+
+@pytest.mark.parametrize("steps", [2, None])
+def test_a_cuda_graph_is_refused_before_anything_is_added(steps, monkeypatch):
+    model = network(LOW)
+    optimizer = wrap(model, steps, seed=0, **STOCHASTIC)
+    monkeypatch.setattr(torch_state, "capturing", lambda: True)
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="would replay the random bits .* allowed: rounding='nearest', or no"):
+        loss_of(model).backward()
+    monkeypatch.setattr(torch_state, "capturing", lambda: False)
+    assert all(p.grad is None for p in model.parameters())
+    optimizer.zero_grad()
+    for number in range(2):
+        micro_batch(model, optimizer, number)
+    assert optimizer.num_updates == (1 if steps else 2)
+
+
+def test_explain_says_it():
+    model = network(LOW)
+    told = wrap(model, 3, seed=41, model=model, **STOCHASTIC).explain()
+    assert "the sums of 4 parameters are rounded stochastically" in told
+    assert "(seed 41)" in told
+    bias = next(line for line in told.splitlines() if line.startswith("0.bias"))
+    assert bias.split()[-2:] != [], bias
+    assert "rounded to nearest" not in told
+    model = network(LOW)
+    assert "stochastic" not in wrap(model, 3, accumulate_dtype=LOW).explain()
+
+
+def test_explain_counts_two_bytes_at_first_and_six_later():
+    """And two more for the write of the gradient itself."""
+    told = wrap(network(LOW), 3, seed=0, **STOCHASTIC).explain().splitlines()
+    header = next(line for line in told if "first" in line)
+    rows = [line for line in told if line.startswith(("0.", "2."))]
+    assert len(rows) == 4, header
+    for row in rows:
+        assert {"2", "8"} <= set(row.split()), (header, row)
+    nearest = wrap(network(LOW), 3, accumulate_dtype=LOW).explain().splitlines()
+    assert any("6" in line.split() for line in nearest if line.startswith("0.")), "thirds are scaled at once"

@@ -1,0 +1,248 @@
+"""Checkpoints and copies of wrappers that round stochastically: they go on as if nothing had happened."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from loops import LOW, loss_of, network, wrap
+from test_checkpoint_damage import everything
+from test_resume import assert_identical, settings, through_file
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+from fusedacc.integrations.distributed_checkpoint import make_room
+from fusedacc.optimizer.checkpoint_checks import NOISE, OWN
+
+STOCHASTIC: dict[str, Any] = {"accumulate_dtype": LOW, "rounding": "stochastic", "seed": 8}
+KINDS: dict[str, dict[str, Any]] = {
+    "counted": {"dtype": LOW},
+    "float32": {},
+    "weighted": {"dtype": LOW, "reduction": "weighted"},
+    "private": {"dtype": LOW, "private_gradients": True, "max_grad_norm": 0.1},
+    "masters": {"dtype": LOW, "master_weights": True},
+    "model=": {"dtype": LOW, "inside": True},
+    "model=, float32": {"inside": True, "max_grad_norm": 0.1},
+}
+
+
+@pytest.mark.parametrize("done", [0, 2, 4, 7])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_goes_on_from_a_file_bit_for_bit(kind, done):
+    model, optimizer, train = settings(**KINDS[kind], **STOCHASTIC)
+    train(range(done))
+    saved = through_file([model.state_dict(), optimizer.state_dict()])
+    other, resumed, train_other = settings(**KINDS[kind], **(STOCHASTIC | {"seed": 9}))
+    train_other(range(20, 25))
+    other.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    assert_identical(saved[1], resumed.state_dict())
+    for go_on in (train, train_other):
+        go_on(range(done, 13))
+    optimizer.flush(), resumed.flush()
+    assert_identical([model.state_dict(), optimizer.state_dict()], [other.state_dict(), resumed.state_dict()])
+
+
+def manual(reduction: str = "sum", seed: int = 8, **options: Any):
+    model = network(LOW)
+    optimizer = wrap(model, None, torch.optim.Adam, lr=0.01, reduction=reduction, **(STOCHASTIC | {"seed": seed}))
+
+    def train(numbers: range, looks: bool = False) -> None:
+        for number in numbers:
+            with optimizer.accumulate(weight=number + 1.0 if reduction == "weighted" else None):
+                loss = loss_of(model, number) if number % 3 else model[0](torch.ones(4, dtype=LOW)).sum()
+                loss.backward()
+            if looks:
+                optimizer.state_dict()
+            if number % 4 == 3:
+                optimizer.step(), optimizer.zero_grad()
+
+    return model, optimizer, train
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean", "weighted"])
+@pytest.mark.parametrize("done", [1, 3, 4, 6])
+def test_a_manual_loop_goes_on_bit_for_bit(done, reduction):
+    """Some parameters have no gradient in some micro-batches."""
+    model, optimizer, train = manual(reduction)
+    train(range(done))
+    saved = through_file([model.state_dict(), optimizer.state_dict()])
+    other, resumed, train_other = manual(reduction, seed=2)
+    other.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    train(range(done, 12)), train_other(range(done, 12))
+    assert_identical([model.state_dict(), optimizer.state_dict()], [other.state_dict(), resumed.state_dict()])
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean", "weighted"])
+def test_looking_at_the_state_changes_nothing(reduction):
+    (model, _, train), (other, _, train_other) = manual(reduction), manual(reduction)
+    train(range(12)), train_other(range(12), looks=True)
+    assert_identical(model.state_dict(), other.state_dict())
+
+
+@pytest.mark.parametrize("steps", [3, None])
+def test_a_gradient_with_a_graph_that_autograd_has_stored_counts_too(steps):
+    """`step()` takes it in, between backwards."""
+
+    def pair():
+        model = network(LOW)
+        return model, wrap(model, steps, **STOCHASTIC)
+
+    def train(model, optimizer, numbers) -> None:
+        for number in numbers:
+            loss_of(model, number).backward(create_graph=number % 2 == 1)
+            if steps or number % 3 == 2:
+                optimizer.step(), optimizer.zero_grad()
+
+    model, optimizer = pair()
+    train(model, optimizer, range(2))
+    if not steps:
+        for p in model.parameters():
+            p.grad = p.grad.detach()
+    saved = through_file([model.state_dict(), optimizer.state_dict()])
+    other, resumed = pair()
+    other.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    for each, its in ((model, optimizer), (other, resumed)):
+        train(each, its, range(2, 9))
+    assert_identical(model.state_dict(), other.state_dict())
+
+
+@pytest.mark.parametrize("how", ["pickle", "deepcopy"])
+@pytest.mark.parametrize(("steps", "done"), [(4, 2), (4, 4), (None, 4)])  # torch copies no p.grad
+def test_copies_go_on_bit_for_bit(steps, how, done):
+    model = network(LOW)
+    optimizer = wrap(model, steps, **STOCHASTIC)
+
+    def train(net, its, numbers) -> None:
+        for number in numbers:
+            loss_of(net, number).backward()
+            if steps or number % 4 == 3:
+                its.step(), its.zero_grad()
+
+    train(model, optimizer, range(done))
+    both = [model, optimizer]
+    other, twin = copy.deepcopy(both) if how == "deepcopy" else pickle.loads(pickle.dumps(both))
+    assert twin._accumulators.noise.seed == 8
+    for each, its in ((model, optimizer), (other, twin)):
+        train(each, its, range(done, 12))
+    assert optimizer.num_updates == twin.num_updates == 3
+    assert_identical(model.state_dict(), other.state_dict())
+    assert_identical(optimizer.state_dict(), twin.state_dict())
+
+
+NEAREST = {"float32 sums": {}, "bfloat16 sums": {"accumulate_dtype": LOW}}
+
+
+def test_sums_of_float32_are_refused_in_mid_window_and_welcome_between_windows():
+    _, optimizer, train = settings(dtype=LOW)
+    other, loaded, _ = settings(dtype=LOW, **STOCHASTIC)
+    train(range(2))
+    before = everything(other, loaded)
+    with pytest.raises(ValueError, match=r"is \(5, 4\) torch\.float32; allowed: .* torch\.bfloat16"):
+        loaded.load_state_dict(optimizer.state_dict())
+    assert_identical(before, everything(other, loaded))
+    train(range(2, 4))
+    loaded.load_state_dict(optimizer.state_dict())
+    assert (loaded.num_updates, loaded.state_dict()[OWN][NOISE]["seed"]) == (1, 8)
+
+
+@pytest.mark.parametrize(
+    ("nearest", "way"),
+    [(NEAREST["bfloat16 sums"], "to"), (NEAREST["bfloat16 sums"], "from"), (NEAREST["float32 sums"], "from")],
+    ids=["to", "from", "to float32"],
+)
+def test_checkpoints_of_either_rounding_load_into_the_other(nearest, way):
+    options = [nearest, STOCHASTIC] if way == "to" else [STOCHASTIC, nearest]
+    (model, optimizer, train), (other, resumed, train_other) = (
+        settings(dtype=LOW, **each) for each in options
+    )
+    train(range(2))
+    other.load_state_dict(model.state_dict())
+    resumed.load_state_dict(through_file(optimizer.state_dict()))
+    assert resumed.micro_step == 2
+    state = resumed.state_dict()[OWN]
+    assert state.get(NOISE, {}).get("seed") == (8 if way == "to" else None), "rounding is the wrapper's own"
+    for go_on in (train, train_other):
+        go_on(range(2, 4))
+    assert resumed.num_updates == 1
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0.02, atol=0.02)
+
+
+def test_a_checkpoint_holds_plain_numbers():
+    model, optimizer, train = settings(dtype=LOW, **STOCHASTIC)
+    train(range(2))
+    state = optimizer.state_dict()[OWN]
+    assert {name: type(value) for name, value in state[NOISE].items()} == {
+        "seed": int,
+        "addition": int,
+        "reduction": int,
+        "reduced": bool,
+        "written": int,
+    }
+    assert state[NOISE]["seed"] == 8
+    assert state[NOISE]["addition"] > 0
+    sums = [each for each in optimizer.state_dict()["state"].values() if "fusedacc_sum" in each]
+    assert {each["fusedacc_sum"].dtype for each in sums} == {LOW}
+
+
+GOOD = {"seed": 1, "addition": 2, "reduction": 0, "reduced": False, "written": 0}
+DAMAGES: dict[str, Any] = {
+    "None": None,
+    "a number": 3,
+    "a list": [1, 2, 3],
+    "empty": {},
+    **{f"no {name}": {key: value for key, value in GOOD.items() if key != name} for name in GOOD},
+    **{f"negative {name}": GOOD | {name: -1} for name in GOOD},
+    **{f"float {name}": GOOD | {name: 1.0} for name in GOOD},
+    **{f"None as {name}": GOOD | {name: None} for name in GOOD},
+    **{f"bool {name}": GOOD | {name: True} for name in ("seed", "addition", "reduction", "written")},
+    "tensor": GOOD | {"seed": torch.tensor(1)},
+    "large seed": GOOD | {"seed": 2**63},
+    "large addition": GOOD | {"addition": 2**31},
+    "large reduction": GOOD | {"reduction": 2**31},
+}
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_damaged_noise_is_refused_and_nothing_changed(damage, rounding):
+    model, optimizer, train = settings(dtype=LOW, **STOCHASTIC)
+    train(range(6))
+    state = copy.deepcopy(optimizer.state_dict())
+    state[OWN][NOISE] = damage
+    other, loaded, train_other = settings(dtype=LOW, **(STOCHASTIC if rounding == "stochastic" else {}))
+    train_other(range(3))
+    before = everything(other, loaded)
+    with pytest.raises(ValueError, match=r"state_dict\['fusedacc'\] is damaged: noise is .*; allowed: a dict"):
+        loaded.load_state_dict(state)
+    assert_identical(before, everything(other, loaded))
+
+
+def test_the_last_numbers_that_a_checkpoint_may_hold_train():
+    model, optimizer, train = settings(dtype=LOW, **STOCHASTIC)
+    state = optimizer.state_dict()
+    state[OWN][NOISE] = GOOD | {"seed": 2**63 - 1, "addition": 2**31 - 100, "reduction": 2**25 - 1}
+    optimizer.load_state_dict(state)
+    train(range(5))
+    assert optimizer.num_updates == 1
+
+
+@pytest.mark.parametrize("done", [1, 4, 6])
+def test_distributed_checkpoint_makes_the_round_trip(done, tmp_path):
+    model, optimizer, train = settings(dtype=LOW, **STOCHASTIC)
+    train(range(done))
+    dcp.save({"optim": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=tmp_path)
+    other, resumed, train_other = settings(dtype=LOW, **(STOCHASTIC | {"seed": 3}))
+    other.load_state_dict(model.state_dict())
+    state = {"optim": get_optimizer_state_dict(other, resumed)}
+    make_room(state, tmp_path)
+    dcp.load(state, checkpoint_id=tmp_path)
+    set_optimizer_state_dict(other, resumed, state["optim"])
+    train(range(done, 12)), train_other(range(done, 12))
+    assert_identical(model.state_dict(), other.state_dict())

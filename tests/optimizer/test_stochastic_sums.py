@@ -1,0 +1,305 @@
+"""rounding="stochastic" in the wrapper: refused where it makes no sense, repeatable, and right on average."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from loops import LOW, loss_of, network, wrap
+from test_resume import assert_identical
+from torch import Tensor, nn
+
+import fusedacc
+from fusedacc.amp import GradScaler
+from fusedacc.autograd import python_hooks
+from fusedacc.kernels import torch_state
+
+#: Of one window with equal gradients in all of them: the mean over them is that over so many seeds.
+ELEMENTS = 1 << 14
+STOCHASTIC: dict[str, Any] = {"accumulate_dtype": LOW, "rounding": "stochastic"}
+
+
+def trained(steps: int | None = 3, dtype: torch.dtype = LOW, seed: int | None = 0, **options: Any) -> list[Tensor]:
+    """All parameters, and gradients of a part-filled window, after two windows and a half."""
+    model = network(dtype)
+    adam = functools.partial(torch.optim.Adam, eps=1e-3)
+    optimizer = wrap(model, steps, adam, lr=0.01, seed=seed, **(STOCHASTIC | options))
+    found = []
+    for number in range(8):
+        with optimizer.accumulate():
+            loss_of(model, number).backward()
+        if steps or number % 3 == 2:
+            optimizer.step()
+            found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            optimizer.zero_grad()
+    optimizer.flush()
+    return [*found, *(p.detach() for p in model.parameters())]
+
+
+LOOPS = {
+    "counted": {},
+    "manual": {"steps": None},
+    "float32": {"dtype": torch.float32},
+    "clipped": {"max_grad_norm": 0.1, "private_gradients": True},
+    "masters": {"master_weights": True},
+    "manual, mean": {"steps": None, "reduction": "mean"},
+}
+
+
+@pytest.mark.parametrize("options", LOOPS.values(), ids=LOOPS)
+def test_one_seed_gives_equal_bits_and_another_others(options):
+    assert_identical(trained(**options), trained(**options))
+    assert not all(map(torch.equal, trained(**options), trained(seed=1, **options)))
+
+
+def test_the_default_seed_is_torch_s(monkeypatch):
+    torch.manual_seed(77)
+    found = trained(seed=None)  # whose model is made after a manual_seed(0)
+    assert_identical(found, trained(seed=0))
+    monkeypatch.setattr(torch_state, "process_group_up", lambda: True)
+    torch.manual_seed(77)
+    weight = nn.Parameter(torch.zeros(2, dtype=LOW))
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight]), 2, **STOCHASTIC)
+    assert optimizer._accumulators.noise.seed == 0, "torch's own may differ from rank to rank"
+
+
+@pytest.mark.parametrize("options", LOOPS.values(), ids=LOOPS)
+def test_hooks_backends_and_buckets_change_nothing(options, monkeypatch):
+    wanted = trained(**options)
+    for backend in ("cpu", "eager"):
+        others = trained(backend=backend, **options)
+        if "max_grad_norm" not in options:  # whose norm has other bits in torch
+            assert_identical(others, wanted)
+    monkeypatch.setattr(python_hooks, "BUCKET_BYTES", 1)
+    assert_identical(trained(**options), wanted)
+    monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", "0")
+    assert_identical(trained(**options), wanted)
+
+
+def windows(threads: int) -> Tensor:
+    """The sum of a parameter that several threads add to at once."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        weight = nn.Parameter(torch.zeros(1 << 18, dtype=LOW))
+        optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight], lr=1.0), 4, seed=2, **STOCHASTIC)
+        ramp = torch.arange(1 << 18).remainder(1000).to(LOW)
+        for number in range(4):
+            (weight * ramp * (1 + number)).sum().backward()
+            optimizer.step()
+        return weight.detach()
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_threads_change_nothing():
+    assert torch.equal(windows(1), windows(2))
+
+
+# On average
+
+
+class Window:
+    """One window of a wrapper of a vector, all of whose elements have the gradients that are told."""
+
+    def __init__(self, dtype: torch.dtype = LOW, **options: Any) -> None:
+        self.weight = nn.Parameter(torch.zeros(ELEMENTS, dtype=dtype))
+        self.counted = options.get("steps") is not None
+        inner = torch.optim.SGD([self.weight], lr=1.0)
+        self.optimizer = fusedacc.AccumulatingOptimizer(
+            inner, options.pop("steps", None), **(STOCHASTIC | {"seed": 6} | options)
+        )
+
+    def run(self, gradients: Sequence[float], weights: Sequence[float] | None = None) -> Tensor:
+        """The final p.grad of these."""
+        for index, gradient in enumerate(gradients):
+            with self.optimizer.accumulate(weight=weights[index] if weights else None):
+                self.weight.backward(torch.full_like(self.weight, gradient))
+            if self.counted:
+                self.optimizer.step()
+        if self.weight.grad is None or not self.counted:
+            self.optimizer.flush()
+        assert self.weight.grad is not None
+        return self.weight.grad.detach().clone()
+
+
+def assert_mean(found: Tensor, wanted: float) -> None:
+    """Equal to within 4.5 standard errors, and with noise in it: the test would see a rounding to nearest."""
+    values = found.double()
+    error = values.std().item() / ELEMENTS**0.5
+    assert error > 0
+    assert abs(values.mean().item() - wanted) < 4.5 * error, (values.mean().item(), wanted, error)
+
+
+def low(*values: float) -> list[float]:
+    """As bfloat16 holds them."""
+    return torch.tensor(values).to(LOW).tolist()
+
+
+GRADIENTS = low(1.0, 0.3, -0.017, 0.0031, 0.0007, 0.21, 0.0011)
+WEIGHTS = [3.0, 1.0, 7.0, 2.0, 5.0, 11.0, 1.0]
+MEANS: dict[str, Callable[[Sequence[float], Sequence[float]], float]] = {
+    "mean": lambda g, w: sum(g) / len(g),
+    "sum": lambda g, w: sum(g),
+    "weighted": lambda g, w: sum(a * b for a, b in zip(g, w, strict=True)) / sum(w),
+    "normalized": lambda g, w: sum(g) / sum(w),
+}
+
+
+@pytest.mark.parametrize("dtype", [LOW, torch.float32])
+@pytest.mark.parametrize("steps", [7, 9, None], ids=["counted", "flushed", "manual"])
+@pytest.mark.parametrize("reduction", MEANS)
+def test_the_final_gradient_is_right_on_average(reduction, steps, dtype, cpu_backend):
+    weights = WEIGHTS if reduction in ("weighted", "normalized") else None
+    window = Window(dtype, steps=steps, reduction=reduction, backend=cpu_backend)
+    assert_mean(window.run(GRADIENTS, weights), MEANS[reduction](GRADIENTS, WEIGHTS))
+
+
+@pytest.mark.parametrize("steps", [256, None])
+def test_what_nearest_loses_is_kept(steps):
+    """Gradients of 1/512 of the sum."""
+    gradients = [1.0] + [2.0**-9] * 255
+    options = {"reduction": "sum"}
+    assert_mean(Window(steps=steps, **options).run(gradients), sum(gradients))
+    lost = Window(steps=steps, rounding="nearest", seed=None, **options).run(gradients)
+    assert (lost == 1.0).all()
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "private": {"private_gradients": True},
+    "clipped": {"max_grad_norm": 0.7},
+    "clipped, private": {"max_grad_norm": 0.7, "private_gradients": True},
+    "inf norm": {"max_grad_norm": 0.01, "norm_type": float("inf")},
+    "skips": {"max_grad_norm": 0.7, "skip_nonfinite": True},
+    "masters": {"master_weights": True},
+    "masters, clipped": {"master_weights": True, "max_grad_norm": 0.7},
+}
+
+
+@pytest.mark.parametrize("dtype", [LOW, torch.float32])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_clipping_and_masters_keep_the_mean(options, dtype):
+    window = Window(dtype, steps=7, **options)
+    found = window.run(GRADIENTS)
+    norm, most = window.optimizer.grad_norm, options.get("max_grad_norm")
+    clip = 1.0 if most is None else min(1.0, most / norm.item())
+    assert most is None or clip < 1.0
+    assert_mean(found, clip * sum(GRADIENTS) / 7)
+
+
+@pytest.mark.parametrize("steps", [7, None])
+def test_a_grad_scaler_s_scale_is_taken_off_on_average(steps):
+    window = Window(steps=steps, reduction="sum")
+    scaler = GradScaler("cpu", init_scale=1024.0 * 3)
+    for gradient in GRADIENTS:
+        loss = (window.weight * torch.full_like(window.weight, gradient)).sum()
+        scaler.scale(loss).backward()
+        if steps:
+            scaler.step(window.optimizer), scaler.update()
+    if not steps:
+        scaler.step(window.optimizer), scaler.update()
+    assert window.optimizer.num_updates == 1
+    scaled = (torch.tensor(3072.0) * torch.tensor(GRADIENTS)).to(LOW).double() / 3072  # the backward rounds
+    assert_mean(window.weight.grad, scaled.sum().item())
+
+
+def test_the_first_gradient_s_scale_is_no_rounding_of_its_own():
+    """It waits for the next addition."""
+    found = Window(steps=3).run(low(1.0, 0.0, 0.0))
+    assert_mean(found, low(1.0)[0] / 3)
+    assert found.unique().numel() == 2, "one rounding leaves the neighbours"
+
+
+@pytest.mark.parametrize("steps", [4, None])
+def test_what_bfloat16_holds_stays_and_so_do_inf_and_nan(steps):
+    for values in ([1.0, 2.0, 0.5, 0.25], [float("inf")] * 4, [1.0, float("nan"), 1.0, 1.0]):
+        found = Window(steps=steps, reduction="sum").run(values)
+        wanted = torch.full((ELEMENTS,), sum(values), dtype=LOW)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+    largest = torch.finfo(LOW).max
+    assert (Window(steps=steps, reduction="sum").run([largest, largest * 2.0**-10, 0.0, 0.0]) == largest).all()
+
+
+def test_several_parameters_have_errors_of_their_own():
+    first, second = (nn.Parameter(torch.zeros(ELEMENTS, dtype=LOW)) for _ in range(2))
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([first, second]), None, seed=1, **STOCHASTIC)
+    for gradient in (1.0, 2.0**-9, 2.0**-9):
+        (first * gradient + second * gradient).sum().backward()
+    assert first.grad.unique().numel() > 1
+    assert (first.grad == second.grad).double().mean() < 0.9
+    optimizer.close()
+
+
+def test_complex_parameters_beside_low_ones_are_as_ever():
+    low_one = nn.Parameter(torch.zeros(8, dtype=LOW))
+    imaginary = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    optimizer = fusedacc.AccumulatingOptimizer(
+        torch.optim.SGD([low_one, imaginary], lr=1.0), 2, seed=0, **STOCHASTIC
+    )
+    for number in (1, 2):
+        (low_one.sum() * number + (imaginary * (1 + 2j)).abs().sum() + imaginary.real.sum()).backward()
+        optimizer.step()
+    assert low_one.tolist() == [-1.5] * 8
+    assert imaginary.dtype == torch.complex64
+    assert torch.isfinite(imaginary).all()
+
+
+def sparse_window(seed: int) -> Tensor:
+    model = nn.Embedding(64, 64, sparse=True, dtype=LOW)
+    torch.manual_seed(0)
+    nn.init.normal_(model.weight)
+    optimizer = fusedacc.AccumulatingOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0), 3, seed=seed, **STOCHASTIC
+    )
+    for number in range(3):
+        model(torch.tensor([number, 5, 5])).square().sum().backward()
+        optimizer.step()
+    return model.weight.detach()
+
+
+def test_sparse_sums_are_rounded_to_nearest():
+    found, other = sparse_window(0), sparse_window(1)
+    assert torch.isfinite(found).all()
+    assert torch.equal(found, other)
+
+
+@pytest.mark.parametrize("order", ["sparse first", "dense first"])
+def test_sparse_gradients_into_a_dense_sum_are_rounded_stochastically(order):
+    weight = nn.Parameter(torch.zeros(ELEMENTS, 1, dtype=LOW))
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight]), None, seed=1, **STOCHASTIC)
+    every = torch.arange(ELEMENTS)
+    steps = [
+        lambda: nn.functional.embedding(every, weight, sparse=True).mul(2.0**-9).sum().backward(),
+        lambda: weight.sum().backward(),
+    ]
+    for backward in steps if order == "sparse first" else reversed(steps):
+        backward()
+    assert weight.grad.layout is torch.strided
+    assert_mean(weight.grad.flatten(), 1 + 2.0**-9)
+    optimizer.close()
+
+
+def test_a_gradient_of_another_dtype_than_its_parameter_s_is_rounded_once():
+    window = Window(steps=2, reduction="sum")
+    window.weight.grad_dtype = None
+    exact = 1.0 + 2.0**-12
+    for _ in range(2):
+        window.weight.backward(torch.full((ELEMENTS,), exact, dtype=torch.float32))
+        window.optimizer.step()
+    assert_mean(window.weight.grad, 2 * exact)
+
+
+@pytest.mark.parametrize("native", ["0", "1"])
+def test_a_sum_of_float32_that_the_user_has_put_there_is_no_bfloat16(native, monkeypatch):
+    monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", native)
+    weight = nn.Parameter(torch.zeros(5000))
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight]), None, seed=1, **STOCHASTIC)
+    weight.sum().backward()
+    weight.grad = torch.full((5000,), 0.1)
+    for _ in range(2):
+        (weight * 0.3).sum().backward()
+    torch.testing.assert_close(weight.grad, torch.full((5000,), 0.7))
+    optimizer.close()
