@@ -78,7 +78,8 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
             ranks once a window, inside the backward of its last micro-batch. "sum" is the mean over ranks of
             their sums; the other reductions are over the micro-batches of all ranks. With a process group
             every rank gets the parameters of its first.
-        reduce_dtype: dtype on the wire; None: that of the sums. bfloat16 halves the bytes of float32.
+        reduce_dtype: dtype on the wire; None: that of the sums, or float32 where they are rounded
+            stochastically. bfloat16 halves the bytes of float32; the collective adds in it, to nearest.
 
     Raises:
         TypeError: `optimizer` is no `torch.optim.Optimizer`, or an argument is of the wrong kind.

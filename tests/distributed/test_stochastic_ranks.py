@@ -1,0 +1,289 @@
+"""Sums that are rounded stochastically over two ranks: the same bits after the reduction, own ones before."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_setting import adam as fsdp_adam
+from fsdp_setting import loss_of as fsdp_loss_of
+from fsdp_setting import sharded, whole
+from ranks import on_ranks
+from ranks_setting import LOW, Net, assert_ranks_equal, inner_of, loss_of, small_buckets
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedacc
+from fusedacc.distributed import reducer
+
+STOCHASTIC: dict[str, Any] = {"accumulate_dtype": LOW, "rounding": "stochastic"}
+LOOPS: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "clipped": {"max_grad_norm": 0.05},
+    "private": {"max_grad_norm": 0.05, "private_gradients": True},
+    "weighted": {"reduction": "weighted", "max_grad_norm": 0.05},
+    "normalized": {"reduction": "normalized"},
+    "float32": {"dtype": torch.float32, "reduction": "sum"},
+    "masters": {"master_weights": True, "max_grad_norm": 0.05},
+    "low wire": {"reduce_dtype": LOW, "max_grad_norm": 0.05},
+    "wide wire": {"reduce_dtype": torch.float32},
+    "manual": {"steps": None},
+    "manual, mean": {"steps": None, "reduction": "mean", "max_grad_norm": 0.05},
+    "model=": {"inside": True},
+}
+
+
+def made(kind: str, seed: int | None = 3, dtype: torch.dtype = LOW, inside: bool = False, **options: Any):
+    net = Net(dtype=dtype)
+    net.norm.float()  # whose buffers gloo does not add in bfloat16
+    called = DistributedDataParallel(net, find_unused_parameters=True) if kind == "ddp" else net
+    given = called if kind == "ddp" else dist.group.WORLD
+    steps = options.pop("steps", 4)
+    options |= {"model": net} if inside else {}
+    optimizer = fusedacc.AccumulatingOptimizer(
+        inner_of(net), steps, data_parallel=given, seed=seed, **(STOCHASTIC | options)
+    )
+    return net, called, optimizer
+
+
+def trains(kind: str, options: dict[str, Any]) -> None:
+    """Ranks stay equal over full windows, one that has an own parameter, one that ends early."""
+    with small_buckets():
+        net, called, optimizer = made(kind, seed=3 + dist.get_rank(), **options)
+        weighs, steps = options.get("reduction") in ("weighted", "normalized"), options.get("steps", 4)
+        for index in range(10):
+            rank = dist.get_rank()
+            last = steps is None and index % 4 != 3 and kind == "ddp"
+            with called.no_sync() if last else contextlib.nullcontext():
+                with optimizer.accumulate(weight=1.0 + index + rank if weighs else None):
+                    loss_of(called, index, uses_extra=index == 5 and rank == 1).backward()
+            if steps or index % 4 == 3:
+                optimizer.step(), optimizer.zero_grad()
+                assert_ranks_equal(net, (options, index))
+        if steps:
+            if dist.get_rank() == 0:  # one rank has one more
+                with optimizer.accumulate(weight=2.0 if weighs else None):
+                    loss_of(net, 20).backward()
+                optimizer.step(), optimizer.zero_grad()
+            optimizer.flush()
+            assert_ranks_equal(net, (options, "flush"))
+        assert optimizer.num_updates == (3 if steps else 2)
+        assert optimizer._accumulators.noise.seed == 3, "the first rank's"
+        assert len(optimizer._accumulation.ranks.parallel.reducer.buckets()) > 1
+        optimizer.close()
+
+
+@pytest.mark.parametrize("kind", ["ddp", "group"])
+@pytest.mark.parametrize("options", LOOPS.values(), ids=LOOPS)
+def test_ranks_stay_equal(kind, options):
+    on_ranks(2, trains, kind, options)
+
+
+ELEMENTS = 1 << 14
+GRADIENTS = (1.0, 0.0031, 0.0007, 0.0011)
+
+
+def vector(gradients: tuple[float, ...], before: bool = False, **options: Any) -> Tensor:
+    """A window of a vector of equal elements: its gradient, or this rank's sum as it is sent."""
+    weight = nn.Parameter(torch.zeros(ELEMENTS, dtype=LOW))
+    given = STOCHASTIC | {"seed": 5, "reduction": "sum"} | options
+    optimizer = fusedacc.AccumulatingOptimizer(
+        torch.optim.SGD([weight], lr=1.0), len(gradients), data_parallel=dist.group.WORLD, **given
+    )
+    sent = []
+    launch = reducer.Bucket.launch
+
+    def watched(bucket: reducer.Bucket, *arguments: Any) -> None:
+        sent.append(bucket.views[0].clone())
+        launch(bucket, *arguments)
+        sent.append(bucket._sent[-1][0].dtype)
+
+    with mock.patch.object(reducer.Bucket, "launch", watched):
+        for gradient in gradients:
+            weight.backward(torch.full_like(weight, gradient))
+            optimizer.step()
+    wanted = options.get("reduce_dtype") or torch.float32
+    assert sent[1] is wanted, sent[1]
+    found = sent[0] if before else weight.grad.clone()
+    optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_the_mean_over_ranks_is_right_on_average(reduction, reduce_dtype):
+    low = torch.tensor(GRADIENTS).to(LOW).tolist()
+    wanted = sum(low) / (len(low) if reduction == "mean" else 1)
+    first, second = on_ranks(2, _vector_of, tuple(low), {"reduction": reduction, "reduce_dtype": reduce_dtype})
+    assert torch.equal(first, second)
+    values = first.double()
+    error = values.std().item() / ELEMENTS**0.5
+    assert error > 0
+    assert abs(values.mean().item() - wanted) < 4.5 * error, (values.mean().item(), wanted)
+
+
+def test_a_wire_of_bfloat16_has_rounded_sums_of_ranks():
+    """Each rank's part is right on average, and the collective rounds what it adds up to nearest."""
+    low = torch.tensor(GRADIENTS).to(LOW).tolist()
+    first, second = on_ranks(2, _vector_of, tuple(low), {"reduce_dtype": LOW})
+    assert torch.equal(first, second)
+    assert abs(first.double().mean().item() - sum(low)) < 2.0**-8
+
+
+def _vector_of(gradients: tuple[float, ...], options: dict[str, Any]) -> Tensor:
+    return vector(gradients, **options)
+
+
+def test_a_wire_of_float16_carries_it():
+    for found in on_ranks(2, _vector_of, (1.0, 0.5), {"reduce_dtype": torch.float16}):
+        assert (found == 1.5).all()
+
+
+def _sent() -> Tensor:
+    return vector(GRADIENTS, before=True)
+
+
+def test_ranks_with_the_same_gradients_have_errors_of_their_own():
+    first, second = on_ranks(2, _sent)
+    assert 0.2 < (first != second).double().mean() < 0.8
+    again = on_ranks(2, _sent)
+    assert torch.equal(first, again[0])
+    assert torch.equal(second, again[1])
+
+
+def resumes(kind: str, options: dict[str, Any], done: int) -> None:
+    """Goes on from each rank's file as if nothing had happened; `done` in halves: before the last step()."""
+
+    def train(called, optimizer, halves) -> None:
+        for half in halves:
+            if half % 2 == 0:
+                weight = 1.0 + half + dist.get_rank() if options.get("reduction") == "weighted" else None
+                with optimizer.accumulate(weight=weight):
+                    loss_of(called, half // 2).backward()
+            elif options.get("steps", 4) or half % 8 == 7:
+                optimizer.step(), optimizer.zero_grad()
+
+    with small_buckets():
+        net, called, optimizer = made(kind, **options)
+        train(called, optimizer, range(done))
+        saved = [net.state_dict(), optimizer.state_dict()]
+        saved = torch.utils._pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, saved)
+        other, called_other, resumed = made(kind, seed=99, **options)
+        other.load_state_dict(saved[0])
+        resumed.load_state_dict(saved[1])
+        for each, its in ((called, optimizer), (called_other, resumed)):
+            train(each, its, range(done, 24))
+        for p, q in zip(net.parameters(), other.parameters(), strict=True):
+            assert torch.equal(p, q), (kind, options, done)
+        assert_ranks_equal(other)
+        optimizer.close(), resumed.close()
+
+
+@pytest.mark.parametrize("kind", ["ddp", "group"])
+@pytest.mark.parametrize("done", [4, 8, 15], ids=["mid-window", "between windows", "reduced"])
+@pytest.mark.parametrize("name", ["mean", "clipped", "weighted"])
+def test_a_checkpoint_goes_on_bit_for_bit(name, done, kind):
+    on_ranks(2, resumes, kind, LOOPS[name], done)
+
+
+def reopens() -> None:
+    """One more backward after the reduction: ranks add with their own bits, and are equal after the next."""
+    net, called, optimizer = made("group", steps=2, max_grad_norm=0.05)
+    noise = optimizer._accumulators.noise
+    for index in range(6):
+        loss_of(called, index).backward()
+        if index % 2:
+            assert noise._since is not None
+            loss_of(called, index + 50).backward()
+        optimizer.step(), optimizer.zero_grad()
+        assert noise._since is None
+    assert optimizer.num_updates == 3
+    assert_ranks_equal(net)
+    optimizer.close()
+
+
+def test_a_window_that_is_reopened():
+    on_ranks(2, reopens)
+
+
+def numbers_ahead() -> None:
+    """A rank may have had more additions than another: what follows the reduction is numbered by it."""
+    net, called, optimizer = made("group", steps=2, max_grad_norm=0.05, seed=1)
+    for index in range(4):
+        for _ in range(1 + 2 * dist.get_rank()):
+            loss_of(called, index).backward()
+            if index % 2:
+                break
+        optimizer.step(), optimizer.zero_grad()
+        assert_ranks_equal(net, index)
+    counts: list[Any] = [None, None]
+    dist.all_gather_object(counts, optimizer._accumulators.noise._floor)
+    assert counts[0] < counts[1]
+    optimizer.close()
+
+
+def test_ranks_that_have_added_more():
+    on_ranks(2, numbers_ahead)
+
+
+def closes() -> None:
+    _, _, optimizer = made("ddp", seed=4)
+    noise = optimizer._accumulators.noise
+    others: list[Any] = [None, None]
+    dist.all_gather_object(others, noise.own_seed)
+    assert len(set(others)) == 2
+    optimizer._accumulation.ranks.parallel.close()
+    assert noise.own_seed == 4
+    optimizer.close()
+
+
+def test_ranks_have_seeds_of_their_own_until_they_part():
+    on_ranks(2, closes)
+
+
+def unattached() -> list[Tensor]:
+    """DDP of stock that averages every gradient by itself; ranks whose seeds of torch differ."""
+    torch.manual_seed(0)
+    net = nn.Linear(40, 30).to(LOW)
+    parallel = DistributedDataParallel(net)
+    torch.manual_seed(dist.get_rank())
+    optimizer = fusedacc.AccumulatingOptimizer(inner_of(net), 3, **STOCHASTIC)
+    for index in range(6):
+        x = torch.randn(5, 40, generator=torch.Generator().manual_seed(10 * index + dist.get_rank()))
+        parallel(x.to(LOW)).square().mean().backward()
+        optimizer.step(), optimizer.zero_grad()
+    assert optimizer.num_updates == 2
+    assert_ranks_equal(net)
+    optimizer.close()
+    return [p.detach() for p in net.parameters()]
+
+
+def test_ranks_that_stock_averages_stay_equal_by_default():
+    on_ranks(2, unattached)
+
+
+def shards(steps: int | None) -> None:
+    """FSDP2: bits are those of each rank's part, the same on every run; weights are near float32 sums'."""
+    found = []
+    for options in (STOCHASTIC | {"seed": 2}, STOCHASTIC | {"seed": 2}, {}):
+        model = sharded(LOW)
+        optimizer = fusedacc.AccumulatingOptimizer(fsdp_adam(model), steps, **options)
+        for index in range(8):
+            (fsdp_loss_of(model, index) / (1 if steps else 4)).backward()
+            if steps or index % 4 == 3:
+                optimizer.step(), optimizer.zero_grad()
+        assert optimizer.num_updates == 2
+        found.append([whole(p).detach() for p in model.parameters()])
+        optimizer.close()
+    for first, again, near in zip(*found, strict=True):
+        assert torch.equal(first, again)
+        torch.testing.assert_close(first, near, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("steps", [4, None])
+def test_shards_of_fsdp2(steps):
+    on_ranks(2, shards, steps)

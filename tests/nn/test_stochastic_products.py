@@ -1,0 +1,203 @@
+"""Modules of `model=` add to sums of bfloat16 that are rounded stochastically: each product once, as it is.
+
+Every product here is 1 and many parts of less than half an ulp: rounded to nearest on the way it would be 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from loops import LOW
+from torch import Tensor, nn
+
+import fusedacc
+from fusedacc.nn.functional import grouped_linear
+
+WIDTH, EXPERTS, TOKENS = 136, 4, 22  # so wide that no trial leaves the Linear to stock
+SMALL = 2.0**-12
+#: Of one token of 1 and the others.
+PRODUCT = 1 + (TOKENS - 1) * SMALL
+STOCHASTIC: dict[str, Any] = {"accumulate_dtype": LOW, "rounding": "stochastic", "seed": 4}
+
+
+class Conv1D(nn.Module):
+    """As transformers has it: a Linear whose weight is transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nf = WIDTH
+        self.weight, self.bias = nn.Parameter(torch.zeros(WIDTH, WIDTH)), nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        size_out = (*x.size()[:-1], self.nf)
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(size_out)
+
+
+Conv1D.__module__ = "transformers.pytorch_utils"
+
+
+class Experts(nn.Module):
+    """A Linear for each of some groups of rows. how: "grouped" or "loop"."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.weight, self.how = nn.Parameter(torch.zeros(EXPERTS, WIDTH, WIDTH)), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.repeat(EXPERTS, 1)
+        if self.how == "grouped":
+            ends = torch.arange(1, EXPERTS + 1, dtype=torch.int32) * len(x)
+            return grouped_linear(rows, self.weight, ends)
+        return torch.cat([part @ self.weight[i].t() for i, part in enumerate(rows.split(len(x)))])
+
+
+class Table(nn.Module):
+    """An embedding, every row of which is looked up by each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rows(torch.arange(WIDTH).repeat(len(x), 1))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "Linear": lambda: nn.Linear(WIDTH, WIDTH),
+    "Conv1D": Conv1D,
+    "Embedding": Table,
+    "grouped": lambda: Experts("grouped"),
+    "loop": lambda: Experts("loop"),
+}
+#: What modules do by themselves, by the model.
+PATHS = {"Linear": "gemm", "Conv1D": "gemm", "Embedding": "embedding", "grouped": "grouped", "loop": "grouped"}
+
+
+def product(kind: str, operands: torch.dtype) -> float:
+    """What is added each time: where the product is autograd's own, it is a gradient of its operands' dtype."""
+    return torch.tensor(PRODUCT).to(operands).item() if kind == "loop" else PRODUCT
+
+
+def tokens(dtype: torch.dtype) -> Tensor:
+    return torch.ones(TOKENS, WIDTH, dtype=dtype)
+
+
+def backward(model: nn.Module, dtype: torch.dtype, autocast: bool = False) -> None:
+    with torch.autocast("cpu", LOW, enabled=autocast):
+        output = model(tokens(dtype))
+    size = torch.full((TOKENS, *[1] * (output.dim() - 1)), SMALL)
+    if len(output) != TOKENS:
+        size = torch.full((TOKENS, 1), SMALL)
+    size[0] = 1.0
+    output.backward(size.repeat(len(output) // TOKENS, *size.shape[1:]).expand(output.shape).to(output.dtype))
+
+
+def weight_of(model: nn.Module) -> nn.Parameter:
+    return next(p for p in model.parameters() if p.dim() > 1)
+
+
+def window(
+    kind: str, steps: int | None, dtype: torch.dtype, autocast: bool = False, **options: Any
+) -> tuple[Tensor, str]:
+    """The weight's final gradient, the sum of five products, and how it was added."""
+    torch.manual_seed(0)
+    model = MODELS[kind]().to(dtype)
+    inner = torch.optim.SGD(model.parameters(), lr=0.0)
+    given = STOCHASTIC | {"model": model, "reduction": "sum"} | options
+    optimizer = fusedacc.AccumulatingOptimizer(inner, steps, **given)
+    for _ in range(5):
+        backward(model, dtype, autocast)
+        if steps:
+            optimizer.step()
+    slot = next(slot for slot in optimizer._slots if slot.param is weight_of(model))
+    found, paths = weight_of(model).grad.clone(), "+".join(slot.paths)
+    optimizer.close()
+    return found, paths
+
+
+def assert_mean(found: Tensor, wanted: float) -> None:
+    values = found.double().flatten()
+    error = values.std().item() / values.numel() ** 0.5
+    assert error > 0
+    assert abs(values.mean().item() - wanted) < 4.5 * error, (values.mean().item(), wanted, error)
+
+
+@pytest.mark.parametrize("native", ["1", "0"])
+@pytest.mark.parametrize("how", ["bfloat16", "float32", "autocast"])
+@pytest.mark.parametrize("steps", [5, None])
+@pytest.mark.parametrize("kind", MODELS)
+def test_products_are_right_on_average(kind, steps, how, native, monkeypatch):
+    monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", native)
+    dtype = LOW if how == "bfloat16" else torch.float32
+    if how == "autocast" and kind == "grouped":
+        pytest.skip("torch's grouped_mm takes no operands of two dtypes")
+    found, paths = window(kind, steps, dtype, how == "autocast")
+    assert paths == PATHS[kind]
+    assert_mean(found, 5 * product(kind, torch.float32 if how == "float32" else LOW))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "eager"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_every_backend_does(kind, backend):
+    found, _ = window(kind, 5, LOW, backend=backend)
+    assert_mean(found, 5 * product(kind, LOW))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "weighted"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_scaled_and_first_products_too(kind, reduction):
+    """A first product is written with its scale; of one alone there is one rounding."""
+    torch.manual_seed(0)
+    model = MODELS[kind]()
+    inner = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = fusedacc.AccumulatingOptimizer(inner, 3, model=model, reduction=reduction, **STOCHASTIC)
+    with optimizer.accumulate(weight=3.0 if reduction == "weighted" else None):
+        backward(model, torch.float32)
+    optimizer.step()
+    optimizer.flush()
+    assert_mean(weight_of(model).grad, PRODUCT)
+    optimizer.close()
+
+
+def test_the_same_bits_by_native_hooks_and_python_s(monkeypatch):
+    for kind in MODELS:
+        found = []
+        for native in "10":
+            monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", native)
+            found.append(window(kind, 5, torch.float32)[0])
+        assert torch.equal(*found), kind
+
+
+def test_an_expert_without_rows_keeps_its_sum():
+    torch.manual_seed(0)
+    model = Experts("grouped").to(LOW)
+    inner = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = fusedacc.AccumulatingOptimizer(inner, None, model=model, **STOCHASTIC)
+    backward(model, LOW), backward(model, LOW)
+    before = model.weight.grad.clone()
+    grouped_linear(tokens(LOW), model.weight, torch.tensor([0, TOKENS, TOKENS, TOKENS]).int()).sum().backward()
+    assert torch.equal(model.weight.grad[[0, 2, 3]], before[[0, 2, 3]])
+    assert not torch.equal(model.weight.grad[1], before[1])
+    optimizer.close()
+
+
+def test_one_weight_by_two_modules():
+    """Each addition has bits of its own."""
+    torch.manual_seed(0)
+    table, head = nn.Embedding(WIDTH, WIDTH, dtype=LOW), nn.Linear(WIDTH, WIDTH, bias=False, dtype=LOW)
+    head.weight = table.weight
+    model = nn.ModuleList([table, head])
+    inner = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = fusedacc.AccumulatingOptimizer(inner, 2, model=model, reduction="sum", **STOCHASTIC)
+    for _ in range(2):
+        scaled = torch.full((TOKENS, 1), SMALL, dtype=LOW)
+        scaled[0] = 1.0
+        every = torch.arange(WIDTH).repeat(TOKENS, 1)
+        loss = (head(tokens(LOW)) * scaled).sum() + (table(every) * scaled.unsqueeze(-1)).sum()
+        loss.backward()
+        optimizer.step()
+    assert_mean(table.weight.grad, 4 * PRODUCT)
+    assert set(optimizer._slots[0].paths) == {"embedding", "gemm"}

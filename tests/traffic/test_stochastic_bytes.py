@@ -1,0 +1,91 @@
+"""Sums of bfloat16 that are rounded stochastically: the bytes they move and the memory they take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from memory import peak_of
+from torch import nn
+
+import fusedacc
+from fusedacc.traffic import TrafficMeter, bytes_per_micro_batch, bytes_per_window, total
+
+LOW, F32 = torch.bfloat16, torch.float32
+STEPS, ELEMENTS = 6, 1 << 18
+STOCHASTIC: dict[str, Any] = {"accumulate_dtype": LOW, "rounding": "stochastic", "seed": 0}
+
+
+def window(optimizer: fusedacc.AccumulatingOptimizer, weight: nn.Parameter) -> None:
+    for number in range(STEPS):
+        (weight * (1.0 + number)).sum().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def vector(dtype: torch.dtype = LOW, **options: Any) -> tuple[fusedacc.AccumulatingOptimizer, nn.Parameter]:
+    weight = nn.Parameter(torch.zeros(ELEMENTS, dtype=dtype))
+    inner = torch.optim.SGD([weight], lr=0.1)
+    return fusedacc.AccumulatingOptimizer(inner, STEPS, **options), weight
+
+
+@pytest.mark.parametrize("native", ["1", "0"])
+def test_the_meter_counts_six_bytes_an_addition_and_none_at_first(native, monkeypatch):
+    """The first gradient becomes the sum: of it there is only autograd's own write, 2 bytes."""
+    monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", native)
+    optimizer, weight = vector(**STOCHASTIC)
+    window(optimizer, weight)
+    with TrafficMeter() as meter:
+        window(optimizer, weight)
+    found = meter.as_dict()["by_phase_and_kind"]
+    assert not meter.uncounted
+    assert found["accumulate"]["gradients"] / ELEMENTS == pytest.approx(6 * (STEPS - 1), rel=1e-3)
+    counted = bytes_per_window(LOW, LOW, LOW, STEPS, rounding="stochastic")
+    assert total(counted) == pytest.approx((2 + 8 * (STEPS - 1)) / STEPS)
+
+
+def test_gradients_of_float32_are_eight_bytes_an_addition():
+    optimizer, weight = vector(F32, **STOCHASTIC)
+    window(optimizer, weight)
+    with TrafficMeter() as meter:
+        window(optimizer, weight)
+    found = meter.as_dict()["by_phase_and_kind"]["accumulate"]["gradients"] / ELEMENTS
+    assert found == pytest.approx(6 + 8 * (STEPS - 1), rel=1e-3), "a first write, and additions"
+    parts = [
+        total(bytes_per_micro_batch(F32, F32, LOW, first=first, rounding="stochastic")) - 4  # autograd's write
+        for first in (True, False)
+    ]
+    assert parts == [6, 8]
+
+
+def test_bytes_of_either_rounding():
+    """To nearest, thirds are scaled at once: 4 bytes more in the first micro-batch."""
+    for steps, nearest in ((6, 6), (8, 2)):
+        found = [
+            total(bytes_per_window(LOW, LOW, LOW, steps, rounding=rounding))
+            for rounding in ("nearest", "stochastic")
+        ]
+        assert found == [pytest.approx((first + (steps - 1) * 8) / steps) for first in (nearest, 2)]
+    exposed = bytes_per_micro_batch(LOW, LOW, LOW, first=True, visible=True, rounding="stochastic")
+    assert total(exposed) == 6
+
+
+def peak(**options: Any) -> float:
+    """Bytes per parameter at the peak of two windows, the parameter included."""
+
+    def train() -> None:
+        optimizer, weight = vector(**options)
+        window(optimizer, weight), window(optimizer, weight)
+
+    return peak_of(train) / ELEMENTS
+
+
+def test_sums_take_two_bytes_a_parameter_less_than_float32_ones():
+    optimizer, weight = vector(**STOCHASTIC)
+    weight.sum().backward()
+    assert optimizer.accumulator_bytes == 2 * ELEMENTS
+    wide, low, nearest = peak(), peak(**STOCHASTIC), peak(accumulate_dtype=LOW)
+    assert low <= wide - 2 + 0.01, (low, wide)
+    assert low <= nearest + 0.01, (low, nearest)
+    assert low <= 2 + 2 + 2 + 0.01, "the parameter, the sum and a gradient: no copy in float32 of anything"
