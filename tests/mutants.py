@@ -3,7 +3,7 @@
     python tests/mutants.py [PART_OF_A_NAME ...] [--list] [--jobs N]
 
 Each is one replacement in a copy of the project (`broken_fixes.py`, `broken_likely.py`,
-`broken_ranks.py`), in which the tests must fail; those that failed must pass in a copy without it. What
+`broken_ranks.py`, `broken_rounding.py`), in which the tests must fail; those that failed must pass in a copy without it. What
 `make test` costs may be cut as long as every mutant is caught.
 """
 
@@ -26,10 +26,11 @@ from pathlib import Path
 from broken_fixes import FIXES
 from broken_likely import BREAKS
 from broken_ranks import RANK_BREAKS, RANK_FIXES
+from broken_rounding import ROUNDING_BREAKS
 from mutant import Mutant
 
 ROOT = Path(__file__).resolve().parents[1]
-MUTANTS = (*FIXES, *RANK_FIXES, *BREAKS, *RANK_BREAKS)
+MUTANTS = (*FIXES, *RANK_FIXES, *BREAKS, *RANK_BREAKS, *ROUNDING_BREAKS)
 #: What a mutant may change, or what finds the root by its own place; of the rest the copy has links.
 COPIED = ("csrc", "fusedacc", "tests")
 #: Seconds after which tests that a mutant has brought to a stop have caught it.

@@ -290,8 +290,8 @@ class Adder:
     def add_eagerly(self, slot: Slot, gradient: Tensor, scale: float | Tensor) -> None:
         """As `add`, by plain torch: sparse and complex gradients, subclasses, dtypes that no kernel pairs.
 
-        A sum that is sparse, or none that torch knows by itself, is rounded to nearest, whatever the wrapper's
-        rounding: torch adds up repeated indices when it likes.
+        A sum that is sparse, or a subclass that no kernel takes, is rounded to nearest whatever the wrapper's
+        rounding is: torch adds up repeated indices when it likes.
         """
         with self._lock:
             if is_distributed(gradient) and self.add_part(slot, gradient, scale):

@@ -83,8 +83,9 @@ class NoiseSource:
         return Noise(self.seed, [stream_of(_BUCKETS | bucket, number)])
 
     def skip(self, slots: Sequence[Slot]) -> None:
-        """These slots' next numbers are taken, one's as often as it is here: by native code, or because a first
-        gradient has become the sum, as if it had been added.
+        """These slots' next numbers are taken, one's as often as it is here.
+
+        By native code, or because a first gradient has become the sum, as if it had been added.
         """
         if self.seed is not None:
             for slot in slots:
@@ -140,8 +141,9 @@ class NoiseSource:
         self._floor = self._ceiling
 
     def state(self) -> dict[str, int] | None:
-        """For a checkpoint: the seed, and the numbers of the next addition and of the last reduction; how often
-        sums were written since, 0 where none is in this window or nothing has followed it, and whether one is.
+        """For a checkpoint: the seed, and the numbers of the next addition and of the last reduction.
+
+        Also whether one was in this window, and how often sums were written since.
         """
         if self.seed is None:
             return None
@@ -155,7 +157,7 @@ class NoiseSource:
         }
 
     def restore(self, state: dict[str, int] | None, slots: Sequence[Slot]) -> None:
-        """Go on from what `state` has returned; nothing where one of the two rounds to nearest.
+        """Go on from what `state` has returned; from nothing new where one of the two rounds to nearest.
 
         slots: all that there are.
         """

@@ -130,7 +130,7 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
                 "L-BFGS, which evaluates its closure many times per step; allowed: None (the manual loop)"
             )
         registry.requested(backend)
-        # Ranks that are given the same gradients must round alike, and torch's own seed need not be theirs all.
+        # Ranks that are given the same gradients must round alike, and torch's own seed may be each its own.
         shared = seed is None and rounding == STOCHASTIC and torch_state.process_group_up()
         seed = checked_seed(rounding, 0 if shared else seed)
         if seed is not None and accumulate_dtype is not torch.bfloat16:

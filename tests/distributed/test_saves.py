@@ -29,7 +29,8 @@ SETUP = textwrap.dedent(
     meeting = dict(init_method=f"file://{rendezvous}", timeout=timedelta(seconds=20))
     dist.init_process_group("gloo", rank=rank, world_size=ranks, **meeting)
     K = 4
-    ROUNDED = {"accumulate_dtype": torch.bfloat16, "rounding": "stochastic", "seed": rank, "max_grad_norm": 0.1}
+    ROUNDED = {"accumulate_dtype": torch.bfloat16, "rounding": "stochastic", "seed": rank}
+    ROUNDED["max_grad_norm"] = 0.1
     OPTIONS = {
         "mean": {},
         "bfloat16": {"dtype": torch.bfloat16, "master_weights": True},

@@ -58,9 +58,9 @@ def trains(kind: str, options: dict[str, Any]) -> None:
         for index in range(10):
             rank = dist.get_rank()
             last = steps is None and index % 4 != 3 and kind == "ddp"
-            with called.no_sync() if last else contextlib.nullcontext():
-                with optimizer.accumulate(weight=1.0 + index + rank if weighs else None):
-                    loss_of(called, index, uses_extra=index == 5 and rank == 1).backward()
+            silence = called.no_sync() if last else contextlib.nullcontext()
+            with silence, optimizer.accumulate(weight=1.0 + index + rank if weighs else None):
+                loss_of(called, index, uses_extra=index == 5 and rank == 1).backward()
             if steps or index % 4 == 3:
                 optimizer.step(), optimizer.zero_grad()
                 assert_ranks_equal(net, (options, index))
@@ -118,7 +118,9 @@ def vector(gradients: tuple[float, ...], before: bool = False, **options: Any) -
 def test_the_mean_over_ranks_is_right_on_average(reduction, reduce_dtype):
     low = torch.tensor(GRADIENTS).to(LOW).tolist()
     wanted = sum(low) / (len(low) if reduction == "mean" else 1)
-    first, second = on_ranks(2, _vector_of, tuple(low), {"reduction": reduction, "reduce_dtype": reduce_dtype})
+    first, second = on_ranks(
+        2, _vector_of, tuple(low), {"reduction": reduction, "reduce_dtype": reduce_dtype}
+    )
     assert torch.equal(first, second)
     values = first.double()
     error = values.std().item() / ELEMENTS**0.5

@@ -16,7 +16,9 @@ MOST_SEED, MOST_OFFSET = 2**63 - 1, 2**31 - 1
 STOCHASTIC = {"rounding": "stochastic", "seed": 3}
 
 
-def lists(generator: torch.Generator, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], list[Tensor]]:
+def lists(
+    generator: torch.Generator, dtype: torch.dtype = torch.float32
+) -> tuple[list[Tensor], list[Tensor]]:
     sums = [torch.randn(shape, generator=generator).to(LOW) for shape in SHAPES]
     gradients = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
     return [*sums, torch.randn(6, 4, generator=generator).to(LOW).t()], [
@@ -61,9 +63,7 @@ def test_a_plan_numbers_its_additions_on(cpu_backend, generator):
     for number, wanted in ((None, 4), (None, 5), (20, 20), (None, 21)):
         before = plan.offset
         plan(gradients, 0.3, offset=number)
-        functional.scale_accumulate_(
-            others, gradients, 0.3, offset=wanted, backend=cpu_backend, **STOCHASTIC
-        )
+        functional.scale_accumulate_(others, gradients, 0.3, offset=wanted, backend=cpu_backend, **STOCHASTIC)
         assert equal(sums, others), number
         assert before <= wanted
         assert plan.offset == wanted + 1
@@ -142,39 +142,42 @@ BAD = {
     "large seed": (STOCHASTIC | {"seed": 2**63}, ValueError, rf"seed is {2**63}; allowed: 0 to {MOST_SEED}"),
     "str offset": (STOCHASTIC | {"offset": "1"}, TypeError, r"offset is '1' \(str\); allowed: an int from 0"),
     "bool offset": (STOCHASTIC | {"offset": False}, TypeError, r"offset is False \(bool\); allowed"),
-    "negative offset": (STOCHASTIC | {"offset": -2}, ValueError, rf"offset is -2; allowed: 0 to {MOST_OFFSET}"),
+    "negative offset": (
+        STOCHASTIC | {"offset": -2},
+        ValueError,
+        rf"offset is -2; allowed: 0 to {MOST_OFFSET}",
+    ),
     "large offset": (STOCHASTIC | {"offset": 2**31}, ValueError, rf"offset is {2**31}; allowed: 0 to"),
-    "idle seed": ({"seed": 3}, ValueError, r"seed is 3, but rounding='nearest' takes no random bits; allowed"),
+    "idle seed": (
+        {"seed": 3},
+        ValueError,
+        r"seed is 3, but rounding='nearest' takes no random bits; allowed",
+    ),
     "idle offset": ({"offset": 0}, ValueError, r"offset is 0, but rounding='nearest' .*; allowed: None"),
 }
 
 
-@pytest.mark.parametrize("call", ["fresh", "prepare"])
+@pytest.mark.parametrize("call", [functional.scale_accumulate_, functional.prepare])
 @pytest.mark.parametrize(("arguments", "kind", "said"), BAD.values(), ids=BAD)
 def test_bad_arguments_are_refused_before_anything_is_written(
     arguments, kind, said, call, cpu_backend, generator
 ):
     sums, gradients = lists(generator)
     before = copies(sums)
+    given = (sums, gradients) if call == functional.scale_accumulate_ else (sums,)
     with pytest.raises(kind, match=said):
-        if call == "fresh":
-            functional.scale_accumulate_(sums, gradients, backend=cpu_backend, **arguments)
-        else:
-            functional.prepare(sums, backend=cpu_backend, **arguments)
+        call(*given, backend=cpu_backend, **arguments)
     assert equal(sums, before)
 
 
-@pytest.mark.parametrize("call", ["fresh", "prepare"])
+@pytest.mark.parametrize("call", [functional.scale_accumulate_, functional.prepare])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
 def test_sums_of_other_dtypes_are_refused(dtype, call, cpu_backend):
     sums = [torch.ones(3, dtype=LOW), torch.ones(3, dtype=dtype)]
-    before = copies(sums)
+    before, gradients = copies(sums), [torch.ones_like(each) for each in sums]
+    given = (sums, gradients) if call == functional.scale_accumulate_ else (sums,)
     with pytest.raises(TypeError, match=rf"accumulators\[1\] is {dtype}, but .* sums of torch\.bfloat16"):
-        if call == "fresh":
-            gradients = [torch.ones_like(each) for each in sums]
-            functional.scale_accumulate_(sums, gradients, backend=cpu_backend, **STOCHASTIC)
-        else:
-            functional.prepare(sums, backend=cpu_backend, **STOCHASTIC)
+        call(*given, backend=cpu_backend, **STOCHASTIC)
     assert equal(sums, before)
 
 

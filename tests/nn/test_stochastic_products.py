@@ -73,11 +73,17 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "loop": lambda: Experts("loop"),
 }
 #: What modules do by themselves, by the model.
-PATHS = {"Linear": "gemm", "Conv1D": "gemm", "Embedding": "embedding", "grouped": "grouped", "loop": "grouped"}
+PATHS = {
+    "Linear": "gemm",
+    "Conv1D": "gemm",
+    "Embedding": "embedding",
+    "grouped": "grouped",
+    "loop": "grouped",
+}
 
 
 def product(kind: str, operands: torch.dtype) -> float:
-    """What is added each time: where the product is autograd's own, it is a gradient of its operands' dtype."""
+    """What is added each time: where autograd multiplies, a gradient of its operands' dtype."""
     return torch.tensor(PRODUCT).to(operands).item() if kind == "loop" else PRODUCT
 
 
@@ -178,7 +184,9 @@ def test_an_expert_without_rows_keeps_its_sum():
     optimizer = fusedacc.AccumulatingOptimizer(inner, None, model=model, **STOCHASTIC)
     backward(model, LOW), backward(model, LOW)
     before = model.weight.grad.clone()
-    grouped_linear(tokens(LOW), model.weight, torch.tensor([0, TOKENS, TOKENS, TOKENS]).int()).sum().backward()
+    grouped_linear(
+        tokens(LOW), model.weight, torch.tensor([0, TOKENS, TOKENS, TOKENS]).int()
+    ).sum().backward()
     assert torch.equal(model.weight.grad[[0, 2, 3]], before[[0, 2, 3]])
     assert not torch.equal(model.weight.grad[1], before[1])
     optimizer.close()

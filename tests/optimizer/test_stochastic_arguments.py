@@ -19,11 +19,27 @@ BAD = {
         ValueError,
         "accumulate_dtype is None; allowed: accumulate_dtype=torch.bfloat16, or rounding='nearest'",
     ),
-    "float32": ({**STOCHASTIC, "accumulate_dtype": torch.float32}, ValueError, "accumulate_dtype is torch.float32"),
-    "float16": ({**STOCHASTIC, "accumulate_dtype": torch.float16}, ValueError, "accumulate_dtype is torch.float16"),
+    "float32": (
+        {**STOCHASTIC, "accumulate_dtype": torch.float32},
+        ValueError,
+        "accumulate_dtype is torch.float32",
+    ),
+    "float16": (
+        {**STOCHASTIC, "accumulate_dtype": torch.float16},
+        ValueError,
+        "accumulate_dtype is torch.float16",
+    ),
     "str dtype": ({**STOCHASTIC, "accumulate_dtype": "bfloat16"}, ValueError, "accumulate_dtype is bfloat16"),
-    "idle seed": ({"seed": 0}, ValueError, "seed is 0, but rounding='nearest' takes no random bits; allowed: None"),
-    "float seed": ({**STOCHASTIC, "seed": 0.5}, TypeError, r"seed is 0\.5 \(float\); allowed: an int from 0 to"),
+    "idle seed": (
+        {"seed": 0},
+        ValueError,
+        "seed is 0, but rounding='nearest' takes no random bits; allowed: None",
+    ),
+    "float seed": (
+        {**STOCHASTIC, "seed": 0.5},
+        TypeError,
+        r"seed is 0\.5 \(float\); allowed: an int from 0 to",
+    ),
     "bool seed": ({**STOCHASTIC, "seed": False}, TypeError, r"seed is False \(bool\); allowed"),
     "negative": ({**STOCHASTIC, "seed": -1}, ValueError, r"seed is -1; allowed: 0 to 9223372036854775807"),
     "too large": ({**STOCHASTIC, "seed": 2**63}, ValueError, "seed is 9223372036854775808; allowed"),
@@ -67,7 +83,9 @@ def test_a_cuda_graph_is_refused_before_anything_is_added(steps, monkeypatch):
     optimizer = wrap(model, steps, seed=0, **STOCHASTIC)
     monkeypatch.setattr(torch_state, "capturing", lambda: True)
     optimizer.zero_grad()
-    with pytest.raises(RuntimeError, match="would replay the random bits .* allowed: rounding='nearest', or no"):
+    with pytest.raises(
+        RuntimeError, match=r"would replay the random bits .* allowed: rounding='nearest', or no"
+    ):
         loss_of(model).backward()
     monkeypatch.setattr(torch_state, "capturing", lambda: False)
     assert all(p.grad is None for p in model.parameters())

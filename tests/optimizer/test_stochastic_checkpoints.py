@@ -48,7 +48,9 @@ def test_a_run_goes_on_from_a_file_bit_for_bit(kind, done):
 
 def manual(reduction: str = "sum", seed: int = 8, **options: Any):
     model = network(LOW)
-    optimizer = wrap(model, None, torch.optim.Adam, lr=0.01, reduction=reduction, **(STOCHASTIC | {"seed": seed}))
+    optimizer = wrap(
+        model, None, torch.optim.Adam, lr=0.01, reduction=reduction, **(STOCHASTIC | {"seed": seed})
+    )
 
     def train(numbers: range, looks: bool = False) -> None:
         for number in numbers:
@@ -175,7 +177,7 @@ def test_checkpoints_of_either_rounding_load_into_the_other(nearest, way):
 
 
 def test_a_checkpoint_holds_plain_numbers():
-    model, optimizer, train = settings(dtype=LOW, **STOCHASTIC)
+    _, optimizer, train = settings(dtype=LOW, **STOCHASTIC)
     train(range(2))
     state = optimizer.state_dict()[OWN]
     assert {name: type(value) for name, value in state[NOISE].items()} == {
@@ -212,20 +214,22 @@ DAMAGES: dict[str, Any] = {
 @pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_damaged_noise_is_refused_and_nothing_changed(damage, rounding):
-    model, optimizer, train = settings(dtype=LOW, **STOCHASTIC)
+    _, optimizer, train = settings(dtype=LOW, **STOCHASTIC)
     train(range(6))
     state = copy.deepcopy(optimizer.state_dict())
     state[OWN][NOISE] = damage
     other, loaded, train_other = settings(dtype=LOW, **(STOCHASTIC if rounding == "stochastic" else {}))
     train_other(range(3))
     before = everything(other, loaded)
-    with pytest.raises(ValueError, match=r"state_dict\['fusedacc'\] is damaged: noise is .*; allowed: a dict"):
+    with pytest.raises(
+        ValueError, match=r"state_dict\['fusedacc'\] is damaged: noise is .*; allowed: a dict"
+    ):
         loaded.load_state_dict(state)
     assert_identical(before, everything(other, loaded))
 
 
 def test_the_last_numbers_that_a_checkpoint_may_hold_train():
-    model, optimizer, train = settings(dtype=LOW, **STOCHASTIC)
+    _, optimizer, train = settings(dtype=LOW, **STOCHASTIC)
     state = optimizer.state_dict()
     state[OWN][NOISE] = GOOD | {"seed": 2**63 - 1, "addition": 2**31 - 100, "reduction": 2**25 - 1}
     optimizer.load_state_dict(state)

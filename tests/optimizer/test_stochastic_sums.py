@@ -22,7 +22,9 @@ ELEMENTS = 1 << 14
 STOCHASTIC: dict[str, Any] = {"accumulate_dtype": LOW, "rounding": "stochastic"}
 
 
-def trained(steps: int | None = 3, dtype: torch.dtype = LOW, seed: int | None = 0, **options: Any) -> list[Tensor]:
+def trained(
+    steps: int | None = 3, dtype: torch.dtype = LOW, seed: int | None = 0, **options: Any
+) -> list[Tensor]:
     """All parameters, and gradients of a part-filled window, after two windows and a half."""
     model = network(dtype)
     adam = functools.partial(torch.optim.Adam, eps=1e-3)
@@ -220,7 +222,9 @@ def test_what_bfloat16_holds_stays_and_so_do_inf_and_nan(steps):
         wanted = torch.full((ELEMENTS,), sum(values), dtype=LOW)
         torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
     largest = torch.finfo(LOW).max
-    assert (Window(steps=steps, reduction="sum").run([largest, largest * 2.0**-10, 0.0, 0.0]) == largest).all()
+    assert (
+        Window(steps=steps, reduction="sum").run([largest, largest * 2.0**-10, 0.0, 0.0]) == largest
+    ).all()
 
 
 def test_several_parameters_have_errors_of_their_own():

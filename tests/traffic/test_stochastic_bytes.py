@@ -53,7 +53,8 @@ def test_gradients_of_float32_are_eight_bytes_an_addition():
     found = meter.as_dict()["by_phase_and_kind"]["accumulate"]["gradients"] / ELEMENTS
     assert found == pytest.approx(6 + 8 * (STEPS - 1), rel=1e-3), "a first write, and additions"
     parts = [
-        total(bytes_per_micro_batch(F32, F32, LOW, first=first, rounding="stochastic")) - 4  # autograd's write
+        total(bytes_per_micro_batch(F32, F32, LOW, first=first, rounding="stochastic"))
+        - 4  # autograd's write
         for first in (True, False)
     ]
     assert parts == [6, 8]
