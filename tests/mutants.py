@@ -3,8 +3,8 @@
     python tests/mutants.py [PART_OF_A_NAME ...] [--list] [--jobs N]
 
 Each is one replacement in a copy of the project (`broken_fixes.py`, `broken_likely.py`,
-`broken_ranks.py`, `broken_rounding.py`), in which the tests must fail; those that failed must pass in a copy without it. What
-`make test` costs may be cut as long as every mutant is caught.
+`broken_ranks.py`, `broken_rounding.py`), in which the tests must fail; those that failed must pass in a
+copy without it. What `make test` costs may be cut as long as every mutant is caught.
 """
 
 from __future__ import annotations
