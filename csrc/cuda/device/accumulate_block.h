@@ -133,9 +133,9 @@ FUSEDACC_INLINE auto neighbour_bits(const Functor& functor, int64_t offset) {
   } else {
     constexpr int32_t kElements = static_cast<int32_t>(random::kElements), kWords = kElements / 2;
     static_assert(kElements % count == 0);
-    const uint64_t number = static_cast<uint64_t>(functor.noise.first + offset);
+    const uint64_t number = static_cast<uint64_t>(functor.noise.first + offset), block = number / kElements;
     const int32_t passed = static_cast<int32_t>(number % kElements);
-    const random::Words own = random::philox(functor.noise, number / kElements);
+    const random::Words own = random::philox(functor.noise, block);
     NeighbourBits<count> bits;
     if constexpr (count == 1) {
       bits.words[0] = random::bits_of(own, passed);
@@ -150,7 +150,7 @@ FUSEDACC_INLINE auto neighbour_bits(const Functor& functor, int64_t offset) {
       return bits;
     }
     const bool goes_on = passed + count > kElements;
-    const random::Words next = goes_on ? random::philox(functor.noise, number / kElements + 1) : own;
+    const random::Words next = goes_on ? random::philox(functor.noise, block + 1) : own;
     uint32_t words[2 * kWords];
     FUSEDACC_UNROLL
     for (int32_t i = 0; i < kWords; ++i) {
@@ -200,7 +200,8 @@ struct PairKernels {
         overwrite ? functor.overwrite(*gradient, bits) : functor.add(*gradient, *accumulator, bits);
   }
 
-  template <bool overwrite, int32_t unroll>
+  // in_blocks: the first element's number is a multiple of kStep.
+  template <bool overwrite, int32_t unroll, bool in_blocks = true>
   static FUSEDACC_INLINE void steps(Accumulator* accumulator, const Gradient* gradient, int32_t distance,
                                     Functor functor) {
     Packed<Gradient, kStep> fresh[unroll];
@@ -212,7 +213,7 @@ struct PairKernels {
     }
     FUSEDACC_UNROLL
     for (int32_t u = 0; u < unroll; ++u) {
-      const auto bits = neighbour_bits<kStep, false>(functor, u * distance);
+      const auto bits = neighbour_bits<kStep, in_blocks>(functor, u * distance);
       FUSEDACC_UNROLL
       for (int32_t i = 0; i < kStep; ++i) {
         const Gradient value = fresh[u].values[i];
@@ -238,6 +239,13 @@ struct PairKernels {
     const int32_t body = (count - head) / kStep * kStep;
     constexpr int32_t kDistance = kThreads * kStep;
     int32_t i = head + thread * kStep;
+    if constexpr (Functor::kStochastic) {
+      // After a head a step takes bits of two counters: registers for one step at a time.
+      FUSEDACC_ROLLED
+      for (; head > 0 && i < head + body; i += kDistance) {
+        steps<overwrite, 1, false>(accumulator + i, gradient + i, 0, functor.from(i));
+      }
+    }
     FUSEDACC_ROLLED
     for (; i + (kUnroll - 1) * kDistance < head + body; i += kUnroll * kDistance) {
       steps<overwrite, kUnroll>(accumulator + i, gradient + i, kDistance, functor.from(i));
