@@ -124,9 +124,9 @@ struct NoBits {
   FUSEDACC_INLINE uint32_t operator[](int32_t) const { return 0; }
 };
 
-// Those of the elements `offset` further on. aligned: the first one's number is a multiple of `count`, so
+// Those of the elements `offset` further on. in_block: the first one's number is a multiple of `count`, so
 // that one counter has them all; else two may be needed.
-template <int32_t count, bool aligned, typename Functor>
+template <int32_t count, bool in_block, typename Functor>
 FUSEDACC_INLINE auto neighbour_bits(const Functor& functor, int64_t offset) {
   if constexpr (!Functor::kStochastic) {
     return NoBits();
@@ -141,7 +141,7 @@ FUSEDACC_INLINE auto neighbour_bits(const Functor& functor, int64_t offset) {
       bits.words[0] = random::bits_of(own, passed);
       return bits;
     }
-    if (aligned || passed % count == 0) {
+    if (in_block || passed % count == 0) {
       FUSEDACC_UNROLL
       for (int32_t i = 0; i < count / 2; ++i) {
         const bool upper = count < kElements && passed != 0;
@@ -200,8 +200,8 @@ struct PairKernels {
         overwrite ? functor.overwrite(*gradient, bits) : functor.add(*gradient, *accumulator, bits);
   }
 
-  // in_blocks: the first element's number is a multiple of kStep.
-  template <bool overwrite, int32_t unroll, bool in_blocks = true>
+  // in_block: as neighbour_bits() has it.
+  template <bool overwrite, int32_t unroll, bool in_block = true>
   static FUSEDACC_INLINE void steps(Accumulator* accumulator, const Gradient* gradient, int32_t distance,
                                     Functor functor) {
     Packed<Gradient, kStep> fresh[unroll];
@@ -213,7 +213,7 @@ struct PairKernels {
     }
     FUSEDACC_UNROLL
     for (int32_t u = 0; u < unroll; ++u) {
-      const auto bits = neighbour_bits<kStep, in_blocks>(functor, u * distance);
+      const auto bits = neighbour_bits<kStep, in_block>(functor, u * distance);
       FUSEDACC_UNROLL
       for (int32_t i = 0; i < kStep; ++i) {
         const Gradient value = fresh[u].values[i];

@@ -19,3 +19,8 @@ inline std::mt19937_64 generator(1);
 inline int64_t random_below(int64_t limit) {
   return static_cast<int64_t>(generator() % static_cast<uint64_t>(limit));
 }
+
+// As a sum's stream is, of a parameter and an addition.
+inline uint64_t random_stream() {
+  return static_cast<uint64_t>(random_below(1000)) | static_cast<uint64_t>(random_below(1 << 30)) << 32;
+}
