@@ -16,6 +16,8 @@ from torch import Tensor
 from .kernels import checks, grain_size, norms, reference, registry, undispatched
 from .kernels.lists import Plan, bump_versions, is_traced_natively, split_refused
 from .kernels.native import as_argument
+from .kernels.rounding import Noise
+from .kernels.rounding_arguments import NEAREST, noise_for
 
 __all__ = ["prepare", "scale_accumulate_", "scale_cast_", "total_norm"]
 
@@ -26,13 +28,16 @@ def scale_accumulate_(
     scale: float | Tensor = 1.0,
     *,
     overwrite: bool | Sequence[bool] = False,
+    rounding: str = "nearest",
+    seed: int | None = None,
+    offset: int | None = None,
     backend: str = "auto",
 ) -> None:
     """accumulator <- beta * accumulator + scale * gradient for each pair, in one pass per device.
 
     beta is 1, or 0 where `overwrite` is true. Computed in float32 (float64 for float64 accumulators) by one
-    fused multiply-add, then rounded to nearest even to the accumulator's dtype. Not recorded by autograd; the
-    accumulators' versions are bumped.
+    fused multiply-add, then rounded to the accumulator's dtype: to nearest even, or stochastically. Not
+    recorded by autograd; the accumulators' versions are bumped.
 
     Args:
         accumulators: floating tensors, modified in place. Any strides that give each element its own place;
@@ -43,22 +48,45 @@ def scale_accumulate_(
         scale: a float, or a 0-dim floating tensor on the accumulators' device, read there without a
             synchronisation. Rounded to the computation's dtype.
         overwrite: whether accumulators are written without being read: a bool, or one per tensor.
+        rounding: "nearest", or "stochastic" for accumulators of bfloat16: up or down by chance, so that sums
+            are right on average. What bfloat16 can hold is never changed; nothing finite becomes infinite.
+        seed: of the random bits, 0 to 2**63 - 1; None: `torch.initial_seed()`. Bits depend on the seed, the
+            accumulator's index, `offset` and the element's place in its memory, and on nothing else.
+        offset: the number of this addition, 0 to 2**31 - 1; None: 0. Two additions with one offset have the
+            same errors.
         backend: "auto", "cuda", "triton", "cpu" or "eager". "auto" takes the first that can run, or what the
             environment variable FUSEDACC_BACKEND names.
 
     Raises:
-        TypeError: something is no dense floating tensor, a dtype pair is not supported, or scale or overwrite
-            is of the wrong kind. The message names the argument and the index.
-        ValueError: counts, shapes or devices do not match, memory overlaps, or there is no such backend.
+        TypeError: something is no dense floating tensor, a dtype pair is not supported, a sum that is to be
+            rounded stochastically is not of bfloat16, or scale, overwrite, seed or offset is of the wrong
+            kind. The message names the argument and the index.
+        ValueError: counts, shapes or devices do not match, memory overlaps, there is no such rounding or
+            backend, or seed or offset is out of range or given to be rounded to nearest.
         RuntimeError: the backend that was asked for cannot run here.
         Nothing is modified when one of these is raised.
     """
+    noise = None
+    if rounding != NEAREST or seed is not None or offset is not None:
+        noise = noise_for(accumulators, rounding, seed, offset)
+    accumulate_rounded_(accumulators, gradients, scale, overwrite, backend, noise)
+
+
+def accumulate_rounded_(
+    accumulators: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    scale: float | Tensor,
+    overwrite: bool | Sequence[bool],
+    backend: str,
+    noise: Noise | None,
+) -> None:
+    """`scale_accumulate_` by random bits that the caller chooses; with none to nearest."""
     if torch.compiler.is_compiling():
-        _traced(accumulators, gradients, scale, overwrite, backend)
+        _traced(accumulators, gradients, scale, overwrite, backend, noise)
         return
     grain_size.tune_once()
     if backend == "auto" and undispatched.accumulate(
-        accumulators, gradients, scale, overwrite, 1.0, None, True, True
+        accumulators, gradients, scale, overwrite, 1.0, None, True, True, noise
     ):
         return
     refused, chosen = None, None
@@ -67,13 +95,19 @@ def scale_accumulate_(
         chosen = registry.select(first.device, first.dtype, gradients[0].dtype, backend).backend
         direct = chosen.name in registry.SELF_CHECKING
         if direct:
-            chosen.accumulate_(accumulators, gradients, scale, overwrite)
+            chosen.accumulate_(accumulators, gradients, scale, overwrite, noise=noise)
     except Exception as error:
         refused, direct = error, False
     if not direct:
         checks.check_lists(accumulators, gradients, scale, overwrite)
         for part in split_refused(accumulators, gradients, backend, chosen, refused):
-            part.backend.accumulate_(part.of(accumulators), part.of(gradients), scale, part.of(overwrite))
+            part.backend.accumulate_(
+                part.of(accumulators),
+                part.of(gradients),
+                scale,
+                part.of(overwrite),
+                noise=part.noise_of(noise),
+            )
     bump_versions(accumulators)
 
 
@@ -83,6 +117,7 @@ def _traced(
     scale: float | Tensor,
     overwrite: bool | Sequence[bool],
     backend: str,
+    noise: Noise | None,
 ) -> None:
     """The graph under `torch.compile`: one operator per device, or plain torch for the compiler to fuse.
 
@@ -94,13 +129,22 @@ def _traced(
         sums = [accumulators[index] for index in chosen]
         fresh = [gradients[index] for index in chosen]
         written = [flags[index] for index in chosen]
+        own = None if noise is None else Noise(noise.seed, [noise.streams[index] for index in chosen])
         if is_traced_natively(device, sums[0].dtype, fresh[0].dtype, backend):
-            torch.ops.fusedacc.scale_accumulate_(sums, fresh, *as_argument(scale), written)
+            last = () if own is None else (None, 1.0, *own)
+            torch.ops.fusedacc.scale_accumulate_(sums, fresh, *as_argument(scale), written, *last)
         else:
-            reference.scale_accumulate_(sums, fresh, scale, written)
+            reference.scale_accumulate_(sums, fresh, scale, written, noise=own)
 
 
-def prepare(accumulators: Sequence[Tensor], *, backend: str = "auto") -> Plan:
+def prepare(
+    accumulators: Sequence[Tensor],
+    *,
+    rounding: str = "nearest",
+    seed: int | None = None,
+    offset: int | None = None,
+    backend: str = "auto",
+) -> Plan:
     """Bind accumulators that stay to their backends: `plan(gradients, scale=1.0, *, overwrite=False)`.
 
     The plan does what `scale_accumulate_` does, with the accumulators' checks, pointers and groups cached.
@@ -108,13 +152,16 @@ def prepare(accumulators: Sequence[Tensor], *, backend: str = "auto") -> Plan:
     Args:
         accumulators: as for `scale_accumulate_`. Their memory is kept alive, and written to, until the plan
             goes; after a swap of storage (`.data = ...`, `resize_`) prepare again.
+        rounding, seed: as for `scale_accumulate_`.
+        offset: the number of the plan's first addition; it numbers the others on (`plan.offset` is the next).
         backend: as for `scale_accumulate_`, decided now.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `scale_accumulate_`.
     """
     grain_size.tune_once()
-    return Plan(accumulators, backend)
+    noise = noise_for(accumulators, rounding, seed, offset)
+    return Plan(accumulators, backend, None if noise is None else noise.seed, offset or 0)
 
 
 def total_norm(tensors: Sequence[Tensor], norm_type: float = 2.0, *, backend: str = "auto") -> Tensor:

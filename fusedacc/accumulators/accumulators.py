@@ -19,6 +19,7 @@ from .buffers import like
 from .casts import cast_over, reusable
 from .deferred_scale import DeferredScales, is_one, to_device_of
 from .in_place import InPlaceWriter
+from .noise import NoiseSource
 from .p_grad import Finals, ParamGrads
 from .param import Lane, Slot
 from .partial_norms import PartialNorms
@@ -33,9 +34,10 @@ class Accumulators:
         slots: the parameters; a list shared with its owner, who may append.
         visible: p.grad is the accumulator (manual loop); else accumulators are private (counted loop).
         backend: as in `AccumulatingOptimizer`.
+        seed: of sums of bfloat16 that are rounded stochastically; None: to nearest.
     """
 
-    def __init__(self, slots: list[Slot], visible: bool, backend: str) -> None:
+    def __init__(self, slots: list[Slot], visible: bool, backend: str, seed: int | None = None) -> None:
         self.slots = slots
         self.backend = backend
         if any(slot.lane[0].type == "cpu" for slot in slots):
@@ -45,12 +47,13 @@ class Accumulators:
         self.grads = grads = ParamGrads(slots, visible)
         self.deferred = deferred = DeferredScales()
         self.norms = norms = PartialNorms()
-        self.plans = plans = PlanCache(slots, backend, deferred, norms)
+        self.noise = noise = NoiseSource(seed)
+        self.plans = plans = PlanCache(slots, backend, deferred, norms, noise)
         self._lock = lock = threading.RLock()
         self.rescaler = rescaler = Rescaler(grads, plans, deferred, norms, lock)
-        self.in_place = InPlaceWriter(grads, deferred, norms, rescaler, lock)
+        self.in_place = InPlaceWriter(grads, deferred, norms, rescaler, noise, lock)
         self.partial = self.in_place.partial
-        self.adder = Adder(grads, plans, deferred, norms, rescaler, self.partial, lock)
+        self.adder = Adder(grads, plans, deferred, norms, rescaler, self.partial, noise, lock)
 
     def finals(self) -> Finals:
         """Every accumulator there is, no scale deferred."""
@@ -131,10 +134,12 @@ class Accumulators:
         """After an update: as `ParamGrads.leave_step`, and no norm holds any more."""
         if self.norms.latest:
             self.norms.clear()
+        self.noise.end_window()
         self.grads.leave_step()
 
     def clear(self) -> None:
         """Forget every accumulator and clear every p.grad."""
+        self.noise.end_window()
         self.norms.clear()
         self.deferred.clear()
         self.partial.forget()
@@ -142,6 +147,7 @@ class Accumulators:
 
     def zero(self) -> None:
         """As `clear`, but where there is a gradient, zeros stay visible in p.grad."""
+        self.noise.end_window()
         self.deferred.clear()
         self.partial.forget()
         self.grads.zero()

@@ -18,8 +18,10 @@ from torch.autograd.graph import increment_version
 from ..kernels import checks
 from ..kernels.dtypes import PAIRS, is_deferrable
 from ..kernels.local_parts import are_alike, is_distributed, local, placed_as
+from ..kernels.rounding import round_into_
 from .buffers import buffers, is_sole, owns_memory
 from .deferred_scale import DeferredScales, is_one, scaled
+from .noise import NoiseSource
 from .p_grad import ParamGrads
 from .param import GradState, Lane, Slot
 from .partial_norms import PartialNorms
@@ -37,6 +39,7 @@ class Adder:
         deferred, norms: discharged and recorded by passes; by what is done past them, too.
         rescaler: multiplies before plain torch adds.
         partial: what becomes an accumulator before anything is added.
+        noise: by which sums are rounded.
         lock: held while accumulators are added to.
     """
 
@@ -48,8 +51,10 @@ class Adder:
         norms: PartialNorms,
         rescaler: Rescaler,
         partial: PartialSums,
+        noise: NoiseSource,
         lock: threading.RLock,
     ) -> None:
+        self._noise = noise
         self._grads, self._plans, self._deferred, self._norms = grads, plans, deferred, norms
         self._rescaler, self._partial, self._lock = rescaler, partial, lock
 
@@ -123,7 +128,7 @@ class Adder:
     def _adopt(self, slots: Sequence[Slot], gradients: list[Tensor], scale: float | Tensor) -> bool:
         """Let each gradient become its slot's accumulator, if none has one; False with nothing done."""
         _, given, dtype = slots[0].lane
-        if given != dtype or not is_deferrable(scale, dtype) or self._grads.exposed or self._norms:
+        if given != dtype or not self._is_deferrable(scale, dtype) or self._grads.exposed or self._norms:
             return False
         if any(
             slot.accumulator is not None
@@ -213,7 +218,11 @@ class Adder:
     def _may_defer(self, slot: Slot, scale: float | Tensor) -> bool:
         """Whether a later multiplication gives the bits of one now, and nobody sees the accumulator."""
         public = self._grads.visible or slot.grad_state is GradState.PUBLISHED
-        return not public and is_deferrable(scale, slot.accumulate_dtype)
+        return not public and self._is_deferrable(scale, slot.accumulate_dtype)
+
+    def _is_deferrable(self, scale: float | Tensor, dtype: torch.dtype) -> bool:
+        """As `dtypes.is_deferrable`; what is rounded stochastically is best rounded once less."""
+        return self._noise.rounds(dtype) or is_deferrable(scale, dtype)
 
     def add_mixed(self, slots: Iterable[Slot], gradients: Iterable[Tensor], scale: float | Tensor) -> None:
         """As `add`, for gradients of any kind and lane."""
@@ -249,21 +258,22 @@ class Adder:
             if not checks.is_plain(term) or (term.dtype, dtype if into is None else into.dtype) not in PAIRS:
                 return False
             if into is None:
-                deferrable = is_one(scale) or (not exposed and is_deferrable(scale, dtype))
+                deferrable = is_one(scale) or (not exposed and self._is_deferrable(scale, dtype))
                 if adoptable and term.dtype == dtype and deferrable:
                     self._grads.put(slot, gradient)
                     if not is_one(scale):
                         self._deferred.defer([slot], scale)
                     return True
                 into = torch.empty_like(term, dtype=dtype)
-                self._plans.run([into], [term], scale, True, (), False)
+                self._plans.run([into], [term], scale, True, [slot], False, records_norms=False)
                 self._grads.put(slot, placed_as(gradient, into))
                 return True
             if accumulator is None or not (is_distributed(accumulator) and checks.is_plain(into)):
                 return False
             if not are_alike(accumulator, gradient):
                 return False
-            self._plans.run([into], [term], scale, False, (), exposed, self._deferred[slot])
+            beta = self._deferred[slot]
+            self._plans.run([into], [term], scale, False, [slot], exposed, beta, records_norms=False)
             self._deferred.discharge([slot])
             if exposed:
                 increment_version([accumulator])
@@ -288,6 +298,9 @@ class Adder:
                 self._grads.put(slot, term)
             elif accumulator.is_sparse:
                 self._grads.put(slot, accumulator + scaled(gradient.to(dtype), scale))
+            elif (noise := self._noise.of([slot], dtype)) is not None and checks.is_plain(accumulator):
+                total = accumulator.float().add_(scaled(gradient.float(), scale))
+                round_into_(accumulator, total, noise.seed, noise.streams[0])
             elif isinstance(scale, Tensor):
                 accumulator.add_(scaled(gradient.to(dtype), scale))
             else:

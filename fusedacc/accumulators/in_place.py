@@ -7,17 +7,20 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from ..kernels.rounding import Noise
 from .add import fits
 from .buffers import buffers
 from .deferred_scale import DeferredScales, to_device_of
+from .noise import NoiseSource
 from .p_grad import ParamGrads
 from .param import Slot
 from .partial_norms import PartialNorms
 from .partial_sums import PartialSums
 from .rescaler import Rescaler
 
-#: Adds one gradient: `(accumulator, scale, beta)`, accumulator = beta * accumulator + scale * gradient.
-Write = Callable[[Tensor, float | Tensor, float | Tensor], None]
+#: Adds one gradient: `(accumulator, scale, beta, noise)`, accumulator = beta * accumulator + scale *
+#: gradient, rounded by the noise if there is any.
+Write = Callable[[Tensor, float | Tensor, float | Tensor, Noise | None], None]
 
 
 #: The paths of parameters whose modules write all of an accumulator.
@@ -33,11 +36,12 @@ class InPlaceWriter:
         deferred: DeferredScales,
         norms: PartialNorms,
         rescaler: Rescaler,
+        noise: NoiseSource,
         lock: threading.RLock,
     ) -> None:
         self._grads, self._deferred, self._norms = grads, deferred, norms
-        self._rescaler, self._lock = rescaler, lock
-        self.partial = PartialSums(grads, rescaler, lock)
+        self._rescaler, self._noise, self._lock = rescaler, noise, lock
+        self.partial = PartialSums(grads, rescaler, noise, lock)
         #: Whether any module has ever added to an accumulator by itself.
         self.any_written = False
 
@@ -107,7 +111,7 @@ class InPlaceWriter:
             and not (grads.exposed or deferred.scales or isinstance(scale, Tensor))
         ):
             with self._lock:
-                write(accumulator, scale, 1.0)
+                write(accumulator, scale, 1.0, self._noise.of([slot], accumulator.dtype))
                 if self._norms.latest:
                     self._norms.forget([slot])
             return True
@@ -124,7 +128,8 @@ class InPlaceWriter:
                 return False
             if fresh and part is not None:
                 known = partial.has(slot, part)
-                write(accumulator, to_device_of(scale, accumulator), 1.0 if known else 0.0)
+                noise = self._noise.of([slot], accumulator.dtype)
+                write(accumulator, to_device_of(scale, accumulator), 1.0 if known else 0.0, noise)
                 partial.note(slot, accumulator, part)
                 self._norms.forget([slot])
                 return True
@@ -132,10 +137,12 @@ class InPlaceWriter:
                 self._rescaler.apply([slot])
                 if fresh:
                     accumulator.zero_()
-                write(accumulator, to_device_of(scale, accumulator), 1.0)
+                noise = self._noise.of([slot], accumulator.dtype)
+                write(accumulator, to_device_of(scale, accumulator), 1.0, noise)
             else:
                 beta = 0.0 if fresh else to_device_of(deferred[slot], accumulator)
-                write(accumulator, to_device_of(scale, accumulator), beta)
+                noise = self._noise.of([slot], accumulator.dtype)
+                write(accumulator, to_device_of(scale, accumulator), beta, noise)
                 deferred.discharge([slot])
             self._norms.forget([slot])
             if fresh:

@@ -47,6 +47,7 @@ class Slot:
 
     __slots__ = (
         "accumulator",
+        "addition",
         "at_once",
         "buffer",
         "cleared_grad_dtype",
@@ -61,6 +62,7 @@ class Slot:
         "native",
         "nbytes",
         "needs_eager",
+        "number",
         "on_cuda",
         "param",
         "paths",
@@ -76,8 +78,12 @@ class Slot:
         "widened",
     )
 
-    def __init__(self, param: Tensor, group: int, name: str, accumulate_dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, param: Tensor, group: int, name: str, accumulate_dtype: torch.dtype | None, number: int = 0
+    ) -> None:
         self.param = param
+        #: Among the wrapper's parameters; and of the last addition, as Note [Streams] has them.
+        self.number, self.addition = number, -1
         self.group = group
         self.name = name
         #: The accumulator while it is private; None before its first gradient, and where p.grad is it.

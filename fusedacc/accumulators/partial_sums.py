@@ -17,6 +17,8 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
+from ..kernels.rounding import round_into_
+from .noise import NoiseSource
 from .p_grad import ParamGrads
 from .param import Slot
 from .rescaler import Rescaler
@@ -25,8 +27,10 @@ from .rescaler import Rescaler
 class PartialSums:
     """The stacks of which only some parts are written yet; arguments as `Adder`."""
 
-    def __init__(self, grads: ParamGrads, rescaler: Rescaler, lock: threading.RLock) -> None:
-        self._grads, self._rescaler, self._lock = grads, rescaler, lock
+    def __init__(
+        self, grads: ParamGrads, rescaler: Rescaler, noise: NoiseSource, lock: threading.RLock
+    ) -> None:
+        self._grads, self._rescaler, self._noise, self._lock = grads, rescaler, noise, lock
         #: By slot, the stack and the indices of what is written; empty but while a backward runs.
         self.begun: dict[Slot, tuple[Tensor, set[int]]] = {}
 
@@ -64,7 +68,11 @@ class PartialSums:
             self._grads.put(slot, stack)
         else:  # somebody has put a gradient into p.grad meanwhile
             self._rescaler.apply([slot])
-            present.add_(stack)
+            noise = self._noise.of([slot], present.dtype)
+            if noise is None:
+                present.add_(stack)
+            else:
+                round_into_(present, present.float().add_(stack), noise.seed, noise.streams[0])
 
     def forget(self, slots: Collection[Slot] | None = None) -> None:
         """Drop what is written for these slots (None: all)."""

@@ -14,7 +14,9 @@ from torch.autograd.graph import increment_version
 
 from ..kernels import registry
 from ..kernels.registry import SELF_CHECKING, Backend, Run
+from ..kernels.rounding import Noise
 from .deferred_scale import DeferredScales, to_device_of
+from .noise import NoiseSource
 from .param import Lane, Slot
 from .partial_norms import PartialNorms
 
@@ -60,9 +62,10 @@ class CachedPlan:
         scale: float | Tensor,
         norm_type: float | None,
         beta: float | Tensor,
+        noise: Noise | None,
     ) -> Tensor | None:
-        """acc = beta * acc + scale * gradient, for tensors that it holds (None once `run` is there); with
-        `norm_type`, the partial norms of the new values.
+        """acc = beta * acc + scale * gradient, for tensors that it holds (None once `run` is there), rounded
+        by `noise` if there is any; with `norm_type`, the partial norms of the new values.
 
         Only the native backends prepare without keeping the tensors alive.
         """
@@ -70,9 +73,9 @@ class CachedPlan:
             assert accumulators is not None
             chosen = self._backend
             if chosen.name not in SELF_CHECKING:
-                return chosen.accumulate_(accumulators, gradients, scale, False, beta, norm_type)
+                return chosen.accumulate_(accumulators, gradients, scale, False, beta, norm_type, noise)
             self.run = chosen.prepare(accumulators)
-        return self.run(gradients, scale, False, beta, norm_type)
+        return self.run(gradients, scale, False, beta, norm_type, noise)
 
 
 class PlanCache:
@@ -83,15 +86,22 @@ class PlanCache:
         backend: as in `AccumulatingOptimizer`.
         deferred: discharged by additions.
         norms: recorded by additions.
+        noise: by which sums are rounded.
     """
 
     def __init__(
-        self, slots: Sequence[Slot], backend: str, deferred: DeferredScales, norms: PartialNorms
+        self,
+        slots: Sequence[Slot],
+        backend: str,
+        deferred: DeferredScales,
+        norms: PartialNorms,
+        noise: NoiseSource,
     ) -> None:
         self._slots = slots
         self._backend = backend
         self._deferred = deferred
         self._norms = norms
+        self._noise = noise
         #: By the first of the parameters that were added together; the same come in every micro-batch.
         self.plans: dict[Slot, CachedPlan] = {}
         self._kept = 0
@@ -130,20 +140,23 @@ class PlanCache:
         slots: Sequence[Slot],
         exposed: bool,
         beta: float | Tensor = 1.0,
+        records_norms: bool = True,
     ) -> None:
-        """One pass. It records the norms of what are the accumulators of `slots`, if they are wanted.
+        """One pass over the accumulators of `slots`, or over parts of them.
 
         exposed: whether users may see the accumulators, whose versions then tell that they have changed.
+        records_norms: whether it leaves those that are wanted; else there are none of these accumulators.
         """
         if not accumulators:
             return
         first = accumulators[0]
         chosen = self.select((first.device, terms[0].dtype, first.dtype)).backend
         scale, beta = to_device_of(scale, first), to_device_of(beta, first)
-        norm_type = self._norms.norm_type if slots else None
+        norm_type = self._norms.norm_type if records_norms else None
         if norm_type is None:
             self._norms.forget(slots)
-        partials = chosen.accumulate_(accumulators, terms, scale, overwrite, beta, norm_type)
+        noise = self._noise.of(slots, first.dtype)
+        partials = chosen.accumulate_(accumulators, terms, scale, overwrite, beta, norm_type, noise)
         if exposed:
             increment_version(accumulators)
         if partials is not None:
@@ -176,7 +189,8 @@ class PlanCache:
         if isinstance(scale, Tensor) or isinstance(beta, Tensor):
             scale, beta = to_device_of(scale, gradients[0]), to_device_of(beta, gradients[0])
         slots = plan.slots
-        partials = plan.add(accumulators, gradients, scale, self._norms.norm_type, beta)
+        noise = self._noise.of(slots, slots[0].accumulate_dtype)
+        partials = plan.add(accumulators, gradients, scale, self._norms.norm_type, beta, noise)
         if self._deferred.scales:
             self._deferred.discharge(slots)
         if partials is None:

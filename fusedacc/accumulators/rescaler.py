@@ -77,5 +77,7 @@ class Rescaler:
             else:
                 accumulator.mul_(to_device_of(ratio, accumulator))
         for slots, accumulators in groups.values():
-            of = slots if records_norms else ()
-            self._plans.run(accumulators, accumulators, ratio, True, of, self._grads.exposed)
+            exposed = self._grads.exposed
+            self._plans.run(
+                accumulators, accumulators, ratio, True, slots, exposed, records_norms=records_norms
+            )

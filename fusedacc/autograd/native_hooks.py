@@ -111,16 +111,20 @@ class NativeHooks(PythonHooks):
             and not isinstance(scale, Tensor)
         ):
             with self._lock:
-                known = None if accumulators.deferred.scales or grads.exposed else (grads.generation,)
+                changes = accumulators.deferred.scales or grads.exposed or accumulators.noise.seed is not None
+                known = None if changes else (grads.generation,)
                 if known is None or known != self._known:
                     ends = accumulators.slots[:1] + accumulators.slots[-1:]
                     written = grads.exposed or accumulators.in_place.any_written
                     if not written and all(slot.accumulator is None for slot in ends):
                         return  # the window's first: there is nothing to add to
+                    noise = accumulators.noise
                     addable, betas = accumulators.in_place.addable(self._numbered)
-                    self._direct.load(addable, betas, grads.exposed)
+                    streams = noise.next_streams(self._numbered)
+                    self._direct.load(addable, betas, grads.exposed, noise.own_seed, streams)
                     self._loaded, self._known = grads.generation, known
                 self._task = task
+                accumulators.noise.release = self.release_to_python
                 self._direct.open(identity, scale)
 
     def add_now(self, slot: Slot, identity: int, gradient: Tensor) -> bool:
@@ -141,6 +145,7 @@ class NativeHooks(PythonHooks):
             if self._task is None:
                 return
             task, self._task = self._task, None
+            self._accumulators.noise.release = None
             self._note(task, self._direct.close())
             accumulators = self._accumulators
             grads = accumulators.grads
@@ -161,6 +166,7 @@ class NativeHooks(PythonHooks):
             return
         task.added = True
         accumulators = self._accumulators
+        accumulators.noise.added([self._numbered[index] for index in added])
         if accumulators.deferred.scales or accumulators.in_place.any_written:
             accumulators.in_place.added_to([self._numbered[index] for index in added])
 

@@ -14,7 +14,7 @@ from ..accumulators import Accumulators, Slot
 from . import checks, ddp
 from .ddp import UnarmedDDP, unarm
 from .deliveries import Deliveries
-from .process_group import agree
+from .process_group import agree, agree_on_seed
 from .reducer import Part, Reducer, Totals
 from .rows import Place
 
@@ -47,7 +47,7 @@ class DataParallel:
         given: a DistributedDataParallel, or a process group; `check` has passed it.
         slots: the wrapper's parameters; a list shared with its owner, who may append.
         accumulators: of these.
-        dtype: on the wire; None: that of the accumulators.
+        dtype: on the wire; None: as `Reducer` has it.
         finish: adds what is pending for these slots.
 
     Raises:
@@ -71,6 +71,8 @@ class DataParallel:
             agree(slots, given)
         group = given.process_group if isinstance(given, DistributedDataParallel) else given
         self.reducer = Reducer(slots, accumulators, group, dtype)
+        self._noise = accumulators.noise
+        agree_on_seed(accumulators.noise, slots, group)
         self.deliveries = Deliveries(finish)
         if isinstance(given, DistributedDataParallel):
             self.link = unarm(given, self)
@@ -140,6 +142,7 @@ class DataParallel:
         """Give the DistributedDataParallel back as it was."""
         if self.link is not None:
             self.link.leave(self)
+        self._noise.be_rank(0)
         self.reducer.close()
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ..accumulators import Slot
+from ..accumulators.noise import NoiseSource
 
 
 def agree(slots: Sequence[Slot], group: dist.ProcessGroup) -> None:
@@ -35,6 +36,17 @@ def agree(slots: Sequence[Slot], group: dist.ProcessGroup) -> None:
     with torch.no_grad():
         for slot in slots:
             dist.broadcast(slot.param.detach(), source, group=group)
+
+
+def agree_on_seed(noise: NoiseSource, slots: Sequence[Slot], group: dist.ProcessGroup) -> None:
+    """Where sums are rounded stochastically: take the first rank's seed, and this rank's random bits of it."""
+    if noise.seed is None:
+        return
+    device = slots[0].param.device if slots else torch.device("cpu")
+    seed = torch.tensor(noise.seed, device=device)
+    dist.broadcast(seed, dist.get_global_rank(group, 0), group=group)
+    noise.seed = int(seed)
+    noise.be_rank(dist.get_rank(group))
 
 
 def _spelt(parameter: tuple | str) -> str:

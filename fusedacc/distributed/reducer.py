@@ -18,6 +18,8 @@ from torch.autograd.graph import increment_version
 
 from ..accumulators import Accumulators, Slot
 from ..accumulators.buffers import Segment, cut
+from ..kernels import registry
+from ..kernels.rounding import Noise
 from . import numbers
 
 #: A bucket is closed when it holds so many bytes; the first on its way is small, as in torch's DDP.
@@ -76,10 +78,11 @@ class Bucket:
     Args:
         slots: whose they are.
         carries: whether the window's numbers are behind them.
+        backend: as in `AccumulatingOptimizer`.
     """
 
-    def __init__(self, slots: Sequence[Slot], carries: bool) -> None:
-        self.slots = list(slots)
+    def __init__(self, slots: Sequence[Slot], carries: bool, backend: str) -> None:
+        self.slots, self._backend = list(slots), backend
         self.lane = slots[0].lane
         self.shapes = [(slot.shape, slot.strides) for slot in slots]
         self._tail = len(slots) + (_FLAGS + _NUMBERS * numbers.DIGITS) * carries
@@ -125,17 +128,44 @@ class Bucket:
         shapes = ((slot.shape, slot.strides) for slot in self.slots)
         return all(slot.lane is self.lane for slot in self.slots) and list(shapes) == self.shapes
 
-    def launch(self, group: dist.ProcessGroup, dtype: torch.dtype | None) -> None:
-        """Add up over the ranks what is in the memory; `dtype` on the wire, None for its own."""
-        wire = self.memory if dtype in (None, self.memory.dtype) else self.memory.to(dtype)
+    def launch(
+        self, group: dist.ProcessGroup, dtype: torch.dtype | None, divisor: int, noise: Noise | None
+    ) -> None:
+        """Add up over the ranks what is in the memory.
+
+        dtype: on the wire; None for the memory's own, or float32 where sums are rounded stochastically.
+        divisor, noise: where they are, what is yet to be divided by, and the bits by which what goes onto a
+            wire of bfloat16 is rounded.
+        """
+        if noise is None:
+            wire = self.memory if dtype in (None, self.memory.dtype) else self.memory.to(dtype)
+        else:
+            wire = self.memory.float()
+            before_tail = self.tail.storage_offset() - self.memory.storage_offset()
+            wire[:before_tail] *= 1.0 / divisor
+            if dtype is torch.bfloat16:
+                wire = self._rounded(torch.empty_like(self.memory), wire, noise)
         self._sent.append((wire, dist.all_reduce(wire, group=group, async_op=True)))
 
-    def land(self) -> None:
-        """What was added up is in the memory; on a GPU the current stream waits, and the host does not."""
+    def land(self, noise: Noise | None) -> None:
+        """What was added up is in the memory; on a GPU the current stream waits, and the host does not.
+
+        noise: by which it is rounded stochastically there, if it is.
+        """
         wire, work = self._sent.pop()
         work.wait()
-        if wire is not self.memory:
+        if wire is self.memory:
+            return
+        if noise is not None and wire.dtype is torch.float32:
+            self._rounded(self.memory, wire, noise)
+        else:
             self.memory.copy_(wire)
+
+    def _rounded(self, target: Tensor, value: Tensor, noise: Noise) -> Tensor:
+        """target <- value, rounded stochastically."""
+        chosen = registry.select(target.device, target.dtype, value.dtype, self._backend).backend
+        chosen.accumulate_([target], [value], 1.0, True, noise=noise)
+        return target
 
 
 class Reducer:
@@ -145,7 +175,7 @@ class Reducer:
         slots: the wrapper's parameters; a list shared with its owner, who may append.
         accumulators: of these.
         group: whose ranks take part.
-        dtype: on the wire; None: that of the accumulators.
+        dtype: on the wire; None: that of the accumulators, or float32 where they are rounded stochastically.
 
     Raises:
         ValueError: a parameter cannot be reduced, or there are more ranks than `dtype` counts exactly.
@@ -190,7 +220,8 @@ class Reducer:
             groups[-1].append(slot)
             nbytes += slot.param.numel() * slot.accumulate_dtype.itemsize
         last = len(groups) - 1
-        self._buckets = [Bucket(group, index == last) for index, group in enumerate(groups)]
+        backend = self._accumulators.backend
+        self._buckets = [Bucket(group, index == last, backend) for index, group in enumerate(groups)]
 
     def _check(self, slot: Slot) -> None:
         """Raise ValueError where a parameter's gradients cannot be reduced."""
@@ -226,8 +257,12 @@ class Reducer:
         while len(self._absent) < len(self._buckets):
             self.launch_next(part, divisor)
         absent, self._absent = self._absent, []
-        for bucket in self._buckets:
-            bucket.land()
+        noise = self._accumulators.noise
+        number = noise.begin_reduction()
+        for index, bucket in enumerate(self._buckets):
+            rounds = noise.rounds(bucket.lane[2])
+            bucket.land(noise.of_reduction(index, number) if rounds else None)
+        noise.end_reduction()
         for bucket, lacking in zip(self._buckets, absent, strict=True):
             self._scatter(bucket, lacking)
         totals = self._received()
@@ -249,13 +284,14 @@ class Reducer:
         if not self._absent and self.announce is not None:
             self.announce()
         absent = self._gather(bucket)
-        if divisor != 1:
+        noise = self._accumulators.noise.of(bucket.slots[:1], bucket.lane[2])
+        if divisor != 1 and noise is None:
             bucket.memory.mul_(1.0 / divisor)
         bucket.flag(absent)
         if bucket is self._buckets[-1]:
             self._send(part, bucket.numbers)
         self._under_way = True
-        bucket.launch(self.group, self._dtype)
+        bucket.launch(self.group, self._dtype, divisor, noise)
         self._absent.append(absent)
 
     def buckets(self) -> list[list[Slot]]:

@@ -22,8 +22,9 @@ from . import checks, grouped_eager, grouped_ways, registry
 from .lists import bump_versions
 from .matmul_eager import Number
 from .native import as_argument
+from .rounding import Noise
 
-Run = Callable[[Tensor, Tensor, Tensor, Tensor, Number, Number], None]
+Run = Callable[[Tensor, Tensor, Tensor, Tensor, Number, Number, Noise | None], None]
 
 #: The backends that there are for grouped products.
 _NAMES = ("triton", "cpu", "eager")
@@ -33,7 +34,7 @@ _NAMES = ("triton", "cpu", "eager")
 class Selection:
     """Who multiplies: the backend's name, what it does in words, and why it was chosen.
 
-    `run(accumulator, left, right, offsets, scale, keep)` is `grouped_accumulate_` without the choice.
+    `run(accumulator, left, right, offsets, scale, keep, noise)` is `grouped_accumulate_` without the choice.
     """
 
     name: str
@@ -51,6 +52,7 @@ def grouped_accumulate_(
     keep: Number = 1.0,
     *,
     backend: str = "auto",
+    noise: Noise | None = None,
 ) -> None:
     """Each matrix of `accumulator` <- keep * itself + scale * left^T right, for the tokens of its expert.
 
@@ -70,6 +72,7 @@ def grouped_accumulate_(
             become 0: it may be uninitialised.
         backend: "auto", "triton" (CUDA), "cpu" or "eager", which is plain torch and waits for the device, to
             read the offsets; "cuda" has no such product, and stands for "eager".
+        noise: random bits of one stream: sums of bfloat16 are rounded stochastically, once.
 
     Raises:
         ValueError: there is no such backend.
@@ -79,8 +82,9 @@ def grouped_accumulate_(
     plain = checks.is_plain(accumulator) and checks.is_plain(left)
     if backend == "auto" and not plain:
         backend = "eager"
-    chosen = select(accumulator.device, accumulator.dtype, left.dtype, backend)
-    chosen.run(accumulator, left, right, offsets, scale, keep)
+    stochastic = noise is not None
+    chosen = select(accumulator.device, accumulator.dtype, left.dtype, backend, stochastic=stochastic)
+    chosen.run(accumulator, left, right, offsets, scale, keep, noise)
 
 
 def select(
@@ -90,6 +94,7 @@ def select(
     backend: str = "auto",
     *,
     kept: MutableMapping[str, str] | None = None,
+    stochastic: bool = False,
 ) -> Selection:
     """Who multiplies operands of one dtype into sums of another on a device, and why.
 
@@ -99,6 +104,7 @@ def select(
         operand_dtype: dtype of both operands.
         backend: as `grouped_accumulate_` has it.
         kept: answers of trials to stay with, as `tuning.choose` has them.
+        stochastic: whether the sums are rounded so: no product is rounded to nearest before.
 
     Raises:
         ValueError: the name, or the value of `FUSEDACC_BACKEND`, is no backend.
@@ -107,7 +113,7 @@ def select(
     name, reason = _backend(*registry.requested(backend), device, accumulator_dtype, operand_dtype)
     if name != "cpu":
         return Selection(name, _HOW[name], reason, _RUNS[name])
-    found = grouped_ways.thresholds(accumulator_dtype, operand_dtype, kept)
+    found = grouped_ways.thresholds(accumulator_dtype, operand_dtype, kept, rounds=not stochastic)
     run = functools.partial(_native, rank_k_tokens=found.rank_k_tokens, rounded_tokens=found.rounded_tokens)
     return Selection(name, str(found), "; ".join([reason, *found.because]), run)
 
@@ -118,6 +124,7 @@ def describe(
     operand_dtype: torch.dtype,
     backend: str,
     kept: Mapping[str, str],
+    stochastic: bool = False,
 ) -> tuple[str, str]:
     """The backend, and in words who multiplies and why; arguments as `select`.
 
@@ -126,7 +133,7 @@ def describe(
     name, reason = _backend(*registry.requested(backend), device, accumulator_dtype, operand_dtype)
     if name != "cpu":
         return name, f"{_HOW[name]}; {reason}"
-    found = grouped_ways.known_thresholds(accumulator_dtype, operand_dtype, kept)
+    found = grouped_ways.known_thresholds(accumulator_dtype, operand_dtype, kept, rounds=not stochastic)
     if found is None:
         return name, f"a trial will tell how; {reason}"
     return name, "; ".join([str(found), *found.because, reason])
@@ -156,23 +163,30 @@ def _native(
     offsets: Tensor,
     scale: Number,
     keep: Number,
+    noise: Noise | None = None,
     *,
     rank_k_tokens: int,
     rounded_tokens: int,
 ) -> None:
     operator = torch.ops.fusedacc.grouped_accumulate_.default
-    numbers = *as_argument(scale), *as_argument(keep)
+    numbers = *as_argument(scale), *as_argument(keep), rank_k_tokens, rounded_tokens, *(noise or ())
     with torch.no_grad():
-        operator(accumulator, left, right, offsets, *numbers, rank_k_tokens, rounded_tokens)
+        operator(accumulator, left, right, offsets, *numbers)
     bump_versions([accumulator])
 
 
 def _triton(
-    accumulator: Tensor, left: Tensor, right: Tensor, offsets: Tensor, scale: Number, keep: Number
+    accumulator: Tensor,
+    left: Tensor,
+    right: Tensor,
+    offsets: Tensor,
+    scale: Number,
+    keep: Number,
+    noise: Noise | None = None,
 ) -> None:
     # Imported where it is needed: Triton takes a second, and may not be there.
     module = importlib.import_module(".triton.grouped", __package__)
-    module.grouped_accumulate_(accumulator, left, right, offsets, scale, keep)
+    module.grouped_accumulate_(accumulator, left, right, offsets, scale, keep, noise)
     bump_versions([accumulator])
 
 

@@ -8,12 +8,21 @@ from torch import Tensor
 from . import checks, matmul_eager
 from .dtypes import PAIRS, allowed_pairs
 from .matmul_eager import Number
+from .rounding import Noise
 
 
 def accumulate_(
-    accumulator: Tensor, left: Tensor, right: Tensor, offsets: Tensor, scale: Number, keep: Number
+    accumulator: Tensor,
+    left: Tensor,
+    right: Tensor,
+    offsets: Tensor,
+    scale: Number,
+    keep: Number,
+    noise: Noise | None = None,
 ) -> None:
     """Expert by expert, once the arguments are found right. Waits for the device, to read the offsets.
+
+    With `noise`, of one stream, the accumulator is bfloat16 and is rounded stochastically.
 
     Raises:
         RuntimeError: an argument is not as `grouped.grouped_accumulate_` wants it; nothing has been modified.
@@ -22,7 +31,9 @@ def accumulate_(
     start = 0
     with torch.no_grad():
         for expert, end in enumerate(_read_ends(offsets, left.shape[0])):
-            matmul_eager.accumulate_(accumulator[expert], left[start:end], right[start:end], scale, keep)
+            operands = left[start:end], right[start:end]
+            first = expert * accumulator.stride(0)
+            matmul_eager.accumulate_(accumulator[expert], *operands, scale, keep, noise, first)
             start = end
 
 

@@ -47,29 +47,33 @@ class Thresholds:
 
 
 def thresholds(
-    accumulator: torch.dtype, operand: torch.dtype, kept: MutableMapping[str, str] | None = None
+    accumulator: torch.dtype,
+    operand: torch.dtype,
+    kept: MutableMapping[str, str] | None = None,
+    rounds: bool = True,
 ) -> Thresholds:
-    """What trials find, or have found; `kept` as `tuning.choose` has it."""
-    found = _thresholds(accumulator, operand, lambda question: tuning.choose(question, kept))
+    """What trials find, or have found; `kept` as `tuning.choose` has it. rounds: products may be rounded."""
+    found = _thresholds(accumulator, operand, lambda question: tuning.choose(question, kept), rounds)
     assert found is not None
     return found
 
 
 def known_thresholds(
-    accumulator: torch.dtype, operand: torch.dtype, kept: Mapping[str, str]
+    accumulator: torch.dtype, operand: torch.dtype, kept: Mapping[str, str], rounds: bool = True
 ) -> Thresholds | None:
     """The same by the answers in `kept` alone; None where one is missing."""
 
     def look_up(question: tuning.Question) -> tuning.Choice | None:
         return tuning.choose(question, dict(kept)) if question.name in kept else None
 
-    return _thresholds(accumulator, operand, look_up)
+    return _thresholds(accumulator, operand, look_up, rounds)
 
 
 def _thresholds(
     accumulator: torch.dtype,
     operand: torch.dtype,
     answer: Callable[[tuning.Question], tuning.Choice | None],
+    rounds: bool,
 ) -> Thresholds | None:
     because: list[str] = []
 
@@ -88,7 +92,8 @@ def _thresholds(
     if few is None:
         return None
     rank_k_tokens = (0, *RANK_K_CLASSES)[few]
-    many = ways(_rounding_questions(accumulator, operand, rank_k_tokens), ROUNDED)
+    questions = _rounding_questions(accumulator, operand, rank_k_tokens) if rounds else []
+    many = ways(questions, ROUNDED)
     if many is None:
         return None
     return Thresholds(rank_k_tokens, (*ROUNDED_CLASSES, NEVER)[-1 - many], tuple(because))

@@ -12,6 +12,8 @@ from torch.autograd.graph import increment_version
 
 from . import checks, registry, undispatched
 from .constants import MAX_DIMS
+from .rounding import Noise
+from .rounding_arguments import checked_offset, streams
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,10 @@ class Part:
 
     backend: registry.Backend
     indices: tuple[int, ...]
+
+    def noise_of(self, noise: Noise | None) -> Noise | None:
+        """Its share of the random bits."""
+        return None if noise is None else Noise(noise.seed, self.of(noise.streams))
 
     def of(self, values: Any) -> Any:
         """Its share of a list; a flag that is one for all as it is."""
@@ -108,7 +114,13 @@ class Plan:
     an accumulator's storage was swapped or resized (`.data = ...`, `resize_`), prepare again.
     """
 
-    def __init__(self, accumulators: Sequence[Tensor], backend: str = "auto") -> None:
+    def __init__(
+        self,
+        accumulators: Sequence[Tensor],
+        backend: str = "auto",
+        seed: int | None = None,
+        offset: int = 0,
+    ) -> None:
         self._memory = checks.check_accumulators(accumulators)
         # Detached, so that a later `.data = ...` cannot free the memory that the backends' pointers name.
         self._accumulators = [tensor.detach() for tensor in accumulators]
@@ -118,6 +130,9 @@ class Plan:
         self._direct = len(self._parts) == 1 and self._parts[0].backend.name in registry.SELF_CHECKING
         on_cpu = self.backends == ("cpu",)
         self._undispatched = on_cpu and undispatched.prepare(self._accumulators, self._versions)
+        self._seed = seed
+        #: The number of the next addition, where sums are rounded stochastically; else None.
+        self.offset = None if seed is None else offset
 
     @property
     def backends(self) -> tuple[str, ...]:
@@ -130,15 +145,49 @@ class Plan:
         scale: float | Tensor = 1.0,
         *,
         overwrite: bool | Sequence[bool] = False,
+        offset: int | None = None,
     ) -> None:
-        """Accumulate once; arguments and errors as `functional.scale_accumulate_`."""
+        """Accumulate once; arguments and errors as `functional.scale_accumulate_`.
+
+        offset: the number of this addition, at least `self.offset`, which is the default.
+        """
+        number, noise = self.offset, None
+        if number is None:
+            if offset is not None:
+                raise ValueError(f"offset is {offset!r}, but this plan rounds to nearest; allowed: None")
+        else:
+            assert self._seed is not None
+            number = self._next(offset)
+            noise = Noise(self._seed, streams(len(self._accumulators), number))
+        self._run(gradients, scale, overwrite, noise)
+        if number is not None:
+            self.offset = number + 1
+
+    def _next(self, offset: int | None) -> int:
+        first = self.offset
+        assert first is not None
+        number = checked_offset(first if offset is None else offset)
+        if number < first:
+            raise ValueError(
+                f"offset is {number}; allowed: {first} and above, since additions before have used the "
+                "random bits of lower ones"
+            )
+        return number
+
+    def _run(
+        self,
+        gradients: Sequence[Tensor],
+        scale: float | Tensor,
+        overwrite: bool | Sequence[bool],
+        noise: Noise | None,
+    ) -> None:
         quick = self._undispatched
-        if quick and quick(gradients, scale, overwrite, 1.0, None):
+        if quick and quick(gradients, scale, overwrite, 1.0, None, noise):
             return
         if self._direct:
             refused = None
             try:
-                self._runs[0](gradients, scale, overwrite)
+                self._runs[0](gradients, scale, overwrite, noise=noise)
             except Exception as error:
                 refused = error
             if refused is not None:
@@ -147,7 +196,7 @@ class Plan:
         else:
             self._check(gradients, scale, overwrite)
             for part, run in zip(self._parts, self._runs, strict=True):
-                run(part.of(gradients), scale, part.of(overwrite))
+                run(part.of(gradients), scale, part.of(overwrite), noise=part.noise_of(noise))
         bump_versions(self._versions)
 
     def _check(

@@ -25,9 +25,10 @@ from . import checks, matmul_eager, registry, tuning
 from .constants import TOKEN_CLASSES, Multiplier, Way
 from .lists import bump_versions
 from .matmul_ways import class_of, question_of
+from .rounding import Noise
 
 Number = matmul_eager.Number
-Run = Callable[[Tensor, Tensor, Tensor, Number, Number], None]
+Run = Callable[[Tensor, Tensor, Tensor, Number, Number, Noise | None], None]
 
 #: The backends that there are for products, the preferred first.
 _NAMES = ("cpu", "eager")
@@ -37,8 +38,8 @@ _NAMES = ("cpu", "eager")
 class Selection:
     """Who multiplies: the backend's name, what it does in words, and why it was chosen.
 
-    `run(accumulator, left, right, scale, keep)` is `gemm_accumulate_` without the choice. `multiplier`: the
-    same for the native modules, a `Multiplier` or the operator's way.
+    `run(accumulator, left, right, scale, keep, noise)` is `gemm_accumulate_` without the choice.
+    `multiplier`: the same for the native modules, a `Multiplier` or the operator's way.
     """
 
     name: str
@@ -56,6 +57,7 @@ def gemm_accumulate_(
     keep: Number = 1.0,
     *,
     backend: str = "auto",
+    noise: Noise | None = None,
 ) -> None:
     """accumulator <- keep * accumulator + scale * left^T right, without a temporary as large as that.
 
@@ -73,6 +75,7 @@ def gemm_accumulate_(
         scale: a float, or a 0-dim floating tensor on the accumulator's device, read there.
         keep: likewise. Where it is 0, the accumulator is not read: it may be uninitialised.
         backend: "auto", "cpu" or "eager"; "cuda" and "triton" have no product, so that torch multiplies.
+        noise: random bits of one stream: an accumulator of bfloat16 is rounded stochastically, once.
 
     Raises:
         ValueError: there is no such backend.
@@ -80,8 +83,15 @@ def gemm_accumulate_(
     """
     if backend == "auto" and not (checks.is_plain(accumulator) and checks.is_plain(left)):
         backend = "eager"
-    chosen = select(accumulator.device, accumulator.dtype, left.dtype, backend, tokens=left.shape[0])
-    chosen.run(accumulator, left, right, scale, keep)
+    chosen = select(
+        accumulator.device,
+        accumulator.dtype,
+        left.dtype,
+        backend,
+        tokens=left.shape[0],
+        stochastic=noise is not None,
+    )
+    chosen.run(accumulator, left, right, scale, keep, noise)
 
 
 def select(
@@ -92,6 +102,7 @@ def select(
     *,
     tokens: int,
     kept: MutableMapping[str, str] | None = None,
+    stochastic: bool = False,
 ) -> Selection:
     """Who multiplies operands of one dtype into an accumulator of another on a device, and why.
 
@@ -102,6 +113,7 @@ def select(
         backend: as `gemm_accumulate_` has it.
         tokens: rows of the operands.
         kept: answers of trials to stay with, as `tuning.choose` has them.
+        stochastic: whether the sum is rounded so: no product is rounded to nearest before.
 
     Raises:
         ValueError: the name, or the value of `FUSEDACC_BACKEND`, is no backend.
@@ -110,7 +122,7 @@ def select(
     name, reason = _backend(*registry.requested(backend), device, accumulator_dtype, operand_dtype)
     if name == "eager":
         return _in_torch(reason)
-    question = question_of(accumulator_dtype, operand_dtype, class_of(tokens))
+    question = None if stochastic else question_of(accumulator_dtype, operand_dtype, class_of(tokens))
     if question is None:
         return _on_cpu(accumulator_dtype, operand_dtype, Way.WHOLE, reason)
     choice = tuning.choose(question, kept)
@@ -128,6 +140,7 @@ def describe(
     operand_dtype: torch.dtype,
     backend: str,
     kept: Mapping[str, str],
+    stochastic: bool = False,
 ) -> tuple[str, str]:
     """The backend, and in words who multiplies and why, by tokens where it depends; arguments as `select`.
 
@@ -138,7 +151,7 @@ def describe(
         return name, f"{_in_torch(reason).how}; {reason}"
     by_class, open_questions = [], False
     for number in range(len(TOKEN_CLASSES) + 1):
-        question = question_of(accumulator_dtype, operand_dtype, number)
+        question = None if stochastic else question_of(accumulator_dtype, operand_dtype, number)
         if question is not None and question.name not in kept:
             open_questions = True
         elif question is not None:
@@ -189,7 +202,14 @@ def _on_cpu(accumulator: torch.dtype, operand: torch.dtype, way: Way, reason: st
     return Selection("cpu", how, reason, run, multiplier)
 
 
-def _blas(accumulator: Tensor, left: Tensor, right: Tensor, scale: Number, keep: Number) -> None:
+def _blas(
+    accumulator: Tensor,
+    left: Tensor,
+    right: Tensor,
+    scale: Number,
+    keep: Number,
+    noise: Noise | None = None,
+) -> None:
     # The operator reads tensors without a word to the dispatcher; torch's own call costs the host less.
     if isinstance(scale, Tensor) or isinstance(keep, Tensor):
         _native(accumulator, left, right, scale, keep)
@@ -206,18 +226,19 @@ def _native(
     right: Tensor,
     scale: Number,
     keep: Number,
+    noise: Noise | None = None,
     way: int = Way.WHOLE,
 ) -> None:
     if left.shape[0] == 0:
-        matmul_eager.keep_only(accumulator, keep)
+        matmul_eager.keep_only(accumulator, keep, noise)
         return
     operator = torch.ops.fusedacc.gemm_accumulate_.default
-    numbers = *_number(scale), *_number(keep)
+    last = *_number(scale), *_number(keep), way, *(noise or ())
     if torch.is_grad_enabled():
         with torch.no_grad():
-            operator(accumulator, left, right, *numbers, way)
+            operator(accumulator, left, right, *last)
     else:
-        operator(accumulator, left, right, *numbers, way)
+        operator(accumulator, left, right, *last)
     bump_versions([accumulator])
 
 

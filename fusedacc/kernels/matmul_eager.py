@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from . import checks
 from .dtypes import computation_dtype
+from .rounding import Noise, round_into_
 
 #: Elements of a product that are made at a time, where torch cannot add in place.
 PART_ELEMENTS = 1 << 20
@@ -16,10 +18,23 @@ PART_ELEMENTS = 1 << 20
 Number = float | Tensor
 
 
-def accumulate_(accumulator: Tensor, left: Tensor, right: Tensor, scale: Number, keep: Number) -> None:
-    """In place where torch can, else in parts."""
+def accumulate_(
+    accumulator: Tensor,
+    left: Tensor,
+    right: Tensor,
+    scale: Number,
+    keep: Number,
+    noise: Noise | None = None,
+    first: int = 0,
+) -> None:
+    """In place where torch can, else in parts.
+
+    Args:
+        noise: with it, the accumulator is bfloat16 and is rounded stochastically; one stream.
+        first: the number, for the noise, of the accumulator's first element.
+    """
     if left.shape[0] == 0:
-        keep_only(accumulator, keep)
+        keep_only(accumulator, keep, noise, first)
         return
     wide = computation_dtype(accumulator.dtype)
     with torch.no_grad():
@@ -32,43 +47,71 @@ def accumulate_(accumulator: Tensor, left: Tensor, right: Tensor, scale: Number,
                     accumulator, left.t(), right, out_dtype=wide, beta=keep, alpha=scale, out=accumulator
                 )
                 return
-        _by_parts(accumulator, left, right, scale, keep)
+        _by_parts(accumulator, left, right, scale, keep, noise, first)
 
 
-def _by_parts(accumulator: Tensor, left: Tensor, right: Tensor, scale: Number, keep: Number) -> None:
+def _by_parts(
+    accumulator: Tensor,
+    left: Tensor,
+    right: Tensor,
+    scale: Number,
+    keep: Number,
+    noise: Noise | None,
+    first: int,
+) -> None:
     """Parts of the product in the computation's dtype, each added and then dropped."""
     wide = computation_dtype(accumulator.dtype)
     widens = left.dtype != wide and _widens("mm", accumulator, left)
     if not widens:
         right = right.to(wide)
-    step = max(1, PART_ELEMENTS // max(1, accumulator.shape[1]))
-    for start in range(0, accumulator.shape[0], step):
-        columns = left[:, start : start + step].t()
+    for start, part, number in _parts(accumulator, first):
+        columns = left[:, start : start + part.shape[0]].t()
         product = torch.empty(columns.shape[0], right.shape[1], dtype=wide, device=accumulator.device)
         # By out=, which autocast lets be.
         if widens:
             torch.mm(columns, right, out_dtype=wide, out=product)
         else:
             torch.mm(columns.to(wide), right, out=product)
-        _add(accumulator[start : start + step], product, scale, keep)
+        _add(part, product, scale, keep)
+        _write(part, product, noise, number)
+
+
+def _parts(accumulator: Tensor, first: int) -> Iterator[tuple[int, Tensor, int]]:
+    """Rows of it: the number of the part's first row, the part, and the number of its first element."""
+    step = max(1, PART_ELEMENTS // max(1, accumulator.shape[1]))
+    for start in range(0, accumulator.shape[0], step):
+        yield start, accumulator[start : start + step], first + start * accumulator.stride(0)
+
+
+def _write(part: Tensor, value: Tensor, noise: Noise | None, first: int) -> None:
+    """Rounded once to the part's dtype."""
+    if noise is None:
+        part.copy_(value)
+    else:
+        round_into_(part, value, noise.seed, noise.streams[0], first)
 
 
 def _add(part: Tensor, product: Tensor, scale: Number, keep: Number) -> None:
-    """part <- keep * part + scale * product, which is overwritten; rounded once to the part's dtype."""
+    """product <- keep * part + scale * product."""
     product.mul_(scale.to(product.dtype) if isinstance(scale, Tensor) else scale)
     if isinstance(keep, Tensor):
         old = part.to(product.dtype) * keep
         product.add_(old.masked_fill_(keep == 0, 0))
     elif keep != 0:
         product.add_(part, alpha=keep)
-    part.copy_(product)
 
 
-def keep_only(accumulator: Tensor, keep: Number) -> None:
+def keep_only(accumulator: Tensor, keep: Number, noise: Noise | None = None, first: int = 0) -> None:
     """accumulator <- keep * accumulator, and zeros, whatever it held, where keep is 0: what is left to do
-    without tokens."""
+    without tokens. Noise as for `accumulate_`."""
     with torch.no_grad():
-        if isinstance(keep, Tensor):
+        if noise is not None and (isinstance(keep, Tensor) or keep not in (0, 1)):
+            for _, part, number in _parts(accumulator, first):
+                kept = part.float() * keep
+                if isinstance(keep, Tensor):
+                    kept.masked_fill_(keep == 0, 0)
+                _write(part, kept, noise, number)
+        elif isinstance(keep, Tensor):
             accumulator.mul_(keep).masked_fill_(keep == 0, 0)
         elif keep == 0:
             accumulator.zero_()

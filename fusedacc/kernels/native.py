@@ -13,6 +13,7 @@ from torch import Tensor
 from . import library, undispatched
 from .dtypes import PAIRS
 from .registry import Backend, Run
+from .rounding import Noise
 
 _MOST_LISTS = 200
 
@@ -67,10 +68,13 @@ def _accumulate_on_cpu_(
     overwrite: bool | Sequence[bool],
     beta: float | Tensor = 1.0,
     norm_type: float | None = None,
+    noise: Noise | None = None,
 ) -> Tensor | None:
-    found = undispatched.accumulate(accumulators, gradients, scale, overwrite, beta, norm_type, False, False)
+    found = undispatched.accumulate(
+        accumulators, gradients, scale, overwrite, beta, norm_type, False, False, noise
+    )
     if found is False:
-        return _accumulate_(accumulators, gradients, scale, overwrite, beta, norm_type)
+        return _accumulate_(accumulators, gradients, scale, overwrite, beta, norm_type, noise)
     return None if found is True else found
 
 
@@ -81,10 +85,11 @@ def _accumulate_(
     overwrite: bool | Sequence[bool],
     beta: float | Tensor = 1.0,
     norm_type: float | None = None,
+    noise: Noise | None = None,
 ) -> Tensor | None:
     operators = torch.ops.fusedacc
     operator = operators.scale_accumulate_ if norm_type is None else operators.scale_accumulate_norm_
-    return _call(operator.default, accumulators, gradients, scale, overwrite, beta, norm_type)
+    return _call(operator.default, accumulators, gradients, scale, overwrite, beta, norm_type, noise)
 
 
 def _prepare(name: str, accumulators: Sequence[Tensor]) -> Run:
@@ -98,16 +103,17 @@ def _prepare(name: str, accumulators: Sequence[Tensor]) -> Run:
         overwrite: bool | Sequence[bool],
         beta: float | Tensor = 1.0,
         norm_type: float | None = None,
+        noise: Noise | None = None,
     ) -> Tensor | None:
         if quick:
-            found = quick(gradients, scale, overwrite, beta, norm_type)
+            found = quick(gradients, scale, overwrite, beta, norm_type, noise)
             if found is not False:
                 return None if found is True else found
         operators = torch.ops.fusedacc
         operator = (
             operators.accumulate_prepared_ if norm_type is None else operators.accumulate_prepared_norm_
         )
-        return _call(operator.default, plan, gradients, scale, overwrite, beta, norm_type)
+        return _call(operator.default, plan, gradients, scale, overwrite, beta, norm_type, noise)
 
     return run
 
@@ -120,10 +126,13 @@ def _call(
     overwrite: bool | Sequence[bool],
     beta: float | Tensor,
     norm_type: float | None,
+    noise: Noise | None,
 ) -> Tensor | None:
     factors = *as_argument(scale), _flags(overwrite, gradients)
-    # Left to its default of 1 where it is, since each argument takes time.
-    last = () if not isinstance(beta, Tensor) and beta == 1.0 else as_argument(beta)
+    # Left to their defaults where they have these, since each argument takes time.
+    last: tuple[Any, ...] = () if not isinstance(beta, Tensor) and beta == 1.0 else as_argument(beta)
+    if noise is not None:
+        last = *as_argument(beta), *noise
     if norm_type is None:
         return library.call(operator, accumulators, gradients, *factors, *last)
     with torch.no_grad():  # else the result would require a gradient where an argument does
@@ -147,10 +156,16 @@ def _finish_norm(partials: Sequence[Tensor], norm_type: float, dtype: torch.dtyp
 
 
 def _accumulate_rows_(
-    table: Tensor, indices: Tensor, gradients: Tensor, scale: float | Tensor, padding: int, by_frequency: bool
+    table: Tensor,
+    indices: Tensor,
+    gradients: Tensor,
+    scale: float | Tensor,
+    padding: int,
+    by_frequency: bool,
+    noise: Noise | None = None,
 ) -> None:
     operator = torch.ops.fusedacc.accumulate_rows_.default
-    operator(table, indices, gradients, *as_argument(scale), padding, by_frequency)
+    operator(table, indices, gradients, *as_argument(scale), padding, by_frequency, *(noise or ()))
 
 
 def as_argument(value: float | Tensor) -> tuple[Tensor | None, float]:

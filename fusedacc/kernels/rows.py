@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import checks, registry
 from .lists import bump_versions
+from .rounding import Noise
 
 
 def select(table: Tensor, gradient_dtype: torch.dtype, backend: str = "auto") -> registry.Selection:
@@ -36,6 +37,7 @@ def accumulate_rows_(
     padding_idx: int | None = None,
     scale_grad_by_freq: bool = False,
     backend: str = "auto",
+    noise: Noise | None = None,
 ) -> None:
     """table[r] <- table[r] + scale * (the sum of the gradients of row r), for each row that is named.
 
@@ -58,6 +60,7 @@ def accumulate_rows_(
         padding_idx: a row that takes nothing, from -rows to rows - 1, or None.
         scale_grad_by_freq: whether a row takes the mean of its gradients instead of their sum.
         backend: "auto", "cuda", "triton", "cpu" or "eager", as for `functional.scale_accumulate_`.
+        noise: random bits of one stream: rows of bfloat16 are rounded stochastically.
 
     Raises:
         ValueError: there is no such backend.
@@ -70,5 +73,5 @@ def accumulate_rows_(
     fresh = gradients.detach().reshape(flat.shape[0], columns)
     if columns > 1 and fresh.stride(1) != 1:
         fresh = fresh.contiguous()
-    chosen.accumulate_rows_(table, flat, fresh, scale, padding, scale_grad_by_freq)
+    chosen.accumulate_rows_(table, flat, fresh, scale, padding, scale_grad_by_freq, noise)
     bump_versions([table])

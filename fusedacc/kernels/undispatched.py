@@ -18,11 +18,12 @@ def _left_to_the_operator(*arguments: Any) -> bool:
     return False
 
 
-#: (accumulators, gradients, scale, overwrite, beta, norm_type or None, automatic, bumps) -> True, or the
-#: partial norms. `automatic`: refuse where FUSEDACC_BACKEND names a backend; `bumps`: versions too.
+#: (accumulators, gradients, scale, overwrite, beta, norm_type or None, automatic, bumps, noise or None) ->
+#: True, or the partial norms. `automatic`: refuse where FUSEDACC_BACKEND names a backend; `bumps`: versions
+#: too; `noise`: a `rounding.Noise`.
 accumulate: Callable[..., Any] = _left_to_the_operator
-#: (accumulators, owners of versions to bump) -> (gradients, scale, overwrite, beta, norm_type or None), which
-#: does as `accumulate`. The accumulators' memory is not kept alive.
+#: (accumulators, owners of versions to bump) -> (gradients, scale, overwrite, beta, norm_type or None, noise
+#: or None), which does as `accumulate`. The accumulators' memory is not kept alive.
 prepare: Callable[..., Any] = _left_to_the_operator
 #: (tensors, norm_type) -> the partial norms.
 norm_partials: Callable[..., Any] = _left_to_the_operator

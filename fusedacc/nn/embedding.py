@@ -17,6 +17,7 @@ from ..accumulators.in_place import Write
 from ..autograd.capture import Capture
 from ..kernels import native_module
 from ..kernels.checks import ORDINARY_TYPES
+from ..kernels.rounding import Noise
 from ..kernels.rows import accumulate_rows_
 from .patched_forward import PATCHED, PatchedForward, adds
 from .uncompiled import runs_as_written
@@ -83,7 +84,7 @@ def _writer(
 ) -> Write:
     """What adds these gradients to the rows of a sum that are named; it owes nothing then."""
 
-    def write(accumulator: Tensor, scale: float | Tensor, beta: float | Tensor) -> None:
+    def write(accumulator: Tensor, scale: float | Tensor, beta: float | Tensor, noise: Noise | None) -> None:
         accumulate_rows_(
             accumulator,
             indices,
@@ -92,6 +93,7 @@ def _writer(
             padding_idx=padding_idx,
             scale_grad_by_freq=by_frequency,
             backend=backend,
+            noise=noise,
         )
 
     return write

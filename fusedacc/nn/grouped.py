@@ -17,6 +17,7 @@ from ..autograd.capture import Capture
 from ..kernels import grouped
 from ..kernels.checks import GRADIENT_TYPES, ORDINARY_TYPES
 from ..kernels.dtypes import PAIRS
+from ..kernels.rounding import Noise
 from .uncompiled import runs_as_written
 from .weight_sum import WeightSum
 
@@ -24,7 +25,7 @@ from .weight_sum import WeightSum
 multiply = torch._grouped_mm
 
 Number = float | Tensor
-Run = Callable[[Tensor, Tensor, Tensor, Tensor, Number, Number], None]
+Run = Callable[[Tensor, Tensor, Tensor, Tensor, Number, Number, Noise | None], None]
 
 
 class StackedSum(WeightSum):
@@ -41,7 +42,9 @@ class StackedSum(WeightSum):
         if self._chosen is None or self._chosen[0] is not lane:
             device, operand, dtype = lane
             asked, kept = capture.accumulators.backend, capture.accumulators.choices
-            self._chosen = lane, grouped.select(device, dtype, operand, asked, kept=kept).run
+            stochastic = capture.accumulators.noise.rounds(dtype)
+            chosen = grouped.select(device, dtype, operand, asked, kept=kept, stochastic=stochastic)
+            self._chosen = lane, chosen.run
         return self._chosen[1]
 
     def forget_choices(self) -> None:
@@ -82,8 +85,8 @@ class GroupedFunction(torch.autograd.Function):
             of_rows = multiply(gradient, used.transpose(-2, -1) if inward else used, offs=offs)
         left, right = (rows, gradient) if inward else (gradient, rows)
 
-        def write(accumulator: Tensor, scale: float | Tensor, beta: float | Tensor) -> None:
-            ctx.run(accumulator, left, right, offs, scale, beta)
+        def write(accumulator: Tensor, scale: Number, beta: Number, noise: Noise | None) -> None:
+            ctx.run(accumulator, left, right, offs, scale, beta, noise)
 
         if not target.accumulate_in_place(ctx.next_functions[1][0], write, (left, right)):
             of_weight = multiply(left.t(), right, offs=offs)

@@ -19,6 +19,7 @@ from ..kernels import matmul, native_module
 from ..kernels.checks import ORDINARY_TYPES
 from ..kernels.dtypes import PAIRS
 from ..kernels.matmul_ways import class_of
+from ..kernels.rounding import Noise
 from .patched_forward import PATCHED, PatchedForward, adds
 from .uncompiled import runs_as_written
 
@@ -51,7 +52,10 @@ class PatchedLinear(PatchedForward):
         capture = self._capture()
         if known is None and capture is not None and (operand, lane[2]) in PAIRS:
             backend, kept = capture.accumulators.backend, capture.accumulators.choices
-            chosen = matmul.select(lane[0], lane[2], operand, backend, tokens=tokens, kept=kept)
+            stochastic = capture.accumulators.noise.rounds(lane[2])
+            chosen = matmul.select(
+                lane[0], lane[2], operand, backend, tokens=tokens, kept=kept, stochastic=stochastic
+            )
             known = self._products[asked] = chosen.run
             if self._native is not None:
                 self._native.set_multiplier(operand, lane[2], tokens, chosen.multiplier)
@@ -91,8 +95,10 @@ class PatchedLinear(PatchedForward):
         if multiply is None or capture is None or not armed:
             return False
 
-        def write(accumulator: Tensor, scale: float | Tensor, beta: float | Tensor) -> None:
-            multiply(accumulator, left, right, scale, beta)
+        def write(
+            accumulator: Tensor, scale: float | Tensor, beta: float | Tensor, noise: Noise | None
+        ) -> None:
+            multiply(accumulator, left, right, scale, beta, noise)
 
         return self.accumulate_in_place(self.node, write, (left, right))
 
@@ -212,9 +218,11 @@ class LinearFunction(torch.autograd.Function):
         left, right = (inputs, rows) if patched.transposed else (rows, inputs)
         multiply = patched.product(left.dtype, left.shape[0])
 
-        def write(accumulator: Tensor, scale: float | Tensor, beta: float | Tensor) -> None:
+        def write(
+            accumulator: Tensor, scale: float | Tensor, beta: float | Tensor, noise: Noise | None
+        ) -> None:
             assert multiply is not None
-            multiply(accumulator, left, right, scale, beta)
+            multiply(accumulator, left, right, scale, beta, noise)
 
         if multiply is None or not patched.accumulate_in_place(
             ctx.next_functions[1][0], write, (left, right)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..functional import scale_accumulate_
+from ..functional import accumulate_rounded_
+from ..kernels.rounding import Noise
 from .uncompiled import runs_as_written
 from .weight_sum import WeightSum
 
@@ -32,9 +33,11 @@ class SelectedFunction(torch.autograd.Function):
             return None, None, None
         target, index = ctx.target, ctx.index
 
-        def write(accumulator: Tensor, scale: float | Tensor, beta: float | Tensor) -> None:
+        def write(
+            accumulator: Tensor, scale: float | Tensor, beta: float | Tensor, noise: Noise | None
+        ) -> None:
             part, first = accumulator[index], bool(beta == 0)
-            scale_accumulate_([part], [gradient], scale, overwrite=first, backend=target.backend)
+            accumulate_rounded_([part], [gradient], scale, first, target.backend, noise)
 
         if target.accumulate_in_place(ctx.next_functions[0][0], write, (gradient,), part=index):
             return None, None, None

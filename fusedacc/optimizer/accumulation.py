@@ -41,7 +41,7 @@ class Accumulation:
         #: Those that are running, one inside the other.
         self._ignored: list[GraphTask] = []
         self._slots = slots
-        self._grads = accumulators.grads
+        self._grads, self._noise = accumulators.grads, accumulators.noise
         #: Whether a CUDA graph was being captured when the window began.
         self._began_in_graph = False
         #: The stream on which the unit of the accumulators was made, where that is a tensor on a GPU.
@@ -76,6 +76,11 @@ class Accumulation:
                 f"a CUDA graph must hold whole windows: this one has {window.micro_step} of {window.steps} "
                 f"micro-batches {'outside' if inside else 'inside'} the capture, and their count would be "
                 "replayed with it"
+            )
+        if inside and self._noise.seed is not None:
+            raise RuntimeError(
+                "a CUDA graph would replay the random bits that it was captured with, and round every "
+                "window's sums alike; allowed: rounding='nearest', or no capture"
             )
         self._began_in_graph = inside
         task = self._begin_ignored(refresh) if self.ignoring else self._begin_counted()
@@ -215,6 +220,8 @@ class Accumulation:
         window = self.window
         window.micro.ran = True
         window.micro.num_backwards += outermost
+        if outermost:
+            self._noise.end_micro_batch()
         if window.tainted is not None:
             return
         if self.publishes_after(task):

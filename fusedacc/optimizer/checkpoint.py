@@ -29,7 +29,7 @@ from ..distributed import Place
 from ..kernels import tuning
 from . import checkpoint_checks as checks
 from . import ranked_checkpoint
-from .checkpoint_checks import CHOICES, OWN, RANKED_VERSION, VERSION
+from .checkpoint_checks import CHOICES, NOISE, OWN, RANKED_VERSION, VERSION
 from .master_weights import LOW, MasterWeights
 from .pickling import fresh_window
 from .ranked_checkpoint import RANK_COUNTERS, RANK_SUM, SUM, packed, unpacked
@@ -91,6 +91,7 @@ def save(
     own["window"] = window.state() if partial else fresh_window(window.state())
     if accumulators.choices:
         own[CHOICES] = {"processor": tuning.processor(), "ways": dict(accumulators.choices)}
+    own |= {NOISE: noise} if (noise := accumulators.noise.state()) else {}
     if checks.has_torch_form(result):
         own["inner_steps"] = _inner_steps(result["state"])
     slots = _slots_by_index(optimizer, accumulators)
@@ -131,7 +132,7 @@ def _sums(
         own["window"] |= {name: None if weight is None else total for (name, weight), total in pairs}
         unit = window.shards.divisor
     own["sums"] = sum(total is not None for total in sums.values())
-    of_window = {key: value for key, value in own.items() if key != CHOICES}
+    of_window = {key: value for key, value in own.items() if key not in (CHOICES, NOISE)}
     kept: dict[int, dict[str, Tensor]] = {}
     for index, total in sums.items():
         if total is None:
@@ -383,6 +384,7 @@ def load(
     if choices is not None and choices["processor"] == tuning.processor():
         accumulators.choices.clear()
         accumulators.choices.update(choices["ways"])
+    accumulators.noise.restore((parts.own or {}).get(NOISE), accumulators.slots)
     for name, total in parts.sums.items():
         counters = parts.counters[name]
         accumulators.restore(slots[name], total, counters["delivered"], counters.get("owed", 1.0))

@@ -18,7 +18,7 @@ from .window import REDUCTIONS, Window
 
 OWN = "fusedacc"
 #: Under `OWN`: what was found out by trial (see `tuning`), and on which processor.
-CHOICES = "choices"
+CHOICES, NOISE = "choices", "noise"
 VERSION = 2
 #: Of a window that holds micro-batches of many ranks.
 RANKED_VERSION = 3
@@ -126,6 +126,11 @@ def _are_choices(value: Any) -> bool:
     return isinstance(ways, dict) and all(isinstance(name, str) for pair in ways.items() for name in pair)
 
 
+def _is_noise(value: Any) -> bool:
+    names = "seed", "addition", "reduction"
+    return isinstance(value, dict) and all(_is_count(value.get(name)) for name in names)
+
+
 def _check_entries(values: dict[str, Any], rules: Mapping[str, tuple[Callable[[Any], bool], str]]) -> None:
     missing = rules.keys() - values.keys()
     if missing:
@@ -150,6 +155,11 @@ def check_window(own: Any, sums: int, window: Window) -> None:
         raise ValueError(
             f"state_dict[{OWN!r}] is damaged: {CHOICES} is {own[CHOICES]!r}; allowed: a dict of 'processor', "
             "a string, and 'ways', a dict of strings"
+        )
+    if NOISE in own and not _is_noise(own[NOISE]):
+        raise ValueError(
+            f"state_dict[{OWN!r}] is damaged: {NOISE} is {own[NOISE]!r}; allowed: a dict of 'seed', "
+            "'addition' and 'reduction', ints >= 0"
         )
     saved = own["window"]
     _check_entries(saved, _WINDOW)
@@ -212,7 +222,7 @@ def check_copy(counters: Any, own: dict[str, Any], where: str) -> None:
     """Counters that stand in several places must be of the same window."""
     if not isinstance(counters, dict):
         raise ValueError(f"{where} are damaged")
-    compared = own.keys() - {"version", CHOICES}
+    compared = own.keys() - {"version", CHOICES, NOISE}
     of_window, its = ({key: each.get(key) for key in compared} for each in (own, counters))
     if json.dumps(of_window, sort_keys=True) != json.dumps(its, sort_keys=True):
         raise ValueError(f"{where} are of another window")

@@ -48,7 +48,8 @@ def explain(slots: Sequence[Slot], window: Window, accumulators: Accumulators, u
     reasons = list(dict.fromkeys(chosen.why for chosen in routes))
     rows = [tuple(field.name for field in fields(Row))]
     for slot, chosen in zip(slots, routes, strict=True):
-        first, later = _bytes(slot, chosen, window)
+        stochastic = accumulators.noise.rounds(slot.accumulate_dtype)
+        first, later = _bytes(slot, chosen, window, stochastic)
         rows.append(
             astuple(
                 Row(
@@ -73,6 +74,12 @@ def explain(slots: Sequence[Slot], window: Window, accumulators: Accumulators, u
         "the gradient's own write included; rows: only of the rows that were looked up; grouped, later: "
         "only of experts that had rows"
     )
+    rounded = sum(accumulators.noise.rounds(slot.accumulate_dtype) for slot in slots)
+    if rounded:
+        notes.append(
+            f"rounding: the sums of {rounded} parameters are rounded stochastically, up or down by chance "
+            f"(seed {accumulators.noise.seed}), so that they are right on average"
+        )
     kept = sum(slot.keeps_cast for slot in slots)
     if kept:
         notes.append(
@@ -116,14 +123,14 @@ def _in_backward(slot: Slot, accumulators: Accumulators) -> Route:
     """A module of the model adds to the sum inside its backward; two may where they share the weight."""
     device, gradient, accumulator = slot.lane
     asked, names, ways = accumulators.backend, [], []
+    stochastic = accumulators.noise.rounds(accumulator)
+    of_sum: dict[str, Any] = {"kept": accumulators.choices, "stochastic": stochastic}
     if "gemm" in slot.paths:
-        name, how = matmul.describe(device, accumulator, gradient, asked, accumulators.choices)
+        name, how = matmul.describe(device, accumulator, gradient, asked, **of_sum)
         names.append(name)
         ways.append(f"a Linear's product: {how}")
     if "grouped" in slot.paths:
-        name, how = grouped.describe(
-            device, accumulator, gradient, accumulators.backend, accumulators.choices
-        )
+        name, how = grouped.describe(device, accumulator, gradient, asked, **of_sum)
         names.append(name)
         ways.append(f"experts' products, of those that have rows: {how}")
     if "embedding" in slot.paths:
@@ -133,7 +140,7 @@ def _in_backward(slot: Slot, accumulators: Accumulators) -> Route:
     return Route("+".join(sorted(slot.paths, reverse=True)), "+".join(dict.fromkeys(names)), "; ".join(ways))
 
 
-def _bytes(slot: Slot, chosen: Route, window: Window) -> tuple[str, str]:
+def _bytes(slot: Slot, chosen: Route, window: Window, stochastic: bool) -> tuple[str, str]:
     """Bytes per element in the window's first micro-batch and in later ones; "-" where not counted."""
     if chosen.path == "none":
         return "0", "0"
@@ -148,6 +155,7 @@ def _bytes(slot: Slot, chosen: Route, window: Window) -> tuple[str, str]:
         loop = "fusedacc" if chosen.path in ("multi_tensor", "fsdp2") or window.counted else "mixed_add"
     dtypes = slot.param.dtype, slot.param.dtype, slot.accumulate_dtype
     how: dict[str, Any] = {"loop": loop, "scale_is_one": not window.scales, "visible": not window.counted}
+    how["rounding"] = "stochastic" if stochastic else "nearest"
     if window.counted and window.reduction == "mean":
         how["scale"] = 1 / window.steps
     first, later = (

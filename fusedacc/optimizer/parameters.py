@@ -44,6 +44,8 @@ class ParameterSet:
         self.casts: KeptCasts | None = None
         self.without_casts: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self._slot_of: dict[int, Slot] = {}
+        #: Of slots that there ever were.
+        self._count = 0
         self._accepted: set[Lane] = set()
         #: Shared with whoever works on the parameters, and changed in place.
         self.slots: list[Slot] = self._new_slots(range(len(inner.param_groups)), lenient)
@@ -117,7 +119,8 @@ class ParameterSet:
         if lane not in self._accepted and lane[1:] in PAIRS and param.device.type != "meta":
             registry.select(lane[0], lane[2], lane[1], self._backend)
             self._accepted.add(lane)
-        return Slot(param, index, name, dtype)
+        self._count += 1
+        return Slot(param, index, name, dtype, number=self._count - 1)
 
     def add_last_group(self, capture: Capture) -> None:
         """Take in the group that was added last, or take it out of the inner optimizer and raise."""

@@ -13,7 +13,18 @@ from .master_weights import MasterWeights
 from .window import Window
 
 #: What stands beside the wrapper's own attributes.
-NAMES = ("schedule", "reduction", "private", "window", "backend", "masters", "sums", "spent", "choices")
+NAMES = (
+    "schedule",
+    "reduction",
+    "private",
+    "window",
+    "backend",
+    "masters",
+    "sums",
+    "spent",
+    "choices",
+    "noise",
+)
 
 
 def carried(window: Window, accumulators: Accumulators, masters: MasterWeights | None) -> dict[str, Any]:
@@ -36,6 +47,7 @@ def carried(window: Window, accumulators: Accumulators, masters: MasterWeights |
         ],
         "spent": grads.spent,
         "choices": dict(accumulators.choices),
+        "noise": accumulators.noise.state(),
     }
 
 
@@ -48,6 +60,7 @@ def restore(
         if held is not None and held[0] is not None:
             accumulators.restore(slot, *held)
     accumulators.choices.update(kept["choices"] or {})
+    accumulators.noise.restore(kept["noise"], accumulators.slots)
     if kept["spent"]:
         accumulators.grads.note_spent()
     for slot, master in zip(accumulators.slots, kept["masters"] or (), strict=False):

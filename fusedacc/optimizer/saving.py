@@ -100,7 +100,8 @@ class Saving:
         kept = {name: own.pop(name, None) for name in pickling.NAMES}  # an older pickle lacks some
         window = Window(kept["schedule"], kept["reduction"], bool(kept["private"]))
         settings = own.pop("_accumulate_dtype"), kept["backend"], own.pop("_finishing")
-        self._build(own.pop("optimizer"), window, *settings, kept["masters"] is not None, lenient=True)
+        seed, masters = (kept["noise"] or {}).get("seed"), kept["masters"] is not None
+        self._build(own.pop("optimizer"), window, *settings, masters, lenient=True, seed=seed)
         self.__dict__.update(own)
         pickling.restore(kept, window, self._accumulators, self._masters)
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from ..accumulators import Accumulators
 from ..autograd.capture import Capture
 from ..kernels import registry, tuning
+from ..kernels.rounding_arguments import checked_seed
 from ..nn import name_slots
 from . import checkpoint, torch_kernels
 from .accumulation import Accumulation
@@ -49,6 +50,10 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
             over w tokens or samples; "normalized": sum(g) / sum(w), for losses that are sums over w.
         accumulate_dtype: dtype of the sums; None for float32 for bfloat16 and float16 parameters, else the
             parameter's dtype.
+        rounding: "nearest", or "stochastic" for sums of bfloat16 (`accumulate_dtype=torch.bfloat16`): up or
+            down by chance, so that they are right on average where nearest would lose every gradient below
+            1/256 of the sum. Half the memory of float32 sums.
+        seed: of the random bits, 0 to 2**63 - 1; None: `torch.initial_seed()`. One seed, equal bits.
         max_grad_norm: clip the final gradient of each update to this norm; None: do not.
         norm_type: 2.0 or inf.
         skip_nonfinite: drop an update whose gradient holds inf or nan; without waiting for the device where
@@ -93,6 +98,8 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
         *,
         reduction: str | None = None,
         accumulate_dtype: torch.dtype | None = None,
+        rounding: str = "nearest",
+        seed: int | None = None,
         max_grad_norm: float | None = None,
         norm_type: float = 2.0,
         skip_nonfinite: bool = False,
@@ -120,6 +127,12 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
                 "L-BFGS, which evaluates its closure many times per step; allowed: None (the manual loop)"
             )
         registry.requested(backend)
+        seed = checked_seed(rounding, seed)
+        if seed is not None and accumulate_dtype is not torch.bfloat16:
+            raise ValueError(
+                f"rounding={rounding!r} is for sums of torch.bfloat16, and accumulate_dtype is "
+                f"{accumulate_dtype}; allowed: accumulate_dtype=torch.bfloat16, or rounding='nearest'"
+            )
         tuning.fixed_by()
         clipping = check_settings(max_grad_norm, norm_type)
         finishing = (*clipping, bool(skip_nonfinite))
@@ -130,7 +143,8 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
                 "keep_casts=True needs model=, whose modules are to keep the casts of their weights; "
                 "allowed: keep_casts=False, or model=model"
             )
-        self._build(optimizer, window, accumulate_dtype, backend, finishing, bool(master_weights), model)
+        masters = bool(master_weights)
+        self._build(optimizer, window, accumulate_dtype, backend, finishing, masters, model, seed=seed)
         checkpoint.forget_stale(optimizer)
         if model is not None:
             self._parameter_set.replace_in(model, self._capture, bool(keep_casts))
@@ -153,6 +167,7 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
         master_weights: bool,
         model: torch.nn.Module | None = None,
         lenient: bool = False,
+        seed: int | None = None,
     ) -> None:
         self.optimizer = optimizer
         self._accumulate_dtype, self._finishing = accumulate_dtype, finishing
@@ -161,7 +176,7 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
         self._slots = slots = parameters.slots
         if model is not None:
             name_slots(model, slots)
-        self._accumulators = Accumulators(slots, not window.counted, backend)
+        self._accumulators = Accumulators(slots, not window.counted, backend, seed)
         self._masters = MasterWeights(slots, optimizer, backend) if master_weights else None
         self._warn_of_unwritten(optimizer.param_groups, 4)
         self._accumulation = accumulation = Accumulation(slots, window, self._accumulators)

@@ -54,6 +54,7 @@ def bytes_per_micro_batch(
     first: bool = False,
     visible: bool = False,
     scale: float | None = None,
+    rounding: str = "nearest",
 ) -> tuple[Part, ...]:
     """What one micro-batch reads and writes per element of one parameter, the weight-gradient write included.
 
@@ -70,6 +71,8 @@ def bytes_per_micro_batch(
             first gradient that becomes the sum at once then, else the next addition does, unless the sum is
             of 16 bits and would round differently.
         scale: what the pass multiplies by, where it is known: by a power of two bfloat16 rounds nothing.
+        rounding: "nearest", or "stochastic": a sum that is rounded so is best not scaled by itself, and the
+            next addition does it always.
 
     Raises ValueError for an unknown `loop`.
     """
@@ -79,7 +82,10 @@ def bytes_per_micro_batch(
     if loop == "gemm":
         return (Part("weight-gradient product", 0 if first else acc, acc),)
     same_dtype = param_dtype == accumulate_dtype
-    deferred = is_deferrable(1 / 3 if scale is None else scale, accumulate_dtype) and not visible
+    deferrable = rounding == "stochastic" or is_deferrable(
+        1 / 3 if scale is None else scale, accumulate_dtype
+    )
+    deferred = deferrable and not visible
     parts = [Part("weight-gradient write", 0, grad)]
     if grad_dtype != param_dtype:
         parts.append(Part("cast", grad, param))
@@ -113,6 +119,7 @@ def bytes_per_window(
     *,
     loop: str = "fusedacc",
     scale_is_one: bool = False,
+    rounding: str = "nearest",
 ) -> tuple[Part, ...]:
     """`bytes_per_micro_batch` averaged over a window of `steps` micro-batches, the first touch included.
 
@@ -130,6 +137,7 @@ def bytes_per_window(
             scale_is_one=scale_is_one,
             first=first,
             scale=1 / steps,
+            rounding=rounding,
         )
         for part in parts:
             share, old = times / steps, merged.get(part.name, Part(part.name, 0, 0))

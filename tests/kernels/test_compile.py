@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import PAIRS, assert_matches_oracle, copies, random_lists
 from backends import cpu_backends
+from cases import PAIRS, assert_matches_oracle, copies, random_lists
 
 from fusedacc import functional
 

@@ -89,16 +89,17 @@ def rows(gradient, accumulator, kernel, noisy=False, eights=False):
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
-def grouped(operand, accumulator, on_device, precision):
+def grouped(operand, accumulator, on_device, precision, noisy=False, eights=False):
     *blocks, warps = TILES[BYTES[operand]]
     number = "*fp32" if on_device else "fp32"
     types = {"accumulator": "*" + SHORT[accumulator], "left": "*" + SHORT[operand]}
     types |= {"right": "*" + SHORT[operand], "offsets": "*i32", "scale": number, "keep": number}
     numbers = ("rows", "columns", "tokens", "expert_stride", "row_stride", "left_stride", "right_stride")
-    types |= dict.fromkeys(numbers, "i32")
+    types |= dict.fromkeys(numbers, "i32") | {"seed": "i64", "stream": "i64"}
     constants = {"scale_on_device": on_device, "keep_on_device": on_device, "wide": wide(accumulator)}
     constants |= dict(zip(("block_rows", "block_columns", "block_tokens"), blocks), precision=precision)
-    whole = [name for name in types if name not in ("scale", "keep", "tokens")]
+    constants |= {"noisy": noisy, "eights": eights}
+    whole = [name for name in types if name not in ("scale", "keep", "tokens", "seed", "stream")]
     places = [list(types).index(name) for name in whole]
     result = compiled(grouped_accumulate, types, constants, places, {"num_warps": warps})
     return result | {"tile": TILES[BYTES[operand]]}
@@ -152,6 +153,18 @@ def compiled():
     names = [[str(dtype).removeprefix("torch.") for dtype in pair] for pair in PAIRS]
     results = compile_all([["accumulation", *pair] for pair in names])
     return dict(zip(PAIR_IDS, results, strict=True))
+
+
+@pytest.fixture(scope="module")
+def noisy():
+    gradients = ("bfloat16", "float32")
+    wanted = [("accumulation", each, "bfloat16", True) for each in gradients]
+    kinds = [(kernel, eights) for kernel in ("add_runs", "add_long_rows") for eights in (False, True)]
+    wanted += [
+        ("rows", each, "bfloat16", kernel, True, eights) for each in gradients for kernel, eights in kinds
+    ]
+    wanted += [("grouped", each, "bfloat16", False, "ieee", True, True) for each in gradients]
+    return dict(zip(wanted, compile_all(wanted), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -220,6 +233,19 @@ def test_arithmetic_is_one_fma_rounded_to_nearest(pair, dtypes, compiled):
     assert conversions == ({"rn"} if narrow else set())
 
 
+def test_noise_costs_no_access_no_spill_no_exchange(noisy):
+    """Eight elements a thread, whose bits it makes by itself: loads of four steps, stores, loops of one."""
+    for gradient, loads in (("bfloat16", 1), ("float32", 2)):
+        result = noisy["accumulation", gradient, "bfloat16", True]
+        found = re.findall(r"\b(ld|st)\.global\.v4\.b32", result["ptx"])
+        assert found == ["ld"] * 4 * (loads + 1) + ["st"] * 4 + ["ld"] * (loads + 1) + ["st"]
+        assert result["shared"] == 0
+    for (name, gradient, *_), result in noisy.items():
+        grouped = {"bfloat16": MOST_GROUPED_REGISTERS[2], "float32": MOST_GROUPED_REGISTERS[4]}[gradient]
+        uses_nothing_but_registers(result, grouped if name == "grouped" else MOST_REGISTERS)
+        assert ".rn.bf16" not in result["ptx"]
+
+
 @pytest.mark.parametrize("kind", ["2", "inf"])
 @pytest.mark.parametrize("dtype", NORM_DTYPES)
 def test_norms_read_16_bytes_at_a_time(dtype, kind, norms):
@@ -254,6 +280,7 @@ def test_every_kernel_compiles_for_amd():
     names = [[str(dtype).removeprefix("torch.") for dtype in pair] for pair in PAIRS]
     wanted = [["accumulation", *pair] for pair in names]
     wanted += [["rows", *pair, kernel] for pair in names for kernel in ("add_runs", "add_long_rows")]
+    wanted += [["accumulation", "float32", "bfloat16", True]]
     wanted += [["grouped", *pair, False, "ieee"] for pair in names]
     wanted += [["norm", dtype, "2"] for dtype in NORM_DTYPES]
     wanted += [["norm", "float32", "inf"], ["end", "float32", "2"], ["end", "float64", "inf"], ["join", "2"]]

@@ -7,13 +7,20 @@ from torch import Tensor
 
 from .. import launch_events
 from ..dtypes import computation_dtype
+from ..rounding import BLOCK, Noise
 from . import address_table as shared
 
 Number = float | Tensor
 
 
 def grouped_accumulate_(
-    accumulator: Tensor, left: Tensor, right: Tensor, offsets: Tensor, scale: Number, keep: Number
+    accumulator: Tensor,
+    left: Tensor,
+    right: Tensor,
+    offsets: Tensor,
+    scale: Number,
+    keep: Number,
+    noise: Noise | None = None,
 ) -> None:
     """accumulator[e] <- keep * accumulator[e] + scale * left[s_e:t_e]^T right[s_e:t_e] for all experts.
 
@@ -27,6 +34,7 @@ def grouped_accumulate_(
         offsets: int32 [E], on the device: t_e, where the rows of expert e end; s_e is t_(e-1), or 0.
         scale: a number, or a 0-dim floating tensor on the device, read there.
         keep: likewise. Where it is 0, the accumulator is not read, and experts without rows become zeros.
+        noise: with it, the accumulator is bfloat16 and is rounded stochastically; one stream.
 
     Raises:
         RuntimeError: a matrix of the accumulator has gaps in rows and in columns.
@@ -46,6 +54,8 @@ def grouped_accumulate_(
         return
     left, right = (each if _has_whole_rows(each) else each.contiguous() for each in (left, right))
     wide = computation_dtype(accumulator.dtype)
+    seed, stream = (0, 0) if noise is None else (noise.seed, noise.streams[0])
+    aligned = all(stride % BLOCK == 0 for stride in accumulator.stride()[:2])
     with shared.on_device(accumulator.device):
         kernels.grouped_accumulate[(programs,)](
             accumulator.detach(),
@@ -61,6 +71,8 @@ def grouped_accumulate_(
             accumulator.stride(1),
             left.stride(0),
             right.stride(0),
+            seed,
+            stream,
             scale_on_device=isinstance(scale, Tensor) or wide == torch.float64,
             keep_on_device=isinstance(keep, Tensor) or wide == torch.float64,
             wide=shared.triton_dtype(wide),
@@ -68,6 +80,8 @@ def grouped_accumulate_(
             block_rows=block_rows,
             block_columns=block_columns,
             block_tokens=block_tokens,
+            noisy=noise is not None,
+            eights=noise is not None and aligned,
             num_warps=warps,
         )
     if launch_events.watching:

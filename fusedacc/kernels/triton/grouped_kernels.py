@@ -16,7 +16,8 @@ thread; the tensor cores' results are brought into that layout once, at the end.
 import triton
 import triton.language as tl
 
-from .kernels import INTERPRETED, combine, widen
+from .kernels import INTERPRETED, combine, narrow, widen
+from .rounding_kernels import bits_of_blocks, bits_of_elements, round_by
 
 #: Rows and columns of a tile, tokens of a step, and warps, by the bytes of an operand's element. 32 tokens of
 #: 16 bits leave a Hopper multiprocessor as many programs as 16 do, four, with half the barriers. Without
@@ -41,7 +42,7 @@ def tile_of(index, down, across):
     return band * _BAND + inside % height, inside // height
 
 
-@triton.jit(do_not_specialize=["scale", "keep", "tokens"])
+@triton.jit(do_not_specialize=["scale", "keep", "tokens", "seed", "stream"])
 def grouped_accumulate(
     accumulator,
     left,
@@ -56,6 +57,8 @@ def grouped_accumulate(
     row_stride,
     left_stride,
     right_stride,
+    seed: tl.int64,
+    stream: tl.int64,
     scale_on_device: tl.constexpr,
     keep_on_device: tl.constexpr,
     wide: tl.constexpr,
@@ -63,6 +66,8 @@ def grouped_accumulate(
     block_rows: tl.constexpr,
     block_columns: tl.constexpr,
     block_tokens: tl.constexpr,
+    noisy: tl.constexpr,
+    eights: tl.constexpr,
 ):
     """accumulator[e] <- keep * accumulator[e] + scale * left[s_e:t_e]^T right[s_e:t_e], a tile of it.
 
@@ -72,6 +77,8 @@ def grouped_accumulate(
         offsets: where each expert's rows end, and the next one's begin. What is not in [0, tokens] is not
             followed.
         scale, keep: numbers, or pointers to one floating value of any width each.
+        seed, stream: of the random bits, where it is `noisy`: sums, of bfloat16, are rounded stochastically.
+        eights: whether the accumulator's strides are multiples of 8.
     """
     down = tl.cdiv(rows, block_rows)
     across = tl.cdiv(columns, block_columns)
@@ -113,4 +120,14 @@ def grouped_accumulate(
         from_right += step * right_stride
     # Without rows zeros are added, whatever the scale is.
     s = tl.where(begin < end, s, 0.0)
-    tl.store(places, combine(s, product, k, old, adds, old.dtype), mask=inside)
+    total = combine(s, product, k, old, adds)
+    if noisy:
+        numbers = expert.to(tl.int64) * expert_stride + row[:, None].to(tl.int64) * row_stride
+        if eights:
+            block = tl.arange(0, block_columns // 8) + tile_column * (block_columns // 8)
+            bits = bits_of_blocks(seed, stream, (numbers >> 3) + block[None, :], total)
+        else:
+            bits = bits_of_elements(seed, stream, numbers + column[None, :])
+        tl.store(places, round_by(total, bits), mask=inside)
+    else:
+        tl.store(places, narrow(total, old.dtype), mask=inside)

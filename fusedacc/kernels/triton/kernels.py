@@ -58,7 +58,7 @@ def narrow(value, dtype: tl.constexpr):
 
 
 @triton.jit
-def combine_wide(scale, gradient, beta, accumulator, adds):
+def combine(scale, gradient, beta, accumulator, adds):
     """scale * gradient, plus beta * accumulator, rounded, where it adds."""
     wide: tl.constexpr = scale.dtype
     g = widen(gradient, wide)
@@ -68,15 +68,9 @@ def combine_wide(scale, gradient, beta, accumulator, adds):
 
 
 @triton.jit
-def combine(scale, gradient, beta, accumulator, adds, dtype: tl.constexpr):
-    """`combine_wide`, rounded once to `dtype`."""
-    return narrow(combine_wide(scale, gradient, beta, accumulator, adds), dtype)
-
-
-@triton.jit
 def fresh(s, gradient, k, accumulator, adds, seed, stream, first, noisy: tl.constexpr):
     """The sum, rounded to nearest, or as elements from number `first` on, a multiple of 8, are."""
-    value = combine_wide(s, gradient, k, accumulator, adds)
+    value = combine(s, gradient, k, accumulator, adds)
     if noisy:
         return round_by(value, bits_of_row(seed, stream, first, value, True))
     return narrow(value, accumulator.dtype)
@@ -153,14 +147,8 @@ def scale_accumulate(
             number = start + step
             tl.store(to, fresh(s, g0, k, a0, adds, seed, stream, number, noisy))
             tl.store(to + each, fresh(s, g1, k, a1, adds, seed, stream, number + each, noisy))
-            tl.store(
-                to + 2 * each,
-                fresh(s, g2, k, a2, adds, seed, stream, number + 2 * each, noisy),
-            )
-            tl.store(
-                to + 3 * each,
-                fresh(s, g3, k, a3, adds, seed, stream, number + 3 * each, noisy),
-            )
+            tl.store(to + 2 * each, fresh(s, g2, k, a2, adds, seed, stream, number + 2 * each, noisy))
+            tl.store(to + 3 * each, fresh(s, g3, k, a3, adds, seed, stream, number + 3 * each, noisy))
         whole = length // each * each
         for step in range(fours, whole, each):
             to = accumulator16 + tl.multiple_of(step, each) + lanes

@@ -39,7 +39,7 @@ def words(seed, stream, blocks):
 
 @triton.jit
 def bits_of_blocks(seed, stream, blocks, like):
-    """16 random bits for each element of `like`, whose last dimension is these whole blocks."""
+    """16 random bits for each element of `like`, whose last dimension these blocks make up."""
     w0, w1, w2, w3 = words(seed, stream, blocks)
     both = tl.join(tl.join(w0, w2), tl.join(w1, w3))
     return tl.reshape(tl.join(both & 0xFFFF, both >> 16), like.shape)

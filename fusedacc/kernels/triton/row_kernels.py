@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ..constants import ROW_RUN
-from .kernels import combine_wide, narrow, widen
+from .kernels import combine, narrow, widen
 from .rounding_kernels import bits_of_row, round_by
 
 _RUN = tl.constexpr(ROW_RUN)
@@ -64,7 +64,7 @@ def add_to_row(
         sums = sums / number if sums.dtype == tl.float64 else tl.div_rn(sums, number)
     s = tl.load(scale).to(sums.dtype)
     old = tl.load(table + columns, mask=inside)
-    total = combine_wide(s, sums, 1.0, old, True)
+    total = combine(s, sums, 1.0, old, True)
     if noisy:
         new = round_by(total, bits_of_row(seed, stream, first, total, eights))
     else:

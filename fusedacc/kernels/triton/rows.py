@@ -43,7 +43,7 @@ def accumulate_rows_(
     next_power_of_two = 1 << (width - 1).bit_length()
     block = min(max(next_power_of_two, _FEWEST_COLUMNS), _MOST_COLUMNS)
     across = -(-width // block)
-    seed, stream = (0, 0) if noise is None else (noise.seed, *noise.streams)
+    seed, stream = (0, 0) if noise is None else (noise.seed, noise.streams[0])
     rounding = {"noisy": noise is not None, "eights": noise is not None and table.stride(0) % BLOCK == 0}
     common = {"by_frequency": by_frequency, "block": block, "num_warps": shared.kernels().WARPS, **rounding}
     where = table.detach(), table.stride(0), table.shape[0], width, rows

@@ -1,0 +1,145 @@
+"""Which random bits each addition takes, where sums of bfloat16 are rounded stochastically.
+
+Note [Streams]
+Bits depend on the seed, the parameter, the addition, and the element's place in the sum. Additions to a
+parameter are numbered in ascending order, and no number comes twice: whatever writes a sum (a pass, a
+module's product, a native hook, a deferred scale) takes the parameter's next. When a backward has ended, all
+parameters go on from one number above those that were taken, so that this number is all that a checkpoint has
+to carry.
+
+Ranks have seeds of their own: with equal ones the errors of all ranks would be alike, and their mean as large
+as one rank's. What follows a reduction all ranks must do alike: from there to the window's end they take the
+bits of one seed, numbered by the reduction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..kernels.rounding import Noise, stream_of
+from .param import Slot
+
+#: A rank's seed is so much further: odd, so that no two ranks have the same.
+_RANK_STEP = 0x5851F42D4C957F2D
+_MOST = 2**63 - 1
+#: Among the numbers of parameters: of what follows a reduction, and of the reduction's own buckets.
+_SHARED, _BUCKETS = 1 << 31, 3 << 30
+#: Numbers of additions that one reduction has room for.
+_AFTER_REDUCTION = 64
+
+
+class NoiseSource:
+    """Hands out random bits to whoever adds to sums.
+
+    Args:
+        seed: 0 to 2**63 - 1; None: sums are rounded to nearest, and there are no random bits.
+    """
+
+    def __init__(self, seed: int | None) -> None:
+        self.seed, self._rank = seed, 0
+        #: Below it no number is taken any more; one above the highest that was taken.
+        self._floor = self._ceiling = 0
+        #: How many reductions there were; of slots that were written since the last one in this window, how
+        #: often. None: none was in this window.
+        self._reductions = 0
+        self._since: dict[Slot, int] | None = None
+        #: Native code may have added to these slots: it is to say so, and add no more.
+        self.release: Callable[[Slot], None] | None = None
+
+    @property
+    def own_seed(self) -> int:
+        """This rank's seed."""
+        return ((self.seed or 0) + self._rank * _RANK_STEP) & _MOST
+
+    def be_rank(self, rank: int) -> None:
+        """Take the seed of that rank."""
+        self._rank = rank
+
+    def rounds(self, dtype: torch.dtype) -> bool:
+        """Whether sums of this dtype are rounded stochastically."""
+        return self.seed is not None and dtype is torch.bfloat16
+
+    def of(self, slots: Sequence[Slot], dtype: torch.dtype) -> Noise | None:
+        """The bits of one pass over the accumulators of these slots, of one dtype."""
+        if self.seed is None or dtype is not torch.bfloat16:
+            return None
+        release = self.release
+        if release is not None:
+            for slot in slots:
+                release(slot)
+        if self._since is not None:
+            return Noise(self.seed, [self._take_shared(slot, self._since) for slot in slots])
+        return Noise(self.own_seed, [self._take(slot) for slot in slots])
+
+    def of_reduction(self, bucket: int, number: int) -> Noise:
+        """The bits by which what was added up over the ranks is rounded, the same on all ranks."""
+        assert self.seed is not None
+        return Noise(self.seed, [stream_of(_BUCKETS | bucket, number)])
+
+    def begin_reduction(self) -> int:
+        """The number of a reduction over the ranks."""
+        self._reductions += 1
+        return self._reductions
+
+    def end_reduction(self) -> None:
+        """Until the window's end all ranks take the same bits."""
+        self._since = {}
+
+    def end_window(self) -> None:
+        """The sums are used up."""
+        self._since = None
+
+    def next_streams(self, slots: Sequence[Slot]) -> list[int]:
+        """The stream of each slot's next addition, for native code; -1 where it is rounded to nearest.
+
+        It numbers further additions itself, and `added` is to be told of all.
+        """
+        if self.seed is None:
+            return []
+        return [
+            stream_of(slot.number, self._next(slot)) if self.rounds(slot.accumulate_dtype) else -1
+            for slot in slots
+        ]
+
+    def added(self, slots: Sequence[Slot]) -> None:
+        """Native code has added to these slots, to one as often as it is here."""
+        if self.seed is not None:
+            for slot in slots:
+                self._take(slot)
+
+    def end_micro_batch(self) -> None:
+        """All slots go on from one number."""
+        self._floor = self._ceiling
+
+    def state(self) -> dict[str, int] | None:
+        """For a checkpoint: the seed, and the numbers of the next addition and of the last reduction."""
+        if self.seed is None:
+            return None
+        return {"seed": self.seed, "addition": self._ceiling, "reduction": self._reductions}
+
+    def restore(self, state: dict[str, int] | None, slots: Sequence[Slot]) -> None:
+        """Go on from what `state` has returned; nothing where one of the two rounds to nearest.
+
+        slots: all that there are.
+        """
+        if state is None or self.seed is None:
+            return
+        self.seed, self._reductions = state["seed"], state["reduction"]
+        self._floor = self._ceiling = state["addition"]
+        for slot in slots:
+            slot.addition = -1
+
+    def _take_shared(self, slot: Slot, since: dict[Slot, int]) -> int:
+        count = since[slot] = since.get(slot, -1) + 1
+        return stream_of(_SHARED | slot.number, self._reductions * _AFTER_REDUCTION + count)
+
+    def _next(self, slot: Slot) -> int:
+        return max(slot.addition + 1, self._floor)
+
+    def _take(self, slot: Slot) -> int:
+        slot.addition = number = self._next(slot)
+        if number >= self._ceiling:
+            self._ceiling = number + 1
+        return stream_of(slot.number, number)

@@ -1,0 +1,263 @@
+"""Stochastic rounding: its bits, its rule, and what it promises of many sums, by the eager backend."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+import rounding_oracle as oracle
+import torch
+from cases import LAYOUTS, random_tensor
+
+from fusedacc.kernels import matmul_eager, reference, rounding
+from fusedacc.kernels.rounding import Noise, stream_of
+
+BF16, F32 = torch.bfloat16, torch.float32
+ONES = (1 << 32) - 1
+#: Known answers of Random123 for Philox 4x32 of 10 rounds: key, counter, words.
+KNOWN = [
+    ((0, 0), (0, 0, 0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((ONES, ONES), (ONES, ONES, ONES, ONES), (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0xA4093822, 0x299F31D0),
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+MAGNITUDES = {
+    "zero": 0,
+    "smallest subnormal": 1,
+    "subnormal": 0x00012345,
+    "half a subnormal": 0x00008000,
+    "largest subnormal": 0x007FFFFF,
+    "smallest normal": 0x00800000,
+    "one": 0x3F800000,
+    "just above one": 0x3F800001,
+    "just below one": 0x3F7FFFFF,
+    "third": 0x3EAAAAAB,
+    "below the largest": 0x7F7EFFFF,
+    "largest": 0x7F7F0000,
+    "above the largest": 0x7F7F0001,
+    "largest float32": 0x7F7FFFFF,
+    "infinity": 0x7F800000,
+    "signalling nan": 0x7F800001,
+    "nan": 0x7FC00000,
+    "nan of all bits": 0x7FFFFFFF,
+}
+
+
+def values_of(patterns):
+    return torch.tensor([pattern - (pattern >> 31 << 32) for pattern in patterns], dtype=torch.int32).view(
+        F32
+    )
+
+
+@pytest.mark.parametrize(("key", "counter", "words"), KNOWN, ids=["zeros", "ones", "pi"])
+def test_known_answers(key, counter, words):
+    assert oracle.philox(key, counter, 10) == words
+    found = rounding.philox(key[0] | key[1] << 32, tuple(torch.tensor([each]) for each in counter), 10)
+    assert tuple(word.item() for word in found) == words
+
+
+@pytest.mark.parametrize("seed", [0, 1, 0x123456789ABCDEF, (1 << 63) - 1])
+@pytest.mark.parametrize("stream", [0, stream_of(7, 3), stream_of(ONES, (1 << 31) - 1)])
+def test_bits_of_elements(seed, stream):
+    numbers = [*range(20), (1 << 32) - 1, 1 << 32, (1 << 35) - 1, 1 << 35, (1 << 35) + 13, 1 << 50]
+    found = rounding.random_bits(seed, stream, torch.tensor(numbers))
+    assert found.tolist() == [oracle.random_bits(seed, stream, number) for number in numbers]
+    compiled = torch.compile(rounding.random_bits, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(seed, stream, torch.tensor(numbers)), found)
+
+
+@pytest.mark.parametrize("name", MAGNITUDES)
+def test_each_value_by_the_rule(name):
+    for pattern in (MAGNITUDES[name], MAGNITUDES[name] | 1 << 31):
+        for bits in (0, 1, 0x1234, 0x7FFF, 0x8000, 0xFFFE, 0xFFFF):
+            found = rounding.rounded(values_of([pattern]), torch.tensor([bits]))
+            assert oracle.patterns(found) == [oracle.rounded(pattern, bits)], (hex(pattern), hex(bits))
+
+
+def test_what_bfloat16_holds_stays():
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(BF16)
+    every = every[~every.isnan()]
+    for seed in range(3):
+        result = torch.empty_like(every)
+        rounding.round_into_(result, every.float(), seed, 1)
+        assert torch.equal(result.view(torch.int16), every.view(torch.int16))
+
+
+def test_nothing_finite_becomes_infinite():
+    values = torch.full((64,), torch.finfo(F32).max)
+    result = torch.empty(64, dtype=BF16)
+    rounding.round_into_(result, torch.cat([values[:32], -values[:32]]), 0, 0)
+    assert result.abs().eq(torch.finfo(BF16).max).all()
+    assert torch.equal(result[:32], -result[32:])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("piece", [1 << 17, 10, 1])
+@pytest.mark.parametrize("shape", [(), (0, 3), (13,), (3, 5, 4)], ids=str)
+def test_every_layout_in_pieces(layout, piece, shape, monkeypatch, generator):
+    monkeypatch.setattr(rounding, "PIECE_ELEMENTS", piece)
+    value = random_tensor(shape, F32, generator)
+    target = random_tensor(shape, BF16, generator, layout)
+    for first in (0, 3, 1 << 35):
+        rounding.round_into_(target, value, 5, 6, first)
+        assert oracle.patterns(target) == oracle.expected(value, target, 5, 6, first)
+
+
+def test_offsets_are_places_in_memory():
+    room = torch.arange(60).view(3, 4, 5)
+    for view in (room, room.mT, room[1:, ::2, 1:], room[0, 0, 0], room[:, :0]):
+        places = view - view.flatten()[0] if view.numel() else view
+        assert torch.equal(rounding.offsets(view), places)
+
+
+def test_streams_of_parameters_and_additions():
+    assert stream_of(5, 0) == 5
+    assert stream_of(ONES, (1 << 31) - 1) == (1 << 63) - 1
+    for wrong in ((-1, 0), (1 << 32, 0)):
+        with pytest.raises(ValueError, match=r"parameter is -?\d+; allowed: 0 to 4294967295"):
+            stream_of(*wrong)
+    for wrong in ((0, -1), (0, 1 << 31)):
+        with pytest.raises(ValueError, match=r"addition is -?\d+; allowed: 0 to 2147483647"):
+            stream_of(*wrong)
+
+
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX"), reason="no fused multiply-add here"
+)
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("on_device", [False, True], ids=["numbers", "tensors"])
+@pytest.mark.parametrize("flags", [False, True, [True, False]], ids=str)
+def test_sums_are_those_of_float32_rounded_once(dtype, on_device, flags, generator):
+    """Of 8 bits each, so that float64 holds products and sums."""
+    accumulators = [random_tensor(shape, BF16, generator) for shape in ((40,), (6, 7))]
+    gradients = [random_tensor(each.shape, BF16, generator).to(dtype) for each in accumulators]
+    numbers = [torch.tensor(value) for value in (0.3, 0.7)]
+    scale, beta = numbers if on_device else [number.item() for number in numbers]
+    results = [each.clone() for each in accumulators]
+    norms = reference.scale_accumulate_(results, gradients, scale, flags, beta, 2.0, Noise(9, [4, 1 << 40]))
+    assert norms.shape == (2,)
+    streams = (4, 1 << 40)
+    for index, (result, before, gradient) in enumerate(zip(results, accumulators, gradients, strict=True)):
+        product = gradient.double() * numbers[0]
+        if flags is False or (flags is not True and not flags[index]):
+            product += (before.float() * numbers[1]).double()
+        assert oracle.patterns(result) == oracle.expected(product.float(), result, 9, streams[index])
+        assert norms[index] == torch.linalg.vector_norm(result.double())
+
+
+def test_rows_are_rounded_at_their_place_in_the_table(generator):
+    """Rows named several times, one that takes nothing, and gaps between rows."""
+    table = random_tensor((6, 9), BF16, generator)[:, :5]
+    indices = torch.tensor([4, 0, 4, 2, 4, 0])
+    gradients = random_tensor((6, 5), BF16, generator)
+    before = table.clone()
+    reference.accumulate_rows_(table, indices, gradients, 0.25, 2, False, Noise(3, [8]))
+    total = before.float()
+    total.index_add_(0, indices, gradients.float() * 0.25)
+    total[2] = before[2]
+    assert oracle.patterns(table) == oracle.expected(total, table, 3, 8)
+
+
+def test_many_small_additions_are_kept_on_average():
+    """4,096 times 2**-10 to 1.0, an eighth of a unit there: lost where it is rounded to nearest."""
+    small = torch.full((4096,), 2.0**-10, dtype=BF16)
+    noisy, nearest = torch.ones(4096, dtype=BF16), torch.ones(4096, dtype=BF16)
+    for addition in range(4096):
+        noise = Noise(1, [stream_of(0, addition)])
+        reference.scale_accumulate_([noisy], [small], 1.0, False, noise=noise)
+        reference.scale_accumulate_([nearest], [small], 1.0, False)
+    assert nearest.eq(1).all()
+    mean, deviation = noisy.double().mean(), noisy.double().std()
+    assert abs(mean - 5) < 4 * deviation / 64
+    # By the theory, p (1 - p) unit**2 for each addition, in the three binades on the way.
+    binades = [(1024, 2.0**-7), (2048, 2.0**-6), (1024, 2.0**-5)]
+    variance = sum(count * (2.0**-10 / unit) * (1 - 2.0**-10 / unit) * unit**2 for count, unit in binades)
+    assert deviation**2 == pytest.approx(variance, rel=0.15)
+
+
+@pytest.mark.parametrize("share", [1 / 64, 0.25, 0.5, 0.9])
+def test_mean_and_variance_of_one_addition(share):
+    count, unit = 1 << 18, 2.0**-7
+    result = torch.empty(count, dtype=BF16)
+    rounding.round_into_(result, torch.full((count,), 1 + share * unit), 2, 0)
+    upper = result.double().sub(1).div(unit)
+    assert set(upper.unique().tolist()) == {0.0, 1.0}
+    error = (share * (1 - share) / count) ** 0.5
+    assert abs(upper.mean() - share) < 5 * error
+    assert upper.var() == pytest.approx(share * (1 - share), rel=0.05)
+
+
+def deviations(bins):
+    """How many standard deviations chi-square of 256 bins is from its mean."""
+    counts = torch.bincount(bins, minlength=256).double()
+    mean = bins.numel() / 256
+    return abs(((counts - mean) ** 2 / mean).sum().item() - 255) / (2 * 255) ** 0.5
+
+
+PAIRED = [
+    "next element",
+    "next but one",
+    "next block",
+    "next parameter",
+    "next addition",
+    "next seed",
+    "far seed",
+]
+
+
+@pytest.fixture(scope="module")
+def samples():
+    """Bits of 2**18 elements, "", and what must be independent of them."""
+    numbers = torch.arange((1 << 18) + 8)
+    found = rounding.random_bits(11, stream_of(3, 5), numbers)
+    others = (
+        (11, stream_of(4, 5)),
+        (11, stream_of(3, 6)),
+        (12, stream_of(3, 5)),
+        (11 | 1 << 32, stream_of(3, 5)),
+    )
+    shifted = [found[by:] for by in (1, 2, 8)]
+    shifted += [rounding.random_bits(seed, stream, numbers) for seed, stream in others]
+    return {name: bits[: 1 << 18] for name, bits in zip(["", *PAIRED], [found, *shifted], strict=True)}
+
+
+def test_bytes_are_uniform(samples):
+    assert deviations(samples[""] >> 8) < 5
+    assert deviations(samples[""] & 0xFF) < 5
+
+
+@pytest.mark.parametrize("name", PAIRED)
+@pytest.mark.parametrize("shift", [0, 4, 12])
+def test_neighbours_are_independent(name, shift, samples):
+    one, other = (samples[each] >> shift & 15 for each in ("", name))
+    assert deviations(one * 16 + other) < 5
+    assert (samples[""] == samples[name]).sum() < 40  # 4 are expected
+
+
+def test_the_oracle_knows_its_numbers():
+    for value, bits, wanted in (
+        (1.0, 0xFFFF, 0x3F80),
+        (1 + 2.0**-8, 0x7FFF, 0x3F80),
+        (-1 - 2.0**-8, 0x8000, 0xBF81),
+    ):
+        (pattern,) = struct.unpack("<I", struct.pack("<f", value))
+        assert oracle.rounded(pattern, bits) == wanted
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("tokens", [0, 7])
+@pytest.mark.parametrize("keep", [1.0, 0.0, 0.75, torch.tensor(0.75), torch.tensor(0.0)], ids=str)
+def test_products_are_rounded_once(dtype, layout, tokens, keep, monkeypatch, generator):
+    """In parts, of small whole numbers, whose sums are exact; so is what is kept without tokens."""
+    monkeypatch.setattr(matmul_eager, "PART_ELEMENTS", 16)
+    accumulator = random_tensor((9, 6), BF16, generator, layout)
+    left, right = (torch.randint(-8, 9, (tokens, size), generator=generator).to(dtype) for size in (9, 6))
+    total = accumulator.float() * keep if keep else torch.zeros(9, 6)
+    if tokens:
+        total += left.float().t() @ right.float() * 0.125
+    matmul_eager.accumulate_(accumulator, left, right, 0.125, keep, Noise(4, [2]), 11)
+    assert oracle.patterns(accumulator) == oracle.expected(total, accumulator, 4, 2, 11)

@@ -1,0 +1,158 @@
+"""Stochastic rounding by the Triton backend: the eager backend's bits.
+
+Scales are powers of two and gradients short, since the interpreter's multiply-add rounds the product too.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import rounding_oracle as oracle
+import torch
+from cases import LAYOUTS, copies, random_tensor
+from grouped_cases import offsets_of
+from row_cases import TABLES, lay_out, random_indices
+
+from fusedacc.kernels import grouped_eager, reference, registry
+from fusedacc.kernels.rounding import Noise, stream_of
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PROBLEM = registry.obstacle("triton", torch.device(DEVICE), torch.bfloat16, torch.float32)
+if PROBLEM is not None:
+    pytest.skip(f"the triton backend cannot run here: {PROBLEM}", allow_module_level=True)
+
+from fusedacc.kernels.triton import backend, grouped, kernels  # noqa: E402
+
+BF16, F32 = torch.bfloat16, torch.float32
+SEED = 0x123456789ABCDEF
+
+
+def noise_for(count, addition=3):
+    return Noise(SEED, [stream_of(100 - index, addition) for index in range(count)])
+
+
+def like(tensor):
+    """Equal values in equal strides, from a place that is aligned alike."""
+    shift = tensor.storage_offset()
+    room = torch.zeros(shift + tensor.untyped_storage().nbytes() // 2, dtype=tensor.dtype, device=DEVICE)
+    return room.as_strided(tensor.shape, tensor.stride(), shift).copy_(tensor)
+
+
+def number(value, on_device):
+    return torch.tensor(value, device=DEVICE) if on_device else value
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("on_device", [False, True], ids=["numbers", "tensors"])
+def test_the_eager_backend_s_bits(layout, dtype, on_device, generator):
+    """Sizes around steps and chunks, overwritten or not."""
+    step, chunk = 8 * 32 * kernels.WARPS, kernels.CHUNK
+    shapes = [(), (1,), (7,), (9,), (step - 1,), (4 * step + 3,), (chunk + 5 * step + 9,), (3, 5, 7), (0, 3)]
+    accumulators = [random_tensor(shape, BF16, generator, layout) for shape in shapes]
+    gradients = [random_tensor(shape, BF16, generator).to(DEVICE, dtype) for shape in shapes]
+    flags = [index % 3 == 1 for index in range(len(shapes))]
+    noise = noise_for(len(shapes))
+    for scale, beta in ((1.0, 1.0), (0.5, 0.25)):
+        factors = number(scale, on_device), number(beta, on_device)
+        expected, results = ([like(each) for each in accumulators] for _ in range(2))
+        norms = reference.scale_accumulate_(expected, gradients, factors[0], flags, factors[1], 2.0, noise)
+        found = backend.triton.accumulate_(results, gradients, factors[0], flags, factors[1], 2.0, noise)
+        assert all(map(torch.equal, results, expected))
+        assert torch.linalg.vector_norm(found) == pytest.approx(torch.linalg.vector_norm(norms).item())
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+def test_each_value_by_the_rule():
+    """Overwritten by every kind of float32: all exponents, subnormal numbers, infinities and nan."""
+    bits = torch.arange(-(2**15), 2**15, 3, dtype=torch.int64).mul(2**16)
+    patterns = torch.cat([bits + low for low in (0, 1, 0x7FFF, 0x8000, 0xFFFF)]).to(torch.int32)
+    values = patterns.view(F32)
+    values = values[~values.isnan()]  # a device's product gives any nan
+    result = torch.empty_like(values, dtype=BF16, device=DEVICE)
+    backend.triton.accumulate_([result], [values.to(DEVICE)], 1.0, True, noise=noise_for(1))
+    expected = torch.empty_like(values, dtype=BF16)
+    reference.scale_accumulate_([expected], [values], 1.0, True, noise=noise_for(1))
+    assert torch.equal(result.cpu().view(torch.int16), expected.view(torch.int16))
+    nan = torch.full((9,), torch.nan, device=DEVICE)
+    backend.triton.accumulate_([result[:9]], [nan], 1.0, False, noise=noise_for(1))
+    assert result[:9].isnan().all()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+def test_a_plan_takes_other_noise_each_time(generator):
+    shapes = [(300,), (5, 4)]
+    accumulators = [random_tensor(shape, BF16, generator, device=DEVICE) for shape in shapes]
+    gradients = [random_tensor(shape, BF16, generator, device=DEVICE) for shape in shapes]
+    before, seen = copies(accumulators), []
+    run = backend.triton.prepare(accumulators)
+    for noise in (noise_for(2), noise_for(2, 4), Noise(SEED + 1, noise_for(2).streams), None, noise_for(2)):
+        expected = copies(before)
+        for accumulator, values in zip(accumulators, before, strict=True):
+            accumulator.copy_(values)
+        run(gradients, 0.125, False, noise=noise)
+        reference.scale_accumulate_(expected, gradients, 0.125, False, noise=noise)
+        assert all(map(torch.equal, accumulators, expected))
+        seen.append(accumulators[0].clone())
+    assert torch.equal(seen[0], seen[-1])
+    assert not any(torch.equal(one, other) for one, other in pairwise(seen))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+@pytest.mark.parametrize("layout", TABLES)
+@pytest.mark.parametrize("columns", [1, 24, 33, 1030])
+@pytest.mark.parametrize("by_frequency", [False, True], ids=["sum", "mean"])
+def test_rows(layout, columns, by_frequency, generator):
+    """Rows of one run and of several; blocks of eight elements begin with a row, or do not."""
+    indices = random_indices((150,), 6, "mixed", generator)
+    matrix = random_tensor((6, columns), BF16, generator, device=DEVICE)
+    gradients = random_tensor((150, columns), BF16, generator, device=DEVICE)
+    results = []
+    for rows in (reference.accumulate_rows_, backend.triton.accumulate_rows_):
+        table = lay_out(matrix, layout)
+        rows(table, indices.to(DEVICE), gradients, 0.5, 3, by_frequency, noise_for(1))
+        results.append(table)
+    assert torch.equal(*results)
+    # What was named once is known exactly.
+    table = lay_out(matrix, layout)
+    backend.triton.accumulate_rows_(
+        table, torch.tensor([4, 1], device=DEVICE), gradients[:2], 1.0, -1, False, Noise(1, [2])
+    )
+    total = matrix.float()
+    total[[4, 1]] += gradients[:2].float()
+    assert oracle.patterns(table) == oracle.expected(total, table, 1, 2)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "apart"])
+@pytest.mark.parametrize("shape", [(66, 72), (20, 33)], ids=str)
+@pytest.mark.parametrize("on_device", [False, True], ids=["numbers", "tensors"])
+def test_products_of_groups(dtype, layout, shape, on_device, generator):
+    """Of small whole numbers, whose sums are exact in any order; one expert has no rows."""
+    rows, columns = shape
+    matrices = random_tensor((3, rows, columns), BF16, generator, device=DEVICE)
+    left, right = (
+        torch.randint(-8, 9, (50, size), generator=generator).to(DEVICE, dtype) for size in (rows, columns)
+    )
+    ends = offsets_of((20, 0, 30), DEVICE)
+    products = torch.stack(
+        [left[a:b].float().t() @ right[a:b].float() for a, b in ((0, 20), (20, 20), (20, 50))]
+    )
+    for scale, keep in ((1.0, 1.0), (0.0625, 0.5), (0.0625, 0.0)):
+        expected = None
+        for accumulate_ in (grouped_eager.accumulate_, grouped.grouped_accumulate_):
+            if layout == "transposed":
+                sums = matrices.mT.contiguous().mT
+            else:
+                room = torch.cat([matrices] * 2, dim=2) if layout == "apart" else matrices.clone()
+                sums = room[:, :, :columns]
+            factors = number(scale, on_device), number(keep, on_device)
+            accumulate_(sums, left, right, ends, *factors, noise_for(1))
+            expected = sums if expected is None else expected
+            assert torch.equal(sums, expected)
+        total = (products * scale + matrices.float() * keep)[:, :3, :5]
+        found = expected[:, :3, :5]
+        assert oracle.patterns(found) == oracle.expected(total, found, SEED, noise_for(1).streams[0])
