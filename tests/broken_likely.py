@@ -51,8 +51,8 @@ BREAKS = (
     Mutant(
         "a prepared list forgets its deferred scale",
         "fusedacc/accumulators",
-        "self.run(gradients, scale, False, beta, norm_type)",
-        "self.run(gradients, scale, False, 1.0, norm_type)",
+        "self.run(gradients, scale, False, beta, norm_type, noise)",
+        "self.run(gradients, scale, False, 1.0, norm_type, noise)",
         "tests/accumulators/test_deferred_scale.py tests/accumulators/test_plan_cache.py",
     ),
     Mutant(
