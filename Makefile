@@ -1,6 +1,6 @@
 # `make help` lists the targets. SYSTEM_PYTHON=1 uses the current interpreter: no virtual environment, no network.
 .DEFAULT_GOAL := help
-.PHONY: help build demo test test-full test-mutants test-integrations lint format wheel test-versions bench bench-full bench-integrations bench-machines figures memory-figures clean
+.PHONY: help build demo test test-full test-mutants test-integrations lint format wheel test-versions bench bench-full bench-integrations bench-machines figures memory-figures rounding-figures clean
 
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
 
@@ -127,6 +127,9 @@ figures: $(BUILT)  ## the newest results as plots in docs/figures, tables in doc
 
 memory-figures: $(BUILT)  ## the plots and tables of docs/memory.md from the newest rows of benchmarks/results/memory.csv
 	$(PYTHON) -m benchmarks.report.memory_charts
+
+rounding-figures: $(BUILT)  ## the plots and tables of docs/rounding.md from the newest rows of benchmarks/results/rounding.csv
+	$(PYTHON) -m benchmarks.report.rounding_charts
 
 clean:  ## remove everything the other targets made
 	rm -rf .venv .venv-integrations build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

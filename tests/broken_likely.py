@@ -261,8 +261,8 @@ BREAKS = (
     Mutant(
         "a long row's mean is that of its last run",
         "fusedacc/kernels",
-        "        end - begin,\n",
-        "        end - begin - _RUN,\n",
+        "end - begin,",
+        "end - begin - _RUN,",
         "tests/kernels/test_rows.py",
     ),
     Mutant(

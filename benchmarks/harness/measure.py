@@ -133,6 +133,6 @@ def counted(run: Callable[[], object], parameters: Any = None) -> TrafficMeter:
     return meter
 
 
-def progress(items: Iterable, what: str, unit: str) -> Iterable:
-    """A bar on standard error, gone when it is done."""
-    return tqdm(items, desc=what, unit=unit, dynamic_ncols=True, leave=False)
+def progress(items: Iterable, what: str, unit: str, total: int | None = None) -> Iterable:
+    """A bar on standard error, gone when it is done. `total`: how many there are of what has no length."""
+    return tqdm(items, desc=what, unit=unit, total=total, dynamic_ncols=True, leave=False)

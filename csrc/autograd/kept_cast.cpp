@@ -15,7 +15,7 @@ class CastFunction : public torch::autograd::Function<CastFunction> {
     return kept.detach();
   }
 
-  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+  static variable_list backward(AutogradContext*, const variable_list& gradients) {
     return {gradients[0], at::Tensor()};  // autograd casts it
   }
 };

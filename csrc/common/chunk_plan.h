@@ -4,6 +4,7 @@
 // into equal parts.
 #pragma once
 
+#include <cassert>
 #include <cstddef>
 #include <cstdint>
 #include <utility>
@@ -155,6 +156,21 @@ struct StridedBatch : FlatBatch<capacity> {
       gradient_strides[first + d] = layout->gradient_strides[d];
     }
     first_dim[this->count] = first + layout->dims;
+    return true;
+  }
+};
+
+// A batch of sums that are rounded stochastically. A tensor's elements are numbered from its first one on.
+template <typename Batch>
+struct WithStreams : Batch {
+  uint64_t seed;
+  uint64_t streams[Batch::kCapacity];
+
+  bool push(const Task& task, const StridedLayout* layout, int64_t chunk) {
+    const int32_t at = this->count;
+    if (!Batch::push(task, layout, chunk)) return false;
+    assert(task.first_number == 0);
+    streams[at] = task.stream;
     return true;
   }
 };

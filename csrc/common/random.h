@@ -39,6 +39,7 @@ struct Words {
 FUSEDACC_INLINE Words philox(const Noise& noise, uint64_t block) {
   uint32_t a = static_cast<uint32_t>(block), b = static_cast<uint32_t>(block >> 32);
   uint32_t c = static_cast<uint32_t>(noise.stream), d = static_cast<uint32_t>(noise.stream >> 32);
+  constexpr uint32_t kX = kWeyl[0], kY = kWeyl[1];  // device code has no such arrays
   uint32_t x = static_cast<uint32_t>(noise.seed), y = static_cast<uint32_t>(noise.seed >> 32);
 #if defined(__CUDA_ARCH__)
 #pragma unroll
@@ -50,15 +51,17 @@ FUSEDACC_INLINE Words philox(const Noise& noise, uint64_t block) {
     b = static_cast<uint32_t>(q);
     c = static_cast<uint32_t>(p >> 32) ^ d ^ y;
     d = static_cast<uint32_t>(p);
-    x += kWeyl[0];
-    y += kWeyl[1];
+    x += kX;
+    y += kY;
   }
   return {{a, b, c, d}};
 }
 
-// The 16 bits of one of a counter's elements.
+// The 16 bits of one of a counter's elements. By selects: a GPU has no registers that can be indexed.
 FUSEDACC_INLINE uint32_t bits_of(const Words& words, int32_t element) {
-  return words.values[element >> 1] >> (element & 1 ? 16 : 0) & 0xffffu;
+  const uint32_t* values = words.values;
+  const uint32_t lower = element & 2 ? values[1] : values[0], upper = element & 2 ? values[3] : values[2];
+  return (element & 4 ? upper : lower) >> (element & 1 ? 16 : 0) & 0xffffu;
 }
 
 // Those of the element that is `offset` further.

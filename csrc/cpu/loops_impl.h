@@ -78,10 +78,14 @@ inline CounterWords times(CounterWords words, uint32_t by) {
 // Upper halves in the place of lower ones, by a shuffle: other units do it than those that multiply and
 // shift.
 inline CounterWords upper(CounterWords words) {
+#if defined(__clang__)
+  return words >> 32;  // of which it makes what it likes
+#else
   using Halves = uint32_t __attribute__((vector_size(kCounterBytes)));
   Halves order;
   for (int64_t i = 0; i < 2 * kCounters; ++i) order[i] = static_cast<uint32_t>(i | 1);
   return reinterpret_cast<CounterWords>(__builtin_shuffle(reinterpret_cast<Halves>(words), order));
+#endif
 }
 
 // What a call of make_bits() makes is a multiple of this.

@@ -18,11 +18,13 @@ __global__ void __launch_bounds__(kThreads) strided_kernel(const __grid_constant
 }
 
 template <int32_t pair>
-void launch_pair(const Work& work, const Factors& factors, const Need& need, bool strided,
+void launch_pair(const Work& work, const Factors& factors, uint64_t seed, const Need& need, bool strided,
                  cudaStream_t stream) {
+  constexpr bool stochastic = PairKernels<pair>::Functor::kStochastic;
   const auto fill = [&](auto& batch, auto kernel) {
     using Batch = std::decay_t<decltype(batch)>;
     batch.factors = factors;
+    if constexpr (stochastic) batch.seed = seed;
     batch.chunk = launch_chunk(work.elements);
     for_each_batch(work, pair, strided, batch, [&](const Batch& full, int64_t chunks) {
       kernel<<<static_cast<uint32_t>(chunks), kThreads, 0, stream>>>(full);
@@ -30,21 +32,21 @@ void launch_pair(const Work& work, const Factors& factors, const Need& need, boo
     });
   };
   if (strided) {
-    with_batch<StridedBatchOf, kFewBytes, kArgumentBytes>(
+    with_batch<Batches<stochastic, false>::template Strided, kFewBytes, kArgumentBytes>(
         need, [&](auto& batch) { fill(batch, strided_kernel<pair, std::decay_t<decltype(batch)>>); });
   } else {
-    with_batch<FlatBatchOf, kFewBytes, kSomeBytes, kArgumentBytes>(
+    with_batch<Batches<stochastic, false>::template Flat, kFewBytes, kSomeBytes, kArgumentBytes>(
         need, [&](auto& batch) { fill(batch, flat_kernel<pair, std::decay_t<decltype(batch)>>); });
   }
 }
 
 }  // namespace
 
-void launch(const Work& work, const Factors& factors, int32_t device_index, void* stream) {
+void launch(const Work& work, const Factors& factors, uint64_t seed, int32_t device_index, void* stream) {
   if (work.tasks.empty()) return;
   const DeviceGuard guard(device_index);
   for_each_kind(work, [&](auto pair, const Need& need, bool strided) {
-    launch_pair<pair>(work, factors, need, strided, static_cast<cudaStream_t>(stream));
+    launch_pair<pair>(work, factors, seed, need, strided, static_cast<cudaStream_t>(stream));
   });
 }
 

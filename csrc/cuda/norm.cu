@@ -33,11 +33,13 @@ __global__ void __launch_bounds__(kFinishThreads) finish_norm_kernel(const __gri
 }
 
 template <int32_t pair, NormKind kind, bool reads>
-void launch_pair(const Work& work, const Factors& factors, double* partials, const Need& need, bool strided,
-                 cudaStream_t stream) {
+void launch_pair(const Work& work, const Factors& factors, uint64_t seed, double* partials, const Need& need,
+                 bool strided, cudaStream_t stream) {
+  constexpr bool stochastic = PairKernels<pair>::Functor::kStochastic;
   const auto fill = [&](auto& batch, auto kernel) {
     using Batch = std::decay_t<decltype(batch)>;
     batch.factors = factors;
+    if constexpr (stochastic) batch.seed = seed;
     batch.partials = partials;
     for_each_batch(work, pair, strided, batch, [&](const Batch& full, int64_t chunks) {
       kernel<<<static_cast<uint32_t>(chunks), kThreads, 0, stream>>>(full);
@@ -45,38 +47,38 @@ void launch_pair(const Work& work, const Factors& factors, double* partials, con
     });
   };
   if (strided) {
-    with_batch<StridedNormBatchOf, kArgumentBytes>(need, [&](auto& batch) {
+    with_batch<Batches<stochastic, true>::template Strided, kArgumentBytes>(need, [&](auto& batch) {
       fill(batch, strided_norm_kernel<pair, kind, reads, std::decay_t<decltype(batch)>>);
     });
   } else {
-    with_batch<FlatNormBatchOf, kFewBytes, kArgumentBytes>(need, [&](auto& batch) {
+    with_batch<Batches<stochastic, true>::template Flat, kFewBytes, kArgumentBytes>(need, [&](auto& batch) {
       fill(batch, flat_norm_kernel<pair, kind, reads, std::decay_t<decltype(batch)>>);
     });
   }
 }
 
 template <int32_t pair>
-void launch_kind(const Work& work, const Factors& factors, const NormRequest& norm, const Need& need,
-                 bool strided, cudaStream_t stream) {
+void launch_kind(const Work& work, const Factors& factors, uint64_t seed, const NormRequest& norm,
+                 const Need& need, bool strided, cudaStream_t stream) {
   constexpr NormKind two = NormKind::kTwo, infinity = NormKind::kInfinity;
   const bool is_two = norm.kind == two;
   if (!norm.reads) {
     (is_two ? launch_pair<pair, two, false>
-            : launch_pair<pair, infinity, false>)(work, factors, norm.partials, need, strided, stream);
+            : launch_pair<pair, infinity, false>)(work, factors, seed, norm.partials, need, strided, stream);
   } else if constexpr (kPairs[pair].gradient == kPairs[pair].accumulator) {
-    (is_two ? launch_pair<pair, two, true> : launch_pair<pair, infinity, true>)(work, factors, norm.partials,
-                                                                                need, strided, stream);
+    (is_two ? launch_pair<pair, two, true>
+            : launch_pair<pair, infinity, true>)(work, factors, seed, norm.partials, need, strided, stream);
   }
 }
 
 }  // namespace
 
-void launch_norm(const Work& work, const Factors& factors, const NormRequest& norm, int32_t device_index,
-                 void* stream) {
+void launch_norm(const Work& work, const Factors& factors, uint64_t seed, const NormRequest& norm,
+                 int32_t device_index, void* stream) {
   if (work.tasks.empty()) return;
   const DeviceGuard guard(device_index);
   for_each_kind(work, [&](auto pair, const Need& need, bool strided) {
-    launch_kind<pair>(work, factors, norm, need, strided, static_cast<cudaStream_t>(stream));
+    launch_kind<pair>(work, factors, seed, norm, need, strided, static_cast<cudaStream_t>(stream));
   });
 }
 

@@ -39,7 +39,7 @@ def agree(slots: Sequence[Slot], group: dist.ProcessGroup) -> None:
 
 
 def agree_on_seed(noise: NoiseSource, slots: Sequence[Slot], group: dist.ProcessGroup) -> None:
-    """Where sums are rounded stochastically: take the first rank's seed, and this rank's bits of it."""
+    """Take the first rank's seed, and this rank's random bits of it, where sums take any."""
     if noise.seed is None:
         return
     device = slots[0].param.device if slots else torch.device("cpu")

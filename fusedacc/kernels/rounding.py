@@ -67,7 +67,12 @@ def philox(
     seed: int, counter: tuple[Tensor, Tensor, Tensor, Tensor], rounds: int = ROUNDS
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Four words of 32 bits, as int64, for each counter of four."""
-    x, y = seed & _WORD, seed >> 32
+    key = seed & _WORD, seed >> 32
+    x: int | Tensor
+    y: int | Tensor
+    x, y = key
+    if torch.compiler.is_compiling():  # torch 2.13's Inductor takes symbolic numbers for float32 on a CPU
+        x, y = (torch.full_like(counter[0], word) for word in key)
     a, b, c, d = counter
     for _ in range(rounds):
         high, low = _product(a, _MULTIPLIERS[0])

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from ..kernels.rounding_arguments import NEAREST, STOCHASTIC
 from ..optimizer import AccumulatingOptimizer
 
 
@@ -87,10 +88,13 @@ def arguments_of(optimizer: AccumulatingOptimizer) -> dict[str, Any]:
     """What the wrapper was made with, but for the inner optimizer, the model and ranks."""
     window, parameters = optimizer._window, optimizer._parameter_set
     clip, norm_type, skip = optimizer._finishing
+    seed = optimizer._accumulators.noise.seed
     given = {
         "gradient_accumulation_steps": window.schedule,
         "reduction": window.reduction,
         "accumulate_dtype": optimizer._accumulate_dtype,
+        "rounding": NEAREST if seed is None else STOCHASTIC,
+        "seed": seed,
         "max_grad_norm": clip,
         "norm_type": norm_type,
         "skip_nonfinite": skip,

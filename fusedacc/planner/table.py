@@ -69,7 +69,7 @@ def too_small(error: TooSmallError, peak: Peak, scratch: int, optimizer: Optimiz
     if wrapper is not None and wrapper._masters is not None:
         cures.append("no master_weights")
     if wrapper is not None and any(slot.accumulate_dtype.itemsize > 2 for slot in wrapper._slots):
-        cures.append("accumulate_dtype=torch.bfloat16")
+        cures.append('accumulate_dtype=torch.bfloat16 with rounding="stochastic"')
     fixed = error.cost - peak.by_kind.get(ACTIVATIONS, 0) - scratch
     ranks = 2
     while ranks < 1024 and fixed / ranks + peak.by_kind.get(ACTIVATIONS, 0) + scratch > error.budget:

@@ -12,6 +12,7 @@ from row_cases import assert_rows, random_case
 
 from fusedacc import functional
 from fusedacc.kernels import registry, rows
+from fusedacc.kernels.rounding import Noise
 
 pytestmark = pytest.mark.cuda
 
@@ -62,6 +63,25 @@ def test_overwriting_reads_no_memory_that_nothing_has_written(backend, generator
     assert_matches_oracle(
         on_cpu(accumulators), on_cpu(values), on_cpu(gradients), 0.7, True, fused=backend == "cuda"
     )
+
+
+@pytest.mark.parametrize(("layout", "gradient_layout"), LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_sums_that_are_rounded_stochastically(backend, dtype, layout, gradient_layout, generator):
+    pairs = [(dtype, torch.bfloat16)]
+    sums, gradients = random_lists(
+        pairs, SHAPES, generator, layout=layout, gradient_layout=gradient_layout, device="cuda"
+    )
+    before, flags = copies(sums), [index % 3 == 0 for index in range(len(sums))]
+    noise = Noise(5, list(range(len(sums))))
+    run = registry.get(backend).prepare(sums)
+    assert run(gradients, 0.5, flags, 0.25, 2.0, noise).isfinite().all()
+    # Between the neighbours that 16 random bits choose from.
+    for index, (ours, old, fresh) in enumerate(
+        zip(on_cpu(sums), on_cpu(before), on_cpu(gradients), strict=True)
+    ):
+        exact = fresh.double() * 0.5 + (0 if flags[index] else old.double() * 0.25)
+        assert ((ours.double() - exact).abs() <= exact.abs() * 2.0**-7 + 1e-30).all()
 
 
 @pytest.mark.parametrize("table_layout", ["contiguous", "misaligned", "aligned apart"])

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from fusedacc.kernels import constants, grain_size, library
+from fusedacc.kernels import constants, grain_size, library, rounding
 from fusedacc.kernels.constants import DTYPE_NUMBERS, Multiplier, Way
 from fusedacc.kernels.dtypes import PAIRS
 
+STOCHASTIC = "kStochasticBFloat16"
 SOURCES = Path(__file__).resolve().parents[2] / "csrc"
 
 
@@ -51,14 +52,27 @@ def test_enumerations(file, own):
 
 def test_dtypes_and_their_pairs():
     names = ["kFloat32", "kBFloat16", "kFloat16", "kFloat64"]
-    assert enumerators("common/dtypes.h", "Dtype") == [*names, "kOther"]
+    assert enumerators("common/dtypes.h", "Dtype") == [*names, STOCHASTIC, "kOther"]
     dtypes = dict(zip(names, DTYPE_NUMBERS, strict=True))
     assert [str(dtype)[6:] for dtype in DTYPE_NUMBERS] == [name[1:].lower() for name in names]
     listed = re.findall(
         r"\{Dtype::(\w+), Dtype::(\w+)\}", found("common/dtypes.h", r"kPairs\[\] = \{([^;]+)\};")
     )
     assert sorted(listed) == sorted(set(listed))
-    assert {(dtypes[gradient], dtypes[accumulator]) for gradient, accumulator in listed} == PAIRS
+    nearest = [pair for pair in listed if pair[1] != STOCHASTIC]
+    assert {(dtypes[gradient], dtypes[accumulator]) for gradient, accumulator in nearest} == PAIRS
+    rounded = {gradient for gradient, accumulator in nearest if accumulator == "kBFloat16"}
+    assert {gradient for gradient, accumulator in listed if accumulator == STOCHASTIC} == rounded
+
+
+def test_random_bits():
+    file = "common/random.h"
+    assert int(found(file, r"kRounds = (\d+);")) == rounding.ROUNDS
+    assert int(found(file, r"kElements = (\d+);")) == rounding.BLOCK
+    numbers = rounding._MULTIPLIERS, rounding._WEYL
+    for name, own in zip(("kMultipliers", "kWeyl"), numbers, strict=True):
+        listed = found(file, rf"{name}\[\] = \{{([^}}]+)\}};").replace("u", "").split(", ")
+        assert [int(number, 16) for number in listed] == [number % 2**32 for number in own]
 
 
 def test_the_grain_that_holds_until_a_trial():

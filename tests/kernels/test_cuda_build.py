@@ -18,7 +18,17 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
-PAIRS = range(8)
+PAIRS = range(10)
+#: Those whose sums are rounded stochastically.
+STOCHASTIC = (8, 9)
+
+
+def capacities(pair: int, kind: str) -> tuple[int, ...]:
+    return (STREAM_CAPACITIES if pair in STOCHASTIC else CAPACITIES)[kind]
+
+
+def norm_capacities(pair: int, kind: str) -> tuple[int, ...]:
+    return (STREAM_NORM_CAPACITIES if pair in STOCHASTIC else NORM_CAPACITIES)[kind]
 
 
 def find_disassembler() -> str | None:
@@ -35,7 +45,10 @@ CUOBJDUMP = find_disassembler()
 MAX_REGISTERS = 64
 #: Tensors that a launch's arguments have room for: few, some and many. All bytes are sent with each launch.
 CAPACITIES = {"flat": (21, 144, 1167), "strided": (5, 255)}
-NORM_CAPACITIES = {"flat": (16, 907), "strided": (204,)}
+NORM_CAPACITIES = {"flat": (16, 907), "strided": (255,)}
+#: The same with a stream for each tensor.
+STREAM_CAPACITIES = {"flat": (16, 111, 907), "strided": (5, 255)}
+STREAM_NORM_CAPACITIES = {"flat": (12, 742), "strided": (255,)}
 #: The pairs of a dtype with itself, whose kernels also read alone; two norms, flat and strided; two ends.
 OWN_PAIRS = (0, 3, 4, 5)
 KERNELS = sum(map(len, CAPACITIES.values())) * len(PAIRS)
@@ -46,7 +59,9 @@ ROW_KERNELS = 4 * len(PAIRS)
 MAX_ARGUMENT_BYTES, SOME_BYTES, FEW_BYTES = 32764, 4096, 656
 #: Accesses in PTX, and the pairs one of whose sides is half as wide as the other.
 SIXTEEN, EIGHT = r"\.global\.(?:v4\.[ubf]32|v2\.[ubf]64)", r"\.global\.(?:v2\.[ubf]32|v4\.[ub]16)"
-NARROW_GRADIENT, NARROW_SUM = (1, 2), (6, 7)
+NARROW_GRADIENT, NARROW_SUM = (1, 2), (6, 7, 9)
+#: A multiplier of Philox, once in each of its rounds.
+MULTIPLIER, ROUNDS = r"-766435501|3528531795|0xD2511F53", 7
 
 pytestmark = pytest.mark.skipif(NVCC is None, reason="nvcc not found")
 
@@ -128,23 +143,34 @@ def row_kernels(compiled: Callable[[str], Compiled]) -> dict[str, str]:
 def test_there_is_a_flat_and_a_strided_kernel_for_every_pair(kernels: dict[str, str]) -> None:
     assert set(kernels) == {
         f"{kind}_kernel{pair}E{capacity}"
-        for kind, capacities in CAPACITIES.items()
-        for capacity in capacities
+        for kind in CAPACITIES
         for pair in PAIRS
+        for capacity in capacities(pair, kind)
     }
 
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_the_wider_side_moves_16_bytes_at_a_time(kernels: dict[str, str], pair: int) -> None:
     """A step is one access of each side, so that neighbouring threads' writes leave no gaps between them."""
-    body = kernels[f"flat_kernel{pair}E1167"]
+    body = kernels[f"flat_kernel{pair}E{capacities(pair, 'flat')[-1]}"]
     gradient = EIGHT if pair in NARROW_GRADIENT else SIXTEEN
     total = EIGHT if pair in NARROW_SUM else SIXTEEN
     # Four steps together, then two, then one; and all of that again where sums are overwritten, unread.
-    steps = 4 + 2 + 1
+    # After a head, steps that are rounded stochastically go one by one.
+    steps = 4 + 2 + 1 + (pair in STOCHASTIC)
     expected = Counter({gradient: 2 * steps}) + Counter({total: steps})
     assert expected == {kind: len(re.findall("ld" + kind, body)) for kind in {gradient, total}}
     assert len(re.findall("st" + total, body)) == 2 * steps
+
+
+@pytest.mark.parametrize("pair", STOCHASTIC)
+def test_a_step_s_random_bits_are_made_at_once(kernels: dict[str, str], pair: int) -> None:
+    """By one Philox, after a head by two; and one for what is passed singly."""
+    body = kernels[f"flat_kernel{pair}E{capacities(pair, 'flat')[-1]}"]
+    made = 2 * ROUNDS * (4 + 2 + 1 + 2 + 1)
+    # A few products of a loop's first round may stand before the loop.
+    assert made <= len(re.findall(MULTIPLIER, body)) <= made + 2 * ROUNDS
+    assert not any(re.search(MULTIPLIER, kernels[f"flat_kernel{other}E1167"]) for other in range(8))
 
 
 @pytest.mark.skipif(CUOBJDUMP is None, reason="cuobjdump not found")
@@ -157,7 +183,7 @@ def test_all_loads_of_several_steps_are_issued_before_the_first_is_used(
     code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = {}
     for body in code.split("Function : ")[1:]:
-        name = re.search(r"flat_kernelILi(\d)E\w*BatchILi1167E", body.partition("\n")[0])
+        name = re.search(r"flat_kernelILi(\d)E\w*BatchILi(?:1167|907)E", body.partition("\n")[0])
         if name is not None:
             loops = re.split(r"\b(?:BRA|EXIT|STG[.\w]*)\b", body)
             issued = [
@@ -165,8 +191,10 @@ def test_all_loads_of_several_steps_are_issued_before_the_first_is_used(
                 for loop in loops
             ]
             found[int(name[1])] = max(issued)
-    # Of eight, for four steps; bfloat16 into its own leaves no register for the last.
+    # Of eight, for four steps; bfloat16 into its own leaves no register for the last, and where its random
+    # bits are made too, none for half of them.
     assert set(found) == set(PAIRS)
+    assert found.pop(8) >= 4
     assert min(found.values()) >= 7
 
 
@@ -179,7 +207,7 @@ def test_norms_read_16_bytes_at_a_time(norm_kernels: dict[str, str], norm: int) 
         assert len(re.findall("ld" + wide, body)) >= 4
         assert not re.search(r"st\.global\.(?![fub]64)", body)
     for pair in PAIRS:
-        body = norm_kernels[f"flat_norm_kernel{pair}E{norm}0E907"]
+        body = norm_kernels[f"flat_norm_kernel{pair}E{norm}0E{norm_capacities(pair, 'flat')[-1]}"]
         assert len(re.findall(f"ld(?:{wide}|{EIGHT})", body)) >= 3
         assert len(re.findall("st" + wide, body)) >= 2
 
@@ -188,7 +216,7 @@ def test_norms_take_their_arguments_in_place(norm_kernels: dict[str, str]) -> No
     for name, body in norm_kernels.items():
         size = re.search(r"\.param \.align 8 \.b8 \w+\[(\d+)\]", body)
         assert size is not None
-        most = FEW_BYTES if name.endswith("E16") else MAX_ARGUMENT_BYTES
+        most = FEW_BYTES if name.endswith(("E16", "E12")) else MAX_ARGUMENT_BYTES
         assert most - 200 < int(size[1]) <= most
         assert ".local" not in body
 
@@ -220,8 +248,9 @@ def test_rows_are_added_by_one_fma_after_a_correct_division(row_kernels: dict[st
 
 @pytest.mark.parametrize("kind", ["flat", "strided"])
 def test_arguments_fit_one_launch_and_are_read_in_place(kernels: dict[str, str], kind: str) -> None:
-    limits = {21: FEW_BYTES, 5: FEW_BYTES, 144: SOME_BYTES}
-    for pair, capacity in itertools.product(PAIRS, CAPACITIES[kind]):
+    limits = {21: FEW_BYTES, 16: FEW_BYTES, 5: FEW_BYTES, 144: SOME_BYTES, 111: SOME_BYTES}
+    for pair, index in itertools.product(PAIRS, range(len(CAPACITIES[kind]))):
+        capacity = capacities(pair, kind)[index]
         body = kernels[f"{kind}_kernel{pair}E{capacity}"]
         size = re.search(r"\.param \.align 8 \.b8 \w+\[(\d+)\]", body)
         assert size is not None

@@ -53,7 +53,7 @@ def test_the_bits_of_the_operators(gradient: torch.dtype, accumulator: torch.dty
                 if plan is None:
                     done = accumulate(ours, tuple(fresh), scale, flags, keep, norm_type)
                 else:
-                    done = plan(fresh, scale, flags, keep, norm_type)
+                    done = plan(fresh, scale, flags, keep, norm_type, None)
                 listed = [flags] if isinstance(flags, bool) else flags
                 if norm_type is None:
                     assert done is True
@@ -106,7 +106,7 @@ def test_lists_in_any_order_of_addresses_and_dense_layouts_of_any_kind() -> None
     assert accumulate(views, views, 3.0, True) is True
     assert block.eq(6).all()
     plan = undispatched.prepare(views, ())
-    assert plan(fresh, 1.0, False, 1.0, None) is True
+    assert plan(fresh, 1.0, False, 1.0, None, None) is True
     assert block.eq(7).all()
 
 
@@ -185,7 +185,7 @@ def test_accumulators_that_no_plan_is_made_for(name: str) -> None:
 def test_gradients_that_no_plan_takes(name: str) -> None:
     sums, fresh = unusual()[name]
     plan = undispatched.prepare(sums, sums)
-    assert plan(fresh, 1.0, False, 1.0, None) is False
+    assert plan(fresh, 1.0, False, 1.0, None, None) is False
     assert all(total.eq(0).all() and total._version == 0 for total in sums)
 
 
@@ -235,7 +235,7 @@ def test_autocast_grad_and_inference_modes_change_nothing() -> None:
 
 def test_the_environment_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     lists = [torch.zeros(3)], [torch.ones(3)]
-    automatic = (1.0, False, 1.0, None, True, False)
+    automatic = (1.0, False, 1.0, None, True, False, None)
     monkeypatch.setenv("FUSEDACC_BACKEND", "eager")
     assert undispatched.accumulate(*lists, *automatic) is False
     assert undispatched.total_norm(lists[0], 2.0) is False

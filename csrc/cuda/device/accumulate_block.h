@@ -113,6 +113,63 @@ FUSEDACC_INLINE void locate(const Batch& batch, int32_t tensor, int64_t position
   }
 }
 
+// The random bits of `count` neighbours, two to a word; and of sums that need none.
+template <int32_t count>
+struct NeighbourBits {
+  uint32_t words[(count + 1) / 2];
+
+  FUSEDACC_INLINE uint32_t operator[](int32_t i) const { return words[i / 2] >> (i % 2 ? 16 : 0) & 0xffffu; }
+};
+struct NoBits {
+  FUSEDACC_INLINE uint32_t operator[](int32_t) const { return 0; }
+};
+
+// Those of the elements `offset` further on. in_block: the first one's number is a multiple of `count`, so
+// that one counter has them all; else two may be needed.
+template <int32_t count, bool in_block, typename Functor>
+FUSEDACC_INLINE auto neighbour_bits(const Functor& functor, int64_t offset) {
+  if constexpr (!Functor::kStochastic) {
+    return NoBits();
+  } else {
+    constexpr int32_t kElements = static_cast<int32_t>(random::kElements), kWords = kElements / 2;
+    static_assert(kElements % count == 0);
+    const uint64_t number = static_cast<uint64_t>(functor.noise.first + offset), block = number / kElements;
+    const int32_t passed = static_cast<int32_t>(number % kElements);
+    const random::Words own = random::philox(functor.noise, block);
+    NeighbourBits<count> bits;
+    if constexpr (count == 1) {
+      bits.words[0] = random::bits_of(own, passed);
+      return bits;
+    }
+    if (in_block || passed % count == 0) {
+      FUSEDACC_UNROLL
+      for (int32_t i = 0; i < count / 2; ++i) {
+        const bool upper = count < kElements && passed != 0;
+        bits.words[i] = upper ? own.values[(i + count / 2) % kWords] : own.values[i];
+      }
+      return bits;
+    }
+    const bool goes_on = passed + count > kElements;
+    const random::Words next = goes_on ? random::philox(functor.noise, block + 1) : own;
+    uint32_t words[2 * kWords];
+    FUSEDACC_UNROLL
+    for (int32_t i = 0; i < kWords; ++i) {
+      words[i] = own.values[i];
+      words[kWords + i] = next.values[i];
+    }
+    // Past the elements before: four, two and one.
+    FUSEDACC_UNROLL
+    for (int32_t i = 0; i < 6; ++i) words[i] = passed & 4 ? words[i + 2] : words[i];
+    FUSEDACC_UNROLL
+    for (int32_t i = 0; i < 5; ++i) words[i] = passed & 2 ? words[i + 1] : words[i];
+    FUSEDACC_UNROLL
+    for (int32_t i = 0; i < count / 2; ++i) {
+      bits.words[i] = passed & 1 ? words[i] >> 16 | words[i + 1] << 16 : words[i];
+    }
+    return bits;
+  }
+}
+
 template <int32_t pair>
 struct PairKernels {
   using Gradient = GradientOf<pair>;
@@ -128,12 +185,23 @@ struct PairKernels {
   // Steps whose loads are all issued before the first is used: 96 or 128 bytes a thread in flight.
   static constexpr int32_t kUnroll = 4;
 
-  static FUSEDACC_INLINE void element(Accumulator* accumulator, const Gradient* gradient, Functor functor,
-                                      bool overwrite) {
-    *accumulator = overwrite ? functor.overwrite(*gradient) : functor.add(*gradient, *accumulator);
+  // That of a tensor's elements from number `first` on.
+  template <typename Batch>
+  static FUSEDACC_INLINE Functor functor_of(const Batch& batch, int32_t tensor, int64_t first) {
+    Multipliers by = read_factors<Compute>(batch.factors);
+    if constexpr (Functor::kStochastic) by.noise = {batch.seed, batch.streams[tensor], first};
+    return Functor(by);
   }
 
-  template <bool overwrite, int32_t unroll>
+  static FUSEDACC_INLINE void element(Accumulator* accumulator, const Gradient* gradient, Functor functor,
+                                      bool overwrite) {
+    const uint32_t bits = functor.bits_at(0);
+    *accumulator =
+        overwrite ? functor.overwrite(*gradient, bits) : functor.add(*gradient, *accumulator, bits);
+  }
+
+  // in_block: as neighbour_bits() has it.
+  template <bool overwrite, int32_t unroll, bool in_block = true>
   static FUSEDACC_INLINE void steps(Accumulator* accumulator, const Gradient* gradient, int32_t distance,
                                     Functor functor) {
     Packed<Gradient, kStep> fresh[unroll];
@@ -145,10 +213,12 @@ struct PairKernels {
     }
     FUSEDACC_UNROLL
     for (int32_t u = 0; u < unroll; ++u) {
+      const auto bits = neighbour_bits<kStep, in_block>(functor, u * distance);
       FUSEDACC_UNROLL
       for (int32_t i = 0; i < kStep; ++i) {
         const Gradient value = fresh[u].values[i];
-        into[u].values[i] = overwrite ? functor.overwrite(value) : functor.add(value, into[u].values[i]);
+        Accumulator& sum = into[u].values[i];
+        sum = overwrite ? functor.overwrite(value, bits[i]) : functor.add(value, sum, bits[i]);
       }
       store(accumulator + u * distance, into[u]);
     }
@@ -169,21 +239,28 @@ struct PairKernels {
     const int32_t body = (count - head) / kStep * kStep;
     constexpr int32_t kDistance = kThreads * kStep;
     int32_t i = head + thread * kStep;
+    if constexpr (Functor::kStochastic) {
+      // After a head a step takes bits of two counters: registers for one step at a time.
+      FUSEDACC_ROLLED
+      for (; head > 0 && i < head + body; i += kDistance) {
+        steps<overwrite, 1, false>(accumulator + i, gradient + i, 0, functor.from(i));
+      }
+    }
     FUSEDACC_ROLLED
     for (; i + (kUnroll - 1) * kDistance < head + body; i += kUnroll * kDistance) {
-      steps<overwrite, kUnroll>(accumulator + i, gradient + i, kDistance, functor);
+      steps<overwrite, kUnroll>(accumulator + i, gradient + i, kDistance, functor.from(i));
     }
     // All that a small chunk has.
     if (i + kDistance < head + body) {
-      steps<overwrite, 2>(accumulator + i, gradient + i, kDistance, functor);
+      steps<overwrite, 2>(accumulator + i, gradient + i, kDistance, functor.from(i));
       i += 2 * kDistance;
     }
-    if (i < head + body) steps<overwrite, 1>(accumulator + i, gradient + i, 0, functor);
+    if (i < head + body) steps<overwrite, 1>(accumulator + i, gradient + i, 0, functor.from(i));
     // What stands before and after the vectors.
     FUSEDACC_ROLLED
     for (int32_t single = thread; single < count - body; single += kThreads) {
       const int32_t at = single < head ? single : single + body;
-      element(accumulator + at, gradient + at, functor, overwrite);
+      element(accumulator + at, gradient + at, functor.from(at), overwrite);
     }
   }
 
@@ -192,7 +269,7 @@ struct PairKernels {
     const Chunk found = find_chunk(batch, block, batch.chunk);
     auto* accumulator = static_cast<Accumulator*>(batch.accumulators[found.tensor]) + found.first;
     auto* gradient = static_cast<const Gradient*>(batch.gradients[found.tensor]) + found.first;
-    const Functor functor(read_factors<Compute>(batch.factors));
+    const Functor functor = functor_of(batch, found.tensor, found.first);
     if (found.overwrite) {
       chunk<true>(accumulator, gradient, found.count, functor, thread);
     } else {
@@ -202,13 +279,14 @@ struct PairKernels {
 
   template <typename Index, typename Batch>
   static FUSEDACC_INLINE void strided_chunk(const Batch& batch, const Chunk& found, int32_t thread) {
-    const Functor functor(read_factors<Compute>(batch.factors));
+    const Functor functor = functor_of(batch, found.tensor, 0);
     FUSEDACC_ROLLED
     for (int32_t i = thread; i < found.count; i += kThreads) {
       int64_t to, from;
       locate<Index>(batch, found.tensor, found.first + i, to, from);
       element(static_cast<Accumulator*>(batch.accumulators[found.tensor]) + to,
-              static_cast<const Gradient*>(batch.gradients[found.tensor]) + from, functor, found.overwrite);
+              static_cast<const Gradient*>(batch.gradients[found.tensor]) + from, functor.from(to),
+              found.overwrite);
     }
   }
 
@@ -226,15 +304,23 @@ struct PairKernels {
 // The batches' capacities for a toolkit's limit on kernel arguments: a thousand flat tensors need 32 KB. All
 // bytes are sent with every launch, so that fewer tensors get less room.
 constexpr int32_t kFewBytes = 656, kSomeBytes = 4096;  // for 16 and for 111 flat tensors with norms
-template <int32_t bytes>
-using FlatBatchOf = FlatBatch<(bytes - 64) / 28>;
-template <int32_t bytes>
-using StridedBatchOf = StridedBatch<bytes / 128, (bytes - 72 - bytes / 128 * 32) / 24>;
-// Those of passes that leave partial norms: eight more bytes a tensor.
-template <int32_t bytes>
-using FlatNormBatchOf = WithPartials<FlatBatch<(bytes - 80) / 36>>;
-template <int32_t bytes>
-using StridedNormBatchOf = WithPartials<StridedBatch<bytes / 128, (bytes - 88 - bytes / 128 * 40) / 24>>;
+
+// The batches of passes that round stochastically or not and leave partial norms or not: each takes eight
+// more bytes a tensor.
+template <bool stochastic, bool norms>
+struct Batches {
+  static constexpr int32_t kMore = 8 * (stochastic + norms);
+  template <typename Batch>
+  using Rounding = std::conditional_t<stochastic, WithStreams<Batch>, Batch>;
+  template <typename Batch>
+  using Whole = std::conditional_t<norms, WithPartials<Rounding<Batch>>, Rounding<Batch>>;
+
+  template <int32_t bytes>
+  using Flat = Whole<FlatBatch<(bytes - 64 - 2 * kMore) / (28 + kMore)>>;
+  template <int32_t bytes>
+  using Strided =
+      Whole<StridedBatch<bytes / 128, (bytes - 72 - 2 * kMore - bytes / 128 * (32 + kMore)) / 24>>;
+};
 
 // Calls launch(batch) with a batch of the first of these sizes that has room for all, or of the last.
 template <template <int32_t> class BatchOf, int32_t bytes, int32_t... larger, typename Launch>

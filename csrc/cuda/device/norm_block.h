@@ -60,17 +60,18 @@ struct FlatAdder {
     return loaded;
   }
   FUSEDACC_INLINE Packed<Element, kGroup> take(int32_t at, Loaded& loaded) const {
+    const auto bits = neighbour_bits<kGroup, true>(functor, at);
     FUSEDACC_UNROLL
     for (int32_t i = 0; i < kGroup; ++i) {
       const Gradient value = loaded.fresh.values[i];
       Element& element = loaded.accumulated.values[i];
-      element = overwrite ? functor.overwrite(value) : functor.add(value, element);
+      element = overwrite ? functor.overwrite(value, bits[i]) : functor.add(value, element, bits[i]);
     }
     store(accumulator + at, loaded.accumulated);
     return loaded.accumulated;
   }
   FUSEDACC_INLINE Element take_one(int32_t at) const {
-    Kernels::element(accumulator + at, gradient + at, functor, overwrite);
+    Kernels::element(accumulator + at, gradient + at, functor.from(at), overwrite);
     return accumulator[at];
   }
   FUSEDACC_INLINE FlatReader<Element> again() const { return {accumulator}; }
@@ -108,8 +109,8 @@ struct StridedAdder {
     int64_t to, from;
     locate<Index>(batch, chunk.tensor, chunk.first + at, to, from);
     Element* accumulator = static_cast<Element*>(batch.accumulators[chunk.tensor]) + to;
-    Kernels::element(accumulator, static_cast<const Gradient*>(batch.gradients[chunk.tensor]) + from, functor,
-                     chunk.overwrite);
+    Kernels::element(accumulator, static_cast<const Gradient*>(batch.gradients[chunk.tensor]) + from,
+                     functor.from(to), chunk.overwrite);
     return *accumulator;
   }
   FUSEDACC_INLINE StridedReader<pair, Batch, Index> again() const { return {batch, chunk}; }
@@ -199,7 +200,7 @@ struct NormKernels {
       return chunk_norm<kind>(FlatReader<Accumulator>{accumulator}, chunk.count, join);
     } else {
       auto* gradient = static_cast<const Gradient*>(batch.gradients[chunk.tensor]) + chunk.first;
-      const typename Kernels::Functor functor(read_factors<typename Kernels::Compute>(batch.factors));
+      const auto functor = Kernels::functor_of(batch, chunk.tensor, chunk.first);
       if (chunk.overwrite) {
         return chunk_norm<kind>(FlatAdder<pair, true>{accumulator, gradient, functor}, chunk.count, join);
       }
@@ -212,7 +213,7 @@ struct NormKernels {
     if constexpr (reads) {
       return chunk_norm<kind>(StridedReader<pair, Batch, Index>{batch, chunk}, chunk.count, join);
     } else {
-      const typename Kernels::Functor functor(read_factors<typename Kernels::Compute>(batch.factors));
+      const auto functor = Kernels::functor_of(batch, chunk.tensor, 0);
       return chunk_norm<kind>(StridedAdder<pair, Batch, Index>{batch, chunk, functor}, chunk.count, join);
     }
   }

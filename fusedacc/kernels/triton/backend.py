@@ -199,11 +199,11 @@ class _Bound:
         if dtypes not in self._runs:
             self._runs[dtypes] = self._group(dtypes)
         for indices, run in self._runs[dtypes]:
-            chosen = [gradients[index] for index in indices], scale, [flags[index] for index in indices], beta
-            part = None
+            options = {}
             if noise is not None:
-                part = Noise(noise.seed, [noise.streams[index] for index in indices])
-            run(*chosen, noise=part)
+                options["noise"] = Noise(noise.seed, [noise.streams[index] for index in indices])
+            chosen = [gradients[index] for index in indices], [flags[index] for index in indices]
+            run(chosen[0], scale, chosen[1], beta, **options)
         if norm_type is None:
             return None
         found, pinned = norms.partials(self._accumulators, norm_type)

@@ -68,7 +68,7 @@ template <NormKind kind>
 void read_all(const Work& work, const NormRequest& norm) {
   constexpr int32_t pair = find_pair(Dtype::kFloat64, Dtype::kFloat64);
   using Kernels = NormKernels<pair, kind, true>;
-  static FlatNormBatchOf<32764> batch;
+  static Batches<false, true>::Flat<32764> batch;
   batch.partials = norm.partials;
   for_each_batch(work, pair, false, batch, [&](const auto& full, int64_t chunks) {
     for (int64_t block = 0; block < chunks; ++block) {
@@ -78,7 +78,7 @@ void read_all(const Work& work, const NormRequest& norm) {
   });
 }
 
-void launch_norm(const Work& work, const Factors&, const NormRequest& norm, int32_t device_index, void*) {
+void launch_norm(const Work& work, const Factors&, uint64_t, const NormRequest& norm, int32_t device_index, void*) {
   const DeviceGuard guard(device_index);
   CHECK(guards == 1 && norm.reads);
   ++reading;
@@ -105,7 +105,7 @@ void launch_finish(const FinishRequest& finish, int32_t device_index, void* stre
   }
 }
 
-void launch(const Work&, const Factors&, int32_t, void*) {}
+void launch(const Work&, const Factors&, uint64_t, int32_t, void*) {}
 int32_t toolkit_version() { return 0; }
 
 }  // namespace cuda

@@ -2,11 +2,9 @@
 // and thread by thread. Prints what fails and exits with 1.
 #include <sys/mman.h>
 
-#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <map>
-#include <random>
 #include <utility>
 #include <vector>
 
@@ -18,54 +16,16 @@ using namespace fusedacc;
 
 namespace {
 
-using Flat = cuda::FlatBatchOf<32764>;
-using Strided = cuda::StridedBatchOf<32764>;
-using SmallFlat = cuda::FlatBatchOf<4096>;
-
-// float16 and bfloat16: every value survives, and narrowing picks the nearest, ties to even.
-template <typename T>
-void check_narrowing(uint32_t infinity) {
-  for (uint32_t bits = 0; bits < 0x10000; ++bits) {
-    const float value = widen(T{static_cast<uint16_t>(bits)});
-    const uint32_t back = narrow<T, float>(value).bits;
-    const bool is_nan = (bits & 0x7fff) > infinity;
-    CHECK(is_nan == std::isnan(value));
-    CHECK(is_nan ? (back & 0x7fff) > infinity : back == bits);
-    if ((bits & 0x7fff) >= infinity) continue;
-    // Towards the next larger magnitude: below, at and above the middle. Beyond the largest value stands
-    // infinity, as far away as if one more value stood there.
-    const auto value_of = [](uint32_t b) { return static_cast<double>(widen(T{static_cast<uint16_t>(b)})); };
-    const bool largest = (bits & 0x7fff) + 1 == infinity;
-    const double next = largest ? 2 * value_of(bits) - value_of(bits - 1) : value_of(bits + 1);
-    const float middle = static_cast<float>((value_of(bits) + next) / 2);
-    CHECK((narrow<T, float>(middle).bits) == ((bits & 1) ? bits + 1 : bits));
-    const float below = std::nextafter(middle, 0.0f);
-    const float above = std::nextafter(middle, middle < 0 ? -INFINITY : INFINITY);
-    CHECK((narrow<T, float>(below).bits) == bits);
-    CHECK((narrow<T, float>(above).bits) == bits + 1);
-  }
-  CHECK((narrow<T, float>(INFINITY).bits) == infinity);
-  CHECK((narrow<T, float>(3e38f).bits) <= infinity);
-  CHECK(((narrow<T, float>(-NAN).bits) & 0x7fff) > infinity);
-}
-
-// What stands in for a missing instruction rounds as that would, from subnormals to what overflows.
-void check_multiply_add() {
-  std::mt19937_64 generator(1);
-  for (int round = 0; round < 2000000; ++round) {
-    uint32_t bits[3];
-    for (uint32_t& word : bits) word = static_cast<uint32_t>(generator());
-    // Every second time of exponents that meet, and every fourth of few digits: sums halfway between two.
-    const uint32_t exponent = static_cast<uint32_t>(generator() % 200);
-    for (uint32_t& word : bits) {
-      if (round % 2) word = (word & 0x807fffff) | (exponent + static_cast<uint32_t>(generator() % 28)) << 23;
-      if (round % 4 == 3) word &= 0xfffff000;
-    }
-    const float a = bits_as<float>(bits[0]), b = bits_as<float>(bits[1]), c = bits_as<float>(bits[2]);
-    const float wanted = std::fma(a, b, c), found = multiply_add_by_doubles(a, b, c);
-    CHECK(std::isnan(wanted) ? std::isnan(found) : bits_as<uint32_t>(wanted) == bits_as<uint32_t>(found));
-  }
-}
+using Plain = cuda::Batches<false, false>;
+using Flat = Plain::Flat<32764>;
+using Strided = Plain::Strided<32764>;
+using SmallFlat = Plain::Flat<4096>;
+template <int32_t pair>
+using BatchesOf = cuda::Batches<cuda::PairKernels<pair>::Functor::kStochastic, false>;
+using Streams = cuda::Batches<true, false>;
+using Norms = cuda::Batches<false, true>;
+using StreamsAndNorms = cuda::Batches<true, true>;
+constexpr uint64_t kSeed = 0x123456789abcdef0u;
 
 // The nest that merge_dims leaves visits exactly the pairs of offsets that the tensors hold.
 void check_merging() {
@@ -194,16 +154,18 @@ void check_capacities() {
   const Needs needs(work);
   CHECK(needs.of[0][0].tensors == 1 && needs.of[0][4].tensors == 1 && needs.of[0][0].dims == 0);
   CHECK(needs.of[1][0].tensors == 1 && needs.of[1][0].dims == 3 && needs.of[1][4].tensors == 0);
-  CHECK(chosen<cuda::FlatBatchOf>(1, 0) <= cuda::kFewBytes);
-  CHECK(chosen<cuda::FlatBatchOf>(16, 0) <= cuda::kFewBytes);
-  CHECK(chosen<cuda::FlatBatchOf>(140, 0) <= cuda::kSomeBytes);
-  CHECK(chosen<cuda::FlatBatchOf>(145, 0) == sizeof(Flat) &&
-        chosen<cuda::FlatBatchOf>(9999, 0) == sizeof(Flat));
-  CHECK(chosen<cuda::FlatNormBatchOf>(16, 0) <= cuda::kFewBytes);
-  CHECK(chosen<cuda::FlatNormBatchOf>(17, 0) > cuda::kFewBytes);
-  CHECK(chosen<cuda::StridedBatchOf>(5, 15) <= cuda::kFewBytes);
-  CHECK(chosen<cuda::StridedBatchOf>(2, 32) > cuda::kFewBytes);
-  CHECK(chosen<cuda::StridedBatchOf>(6, 12) > cuda::kFewBytes);
+  CHECK(chosen<Plain::Flat>(1, 0) <= cuda::kFewBytes);
+  CHECK(chosen<Plain::Flat>(16, 0) <= cuda::kFewBytes);
+  CHECK(chosen<Plain::Flat>(140, 0) <= cuda::kSomeBytes);
+  CHECK(chosen<Plain::Flat>(145, 0) == sizeof(Flat) && chosen<Plain::Flat>(9999, 0) == sizeof(Flat));
+  CHECK(chosen<Norms::Flat>(16, 0) <= cuda::kFewBytes && chosen<Norms::Flat>(17, 0) > cuda::kFewBytes);
+  CHECK(chosen<Streams::Flat>(16, 0) <= cuda::kFewBytes && chosen<Streams::Flat>(17, 0) > cuda::kFewBytes);
+  CHECK(chosen<StreamsAndNorms::Flat>(12, 0) <= cuda::kFewBytes);
+  CHECK(chosen<StreamsAndNorms::Flat>(13, 0) > cuda::kFewBytes);
+  CHECK(chosen<Plain::Strided>(5, 15) <= cuda::kFewBytes && chosen<Plain::Strided>(2, 32) > cuda::kFewBytes);
+  CHECK(chosen<Plain::Strided>(6, 12) > cuda::kFewBytes);
+  CHECK(chosen<Streams::Strided>(5, 14) <= cuda::kFewBytes);
+  CHECK(chosen<StreamsAndNorms::Strided>(5, 10) <= cuda::kFewBytes);
 }
 
 // The CPU's parts cover every element once, wherever the line is cut.
@@ -235,11 +197,6 @@ T element_of(double value) {
   }
 }
 
-template <typename T>
-bool same_bits(T a, T b) {
-  return std::memcmp(&a, &b, sizeof(T)) == 0;
-}
-
 // A buffer whose elements before and after the tensor show any write outside it.
 template <typename T>
 struct Guarded {
@@ -253,20 +210,11 @@ struct Guarded {
   T* data() { return elements.data() + offset; }
 };
 
-// A sum that waits for its multiplication has the bits of one that was multiplied in a pass of its own, and a
-// keep of 1 changes nothing.
-template <typename T>
-void check_keep() {
-  using Functor = ScaleAccumulate<T, T>;
-  for (int round = 0; round < 10000; ++round) {
-    const double keep = 1.0 / static_cast<double>(1 + random_below(1000)), scale = 0.3;
-    const T raw = static_cast<T>(random_below(2000000) - 1000000) / 777;
-    const T fresh = static_cast<T>(random_below(2000000) - 1000000) / 999;
-    const T scaled = Functor({keep, 0}).overwrite(raw);
-    const T want = Functor({scale, 1}).add(fresh, scaled);
-    CHECK(same_bits(Functor({scale, keep}).add(fresh, raw), want));
-    CHECK(same_bits(want, fused_multiply_add(static_cast<T>(scale), fresh, scaled)));
-  }
+// A batch of the pair's, with a seed where it has one.
+template <int32_t pair, typename Batch>
+void set_factors(Batch& batch, const Factors& factors) {
+  batch.factors = factors;
+  if constexpr (cuda::PairKernels<pair>::Functor::kStochastic) batch.seed = kSeed;
 }
 
 template <int32_t pair>
@@ -275,7 +223,7 @@ void check_flat_kernel() {
   using Gradient = typename Kernels::Gradient;
   using Accumulator = typename Kernels::Accumulator;
   const double scale = 0.3, keep = 0.7;
-  const typename Kernels::Functor functor({scale, keep});
+  using Batch = typename BatchesOf<pair>::template Flat<32764>;
   const float stored_scale = 0.3f, stored_keep = 0.7f;
   for (int round = 0; round < 40; ++round) {
     std::vector<Guarded<Accumulator>> sums;
@@ -286,24 +234,26 @@ void check_flat_kernel() {
       const int64_t size = 1 + random_below(limits[i % 3]);
       sums.emplace_back(size, round == 0 ? 0 : random_below(9));
       fresh.emplace_back(size, round == 0 ? 0 : random_below(9));
-      work.tasks.push_back({nullptr, nullptr, size, 0, pair, -1, i % 2 == 1});
+      work.tasks.push_back({nullptr, nullptr, size, 0, pair, -1, i % 2 == 1, 0, random_stream()});
     }
     auto expected = sums;
     for (size_t i = 0; i < work.tasks.size(); ++i) {
       work.tasks[i].accumulator = sums[i].data();
       work.tasks[i].gradient = fresh[i].data();
+      const typename Kernels::Functor functor(work.tasks[i].by({scale, keep, {kSeed}}));
       for (int64_t k = 0; k < work.tasks[i].numel; ++k) {
         Accumulator& element = expected[i].data()[k];
         const Gradient value = fresh[i].data()[k];
-        element = work.tasks[i].overwrite ? functor.overwrite(value) : functor.add(value, element);
+        const uint32_t bits = functor.bits_at(k);
+        element = work.tasks[i].overwrite ? functor.overwrite(value, bits) : functor.add(value, element, bits);
       }
     }
-    static Flat batch;
+    static Batch batch;
     batch.chunk = round % 3 == 1 ? launch_chunk(1) : kChunkElements;
     // On odd rounds from a tensor; float32 also where the computation is in double.
-    batch.factors = {{nullptr, scale, 0}, {nullptr, keep, 0}};
+    set_factors<pair>(batch, {{nullptr, scale, 0}, {nullptr, keep, 0}});
     if (round % 2 && sizeof(Accumulator) < 8) batch.factors = {{&stored_scale, 0, 0}, {&stored_keep, 0, 0}};
-    for_each_batch(work, pair, false, batch, [&](const Flat& full, int64_t chunks) {
+    for_each_batch(work, pair, false, batch, [&](const Batch& full, int64_t chunks) {
       for (int64_t block = 0; block < chunks; ++block) {
         for (int32_t thread = 0; thread < cuda::kThreads; ++thread) {
           Kernels::flat_block(full, static_cast<uint32_t>(block), thread);
@@ -323,24 +273,26 @@ void check_strided_kernel() {
   using Kernels = cuda::PairKernels<pair>;
   using Gradient = typename Kernels::Gradient;
   using Accumulator = typename Kernels::Accumulator;
-  const typename Kernels::Functor functor({-1.5, 0.3});
-  const int64_t rows = 100, columns = 173;
-  Guarded<Accumulator> sum(rows * columns, 1);
+  using Batch = typename BatchesOf<pair>::template Strided<32764>;
+  const int64_t rows = 100, columns = 173, pitch = columns + pair % 3;
+  Guarded<Accumulator> sum(rows * pitch, 1);
   Guarded<Gradient> fresh(rows * columns, 3);
+  Work work;
+  work.tasks.push_back(
+      {sum.data(), fresh.data(), rows * columns, 0, pair, 0, false, 0, random_stream()});
+  work.layouts.push_back({2, {rows, columns}, {pitch, 1}, {1, rows}});
+  const typename Kernels::Functor functor(work.tasks[0].by({-1.5, 0.3, {kSeed}}));
   auto expected = sum;
   for (int64_t r = 0; r < rows; ++r) {
     for (int64_t c = 0; c < columns; ++c) {
-      Accumulator& element = expected.data()[r * columns + c];
-      element = functor.add(fresh.data()[c * rows + r], element);
+      Accumulator& element = expected.data()[r * pitch + c];
+      element = functor.add(fresh.data()[c * rows + r], element, functor.bits_at(r * pitch + c));
     }
   }
-  Work work;
-  work.tasks.push_back({sum.data(), fresh.data(), rows * columns, 0, pair, 0, false});
-  work.layouts.push_back({2, {rows, columns}, {columns, 1}, {1, rows}});
-  static Strided batch;
+  static Batch batch;
   batch.chunk = pair % 2 ? launch_chunk(1) : kChunkElements;
-  batch.factors = {{nullptr, -1.5, 0}, {nullptr, 0.3, 0}};
-  for_each_batch(work, pair, true, batch, [&](const Strided& full, int64_t chunks) {
+  set_factors<pair>(batch, {{nullptr, -1.5, 0}, {nullptr, 0.3, 0}});
+  for_each_batch(work, pair, true, batch, [&](const Batch& full, int64_t chunks) {
     CHECK(chunks == (pair % 2 ? 9 : 3));
     for (int64_t block = 0; block < chunks; ++block) {
       for (int32_t thread = 0; thread < cuda::kThreads; ++thread) {
@@ -409,11 +361,6 @@ void check_kernels(std::integer_sequence<int32_t, pairs...>) {
 }  // namespace
 
 int main() {
-  check_narrowing<Float16>(0x7c00);
-  check_narrowing<BFloat16>(0x7f80);
-  check_multiply_add();
-  check_keep<float>();
-  check_keep<double>();
   check_merging();
   check_plans();
   check_capacities();

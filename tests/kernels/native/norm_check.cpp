@@ -15,11 +15,17 @@ using namespace fusedacc;
 
 namespace {
 
-using Flat = cuda::FlatNormBatchOf<32764>;
-using Strided = cuda::StridedNormBatchOf<32764>;
+template <int32_t bytes, bool stochastic = false>
+using Flat = typename cuda::Batches<stochastic, true>::template Flat<bytes>;
+template <int32_t bytes, bool stochastic = false>
+using Strided = typename cuda::Batches<stochastic, true>::template Strided<bytes>;
 using Lists = cuda::PartialLists<32764>;
-static_assert(sizeof(Flat) <= 32764 && sizeof(Strided) <= 32764 && sizeof(Lists) <= 32764);
-static_assert(sizeof(cuda::FlatNormBatchOf<4096>) <= 4096 && sizeof(cuda::StridedNormBatchOf<4096>) <= 4096);
+template <int32_t bytes>
+constexpr bool kFits = sizeof(Flat<bytes>) <= bytes && sizeof(Strided<bytes>) <= bytes &&
+                       sizeof(Flat<bytes, true>) <= bytes && sizeof(Strided<bytes, true>) <= bytes;
+static_assert(kFits<32764> && kFits<4096> && sizeof(Lists) <= 32764);
+constexpr uint64_t kSeed = 0x123456789abcdef0u;
+constexpr double kKeep = 0.75;
 
 // As a block joins: by exchanges between threads whose numbers differ in one bit.
 template <int32_t threads>
@@ -44,17 +50,19 @@ std::vector<double> partials_of(const Work& work, double scale) {
   using Kernels = cuda::NormKernels<pair, kind, reads>;
   const JoinAll<cuda::kThreads> join;
   std::vector<double> partials(static_cast<size_t>(work.chunks), -1);
-  static Flat flat;
-  static Strided strided;
-  flat.factors = strided.factors = {{nullptr, scale, 0}, {nullptr, 0.75, 0}};
+  constexpr bool stochastic = kIsStochastic<AccumulatorOf<pair>>;
+  static Flat<32764, stochastic> flat;
+  static Strided<32764, stochastic> strided;
+  flat.factors = strided.factors = {{nullptr, scale, 0}, {nullptr, kKeep, 0}};
+  if constexpr (stochastic) flat.seed = strided.seed = kSeed;
   flat.partials = strided.partials = partials.data();
-  for_each_batch(work, pair, false, flat, [&](const Flat& full, int64_t chunks) {
+  for_each_batch(work, pair, false, flat, [&](const auto& full, int64_t chunks) {
     for (int64_t block = 0; block < chunks; ++block) {
       const auto chunk = Kernels::find(full, static_cast<uint32_t>(block));
       *chunk.partial = Kernels::flat_block(full, chunk, join);
     }
   });
-  for_each_batch(work, pair, true, strided, [&](const Strided& full, int64_t chunks) {
+  for_each_batch(work, pair, true, strided, [&](const auto& full, int64_t chunks) {
     for (int64_t block = 0; block < chunks; ++block) {
       const auto chunk = Kernels::find(full, static_cast<uint32_t>(block));
       *chunk.partial = Kernels::strided_block(full, chunk, join);
@@ -106,6 +114,10 @@ template <int32_t pair>
 struct Case {
   using Gradient = GradientOf<pair>;
   using Accumulator = AccumulatorOf<pair>;
+  // What reads the sums: how they were rounded is no matter then.
+  static constexpr Dtype kStored = stored_as(kPairs[pair].accumulator);
+  static constexpr int32_t kOwn = find_pair(kStored, kStored);
+
   std::vector<std::vector<Accumulator>> sums;
   std::vector<std::vector<Gradient>> fresh;
   Work work;
@@ -121,7 +133,7 @@ struct Case {
       fresh.emplace_back(size + other);
       for (auto& element : sums.back()) element = element_of<Accumulator>(normal(generator));
       for (auto& element : fresh.back()) element = element_of<Gradient>(normal(generator));
-      Task task{sums.back().data() + shift, fresh.back().data() + other, size, 0, pair, -1, i % 4 == 1};
+      Task task{sums.back().data() + shift, fresh.back().data() + other, size, 0, pair, -1, i % 4 == 1, 0, random_stream()};
       if (i == 5) {
         task.layout = 0;
         work.layouts.push_back({2, {130, 70}, {70, 1}, {1, 130}});
@@ -134,10 +146,35 @@ struct Case {
   Work sums_only() const {
     Work alone;
     for (const Task& task : work.tasks) {
-      alone.push({task.accumulator, task.accumulator, task.numel, 0,
-                  find_pair(kPairs[pair].accumulator, kPairs[pair].accumulator), -1, false});
+      alone.push({task.accumulator, task.accumulator, task.numel, 0, kOwn, -1, false});
     }
     return alone;
+  }
+
+  // What the sums are to become, one by one.
+  std::vector<std::vector<Accumulator>> expected(double scale) const {
+    std::vector<std::vector<Accumulator>> all;
+    for (const Task& task : work.tasks) {
+      const ScaleAccumulate<Gradient, Accumulator> functor(task.by({scale, kKeep, {kSeed}}));
+      const auto* into = static_cast<const Accumulator*>(task.accumulator);
+      const auto* from = static_cast<const Gradient*>(task.gradient);
+      all.emplace_back();
+      for (int64_t i = 0; i < task.numel; ++i) {
+        const Gradient value = from[task.layout < 0 ? i : i % 70 * 130 + i / 70];
+        const uint32_t bits = functor.bits_at(i);
+        all.back().push_back(task.overwrite ? functor.overwrite(value, bits)
+                                            : functor.add(value, into[i], bits));
+      }
+    }
+    return all;
+  }
+  bool equals(const std::vector<std::vector<Accumulator>>& all) const {
+    for (size_t i = 0; i < all.size(); ++i) {
+      if (std::memcmp(work.tasks[i].accumulator, all[i].data(), all[i].size() * sizeof(Accumulator)) != 0) {
+        return false;
+      }
+    }
+    return true;
   }
 
   long double norm_of_sums(NormKind kind) const {
@@ -155,7 +192,7 @@ struct Case {
 
 template <int32_t pair, NormKind kind>
 void check_norms() {
-  constexpr int32_t own = find_pair(kPairs[pair].accumulator, kPairs[pair].accumulator);
+  constexpr int32_t own = Case<pair>::kOwn;
   constexpr bool half =
       kPairs[pair].gradient == Dtype::kFloat16 || kPairs[pair].accumulator == Dtype::kFloat16;
   constexpr bool wide = kPairs[pair].accumulator == Dtype::kFloat64;
@@ -168,7 +205,9 @@ void check_norms() {
                                  : wide ? 1e290
                                         : 1e30};
     Case<pair> lists(magnitudes[round % 3]);
+    const auto expected_sums = lists.expected(0.3);
     const auto fused = partials_of<pair, kind, false>(lists.work, 0.3);
+    CHECK(lists.equals(expected_sums));
     const auto read = partials_of<own, kind, true>(lists.sums_only(), 0);
     CHECK(fused == read);
     float found = -1;
@@ -228,6 +267,6 @@ int main() {
   check_kernels(std::make_integer_sequence<int32_t, kPairCount>());
   float found = -1;
   CHECK(finish({}, NormKind::kTwo, found) == 0 && found == 0);
-  std::printf("capacities %d and %d\n", Flat::kCapacity, Lists::kCapacity);
+  std::printf("capacities %d and %d\n", Flat<32764>::kCapacity, Lists::kCapacity);
   return 0;
 }

@@ -52,6 +52,7 @@ struct Case {
   using Compute = typename Kernels::Compute;
 
   int64_t rows, columns, table_stride, gradient_stride, padding;
+  Noise noise;
   bool by_frequency;
   std::vector<int64_t> numbers;
   std::vector<Accumulator> table;
@@ -60,7 +61,7 @@ struct Case {
   void expect(double scale) {
     std::map<int64_t, std::vector<int64_t>> positions;
     for (size_t i = 0; i < numbers.size(); ++i) positions[numbers[i]].push_back(static_cast<int64_t>(i));
-    const Functor functor(scale);
+    const Functor functor(Multipliers{scale, 1, noise});
     for (const auto& [row, own] : positions) {
       if (row < 0 || row >= rows || row == padding) continue;
       for (int64_t column = 0; column < columns; ++column) {
@@ -75,8 +76,9 @@ struct Case {
           total = begin == 0 ? run : total + run;
         }
         if (by_frequency) total = Functor::mean(total, static_cast<int64_t>(own.size()));
-        Accumulator& element = table[static_cast<size_t>(row * table_stride + column)];
-        element = functor.add(total, element);
+        const int64_t place = row * table_stride + column;
+        Accumulator& element = table[static_cast<size_t>(place)];
+        element = functor.add(total, element, functor.into.bits_at(place));
       }
     }
   }
@@ -102,7 +104,8 @@ struct Case {
                       gradients.data(),
                       gradient_stride,
                       padding,
-                      by_frequency};
+                      by_frequency,
+                      noise};
     arguments.scale = {nullptr, scale, 0};
     std::vector<Compute> sums(static_cast<size_t>(cuda::sums_needed(arguments.work)));
     arguments.sums = sums.data();
@@ -124,6 +127,7 @@ struct Case {
     one.gradient_stride = (one.columns + 7) / 8 * 8;
     one.padding = random_below(2) ? random_below(one.rows) : -1;
     one.by_frequency = random_below(2);
+    one.noise = {generator(), random_stream()};
     one.numbers = random_numbers(count, one.rows);
     one.table = random_elements<Accumulator>(one.rows * one.table_stride);
     one.gradients = random_elements<Gradient>(count * one.gradient_stride);

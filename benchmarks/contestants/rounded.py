@@ -1,0 +1,105 @@
+"""Sums of bfloat16 parameters' gradients: in float32, or in bfloat16, to nearest or stochastically."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from examples.demo.loops import Config
+from examples.demo.measure import batches
+from examples.demo.model import micro_batch
+from fusedacc.functional import scale_accumulate_
+
+from .training_loops import Loop, Way, Wrapped
+
+FLOAT32, NEAREST, STOCHASTIC = "float32 sums", "bfloat16 sums, to nearest", "bfloat16 sums, stochastic"
+STOCK = "stock, bfloat16 sums"
+BF16 = torch.bfloat16
+#: Bytes at the text's end that are not trained on, and how many windows of them the loss is looked at by.
+UNSEEN, WINDOWS = 400_000, 512
+#: Numbers of micro-batches that no training takes.
+APART = 10**9
+
+
+class ToNearest(Wrapped):
+    """The wrapper with sums of half the size."""
+
+    def options(self) -> dict[str, Any]:
+        return {"accumulate_dtype": BF16}
+
+
+class Stochastic(Wrapped):
+    """The same, rounded up or down by chance."""
+
+    def options(self) -> dict[str, Any]:
+        return {"accumulate_dtype": BF16, "rounding": "stochastic", "seed": self.config.seed}
+
+
+WAYS = (Way(FLOAT32, Wrapped), Way(NEAREST, ToNearest), Way(STOCHASTIC, Stochastic))
+#: With the loop of stock torch that has bfloat16 parameters and sums.
+WITH_STOCK = (*WAYS, Way(STOCK, Loop))
+
+
+def train(way: Way, config: Config, text: Tensor, updates: int) -> Iterator[float]:
+    """The loss of each update's micro-batches, and last that on what was not trained on."""
+    loop = way.make(config)
+    for update in range(updates):
+        yield loop.update(batches(text[:-UNSEEN], config, update)).item()
+    yield unseen_loss(loop.model, config, text)
+
+
+@torch.no_grad()
+def unseen_loss(model: nn.Module, config: Config, text: Tensor, size: int = 32) -> float:
+    """The mean over the same windows for every model."""
+    losses = []
+    for index in range(WINDOWS // size):
+        given = micro_batch(text[-UNSEEN:], APART + index, config.device, size, config.context)
+        losses.append(config.loss(model, *given).item())
+    return sum(losses) / len(losses)
+
+
+def trained(config: Config, text: Tensor, updates: int) -> nn.Module:
+    """A model after so many updates with float32 sums."""
+    loop = WAYS[0].make(config)
+    for update in range(updates):
+        loop.update(batches(text[:-UNSEEN], config, update))
+    loop.optimizer.close()
+    return loop.model
+
+
+def sums_of(
+    model: nn.Module, config: Config, text: Tensor, counts: Sequence[int]
+) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """The same gradients added up in each way: after so many micro-batches, the sum as a float64 vector."""
+    parameters = list(model.parameters())
+    dtypes = {FLOAT32: torch.float32, NEAREST: BF16, STOCHASTIC: BF16}
+    sums = {
+        name: [torch.zeros_like(each, dtype=dtype) for each in parameters] for name, dtype in dtypes.items()
+    }
+    for index in range(max(counts)):
+        size = (config.micro_batch_size, config.context)
+        given = micro_batch(text[:-UNSEEN], APART + index, config.device, *size)
+        gradients = torch.autograd.grad(config.loss(model, *given), parameters)
+        for name, own in sums.items():
+            how: dict[str, Any] = {"overwrite": index == 0}
+            if name == STOCHASTIC:
+                how |= {"rounding": "stochastic", "seed": config.seed, "offset": index}
+            scale_accumulate_(own, gradients, 1.0, **how)
+        if index + 1 in counts:
+            yield (
+                index + 1,
+                {name: torch.cat([each.flatten().double() for each in own]) for name, own in sums.items()},
+            )
+
+
+def additions(count: int, step: float, times: int, seed: int) -> Iterator[dict[str, Tensor]]:
+    """So many elements of 1.0 after each addition of `step`, to nearest and stochastically."""
+    sums = {name: [torch.ones(count, dtype=BF16)] for name in (NEAREST, STOCHASTIC)}
+    added = [torch.full((count,), step, dtype=BF16)]
+    for number in range(times):
+        scale_accumulate_(sums[NEAREST], added)
+        scale_accumulate_(sums[STOCHASTIC], added, rounding="stochastic", seed=seed, offset=number)
+        yield {name: own[0] for name, own in sums.items()}
