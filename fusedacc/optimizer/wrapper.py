@@ -52,7 +52,8 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
             parameter's dtype.
         rounding: "nearest", or "stochastic" for sums of bfloat16 (`accumulate_dtype=torch.bfloat16`): up or
             down by chance, so that they are right on average where nearest would lose every gradient below
-            1/256 of the sum. Half the memory of float32 sums.
+            1/256 of the sum. Half the memory of float32 sums. What torch itself adds to p.grad in a manual
+            loop (create_graph=True, a DistributedDataParallel that is not attached, FSDP2) goes to nearest.
         seed: of the random bits, 0 to 2**63 - 1; None: `torch.initial_seed()`, or 0 where a process group is
             up. One seed, equal bits; with `data_parallel` the first rank's is taken, and where others average
             gradients all ranks need the same.

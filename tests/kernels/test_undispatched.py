@@ -31,7 +31,8 @@ def made(dtype: torch.dtype, shapes=SHAPES, seed: int = 0) -> list[Tensor]:
 
 
 def accumulate(accumulators, gradients, scale=1.0, overwrite=False, keep=1.0, norm_type=None, bumps=False):
-    return undispatched.accumulate(accumulators, gradients, scale, overwrite, keep, norm_type, False, bumps, None)
+    chosen = norm_type, False, bumps, None
+    return undispatched.accumulate(accumulators, gradients, scale, overwrite, keep, *chosen)
 
 
 def same(ours: list[Tensor], theirs: list[Tensor]) -> None:
