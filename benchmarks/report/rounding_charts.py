@@ -65,11 +65,11 @@ def training(rows: Sequence[Row]) -> Figure:
             axes.grid(axis="y", color=FAINT)
     panels[0][0].set_ylabel("loss, nats")
     panels[1][0].set_ylabel("above float32 sums, 0.001 nats")
-    seeds = len({row["seed"] for row in own})
+    seeds = sorted({len({row["seed"] for row in own if row["k"] == str(k)}) for k in counts})
     text = (
         f"The demo's transformer on bytes, {own[0]['shapes'].split(';')[0]}, bfloat16 parameters, AdamW; the "
-        f"loss of the micro-batches. Median and range of {seeds} seeds, which give weights, data and random "
-        "bits; below, each seed against float32 sums with the same weights and data."
+        f"loss of the micro-batches. Median and range of {' or '.join(map(str, seeds))} seeds, which give "
+        "weights, data and random bits; below, each seed against float32 sums with the same weights and data."
     )
     return finish(figure, "Training with sums in float32 and in bfloat16", own[0], text, COLOURS)
 

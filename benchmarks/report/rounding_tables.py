@@ -61,12 +61,12 @@ def training(rows: Sequence[Row]) -> str:
         for name in (FLOAT32, NEAREST, STOCHASTIC):
             mine = [row for row in own if (row["k"], row["provider"]) == (str(k), name)]
             (losses,) = by_seed([row for row in mine if row["metric"] == "unseen loss"]).values()
-            cells = [str(k), name, mean_and_spread(losses, 4)]
+            cells = [str(k), name, str(len(losses)), mean_and_spread(losses, 4)]
             above = by_seed([row for row in mine if row["metric"] == f"unseen loss above {FLOAT32}"])
             for off in above.values() or [None]:
                 cells += ["", ""] if off is None else [mean_and_spread(off, 5), f"{max(map(abs, off)):.5f}"]
             lines.append(cells)
-    head = ("k", "", "loss on unseen text, nats", "above float32 sums", "the furthest seed")
+    head = ("k", "", "seeds", "loss on unseen text, nats", "above float32 sums", "the furthest seed")
     return written(own[0], "training", head, lines)
 
 

@@ -147,8 +147,8 @@ def test_plots_and_tables(kept, tmp_path, monkeypatch):
     written = path.read_text()
     assert "old" not in written
     # By seeds above float32 sums: 0.001 and 0.003 nats.
-    assert f"| 2 | {NEAREST} | 1.5020 ± 0.0014 | 0.00200 ± 0.00141 | 0.00300 |" in written
-    assert f"| 2 | {FLOAT32} | 1.5000 ± 0.0000 |  |  |" in written
+    assert f"| 2 | {NEAREST} | 2 | 1.5020 ± 0.0014 | 0.00200 ± 0.00141 | 0.00300 |" in written
+    assert f"| 2 | {FLOAT32} | 2 | 1.5000 ± 0.0000 |  |  |" in written
     assert f"| {NEAREST} | 1 | 0 |  | 0.00 % |" in written
     assert "| ResNet-50 | " in written
     assert len(read(kept.path)) == len(kept.rows)
