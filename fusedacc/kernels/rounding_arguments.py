@@ -86,4 +86,5 @@ def noise_for(accumulators: Any, rounding: Any, seed: Any, offset: Any) -> Noise
 
 def streams(count: int, addition: int) -> list[int]:
     """Those of one addition to so many tensors, which are numbered by their order."""
-    return [stream_of(index, addition) for index in range(count)]
+    first = stream_of(0, addition)
+    return list(range(first, first + count))
