@@ -10,6 +10,7 @@
 #endif
 
 #include "../common/functors.h"
+#include "bits_impl.h"
 #include "loops.h"
 
 // A gradient may be its own accumulator: equal addresses, which carry nothing from one iteration to another.
@@ -46,94 +47,6 @@ inline void end_of_stream() {
   _mm_sfence();
 #endif
 }
-
-#if defined(__AVX512F__)
-constexpr int64_t kCounterBytes = 64;
-#elif defined(__AVX2__)
-constexpr int64_t kCounterBytes = 32;
-#else
-constexpr int64_t kCounterBytes = 16;
-#endif
-// One word of several counters, each in the lower half of 64 bits; what stands in the upper half is no
-// matter.
-using CounterWords = uint64_t __attribute__((vector_size(kCounterBytes)));
-constexpr int64_t kCounters = kCounterBytes / 8;
-
-inline CounterWords times(CounterWords words, uint32_t by) {
-  [[maybe_unused]] const CounterWords all = CounterWords{} + by;
-#if defined(__AVX512F__)
-  return reinterpret_cast<CounterWords>(
-      _mm512_maskz_mul_epu32(0xff, reinterpret_cast<__m512i>(words), reinterpret_cast<__m512i>(all)));
-#elif defined(__AVX2__)
-  return reinterpret_cast<CounterWords>(
-      _mm256_mul_epu32(reinterpret_cast<__m256i>(words), reinterpret_cast<__m256i>(all)));
-#elif defined(__SSE2__)
-  return reinterpret_cast<CounterWords>(
-      _mm_mul_epu32(reinterpret_cast<__m128i>(words), reinterpret_cast<__m128i>(all)));
-#else
-  return (words & 0xffffffffu) * by;
-#endif
-}
-
-// Upper halves in the place of lower ones, by a shuffle: other units do it than those that multiply and
-// shift.
-inline CounterWords upper(CounterWords words) {
-#if defined(__clang__)
-  return words >> 32;  // of which it makes what it likes
-#else
-  using Halves = uint32_t __attribute__((vector_size(kCounterBytes)));
-  Halves order;
-  for (int64_t i = 0; i < 2 * kCounters; ++i) order[i] = static_cast<uint32_t>(i | 1);
-  return reinterpret_cast<CounterWords>(__builtin_shuffle(reinterpret_cast<Halves>(words), order));
-#endif
-}
-
-// What a call of make_bits() makes is a multiple of this.
-constexpr int64_t kBitsStep = kCounters * random::kElements;
-
-// random::philox() for elements [begin, begin + count) of a stream, which begin with a counter: 16 bits each.
-// There is room for a multiple of kBitsStep.
-inline void make_bits(const Noise& noise, int64_t begin, int64_t count, uint16_t* bits) {
-  constexpr uint64_t kLower = 0xffffffffu;
-  CounterWords block;
-  for (int64_t i = 0; i < kCounters; ++i) block[i] = static_cast<uint64_t>(begin / random::kElements + i);
-  for (int64_t at = 0; at < count; at += kBitsStep, block += kCounters) {
-    CounterWords a = block, b = block >> 32;
-    CounterWords c = CounterWords{} + (noise.stream & kLower), d = CounterWords{} + (noise.stream >> 32);
-    uint64_t x = noise.seed & kLower, y = noise.seed >> 32;
-#pragma GCC unroll 7
-    for (int32_t round = 0; round < random::kRounds; ++round) {
-      const CounterWords p = times(a, random::kMultipliers[0]), q = times(c, random::kMultipliers[1]);
-      a = upper(q) ^ b ^ x;
-      b = q;
-      c = upper(p) ^ d ^ y;
-      d = p;
-      x = (x + random::kWeyl[0]) & kLower;
-      y = (y + random::kWeyl[1]) & kLower;
-    }
-    const CounterWords first = (a & kLower) | (b << 32), second = (c & kLower) | (d << 32);
-    for (int64_t i = 0; i < kCounters; ++i) {
-      const uint64_t pair[] = {first[i], second[i]};
-      std::memcpy(bits + at + i * random::kElements, pair, sizeof(pair));
-    }
-  }
-}
-
-// The bits of elements, of one or of two neighbours; and of what needs none.
-struct Bits {
-  const uint16_t* values;
-
-  FUSEDACC_INLINE uint32_t operator[](int64_t i) const { return values[i]; }
-  FUSEDACC_INLINE uint32_t pair(int64_t i) const {
-    uint32_t both;
-    std::memcpy(&both, values + i, sizeof(both));
-    return both;
-  }
-};
-struct NoBits {
-  FUSEDACC_INLINE uint32_t operator[](int64_t) const { return 0; }
-  FUSEDACC_INLINE uint32_t pair(int64_t) const { return 0; }
-};
 
 // Positions [begin, end) of a loop nest as pieces of its innermost dimension: visit(offset of the first
 // element in the accumulator, the same in the gradient, elements).
@@ -269,11 +182,25 @@ struct PairLoops {
   }
 
   // The same for an even number of bfloat16, two by two in 32 bits: nothing is packed or unpacked.
-  template <bool has_beta, typename Bits>
+  template <bool has_beta, typename BitsOf>
   static void add_pairs(Accumulator* accumulator, const Gradient* gradient, int64_t count, Functor functor,
-                        Bits bits) {
+                        BitsOf bits) {
+    int64_t done = 0;
+#if defined(FUSEDACC_PAIRS_BY_VECTOR)
+    if constexpr (Functor::kStochastic) {
+      for (; done + kPairElements <= count; done += kPairElements) {
+        if (add_pairs_by_vector<has_beta>(accumulator + done, gradient + done, bits.values + done,
+                                          functor.scale, functor.beta)) {
+          continue;
+        }
+        for (int64_t i = done; i < done + kPairElements; ++i) {
+          accumulator[i] = functor.template add<has_beta>(gradient[i], accumulator[i], bits[i]);
+        }
+      }
+    }
+#endif
     FUSEDACC_INDEPENDENT
-    for (int64_t i = 0; i < count; i += 2) {
+    for (int64_t i = done; i < count; i += 2) {
       const uint32_t old = load_pair(accumulator + i), fresh = load_pair(gradient + i);
       const auto add = [&](uint32_t from, uint32_t into, uint32_t noise) {
         const Compute before = bits_as<float>(into);
