@@ -14,6 +14,7 @@ backward that adds more of each rank's own, they take the bits of one seed, numb
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 
 import torch
@@ -43,6 +44,8 @@ class NoiseSource:
 
     def __init__(self, seed: int | None) -> None:
         self.seed, self._rank = seed, 0
+        #: Held while numbers are taken: backwards may run in several threads.
+        self._lock = threading.Lock()
         #: Below it no number is taken any more; one above the highest that was taken.
         self._floor = self._ceiling = 0
         #: How many reductions there were; of slots that were written since the last one in this window, how
@@ -56,6 +59,11 @@ class NoiseSource:
     def own_seed(self) -> int:
         """This rank's seed."""
         return ((self.seed or 0) + self._rank * _RANK_STEP) & _MOST
+
+    @property
+    def next_addition(self) -> int:
+        """One above the highest number that any slot has taken."""
+        return self._ceiling
 
     def be_rank(self, rank: int) -> None:
         """Take the seed of that rank."""
@@ -73,9 +81,10 @@ class NoiseSource:
         if release is not None:
             for slot in slots:
                 release(slot)
-        if self._since is not None:
-            return Noise(self.seed, [self._take_shared(slot, self._since) for slot in slots])
-        return Noise(self.own_seed, [self._take(slot) for slot in slots])
+        with self._lock:
+            if self._since is not None:
+                return Noise(self.seed, [self._take_shared(slot, self._since) for slot in slots])
+            return Noise(self.own_seed, [self._take(slot) for slot in slots])
 
     def of_reduction(self, bucket: int, number: int) -> Noise:
         """The bits by which what was added up over the ranks is rounded, the same on all ranks."""
@@ -88,8 +97,9 @@ class NoiseSource:
         By native code, or because a first gradient has become the sum, as if it had been added.
         """
         if self.seed is not None:
-            for slot in slots:
-                self._take(slot)
+            with self._lock:
+                for slot in slots:
+                    self._take(slot)
 
     def begin_reduction(self) -> int:
         """The number of a reduction over the ranks."""
@@ -138,7 +148,8 @@ class NoiseSource:
 
     def settle(self) -> None:
         """All slots go on from one number; no backward may be running."""
-        self._floor = self._ceiling
+        with self._lock:
+            self._floor = self._ceiling
 
     def state(self) -> dict[str, int] | None:
         """For a checkpoint: the seed, and the numbers of the next addition and of the last reduction.
@@ -171,7 +182,12 @@ class NoiseSource:
             slot.addition = -1
 
     def _take_shared(self, slot: Slot, since: dict[Slot, int]) -> int:
-        count = since[slot] = since.get(slot, -1) + 1
+        count = since.get(slot, -1) + 1
+        if count == _AFTER_REDUCTION:  # on all ranks at once
+            self._reductions += 1
+            since.clear()
+            count = 0
+        since[slot] = count
         return stream_of(_SHARED | slot.number, self._reductions * _AFTER_REDUCTION + count)
 
     def _next(self, slot: Slot) -> int:

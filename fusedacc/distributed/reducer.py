@@ -129,21 +129,26 @@ class Bucket:
         return all(slot.lane is self.lane for slot in self.slots) and list(shapes) == self.shapes
 
     def launch(
-        self, group: dist.ProcessGroup, dtype: torch.dtype | None, divisor: int, noise: Noise | None
+        self,
+        group: dist.ProcessGroup,
+        dtype: torch.dtype | None,
+        divisor: int,
+        rounds: bool,
+        noise: Noise | None,
     ) -> None:
         """Add up over the ranks what is in the memory.
 
         dtype: on the wire; None for the memory's own, or float32 where sums are rounded stochastically.
-        divisor, noise: where they are, what is yet to be divided by, and the bits by which what goes onto a
-            wire of bfloat16 is rounded.
+        rounds: whether they are; `divisor` is then yet to be divided by, and by `noise` is rounded what goes
+            onto a wire of bfloat16.
         """
-        if noise is None:
+        if not rounds:
             wire = self.memory if dtype in (None, self.memory.dtype) else self.memory.to(dtype)
         else:
             wire = self.memory.float()
             before_tail = self.tail.storage_offset() - self.memory.storage_offset()
             wire[:before_tail] *= 1.0 / divisor
-            if dtype is torch.bfloat16:
+            if noise is not None:
                 wire = self._rounded(torch.empty_like(self.memory), wire, noise)
             elif dtype is not None:
                 wire = wire.to(dtype)
@@ -286,14 +291,16 @@ class Reducer:
         if not self._absent and self.announce is not None:
             self.announce()
         absent = self._gather(bucket)
-        noise = self._accumulators.noise.of(bucket.slots[:1], bucket.lane[2])
-        if divisor != 1 and noise is None:
+        source, dtype = self._accumulators.noise, bucket.lane[2]
+        rounds = source.rounds(dtype)
+        noise = source.of(bucket.slots[:1], dtype) if self._dtype is torch.bfloat16 else None
+        if divisor != 1 and not rounds:
             bucket.memory.mul_(1.0 / divisor)
         bucket.flag(absent)
         if bucket is self._buckets[-1]:
             self._send(part, bucket.numbers)
         self._under_way = True
-        bucket.launch(self.group, self._dtype, divisor, noise)
+        bucket.launch(self.group, self._dtype, divisor, rounds, noise)
         self._absent.append(absent)
 
     def buckets(self) -> list[list[Slot]]:

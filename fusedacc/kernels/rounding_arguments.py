@@ -78,10 +78,11 @@ def noise_for(accumulators: Any, rounding: Any, seed: Any, offset: Any) -> Noise
             )
         return None
     number = checked_offset(0 if offset is None else offset)
-    given = accumulators if isinstance(accumulators, (list, tuple)) else ()
-    tensors = [each for each in given if isinstance(each, Tensor)]  # what else there is, others refuse
-    check_dtypes(tensors)
-    return Noise(known, streams(len(tensors), number))
+    if not isinstance(accumulators, (list, tuple)):
+        kind = type(accumulators).__name__
+        raise TypeError(f"accumulators is {kind}; allowed: a list or tuple of tensors")
+    check_dtypes([each for each in accumulators if isinstance(each, Tensor)])  # others are refused later
+    return Noise(known, streams(len(accumulators), number))
 
 
 def streams(count: int, addition: int) -> list[int]:

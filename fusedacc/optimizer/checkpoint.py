@@ -141,7 +141,8 @@ def _sums(
         owed = unit * accumulators.scale_of(slot)
         said = {"delivered": slot.grad_state is GradState.PUBLISHED, "owed": owed}
         if ranked:
-            said["held"] = accumulators.grads.current(slot) is not None
+            held = accumulators.grads.current(slot) is not None
+            said |= {"held": held, "addition": accumulators.noise.next_addition}
             kept[index] = ranked_checkpoint.row(of_window | said, total, window.reduced, place)
         else:
             kept[index] = {SUM: total.detach().clone(), COUNTERS: packed(of_window | said)}

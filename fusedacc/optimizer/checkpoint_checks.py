@@ -19,7 +19,8 @@ from .pickling import fresh_window
 from .window import REDUCTIONS, Window
 
 OWN = "fusedacc"
-#: Under `OWN`: what was found out by trial (see `tuning`), and on which processor.
+#: Under `OWN`: what was found out by trial (see `tuning`), and on which processor; and of which random bits
+#: sums are rounded.
 CHOICES, NOISE = "choices", "noise"
 VERSION = 2
 #: Of a window that holds micro-batches of many ranks.

@@ -135,6 +135,9 @@ def of_rank(
     same = own["ranks"] == place.count
     window = windows[0] if same and windows else _merged(windows, own, place)
     result = {key: value for key, value in own.items() if key != "ranks"} | {"window": window}
+    additions = [each["addition"] for of_name in records.values() for each in of_name if "addition" in each]
+    if additions and checks.NOISE in result:  # each rank counts its own
+        result[checks.NOISE] = result[checks.NOISE] | {"addition": max(additions)}
     totals: dict[Any, Tensor] = {}
     said: dict[Any, dict[str, Any]] = {}
     for name, of_name in records.items():

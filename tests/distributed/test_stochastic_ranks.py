@@ -232,6 +232,26 @@ def test_ranks_that_have_added_more():
     on_ranks(2, numbers_ahead)
 
 
+def keeps_its_number() -> None:
+    """Distributed checkpoint hands one rank's counters to all."""
+    _, called, optimizer = made("group", steps=3, seed=1)
+    for index in range(2):
+        for _ in range(1 + 2 * dist.get_rank()):
+            loss_of(called, index).backward()
+        optimizer.step(), optimizer.zero_grad()
+    saved, noise = optimizer.state_dict(), optimizer._accumulators.noise
+    number = noise.next_addition
+    own = saved["fusedacc"]
+    saved["fusedacc"] = own | {"noise": own["noise"] | {"addition": 1000}}
+    optimizer.load_state_dict(saved)
+    assert noise.next_addition == number
+    optimizer.close()
+
+
+def test_each_rank_goes_on_with_its_own_number():
+    on_ranks(2, keeps_its_number)
+
+
 def closes() -> None:
     _, _, optimizer = made("ddp", seed=4)
     noise = optimizer._accumulators.noise
