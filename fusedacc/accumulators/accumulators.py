@@ -134,7 +134,8 @@ class Accumulators:
         """After an update: as `ParamGrads.leave_step`, and no norm holds any more."""
         if self.norms.latest:
             self.norms.clear()
-        self.noise.end_window()
+        if self.noise.seed is not None:
+            self.noise.end_window()
         self.grads.leave_step()
 
     def clear(self) -> None:

@@ -111,7 +111,8 @@ class InPlaceWriter:
             and not (grads.exposed or deferred.scales or isinstance(scale, Tensor))
         ):
             with self._lock:
-                write(accumulator, scale, 1.0, self._noise.of([slot], accumulator.dtype))
+                noise = None if self._noise.seed is None else self._noise.of([slot], accumulator.dtype)
+                write(accumulator, scale, 1.0, noise)
                 if self._norms.latest:
                     self._norms.forget([slot])
             return True

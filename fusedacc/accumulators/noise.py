@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..kernels.rounding import Noise, stream_of
 from ..kernels.rounding_arguments import MOST_ADDITIONS, MOST_SEEDS
-from .param import Slot
+from .param import Slot, nothing
 
 #: A rank's seed is so much further: odd, so that no two ranks have the same.
 _RANK_STEP = 0x5851F42D4C957F2D
@@ -52,8 +52,8 @@ class NoiseSource:
         #: often. None: none was in this window.
         self._reductions = 0
         self._since: dict[Slot, int] | None = None
-        #: Native code may have added to these slots: it is to say so, and add no more.
-        self.release: Callable[[Slot], None] | None = None
+        #: A weak reference to what says that native code has added to a slot, and has it add no more.
+        self.release: Callable[[], Callable[[Slot], None] | None] = nothing
 
     @property
     def own_seed(self) -> int:
@@ -77,7 +77,7 @@ class NoiseSource:
         """The bits of one pass over the accumulators of these slots, of one dtype."""
         if self.seed is None or dtype is not torch.bfloat16:
             return None
-        release = self.release
+        release = self.release()
         if release is not None:
             for slot in slots:
                 release(slot)

@@ -189,7 +189,8 @@ class PlanCache:
         if isinstance(scale, Tensor) or isinstance(beta, Tensor):
             scale, beta = to_device_of(scale, gradients[0]), to_device_of(beta, gradients[0])
         slots = plan.slots
-        noise = self._noise.of(slots, slots[0].accumulate_dtype)
+        source = self._noise
+        noise = None if source.seed is None else source.of(slots, slots[0].accumulate_dtype)
         partials = plan.add(accumulators, gradients, scale, self._norms.norm_type, beta, noise)
         if self._deferred.scales:
             self._deferred.discharge(slots)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..accumulators import Accumulators, Slot
+from ..accumulators.param import nothing
 from ..kernels import launch_events, native_module
 from . import python_hooks
 from .graph_task import GraphTask
@@ -126,7 +128,8 @@ class NativeHooks(PythonHooks):
                     self._direct.load(addable, betas, grads.exposed, noise.own_seed, streams)
                     self._loaded, self._known = grads.generation, known
                 self._task = task
-                accumulators.noise.release = self.release_to_python
+                if accumulators.noise.seed is not None:
+                    accumulators.noise.release = weakref.WeakMethod(self.release_to_python)
                 self._direct.open(identity, scale)
 
     def add_now(self, slot: Slot, identity: int, gradient: Tensor) -> bool:
@@ -147,7 +150,7 @@ class NativeHooks(PythonHooks):
             if self._task is None:
                 return
             task, self._task = self._task, None
-            self._accumulators.noise.release = None
+            self._accumulators.noise.release = nothing
             self._note(task, self._direct.close())
             accumulators = self._accumulators
             grads = accumulators.grads
