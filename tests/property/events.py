@@ -106,7 +106,8 @@ def random_loop(rng: random.Random, dtype: str) -> Loop:
         reduction = rng.choices(["mean", "sum", "weighted", "normalized"], [5, 2, 2, 2])[0]
         ragged = tuple(rng.randint(1, 4) for _ in range(3))
         steps = rng.choice([1, 2, 2, 3, 4, ragged])
-    low = dtype == "bfloat16" and rng.random() < 0.15
+    low = rng.random() < {"bfloat16": 0.3, "float32": 0.05}.get(dtype, 0.0)
+    rounding = rng.choice(["stochastic", "stochastic", "nearest"]) if low else "nearest"
     # A master of sums in low precision is updated from what p.grad shows only rounded.
     masters = dtype in ("bfloat16", "float16") and not low and rng.random() < 0.5
     scales = rng.random() < (0.6 if dtype == "float16" else 0.25)
@@ -115,7 +116,7 @@ def random_loop(rng: random.Random, dtype: str) -> Loop:
     clip = rng.choice([None, None, NEVER, 0.01, 0.1, 1.0])
     norm_type = rng.choice([2.0, 2.0, 2.0, float("inf")])
     low = torch.bfloat16 if low else None
-    return Loop(steps, reduction, low, masters, skips, scaling, clip, norm_type, private)
+    return Loop(steps, reduction, low, rounding, masters, skips, scaling, clip, norm_type, private)
 
 
 def random_backward(rng: random.Random, loop: Loop, odd: float, dtype: str) -> dict[str, object]:

@@ -36,6 +36,7 @@ class Loop:
     steps: int | tuple[int, ...] | None
     reduction: str
     accumulate_dtype: torch.dtype | None = None
+    rounding: str = "nearest"
     masters: bool = False
     skips: bool = False
     scaling: Scaling | None = None

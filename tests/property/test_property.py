@@ -50,6 +50,8 @@ def wrapping(seed: int) -> Make:
             steps,
             reduction=loop.reduction,
             accumulate_dtype=loop.accumulate_dtype,
+            rounding=loop.rounding,
+            seed=seed if loop.rounding == "stochastic" else None,
             max_grad_norm=loop.clip,
             norm_type=loop.norm_type,
             skip_nonfinite=loop.skips,
