@@ -91,7 +91,7 @@ class Collector(StockManual):
         coarse = 0.0
         if (self.several or self.rounds) and gradient.numel():
             largest = gradient.abs().where(gradient.isfinite(), 0.0).max().item()
-            coarse = 4 * torch.finfo(p.dtype).eps * largest  # summed in p.grad itself
+            coarse = 4 * max(eps, torch.finfo(p.dtype).eps) * largest  # each added by itself
         self.micro[index].add(gradient, magnitude, 1, eps, coarse)
 
     def before_backward(self) -> None:
