@@ -55,4 +55,11 @@ ROUNDING_BREAKS = (
         "if accumulator is None",
         "tests/optimizer/test_stochastic_sums.py",
     ),
+    Mutant(
+        "ranks that round otherwise go unseen",
+        "fusedacc/distributed/settings.py",
+        '"rounding": (seed is None,',
+        '"rounding": (None,',
+        "tests/distributed/test_agreement.py",
+    ),
 )

@@ -2,7 +2,8 @@
 
 Two processes of one thread each, gloo over loopback, train the demo's transformer on data of their own. The
 time of a window is from a barrier to a barrier; ways take turns. "peak memory" is of live bytes above those
-of the parameters, on the first rank, through two windows of two micro-batches.
+of the parameters, on the first rank, through two windows of two micro-batches; the least of three, since the
+profiler misses what a thread of gloo's lets go, as it may the broadcast of the parameters in the beginning.
 
 Goals of the plain wrapper: at most 1.05 times the time of each way of stock in float32, no slower than sums
 by hand in bfloat16, and in float32 a peak at least 3 bytes a parameter below stock's.
@@ -140,9 +141,12 @@ def measure_rank(config: Config, rounds: int) -> tuple[dict[str, list[float]], d
         return alive[-1]
 
     for way in WAYS[config.dtype]:
-        peaks[way.name] = peak_memory(make, short, text)
-        alive.clear()
-        gc.collect()
+        found = []
+        for _ in range(3):
+            found.append(peak_memory(make, short, text))
+            alive.clear()
+            gc.collect()
+        peaks[way.name] = min(found)
     return seconds, peaks
 
 

@@ -65,9 +65,11 @@ class NoiseSource:
         """One above the highest number that any slot has taken."""
         return self._ceiling
 
-    def be_rank(self, rank: int) -> None:
-        """Take the seed of that rank."""
+    def be_rank(self, rank: int, seed: int | None = None) -> None:
+        """Take the seed of that rank, where sums take any; `seed`: what all ranks' are made of."""
         self._rank = rank
+        if self.seed is not None and seed is not None:
+            self.seed = seed
 
     def rounds(self, dtype: torch.dtype) -> bool:
         """Whether sums of this dtype are rounded stochastically."""
@@ -150,6 +152,12 @@ class NoiseSource:
         """All slots go on from one number; no backward may be running."""
         with self._lock:
             self._floor = self._ceiling
+
+    def number(self, slots: Sequence[Slot]) -> None:
+        """Number the slots by their places, as a checkpoint has them; no backward may be running."""
+        self.settle()
+        for number, slot in enumerate(slots):
+            slot.number = number
 
     def state(self) -> dict[str, int] | None:
         """For a checkpoint: the seed, and the numbers of the next addition and of the last reduction.

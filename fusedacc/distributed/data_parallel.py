@@ -14,9 +14,10 @@ from ..accumulators import Accumulators, Slot
 from . import checks, ddp
 from .ddp import UnarmedDDP, unarm
 from .deliveries import Deliveries
-from .process_group import agree, agree_on_seed
+from .process_group import agree, share
 from .reducer import Part, Reducer, Totals
 from .rows import Place
+from .settings import agree_on_settings
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -70,9 +71,14 @@ class DataParallel:
         if not isinstance(given, DistributedDataParallel):
             agree(slots, given)
         group = given.process_group if isinstance(given, DistributedDataParallel) else given
+        self._noise = noise = accumulators.noise
+        if given is group:
+            agree(slots, group)
+        seed = agree_on_settings(slots, group, dtype, noise.seed)
+        if given is group:
+            share(slots, group)
         self.reducer = Reducer(slots, accumulators, group, dtype)
-        self._noise = accumulators.noise
-        agree_on_seed(accumulators.noise, slots, group)
+        noise.be_rank(dist.get_rank(group), seed)
         self.deliveries = Deliveries(finish)
         if isinstance(given, DistributedDataParallel):
             self.link = unarm(given, self)

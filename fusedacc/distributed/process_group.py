@@ -8,11 +8,10 @@ import torch
 import torch.distributed as dist
 
 from ..accumulators import Slot
-from ..accumulators.noise import NoiseSource
 
 
 def agree(slots: Sequence[Slot], group: dist.ProcessGroup) -> None:
-    """Give every rank the parameters of the group's first.
+    """See that every rank has the same parameters.
 
     Raises:
         ValueError: another rank has other parameters; it names them and the rank, on every rank.
@@ -32,21 +31,14 @@ def agree(slots: Sequence[Slot], group: dist.ProcessGroup) -> None:
             f"of {_spelt(differing[0])}; allowed: the same names, shapes and dtypes, in the same order, on "
             "all ranks"
         )
+
+
+def share(slots: Sequence[Slot], group: dist.ProcessGroup) -> None:
+    """Give every rank the parameters of the group's first."""
     source = dist.get_global_rank(group, 0)
     with torch.no_grad():
         for slot in slots:
             dist.broadcast(slot.param.detach(), source, group=group)
-
-
-def agree_on_seed(noise: NoiseSource, slots: Sequence[Slot], group: dist.ProcessGroup) -> None:
-    """Take the first rank's seed, and this rank's random bits of it, where sums take any."""
-    if noise.seed is None:
-        return
-    device = slots[0].param.device if slots else torch.device("cpu")
-    seed = torch.tensor(noise.seed, device=device)
-    dist.broadcast(seed, dist.get_global_rank(group, 0), group=group)
-    noise.seed = int(seed)
-    noise.be_rank(dist.get_rank(group))
 
 
 def _spelt(parameter: tuple | str) -> str:

@@ -44,11 +44,10 @@ class ParameterSet:
         self.casts: KeptCasts | None = None
         self.without_casts: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self._slot_of: dict[int, Slot] = {}
-        #: Of slots that there ever were.
-        self._count = 0
         self._accepted: set[Lane] = set()
         #: Shared with whoever works on the parameters, and changed in place.
-        self.slots: list[Slot] = self._new_slots(range(len(inner.param_groups)), lenient)
+        self.slots: list[Slot] = []
+        self.slots += self._new_slots(range(len(inner.param_groups)), lenient)
         self._note(self.slots)
         #: Each group's parameters, when the slots were last in step with them.
         self._seen = self._present()
@@ -100,10 +99,11 @@ class ParameterSet:
         found: dict[int, Slot] = {}
         for index, name, param in self._named(indices):
             if id(param) not in self._slot_of and id(param) not in found:
-                found[id(param)] = self._new_slot(index, name, param, lenient)
+                number = len(self.slots) + len(found)
+                found[id(param)] = self._new_slot(index, name, param, lenient, number)
         return list(found.values())
 
-    def _new_slot(self, index: int, name: str, param: Any, lenient: bool) -> Slot:
+    def _new_slot(self, index: int, name: str, param: Any, lenient: bool, number: int) -> Slot:
         if not isinstance(param, Tensor):
             raise TypeError(
                 f"param_groups[{index}] holds {type(param).__name__} {name!r}, which is no Tensor"
@@ -119,8 +119,7 @@ class ParameterSet:
         if lane not in self._accepted and lane[1:] in PAIRS and param.device.type != "meta":
             registry.select(lane[0], lane[2], lane[1], self._backend)
             self._accepted.add(lane)
-        self._count += 1
-        return Slot(param, index, name, dtype, number=self._count - 1)
+        return Slot(param, index, name, dtype, number)
 
     def add_last_group(self, capture: Capture) -> None:
         """Take in the group that was added last, or take it out of the inner optimizer and raise."""
@@ -188,6 +187,7 @@ class ParameterSet:
         self.slots[:] = [self._slot_of[key] for key in places]
         for slot in self.slots:
             slot.group, slot.name = places[id(slot.param)]
+        capture.accumulators.noise.number(self.slots)
         if self._replacements is not None:
             self._replacements.name(self.slots)
         self._seen = self._present()

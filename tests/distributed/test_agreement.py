@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
 from ranks_setting import assert_ranks_equal
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import fusedacc
+
+LOW: dict[str, Any] = {"accumulate_dtype": torch.bfloat16}
+#: What the two ranks give, and what the error says of them.
+APART: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
+    "rounding": (LOW | {"rounding": "stochastic", "seed": 5}, LOW, "'stochastic'", "'nearest'"),
+    "accumulate_dtype": ({}, LOW, "torch.float32", "torch.bfloat16"),
+    "reduce_dtype": ({}, {"reduce_dtype": torch.bfloat16}, "None", "torch.bfloat16"),
+    "parameters": ({}, {"leaves": 1}, "2 with 15 elements", "1 with 12 elements"),
+}
 
 
 def made_apart() -> list[torch.Tensor]:
@@ -45,3 +57,37 @@ def out_of_step() -> None:
 
 def test_reductions_that_do_not_belong_together_are_an_error_on_every_rank():
     on_ranks(2, out_of_step)
+
+
+def given_apart(name: str, kind: str) -> None:
+    """Every rank is told what differs; nothing is left of it, and the next wrapper trains."""
+    *given, first, second = APART[name]
+    options, said = dict(given[dist.get_rank()]), (first, second)[dist.get_rank()]
+    net = nn.Linear(4, 3)
+    torch.nn.init.constant_(net.weight, float(dist.get_rank()))
+    called = DistributedDataParallel(net) if kind == "ddp" else net
+    parallel = called if kind == "ddp" else dist.group.WORLD
+    before, params = net.weight.detach().clone(), list(net.parameters())
+    inner = torch.optim.SGD(params[: options.pop("leaves", 2)], lr=0.1)
+    optimizer = fusedacc.AccumulatingOptimizer(inner, 2, **options)
+    seed = optimizer._accumulators.noise.own_seed
+    with pytest.raises(ValueError, match=rf"differ in {name}: rank {dist.get_rank()} has {said}; allowed"):
+        optimizer.attach(parallel)
+    assert torch.equal(net.weight, before)
+    assert optimizer._accumulators.noise.own_seed == seed
+    optimizer.close()
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(params, lr=0.1), 1, data_parallel=parallel)
+    called(torch.full((2, 4), 1.0 + dist.get_rank())).sum().backward()
+    optimizer.step()
+    assert optimizer.num_updates == 1
+    assert_ranks_equal(net)
+    optimizer.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    # a group's parameters are named one by one: test_faults.py
+    [("ddp", name) for name in APART] + [("group", name) for name in APART if name != "parameters"],
+)
+def test_ranks_are_given_the_same(kind, name):
+    on_ranks(2, given_apart, name, kind)

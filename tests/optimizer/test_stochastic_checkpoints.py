@@ -14,6 +14,7 @@ from test_checkpoint_damage import everything
 from test_resume import assert_identical, settings, through_file
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
+import fusedacc
 from fusedacc.integrations.distributed_checkpoint import make_room
 from fusedacc.optimizer.checkpoint_checks import NOISE, OWN
 
@@ -249,4 +250,40 @@ def test_distributed_checkpoint_makes_the_round_trip(done, tmp_path):
     dcp.load(state, checkpoint_id=tmp_path)
     set_optimizer_state_dict(other, resumed, state["optim"])
     train(range(done, 12)), train_other(range(done, 12))
+    assert_identical(model.state_dict(), other.state_dict())
+
+
+@pytest.mark.parametrize("how", ["file", "pickle", "deepcopy"])
+@pytest.mark.parametrize("done", [4, 5])
+def test_what_was_trained_with_other_parameters_goes_on_bit_for_bit(how, done):
+    """One was taken out by hand, others were put in, at the front and as a group."""
+    model = network(LOW)
+    params = list(model.parameters())
+    inner = torch.optim.SGD(params[1:3], lr=0.1, momentum=0.9)
+    optimizer = fusedacc.AccumulatingOptimizer(inner, 3, **STOCHASTIC)
+    for number in range(done):
+        loss_of(model, number).backward()
+        optimizer.step(), optimizer.zero_grad()
+        if number == 1:
+            group = inner.param_groups[0]["params"]
+            inner.state.pop(group.pop(1), None)
+            group.insert(0, params[0])
+    params[3].grad = None  # what autograd has stored there
+    optimizer.add_param_group({"params": params[3:]})
+    if how == "file":
+        saved = through_file([model.state_dict(), optimizer.state_dict()])
+        other = network(LOW)
+        other.load_state_dict(saved[0])
+        twins = dict(zip(params, other.parameters(), strict=True))
+        groups = [{**group, "params": [twins[p] for p in group["params"]]} for group in inner.param_groups]
+        twin = fusedacc.AccumulatingOptimizer(torch.optim.SGD(groups, lr=0.1, momentum=0.9), 3, **STOCHASTIC)
+        twin.load_state_dict(saved[1])
+    else:
+        both = [model, optimizer]
+        other, twin = copy.deepcopy(both) if how == "deepcopy" else pickle.loads(pickle.dumps(both))
+    for each, its in ((model, optimizer), (other, twin)):
+        for number in range(done, 12):
+            loss_of(each, number).backward()
+            its.step(), its.zero_grad()
+    assert optimizer.num_updates == twin.num_updates == 4
     assert_identical(model.state_dict(), other.state_dict())
