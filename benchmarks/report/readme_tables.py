@@ -21,12 +21,15 @@ from ..machines import cells, loops
 from ..machines.zoo import LAYERS
 from ..run_all import APART, SHOWN
 from . import headline
+from .devices import by_device
 
 Row = dict[str, str]
 
 SPEED = ("<!-- speed: written by make figures -->", "<!-- end of speed -->")
 FIGURES = ("<!-- figures: written by make figures -->", "<!-- end of figures -->")
 BYTES = ("<!-- bytes: written by make figures -->", "<!-- end of bytes -->")
+#: The machines that are none but the processor itself.
+REAL = {"native", "native-1"}
 MACHINES = ("<!-- machines: written by make figures -->", "<!-- end of machines -->")
 #: Of the bytes, by role: those of ours with the difference to the best of stock.
 COLUMNS = {
@@ -136,28 +139,31 @@ def window_bytes(rows: Sequence[Row]) -> str:
 
 
 def machines(lines: Sequence[Row]) -> str:
-    """The range of each loop's speed by machine, from the newest rows."""
-    lines = cells.latest(lines)
-    if not lines:
+    """The range of each loop's speed by machine, from the newest rows of each device."""
+    of_devices = by_device(lines)
+    if not of_devices:
         print("no speed from benchmarks/machines", file=sys.stderr)
         return ""
-    rows = [cells.parsed(line) for line in lines]
-    models = len({row.model for row in rows if row.ratio} - LAYERS)
+    parts = []
+    for own in of_devices.values():
+        rows = [cells.parsed(line) for line in own]
+        models = len({row.model for row in rows} - LAYERS)
+        last = {**own[-1], "threads": "as named"}
+        parts.append(f"{conditions(last, 'make bench-machines')} {models} models\n\n{cells.markdown(rows)}")
     about = (
-        "Speed of training against the fastest exact loop of stock torch in the same precision, "
-        f"{models} models in {len(loops.PRECISIONS)} precisions: medians of ratios within a round, "
-        "the worst with its 95 % interval. All machines but the first two are emulated on the same processor."
+        "Speed of training against the fastest exact loop of stock torch in the same precision, in up to "
+        f"{len(loops.PRECISIONS)} precisions: medians of ratios within a round, the worst with its 95 % "
+        "interval. All machines but the first two of a table are emulated on the same processor."
     )
-    last = {**lines[-1], "threads": "as named"}
-    return f"{about}\n\n{conditions(last, 'make bench-machines')}\n\n{cells.markdown(rows)}"
+    return "\n\n".join([about, *parts])
 
 
 def speed(lines: Sequence[Row]) -> str:
-    """The range of speeds over all machines, in a sentence."""
-    lines = cells.latest(lines)
-    if not lines:
+    """The range of speeds over all devices and machines, in a sentence."""
+    of_devices = by_device(lines)
+    if not of_devices:
         return ""
-    rows = [cells.parsed(line) for line in lines]
+    rows = [cells.parsed(line) for own in of_devices.values() for line in own]
     rows = [row for row in rows if row.ratio and row.model not in LAYERS]
     ranges = []
     for loop in (loops.PLAIN, loops.MODEL, loops.KEPT):
@@ -169,14 +175,15 @@ def speed(lines: Sequence[Row]) -> str:
         f"{middle:.2f} in the median."
         for least, most, middle in kept
     )
-    models, machines = len({row.model for row in rows}), len({row.machine for row in rows})
-    device, commit = lines[-1]["device"], lines[-1]["commit"]
+    models = len({row.model for row in rows})
+    devices = " and ".join(f"{device} (commit {own[-1]['commit']})" for device, own in of_devices.items())
+    lesser = len({row.machine for row in rows} - REAL)
     return (
         f"Training as a whole ran at {low:.2f} to {high:.2f} times the speed of the best loop of stock "
         f"torch, {median:.2f} in the median, and with `model=` at {model_low:.2f} to {model_high:.2f} times, "
         f"{model_median:.2f} in the median: {models} models in up to {len(loops.PRECISIONS)} "
-        f"precisions on {machines} machines, of which {device} is the real one, and the others are emulated "
-        f"on it ([by machine](docs/figures.md), commit {commit}).{casts}"
+        f"precisions on {devices}, with one thread and two, and on {lesser} lesser machines that they "
+        f"emulate ([by machine](docs/figures.md)).{casts}"
     )
 
 

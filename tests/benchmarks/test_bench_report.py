@@ -51,6 +51,9 @@ def synthetic(tmp_path):
         for loop in cells.names("autocast"):
             figure = {"ratio": ratio, "low": ratio - 0.125, "high": ratio + 0.125, "sources": "digest"}
             of_machines.add([cells.Row(name, "mlp", "autocast", loop, **figure)])
+    of_machines.conditions = {**of_machines.conditions, "device": "another CPU", "commit": "c0ffee"}
+    for loop in cells.names("float32"):
+        of_machines.add([cells.Row("native", "lstm", "float32", loop, ratio=0.5, low=0.4, high=0.6)])
     return kept.path
 
 
@@ -106,7 +109,9 @@ def test_plots_say_what_they_show_and_under_which_conditions(synthetic):
         of_machines: (
             "as it is, two threads",
             "AVX2, two threads",
-            "1 models",
+            "2 models",
+            "another CPU",
+            "c0ffee",
             "autocast",
             "fusedacc model=",
         ),
@@ -198,10 +203,12 @@ def test_readme_shows_the_newest_figures(synthetic, tmp_path):
     assert f"| float32 parameters and sums {figures}  |  |\n" in text
     assert f"| float32 parameters under autocast(bfloat16) {figures} 25.0 | -50 % |\n" in text
     assert "With `model=` these are weights of Linear layers" in text
-    assert "ran at 0.75 to 1.25 times the speed of the best loop of stock torch, 1.00 in the median" in text
+    assert "ran at 0.50 to 1.25 times the speed of the best loop of stock torch, 0.75 in the median" in text
+    assert "and another CPU (commit c0ffee), with one thread and two, and on 1 lesser machines that" in text
     assert "`keep_casts=True` made it 0.75 to 1.25 times as fast again under autocast, 1.00 in" in text
     text = page.read_text()
-    assert "stock torch in the same precision, 1 models in 4 precisions" in text
+    assert "stock torch in the same precision, in up to 4 precisions" in text
+    assert "| **all** | 1 | 0.50 (0.40 to 0.60) | 0.50 | 0.50 |" in text
     of_avx2 = 3 * "| 0.75 (0.62 to 0.88) | 0.75 | 0.75 " + "|"
     assert "| `keep_casts`, `model=` being 1: worst | median | best |" in text
     assert f"| AVX2, two threads | 1 {of_avx2}" in text
