@@ -61,7 +61,7 @@ def machines(lines: Sequence[Row]) -> Figure:
     )
     text = (
         f"{len(models)} models, windows of up to 8 micro-batches, clipping, AdamW; a mark is the median "
-        "of the ratios within a round. Machines but those as they are are emulated by environment variables. "
+        'of the ratios within a round. Machines other than "as it is" are emulated by environment variables. '
         f"Dashed: {LEAST}, the goal."
     )
     newest = [own[-1] for own in by_device(lines).values()]
