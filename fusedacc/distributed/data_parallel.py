@@ -68,8 +68,6 @@ class DataParallel:
         self._slots, self._compares = slots, checks.wanted()
         #: The parameters that were trained when a reduction was last prepared.
         self._trained = [slot for slot in slots if slot.param.requires_grad]
-        if not isinstance(given, DistributedDataParallel):
-            agree(slots, given)
         group = given.process_group if isinstance(given, DistributedDataParallel) else given
         self._noise = noise = accumulators.noise
         if given is group:
