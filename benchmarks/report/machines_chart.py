@@ -25,8 +25,8 @@ MARKERS = dict(zip(PRECISIONS, ("o", "s", "^", "v"), strict=True))
 def machines(lines: Sequence[Row]) -> Figure:
     """A panel per device; in it a row per machine and loop, a mark per cell: the median of stock's time over
     the loop's."""
-    panels = {device: _cells(newest) for device, newest in by_device(lines).items()}
-    panels = {device: rows for device, rows in panels.items() if rows}
+    of_devices = by_device(lines)
+    panels = {device: rows for device, own in of_devices.items() if (rows := _cells(own))}
     if not panels:
         raise NoRows("there are no rows of benchmarks/machines")
     every = [row for rows in panels.values() for row in rows]
@@ -64,7 +64,7 @@ def machines(lines: Sequence[Row]) -> Figure:
         'of the ratios within a round. Machines other than "as it is" are emulated by environment variables. '
         f"Dashed: {LEAST}, the goal."
     )
-    newest = [own[-1] for own in by_device(lines).values()]
+    newest = [own[-1] for own in of_devices.values()]
     told = {name: ", ".join(dict.fromkeys(line[name] for line in newest)) for name in ("device", "commit")}
     about = {**lines[-1], **told, "threads": "as named"}
     return finish(figure, "Training speed by machine, model and precision", about, text, COLOURS)

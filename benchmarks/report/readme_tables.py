@@ -28,8 +28,8 @@ Row = dict[str, str]
 SPEED = ("<!-- speed: written by make figures -->", "<!-- end of speed -->")
 FIGURES = ("<!-- figures: written by make figures -->", "<!-- end of figures -->")
 BYTES = ("<!-- bytes: written by make figures -->", "<!-- end of bytes -->")
-#: The machines that are none but the processor itself.
-REAL = {"native", "native-1"}
+#: The processor itself, with nothing held back.
+WHOLE = "native"
 MACHINES = ("<!-- machines: written by make figures -->", "<!-- end of machines -->")
 #: Of the bytes, by role: those of ours with the difference to the best of stock.
 COLUMNS = {
@@ -177,13 +177,13 @@ def speed(lines: Sequence[Row]) -> str:
     )
     models = len({row.model for row in rows})
     devices = " and ".join(f"{device} (commit {own[-1]['commit']})" for device, own in of_devices.items())
-    lesser = len({row.machine for row in rows} - REAL)
+    held_back = len({row.machine for row in rows} - {WHOLE})
     return (
         f"Training as a whole ran at {low:.2f} to {high:.2f} times the speed of the best loop of stock "
         f"torch, {median:.2f} in the median, and with `model=` at {model_low:.2f} to {model_high:.2f} times, "
         f"{model_median:.2f} in the median: {models} models in up to {len(loops.PRECISIONS)} "
-        f"precisions on {devices}, with one thread and two, and on {lesser} lesser machines that they "
-        f"emulate ([by machine](docs/figures.md)).{casts}"
+        f"precisions on {devices}, as they are and held to fewer threads or instructions in {held_back} ways "
+        f"([by machine](docs/figures.md)).{casts}"
     )
 
 
