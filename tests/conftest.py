@@ -9,6 +9,7 @@ import re
 import zlib
 from pathlib import Path
 
+import build_cache
 import pytest
 import sweeps
 import torch
@@ -25,6 +26,9 @@ def missing_frameworks() -> list[str]:
 
 # Collecting a module whose framework is missing would stop the whole run.
 collect_ignore = ["integrations"] if missing_frameworks() else []
+
+# Inductor's own default is a folder that goes with the machine's next start.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(build_cache.CACHE / "inductor"))
 
 # Tests name the way that they want; what a trial finds differs from machine to machine.
 os.environ["FUSEDACC_TUNE"] = "0"
