@@ -1,4 +1,4 @@
-"""Compiled test programs and the like, kept between runs of the tests under a hash of what they are made from."""
+"""Keeps compiled test programs and the like between runs of the tests, by a hash of their inputs."""
 
 from __future__ import annotations
 
