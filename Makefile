@@ -1,6 +1,6 @@
 # `make help` lists the targets. SYSTEM_PYTHON=1 uses the current interpreter: no virtual environment, no network.
 .DEFAULT_GOAL := help
-.PHONY: help build demo test test-full test-mutants test-integrations lint format wheel test-versions bench bench-full bench-integrations bench-machines figures memory-figures rounding-figures clean
+.PHONY: help build build-integrations demo test test-full test-mutants test-integrations lint format wheel test-versions bench bench-full bench-integrations bench-machines figures memory-figures rounding-figures clean
 
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
 
@@ -25,6 +25,9 @@ PARALLEL := -n auto --dist worksteal
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 endif
 
+# Without bytecode files, each process that a test starts would compile the whole package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Threads that spin while they wait make a machine with other work to do ten times slower.
 demo test test-full test-mutants test-integrations: export OMP_WAIT_POLICY ?= passive
 # The frameworks' models are so small that a second thread costs more than it brings.
@@ -34,6 +37,8 @@ help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1|/' | awk -F"|" '{printf "  %-18s %s\n", $$1, $$2}'
 
 build: $(BUILT)  ## virtual environment, pinned dependencies, the extension; does nothing when up to date
+
+build-integrations: $(BUILT) $(INTEGRATIONS)  ## the second environment, with the frameworks of tests/integrations
 
 # torch goes first and alone, so that no later requirement can pull another release.
 .venv/dependencies.stamp: requirements.txt constraints.txt
