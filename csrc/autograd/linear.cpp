@@ -65,7 +65,7 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
     const at::Tensor output = at::linear(input, site->transposed ? multiplied.t() : multiplied,
                                          cast ? std::optional(bias->to(input.scalar_type())) : bias);
     // For some inputs ATen returns a view of its product. Autograd forbids writing in place to a view that a
-    // function of ours returns, so the output refers to the same memory without being a view.
+    // function of ours returns, so the output has the same memory and is no view.
     return output.is_view() ? at::_unsafe_view(output, output.sizes()) : output;
   }
 

@@ -195,8 +195,8 @@ class LinearFunction(torch.autograd.Function):
             bias = None if bias is None else bias.to(dtype)
         ctx.save_for_backward(input, used if ctx.needs_input_grad[0] else None)
         output = F.linear(input, used.t() if patched.transposed else used, bias)
-        # For some inputs ATen returns a view of its product. Autograd forbids writing in place to a view that a
-        # function of ours returns, so the output refers to the same memory without being a view.
+        # For some inputs ATen returns a view of its product. Autograd forbids writing in place to a view that
+        # a function of ours returns, so the output has the same memory and is no view.
         return torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output
 
     @staticmethod

@@ -1,0 +1,86 @@
+"""FLOPs of the products that modules add to their sums, for `torch.utils.flop_counter.FlopCounterMode`.
+
+torch counts the operators for which its registry has a formula. It has none for our operators, none for
+`addmm_`, which adds a product to a sum in place, and none for the grouped product of a mixture's experts. Up to
+torch 2.13 its formula for `addmm` raises where the sum has a wider dtype than the operands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Shape = Sequence[int]
+
+
+def _left_times_right(left: Shape, right: Shape, *others: Any, **more: Any) -> int:
+    """One product, or those of groups of rows: each row of `left` is in one group."""
+    return 2 * prod(left) * right[-1]
+
+
+def _into_sum(accumulator: Shape, left: Shape, right: Shape, *others: Any, **more: Any) -> int:
+    return _left_times_right(left, right)
+
+
+def _grouped_mm(left: Shape, right: Shape, *others: Any, **more: Any) -> int:
+    """With three dimensions on the left only, the columns of `right` are shared out among the matrices."""
+    return _left_times_right(left if len(right) == 3 else left[-2:], right)
+
+
+#: Formulas by the names of operators: of their arguments, in which shapes stand for tensors.
+_FORMULAS: dict[str, Callable[..., int]] = {
+    "fusedacc::gemm_accumulate_": _into_sum,
+    "fusedacc::grouped_accumulate_": _into_sum,
+    "fusedacc::launched_product": _left_times_right,
+    "aten::addmm": _into_sum,
+    "aten::addmm_": _into_sum,
+    "aten::_grouped_mm": _grouped_mm,
+}
+
+_library = torch.library.Library("fusedacc", "FRAGMENT")
+_library.define("launched_product(Tensor left, Tensor right) -> ()")
+_library.impl("launched_product", lambda left, right: None, "CompositeExplicitAutograd")
+
+
+def show_launch(left: Tensor, right: Tensor) -> None:
+    """Let torch's modes see left^T right, which a launch outside of torch's dispatcher has multiplied."""
+    if torch._C._len_torch_dispatch_stack():
+        torch.ops.fusedacc.launched_product.default(left.detach(), right.detach())
+
+
+@functools.cache
+def register() -> None:
+    """Give torch the formulas of the operators that it cannot count. A counter takes them when it is made.
+
+    The module that has torch's registry imports Triton, so call this when modules are replaced, and not on
+    import.
+    """
+    try:
+        from torch.utils import flop_counter
+        from torch.utils.flop_counter import register_flop_formula
+    except ImportError:  # torch has moved them: then these operators are not counted
+        return
+    _forget_narrow_addmm(getattr(flop_counter, "flop_registry", {}))
+    for name, formula in _FORMULAS.items():
+        namespace, operator = name.split("::")
+        packet = getattr(getattr(torch.ops, namespace), operator, None)
+        if packet is not None:
+            with contextlib.suppress(RuntimeError):  # it has one already
+                register_flop_formula(packet)(formula)
+
+
+def _forget_narrow_addmm(registry: dict[Any, Callable[..., int]]) -> None:
+    """Take torch's own formula for addmm out of its registry if it raises where `out_dtype` is given."""
+    packet, one = torch.ops.aten.addmm, (1, 1)
+    formula = registry.get(packet)
+    if formula is not None and getattr(formula, "__module__", "") == "torch.utils.flop_counter":
+        try:
+            formula(one, one, one, torch.float32, out_val=one)
+        except TypeError:
+            del registry[packet]
