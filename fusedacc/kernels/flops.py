@@ -1,8 +1,8 @@
 """FLOPs of the products that modules add to their sums, for `torch.utils.flop_counter.FlopCounterMode`.
 
 torch counts the operators for which its registry has a formula. It has none for our operators, none for
-`addmm_`, which adds a product to a sum in place, and none for the grouped product of a mixture's experts. Up to
-torch 2.13 its formula for `addmm` raises where the sum has a wider dtype than the operands.
+`addmm_`, which adds a product to a sum in place, and none for the grouped product of a mixture's experts. Its
+formula for `addmm` raises where the sum has a wider dtype than the operands, up to torch 2.13.
 """
 
 from __future__ import annotations
