@@ -196,6 +196,13 @@ FIXES = (
         "tests/nn/test_flops.py",
     ),
     Mutant(
+        "formulas of FLOPs are not registered when torch's counter is imported later",
+        "fusedacc/kernels/flops.py",
+        "        sys.meta_path.insert(0, _Registering())",
+        "        pass",
+        "tests/nn/test_flops.py",
+    ),
+    Mutant(
         "FLOPs of a launch outside of the dispatcher are not counted",
         "fusedacc/kernels/triton/grouped.py",
         "    flops.show_launch(left, right)\n",

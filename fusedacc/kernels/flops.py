@@ -9,12 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
+import importlib.util
+import sys
 from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from math import prod
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_REGISTRY = "torch.utils.flop_counter"
 
 Shape = Sequence[int]
 
@@ -54,19 +62,14 @@ def show_launch(left: Tensor, right: Tensor) -> None:
         torch.ops.fusedacc.launched_product.default(left.detach(), right.detach())
 
 
-@functools.cache
 def register() -> None:
-    """Give torch the formulas of the operators that it cannot count. A counter takes them when it is made.
-
-    The module that has torch's registry imports Triton, so call this when modules are replaced, and not on
-    import.
-    """
+    """Give torch the formulas of the operators that it cannot count. A counter takes them when it is made."""
     try:
-        from torch.utils import flop_counter
-        from torch.utils.flop_counter import register_flop_formula
-    except ImportError:  # torch has moved them: then these operators are not counted
+        home = importlib.import_module(_REGISTRY)
+        register_flop_formula = home.register_flop_formula
+    except (ImportError, AttributeError):  # torch has moved it: then these operators are not counted
         return
-    _forget_narrow_addmm(getattr(flop_counter, "flop_registry", {}))
+    _forget_narrow_addmm(getattr(home, "flop_registry", {}))
     for name, formula in _FORMULAS.items():
         namespace, operator = name.split("::")
         packet = getattr(getattr(torch.ops, namespace), operator, None)
@@ -75,11 +78,40 @@ def register() -> None:
                 register_flop_formula(packet)(formula)
 
 
+def register_in_time() -> None:
+    """Register now if the module that has torch's registry is imported, else as soon as it is.
+
+    To import it here would import Triton.
+    """
+    if _REGISTRY in sys.modules:
+        register()
+    else:
+        sys.meta_path.insert(0, _Registering())
+
+
+class _Registering(MetaPathFinder):
+    """Finds the module that has torch's registry as the other finders do, and registers once it has run."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if name != _REGISTRY:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader.exec_module = functools.partial(_run, spec.loader.exec_module)  # type: ignore[method-assign]
+        return spec
+
+
+def _run(exec_module: Callable[[ModuleType], None], module: ModuleType) -> None:
+    exec_module(module)
+    register()
+
+
 def _forget_narrow_addmm(registry: dict[Any, Callable[..., int]]) -> None:
     """Take torch's own formula for addmm out of its registry if it raises where `out_dtype` is given."""
     packet, one = torch.ops.aten.addmm, (1, 1)
     formula = registry.get(packet)
-    if formula is not None and getattr(formula, "__module__", "") == "torch.utils.flop_counter":
+    if formula is not None and getattr(formula, "__module__", "") == _REGISTRY:
         try:
             formula(one, one, one, torch.float32, out_val=one)
         except TypeError:

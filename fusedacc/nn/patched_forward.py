@@ -45,8 +45,8 @@ class PatchedForward(WeightSum):
 
     #: The path's name, as `explain()` shows it.
     path = ""
-    #: Whether torch.compile compiles the forward of the module's class when it meets that on its own. It leaves
-    #: the forwards of torch.nn alone.
+    #: Whether torch.compile compiles the forward of the module's class when it meets that on its own. It does
+    #: not compile the forwards of torch.nn.
     compiled_by_itself = False
     #: Whether its weight's cast under autocast can be kept over a window, and where that is, if it shall be.
     keeps_cast = False

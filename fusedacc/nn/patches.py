@@ -13,7 +13,6 @@ from torch.nn.utils import parametrize
 
 from ..accumulators import Slot
 from ..autograd.capture import Capture
-from ..kernels import flops
 from .convolution import kind_of as kind_of_convolution
 from .embedding import PatchedEmbedding
 from .experts import PatchedExperts, may_read_experts
@@ -42,7 +41,6 @@ class Replacements:
     def __init__(
         self, model: nn.Module, capture: Capture, why_left: WhyLeft, casts: KeptCasts | None = None
     ) -> None:
-        flops.register()
         self._model, self._capture, self._why_left = model, capture, why_left
         self._casts = casts
         self._patched: dict[nn.Module, PatchedForward] = {}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+
 import pytest
 import torch
 from experts_models import TWINS, Mixture, batch, wrapped
@@ -85,7 +88,6 @@ GROUPED = {
 
 @pytest.mark.parametrize(("left", "right", "out", "wanted"), GROUPED.values(), ids=GROUPED)
 def test_grouped_products_of_every_shape(left, right, out, wanted):
-    flops.register()
     formula = FlopCounterMode(display=False).flop_registry[aten._grouped_mm]
     tensors = (torch.empty(shape, device="meta") for shape in (left, right))
     assert formula(*tensors, None, out_val=torch.empty(out, device="meta")) == wanted
@@ -93,7 +95,6 @@ def test_grouped_products_of_every_shape(left, right, out, wanted):
 
 def test_a_product_into_a_sum_of_a_wider_dtype():
     """As on a GPU; torch's own formula raised up to 2.13."""
-    flops.register()
     total = torch.empty(4, 5, device="meta")
     left, right = (torch.empty(3, size, dtype=torch.bfloat16, device="meta") for size in (4, 5))
     with FlopCounterMode(display=False) as counter:
@@ -103,12 +104,9 @@ def test_a_product_into_a_sum_of_a_wider_dtype():
 
 @pytest.fixture
 def _unregistered(monkeypatch):
-    """A registry in which nothing of ours is, as in a process that has just begun."""
+    """A registry in which nothing of ours is."""
     kept = {name: own for name, own in flop_counter.flop_registry.items() if own.__module__ != flops.__name__}
     monkeypatch.setattr(flop_counter, "flop_registry", kept)
-    flops.register.cache_clear()
-    yield
-    flops.register.cache_clear()
 
 
 @pytest.mark.usefixtures("_unregistered")
@@ -122,6 +120,18 @@ def test_a_formula_that_is_there_stays():
         total.addmm_(left, right)
         torch.addmm(total, left, right)
     assert counter.get_total_flops() == 2 * 7
+
+
+def test_formulas_are_there_as_soon_as_the_counter_is_imported(monkeypatch):
+    monkeypatch.setattr(torch.utils, "flop_counter", flop_counter)
+    monkeypatch.delitem(sys.modules, flop_counter.__name__)
+    finders = list(sys.meta_path)
+    flops.register_in_time()
+    assert len(sys.meta_path) == len(finders) + 1
+    fresh = importlib.import_module(flop_counter.__name__)
+    assert fresh is not flop_counter
+    assert {aten.addmm_, torch.ops.fusedacc.gemm_accumulate_} <= set(fresh.flop_registry)
+    assert sys.meta_path == finders
 
 
 @pytest.mark.usefixtures("_unregistered")
