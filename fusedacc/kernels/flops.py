@@ -10,11 +10,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from math import prod
 from types import ModuleType
 from typing import Any
@@ -90,21 +89,20 @@ def register_in_time() -> None:
 
 
 class _Registering(MetaPathFinder):
-    """Finds the module that has torch's registry as the other finders do, and registers once it has run."""
+    """Finds the module that has torch's registry where torch is, and registers once the module has run."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if name != _REGISTRY:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        spec = PathFinder.find_spec(name, path) if name == _REGISTRY else None
         if spec is not None and spec.loader is not None:
-            spec.loader.exec_module = functools.partial(_run, spec.loader.exec_module)  # type: ignore[method-assign]
+            run = functools.partial(self._run, spec.loader.exec_module)
+            spec.loader.exec_module = run  # type: ignore[method-assign]
         return spec
 
-
-def _run(exec_module: Callable[[ModuleType], None], module: ModuleType) -> None:
-    exec_module(module)
-    register()
+    def _run(self, exec_module: Callable[[ModuleType], None], module: ModuleType) -> None:
+        exec_module(module)
+        with contextlib.suppress(ValueError):  # it has been taken out
+            sys.meta_path.remove(self)
+        register()
 
 
 def _forget_narrow_addmm(registry: dict[Any, Callable[..., int]]) -> None:

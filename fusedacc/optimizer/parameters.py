@@ -139,8 +139,10 @@ class ParameterSet:
         for prefix, module in () if self._model is None else self._model.named_modules():
             for own, each in module._parameters.items():
                 if each is param:
-                    path, kind = f"{prefix}.{own}".lstrip("."), type(module).__name__
-                    return f"parameter {path!r} of {kind}" + (f" {prefix!r}" if prefix else "")
+                    kind = type(module).__name__
+                    if not prefix:
+                        return f"parameter {own!r} of the {kind}"
+                    return f"parameter {f'{prefix}.{own}'!r} of the {kind} {prefix!r}"
         return f"parameter {name!r}"
 
     def add_last_group(self, capture: Capture) -> None:

@@ -160,7 +160,7 @@ def test_parameters_without_a_shape_are_refused_until_a_forward_pass(make, shape
     model = nn.Sequential(nn.Identity(), make())
     kind = type(model[1]).__name__
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    for options, place in (({}, "'0.0'"), ({"model": model}, f"'1.weight' of {kind} '1'")):
+    for options, place in (({}, "'0.0'"), ({"model": model}, f"'1.weight' of the {kind} '1'")):
         with pytest.raises(ValueError, match=rf"^parameter {place} has no shape.* one forward pass"):
             fusedacc.AccumulatingOptimizer(inner, 2, **options)
     known = network()
