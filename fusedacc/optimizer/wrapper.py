@@ -85,8 +85,9 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
     Raises:
         TypeError: `optimizer` is no `torch.optim.Optimizer`, or an argument is of the wrong kind.
         ValueError: an argument or FUSEDACC_TUNE has a value that is not allowed, a parameter is in another
-            live wrapper, an L-BFGS is to be counted (it evaluates its closure many times per step), or
-            `optimizer` updates inside the backward (optimi's `gradient_release`).
+            live wrapper or has no shape yet (a lazy module's, before its first forward pass), an L-BFGS is to
+            be counted (it evaluates its closure many times per step), or `optimizer` updates inside the
+            backward (optimi's `gradient_release`).
         RuntimeError: the backend asked for cannot run here.
     """
 
@@ -178,7 +179,7 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
         self.optimizer = optimizer
         self._accumulate_dtype, self._finishing = accumulate_dtype, finishing
         self._window = window
-        self._parameter_set = parameters = ParameterSet(optimizer, accumulate_dtype, backend, lenient)
+        self._parameter_set = parameters = ParameterSet(optimizer, accumulate_dtype, backend, model, lenient)
         self._slots = slots = parameters.slots
         if model is not None:
             name_slots(model, slots)

@@ -65,6 +65,51 @@ def broken():
     return nn.Sequential(nn.Embedding(9, WIDTH), Broken(), Broken())
 
 
+class Picks(nn.Module):
+    """Experts that a forward of the user's own takes out one by one."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, WIDTH, WIDTH) / 4)
+
+    def forward(self, x):
+        return x + sum(torch.tanh(x @ self.weight[expert]) for expert in range(3))
+
+
+class BrokenPicks(Picks):
+    """Two graphs."""
+
+    def forward(self, x):
+        x = torch.tanh(x @ self.weight[0])
+        torch._dynamo.graph_break()
+        return x @ self.weight[1]
+
+
+class Conv1D(nn.Module):
+    """As Transformers' Conv1D, which is known by its name."""
+
+    __module__ = "transformers.pytorch_utils"
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(WIDTH, WIDTH)), nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x, self.weight)
+
+
+def experts():
+    return nn.Sequential(nn.Embedding(9, WIDTH), Picks(), Picks())
+
+
+def broken_experts():
+    return nn.Sequential(nn.Embedding(9, WIDTH), BrokenPicks(), BrokenPicks())
+
+
+def conv1d():
+    return nn.Sequential(nn.Embedding(9, WIDTH), Conv1D())
+
+
 def in_place(model, **options):
     model.compile(backend="aot_eager", **options)
     return model
@@ -108,6 +153,8 @@ def by_stock(make, compiled, **options):
         (blocks, each, 1),
         (blocks, around, 1),
         (broken, each, 2),
+        (broken_experts, around, 2),
+        (conv1d, each, 1),
     ],
 )
 def test_graphs_and_breaks_are_stocks(make, compiled, graphs):
@@ -121,14 +168,28 @@ def test_graphs_and_breaks_are_stocks(make, compiled, graphs):
     assert_same_gradients(model, twin)
 
 
-@pytest.mark.parametrize("compiled", [each, around])
-def test_one_graph_is_all_that_a_compiled_forward_needs(compiled):
-    twin, counted = by_stock(blocks, compiled, fullgraph=True)
+@pytest.mark.parametrize(("make", "compiled"), [(blocks, each), (blocks, around), (experts, each)])
+def test_one_graph_is_all_that_a_compiled_forward_needs(make, compiled):
+    twin, counted = by_stock(make, compiled, fullgraph=True)
     torch.manual_seed(0)
-    model = blocks()
+    model = make()
     _optimizer = wrap(model)
     assert trained(model, compiled(model, fullgraph=True)) == counted
     assert counted["graphs"] == 1
+    assert_same_gradients(model, twin)
+
+
+def test_compiled_and_other_micro_batches_of_experts_add_up():
+    model, twin = experts(), experts()
+    twin.load_state_dict(model.state_dict())
+    optimizer = wrap(model)
+    compiled = torch.compile(model[1], backend="eager")
+    for micro_batch in range(4):
+        for net in (model, twin):
+            hidden = net[0](torch.arange(6))
+            hidden = compiled(hidden) if net is model and micro_batch % 2 else net[1](hidden)
+            net[2](hidden).square().sum().backward()
+    assert optimizer._slots[1].paths == ("grouped",)
     assert_same_gradients(model, twin)
 
 
