@@ -26,6 +26,7 @@ from .loss_scale import LossScaleLink
 from .master_weights import MasterWeights
 from .micro_batch import MicroBatch
 from .parameters import ParameterSet
+from .pipeline_steps import PipelineSteps
 from .progress import Progress
 from .ranks import Ranks
 from .saving import Saving
@@ -187,6 +188,7 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
         self._warn_of_unwritten(optimizer.param_groups, 4)
         self._accumulation = accumulation = Accumulation(slots, window, self._accumulators)
         self._capture = capture = Capture(slots, self._accumulators, accumulation)
+        self._pipeline_steps = PipelineSteps(accumulation, capture)
         parts = self._accumulators, window, capture.registry, self._masters
         self._inner_update = Update(optimizer, *parts, *finishing)
         loop = CountedLoop if window.counted else ManualLoop
@@ -352,6 +354,7 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
             return
         self._capture.drop_failed_backwards()
         self._parameter_set.restore_modules()
+        self._pipeline_steps.close()
         self._capture.close()
         if self._accumulation.ranks.parallel is not None:
             self._accumulation.ranks.parallel.close()
