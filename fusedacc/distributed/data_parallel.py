@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ..accumulators import Accumulators, Slot
+from ..kernels.local_parts import is_distributed
 from . import checks, ddp
 from .ddp import UnarmedDDP, unarm
 from .deliveries import Deliveries
@@ -27,7 +29,8 @@ def check(given: Any, slots: list[Slot], dtype: torch.dtype | None) -> None:
 
     Raises:
         TypeError: `given` is no DistributedDataParallel or process group, or `dtype` none for the wire.
-        ValueError: the DistributedDataParallel reduces in a way of its own, or lacks a parameter.
+        ValueError: the DistributedDataParallel reduces in a way of its own or lacks a parameter, or a
+            parameter is a DTensor.
     """
     if isinstance(given, DistributedDataParallel):
         ddp.check(given)
@@ -39,6 +42,14 @@ def check(given: Any, slots: list[Slot], dtype: torch.dtype | None) -> None:
         )
     if dtype is not None and dtype not in DTYPES:
         raise TypeError(f"reduce_dtype must be None or one of {', '.join(map(str, DTYPES))}, got {dtype!r}")
+    for slot in slots:
+        param: Any = slot.param
+        if is_distributed(param):
+            raise ValueError(
+                f"data_parallel cannot reduce the gradients of parameter {slot.name!r}, a DTensor with "
+                f"placements {param.placements}; allowed: plain tensors, or data_parallel=None for tensor "
+                "parallelism alone, and for fully_shard() over the data-parallel ranks"
+            )
 
 
 class DataParallel:
@@ -50,10 +61,11 @@ class DataParallel:
         accumulators: of these.
         dtype: on the wire; None: as `Reducer` has it.
         finish: adds what is pending for these slots.
+        settings: the wrapper's arguments that all ranks must share, by name.
 
     Raises:
-        ValueError: the ranks have different parameters, one cannot be reduced, or FUSEDACC_CHECK_RANKS has a
-            value that is not allowed.
+        ValueError: the ranks have different parameters or settings, one parameter cannot be reduced, or
+            FUSEDACC_CHECK_RANKS has a value that is not allowed.
     """
 
     def __init__(
@@ -63,6 +75,7 @@ class DataParallel:
         accumulators: Accumulators,
         dtype: torch.dtype | None,
         finish: Callable[[list[Slot]], None],
+        settings: Mapping[str, object],
     ) -> None:
         self.link: UnarmedDDP | None = None
         self._slots, self._compares = slots, checks.wanted()
@@ -72,18 +85,37 @@ class DataParallel:
         self._noise = noise = accumulators.noise
         if given is group:
             agree(slots, group)
-        seed = agree_on_settings(slots, group, dtype, noise.seed)
+        seed = agree_on_settings(slots, group, dtype, noise.seed, settings)
         if given is group:
             share(slots, group)
         self.reducer = Reducer(slots, accumulators, group, dtype)
         noise.be_rank(dist.get_rank(group), seed)
         self.deliveries = Deliveries(finish)
+        _reducing.add(self)
         if isinstance(given, DistributedDataParallel):
             self.link = unarm(given, self)
 
     @property
     def world_size(self) -> int:
         return self.reducer.world_size
+
+    def check_owners(self) -> None:
+        """Raise RuntimeError where the DistributedDataParallel trains a parameter that no wrapper reduces.
+
+        Its own reducer is put away for all of its parameters. Ask before a window's first gradient: by then
+        all wrappers that share the module have been made, and no parameter has been updated.
+        """
+        if self.link is None:
+            return
+        owned = {id(slot.param) for each in _reducing for slot in each._slots}
+        orphans = [name for name, p in self.link.reduced if p.requires_grad and id(p) not in owned]
+        if orphans:
+            raise RuntimeError(
+                f"data_parallel is a DistributedDataParallel whose parameters {_listed(orphans)} belong to "
+                "no AccumulatingOptimizer that reduces over ranks: nothing would reduce their gradients, and "
+                "the ranks would drift apart. Allowed: wrap their optimizer with data_parallel=ddp too, "
+                "freeze them (requires_grad_(False)), or data_parallel=None for all optimizers"
+            )
 
     def note_reduced(self) -> None:
         """What forwards have held back so far is reduced."""
@@ -144,10 +176,20 @@ class DataParallel:
 
     def close(self) -> None:
         """Give the DistributedDataParallel back as it was."""
+        _reducing.discard(self)
         if self.link is not None:
             self.link.leave(self)
         self._noise.be_rank(0)
         self.reducer.close()
+
+
+#: All that have not been closed.
+_reducing: weakref.WeakSet[DataParallel] = weakref.WeakSet()
+
+
+def _listed(names: list[str]) -> str:
+    more = [f"{len(names) - 3} more"] if len(names) > 3 else []
+    return ", ".join([*map(repr, names[:3]), *more])
 
 
 def _check_covers(parallel: DistributedDataParallel, slots: list[Slot]) -> None:

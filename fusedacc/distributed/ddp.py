@@ -72,6 +72,9 @@ class UnarmedDDP:
         self.synchronises = True
         #: Who reduces its gradients; it is given back when there is nobody.
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
+        ignored = parallel.parameters_to_ignore
+        #: The parameters that the module's own reducer would reduce where they are trained, with their names.
+        self.reduced = [(name, p) for name, p in parallel.module.named_parameters() if name not in ignored]
         self._deferring = 0
         self._former = {name: parallel.__dict__.get(name) for name in _UNARMED}
         parallel.__dict__.update(_UNARMED)

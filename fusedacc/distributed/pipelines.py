@@ -1,4 +1,4 @@
-"""Pipeline schedules (`torch.distributed.pipelining`): optimizers learn when a schedule's `step()` begins and ends.
+"""Pipeline schedules (`torch.distributed.pipelining`): tell optimizers when a `step()` begins and ends.
 
 One `schedule.step()` runs many backward passes, divides `p.grad` by the number of its micro-batches
 (`scale_grads=True`), and in zero-bubble schedules writes `p.grad` outside of any backward pass. No single
@@ -99,8 +99,8 @@ def _check_bare(schedule: Any, stages: Iterable[Any]) -> None:
         module = stage.submod
         if isinstance(module, DistributedDataParallel) and isinstance(module.reducer, IdleReducer):
             raise RuntimeError(
-                f"{type(schedule).__name__}.step(): stage {stage.stage_index} is a DistributedDataParallel whose "
-                "gradients the optimizer reduces (data_parallel=ddp), and the schedule needs its reducer. "
-                "Allowed: stages of bare modules, and data_parallel=<the process group of the "
+                f"{type(schedule).__name__}.step(): stage {stage.stage_index} is a DistributedDataParallel "
+                "whose gradients the optimizer reduces (data_parallel=ddp), and the schedule needs its "
+                "reducer. Allowed: stages of bare modules, and data_parallel=<the process group of the "
                 "data-parallel ranks>"
             )

@@ -20,6 +20,8 @@ class PipelineSteps:
 
     def __init__(self, accumulation: Accumulation, capture: Capture) -> None:
         self._accumulation, self._capture = accumulation, capture
+        #: Whether a schedule trains the parameters, and gradients stay in p.grad until its `step()` ends.
+        self.hold_back = False
         pipelines.listen(self)
 
     def close(self) -> None:
@@ -40,6 +42,7 @@ class PipelineSteps:
         if not concerned or parameters.isdisjoint(id(slot.param) for slot in registry.slots):
             yield
             return
+        self.hold_back = accumulation.window.counted
         self._capture.drop_failed_backwards()
         task, failed = accumulation.begin_schedule(registry.refresh), True
         try:

@@ -385,4 +385,5 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
         update = self._inner_update.describe(self._masters is None, self._window.private)
         if self._masters is not None:
             update += "; on float32 masters, which one pass then rounds into the parameters"
-        return explain(self._slots, self._window, self._accumulators, update)
+        scheduled = self._pipeline_steps.hold_back
+        return explain(self._slots, self._window, self._accumulators, update, scheduled)
