@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..accumulators import Accumulators, Slot
@@ -82,6 +83,9 @@ class DataParallel:
         #: The parameters that were trained when a reduction was last prepared.
         self._trained = [slot for slot in slots if slot.param.requires_grad]
         group = given.process_group if isinstance(given, DistributedDataParallel) else given
+        #: How many parameters each wrapper reduces, and those of the DistributedDataParallel that none does.
+        self._counts: list[int] = []
+        self._left_over: list[tuple[str, Tensor]] = []
         self._noise = noise = accumulators.noise
         if given is group:
             agree(slots, group)
@@ -102,13 +106,17 @@ class DataParallel:
     def check_owners(self) -> None:
         """Raise RuntimeError where the DistributedDataParallel trains a parameter that no wrapper reduces.
 
-        Its own reducer is put away for all of its parameters. Ask before a window's first gradient: by then
-        all wrappers that share the module have been made, and no parameter has been updated.
+        Its own reducer is put away for all of its parameters. This is asked when a backward pass begins: by
+        then all wrappers that share the module have been made, and no parameter has been updated yet.
         """
         if self.link is None:
             return
-        owned = {id(slot.param) for each in _reducing for slot in each._slots}
-        orphans = [name for name, p in self.link.reduced if p.requires_grad and id(p) not in owned]
+        counts = [len(each._slots) for each in _reducing]
+        if counts != self._counts:
+            owned = {id(slot.param) for each in _reducing for slot in each._slots}
+            self._counts = counts
+            self._left_over = [(name, p) for name, p in self.link.reduced if id(p) not in owned]
+        orphans = [name for name, p in self._left_over if p.requires_grad]
         if orphans:
             raise RuntimeError(
                 f"data_parallel is a DistributedDataParallel whose parameters {_listed(orphans)} belong to "

@@ -43,8 +43,7 @@ class OverRanks:
             RuntimeError: as `DataParallel.check_owners`.
         """
         window, micro = self.window, self.window.micro
-        if window.empty:
-            parallel.check_owners()
+        parallel.check_owners()
         if not (window.counted and micro.num_backwards):
             parallel.deliveries.begin_micro_batch()
         if window.tainted is not None or not captures:

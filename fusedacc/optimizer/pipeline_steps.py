@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 
 from ..autograd.capture import Capture
@@ -23,6 +24,10 @@ class PipelineSteps:
         #: Whether a schedule trains the parameters, and gradients stay in p.grad until its `step()` ends.
         self.hold_back = False
         pipelines.listen(self)
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.close()
 
     def close(self) -> None:
         """Follow schedules no more."""

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from ranks import on_ranks
 from ranks_setting import LOW, Net, assert_close, assert_ranks_equal, inner_of, loss_of, small_buckets
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedacc
@@ -341,6 +343,45 @@ def refused() -> None:
 
 def test_what_cannot_be_reduced_is_refused_before_anything_is_changed():
     on_ranks(2, refused)
+
+
+def two_optimizers() -> None:
+    """One of which is wrapped: its ranks learn that before the other's parameters drift apart."""
+    net = Net()
+    parallel = DistributedDataParallel(net, find_unused_parameters=True)
+    by_itself = torch.optim.SGD(net.down.parameters(), lr=0.1)
+    others = [p for name, p in net.named_parameters() if not name.startswith("down")]
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(others, lr=0.1), 2, data_parallel=parallel)
+    with pytest.raises(RuntimeError, match=r"parameters 'down.weight', 'down.bias' belong to no"):
+        loss_of(parallel, 0).backward()
+    by_itself.zero_grad()
+    wrapped = fusedacc.AccumulatingOptimizer(by_itself, 2, data_parallel=parallel)
+    for index in range(4):
+        loss_of(parallel, index).backward()
+        for each in (optimizer, wrapped):
+            each.step(), each.zero_grad()
+    assert (optimizer.num_updates, wrapped.num_updates) == (2, 2)
+    assert_ranks_equal(net)
+    optimizer.close(), wrapped.close()
+
+
+def test_a_ddp_that_has_parameters_of_an_optimizer_that_is_not_wrapped():
+    on_ranks(2, two_optimizers)
+
+
+def sharded() -> None:
+    """DTensors have collectives of their own."""
+    net = Net()
+    mesh = init_device_mesh("cpu", (2,))
+    parallelize_module(net, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    with pytest.raises(
+        ValueError, match=r"parameter '0.0', a DTensor with .*Shard.*; allowed: plain tensors"
+    ):
+        fusedacc.AccumulatingOptimizer(inner_of(net), 2, data_parallel=dist.group.WORLD)
+
+
+def test_tensor_parallel_parameters_are_refused():
+    on_ranks(2, sharded)
 
 
 def untold() -> list[str]:
