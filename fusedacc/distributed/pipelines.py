@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable
@@ -21,6 +22,7 @@ from typing import Any, Protocol
 
 from torch.nn.parallel import DistributedDataParallel
 
+from ..accumulators import Slot
 from .idle_reducer import IdleReducer
 
 _MODULE = "torch.distributed.pipelining.schedules"
@@ -56,7 +58,7 @@ def install() -> bool:
     """Replace `step` if schedules have been imported and that is still to be done.
 
     Returns:
-        Whether it was done by this call, so that a `step()` may be running that no listener was told of.
+        Whether this call has done it.
     """
     if _replaced or _MODULE not in sys.modules:
         return False
@@ -65,6 +67,18 @@ def install() -> bool:
         _replaced[kind] = kind.step, _announcing(kind.step)
         kind.step = _replaced[kind][1]
     return True
+
+
+def began_unseen(slots: Iterable[Slot]) -> bool:
+    """Whether a `step()` of a schedule that trains these parameters may be running, and no listener was told.
+
+    That is so once, where schedules are imported after the optimizer was made.
+    """
+    if not install():
+        return False
+    own, kinds = {id(slot.param) for slot in slots}, tuple(_replaced)
+    schedules = (each for each in gc.get_objects() if issubclass(type(each), kinds))
+    return not all(own.isdisjoint(_parameters_of(schedule)) for schedule in schedules)
 
 
 def _uninstall() -> None:
@@ -79,9 +93,8 @@ def _announcing(step: Callable[..., Any]) -> Callable[..., Any]:
     def announced(schedule: Any, *args: Any, **kwargs: Any) -> Any:
         with contextlib.ExitStack() as contexts:
             if _listeners and schedule._has_backward:
-                stages = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
-                _check_bare(schedule, stages)
-                parameters = {id(p) for stage in stages for p in stage.submod.parameters()}
+                _check_bare(schedule)
+                parameters = _parameters_of(schedule)
                 for listener in list(_listeners):
                     contexts.enter_context(listener.around_step(parameters))
             return step(schedule, *args, **kwargs)
@@ -89,13 +102,22 @@ def _announcing(step: Callable[..., Any]) -> Callable[..., Any]:
     return announced
 
 
-def _check_bare(schedule: Any, stages: Iterable[Any]) -> None:
+def _stages_of(schedule: Any) -> list[Any]:
+    return schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
+
+
+def _parameters_of(schedule: Any) -> set[int]:
+    """The ids of the parameters that a schedule trains."""
+    return {id(p) for stage in _stages_of(schedule) for p in stage.submod.parameters()}
+
+
+def _check_bare(schedule: Any) -> None:
     """Raise RuntimeError where a stage is a DistributedDataParallel whose reducer is put away.
 
     Schedules call that reducer by themselves (torch/distributed/pipelining/stage.py,
     `backward_maybe_with_nosync`).
     """
-    for stage in stages:
+    for stage in _stages_of(schedule):
         module = stage.submod
         if isinstance(module, DistributedDataParallel) and isinstance(module.reducer, IdleReducer):
             raise RuntimeError(

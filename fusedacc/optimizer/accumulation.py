@@ -74,10 +74,8 @@ class Accumulation:
                 window; nothing is changed then.
         """
         window, inside = self.window, torch_state.capturing()
-        if window.counted and torch_state.process_group_up() and pipelines.install():
-            # The schedule was imported after the optimizer was made, and its `step()` may be running. It is
-            # not known when that ends: `step()` of the optimizer takes what is in p.grad then.
-            window.micro.in_schedule = True
+        if window.counted and pipelines.began_unseen(self._slots):
+            window.micro.in_schedule = True  # until the optimizer's own step(), which takes what is in p.grad
         outermost = outermost and not window.micro.in_schedule
         if window.counted and not window.empty and inside != self._began_in_graph:
             raise RuntimeError(
