@@ -37,8 +37,8 @@ class Listener(Protocol):
 
 
 _listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
-#: By class: torch's `step`, and ours.
-_replaced: dict[type, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+#: By class: the `step` that torch gave it, and ours.
+_replaced: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
 
 def listen(listener: Listener) -> None:
