@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..accumulators import Accumulators, Slot
@@ -79,13 +77,10 @@ class DataParallel:
         settings: Mapping[str, object],
     ) -> None:
         self.link: UnarmedDDP | None = None
-        self._slots, self._compares = slots, checks.wanted()
+        self.slots, self._compares = slots, checks.wanted()
         #: The parameters that were trained when a reduction was last prepared.
         self._trained = [slot for slot in slots if slot.param.requires_grad]
         group = given.process_group if isinstance(given, DistributedDataParallel) else given
-        #: How many parameters each wrapper reduces, and those of the DistributedDataParallel that none does.
-        self._counts: list[int] = []
-        self._left_over: list[tuple[str, Tensor]] = []
         self._noise = noise = accumulators.noise
         if given is group:
             agree(slots, group)
@@ -95,35 +90,13 @@ class DataParallel:
         self.reducer = Reducer(slots, accumulators, group, dtype)
         noise.be_rank(dist.get_rank(group), seed)
         self.deliveries = Deliveries(finish)
-        _reducing.add(self)
+        ddp.reducing.add(self)
         if isinstance(given, DistributedDataParallel):
             self.link = unarm(given, self)
 
     @property
     def world_size(self) -> int:
         return self.reducer.world_size
-
-    def check_owners(self) -> None:
-        """Raise RuntimeError where the DistributedDataParallel trains a parameter that no wrapper reduces.
-
-        Its own reducer is put away for all of its parameters. This is asked when a backward pass begins: by
-        then all wrappers that share the module have been made, and no parameter has been updated yet.
-        """
-        if self.link is None:
-            return
-        counts = [len(each._slots) for each in _reducing]
-        if counts != self._counts:
-            owned = {id(slot.param) for each in _reducing for slot in each._slots}
-            self._counts = counts
-            self._left_over = [(name, p) for name, p in self.link.reduced if id(p) not in owned]
-        orphans = [name for name, p in self._left_over if p.requires_grad]
-        if orphans:
-            raise RuntimeError(
-                f"data_parallel is a DistributedDataParallel whose parameters {_listed(orphans)} belong to "
-                "no AccumulatingOptimizer that reduces over ranks: nothing would reduce their gradients, and "
-                "the ranks would drift apart. Allowed: wrap their optimizer with data_parallel=ddp too, "
-                "freeze them (requires_grad_(False)), or data_parallel=None for all optimizers"
-            )
 
     def note_reduced(self) -> None:
         """What forwards have held back so far is reduced."""
@@ -151,7 +124,7 @@ class DataParallel:
         without `find_unused_parameters` is promised that they are not. Nor is anything after one was frozen,
         unfrozen or added: what is unfrozen has its hook from the micro-batch after on.
         """
-        trained = [slot for slot in self._slots if slot.param.requires_grad]
+        trained = [slot for slot in self.slots if slot.param.requires_grad]
         if trained != self._trained:
             self._trained = trained
             self.deliveries.forget()
@@ -175,7 +148,7 @@ class DataParallel:
             RuntimeError: as `checks.compare_parameters`.
         """
         if self._compares:
-            checks.compare_parameters(self._slots, self.reducer.group)
+            checks.compare_parameters(self.slots, self.reducer.group)
 
     def abandon(self) -> None:
         """The window is thrown away, and what of it is on its way."""
@@ -184,20 +157,11 @@ class DataParallel:
 
     def close(self) -> None:
         """Give the DistributedDataParallel back as it was."""
-        _reducing.discard(self)
+        ddp.reducing.discard(self)
         if self.link is not None:
             self.link.leave(self)
         self._noise.be_rank(0)
         self.reducer.close()
-
-
-#: All that have not been closed.
-_reducing: weakref.WeakSet[DataParallel] = weakref.WeakSet()
-
-
-def _listed(names: list[str]) -> str:
-    more = [f"{len(names) - 3} more"] if len(names) > 3 else []
-    return ", ".join([*map(repr, names[:3]), *more])
 
 
 def _check_covers(parallel: DistributedDataParallel, slots: list[Slot]) -> None:

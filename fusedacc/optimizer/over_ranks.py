@@ -38,12 +38,8 @@ class OverRanks:
         """A backward begins: have sent what becomes final in it, if it is the window's last.
 
         captures: its gradients are taken as they come, and not left to autograd.
-
-        Raises:
-            RuntimeError: as `DataParallel.check_owners`.
         """
         window, micro = self.window, self.window.micro
-        parallel.check_owners()
         if not (window.counted and micro.num_backwards):
             parallel.deliveries.begin_micro_batch()
         if window.tainted is not None or not captures:

@@ -345,30 +345,6 @@ def test_what_cannot_be_reduced_is_refused_before_anything_is_changed():
     on_ranks(2, refused)
 
 
-def two_optimizers() -> None:
-    """One of which is wrapped: its ranks learn that before the other's parameters drift apart."""
-    net = Net()
-    parallel = DistributedDataParallel(net, find_unused_parameters=True)
-    by_itself = torch.optim.SGD(net.down.parameters(), lr=0.1)
-    others = [p for name, p in net.named_parameters() if not name.startswith("down")]
-    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(others, lr=0.1), 2, data_parallel=parallel)
-    with pytest.raises(RuntimeError, match=r"parameters 'down.weight', 'down.bias' belong to no"):
-        loss_of(parallel, 0).backward()
-    by_itself.zero_grad()
-    wrapped = fusedacc.AccumulatingOptimizer(by_itself, 2, data_parallel=parallel)
-    for index in range(4):
-        loss_of(parallel, index).backward()
-        for each in (optimizer, wrapped):
-            each.step(), each.zero_grad()
-    assert (optimizer.num_updates, wrapped.num_updates) == (2, 2)
-    assert_ranks_equal(net)
-    optimizer.close(), wrapped.close()
-
-
-def test_a_ddp_that_has_parameters_of_an_optimizer_that_is_not_wrapped():
-    on_ranks(2, two_optimizers)
-
-
 def sharded() -> None:
     """DTensors have collectives of their own."""
     net = Net()

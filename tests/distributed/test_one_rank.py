@@ -23,18 +23,6 @@ def _process_group(tmp_path):
     dist.destroy_process_group()
 
 
-#: What becomes of the parameters that the wrapper does not have, and whether that is an error.
-LEFT_OVER = {
-    "of a bare optimizer": True,
-    "of a wrapper without ranks": True,
-    "a wrapper closed": True,
-    "wrapped with it": False,
-    "wrapped with the group": False,
-    "frozen": False,
-    "ignored": False,
-}
-
-
 @pytest.mark.parametrize("bucket_view", [False, True])
 @pytest.mark.parametrize("silent", [False, True])
 @pytest.mark.parametrize("steps", [None, 2])
@@ -231,36 +219,6 @@ class TestAttach:
         with pytest.raises(RuntimeError, match=r"require_backward_grad_sync.*Allowed: no_sync\(\)"):
             loss_of(parallel, 0)
         assert optimizer.micro_step == 0
-
-    @pytest.mark.parametrize("steps", [None, 2])
-    @pytest.mark.parametrize("left_over", LEFT_OVER)
-    def test_every_parameter_of_one_has_a_wrapper_that_reduces_it(self, left_over, steps):
-        """Or none is needed: the others would be trained on each rank's own gradients."""
-        model = network()
-        first, second = (list(layer.parameters()) for layer in (model[0], model[2]))
-        if left_over == "ignored":
-            ignored = ["2.weight", "2.bias"]
-            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
-        parallel = DistributedDataParallel(model)
-        optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(first), steps, data_parallel=parallel)
-        if left_over == "frozen":
-            model[2].requires_grad_(False)
-        inner = torch.optim.SGD(second)
-        given = {"wrapped with it": parallel, "wrapped with the group": dist.group.WORLD}.get(left_over)
-        other = inner
-        if given is not None or "wrapper" in left_over:
-            other = fusedacc.AccumulatingOptimizer(inner, steps, data_parallel=given)
-        if left_over == "a wrapper closed":
-            other.attach(parallel)
-            loss_of(parallel, 0).backward()
-            optimizer.discard()
-            other.close()
-        if LEFT_OVER[left_over]:
-            with pytest.raises(RuntimeError, match=r"parameters '2.weight', '2.bias' belong to no"):
-                loss_of(parallel, 1).backward()
-            assert not optimizer.has_partial_window
-        else:
-            loss_of(parallel, 1).backward()
 
     @pytest.mark.parametrize("closes", [True, False])
     def test_one_for_two_optimizers_is_given_back_with_the_last(self, closes):
