@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ..accumulators import Slot
 from ..autograd.capture import Capture
 from ..autograd.data_parallel import may_defer
-from ..distributed import fsdp
+from ..distributed import fsdp, pipelines
 from ..kernels import launch_events
 from .accumulation import Accumulation
 from .loss_scale import Scaling
@@ -85,6 +85,7 @@ class Loop(abc.ABC):
 
         Raises as `ParameterSet.follow` and `HookRegistry.refresh`.
         """
+        pipelines.install()
         fresh = self._parameters.follow(self._capture, self._masters)
         if self._registry.reshaped:
             self._registry.refresh()

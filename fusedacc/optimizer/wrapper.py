@@ -26,6 +26,7 @@ from .loss_scale import LossScaleLink
 from .master_weights import MasterWeights
 from .micro_batch import MicroBatch
 from .parameters import ParameterSet
+from .pipeline_steps import PipelineSteps
 from .progress import Progress
 from .ranks import Ranks
 from .saving import Saving
@@ -188,6 +189,7 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
         self._warn_of_unwritten(optimizer.param_groups, 4)
         self._accumulation = accumulation = Accumulation(slots, window, self._accumulators)
         self._capture = capture = Capture(slots, self._accumulators, accumulation)
+        self._pipeline_steps = PipelineSteps(accumulation, capture)
         parts = self._accumulators, window, capture.registry, self._masters
         self._inner_update = Update(optimizer, *parts, *finishing)
         loop = CountedLoop if window.counted else ManualLoop
@@ -353,6 +355,7 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
             return
         self._capture.drop_failed_backwards()
         self._parameter_set.restore_modules()
+        self._pipeline_steps.close()
         self._capture.close()
         if self._accumulation.ranks.parallel is not None:
             self._accumulation.ranks.parallel.close()
@@ -383,4 +386,5 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
         update = self._inner_update.describe(self._masters is None, self._window.private)
         if self._masters is not None:
             update += "; on float32 masters, which one pass then rounds into the parameters"
-        return explain(self._slots, self._window, self._accumulators, update)
+        scheduled = self._pipeline_steps.hold_back
+        return explain(self._slots, self._window, self._accumulators, update, scheduled)

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from ranks import on_ranks
 from ranks_setting import LOW, Net, assert_close, assert_ranks_equal, inner_of, loss_of, small_buckets
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedacc
@@ -341,6 +343,21 @@ def refused() -> None:
 
 def test_what_cannot_be_reduced_is_refused_before_anything_is_changed():
     on_ranks(2, refused)
+
+
+def sharded() -> None:
+    """DTensors have collectives of their own."""
+    net = Net()
+    mesh = init_device_mesh("cpu", (2,))
+    parallelize_module(net, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    with pytest.raises(
+        ValueError, match=r"parameter '0.0', a DTensor with .*Shard.*; allowed: plain tensors"
+    ):
+        fusedacc.AccumulatingOptimizer(inner_of(net), 2, data_parallel=dist.group.WORLD)
+
+
+def test_tensor_parallel_parameters_are_refused():
+    on_ranks(2, sharded)
 
 
 def untold() -> list[str]:
