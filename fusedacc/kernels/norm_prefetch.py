@@ -14,6 +14,7 @@ from . import checks, library, tuning
 
 #: How many bytes ahead of what it reads a norm prefetches, by way. Every way gives the same bits.
 PREFETCH_BYTES = {"prefetch": 2048, "no prefetch": 0}
+DEFAULT = "prefetch"
 #: Elements: a norm of fewer float32 numbers is not worth a trial.
 LARGE_NORM = 2**22
 #: Elements that a sample of a trial reads. Each sample reads the next stretch of the tensors, since the one
@@ -33,8 +34,8 @@ def question(tensors: Sequence[Tensor] | None = None) -> tuning.Question | None:
     """What to find out, timed on large tensors, or on new ones; None without the extension."""
     if library.load_error() is not None:
         return None
-    ways = tuple(PREFETCH_BYTES)
-    return tuning.Question("reading large norms", ways, ways[0], functools.partial(_trial, tensors))
+    trial = functools.partial(_trial, tensors)
+    return tuning.Question("reading large norms", tuple(PREFETCH_BYTES), DEFAULT, trial)
 
 
 def tune_once(tensors: Sequence[Tensor]) -> None:

@@ -342,7 +342,7 @@ def _save(here: str, question: Question, choice: Choice) -> Choice:
             fcntl.flock(lock, fcntl.LOCK_EX)
             answers = _read()
             known = _known(answers, here, question)
-            if _best(known, choice) is known:
+            if known is not None and _best(known, choice) is known:
                 return known
             entry = dataclasses.asdict(choice)
             del entry["default"]

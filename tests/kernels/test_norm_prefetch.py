@@ -23,7 +23,7 @@ def asked(monkeypatch):
     norm_prefetch._flag().value = 0
     monkeypatch.setattr(norm_prefetch, "tune", lambda tensors: (found.append(list(tensors)), tune(tensors)))
     yield found
-    norm_prefetch.set_prefetch(WAYS[0])
+    norm_prefetch.set_prefetch(norm_prefetch.DEFAULT)
 
 
 @pytest.mark.parametrize("dispatched", [False, True])
@@ -40,7 +40,7 @@ def test_every_way_gives_the_same_bits(dtype, dispatched, generator, monkeypatch
         sums = [torch.ones(gradient.shape) for gradient in gradients]
         partials = registry.get("cpu").accumulate_(sums, gradients, 0.3, False, 1.0, 2.0)
         results.append([partials, functional.total_norm(gradients), functional.total_norm(sums)])
-    norm_prefetch.set_prefetch(WAYS[0])
+    norm_prefetch.set_prefetch(norm_prefetch.DEFAULT)
     assert all(map(torch.equal, *results))
 
 
@@ -97,7 +97,7 @@ def test_a_trial_reads_every_stretch_in_each_way(monkeypatch):
     assert tuple(ways) == WAYS
     for run in ways.values():
         run()
-    norm_prefetch.set_prefetch(WAYS[0])
+    norm_prefetch.set_prefetch(norm_prefetch.DEFAULT)
 
 
 def test_a_real_trial_is_made(asked, tmp_path):
