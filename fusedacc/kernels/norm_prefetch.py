@@ -45,7 +45,7 @@ def tune_once(tensors: Sequence[Tensor]) -> None:
     in training.
     """
     global _done
-    if _done or not _large_norm_ran() or not tuning.may_try():
+    if _done or not _large_norm_ran().value or not tuning.may_try():
         return
     own = [tensor for tensor in tensors if _is_usual(tensor)]
     if sum(tensor.numel() for tensor in own) >= LARGE_NORM:
@@ -60,12 +60,11 @@ def tune(tensors: Sequence[Tensor] | None = None) -> None:
         set_prefetch(tuning.choose(asked).way)
 
 
-def _large_norm_ran() -> bool:
-    return library.load_error() is None and _flag().value != 0
-
-
 @functools.cache
-def _flag() -> ctypes.c_int32:
+def _large_norm_ran() -> ctypes.c_int32:
+    """Not 0 once the extension has taken the norm of large tensors."""
+    if library.load_error() is not None:
+        return ctypes.c_int32(0)
     return ctypes.c_int32.in_dll(library.functions(), "fusedacc_large_norm_ran")
 
 

@@ -20,7 +20,7 @@ def asked(monkeypatch):
     """The tensors of every trial that is asked for, as if no large norm was taken in this process so far."""
     found, tune = [], norm_prefetch.tune
     monkeypatch.setattr(norm_prefetch, "_done", False)
-    norm_prefetch._flag().value = 0
+    norm_prefetch._large_norm_ran().value = 0
     monkeypatch.setattr(norm_prefetch, "tune", lambda tensors: (found.append(list(tensors)), tune(tensors)))
     yield found
     norm_prefetch.set_prefetch(norm_prefetch.DEFAULT)
