@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,7 +10,7 @@ from cases import GRADIENT_LAYOUTS, LAYOUTS, PAIR_IDS, PAIRS, copies, lay_out, r
 from loops import NoHostRead
 
 from fusedacc import functional
-from fusedacc.kernels import library, norms, registry
+from fusedacc.kernels import norms, registry
 from fusedacc.kernels.dtypes import computation_dtype
 
 INF, NAN = math.inf, math.nan
@@ -348,33 +345,3 @@ def test_scale_cast_names_its_own_arguments(cpu_backend):
     ):
         with pytest.raises(error, match=message):
             functional.scale_cast_(outputs, inputs, 0.5, backend=cpu_backend)
-
-
-TRIED = """
-import torch
-from fusedacc import functional
-from fusedacc.kernels import registry
-
-torch.manual_seed(0)
-large, sums = torch.randn(9_000_000), torch.ones(9_000_000)
-small = torch.stack([functional.total_norm([part]) for part in large.split(2_048_000)])
-norms = {functional.total_norm([large]).item() for _ in range(2)}
-expected = sums + large
-partials = registry.get("cpu").accumulate_([sums], [large], 1.0, False, 1.0, 2.0)
-after, _ = registry.get("cpu").finish_norm([partials], 2.0, torch.float32)
-assert torch.equal(sums, expected), (sums - expected).abs().max()
-norms |= {functional.total_norm([large]).item() for _ in range(4)}
-assert len(norms) == 1, norms
-torch.testing.assert_close(torch.tensor(norms.pop()), small.norm())
-torch.testing.assert_close(after, functional.total_norm([sums]))
-"""
-
-
-@pytest.mark.skipif(library.load_error() is not None, reason=str(library.load_error()))
-@pytest.mark.parametrize("hooks", ["0", "1"])
-def test_large_norms_try_how_to_read_and_keep_their_bits(hooks):
-    """The first ones of a process fetch ahead in some stretches and not in others, until it is known what is
-    faster: through the operators and past the dispatcher."""
-    environment = {name: value for name, value in os.environ.items() if name != "FUSEDACC_TUNE"}
-    environment["FUSEDACC_NATIVE_HOOKS"] = hooks
-    subprocess.run([sys.executable, "-c", TRIED], env=environment, check=True)
