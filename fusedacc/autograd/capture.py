@@ -19,8 +19,11 @@ from torch import Tensor
 
 from ..accumulators import Accumulators, Slot
 from ..accumulators.in_place import Write
+from ..kernels import torch_state
 from ..kernels.torch_state import raw_stream
+from ..kernels.uncompiled import runs_as_written
 from . import eligibility, graph_task
+from .eligibility import Taker
 from .graph_task import Bucket, GraphTask
 from .native_hooks import hooks_for
 from .python_hooks import LET_THROUGH, SWALLOWED, task_id
@@ -91,20 +94,21 @@ class Capture:
         `sole`: nobody but the engine and the hook refers to it, so that nobody can change it.
         """
         case = eligibility.of_gradient(slot, gradient)
-        if case is eligibility.FROZEN:
+        taker = case.taker
+        if taker is Taker.NOBODY:
             return LET_THROUGH
         with self._lock:
             task = self.tasks.get(task_id()) or self._begin()
         if slot.paths and slot.native is not None:
             self.hooks.release_to_python(slot)
         self._complete(task, [slot])
-        if not task.captures or case is eligibility.POST_ACCUMULATE_HOOK:
+        if not task.captures or taker is Taker.AUTOGRAD:
             self._policy.leave_to_autograd(task, slot)
             return LET_THROUGH
-        if gradient is None or task.drops:
+        if taker is Taker.DONE or gradient is None or task.drops:
             return SWALLOWED
-        if case is not eligibility.ORDINARY:
-            if case is eligibility.NOT_PLAIN:
+        if taker is Taker.TORCH:
+            if case.lasts:
                 slot.set_needs_eager(True)
             task.added = True
             self._flush_shared(task, [slot])
@@ -211,10 +215,10 @@ class Capture:
 
         Raises RuntimeError where the micro-batch needs a weight and has none, before anything is added.
         """
-        identity = task_id()
-        if identity == -1 or torch.compiler.is_compiling():
-            self.compiled = True  # it traces the hooks, and has no end to call back at
+        if torch_state.in_compiled_autograd():
+            self.compiled = True
             return GraphTask(captures=False)
+        identity = task_id()
         if self.accumulators.partial.begun:  # by a task that encloses this one, or that has failed
             running = [task for task in list(self.tasks.values()) if task.callback() is not None]
             if running:
@@ -364,6 +368,7 @@ class Capture:
         self._shards.drop_withheld()
 
 
+@runs_as_written
 def _finish(capture: weakref.ref, identity: int) -> None:
     owner = capture()
     if owner is not None:

@@ -109,7 +109,7 @@ def _hooks(slots: Sequence[Slot]) -> str:
 def route(slot: Slot, accumulators: Accumulators) -> Route:
     """The way that this parameter's next gradient takes."""
     case = eligibility.of_parameter(slot)
-    if case is eligibility.IN_MODULE:
+    if case.taker is Taker.MODULE:
         return _in_backward(slot, accumulators)
     if case.taker in (Taker.KERNEL, Taker.SHARD):
         selection = accumulators.plans.select(slot.lane)
