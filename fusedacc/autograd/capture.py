@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
@@ -77,6 +78,7 @@ class Capture:
         self.accumulators = accumulators
         #: Whether compiled autograd has run, which reads p.grad before any hook can clear it.
         self.compiled = False
+        self._warned = False
         self._policy = policy
         self._lock = threading.RLock()
         #: The backwards that are running, as far as `drop_failed_backwards` has found out, by identity.
@@ -343,6 +345,24 @@ class Capture:
                     self.accumulators.partial.forget()
 
     # Between backwards
+
+    @property
+    def bypassed(self) -> bool:
+        """Whether backwards may end without our knowledge: autograd has told no hook of their ends."""
+        return self.compiled or torch_state.traces_backward()
+
+    def warn_of_raw_gradients(self) -> None:
+        """Say once that p.grad was not the final gradient, which nobody could put there in time."""
+        if self._warned:
+            return
+        self._warned = True
+        warnings.warn(
+            "compiled autograd, or torch._dynamo.config.trace_autograd_ops, has run a backward past the hooks: "
+            "until step(), p.grad holds the gradient of the last micro-batch alone, neither scaled nor summed. "
+            "The update is right. Do not clip or log p.grad before step(); use max_grad_norm= and grad_norm, or "
+            "leave both options off, as torch.compile does",
+            stacklevel=6,
+        )
 
     @property
     def num_updates(self) -> int:

@@ -265,8 +265,8 @@ class Accumulation:
 
     # What autograd has stored
 
-    def collect(self, slots: Sequence[Slot], refresh: Refresh) -> None:
-        """Counted loop: add what autograd has stored as this micro-batch's gradient."""
+    def collect(self, slots: Sequence[Slot], refresh: Refresh) -> bool:
+        """Counted loop: add what autograd has stored as this micro-batch's gradient; whether it has any."""
         foreign = []
         for slot in slots:
             gradient = slot.param.grad
@@ -274,11 +274,12 @@ class Accumulation:
                 foreign.append((slot, gradient.detach()))
                 slot.param.grad = None
         if not foreign:
-            return
+            return False
         refresh()  # a hook that did not fire may belong to a node that is gone
         self._grads.drop_spent()  # no backward of ours has begun this window
         self._add_stored(foreign)
         self.window.micro.ran = True
+        return True
 
     def collect_stock(self) -> None:
         """Manual loop with weights: take in what autograd has stored."""

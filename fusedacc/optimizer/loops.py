@@ -154,8 +154,12 @@ class CountedLoop(Loop):
 
     def _collect_stored(self) -> None:
         all_ours = self._accumulators.grads.num_published == len(self._slots)
-        if not all_ours and self._capture.hooks.any_gradient():
-            self._accumulation.collect(self._slots, self._registry.refresh)
+        if all_ours or not self._capture.hooks.any_gradient():
+            return
+        stored = self._accumulation.collect(self._slots, self._registry.refresh)
+        differs = (self._window.steps > 1 or self._window.weighs) and not self._window.private
+        if stored and differs and self._capture.bypassed:
+            self._capture.warn_of_raw_gradients()
 
     def _check_graphless(self) -> None:
         """Raise RuntimeError where a sum would lose the graph of a gradient."""
@@ -253,7 +257,7 @@ class CountedLoop(Loop):
             self._accumulators.clear()
         else:
             self._accumulators.leave_step()
-            if self._capture.compiled:
+            if self._capture.bypassed:
                 self._accumulators.grads.drop_spent()
         self._end_update(skipped)
 

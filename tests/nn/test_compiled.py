@@ -15,8 +15,7 @@ import fusedacc
 from fusedacc.optimizer import parameters
 
 WIDTH = 8
-#: Where replaced forwards and their backwards are.
-ROOM = Path(fusedacc.nn.__file__).parent
+PACKAGE = Path(fusedacc.__file__).parent
 
 
 @pytest.fixture(autouse=True)
@@ -134,6 +133,7 @@ def test_one_graph_is_all_that_a_compiled_forward_needs(compiled):
 
 def test_a_compiled_loop_leaves_the_backward_of_ours_as_written():
     model = torch_only()
+    model.append(nn.LayerNorm(3))  # whose gradients the hooks take
     _optimizer = wrap(model)
     call = torch.compiler.disable(model.__call__)
 
@@ -145,4 +145,4 @@ def test_a_compiled_loop_leaves_the_backward_of_ours_as_written():
         torch.compile(forward_backward, backend="aot_eager")(torch.arange(6))
     codes = [call.args[0] for call in compiled.call_args_list]
     assert forward_backward.__code__ in codes
-    assert not [code for code in codes if Path(code.co_filename).parent == ROOM]
+    assert not [code for code in codes if PACKAGE in Path(code.co_filename).parents]
