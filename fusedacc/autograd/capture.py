@@ -43,7 +43,10 @@ class Policy(Protocol):
     @property
     def num_updates(self) -> int: ...
 
-    def begin_backward(self, refresh: Callable[[], None], outermost: bool) -> GraphTask: ...
+    @property
+    def ignoring(self) -> bool: ...
+
+    def begin_backward(self, outermost: bool) -> GraphTask: ...
 
     def scale_of(self, task: GraphTask) -> float | Tensor: ...
 
@@ -219,7 +222,7 @@ class Capture:
         """
         if torch_state.in_compiled_autograd():
             self.compiled = True
-            return GraphTask(captures=False)
+            return GraphTask(captures=False, ignored=self._policy.ignoring)
         identity = task_id()
         if self.accumulators.partial.begun:  # by a task that encloses this one, or that has failed
             running = [task for task in list(self.tasks.values()) if task.callback() is not None]
@@ -229,7 +232,7 @@ class Capture:
                 self.accumulators.partial.forget()
         self.registry.check_graph()
         self.hooks.stop_adding()  # another task's hooks must not add to accumulators that change here
-        task = self._policy.begin_backward(self.registry.refresh, len(self.tasks) == 0)
+        task = self._policy.begin_backward(len(self.tasks) == 0)
         self.tasks[identity] = task
         self._call_back(identity, task)
         if task.captures:
@@ -348,19 +351,19 @@ class Capture:
 
     @property
     def bypassed(self) -> bool:
-        """Whether backwards may end without our knowledge: autograd has told no hook of their ends."""
+        """Whether backwards may run whose end nothing tells."""
         return self.compiled or torch_state.traces_backward()
 
-    def warn_of_raw_gradients(self) -> None:
-        """Say once that p.grad was not the final gradient, which nobody could put there in time."""
-        if self._warned:
+    def warn_if_bypassed(self) -> None:
+        """Say once what p.grad held before `step()`, where it could not hold the final gradient."""
+        if self._warned or not self.bypassed:
             return
         self._warned = True
         warnings.warn(
-            "compiled autograd, or torch._dynamo.config.trace_autograd_ops, has run a backward past the hooks: "
-            "until step(), p.grad holds the gradient of the last micro-batch alone, neither scaled nor summed. "
-            "The update is right. Do not clip or log p.grad before step(); use max_grad_norm= and grad_norm, or "
-            "leave both options off, as torch.compile does",
+            "compiled autograd, or torch._dynamo.config.trace_autograd_ops, has run a backward past the "
+            "hooks: until step(), p.grad holds the gradient of the last micro-batch alone, neither scaled "
+            "nor summed. The update is right. Do not clip or log p.grad before step(): use max_grad_norm= "
+            "and grad_norm, or leave both options off, as torch.compile does",
             stacklevel=6,
         )
 

@@ -28,7 +28,7 @@ def in_compiled_autograd() -> bool:
 
 
 def traces_backward() -> bool:
-    """Whether Dynamo may put a backward into a graph, in which autograd runs no hooks (torch 2.13 or newer)."""
+    """Whether Dynamo may put a backward into a graph, where autograd runs no hooks (torch 2.13 or newer)."""
     config = sys.modules.get("torch._dynamo.config")
     return config is not None and getattr(config, "trace_autograd_ops", False)
 

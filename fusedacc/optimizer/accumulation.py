@@ -7,12 +7,13 @@ scale.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from ..accumulators import Accumulators, GradState, Slot
+from ..accumulators import Accumulators, Slot
 from ..autograd.data_parallel import Reducers
 from ..autograd.graph_task import GraphTask
 from ..distributed.fsdp import Shards
@@ -38,8 +39,6 @@ class Accumulation:
         self.accumulators = accumulators
         #: Whether backwards do not count (`ignore()`).
         self.ignoring = False
-        #: Those that are running, one inside the other.
-        self._ignored: list[GraphTask] = []
         self._slots = slots
         self._grads, self._noise = accumulators.grads, accumulators.noise
         #: Whether a CUDA graph was being captured when the window began.
@@ -50,6 +49,26 @@ class Accumulation:
         self.ranks = OverRanks(window, accumulators)
         #: Those of the parameters that FSDP2 has sharded; they come when they are hooked.
         self.shards = window.shards = Shards(window.reduction)
+
+    # Backwards that do not count
+
+    @contextlib.contextmanager
+    def ignored(self) -> Iterator[None]:
+        """Context: backwards inside do not count."""
+        before, self.ignoring = self.ignoring, True
+        self._grads.drop_spent()
+        self._grads.set_aside(self._slots)
+        try:
+            yield
+        finally:
+            self.ignoring = before
+            if not before:
+                self._grads.bring_back()
+
+    def bring_back(self) -> None:
+        """Before p.grad is looked at: let what counts stand there, inside `ignored()` too."""
+        if self.ignoring:
+            self._grads.bring_back()
 
     # What the hooks ask
 
@@ -63,7 +82,7 @@ class Accumulation:
         """Updates of the inner optimizer so far."""
         return self.window.num_updates
 
-    def begin_backward(self, refresh: Refresh, outermost: bool) -> GraphTask:
+    def begin_backward(self, outermost: bool) -> GraphTask:
         """What is done with all the gradients of a backward that begins. `outermost`: no other is running.
 
         Raises:
@@ -85,7 +104,7 @@ class Accumulation:
         self._began_in_graph = inside
         if outermost and not self.ignoring:
             self._noise.begin_own()
-        task = self._begin_ignored(refresh) if self.ignoring else self._begin_counted()
+        task = self._begin_ignored() if self.ignoring else self._begin_counted()
         if self.ranks.parallel is not None and outermost and not self.ignoring:
             self.ranks.begin_backward(self.ranks.parallel, task.captures)
         norms = self.accumulators.norms
@@ -94,22 +113,11 @@ class Accumulation:
         norms.norm_type = norms.wanted if wanted else None
         return task
 
-    def _begin_ignored(self, refresh: Refresh) -> GraphTask:
-        """Take in what autograd has stored, before a backward that does not count adds to it."""
+    def _begin_ignored(self) -> GraphTask:
         window = self.window
-        if any(task.callback() is not None for task in self._ignored):
-            pass  # it runs inside another, whose gradients are in p.grad
-        elif window.counted:
-            if window.micro.deferred if window.micro.ran else window.unsynchronised:
-                window.check_synchronised("a backward inside ignore() would be mixed with them")
-            if window.micro.ran:
-                self.collect(self._slots, refresh)
-        else:
-            self.collect_stock()
-        self._grads.drop_spent()
-        task = GraphTask(captures=False, ignored=True)
-        self._ignored.append(task)
-        return task
+        if window.counted and (window.micro.deferred if window.micro.ran else window.unsynchronised):
+            window.check_synchronised("a backward inside ignore() would be mixed with them")
+        return GraphTask(captures=False, ignored=True)
 
     def _begin_counted(self) -> GraphTask:
         window = self.window
@@ -123,6 +131,7 @@ class Accumulation:
         if window.full:
             window.restart()  # its update has failed, and nobody has retried it or cleared the gradients
         window.reduced = False
+        self._grads.clear_ignored()
         if window.totals is not None:
             self.ranks.reopen()
         if not window.counted:
@@ -146,9 +155,7 @@ class Accumulation:
     def leave_to_autograd(self, task: GraphTask, slot: Slot) -> None:
         """Ready p.grad for a gradient of this backward that autograd will store, beside nothing of ours."""
         if task.ignored:
-            if slot.grad_state is GradState.PUBLISHED:
-                task.stashed.append(slot)
-                self._grads.stash(slot)
+            self._grads.set_aside([slot])  # it may have been brought back since `begin_ignoring`
         elif self.window.counted or self.window.weighs:
             self._grads.begin_stock(slot)
         task.stored.append(slot)
@@ -250,12 +257,11 @@ class Accumulation:
 
     def forget_backward(self, task: GraphTask, failed: bool) -> None:
         """A graph task is over; `failed`: by an exception, which taints the window if anything was added."""
-        if task.ignored:
-            self._ignored.remove(task)
-            self._grads.ignore_present([slot for slot in task.stored if slot not in task.stashed])
-            for slot in task.stashed:
-                self._grads.unstash(slot)
-        elif failed and (task.added or any(slot.param.grad is not None for slot in task.stored)):
+        if (
+            failed
+            and not task.ignored
+            and (task.added or any(slot.param.grad is not None for slot in task.stored))
+        ):
             self.window.taint("an exception has interrupted a backward")
 
     def count_delivery(self, slot: Slot) -> None:

@@ -85,6 +85,7 @@ class Loop(abc.ABC):
 
         Raises as `ParameterSet.follow` and `HookRegistry.refresh`.
         """
+        self._accumulation.bring_back()
         fresh = self._parameters.follow(self._capture, self._masters)
         if self._registry.reshaped:
             self._registry.refresh()
@@ -154,12 +155,10 @@ class CountedLoop(Loop):
 
     def _collect_stored(self) -> None:
         all_ours = self._accumulators.grads.num_published == len(self._slots)
-        if all_ours or not self._capture.hooks.any_gradient():
-            return
-        stored = self._accumulation.collect(self._slots, self._registry.refresh)
-        differs = (self._window.steps > 1 or self._window.weighs) and not self._window.private
-        if stored and differs and self._capture.bypassed:
-            self._capture.warn_of_raw_gradients()
+        if not all_ours and self._capture.hooks.any_gradient():
+            stored = self._accumulation.collect(self._slots, self._registry.refresh)
+            if stored and (self._window.steps > 1 or self._window.weighs) and not self._window.private:
+                self._capture.warn_if_bypassed()
 
     def _check_graphless(self) -> None:
         """Raise RuntimeError where a sum would lose the graph of a gradient."""
@@ -300,6 +299,7 @@ class ManualLoop(Loop):
         self._capture.drop_failed_backwards()
         window = self._window
         self._follow()
+        self._accumulators.grads.clear_ignored()
         window.begin_step()
         if closure is None and not self._inner.state and self._update.is_asked_for_state():
             with self._parameters.without_casts():

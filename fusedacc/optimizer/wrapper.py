@@ -240,6 +240,7 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
         if self._closed:
             return self.optimizer.zero_grad(set_to_none)
         self._capture.drop_failed_backwards()
+        self._accumulation.bring_back()
         return self._loop.zero_grad(set_to_none)
 
     @contextlib.contextmanager
@@ -284,11 +285,15 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
         """
         self._follow()
         self._capture.registry.refresh()
-        before, self._accumulation.ignoring = self._accumulation.ignoring, True
+        self._capture.drop_failed_backwards()
+        self._capture.hooks.stop_adding()
         try:
-            yield
+            with self._accumulation.ignored():
+                yield
         finally:
-            self._accumulation.ignoring = before
+            self._capture.drop_failed_backwards()
+            if self._capture.bypassed:  # the next backward would add to what is left
+                self._accumulators.grads.clear_ignored()
 
     @_disable_dynamo
     def flush(self, **arguments: Any) -> None:
@@ -317,6 +322,7 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
     def discard(self) -> None:
         """Throw the window away: its sums, its count, and what is in `p.grad`."""
         self._capture.forget()
+        self._accumulation.bring_back()
         if self._accumulation.ranks.parallel is not None:
             self._accumulation.ranks.parallel.abandon()
         self._parameter_set.follow(self._capture, self._masters)
@@ -351,6 +357,7 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
         if self._closed:
             return
         self._capture.drop_failed_backwards()
+        self._accumulation.bring_back()
         self._parameter_set.restore_modules()
         self._capture.close()
         if self._accumulation.ranks.parallel is not None:

@@ -1,4 +1,4 @@
-"""A compiled model, a compiled backward, and step() inside and outside a compiled region, against the eager loop."""
+"""A compiled model, a compiled backward, step() inside and outside a compiled region: as the eager loop."""
 
 from __future__ import annotations
 
