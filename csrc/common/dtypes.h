@@ -33,9 +33,7 @@ struct SizesOf<std::tuple<Element...>> {
 };
 
 // In bytes. dtype: any but kOther.
-constexpr int64_t element_size(Dtype dtype) {
-  return SizesOf<Elements>::values[static_cast<int32_t>(dtype)];
-}
+constexpr int64_t element_size(Dtype dtype) { return SizesOf<Elements>::values[static_cast<int32_t>(dtype)]; }
 
 constexpr const char* dtype_name(Dtype dtype) {
   constexpr const char* names[] = {

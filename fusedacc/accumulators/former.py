@@ -8,8 +8,8 @@ from ..kernels import torch_state
 from .buffers import owns_memory
 from .param import GradState, Slot
 
-#: States in which p.grad holds what counts, or nothing because the user has removed it.
-_HOLDS = (GradState.PUBLISHED, GradState.CAST, GradState.STOCK)
+#: States in which there is an accumulator beside p.grad, whatever stands there.
+_BESIDE = (GradState.CAST, GradState.STOCK)
 
 
 class Former:
@@ -20,12 +20,15 @@ class Former:
     def __init__(self, slot: Slot, total: Tensor | None) -> None:
         self.gradient, self.state, self.total = slot.param.grad, slot.grad_state, total
         self._placed, self._version = slot.placed, slot.placed_version
-        is_stored = self.gradient is not None and slot.is_foreign(self.gradient)
+        gradient = self.gradient
+        is_stored = gradient is not None and slot.is_foreign(gradient)
+        is_published = gradient is not None and self.state is GradState.PUBLISHED
         #: Whether it is a gradient, or what has become of one; else it is nothing, or ignored itself.
-        self.counts = is_stored or self.state in _HOLDS
+        self.counts = is_stored or is_published or self.state in _BESIDE
         # p.grad may be a view of a DistributedDataParallel's bucket, which it writes in every backward.
-        in_bucket = is_stored and torch_state.process_group_up() and not owns_memory(self.gradient)  # type: ignore[arg-type]
-        self._copy = self.gradient.clone() if in_bucket else None  # type: ignore[union-attr]
+        self._copy: Tensor | None = None
+        if gradient is not None and is_stored and torch_state.process_group_up():
+            self._copy = None if owns_memory(gradient) else gradient.clone()
 
     @property
     def shown(self) -> bool:
@@ -34,7 +37,7 @@ class Former:
 
     def restore(self, slot: Slot) -> None:
         """Put it into p.grad again."""
-        if self._copy is not None:
-            self.gradient.copy_(self._copy)  # type: ignore[union-attr]
+        if self.gradient is not None and self._copy is not None:
+            self.gradient.copy_(self._copy)
         slot.param.grad = self.gradient
         slot.placed, slot.placed_version = self._placed, self._version

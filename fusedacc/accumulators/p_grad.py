@@ -358,6 +358,7 @@ class ParamGrads:
                 slot.accumulator = former.total
                 if former.counts:
                     slot.param.grad = None
+                if slot.param.grad is None:
                     self._set(slot, IGNORED)
 
     def bring_back(self) -> None:
@@ -374,8 +375,8 @@ class ParamGrads:
                 with torch.no_grad():
                     former.restore(slot)
                 slot.accumulator = None if former.shown else total
-            elif left is not None:
-                self._set(slot, IGNORED, left)
+            else:
+                self._set(slot, NOT_OURS if left is None else IGNORED, left)
         if any(slot.param.grad is not None and not slot.is_ignored() for slot in self.slots):
             self.clear_ignored()
 

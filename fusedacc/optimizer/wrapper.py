@@ -292,7 +292,8 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
                 yield
         finally:
             self._capture.drop_failed_backwards()
-            if self._capture.bypassed:  # the next backward would add to what is left
+            # What is left would be added to, or be moved by a reducer and look like the user's.
+            if self._capture.bypassed or torch_state.process_group_up():
                 self._accumulators.grads.clear_ignored()
 
     @_disable_dynamo
