@@ -37,9 +37,23 @@ RANK_FIXES = (
     Mutant(
         "an ignored backward is counted by another inside it",
         "fusedacc/optimizer",
-        "if any(task.callback() is not None for task in self._ignored):",
-        "if False:",
-        "tests/autograd/test_ignored_checkpoint.py",
+        "task = self._begin_ignored() if self.ignoring else",
+        "task = self._begin_ignored() if self.ignoring and outermost else",
+        "tests/autograd/test_ignored.py",
+    ),
+    Mutant(
+        "a reducer writes over the gradients that ignore() has put aside",
+        "fusedacc/accumulators",
+        "self._copy = None if owns_memory(gradient) else gradient.clone()",
+        "self._copy = None",
+        "tests/distributed/test_one_rank.py",
+    ),
+    Mutant(
+        "what ignore() has left, moved by a reducer, counts",
+        "fusedacc/optimizer",
+        "if self._capture.bypassed or torch_state.process_group_up():",
+        "if self._capture.bypassed:",
+        "tests/distributed/test_one_rank.py",
     ),
     Mutant(
         "what was unfrozen is not reduced in its first window",

@@ -16,6 +16,7 @@ namespace fusedacc::autograd {
 int32_t dtype_number(at::ScalarType dtype) {
   // In the order of Dtype.
   constexpr std::array known{at::kFloat, at::kBFloat16, at::kHalf, at::kDouble};
+  static_assert(known.size() == kDtypeCount, "each Dtype needs torch's");
   const auto found = std::find(known.begin(), known.end(), dtype);
   return found == known.end() ? -1 : static_cast<int32_t>(found - known.begin());
 }

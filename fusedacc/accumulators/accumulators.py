@@ -18,9 +18,10 @@ from .add import Adder
 from .buffers import like
 from .casts import cast_over, reusable
 from .deferred_scale import DeferredScales, is_one, to_device_of
+from .finals import Finals
 from .in_place import InPlaceWriter
 from .noise import NoiseSource
-from .p_grad import Finals, ParamGrads
+from .p_grad import ParamGrads
 from .param import Lane, Slot
 from .partial_norms import PartialNorms
 from .plan_cache import PlanCache

@@ -20,8 +20,8 @@ from ..kernels.checks import ORDINARY_TYPES
 from ..kernels.dtypes import PAIRS
 from ..kernels.matmul_ways import class_of
 from ..kernels.rounding import Noise
+from ..kernels.uncompiled import frame_compiler, runs_as_written
 from .patched_forward import PATCHED, PatchedForward, adds
-from .uncompiled import frame_compiler, runs_as_written
 
 
 class PatchedLinear(PatchedForward):

@@ -15,8 +15,8 @@ from torch.autograd import forward_ad
 from ..accumulators import Slot
 from ..autograd.capture import Capture
 from ..kernels.checks import ORDINARY_TYPES
+from ..kernels.uncompiled import runs_as_written
 from .kept_cast import KeptCasts
-from .uncompiled import runs_as_written
 from .weight_sum import WeightSum
 
 _grad_enabled, _tracing = torch.is_grad_enabled, torch._C._is_tracing

@@ -121,7 +121,7 @@ def route(slot: Slot, accumulators: Accumulators, scheduled: bool = False) -> Ro
     case = eligibility.of_parameter(slot)
     if scheduled and case.taker in (Taker.KERNEL, Taker.MODULE):
         return Route(*_WAYS[Taker.AUTOGRAD], _SCHEDULED)
-    if case is eligibility.IN_MODULE:
+    if case.taker is Taker.MODULE:
         return _in_backward(slot, accumulators)
     if case.taker in (Taker.KERNEL, Taker.SHARD):
         selection = accumulators.plans.select(slot.lane)

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 from ..accumulators import Accumulators, Slot
-from ..accumulators.p_grad import Finals
+from ..accumulators.finals import Finals
 from ..autograd.registration import HookRegistry
 from ..distributed import mesh_norm
 from ..kernels import launch_events, norm_prefetch, norms, torch_state

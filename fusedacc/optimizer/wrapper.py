@@ -243,6 +243,7 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
         if self._closed:
             return self.optimizer.zero_grad(set_to_none)
         self._capture.drop_failed_backwards()
+        self._accumulation.bring_back()
         return self._loop.zero_grad(set_to_none)
 
     @contextlib.contextmanager
@@ -287,11 +288,16 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
         """
         self._follow()
         self._capture.registry.refresh()
-        before, self._accumulation.ignoring = self._accumulation.ignoring, True
+        self._capture.drop_failed_backwards()
+        self._capture.hooks.stop_adding()
         try:
-            yield
+            with self._accumulation.ignored():
+                yield
         finally:
-            self._accumulation.ignoring = before
+            self._capture.drop_failed_backwards()
+            # What is left would be added to, or be moved by a reducer and look like the user's.
+            if self._capture.bypassed or torch_state.process_group_up():
+                self._accumulators.grads.clear_ignored()
 
     @_disable_dynamo
     def flush(self, **arguments: Any) -> None:
@@ -320,6 +326,7 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
     def discard(self) -> None:
         """Throw the window away: its sums, its count, and what is in `p.grad`."""
         self._capture.forget()
+        self._accumulation.bring_back()
         if self._accumulation.ranks.parallel is not None:
             self._accumulation.ranks.parallel.abandon()
         self._parameter_set.follow(self._capture, self._masters)
@@ -354,6 +361,7 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
         if self._closed:
             return
         self._capture.drop_failed_backwards()
+        self._accumulation.bring_back()
         self._parameter_set.restore_modules()
         self._pipeline_steps.close()
         self._capture.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -220,10 +221,15 @@ def test_gradients_that_autograd_stores_itself():
 
 def test_compiled_autograd():
     weight, optimizer = one_number(2)
+    said = "p.grad holds the gradient of the last micro-batch alone"
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager", dynamic=False)):
         for slope in (3.0, 5.0, 7.0, 9.0):
+            with optimizer.ignore():
+                (100 * weight).backward()
             (slope * weight).backward()
-            optimizer.step()
+            assert weight.grad == slope
+            with pytest.warns(UserWarning, match=said) if slope == 3.0 else nullcontext():
+                optimizer.step()
     assert weight.item() == -12.0
 
 

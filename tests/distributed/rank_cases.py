@@ -192,5 +192,5 @@ def _random_batch(loop: Loop, rng: random.Random, number: int) -> MicroBatch:
         weight,
         uses_extra=rng.random() < 0.2 and not loop.overlaps,
         overflows=loop.drops and weight > 0 and rng.random() < 0.1,
-        ignores=rng.choice(["before", "after"]) if loop.counted and rng.random() < 0.1 else "",
+        ignores=rng.choice(["before", "after"]) if rng.random() < 0.1 else "",
     )

@@ -134,7 +134,8 @@ class Ours:
         loop, optimizer = self.loop, self.optimizer
         if batch.ignores == "before":
             self.ignored(batch)
-            optimizer.zero_grad()
+            if loop.counted:
+                optimizer.zero_grad()
         weight = None if loop.late else batch.weight
         defers = not (last or loop.counted) and loop.kind == "ddp"
         with (

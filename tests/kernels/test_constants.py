@@ -65,6 +65,19 @@ def test_dtypes_and_their_pairs():
     assert {gradient for gradient, accumulator in listed if accumulator == STOCHASTIC} == rounded
 
 
+@pytest.mark.parametrize(
+    ("file", "pattern"),
+    [
+        ("ops/tensor_checks.cpp", r"static_assert\(std::tuple_size_v<decltype\(found\)> == (\w+),"),
+        ("autograd/immediate_add.cpp", r"static_assert\(known\.size\(\) == (\w+),"),
+        ("autograd/module_call.cpp", r"\((\w+) \* from \+ to\)"),
+        ("autograd/module_call.h", r"(\w+ \* \w+) \* cpu::kClasses> multipliers_"),
+    ],
+)
+def test_tables_by_dtype_are_as_long_as_dtypes_h_says(file, pattern):
+    assert set(found(file, pattern).split(" * ")) == {"kDtypeCount"}
+
+
 def test_random_bits():
     file = "common/random.h"
     assert int(found(file, r"kRounds = (\d+);")) == rounding.ROUNDS

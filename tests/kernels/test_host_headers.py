@@ -40,6 +40,22 @@ def test_plans_arithmetic_and_kernel_bodies_on_the_host(name: str, tmp_path: Pat
     assert said_by(name, tmp_path, "-O2" if sweeps.FULL else "-O0") == SAYS[name]
 
 
+@pytest.mark.parametrize("added", ["", " kFloat8,"])
+def test_a_dtype_without_a_size_does_not_compile(added: str, tmp_path: Path) -> None:
+    """`element_size` has no default."""
+    shutil.copytree(SOURCES / "common", tmp_path / "common")
+    header = tmp_path / "common" / "dtypes.h"
+    text = header.read_text()
+    assert text.count("kFloat64, kStochastic") == 1
+    header.write_text(text.replace("kFloat64, kStochastic", f"kFloat64,{added} kStochastic"))
+    source = tmp_path / "source.cpp"
+    source.write_text('#include "common/dtypes.h"\n')
+    command = [COMPILER, "-std=c++17", "-fsyntax-only", f"-I{tmp_path}", str(source)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert (result.returncode != 0) == bool(added), result.stderr
+    assert bool(added) == ("Elements needs one type for each Dtype" in result.stderr)
+
+
 def test_what_torch_is_asked_for_at_the_end_of_a_norm(tmp_path: Path) -> None:
     """A source that calls it, on a torch made up here."""
     torchs = ["-isystem", str(Path(torch.__file__).parent / "include")]

@@ -113,6 +113,16 @@ class AddsIgnored(Naive):
         self.collect(1.0)
 
 
+class LeavesIgnored(Naive):
+    """Leaves what a backward under `ignore()` has stored where the next one adds to it."""
+
+    events = ("ignored",)
+
+    @contextmanager
+    def ignore(self) -> Iterator[None]:
+        yield
+
+
 class KeepsDiscarded(Naive):
     events = ("discard",)
 
@@ -337,6 +347,7 @@ BROKEN = (
     LosesOnRestart,
     LosesOnCopy,
     AddsIgnored,
+    LeavesIgnored,
     KeepsDiscarded,
     MissesNewGroups,
     RoundsMasters,

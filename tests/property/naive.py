@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .ignoring import Ignoring
 from .oracle import LOW, Loop, dense
 from .scaling import PlainScaler, all_finite
 
@@ -92,7 +93,11 @@ class Naive:
 
     @contextmanager
     def ignore(self) -> Iterator[None]:
-        yield
+        self.before_backward()
+        ignored = Ignoring()
+        with ignored.around(self.params):
+            yield
+        ignored.clear(self.params)
 
     def spent(self, p: Tensor) -> bool:
         return p.grad is not None and any(p.grad is gradient for gradient in self.final)
