@@ -52,10 +52,12 @@ def bits(tensor):
 
 @pytest.mark.parametrize(
     ("scale", "overwrite"),
-    [(0.3, ()), (torch.tensor(0.3), (True,)), (torch.tensor(0.3).bfloat16(), (False, True) * len(PAIRS))],
+    [(0.3, ()), (torch.tensor(0.3), (True,)), (torch.tensor(0.3).bfloat16(), (False, True, True, False))],
 )
 def test_opcheck(scale, overwrite, generator):
-    accumulators, gradients = random_lists(PAIRS, [(5,), (2, 3)], generator, gradient_layout="transposed")
+    accumulators, gradients = random_lists(
+        PAIRS[::4], [(5,), (2, 3)], generator, gradient_layout="transposed"
+    )
     tensor, number = (scale, 1.0) if isinstance(scale, torch.Tensor) else (None, scale)
     operators = torch.ops.fusedacc
     torch.library.opcheck(
@@ -438,7 +440,9 @@ def test_large_overwrites_past_the_caches_write_every_element(gradient_dtype, ac
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 def test_opcheck_of_norms(norm_type, generator):
     operators = torch.ops.fusedacc
-    accumulators, gradients = random_lists(PAIRS, [(5,), (90, 101)], generator, gradient_layout="transposed")
+    accumulators, gradients = random_lists(
+        PAIRS[::4], [(5,), (90, 101)], generator, gradient_layout="transposed"
+    )
     arguments = (gradients, None, 0.3, (), norm_type)
     torch.library.opcheck(operators.scale_accumulate_norm_.default, (accumulators, *arguments))
     plan = operators.prepare(accumulators)
@@ -447,9 +451,7 @@ def test_opcheck_of_norms(norm_type, generator):
     torch.library.opcheck(operators.accumulate_prepared_norm_.default, (plan, *arguments))
     torch.library.opcheck(operators.norm_partials.default, (accumulators, norm_type))
     partials = [operators.norm_partials([tensor], norm_type) for tensor in accumulators]
-    for wide in (False, True):
-        torch.library.opcheck(operators.finish_norm.default, (partials, norm_type, wide))
-    torch.library.opcheck(operators.finish_norm.default, ([], norm_type))
+    torch.library.opcheck(operators.finish_norm.default, (partials, norm_type, norm_type == 2.0))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
