@@ -10,6 +10,7 @@ import zlib
 from pathlib import Path
 
 import build_cache
+import interpreter
 import pytest
 import sweeps
 import torch
@@ -55,6 +56,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """What is there by now stays: collections in tests, which many ask for, need not look at it each time."""
+    interpreter.quicken()
     gc.collect()
     gc.freeze()
 

@@ -145,22 +145,6 @@ def test_a_window_without_clipping_says_so_and_has_no_clip() -> None:
     assert by_metric["bytes: total"] == pytest.approx(2 * 4 + 12 + 28, abs=0.01)
 
 
-def test_quick_figures_have_all_ways_and_their_goals() -> None:
-    results = Results(None)
-    models.figures(results, "quick", settings=["bfloat16"], steps=2)
-    times = [row for row in results.rows if row.metric == "time" and row.median is not None]
-    window = [row for row in times if row.mode == "window k=2"]
-    providers = {row.provider for row in window}
-    assert {"stock by hand", "stock mixed add_", "fusedacc", "stock bfloat16 sums", "floor"} <= providers
-    ours = {row.against: row.goal for row in window if row.provider == "fusedacc"}
-    assert ours == {"stock by hand": None, "stock grad_dtype": None, "stock mixed add_": 1.0}
-    assert all(row.bytes and row.launches and row.median > 0 for row in window)
-    assert {row.dtypes for row in times if row.mode == "accumulate"} == {
-        "bfloat16 into float32",
-        "float32 into float32",
-    }
-
-
 def test_a_way_that_raises_is_a_row_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(self) -> None:
         raise RuntimeError("no such kernel\nand a long tale")

@@ -11,7 +11,7 @@ from bench_setup import CPU
 
 from benchmarks.contestants import training_loops as loops
 from benchmarks.harness import peak_by_kind as kinds
-from benchmarks.harness.results import Case, Results
+from benchmarks.harness.results import Case
 from benchmarks.suites import training
 from benchmarks.suites import training_clock as clock
 from examples.demo import measure
@@ -147,32 +147,6 @@ def test_the_lowest_peak_is_that_of_weight_gradients_that_are_never_written(dtyp
     assert peaks[loops.INSIDE.name].against == "the lowest of stock"
     assert peaks[loops.INSIDE.name].reached == "yes"
     assert dtype != "autocast" or peaks[loops.KEPT.name].reached == "yes"
-
-
-def test_quick_figures_have_every_measure_and_record_nothing(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    results = Results(None, "cpu")
-    training.figures(results, "quick")
-    assert not list(tmp_path.iterdir())
-    assert not [r.note for r in results.rows if r.note]
-    ours = [r for r in results.rows if r.provider == "fusedacc, fused AdamW"]
-    assert {r.dtypes for r in ours} == {"float32", "bfloat16 into float32"}
-    wanted = {"time", "tokens per second", "peak memory", "bytes", "bytes: others"}
-    wanted |= {f"time: {p}" for p in training.PHASES} | {f"bytes: {p}" for p in training.PHASES}
-    wanted |= {f"peak memory: {kind}" for kind in training.KINDS}
-    assert {r.metric for r in ours} == wanted
-    assert all(r.median is not None for r in ours)
-    assert {r.against for r in ours if r.goal and r.metric == "time"} == {
-        "stock, fused AdamW",
-        "stock, grad_dtype, fused AdamW",
-        "stock, mixed add_ in a hook, fused AdamW",
-    }
-    for dtypes in ("float32", "bfloat16 into float32"):
-        median = {r.metric: r.median for r in ours if r.dtypes == dtypes}
-        kinds = sum(median[f"peak memory: {kind}"] for kind in training.KINDS)
-        assert kinds == pytest.approx(median["peak memory"])
-        phases = sum(median[f"bytes: {phase}"] for phase in training.PHASES)
-        assert phases == pytest.approx(median["bytes"])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
