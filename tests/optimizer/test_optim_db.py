@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import build_cache
 import forked
 import pytest
 import torch
@@ -40,12 +42,14 @@ NAMES = [
 
 
 @pytest.fixture(scope="module")
-def database(tmp_path_factory) -> dict[str, tuple]:
+def database() -> dict[str, tuple]:
     """Read in a process of its own: importing it freezes torch's global flags."""
-    path = tmp_path_factory.mktemp("optim_db") / "inputs.pt"
-    done = forked.run(READS, str(path))
-    assert done.returncode == 0, done.stderr
-    return torch.load(path)
+
+    def read(folder: Path) -> None:
+        done = forked.run(READS, str(folder / "inputs.pt"))
+        assert done.returncode == 0, done.stderr
+
+    return torch.load(build_cache.cached("optim-db", (READS, torch.__version__), read) / "inputs.pt")
 
 
 class Network(nn.Module):
