@@ -110,6 +110,17 @@ def assert_close_weights(model: nn.Module, other: nn.Module, rtol: float = 1e-5,
         )
 
 
+def assert_mean(found: Tensor, wanted: float) -> None:
+    """Fail unless elements that are rounded stochastically are right on average.
+
+    To within 4.5 standard errors, and with noise in them: a rounding to nearest would be seen.
+    """
+    values = found.double().flatten()
+    error = values.std().item() / values.numel() ** 0.5
+    assert error > 0
+    assert abs(values.mean().item() - wanted) < 4.5 * error, (values.mean().item(), wanted, error)
+
+
 def through_file(state: Any) -> Any:
     """Save and load a checkpoint; torch.load refuses all but plain tensors, numbers and containers."""
     file = io.BytesIO()

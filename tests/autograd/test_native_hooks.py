@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import shutil
 import subprocess
 import sys
@@ -38,7 +37,7 @@ def test_the_module_is_loaded_where_it_can_be_built():
 
 def worth_a_test(name: str, loop: str) -> bool:
     if "compiled" in name:  # which takes long
-        return loop in ("float32", "bfloat16", "manual-float32")
+        return loop == ("manual-float32" if name == "compiled_autograd" else "bfloat16")
     # The bits of a norm depend on what is added together, and that on the threads; random bits on the order.
     return name != "threads" or LOOPS[loop].options.keys().isdisjoint(("max_grad_norm", "rounding"))
 
@@ -230,7 +229,7 @@ def eager_threads():
 def test_backwards_that_end_while_others_run(choice, loop, monkeypatch, eager_threads):
     """One delivers, pays what sums owe, or is forgotten while another adds and leaves norms."""
     monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", choice)
-    runs = [Run(LOOPS[loop]) for _ in range(60)]
+    runs = [Run(LOOPS[loop]) for _ in range(20)]
     for run in runs:
         SITUATIONS["threads"](run)
     if loop != "masters":  # the bits of a norm depend on what is added together
@@ -263,34 +262,21 @@ def run_copy(tmp_path: Path, file: str | None, choice: str = "") -> subprocess.C
 def test_without_its_file_hooks_are_pythons_and_the_cure_is_told(tmp_path, file, told):
     done = run_copy(tmp_path, file)
     assert done.returncode == 0, done.stderr
-    why = done.stdout
-    assert native_module.file_name() in why
-    assert told in why
-    assert "pip install" in why
+    assert all(text in done.stdout for text in (native_module.file_name(), told, "pip install")), done.stdout
 
 
-@pytest.mark.parametrize(("choice", "trains"), [("1", False), ("0", True)])
-def test_native_hooks_that_are_asked_for_and_not_there_are_an_error(tmp_path, choice, trains):
-    done = run_copy(tmp_path, None, choice)
-    assert (done.returncode == 0) == trains, done.stderr
+def test_native_hooks_that_are_asked_for_and_not_there_are_an_error(tmp_path):
+    done = run_copy(tmp_path, None, "1")
+    assert done.returncode != 0
     why = f"FUSEDACC_NATIVE_HOOKS=1, but there are no native hooks: {native_module.file_name()}"
-    assert (f"RuntimeError: {why}" in done.stderr) != trains
+    assert f"RuntimeError: {why}" in done.stderr
 
 
-@pytest.mark.skipif(native_module.module() is None, reason=f"{native_module.why_not()}")
+@needs_native
 def test_native_hooks_that_are_asked_for_and_there_are_used(monkeypatch):
     monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", "1")
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=1.0))
     assert "hooks: native" in optimizer.explain()
-
-
-@pytest.fixture
-def uncollected():
-    """No garbage collection: what must go by itself must go at once."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @needs_native

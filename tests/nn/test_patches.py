@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import forked
 import pytest
+import sweeps
 import torch
 from test_autograd import Net, assert_same_gradients, loss_of, tokens, wrap
 from torch import nn
@@ -447,7 +448,7 @@ def test_multihead_attention_uses_its_weights_without_calling_the_module():
     assert_same_gradients(model, twin)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", *(["inductor"] if sweeps.FULL else [])])
 def test_a_compiled_model_falls_back(backend):
     torch.compiler.reset()
     model = Net()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import LOW
+from loops import LOW, assert_mean
 from torch import Tensor, nn
 
 import fusedacc
@@ -124,13 +124,7 @@ def window(
     return found, paths
 
 
-def assert_mean(found: Tensor, wanted: float) -> None:
-    values = found.double().flatten()
-    error = values.std().item() / values.numel() ** 0.5
-    assert error > 0
-    assert abs(values.mean().item() - wanted) < 4.5 * error, (values.mean().item(), wanted, error)
-
-
+@pytest.mark.sweep
 @pytest.mark.parametrize("native", ["1", "0"])
 @pytest.mark.parametrize("how", ["bfloat16", "float32", "autocast"])
 @pytest.mark.parametrize("steps", [5, None])

@@ -49,7 +49,7 @@ def test_what_cannot_be_wrapped():
     optimizer = wrap(network())
     with pytest.raises((TypeError, ValueError)):
         fusedacc.AccumulatingOptimizer(optimizer, 2)
-    with pytest.raises(TypeError, match="optimizer.*Optimizer.*list"):
+    with pytest.raises(TypeError, match=r"optimizer.*Optimizer.*list"):
         fusedacc.AccumulatingOptimizer(optimizer.param_groups)
     with pytest.raises(ValueError, match=STEPS):
         fusedacc.AccumulatingOptimizer(torch.optim.LBFGS(network().parameters()), 4)

@@ -1,11 +1,11 @@
-"""The wrapper among others: two models, compiled ones, several ranks, and what it says of itself."""
+"""Two wrappers beside each other, and what one says of itself."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from loops import assert_equal_weights, loss_of, network
 from loops import cleared_micro_batch as micro_batch
-from loops import loss_of, network
 from loops import wrap_momentum as wrap
 from torch import nn
 
@@ -24,21 +24,7 @@ def test_two_models_two_wrappers_one_loss():
     c = wrap(alone, 3)
     for seed in range(6):
         micro_batch(alone, c, seed)
-    for p, q in zip(second.parameters(), alone.parameters(), strict=True):
-        assert torch.equal(p, q)
-
-
-@pytest.mark.parametrize("steps", [None, 2])
-def test_a_compiled_model(steps):
-    model, reference = network(), network()
-    optimizer, other = wrap(model, steps), wrap(reference, steps)
-    compiled = torch.compile(model, backend="aot_eager")
-    for seed in range(4):
-        micro_batch(compiled, optimizer, seed)
-        micro_batch(reference, other, seed)
-    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
-    assert optimizer.num_updates == other.num_updates
+    assert_equal_weights(second, alone)
 
 
 @pytest.mark.parametrize("steps", [None, 2])
@@ -75,35 +61,3 @@ def test_bytes_of_the_sums():
     assert optimizer.accumulator_bytes == 0
     weight.sum().backward()
     assert optimizer.accumulator_bytes == 4000
-
-
-def test_explicit_backends_agree():
-    ends = []
-    for backend in ("auto", "eager"):
-        model = network()
-        optimizer = wrap(model, 2, backend=backend)
-        for seed in range(4):
-            micro_batch(model, optimizer, seed)
-        ends.append(list(model.parameters()))
-    for p, q in zip(*ends, strict=True):
-        torch.testing.assert_close(p, q, rtol=8 * 2**-23, atol=2**-24)
-
-
-def test_frozen_and_unfrozen():
-    """As stock: what a frozen parameter had summed is still updated from; unfrozen, it goes on."""
-    a, b = nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(()))
-    b.requires_grad_(False)
-    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([a, b], lr=1.0), 2, reduction="sum")
-    (a * 1.0 + b * 1.0).backward()
-    optimizer.step()
-    a.requires_grad_(False)
-    b.requires_grad_(True)
-    (a * 10.0 + b * 10.0).backward()
-    optimizer.step()
-    assert (a.item(), b.item()) == (-1.0, -10.0)
-    optimizer.zero_grad()
-    a.requires_grad_(True)
-    for _ in range(2):
-        (a * 2.0 + b * 3.0).backward()
-        optimizer.step()
-    assert (a.item(), b.item()) == (-5.0, -16.0)

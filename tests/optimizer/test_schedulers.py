@@ -5,14 +5,22 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import io
 import itertools
 import pickle
 import warnings
 
 import pytest
 import torch
-from loops import cleared_micro_batch, loss_of, network, scalar, wrap, wrap_momentum
+from loops import (
+    assert_equal_weights,
+    cleared_micro_batch,
+    loss_of,
+    network,
+    scalar,
+    through_file,
+    wrap,
+    wrap_momentum,
+)
 from torch.optim import lr_scheduler, swa_utils
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -124,13 +132,6 @@ def test_equal_to_the_bare_optimizers(make, inner, way):
     assert not [w for w in caught if "optimizer.step()" in str(w.message)]
 
 
-def through_file(state: object) -> object:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file)
-
-
 @pytest.mark.sweep
 @every_scheduler
 @pytest.mark.parametrize("first", ["scheduler", "optimizer"])
@@ -157,8 +158,7 @@ def test_a_resumed_schedule_goes_on(make, first):
         train(*run, range(7, 20))
     assert settings(alone[1]) == settings(resumed[1])
     assert alone[2].get_last_lr() == resumed[2].get_last_lr()
-    for p, q in zip(alone[0].parameters(), resumed[0].parameters(), strict=True):
-        assert torch.equal(p, q)
+    assert_equal_weights(alone[0], resumed[0])
 
 
 def halving(steps=K, **options):
@@ -174,60 +174,29 @@ def micro_batch(weight, optimizer, scheduler, calls: int = 1) -> None:
         scheduler.step()
 
 
+#: Steps, calls ("m": a micro-batch, "s": the scheduler's step, "f": flush), updates, steps of the schedule.
+CALLS = {
+    "one call after each micro-batch": (K, "ms" * 4, 2, 2),
+    "several calls after one update": (K, "msss" * 4, 2, 2),
+    "calls before the first update": (K, "ss", 0, 0),
+    "a flush after which the loop steps": (3, "ms" * 4 + "fss", 2, 2),
+    "a flush after which a framework goes on": (3, "ms" * 4 + "fms", 2, 2),
+    "a flush and an update": (lambda update: 3 if update == 0 else 1, "msfms", 2, 2),
+    "an empty flush": (K, "msms" + "fs", 1, 1),
+    "a manual loop": (None, "mss" * 3, 3, 3),
+}
+
+
 class TestCounting:
     """The wrapped scheduler is stepped once per update, however often and whenever `step()` is called."""
 
-    @pytest.mark.parametrize("calls", [1, 2, 3])
-    def test_several_calls_after_one_update(self, calls):
-        parts = halving()
-        for _ in range(2 * K):
-            micro_batch(*parts, calls=calls)
-        assert parts[2].last_epoch == 2
-
-    def test_calls_before_the_first_update(self):
-        parts = halving()
-        parts[2].step()
-        parts[2].step()
-        assert parts[2].last_epoch == 0
-
-    def test_a_flush_counts_once_where_the_loop_steps_after_it(self):
-        parts = halving(3)
-        for _ in range(4):
-            micro_batch(*parts)
-        parts[1].flush()
-        for _ in range(2):
-            parts[2].step()
-        assert parts[2].last_epoch == 2
-
-    def test_a_flush_counts_once_where_the_loop_does_not(self):
-        """As in a framework, whose next call comes after the next epoch's first micro-batch."""
-        parts = halving(3)
-        for _ in range(4):
-            micro_batch(*parts)
-        parts[1].flush()
-        micro_batch(*parts)
-        assert (parts[1].num_updates, parts[1].has_updated, parts[2].last_epoch) == (2, False, 2)
-
-    def test_a_flush_and_an_update_are_two(self):
-        parts = halving(lambda update: 3 if update == 0 else 1)
-        micro_batch(*parts)
-        parts[1].flush()
-        micro_batch(*parts)
-        assert (parts[1].num_updates, parts[2].last_epoch) == (2, 2)
-
-    def test_an_empty_flush_counts_nothing(self):
-        parts = halving()
-        for _ in range(K):
-            micro_batch(*parts)
-        parts[1].flush()
-        parts[2].step()
-        assert parts[2].last_epoch == 1
-
-    def test_a_manual_loop(self):
-        parts = halving(None)
-        for _ in range(3):
-            micro_batch(*parts, calls=2)
-        assert parts[2].last_epoch == 3
+    @pytest.mark.parametrize(("steps", "calls", "updates", "epochs"), CALLS.values(), ids=CALLS)
+    def test_calls(self, steps, calls, updates, epochs):
+        parts = halving(steps)
+        act = {"m": lambda: micro_batch(*parts, calls=0), "s": parts[2].step, "f": parts[1].flush}
+        for call in calls:
+            act[call]()
+        assert (parts[1].num_updates, parts[2].last_epoch) == (updates, epochs)
 
     def test_one_measurement_is_one_step(self):
         weight, optimizer = scalar(lambda update: 3 if update == 0 else 1)

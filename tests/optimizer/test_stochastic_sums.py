@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import LOW, loss_of, network, wrap
+from loops import LOW, assert_mean, loss_of, network, wrap
 from test_resume import assert_identical
 from torch import Tensor, nn
 
@@ -18,7 +18,7 @@ from fusedacc.autograd import python_hooks
 from fusedacc.kernels import torch_state
 
 #: Of one window with equal gradients in all of them: the mean over them is that over so many seeds.
-ELEMENTS = 1 << 14
+ELEMENTS = 1 << 13
 STOCHASTIC: dict[str, Any] = {"accumulate_dtype": LOW, "rounding": "stochastic"}
 
 
@@ -128,14 +128,6 @@ class Window:
         return self.weight.grad.detach().clone()
 
 
-def assert_mean(found: Tensor, wanted: float) -> None:
-    """Equal to within 4.5 standard errors, and with noise in it: the test would see a rounding to nearest."""
-    values = found.double()
-    error = values.std().item() / ELEMENTS**0.5
-    assert error > 0
-    assert abs(values.mean().item() - wanted) < 4.5 * error, (values.mean().item(), wanted, error)
-
-
 def low(*values: float) -> list[float]:
     """As bfloat16 holds them."""
     return torch.tensor(values).to(LOW).tolist()
@@ -151,6 +143,7 @@ MEANS: dict[str, Callable[[Sequence[float], Sequence[float]], float]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [LOW, torch.float32])
 @pytest.mark.parametrize("steps", [7, 9, None], ids=["counted", "flushed", "manual"])
 @pytest.mark.parametrize("reduction", MEANS)

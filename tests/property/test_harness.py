@@ -72,11 +72,11 @@ MISTAKES: dict[str, tuple[int, Mistake]] = {
         (Wrapper, "state_dict", lambda original, opt: original(opt, include_partial=False)),
     ),
     "a copy loses the window": (17, then(Wrapper, "__setstate__", Wrapper.discard)),
-    "a checkpoint loses the masters": (0, then(Wrapper, "load_state_dict", Wrapper.refresh_master_weights)),
+    "a checkpoint loses the masters": (176, then(Wrapper, "load_state_dict", Wrapper.refresh_master_weights)),
     "masters are rounded": (1, then(Wrapper, "step", Wrapper.refresh_master_weights)),
     "there are no masters": (1, given(master_weights=False)),
     "masters do not follow their parameters": (
-        0,
+        277,
         (
             MasterWeights,
             "of",
