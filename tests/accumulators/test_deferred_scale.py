@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import io
 
 import pytest
 import torch
-from loops import LOW, NoHostRead, wrap
+from loops import LOW, NoHostRead, through_file, wrap
 from torch import Tensor, nn
 
 import fusedacc
@@ -46,13 +45,18 @@ def accumulated(meter: TrafficMeter) -> float:
     return sum(meter.as_dict()["by_phase_and_kind"].get("accumulate", {}).values()) / (3 * SIZE)
 
 
-def run(model, optimizer, parts, weights=None):
-    """One backward for each of `parts`, which name parameters; the last one's step is left out."""
-    for seed, names in enumerate(parts):
+def run(model, optimizer, parts, weights=None, done: int = 0):
+    """One backward for each of `parts`, which name parameters, but for those done; without the last step."""
+    for seed, names in enumerate(parts[done:], done):
         with optimizer.accumulate(weight=None if weights is None else weights[seed]):
             model.backward(names, seed)
         if seed < len(parts) - 1:
             optimizer.step()
+
+
+def assert_mean_of(model, first, second, weights=(1, 1)):
+    for param, a, b in zip(model.used, first, second, strict=True):
+        torch.testing.assert_close(param.grad, (weights[0] * a + weights[1] * b) / sum(weights))
 
 
 def bytes_of(parts, weights=None, **options) -> float:
@@ -140,23 +144,6 @@ def test_a_window_that_ends_early(done):
         torch.testing.assert_close(old - param.detach(), whole / done, rtol=1e-5, atol=1e-5)
 
 
-def through_file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file)
-
-
-def end(model, optimizer, parts, done, weights):
-    """The rest of a window, and its gradients."""
-    for seed in range(done, len(parts)):
-        with optimizer.accumulate(weight=None if weights is None else weights[seed]):
-            model.backward(parts[seed], seed)
-        if seed < len(parts) - 1:
-            optimizer.step()
-    return [param.grad for param in model.used]
-
-
 @pytest.mark.parametrize("weights", [None, [3.0, 5.0, 7.0]])
 @pytest.mark.parametrize("parts", [[ALL, ALL], [ALL] * 3, [ALL, "01", "0"], ["01", "12", ALL]])
 def test_saving_changes_no_bit_and_what_is_loaded_goes_on_with_the_same(parts, weights):
@@ -176,29 +163,12 @@ def test_saving_changes_no_bit_and_what_is_loaded_goes_on_with_the_same(parts, w
                 optimizer.load_state_dict(saved)
             if way == "copied":
                 model, optimizer = copy.deepcopy((model, optimizer))
-        found.append(end(model, optimizer, parts, len(parts) - 1, weights))
+        run(model, optimizer, parts, weights, len(parts) - 1)
+        found.append([param.grad for param in model.used])
     for gradients in found[1:]:
         for ours, wanted in zip(gradients, found[0], strict=True):
             assert (ours is None) == (wanted is None)
             assert ours is None or torch.equal(ours, wanted)
-
-
-def test_a_checkpoint_from_before_sums_could_owe_loads():
-    model, optimizer = build(2)
-    model.backward()
-    optimizer.step()
-    optimizer._accumulators.rescaler.apply()
-    state = through_file(optimizer.state_dict())
-    state["fusedacc"]["version"] = 1
-    twin, other = build(2)
-    other.load_state_dict(state)
-    for each in (model, twin):
-        each.backward(ALL, 1)
-    for p, q in zip(model.used, twin.used, strict=True):
-        assert torch.equal(p.grad, q.grad)
-    state["fusedacc"]["version"] = 4
-    with pytest.raises(ValueError, match="is of version 4; allowed: 1, 2, 3"):
-        other.load_state_dict(state)
 
 
 def test_a_discarded_window_owes_nothing():
@@ -210,9 +180,7 @@ def test_a_discarded_window_owes_nothing():
         values = model.backward(ALL, seed)
         if seed == 0:
             optimizer.step()
-    first = Layers().backward(ALL, 0)
-    for param, a, b in zip(model.used, first, values, strict=True):
-        torch.testing.assert_close(param.grad, (a + b) / 2)
+    assert_mean_of(model, Layers().backward(ALL, 0), values)
 
 
 def test_a_moved_parameter_takes_a_scaled_sum_along():
@@ -245,8 +213,7 @@ def test_a_gradient_that_autograd_stores_is_added_to_a_scaled_sum():
     optimizer.step()
     model.used[0].register_post_accumulate_grad_hook(lambda param: None)
     second = model.backward(ALL, 1)
-    for param, a, b in zip(model.used, first, second, strict=True):
-        torch.testing.assert_close(param.grad, (a + b) / 2)
+    assert_mean_of(model, first, second)
 
 
 def test_a_backward_inside_ignore_leaves_what_is_owed():
@@ -257,8 +224,7 @@ def test_a_backward_inside_ignore_leaves_what_is_owed():
         model.backward(ALL, 5)
     optimizer.zero_grad()
     second = model.backward(ALL, 1)
-    for param, a, b in zip(model.used, first, second, strict=True):
-        torch.testing.assert_close(param.grad, (a + b) / 2)
+    assert_mean_of(model, first, second)
 
 
 def test_a_launch_for_each_factor_that_is_owed():
@@ -333,8 +299,7 @@ def test_several_backwards_in_the_last_micro_batch_are_final_each():
     optimizer.step()
     with optimizer.accumulate(weight=5.0):
         second = model.backward(ALL, 1)
-        for param, a, b in zip(model.used, first, second, strict=True):
-            torch.testing.assert_close(param.grad, (3 * a + 5 * b) / 8)
+        assert_mean_of(model, first, second, (3, 5))
         third = model.backward("0", 2)
     torch.testing.assert_close(model.used[0].grad, (3 * first[0] + 5 * second[0] + 5 * third[0]) / 8)
     torch.testing.assert_close(model.used[1].grad, (3 * first[1] + 5 * second[1]) / 8)
@@ -350,8 +315,7 @@ def test_a_last_micro_batch_that_fails_before_its_first_gradient_is_repeated_wit
     handle.remove()
     with optimizer.accumulate(weight=5.0):
         second = model.backward(ALL, 1)
-    for param, a, b in zip(model.used, Layers().backward(ALL, 0), second, strict=True):
-        torch.testing.assert_close(param.grad, (3 * a + 5 * b) / 8)
+    assert_mean_of(model, Layers().backward(ALL, 0), second, (3, 5))
 
 
 def test_a_last_micro_batch_that_begins_twice():

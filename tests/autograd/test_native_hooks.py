@@ -139,8 +139,7 @@ def calls(monkeypatch):
 @pytest.mark.parametrize("loop", ["float32", "bfloat16", "manual-float32", "manual-bfloat16"])
 def test_python_sees_one_gradient_of_each_backward(loop, calls):
     run = Run(LOOPS[loop])
-    model = run.network()
-    run.wrap(model)
+    model = run.wrapped()
     for _ in range(7):
         run.backward(loss_of(run, model))
         assert calls.take() == 1
@@ -287,7 +286,7 @@ def test_nothing_is_kept_alive(uncollected, loop, failed):
     run = Run(LOOPS[loop])
     model = run.network()
     optimizer = run.wrap(model)
-    run.train(lambda: loss_of(run, model), 4)
+    run.train_on(model, 4)
     if failed:
         handle = model[2].weight.register_hook(lambda gradient: 1 / 0)
         with contextlib.suppress(ZeroDivisionError):

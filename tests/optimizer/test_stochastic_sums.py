@@ -18,7 +18,7 @@ from fusedacc.autograd import python_hooks
 from fusedacc.kernels import torch_state
 
 #: Of one window with equal gradients in all of them: the mean over them is that over so many seeds.
-ELEMENTS = 1 << 13
+ELEMENTS = 1 << 14
 STOCHASTIC: dict[str, Any] = {"accumulate_dtype": LOW, "rounding": "stochastic"}
 
 
