@@ -216,26 +216,6 @@ def test_a_weight_that_changes_after_the_backward_raises(reduction, late):
     assert_gradients(model, wanted)
 
 
-@pytest.mark.parametrize("steps", [None, 1, 2])
-def test_a_gradient_replaced_before_step_is_what_the_update_uses(steps):
-    model = network()
-    optimizer = wrap(model, steps, lr=1.0)
-    for window in range(2):
-        seeds = range((steps or 1) * window, (steps or 1) * (window + 1))
-        wanted = expected(model, seeds, 0.25 / (steps or 1))
-        start = [p.detach().clone() for p in model.parameters()]
-        for seed in seeds:
-            loss_of(model, seed).backward()
-            if seed == seeds[-1]:
-                for p in model.parameters():
-                    p.grad = p.grad * 0.25
-            optimizer.step()
-        for p, before, gradient in zip(model.parameters(), start, wanted, strict=True):
-            torch.testing.assert_close(p.detach(), before - gradient, rtol=1e-5, atol=1e-6)
-        optimizer.zero_grad()
-    assert optimizer.num_updates == 2
-
-
 def test_a_checkpoint_from_another_thread_during_a_backward():
     model = network()
     optimizer = wrap(model, 2, reduction="sum")

@@ -9,6 +9,7 @@ import torch
 from loops import network, scalar, wrap
 
 import fusedacc
+from fusedacc.optimizer.micro_batch import check_weight
 
 
 def run_micro_batch(weight, optimizer, context=None) -> None:
@@ -101,6 +102,33 @@ def test_a_bad_weight(bad, kind, message):
     _, optimizer = scalar(2, reduction="weighted")
     with pytest.raises(kind, match=message), optimizer.accumulate(weight=bad):
         pass
+
+
+def test_a_weight_after_the_backward():
+    """ "normalized" takes it until step(), for the first time and not 0; "weighted" before only."""
+    for reduction in ("weighted", "normalized"):
+        weight, optimizer = scalar(2, reduction=reduction)
+        with optimizer.accumulate(weight=1.0 if reduction == "weighted" else None) as micro_batch:
+            (weight * 1.0).backward()
+        with pytest.raises((RuntimeError, ValueError), match=r"weight=0.* came after the backward"):
+            micro_batch.weight = 0
+    with pytest.raises(RuntimeError, match="needs a weight for each micro-batch"):
+        optimizer.step()
+    micro_batch.weight = 5
+    optimizer.step()
+    assert (optimizer.micro_step, optimizer._window.weight_total) == (1, 5.0)
+
+
+def test_contexts_do_not_nest():
+    _, optimizer = scalar(2)
+    with optimizer.accumulate(), pytest.raises(RuntimeError, match="do not nest"), optimizer.accumulate():
+        pass
+
+
+def test_weights_that_are_tensors():
+    assert check_weight(torch.tensor(3)) == 3.0
+    kept = check_weight(torch.ones((), dtype=torch.int64, device="meta"))
+    assert (kept.device.type, kept.dtype) == ("meta", torch.float32)
 
 
 def test_zero_grad_after_a_backward_that_no_step_has_ended():
