@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
 import itertools
 import pickle
 import threading
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from loops import through_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -176,8 +176,7 @@ def situation(as_stock: bool = True, native: bool = True) -> Callable:
 
 @situation()
 def linear_layers(run: Run) -> None:
-    model = run.wrapped()
-    run.train_on(model, 9)
+    run.train_on(run.wrapped(), 9)
 
 
 @situation()
@@ -283,61 +282,75 @@ class Returns(torch.autograd.Function):
         return None, *ctx.make(gradient, *ctx.params)
 
 
-def returning(make: Callable[..., Any], as_stock: bool = True, native: bool = True) -> None:
-    """Registers a situation in which a custom backward returns the gradients of two parameters of four."""
+def returning(as_stock: bool = True) -> Callable:
+    """Register a situation in which a custom backward returns the gradients of two parameters of four."""
 
-    def training(run: Run) -> None:
-        params = run.parameters((3, 4), (3, 4), (3, 4), (2,))
-        run.wrap(params)
-        first, second, plain, last = params
-        run.train(lambda: Returns.apply(make, first, second) + (plain * run.input(3, 4)).sum() + last.sum())
+    def register(make: Callable[..., Any]) -> None:
+        def training(run: Run) -> None:
+            first, second, plain, last = params = run.parameters((3, 4), (3, 4), (3, 4), (2,))
+            run.wrap(params)
+            run.train(
+                lambda: Returns.apply(make, first, second) + (plain * run.input(3, 4)).sum() + last.sum()
+            )
 
-    training.__name__ = make.__name__
-    situation(as_stock, native)(training)
+        training.__name__ = make.__name__
+        situation(as_stock)(training)
+
+    return register
 
 
+@returning()
 def the_same_tensor_twice(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
     fresh = torch.full_like(a, 3.0) * gradient
     return fresh, fresh
 
 
+@returning()
 def two_views_of_one_tensor(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
     fresh = torch.full((2, 3, 4), 3.0, dtype=a.dtype) * gradient
     return fresh[0], fresh[1]
 
 
+@returning(as_stock=False)  # which stock adds to twice
 def one_memory_for_both(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
     fresh = torch.full_like(a, 3.0) * gradient
     return fresh.view(4, 3).view(3, 4), fresh.detach()
 
 
+@returning()
 def strides_of_all_kinds(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
     return gradient.expand(3, 4), (torch.ones(4, 6, dtype=a.dtype) * gradient)[:, ::2].t()
 
 
+@returning(as_stock=False)  # whose p.grad is the parameter then
 def own_parameter(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
     return b.detach(), a
 
 
+@returning(as_stock=False)
 def its_own_p_grad(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
     grads = [torch.ones_like(p) if p.grad is None else p.grad.to(p.dtype) for p in (a, b)]
     return grads[0], grads[1].view(12).view(3, 4)
 
 
+@returning()
 def with_a_graph(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
     with torch.enable_grad():
         fresh = torch.ones_like(a, requires_grad=True)
         return fresh * 3, fresh.exp()
 
 
+@returning()
 def lazily_negated(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
     return torch._neg_view(torch.ones_like(a)), torch._neg_view(b.detach().clone())
 
 
+@returning(as_stock=False)
 def lazily_zero(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
     return torch._efficientzerotensor((3, 4), dtype=a.dtype), torch.ones_like(b)
 
 
+@returning()
 def none_for_one(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
     return None, torch.ones_like(b)
 
@@ -346,26 +359,14 @@ class Tagged(Tensor):
     pass
 
 
+@returning(as_stock=False)
 def a_subclass(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
     return (torch.ones_like(a) * gradient).as_subclass(Tagged), torch.ones_like(b)
 
 
+@returning(as_stock=False)
 def a_sparse_gradient(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
     return (torch.eye(3, 4, dtype=a.dtype) * gradient).to_sparse(), torch.ones_like(b)
-
-
-returning(the_same_tensor_twice)
-returning(two_views_of_one_tensor)
-returning(one_memory_for_both, as_stock=False)  # which stock adds to twice
-returning(strides_of_all_kinds)
-returning(own_parameter, as_stock=False)  # whose p.grad is the parameter then
-returning(its_own_p_grad, as_stock=False)
-returning(with_a_graph)
-returning(lazily_negated)
-returning(lazily_zero, as_stock=False)
-returning(none_for_one)
-returning(a_subclass, as_stock=False)
-returning(a_sparse_gradient, as_stock=False)
 
 
 @situation()
@@ -684,11 +685,9 @@ def a_copy_in_mid_window(run: Run) -> None:
 def a_checkpoint_in_mid_window(run: Run) -> None:
     model = run.wrapped()
     run.train_on(model, 2)
-    file = io.BytesIO()
-    torch.save(run.opt.state_dict(), file)
+    saved = through_file(run.opt.state_dict())
     run.train_on(model, 3)
-    file.seek(0)
-    run.opt.load_state_dict(torch.load(file))
+    run.opt.load_state_dict(saved)
     run.train_on(model, 4)
 
 

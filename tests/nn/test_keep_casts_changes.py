@@ -11,6 +11,10 @@ from kept_casts import BF16, FP16, autocast, casts_of, loss_of, make
 from torch import nn
 
 
+def load(model, assign: bool = False) -> None:
+    model[0].load_state_dict({"weight": torch.randn_like(model[0].weight)}, assign=assign)
+
+
 def set_data(change):
     """A change of the weight's data."""
     return lambda model: setattr(model[0].weight, "data", change(model[0].weight.data))
@@ -19,10 +23,8 @@ def set_data(change):
 #: What is done to a model of one layer; with None another dtype is asked of autocast.
 CHANGES = {
     "add": lambda model: model[0].weight.detach().add_(1.0),
-    "load": lambda model: model[0].load_state_dict({"weight": torch.randn_like(model[0].weight)}),
-    "assign": lambda model: model[0].load_state_dict(
-        {"weight": torch.randn_like(model[0].weight)}, assign=True
-    ),
+    "load": load,
+    "assign": functools.partial(load, assign=True),
     "data": set_data(torch.randn_like),
     "transposed data": set_data(lambda data: data.transpose(0, 1)),
     "shrunk": set_data(lambda data: data[:3]),
@@ -34,9 +36,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize(
-    "layer", [nn.Linear(6, 6, bias=False), nn.Conv1d(6, 6, 1, bias=False)], ids=["linear", "conv"]
-)
+@pytest.mark.parametrize("layer", [nn.Linear(6, 6, bias=False), nn.Conv1d(6, 6, 1, bias=False)], ids=str)
 @pytest.mark.parametrize("change", CHANGES)
 def test_in_mid_window(change, layer):
     model, optimizer = make(lambda: nn.Sequential(copy.deepcopy(layer)))
