@@ -167,24 +167,6 @@ def test_zeros_of_zero_grad_are_no_gradient_after_a_move():
     assert_gradients(model, wanted)
 
 
-@pytest.mark.parametrize("steps", [None, 2])
-def test_a_group_added_to_the_inner_optimizer_joins_at_the_next_update(steps):
-    model, extra = network(), nn.Parameter(torch.zeros(3))
-    optimizer = wrap(model, steps, lr=0.0)
-    optimizer.optimizer.add_param_group({"params": [extra]})
-    for _ in range(2):
-        for value in range(steps or 1):
-            (loss_of(model) + (value + 1.0) * extra.sum()).backward()
-            optimizer.step()
-        optimizer.zero_grad()
-    assert "1.0" in optimizer.explain()
-    for value in range(steps or 1):
-        (loss_of(model) + (value + 1.0) * extra.sum()).backward()
-        assert (extra.grad is None) == (value == 0 and steps == 2)
-        optimizer.step()
-    assert torch.equal(extra.grad, torch.full((3,), 1.5 if steps else 1.0))
-
-
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
 @pytest.mark.parametrize("steps", [None, 2])
 def test_a_parameter_twice_in_a_group_is_added_once(steps):

@@ -171,24 +171,6 @@ def test_backward_with_create_graph():
         net.zero_grad()
 
 
-def test_an_adversarial_input_between_two_micro_batches():
-    model, optimizer, twin = pair(steps=2)
-    reference = torch.optim.SGD(twin.parameters(), lr=0.1)
-    for seed in range(4):
-        for net in (model, twin):
-            x = torch.randn(2, 6, generator=torch.Generator().manual_seed(seed)).requires_grad_()
-            (slope,) = torch.autograd.grad(net.block(x).sum(), x)
-            loss = net.block((x + 0.1 * slope.sign()).detach()).square().sum() + loss_of(net, seed)
-            (loss if net is model else loss / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if seed % 2:
-            reference.step()
-            reference.zero_grad()
-    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs)
-
-
 def test_a_hook_on_the_weight_sees_and_changes_its_gradient():
     model, optimizer, twin = pair()
     seen = []
@@ -253,28 +235,6 @@ def test_evaluation_and_other_transforms_are_left_alone():
     for name in weights:
         torch.testing.assert_close(model.by[name], twin.by[name])
     assert all(p.grad is None for p in model.parameters())
-
-
-def test_an_exception_in_mid_backward_taints_the_window():
-    model, optimizer, _ = pair(steps=2)
-
-    class Broken(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            raise ValueError("broken")
-
-    x = Broken.apply(torch.randn(2, 6, requires_grad=True))
-    with pytest.raises(ValueError, match="broken"):
-        model.block(x).sum().backward()
-    with pytest.raises(RuntimeError, match="discard"):
-        optimizer.step()
-    optimizer.discard()
-    loss_of(model).backward()
-    optimizer.step()
 
 
 def test_ignored_backwards_and_weight_zero():

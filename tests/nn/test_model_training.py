@@ -214,30 +214,6 @@ def test_nothing_is_read_by_the_host_over_a_window_of_rows():
     assert optimizer.num_updates == 2
 
 
-def test_scaler_in_a_counted_loop():
-    model = Net()
-    twin = copy.deepcopy(model)
-    optimizer = fusedacc.AccumulatingOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1, fused=True), 2, model=model
-    )
-    reference = torch.optim.SGD(twin.parameters(), lr=0.1)
-    scaler = fusedacc.amp.GradScaler("cpu", init_scale=2.0**10)
-    for seed in range(6):
-        bad = math.inf if seed == 3 else 1.0
-        scaler.scale(loss_of(model, seed) * bad).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        (loss_of(twin, seed) / 2).backward()
-        if seed % 2:
-            if seed != 3:
-                reference.step()
-            reference.zero_grad()
-    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(a, b)
-    assert scaler.get_scale() == 2.0**9
-
-
 def test_the_indices_memory_may_be_filled_anew():
     model = Net(tied=False)
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), 2, model=model)

@@ -432,17 +432,6 @@ def test_somebody_may_put_another_forward_over_ours():
     torch.testing.assert_close(model.up(torch.ones(6)), 2 * twin.up(torch.ones(6)))
 
 
-def test_multihead_attention_uses_its_weights_without_calling_the_module():
-    torch.manual_seed(0)
-    model = nn.MultiheadAttention(8, 2)
-    twin = copy.deepcopy(model)
-    wrap(model)
-    x = torch.randn(5, 2, 8)
-    for net in (model, twin):
-        net(x, x, x)[0].square().sum().backward()
-    assert_same_gradients(model, twin)
-
-
 @pytest.mark.parametrize("backend", ["aot_eager", *(["inductor"] if sweeps.FULL else [])])
 def test_a_compiled_model_falls_back(backend):
     torch.compiler.reset()
@@ -458,28 +447,6 @@ def test_a_compiled_model_falls_back(backend):
     assert_same_gradients(model, twin)
     optimizer.step()
     torch.compiler.reset()
-
-
-def test_adapters_beside_frozen_weights():
-    class Adapted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.base = nn.Linear(6, 5).requires_grad_(False)
-            self.a, self.b = nn.Linear(6, 2, bias=False), nn.Linear(2, 5, bias=False)
-
-        def forward(self, x):
-            return self.base(x) + self.b(self.a(x))
-
-    model, twin = Adapted(), Adapted()
-    inner = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    optimizer = fusedacc.AccumulatingOptimizer(inner, model=model)
-    assert is_stock(model.base)
-    assert not is_stock(model.a)
-    for net in (model, twin):
-        net(torch.ones(3, 6)).square().sum().backward()
-    assert_same_gradients(model, twin)
-    optimizer.step()
 
 
 def test_bad_model_is_refused():

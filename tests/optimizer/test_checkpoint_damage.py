@@ -283,28 +283,6 @@ def test_what_is_no_checkpoint(state):
         optimizer.load_state_dict(state)
 
 
-@pytest.mark.parametrize("partial", [True, False])
-@pytest.mark.parametrize("bare", [True, False])
-@pytest.mark.parametrize("done", [0, 4])
-def test_a_model_of_another_width(done, bare, partial):
-    """torch would load it, and fail at the next update or, where shapes broadcast, not even then."""
-    torch.manual_seed(0)
-    other = network(torch.float32, width=6)
-    twin = fusedacc.AccumulatingOptimizer(
-        torch.optim.SGD(
-            [{"params": other[0].parameters()}, {"params": other[2].parameters()}], lr=0.1, momentum=0.9
-        ),
-        3,
-    )
-    train(other, twin, range(5 if partial else 3))
-    model, optimizer = KINDS["counted"]()
-    train(model, optimizer, range(done))
-    before = everything(model, optimizer)
-    with pytest.raises(ValueError, match="shape"):
-        optimizer.load_state_dict((twin.optimizer if bare else twin).state_dict())
-    assert_identical(before, everything(model, optimizer))
-
-
 def test_which_state_has_the_parameters_shape():
     """By trying each of torch's optimizers."""
     shaped, others = set(), set()

@@ -321,17 +321,3 @@ def test_no_part_of_a_failed_micro_batch_reaches_an_update(steps, make):
     optimizer.flush()
     assert optimizer.num_updates == 1
     assert_exact(model, expected(make(), (0,)))
-
-
-def test_an_exception_in_the_forward_changes_nothing():
-    model = network()
-    optimizer = wrap(model, 2, reduction="weighted")
-    with pytest.raises(Boom), optimizer.accumulate(weight=3):
-        raise Boom
-    for _ in range(2):
-        with optimizer.accumulate(weight=2):
-            loss_of(model).backward()
-        optimizer.step()
-    assert optimizer.num_updates == 1
-    for p, g in zip(model.parameters(), expected(network(), (0,)), strict=True):
-        torch.testing.assert_close(p.grad, g, rtol=8 * 2**-23, atol=2**-24)

@@ -112,23 +112,24 @@ def micro_batch(model: nn.Module, optimizer: fusedacc.AccumulatingOptimizer, see
         loss_of(model, seed).backward()
 
 
-def settings(steps: int | None = 4, dtype=torch.float32, frozen=False, inside=False, sparse=False, **options):
+def settings(steps: int | None = 4, dtype=torch.float32, frozen=(), inside=False, sparse=False, **options):
     """What is trained and saved: a model, its wrapper, and micro-batches by their seeds.
 
     Args:
         steps: micro-batches of a window; None: a manual loop with an update after every fourth.
-        frozen: the first weight is.
+        frozen: the micro-batches in which the first weight is frozen.
         inside: the wrapper has the model too.
         sparse: every third micro-batch has gradients of the first layer only.
     """
     weighted = options.get("reduction") == "weighted"
     model = network(dtype)
-    model[0].weight.requires_grad_(not frozen)
+    model[0].weight.requires_grad_(0 not in frozen)
     adam = functools.partial(torch.optim.Adam, eps=1e-4)  # float16 holds it
     optimizer = wrap(model, steps, adam, lr=0.01, model=model if inside else None, **options)
 
     def train(seeds, looks: bool = False) -> None:
         for seed in seeds:
+            model[0].weight.requires_grad_(seed not in frozen)
             with optimizer.accumulate(weight=seed + 1 if weighted else None):
                 alone = sparse and seed % 3 == 0
                 (model[0](torch.ones(4, dtype=dtype)).sum() if alone else loss_of(model, seed)).backward()
@@ -183,7 +184,11 @@ WAYS = {
     "bfloat16": {"dtype": LOW},
     "float16": {"dtype": torch.float16},
     "masters": {"dtype": LOW, "master_weights": True},
-    "masters, one frozen": {"dtype": LOW, "master_weights": True, "frozen": True},
+    "masters, one frozen": {"dtype": LOW, "master_weights": True, "frozen": range(99)},
+    "frozen in mid-window": {"frozen": range(1, 9)},
+    "model=, frozen in mid-window": {"inside": True, "dtype": LOW, "frozen": range(1, 9)},
+    "masters, frozen in mid-window": {"dtype": LOW, "master_weights": True, "frozen": range(1, 9)},
+    "manual, frozen in mid-window": {"steps": None, "frozen": range(1, 9)},
     "model=": {"inside": True},
     "model=, bfloat16": {"inside": True, "dtype": LOW},
     "model=, masters": {"inside": True, "dtype": LOW, "master_weights": True},
