@@ -9,7 +9,6 @@ import torch
 from loops import LOW, NoHostRead, through_file, wrap
 from torch import Tensor, nn
 
-import fusedacc
 from fusedacc.kernels import registry
 from fusedacc.optimizer import micro_batch
 from fusedacc.traffic import TrafficMeter
@@ -171,39 +170,6 @@ def test_a_moved_parameter_takes_a_scaled_sum_along():
     for slot, value in zip(optimizer._accumulators.slots, first, strict=True):
         assert torch.equal(optimizer._accumulators.grads.current(slot), (value * 0.5).double())
     assert not optimizer._accumulators.deferred.scales
-
-
-def test_an_odd_gradient_is_added_to_a_scaled_sum():
-    """Dense first, then sparse."""
-    table = nn.Parameter(torch.randn(5, 3))
-    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([table], lr=0.0), 2)
-    (table * torch.ones(5, 3)).sum().backward()
-    optimizer.step()
-    assert optimizer._accumulators.deferred.scales
-    nn.functional.embedding(torch.tensor([1, 1]), table, sparse=True).sum().backward()
-    wanted = torch.full((5, 3), 0.5)
-    wanted[1] += 1.0
-    assert torch.equal(table.grad, wanted)
-
-
-def test_a_gradient_that_autograd_stores_is_added_to_a_scaled_sum():
-    model, optimizer = build(2)
-    first = model.backward()
-    optimizer.step()
-    model.used[0].register_post_accumulate_grad_hook(lambda param: None)
-    second = model.backward(ALL, 1)
-    assert_mean_of(model, first, second)
-
-
-def test_a_backward_inside_ignore_leaves_what_is_owed():
-    model, optimizer = build(2)
-    first = model.backward()
-    optimizer.step()
-    with optimizer.ignore():
-        model.backward(ALL, 5)
-    optimizer.zero_grad()
-    second = model.backward(ALL, 1)
-    assert_mean_of(model, first, second)
 
 
 def test_a_launch_for_each_factor_that_is_owed():

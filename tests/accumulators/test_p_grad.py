@@ -107,26 +107,6 @@ def test_zeros_that_zero_grad_leaves_are_not_spent():
     assert torch.equal(unused, before * 0.5)
 
 
-def test_an_ignored_backward_does_not_bring_it_back():
-    weight, optimizer = scalar(1)
-    (3 * weight).backward()
-    optimizer.step()
-    with optimizer.ignore():
-        (100 * weight).backward()
-    (5 * weight).backward()
-    optimizer.step()
-    assert weight.item() == -8.0
-
-
-def test_gradients_that_autograd_stores_itself():
-    weight, optimizer = scalar(1)
-    weight.register_post_accumulate_grad_hook(lambda p: None)
-    for slope in (3.0, 5.0):
-        (slope * weight).backward()
-        optimizer.step()
-    assert weight.item() == -8.0
-
-
 @pytest.mark.parametrize("leaf", [True, False])
 def test_a_copy_of_the_optimizer_does_not_count_it(leaf):
     weight = torch.zeros((), requires_grad=True)

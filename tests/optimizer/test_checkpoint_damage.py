@@ -80,19 +80,9 @@ def paths(tree: Any, path: tuple = ()) -> Iterator[tuple]:
         yield from paths(child, (*path, key))
 
 
+VALUES = None, -1, 7, 1.5, float("nan"), True, "garbage", [], {}, [1, 2], torch.zeros(0), torch.ones(7)
 GARBAGE = (
-    lambda _: None,
-    lambda _: -1,
-    lambda _: 7,
-    lambda _: 1.5,
-    lambda _: float("nan"),
-    lambda _: True,
-    lambda _: "garbage",
-    lambda _: [],
-    lambda _: {},
-    lambda _: [1, 2],
-    lambda _: torch.zeros(0),
-    lambda _: torch.ones(7),
+    *(lambda _, value=value: copy.copy(value) for value in VALUES),
     lambda _: torch.ones(5, 4, device="meta"),
     lambda old: old.double() if isinstance(old, torch.Tensor) else (1 << 70),
     lambda old: old.to(torch.int32) if isinstance(old, torch.Tensor) else "mean",

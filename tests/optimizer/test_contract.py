@@ -135,15 +135,6 @@ class TestVisibility:
         optimizer.zero_grad()
         assert weight.grad is None
 
-    def test_counted_several_backwards_make_one_micro_batch(self):
-        weight, optimizer = scalar(2)
-        for _ in range(2):
-            (weight * 1.0).backward()
-            (weight * 3.0).backward()
-            optimizer.step()
-        assert weight.item() == -4.0
-        assert optimizer.num_updates == 1
-
     def test_manual(self):
         weight, optimizer = scalar()
         (weight * 1.0).backward()
@@ -248,18 +239,6 @@ class TestVisibility:
             model.zero_grad()
             micro_batch(reference, other, seed)
         assert_equal_weights(model, reference)
-
-    def test_discard_throws_the_window_away(self):
-        weight, optimizer = scalar(2)
-        (weight * 100.0).backward()
-        optimizer.step()
-        (weight * 100.0).backward()
-        optimizer.discard()
-        assert (optimizer.micro_step, weight.grad) == (0, None)
-        for value in (1.0, 3.0):
-            (weight * value).backward()
-            optimizer.step()
-        assert weight.item() == -2.0
 
     @pytest.mark.parametrize("steps", [None, 1, 2])
     def test_a_graph_through_p_grad(self, steps):

@@ -90,7 +90,7 @@ def test_through_a_scaler(steps, scaler, flushes):
     scaling = scaler("cpu", init_scale=8.0)
     for hessian in (2.0, 4.0) if steps == 2 else (4.0,):
         scaling.scale(weight.sum()).backward()
-        scaling.step(optimizer, hessian=hessian)
+        scaling.step(optimizer, hessian=2.0 if flushes else hessian)
         if flushes:
             scaling.flush(optimizer, hessian=hessian)
         scaling.update()
