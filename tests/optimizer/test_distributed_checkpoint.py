@@ -93,7 +93,7 @@ def load(folder, model, optimizer, room: bool = True) -> None:
     set_optimizer_state_dict(model, optimizer, target["training"]["optim"])
 
 
-#: Counted loops, and sums that are rounded stochastically. torch saves no state of what is frozen at the time.
+#: Counted loops, and sums that are rounded stochastically. torch saves none of what is frozen then.
 FOLDERS = {name: way for name, way in WAYS.items() if "manual" not in name and "mid" not in name} | {
     "stochastic": {"dtype": LOW, "accumulate_dtype": LOW, "rounding": "stochastic", "seed": 8}
 }
