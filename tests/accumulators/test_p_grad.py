@@ -78,6 +78,16 @@ def test_epochs_that_end_with_flush(options, reduction, clears):
     assert_close_weights(model, reference, 1e-5, 1e-5)
 
 
+def test_a_gradient_put_in_its_place_counts_beside_that_of_the_next_backward():
+    weight, optimizer = scalar(1)
+    (3 * weight).backward()
+    optimizer.step()
+    weight.grad = torch.tensor(7.0)
+    (5 * weight).backward()
+    optimizer.step()
+    assert weight.item() == -15.0
+
+
 def test_one_put_for_a_single_parameter_leaves_the_others_spent():
     model = network()
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), 1)

@@ -63,12 +63,12 @@ def train(model, make, loop, bad=None, unscales=False, clips=False, windows=5, *
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("bad", [None, (1, 0), (1, 1), (1, 2), (0, 0)])
-@pytest.mark.parametrize("clips", ["nobody", "user", "wrapper", "wrapper, unscaled"])
+@pytest.mark.parametrize("clips", ["no", "user", "wrapper", "wrapper, unscaled"])
 @pytest.mark.parametrize("loop", ["counted", "manual, torch", "manual, ours"])
 @pytest.mark.parametrize("inner", INNER)
 def test_equal_to_stock(inner, loop, clips, bad):
     wanted, ours = network(), network()
-    scales, _ = train(wanted, REFERENCE[inner], "stock", bad, clips != "nobody", clips != "nobody")
+    scales, _ = train(wanted, REFERENCE[inner], "stock", bad, clips != "no", clips != "no")
     options = {"max_grad_norm": CLIP} if "wrapper" in clips else {}
     unscales = clips in ("user", "wrapper, unscaled")
     found, optimizer = train(ours, INNER[inner], loop, bad, unscales, clips == "user", **options)
