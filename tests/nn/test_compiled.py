@@ -126,7 +126,7 @@ def test_a_compiled_loop_leaves_the_backward_of_ours_as_written():
 
     convert_frame = torch._dynamo.convert_frame
     with mock.patch.object(convert_frame, "_compile", wraps=convert_frame._compile) as compiled:
-        torch.compile(forward_backward, backend="aot_eager")(torch.arange(6))
+        torch.compile(forward_backward, backend="eager")(torch.arange(6))
     codes = [call.args[0] for call in compiled.call_args_list]
     assert forward_backward.__code__ in codes
     assert not [code for code in codes if Path(code.co_filename).parent == ROOM]

@@ -54,6 +54,7 @@ def adamw(model, **options):
     return torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("clip", [None, 0.5])

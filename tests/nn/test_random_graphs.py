@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedacc
 
-CASES = 3000 if os.environ.get("FUSEDACC_FULL_TESTS") else 150
+CASES = 3000 if os.environ.get("FUSEDACC_FULL_TESTS") else 100
 WIDTH = 6
 
 

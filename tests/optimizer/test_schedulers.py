@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 import fusedacc
 from fusedacc.integrations.scheduler import COUNTED, UpdateScheduler
 
-K, UPDATES = 2, 12
+K, UPDATES = 2, 8
 
 SCHEDULERS = {
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda update: 0.9**update),

@@ -36,7 +36,7 @@ def made(kind: str, seed: int = 8):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("done", [0, 1, 2, 3, 4, 7])
+@pytest.mark.parametrize("done", [0, 1, 4, 7])
 @pytest.mark.parametrize("before", [0, 5])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_goes_on_from_a_file_bit_for_bit(kind, before, done):
