@@ -208,7 +208,7 @@ def test_threads_may_ask_while_hooks_add(calls):
         optimizer.step()
     over.set()
     for thread in asking:
-        thread.join(20)
+        thread.join(120)
         assert not thread.is_alive()
     assert optimizer.micro_step == 100
     assert all((slot.accumulator == 100).all() for slot in optimizer._slots)

@@ -158,20 +158,25 @@ def test_a_copy_survives_a_scheduler_that_patched_step(duplicate):
 @pytest.mark.parametrize("steps", [None, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, LOW])
 def test_close_restores_stock(steps, dtype):
+    """For good: what is asked of the closed wrapper then, its inner optimizer does."""
     model = network(dtype)
     before = [p.grad_dtype for p in model.parameters()]
     optimizer = wrap(model, steps)
     micro_batch(model, optimizer, 5)
     optimizer.close()
     optimizer.close()
-    assert [p.grad_dtype for p in model.parameters()] == before
     model.load_state_dict(network(dtype).state_dict())
-    model.zero_grad()
+    optimizer.zero_grad(), optimizer.explain()
+    wanted, updates = expected(model, (0,)), optimizer.num_updates
     loss_of(model).backward()
-    assert_exact(model, expected(network(dtype), (0,)))
-    bare = torch.optim.SGD(model.parameters(), lr=0.1)
-    bare.step()
-    wrap(model, 2).close()
+    optimizer.step()
+    assert_exact(model, wanted)
+    assert not any(map(torch.equal, model.parameters(), network(dtype).parameters()))
+    assert [p.grad_dtype for p in model.parameters()] == before
+    optimizer.zero_grad()
+    second = wrap(model, 1)
+    micro_batch(model, second)
+    assert (second.num_updates, optimizer.num_updates) == (1, updates)
 
 
 @pytest.mark.parametrize("hooks", ["native", "python"])
