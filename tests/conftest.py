@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import re
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import build_cache
@@ -85,3 +86,11 @@ def generator(request: pytest.FixtureRequest) -> torch.Generator:
 @pytest.fixture(autouse=True)
 def _no_backend_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FUSEDACC_BACKEND", raising=False)
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """No garbage collection: what must go by itself must go at once."""
+    gc.disable()
+    yield
+    gc.enable()
