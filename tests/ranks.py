@@ -76,7 +76,9 @@ class Pool:
             process.join(PATIENCE)
         statuses = [process.exitcode for process in self._processes]
         self.close()
-        failed = [said for (well, said), status in zip(answers, statuses, strict=True) if not (well or status)]
+        failed = [
+            said for (well, said), status in zip(answers, statuses, strict=True) if not (well or status)
+        ]
         assert not failed, failed[0]
         return statuses
 

@@ -46,7 +46,10 @@ def finds_a_bit(dtype: torch.dtype, steps: int | None, kind: str) -> None:
             if steps or index % 2:
                 optimizer.step(), optimizer.zero_grad()
 
-    with mock.patch.dict("os.environ", {checks.VARIABLE: "1"}), mock.patch.object(dist, "all_reduce", counting):
+    with (
+        mock.patch.dict("os.environ", {checks.VARIABLE: "1"}),
+        mock.patch.object(dist, "all_reduce", counting),
+    ):
         optimizer = wrap(net, steps, model=net, data_parallel=parallel)
         sent.clear()
         train(3)

@@ -258,8 +258,6 @@ def not_finite() -> None:
         optimizer.close()
 
 
-@pytest.mark.parametrize(
-    "check", [another_list, an_exception_that_a_rank_outlives, weights_of_0, not_finite]
-)
+@pytest.mark.parametrize("check", [another_list, an_exception_that_a_rank_outlives, weights_of_0, not_finite])
 def test_what_one_rank_has_all_decide_alike(check):
     on_ranks(2, check)

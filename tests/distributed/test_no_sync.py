@@ -1,4 +1,4 @@
-"""`ddp.no_sync()` by hand in a counted loop, whose sums would stay one rank's, is refused; nothing else is."""
+"""`ddp.no_sync()` by hand in a counted loop is refused: its sums would stay one rank's. Nothing else is."""
 
 from __future__ import annotations
 

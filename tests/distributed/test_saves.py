@@ -209,7 +209,8 @@ def damaged_or_of_another_rank(folder: str) -> None:
 def without_ranks_or_room(folder: str) -> None:
     """A distributed checkpoint, loaded without `data_parallel`, and without `make_room`."""
     _, loaded, folder, _ = saved(folder)
-    for pair, has_room, words in ((Pair("weighted", alone=True), True, "data_parallel="), (loaded, False, "make_room")):
+    alone = Pair("weighted", alone=True)
+    for pair, has_room, words in ((alone, True, "data_parallel="), (loaded, False, "make_room")):
         state = pair.tree()
         if has_room:
             make_room(state, folder)
