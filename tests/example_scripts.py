@@ -1,15 +1,20 @@
-"""Runs a script of examples/ as a user does, or in processes that start sooner."""
+"""Runs a script of examples/: as a user does, in this process, or on a pool of ranks."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
-import socket
+import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
-import forked
+import torch.distributed as dist
+from ranks import on_ranks
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -31,16 +36,28 @@ def output_of(script: str, ranks: int | None = None) -> str:
     return found.stdout
 
 
-def forked_output_of(script: str, ranks: int = 1) -> str:
-    """As `output_of`, in forked processes that have what torchrun would tell them."""
-    program = f"import runpy\nrunpy.run_path({str(EXAMPLES / script)!r}, run_name='__main__')\n"
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = found.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-    shared |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"} if ranks > 1 else {}
-    with tempfile.TemporaryDirectory() as folder:
-        of_ranks = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-        running = [forked.start(program, folder=Path(folder), **variables) for variables in of_ranks]
-        ended = [each.wait() for each in running]
-    assert [each.returncode for each in ended] == [0] * ranks, "\n".join(each.stderr for each in ended)
-    return "".join(each.stdout for each in ended)
+def run_here(script: str, epochs: int | None = None) -> tuple[dict[str, Any], str]:
+    """Run a script in this process, and return its variables and what it prints.
+
+    Args:
+        epochs: how many, in place of those that the script makes.
+    """
+    source = (EXAMPLES / script).read_text()
+    if epochs is not None:
+        source, found = re.subn(r"(for _?epoch in range)\(\d+\)", rf"\1({epochs})", source)
+        assert found == 1, f"{script} has another loop"
+    variables: dict[str, Any] = {"__name__": "__main__"}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(source, script, "exec"), variables)
+    return variables, printed.getvalue()
+
+
+def _printed_on_a_rank(script: str, epochs: int) -> str:
+    """The process group is there already, and stays."""
+    with mock.patch.multiple(dist, init_process_group=mock.DEFAULT, destroy_process_group=mock.DEFAULT):
+        return run_here(script, epochs)[1]
+
+
+def output_on_ranks(script: str, ranks: int, epochs: int) -> str:
+    """What a script that torchrun would start prints on all ranks, after so many epochs."""
+    return "".join(on_ranks(ranks, _printed_on_a_rank, script, epochs))
