@@ -160,30 +160,23 @@ def test_another_dimension_counts_samples(capsys):
     assert swapped["micro_batch_size"] == json.loads(capsys.readouterr().out)["micro_batch_size"]
 
 
-@pytest.mark.parametrize("ending", ["png", "svg"])
-def test_a_picture(capsys, tmp_path, ending):
-    pytest.importorskip("matplotlib")
-    path = tmp_path / f"plan.{ending}"
+def test_a_picture(capsys, tmp_path):
+    image = pytest.importorskip("matplotlib.image")
+    path = tmp_path / "plan.png"
     assert run("wrapped", "--memory", "250KiB", "--no-verify", "--plot", str(path)) == 0
     assert f"drawn: {path}" in capsys.readouterr().err
-    if ending == "svg":
-        assert path.stat().st_size > 5000
-    else:
-        from matplotlib.image import imread
-
-        pixels = imread(path)[..., :3]
-        for colour in ("#F0E442", "#009E73", "#0072B2"):  # activations, optimizer, accumulators
-            wanted = torch.tensor([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
-            near = (torch.from_numpy(pixels.copy()) - wanted).abs().amax(-1) < 0.01
-            assert near.sum() > 1000, colour
+    pixels = torch.from_numpy(image.imread(path)[..., :3].copy())
+    for colour in ("#F0E442", "#009E73", "#0072B2"):  # activations, optimizer, accumulators
+        wanted = torch.tensor([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+        assert ((pixels - wanted).abs().amax(-1) < 0.01).sum() > 1000, colour
 
 
-@pytest.mark.parametrize("batch", [1, 2, 3])
-def test_a_picture_of_few_sizes(tmp_path, batch):
+@pytest.mark.parametrize(("batch", "ending"), [(1, "png"), (2, "svg")])
+def test_a_picture_of_few_sizes(tmp_path, batch, ending):
     pytest.importorskip("matplotlib")
-    path = tmp_path / "plan.png"
+    path = tmp_path / f"plan.{ending}"
     assert run("bare", "--memory", "1GiB", "--no-verify", "--plot", str(path), batch=batch) == 0
-    assert path.exists()
+    assert path.stat().st_size > 5000
 
 
 def test_sizes_of_a_curve():

@@ -38,6 +38,11 @@ def assert_close(found: tuple[int, int]) -> None:
     assert abs(predicted / measured - 1) <= CLOSE, f"predicted {predicted}, measured {measured}"
 
 
+def traits(kind: str, way: str) -> dict[str, object]:
+    return {"kind": kind, "wrapped": "stock" not in way, "fused": "fused" in way, "model=": "model" in way}
+
+
+@pytest.mark.sweep(of=traits)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_peak_is_that_of_real_training(kind, way):
