@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import pytest
@@ -135,6 +136,30 @@ def a_backward_that_does_not_count() -> None:
     optimizer.close()
 
 
+def a_manual_loop() -> None:
+    """`no_sync()` by hand is how it defers."""
+    net = network()
+    parallel = DistributedDataParallel(net)
+    optimizer = wrap(net, None)
+    for index in range(4):
+        with contextlib.nullcontext() if index % 2 else parallel.no_sync():
+            (small_loss(parallel, index) / 2).backward()
+        if index % 2:
+            optimizer.step(), optimizer.zero_grad()
+    assert_nets_close(net, one_process(2, range(4)))
+    optimizer.close()
+
+
+def each_rank_for_itself() -> None:
+    """Without a DistributedDataParallel; `explain()` names the process group."""
+    net = network()
+    optimizer = wrap(net, 2)
+    train(net, optimizer, range(4))
+    assert_nets_close(net, one_process(2, range(4), [dist.get_rank()]))
+    assert "process group" in optimizer.explain()
+    optimizer.close()
+
+
 def a_static_graph_whose_reducer_stays_unarmed() -> None:
     for steps in (1, 3):
         net, parallel, optimizer = made(steps, static_graph=True)
@@ -155,6 +180,8 @@ def a_static_graph_whose_reducer_stays_unarmed() -> None:
         a_penalty_in_a_backward_of_its_own,
         two_reducers_of_one_model,
         a_backward_that_does_not_count,
+        a_manual_loop,
+        each_rank_for_itself,
         a_static_graph_whose_reducer_stays_unarmed,
     ],
 )
