@@ -13,7 +13,6 @@ import resource
 import signal
 import sys
 import tempfile
-import textwrap
 import threading
 import time
 import types
