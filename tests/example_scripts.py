@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import sweeps
 import torch.distributed as dist
 from ranks import on_ranks
 
@@ -36,8 +37,20 @@ def output_of(script: str, ranks: int | None = None) -> str:
     return found.stdout
 
 
+def printed_by(script: str) -> str:
+    """What it prints: run by itself in `make test-full`, else in this process."""
+    return output_of(script) if sweeps.FULL else run_here(script)[1]
+
+
+def updates_and_accuracy(printed: str) -> tuple[int, float]:
+    """What a script on handwritten digits says at its end."""
+    found = re.search(r"(\d+) updates, accuracy .*?([\d.]+)%", printed)
+    assert found is not None, printed
+    return int(found[1]), float(found[2])
+
+
 def run_here(script: str, epochs: int | None = None) -> tuple[dict[str, Any], str]:
-    """Run a script in this process, and return its variables and what it prints.
+    """Run a script in this process, in an empty folder, and return its variables and what it prints.
 
     Args:
         epochs: how many, in place of those that the script makes.
@@ -47,8 +60,13 @@ def run_here(script: str, epochs: int | None = None) -> tuple[dict[str, Any], st
         source, found = re.subn(r"(for _?epoch in range)\(\d+\)", rf"\1({epochs})", source)
         assert found == 1, f"{script} has another loop"
     variables: dict[str, Any] = {"__name__": "__main__"}
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        exec(compile(source, script, "exec"), variables)
+    before = Path.cwd()
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as printed:
+        os.chdir(folder)
+        try:
+            exec(compile(source, script, "exec"), variables)
+        finally:
+            os.chdir(before)
     return variables, printed.getvalue()
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import sweeps
 import torch
-from example_scripts import EXAMPLES, output_of, output_on_ranks, run_here
+from example_scripts import EXAMPLES, output_of, output_on_ranks, run_here, updates_and_accuracy
 
 from fusedacc.kernels import native_module
 
@@ -33,11 +33,6 @@ def text(tmp_path):
     path = tmp_path / "text"
     path.write_text("to be or not to be, that\n" * 9000 + " ".join(f"w{n}" for n in range(33_000)))
     return path
-
-
-def updates_and_accuracy(printed: str) -> tuple[int, float]:
-    updates, accuracy = re.search(r"(\d+) updates, accuracy .*: ([\d.]+)%", printed).groups()
-    return int(updates), float(accuracy)
 
 
 @pytest.mark.parametrize(
