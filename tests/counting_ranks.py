@@ -18,13 +18,13 @@ import os
 import socket
 import struct
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import fork_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -165,19 +165,7 @@ def main() -> None:
             print(error)
             sys.exit(NOT_ALLOWED)
     importlib.import_module("fusedacc")  # once, and not by each rank
-    children = []
-    for rank in range(world):
-        child = os.fork()
-        if not child:
-            try:
-                run_rank(rank, world, folder, ways)
-            except BaseException:
-                traceback.print_exc()
-                sys.stderr.flush()
-                os._exit(1)
-            os._exit(0)
-        children.append(child)
-    sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0 for child in children))
+    sys.exit(fork_ranks(world, lambda rank: run_rank(rank, world, folder, ways)))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -37,9 +38,9 @@ def output_of(script: str, ranks: int | None = None) -> str:
     return found.stdout
 
 
-def printed_by(script: str) -> str:
-    """What it prints: run by itself in `make test-full`, else in this process."""
-    return output_of(script) if sweeps.FULL else run_here(script)[1]
+def printed_by(script: str, changes: Mapping[str, str] = {}) -> str:
+    """What it prints: run by itself in `make test-full`, else in this process with these changes."""
+    return output_of(script) if sweeps.FULL else run_here(script, changes)[1]
 
 
 def updates_and_accuracy(printed: str) -> tuple[int, float]:
@@ -49,16 +50,16 @@ def updates_and_accuracy(printed: str) -> tuple[int, float]:
     return int(found[1]), float(found[2])
 
 
-def run_here(script: str, epochs: int | None = None) -> tuple[dict[str, Any], str]:
+def run_here(script: str, changes: Mapping[str, str] = {}) -> tuple[dict[str, Any], str]:
     """Run a script in this process, in an empty folder, and return its variables and what it prints.
 
     Args:
-        epochs: how many, in place of those that the script makes.
+        changes: of its text, what is replaced by what: fewer epochs.
     """
     source = (EXAMPLES / script).read_text()
-    if epochs is not None:
-        source, found = re.subn(r"(for _?epoch in range)\(\d+\)", rf"\1({epochs})", source)
-        assert found == 1, f"{script} has another loop"
+    for old, new in changes.items():
+        assert old in source, f"{script} has no {old!r}"
+        source = source.replace(old, new)
     variables: dict[str, Any] = {"__name__": "__main__"}
     before = Path.cwd()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -70,12 +71,12 @@ def run_here(script: str, epochs: int | None = None) -> tuple[dict[str, Any], st
     return variables, printed.getvalue()
 
 
-def _printed_on_a_rank(script: str, epochs: int) -> str:
+def _printed_on_a_rank(script: str, changes: Mapping[str, str]) -> str:
     """The process group is there already, and stays."""
     with mock.patch.multiple(dist, init_process_group=mock.DEFAULT, destroy_process_group=mock.DEFAULT):
-        return run_here(script, epochs)[1]
+        return run_here(script, changes)[1]
 
 
-def output_on_ranks(script: str, ranks: int, epochs: int) -> str:
-    """What a script that torchrun would start prints on all ranks, after so many epochs."""
-    return "".join(on_ranks(ranks, _printed_on_a_rank, script, epochs))
+def output_on_ranks(script: str, ranks: int, changes: Mapping[str, str]) -> str:
+    """What a script that torchrun would start prints on all ranks, with these changes of its text."""
+    return "".join(on_ranks(ranks, _printed_on_a_rank, script, changes))

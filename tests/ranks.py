@@ -6,6 +6,8 @@ import atexit
 import datetime
 import gc
 import os
+import signal
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -117,6 +119,37 @@ def on_ranks(count: int, function: Callable[..., Any], *arguments: Any) -> list[
     if count not in _pools:
         _pools[count] = Pool(count)
     return _pools[count].run(function, arguments)
+
+
+def fork_ranks(count: int, run: Callable[[int], None]) -> int:
+    """Run a function in forked processes, each with its rank; return 0 if all succeed.
+
+    The first one that fails ends the others, which may wait for it.
+    """
+    sys.stdout.flush()
+    children = set()
+    for rank in range(count):
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                run(rank)
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+        children.add(child)
+    failed = False
+    while children:
+        child, status = os.wait()
+        children.discard(child)
+        if status and not failed:
+            failed = True
+            for other in children:
+                os.kill(other, signal.SIGKILL)
+    return int(failed)
 
 
 def _serve(rank: int, count: int, folder: str, end: Connection) -> None:

@@ -1,7 +1,6 @@
 """One of two ranks: Lightning's Trainer with strategy="ddp", and Fabric, ours against what they must equal.
 
-RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set as by torchrun; prints nothing unless it
-fails.
+RANK, WORLD_SIZE, LOCAL_RANK and where to meet are set as by torchrun.
 """
 
 from __future__ import annotations
@@ -175,7 +174,7 @@ def fabric_loops() -> None:
     same_on_both(counted)
 
 
-if __name__ == "__main__":
+def main() -> None:
     torch.set_num_threads(1)
     counted_loops()
     as_stock()

@@ -17,7 +17,6 @@ from transformers import Trainer, TrainerCallback
 import fusedacc
 from fusedacc.integrations.transformers import AccumulationCallback
 
-
 #: Of the runs below.
 UPDATES = 2 * case.UPDATES_PER_EPOCH
 
