@@ -32,7 +32,7 @@ def output_of(script: str, ranks: int | None = None) -> str:
             env=os.environ | {"PYTHONPATH": paths},
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=600,
         )
     assert found.returncode == 0, found.stderr
     return found.stdout
