@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from ranks import on_ranks
 from ranks_setting import assert_ranks_equal
+from ranks_setting import given as given_to
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import fusedacc
 
@@ -71,8 +71,7 @@ def given_apart(name: str, kind: str) -> None:
     options, said = dict(given[dist.get_rank()]), (first, second)[dist.get_rank()]
     net = nn.Linear(4, 3)
     torch.nn.init.constant_(net.weight, float(dist.get_rank()))
-    called = DistributedDataParallel(net) if kind == "ddp" else net
-    parallel = called if kind == "ddp" else dist.group.WORLD
+    called, parallel = given_to(net, kind)
     before, params = net.weight.detach().clone(), list(net.parameters())
     inner = torch.optim.SGD(params[: options.pop("leaves", 2)], lr=0.1)
     optimizer = fusedacc.AccumulatingOptimizer(inner, **{"gradient_accumulation_steps": 2} | options)
