@@ -3,7 +3,8 @@
 Note [Streams]
 Bits depend on the seed, the parameter, the addition, and the element's place in the sum. Additions to a
 parameter are numbered in ascending order, and no number comes twice: whatever writes a sum (a pass, a
-module's product, a native hook, a deferred scale) takes the parameter's next. Whenever users' code may run
+module's product, a native hook, a deferred scale) takes the parameter's next, one for each write, and so does
+a first gradient that becomes the sum. Backends and hooks must write as often as each other. Whenever users' code may run
 outside a backward, all parameters go on from one number above those that were taken (`settle`), so that this
 number is all that a checkpoint has to carry.
 
