@@ -55,6 +55,13 @@ bool same_layout(const at::Tensor& a, const at::Tensor& b) {
   return a.strides() == b.strides() && a.is_non_overlapping_and_dense();
 }
 
+void ImmediateAdder::expect(int64_t index, at::ScalarType dtype) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  const size_t count = std::max(dtypes_.size(), static_cast<size_t>(index) + 1);
+  dtypes_.resize(count, at::ScalarType::Undefined);
+  dtypes_[index] = dtype;
+}
+
 void ImmediateAdder::load(const std::vector<std::optional<at::Tensor>>& accumulators,
                           std::vector<double> betas, bool visible, int64_t seed,
                           std::vector<int64_t> streams) {
@@ -108,8 +115,9 @@ at::Tensor ImmediateAdder::accumulator_of(int task, int64_t index, const at::Ten
     const at::Tensor& shown = parameter.grad();
     if (shown.defined() ? !shown.is_same(accumulator) : !fresh_[index]) return {};
   }
-  return accumulator.is_cpu() && is_plain(accumulator) && !accumulator.is_inference() ? accumulator
-                                                                                      : at::Tensor();
+  const bool fits = accumulator.is_cpu() && accumulator.scalar_type() == dtypes_[index] &&
+                    is_plain(accumulator) && !accumulator.is_inference();
+  return fits ? accumulator : at::Tensor();
 }
 
 void ImmediateAdder::note(int64_t index, const at::Tensor& accumulator) {

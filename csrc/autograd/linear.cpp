@@ -58,6 +58,7 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
     RecordedCall::keep(context, site, entry);
     context->saved_data["bias"] = bias.has_value();
     context->saved_data["transposed"] = site->transposed;
+    context->saved_data["dtype"] = weight.scalar_type();
     // Not the parameter itself, whose `.data` may be swapped.
     const at::Tensor multiplied = used.has_value() ? *used : weight.detach();
     context->save_for_backward({input, input.requires_grad() ? multiplied : at::Tensor()});
@@ -87,9 +88,11 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
     }
     const at::Tensor& left = transposed ? inputs : rows;
     const at::Tensor& right = transposed ? rows : inputs;
-    if (!adds(destination, left, right)) found[kWeight] = at::mm(left.t(), right);  // autograd casts it
+    // Autograd casts nothing for a parameter whose grad_dtype the wrapper has set to None.
+    const at::ScalarType dtype = context->saved_data["dtype"].toScalarType();
+    if (!adds(destination, left, right)) found[kWeight] = at::mm(left.t(), right).to(dtype);
     if (context->saved_data["bias"].toBool() && context->needs_input_grad(kBias)) {
-      found[kBias] = rows.sum(0);
+      found[kBias] = rows.sum(0).to(dtype);
     }
     return found;
   }

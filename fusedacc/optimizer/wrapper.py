@@ -281,10 +281,12 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
 
     @contextlib.contextmanager
     def ignore(self) -> Iterator[None]:
-        """Context: a backward inside is left to stock and does not count.
+        """Context: backward passes inside are left to PyTorch and do not count.
 
-        For a generator's pass through a discriminator: the gradients land in `p.grad`, and `zero_grad()` of
-        this optimizer clears them, in mid-window too.
+        For a generator's pass through a discriminator. Inside, `p.grad` holds the gradients of these passes
+        alone; afterwards it holds again what it held before. If no parameter's `p.grad` held a gradient that
+        counts, those of the passes inside stay there to be read, until the next backward pass that counts,
+        an update, or `zero_grad()`, in mid-window too. A forward of a compiled model belongs inside as well.
         """
         self._follow()
         self._capture.registry.refresh()
