@@ -6,7 +6,6 @@ import copy
 import itertools
 import json
 import os
-import time
 
 import forked
 import pytest
@@ -24,14 +23,29 @@ MANY = "product of bfloat16 into float32, over 100 tokens"
 needs_library = pytest.mark.skipif(library.load_error() is not None, reason=str(library.load_error()))
 
 
+class Clock:
+    """Time that passes as the ways say, whatever else the machine does."""
+
+    now = 0.0
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+    def perf_counter(self):
+        self.sleep(1e-6)
+        return self.now
+
+
+clock = Clock()
+
+
 def question(*, slow="first", calls=None, name="how", fixed="first"):
     """Two ways of which one sleeps. `calls`: is told of every trial."""
 
     def trial():
         if calls is not None:
             calls.append(name)
-        # The other does nothing: sleep(0) hands the processor over, on a busy machine for milliseconds.
-        return {way: (lambda way=way: way == slow and time.sleep(0.002)) for way in ("first", "second")}
+        return {way: (lambda way=way: way == slow and clock.sleep(0.002)) for way in ("first", "second")}
 
     return Question(name, ("first", "second"), fixed, trial)
 
@@ -42,6 +56,11 @@ def question_of_tensors():
         return {"first": lambda: x @ x, "second": lambda: x @ x}
 
     return Question("products", ("first", "second"), "first", trial)
+
+
+@pytest.fixture(autouse=True)
+def _own_clock(monkeypatch):
+    monkeypatch.setattr(tuning, "time", clock)
 
 
 @pytest.fixture
@@ -75,14 +94,14 @@ def test_the_faster_way_is_found_once_and_kept(folder):
 
 
 def test_an_answer_is_of_the_machine_it_was_found_on(folder, monkeypatch):
+    here = tuning.machine()
     assert choose(question()).way == "second"
     monkeypatch.setattr(tuning, "machine", lambda: "another")
     assert choose(question(slow="second")).way == "first"
-    assert {
-        name: entry["how"]["way"] for name, entry in json.loads((folder / tuning.FILE).read_text()).items()
-    } == {
+    stored = json.loads((folder / tuning.FILE).read_text())
+    assert {name: entry["how"]["way"] for name, entry in stored.items()} == {
+        here: "second",
         "another": "first",
-        **{name: "second" for name in json.loads((folder / tuning.FILE).read_text()) if name != "another"},
     }
 
 
@@ -120,12 +139,12 @@ def _choose_there(folder, name):
 
 
 def test_processes_that_write_at_once_lose_nothing(folder):
-    names = [f"how {index}" for index in range(6)]
+    names = [f"how {index}" for index in range(4)]
     workers = [forked.context.Process(target=_choose_there, args=(str(folder), name)) for name in names]
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(120)
+        worker.join(600)
     assert [worker.exitcode for worker in workers] == [0] * len(names)
     stored = json.loads((folder / tuning.FILE).read_text())
     assert sorted(itertools.chain.from_iterable(stored.values())) == names
@@ -206,17 +225,11 @@ def test_a_disturbed_trial_leaves_it_to_the_features(folder, monkeypatch):
     """As the scheduler counts: a thread that waits for its core makes any way slow."""
     monkeypatch.setattr(tuning, "preemptions", itertools.count(0, 1000).__next__)
     found = choose(question())
-    assert (found.way, found.why) == (
-        "first",
-        "by the processor's features: other processes disturbed the trial",
-    )
+    assert found.way == "first"
+    assert found.why == "by the processor's features: other processes disturbed the trial"
     assert written(folder)["how"]["way"] == "first"
     assert not Trial({"first": [1.0] * 4, "second": [1.0] * 4}, 2).disturbed
     assert Trial({"first": [1.0] * 4, "second": [1.0] * 4}, 3).disturbed
-
-
-def test_preemptions_are_counted():
-    assert tuning.preemptions() >= 0
 
 
 def test_a_hopeless_way_is_left_out_early():
@@ -224,7 +237,7 @@ def test_a_hopeless_way_is_left_out_early():
 
     def run(name, seconds):
         calls[name] += 1
-        time.sleep(seconds)
+        clock.sleep(seconds)
 
     times = tuning.time_ways({"fast": lambda: run("fast", 0.0005), "slow": lambda: run("slow", 0.02)}).times
     assert calls["slow"] == 2
