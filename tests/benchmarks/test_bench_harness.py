@@ -194,8 +194,6 @@ def test_only_runs_what_is_named_and_quick_records_nothing(two, monkeypatch, tmp
     module(monkeypatch, "second", lambda results, effort: results.add(some_rows()))
     assert run_main(run_all, "--quick", "--only", "second", "--results", path)[0] == 0
     assert not path.exists()
-    _, _, err = run_main(run_all, "--only", "third")
-    assert err == "unknown benchmark 'third'; allowed: first, second"
 
 
 def test_results_that_cannot_be_kept_are_an_error_before_anything_runs(two, monkeypatch, tmp_path):

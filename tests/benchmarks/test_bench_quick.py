@@ -20,11 +20,13 @@ from benchmarks import run_all
 from benchmarks.harness.results import Results
 from benchmarks.suites import (
     data_parallel,
+    dram_check,
     experts,
     kernels,
     layers,
     models,
     peak_memory,
+    rounding,
     training,
 )
 from benchmarks.suites.layers import INSIDE, STOCK
@@ -133,3 +135,28 @@ def test_all_of_them_as_a_command(tmp_path):
         assert f"\n{name}: " in found.stdout
     assert "goals reached" in found.stdout
     assert not path.exists(), "a quick run must record nothing"
+
+
+@pytest.mark.parametrize(
+    ("suite", "option", "said"),
+    [
+        (run_all, "--only third", "unknown benchmark 'third'; allowed: models, update, kernels, "),
+        (kernels, "--providers nonsense", "unknown provider 'nonsense'; allowed: .*torch._foreach_add_"),
+        (kernels, "--dtypes nonsense", "unknown dtypes 'nonsense'; allowed: .*bfloat16:float32"),
+        (kernels, "--sizes nonsense", "unknown size 'nonsense'; allowed: .*1000x1000"),
+        (training, "--dtypes float8", "autocast"),
+        (training, "--widths 3", "unknown width '3'; allowed: 32"),
+        (models, "--models gpt5", "unknown model 'gpt5'; allowed: resnet50, vit_b_16"),
+        (models, "--settings fp8", "unknown setting 'fp8'; allowed: float32, autocast, bfloat16"),
+        (models, "--providers apex", "unknown provider 'apex'; allowed: stock as written, .*floor"),
+        (models, "--k 0", "--k must be at least 1; got 0"),
+        (dram_check, "--cases nothing", "unknown case 'nothing'; allowed: fusedacc cuda bf16"),
+        (dram_check, "--device cpu", "needs a CUDA GPU"),
+        (rounding, "--only others", "unknown .*'others'; allowed: "),
+    ],
+)
+def test_wrong_options_list_what_is_allowed(suite, option, said):
+    device = [] if suite is dram_check else ["--device", "cpu"]
+    code, _, err = run_main(suite, "--quick", *device, *option.split())
+    assert code != 0
+    assert re.search(said, err)

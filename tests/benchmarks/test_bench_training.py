@@ -224,15 +224,6 @@ def test_choices():
     assert (few[0].micro_batch_size * few[0].context, few[0].steps) == (128, 8)
 
 
-@pytest.mark.parametrize(
-    ("option", "allowed"), [(["--dtypes", "float8"], "autocast"), (["--widths", "3"], "256, 512, 1024")]
-)
-def test_unknown_names_list_what_is_allowed(monkeypatch, option, allowed):
-    monkeypatch.setattr("sys.argv", ["training.py", "--device", "cpu", *option])
-    with pytest.raises(SystemExit, match=allowed):
-        training.main()
-
-
 def test_large_model_has_a_billion_parameters():
     (size,) = [size for size in training.SIZES["cuda"] if size.width == 2048]
     of = dataclasses.replace(
