@@ -63,12 +63,11 @@ class Accumulation:
         finally:
             self.ignoring = before
             if not before:
-                self._grads.bring_back()
+                self.bring_back()
 
     def bring_back(self) -> None:
         """Before p.grad is looked at: let what counts stand there, inside `ignored()` too."""
-        if self.ignoring:
-            self._grads.bring_back()
+        self._grads.bring_back()
 
     # What the hooks ask
 
