@@ -7,8 +7,11 @@ import importlib.metadata
 import os
 import re
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
+import build_cache
+import interpreter
 import pytest
 import sweeps
 import torch
@@ -25,6 +28,9 @@ def missing_frameworks() -> list[str]:
 
 # Collecting a module whose framework is missing would stop the whole run.
 collect_ignore = ["integrations"] if missing_frameworks() else []
+
+# Inductor's own default is a folder that goes with the machine's next start.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(build_cache.CACHE / "inductor"))
 
 # Tests name the way that they want; what a trial finds differs from machine to machine.
 os.environ["FUSEDACC_TUNE"] = "0"
@@ -51,6 +57,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """What is there by now stays: collections in tests, which many ask for, need not look at it each time."""
+    interpreter.quicken()
     gc.collect()
     gc.freeze()
 
@@ -79,3 +86,11 @@ def generator(request: pytest.FixtureRequest) -> torch.Generator:
 @pytest.fixture(autouse=True)
 def _no_backend_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FUSEDACC_BACKEND", raising=False)
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """No garbage collection: what must go by itself must go at once."""
+    gc.disable()
+    yield
+    gc.enable()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
 import itertools
 import pickle
 import threading
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from loops import through_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -131,6 +131,12 @@ class Run:
         layers = [nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
         return nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh()))).to(self.loop.dtype)
 
+    def wrapped(self, *sizes: int) -> nn.Sequential:
+        """A network, of which the optimizer is made too."""
+        model = self.network(*sizes)
+        self.wrap(model)
+        return model
+
     def parameters(self, *shapes: tuple[int, ...]) -> list[nn.Parameter]:
         generator = torch.Generator().manual_seed(2)
         return [nn.Parameter(torch.randn(shape, generator=generator).to(self.loop.dtype)) for shape in shapes]
@@ -138,6 +144,9 @@ class Run:
     def train(self, loss: Callable[[], Tensor], micro_batches: int = 6) -> None:
         for _ in range(micro_batches):
             self.backward(loss())
+
+    def train_on(self, model: nn.Module, micro_batches: int = 6) -> None:
+        self.train(lambda: loss_of(self, model), micro_batches)
 
 
 def loss_of(run: Run, model: nn.Module) -> Tensor:
@@ -167,23 +176,19 @@ def situation(as_stock: bool = True, native: bool = True) -> Callable:
 
 @situation()
 def linear_layers(run: Run) -> None:
-    model = run.network()
-    run.wrap(model)
-    run.train(lambda: loss_of(run, model), 9)
+    run.train_on(run.wrapped(), 9)
 
 
 @situation()
 def several_backwards_per_micro_batch(run: Run) -> None:
-    model = run.network()
-    run.wrap(model)
+    model = run.wrapped()
     for _ in range(6):
         run.backward(loss_of(run, model), model(run.input(2, 6)).sum())
 
 
 @situation()
 def retained_graph_twice(run: Run) -> None:
-    model = run.network()
-    run.wrap(model)
+    model = run.wrapped()
     for _ in range(6):
         with run.micro_batch():
             loss = loss_of(run, model)
@@ -221,14 +226,13 @@ def tied_weights(run: Run) -> None:
     model = run.network(6, 6, 6)
     model[2].weight = model[0].weight
     run.wrap(model)
-    run.train(lambda: loss_of(run, model))
+    run.train_on(model)
 
 
 @situation()
 def unused_parameters(run: Run) -> None:
     """Each micro-batch uses other layers, so that sums begin at different times."""
-    model = run.network(6, 6, 6, 6)
-    run.wrap(model)
+    model = run.wrapped(6, 6, 6, 6)
     for number in range(9):
         run.backward(loss_of(run, model[: 2 + 2 * (number % 3)]))
 
@@ -246,8 +250,7 @@ def several_buckets(run: Run) -> None:
 
 @situation()
 def reentrant_checkpoint(run: Run) -> None:
-    model = run.network(6, 6, 6, 6)
-    run.wrap(model)
+    model = run.wrapped(6, 6, 6, 6)
 
     def loss() -> Tensor:
         x = run.input(4, 6).requires_grad_()
@@ -259,8 +262,7 @@ def reentrant_checkpoint(run: Run) -> None:
 
 @situation()
 def checkpoint_without_reentry(run: Run) -> None:
-    model = run.network(6, 6, 6, 6)
-    run.wrap(model)
+    model = run.wrapped(6, 6, 6, 6)
     run.train(lambda: checkpoint(model, model[0](run.input(4, 6)), use_reentrant=False).square().sum())
 
 
@@ -280,61 +282,81 @@ class Returns(torch.autograd.Function):
         return None, *ctx.make(gradient, *ctx.params)
 
 
-def returning(make: Callable[..., Any], as_stock: bool = True, native: bool = True) -> None:
-    """Registers a situation in which a custom backward returns the gradients of two parameters of four."""
+def returning(as_stock: bool = True) -> Callable:
+    """Register a situation in which a custom backward returns the gradients of two parameters of four."""
 
-    def training(run: Run) -> None:
-        params = run.parameters((3, 4), (3, 4), (3, 4), (2,))
-        run.wrap(params)
-        first, second, plain, last = params
-        run.train(lambda: Returns.apply(make, first, second) + (plain * run.input(3, 4)).sum() + last.sum())
+    def register(make: Callable[..., Any]) -> None:
+        def training(run: Run) -> None:
+            first, second, plain, last = params = run.parameters((3, 4), (3, 4), (3, 4), (2,))
+            run.wrap(params)
+            run.train(
+                lambda: Returns.apply(make, first, second) + (plain * run.input(3, 4)).sum() + last.sum()
+            )
 
-    training.__name__ = make.__name__
-    situation(as_stock, native)(training)
+        training.__name__ = make.__name__
+        situation(as_stock)(training)
+
+    return register
 
 
+@returning()
 def the_same_tensor_twice(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
     fresh = torch.full_like(a, 3.0) * gradient
     return fresh, fresh
 
 
+@returning()
 def two_views_of_one_tensor(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
     fresh = torch.full((2, 3, 4), 3.0, dtype=a.dtype) * gradient
     return fresh[0], fresh[1]
 
 
+@returning(as_stock=False)  # which stock adds to twice
 def one_memory_for_both(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
     fresh = torch.full_like(a, 3.0) * gradient
     return fresh.view(4, 3).view(3, 4), fresh.detach()
 
 
+@returning(as_stock=False)  # which stock adds to twice
+def views_of_tensors_that_share_memory(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
+    fresh = torch.full_like(a, 3.0) * gradient
+    return tuple(torch.empty(0, dtype=a.dtype).set_(fresh).view(4, 3).view(3, 4) for _ in range(2))
+
+
+@returning()
 def strides_of_all_kinds(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
     return gradient.expand(3, 4), (torch.ones(4, 6, dtype=a.dtype) * gradient)[:, ::2].t()
 
 
+@returning(as_stock=False)  # whose p.grad is the parameter then
 def own_parameter(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
     return b.detach(), a
 
 
+@returning(as_stock=False)
 def its_own_p_grad(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
     grads = [torch.ones_like(p) if p.grad is None else p.grad.to(p.dtype) for p in (a, b)]
     return grads[0], grads[1].view(12).view(3, 4)
 
 
+@returning()
 def with_a_graph(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
     with torch.enable_grad():
         fresh = torch.ones_like(a, requires_grad=True)
         return fresh * 3, fresh.exp()
 
 
+@returning()
 def lazily_negated(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
     return torch._neg_view(torch.ones_like(a)), torch._neg_view(b.detach().clone())
 
 
+@returning(as_stock=False)
 def lazily_zero(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
     return torch._efficientzerotensor((3, 4), dtype=a.dtype), torch.ones_like(b)
 
 
+@returning()
 def none_for_one(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
     return None, torch.ones_like(b)
 
@@ -343,26 +365,14 @@ class Tagged(Tensor):
     pass
 
 
+@returning(as_stock=False)
 def a_subclass(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
     return (torch.ones_like(a) * gradient).as_subclass(Tagged), torch.ones_like(b)
 
 
+@returning(as_stock=False)
 def a_sparse_gradient(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
     return (torch.eye(3, 4, dtype=a.dtype) * gradient).to_sparse(), torch.ones_like(b)
-
-
-returning(the_same_tensor_twice)
-returning(two_views_of_one_tensor)
-returning(one_memory_for_both, as_stock=False)  # which stock adds to twice
-returning(strides_of_all_kinds)
-returning(own_parameter, as_stock=False)  # whose p.grad is the parameter then
-returning(its_own_p_grad, as_stock=False)
-returning(with_a_graph)
-returning(lazily_negated)
-returning(lazily_zero, as_stock=False)
-returning(none_for_one)
-returning(a_subclass, as_stock=False)
-returning(a_sparse_gradient, as_stock=False)
 
 
 @situation()
@@ -406,21 +416,20 @@ def tensor_hooks(run: Run) -> None:
     model = run.network()
     handle = model[0].weight.register_hook(lambda gradient: gradient * 2)
     run.wrap(model)
-    run.train(lambda: loss_of(run, model), 2)
+    run.train_on(model, 2)
     model[2].weight.register_hook(lambda gradient: run.see(gradient))
     handle.remove()
-    run.train(lambda: loss_of(run, model), 4)
+    run.train_on(model, 4)
 
 
 @situation(as_stock=False)
 def post_accumulate_hooks_come_and_go(run: Run) -> None:
-    model = run.network()
-    run.wrap(model)
-    run.train(lambda: loss_of(run, model), 1)
+    model = run.wrapped()
+    run.train_on(model, 1)
     handle = model[0].weight.register_post_accumulate_grad_hook(lambda p: run.see(p.grad))
-    run.train(lambda: loss_of(run, model), 3)
+    run.train_on(model, 3)
     handle.remove()
-    run.train(lambda: loss_of(run, model), 5)
+    run.train_on(model, 5)
 
 
 def node_of(param: nn.Parameter) -> Any:
@@ -433,25 +442,23 @@ def a_hook_on_the_node_before_ours(run: Run) -> None:
     node = node_of(model[0].weight)
     node.register_prehook(lambda gradients: (gradients[0] * 2,))
     run.wrap(model)
-    run.train(lambda: loss_of(run, model))
+    run.train_on(model)
 
 
 @situation(as_stock=False)
 def hooks_on_the_node_after_ours(run: Run) -> None:
-    model = run.network()
-    run.wrap(model)
+    model = run.wrapped()
     node = node_of(model[0].weight)
     handle = node.register_prehook(lambda gradients: run.see(gradients[0]))
     node.register_hook(lambda gradients, inputs: run.see(len(gradients)))
-    run.train(lambda: loss_of(run, model), 2)
+    run.train_on(model, 2)
     handle.remove()
-    run.train(lambda: loss_of(run, model), 4)
+    run.train_on(model, 4)
 
 
 @situation(as_stock=False)
 def a_hook_changes_p_grad_in_mid_backward(run: Run) -> None:
-    model = run.network()
-    run.wrap(model)
+    model = run.wrapped()
     first, second = model[0].weight, model[0].bias
     put = torch.full_like(second, 0.5)
 
@@ -460,7 +467,7 @@ def a_hook_changes_p_grad_in_mid_backward(run: Run) -> None:
         second.grad = put.clone()
 
     model[2].weight.register_hook(change)
-    run.train(lambda: loss_of(run, model))
+    run.train_on(model)
 
 
 # Other ways to ask for gradients
@@ -468,16 +475,14 @@ def a_hook_changes_p_grad_in_mid_backward(run: Run) -> None:
 
 @situation()
 def some_inputs_only(run: Run) -> None:
-    model = run.network()
-    run.wrap(model)
+    model = run.wrapped()
     for number in range(6):
         run.backward(loss_of(run, model), inputs=[model[2 * (number % 2)].weight, model[4].bias])
 
 
 @situation()
 def autograd_grad_in_between(run: Run) -> None:
-    model = run.network()
-    run.wrap(model)
+    model = run.wrapped()
     for _ in range(6):
         with run.micro_batch():
             loss = loss_of(run, model)
@@ -487,16 +492,14 @@ def autograd_grad_in_between(run: Run) -> None:
 
 @situation(as_stock=False)
 def create_graph_in_between(run: Run) -> None:
-    model = run.network()
-    run.wrap(model)
+    model = run.wrapped()
     for number in range(6):
         run.backward(loss_of(run, model), create_graph=number == 1)
 
 
 @situation()
 def a_gradient_penalty(run: Run) -> None:
-    model = run.network()
-    run.wrap(model)
+    model = run.wrapped()
 
     def loss() -> Tensor:
         x = run.input(4, 6).requires_grad_()
@@ -508,10 +511,9 @@ def a_gradient_penalty(run: Run) -> None:
 
 @situation()
 def anomaly_detection(run: Run) -> None:
-    model = run.network()
-    run.wrap(model)
+    model = run.wrapped()
     with torch.autograd.detect_anomaly(check_nan=True):
-        run.train(lambda: loss_of(run, model))
+        run.train_on(model)
 
 
 class PassesOn(TorchDispatchMode):
@@ -521,28 +523,25 @@ class PassesOn(TorchDispatchMode):
 
 @situation()
 def a_dispatch_mode(run: Run) -> None:
-    model = run.network()
-    run.wrap(model)
+    model = run.wrapped()
     with PassesOn():
-        run.train(lambda: loss_of(run, model))
+        run.train_on(model)
 
 
 @situation(as_stock=False)
 def a_traffic_meter(run: Run) -> None:
-    model = run.network()
-    run.wrap(model)
-    run.train(lambda: loss_of(run, model), 2)
+    model = run.wrapped()
+    run.train_on(model, 2)
     with TrafficMeter(model) as meter:
-        run.train(lambda: loss_of(run, model), 3)
+        run.train_on(model, 3)
     phases = meter.as_dict()["by_phase"]
     run.see({name: phase["total_bytes"] for name, phase in phases.items()})
-    run.train(lambda: loss_of(run, model), 4)
+    run.train_on(model, 4)
 
 
 @situation()
 def a_compiled_model(run: Run) -> None:
-    model = run.network()
-    run.wrap(model)
+    model = run.wrapped()
     compiled = torch.compile(model, backend="aot_eager")
     run.train(lambda: loss_of(run, compiled), 3)
 
@@ -551,14 +550,11 @@ def a_compiled_model(run: Run) -> None:
 def compiled_autograd(run: Run) -> None:
     model = run.network(6, 3)  # tracing takes long for every node
     run.wrap(model)
-    run.train(lambda: loss_of(run, model), 1)
-    for _ in range(2):
-        with (
-            run.micro_batch(),
-            torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager", dynamic=False)),
-        ):
-            loss_of(run, model).backward()
-    run.train(lambda: loss_of(run, model), 3)
+    run.train_on(model, 1)
+    compiler = torch.compile(backend="eager", dynamic=False)
+    with run.micro_batch(), torch._dynamo.compiled_autograd._enable(compiler):
+        loss_of(run, model).backward()
+    run.train_on(model, 3)
 
 
 # Windows that are disturbed
@@ -566,19 +562,17 @@ def compiled_autograd(run: Run) -> None:
 
 @situation()
 def frozen_in_mid_window(run: Run) -> None:
-    model = run.network()
-    run.wrap(model)
-    run.train(lambda: loss_of(run, model), 1)
+    model = run.wrapped()
+    run.train_on(model, 1)
     model[0].weight.requires_grad_(False)
-    run.train(lambda: loss_of(run, model), 3)
+    run.train_on(model, 3)
     model[0].weight.requires_grad_(True)
-    run.train(lambda: loss_of(run, model), 4)
+    run.train_on(model, 4)
 
 
 @situation()
 def frozen_between_forward_and_backward(run: Run) -> None:
-    model = run.network()
-    run.wrap(model)
+    model = run.wrapped()
     for number in range(6):
         loss = loss_of(run, model)
         model[2].weight.requires_grad_(number % 2 == 0)
@@ -588,8 +582,7 @@ def frozen_between_forward_and_backward(run: Run) -> None:
 
 @situation(as_stock=False)
 def ignored_backwards(run: Run) -> None:
-    model = run.network()
-    run.wrap(model)
+    model = run.wrapped()
     for number in range(6):
         run.backward(loss_of(run, model))
         if number % 2:
@@ -600,24 +593,22 @@ def ignored_backwards(run: Run) -> None:
 
 @situation(as_stock=False)
 def discarded_in_mid_window(run: Run) -> None:
-    model = run.network()
-    run.wrap(model)
-    run.train(lambda: loss_of(run, model), 2)
+    model = run.wrapped()
+    run.train_on(model, 2)
     run.opt.discard()
-    run.train(lambda: loss_of(run, model), 6)
+    run.train_on(model, 6)
 
 
 @situation(as_stock=False)
 def discarded_in_mid_backward(run: Run) -> None:
-    model = run.network()
-    run.wrap(model)
-    run.train(lambda: loss_of(run, model), 1)
+    model = run.wrapped()
+    run.train_on(model, 1)
     handle = model[2].weight.register_hook(lambda gradient: run.opt.discard())
     with run.context():
         loss_of(run, model).backward()
     handle.remove()
     run.opt.discard()
-    run.train(lambda: loss_of(run, model), 6)
+    run.train_on(model, 6)
 
 
 class Halt(RuntimeError):
@@ -627,9 +618,8 @@ class Halt(RuntimeError):
 @situation(as_stock=False)
 def interrupted(run: Run) -> None:
     """By an exception in the last layer's backward but one; what is in the sums then is thrown away."""
-    model = run.network()
-    run.wrap(model)
-    run.train(lambda: loss_of(run, model), 1)
+    model = run.wrapped()
+    run.train_on(model, 1)
 
     def halt(gradient: Tensor) -> None:
         raise Halt("halt")
@@ -639,7 +629,7 @@ def interrupted(run: Run) -> None:
         loss_of(run, model).backward()
     handle.remove()
     run.opt.discard()
-    run.train(lambda: loss_of(run, model), 6)
+    run.train_on(model, 6)
 
 
 @situation()
@@ -665,29 +655,26 @@ def threads(run: Run) -> None:
 
 @situation(as_stock=False)
 def cast_in_mid_window(run: Run) -> None:
-    model = run.network()
-    run.wrap(model)
-    run.train(lambda: loss_of(run, model), 1)
+    model = run.wrapped()
+    run.train_on(model, 1)
     run.loop = Loop(torch.float64, run.loop.counted, run.loop.options)
     model.double()
-    run.train(lambda: loss_of(run, model), 2)
+    run.train_on(model, 2)
 
 
 @situation()
 def other_memory_in_mid_window(run: Run) -> None:
-    model = run.network()
-    run.wrap(model)
-    run.train(lambda: loss_of(run, model), 1)
+    model = run.wrapped()
+    run.train_on(model, 1)
     for p in model.parameters():
         p.data = p.data.clone()
-    run.train(lambda: loss_of(run, model), 5)
+    run.train_on(model, 5)
 
 
 @situation(as_stock=False)
 def a_copy_in_mid_window(run: Run) -> None:
-    model = run.network()
-    run.wrap(model)
-    run.train(lambda: loss_of(run, model), 2)
+    model = run.wrapped()
+    run.train_on(model, 2)
     for copied in (copy.deepcopy((model, run.opt)), pickle.loads(pickle.dumps((model, run.opt)))):
         for trained, optimizer in ((model, run.opt), copied):
             run.opt = optimizer
@@ -699,21 +686,17 @@ def a_copy_in_mid_window(run: Run) -> None:
 
 @situation(as_stock=False)
 def a_checkpoint_in_mid_window(run: Run) -> None:
-    model = run.network()
-    run.wrap(model)
-    run.train(lambda: loss_of(run, model), 2)
-    file = io.BytesIO()
-    torch.save(run.opt.state_dict(), file)
-    run.train(lambda: loss_of(run, model), 3)
-    file.seek(0)
-    run.opt.load_state_dict(torch.load(file))
-    run.train(lambda: loss_of(run, model), 4)
+    model = run.wrapped()
+    run.train_on(model, 2)
+    saved = through_file(run.opt.state_dict())
+    run.train_on(model, 3)
+    run.opt.load_state_dict(saved)
+    run.train_on(model, 4)
 
 
 @situation()
 def tensors_as_weights(run: Run) -> None:
-    model = run.network()
-    run.wrap(model)
+    model = run.wrapped()
     if not run.loop.weighs:
         return linear_layers(run)
     for number in range(6):
@@ -727,8 +710,7 @@ def tensors_as_weights(run: Run) -> None:
 
 @situation(as_stock=False)
 def not_finite(run: Run) -> None:
-    model = run.network()
-    run.wrap(model)
+    model = run.wrapped()
     for number in range(6):
         run.backward(loss_of(run, model) * (float("inf") if number == 1 else 1.0))
 
@@ -736,27 +718,25 @@ def not_finite(run: Run) -> None:
 @situation(as_stock=False)
 def gradients_put_by_hand(run: Run) -> None:
     """Into p.grad, in mid-window: of another layout, a tensor of inference mode, one that others see too."""
-    model = run.network()
-    run.wrap(model)
+    model = run.wrapped()
     weight = model[0].weight
     with torch.inference_mode():
         untracked = torch.ones_like(weight)
     flat = torch.ones(2, *weight.shape, dtype=weight.dtype)
     for put in (torch.ones_like(weight.t()).t(), flat[1], untracked):
-        run.train(lambda: loss_of(run, model), 1)
+        run.train_on(model, 1)
         if not run.loop.counted:
             weight.grad = put.clone() if put is untracked and run.loop.weighs else put
-        run.train(lambda: loss_of(run, model), 2)
+        run.train_on(model, 2)
     run.see(flat)
 
 
 @situation(as_stock=False)
 def sums_of_a_dtype_that_no_kernel_pairs(run: Run) -> None:
     """A bfloat16 parameter's p.grad may be of any dtype, since the wrapper allows float32 there."""
-    model = run.network()
-    run.wrap(model)
+    model = run.wrapped()
     for dtype in (torch.float64, torch.float16, torch.float32):
-        run.train(lambda: loss_of(run, model), 1)
+        run.train_on(model, 1)
         if run.loop.dtype == LOW and not run.loop.counted:
             model[0].weight.grad = torch.ones_like(model[0].weight, dtype=dtype)
-        run.train(lambda: loss_of(run, model), 2)
+        run.train_on(model, 2)

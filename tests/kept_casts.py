@@ -24,6 +24,21 @@ class Perceptron(nn.Sequential):
         return torch.randn(5, 12, generator=generator)
 
 
+class Conv1D(nn.Module):
+    """As transformers has it: a Linear whose weight is transposed; it is known by its name and module."""
+
+    __module__ = "transformers.pytorch_utils"
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf, self.nx = nf, nx
+        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf)), nn.Parameter(torch.zeros(nf))
+
+    def forward(self, x):
+        size_out = (*x.size()[:-1], self.nf)
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(size_out)
+
+
 class Encoder(nn.Module):
     """Two blocks; `how`: by which checkpoint, if any."""
 
@@ -112,7 +127,7 @@ class CountCasts(TorchDispatchMode):
         return result
 
 
-def train(kind: str, keep: bool, loop: str, micro_batches: int = 12):
+def train(kind: str, keep: bool, loop: str, micro_batches: int = 8):
     steps = None if loop.startswith("manual") else 4
     model, optimizer = make(kind, keep, steps)
     scaler = None

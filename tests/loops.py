@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -94,6 +96,37 @@ def micro_batch(model: nn.Module, optimizer: fusedacc.AccumulatingOptimizer, see
 def cleared_micro_batch(model: nn.Module, optimizer: fusedacc.AccumulatingOptimizer, seed: int = 0) -> None:
     micro_batch(model, optimizer, seed)
     optimizer.zero_grad()
+
+
+def assert_equal_weights(model: nn.Module, other: nn.Module) -> None:
+    for (name, ours), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+def assert_close_weights(model: nn.Module, other: nn.Module, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    for (name, ours), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(
+            ours, theirs, rtol=rtol, atol=atol, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+def assert_mean(found: Tensor, wanted: float) -> None:
+    """Fail unless elements that are rounded stochastically are right on average.
+
+    To within 4.5 standard errors, and with noise in them: a rounding to nearest would be seen.
+    """
+    values = found.double().flatten()
+    error = values.std().item() / values.numel() ** 0.5
+    assert error > 0
+    assert abs(values.mean().item() - wanted) < 4.5 * error, (values.mean().item(), wanted, error)
+
+
+def through_file(state: Any) -> Any:
+    """Save and load a checkpoint; torch.load refuses all but plain tensors, numbers and containers."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file)
 
 
 class NoHostRead(TorchDispatchMode):

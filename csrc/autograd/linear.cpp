@@ -1,6 +1,7 @@
 #include "functions.h"
 
 #include <ATen/autocast_mode.h>
+#include <ATen/ops/_unsafe_view.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -62,8 +63,11 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
     const at::Tensor multiplied = used.has_value() ? *used : weight.detach();
     context->save_for_backward({input, input.requires_grad() ? multiplied : at::Tensor()});
     const bool cast = bias.has_value() && bias->scalar_type() != input.scalar_type();
-    return at::linear(input, site->transposed ? multiplied.t() : multiplied,
-                      cast ? std::optional(bias->to(input.scalar_type())) : bias);
+    const at::Tensor output = at::linear(input, site->transposed ? multiplied.t() : multiplied,
+                                         cast ? std::optional(bias->to(input.scalar_type())) : bias);
+    // For some inputs ATen returns a view of its product. Autograd forbids writing in place to a view that a
+    // function of ours returns, so the output has the same memory and is no view.
+    return output.is_view() ? at::_unsafe_view(output, output.sizes()) : output;
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {

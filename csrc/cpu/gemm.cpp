@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/c/shim.h>
 
 #include <algorithm>
+#include <optional>
 
 #include "../ops/arguments.h"
 #include "../ops/tensor_checks.h"
@@ -53,6 +54,26 @@ void multiply_whole(const GemmRequest& all) {
   const OwnedTensor out(borrowed(all.accumulator)), a(borrowed(all.left.transposed())),
       b(borrowed(all.right));
   FUSEDACC_SHIM(aoti_torch_cpu_addmm_out(out.get(), out.get(), a.get(), b.get(), all.beta, all.scale));
+}
+
+// oneDNN's AMX kernels load bfloat16 rows in pairs. Where a column is dense and has an odd number of rows,
+// they read the element behind it too and multiply it by zero, so that inf or nan there would spoil the
+// product. Such an operand is copied to dense rows first.
+Matrix safe_operand(const Matrix& operand, std::optional<Room>& room) {
+  const bool reads_past_columns = operand.row_stride == 1 && operand.cols > 1 && operand.rows % 2 == 1;
+  if (!reads_past_columns) return operand;
+  room.emplace(operand.rows * operand.cols, operand.dtype);
+  const Matrix dense = room->matrix(operand.rows, operand.cols);
+  copy(dense, operand);
+  return dense;
+}
+
+// All of bfloat16.
+void multiply_bfloat16(GemmRequest all) {
+  std::optional<Room> left_room, right_room;
+  all.left = safe_operand(all.left, left_room);
+  all.right = safe_operand(all.right, right_room);
+  multiply_whole(all);
 }
 
 void multiply_rows(int64_t begin, int64_t end, void* opaque) {
@@ -136,7 +157,7 @@ void add(const Matrix& accumulator, const Matrix& product, const Multipliers& by
 // Into a float32 accumulator by products that torch rounds to bfloat16, as in its own backward.
 void add_rounded(const GemmRequest& all) {
   by_parts(all, Dtype::kBFloat16, [](const GemmRequest& part, const Matrix& product) {
-    multiply_whole({product, part.left, part.right, 1, 0});
+    multiply_bfloat16({product, part.left, part.right, 1, 0});
     add(part.accumulator, product, {part.scale, part.beta});
   });
 }
@@ -168,8 +189,10 @@ void run_gemm(const GemmRequest& request, Way way) {
   const bool rounded = way == Way::kRounded && operands == Dtype::kBFloat16 && !stochastic;
   if (way == Way::kSplit && accumulator == operands && accumulator == Dtype::kFloat32) {
     multiply_split(request);
-  } else if (accumulator == operands && (wide || rounded)) {
+  } else if (accumulator == operands && wide) {
     multiply_whole(request);
+  } else if (accumulator == operands && rounded) {
+    multiply_bfloat16(request);
   } else if (rounded && wide) {
     add_rounded(request);
   } else if (wide) {

@@ -42,7 +42,7 @@ class Accumulators:
         self.slots = slots
         self.backend = backend
         if any(slot.lane[0].type == "cpu" for slot in slots):
-            grain_size.tune_once()
+            grain_size.tune()
         #: What was found out by trial and changes bits, by question (see `tuning`): it stays as it is.
         self.choices: dict[str, str] = {}
         self.grads = grads = ParamGrads(slots, visible)

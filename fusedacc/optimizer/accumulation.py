@@ -16,6 +16,7 @@ from torch import Tensor
 from ..accumulators import Accumulators, Slot
 from ..autograd.data_parallel import Reducers
 from ..autograd.graph_task import GraphTask
+from ..distributed import pipelines
 from ..distributed.fsdp import Shards
 from ..kernels import launch_events, torch_state
 from .over_ranks import OverRanks
@@ -81,14 +82,19 @@ class Accumulation:
         """Updates of the inner optimizer so far."""
         return self.window.num_updates
 
-    def begin_backward(self, outermost: bool) -> GraphTask:
+    def begin_backward(self, outermost: bool, schedule: bool = False) -> GraphTask:
         """What is done with all the gradients of a backward that begins. `outermost`: no other is running.
+
+        schedule: it is no backward, but a pipeline schedule's `step()`, which counts as one.
 
         Raises:
             RuntimeError: the micro-batch needs a weight and has none, or a CUDA graph would hold a part of a
                 window; nothing is changed then.
         """
         window, inside = self.window, torch_state.capturing()
+        if window.counted and pipelines.began_unseen(self._slots):
+            window.micro.in_schedule = True  # until the optimizer's own step(), which takes what is in p.grad
+        outermost = outermost and not window.micro.in_schedule
         if window.counted and not window.empty and inside != self._began_in_graph:
             raise RuntimeError(
                 f"a CUDA graph must hold whole windows: this one has {window.micro_step} of {window.steps} "
@@ -103,9 +109,9 @@ class Accumulation:
         self._began_in_graph = inside
         if outermost and not self.ignoring:
             self._noise.begin_own()
-        task = self._begin_ignored() if self.ignoring else self._begin_counted()
+        task = self._begin_ignored() if self.ignoring else self._begin_counted(schedule)
         if self.ranks.parallel is not None and outermost and not self.ignoring:
-            self.ranks.begin_backward(self.ranks.parallel, task.captures)
+            self.ranks.begin_backward(self.ranks.parallel, task.captures and not schedule)
         norms = self.accumulators.norms
         # Where p.grad shows the final gradient, users may write to it in ways that leave no trace.
         wanted = window.private and window.will_update and not task.ignored
@@ -118,14 +124,17 @@ class Accumulation:
             window.check_synchronised("a backward inside ignore() would be mixed with them")
         return GraphTask(captures=False, ignored=True)
 
-    def _begin_counted(self) -> GraphTask:
+    def _begin_counted(self, schedule: bool) -> GraphTask:
         window = self.window
         scale = window.base_scale
         differentiable = torch.is_grad_enabled()
         reduced = self.ranks.parallel is None and torch_state.process_group_up()
-        task = GraphTask(not (differentiable or reduced), scale, drops=window.leaves_out)
+        # The schedule divides p.grad before its `step()` ends: what is in private sums would escape it.
+        scheduled = schedule or (window.counted and window.micro.in_schedule)
+        captures = schedule or not (differentiable or reduced or scheduled)
+        task = GraphTask(captures, scale, drops=window.leaves_out)
         task.reducer = "ahead" if reduced and not differentiable else ""
-        if reduced and window.counted and not window.micro.deferred:
+        if reduced and window.counted and not (window.micro.deferred or scheduled):
             task.watch = self._reducers.watch()
         if window.full:
             window.restart()  # its update has failed, and nobody has retried it or cleared the gradients
@@ -216,8 +225,9 @@ class Accumulation:
     def publishes_after(self, task: GraphTask) -> bool:
         """Whether the final gradient will stand in p.grad when this backward has ended."""
         window = self.window
-        last = window.counted and window.will_update and not window.micro.deferred
-        return last and not (task.ignored or task.inner)
+        last = window.counted and window.will_update
+        waits = window.micro.deferred or window.micro.in_schedule
+        return last and not (waits or task.ignored or task.inner)
 
     def end_backward(self, task: GraphTask, refresh: Refresh, outermost: bool) -> None:
         """A backward has ended, and what was pending is added. `outermost`: no other is running."""
@@ -226,6 +236,7 @@ class Accumulation:
         if task.watch:
             self._reducers.check(task.watch, task.stored)
         window = self.window
+        outermost = outermost and not window.micro.in_schedule
         window.micro.ran = True
         window.micro.num_backwards += outermost
         try:
@@ -262,6 +273,35 @@ class Accumulation:
             and (task.added or any(slot.param.grad is not None for slot in task.stored))
         ):
             self.window.taint("an exception has interrupted a backward")
+
+    # A pipeline schedule's `step()`, which counts as one backward
+
+    def begin_schedule(self, refresh: Refresh) -> GraphTask:
+        """A schedule's `step()` begins. Counted loop: ready p.grad for all of its gradients.
+
+        Raises:
+            RuntimeError: as `begin_backward`; nothing is changed then.
+        """
+        window = self.window
+        task = self.begin_backward(outermost=True, schedule=True)
+        if window.counted and not (task.ignored or window.unsynchronised or window.micro.deferred):
+            self.collect(self._slots, refresh)  # the schedule would divide it
+        for slot in self._slots if window.counted or task.ignored else ():
+            if not slot.sharded:
+                slot.widen()  # autograd alone adds to p.grad before the sum is put there
+            self.leave_to_autograd(task, slot)
+        window.micro.in_schedule = True
+        return task
+
+    def end_schedule(self, task: GraphTask, refresh: Refresh) -> None:
+        """A schedule's `step()` has ended, and p.grad has what it has added up."""
+        self.window.micro.in_schedule = False
+        self.end_backward(task, refresh, outermost=True)
+
+    def forget_schedule(self, task: GraphTask, failed: bool) -> None:
+        """A schedule's `step()` is over; `failed`: by an exception."""
+        self.window.micro.in_schedule = False
+        self.forget_backward(task, failed)
 
     def count_delivery(self, slot: Slot) -> None:
         """A parameter's node has run."""

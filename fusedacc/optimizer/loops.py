@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ..accumulators import Slot
 from ..autograd.capture import Capture
 from ..autograd.data_parallel import may_defer
-from ..distributed import fsdp
+from ..distributed import fsdp, pipelines
 from ..kernels import launch_events
 from .accumulation import Accumulation
 from .loss_scale import Scaling
@@ -85,6 +85,7 @@ class Loop(abc.ABC):
 
         Raises as `ParameterSet.follow` and `HookRegistry.refresh`.
         """
+        pipelines.install()
         if self._accumulation.ignoring:
             self._accumulation.bring_back()
         fresh = self._parameters.follow(self._capture, self._masters)
@@ -156,10 +157,9 @@ class CountedLoop(Loop):
 
     def _collect_stored(self) -> None:
         all_ours = self._accumulators.grads.num_published == len(self._slots)
-        if not all_ours and self._capture.hooks.any_gradient():
-            window = self._window
-            if self._accumulation.collect(self._slots, self._registry.refresh):
-                self._capture.note_stored((window.steps > 1 or window.weighs) and not window.private)
+        stored, window = not all_ours and self._capture.hooks.any_gradient(), self._window
+        if stored and self._accumulation.collect(self._slots, self._registry.refresh):
+            self._capture.note_stored((window.steps > 1 or window.weighs) and not window.private)
 
     def _check_graphless(self) -> None:
         """Raise RuntimeError where a sum would lose the graph of a gradient."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from contextlib import nullcontext
 
 import pytest
 import torch
-from loops import LOW, loss_of, network
+from loops import assert_close_weights, loss_of, network, scalar
 from torch import nn
 
 import fusedacc
@@ -43,42 +44,26 @@ def scale_of(reduction: str, window: tuple[int, ...], seed: int) -> float:
 
 def stock(model: nn.Module, epochs: int, reduction: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for _ in range(epochs):
-        for window in EPOCH:
-            for seed in window:
-                (loss_of(model, seed) * scale_of(reduction, window, seed)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    for window in EPOCH * epochs:
+        for seed in window:
+            (loss_of(model, seed) * scale_of(reduction, window, seed)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
-def wrapped(trained: nn.Module, epochs: int, reduction: str, clears: bool, scaler=None, **options) -> None:
+def wrapped(trained: nn.Module, epochs: int, reduction: str, clears: bool, **options) -> None:
     inner = torch.optim.SGD(trained.parameters(), lr=0.1, momentum=0.9)
     optimizer = fusedacc.AccumulatingOptimizer(inner, 2, reduction=reduction, **options)
     weighs = reduction in ("weighted", "normalized")
     for _ in range(epochs):
-        for window in EPOCH:
-            for seed in window:
-                with optimizer.accumulate(weight=WEIGHTS[seed] if weighs else None):
-                    loss = loss_of(trained, seed)
-                    (loss if scaler is None else scaler.scale(loss)).backward()
-                if scaler is None:
-                    optimizer.step()
-                else:
-                    scaler.step(optimizer)
-                    scaler.update()
-                if clears:
-                    optimizer.zero_grad()
-        if scaler is None:
-            optimizer.flush()
-        else:
-            scaler.flush(optimizer)
-            scaler.update()
+        for seed in itertools.chain(*EPOCH):
+            with optimizer.accumulate(weight=WEIGHTS[seed] if weighs else None):
+                loss_of(trained, seed).backward()
+            optimizer.step()
+            if clears:
+                optimizer.zero_grad()
+        optimizer.flush()
     assert optimizer.num_updates == epochs * len(EPOCH)
-
-
-def same(model: nn.Module, other: nn.Module, rounding: float) -> None:
-    for have, want in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(have.float(), want.float(), rtol=rounding, atol=rounding)
 
 
 @pytest.mark.parametrize("clears", [True, False])
@@ -91,74 +76,17 @@ def test_epochs_that_end_with_flush(options, reduction, clears):
     reference = copy.deepcopy(model)
     stock(reference, 3, reduction)
     wrapped(model, 3, reduction, clears, **(options | ({"model": model} if options.get("model") else {})))
-    same(model, reference, 1e-5)
+    assert_close_weights(model, reference, 1e-5, 1e-5)
 
 
-@pytest.mark.parametrize("clears", [True, False])
-def test_masters(clears):
-    """The masters train as float32 parameters do, up to what bfloat16 loses in forward and backward."""
-    model, manual = network(LOW), network(LOW)
-    wrapped(model, 3, "mean", clears, master_weights=True)
-    inner = torch.optim.SGD(manual.parameters(), lr=0.1, momentum=0.9)
-    optimizer = fusedacc.AccumulatingOptimizer(inner, master_weights=True)
-    for window in EPOCH * 3:
-        for seed in window:
-            (loss_of(manual, seed) / len(window)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    same(model, manual, 2**-7)
-
-
-@pytest.mark.parametrize("clears", [True, False])
-def test_a_scaler(clears):
-    model, reference = network(), network()
-    stock(reference, 3, "mean")
-    wrapped(model, 3, "mean", clears, fusedacc.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2))
-    same(model, reference, 1e-5)
-
-
-def one_number(steps=1, **options):
-    weight = nn.Parameter(torch.zeros(()))
-    return weight, fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight], lr=1.0), steps, **options)
-
-
-@pytest.mark.parametrize("ends", ["step", "flush"])
-def test_it_is_visible_until_the_next_backward(ends):
-    weight, optimizer = one_number(1 if ends == "step" else 2)
-    (3 * weight).backward()
-    optimizer.step()
-    if ends == "flush":
-        optimizer.flush()
-    assert weight.grad.item() == 3.0
-    (5 * weight).backward()
-    assert weight.grad is None if ends == "flush" else weight.grad.item() == 5.0
-    optimizer.step()
-    optimizer.flush()
-    assert weight.item() == -8.0
-
-
-def test_writing_into_it_does_nothing():
-    weight, optimizer = one_number()
-    (3 * weight).backward()
-    optimizer.step()
-    weight.grad.fill_(7.0)
-    optimizer.step()
-    assert (weight.item(), optimizer.num_updates) == (-3.0, 1)
-    (5 * weight).backward()
-    optimizer.step()
-    assert weight.item() == -8.0
-
-
-@pytest.mark.parametrize("how", ["then a backward", "alone"])
-def test_a_gradient_put_in_its_place_counts(how):
-    weight, optimizer = one_number()
+def test_a_gradient_put_in_its_place_counts_beside_that_of_the_next_backward():
+    weight, optimizer = scalar(1)
     (3 * weight).backward()
     optimizer.step()
     weight.grad = torch.tensor(7.0)
-    if how == "then a backward":
-        (5 * weight).backward()
+    (5 * weight).backward()
     optimizer.step()
-    assert weight.item() == (-15.0 if how == "then a backward" else -10.0)
+    assert weight.item() == -15.0
 
 
 def test_one_put_for_a_single_parameter_leaves_the_others_spent():
@@ -190,37 +118,8 @@ def test_zeros_that_zero_grad_leaves_are_not_spent():
     assert torch.equal(unused, before * 0.5)
 
 
-def test_a_dropped_update_spends_too():
-    weight, optimizer = one_number(skip_nonfinite=True)
-    (float("inf") * weight).backward()
-    optimizer.step()
-    (5 * weight).backward()
-    optimizer.step()
-    assert (weight.item(), optimizer.num_skipped) == (-5.0, 1)
-
-
-def test_an_ignored_backward_does_not_bring_it_back():
-    weight, optimizer = one_number()
-    (3 * weight).backward()
-    optimizer.step()
-    with optimizer.ignore():
-        (100 * weight).backward()
-    (5 * weight).backward()
-    optimizer.step()
-    assert weight.item() == -8.0
-
-
-def test_gradients_that_autograd_stores_itself():
-    weight, optimizer = one_number()
-    weight.register_post_accumulate_grad_hook(lambda p: None)
-    for slope in (3.0, 5.0):
-        (slope * weight).backward()
-        optimizer.step()
-    assert weight.item() == -8.0
-
-
 def test_compiled_autograd():
-    weight, optimizer = one_number(2)
+    weight, optimizer = scalar(2)
     said = "p.grad holds the gradient of the last micro-batch alone"
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager", dynamic=False)):
         for slope in (3.0, 5.0, 7.0, 9.0):
@@ -247,19 +146,6 @@ def test_a_copy_of_the_optimizer_does_not_count_it(leaf):
     (5 * other).backward()
     twin.step()
     assert other.item() == -8.0
-
-
-def test_memory_of_it_goes_with_the_next_backward():
-    """A user who keeps it has it unchanged; nobody else does."""
-    weight = nn.Parameter(torch.zeros(1000, dtype=LOW))
-    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight], lr=1.0), 1)
-    weight.sum().backward()
-    optimizer.step()
-    kept = weight.grad
-    (weight * 4.0).sum().backward()
-    assert torch.equal(kept, torch.ones_like(kept))
-    optimizer.step()
-    assert torch.equal(weight, torch.full_like(weight, -5.0))
 
 
 def swap(layer: nn.Module) -> None:
@@ -296,7 +182,7 @@ def test_a_parameter_that_moves_before_the_next_backward(change, clipped, tells)
 
 
 def test_in_p_grad_that_the_user_has_moved_along_it_stays_spent():
-    weight, optimizer = one_number()
+    weight, optimizer = scalar(1)
     (3 * weight).backward()
     optimizer.step()
     spent, weight.grad = weight.grad, None

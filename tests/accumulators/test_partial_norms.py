@@ -5,7 +5,6 @@ private gradients what a window's last additions leave of it, with the same bits
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -82,24 +81,8 @@ def test_it_is_read_where_users_can_write_and_left_where_they_cannot():
     assert (reads(optimizer), reads(private)) == (1, 0)
 
 
-def through_numpy(model: nn.Module) -> None:
-    array = model[0].weight.grad.numpy()
-    array *= 3.0
-
-
-def kept_numpy(model: nn.Module) -> Callable[[], None]:
-    arrays = [p.grad.numpy() for p in model.parameters()]
-
-    def write() -> None:
-        for array in arrays:
-            array *= 5.0
-
-    return write
-
-
-def divided_as_in_the_tutorial(model: nn.Module) -> None:
-    for param in model.parameters():
-        param.grad.data /= 64.0
+def times(array, factor: float) -> None:
+    array *= factor
 
 
 CHANGES = {
@@ -110,9 +93,9 @@ CHANGES = {
     "through a view": lambda model: model[0].weight.grad.view(-1)[:3].zero_(),
     "by clip_grad_norm_": lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
     "through .data": lambda model: model[0].weight.grad.data.mul_(3.0),
-    ".data, as the tutorial divides": divided_as_in_the_tutorial,
+    ".data, as the tutorial divides": lambda model: [times(p.grad.data, 1 / 64) for p in model.parameters()],
     ".data replaced": lambda model: setattr(model[0].weight.grad, "data", torch.ones(5, 4)),
-    "through numpy": through_numpy,
+    "through numpy": lambda model: times(model[0].weight.grad.numpy(), 3.0),
     "through dlpack": lambda model: from_dlpack(to_dlpack(model[0].weight.grad)).mul_(3.0),
     "through its storage": lambda model: model[0].weight.grad.untyped_storage().fill_(0),
 }
@@ -169,23 +152,6 @@ def test_what_is_written_in_a_closure_counts():
     assert torch.equal(optimizer.grad_norm, wanted[0])
 
 
-def test_arrays_that_the_user_has_kept():
-    model = network()
-    optimizer = build(model, 1)
-    loss_of(model, 0).backward()
-    write = kept_numpy(model)
-    write()
-    wanted = norm_of_grads(model)
-    optimizer.step()
-    assert torch.equal(optimizer.grad_norm, wanted)
-    write()  # of what is spent by now
-    loss_of(model, 1).backward()
-    write()
-    wanted = norm_of_grads(model)
-    optimizer.step()
-    assert torch.equal(optimizer.grad_norm, wanted)
-
-
 PRIVATE = [False, True]
 
 
@@ -196,24 +162,25 @@ def the_norm_is_right(optimizer, model: nn.Module, private: bool) -> None:
     assert torch.equal(optimizer.grad_norm, norm_of_grads(model) if wanted is None else wanted)
 
 
-@pytest.mark.parametrize("private", PRIVATE)
-def test_several_backwards_in_the_last_micro_batch(private):
-    model = network()
-    optimizer = build(model, private_gradients=private)
-    run_last(optimizer, model)
-    model[0](torch.randn(3, 4)).square().mean().backward()  # a part of the parameters once more
-    the_norm_is_right(optimizer, model, private)
-
-
-@pytest.mark.parametrize("private", PRIVATE)
-@pytest.mark.parametrize("steps", [2, 3])
-def test_parameters_that_the_last_micro_batch_does_not_touch(steps, private):
-    model = network()
-    optimizer = build(model, steps, private_gradients=private)
-    for seed in range(steps - 1):
-        loss_of(model, seed).backward()
-        optimizer.step()
+def part(model: nn.Module) -> None:
+    """A backward through some of the parameters."""
     model[0](torch.randn(3, 4)).square().mean().backward()
+
+
+@pytest.mark.parametrize("private", PRIVATE)
+@pytest.mark.parametrize("stored", [False, True], ids=["", "autograd stores one"])
+@pytest.mark.parametrize(("steps", "whole"), [(2, 2), (2, 1), (3, 2)])
+def test_a_last_backward_through_some_of_the_parameters(steps, whole, stored, private):
+    """After so many through all of them; in the last micro-batch or as the last one."""
+    model = network()
+    if stored:
+        model[0].bias.register_post_accumulate_grad_hook(lambda p: None)
+    optimizer = build(model, steps, private_gradients=private)
+    for seed in range(whole):
+        loss_of(model, seed).backward()
+        if seed < steps - 1:
+            optimizer.step()
+    part(model)
     the_norm_is_right(optimizer, model, private)
 
 
@@ -224,17 +191,38 @@ def test_sums_that_are_scaled_at_the_end_leave_their_norm_too(steps):
     for seed in range(steps - 1):
         loss_of(model, seed).backward()
         optimizer.step()
-    model[0](torch.randn(3, 4)).square().mean().backward()
+    part(model)
     assert reads(optimizer) == (0 if steps == 2 else 1)  # with three, the others owe nothing
 
 
 @pytest.mark.parametrize("private", PRIVATE)
-def test_gradients_that_autograd_stores(private):
+@pytest.mark.parametrize("reduction", ["weighted", "normalized", "flushed"])
+def test_windows_whose_scale_is_known_late(reduction, private):
     model = network()
-    model[0].bias.register_post_accumulate_grad_hook(lambda p: None)
-    optimizer = build(model, private_gradients=private)
-    run_last(optimizer, model)
-    the_norm_is_right(optimizer, model, private)
+    flushes = reduction == "flushed"
+    given = {} if flushes else {"reduction": reduction}
+    optimizer = build(model, 4 if flushes else 2, private_gradients=private, **given)
+    for seed in (0, 1):
+        with optimizer.accumulate(weight=None if flushes else 3.0 + seed):
+            loss_of(model, seed).backward()
+        optimizer.step()
+    if flushes:
+        optimizer.flush()
+    assert torch.equal(optimizer.grad_norm, norm_of_grads(model))
+
+
+def test_arrays_that_the_user_has_kept():
+    model = network()
+    optimizer = build(model, 1)
+    loss_of(model, 0).backward()
+    arrays = [p.grad.numpy() for p in model.parameters()]
+    for seed in (1, 2):
+        for array in arrays:
+            times(array, 5.0)
+        the_norm_is_right(optimizer, model, False)
+        for array in arrays:
+            times(array, 5.0)  # of what is spent
+        loss_of(model, seed).backward()
 
 
 @pytest.mark.parametrize("private", PRIVATE)
@@ -258,33 +246,8 @@ def test_an_update_that_fails_leaves_no_stale_norm(then, private):
         optimizer.zero_grad()
     loss_of(model, 2).backward()  # touches every sum
     optimizer.step()
-    model[0](torch.randn(3, 4)).square().mean().backward()  # and this one a part
+    part(model)  # and this one a part
     the_norm_is_right(optimizer, model, private)
-
-
-@pytest.mark.parametrize("private", PRIVATE)
-@pytest.mark.parametrize("reduction", ["weighted", "normalized"])
-def test_weights(reduction, private):
-    model = network()
-    optimizer = build(model, reduction=reduction, private_gradients=private)
-    for seed in (0, 1):
-        with optimizer.accumulate(weight=3.0 + seed):
-            loss_of(model, seed).backward()
-        optimizer.step()
-    assert torch.equal(optimizer.grad_norm, norm_of_grads(model))
-
-
-@pytest.mark.parametrize("private", PRIVATE)
-def test_a_flushed_window(private):
-    model = network()
-    optimizer = build(model, steps=4, private_gradients=private)
-    for seed in (0, 1):
-        loss_of(model, seed).backward()
-        optimizer.step()
-    optimizer.flush()
-    assert torch.equal(optimizer.grad_norm, norm_of_grads(model))
-    optimizer.zero_grad()
-    optimizer.discard()
 
 
 def test_a_scaler_shows_private_gradients_and_reads_them():
@@ -315,17 +278,6 @@ def test_private_gradients_survive_a_checkpoint_before_the_update():
         each.step()
     assert torch.equal(optimizer.grad_norm, other.grad_norm)
     assert torch.equal(other.grad_norm, third.grad_norm)
-
-
-def test_copies_keep_their_gradients_private():
-    model = network()
-    optimizer = copy.deepcopy(build(model, private_gradients=True))
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    for _ in range(2):
-        sum(p.square().sum() for p in params).backward()
-        assert all(p.grad is None for p in params)
-        optimizer.step()
-    assert all(p.grad is not None for p in params)
 
 
 def test_a_manual_loop_has_no_private_gradients():

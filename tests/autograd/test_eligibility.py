@@ -141,3 +141,19 @@ def test_explain_prints_every_reason_that_the_table_has(monkeypatch):
     missing = [why for why in reasons if not any(why in text for text in said)]
     # Those are in tests/optimizer/test_optim_db.py and, on two ranks, tests/distributed/test_fsdp_masters.py.
     assert missing == [eligibility.NOT_A_LEAF.why, eligibility.SHARDED.why]
+
+
+@pytest.mark.parametrize("steps", [None, 2])
+def test_explain_lists_every_parameter(steps):
+    model = nn.ModuleDict({"plain": nn.Linear(4, 5), "low": nn.Linear(3, 7).bfloat16()})
+    model["sparse"] = nn.Embedding(6, 2, sparse=True)
+    model["hooked"], model["frozen"] = nn.Linear(9, 1), nn.Linear(8, 1).requires_grad_(False)
+    hooked(model["hooked"].weight)
+    text = wrap(model, steps, lambda _, lr: torch.optim.SGD([*model.named_parameters()], lr=lr)).explain()
+    rows = {line.split()[0]: line for line in text.splitlines() if line.strip()}
+    assert rows.keys() >= {name for name, _ in model.named_parameters()}
+    assert all(word in rows["plain.weight"] for word in ("5x4", "multi_tensor"))
+    assert any(backend in rows["plain.weight"] for backend in ("cpu", "triton", "eager"))
+    assert all(word in rows["low.weight"] for word in ("bfloat16", "float32"))
+    assert "hook" in rows["hooked.weight"]
+    assert "froz" in rows["frozen.weight"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import shutil
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 
 import forked
 import pytest
+import sweeps
 import torch
 from hook_situations import AS_STOCK, LOOPS, SITUATIONS, WITHOUT_NATIVE, Run, loss_of
 from loops import TRAINS
@@ -38,7 +38,7 @@ def test_the_module_is_loaded_where_it_can_be_built():
 
 def worth_a_test(name: str, loop: str) -> bool:
     if "compiled" in name:  # which takes long
-        return loop in ("float32", "bfloat16", "manual-float32")
+        return loop == ("manual-float32" if name == "compiled_autograd" else "bfloat16")
     # The bits of a norm depend on what is added together, and that on the threads; random bits on the order.
     return name != "threads" or LOOPS[loop].options.keys().isdisjoint(("max_grad_norm", "rounding"))
 
@@ -82,9 +82,7 @@ def same(mine: Any, its: Any) -> bool:
 def traits(name: str, loop: str) -> dict[str, Any]:
     """What tells one case from another."""
     of = LOOPS[loop]
-    options = {"masters": "master_weights" in of.options, "clips": "max_grad_norm" in of.options}
-    reduction = of.options.get("reduction", "")
-    return {"name": name, "dtype": str(of.dtype), "counted": of.counted, "reduction": reduction, **options}
+    return {"name": name, "dtype": str(of.dtype), "counted": of.counted, "weighs": of.weighs}
 
 
 def play(name: str, run: Run) -> list[Any]:
@@ -117,7 +115,7 @@ def test_native_hooks_give_the_bits_of_pythons(name, loop, monkeypatch):
 
 @needs_native
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("loop", ["manual-float32", "manual-float64"])
+@pytest.mark.parametrize("loop", ["manual-float32", *(["manual-float64"] if sweeps.FULL else [])])
 @pytest.mark.parametrize("name", sorted(AS_STOCK))
 def test_native_hooks_give_what_stock_gives(name, loop):
     wrapped, stock = (
@@ -140,8 +138,7 @@ def calls(monkeypatch):
 @pytest.mark.parametrize("loop", ["float32", "bfloat16", "manual-float32", "manual-bfloat16"])
 def test_python_sees_one_gradient_of_each_backward(loop, calls):
     run = Run(LOOPS[loop])
-    model = run.network()
-    run.wrap(model)
+    model = run.wrapped()
     for _ in range(7):
         run.backward(loss_of(run, model))
         assert calls.take() == 1
@@ -211,7 +208,7 @@ def test_threads_may_ask_while_hooks_add(calls):
         optimizer.step()
     over.set()
     for thread in asking:
-        thread.join(20)
+        thread.join(120)
         assert not thread.is_alive()
     assert optimizer.micro_step == 100
     assert all((slot.accumulator == 100).all() for slot in optimizer._slots)
@@ -230,7 +227,7 @@ def eager_threads():
 def test_backwards_that_end_while_others_run(choice, loop, monkeypatch, eager_threads):
     """One delivers, pays what sums owe, or is forgotten while another adds and leaves norms."""
     monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", choice)
-    runs = [Run(LOOPS[loop]) for _ in range(60)]
+    runs = [Run(LOOPS[loop]) for _ in range(20)]
     for run in runs:
         SITUATIONS["threads"](run)
     if loop != "masters":  # the bits of a norm depend on what is added together
@@ -263,34 +260,21 @@ def run_copy(tmp_path: Path, file: str | None, choice: str = "") -> subprocess.C
 def test_without_its_file_hooks_are_pythons_and_the_cure_is_told(tmp_path, file, told):
     done = run_copy(tmp_path, file)
     assert done.returncode == 0, done.stderr
-    why = done.stdout
-    assert native_module.file_name() in why
-    assert told in why
-    assert "pip install" in why
+    assert all(text in done.stdout for text in (native_module.file_name(), told, "pip install")), done.stdout
 
 
-@pytest.mark.parametrize(("choice", "trains"), [("1", False), ("0", True)])
-def test_native_hooks_that_are_asked_for_and_not_there_are_an_error(tmp_path, choice, trains):
-    done = run_copy(tmp_path, None, choice)
-    assert (done.returncode == 0) == trains, done.stderr
+def test_native_hooks_that_are_asked_for_and_not_there_are_an_error(tmp_path):
+    done = run_copy(tmp_path, None, "1")
+    assert done.returncode != 0
     why = f"FUSEDACC_NATIVE_HOOKS=1, but there are no native hooks: {native_module.file_name()}"
-    assert (f"RuntimeError: {why}" in done.stderr) != trains
+    assert f"RuntimeError: {why}" in done.stderr
 
 
-@pytest.mark.skipif(native_module.module() is None, reason=f"{native_module.why_not()}")
+@needs_native
 def test_native_hooks_that_are_asked_for_and_there_are_used(monkeypatch):
     monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", "1")
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=1.0))
     assert "hooks: native" in optimizer.explain()
-
-
-@pytest.fixture
-def uncollected():
-    """No garbage collection: what must go by itself must go at once."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @needs_native
@@ -301,7 +285,7 @@ def test_nothing_is_kept_alive(uncollected, loop, failed):
     run = Run(LOOPS[loop])
     model = run.network()
     optimizer = run.wrap(model)
-    run.train(lambda: loss_of(run, model), 4)
+    run.train_on(model, 4)
     if failed:
         handle = model[2].weight.register_hook(lambda gradient: 1 / 0)
         with contextlib.suppress(ZeroDivisionError):
@@ -335,7 +319,7 @@ def test_a_wrapper_that_is_gone_lets_gradients_through(how, calls):
 
 
 @needs_native
-@pytest.mark.parametrize("loop", ["float32", "bfloat16", "manual-float32", "manual-bfloat16"])
+@pytest.mark.parametrize("loop", ["bfloat16", "manual-float32"])
 def test_peak_memory_is_not_above_that_of_pythons_hooks(loop, monkeypatch):
     peaks = []
     for choice in "10":

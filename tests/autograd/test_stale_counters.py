@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import io
 
 import pytest
 import torch
-from loops import LOW, loss_of, micro_batch, network, wrap
+from loops import LOW, loss_of, micro_batch, network, through_file, wrap
 
 import fusedacc
 from fusedacc.optimizer.checkpoint import COUNTERS, MASTER, SUM
@@ -19,13 +18,6 @@ MAKES = {
     "SGD": torch.optim.SGD,
     "Adagrad": torch.optim.Adagrad,
 }
-
-
-def through_file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def trained(make, updates: int = 3, dtype=torch.float32, partial: int = 0, **options):

@@ -182,13 +182,7 @@ def sums_of_bfloat16_shards() -> None:
 
 
 @pytest.mark.parametrize(
-    "check",
-    [
-        every_way_of_synchronising,
-        as_stock,
-        a_window_that_ends_early,
-        what_is_ignored,
-    ],
+    "check", [every_way_of_synchronising, as_stock, a_window_that_ends_early, what_is_ignored]
 )
 def test_counted_loop(check):
     on_ranks(2, check)

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from cases import PAIR_IDS, random_tensor
+from cases import PAIR_IDS
 from gemm_cases import BACKENDS, GEMM_PAIRS, NAN, OPERAND_LAYOUTS, native, rounds, ways
 from grouped_cases import (
     COUNTS,
@@ -76,7 +76,7 @@ def test_every_layout(way, pair, sums, left, right, generator):
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
 @pytest.mark.parametrize(
     ("shape", "counts"),
-    [((650, 1200), (1, 3, 0, 9)), ((300, 2100), (64, 0, 0)), ((1030, 64), (5, 200, 1, 0, 40))],
+    [((650, 200), (1, 3, 0, 9)), ((300, 400), (64, 0, 0)), ((1030, 64), (5, 200, 1, 0, 40))],
     ids=str,
 )
 @pytest.mark.parametrize("layout", ["rows", "long columns"])
@@ -96,6 +96,15 @@ def test_without_keeping_nothing_is_read(way, pair, keep, generator):
         way(accumulator, *others, 0.5, keep)
         dtype = rounds(way, others[0], accumulator)
         assert_are_products(accumulator, torch.zeros_like(accumulator), *others, 0.5, product_dtype=dtype)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
+def test_rows_behind_the_last_offset_are_not_read(way, pair, generator):
+    """oneDNN reads bfloat16 rows in pairs on processors with AMX: the pair of the last row is nan here."""
+    for layout in ("columns", "rows"):
+        for shape in ((64, 90), (1200, 2), (3, 70)):
+            run(way, groups(pair, shape, (2, 9), generator, ("rows", layout, "columns")), 0.3, 0.5)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -156,16 +165,6 @@ def test_one_expert_is_the_product_of_one_layer(pair, generator):
     torch.ops.fusedacc.gemm_accumulate_(expected, left[:33], right[:33], None, 0.3, None, 0.5)
     operator(accumulator, left, right, offsets, 0.3, 0.5)
     assert torch.equal(accumulator[0], expected)
-
-
-@native
-def test_the_backends_agree(generator):
-    for pair in GEMM_PAIRS:
-        accumulator, *others = groups(pair, (40, 50), (3, 0, 20, 1), generator)
-        other = accumulator.clone()
-        operator(accumulator, *others, 0.3, 0.5, thresholds=THRESHOLDS["rank-k"])
-        grouped_accumulate_(other, *others, 0.3, 0.5, backend="eager")
-        torch.testing.assert_close(accumulator, other)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -235,12 +234,3 @@ def test_bytes(pair, generator):
             grouped_accumulate_(accumulator, left, right, offsets, 0.5, keep)
         assert not meter.uncounted
         assert meter.total_bytes == operands + moved + scalar
-
-
-def test_layouts_are_what_they_say(generator):
-    values = random_tensor((2, 3, 4), F32, generator)
-    strides = {name: lay_out_sums(values, name).stride() for name in SUM_LAYOUTS}
-    assert strides["rows"] == strides["misaligned"] == (12, 4, 1)
-    assert strides["columns"] == (12, 1, 3)
-    assert strides["rows of all experts"] == (4, 8, 1)
-    assert all(torch.equal(lay_out_sums(values, name), values) for name in SUM_LAYOUTS)

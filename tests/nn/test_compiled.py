@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from pathlib import Path
 from unittest import mock
 
@@ -57,11 +59,56 @@ class Broken(Block):
 
 
 def blocks():
-    return nn.Sequential(nn.Embedding(9, WIDTH), Block(), Block(), Block())
+    return nn.Sequential(nn.Embedding(9, WIDTH), Block(), Block())
 
 
 def broken():
     return nn.Sequential(nn.Embedding(9, WIDTH), Broken(), Broken())
+
+
+class Picks(nn.Module):
+    """Experts that a forward of the user's own takes out one by one."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, WIDTH, WIDTH) / 4)
+
+    def forward(self, x):
+        return x + sum(torch.tanh(x @ self.weight[expert]) for expert in range(3))
+
+
+class BrokenPicks(Picks):
+    """Two graphs."""
+
+    def forward(self, x):
+        x = torch.tanh(x @ self.weight[0])
+        torch._dynamo.graph_break()
+        return x @ self.weight[1]
+
+
+class Conv1D(nn.Module):
+    """As Transformers' Conv1D, which is known by its name."""
+
+    __module__ = "transformers.pytorch_utils"
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(WIDTH, WIDTH)), nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x, self.weight)
+
+
+def experts():
+    return nn.Sequential(nn.Embedding(9, WIDTH), Picks(), Picks())
+
+
+def broken_experts():
+    return nn.Sequential(nn.Embedding(9, WIDTH), BrokenPicks(), BrokenPicks())
+
+
+def conv1d():
+    return nn.Sequential(nn.Embedding(9, WIDTH), Conv1D())
 
 
 def in_place(model, **options):
@@ -90,29 +137,25 @@ def trained(model, call):
     }
 
 
-def by_stock(make, compiled, **options):
-    torch.manual_seed(0)
-    model = make()
-    counted = trained(model, compiled(model, **options))
-    torch.compiler.reset()
-    return model, counted
-
-
 @pytest.mark.parametrize(
     ("make", "compiled", "graphs"),
     [
         (torch_only, in_place, 0),
         (torch_only, around, 1),
         (blocks, in_place, 1),
-        (blocks, each, 1),
-        (blocks, around, 1),
+        (blocks, functools.partial(each, fullgraph=True), 1),
+        (blocks, functools.partial(around, fullgraph=True), 1),
         (broken, each, 2),
+        (experts, functools.partial(each, fullgraph=True), 1),
+        (broken_experts, around, 2),
+        (conv1d, each, 1),
     ],
 )
 def test_graphs_and_breaks_are_stocks(make, compiled, graphs):
-    twin, counted = by_stock(make, compiled)
-    torch.manual_seed(0)
     model = make()
+    twin = copy.deepcopy(model)
+    counted = trained(twin, compiled(twin))
+    torch.compiler.reset()
     optimizer = wrap(model)
     assert all(slot.paths for slot in optimizer._slots if slot.param.dim() == 2)
     assert trained(model, compiled(model)) == counted
@@ -120,14 +163,17 @@ def test_graphs_and_breaks_are_stocks(make, compiled, graphs):
     assert_same_gradients(model, twin)
 
 
-@pytest.mark.parametrize("compiled", [each, around])
-def test_one_graph_is_all_that_a_compiled_forward_needs(compiled):
-    twin, counted = by_stock(blocks, compiled, fullgraph=True)
-    torch.manual_seed(0)
-    model = blocks()
-    _optimizer = wrap(model)
-    assert trained(model, compiled(model, fullgraph=True)) == counted
-    assert counted["graphs"] == 1
+def test_compiled_and_other_micro_batches_of_experts_add_up():
+    model, twin = experts(), experts()
+    twin.load_state_dict(model.state_dict())
+    optimizer = wrap(model)
+    compiled = torch.compile(model[1], backend="eager")
+    for micro_batch in range(4):
+        for net in (model, twin):
+            hidden = net[0](torch.arange(6))
+            hidden = compiled(hidden) if net is model and micro_batch % 2 else net[1](hidden)
+            net[2](hidden).square().sum().backward()
+    assert optimizer._slots[1].paths == ("grouped",)
     assert_same_gradients(model, twin)
 
 
@@ -142,7 +188,7 @@ def test_a_compiled_loop_leaves_the_backward_of_ours_as_written():
 
     convert_frame = torch._dynamo.convert_frame
     with mock.patch.object(convert_frame, "_compile", wraps=convert_frame._compile) as compiled:
-        torch.compile(forward_backward, backend="aot_eager")(torch.arange(6))
+        torch.compile(forward_backward, backend="eager")(torch.arange(6))
     codes = [call.args[0] for call in compiled.call_args_list]
     assert forward_backward.__code__ in codes
     assert not [code for code in codes if PACKAGE in Path(code.co_filename).parents]

@@ -154,16 +154,6 @@ def interrupted(model):
         model(hidden, [4, 2]).pow(2).sum().backward()
 
 
-def test_what_a_failed_backward_has_written_is_forgotten():
-    model, optimizer, twin = pair()
-    interrupted(model)
-    assert model.weight.grad is None  # as stock's: its node has not run
-    optimizer.discard()
-    for each in (model, twin):
-        run(each, [1, 2])
-    assert_equal(model, twin)
-
-
 @pytest.mark.parametrize("steps", [None, 2])
 def test_a_failed_backward_is_told_of(steps):
     model, optimizer, _ = pair(steps)

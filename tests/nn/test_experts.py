@@ -128,14 +128,13 @@ def test_closing_gives_the_modules_back():
 
 def test_copies_and_pickles_hold_nothing_of_ours():
     model = Mixture("loop")
-    optimizer = wrapped(model)
+    _optimizer = wrapped(model)
     loss_of(model, 0).backward()
     for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.copy(model.experts)):
         for module in made.modules():
             assert not {PATCHED, "up", "down"} & set(module.__dict__)
     stream = io.BytesIO()
     torch.save(model, stream)
-    assert optimizer.micro_step == 1 or optimizer.micro_step == 0
 
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])

@@ -2,24 +2,57 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from experts_models import TWINS, WIDTH, Experts, assert_same_gradients, batch, loss_of, pair, wrapped
+from loops import assert_close_weights
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 
+def through_a_checkpoint(net, reentrant: bool) -> None:
+    for index in range(3):
+        x, experts = batch(index)
+        out = checkpoint(net.experts, net.enter(x), experts, use_reentrant=reentrant)
+        net.leave(out).pow(2).mean().backward()
+
+
+def frozen_and_trained_again(net) -> None:
+    for index in range(4):
+        net.experts.up.requires_grad_(index % 2 == 0)
+        loss_of(net, index).backward()
+
+
+def with_a_hook_on_the_weight(net) -> None:
+    net.experts.up.register_hook(lambda gradient: gradient * 2)
+    for index in range(2):
+        loss_of(net, index).backward()
+
+
+def second_derivative(net) -> None:
+    first = torch.autograd.grad(loss_of(net, 0), [net.experts.up, net.experts.down], create_graph=True)
+    sum(gradient.pow(2).sum() for gradient in first).backward()
+
+
+USES = {
+    "reentrant checkpoint": functools.partial(through_a_checkpoint, reentrant=True),
+    "checkpoint": functools.partial(through_a_checkpoint, reentrant=False),
+    "frozen": frozen_and_trained_again,
+    "hook": with_a_hook_on_the_weight,
+    "second derivative": second_derivative,
+}
+
+
 @pytest.mark.parametrize("how", TWINS)
-def test_both_kinds_of_checkpoint(how):
-    for reentrant in (True, False):
-        model, _optimizer, twin = pair(how)
-        for index in range(3):
-            for each in (model, twin):
-                x, experts = batch(index)
-                hidden = each.enter(x)
-                out = checkpoint(each.experts, hidden, experts, use_reentrant=reentrant)
-                each.leave(out).pow(2).mean().backward()
-        assert_same_gradients(model, twin)
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_gradients_are_stocks(use, how):
+    model, optimizer, twin = pair(how)
+    for each in (model, twin):
+        use(each)
+    assert_same_gradients(model, twin, rtol=1e-4, atol=1e-6)
+    assert optimizer.explain()
 
 
 @pytest.mark.parametrize("how", TWINS)
@@ -45,64 +78,22 @@ def test_a_weight_that_two_modules_share(how):
 
 
 @pytest.mark.parametrize("how", TWINS)
-def test_frozen_and_trained_again(how):
+def test_what_adds_nothing(how):
+    """autograd.grad, evaluation, parameters that stand in for the module's own, ignored backwards."""
     model, optimizer, twin = pair(how)
-    for index in range(4):
-        for each in (model, twin):
-            each.experts.up.requires_grad_(index % 2 == 0)
-            loss_of(each, index).backward()
-    assert_same_gradients(model, twin)
-    assert optimizer.explain()
-
-
-@pytest.mark.parametrize("how", TWINS)
-def test_a_hook_on_the_weight_sees_its_gradient(how):
-    model, _optimizer, twin = pair(how)
-    for each in (model, twin):
-        each.experts.up.register_hook(lambda gradient: gradient * 2)
-    for index in range(2):
-        for each in (model, twin):
-            loss_of(each, index).backward()
-    assert_same_gradients(model, twin)
-
-
-@pytest.mark.parametrize("how", TWINS)
-def test_grad_by_the_weight_adds_nothing(how):
-    model, _optimizer, twin = pair(how)
     ours, theirs = (torch.autograd.grad(loss_of(each, 0), each.experts.up)[0] for each in (model, twin))
     torch.testing.assert_close(ours, theirs)
-    assert all(p.grad is None for p in model.parameters())
-
-
-@pytest.mark.parametrize("how", TWINS)
-def test_a_second_derivative(how):
-    model, _optimizer, twin = pair(how)
-    for each in (model, twin):
-        weights = [each.experts.up, each.experts.down]
-        first = torch.autograd.grad(loss_of(each, 0), weights, create_graph=True)
-        sum(gradient.pow(2).sum() for gradient in first).backward()
-    assert_same_gradients(model, twin, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("how", TWINS)
-def test_evaluation_and_ignored_backwards(how):
-    model, optimizer, twin = pair(how)
     with torch.no_grad():
-        torch.testing.assert_close(model(*batch(0)), twin(*batch(0)), rtol=0, atol=0)
+        assert torch.equal(model(*batch(0)), twin(*batch(0)))
+    others = {name: p.detach() * 2 for name, p in model.named_parameters()}
+    assert torch.equal(*(torch.func.functional_call(each, others, batch(0)) for each in (model, twin)))
+    assert all(p.grad is None for p in model.parameters())
     with optimizer.ignore():
         loss_of(model, 7).backward()
     model.zero_grad()
     for each in (model, twin):
         loss_of(each, 0).backward()
     assert_same_gradients(model, twin)
-
-
-@pytest.mark.parametrize("how", TWINS)
-def test_parameters_that_stand_in_for_the_modules_own(how):
-    model, _optimizer, twin = pair(how)
-    others = {name: p.detach() * 2 for name, p in model.named_parameters()}
-    ours, theirs = (torch.func.functional_call(each, others, batch(0)) for each in (model, twin))
-    assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("how", TWINS)
@@ -128,5 +119,4 @@ def test_a_mean_by_flush(how):
         (loss_of(twin, index) / 3).backward()
     optimizer.flush()
     stock.step()
-    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert_close_weights(model, twin)

@@ -11,59 +11,44 @@ from kept_casts import BF16, FP16, autocast, casts_of, loss_of, make
 from torch import nn
 
 
-@pytest.mark.parametrize("layer", ["linear", "convolution"])
-@pytest.mark.parametrize(
-    "change",
-    [
-        "add",
-        "load",
-        "assign",
-        "data",
-        "transposed data",
-        "fp16",
-        "bf16",
-        "frozen",
-        "swapped",
-        "other dtype",
-        "shrunk",
-    ],
-)
-def test_in_mid_window(change, layer):
-    def build():
-        if layer == "linear":
-            return nn.Sequential(nn.Linear(6, 6, bias=False))
-        return nn.Sequential(nn.Conv1d(6, 6, 1, bias=False))
+def load(model, assign: bool = False) -> None:
+    model[0].load_state_dict({"weight": torch.randn_like(model[0].weight)}, assign=assign)
 
-    model, optimizer = make(build)
-    module = model[0]
-    x = torch.randn(3, 6, requires_grad=True) if layer == "linear" else torch.randn(3, 6, 4)
+
+def set_data(change):
+    """A change of the weight's data."""
+    return lambda model: setattr(model[0].weight, "data", change(model[0].weight.data))
+
+
+#: What is done to a model of one layer; with None another dtype is asked of autocast.
+CHANGES = {
+    "add": lambda model: model[0].weight.detach().add_(1.0),
+    "load": load,
+    "assign": functools.partial(load, assign=True),
+    "data": set_data(torch.randn_like),
+    "transposed data": set_data(lambda data: data.transpose(0, 1)),
+    "shrunk": set_data(lambda data: data[:3]),
+    "fp16": lambda model: model.half(),
+    "bf16": lambda model: model.bfloat16(),
+    "frozen": lambda model: model[0].weight.requires_grad_(False),
+    "swapped": lambda model: setattr(model[0], "weight", nn.Parameter(torch.randn_like(model[0].weight))),
+    "other dtype": None,
+}
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(6, 6, bias=False), nn.Conv1d(6, 6, 1, bias=False)], ids=str)
+@pytest.mark.parametrize("change", CHANGES)
+def test_in_mid_window(change, layer):
+    model, optimizer = make(lambda: nn.Sequential(copy.deepcopy(layer)))
+    x = torch.randn(3, 6, *(() if isinstance(layer, nn.Linear) else (4,)), requires_grad=True)
     with autocast():
         model(x).float().sum().backward()
     optimizer.step()
     (before,) = casts_of(optimizer)
-    dtype = BF16
-    if change == "add":
-        with torch.no_grad():
-            module.weight.add_(1.0)
-    elif change in ("load", "assign"):
-        state = {"weight": torch.randn_like(module.weight)}
-        module.load_state_dict(state, assign=change == "assign")
-    elif change == "data":
-        module.weight.data = torch.randn_like(module.weight)
-    elif change == "transposed data":
-        module.weight.data = module.weight.data.transpose(0, 1)
-    elif change in ("fp16", "bf16"):
-        model.to(FP16 if change == "fp16" else BF16)
-        x = x.detach().to(module.weight.dtype)
-    elif change == "frozen":
-        module.weight.requires_grad_(False)
-        x = x.detach().requires_grad_()
-    elif change == "swapped":
-        module.weight = nn.Parameter(torch.randn_like(module.weight))
-    elif change == "other dtype":
-        dtype = FP16
-    elif change == "shrunk":
-        module.weight.data = module.weight.data[:3]
+    dtype = FP16 if CHANGES[change] is None else BF16
+    if CHANGES[change] is not None:
+        CHANGES[change](model)
+    x = x.detach().to(model[0].weight.dtype).requires_grad_()
     twin = copy.deepcopy(model)  # which is stock
     results = []
     for net in (model, twin):

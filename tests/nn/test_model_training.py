@@ -54,6 +54,7 @@ def adamw(model, **options):
     return torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("clip", [None, 0.5])
@@ -145,27 +146,6 @@ def test_gradients_and_norms_are_those_without_model(loop, kind, fused):
     assert ours.num_updates == 3
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("tied", [True, False])
-def test_manual_loop(tied, set_to_none):
-    model = Net(tied)
-    twin = copy.deepcopy(model)
-    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
-    reference = torch.optim.SGD(twin.parameters(), lr=0.1)
-    for seed in range(6):
-        for net, inner in ((model, optimizer), (twin, reference)):
-            (loss_of(net, seed) / 2).backward()
-            if seed % 2:
-                nn.utils.clip_grad_norm_(net.parameters(), 0.1)
-                inner.step()
-                inner.zero_grad(set_to_none=set_to_none)
-        for a, b in zip(model.parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(a, b)
-            assert (a.grad is None) == (b.grad is None)
-            if a.grad is not None:
-                torch.testing.assert_close(a.grad, b.grad)
-
-
 def test_what_a_user_holds_of_p_grad_is_not_written_again():
     model = Net(tied=False)
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
@@ -233,75 +213,6 @@ def test_nothing_is_read_by_the_host_over_a_window_of_rows():
     with NoHostRead():
         window(2)
     assert optimizer.num_updates == 2
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_a_window_of_nan_leaves_no_trace_in_the_next(fused):
-    model = Net(tied=False)
-    optimizer = fusedacc.AccumulatingOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1, fused=fused), 1, model=model, max_grad_norm=1.0
-    )
-    start = copy.deepcopy(model.state_dict())
-    loss_of(model, 0).backward()
-    want = model.embedding.weight.grad.clone()
-    optimizer.step()
-    optimizer.zero_grad()
-    model.load_state_dict(start)
-    (loss_of(model, 0) * math.nan).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    model.load_state_dict(start)
-    loss_of(model, 0).backward()
-    torch.testing.assert_close(model.embedding.weight.grad, want)
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_window_survives_a_restart(tied):
-    model = Net(tied)
-    optimizer = fusedacc.AccumulatingOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), 3, model=model
-    )
-    for seed in range(5):
-        loss_of(model, seed).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    other = Net(tied)
-    other.load_state_dict(model.state_dict())
-    second = fusedacc.AccumulatingOptimizer(
-        torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9), 3, model=other
-    )
-    second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for seed in range(5, 9):
-        for net, wrapper in ((model, optimizer), (other, second)):
-            loss_of(net, seed).backward()
-            wrapper.step()
-            wrapper.zero_grad()
-    for a, b in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(a, b)
-
-
-def test_scaler_in_a_counted_loop():
-    model = Net()
-    twin = copy.deepcopy(model)
-    optimizer = fusedacc.AccumulatingOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1, fused=True), 2, model=model
-    )
-    reference = torch.optim.SGD(twin.parameters(), lr=0.1)
-    scaler = fusedacc.amp.GradScaler("cpu", init_scale=2.0**10)
-    for seed in range(6):
-        bad = math.inf if seed == 3 else 1.0
-        scaler.scale(loss_of(model, seed) * bad).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        (loss_of(twin, seed) / 2).backward()
-        if seed % 2:
-            if seed != 3:
-                reference.step()
-            reference.zero_grad()
-    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(a, b)
-    assert scaler.get_scale() == 2.0**9
 
 
 def test_the_indices_memory_may_be_filled_anew():

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedacc
 
-CASES = 3000 if os.environ.get("FUSEDACC_FULL_TESTS") else 150
+CASES = 3000 if os.environ.get("FUSEDACC_FULL_TESTS") else 100
 WIDTH = 6
 
 
@@ -140,7 +140,7 @@ def test_random_graphs_have_stocks_gradients(case):
         if (micro + 1) % count == 0:
             if not steps:
                 optimizer.step()
-                optimizer.zero_grad()
+                optimizer.zero_grad(set_to_none=case % 2 == 0)
             stock_update()
             for (name, ours), want in zip(model.named_parameters(), twin.parameters(), strict=True):
                 torch.testing.assert_close(

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from loops import LOW
+from kept_casts import Conv1D
+from loops import LOW, assert_mean
 from torch import Tensor, nn
 
 import fusedacc
@@ -21,22 +22,6 @@ SMALL = 2.0**-12
 #: Of one token of 1 and the others.
 PRODUCT = 1 + (TOKENS - 1) * SMALL
 STOCHASTIC: dict[str, Any] = {"accumulate_dtype": LOW, "rounding": "stochastic", "seed": 4}
-
-
-class Conv1D(nn.Module):
-    """As transformers has it: a Linear whose weight is transposed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nf = WIDTH
-        self.weight, self.bias = nn.Parameter(torch.zeros(WIDTH, WIDTH)), nn.Parameter(torch.zeros(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        size_out = (*x.size()[:-1], self.nf)
-        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(size_out)
-
-
-Conv1D.__module__ = "transformers.pytorch_utils"
 
 
 class Experts(nn.Module):
@@ -67,7 +52,7 @@ class Table(nn.Module):
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "Linear": lambda: nn.Linear(WIDTH, WIDTH),
-    "Conv1D": Conv1D,
+    "Conv1D": lambda: Conv1D(WIDTH, WIDTH),
     "Embedding": Table,
     "grouped": lambda: Experts("grouped"),
     "loop": lambda: Experts("loop"),
@@ -125,13 +110,7 @@ def window(
     return found, paths
 
 
-def assert_mean(found: Tensor, wanted: float) -> None:
-    values = found.double().flatten()
-    error = values.std().item() / values.numel() ** 0.5
-    assert error > 0
-    assert abs(values.mean().item() - wanted) < 4.5 * error, (values.mean().item(), wanted, error)
-
-
+@pytest.mark.sweep
 @pytest.mark.parametrize("native", ["1", "0"])
 @pytest.mark.parametrize("how", ["bfloat16", "float32", "autocast"])
 @pytest.mark.parametrize("steps", [5, None])

@@ -6,24 +6,11 @@ import contextlib
 
 import pytest
 import torch
+from loops import network, scalar, wrap
 from torch import nn
 
 import fusedacc
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
-
-
-def wrap(model: nn.Module, steps=None, **options) -> fusedacc.AccumulatingOptimizer:
-    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return fusedacc.AccumulatingOptimizer(inner, steps, **options)
-
-
-def scalar(steps=None, **options) -> tuple[nn.Parameter, fusedacc.AccumulatingOptimizer]:
-    weight = nn.Parameter(torch.zeros(()))
-    return weight, fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight], lr=1.0), steps, **options)
+from fusedacc.optimizer.micro_batch import check_weight
 
 
 def run_micro_batch(weight, optimizer, context=None) -> None:
@@ -32,45 +19,48 @@ def run_micro_batch(weight, optimizer, context=None) -> None:
     optimizer.step()
 
 
-ERRORS = [
-    (lambda o: fusedacc.AccumulatingOptimizer(o.param_groups), TypeError, "optimizer.*Optimizer.*list"),
-    (lambda o: fusedacc.AccumulatingOptimizer(o, 0), ValueError, "gradient_accumulation_steps.*1.*0"),
-    (lambda o: fusedacc.AccumulatingOptimizer(o, -3), ValueError, "gradient_accumulation_steps.*1.*-3"),
-    (lambda o: fusedacc.AccumulatingOptimizer(o, 2.0), TypeError, "gradient_accumulation_steps.*int.*2.0"),
-    (lambda o: fusedacc.AccumulatingOptimizer(o, True), TypeError, "gradient_accumulation_steps.*int.*True"),
-    (lambda o: fusedacc.AccumulatingOptimizer(o, "4"), TypeError, "gradient_accumulation_steps.*int.*'4'"),
-    (lambda o: fusedacc.AccumulatingOptimizer(o, 2, reduction="avg"), ValueError, "reduction.*'mean'.*'avg'"),
-    (lambda o: fusedacc.AccumulatingOptimizer(o, backend="tpu"), ValueError, "backend.*'?cpu.*"),
-    (
-        lambda o: fusedacc.AccumulatingOptimizer(o, accumulate_dtype=torch.int32),
-        (TypeError, ValueError),
-        "accumulate_dtype.*int32",
-    ),
-    (lambda o: fusedacc.AccumulatingOptimizer(o, accumulate_dtype="float32"), TypeError, "accumulate_dtype"),
-    (lambda o: fusedacc.AccumulatingOptimizer(o, 2, max_grad_norm=-1.0), ValueError, "max_grad_norm"),
-    (lambda o: fusedacc.AccumulatingOptimizer(o, 2, process_group=None), TypeError, "process_group"),
+STEPS = "gradient_accumulation_steps"
+BAD = [
+    ({STEPS: 0}, ValueError, f"{STEPS}.*1.*0"),
+    ({STEPS: -3}, ValueError, f"{STEPS}.*1.*-3"),
+    ({STEPS: 2.0}, TypeError, f"{STEPS}.*int.*2.0"),
+    ({STEPS: True}, TypeError, f"{STEPS}.*int.*True"),
+    ({STEPS: "4"}, TypeError, f"{STEPS}.*int.*'4'"),
+    ({STEPS: 2, "reduction": "avg"}, ValueError, "reduction.*'mean'.*'avg'"),
+    ({"backend": "tpu"}, ValueError, "backend.*'?cpu.*"),
+    ({"accumulate_dtype": torch.int32}, (TypeError, ValueError), "accumulate_dtype.*int32"),
+    ({"accumulate_dtype": "float32"}, TypeError, "accumulate_dtype"),
+    ({STEPS: 2, "process_group": None}, TypeError, "process_group"),
+    ({"max_grad_norm": 0}, ValueError, "max_grad_norm must be above 0"),
+    ({"max_grad_norm": -1.0}, ValueError, "max_grad_norm must be above 0"),
+    ({"max_grad_norm": float("nan")}, ValueError, "max_grad_norm must be above 0"),
+    ({"max_grad_norm": "1"}, TypeError, "max_grad_norm must be a number"),
+    ({"max_grad_norm": 1.0, "norm_type": 1}, ValueError, r"norm_type must be 2\.0 or inf; got 1"),
 ]
 
 
-@pytest.mark.parametrize(("call", "kind", "message"), ERRORS)
-def test_bad_arguments(call, kind, message):
-    model = network()
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+@pytest.mark.parametrize(("options", "kind", "message"), BAD)
+def test_bad_arguments(options, kind, message):
+    inner = torch.optim.SGD(network().parameters(), lr=0.1)
     with pytest.raises(kind, match=f"(?s){message}"):
-        call(inner)
+        fusedacc.AccumulatingOptimizer(inner, **options)
     fusedacc.AccumulatingOptimizer(inner).close()
 
 
-def test_wrapping_twice():
+def test_what_cannot_be_wrapped():
     optimizer = wrap(network())
     with pytest.raises((TypeError, ValueError)):
         fusedacc.AccumulatingOptimizer(optimizer, 2)
+    with pytest.raises(TypeError, match=r"optimizer.*Optimizer.*list"):
+        fusedacc.AccumulatingOptimizer(optimizer.param_groups)
+    with pytest.raises(ValueError, match=STEPS):
+        fusedacc.AccumulatingOptimizer(torch.optim.LBFGS(network().parameters()), 4)
 
 
 @pytest.mark.parametrize("result", [0, -1, 2.5, None])
 def test_a_schedule_that_returns_no_count(result):
     weight, optimizer = scalar(lambda update: result)
-    with pytest.raises((TypeError, ValueError), match="gradient_accumulation_steps"):
+    with pytest.raises((TypeError, ValueError), match=STEPS):
         run_micro_batch(weight, optimizer)
     assert weight.item() == 0.0
 
@@ -87,7 +77,7 @@ def test_a_missing_weight(reduction, steps):
 @pytest.mark.parametrize("reduction", ["mean", "weighted", "normalized"])
 def test_a_manual_loop_that_counts_needs_the_context(reduction):
     weight, optimizer = scalar(reduction=reduction)
-    with pytest.raises(RuntimeError, match="accumulate"):
+    with pytest.raises(RuntimeError, match=r"needs `with optimizer.accumulate\(\):`"):
         run_micro_batch(weight, optimizer)
 
 
@@ -99,26 +89,47 @@ def test_a_weight_where_none_is_taken(reduction, steps):
         pass
 
 
-@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
-def test_a_weight_out_of_range(bad):
+@pytest.mark.parametrize(
+    ("bad", "kind", "message"),
+    [
+        (-1.0, ValueError, "weight must be finite and at least 0"),
+        (float("nan"), ValueError, "weight must be finite and at least 0"),
+        (float("inf"), ValueError, "weight must be finite and at least 0"),
+        ("3", TypeError, "weight must be a real number"),
+        (torch.ones(1, device="meta"), TypeError, "0-dim tensor"),
+    ],
+)
+def test_a_bad_weight(bad, kind, message):
     _, optimizer = scalar(2, reduction="weighted")
-    with pytest.raises(ValueError, match="weight"), optimizer.accumulate(weight=bad):
+    with pytest.raises(kind, match=message), optimizer.accumulate(weight=bad):
         pass
 
 
-def test_a_weight_that_is_no_number():
-    _, optimizer = scalar(2, reduction="weighted")
-    with pytest.raises(TypeError, match="weight"), optimizer.accumulate(weight="3"):
+def test_a_weight_after_the_backward():
+    """ "normalized" takes it until step(), for the first time and not 0; "weighted" before only."""
+    for reduction in ("weighted", "normalized"):
+        weight, optimizer = scalar(2, reduction=reduction)
+        with optimizer.accumulate(weight=1.0 if reduction == "weighted" else None) as micro_batch:
+            (weight * 1.0).backward()
+        with pytest.raises((RuntimeError, ValueError), match=r"weight=0.* came after the backward"):
+            micro_batch.weight = 0
+    with pytest.raises(RuntimeError, match="needs a weight for each micro-batch"):
+        optimizer.step()
+    micro_batch.weight = 5
+    optimizer.step()
+    assert (optimizer.micro_step, optimizer._window.weight_total) == (1, 5.0)
+
+
+def test_contexts_do_not_nest():
+    _, optimizer = scalar(2)
+    with optimizer.accumulate(), pytest.raises(RuntimeError, match="do not nest"), optimizer.accumulate():
         pass
 
 
-def test_a_late_weight_where_the_gradients_are_in():
-    weight, optimizer = scalar(2, reduction="weighted")
-    with optimizer.accumulate(weight=2) as micro:
-        (weight * 1.0).backward()
-        with pytest.raises(RuntimeError, match="backward"):
-            micro.weight = 3
-    assert micro.weight == 2
+def test_weights_that_are_tensors():
+    assert check_weight(torch.tensor(3)) == 3.0
+    kept = check_weight(torch.ones((), dtype=torch.int64, device="meta"))
+    assert (kept.device.type, kept.dtype) == ("meta", torch.float32)
 
 
 def test_zero_grad_after_a_backward_that_no_step_has_ended():
@@ -131,18 +142,37 @@ def test_zero_grad_after_a_backward_that_no_step_has_ended():
     assert optimizer.micro_step == 1
 
 
-def test_lbfgs_cannot_be_counted():
-    inner = torch.optim.LBFGS(network().parameters())
-    with pytest.raises(ValueError, match="gradient_accumulation_steps"):
-        fusedacc.AccumulatingOptimizer(inner, 4)
-
-
 def test_a_bad_group_adds_nothing():
     weight, optimizer = scalar(2)
     with pytest.raises((TypeError, ValueError)):
         optimizer.add_param_group({"params": [weight]})
     assert len(optimizer.param_groups) == 1
     for _ in range(2):
-        (weight * 1.0).backward()
-        optimizer.step()
+        run_micro_batch(weight, optimizer)
     assert weight.item() == -1.0
+
+
+LAZY = {
+    "a Linear": (lambda: nn.LazyLinear(3), (2, 4)),
+    "a convolution": (lambda: nn.LazyConv1d(3, 2), (2, 4, 5)),
+    "a norm": (lambda: nn.LazyBatchNorm1d(), (2, 4)),
+}
+
+
+@pytest.mark.parametrize(("make", "shape"), LAZY.values(), ids=LAZY)
+def test_parameters_without_a_shape_are_refused_until_a_forward_pass(make, shape):
+    model = nn.Sequential(nn.Identity(), make())
+    kind = type(model[1]).__name__
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    for options, place in (({}, "'0.0'"), ({"model": model}, f"'1.weight' of the {kind} '1'")):
+        with pytest.raises(ValueError, match=rf"^parameter {place} has no shape.* one forward pass"):
+            fusedacc.AccumulatingOptimizer(inner, 2, **options)
+    known = network()
+    optimizer = wrap(known, 2)
+    with pytest.raises(ValueError, match=r"parameter '1\.0' has no shape"):
+        optimizer.add_param_group({"params": list(model.parameters())})
+    assert len(optimizer.param_groups) == 1
+    model(torch.ones(shape))
+    optimizer.add_param_group({"params": list(model.parameters())})
+    (known(torch.ones(2, 4)).sum() + model(torch.randn(shape)).square().sum()).backward()
+    optimizer.step()

@@ -88,9 +88,11 @@ MOMENTS = {
 }
 
 
-def train(net: Net, optimizer, edit: Callable, moment: tuple, kind: str) -> list[list[Tensor | None]]:
-    """Three updates; returns the weights and gradients after each backward and each update."""
-    seen: list[list[Tensor | None]] = []
+def train(net: Net, optimizer, edit: Callable, moment: tuple, loop: str, clip: float | None = None) -> list:
+    """Three updates by a "counted", "manual" or "stock" loop; the weights after each, and where stock clips
+    or the wrapper does, the norm.
+    """
+    seen: list[Tensor] = []
 
     def maybe(*now) -> None:
         if now == moment:
@@ -99,14 +101,28 @@ def train(net: Net, optimizer, edit: Callable, moment: tuple, kind: str) -> list
     for update in range(3):
         for micro in range(K):
             loss = net(batch(K * update + micro, net.a.weight.dtype))
-            (loss if kind == "counted" else loss / K).backward()
+            (loss if loop == "counted" else loss / K).backward()
             maybe(update, micro, "backward")
-            if kind == "counted" or micro == K - 1:
+            if clip and loop == "stock" and micro == K - 1:
+                params = [p for group in optimizer.param_groups for p in group["params"]]
+                seen.append(nn.utils.clip_grad_norm_(params, clip).double())
+            if loop == "counted" or micro == K - 1:
                 optimizer.step()
                 optimizer.zero_grad()
             maybe(update, micro, "step")
-        seen.append([net.a.weight.detach().clone(), net.b.weight.detach().clone()])
+        seen += [optimizer.grad_norm] if clip and loop != "stock" else []
+        seen += [net.a.weight.detach().clone(), net.b.weight.detach().clone()]
     return seen
+
+
+def made(dtype: torch.dtype, both: bool, loop: str, **options):
+    """A network and its optimizer, of both weights or of the first."""
+    net = Net(dtype)
+    inner = torch.optim.SGD(net.parameters() if both else [net.a.weight], lr=0.5)
+    if loop == "stock":
+        return net, inner
+    given = options | ({"model": net} if "model" in options else {})
+    return net, fusedacc.AccumulatingOptimizer(inner, K if loop == "counted" else None, **given)
 
 
 @pytest.mark.sweep
@@ -119,55 +135,22 @@ def test_groups_changed_by_hand_train_as_stock(monkeypatch, kind, way, edit, mom
     if way.startswith("python"):
         monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", "0")
     change, both = EDITS[edit]
-    results = []
-    for wrapped in (False, True):
-        net = Net(dtype)
-        inner = torch.optim.SGD(net.parameters() if both else [net.a.weight], lr=0.5)
-        optimizer = inner
-        if wrapped:
-            given = options | ({"model": net} if "model" in options else {})
-            optimizer = fusedacc.AccumulatingOptimizer(inner, K if kind == "counted" else None, **given)
-        results.append(train(net, optimizer, change, MOMENTS[moment], kind if wrapped else "manual"))
-    for stock, ours in zip(*results, strict=True):
-        for want, got in zip(stock, ours, strict=True):
-            assert torch.equal(want, got)
+    stock, ours = (
+        train(*made(dtype, both, loop, **options), change, MOMENTS[moment], loop) for loop in ("stock", kind)
+    )
+    assert all(map(torch.equal, stock, ours))
 
 
 @pytest.mark.parametrize("kind", ["counted", "manual"])
 @pytest.mark.parametrize("edit", ["append", "replace"])
 def test_a_parameter_put_in_by_hand_is_hooked_clipped_and_cleared(kind, edit):
     change, both = EDITS[edit]
-    norms = []
-    for wrapped in (False, True):
-        net = Net(torch.float32)
-        optimizer = torch.optim.SGD(net.parameters() if both else [net.a.weight], lr=0.5, momentum=0.5)
-        if wrapped:
-            optimizer = fusedacc.AccumulatingOptimizer(
-                optimizer, K if kind == "counted" else None, max_grad_norm=1.0
-            )
-        for update in range(3):
-            for micro in range(K):
-                loss = net(batch(micro, torch.float32))
-                (loss if wrapped and kind == "counted" else loss / K).backward()
-                if (update, micro) == (1, 1):
-                    change(net, optimizer)
-                if wrapped and kind == "counted":
-                    optimizer.step()
-            if not wrapped:
-                params = [p for group in optimizer.param_groups for p in group["params"]]
-                norm = nn.utils.clip_grad_norm_(params, 1.0)
-            if not (wrapped and kind == "counted"):
-                optimizer.step()
-            if not wrapped:
-                norms.append((norm, net.b.weight.detach().clone()))
-            else:
-                want, weight = norms[update]
-                torch.testing.assert_close(optimizer.grad_norm, want.to(optimizer.grad_norm.dtype))
-                torch.testing.assert_close(net.b.weight, weight)
-            optimizer.zero_grad()
-            if update > 0:
-                assert net.a.weight.grad is None
-                assert net.b.weight.grad is None
+    net, optimizer = made(torch.float32, both, kind, max_grad_norm=1.0)
+    moment = (1, 1, "backward")
+    wanted = train(*made(torch.float32, both, "stock"), change, moment, "stock", clip=1.0)
+    found = train(net, optimizer, change, moment, kind, clip=1.0)
+    torch.testing.assert_close(found, wanted, check_dtype=False)
+    assert (net.a.weight.grad, net.b.weight.grad) == (None, None)
     rows = optimizer.explain().splitlines()
     assert sum("multi_tensor" in row for row in rows) == 2
 
@@ -245,12 +228,12 @@ def test_a_parameter_taken_out_is_given_back_and_freed(steps):
     assert gone() is None
 
 
-def test_a_thousand_replacements_leave_nothing_behind():
+def test_many_replacements_leave_nothing_behind():
     net = Net(LOW)
     optimizer = fusedacc.AccumulatingOptimizer(
         torch.optim.SGD(net.parameters(), lr=0.5), 1, model=net, master_weights=True
     )
-    for number in range(1000):
+    for number in range(100):
         replace(net, optimizer)
         net(batch(number % 7, LOW)).backward()
         optimizer.step()

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from loops import LOW, NoHostRead, loss_of, network
+from loops import LOW, NoHostRead, assert_close_weights, loss_of, network
 
 import fusedacc
 from fusedacc.optimizer import micro_batch
@@ -56,8 +56,7 @@ def test_they_weigh_as_numbers_do(reduction, dtype, steps):
     for _ in range(3):
         run(wanted, reference, WEIGHTS)
         run(ours, optimizer, on_device(WEIGHTS))
-    for p, want in zip(ours.parameters(), wanted.parameters(), strict=True):
-        torch.testing.assert_close(p, want, rtol=1e-5 if dtype == F32 else 2e-2, atol=1e-6)
+    assert_close_weights(ours, wanted, 1e-5 if dtype == F32 else 2e-2)
     assert int(optimizer.num_skipped) == 0
 
 
@@ -66,8 +65,7 @@ def test_integers_and_late_weights():
     ours, optimizer = build("normalized")
     run(wanted, reference, WEIGHTS)
     run(ours, optimizer, [torch.tensor(int(weight)) for weight in WEIGHTS], late=True)
-    for p, want in zip(ours.parameters(), wanted.parameters(), strict=True):
-        torch.testing.assert_close(p, want, rtol=1e-5, atol=1e-6)
+    assert_close_weights(ours, wanted)
 
 
 @pytest.mark.parametrize("reduction", ["weighted", "normalized"])
@@ -114,8 +112,7 @@ def test_a_part_filled_window_is_saved_and_flushed():
         optimizer.flush()
         return model
 
-    for p, want in zip(part(False).parameters(), part(True).parameters(), strict=True):
-        torch.testing.assert_close(p, want, rtol=1e-5, atol=1e-6)
+    assert_close_weights(part(False), part(True))
 
 
 def test_a_second_weight_of_one_micro_batch_is_refused():

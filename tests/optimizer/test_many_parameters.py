@@ -13,7 +13,7 @@ from torch import nn
 import fusedacc
 
 OURS = str(Path(fusedacc.__file__).parent)
-FEW, TIMES = 60, 4
+FEW, TIMES = 30, 4
 
 
 def calls(work: Callable[[], object]) -> int:

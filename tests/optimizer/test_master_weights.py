@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import io
-import math
 import pickle
 import warnings
 
 import pytest
 import torch
-from loops import LOW, loss_of, micro_batch, network
+from loops import LOW, assert_equal_weights, loss_of, micro_batch, network, through_file
 from torch import nn
 
 import fusedacc
@@ -69,33 +67,16 @@ def masters_of(optimizer):
 @pytest.mark.parametrize("inner", INNER)
 def test_equal_to_masters_kept_by_hand_bit_for_bit(inner, dtype, counted):
     wanted, ours = network(dtype), network(dtype)
-    masters = by_hand(wanted, INNER[inner], 20, divides=not counted)
+    masters = by_hand(wanted, INNER[inner], 6, divides=not counted)
     optimizer = wrapped(ours, inner, STEPS if counted else None)
     identities = [id(p) for p in ours.parameters()]
-    train(ours, optimizer, 20)
+    train(ours, optimizer, 6)
     assert all(map(torch.equal, masters_of(optimizer), masters))
-    assert all(map(torch.equal, ours.parameters(), wanted.parameters()))
+    assert_equal_weights(ours, wanted)
     assert [id(p) for p in ours.parameters()] == identities
     for p in ours.parameters():
         assert p.dtype == dtype
         assert all(v.dtype == F32 for v in optimizer.state[p].values() if isinstance(v, torch.Tensor))
-
-
-def test_small_updates_are_not_lost():
-    """An lr that bfloat16 rounds away: without masters nothing moves."""
-    start = network(LOW)
-    for master_weights, moves in ((False, False), (True, True)):
-        model = copy.deepcopy(start)
-        inner = torch.optim.SGD(model.parameters(), lr=1e-6)
-        optimizer = fusedacc.AccumulatingOptimizer(inner, 1, master_weights=master_weights)
-        for _ in range(5):
-            micro_batch(model, optimizer, 1)
-        if moves:
-            assert not all(
-                map(torch.equal, [m.bfloat16().float() for m in masters_of(optimizer)], masters_of(optimizer))
-            )
-        else:
-            assert torch.equal(model[2].weight, start[2].weight)
 
 
 def test_autograd_knows_that_parameters_were_written():
@@ -125,27 +106,23 @@ def test_a_copy_made_after_an_update_keeps_masters_of_its_own_parameters_only(th
 def test_masters_survive_exactly(through):
     straight = network(LOW)
     reference = wrapped(straight)
-    train(straight, reference, 6)
-
+    train(straight, reference, 4)
     model = network(LOW)
     optimizer = wrapped(model)
-    train(model, optimizer, 3)
+    train(model, optimizer, 2)
     if through in ("pickle", "deepcopy"):
         pair = (model, optimizer)
         model, optimizer = copy.deepcopy(pair) if through == "deepcopy" else pickle.loads(pickle.dumps(pair))
     else:
         saved, weights = optimizer.state_dict(), copy.deepcopy(model.state_dict())
         if through == "torch.save":
-            file = io.BytesIO()
-            torch.save(saved, file)
-            file.seek(0)
-            saved = torch.load(file)
+            saved = through_file(saved)
         model = network(LOW)
         optimizer = wrapped(model)
         optimizer.load_state_dict(saved)
         model.load_state_dict(weights)  # after the optimizer's: the masters must stand it
-    train(model, optimizer, 3, start=3)
-    assert all(map(torch.equal, straight.parameters(), model.parameters()))
+    train(model, optimizer, 2, start=2)
+    assert_equal_weights(straight, model)
     assert all(map(torch.equal, masters_of(reference), masters_of(optimizer)))
     for p, want in zip(model.parameters(), straight.parameters(), strict=True):
         for name, value in reference.state[want].items():
@@ -199,22 +176,19 @@ def test_masters_can_be_taken_anew_from_the_parameters(write, steps):
         fresh.state[its] = copy.deepcopy(optimizer.state[param])
     train(model, optimizer, 2, start=3)
     train(other, fresh, 2, start=3)
-    for param, its in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(param, its)
+    assert_equal_weights(model, other)
 
 
 def test_masters_taken_anew_in_mid_window_leave_its_sums():
-    model, twin = network(LOW), network(LOW)
     ends = []
-    for net in (model, twin):
+    for refreshes in (True, False):
+        net = network(LOW)
         optimizer = wrapped(net, "adamw")
-        loss_of(net, 0).backward()
-        optimizer.step()
-        if net is model:
+        micro_batch(net, optimizer, 0)
+        if refreshes:
             optimizer.refresh_master_weights()
         assert optimizer.micro_step == 1
-        loss_of(net, 1).backward()
-        optimizer.step()
+        micro_batch(net, optimizer, 1)
         ends.append(masters_of(optimizer))
     assert all(map(torch.equal, *ends))
 
@@ -246,21 +220,6 @@ def test_a_checkpoint_of_the_bare_optimizer_becomes_float32():
     assert all(s["exp_avg"].dtype == F32 for s in late.state.values())
 
 
-def test_damaged_masters_change_nothing():
-    model = network(LOW)
-    optimizer = wrapped(model)
-    train(model, optimizer, 1)
-    before = copy.deepcopy(optimizer.state_dict())
-    for damage in (torch.zeros(3), torch.zeros(5, 4, dtype=LOW), "text"):
-        bad = copy.deepcopy(before)
-        bad["state"][0]["fusedacc_master"] = damage
-        with pytest.raises(ValueError, match="the master of parameter 0"):
-            optimizer.load_state_dict(bad)
-    after = optimizer.state_dict()
-    for index, entry in before["state"].items():
-        assert all(torch.equal(value, after["state"][index][name]) for name, value in entry.items())
-
-
 def test_masters_into_a_wrapper_without_them_warn():
     model = network(LOW)
     optimizer = wrapped(model)
@@ -287,23 +246,6 @@ def test_mixed_precision_parameters_and_parameters_without_gradient():
     assert all(torch.equal(v, before[k]) for k, v in model["unused"].state_dict().items())
     assert model["wide"].weight.dtype == F32
     assert not any(p in optimizer.state for p in model["unused"].parameters())
-
-
-@pytest.mark.parametrize("inner", ["adamw fused", "adamw"])
-def test_with_clipping_scaling_and_skipping(inner):
-    wanted, ours = network(F16), network(F16)
-    plain, scaled = wrapped(wanted, inner, max_grad_norm=0.05), wrapped(ours, inner, max_grad_norm=0.05)
-    scaler = fusedacc.amp.GradScaler("cpu", init_scale=256.0)
-    train(wanted, plain, 5)
-    for seed in range(STEPS * 6):
-        bad = seed == 1
-        scaler.scale(loss_of(ours, max(seed - STEPS, 0)) * (math.inf if bad else 1.0)).backward()
-        scaler.step(scaled)
-        scaler.update()
-        scaled.zero_grad()
-    assert int(scaled.num_skipped) == 1
-    for p, want in zip(masters_of(scaled), masters_of(plain), strict=True):
-        torch.testing.assert_close(p, want, rtol=2e-3, atol=2e-5)
 
 
 def test_nothing_in_low_precision_warns():

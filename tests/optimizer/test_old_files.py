@@ -13,7 +13,6 @@ float32 masters and the counters into `expected.pt`.
 
 from __future__ import annotations
 
-import contextlib
 import io
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,36 +41,19 @@ class Case:
     ended: bool = True
     dtype: torch.dtype = torch.float32
     replace: bool = False
+    steps: int | None = K
     settings: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def counted(self) -> bool:
-        return self.settings["gradient_accumulation_steps"] is not None
 
-    @property
-    def weighted(self) -> bool:
-        return self.settings.get("reduction") == "weighted"
-
-
+WEIGHTED = {"reduction": "weighted", "max_grad_norm": 0.25}
 CASES = {
     # The window's first gradients, which became the sums as they were: these are still to be multiplied by 2.
-    "deferred": Case(
-        5, settings={"gradient_accumulation_steps": K, "reduction": "weighted", "max_grad_norm": 0.25}
-    ),
-    "masters": Case(
-        6,
-        dtype=torch.bfloat16,
-        settings={
-            "gradient_accumulation_steps": K,
-            "reduction": "weighted",
-            "master_weights": True,
-            "max_grad_norm": 0.25,
-        },
-    ),
+    "deferred": Case(5, settings=WEIGHTED),
+    "masters": Case(6, dtype=torch.bfloat16, settings=WEIGHTED | {"master_weights": True}),
     # After the window's last backward, before its step(): the final gradients stand in p.grad.
-    "published": Case(8, ended=False, replace=True, settings={"gradient_accumulation_steps": K}),
+    "published": Case(8, ended=False, replace=True),
     # p.grad is the accumulator: the checkpoint holds it, a pickle does not, as torch's holds no p.grad.
-    "manual": Case(6, settings={"gradient_accumulation_steps": None, "max_grad_norm": 0.25}),
+    "manual": Case(6, steps=None, settings={"max_grad_norm": 0.25}),
 }
 
 
@@ -95,7 +77,7 @@ def inputs(index: int) -> tuple[torch.Tensor, torch.Tensor]:
 def made(case: Case, model: nn.Module) -> fusedacc.AccumulatingOptimizer:
     inner = torch.optim.AdamW(model.parameters(), lr=0.01)
     settings = case.settings | ({"model": model} if case.replace else {})
-    return fusedacc.AccumulatingOptimizer(inner, **settings)
+    return fusedacc.AccumulatingOptimizer(inner, case.steps, **settings)
 
 
 def train(
@@ -103,20 +85,20 @@ def train(
 ) -> None:
     """The micro-batches from `begin` to `end`, but for the `step()` of the last if `case.ended` is not so."""
     for index in range(begin, end):
-        weight = {"weight": index % 3 + 1} if case.weighted else {}
-        with optimizer.accumulate(**weight) if weight else contextlib.nullcontext():
+        weighted = "reduction" in case.settings
+        with optimizer.accumulate(weight=index % 3 + 1 if weighted else None):
             rows, weights = inputs(index)
             output = model(rows).float()
             # In bfloat16 no gradient depends on the weights: it would be rounded, and not alike everywhere.
             low = case.dtype is torch.bfloat16
             loss = (output * weights).sum() if low else (output + weights).square().mean()
-            (loss if case.counted else loss / K).backward()
+            (loss if case.steps else loss / K).backward()
         if index + 1 < end or case.ended or index >= case.before:
             step(case, optimizer, index)
 
 
 def step(case: Case, optimizer: fusedacc.AccumulatingOptimizer, index: int) -> None:
-    if case.counted or index % K == K - 1:
+    if case.steps or index % K == K - 1:
         optimizer.step()
         optimizer.zero_grad()
 

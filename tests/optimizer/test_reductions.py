@@ -36,20 +36,6 @@ def test_three_workers(samples, steps, divisor):
     torch.testing.assert_close(torch.stack(updates).mean(), values.sum() / divisor)
 
 
-def test_64_as_2_by_32_equals_64_at_once():
-    torch.manual_seed(0)
-    inputs, targets = torch.randn(64, 8), torch.randint(0, 4, (64,))
-    whole, halves = nn.Linear(8, 4), nn.Linear(8, 4)
-    halves.load_state_dict(whole.state_dict())
-    F.cross_entropy(whole(inputs), targets).backward()
-    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(halves.parameters(), lr=0.1), 2)
-    for x, y in zip(inputs.split(32), targets.split(32), strict=True):
-        F.cross_entropy(halves(x), y).backward()
-        optimizer.step()
-    for p, q in zip(whole.parameters(), halves.parameters(), strict=True):
-        assert_close(q.grad, p.grad, torch.full_like(p.grad, 1.0), 66)
-
-
 @pytest.mark.parametrize("steps", [None, 4])
 @pytest.mark.parametrize("reduction", ["weighted", "normalized"])
 def test_ragged_lengths_equal_one_full_batch(reduction, steps):
@@ -140,37 +126,27 @@ def test_flush_takes_the_true_reduction_of_a_ragged_window(reduction):
     assert optimizer.num_updates == 1, "a flush of an empty window does nothing"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "kept"), [(torch.bfloat16, None), (torch.float16, None), (torch.bfloat16, torch.bfloat16)]
+)
 @pytest.mark.parametrize("steps", [None, 64])
-def test_low_precision_sums_are_float32_and_cast_once(dtype, steps):
-    """One large gradient and 63 small ones: a sum in the parameter's dtype would stay at the large one."""
+def test_low_precision_sums_are_float32_and_cast_once(dtype, kept, steps):
+    """One large gradient and 63 small ones: a sum in bfloat16, which is on demand, stays at the large one."""
     weight = nn.Parameter(torch.zeros(3, dtype=dtype))
     inner = torch.optim.SGD([weight], lr=1.0)
-    optimizer = fusedacc.AccumulatingOptimizer(inner, steps, reduction="sum")
+    optimizer = fusedacc.AccumulatingOptimizer(inner, steps, reduction="sum", accumulate_dtype=kept)
     given = [1.0] + [2.0**-12] * 63
     for value in given:
         (weight.sum() * value).backward()
         if steps:
             optimizer.step()
     if not steps:
-        assert weight.grad.dtype == torch.float32
+        assert weight.grad.dtype == (kept or torch.float32)
         optimizer.step()
-    expected = torch.full((3,), sum(given), dtype=torch.float64)
-    assert torch.equal(weight.grad.double().to(dtype), expected.to(dtype))
-    assert torch.equal(-weight.detach(), expected.to(dtype))
-    assert weight.detach()[0] != -1
-
-
-def test_accumulate_dtype_is_obeyed():
-    """bfloat16 sums on demand: they lose what float32 keeps, as asked."""
-    weight = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
-    optimizer = fusedacc.AccumulatingOptimizer(
-        torch.optim.SGD([weight], lr=1.0), 64, reduction="sum", accumulate_dtype=torch.bfloat16
-    )
-    for value in [1.0] + [2.0**-12] * 63:
-        (weight.sum() * value).backward()
-        optimizer.step()
-    assert torch.equal(-weight.detach(), torch.ones(3, dtype=torch.bfloat16))
+    wanted = torch.full((3,), 1.0 if kept else sum(given)).to(dtype)
+    assert torch.equal(weight.grad.to(dtype), wanted)
+    assert torch.equal(-weight.detach(), wanted)
+    assert bool(wanted[0] == 1) is (kept is not None)
 
 
 def test_weight_zero_adds_nothing_even_where_the_gradient_is_nan():

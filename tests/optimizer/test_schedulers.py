@@ -5,21 +5,29 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import io
 import itertools
 import pickle
 import warnings
 
 import pytest
 import torch
-from loops import cleared_micro_batch, loss_of, network, scalar, wrap, wrap_momentum
+from loops import (
+    assert_equal_weights,
+    cleared_micro_batch,
+    loss_of,
+    network,
+    scalar,
+    through_file,
+    wrap,
+    wrap_momentum,
+)
 from torch.optim import lr_scheduler, swa_utils
 from torch.optim.lr_scheduler import LRScheduler
 
 import fusedacc
 from fusedacc.integrations.scheduler import COUNTED, UpdateScheduler
 
-K, UPDATES = 2, 12
+K, UPDATES = 2, 8
 
 SCHEDULERS = {
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda update: 0.9**update),
@@ -33,7 +41,7 @@ SCHEDULERS = {
     "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, T_0=3, T_mult=2),
     "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, total_iters=10, power=2.0),
     "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, base_lr=0.01, max_lr=0.1, step_size_up=3),
-    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=UPDATES + 1),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=12),
     "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1, factor=0.5),
     "SequentialLR": lambda o: lr_scheduler.SequentialLR(
         o, [lr_scheduler.LinearLR(o, total_iters=4), lr_scheduler.CosineAnnealingLR(o, 8)], milestones=[4]
@@ -124,13 +132,6 @@ def test_equal_to_the_bare_optimizers(make, inner, way):
     assert not [w for w in caught if "optimizer.step()" in str(w.message)]
 
 
-def through_file(state: object) -> object:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file)
-
-
 @pytest.mark.sweep
 @every_scheduler
 @pytest.mark.parametrize("first", ["scheduler", "optimizer"])
@@ -157,8 +158,7 @@ def test_a_resumed_schedule_goes_on(make, first):
         train(*run, range(7, 20))
     assert settings(alone[1]) == settings(resumed[1])
     assert alone[2].get_last_lr() == resumed[2].get_last_lr()
-    for p, q in zip(alone[0].parameters(), resumed[0].parameters(), strict=True):
-        assert torch.equal(p, q)
+    assert_equal_weights(alone[0], resumed[0])
 
 
 def halving(steps=K, **options):
@@ -174,60 +174,29 @@ def micro_batch(weight, optimizer, scheduler, calls: int = 1) -> None:
         scheduler.step()
 
 
+#: Steps, calls ("m": a micro-batch, "s": the scheduler's step, "f": flush), updates, steps of the schedule.
+CALLS = {
+    "one call after each micro-batch": (K, "ms" * 4, 2, 2),
+    "several calls after one update": (K, "msss" * 4, 2, 2),
+    "calls before the first update": (K, "ss", 0, 0),
+    "a flush after which the loop steps": (3, "ms" * 4 + "fss", 2, 2),
+    "a flush after which a framework goes on": (3, "ms" * 4 + "fms", 2, 2),
+    "a flush and an update": (lambda update: 3 if update == 0 else 1, "msfms", 2, 2),
+    "an empty flush": (K, "msms" + "fs", 1, 1),
+    "a manual loop": (None, "mss" * 3, 3, 3),
+}
+
+
 class TestCounting:
     """The wrapped scheduler is stepped once per update, however often and whenever `step()` is called."""
 
-    @pytest.mark.parametrize("calls", [1, 2, 3])
-    def test_several_calls_after_one_update(self, calls):
-        parts = halving()
-        for _ in range(2 * K):
-            micro_batch(*parts, calls=calls)
-        assert parts[2].last_epoch == 2
-
-    def test_calls_before_the_first_update(self):
-        parts = halving()
-        parts[2].step()
-        parts[2].step()
-        assert parts[2].last_epoch == 0
-
-    def test_a_flush_counts_once_where_the_loop_steps_after_it(self):
-        parts = halving(3)
-        for _ in range(4):
-            micro_batch(*parts)
-        parts[1].flush()
-        for _ in range(2):
-            parts[2].step()
-        assert parts[2].last_epoch == 2
-
-    def test_a_flush_counts_once_where_the_loop_does_not(self):
-        """As in a framework, whose next call comes after the next epoch's first micro-batch."""
-        parts = halving(3)
-        for _ in range(4):
-            micro_batch(*parts)
-        parts[1].flush()
-        micro_batch(*parts)
-        assert (parts[1].num_updates, parts[1].has_updated, parts[2].last_epoch) == (2, False, 2)
-
-    def test_a_flush_and_an_update_are_two(self):
-        parts = halving(lambda update: 3 if update == 0 else 1)
-        micro_batch(*parts)
-        parts[1].flush()
-        micro_batch(*parts)
-        assert (parts[1].num_updates, parts[2].last_epoch) == (2, 2)
-
-    def test_an_empty_flush_counts_nothing(self):
-        parts = halving()
-        for _ in range(K):
-            micro_batch(*parts)
-        parts[1].flush()
-        parts[2].step()
-        assert parts[2].last_epoch == 1
-
-    def test_a_manual_loop(self):
-        parts = halving(None)
-        for _ in range(3):
-            micro_batch(*parts, calls=2)
-        assert parts[2].last_epoch == 3
+    @pytest.mark.parametrize(("steps", "calls", "updates", "epochs"), CALLS.values(), ids=CALLS)
+    def test_calls(self, steps, calls, updates, epochs):
+        parts = halving(steps)
+        act = {"m": lambda: micro_batch(*parts, calls=0), "s": parts[2].step, "f": parts[1].flush}
+        for call in calls:
+            act[call]()
+        assert (parts[1].num_updates, parts[2].last_epoch) == (updates, epochs)
 
     def test_one_measurement_is_one_step(self):
         weight, optimizer = scalar(lambda update: 3 if update == 0 else 1)
@@ -364,45 +333,14 @@ class TestUpdateScheduler:
             lr_scheduler.SequentialLR(optimizer, parts, milestones=[2])
 
 
-class TestAveraging:
-    """torch.optim.swa_utils: averages of weights, which are taken on updates."""
-
-    @pytest.mark.parametrize("average", ["SWA", "EMA"])
-    def test_equal_to_the_bare_optimizers(self, average):
-        function = swa_utils.get_ema_multi_avg_fn(0.9) if average == "EMA" else None
-        ends = []
-        for wrapped in (False, True):
-            torch.manual_seed(0)
-            model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 2))
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-            if wrapped:
-                optimizer = fusedacc.AccumulatingOptimizer(optimizer, K)
-            averaged = swa_utils.AveragedModel(model, multi_avg_fn=function)
-            scheduler = swa_utils.SWALR(optimizer, swa_lr=0.05, anneal_epochs=4)
-            for seed in range(K * UPDATES):
-                (loss_of(model, seed) / (1 if wrapped else K)).backward()
-                updates = (seed + 1) % K == 0
-                if wrapped or updates:
-                    optimizer.step(), optimizer.zero_grad()
-                assert not wrapped or optimizer.has_updated == updates
-                if updates:
-                    averaged.update_parameters(model)
-                    scheduler.step()
-            data = [torch.randn(3, 4, generator=torch.Generator().manual_seed(i)) for i in range(5)]
-            swa_utils.update_bn(data, averaged)
-            assert averaged.n_averaged == UPDATES
-            ends.append(averaged.state_dict())
-        assert ends[0].keys() == ends[1].keys()
-        assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
-
-    def test_averaging_a_wrapped_model_takes_no_hook_along(self):
-        """AveragedModel deep-copies the model; a backward through the average is stock's."""
-        model = network()
-        optimizer = wrap(model, 1, model=model)
-        averaged = swa_utils.AveragedModel(model)
-        loss_of(averaged.module).backward()
-        assert all(p.grad is not None for p in averaged.parameters())
-        assert (optimizer.micro_step, optimizer.num_updates) == (0, 0)
-        cleared_micro_batch(model, optimizer)
-        averaged.update_parameters(model)
-        assert optimizer.num_updates == 1
+def test_averaging_a_wrapped_model_takes_no_hook_along():
+    """AveragedModel deep-copies the model; a backward through the average is stock's."""
+    model = network()
+    optimizer = wrap(model, 1, model=model)
+    averaged = swa_utils.AveragedModel(model)
+    loss_of(averaged.module).backward()
+    assert all(p.grad is not None for p in averaged.parameters())
+    assert (optimizer.micro_step, optimizer.num_updates) == (0, 0)
+    cleared_micro_batch(model, optimizer)
+    averaged.update_parameters(model)
+    assert optimizer.num_updates == 1

@@ -39,6 +39,13 @@ def train(model, optimizer, count):
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
+def assert_trains_as_without(model, optimizer) -> None:
+    plain, wrapped = made()
+    wrapped.close()
+    wrapped = AccumulatingOptimizer(torch.optim.AdamW(plain.parameters()), 2)
+    torch.testing.assert_close(train(model, optimizer, 4), train(plain, wrapped, 4))
+
+
 def test_what_is_asked_about():
     def name(*shape, **options):
         question = small_layers.question_of(torch.empty(*shape, **options))
@@ -61,11 +68,7 @@ def test_the_answer_is_followed_kept_and_explained(way):
     assert rows["0.weight"] == ("gemm" if way == small_layers.INSIDE else "multi_tensor")
     said = "so small that a node of ours costs more than it saves; stock: says the test"
     assert (said in optimizer.explain()) == (way == small_layers.STOCK)
-    plain, wrapped = made()
-    wrapped.close()
-    wrapped = AccumulatingOptimizer(torch.optim.AdamW(plain.parameters()), 2)
-    for ours, others in zip(train(model, optimizer, 4), train(plain, wrapped, 4), strict=True):
-        torch.testing.assert_close(ours, others)
+    assert_trains_as_without(model, optimizer)
     optimizer.close()
     assert replaced(model) == [False] * 3
 
@@ -98,11 +101,7 @@ def test_a_checkpoint_lets_alone_what_its_answers_do_not_change():
     optimizer.load_state_dict(saved)
     assert model[0].forward is not ours
     assert optimizer._slots[0].paths == ("gemm",)
-    plain, wrapped = made()
-    wrapped.close()
-    wrapped = AccumulatingOptimizer(torch.optim.AdamW(plain.parameters()), 2)
-    for own, others in zip(train(model, optimizer, 4), train(plain, wrapped, 4), strict=True):
-        torch.testing.assert_close(own, others)
+    assert_trains_as_without(model, optimizer)
 
 
 def test_larger_layers_are_not_asked_about():

@@ -77,27 +77,25 @@ def test_flush_hands_them_on(steps):
 
 
 @pytest.mark.parametrize(
-    ("steps", "scaler"),
-    [(None, fusedacc.amp.GradScaler), (2, fusedacc.amp.GradScaler), (None, torch.amp.GradScaler)],
+    ("steps", "scaler", "flushes"),
+    [
+        (None, fusedacc.amp.GradScaler, False),
+        (2, fusedacc.amp.GradScaler, False),
+        (None, torch.amp.GradScaler, False),
+        (3, fusedacc.amp.GradScaler, True),
+    ],
 )
-def test_through_a_scaler(steps, scaler):
+def test_through_a_scaler(steps, scaler, flushes):
     weight, inner, optimizer = wrapped(steps)
     scaling = scaler("cpu", init_scale=8.0)
-    for hessian in (2.0, 4.0)[2 - (steps or 1) :]:
+    for hessian in (2.0, 4.0) if steps == 2 else (4.0,):
         scaling.scale(weight.sum()).backward()
-        scaling.step(optimizer, hessian=hessian)
+        scaling.step(optimizer, hessian=2.0 if flushes else hessian)
+        if flushes:
+            scaling.flush(optimizer, hessian=hessian)
         scaling.update()
     assert hessians(inner) == [4.0]
     assert weight.tolist() == [-1 / 4] * 3
-
-
-def test_a_scalers_flush_hands_them_on():
-    weight, inner, optimizer = wrapped(3)
-    scaler = fusedacc.amp.GradScaler("cpu", init_scale=8.0)
-    scaler.scale(weight.sum()).backward()
-    scaler.step(optimizer, hessian=2.0)
-    scaler.flush(optimizer, hessian=4.0)
-    assert hessians(inner) == [4.0]
 
 
 def test_after_close_they_are_the_inner_optimizers():

@@ -11,38 +11,27 @@ from loops import LOW, loss_of, micro_batch, network, wrap
 from fusedacc.kernels import torch_state
 
 STOCHASTIC: dict[str, Any] = {"accumulate_dtype": LOW, "rounding": "stochastic"}
+DTYPE = "accumulate_dtype is %s; allowed: accumulate_dtype=torch.bfloat16, or rounding='nearest'"
 BAD = {
     "unknown": ({"rounding": "random"}, ValueError, "rounding is 'random'; allowed: 'nearest', 'stochastic'"),
     "of another kind": ({"rounding": 1}, ValueError, "rounding is 1; allowed"),
-    "default dtype": (
-        {"rounding": "stochastic"},
-        ValueError,
-        "accumulate_dtype is None; allowed: accumulate_dtype=torch.bfloat16, or rounding='nearest'",
-    ),
-    "float32": (
-        {**STOCHASTIC, "accumulate_dtype": torch.float32},
-        ValueError,
-        "accumulate_dtype is torch.float32",
-    ),
-    "float16": (
-        {**STOCHASTIC, "accumulate_dtype": torch.float16},
-        ValueError,
-        "accumulate_dtype is torch.float16",
-    ),
-    "str dtype": ({**STOCHASTIC, "accumulate_dtype": "bfloat16"}, ValueError, "accumulate_dtype is bfloat16"),
+    "default dtype": ({"rounding": "stochastic"}, ValueError, DTYPE % None),
+    "float32": (STOCHASTIC | {"accumulate_dtype": torch.float32}, ValueError, DTYPE % "torch.float32"),
+    "float16": (STOCHASTIC | {"accumulate_dtype": torch.float16}, ValueError, DTYPE % "torch.float16"),
+    "str dtype": (STOCHASTIC | {"accumulate_dtype": "bfloat16"}, ValueError, DTYPE % "bfloat16"),
     "idle seed": (
         {"seed": 0},
         ValueError,
-        "seed is 0, but rounding='nearest' takes no random bits; allowed: None",
+        "seed is 0, but rounding='nearest' takes no random bits",
     ),
     "float seed": (
-        {**STOCHASTIC, "seed": 0.5},
+        STOCHASTIC | {"seed": 0.5},
         TypeError,
-        r"seed is 0\.5 \(float\); allowed: an int from 0 to",
+        r"seed is 0\.5 \(float\); allowed: an int",
     ),
-    "bool seed": ({**STOCHASTIC, "seed": False}, TypeError, r"seed is False \(bool\); allowed"),
-    "negative": ({**STOCHASTIC, "seed": -1}, ValueError, r"seed is -1; allowed: 0 to 9223372036854775807"),
-    "too large": ({**STOCHASTIC, "seed": 2**63}, ValueError, "seed is 9223372036854775808; allowed"),
+    "bool seed": (STOCHASTIC | {"seed": False}, TypeError, r"seed is False \(bool\); allowed"),
+    "negative": (STOCHASTIC | {"seed": -1}, ValueError, r"seed is -1; allowed: 0 to 9223372036854775807"),
+    "too large": (STOCHASTIC | {"seed": 2**63}, ValueError, "seed is 9223372036854775808; allowed"),
 }
 
 

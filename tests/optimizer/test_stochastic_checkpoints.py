@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from loops import LOW, loss_of, network, wrap
+from loops import LOW, assert_close_weights, loss_of, network, through_file, wrap
 from test_checkpoint_damage import everything
-from test_resume import assert_identical, settings, through_file
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from test_resume import assert_identical, assert_resumes, settings
 
 import fusedacc
-from fusedacc.integrations.distributed_checkpoint import make_room
 from fusedacc.optimizer.checkpoint_checks import NOISE, OWN
 
 STOCHASTIC: dict[str, Any] = {"accumulate_dtype": LOW, "rounding": "stochastic", "seed": 8}
@@ -27,62 +25,27 @@ KINDS: dict[str, dict[str, Any]] = {
     "masters": {"dtype": LOW, "master_weights": True},
     "model=": {"dtype": LOW, "inside": True},
     "model=, float32": {"inside": True, "max_grad_norm": 0.1},
+    "manual": {"dtype": LOW, "steps": None, "sparse": True},
+    "manual, mean": {"dtype": LOW, "steps": None, "sparse": True, "reduction": "mean"},
+    "manual, weighted": {"dtype": LOW, "steps": None, "sparse": True, "reduction": "weighted"},
 }
 
 
-@pytest.mark.parametrize("done", [0, 2, 4, 7])
+def made(kind: str, seed: int = 8):
+    return settings(**KINDS[kind], **(STOCHASTIC | {"seed": seed}))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("done", [0, 1, 4, 7])
+@pytest.mark.parametrize("before", [0, 5])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_goes_on_from_a_file_bit_for_bit(kind, done):
-    model, optimizer, train = settings(**KINDS[kind], **STOCHASTIC)
-    train(range(done))
-    saved = through_file([model.state_dict(), optimizer.state_dict()])
-    other, resumed, train_other = settings(**KINDS[kind], **(STOCHASTIC | {"seed": 9}))
-    train_other(range(20, 25))
-    other.load_state_dict(saved[0])
-    resumed.load_state_dict(saved[1])
-    assert_identical(saved[1], resumed.state_dict())
-    for go_on in (train, train_other):
-        go_on(range(done, 13))
-    optimizer.flush(), resumed.flush()
-    assert_identical([model.state_dict(), optimizer.state_dict()], [other.state_dict(), resumed.state_dict()])
+def test_a_run_goes_on_from_a_file_bit_for_bit(kind, before, done):
+    assert_resumes(functools.partial(made, kind), done, before, to=functools.partial(made, kind, seed=9))
 
 
-def manual(reduction: str = "sum", seed: int = 8, **options: Any):
-    model = network(LOW)
-    optimizer = wrap(
-        model, None, torch.optim.Adam, lr=0.01, reduction=reduction, **(STOCHASTIC | {"seed": seed})
-    )
-
-    def train(numbers: range, looks: bool = False) -> None:
-        for number in numbers:
-            with optimizer.accumulate(weight=number + 1.0 if reduction == "weighted" else None):
-                loss = loss_of(model, number) if number % 3 else model[0](torch.ones(4, dtype=LOW)).sum()
-                loss.backward()
-            if looks:
-                optimizer.state_dict()
-            if number % 4 == 3:
-                optimizer.step(), optimizer.zero_grad()
-
-    return model, optimizer, train
-
-
-@pytest.mark.parametrize("reduction", ["sum", "mean", "weighted"])
-@pytest.mark.parametrize("done", [1, 3, 4, 6])
-def test_a_manual_loop_goes_on_bit_for_bit(done, reduction):
-    """Some parameters have no gradient in some micro-batches."""
-    model, optimizer, train = manual(reduction)
-    train(range(done))
-    saved = through_file([model.state_dict(), optimizer.state_dict()])
-    other, resumed, train_other = manual(reduction, seed=2)
-    other.load_state_dict(saved[0])
-    resumed.load_state_dict(saved[1])
-    train(range(done, 12)), train_other(range(done, 12))
-    assert_identical([model.state_dict(), optimizer.state_dict()], [other.state_dict(), resumed.state_dict()])
-
-
-@pytest.mark.parametrize("reduction", ["sum", "mean", "weighted"])
-def test_looking_at_the_state_changes_nothing(reduction):
-    (model, _, train), (other, _, train_other) = manual(reduction), manual(reduction)
+@pytest.mark.parametrize("kind", ["manual", "manual, mean", "manual, weighted"])
+def test_looking_at_the_state_changes_nothing(kind):
+    (model, _, train), (other, _, train_other) = made(kind), made(kind)
     train(range(12)), train_other(range(12), looks=True)
     assert_identical(model.state_dict(), other.state_dict())
 
@@ -138,9 +101,6 @@ def test_copies_go_on_bit_for_bit(steps, how, done):
     assert_identical(optimizer.state_dict(), twin.state_dict())
 
 
-NEAREST = {"float32 sums": {}, "bfloat16 sums": {"accumulate_dtype": LOW}}
-
-
 def test_sums_of_float32_are_refused_in_mid_window_and_welcome_between_windows():
     _, optimizer, train = settings(dtype=LOW)
     other, loaded, _ = settings(dtype=LOW, **STOCHASTIC)
@@ -156,7 +116,7 @@ def test_sums_of_float32_are_refused_in_mid_window_and_welcome_between_windows()
 
 @pytest.mark.parametrize(
     ("nearest", "way"),
-    [(NEAREST["bfloat16 sums"], "to"), (NEAREST["bfloat16 sums"], "from"), (NEAREST["float32 sums"], "from")],
+    [({"accumulate_dtype": LOW}, "to"), ({"accumulate_dtype": LOW}, "from"), ({}, "from")],
     ids=["to", "from", "to float32"],
 )
 def test_checkpoints_of_either_rounding_load_into_the_other(nearest, way):
@@ -173,8 +133,7 @@ def test_checkpoints_of_either_rounding_load_into_the_other(nearest, way):
     for go_on in (train, train_other):
         go_on(range(2, 4))
     assert resumed.num_updates == 1
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=0.02, atol=0.02)
+    assert_close_weights(model, other, 0.02, 0.02)
 
 
 def test_a_checkpoint_holds_plain_numbers():
@@ -236,21 +195,6 @@ def test_the_last_numbers_that_a_checkpoint_may_hold_train():
     optimizer.load_state_dict(state)
     train(range(5))
     assert optimizer.num_updates == 1
-
-
-@pytest.mark.parametrize("done", [1, 4, 6])
-def test_distributed_checkpoint_makes_the_round_trip(done, tmp_path):
-    model, optimizer, train = settings(dtype=LOW, **STOCHASTIC)
-    train(range(done))
-    dcp.save({"optim": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=tmp_path)
-    other, resumed, train_other = settings(dtype=LOW, **(STOCHASTIC | {"seed": 3}))
-    other.load_state_dict(model.state_dict())
-    state = {"optim": get_optimizer_state_dict(other, resumed)}
-    make_room(state, tmp_path)
-    dcp.load(state, checkpoint_id=tmp_path)
-    set_optimizer_state_dict(other, resumed, state["optim"])
-    train(range(done, 12)), train_other(range(done, 12))
-    assert_identical(model.state_dict(), other.state_dict())
 
 
 @pytest.mark.parametrize("how", ["file", "pickle", "deepcopy"])

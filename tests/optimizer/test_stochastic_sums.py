@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import LOW, loss_of, network, wrap
+from loops import LOW, assert_mean, loss_of, network, wrap
 from test_resume import assert_identical
 from torch import Tensor, nn
 
@@ -81,24 +81,20 @@ def test_hooks_backends_and_buckets_change_nothing(options, monkeypatch):
     assert_identical(trained(**options), wanted)
 
 
-def windows(threads: int) -> Tensor:
+def test_threads_change_nothing():
     """The sum of a parameter that several threads add to at once."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    found, before = [], torch.get_num_threads()
+    ramp = torch.arange(1 << 18).remainder(1000).to(LOW)
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
         weight = nn.Parameter(torch.zeros(1 << 18, dtype=LOW))
         optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight], lr=1.0), 4, seed=2, **STOCHASTIC)
-        ramp = torch.arange(1 << 18).remainder(1000).to(LOW)
         for number in range(4):
             (weight * ramp * (1 + number)).sum().backward()
             optimizer.step()
-        return weight.detach()
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_threads_change_nothing():
-    assert torch.equal(windows(1), windows(2))
+        found.append(weight.detach())
+    torch.set_num_threads(before)
+    assert torch.equal(*found)
 
 
 # On average
@@ -128,14 +124,6 @@ class Window:
         return self.weight.grad.detach().clone()
 
 
-def assert_mean(found: Tensor, wanted: float) -> None:
-    """Equal to within 4.5 standard errors, and with noise in it: the test would see a rounding to nearest."""
-    values = found.double()
-    error = values.std().item() / ELEMENTS**0.5
-    assert error > 0
-    assert abs(values.mean().item() - wanted) < 4.5 * error, (values.mean().item(), wanted, error)
-
-
 def low(*values: float) -> list[float]:
     """As bfloat16 holds them."""
     return torch.tensor(values).to(LOW).tolist()
@@ -151,6 +139,7 @@ MEANS: dict[str, Callable[[Sequence[float], Sequence[float]], float]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [LOW, torch.float32])
 @pytest.mark.parametrize("steps", [7, 9, None], ids=["counted", "flushed", "manual"])
 @pytest.mark.parametrize("reduction", MEANS)
@@ -238,16 +227,18 @@ def test_several_parameters_have_errors_of_their_own():
 
 
 def test_complex_parameters_beside_low_ones_are_as_ever():
-    low_one = nn.Parameter(torch.zeros(8, dtype=LOW))
-    imaginary = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
-    optimizer = fusedacc.AccumulatingOptimizer(
-        torch.optim.SGD([low_one, imaginary], lr=1.0), 2, seed=0, **STOCHASTIC
+    """The native operator refuses the list, and eager torch takes those that it refuses."""
+    low_one, imaginary = (
+        nn.Parameter(torch.zeros(8, dtype=LOW)),
+        nn.Parameter(torch.zeros(3, dtype=torch.cfloat)),
     )
+    inner = torch.optim.SGD([low_one, imaginary], lr=1.0)
+    optimizer = fusedacc.AccumulatingOptimizer(inner, 2, seed=0, **STOCHASTIC)
     for number in (1, 2):
         (low_one.sum() * number + (imaginary * (1 + 2j)).abs().sum() + imaginary.real.sum()).backward()
         optimizer.step()
     assert low_one.tolist() == [-1.5] * 8
-    assert imaginary.dtype == torch.complex64
+    assert imaginary.dtype == torch.cfloat
     assert torch.isfinite(imaginary).all()
 
 

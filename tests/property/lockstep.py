@@ -323,7 +323,7 @@ def manner(error: Exception | None) -> str | None:
 
 
 def shrink(case: Case, make: Make, exposes: bool = True, budget: int = 400) -> Case:
-    """Fewer events, then fewer oddities, that fail in the same way: greedy, within `budget` runs."""
+    """Fewer events that fail in the same way: greedy, within `budget` runs."""
     way = manner(failure(case, make, exposes))
     chunk = max(1, len(case.events) // 2)
     while chunk and budget > 0:
@@ -336,20 +336,6 @@ def shrink(case: Case, make: Make, exposes: bool = True, budget: int = 400) -> C
             else:
                 start += chunk
         chunk //= 2
-    for feature in ({"masters": False}, {"skips": False}, {"scaling": None}):
-        plainer = replace(case, loop=replace(case.loop, **feature))
-        budget -= 1
-        if budget > 0 and manner(failure(plainer, make, exposes)) == way:
-            case = plainer
-    for position, event in enumerate(case.events):
-        for name in list(event.args):
-            if name in ("seed", "how", "action", "dtype", "weight", "index"):
-                continue
-            slimmer = Event(event.kind, {k: v for k, v in event.args.items() if k != name})
-            events = (*case.events[:position], slimmer, *case.events[position + 1 :])
-            budget -= 1
-            if budget > 0 and manner(failure(replace(case, events=events), make, exposes)) == way:
-                case, event = replace(case, events=events), slimmer
     return case
 
 

@@ -1,6 +1,6 @@
 """The wrapper against stock under random events.
 
-The number of cases: FUSEDACC_PROPERTY_CASES (200; 4,000 with FUSEDACC_FULL_TESTS=1). One case alone:
+The number of cases: FUSEDACC_PROPERTY_CASES (100; 4,000 with FUSEDACC_FULL_TESTS=1). One case alone:
 FUSEDACC_SEED=17. A failure prints its seed and the fewest events that still fail.
 """
 
@@ -23,7 +23,7 @@ from .oracle import Loop
 from .world import Make
 
 FULL = os.environ.get("FUSEDACC_FULL_TESTS", "") not in ("", "0")
-COUNT = int(os.environ.get("FUSEDACC_PROPERTY_CASES") or (4000 if FULL else 200))
+COUNT = int(os.environ.get("FUSEDACC_PROPERTY_CASES") or (4000 if FULL else 100))
 ONE = os.environ.get("FUSEDACC_SEED")
 BUILT = native_module.loaded() is not None
 SEEDS = range(COUNT) if ONE is None else [int(ONE)]

@@ -436,7 +436,7 @@ def scaler_of(opt: Any, loop: Loop) -> Any:
     if scaling is None:
         return None
     if not isinstance(opt, fusedacc.AccumulatingOptimizer):
-        return getattr(opt, "scaler_kind", PlainScaler)(scaling, opt)
+        return PlainScaler(scaling, opt)
     kind = torch.amp.GradScaler if scaling.kind == "torch" else fusedacc.amp.GradScaler
     return kind("cpu", init_scale=scaling.init_scale, growth_interval=scaling.growth_interval)
 

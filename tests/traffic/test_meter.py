@@ -13,8 +13,11 @@ import pytest
 import torch
 from loops import LOW, loss_of, network, wrap
 from torch import nn
+from torch.optim import optimizer as hooks
+from torch.testing._internal.two_tensor import TwoTensor
 
 import fusedacc
+from fusedacc.functional import prepare
 from fusedacc.kernels import launch_events
 from fusedacc.traffic import TrafficMeter, bytes_per_micro_batch, bytes_per_window, total
 
@@ -115,20 +118,12 @@ def test_a_window_is_what_a_hand_count_makes_it(dtype, autocast, wrapped, accumu
     assert found["update"]["gradients"] == close(gradients_at_update, abs=0.01)
     assert found["update"]["optimizer"] == close(4 * size, abs=0.01)  # two states, read and written
     assert found["update"]["weights"] == close(2 * size, abs=0.01)
+    loop = "fusedacc" if wrapped else "stock"
     accounted = bytes_per_window(
-        dtype,
-        product_dtype(dtype, autocast),
-        F32,
-        STEPS,
-        loop="fusedacc" if wrapped else "stock",
-        scale_is_one=not wrapped,
+        dtype, BF16 if autocast else dtype, F32, STEPS, loop=loop, scale_is_one=not wrapped
     )
     counted = found["accumulate"]["gradients"] + found["backward"]["gradients"]
     assert counted / STEPS == close(total(accounted), rel=0.01), "the accounting says otherwise"
-
-
-def product_dtype(dtype: torch.dtype, autocast: bool) -> torch.dtype:
-    return BF16 if autocast else dtype
 
 
 @pytest.mark.parametrize("dtype", [F32, LOW])
@@ -139,11 +134,7 @@ def test_the_meter_changes_no_result_and_no_path(dtype, steps):
         optimizer = wrap(model, steps)
         meter = TrafficMeter()
         for seed in range(6):
-            if metered:
-                with meter:
-                    loss_of(model, seed).backward()
-                    optimizer.step()
-            else:
+            with meter if metered else contextlib.nullcontext():
                 loss_of(model, seed).backward()
                 optimizer.step()
             optimizer.zero_grad()
@@ -217,13 +208,11 @@ def test_gradients_collected_from_autograd_count_as_accumulation():
         loss_of(model, 1).backward()
         optimizer.step()
     phases = meter.as_dict()["by_phase_and_op"]
-    assert "fusedacc::scale_accumulate_" in phases["accumulate"] or any(
-        op.startswith("fusedacc") for op in phases["accumulate"]
-    )
+    assert any(op.startswith("fusedacc") for op in phases["accumulate"])
     assert not any(op.startswith("fusedacc") for op in phases.get("update", {}))
 
 
-def test_backward_in_another_thread_and_an_exception_in_a_step():
+def test_after_an_exception_in_a_step_nothing_is_an_update():
     weight = nn.Parameter(torch.zeros(1000))
 
     class Broken(torch.optim.SGD):
@@ -237,8 +226,9 @@ def test_backward_in_another_thread_and_an_exception_in_a_step():
         with pytest.raises(RuntimeError, match="broken"):
             optimizer.step()
         (weight * 1.0).sum().backward()
+        weight.detach().mul(2)
     found = meter.as_dict()["by_phase_and_kind"]
-    assert found["forward"]["weights"] == 2 * 4000
+    assert found["forward"]["weights"] == 3 * 4000
     assert "update" not in found
 
 
@@ -315,25 +305,23 @@ def test_somebody_elses_profile_function_is_called_as_before():
     called: list[str] = []
     former = threading.getprofile()
     threading.setprofile(lambda frame, event, argument: called.append(event))
+    own = threading.getprofile()
     try:
-        with TrafficMeter() as meter:
-            thread = threading.Thread(target=lambda: len("ab"), name="profiled")
+        meters = [TrafficMeter() for _ in range(3)]
+        for meter in meters:
+            meter._threads.begin()
+        # tqdm's, which looks after bars that stand still, is none that was missed.
+        for name in ("profiled", "tqdm_monitor"):
+            thread = threading.Thread(target=lambda: len("ab"), name=name)
             thread.start()
             thread.join()
+        for index in (1, 0, 2):
+            meters[index]._threads.end()
+        assert threading.getprofile() is own
     finally:
         threading.setprofile(former)
-    assert meter.uncounted_threads == ["profiled"]
+    assert meters[0].uncounted_threads == ["profiled"]
     assert called.count("c_call") > 1
-
-
-def test_meters_that_end_in_another_order_leave_no_profile_function():
-    former = threading.getprofile()
-    first, second, third = TrafficMeter(), TrafficMeter(), TrafficMeter()
-    for meter in (first, second, third):
-        meter._threads.begin()
-    for meter in (second, first, third):
-        meter._threads.end()
-    assert threading.getprofile() is former
 
 
 def test_what_other_threads_do_changes_no_phase_and_no_figure():
@@ -426,24 +414,26 @@ def test_it_keeps_no_tensor_alive():
 
 
 def test_what_an_address_held_before_is_not_mistaken():
-    """Memory that was a gradient and is now an activation."""
+    """Memory that was a gradient and is now an activation, or a batch that a loader has made outside."""
     weight = nn.Parameter(torch.zeros(5000))
-    with TrafficMeter() as meter:
-        (weight * 1.0).sum().backward()
-        weight.grad = None
-        for _ in range(20):
+    meter = TrafficMeter([weight])
+    for _ in range(20):
+        x = torch.randn(5000)
+        with meter:
+            (x * weight).sum().backward()
+            weight.grad = None
             torch.zeros(5000).add_(1)
-    assert meter.as_dict()["by_phase"].get("update", 0) == 0
-    assert meter.as_dict()["by_kind"]["other"] >= 20 * 3 * 20000
+        del x
+    found = meter.as_dict()["by_phase_and_kind"]
+    assert "update" not in found
+    assert found["forward"]["weights"] == found["backward"]["gradients"] == 20 * 20000
+    assert found["forward"]["other"] >= 20 * 3 * 20000
 
 
-@pytest.mark.parametrize("bad", [3, "model", torch.zeros(2), [3]])
-def test_parameters_of_the_wrong_kind_are_refused(bad):
-    with pytest.raises(TypeError, match=r"parameters must be a torch\.nn\.Module"):
-        TrafficMeter(bad)
-
-
-def test_names_and_counts_are_checked():
+def test_bad_arguments():
+    for bad in (3, "model", torch.zeros(2), [3]):
+        with pytest.raises(TypeError, match=r"parameters must be a torch\.nn\.Module"):
+            TrafficMeter(bad)
     meter = TrafficMeter()
     with pytest.raises(TypeError, match="name must be a string"), meter.phase(3):
         pass
@@ -466,35 +456,17 @@ def test_compiled_regions_run_as_they_are_written():
     assert meter.total_bytes == 2 * 800
 
 
-def test_memory_from_outside_the_meter_inherits_nothing():
-    """Batches that a loader makes, where a gradient was before."""
-    weight = nn.Parameter(torch.zeros(1000))
-    meter = TrafficMeter([weight])
-    for _ in range(20):
-        x = torch.randn(1000)
-        with meter:
-            (x * weight).sum().backward()
-        weight.grad = None
-        del x
-    found = meter.as_dict()["by_phase_and_kind"]
-    assert "update" not in found
-    assert found["forward"]["weights"] == 20 * 4000
-    assert found["backward"]["gradients"] == 20 * 4000
-
-
 def test_what_is_gone_is_forgotten():
     weight = nn.Parameter(torch.zeros(10))
     meter = TrafficMeter([weight])
     with meter:
-        for _ in range(5000):
+        for _ in range(1000):
             torch.zeros(10, requires_grad=True).mul(2)
-    assert len(meter._ledger._memories) < 3000
-    assert meter.as_dict()["by_op"]["aten::mul"]["total_bytes"] == 5000 * 80
+    assert len(meter._ledger._memories) < 600
+    assert meter.as_dict()["by_op"]["aten::mul"]["total_bytes"] == 1000 * 80
 
 
 def test_inference_mode_leaves_no_hook_and_loses_no_step():
-    from torch.optim import optimizer as hooks
-
     class Mixed(torch.optim.SGD):
         def step(self, closure=None):
             with torch.inference_mode():
@@ -528,21 +500,6 @@ def test_a_step_inside_a_hook_is_an_update():
     assert "accumulate" not in meter.as_dict()["by_phase"]
 
 
-def test_after_a_step_that_failed_nothing_is_an_update():
-    class Broken(torch.optim.SGD):
-        @torch.no_grad()
-        def step(self, closure=None):
-            raise RuntimeError("broken")
-
-    weight = nn.Parameter(torch.randn(1000))
-    with TrafficMeter([weight]) as meter:
-        with pytest.raises(RuntimeError, match="broken"):
-            Broken([weight], lr=0.1).step()
-        with torch.no_grad():
-            weight.mul(2)
-    assert set(meter.as_dict()["by_phase"]) == {"forward"}
-
-
 def test_only_the_gradients_own_cast_is_accumulation():
     class Product(torch.autograd.Function):
         @staticmethod
@@ -566,12 +523,8 @@ def test_kinds_do_not_depend_on_a_phases_name():
     def kinds(named: bool):
         model = large()
         optimizer = torch.optim.AdamW(model.parameters())
-        with TrafficMeter(model) as meter:
-            if named:
-                with meter.phase("all"):
-                    stock_window(model, optimizer)
-            else:
-                stock_window(model, optimizer)
+        with TrafficMeter(model) as meter, meter.phase("all") if named else contextlib.nullcontext():
+            stock_window(model, optimizer)
         return meter.as_dict()["by_kind"]
 
     assert kinds(True) == kinds(False)
@@ -587,43 +540,19 @@ def test_a_backward_that_was_compiled_before_is_uncounted():
     assert any("CompiledFunctionBackward" in name for name in meter.uncounted)
 
 
-def test_wrapped_tensors_and_odd_ones_do_no_harm():
-    from torch.testing._internal.two_tensor import TwoTensor
-
+def test_what_no_rule_counts_is_named():
     weight = nn.Parameter(TwoTensor(torch.zeros(1000), torch.zeros(1000)))
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    nested = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)])
     with TrafficMeter(optimizer) as meter:
         (weight * 2).sum().backward()
         optimizer.step()
-        nested * 2
-    assert meter.as_dict()["by_phase_and_kind"]["update"]["weights"] == 2 * 8000
-    assert meter.uncounted
-
-
-def test_higher_order_operators_are_named():
-    with TrafficMeter() as meter:
+        torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)]) * 2
         torch.cond(torch.tensor(True), lambda x: x + 1, lambda x: x - 1, (torch.randn(3),))
+    assert meter.as_dict()["by_phase_and_kind"]["update"]["weights"] == 2 * 8000
+    assert len(meter.uncounted) > 1
     assert "cond" in meter.uncounted
-
-
-def test_a_prepared_plan_of_fake_tensors_is_uncounted():
-    from fusedacc.functional import prepare
-
     with torch._subclasses.FakeTensorMode():
         plan = prepare([torch.randn(10)], backend="cpu")
         with TrafficMeter() as meter:
             plan([torch.randn(10)], 0.5)
     assert "fusedacc.accumulate_prepared_.default" in meter.uncounted
-
-
-def test_the_thread_of_progress_bars_is_none_that_was_missed():
-    """tqdm's, by its name, which looks after bars that stand still."""
-    ends = threading.Event()
-    monitor = threading.Thread(target=ends.wait, name="tqdm_monitor")
-    with TrafficMeter() as meter:
-        monitor.start()
-        torch.ones(4).add(1)
-        ends.set()
-        monitor.join()
-    assert meter.uncounted_threads == []

@@ -188,6 +188,7 @@ CASES = {  # name: (call, bytes read, bytes written)
     ),
     "fusedacc, all first": (lambda: scale_accumulate_([X], [HALF], overwrite=True), 2 * N, 4 * N),
     "fusedacc, in place": (lambda: scale_accumulate_([X], [X], 0.5, overwrite=True), 4 * N, 4 * N),
+    "fusedacc, a plan in place": (lambda: prepare([X], backend="cpu")([X], 0.5), 4 * N, 4 * N),
     "fusedacc, norm": (lambda: total_norm([X, HALF], backend="cpu"), 6 * N + 2 * 8, 2 * 8 + 4 + 4),
     "fusedacc, norm of the same twice": (lambda: total_norm([X, X], float("inf")), 4 * N + 2 * 8, 2 * 8 + 8),
     "fusedacc, norm of an expanded": (lambda: total_norm([X[:1].expand(N)]), 4 + 8, 8 + 8),
@@ -280,12 +281,6 @@ def test_a_mask_that_names_elements_to_write_is_not_guessed():
     assert list(meter.uncounted) == ["aten.index_put_.default"]
 
 
-def test_composite_operators_are_taken_apart_under_inference_mode():
-    with torch.inference_mode(), TrafficMeter() as meter:
-        F.linear(A, B.t(), C[0])
-    assert list(meter.as_dict()["by_op"]) == ["aten::addmm"]
-
-
 def test_fake_tensors_count_like_real_ones():
     def program():
         layer = torch.nn.Linear(64, 32)
@@ -293,12 +288,19 @@ def test_fake_tensors_count_like_real_ones():
 
     with TrafficMeter() as real:
         program()
-    with torch._subclasses.FakeTensorMode(), TrafficMeter() as fake:
+    with FakeTensorMode(), TrafficMeter() as fake:
         program()
     assert fake.as_dict() == real.as_dict()
+    with FakeTensorMode(), TrafficMeter() as meter:
+        indices, gradients = torch.zeros(3, dtype=torch.int64), torch.ones(3, 7)
+        torch.ops.fusedacc.accumulate_rows_(torch.zeros(50, 7), indices, gradients)
+    assert meter.uncounted == {"fusedacc.accumulate_rows_.default": 1}
 
 
-def test_casts_and_copies_under_inference_mode_are_seen():
+def test_under_inference_mode_casts_and_copies_are_seen_and_composites_taken_apart():
+    with torch.inference_mode(), TrafficMeter() as meter:
+        F.linear(A, B.t(), C[0])
+    assert list(meter.as_dict()["by_op"]) == ["aten::addmm"]
     with torch.inference_mode(), TrafficMeter() as meter:
         HALF.float()
         A.t().contiguous()
@@ -306,14 +308,6 @@ def test_casts_and_copies_under_inference_mode_are_seen():
         A.reshape(200)
         X.float()
     assert meter.total_bytes == 6 * N + 2 * 1600
-
-
-def test_a_plan_in_place_reads_once():
-    total = new(N)
-    plan = prepare([total], backend="cpu")
-    with TrafficMeter() as meter:
-        plan([total], 0.5)
-    assert (meter.as_dict()["read_bytes"], meter.as_dict()["written_bytes"]) == (4 * N, 4 * N)
 
 
 NAMED = torch.tensor([[3, 1, 3], [0, 1, 3]])  # three rows; six indices, or five but for row 0
@@ -341,10 +335,3 @@ def test_rows_that_are_filled_are_counted():
     assert counted["aten::index_fill_"]["written_bytes"] == 6 * 7 * 4
     assert counted["aten::index_fill"]["read_bytes"] == 50 * 7 * 4 + 3 * 8
     assert not meter.uncounted
-
-
-def test_rows_of_fake_tensors_are_uncounted():
-    with FakeTensorMode(), TrafficMeter() as meter:
-        indices, gradients = torch.zeros(3, dtype=torch.int64), torch.ones(3, 7)
-        torch.ops.fusedacc.accumulate_rows_(torch.zeros(50, 7), indices, gradients)
-    assert meter.uncounted == {"fusedacc.accumulate_rows_.default": 1}

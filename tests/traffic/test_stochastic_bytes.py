@@ -31,33 +31,21 @@ def vector(dtype: torch.dtype = LOW, **options: Any) -> tuple[fusedacc.Accumulat
 
 
 @pytest.mark.parametrize("native", ["1", "0"])
-def test_the_meter_counts_six_bytes_an_addition_and_none_at_first(native, monkeypatch):
-    """The first gradient becomes the sum: of it there is only autograd's own write, 2 bytes."""
+@pytest.mark.parametrize(("dtype", "first", "later"), [(LOW, 0, 6), (F32, 6, 8)], ids=["bfloat16", "float32"])
+def test_the_meter_counts_the_bytes_of_additions(dtype, first, later, native, monkeypatch):
+    """A first gradient of bfloat16 becomes the sum; autograd's own write of it counts elsewhere."""
     monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", native)
-    optimizer, weight = vector(**STOCHASTIC)
+    optimizer, weight = vector(dtype, **STOCHASTIC)
     window(optimizer, weight)
     with TrafficMeter() as meter:
         window(optimizer, weight)
-    found = meter.as_dict()["by_phase_and_kind"]
     assert not meter.uncounted
-    assert found["accumulate"]["gradients"] / ELEMENTS == pytest.approx(6 * (STEPS - 1), rel=1e-3)
-    counted = bytes_per_window(LOW, LOW, LOW, STEPS, rounding="stochastic")
-    assert total(counted) == pytest.approx((2 + 8 * (STEPS - 1)) / STEPS)
-
-
-def test_gradients_of_float32_are_eight_bytes_an_addition():
-    optimizer, weight = vector(F32, **STOCHASTIC)
-    window(optimizer, weight)
-    with TrafficMeter() as meter:
-        window(optimizer, weight)
     found = meter.as_dict()["by_phase_and_kind"]["accumulate"]["gradients"] / ELEMENTS
-    assert found == pytest.approx(6 + 8 * (STEPS - 1), rel=1e-3), "a first write, and additions"
+    assert found == pytest.approx(first + later * (STEPS - 1), rel=1e-3)
     parts = [
-        total(bytes_per_micro_batch(F32, F32, LOW, first=first, rounding="stochastic"))
-        - 4  # autograd's write
-        for first in (True, False)
+        bytes_per_micro_batch(dtype, dtype, LOW, first=each, rounding="stochastic") for each in (True, False)
     ]
-    assert parts == [6, 8]
+    assert [total(part) - dtype.itemsize for part in parts] == [first, later]
 
 
 def test_bytes_of_either_rounding():
