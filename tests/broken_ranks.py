@@ -51,8 +51,8 @@ RANK_FIXES = (
     Mutant(
         "what ignore() has left, moved by a reducer, counts",
         "fusedacc/optimizer",
-        "if self._capture.bypassed or torch_state.process_group_up():",
-        "if self._capture.bypassed:",
+        "torch_state.traces_backward() or torch_state.process_group_up():",
+        "torch_state.traces_backward():",
         "tests/distributed/test_one_rank.py",
     ),
     Mutant(

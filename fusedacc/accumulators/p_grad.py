@@ -366,6 +366,8 @@ class ParamGrads:
 
         Where there was nothing, gradients that do not count stay, unless some p.grad holds one that does.
         """
+        if not self._aside:
+            return
         aside, self._aside = self._aside, {}
         for slot, former in aside.items():
             self.generation += 1

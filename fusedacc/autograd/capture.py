@@ -79,8 +79,8 @@ class Capture:
 
     def __init__(self, slots: list[Slot], accumulators: Accumulators, policy: Policy) -> None:
         self.accumulators = accumulators
-        #: Whether compiled autograd has run, which reads p.grad before any hook can clear it.
-        self.compiled = False
+        #: Whether a backward has run past the hooks: no hook can clear p.grad before it, or knows its end.
+        self.bypassed = False
         self._warned = False
         self._policy = policy
         self._lock = threading.RLock()
@@ -221,7 +221,7 @@ class Capture:
         Raises RuntimeError where the micro-batch needs a weight and has none, before anything is added.
         """
         if torch_state.in_compiled_autograd():
-            self.compiled = True
+            self.bypassed = True
             return GraphTask(captures=False, ignored=self._policy.ignoring)
         identity = task_id()
         if self.accumulators.partial.begun:  # by a task that encloses this one, or that has failed
@@ -349,14 +349,13 @@ class Capture:
 
     # Between backwards
 
-    @property
-    def bypassed(self) -> bool:
-        """Whether backwards may run whose end nothing tells."""
-        return self.compiled or torch_state.traces_backward()
+    def note_stored(self, is_raw: bool) -> None:
+        """Gradients were in p.grad at `step()`; say once what they were if no hook could make them final.
 
-    def warn_if_bypassed(self) -> None:
-        """Say once what p.grad held before `step()`, where it could not hold the final gradient."""
-        if self._warned or not self.bypassed:
+        is_raw: they were not the final gradients, which p.grad is to hold.
+        """
+        self.bypassed = self.bypassed or torch_state.traces_backward()
+        if not (is_raw and self.bypassed) or self._warned:
             return
         self._warned = True
         warnings.warn(

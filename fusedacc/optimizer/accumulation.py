@@ -64,12 +64,11 @@ class Accumulation:
         finally:
             self.ignoring = before
             if not before:
-                self._grads.bring_back()
+                self.bring_back()
 
     def bring_back(self) -> None:
         """Before p.grad is looked at: let what counts stand there, inside `ignored()` too."""
-        if self.ignoring:
-            self._grads.bring_back()
+        self._grads.bring_back()
 
     # What the hooks ask
 
@@ -164,7 +163,7 @@ class Accumulation:
     def leave_to_autograd(self, task: GraphTask, slot: Slot) -> None:
         """Ready p.grad for a gradient of this backward that autograd will store, beside nothing of ours."""
         if task.ignored:
-            self._grads.set_aside([slot])  # it may have been brought back since `begin_ignoring`
+            self._grads.set_aside([slot])  # it may have been brought back since
         elif self.window.counted or self.window.weighs:
             self._grads.begin_stock(slot)
         task.stored.append(slot)

@@ -86,7 +86,8 @@ class Loop(abc.ABC):
         Raises as `ParameterSet.follow` and `HookRegistry.refresh`.
         """
         pipelines.install()
-        self._accumulation.bring_back()
+        if self._accumulation.ignoring:
+            self._accumulation.bring_back()
         fresh = self._parameters.follow(self._capture, self._masters)
         if self._registry.reshaped:
             self._registry.refresh()
@@ -156,10 +157,9 @@ class CountedLoop(Loop):
 
     def _collect_stored(self) -> None:
         all_ours = self._accumulators.grads.num_published == len(self._slots)
-        if not all_ours and self._capture.hooks.any_gradient():
-            stored = self._accumulation.collect(self._slots, self._registry.refresh)
-            if stored and (self._window.steps > 1 or self._window.weighs) and not self._window.private:
-                self._capture.warn_if_bypassed()
+        stored, window = not all_ours and self._capture.hooks.any_gradient(), self._window
+        if stored and self._accumulation.collect(self._slots, self._registry.refresh):
+            self._capture.note_stored((window.steps > 1 or window.weighs) and not window.private)
 
     def _check_graphless(self) -> None:
         """Raise RuntimeError where a sum would lose the graph of a gradient."""

@@ -298,7 +298,7 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
         finally:
             self._capture.drop_failed_backwards()
             # What is left would be added to, or be moved by a reducer and look like the user's.
-            if self._capture.bypassed or torch_state.process_group_up():
+            if self._capture.bypassed or torch_state.traces_backward() or torch_state.process_group_up():
                 self._accumulators.grads.clear_ignored()
 
     @_disable_dynamo
