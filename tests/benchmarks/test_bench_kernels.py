@@ -216,40 +216,14 @@ def test_a_row_says_what_was_measured():
     assert rows["copy"].bytes == 1200 * 8
 
 
-def test_calls_rotate_and_sets_outgrow_the_cache():
-    seen = []
-    run = kernels.rotated([lambda i=i: seen.append(i) for i in range(3)])
-    for _ in range(7):
-        run()
-    assert seen == [0, 1, 2, 0, 1, 2, 0]
+def test_sets_outgrow_the_cache_and_fit_memory():
     plenty = 2**40
     work = {size: kernels.Work(size, "bfloat16:float32", CPU, "short") for size in kernel_cases.SIZES}
-    assert work["1Ki"].sets(plenty) == 512
-    assert work["300x4"].sets(plenty) == 20_000 // 300
-    assert work["300x4 same"].sets(plenty) == 1
-    assert work["64Mi"].sets(plenty) == 2
+    assert [work[size].sets(plenty) for size in ("1Ki", "300x4 same", "64Mi")] == [512, 1, 2]
     assert work["64Ki"].sets(plenty) * work["64Ki"].set_bytes >= 64 * 2**20
-    assert work["1Gi"].held_bytes == 2**30 * (4 + 2 + 8)
-    assert work["1Gi"].sets(work["1Gi"].held_bytes) == 1
-    assert work["1Gi"].sets(work["1Gi"].held_bytes - 1) == 0
-
-
-def test_kernels_are_counted_within_each_call():
-    def event(cat, name, ts, dur):
-        return {"cat": cat, "name": name, "ts": ts, "dur": dur}
-
-    events = [
-        {"ph": "M", "name": "process_name"},
-        event("user_annotation", "one call of add_", 100.0, 50.0),
-        event("gpu_user_annotation", "one call of add_", 110.0, 20.0),
-        event("kernel", "a", 110.0, 2.0),
-        event("kernel", "a", 149.0, 3.0),
-        event("gpu_memcpy", "Memcpy HtoD", 120.0, 2.0),
-        event("kernel", "from before", 99.0, 2.0),
-        event("user_annotation", "one call of copy", 200.0, 50.0),
-        event("gpu_memcpy", "Memcpy DtoD", 210.0, 2.0),
-    ]
-    assert kernels.kernels_in(events, ["add_", "copy", "triad"]) == {"add_": 2, "copy": 0}
+    held = work["1Gi"].held_bytes
+    assert held == 2**30 * (4 + 2 + 8)
+    assert [work["1Gi"].sets(room) for room in (held, held - 1)] == [1, 0]
 
 
 @pytest.mark.cuda

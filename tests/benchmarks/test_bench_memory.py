@@ -74,14 +74,6 @@ def test_a_norm_over_samples_changes_the_gradient():
         assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
-def test_digits_are_learnt_with_either_norm():
-    pytest.importorskip("sklearn")
-    for norm in normed.NORMS:
-        seen = list(normed.losses(norm, 4, 32, 64, 2, 0))
-        assert len(seen) == 2
-        assert seen[1] < seen[0]
-
-
 def test_per_sample_updates_nothing(monkeypatch, kept):
     monkeypatch.setattr(memory, "PER_SAMPLE", ("mlp",))
     memory.per_sample(kept, quick=True)

@@ -150,17 +150,6 @@ def test_a_plot_without_rows_is_skipped_with_the_reason(tmp_path):
     assert not list(out.iterdir())
 
 
-def test_plots_that_are_unknown_or_have_no_file_are_refused(tmp_path):
-    plot = the_plot()
-    missing = ("--results", tmp_path / "none.csv", "--out", tmp_path)
-    code, _, err = run_main(plot, *missing)
-    assert code == 2
-    assert "Run `make bench` first" in err
-    code, _, err = run_main(plot, "--only", "pie", *missing)
-    assert code == 1
-    assert "unknown plot 'pie'; allowed: bytes, bandwidth, speedup, memory" in err
-
-
 README = """# name
 
 <!-- bytes: written by make figures -->
@@ -231,15 +220,6 @@ def test_a_later_run_of_a_part_does_not_hide_the_rest(synthetic):
     rows = read(synthetic)
     assert [counted.total for counted in headline.headline(rows)] == [7.0]
     assert "1.25 x stock mixed" in texts(the_plot().charts.speedup(rows))
-
-
-def test_results_without_a_count_of_the_model_have_no_column_for_it(synthetic):
-    ours = ("fusedacc model=", "fusedacc keep_casts=")
-    rows = [row for row in read(synthetic) if row["provider"] not in ours]
-    text = readme_tables.window_bytes(rows)
-    assert "| float32 parameters and sums | 100.0 | 50.0 (mixed) | 40.0 | -20 % |\n" in text
-    assert "model=" not in text
-    assert "keep_casts" not in text
 
 
 def test_readme_says_what_was_missed():

@@ -63,13 +63,6 @@ def test_training_compares_seeds_with_their_own_run(text, kept):
     assert off[NEAREST, 4] == found[NEAREST][-1] - found[FLOAT32][-1]
 
 
-def test_jobs_side_by_side():
-    here = rounding.side_by_side(divmod, [(7, 2), (9, 4)], here=True)
-    assert list(here) == [((7, 2), (3, 1)), ((9, 4), (2, 1))]
-    apart = rounding.side_by_side(divmod, [(7, 2), (9, 4)], here=False)
-    assert sorted(apart) == [((7, 2), (3, 1)), ((9, 4), (2, 1))]
-
-
 def test_sums_of_one_gradient_are_exact_and_of_several_apart(monkeypatch, kept):
     monkeypatch.setattr(rounding, "SIZES", (1,))
     rounding.sums(kept, "quick")
