@@ -146,10 +146,7 @@ def test_plots_and_tables(kept, tmp_path, monkeypatch):
     assert len(read(kept.path)) == len(kept.rows)
 
 
-OFF = [
-    {FLOAT32: 0.0, NEAREST: 0.001, STOCHASTIC: 0.0},
-    {FLOAT32: 0.0, NEAREST: 0.003, STOCHASTIC: 0.0},
-]
+OFF = [{FLOAT32: 0.0, NEAREST: 0.001, STOCHASTIC: 0.0}, {FLOAT32: 0.0, NEAREST: 0.003, STOCHASTIC: 0.0}]
 
 
 def test_what_has_no_rows_is_told(tmp_path):

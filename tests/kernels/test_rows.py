@@ -8,16 +8,7 @@ import pytest
 import torch
 from cases import PAIR_IDS, PAIRS, bits
 from loops import NoHostRead
-from row_cases import (
-    GRADIENTS,
-    SHAPE_IDS,
-    SHAPES,
-    TABLES,
-    assert_rows,
-    lay_out,
-    random_case,
-    random_indices,
-)
+from row_cases import GRADIENTS, SHAPE_IDS, SHAPES, TABLES, assert_rows, lay_out, random_case, random_indices
 
 from fusedacc.kernels import reference, registry, rows
 
@@ -245,10 +236,7 @@ REFUSED = {
     "shape": ({"gradients": torch.ones(3, 2)}, r"gradients has shape \[3, 2\]; it must be \[2, 3\]"),
     "a dimension more": ({"gradients": torch.ones(1, 2, 3)}, "gradients has 3 dimensions; it must have 2"),
     "gradients with gaps": ({"gradients": torch.ones(2, 6)[:, ::2]}, "gradients has stride 2 in its second"),
-    "pair": (
-        {"gradients": torch.ones(2, 3).double()},
-        "gradients has float64 and the table float32",
-    ),
+    "pair": ({"gradients": torch.ones(2, 3).double()}, "gradients has float64 and the table float32"),
     "in the table": (
         {"table": ROOM[:15].view(5, 3), "gradients": ROOM[14:20].view(2, 3)},
         "gradients overlaps the table in memory",
