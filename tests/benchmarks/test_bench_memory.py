@@ -6,20 +6,14 @@ import importlib
 
 import pytest
 import torch
-from bench_setup import run_main
+from bench_setup import page_of, run_main
 
 from benchmarks.contestants import normed
 from benchmarks.harness.results import Results, read
 from benchmarks.machines.zoo import entries
 from benchmarks.suites import memory
 
-PAGE = """# Memory
-<!-- grows: written by make memory-figures -->
-<!-- end of grows -->
-<!-- halves: written by make memory-figures -->
-old
-<!-- end of halves -->
-"""
+PAGE = page_of("memory-figures", "grows", "halves")
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import importlib
 
 import pytest
 import torch
-from bench_setup import ROOT, run_main, write_rows
+from bench_setup import ROOT, page_of, run_main, write_rows
 
 from benchmarks.harness.machine import CONDITIONS
 from benchmarks.harness.results import COLUMNS, Case, Results, cannot_run, count, read, row
@@ -150,28 +150,7 @@ def test_a_plot_without_rows_is_skipped_with_the_reason(tmp_path):
     assert not list(out.iterdir())
 
 
-README = """# name
-
-<!-- bytes: written by make figures -->
-old bytes
-<!-- end of bytes -->
-prose that stays
-<!-- speed: written by make figures -->
-old speed
-<!-- end of speed -->
-the end
-"""
-PAGE = """# figures
-
-prose that stays
-<!-- machines: written by make figures -->
-old machines
-<!-- end of machines -->
-<!-- figures: written by make figures -->
-old figures
-<!-- end of figures -->
-the end
-"""
+README, PAGE = page_of("figures", "bytes", "speed"), page_of("figures", "machines", "figures")
 
 
 def test_readme_shows_the_newest_figures(synthetic, tmp_path):

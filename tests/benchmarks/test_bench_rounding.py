@@ -7,7 +7,7 @@ import importlib
 
 import pytest
 import torch
-from bench_setup import run_main
+from bench_setup import page_of, run_main
 
 from benchmarks.contestants import rounded
 from benchmarks.contestants.rounded import FLOAT32, NEAREST, STOCHASTIC, STOCK
@@ -113,10 +113,7 @@ def test_the_command_records_nothing_when_quick():
     assert "appended" not in told
 
 
-def page():
-    return "# Sums\n" + "".join(
-        f"<!-- {name}: written by make rounding-figures -->\nold\n<!-- end of {name} -->\n" for name in PARTS
-    )
+PAGE = page_of("rounding-figures", *PARTS)
 
 
 def test_plots_and_tables(kept, tmp_path, monkeypatch):
@@ -129,7 +126,7 @@ def test_plots_and_tables(kept, tmp_path, monkeypatch):
     for part in ("sums", "statistics", "speed", "memory"):
         rounding.PARTS[part](kept, "quick")
     path, out = tmp_path / "rounding.md", tmp_path / "figures"
-    path.write_text(page())
+    path.write_text(PAGE)
     code, told, _ = run_main(charts, "--results", kept.path, "--out", out, "--page", path)
     assert code == 0
     assert "not drawn" not in told
@@ -153,11 +150,11 @@ def test_what_has_no_rows_is_told(tmp_path):
     pytest.importorskip("matplotlib").use("Agg")
     charts = importlib.import_module("benchmarks.report.rounding_charts")
     path = tmp_path / "rounding.md"
-    path.write_text(page())
+    path.write_text(PAGE)
     empty = Results(tmp_path / "empty.csv", "cpu", rounding.COLUMNS)
     code, told, _ = run_main(charts, "--results", empty.path, "--out", tmp_path, "--page", path)
     assert code == 0
     assert told.count("not drawn") == 3
     assert told.count("not written") == len(PARTS)
-    assert path.read_text() == page()
+    assert path.read_text() == PAGE
     assert run_main(charts, "--results", tmp_path / "none.csv", "--page", path)[0] == 1
