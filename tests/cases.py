@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 from torch import Tensor
 
-from fusedacc.kernels import checks, dtypes
+from fusedacc.kernels import checks, dtypes, library
+
+#: For tests that need the compiled library.
+native = pytest.mark.skipif(library.load_error() is not None, reason=str(library.load_error()))
 
 #: (gradient dtype, accumulator dtype), in a fixed order.
 PAIRS = sorted(dtypes.PAIRS, key=str)
@@ -69,6 +73,11 @@ def random_lists(
             accumulators.append(random_tensor(shape, accumulator_dtype, generator, layout, device))
             gradients.append(random_tensor(shape, gradient_dtype, generator, gradient_layout, device))
     return accumulators, gradients
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The elements' bits as integers, which compare nan and signed zeros too."""
+    return tensor.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 
 
 def copies(tensors: Sequence[Tensor]) -> list[Tensor]:

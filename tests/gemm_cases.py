@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 import torch
-from cases import PAIRS, random_tensor
+from cases import PAIRS, native, random_tensor  # noqa: F401 (tests of products import the mark from here)
 from torch import Tensor
 
 from fusedacc.kernels import library
@@ -37,7 +37,6 @@ NAN = float("nan")
 TF32_UNIT = 2.0**-10
 #: Those that multiply on a CPU.
 BACKENDS = [name for name in ("cpu", "eager") if name == "eager" or library.load_error() is None]
-native = pytest.mark.skipif(library.load_error() is not None, reason=str(library.load_error()))
 
 
 def ways(function: Callable, operators: Mapping[str, Callable]) -> list:

@@ -40,6 +40,14 @@ def write_rows(path: Path, *figures: tuple, **conditions: str) -> Path:
     return path
 
 
+def page_of(target: str, *parts: str) -> str:
+    """A page whose parts `make target` writes."""
+    marked = "".join(
+        f"<!-- {part}: written by make {target} -->\nold\n<!-- end of {part} -->\n" for part in parts
+    )
+    return f"# name\nprose that stays\n{marked}the end\n"
+
+
 def run_main(module: ModuleType, *options: object) -> tuple[int, str, str]:
     """Runs a command in this process. Returns its exit status, standard output and error."""
     code: object = 0

@@ -91,13 +91,6 @@ def test_every_part_builds_first_and_ends_within_ten_minutes(tmp_path):
     assert not (tmp_path / "out").exists(), "a dry run does nothing"
 
 
-def test_a_part_is_its_own_steps_with_the_effort_asked_for():
-    found = steps("3", EFFORT="full")
-    assert [name for _, name, _, _ in found] == ["build", "kernels", "dram_check", "update"]
-    assert all("--full" in command for _, _, _, command in found[1:])
-    assert not any("--full" in command for _, _, _, command in steps("3"))
-
-
 def test_the_first_part_settles_things_in_their_order():
     found = {name: command for _, name, _, command in steps("first")}
     order = "machine build info backends tests variants dram_check kernels models memcheck at_once"

@@ -10,7 +10,7 @@ from bench_setup import CPU
 
 from benchmarks.contestants import accumulate as providers
 from benchmarks.contestants import products
-from benchmarks.harness.measure import PEAK, Variant
+from benchmarks.harness.measure import PEAK
 from benchmarks.harness.results import Results
 from benchmarks.suites import kernel_cases, kernels
 from fusedacc.traffic import TrafficMeter
@@ -197,11 +197,10 @@ def test_a_provider_that_fails_is_a_row(monkeypatch):
     assert rows["fusedacc cpu"].median > 0
 
 
-def test_a_goal_without_its_rival_leaves_the_figure():
-    rows = [row for row in measured("300x4 same", "fusedacc cpu") if row.provider == "fusedacc cpu"]
-    assert [(row.against, row.goal) for row in rows] == [("", None)]
-    rows = measured("300x4 same", "fusedacc cpu", "torch._foreach_add_")
-    assert [(row.against, row.goal) for row in rows if row.goal] == [("torch._foreach_add_", 1.0)]
+def test_a_goal_needs_its_rival():
+    for names, goals in (((), []), (("torch._foreach_add_",), [("torch._foreach_add_", 1.0)])):
+        rows = measured("300x4 same", "fusedacc cpu", *names)
+        assert [(row.against, row.goal) for row in rows if row.goal] == goals
 
 
 def test_a_row_says_what_was_measured():
@@ -217,50 +216,14 @@ def test_a_row_says_what_was_measured():
     assert rows["copy"].bytes == 1200 * 8
 
 
-def test_calls_rotate_and_sets_outgrow_the_cache():
-    seen = []
-    run = kernels.rotated([lambda i=i: seen.append(i) for i in range(3)])
-    for _ in range(7):
-        run()
-    assert seen == [0, 1, 2, 0, 1, 2, 0]
+def test_sets_outgrow_the_cache_and_fit_memory():
     plenty = 2**40
     work = {size: kernels.Work(size, "bfloat16:float32", CPU, "short") for size in kernel_cases.SIZES}
-    assert work["1Ki"].sets(plenty) == 512
-    assert work["300x4"].sets(plenty) == 20_000 // 300
-    assert work["300x4 same"].sets(plenty) == 1
-    assert work["64Mi"].sets(plenty) == 2
+    assert [work[size].sets(plenty) for size in ("1Ki", "300x4 same", "64Mi")] == [512, 1, 2]
     assert work["64Ki"].sets(plenty) * work["64Ki"].set_bytes >= 64 * 2**20
-    assert work["1Gi"].held_bytes == 2**30 * (4 + 2 + 8)
-    assert work["1Gi"].sets(work["1Gi"].held_bytes) == 1
-    assert work["1Gi"].sets(work["1Gi"].held_bytes - 1) == 0
-
-
-def test_kernels_are_counted_within_each_call():
-    def event(cat, name, ts, dur):
-        return {"cat": cat, "name": name, "ts": ts, "dur": dur}
-
-    events = [
-        {"ph": "M", "name": "process_name"},
-        event("user_annotation", "one call of add_", 100.0, 50.0),
-        event("gpu_user_annotation", "one call of add_", 110.0, 20.0),
-        event("kernel", "a", 110.0, 2.0),
-        event("kernel", "a", 149.0, 3.0),
-        event("gpu_memcpy", "Memcpy HtoD", 120.0, 2.0),
-        event("kernel", "from before", 99.0, 2.0),
-        event("user_annotation", "one call of copy", 200.0, 50.0),
-        event("gpu_memcpy", "Memcpy DtoD", 210.0, 2.0),
-    ]
-    assert kernels.kernels_in(events, ["add_", "copy", "triad"]) == {"add_": 2, "copy": 0}
-
-
-def test_an_uncountable_launch_is_a_note(monkeypatch):
-    def fail(variants):
-        raise RuntimeError("CUPTI is not permitted")
-
-    monkeypatch.setattr(kernels, "kernels_of", fail)
-    (variant,) = kernels.with_kernels([Variant("add_", list, launches=1, note="first")])
-    assert variant.launches is None
-    assert variant.note == "first; launches not counted: RuntimeError: CUPTI is not permitted"
+    held = work["1Gi"].held_bytes
+    assert held == 2**30 * (4 + 2 + 8)
+    assert [work["1Gi"].sets(room) for room in (held, held - 1)] == [1, 0]
 
 
 @pytest.mark.cuda

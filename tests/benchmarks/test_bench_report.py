@@ -6,7 +6,7 @@ import importlib
 
 import pytest
 import torch
-from bench_setup import ROOT, run_main, write_rows
+from bench_setup import ROOT, page_of, run_main, write_rows
 
 from benchmarks.harness.machine import CONDITIONS
 from benchmarks.harness.results import COLUMNS, Case, Results, cannot_run, count, read, row
@@ -150,39 +150,7 @@ def test_a_plot_without_rows_is_skipped_with_the_reason(tmp_path):
     assert not list(out.iterdir())
 
 
-def test_plots_that_are_unknown_or_have_no_file_are_refused(tmp_path):
-    plot = the_plot()
-    missing = ("--results", tmp_path / "none.csv", "--out", tmp_path)
-    code, _, err = run_main(plot, *missing)
-    assert code == 2
-    assert "Run `make bench` first" in err
-    code, _, err = run_main(plot, "--only", "pie", *missing)
-    assert code == 1
-    assert "unknown plot 'pie'; allowed: bytes, bandwidth, speedup, memory" in err
-
-
-README = """# name
-
-<!-- bytes: written by make figures -->
-old bytes
-<!-- end of bytes -->
-prose that stays
-<!-- speed: written by make figures -->
-old speed
-<!-- end of speed -->
-the end
-"""
-PAGE = """# figures
-
-prose that stays
-<!-- machines: written by make figures -->
-old machines
-<!-- end of machines -->
-<!-- figures: written by make figures -->
-old figures
-<!-- end of figures -->
-the end
-"""
+README, PAGE = page_of("figures", "bytes", "speed"), page_of("figures", "machines", "figures")
 
 
 def test_readme_shows_the_newest_figures(synthetic, tmp_path):
@@ -231,15 +199,6 @@ def test_a_later_run_of_a_part_does_not_hide_the_rest(synthetic):
     rows = read(synthetic)
     assert [counted.total for counted in headline.headline(rows)] == [7.0]
     assert "1.25 x stock mixed" in texts(the_plot().charts.speedup(rows))
-
-
-def test_results_without_a_count_of_the_model_have_no_column_for_it(synthetic):
-    ours = ("fusedacc model=", "fusedacc keep_casts=")
-    rows = [row for row in read(synthetic) if row["provider"] not in ours]
-    text = readme_tables.window_bytes(rows)
-    assert "| float32 parameters and sums | 100.0 | 50.0 (mixed) | 40.0 | -20 % |\n" in text
-    assert "model=" not in text
-    assert "keep_casts" not in text
 
 
 def test_readme_says_what_was_missed():

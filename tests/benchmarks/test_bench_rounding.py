@@ -7,7 +7,7 @@ import importlib
 
 import pytest
 import torch
-from bench_setup import run_main
+from bench_setup import page_of, run_main
 
 from benchmarks.contestants import rounded
 from benchmarks.contestants.rounded import FLOAT32, NEAREST, STOCHASTIC, STOCK
@@ -63,13 +63,6 @@ def test_training_compares_seeds_with_their_own_run(text, kept):
     assert off[NEAREST, 4] == found[NEAREST][-1] - found[FLOAT32][-1]
 
 
-def test_jobs_side_by_side():
-    here = rounding.side_by_side(divmod, [(7, 2), (9, 4)], here=True)
-    assert list(here) == [((7, 2), (3, 1)), ((9, 4), (2, 1))]
-    apart = rounding.side_by_side(divmod, [(7, 2), (9, 4)], here=False)
-    assert sorted(apart) == [((7, 2), (3, 1)), ((9, 4), (2, 1))]
-
-
 def test_sums_of_one_gradient_are_exact_and_of_several_apart(monkeypatch, kept):
     monkeypatch.setattr(rounding, "SIZES", (1,))
     rounding.sums(kept, "quick")
@@ -120,10 +113,7 @@ def test_the_command_records_nothing_when_quick():
     assert "appended" not in told
 
 
-def page():
-    return "# Sums\n" + "".join(
-        f"<!-- {name}: written by make rounding-figures -->\nold\n<!-- end of {name} -->\n" for name in PARTS
-    )
+PAGE = page_of("rounding-figures", *PARTS)
 
 
 def test_plots_and_tables(kept, tmp_path, monkeypatch):
@@ -136,7 +126,7 @@ def test_plots_and_tables(kept, tmp_path, monkeypatch):
     for part in ("sums", "statistics", "speed", "memory"):
         rounding.PARTS[part](kept, "quick")
     path, out = tmp_path / "rounding.md", tmp_path / "figures"
-    path.write_text(page())
+    path.write_text(PAGE)
     code, told, _ = run_main(charts, "--results", kept.path, "--out", out, "--page", path)
     assert code == 0
     assert "not drawn" not in told
@@ -153,21 +143,18 @@ def test_plots_and_tables(kept, tmp_path, monkeypatch):
     assert len(read(kept.path)) == len(kept.rows)
 
 
-OFF = [
-    {FLOAT32: 0.0, NEAREST: 0.001, STOCHASTIC: 0.0},
-    {FLOAT32: 0.0, NEAREST: 0.003, STOCHASTIC: 0.0},
-]
+OFF = [{FLOAT32: 0.0, NEAREST: 0.001, STOCHASTIC: 0.0}, {FLOAT32: 0.0, NEAREST: 0.003, STOCHASTIC: 0.0}]
 
 
 def test_what_has_no_rows_is_told(tmp_path):
     pytest.importorskip("matplotlib").use("Agg")
     charts = importlib.import_module("benchmarks.report.rounding_charts")
     path = tmp_path / "rounding.md"
-    path.write_text(page())
+    path.write_text(PAGE)
     empty = Results(tmp_path / "empty.csv", "cpu", rounding.COLUMNS)
     code, told, _ = run_main(charts, "--results", empty.path, "--out", tmp_path, "--page", path)
     assert code == 0
     assert told.count("not drawn") == 3
     assert told.count("not written") == len(PARTS)
-    assert path.read_text() == page()
+    assert path.read_text() == PAGE
     assert run_main(charts, "--results", tmp_path / "none.csv", "--page", path)[0] == 1

@@ -10,7 +10,6 @@ import torch
 from bench_setup import CPU
 
 from benchmarks.contestants import training_loops as loops
-from benchmarks.harness import peak_by_kind as kinds
 from benchmarks.harness.results import Case
 from benchmarks.suites import training
 from benchmarks.suites import training_clock as clock
@@ -83,46 +82,6 @@ def test_accumulate_is_what_the_backward_takes_longer():
     assert split == {"forward": 1.0, "backward": 3.0, "accumulate": 2.5, "update": 2.0}
 
 
-def test_the_gpu_allocators_history_is_replayed(monkeypatch):
-    device = torch.device("cuda", 1)
-    old = {"action": "alloc", "addr": 8, "size": 10**6}
-    traces = [[], [old]]
-    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"device_traces": traces})
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda *_, **__: None)
-
-    def event(action, address, size):
-        traces[1].append({"action": action, "addr": address, "size": size})
-
-    def tensor(address, where):
-        storage = SimpleNamespace(data_ptr=lambda: address)
-        return SimpleNamespace(device=torch.device(where), untyped_storage=lambda: storage)
-
-    def train(look):
-        event("segment_alloc", 16, 2_000_000)
-        event("alloc", 16, 100)
-        event("alloc", 32, 50)
-        look({"weights": [tensor(16, "cuda")], "optimizer": [tensor(32, "cpu")]})
-        event("free_requested", 32, 50)
-        event("free_completed", 32, 50)
-        event("alloc", 32, 60)
-        look({"gradients": [tensor(32, "cuda")]})
-
-    found = kinds.peak_by_kind(train, device)
-    assert found == {"weights": 100, "gradients": 60, "optimizer": 0, kinds.OTHER: 0}
-
-
-def test_kinds_add_up_to_the_peak_of_the_demos_instrument():
-    of = config("float32", 2)
-    data = batches(of, 2)
-    (way,) = [way for way in loops.WAYS["float32"] if way.name == "stock"]
-    found = way.peak(of, data)
-    demo = measure.peak_memory(StockLoop, of, text())
-    # The demo's loop makes each update's micro-batches anew and keeps one loss less.
-    assert sum(found.values()) == pytest.approx(demo, abs=4 * 16 * 2 * 8 * 2)
-    size = sum(p.numel() for p in of.model().parameters())
-    assert found["weights"] == 4 * size
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_peak_holds_weights_sums_and_state_whole(dtype):
     of = config(dtype, 2)
@@ -191,23 +150,15 @@ def test_way_that_fails_is_a_row_that_says_why():
 
 
 def test_losses_that_differ_are_noted():
-    first, other, unfused = (
-        loops.Way("first", loops.Loop),
-        loops.Way("other", loops.Loop),
-        loops.Way("unfused", loops.Loop, False),
-    )
-
-    class Seen:
-        def __init__(self, *losses):
-            self.losses = losses
-
-    timed = {"first": Seen(5.0, 4.0), "other": Seen(5.0, 4.000001), "unfused": Seen(5.0, 4.000001)}
-    running = [first, other, unfused]
+    first, other = (loops.Way(name, loops.Loop) for name in ("first", "other"))
+    unfused = loops.Way("unfused", loops.Loop, False)
+    losses = {"first": (5.0, 4.0), "other": (5.0, 4.000001), "unfused": (5.0, 4.000001)}
+    timed = {name: SimpleNamespace(losses=own) for name, own in losses.items()}
     of = config("float32")
-    assert training.departure(timed, first, running, of) == ""
-    assert "update 2 is 4.000001, of first 4" in training.departure(timed, other, running, of)
+    assert training.departure(timed, first, [first, other, unfused], of) == ""
+    assert "update 2 is 4.000001, of first 4" in training.departure(timed, other, [first, other, unfused], of)
     assert training.departure(timed, unfused, [first, unfused], of) == ""
-    timed["unfused"] = Seen(5.1, float("nan"))
+    timed["unfused"].losses = (5.1, float("nan"))
     assert training.departure(timed, unfused, [first, unfused], of).count("more than rounding") == 2
 
 
@@ -226,13 +177,8 @@ def test_choices():
 
 def test_large_model_has_a_billion_parameters():
     (size,) = [size for size in training.SIZES["cuda"] if size.width == 2048]
-    of = dataclasses.replace(
-        config("bfloat16", device="meta"),
-        width=2048,
-        layers=size.layers,
-        heads=size.heads,
-        context=size.context,
-    )
+    shape = {"width": 2048, "layers": size.layers, "heads": size.heads, "context": size.context}
+    of = dataclasses.replace(config("bfloat16", device="meta"), **shape)
     assert 1.0e9 < sum(p.numel() for p in of.model().parameters()) < 1.02e9
 
 

@@ -175,39 +175,27 @@ def test_inexact_ways_and_the_floor_say_so() -> None:
         assert [roles.count(role) for role in ("as written", "best stock", "ours", "floor")] == [1, 1, 1, 1]
 
 
-def test_the_floor_makes_gradients_and_leaves_weights_alone() -> None:
+def test_adam_states_are_one_memory_for_all_ways_and_the_floor_leaves_weights_alone() -> None:
     memory = Memory(SHAPES, "float32", "cpu")
     before = [weight.clone() for weight in memory.weights]
-    window = windows.Floor(memory, 3)
-    window.run()
-    assert window.source.micro_batches == 3
-    assert all(torch.equal(a, b) for a, b in zip(before, memory.weights, strict=True))
-    assert all(parameter.grad is None for parameter in window.parameters)
-
-
-def test_adam_states_are_one_memory_for_all_ways() -> None:
-    memory = Memory(SHAPES, "float32", "cpu")
-    first, second = windows.AsWritten(memory, 3), windows.Fused(memory, 3)
-    first.run()
-    second.run()
-    mean = memory.moments()[0][0]
-    assert mean.count_nonzero() == mean.numel()
-    for window in (first, second):
-        assert window.optimizer.state[window.parameters[0]]["exp_avg"] is mean
+    windows.Floor(memory, 3).run()
+    assert all(map(torch.equal, before, memory.weights))
+    for way in (windows.AsWritten, windows.Fused):
+        window = way(memory, 3)
+        window.run()
+        assert window.optimizer.state[window.parameters[0]]["exp_avg"] is memory.moments()[0][0]
 
 
 def test_gradients_are_made_in_groups_of_a_size() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (4, 4, 4, 100, 4)]
-    one_each = Source(parameters, torch.float32, 0)
-    assert [list(group) for group in one_each.groups] == [[0], [1], [2], [3], [4]]
-    grouped = Source(parameters, torch.float32, 32)
-    assert [list(group) for group in grouped.groups] == [[0, 1], [2], [3], [4]]
-    grouped.loss().backward()
-    one_each.micro_batches = 0
-    before = [parameter.grad.clone() for parameter in parameters]
-    one_each.loss().backward()
-    assert all(torch.equal(p.grad, 2 * g) for p, g in zip(parameters, before, strict=True))
-    assert len({gradient[0].item() for gradient in before}) == 5
+    for size, groups in ((0, [[0], [1], [2], [3], [4]]), (32, [[0, 1], [2], [3], [4]])):
+        source = Source(parameters, torch.float32, size)
+        assert [list(group) for group in source.groups] == groups
+        source.loss().backward()
+    first = [parameter.grad[0].item() for parameter in parameters]
+    assert len(set(first)) == 5
+    Source(parameters, torch.float32, 0).loss().backward()
+    assert [parameter.grad[0].item() for parameter in parameters] == [1.5 * value for value in first]
 
 
 def test_windows_say_what_is_allowed() -> None:

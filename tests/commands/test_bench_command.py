@@ -73,22 +73,12 @@ STOCK_FORMS = {
 }
 #: Those that a CPU or these dtypes do not have: what their reasons say.
 REASONS = ("nothing to cast", "too long", "wide already", "needs operands", "aten::addmm.dtype_out")
-ENTRY = {
-    *(
-        "name",
-        "role",
-        "status",
-        "why",
-        "inexact",
-        "note",
-        "bytes",
-        "calls",
-        "uncounted",
-        "seconds",
-        "samples",
-    ),
-    *("gb_per_s", "percent_of_copy", "host_seconds", "against", "speed", "interval"),
-}
+WORDS = "name role status why inexact note bytes calls uncounted seconds samples gb_per_s percent_of_copy"
+ENTRY = {*WORDS.split(), "host_seconds", "against", "speed", "interval"}
+WORDS = "what name title dtypes sizes warm sets backend reason why rounds ways"
+CASE = set(WORDS.split())
+#: One case of each kind.
+KINDS = {type(work): index for index, work in enumerate(cases.of("tiny", CPU, 0))}
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +191,7 @@ def test_a_case_without_room_says_what_it_needs():
     assert f"not measured: {case['why']}" in report.table(case)
 
 
-@pytest.mark.parametrize("index", range(len(list(cases.of("tiny", CPU, 0)))))
+@pytest.mark.parametrize("index", KINDS.values(), ids=[kind.__name__ for kind in KINDS])
 def test_the_tensors_of_a_case_go_with_it(monkeypatch, index):
     work = list(cases.of("tiny", CPU, 0))[index]
     make, made = type(work).make, []
@@ -395,42 +385,20 @@ def test_json_is_all_that_is_printed(capsys, tiny):
     assert set(found) == {"machine", "effort", "seconds", "cases", "choices"}
     assert found["effort"] == "tiny"
     assert found["machine"]["torch"] == torch.__version__
-    assert {
-        "what",
-        "name",
-        "title",
-        "dtypes",
-        "sizes",
-        "warm",
-        "sets",
-        "backend",
-        "reason",
-        "why",
-        "rounds",
-    } | {"ways"} == set(found["cases"][0])
+    assert set(found["cases"][0]) == CASE
     assert set(found["cases"][0]["ways"][0]) == ENTRY
 
 
-def test_full_is_another_effort(monkeypatch, capsys):
+def test_full_is_another_effort_and_threads_and_the_random_state_are_given_back(monkeypatch, capsys):
     monkeypatch.setattr(timing, "FULL", TINY)
     monkeypatch.setattr(timing, "SHORT", None)
-    assert __main__.main(["bench", "--full", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["cases"]
-
-
-def test_threads_are_set_and_given_back(monkeypatch, tiny, capsys):
-    before = torch.get_num_threads()
-    assert __main__.main(["bench", "--threads", "1", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["machine"]["threads"] == 1
+    before, state = torch.get_num_threads(), torch.get_rng_state()
+    assert __main__.main(["bench", "--full", "--threads", "1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["cases"]
+    assert found["machine"]["threads"] == 1
     assert torch.get_num_threads() == before
-
-
-def test_the_random_state_is_left_alone(found):
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    bench.collect(CPU, TINY)
-    assert torch.equal(torch.rand(3), expected)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize(
@@ -440,10 +408,7 @@ def test_the_random_state_is_left_alone(found):
         (["--device", "cuda:99"], "argument --device: 'cuda:99' is no device here; allowed: cpu"),
         (["--threads", "0"], "argument --threads: '0' is no number of threads; allowed: integers from 1 on"),
         (["--threads", "two"], "argument --threads: 'two' is no number of threads"),
-        (
-            ["--plot", "picture.doc"],
-            "argument --plot: 'picture.doc' has no ending of a picture; allowed: .",
-        ),
+        (["--plot", "b.doc"], "argument --plot: 'b.doc' has no ending of a picture; allowed: ."),
         (["--plot", "no/such/b.png"], "argument --plot: 'no/such/b.png' is in no folder that exists"),
         (["--size", "3"], "unrecognized arguments: --size 3"),
     ],
@@ -468,19 +433,18 @@ def test_a_missing_matplotlib_is_named_before_anything_is_measured(monkeypatch, 
     assert "argument --plot: the package matplotlib, which draws, is not installed" in said
 
 
-def test_a_wrong_variable_is_refused_before_anything_is_measured(monkeypatch, capsys, nothing_measured):
-    monkeypatch.setenv(registry.VARIABLE, "gpu")
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        (registry.VARIABLE, "gpu", "FUSEDACC_BACKEND='gpu' is no backend; allowed: "),
+        (registry.VARIABLE, "cuda", "FUSEDACC_BACKEND='cuda' cannot run float32 into float32 on cpu: "),
+        (tuning.VARIABLE, "no", "FUSEDACC_TUNE='no': allowed are '0'"),
+    ],
+)
+def test_wrong_variables_are_refused(monkeypatch, capsys, nothing_measured, name, value, said):
+    monkeypatch.setenv(name, value)
     assert __main__.main(["bench", "--device", "cpu"]) == 2
-    assert "FUSEDACC_BACKEND='gpu' is no backend; allowed: " in capsys.readouterr().err
-    monkeypatch.setenv(registry.VARIABLE, "cuda")
-    assert __main__.main(["bench", "--device", "cpu"]) == 2
-    assert "FUSEDACC_BACKEND='cuda' cannot run float32 into float32 on cpu: " in capsys.readouterr().err
-
-
-def test_a_wrong_word_on_trials_is_refused_before_anything_is_measured(monkeypatch, capsys, nothing_measured):
-    monkeypatch.setenv(tuning.VARIABLE, "no")
-    assert __main__.main(["bench"]) == 2
-    assert "FUSEDACC_TUNE='no': allowed are '0'" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.skipif(library.load_error() is not None, reason=f"{library.load_error()}")
@@ -506,7 +470,7 @@ def test_stopping_it_is_no_traceback(monkeypatch, capsys, tiny):
     assert "stopped" in capsys.readouterr().err
 
 
-def test_the_picture(monkeypatch, tmp_path, capsys, tiny):
+def test_the_picture(monkeypatch, tmp_path, capsys, tiny, found):
     pytest.importorskip("matplotlib")
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # no window system is asked for
     path = tmp_path / "b.svg"
@@ -518,11 +482,7 @@ def test_the_picture(monkeypatch, tmp_path, capsys, tiny):
     for words in ("Embedding 50 x 8, 40 tokens, bfloat16 into float32", "a copy of as many bytes"):
         assert words in drawn
     assert all(words in drawn for words in report.KINDS.values())
-
-
-def test_a_picture_of_nothing_is_drawn_too(tmp_path, found):
-    pytest.importorskip("matplotlib")
-    plot.draw(found | {"cases": []}, tmp_path / "b.png")
+    plot.draw({**found, "cases": []}, tmp_path / "b.png")  # of nothing
     assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -540,9 +500,3 @@ def test_it_runs_without_the_extension_and_without_benchmarks(tmp_path):
     found = json.loads(done.stdout)
     assert {case["backend"].split()[0] for case in found["cases"]} == {"eager"}
     assert all("not cpu: " in case["reason"] for case in found["cases"])
-
-
-def test_a_wheel_has_its_packages():
-    setuptools = pytest.importorskip("setuptools")
-    packages = setuptools.find_packages(str(ROOT), include=["fusedacc*"])
-    assert {"fusedacc.commands", "fusedacc.commands.bench"} <= set(packages)

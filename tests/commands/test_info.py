@@ -63,17 +63,10 @@ def test_what_trials_have_found_is_shown_with_its_figures(capsys, tmp_path):
         choices = json.loads(capsys.readouterr().out)["choices"]
         assert __main__.main(["info"]) == 0
         text = capsys.readouterr().out
-    assert {found["question"] for found in choices["found"]} == {
-        asked.name
-        for asked in (
-            *matmul_ways.questions(),
-            *grouped_ways.questions(),
-            *small_layers.questions(),
-            grain_size.question(),
-            norm_prefetch.question(),
-        )
-        if asked is not None
-    }
+    asked = [*matmul_ways.questions(), *grouped_ways.questions(), *small_layers.questions()]
+    asked += [grain_size.question(), norm_prefetch.question()]
+    names = {question.name for question in asked if question is not None}
+    assert {found["question"] for found in choices["found"]} == names
     for found in choices["found"]:
         assert f"  {found['question']}: {found['way']}: {found['why']} (" in text
         assert all(f"{way} {own:g} us" in text for way, own in found["microseconds"].items())
@@ -83,20 +76,25 @@ def test_what_trials_have_found_is_shown_with_its_figures(capsys, tmp_path):
     assert f"choices by trial, kept in {tmp_path / tuning.FILE}" in text
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        (tuning.VARIABLE, "maybe", "choices: FUSEDACC_TUNE='maybe': allowed are '0'"),
+        (registry.VARIABLE, "gpu", "auto: none (FUSEDACC_BACKEND='gpu' is no backend; allowed: "),
+    ],
+)
+def test_a_wrong_variable_is_shown_and_fails(monkeypatch, capsys, name, value, said):
+    monkeypatch.setenv(name, value)
+    assert __main__.main(["info"]) == 1
+    assert said in capsys.readouterr().out
+    with pytest.raises(ValueError, match=f"{name}='{value}'"):
+        fusedacc.AccumulatingOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))
+
+
 def test_without_trials_it_says_so(capsys):
     assert __main__.main(["info"]) == 0
-    assert (
-        "choices: by the processor's features, since FUSEDACC_TUNE=0 forbids trials"
-        in capsys.readouterr().out
-    )
-
-
-def test_a_wrong_variable_is_named(capsys, monkeypatch):
-    monkeypatch.setenv(tuning.VARIABLE, "maybe")
-    assert __main__.main(["info"]) == 1
-    assert "choices: FUSEDACC_TUNE='maybe': allowed are '0'" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="FUSEDACC_TUNE='maybe'"):
-        fusedacc.AccumulatingOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))
+    said = "choices: by the processor's features, since FUSEDACC_TUNE=0 forbids trials"
+    assert said in capsys.readouterr().out
 
 
 def test_json_says_the_same(capsys):
@@ -111,34 +109,26 @@ def test_json_says_the_same(capsys):
     assert facts["hooks"]["native"] == (native_module.why_not() is None)
 
 
-def test_wrong_sums_are_reported_and_fail(monkeypatch):
-    def forgets_the_scale(accumulators, gradients, scale, overwrite):
-        for accumulator, gradient in zip(accumulators, gradients, strict=True):
-            accumulator.add_(gradient)
+def forgets_the_scale(accumulators, gradients, scale, overwrite):
+    for accumulator, gradient in zip(accumulators, gradients, strict=True):
+        accumulator.add_(gradient)
 
-    monkeypatch.setattr(registry.get("eager"), "accumulate_", forgets_the_scale)
+
+def breaks(*_):
+    raise OSError("no such device")
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"), [(forgets_the_scale, "elements are wrong"), (breaks, "OSError: no such device")]
+)
+def test_wrong_sums_and_exceptions_are_reported_and_fail(monkeypatch, broken, said):
+    monkeypatch.setattr(registry.get("eager"), "accumulate_", broken)
     facts = info.collect()
     failures = by_name(facts, "eager")["failures"]
     assert len(failures) == 8
-    assert all("elements are wrong" in problem for problem in failures.values())
+    assert all(said in problem for problem in failures.values())
     assert not info.healthy(facts)
     assert "eager   FAILS" in info.render(facts)
-
-
-def test_exceptions_are_reported(monkeypatch):
-    def breaks(*_):
-        raise OSError("no such device")
-
-    monkeypatch.setattr(registry.get("eager"), "accumulate_", breaks)
-    assert set(by_name(info.collect(), "eager")["failures"].values()) == {"OSError: no such device"}
-
-
-def test_a_wrong_variable_is_shown_and_fails(monkeypatch, capsys):
-    monkeypatch.setenv("FUSEDACC_BACKEND", "gpu")
-    assert __main__.main(["info"]) == 1
-    text = capsys.readouterr().out
-    assert "FUSEDACC_BACKEND: gpu" in text
-    assert "auto: none (FUSEDACC_BACKEND='gpu' is no backend; allowed: " in text
 
 
 @pytest.mark.skipif(native_module.module() is None, reason=f"{native_module.why_not()}")
@@ -169,9 +159,8 @@ def test_without_the_extension(tmp_path):
     assert "hooks: in Python (" in done.stdout
     assert "auto: eager (" in done.stdout
     assert "Warning" not in done.stderr
-    assert next(line for line in done.stdout.splitlines() if line.startswith("  eager")).endswith(
-        "right for every dtype pair"
-    )
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("  eager")]
+    assert line.endswith("right for every dtype pair")
 
 
 def test_with_an_extension_that_does_not_load(tmp_path):

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import GRADIENT_LAYOUTS, LAYOUTS, PAIR_IDS, PAIRS, copies, lay_out, random_lists
+from cases import GRADIENT_LAYOUTS, LAYOUTS, PAIR_IDS, PAIRS, bits, copies, lay_out, native, random_lists
 
-from fusedacc.kernels import dtypes, library, registry
+from fusedacc.kernels import dtypes, registry
 from fusedacc.traffic import TrafficMeter
 
 SHAPES = [(5,), (3, 4, 2), (0, 3), (), (1025,), (90, 67)]
-NATIVE = pytest.mark.skipif(library.load_error() is not None, reason=str(library.load_error()))
-
-
-def bits(tensor):
-    return tensor.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 
 
 def assert_same(results, expected):
@@ -140,7 +135,7 @@ def test_a_keep_on_the_device_is_counted_as_read(cpu_backend, prepared):
     assert not meter.uncounted
 
 
-@NATIVE
+@native
 @pytest.mark.parametrize("keep", [(None, 0.3), (torch.tensor(0.3), 1.0)])
 def test_opcheck(keep, generator):
     sums, gradients = random_lists(PAIRS[::4], [(5,), (2, 3)], generator)
@@ -152,7 +147,7 @@ def test_opcheck(keep, generator):
     torch.library.opcheck(operators.accumulate_prepared_.default, (plan, *factors, *keep))
 
 
-@NATIVE
+@native
 @pytest.mark.parametrize(
     ("keep", "problem"),
     [

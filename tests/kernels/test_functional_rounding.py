@@ -94,17 +94,12 @@ def test_another_seed_or_offset_rounds_otherwise(change, cpu_backend, generator)
     assert not equal(sums, others)
 
 
-def test_the_number_of_threads_changes_nothing(generator):
+def test_the_number_of_threads_changes_nothing(generator, threads):
     gradient = torch.randn(1 << 18, generator=generator)
-    found = []
-    before = torch.get_num_threads()
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
-        try:
-            found.append(torch.ones(1 << 18, dtype=LOW))
-            functional.scale_accumulate_([found[-1]], [gradient], 1e-3, **STOCHASTIC)
-        finally:
-            torch.set_num_threads(before)
+    found = [torch.ones(1 << 18, dtype=LOW) for _ in range(2)]
+    for count, total in enumerate(found, 1):
+        threads(count)
+        functional.scale_accumulate_([total], [gradient], 1e-3, **STOCHASTIC)
     assert torch.equal(*found)
 
 
@@ -131,23 +126,22 @@ def test_under_the_compiler(backend, generator):
     assert equal(sums, plain)
 
 
+SEEDS, OFFSETS = rf"allowed: 0 to {MOST_SEED}", rf"allowed: 0 to {MOST_OFFSET}"
 BAD = {
     "rounding": ({"rounding": "up"}, ValueError, r"rounding is 'up'; allowed: 'nearest', 'stochastic'"),
     "no rounding": ({"rounding": None}, ValueError, r"rounding is None; allowed"),
     "rounding of a kind that has no hash": ({"rounding": []}, ValueError, r"rounding is \[\]; allowed"),
-    "float seed": (STOCHASTIC | {"seed": 1.0}, TypeError, r"seed is 1\.0 \(float\); allowed: an int from 0"),
-    "bool seed": (STOCHASTIC | {"seed": True}, TypeError, r"seed is True \(bool\); allowed"),
-    "tensor seed": (STOCHASTIC | {"seed": torch.tensor(1)}, TypeError, r"seed is tensor.* allowed"),
-    "negative seed": (STOCHASTIC | {"seed": -1}, ValueError, rf"seed is -1; allowed: 0 to {MOST_SEED}"),
-    "large seed": (STOCHASTIC | {"seed": 2**63}, ValueError, rf"seed is {2**63}; allowed: 0 to {MOST_SEED}"),
-    "str offset": (STOCHASTIC | {"offset": "1"}, TypeError, r"offset is '1' \(str\); allowed: an int from 0"),
-    "bool offset": (STOCHASTIC | {"offset": False}, TypeError, r"offset is False \(bool\); allowed"),
-    "negative offset": (
-        STOCHASTIC | {"offset": -2},
-        ValueError,
-        rf"offset is -2; allowed: 0 to {MOST_OFFSET}",
-    ),
-    "large offset": (STOCHASTIC | {"offset": 2**31}, ValueError, rf"offset is {2**31}; allowed: 0 to"),
+    "float seed": ({"seed": 1.0}, TypeError, r"seed is 1\.0 \(float\); allowed: an int from 0"),
+    "bool seed": ({"seed": True}, TypeError, r"seed is True \(bool\); allowed"),
+    "tensor seed": ({"seed": torch.tensor(1)}, TypeError, r"seed is tensor.* allowed"),
+    "negative seed": ({"seed": -1}, ValueError, f"seed is -1; {SEEDS}"),
+    "large seed": ({"seed": 2**63}, ValueError, f"seed is {2**63}; {SEEDS}"),
+    "str offset": ({"offset": "1"}, TypeError, r"offset is '1' \(str\); allowed: an int from 0"),
+    "bool offset": ({"offset": False}, TypeError, r"offset is False \(bool\); allowed"),
+    "negative offset": ({"offset": -2}, ValueError, f"offset is -2; {OFFSETS}"),
+    "large offset": ({"offset": 2**31}, ValueError, f"offset is {2**31}; {OFFSETS}"),
+}
+IDLE = {
     "idle seed": (
         {"seed": 3},
         ValueError,
@@ -158,15 +152,15 @@ BAD = {
 
 
 @pytest.mark.parametrize("call", [functional.scale_accumulate_, functional.prepare])
-@pytest.mark.parametrize(("arguments", "kind", "said"), BAD.values(), ids=BAD)
-def test_bad_arguments_are_refused_before_anything_is_written(
-    arguments, kind, said, call, cpu_backend, generator
-):
+@pytest.mark.parametrize("case", [*BAD, *IDLE])
+def test_bad_arguments_are_refused_before_anything_is_written(case, call, cpu_backend, generator):
+    arguments, kind, said = (BAD | IDLE)[case]
     sums, gradients = lists(generator)
     before = copies(sums)
     given = (sums, gradients) if call == functional.scale_accumulate_ else (sums,)
+    others = STOCHASTIC if case in BAD else {}
     with pytest.raises(kind, match=said):
-        call(*given, backend=cpu_backend, **arguments)
+        call(*given, backend=cpu_backend, **(others | arguments))
     assert equal(sums, before)
 
 

@@ -13,11 +13,9 @@ pytestmark = pytest.mark.skipif(library.load_error() is not None, reason=str(lib
 
 
 @pytest.fixture
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
+def two_threads(threads):
+    threads(2)
     yield
-    torch.set_num_threads(before)
     grain_size.set_grain_size(grain_size.GRAIN_SIZES[-1])
 
 
@@ -61,10 +59,6 @@ def test_a_trial_adds_by_every_size(two_threads):
     assert grain_size.question().default in grain_size.question().ways
 
 
-def test_one_thread_is_not_asked():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        assert grain_size.question() is None
-    finally:
-        torch.set_num_threads(before)
+def test_one_thread_is_not_asked(threads):
+    threads(1)
+    assert grain_size.question() is None

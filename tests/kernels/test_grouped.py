@@ -40,14 +40,6 @@ def run(way, tensors, scale=1.0, keep=1.0):
     assert_are_products(accumulator, before, left, right, offsets, scale, keep, product_dtype=dtype)
 
 
-@pytest.fixture
-def threads():
-    """Sets how many there are, until the test ends."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 @pytest.mark.sweep
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)

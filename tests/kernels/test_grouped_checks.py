@@ -16,59 +16,37 @@ from fusedacc.kernels.grouped_ways import NEVER
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 
 
-def make(*shape, dtype=F32):
-    return torch.ones(*shape, dtype=dtype)
+def make(*shape):
+    return torch.ones(*shape)
 
 
-def ends(*values, dtype=torch.int32):
-    return torch.tensor(values, dtype=dtype)
+def ends(*values):
+    return torch.tensor(values, dtype=torch.int32)
 
 
 OWN = torch.ones(12)
+#: One expert's sum of 2 x 2, two experts', operands of one row and of three, and where the one expert ends.
+ONE, TWO, ROW, ROWS, END = make(1, 2, 2), make(2, 2, 2), make(1, 2), make(3, 2), ends(1)
 #: What both backends refuse in the same words; accumulator, left, right and offsets.
 REFUSED = [
-    ((make(2, 2), make(1, 2), make(1, 2), ends(1)), "accumulator has 2 dimensions; it must have 3"),
-    ((make(1, 2, 2), make(2), make(1, 2), ends(1)), "left has 1 dimensions; it must have 2"),
-    ((make(1, 2, 2), make(1, 2), make(1, 2), ends(1).view(1, 1)), "offsets has 2 dimensions; it must have 1"),
-    (
-        (make(1, 2, 2), make(1, 3), make(1, 2), ends(1)),
-        r"left has shape \[1, 3\] but accumulator has \[1, 2, 2\]",
-    ),
-    (
-        (make(1, 2, 2), make(1, 2), make(1, 3), ends(1)),
-        r"right has shape \[1, 3\] but accumulator has \[1, 2, 2\]",
-    ),
-    ((make(1, 2, 2), make(1, 2), make(2, 2), ends(1)), "right has 2 rows but left has 1"),
-    (
-        (make(1, 2, 2), make(1, 2), make(1, 2, dtype=BF16), ends(1)),
-        "right has bfloat16 but left has float32",
-    ),
-    (
-        (make(1, 2, 2), make(1, 2, dtype=F64), make(1, 2, dtype=F64), ends(1)),
-        r"float64 (and accumulator|into) float32.*llowed",
-    ),
-    (
-        (OWN[:4].view(1, 2, 2), OWN[2:4].view(1, 2), make(1, 2), ends(1)),
-        "left overlaps accumulator in memory",
-    ),
-    (
-        (OWN[:4].view(1, 2, 2), make(1, 2), OWN[2:4].view(1, 2), ends(1)),
-        "right overlaps accumulator in memory",
-    ),
-    ((make(1, 2, 2).expand(2, 2, 2), make(1, 2), make(1, 2), ends(1, 1)), "accumulator overlaps itself"),
-    (
-        (OWN.as_strided((2, 2, 2), (3, 2, 1)), make(1, 2), make(1, 2), ends(1, 1)),
-        "accumulator overlaps itself",
-    ),
-    (
-        (make(1, 2, 2), make(1, 2), make(1, 2), ends(1, dtype=torch.int64)),
-        "offsets has int64; it must be int32",
-    ),
-    ((make(1, 2, 2), make(1, 2), make(1, 2), ends(1, dtype=F32)), "offsets has float32; it must be int32"),
-    ((make(2, 2, 2), make(1, 2), make(1, 2), ends(1)), "offsets has 1 elements; it must have 2"),
-    ((make(2, 2, 2), make(1, 2), make(1, 2), ends(0, 2)), r"offsets\[1\] is 2; allowed: 0 to 1"),
-    ((make(2, 2, 2), make(3, 2), make(3, 2), ends(2, 1)), r"offsets\[1\] is 1; allowed: 2 to 3"),
-    ((make(2, 2, 2), make(3, 2), make(3, 2), ends(-1, 1)), r"offsets\[0\] is -1; allowed: 0 to 3"),
+    ((make(2, 2), ROW, ROW, END), "accumulator has 2 dimensions; it must have 3"),
+    ((ONE, make(2), ROW, END), "left has 1 dimensions; it must have 2"),
+    ((ONE, ROW, ROW, END.view(1, 1)), "offsets has 2 dimensions; it must have 1"),
+    ((ONE, make(1, 3), ROW, END), r"left has shape \[1, 3\] but accumulator has \[1, 2, 2\]"),
+    ((ONE, ROW, make(1, 3), END), r"right has shape \[1, 3\] but accumulator has \[1, 2, 2\]"),
+    ((ONE, ROW, make(2, 2), END), "right has 2 rows but left has 1"),
+    ((ONE, ROW, ROW.to(BF16), END), "right has bfloat16 but left has float32"),
+    ((ONE, ROW.double(), ROW.double(), END), r"float64 (and accumulator|into) float32.*llowed"),
+    ((OWN[:4].view(1, 2, 2), OWN[2:4].view(1, 2), ROW, END), "left overlaps accumulator in memory"),
+    ((OWN[:4].view(1, 2, 2), ROW, OWN[2:4].view(1, 2), END), "right overlaps accumulator in memory"),
+    ((ONE.expand(2, 2, 2), ROW, ROW, ends(1, 1)), "accumulator overlaps itself"),
+    ((OWN.as_strided((2, 2, 2), (3, 2, 1)), ROW, ROW, ends(1, 1)), "accumulator overlaps itself"),
+    ((ONE, ROW, ROW, END.long()), "offsets has int64; it must be int32"),
+    ((ONE, ROW, ROW, END.float()), "offsets has float32; it must be int32"),
+    ((TWO, ROW, ROW, END), "offsets has 1 elements; it must have 2"),
+    ((TWO, ROW, ROW, ends(0, 2)), r"offsets\[1\] is 2; allowed: 0 to 1"),
+    ((TWO, ROWS, ROWS, ends(2, 1)), r"offsets\[1\] is 1; allowed: 2 to 3"),
+    ((TWO, ROWS, ROWS, ends(-1, 1)), r"offsets\[0\] is -1; allowed: 0 to 3"),
 ]
 
 

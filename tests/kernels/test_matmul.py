@@ -108,15 +108,11 @@ def test_what_is_cut_into_parts(way, pair, shape, layout, generator):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layout", SUM_LAYOUTS)
 @pytest.mark.parametrize("pair", [(F32, F32), (F16, F32)], ids=str)
-def test_what_is_cut_up_for_threads(way, pair, layout, generator):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        for tokens in (48, 100):
-            run(way, matrices(pair, (650, 30, tokens), generator, (layout, "rows", "rows")), 0.3, 0.5)
-            run(way, matrices(pair, (30, 650, tokens), generator, (layout, "rows", "rows")), 0.3, 0.0)
-    finally:
-        torch.set_num_threads(threads)
+def test_what_is_cut_up_for_threads(way, pair, layout, generator, threads):
+    threads(2)
+    for tokens in (48, 100):
+        run(way, matrices(pair, (650, 30, tokens), generator, (layout, "rows", "rows")), 0.3, 0.5)
+        run(way, matrices(pair, (30, 650, tokens), generator, (layout, "rows", "rows")), 0.3, 0.0)
 
 
 @native
@@ -254,10 +250,9 @@ def test_without_trials_the_processor_says_whether_products_are_rounded(pair, ha
 
 @native
 @pytest.mark.parametrize("question", matmul_ways.questions(), ids=lambda question: question.name)
-def test_every_answer_to_every_question_is_followed(question, generator, request):
+def test_every_answer_to_every_question_is_followed(question, generator, threads):
     """And what a trial times is what is then run."""
-    request.addfinalizer(functools.partial(torch.set_num_threads, torch.get_num_threads()))
-    torch.set_num_threads(2)  # one has nothing to split for
+    threads(2)  # one has nothing to split for
     operand, accumulator = (
         getattr(torch, name) for name in re.match(r"product of (\w+) into (\w+),", question.name).groups()
     )

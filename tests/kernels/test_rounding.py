@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 
 import pytest
@@ -24,26 +25,13 @@ KNOWN = [
         (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
     ),
 ]
-MAGNITUDES = {
-    "zero": 0,
-    "smallest subnormal": 1,
-    "subnormal": 0x00012345,
-    "half a subnormal": 0x00008000,
-    "largest subnormal": 0x007FFFFF,
-    "smallest normal": 0x00800000,
-    "one": 0x3F800000,
-    "just above one": 0x3F800001,
-    "just below one": 0x3F7FFFFF,
-    "third": 0x3EAAAAAB,
-    "below the largest": 0x7F7EFFFF,
-    "largest": 0x7F7F0000,
-    "above the largest": 0x7F7F0001,
-    "largest float32": 0x7F7FFFFF,
-    "infinity": 0x7F800000,
-    "signalling nan": 0x7F800001,
-    "nan": 0x7FC00000,
-    "nan of all bits": 0x7FFFFFFF,
-}
+#: Zero and subnormal numbers, numbers about one and a third, about the largest bfloat16, infinity, every nan.
+MAGNITUDES = (
+    *(0, 1, 0x00012345, 0x00008000, 0x007FFFFF, 0x00800000),
+    *(0x3F7FFFFF, 0x3F800000, 0x3F800001, 0x3EAAAAAB),
+    *(0x7F7EFFFF, 0x7F7F0000, 0x7F7F0001, 0x7F7FFFFF),
+    *(0x7F800000, 0x7F800001, 0x7FC00000, 0x7FFFFFFF),
+)
 
 
 def values_of(patterns):
@@ -70,9 +58,9 @@ def test_bits_of_elements(seed, stream):
         assert torch.equal(compiled(seed, stream, torch.tensor(numbers)), found)
 
 
-@pytest.mark.parametrize("name", MAGNITUDES)
-def test_each_value_by_the_rule(name):
-    for pattern in (MAGNITUDES[name], MAGNITUDES[name] | 1 << 31):
+@pytest.mark.parametrize("magnitude", MAGNITUDES, ids=hex)
+def test_each_value_by_the_rule(magnitude):
+    for pattern in (magnitude, magnitude | 1 << 31):
         for bits in (0, 1, 0x1234, 0x7FFF, 0x8000, 0xFFFE, 0xFFFF):
             found = rounding.rounded(values_of([pattern]), torch.tensor([bits]))
             assert oracle.patterns(found) == [oracle.rounded(pattern, bits)], (hex(pattern), hex(bits))
@@ -196,44 +184,27 @@ def deviations(bins):
     return abs(((counts - mean) ** 2 / mean).sum().item() - 255) / (2 * 255) ** 0.5
 
 
-PAIRED = [
-    "next element",
-    "next but one",
-    "next block",
-    "next parameter",
-    "next addition",
-    "next seed",
-    "far seed",
-]
+@functools.cache
+def sample(seed=11, parameter=3, addition=5, first=0):
+    """Bits of 2**18 elements."""
+    return rounding.random_bits(seed, stream_of(parameter, addition), torch.arange(1 << 18) + first)
 
 
-@pytest.fixture(scope="module")
-def samples():
-    """Bits of 2**18 elements, "", and what must be independent of them."""
-    numbers = torch.arange((1 << 18) + 8)
-    found = rounding.random_bits(11, stream_of(3, 5), numbers)
-    others = (
-        (11, stream_of(4, 5)),
-        (11, stream_of(3, 6)),
-        (12, stream_of(3, 5)),
-        (11 | 1 << 32, stream_of(3, 5)),
-    )
-    shifted = [found[by:] for by in (1, 2, 8)]
-    shifted += [rounding.random_bits(seed, stream, numbers) for seed, stream in others]
-    return {name: bits[: 1 << 18] for name, bits in zip(["", *PAIRED], [found, *shifted], strict=True)}
+def test_bytes_are_uniform():
+    assert deviations(sample() >> 8) < 5
+    assert deviations(sample() & 0xFF) < 5
 
 
-def test_bytes_are_uniform(samples):
-    assert deviations(samples[""] >> 8) < 5
-    assert deviations(samples[""] & 0xFF) < 5
+NEXT = ({"first": 1}, {"first": 2}, {"first": 8}, {"parameter": 4}, {"addition": 6}, {"seed": 12})
 
 
-@pytest.mark.parametrize("name", PAIRED)
-@pytest.mark.parametrize("shift", [0, 4, 12])
-def test_neighbours_are_independent(name, shift, samples):
-    one, other = (samples[each] >> shift & 15 for each in ("", name))
-    assert deviations(one * 16 + other) < 5
-    assert (samples[""] == samples[name]).sum() < 40  # 4 are expected
+@pytest.mark.parametrize("other", [*NEXT, {"seed": 11 | 1 << 32}], ids=str)
+def test_neighbours_are_independent(other):
+    """Elements, blocks, parameters, additions and seeds."""
+    for shift in (0, 4, 12):
+        ours, others = (bits >> shift & 15 for bits in (sample(), sample(**other)))
+        assert deviations(ours * 16 + others) < 5
+    assert (sample() == sample(**other)).sum() < 40  # 4 are expected
 
 
 def test_the_oracle_knows_its_numbers():

@@ -6,27 +6,13 @@ import math
 
 import pytest
 import torch
-from cases import PAIR_IDS, PAIRS
+from cases import PAIR_IDS, PAIRS, bits
 from loops import NoHostRead
-from row_cases import (
-    GRADIENTS,
-    SHAPE_IDS,
-    SHAPES,
-    TABLES,
-    assert_rows,
-    lay_out,
-    random_case,
-    random_indices,
-)
+from row_cases import GRADIENTS, SHAPE_IDS, SHAPES, TABLES, assert_rows, lay_out, random_case, random_indices
 
 from fusedacc.kernels import reference, registry, rows
 
 INF, NAN = math.inf, math.nan
-
-
-def bits(tensor):
-    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return tensor.contiguous().view(kind)
 
 
 def needs(backend):
@@ -147,22 +133,18 @@ def test_other_rows_do_not_change_a_rows_bits(cpu_backend, generator):
     assert torch.equal(mixed[2], table[2])
 
 
-def test_one_thread_and_more_give_the_same_bits(generator):
+@pytest.mark.parametrize("kind", ["random", "one", "mixed"])
+def test_one_thread_and_more_give_the_same_bits(kind, generator, threads):
     needs("cpu")
-    threads = torch.get_num_threads()
-    try:
-        for kind in ("random", "one", "mixed"):
-            indices = random_indices((3000,), 700, kind, generator)
-            gradients = torch.randn(3000, 200, generator=generator)
-            sums = []
-            for count in (1, 2, 3):
-                torch.set_num_threads(count)
-                sums.append(torch.zeros(700, 200))
-                rows.accumulate_rows_(sums[-1], indices, gradients, 0.3, backend="cpu")
-            assert all(torch.equal(found, sums[0]) for found in sums)
-            assert_rows(sums[0], torch.zeros(700, 200), indices, gradients, 0.3)
-    finally:
-        torch.set_num_threads(threads)
+    indices = random_indices((3000,), 700, kind, generator)
+    gradients = torch.randn(3000, 200, generator=generator)
+    sums = []
+    for count in (1, 2, 3):
+        threads(count)
+        sums.append(torch.zeros(700, 200))
+        rows.accumulate_rows_(sums[-1], indices, gradients, 0.3, backend="cpu")
+    assert all(torch.equal(found, sums[0]) for found in sums)
+    assert_rows(sums[0], torch.zeros(700, 200), indices, gradients, 0.3)
 
 
 @pytest.mark.parametrize("count", [2, 3, 255, 256, 257, 70_001])
@@ -254,10 +236,7 @@ REFUSED = {
     "shape": ({"gradients": torch.ones(3, 2)}, r"gradients has shape \[3, 2\]; it must be \[2, 3\]"),
     "a dimension more": ({"gradients": torch.ones(1, 2, 3)}, "gradients has 3 dimensions; it must have 2"),
     "gradients with gaps": ({"gradients": torch.ones(2, 6)[:, ::2]}, "gradients has stride 2 in its second"),
-    "pair": (
-        {"gradients": torch.ones(2, 3).double()},
-        "gradients has float64 and the table float32",
-    ),
+    "pair": ({"gradients": torch.ones(2, 3).double()}, "gradients has float64 and the table float32"),
     "in the table": (
         {"table": ROOM[:15].view(5, 3), "gradients": ROOM[14:20].view(2, 3)},
         "gradients overlaps the table in memory",

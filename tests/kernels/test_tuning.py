@@ -108,16 +108,12 @@ def test_an_answer_is_of_the_machine_it_was_found_on(folder, monkeypatch):
     }
 
 
-def test_threads_and_limits_make_another_machine(monkeypatch):
+def test_threads_and_limits_make_another_machine(monkeypatch, threads):
     names = {tuning.machine()}
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     names.add(tuning.machine())
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads + 1)
-        names.add(tuning.machine())
-    finally:
-        torch.set_num_threads(threads)
+    threads(torch.get_num_threads() + 1)
+    names.add(tuning.machine())
     with torch.backends.mkldnn.flags(enabled=False):
         names.add(tuning.machine())
     assert len(names) == 4
