@@ -1,6 +1,6 @@
 # `make help` lists the targets. SYSTEM_PYTHON=1 uses the current interpreter: no virtual environment, no network.
 .DEFAULT_GOAL := help
-.PHONY: help build demo test test-full test-mutants test-integrations lint format wheel test-versions bench bench-full bench-integrations bench-machines figures memory-figures rounding-figures clean
+.PHONY: help build build-cuda build-integrations demo test test-full test-mutants test-integrations lint format wheel test-versions bench bench-full bench-integrations bench-machines figures memory-figures rounding-figures clean
 
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
 
@@ -8,6 +8,7 @@ ifeq ($(SYSTEM_PYTHON),1)
 PYTHON ?= python3
 DEPENDENCIES :=
 BUILT := build/system.stamp
+BUILT_CUDA := $(BUILT)
 INTEGRATIONS :=
 INTEGRATIONS_PYTHON := $(PYTHON)
 PARALLEL :=
@@ -17,6 +18,7 @@ BASE_PYTHON ?= python3
 override PYTHON := .venv/bin/python
 DEPENDENCIES := .venv/dependencies.stamp
 BUILT := .venv/built.stamp
+BUILT_CUDA := .venv/built-cuda.stamp
 INTEGRATIONS := .venv-integrations/suites.stamp
 INTEGRATIONS_PYTHON := .venv-integrations/bin/python
 # pytest-xdist, which a system's Python may lack. Stretches of tests stay together, and with what their module made.
@@ -24,6 +26,15 @@ PARALLEL := -n auto --dist worksteal
 # nvcc, ninja and clang-format are looked up on PATH by the build and the linters.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 endif
+
+# nvcc takes longer than all else. A machine without a GPU needs its work for the tests only.
+ifeq ($(FORCE_CUDA)$(shell nvidia-smi -L 2>/dev/null),)
+WITHOUT_GPU := FORCE_CUDA=0
+NOTE_NO_GPU := @echo "No GPU found: CUDA code is not built. FORCE_CUDA=1 builds it."
+endif
+
+# Without bytecode files, each process that a test starts would compile the whole package again.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Threads that spin while they wait make a machine with other work to do ten times slower.
 demo test test-full test-mutants test-integrations: export OMP_WAIT_POLICY ?= passive
@@ -33,24 +44,38 @@ test-integrations: export OMP_NUM_THREADS ?= 1
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1|/' | awk -F"|" '{printf "  %-18s %s\n", $$1, $$2}'
 
-build: $(BUILT)  ## virtual environment, pinned dependencies, the extension; does nothing when up to date
+build: $(BUILT)  ## virtual environment, pinned dependencies, the extension (CUDA code only with a GPU or FORCE_CUDA=1)
+
+build-cuda: $(BUILT_CUDA)  ## the same with the CUDA code, as the tests need it; without nvcc as `make build`
+
+build-integrations: $(BUILT) $(INTEGRATIONS)  ## the second environment, with the frameworks of tests/integrations
 
 # torch goes first and alone, so that no later requirement can pull another release.
 .venv/dependencies.stamp: requirements.txt constraints.txt
 	test -x .venv/bin/python || $(BASE_PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --quiet -c constraints.txt torch
-	.venv/bin/python -m pip install --quiet -c constraints.txt -r requirements.txt
+	.venv/bin/python -m pip install -c constraints.txt torch
+	.venv/bin/python -m pip install -c constraints.txt -r requirements.txt
 	touch $@
 
+# setup.py runs by itself first, because pip does not show what it prints; then pip finds everything compiled.
 .venv/built.stamp: $(DEPENDENCIES) $(SOURCES)
-	.venv/bin/python -m pip install --quiet --no-build-isolation --no-deps --editable .
+	$(NOTE_NO_GPU)
+	$(WITHOUT_GPU) .venv/bin/python setup.py --quiet build_ext --inplace
+	$(WITHOUT_GPU) .venv/bin/python -m pip install --quiet --no-build-isolation --no-deps --editable .
+	rm -f .venv/built-cuda.stamp
 	touch $@
+
+# The library with CUDA serves machines without a GPU too, so that this also counts as built.
+.venv/built-cuda.stamp: $(DEPENDENCIES) $(SOURCES)
+	.venv/bin/python setup.py --quiet build_ext --inplace
+	.venv/bin/python -m pip install --quiet --no-build-isolation --no-deps --editable .
+	touch .venv/built.stamp $@
 
 # fastai asks for torchvision, whose release on the index is made for another build of torch and breaks imports.
 .venv-integrations/dependencies.stamp: requirements.txt requirements-integrations.txt constraints.txt constraints-integrations.txt
 	test -x .venv-integrations/bin/python || $(BASE_PYTHON) -m venv .venv-integrations
-	.venv-integrations/bin/python -m pip install --quiet -c constraints.txt torch
-	.venv-integrations/bin/python -m pip install --quiet -c constraints.txt -c constraints-integrations.txt -r requirements.txt -r requirements-integrations.txt
+	.venv-integrations/bin/python -m pip install -c constraints.txt torch
+	.venv-integrations/bin/python -m pip install -c constraints.txt -c constraints-integrations.txt -r requirements.txt -r requirements-integrations.txt
 	.venv-integrations/bin/python -m pip uninstall --quiet --yes torchvision
 	touch $@
 
@@ -71,13 +96,13 @@ build/system.stamp: $(SOURCES)
 demo: $(BUILT)  ## train a byte-level and a word-level transformer by the stock loop, wrapped, and with model=: table and plot in build/demo
 	$(PYTHON) examples/where_it_pays.py $(DEMO)
 
-test: $(BUILT)  ## the test suite with a fixed few hundred random cases (TEST=... passes options to pytest)
+test: $(BUILT_CUDA)  ## the test suite with a fixed few hundred random cases (TEST=... passes options to pytest)
 	$(PYTHON) -m pytest -q $(PARALLEL) $(TEST)
 
-test-full: $(BUILT)  ## the same with thousands of random cases, and every combination of what tests sweep over
+test-full: $(BUILT_CUDA)  ## the same with thousands of random cases, and every combination of what tests sweep over
 	FUSEDACC_FULL_TESTS=1 $(PYTHON) -m pytest -q $(PARALLEL) $(TEST)
 
-test-mutants: $(BUILT)  ## break copies of the package in some eighty ways: tests must fail (MUTANTS=... is part of a name)
+test-mutants: $(BUILT_CUDA)  ## break copies of the package in some eighty ways: tests must fail (MUTANTS=... is part of a name)
 	$(PYTHON) tests/mutants.py $(MUTANTS)
 
 test-integrations: $(BUILT) $(INTEGRATIONS)  ## the suite of fusedacc.integrations, with the frameworks, in a second virtual environment
@@ -95,7 +120,7 @@ format: $(BUILT)  ## rewrite the sources as `make lint` wants them
 	clang-format -i $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 # In an environment of its own, and away from the sources, which Python would import first.
-wheel: $(BUILT)  ## build the wheel into dist/, and try it in an empty environment: info, ten lines of training
+wheel: $(BUILT_CUDA)  ## build the wheel into dist/, and try it in an empty environment: info, ten lines of training
 	rm -rf dist build/wheel-env
 	$(PYTHON) -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
 	$(BASE_PYTHON) -m venv build/wheel-env

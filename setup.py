@@ -5,7 +5,8 @@ torch's autograd has no stable ABI: its file is named after the one torch and th
 and where none matches, the hooks in Python do the same.
 
 Needs no GPU and no network. Environment: CXX; FORCE_CUDA=1 (fail without nvcc) or 0 (no CUDA); CUDACXX or
-CUDA_HOME (where nvcc is); TORCH_CUDA_ARCH_LIST (default "8.0;9.0;10.0+PTX"); MAX_JOBS.
+CUDA_HOME (where nvcc is); TORCH_CUDA_ARCH_LIST (default "8.0;9.0;10.0+PTX"); MAX_JOBS; VERBOSE=1 (print the
+commands).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import threading
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -102,6 +104,10 @@ class Toolchain:
     include has changed."""
 
     def __init__(self, cxx: list[str], nvcc: str | None) -> None:
+        # A build with CUDA and one without keep their objects apart: neither compiles the other's again.
+        self.objects = OBJECTS / ("cuda" if nvcc else "cpu")
+        self.objects.mkdir(parents=True, exist_ok=True)
+        self.started, self.steps, self._lock = 0, 0, threading.Lock()
         # Not at the top: without a compiler the package installs without torch too.
         import torch
 
@@ -144,7 +150,7 @@ class Toolchain:
 
     def compile(self, source: Path) -> Path:
         relative = source.relative_to(SOURCES).as_posix()
-        target = OBJECTS / f"{relative.replace('/', '_')}.o"
+        target = self.objects / f"{relative.replace('/', '_')}.o"
         if source.parent.name == MODULE:
             command = self.module
         else:
@@ -161,14 +167,24 @@ class Toolchain:
         libraries = ["-L", str(self.libraries), "-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10"]
         self.run([*self.plain, "-shared", *map(str, objects), *libraries, "-o", str(target)], target, objects)
 
+    def report(self, what: Path | str, is_made: bool) -> None:
+        """Print one line for each file that is compiled or linked."""
+        with self._lock:
+            self.started += 1
+            if not is_made:
+                print(f"fusedacc: [{self.started}/{self.steps}] {what}", flush=True)
+
     def run(self, command: list[str], target: Path, inputs: list[Path]) -> None:
         digest = hashlib.sha256("\0".join([*command, self.headers]).encode())
         for path in inputs:
             digest.update(path.read_bytes())
-        stamp = OBJECTS / f"{target.name}.stamp"
-        if target.exists() and stamp.exists() and stamp.read_text() == digest.hexdigest():
+        stamp = self.objects / f"{target.name}.stamp"
+        is_made = target.exists() and stamp.exists() and stamp.read_text() == digest.hexdigest()
+        self.report(inputs[0].relative_to(ROOT) if len(inputs) == 1 else target.name, is_made)
+        if is_made:
             return
-        print(shlex.join(command), flush=True)
+        if os.environ.get("VERBOSE") == "1":
+            print(shlex.join(command), flush=True)
         subprocess.run(command, check=True, cwd=ROOT)
         stamp.write_text(digest.hexdigest())
 
@@ -181,12 +197,12 @@ class BuildLibrary(build_ext):
         return str(Path(*package, NAME if name == "libfusedacc" else module_name()))
 
     def build_extension(self, extension: Extension) -> None:
-        OBJECTS.mkdir(parents=True, exist_ok=True)
         toolchain = Toolchain(find_cxx() or [], find_nvcc())
         library = extension.name.endswith("libfusedacc")
         sources = toolchain.sources() if library else sorted((SOURCES / MODULE).glob("*.cpp"))
         target = Path(self.get_ext_fullpath(extension.name))
-        built = OBJECTS / target.name
+        built = toolchain.objects / target.name
+        toolchain.steps = len(sources) + 1
         jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
         try:
             with concurrent.futures.ThreadPoolExecutor(jobs) as pool:

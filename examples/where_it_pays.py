@@ -14,24 +14,26 @@ import dataclasses
 import json
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would write into the progress bar
 
 import torch
 from demo.loops import DTYPES, LOOPS, Config
-from demo.measure import bytes_by_part, peak_memory, train_in_turns
+from demo.measure import Length, bytes_by_part, peak_memory, train_in_turns
 from demo.model import load_text, load_words
 from demo.plot import plot
+from demo.progress import Progress
 from demo.report import SETTINGS, ModelResult, Result, table
 from torch import Tensor
-from tqdm import tqdm
 
 import fusedacc
 
 #: Updates of a loop in each of the two measurements that are not of time.
 COUNTED_UPDATES = 2
+#: Updates of each loop that the time for training may buy, if `--updates` does not fix their number.
+LEAST_UPDATES, MOST_UPDATES = 8, 32
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -43,8 +45,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--text", type=Path, help="a file to learn instead of the standard library's sources")
     parser.add_argument(
-        "--updates", type=int, default=32, help="optimizer updates of each loop, in turns (%(default)s)"
+        "--seconds",
+        type=float,
+        default=60.0,
+        help=f"time for training all loops of both models: {LEAST_UPDATES} to {MOST_UPDATES} updates each "
+        "(%(default)s)",
     )
+    parser.add_argument("--updates", type=int, help="optimizer updates of each loop, whatever their time")
     parser.add_argument("--steps", type=int, default=8, help="micro-batches per update (%(default)s)")
     parser.add_argument("--width", type=int, default=256, help="of the models (%(default)s)")
     parser.add_argument("--backend", default="auto", help="auto, cuda, triton, cpu or eager (%(default)s)")
@@ -55,8 +62,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     options = parser.parse_args(arguments)
     for name in ("updates", "steps"):
-        if getattr(options, name) < 1:
+        if getattr(options, name) is not None and getattr(options, name) < 1:
             parser.error(f"--{name} must be at least 1; got {getattr(options, name)}")
+    if not options.seconds > 0:
+        parser.error(f"--seconds must be above 0; got {options.seconds}")
     if options.width < 1 or options.width % Config.heads:
         parser.error(f"--width must be a positive multiple of {Config.heads}; got {options.width}")
     try:
@@ -77,45 +86,46 @@ def default_dtype(device: torch.device) -> str:
     return "bfloat16" if torch.cpu._is_avx512_bf16_supported() else "float32"
 
 
-def conditions(config: Config, updates: int) -> str:
+def conditions(config: Config, models: Sequence[ModelResult]) -> str:
     device = (
         torch.cuda.get_device_name(config.device)
         if config.device.type == "cuda"
         else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     )
+    updates = ", ".join(f"{len(model.losses['stock'])} updates on {model.name}" for model in models)
     return (
         f"{device}, torch {torch.__version__}, backend {config.backend}. {SETTINGS[config.dtype]}, "
-        f"fused AdamW, {config.steps} micro-batches per update; "
-        f"{updates} updates by each loop from one seed, in turns."
+        f"fused AdamW, {config.steps} micro-batches per update; each loop in turns from one seed: {updates}."
     )
 
 
-def compare(
-    name: str, text: Tensor, config: Config, updates: int, bar: tqdm, tick: Callable[[int], object]
-) -> ModelResult:
-    """Everything that is measured of one model. `tick` is called with a number of updates that are done."""
+def compare(name: str, text: Tensor, config: Config, length: Length, progress: Progress) -> ModelResult:
+    """Everything that is measured of one model."""
     peaks, parts, calls = {}, {}, {}
     # With more micro-batches the peak is the same.
     short = dataclasses.replace(config, steps=min(2, config.steps))
     for kind in LOOPS:
-        bar.set_description(f"{name}: memory and bytes, {kind.name}")
+        progress.begin(f"{name}: memory and bytes, {kind.name}")
         # First, so that what fusedacc chooses by trial is chosen before memory is watched.
         parts[kind.name], calls[kind.name] = bytes_by_part(kind, config, text)
-        tick(COUNTED_UPDATES)
+        progress.advance(COUNTED_UPDATES)
         peaks[kind.name] = peak_memory(kind, short, text, COUNTED_UPDATES)
-        tick(COUNTED_UPDATES)
-    bar.set_description(f"{name}: training in turns")
+        progress.advance(COUNTED_UPDATES)
+    progress.begin(f"{name}: training in turns")
     loops = [kind(config) for kind in LOOPS]
 
-    def trained(loss: float) -> None:
-        bar.set_postfix(loss=f"{loss:.3f}")
-        tick(1)
+    def decided(updates: int) -> None:
+        progress.expect(len(LOOPS) * (updates - expected(length)))
 
-    losses, times = train_in_turns(loops, text, updates, trained)
-    bar.set_postfix()
+    losses, times = train_in_turns(loops, text, length, lambda loss: progress.advance(loss=loss), decided)
     parameters = sum(p.numel() for p in loops[0].parameters)
     shape = (config.vocabulary, config.micro_batch_size, config.context)
     return ModelResult(name, parameters, *shape, losses, times, peaks, parts, calls)
+
+
+def expected(length: Length) -> int:
+    """How many updates of a loop to announce before their time is known."""
+    return length.most if length.updates is None else length.updates
 
 
 def main(arguments: list[str] | None = None) -> Result:
@@ -125,10 +135,10 @@ def main(arguments: list[str] | None = None) -> Result:
     text, vocabulary = options.words
     words = dataclasses.replace(config, vocabulary=vocabulary, micro_batch_size=1)
     runs = (("bytes", options.bytes, config), ("words", text, words))
-    total = len(runs) * len(LOOPS) * (2 * COUNTED_UPDATES + options.updates)
-    with tqdm(total=total, unit="update", dynamic_ncols=True) as bar:
-        models = [compare(name, text, own, options.updates, bar, bar.update) for name, text, own in runs]
-    result = Result(dtype, options.steps, conditions(config, options.updates), models)
+    length = Length(options.updates, options.seconds / len(runs), LEAST_UPDATES, MOST_UPDATES)
+    with Progress(len(runs) * len(LOOPS) * (2 * COUNTED_UPDATES + expected(length))) as progress:
+        models = [compare(name, text, own, length, progress) for name, text, own in runs]
+    result = Result(dtype, options.steps, conditions(config, models), models)
     print(table(result))
     path = options.out / f"where_it_pays-{dtype}.png"
     plot(result, path)

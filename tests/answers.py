@@ -3,11 +3,44 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from unittest import mock
 
-from fusedacc.kernels import tuning
+import pytest
+
+from fusedacc.kernels import interruptions, tuning, tuning_trial
+from fusedacc.kernels.interruptions import Interruptions
+
+
+class ScriptedClock:
+    """A clock for trials that only the ways advance."""
+
+    def __init__(self) -> None:
+        self.delay(lambda index, now: 1.0)
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let trials use this clock and see no interruptions."""
+        monkeypatch.setattr(tuning_trial, "perf_counter", self._read)
+        monkeypatch.setattr(Interruptions, "since_mark", lambda self: False)
+        monkeypatch.setattr(interruptions, "_processor_ticks", lambda: [0] * 8)
+
+    def _read(self) -> float:
+        self.now += 1e-9  # so that nothing takes no time at all
+        return self.now
+
+    def delay(self, factor: Callable[[int, float], float], noise: Callable[[], float] = lambda: 1.0) -> None:
+        """Start again at 0: call number `index`, at time `now`, takes `factor(index, now)` times as long."""
+        self.now, self._factor, self._noise, self._calls = 0.0, factor, noise, itertools.count()
+
+    def pass_by(self, seconds: float) -> None:
+        """Let time pass."""
+        self.now += seconds * self._factor(next(self._calls), self.now) * self._noise()
+
+    def way(self, seconds: float) -> Callable[[], object]:
+        """A way that takes so long."""
+        return lambda: self.pass_by(seconds)
 
 
 @contextlib.contextmanager
@@ -16,7 +49,8 @@ def trials(**variables: str) -> Iterator[None]:
     with (
         mock.patch.dict(os.environ, {tuning.VARIABLE: "1", **variables}),
         mock.patch.dict(tuning._found, clear=True),
-        mock.patch.object(tuning, "preemptions", return_value=0),  # other tests run beside
+        mock.patch.object(Interruptions, "since_mark", return_value=False),  # other tests run beside
+        mock.patch.object(Interruptions, "stolen_share", return_value=0.0),
     ):
         yield
 

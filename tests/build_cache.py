@@ -23,8 +23,9 @@ def version_of(compiler: str) -> str:
 
 
 def contents(*folders: Path) -> list[bytes]:
-    """The names and contents of all files below some folders of the project, in a fixed order."""
+    """The names and contents of all source files below some folders of the project, in a fixed order."""
     paths = sorted(path for folder in folders for path in folder.rglob("*") if path.is_file())
+    paths = [path for path in paths if path.parent.name != "__pycache__"]
     return [part for path in paths for part in (str(path.relative_to(ROOT)).encode(), path.read_bytes())]
 
 

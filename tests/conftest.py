@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import build_cache
+import interpreter
 import pytest
 import sweeps
 import torch
@@ -56,6 +57,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """What is there by now stays: collections in tests, which many ask for, need not look at it each time."""
+    interpreter.quicken()
     gc.collect()
     gc.freeze()
 

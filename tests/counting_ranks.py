@@ -1,8 +1,8 @@
-"""A program: ranks that train in turn by each way, and what each of their windows has sent.
+"""A program: ranks that train in turn by each way, and what each of their windows sends.
 
 Its arguments: a folder, where every rank leaves its findings; how many ranks; the ways, as JSON; whether the
 ranks are to have a network of their own ("alone"), in which nothing else is sent, or not ("shared"). It exits
-with `NOT_ALLOWED`, and has printed the kernel's reason, where the kernel refuses such a network.
+with `NOT_ALLOWED`, and prints why, where the kernel refuses such a network.
 """
 
 from __future__ import annotations
@@ -18,50 +18,41 @@ import os
 import socket
 import struct
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import fork_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 NOT_ALLOWED = 77
-#: What a kernel says that knows such networks and allows none: to this user, in this sandbox, or no more.
+#: What a kernel says that does not allow such networks: to this user, in this sandbox, or no more of them.
 REFUSALS = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.ENOSPC, errno.EUSERS)
-WIDTH, LAYERS = 512, 8
+WIDTH, LAYERS = 384, 4
 PARAMETERS = LAYERS * (WIDTH * WIDTH + WIDTH)
-#: DDP cuts its buckets anew after its first backward, and the wrapper learns from its first two: the windows
+#: DDP cuts its buckets again after its first backward, and the wrapper learns from its first two: the windows
 #: after LEARNING ones are counted.
-STEPS, WINDOWS, LEARNING = 3, 5, 2
+STEPS, WINDOWS, LEARNING = 2, 6, 2
 
 
-def leave_for_a_network_of_its_own() -> None:
-    """Enter a new network, which holds an interface `lo` and nothing else, and bring that up."""
+def enter_a_network_of_its_own() -> None:
+    """Enter a new network, which holds an interface `lo` and nothing else, and bring that up.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
     clone_newuser, clone_newnet = 0x10000000, 0x40000000
     if ctypes.CDLL(None, use_errno=True).unshare(clone_newuser | clone_newnet):
-        end_if_refused("unshare", ctypes.get_errno())
+        raise OSError(ctypes.get_errno(), f"unshare: {os.strerror(ctypes.get_errno())}")
     get_flags, set_flags, up = 0x8913, 0x8914, 1
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-            found = fcntl.ioctl(any_socket, get_flags, struct.pack("16sH14x", b"lo", 0))
-            (flags,) = struct.unpack("16xH14x", found)
-            fcntl.ioctl(any_socket, set_flags, struct.pack("16sH14x", b"lo", flags | up))
-    except OSError as error:  # some kernels make the network and then give no rights in it
-        end_if_refused("lo", error.errno)
-
-
-def end_if_refused(what: str, number: int | None) -> NoReturn:
-    """Exit with `NOT_ALLOWED` if the kernel refuses a network; raise OSError if something else is wrong."""
-    lacking = [kind for kind in ("user", "net") if not Path("/proc/self/ns", kind).exists()]
-    told = f"{what}: {os.strerror(number or 0)}" + "".join(f", no {kind} namespaces" for kind in lacking)
-    if number not in REFUSALS and not lacking:
-        raise OSError(number, told)
-    print(told)
-    sys.exit(NOT_ALLOWED)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        found = fcntl.ioctl(any_socket, get_flags, struct.pack("16sH14x", b"lo", 0))
+        (flags,) = struct.unpack("16xH14x", found)
+        fcntl.ioctl(any_socket, set_flags, struct.pack("16sH14x", b"lo", flags | up))
 
 
 def sent_so_far() -> int:
@@ -96,7 +87,7 @@ def trainer(loop: str, reduced_by: str, options: dict[str, Any]) -> tuple[Callab
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
-    inputs, rank = torch.ones(2, WIDTH), dist.get_rank()
+    inputs, weighs = torch.ones(2, WIDTH), options.get("reduction") == "weighted"
     called = model if reduced_by == "group" else DistributedDataParallel(model)
     wrapper = None
     if loop in ("counted", "manual"):
@@ -108,22 +99,19 @@ def trainer(loop: str, reduced_by: str, options: dict[str, Any]) -> tuple[Callab
         steps = STEPS if loop == "counted" else None
         optimizer = wrapper = fusedacc.AccumulatingOptimizer(optimizer, steps, data_parallel=ranks, **options)
 
-    def counted(index: int) -> None:
-        weighs = options.get("reduction") == "weighted"
-        with wrapper.accumulate(weight=1.0 + rank) if weighs else contextlib.nullcontext():
-            called(inputs).square().mean().backward()
-        wrapper.step()
-        wrapper.zero_grad()
-
-    def stock(index: int) -> None:
-        last = index == STEPS - 1
-        with contextlib.nullcontext() if last or loop == "each" else called.no_sync():
-            (called(inputs).square().mean() / STEPS).backward()
-        if last:
+    def run(index: int) -> None:
+        last, context = index == STEPS - 1, contextlib.nullcontext()
+        if loop in ("stock", "manual") and not last:
+            context = called.no_sync()
+        elif weighs:
+            context = wrapper.accumulate(weight=1.0 + dist.get_rank())
+        with context:
+            (called(inputs).square().mean() / (1 if loop == "counted" else STEPS)).backward()
+        if last or loop == "counted":
             optimizer.step()
             optimizer.zero_grad()
 
-    return (counted if loop == "counted" else stock), wrapper
+    return run, wrapper
 
 
 def count(run: Callable[[], None]) -> tuple[list[int], int]:
@@ -169,21 +157,15 @@ def main() -> None:
     folder, world, ways, network = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4]
     torch.set_num_threads(1)
     if network == "alone":
-        leave_for_a_network_of_its_own()
+        try:
+            enter_a_network_of_its_own()
+        except OSError as error:
+            if error.errno not in REFUSALS:
+                raise
+            print(error)
+            sys.exit(NOT_ALLOWED)
     importlib.import_module("fusedacc")  # once, and not by each rank
-    children = []
-    for rank in range(world):
-        child = os.fork()
-        if not child:
-            try:
-                run_rank(rank, world, folder, ways)
-            except BaseException:
-                traceback.print_exc()
-                sys.stderr.flush()
-                os._exit(1)
-            os._exit(0)
-        children.append(child)
-    sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0 for child in children))
+    sys.exit(fork_ranks(world, lambda rank: run_rank(rank, world, folder, ways)))
 
 
 if __name__ == "__main__":

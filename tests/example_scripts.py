@@ -1,15 +1,22 @@
-"""Runs a script of examples/ as a user does, or in processes that start sooner."""
+"""Runs a script of examples/: as a user does, in this process, or on a pool of ranks."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
-import socket
+import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
-import forked
+import sweeps
+import torch.distributed as dist
+from ranks import on_ranks
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -25,22 +32,51 @@ def output_of(script: str, ranks: int | None = None) -> str:
             env=os.environ | {"PYTHONPATH": paths},
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=600,
         )
     assert found.returncode == 0, found.stderr
     return found.stdout
 
 
-def forked_output_of(script: str, ranks: int = 1) -> str:
-    """As `output_of`, in forked processes that have what torchrun would tell them."""
-    program = f"import runpy\nrunpy.run_path({str(EXAMPLES / script)!r}, run_name='__main__')\n"
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = found.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-    shared |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"} if ranks > 1 else {}
-    with tempfile.TemporaryDirectory() as folder:
-        of_ranks = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-        running = [forked.start(program, folder=Path(folder), **variables) for variables in of_ranks]
-        ended = [each.wait() for each in running]
-    assert [each.returncode for each in ended] == [0] * ranks, "\n".join(each.stderr for each in ended)
-    return "".join(each.stdout for each in ended)
+def printed_by(script: str, changes: Mapping[str, str] = {}) -> str:
+    """What it prints: run by itself in `make test-full`, else in this process with these changes."""
+    return output_of(script) if sweeps.FULL else run_here(script, changes)[1]
+
+
+def updates_and_accuracy(printed: str) -> tuple[int, float]:
+    """What a script on handwritten digits says at its end."""
+    found = re.search(r"(\d+) updates, accuracy .*?([\d.]+)%", printed)
+    assert found is not None, printed
+    return int(found[1]), float(found[2])
+
+
+def run_here(script: str, changes: Mapping[str, str] = {}) -> tuple[dict[str, Any], str]:
+    """Run a script in this process, in an empty folder, and return its variables and what it prints.
+
+    Args:
+        changes: of its text, what is replaced by what: fewer epochs.
+    """
+    source = (EXAMPLES / script).read_text()
+    for old, new in changes.items():
+        assert old in source, f"{script} has no {old!r}"
+        source = source.replace(old, new)
+    variables: dict[str, Any] = {"__name__": "__main__"}
+    before = Path.cwd()
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as printed:
+        os.chdir(folder)
+        try:
+            exec(compile(source, script, "exec"), variables)
+        finally:
+            os.chdir(before)
+    return variables, printed.getvalue()
+
+
+def _printed_on_a_rank(script: str, changes: Mapping[str, str]) -> str:
+    """The process group is there already, and stays."""
+    with mock.patch.multiple(dist, init_process_group=mock.DEFAULT, destroy_process_group=mock.DEFAULT):
+        return run_here(script, changes)[1]
+
+
+def output_on_ranks(script: str, ranks: int, changes: Mapping[str, str]) -> str:
+    """What a script that torchrun would start prints on all ranks, with these changes of its text."""
+    return "".join(on_ranks(ranks, _printed_on_a_rank, script, changes))

@@ -20,7 +20,13 @@ from subprocess import CompletedProcess
 #: Makes the processes; whoever has others to make shares it.
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
-    ["torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.checkpoint.state_dict"]
+    [
+        "torch",
+        "torch._dynamo",
+        "torch.distributed.tensor",
+        "torch.distributed.checkpoint.state_dict",
+        "torch.distributed.pipelining",
+    ]
 )
 
 

@@ -26,3 +26,8 @@ def peak_of(run: Callable[[], object]) -> int:
 def largest_allocation(run: Callable[[], object]) -> int:
     """Bytes of the largest one."""
     return max(_allocations(run), default=0)
+
+
+def allocated_by(run: Callable[[], object]) -> int:
+    """Bytes of all of them."""
+    return sum(nbytes for nbytes in _allocations(run) if nbytes > 0)

@@ -1,27 +1,27 @@
-"""Several ranks on this machine: a pool of processes that stay up, and scripts in processes of their own."""
+"""Several ranks on this machine: pools of processes that run many functions, each in a process group."""
 
 from __future__ import annotations
 
 import atexit
 import datetime
-import functools
+import gc
 import os
+import signal
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
-from subprocess import CompletedProcess
 from typing import Any
 
 import forked
 
 #: Seconds after which a pool that does not answer is given up, and a collective that is not joined.
-PATIENCE, TIMEOUT = 240, 60
+PATIENCE, TIMEOUT = 600, 180
 
 
 class Pool:
-    """Processes in one process group, which run functions at once.
+    """Processes in one process group, which run functions at the same time.
 
     Args:
         count: how many.
@@ -42,62 +42,123 @@ class Pool:
         atexit.register(self.close)
 
     def run(self, function: Callable[..., Any], arguments: tuple) -> list[Any]:
-        """What the function returns on each rank.
+        """Return what the function returns on each rank.
 
         Raises:
-            AssertionError: it has failed on a rank, or does not end; the pool is of no more use then.
+            AssertionError: it failed on a rank, or does not end. The pool is of no use any more.
         """
-        for end in self._ends:
-            end.send((function, arguments))
+        self._send(function, arguments)
         found: dict[Connection, tuple[bool, Any]] = {}
         while len(found) < self.count:
             awaited = [end for end in self._ends if end not in found]
             ready = wait(awaited, PATIENCE)
             found.update((end, _answer(end)) for end in awaited if end in ready)
             if not ready or not all(well for well, _ in found.values()):
-                break  # the others may wait for the one that has failed
+                break  # the others may wait for the one that failed
         answers = [found.get(end, (False, "no answer")) for end in self._ends]
         if not all(well for well, _ in answers):
             self.close()
             raise AssertionError("\n".join(f"rank {rank}: {said}" for rank, (_, said) in enumerate(answers)))
         return [value for _, value in answers]
 
+    def run_last(self, function: Callable[..., Any], arguments: tuple) -> list[int]:
+        """Run a function that may end processes, then end the others.
+
+        Returns:
+            The exit status of each process; below 0: the signal that it died by.
+
+        Raises:
+            AssertionError: it failed on a rank.
+        """
+        self._send(function, arguments)
+        answers = [_answer(end) if end.poll(PATIENCE) else (False, "no answer") for end in self._ends]
+        for end in self._ends:
+            end.close()
+        for process in self._processes:
+            process.join(PATIENCE)
+        statuses = [process.exitcode for process in self._processes]
+        self.close()
+        failed = [
+            said for (well, said), status in zip(answers, statuses, strict=True) if not (well or status)
+        ]
+        assert not failed, failed[0]
+        return statuses
+
+    def _send(self, function: Callable[..., Any], arguments: tuple) -> None:
+        for end in self._ends:
+            end.send((function, arguments))
+
     def close(self) -> None:
         """End the processes."""
         for process in self._processes:
             process.kill()
             process.join()
-        _pool.cache_clear()
+        if _pools.get(self.count) is self:
+            del _pools[self.count]
+
+
+_pools: dict[int, Pool] = {}
 
 
 def _answer(end: Connection) -> tuple[bool, Any]:
-    """Whether all went well there, and what was returned, or an account of what did not."""
+    """Return whether all went well there, and what was returned, or the traceback."""
     try:
         return end.recv()
     except EOFError:
         return False, "the process has died"
 
 
-@functools.cache
-def _pool(count: int) -> Pool:
-    return Pool(count)
-
-
 def on_ranks(count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What a function returns on each of so many ranks of a process group on gloo.
+    """Run a function on each of so many ranks of a process group on gloo, and return what each returns.
 
     Args:
         count: how many ranks.
         function: of a module, so that its name is enough to find it.
         arguments: what it is called with, the same on every rank.
     """
-    return _pool(count).run(function, arguments)
+    if count not in _pools:
+        _pools[count] = Pool(count)
+    return _pools[count].run(function, arguments)
+
+
+def fork_ranks(count: int, run: Callable[[int], None]) -> int:
+    """Run a function in forked processes, each with its rank; return 0 if all succeed.
+
+    The first one that fails ends the others, which may wait for it.
+    """
+    sys.stdout.flush()
+    children = set()
+    for rank in range(count):
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                run(rank)
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+        children.add(child)
+    failed = False
+    while children:
+        child, status = os.wait()
+        children.discard(child)
+        if status and not failed:
+            failed = True
+            for other in children:
+                os.kill(other, signal.SIGKILL)
+    return int(failed)
 
 
 def _serve(rank: int, count: int, folder: str, end: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    import fusedacc  # noqa: F401
+
+    gc.freeze()  # collections, and the search for a DistributedDataParallel, need not look at all of torch
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -116,27 +177,3 @@ def _serve(rank: int, count: int, folder: str, end: Connection) -> None:
             end.send((True, function(*arguments)))
         except BaseException:
             end.send((False, traceback.format_exc()))
-
-
-def start_ranks(folder: Path, text: str, ranks: int, *arguments: str) -> list[forked.Running]:
-    """Start a script on so many ranks, with its rank, a file to meet at, the ranks and `arguments`."""
-    meeting = folder / "rendezvous"
-    meeting.unlink(missing_ok=True)
-    given = str(meeting), str(ranks), *arguments
-    return [forked.start(text, str(rank), *given, GLOO_SOCKET_IFNAME="lo") for rank in range(ranks)]
-
-
-def run_on_ranks(
-    folder: Path, text: str, ranks: int, *arguments: str, seconds: float = 120
-) -> list[CompletedProcess[str]]:
-    """As `start_ranks`, to their ends, within so many seconds; all must succeed."""
-    ended = [rank.wait(seconds) for rank in start_ranks(folder, text, ranks, *arguments)]
-    assert [each.returncode for each in ended] == [0] * ranks, "\n".join(
-        each.stdout + each.stderr for each in ended
-    )
-    return ended
-
-
-def run_on_two_ranks(folder: Path, text: str) -> None:
-    """Run a script twice at once, with its rank and a file to meet at as arguments; both must succeed."""
-    run_on_ranks(folder, text, 2)

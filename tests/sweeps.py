@@ -33,15 +33,21 @@ def thin(cases: Sequence[Sequence[Value]]) -> list[int]:
     Always that which adds the most, and of several the one furthest on a walk through them, so that no value
     is preferred where the pairs leave a choice.
     """
-    wanted = [_meetings(case) for case in cases]
-    missing = set().union(*wanted)
+    bits: dict[Meeting, int] = {}
+    #: The meetings of each case, as the bits of a number, which are quick to count.
+    wanted = [sum(bits.setdefault(each, 1 << len(bits)) for each in _meetings(case)) for case in cases]
+    missing = (1 << len(bits)) - 1
     left, chosen = list(range(len(cases))), []
     while missing:
         start = 7919 * len(chosen)
-        best = max(left, key=lambda index: (len(wanted[index] & missing), (index + start) % len(cases)))
+        most = max((wanted[index] & missing).bit_count() for index in left)
+        best = max(
+            (index for index in left if (wanted[index] & missing).bit_count() == most),
+            key=lambda index: (index + start) % len(cases),
+        )
         chosen.append(best)
         left.remove(best)
-        missing -= wanted[best]
+        missing &= ~wanted[best]
     return sorted(chosen)
 
 

@@ -16,6 +16,7 @@ namespace fusedacc::autograd {
 int32_t dtype_number(at::ScalarType dtype) {
   // In the order of Dtype.
   constexpr std::array known{at::kFloat, at::kBFloat16, at::kHalf, at::kDouble};
+  static_assert(known.size() == kDtypeCount, "each Dtype needs torch's");
   const auto found = std::find(known.begin(), known.end(), dtype);
   return found == known.end() ? -1 : static_cast<int32_t>(found - known.begin());
 }
@@ -52,6 +53,13 @@ bool same_layout(const at::Tensor& a, const at::Tensor& b) {
   if (a.sizes() != b.sizes()) return false;
   if (a.is_contiguous() && b.is_contiguous()) return true;
   return a.strides() == b.strides() && a.is_non_overlapping_and_dense();
+}
+
+void ImmediateAdder::expect(int64_t index, at::ScalarType dtype) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  const size_t count = std::max(dtypes_.size(), static_cast<size_t>(index) + 1);
+  dtypes_.resize(count, at::ScalarType::Undefined);
+  dtypes_[index] = dtype;
 }
 
 void ImmediateAdder::load(const std::vector<std::optional<at::Tensor>>& accumulators,
@@ -107,8 +115,9 @@ at::Tensor ImmediateAdder::accumulator_of(int task, int64_t index, const at::Ten
     const at::Tensor& shown = parameter.grad();
     if (shown.defined() ? !shown.is_same(accumulator) : !fresh_[index]) return {};
   }
-  return accumulator.is_cpu() && is_plain(accumulator) && !accumulator.is_inference() ? accumulator
-                                                                                      : at::Tensor();
+  const bool fits = accumulator.is_cpu() && accumulator.scalar_type() == dtypes_[index] &&
+                    is_plain(accumulator) && !accumulator.is_inference();
+  return fits ? accumulator : at::Tensor();
 }
 
 void ImmediateAdder::note(int64_t index, const at::Tensor& accumulator) {

@@ -37,6 +37,10 @@ class ImmediateAdder {
  public:
   explicit ImmediateAdder(AddFlat add) : add_(add) {}
 
+  // The accumulator at this index is of that dtype. What users or an update have put into p.grad may be of
+  // another, and is left to Python.
+  void expect(int64_t index, at::ScalarType dtype);
+
   // By a parameter's index: its accumulator, or none where a gradient is to go the other way, and by what the
   // accumulator is to be multiplied first (empty: by 1); 0: its memory holds nothing yet. visible: users see
   // accumulators, in p.grad. streams: the random bits of each one's next addition, as in common/random.h; -1,
@@ -81,6 +85,7 @@ class ImmediateAdder {
   std::atomic<int> task_{-1};
   double scale_ = 1;
   bool visible_ = false;
+  std::vector<at::ScalarType> dtypes_;
   std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> accumulators_;
   std::vector<double> betas_;
   int64_t seed_ = 0;

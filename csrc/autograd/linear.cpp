@@ -1,6 +1,7 @@
 #include "functions.h"
 
 #include <ATen/autocast_mode.h>
+#include <ATen/ops/_unsafe_view.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -57,12 +58,16 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
     RecordedCall::keep(context, site, entry);
     context->saved_data["bias"] = bias.has_value();
     context->saved_data["transposed"] = site->transposed;
+    context->saved_data["dtype"] = weight.scalar_type();
     // Not the parameter itself, whose `.data` may be swapped.
     const at::Tensor multiplied = used.has_value() ? *used : weight.detach();
     context->save_for_backward({input, input.requires_grad() ? multiplied : at::Tensor()});
     const bool cast = bias.has_value() && bias->scalar_type() != input.scalar_type();
-    return at::linear(input, site->transposed ? multiplied.t() : multiplied,
-                      cast ? std::optional(bias->to(input.scalar_type())) : bias);
+    const at::Tensor output = at::linear(input, site->transposed ? multiplied.t() : multiplied,
+                                         cast ? std::optional(bias->to(input.scalar_type())) : bias);
+    // For some inputs ATen returns a view of its product. Autograd forbids writing in place to a view that a
+    // function of ours returns, so the output has the same memory and is no view.
+    return output.is_view() ? at::_unsafe_view(output, output.sizes()) : output;
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
@@ -83,9 +88,11 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
     }
     const at::Tensor& left = transposed ? inputs : rows;
     const at::Tensor& right = transposed ? rows : inputs;
-    if (!adds(destination, left, right)) found[kWeight] = at::mm(left.t(), right);  // autograd casts it
+    // Autograd casts nothing for a parameter whose grad_dtype the wrapper has set to None.
+    const at::ScalarType dtype = context->saved_data["dtype"].toScalarType();
+    if (!adds(destination, left, right)) found[kWeight] = at::mm(left.t(), right).to(dtype);
     if (context->saved_data["bias"].toBool() && context->needs_input_grad(kBias)) {
-      found[kBias] = rows.sum(0);
+      found[kBias] = rows.sum(0).to(dtype);
     }
     return found;
   }

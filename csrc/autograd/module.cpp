@@ -59,6 +59,7 @@ std::shared_ptr<HookState> attach(py::object node, py::object slot, int64_t inde
   if (std::string_view(typeid(hook).name()) != "N5torch8autograd17PyFunctionPreHookE") return nullptr;
   if (PyDict_Size(static_cast<const torch::autograd::PyFunctionPreHook&>(hook).dict) != 1) return nullptr;
   const at::Tensor& parameter = accumulate->variable;
+  if (index >= 0) direct->expect(index, accumulator_dtype);
   auto entry = std::shared_ptr<HookState>(new HookState{.direct = std::move(direct),
                                                         .lane = std::move(lane),
                                                         .tasks = std::move(tasks),

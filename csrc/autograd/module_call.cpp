@@ -25,7 +25,7 @@ namespace {
 // The place of a product in the table of multipliers; -1 where there is none for such dtypes.
 int32_t place(at::ScalarType operand, at::ScalarType accumulator, int64_t tokens) {
   const int32_t from = dtype_number(operand), to = dtype_number(accumulator);
-  return from < 0 || to < 0 ? -1 : (4 * from + to) * cpu::kClasses + cpu::class_of(tokens);
+  return from < 0 || to < 0 ? -1 : (kDtypeCount * from + to) * cpu::kClasses + cpu::class_of(tokens);
 }
 
 }  // namespace

@@ -41,7 +41,8 @@ class PatchedForward : public torch::CustomClassHolder {
 
  private:
   PyObject* const python_;
-  std::array<std::atomic<Multiplier>, 16 * cpu::kClasses> multipliers_{};
+  // By the operands' dtype, the accumulator's, and the class of tokens.
+  std::array<std::atomic<Multiplier>, kDtypeCount * kDtypeCount * cpu::kClasses> multipliers_{};
 };
 
 // One call of the module, as its backward remembers it.

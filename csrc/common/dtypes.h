@@ -17,13 +17,29 @@ constexpr Dtype stored_as(Dtype dtype) {
   return dtype == Dtype::kStochasticBFloat16 ? Dtype::kBFloat16 : dtype;
 }
 
-constexpr int64_t element_size(Dtype dtype) {
-  return dtype == Dtype::kFloat64 ? 8 : dtype == Dtype::kFloat32 ? 4 : 2;
-}
+// The type of one element, in the order of Dtype. kOther has none.
+using Elements = std::tuple<float, BFloat16, Float16, double, StochasticBFloat16>;
+static_assert(std::tuple_size_v<Elements> == static_cast<size_t>(Dtype::kOther),
+              "Elements needs one type for each Dtype before kOther");
+
+// How many dtypes a tensor of ours can have: all before kStochasticBFloat16, which is stored as kBFloat16.
+constexpr int32_t kDtypeCount = static_cast<int32_t>(Dtype::kStochasticBFloat16);
+
+template <typename>
+struct SizesOf;
+template <typename... Element>
+struct SizesOf<std::tuple<Element...>> {
+  static constexpr int64_t values[] = {sizeof(Element)...};
+};
+
+// In bytes. dtype: any but kOther.
+constexpr int64_t element_size(Dtype dtype) { return SizesOf<Elements>::values[static_cast<int32_t>(dtype)]; }
 
 constexpr const char* dtype_name(Dtype dtype) {
   constexpr const char* names[] = {
       "float32", "bfloat16", "float16", "float64", "bfloat16, rounded stochastically", "another dtype"};
+  static_assert(sizeof(names) / sizeof(*names) == static_cast<size_t>(Dtype::kOther) + 1,
+                "each Dtype needs a name");
   return names[static_cast<int32_t>(dtype)];
 }
 
@@ -63,8 +79,7 @@ constexpr int32_t stochastic(int32_t pair) {
 }
 
 template <Dtype dtype>
-using ElementOf = std::tuple_element_t<static_cast<size_t>(dtype),
-                                       std::tuple<float, BFloat16, Float16, double, StochasticBFloat16>>;
+using ElementOf = std::tuple_element_t<static_cast<size_t>(dtype), Elements>;
 template <int32_t pair>
 using GradientOf = ElementOf<kPairs[pair].gradient>;
 template <int32_t pair>

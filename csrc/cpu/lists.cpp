@@ -1,15 +1,18 @@
 #include "cpu.h"
 
 #include <atomic>
-#include <chrono>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
-#include <mutex>
 #include <stdexcept>
 #include <string>
 
 #include "../common/chunk_plan.h"
+
+// 1 after the norm of a large float32 list: fusedacc/kernels/norm_prefetch.py then times how to read one.
+extern "C" {
+__attribute__((visibility("default"))) int32_t fusedacc_large_norm_ran = 0;
+}
 
 namespace fusedacc::cpu {
 
@@ -57,9 +60,7 @@ struct Context {
   const StridedLayout* layouts;
   const Loops& loops;
   Multipliers by;
-  // Of a pass that leaves norms; first: the chunk that is counted as 0.
-  NormRequest norm{};
-  int64_t first = 0;
+  NormRequest norm{};  // of a pass that leaves norms
 };
 
 void run_part(int64_t begin, int64_t end, void* opaque) {
@@ -89,7 +90,7 @@ void run_norm_part(int64_t begin, int64_t end, void* opaque) {
     partial = context.loops.add_norm[kind][task.pair](task.accumulator, task.gradient, layout, from, to,
                                                       task.by(context.by), task.overwrite, stream);
   };
-  visit_chunks(context.tasks, context.first + begin, context.first + end, visit);
+  visit_chunks(context.tasks, begin, end, visit);
 }
 
 void run_tasks(TaskSpan tasks, const StridedLayout* layouts, int64_t elements, Multipliers by) {
@@ -98,61 +99,19 @@ void run_tasks(TaskSpan tasks, const StridedLayout* layouts, int64_t elements, M
   parallel_for(elements, grain(), run_part, context);
 }
 
-// Whether fetching ahead pays is the machine's affair: on some processors it makes the norm of what is in no
-// cache a quarter faster, on others a quarter slower. The first large norms are their own trial: stretches of
-// their chunks are read in turns with it and without. The bits are the same.
-class FetchTrial {
- public:
-  FetchTrial() {
-    const char* tune = std::getenv("FUSEDACC_TUNE");
-    pairs_left_ = tune != nullptr && *tune == '0' ? 0 : kPairsOfStretches;
-  }
-
-  // Runs run(begin, end) for as many of the chunks as the trial takes, and returns how many those were.
-  template <typename Run>
-  int64_t run(int64_t chunks, Run&& run) {
-    if (chunks < 2 * kStretch || __atomic_load_n(&pairs_left_, __ATOMIC_RELAXED) == 0) return 0;
-    const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
-    if (!lock.owns_lock()) return 0;
-    int64_t at = 0;
-    for (; pairs_left_ > 0 && at + 2 * kStretch <= chunks; at += 2 * kStretch) {
-      double seconds[2];
-      for (int turn = 0; turn < 2; ++turn) {
-        const int fetches = (turn + pairs_left_) % 2;
-        set_ahead(fetches ? kAheadBytes : 0);
-        const auto start = std::chrono::steady_clock::now();
-        run(at + turn * kStretch, at + (turn + 1) * kStretch);
-        seconds[fetches] = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-      }
-      slower_with_ += seconds[0] < 0.95 * seconds[1];
-      __atomic_store_n(&pairs_left_, pairs_left_ - 1, __ATOMIC_RELAXED);
-    }
-    set_ahead(pairs_left_ == 0 && 4 * slower_with_ >= 3 * kPairsOfStretches ? 0 : kAheadBytes);
-    return at;
-  }
-
- private:
-  static constexpr int64_t kStretch = 256;  // chunks: 8 MB of float32
-  static constexpr int kPairsOfStretches = 8;
-
-  static void set_ahead(int64_t bytes) { __atomic_store_n(&norm_ahead_bytes, bytes, __ATOMIC_RELAXED); }
-
-  std::mutex mutex_;
-  int pairs_left_, slower_with_ = 0;
-};
+// Elements: 16 MB of float32, more than a processor's second-level cache holds.
+constexpr int64_t kLargeNorm = 1 << 22;
 
 void run_norm_tasks(TaskSpan tasks, const StridedLayout* layouts, int64_t chunks, Multipliers by,
                     const NormRequest& norm) {
   if (tasks.size() == 0) return;
-  const auto run = [&](int64_t begin, int64_t end) {
-    Context context{tasks, layouts, loops(), by, norm, begin};
-    parallel_for(end - begin, grain() / kChunkElements, run_norm_part, context);
-  };
-  static FetchTrial trial;
+  const Task &first = tasks[0], &last = tasks[tasks.size() - 1];
   const auto is_single = [](const Task& task) { return kPairs[task.pair].accumulator == Dtype::kFloat32; };
-  const bool usual = is_single(tasks[0]) && is_single(tasks[tasks.size() - 1]);
-  const int64_t tried = usual ? trial.run(chunks, run) : 0;
-  if (tried < chunks) run(tried, chunks);
+  if (last.first + last.numel >= kLargeNorm && is_single(first) && is_single(last)) {
+    __atomic_store_n(&fusedacc_large_norm_ran, 1, __ATOMIC_RELAXED);
+  }
+  Context context{tasks, layouts, loops(), by, norm};
+  parallel_for(chunks, grain() / kChunkElements, run_norm_part, context);
 }
 
 // One flat accumulator.
@@ -236,5 +195,10 @@ __attribute__((visibility("default"))) void fusedacc_add_flat(void* accumulator,
 // For fusedacc/kernels/grain_size.py: from now on this is a thread's least share.
 __attribute__((visibility("default"))) void fusedacc_set_grain(int64_t elements) {
   fusedacc::cpu::least_share = std::max<int64_t>(elements, fusedacc::kChunkElements);
+}
+
+// For fusedacc/kernels/norm_prefetch.py: from now on norms prefetch so far ahead; 0: not at all.
+__attribute__((visibility("default"))) void fusedacc_set_norm_ahead(int64_t bytes) {
+  __atomic_store_n(&fusedacc::cpu::norm_ahead_bytes, bytes, __ATOMIC_RELAXED);
 }
 }

@@ -1,6 +1,7 @@
 #include "tensor_checks.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <stdexcept>
 
@@ -27,9 +28,10 @@ int64_t numel_of(const TensorView& view) {
 }
 
 // In the order of Dtype.
-const int32_t (&codes())[4] {
-  static const int32_t found[] = {aoti_torch_dtype_float32(), aoti_torch_dtype_bfloat16(),
-                                  aoti_torch_dtype_float16(), aoti_torch_dtype_float64()};
+const auto& codes() {
+  static const std::array found{aoti_torch_dtype_float32(), aoti_torch_dtype_bfloat16(),
+                                aoti_torch_dtype_float16(), aoti_torch_dtype_float64()};
+  static_assert(std::tuple_size_v<decltype(found)> == kDtypeCount, "each Dtype needs its code");
   return found;
 }
 
@@ -85,10 +87,8 @@ TensorView view_of(AtenTensorHandle tensor, const Place& place, int64_t dims) {
 }
 
 Dtype dtype_of(const TensorView& view) {
-  for (int32_t i = 0; i < 4; ++i) {
-    if (view.dtype == codes()[i]) return static_cast<Dtype>(i);
-  }
-  return Dtype::kOther;
+  const auto found = std::find(codes().begin(), codes().end(), view.dtype);
+  return found == codes().end() ? Dtype::kOther : static_cast<Dtype>(found - codes().begin());
 }
 
 int32_t code_of(Dtype dtype) { return codes()[static_cast<int32_t>(stored_as(dtype))]; }

@@ -8,6 +8,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,18 +42,46 @@ def train(loop: Loop, text: Tensor, updates: int) -> Iterator[float]:
         yield loop.update(batches(text, loop.config, update))
 
 
+@dataclass(frozen=True)
+class Length:
+    """How long to train.
+
+    Attributes:
+        updates: of each loop; None: as many as `seconds` allow, from `least` to `most`.
+        seconds: for all loops together.
+    """
+
+    updates: int | None
+    seconds: float
+    least: int
+    most: int
+
+    def rounds(self, seconds_per_round: float) -> int:
+        """How many updates each loop makes, if one update of every loop takes so long."""
+        if self.updates is not None:
+            return self.updates
+        return max(self.least, min(self.most, int(self.seconds / seconds_per_round)))
+
+
 def train_in_turns(
-    loops: Sequence[Loop], text: Tensor, updates: int, tick: Callable[[float], object]
+    loops: Sequence[Loop],
+    text: Tensor,
+    length: Length,
+    tick: Callable[[float], object],
+    decided: Callable[[int], object],
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Losses of every update, and seconds of those that are timed, by loop.
 
     In each round every loop makes the same update, in an order that changes, so that work of others slows
-    neighbours alike. `tick` is called with each loss.
+    neighbours alike. `tick` is called with each loss, and `decided` with the number of rounds, which follows
+    from the time of the last round that is not timed.
     """
     losses: dict[str, list[float]] = {loop.name: [] for loop in loops}
     times: dict[str, list[float]] = {loop.name: [] for loop in loops}
     orders = list(itertools.permutations(loops))
-    for update in range(updates):
+    rounds = UNTIMED if length.updates is None else min(UNTIMED, length.updates)
+    update = 0
+    while update < rounds:
         data = batches(text, loops[0].config, update)
         for loop in orders[update % len(orders)]:
             synchronize(loop.config.device)
@@ -61,7 +90,11 @@ def train_in_turns(
             synchronize(loop.config.device)
             times[loop.name].append(time.perf_counter() - start)
             tick(losses[loop.name][-1])
-    untimed = min(UNTIMED, updates - 1)
+        update += 1
+        if update == rounds <= UNTIMED:
+            rounds = length.rounds(sum(seconds[-1] for seconds in times.values()))
+            decided(rounds)
+    untimed = min(UNTIMED, rounds - 1)
     return losses, {name: seconds[untimed:] for name, seconds in times.items()}
 
 

@@ -18,9 +18,10 @@ from .add import Adder
 from .buffers import like
 from .casts import cast_over, reusable
 from .deferred_scale import DeferredScales, is_one, to_device_of
+from .finals import Finals
 from .in_place import InPlaceWriter
 from .noise import NoiseSource
-from .p_grad import Finals, ParamGrads
+from .p_grad import ParamGrads
 from .param import Lane, Slot
 from .partial_norms import PartialNorms
 from .plan_cache import PlanCache
@@ -41,7 +42,7 @@ class Accumulators:
         self.slots = slots
         self.backend = backend
         if any(slot.lane[0].type == "cpu" for slot in slots):
-            grain_size.tune_once()
+            grain_size.tune()
         #: What was found out by trial and changes bits, by question (see `tuning`): it stays as it is.
         self.choices: dict[str, str] = {}
         self.grads = grads = ParamGrads(slots, visible)

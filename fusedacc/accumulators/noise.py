@@ -3,9 +3,10 @@
 Note [Streams]
 Bits depend on the seed, the parameter, the addition, and the element's place in the sum. Additions to a
 parameter are numbered in ascending order, and no number comes twice: whatever writes a sum (a pass, a
-module's product, a native hook, a deferred scale) takes the parameter's next. Whenever users' code may run
-outside a backward, all parameters go on from one number above those that were taken (`settle`), so that this
-number is all that a checkpoint has to carry.
+module's product, a native hook, a deferred scale) takes the parameter's next, one for each write, and so does
+a first gradient that becomes the sum. Every backend and every kind of hook must write as often as the others.
+Whenever users' code may run outside a backward, all parameters go on from one number above those that were
+taken (`settle`), so that this number is all that a checkpoint has to carry.
 
 Ranks have seeds of their own: with equal ones the errors of all ranks would be alike, and their mean as large
 as one rank's. What follows a reduction all ranks must do alike: from there to the window's end, or to a

@@ -6,6 +6,10 @@ the window's last backward ends; then they are published: p.grad is the accumula
 until an update has consumed it. What is spent so stays visible until the next backward, and is never counted
 again. What else is found in p.grad was put there by autograd or the user, and is a gradient, unless a
 backward inside `ignore()` has left it. `GradState` has the cases; no other file changes a state.
+
+Inside `ignore()` whatever counts is out of p.grad, so that autograd adds nothing to it; then it comes back.
+What backwards there have left stays in p.grad only if no parameter's p.grad holds a gradient that counts, and
+only until the next one: what clips or logs must not see both.
 """
 
 from __future__ import annotations
@@ -16,28 +20,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from .finals import Finals
+from .former import Former
 from .param import GradState, Slot, nothing
 
 NOT_OURS, PUBLISHED, CAST, STOCK, IGNORED = GradState
-
-
-class Finals:
-    """The accumulators of which an update is made, and what one look at each has shown.
-
-    Who holds accumulators keeps their memory from casts: the lists are emptied before casts are made.
-    """
-
-    __slots__ = ("dtypes", "need_casts", "slots", "stand", "tensors")
-
-    def __init__(self) -> None:
-        #: The slots, and the accumulator of each.
-        self.slots: list[Slot] = []
-        self.tensors: list[Tensor] = []
-        self.dtypes: set[torch.dtype] = set()
-        #: Whether any is of another dtype than its parameter.
-        self.need_casts = False
-        #: Whether all are in p.grad already.
-        self.stand = True
 
 
 class ParamGrads:
@@ -59,17 +46,22 @@ class ParamGrads:
         self.spent = False
         #: Counts the changes of which tensors are private accumulators.
         self.generation = 0
+        #: How many of the slots are in the state IGNORED.
+        self._num_ignored = 0
+        #: What `set_aside` has taken out of p.grad, and nothing has replaced; empty outside of `ignore()`.
+        self._aside: dict[Slot, Former] = {}
 
     def current(self, slot: Slot) -> Tensor | None:
         """The accumulator, or None before the first gradient. It may have a deferred scale."""
         state = slot.grad_state
         if state is PUBLISHED:
             return slot.param.grad
-        if not self.visible or state is STOCK:
+        if not self.visible or state is STOCK or slot in self._aside:
             return slot.accumulator
         gradient = slot.param.grad
-        is_cast = state is CAST and gradient is not None and gradient is slot.placed()
-        return slot.accumulator if is_cast else gradient
+        if state is NOT_OURS:
+            return gradient
+        return gradient if gradient is None or gradient is not slot.placed() else slot.accumulator
 
     def finals(self) -> Finals:
         """The accumulators of all slots that have one, whatever scale is deferred."""
@@ -123,6 +115,7 @@ class ParamGrads:
 
     def _set(self, slot: Slot, state: GradState, placed: Tensor | None = None) -> None:
         self.num_published += (state is PUBLISHED) - (slot.grad_state is PUBLISHED)
+        self._num_ignored += (state is IGNORED) - (slot.grad_state is IGNORED)
         slot.grad_state = state
         if placed is None:
             slot.placed = nothing
@@ -139,12 +132,14 @@ class ParamGrads:
     def publish(self, slot: Slot, accumulator: Tensor) -> None:
         """Make a tensor the accumulator, and p.grad."""
         self.generation += 1
+        self._aside.pop(slot, None)
         slot.param.grad = accumulator
         slot.accumulator = None
         self._set(slot, PUBLISHED, accumulator)
 
     def publish_all(self) -> None:
         """Put every private accumulator into p.grad, where it may stand there and no gradient does."""
+        self.clear_ignored()
         for slot in self.slots:
             if slot.accumulator is None or not slot.may_publish():
                 continue
@@ -175,12 +170,6 @@ class ParamGrads:
         if gradient is not None and not slot.is_foreign(gradient):
             slot.param.grad = None
         self._set(slot, NOT_OURS)
-
-    def unstash(self, slot: Slot) -> None:
-        """After `stash`: the accumulator stands in p.grad again; what was put there meanwhile is dropped."""
-        if slot.accumulator is not None:
-            self.publish(slot, slot.accumulator)
-            self.exposed = True
 
     def disown_replaced(self) -> None:
         """Between windows: what the user has put into p.grad in place of an accumulator is a gradient."""
@@ -358,6 +347,39 @@ class ParamGrads:
                     stored.append((slot, gradient.detach()))
         return stored
 
+    # What does not count
+
+    def set_aside(self, slots: Iterable[Slot]) -> None:
+        """Before backwards that do not count: take what counts out of p.grad, until `bring_back`."""
+        for slot in slots:
+            if slot not in self._aside:
+                self.generation += 1
+                former = self._aside[slot] = Former(slot, self.current(slot))
+                slot.accumulator = former.total
+                if former.counts:
+                    slot.param.grad = None
+                if slot.param.grad is None:
+                    self._set(slot, IGNORED)
+
+    def bring_back(self) -> None:
+        """After `set_aside`: what was taken out of p.grad stands there again.
+
+        Where there was nothing, gradients that do not count stay, unless some p.grad holds one that does.
+        """
+        aside, self._aside = self._aside, {}
+        for slot, former in aside.items():
+            self.generation += 1
+            total, left = slot.accumulator, slot.param.grad
+            if former.counts:
+                self._set(slot, former.state)
+                with torch.no_grad():
+                    former.restore(slot)
+                slot.accumulator = None if former.shown else total
+            else:
+                self._set(slot, NOT_OURS if left is None else IGNORED, left)
+        if any(slot.param.grad is not None and not slot.is_ignored() for slot in self.slots):
+            self.clear_ignored()
+
     def ignore_present(self, slots: Sequence[Slot]) -> None:
         """What stands in p.grad of these slots is no gradient of the window, unless it is the accumulator."""
         for slot in slots:
@@ -367,8 +389,10 @@ class ParamGrads:
 
     def clear_ignored(self) -> None:
         """Clear from p.grad what does not count: left by backwards inside `ignore()`, or zeros put there."""
+        if self._num_ignored == 0:
+            return
         for slot in self.slots:
             if slot.grad_state is IGNORED:
-                if slot.param.grad is not None and slot.param.grad is slot.placed():
+                if slot.is_ignored():
                     slot.param.grad = None
                 self._set(slot, NOT_OURS)

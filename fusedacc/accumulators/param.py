@@ -32,8 +32,8 @@ class GradState(enum.Enum):
     #: Manual loop: nothing, or what autograd has stored of the micro-batch at hand, which is to be scaled
     #: before it is added. The accumulator waits in private.
     STOCK = enum.auto()
-    #: What counts for nothing: left by a backward inside `ignore()`. The accumulator is where it is in
-    #: NOT_OURS.
+    #: What counts for nothing: left by a backward inside `ignore()`. The accumulator is private in a counted
+    #: loop, and in a manual one there is none. What the user puts in its place is as in NOT_OURS.
     IGNORED = enum.auto()
 
 
@@ -176,6 +176,10 @@ class Slot:
         if state is GradState.NOT_OURS or state is GradState.STOCK:
             return True
         return state is not GradState.PUBLISHED and gradient is not self.placed()
+
+    def is_ignored(self) -> bool:
+        """Whether what stands in p.grad counts for nothing."""
+        return self.grad_state is GradState.IGNORED and self.param.grad is self.placed()
 
     def obeys_layout(self, gradient: Tensor) -> bool:
         """Whether a gradient's strides let it become p.grad as it is; dimensions of size 1 do not count."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
@@ -19,8 +20,11 @@ from torch import Tensor
 
 from ..accumulators import Accumulators, Slot
 from ..accumulators.in_place import Write
+from ..kernels import torch_state
 from ..kernels.torch_state import raw_stream
+from ..kernels.uncompiled import runs_as_written
 from . import eligibility, graph_task
+from .eligibility import Taker
 from .graph_task import Bucket, GraphTask
 from .native_hooks import hooks_for
 from .python_hooks import LET_THROUGH, SWALLOWED, task_id
@@ -39,7 +43,10 @@ class Policy(Protocol):
     @property
     def num_updates(self) -> int: ...
 
-    def begin_backward(self, refresh: Callable[[], None], outermost: bool) -> GraphTask: ...
+    @property
+    def ignoring(self) -> bool: ...
+
+    def begin_backward(self, outermost: bool) -> GraphTask: ...
 
     def scale_of(self, task: GraphTask) -> float | Tensor: ...
 
@@ -74,6 +81,7 @@ class Capture:
         self.accumulators = accumulators
         #: Whether compiled autograd has run, which reads p.grad before any hook can clear it.
         self.compiled = False
+        self._warned = False
         self._policy = policy
         self._lock = threading.RLock()
         #: The backwards that are running, as far as `drop_failed_backwards` has found out, by identity.
@@ -91,20 +99,21 @@ class Capture:
         `sole`: nobody but the engine and the hook refers to it, so that nobody can change it.
         """
         case = eligibility.of_gradient(slot, gradient)
-        if case is eligibility.FROZEN:
+        taker = case.taker
+        if taker is Taker.NOBODY:
             return LET_THROUGH
         with self._lock:
             task = self.tasks.get(task_id()) or self._begin()
         if slot.paths and slot.native is not None:
             self.hooks.release_to_python(slot)
         self._complete(task, [slot])
-        if not task.captures or case is eligibility.POST_ACCUMULATE_HOOK:
+        if not task.captures or taker is Taker.AUTOGRAD:
             self._policy.leave_to_autograd(task, slot)
             return LET_THROUGH
-        if gradient is None or task.drops:
+        if taker is Taker.DONE or gradient is None or task.drops:
             return SWALLOWED
-        if case is not eligibility.ORDINARY:
-            if case is eligibility.NOT_PLAIN:
+        if taker is Taker.TORCH:
+            if case.lasts:
                 slot.set_needs_eager(True)
             task.added = True
             self._flush_shared(task, [slot])
@@ -211,10 +220,10 @@ class Capture:
 
         Raises RuntimeError where the micro-batch needs a weight and has none, before anything is added.
         """
+        if torch_state.in_compiled_autograd():
+            self.compiled = True
+            return GraphTask(captures=False, ignored=self._policy.ignoring)
         identity = task_id()
-        if identity == -1 or torch.compiler.is_compiling():
-            self.compiled = True  # it traces the hooks, and has no end to call back at
-            return GraphTask(captures=False)
         if self.accumulators.partial.begun:  # by a task that encloses this one, or that has failed
             running = [task for task in list(self.tasks.values()) if task.callback() is not None]
             if running:
@@ -223,7 +232,7 @@ class Capture:
                 self.accumulators.partial.forget()
         self.registry.check_graph()
         self.hooks.stop_adding()  # another task's hooks must not add to accumulators that change here
-        task = self._policy.begin_backward(self.registry.refresh, len(self.tasks) == 0)
+        task = self._policy.begin_backward(len(self.tasks) == 0)
         self.tasks[identity] = task
         self._call_back(identity, task)
         if task.captures:
@@ -341,6 +350,24 @@ class Capture:
     # Between backwards
 
     @property
+    def bypassed(self) -> bool:
+        """Whether backwards may run whose end nothing tells."""
+        return self.compiled or torch_state.traces_backward()
+
+    def warn_if_bypassed(self) -> None:
+        """Say once what p.grad held before `step()`, where it could not hold the final gradient."""
+        if self._warned or not self.bypassed:
+            return
+        self._warned = True
+        warnings.warn(
+            "compiled autograd, or torch._dynamo.config.trace_autograd_ops, has run a backward past the "
+            "hooks: until step(), p.grad holds the gradient of the last micro-batch alone, neither scaled "
+            "nor summed. The update is right. Do not clip or log p.grad before step(): use max_grad_norm= "
+            "and grad_norm, or leave both options off, as torch.compile does",
+            stacklevel=6,
+        )
+
+    @property
     def num_updates(self) -> int:
         """Updates of the inner optimizer so far; its kernels write parameters and bump no version."""
         return self._policy.num_updates
@@ -364,6 +391,7 @@ class Capture:
         self._shards.drop_withheld()
 
 
+@runs_as_written
 def _finish(capture: weakref.ref, identity: int) -> None:
     owner = capture()
     if owner is not None:

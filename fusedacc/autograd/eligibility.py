@@ -20,9 +20,12 @@ from ..kernels.checks import GRADIENT_TYPES
 
 
 class Taker(enum.Enum):
-    """Who adds a gradient."""
+    """Who adds a gradient. `Capture.receive` acts on this alone."""
 
+    #: autograd drops the gradient.
     NOBODY = "none"
+    #: There is nothing to add: a module has added the gradient already, or there is none.
+    DONE = "done"
     #: autograd stores it in p.grad; there it counts, and is collected where p.grad is not the accumulator.
     AUTOGRAD = "stock"
     #: Plain torch adds what no kernel takes.
@@ -45,6 +48,7 @@ class Case:
         why: the reason in words, for `explain()`; empty where there is more to say than a sentence.
         of_parameter: whether it holds for all gradients of a parameter; None: nothing to be said of all.
         of_gradient: whether it holds for the gradient at hand; None: decided for a backward as a whole.
+        lasts: whether one such gradient makes plain torch add all later ones of the parameter.
     """
 
     name: str
@@ -52,6 +56,7 @@ class Case:
     why: str
     of_parameter: Callable[[Slot], bool] | None
     of_gradient: Callable[[Slot, Tensor | None], bool] | None
+    lasts: bool = False
 
 
 def _is_frozen(slot: Slot) -> bool:
@@ -107,8 +112,8 @@ POST_ACCUMULATE_HOOK = Case(
 )
 ABSENT = Case(
     "absent",
-    Taker.NOBODY,
-    "",  # a module has added it, or it is none
+    Taker.DONE,
+    "",
     None,
     lambda _, gradient: gradient is None,
 )
@@ -118,6 +123,7 @@ NOT_PLAIN = Case(
     "sparse, or of a subclass",
     None,
     lambda _, gradient: gradient is not None and not _is_plain(gradient),
+    lasts=True,
 )
 NEEDS_EAGER = Case(
     "needs_eager",

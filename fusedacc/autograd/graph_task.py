@@ -65,7 +65,6 @@ class GraphTask:
         "reducer",
         "scale",
         "scaled",
-        "stashed",
         "stored",
         "streams",
         "watch",
@@ -88,8 +87,6 @@ class GraphTask:
         #: Whether any gradient is in a sum already, and whose gradients autograd was left to store.
         self.added = False
         self.stored: list[Slot] = []
-        #: Whose accumulators were taken out of p.grad for the time of an ignored backward.
-        self.stashed: list[Slot] = []
         #: On which streams modules have added to which sums by themselves.
         self.streams: dict[tuple[torch.device, int], list[Slot]] = {}
         #: The engine's callback, which dies with a graph task that fails.

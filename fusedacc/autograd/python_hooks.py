@@ -14,6 +14,7 @@ from torch import Tensor
 from ..accumulators import Accumulators, Slot
 from ..accumulators.buffers import tensor_references
 from ..kernels.torch_state import raw_stream
+from ..kernels.uncompiled import runs_as_written
 from .graph_task import Bucket, GraphTask
 
 #: Pending gradients are added when a bucket holds this many bytes.
@@ -82,6 +83,7 @@ def hook_maker(
         buckets = {} if slot.at_once else open_buckets
         limit = bucket_bytes(slot)
 
+        @runs_as_written
         def hook(gradients: tuple) -> tuple | None:
             bucket = buckets.get(current_task())
             (gradient,) = gradients

@@ -15,6 +15,7 @@ from ..accumulators import Accumulators, GradState, Slot
 from ..accumulators.param import nothing
 from ..kernels import torch_state
 from ..kernels.torch_state import process_group_up
+from ..kernels.uncompiled import runs_as_written
 from .graph_task import GraphTask
 from .python_hooks import Hook, PythonHooks, accumulate_grad_node, hook_maker
 
@@ -279,6 +280,7 @@ class _Memory(weakref.ref):
     slot: Slot
 
 
+@runs_as_written
 def _delivered(registry: weakref.ref[HookRegistry], slot: Slot, *gradients: Any) -> None:
     """The slot's node has run."""
     owner = registry()
@@ -286,6 +288,7 @@ def _delivered(registry: weakref.ref[HookRegistry], slot: Slot, *gradients: Any)
         owner.on_delivery(slot)
 
 
+@runs_as_written
 def _moved(registry: weakref.ref[HookRegistry], memory: _Memory) -> None:
     """The memory that a parameter had is gone."""
     owner, slot = registry(), memory.slot

@@ -15,6 +15,7 @@ from ..kernels import (
     library,
     matmul_ways,
     native_module,
+    norm_prefetch,
     reference,
     registry,
     tuning,
@@ -118,6 +119,7 @@ def _choices() -> dict[str, Any]:
         tuning.fixed_by()  # raises, for a variable that is wrong
         if library.load_error() is None:
             grain_size.tune()
+            norm_prefetch.tune()
             for question in (*matmul_ways.questions(), *grouped_ways.questions(), *small_layers.questions()):
                 tuning.choose(question)
     except ValueError as problem:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ..accumulators import Accumulators, Slot
+from ..kernels.local_parts import is_distributed
 from . import checks, ddp
 from .ddp import UnarmedDDP, unarm
 from .deliveries import Deliveries
@@ -27,7 +28,8 @@ def check(given: Any, slots: list[Slot], dtype: torch.dtype | None) -> None:
 
     Raises:
         TypeError: `given` is no DistributedDataParallel or process group, or `dtype` none for the wire.
-        ValueError: the DistributedDataParallel reduces in a way of its own, or lacks a parameter.
+        ValueError: the DistributedDataParallel reduces in a way of its own or lacks a parameter, or a
+            parameter is a DTensor.
     """
     if isinstance(given, DistributedDataParallel):
         ddp.check(given)
@@ -39,6 +41,14 @@ def check(given: Any, slots: list[Slot], dtype: torch.dtype | None) -> None:
         )
     if dtype is not None and dtype not in DTYPES:
         raise TypeError(f"reduce_dtype must be None or one of {', '.join(map(str, DTYPES))}, got {dtype!r}")
+    for slot in slots:
+        param: Any = slot.param
+        if is_distributed(param):
+            raise ValueError(
+                f"data_parallel cannot reduce the gradients of parameter {slot.name!r}, a DTensor with "
+                f"placements {param.placements}; allowed: plain tensors, or data_parallel=None for tensor "
+                "parallelism alone, and for fully_shard() over the data-parallel ranks"
+            )
 
 
 class DataParallel:
@@ -50,10 +60,11 @@ class DataParallel:
         accumulators: of these.
         dtype: on the wire; None: as `Reducer` has it.
         finish: adds what is pending for these slots.
+        settings: the wrapper's arguments that all ranks must share, by name.
 
     Raises:
-        ValueError: the ranks have different parameters, one cannot be reduced, or FUSEDACC_CHECK_RANKS has a
-            value that is not allowed.
+        ValueError: the ranks have different parameters or settings, one parameter cannot be reduced, or
+            FUSEDACC_CHECK_RANKS has a value that is not allowed.
     """
 
     def __init__(
@@ -63,21 +74,23 @@ class DataParallel:
         accumulators: Accumulators,
         dtype: torch.dtype | None,
         finish: Callable[[list[Slot]], None],
+        settings: Mapping[str, object],
     ) -> None:
         self.link: UnarmedDDP | None = None
-        self._slots, self._compares = slots, checks.wanted()
+        self.slots, self._compares = slots, checks.wanted()
         #: The parameters that were trained when a reduction was last prepared.
         self._trained = [slot for slot in slots if slot.param.requires_grad]
         group = given.process_group if isinstance(given, DistributedDataParallel) else given
         self._noise = noise = accumulators.noise
         if given is group:
             agree(slots, group)
-        seed = agree_on_settings(slots, group, dtype, noise.seed)
+        seed = agree_on_settings(slots, group, dtype, noise.seed, settings)
         if given is group:
             share(slots, group)
         self.reducer = Reducer(slots, accumulators, group, dtype)
         noise.be_rank(dist.get_rank(group), seed)
         self.deliveries = Deliveries(finish)
+        ddp.reducing.add(self)
         if isinstance(given, DistributedDataParallel):
             self.link = unarm(given, self)
 
@@ -111,7 +124,7 @@ class DataParallel:
         without `find_unused_parameters` is promised that they are not. Nor is anything after one was frozen,
         unfrozen or added: what is unfrozen has its hook from the micro-batch after on.
         """
-        trained = [slot for slot in self._slots if slot.param.requires_grad]
+        trained = [slot for slot in self.slots if slot.param.requires_grad]
         if trained != self._trained:
             self._trained = trained
             self.deliveries.forget()
@@ -135,7 +148,7 @@ class DataParallel:
             RuntimeError: as `checks.compare_parameters`.
         """
         if self._compares:
-            checks.compare_parameters(self._slots, self.reducer.group)
+            checks.compare_parameters(self.slots, self.reducer.group)
 
     def abandon(self) -> None:
         """The window is thrown away, and what of it is on its way."""
@@ -144,6 +157,7 @@ class DataParallel:
 
     def close(self) -> None:
         """Give the DistributedDataParallel back as it was."""
+        ddp.reducing.discard(self)
         if self.link is not None:
             self.link.leave(self)
         self._noise.be_rank(0)

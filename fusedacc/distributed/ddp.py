@@ -13,7 +13,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from .idle_reducer import bring_back, put_away
 
@@ -72,6 +77,12 @@ class UnarmedDDP:
         self.synchronises = True
         #: Who reduces its gradients; it is given back when there is nobody.
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
+        named, ignored = parallel.module.named_parameters(), parallel.parameters_to_ignore
+        #: The parameters whose gradients the module's own reducer would reduce, by name.
+        self._parameters = {name: p for name, p in named if name not in ignored}
+        #: How many parameters each of `reducing` has, and those of this module that none has, by name.
+        self._counts: list[int] = []
+        self._left_over: dict[str, torch.Tensor] = {}
         self._deferring = 0
         self._former = {name: parallel.__dict__.get(name) for name in _UNARMED}
         parallel.__dict__.update(_UNARMED)
@@ -100,6 +111,38 @@ class UnarmedDDP:
     def may_change(self) -> bool:
         """Whether the user has said that a forward may use other parameters than the last."""
         return self.parallel.find_unused_parameters and not self.parallel.static_graph
+
+    def check_reduced(self, optimizer: Optimizer, evaluates: bool) -> None:
+        """Raise RuntimeError where this optimizer would update parameters whose gradients nothing reduces.
+
+        The module's own reducer is put away for all of its parameters, and wrappers reduce those that they
+        have. A parameter that no optimizer updates may be left over.
+
+        Args:
+            optimizer: whose `step()` begins.
+            evaluates: whether that runs backward passes itself.
+        """
+        counts = [len(each.slots) for each in reducing]
+        if counts != self._counts:
+            reduced = {id(slot.param) for each in reducing for slot in each.slots}
+            self._counts = counts
+            self._left_over = {name: p for name, p in self._parameters.items() if id(p) not in reduced}
+        if not self._left_over or dist.get_world_size(self.parallel.process_group) == 1:
+            return
+        updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        found = [
+            name
+            for name, p in self._left_over.items()
+            if id(p) in updated and (p.grad is not None or (evaluates and p.requires_grad))
+        ]
+        if found:
+            names = ", ".join([*map(repr, found[:3]), *([f"{len(found) - 3} more"] if found[3:] else [])])
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step() would update parameters {names} with gradients of this "
+                "rank alone: they are in a DistributedDataParallel that another optimizer was given as "
+                "data_parallel=ddp, which reduces the gradients of its own parameters only. Allowed: wrap "
+                "this optimizer too, with data_parallel=ddp, or give it to neither of them"
+            )
 
     def note_forward(self) -> None:
         """A forward has run: whether it synchronises."""
@@ -132,6 +175,8 @@ class UnarmedDDP:
     def close(self) -> None:
         """Give the module back as it was."""
         _links.pop(id(self.parallel), None)
+        if not _links and _hooks:
+            _hooks.pop().remove()
         for handle in self._handles:
             handle.remove()
         for name in ("no_sync", "join"):
@@ -152,12 +197,24 @@ class UnarmedDDP:
 
 #: By the module's id.
 _links: weakref.WeakValueDictionary[int, UnarmedDDP] = weakref.WeakValueDictionary()
+#: What reduces gradients over ranks; each has `slots`.
+reducing: weakref.WeakSet[Any] = weakref.WeakSet()
+#: The hook on every optimizer's `step()`, while there are links.
+_hooks: list[RemovableHandle] = []
+
+
+@_disable_dynamo
+def _check_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for link in list(_links.values()):
+        link.check_reduced(optimizer, evaluates=any(map(callable, (*args[1:], *kwargs.values()))))
 
 
 def unarm(parallel: DistributedDataParallel, user: Any) -> UnarmedDDP:
     """Keep the module's reducer quiet as long as this user, or another, lives and has not left."""
     link = _links.get(id(parallel))
     if link is None:
+        if not _hooks:
+            _hooks.append(register_optimizer_step_pre_hook(_check_step))
         link = _links[id(parallel)] = UnarmedDDP(parallel)
     link.users.add(user)
     return link

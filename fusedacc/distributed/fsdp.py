@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from ..accumulators import Slot
 from ..accumulators.param import nothing
 from ..kernels.local_parts import is_distributed
+from ..kernels.uncompiled import runs_as_written
 
 
 class Receiver(Protocol):
@@ -304,12 +305,14 @@ def _ranks(group: Any) -> int:
     return math.prod(each.size() for each in _process_groups(group.mesh_info))
 
 
+@runs_as_written
 def _arrived(shards: weakref.ref[Shards], key: int, _param: Tensor) -> None:
     owner = shards()
     if owner is not None:
         owner.arrived(key)
 
 
+@runs_as_written
 def _begins(shards: weakref.ref[Shards], _gradient: Tensor) -> None:
     owner = shards()
     if owner is not None:

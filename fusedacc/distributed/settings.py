@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,12 +12,17 @@ from ..accumulators import Slot
 
 
 def agree_on_settings(
-    slots: Sequence[Slot], group: dist.ProcessGroup, reduce_dtype: torch.dtype | None, seed: int | None
+    slots: Sequence[Slot],
+    group: dist.ProcessGroup,
+    reduce_dtype: torch.dtype | None,
+    seed: int | None,
+    others: Mapping[str, object],
 ) -> int:
     """See that these are the same on all ranks, in one collective of a few numbers; waits for the device.
 
     Args:
         seed: of sums that are rounded stochastically; None: to nearest.
+        others: the wrapper's other arguments that all ranks must share, by name.
 
     Returns:
         The seed of the group's first rank; 0 where sums are rounded to nearest.
@@ -35,6 +40,7 @@ def agree_on_settings(
         "accumulate_dtype": (sums, ", ".join(sorted({str(dtype) for dtype in sums}))),
         "rounding": (seed is None, repr("nearest" if seed is None else "stochastic")),
         "reduce_dtype": (reduce_dtype, str(reduce_dtype)),
+        **{name: (value, repr(value)) for name, value in others.items()},
     }
     codes = torch.tensor([zlib.crc32(repr(compared).encode()) for compared, _ in settings.values()])
     first = torch.tensor([seed or 0 if rank == 0 else 0])

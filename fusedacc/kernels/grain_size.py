@@ -42,13 +42,14 @@ def _trial() -> dict[str, Callable[[], object]]:
 
 
 def tune() -> None:
-    """Set what a trial finds, or has found."""
+    """Set what a trial finds, or has found. Every size gives the same bits: an inconclusive trial is repeated
+    when it is due."""
     asked = question()
     if asked is not None:
-        set_grain_size(int(tuning.choose(asked).way))
+        set_grain_size(int(tuning.choose(asked, kept={}).way))
 
 
 @functools.cache
 def tune_once() -> None:
-    """The same, once a process."""
+    """Do the same once a process."""
     tune()

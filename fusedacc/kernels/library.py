@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from . import fakes
+from . import fakes, flops
 
 #: The package's own folder, where compiled files lie.
 FOLDER = Path(__file__).parents[1]
@@ -98,3 +98,4 @@ def call(operator: Callable[..., Any], *arguments: Any) -> Any:
 
 
 load_error()
+flops.register_in_time()

@@ -49,12 +49,12 @@ def _question(
     if len(ways) == 1:
         return None
     # Nobody splits without having tried: on some processors it takes a quarter less time, on others more.
-    fixed = Way.ROUNDED if Way.ROUNDED in ways and has_bfloat16 else Way.WHOLE
+    default = Way.ROUNDED if Way.ROUNDED in ways and has_bfloat16 else Way.WHOLE
     rows = max(_ROWS, SPLIT_ROWS * _PARTS_PER_THREAD * threads) if Way.SPLIT in ways else _ROWS
     return tuning.Question(
         f"product of {str(operand)[6:]} into {str(accumulator)[6:]}, {in_words(number)}",
         tuple(way.name.lower() for way in ways),
-        fixed.name.lower(),
+        default.name.lower(),
         functools.partial(_trial, accumulator, operand, _TRIED[number], rows, ways),
     )
 

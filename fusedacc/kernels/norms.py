@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from . import checks, reference, registry, undispatched
+from . import checks, norm_prefetch, reference, registry, undispatched
 from .lists import is_traced_natively, split_refused
 
 #: Joins partial norms of one device to a norm of that dtype.
@@ -105,12 +105,11 @@ def norm_and_nonfinite(
     norm_type = checks.check_norm_type(norm_type)
     if torch.compiler.is_compiling():
         return _traced(tensors, norm_type, backend)
-    if backend == "auto":
-        found = undispatched.total_norm(tensors, norm_type)
-        if found:
-            return found
-    parts = partials(tensors, norm_type, backend)
-    return finish(parts, norm_type, norm_dtype(tensors), backend)
+    found = undispatched.total_norm(tensors, norm_type) if backend == "auto" else None
+    if not found:
+        found = finish(partials(tensors, norm_type, backend), norm_type, norm_dtype(tensors), backend)
+    norm_prefetch.tune_once(tensors)
+    return found
 
 
 def norm_with_partials(

@@ -1,14 +1,18 @@
-"""Choices by trial: where several ways are right, and which one is the fastest depends on the machine.
+"""Choices by trial: several ways are right, and which one is the fastest depends on the machine.
 
-The first time that a question comes up, its ways run in turns for some milliseconds. Another way than the one
-that the processor's features speak for is taken only where it is faster by more than noise. An answer holds
-for the process, and for later ones: it is kept in `FUSEDACC_CACHE` (default: `fusedacc` in `XDG_CACHE_HOME`
-or `~/.cache`), by processor, instruction sets, threads and versions; of processes that ask at once, the first
-to write is followed by all. `FUSEDACC_TUNE=0` and `torch.use_deterministic_algorithms(True)` leave trials and
-answers aside.
+The first time that a question comes up, its ways run in turns for some milliseconds (`tuning_trial`). The
+process then uses the fastest way, or the default where no other way is faster beyond doubt. Answers are kept
+in `FUSEDACC_CACHE` (default: `fusedacc` in `XDG_CACHE_HOME` or `~/.cache`), by processor, instruction sets,
+threads and versions, for later processes. If several processes ask at once, all use the first answer that is
+written. `FUSEDACC_TUNE=0` and `torch.use_deterministic_algorithms(True)` forbid trials and ignore answers.
+
+A trial on a busy machine may be inconclusive. The process then uses the default, and the trial is repeated by
+a later process, or for a new wrapper. The first pause between two tries is a minute. Each pause is twice as
+long as the one before, up to a day: there are 11 tries on the first day at most, and one on each later day.
+A conclusive answer replaces an inconclusive one, never the reverse.
 
 Ways may differ in the last bits of their results. A wrapper keeps the answers that it has used, and its
-checkpoints carry them, so that what resumes on the same processor goes on as it began.
+checkpoints carry them, so that a run that resumes on the same processor continues with the same bits.
 """
 
 from __future__ import annotations
@@ -17,13 +21,11 @@ import contextlib
 import dataclasses
 import fcntl
 import functools
+import gc
 import importlib.metadata
 import json
-import math
 import os
 import platform
-import resource
-import statistics
 import tempfile
 import threading
 import time
@@ -38,21 +40,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from . import library
 from .environment import switch
+from .tuning_trial import decide, time_ways
 
 #: "0": no trials, the processor's features decide; "1", "" or not set: trials.
 VARIABLE = "FUSEDACC_TUNE"
 #: The folder in which answers are kept.
 FOLDER = "FUSEDACC_CACHE"
 FILE = "choices.json"
-#: How much less time than the fixed way another must take, in the median of paired rounds.
-MARGIN = 0.05
-#: In this share of the rounds it must have been faster at all.
-AGREEMENT = 0.75
-#: A trial tells nothing where other processes have taken a core from this one more often than once in so many
-#: timed samples: what two threads share then takes as long as the scheduler likes.
-SAMPLES_PER_PREEMPTION = 4
-#: Of a trial: seconds, rounds, seconds of a timed sample at least, and when a way is out of the question.
-BUDGET, ROUNDS, LEAST_ROUNDS, SAMPLE, HOPELESS = 0.008, 15, 4, 40e-6, 3.0
+#: Seconds from an inconclusive trial to the next one: the first time, and at most. They double in between.
+FIRST_PAUSE, LONGEST_PAUSE = 60.0, 86400.0
 
 
 @dataclass(frozen=True)
@@ -60,27 +56,56 @@ class Question:
     """Which of several ways is the fastest here.
 
     name: the same in every process and release in which it means the same; it stands in checkpoints.
-    ways: their names. fixed: the one that is taken without a trial.
+    ways: their names. default: the one that is taken without a trial.
     trial: makes the operands on the CPU; returns what is timed, by the names of the ways.
     """
 
     name: str
     ways: tuple[str, ...]
-    fixed: str
+    default: str
     trial: Callable[[], Mapping[str, Callable[[], object]]] = field(compare=False)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A way, why it was chosen, and the medians of the trial in microseconds, if there was one."""
+    """A way, and why it was chosen.
+
+    Attributes:
+        way, why: in words.
+        microseconds: the medians of the trial, if there was one.
+        default: the way without a trial.
+        conclusive: whether the answer is final. If not, the trial is repeated later.
+        tries: how many trials were made.
+        tried_at: when the last one was made, in seconds since 1970.
+    """
 
     way: str
     why: str
     microseconds: Mapping[str, float] = field(default_factory=dict)
+    default: str = ""
+    conclusive: bool = True
+    tries: int = 0
+    tried_at: float = 0.0
 
     def __str__(self) -> str:
-        times = ", ".join(f"{way} {own:g} us" for way, own in self.microseconds.items())
+        times = self._times()
         return f"{self.way}: {self.why}{f' ({times})' if times else ''}"
+
+    def _times(self) -> str:
+        return ", ".join(f"{way} {own:g} us" for way, own in self.microseconds.items())
+
+    def in_full(self) -> str:
+        """The same with the default, the number of tries, and whether the answer is final."""
+        kind = "conclusive" if self.conclusive else "inconclusive"
+        tries = f"{self.tries} {'try' if self.tries == 1 else 'tries'}"
+        facts = filter(None, (self._times(), f"default {self.default}", f"{kind} after {tries}"))
+        return f"{self.way}: {self.why} ({'; '.join(facts)})"
+
+    def is_due(self) -> bool:
+        """Whether the trial should be repeated now."""
+        pause = min(FIRST_PAUSE * 2.0 ** min(self.tries - 1, 30), LONGEST_PAUSE)
+        # A time in the future means that the clock was set back since.
+        return not self.conclusive and not self.tried_at <= time.time() < self.tried_at + pause
 
 
 _lock = threading.RLock()
@@ -106,14 +131,15 @@ def choose(question: Question, kept: MutableMapping[str, str] | None = None) -> 
 
     Args:
         question: asked as often as one likes; the answer is looked up.
-        kept: answers that somebody has to stay with, by the names of questions; this one is added.
+        kept: answers to stay with, by the names of questions; this one is added. If it is not there yet, an
+            inconclusive trial may be repeated. Without `kept` this process's first answer holds.
 
     Raises:
         ValueError: as `fixed_by`.
     """
     reason, wanted = fixed_by(), None if kept is None else kept.get(question.name)
     if reason is not None:
-        choice = Choice(question.fixed, f"by the processor's features, since {reason} forbids trials")
+        choice = Choice(question.default, f"by the processor's features, since {reason} forbids trials")
     else:
         here = machine()
         known = _found.get((here, question.name))
@@ -121,25 +147,46 @@ def choose(question: Question, kept: MutableMapping[str, str] | None = None) -> 
             if known is None or known.way != wanted:
                 return Choice(wanted, "as it was when the wrapper began, or in its checkpoint")
             return known
-        if not _may_try():
+        if not may_try():
             return known or Choice(
-                question.fixed, "by the processor's features: this is no place for a trial"
+                question.default, "by the processor's features: this is no place for a trial"
             )
-        choice = known or _answer(here, question)
+        if known is None or (kept is not None and known.is_due()):
+            known = _answer(here, question)
+        choice = known
     if kept is not None:
         kept[question.name] = choice.way
     return choice
 
 
 def _answer(here: str, question: Question) -> Choice:
+    """The answer of this process or an earlier one; of a trial if there is none, or its repetition is due."""
     with _lock:
-        known = _found.get((here, question.name)) or _known(_read(), here, question)
-        if known is None:
+        known = _best(_found.get((here, question.name)), _known(_read(), here, question))
+        if known is None or known.is_due():
             with _undisturbed():
-                trial = time_ways(question.trial())
-            known = _save(here, question, decide(question, trial))
+                verdict = decide(question.default, time_ways(question.trial(), question.default))
+            tries = known.tries + 1 if known else 1
+            fresh = Choice(
+                verdict.way,
+                verdict.why,
+                verdict.microseconds,
+                question.default,
+                verdict.conclusive,
+                tries,
+                time.time(),
+            )
+            known = _save(here, question, fresh)
         _found[here, question.name] = known
     return known
+
+
+def _best(first: Choice | None, second: Choice | None) -> Choice | None:
+    """The one of two answers that counts: the conclusive one, else that of the later try, else the first."""
+    if first is None or second is None:
+        return first or second
+    later = second.conclusive or second.tries > first.tries
+    return second if later and not first.conclusive else first
 
 
 def report() -> list[dict[str, Any]]:
@@ -154,8 +201,8 @@ def report() -> list[dict[str, Any]]:
 
 def describe(found: Mapping[str, Any]) -> str:
     """One of a report's entries, as a line."""
-    choice = Choice(found["way"], found["why"], found["microseconds"])
-    return f"{found['question']}: {choice}"
+    facts = {name: value for name, value in found.items() if name != "question"}
+    return f"{found['question']}: {Choice(**facts).in_full()}"
 
 
 def forget() -> None:
@@ -167,7 +214,7 @@ def forget() -> None:
 # Trials
 
 
-def _may_try() -> bool:
+def may_try() -> bool:
     """Whether nothing would see a trial that cannot be kept from it: an outer trial, a trace, a transform."""
     return not (
         getattr(_this_thread, "trying", False)
@@ -178,8 +225,10 @@ def _may_try() -> bool:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Nobody's modes, autocast or graph: a question may come up in the middle of anything."""
+    """Keep a trial from what surrounds it: modes, autocast, the graph and garbage collection."""
     _this_thread.trying = True
+    collects = gc.isenabled()
+    gc.disable()
     try:
         with (
             _disable_current_modes(),
@@ -190,71 +239,9 @@ def _undisturbed() -> Iterator[None]:
         ):
             yield
     finally:
+        if collects:
+            gc.enable()
         _this_thread.trying = False
-
-
-@dataclass(frozen=True)
-class Trial:
-    """Seconds of each way in each round, and how often another process has taken a core meanwhile."""
-
-    times: Mapping[str, list[float]]
-    preemptions: int = 0
-
-    @property
-    def disturbed(self) -> bool:
-        samples = sum(map(len, self.times.values()))
-        return self.preemptions * SAMPLES_PER_PREEMPTION > samples
-
-
-def time_ways(ways: Mapping[str, Callable[[], object]]) -> Trial:
-    """Run the ways in turns. Those that are hopeless have one round only."""
-    before, once = preemptions(), {}
-    for name, run in ways.items():
-        run()
-        once[name] = _seconds(run, 1)
-    best = min(once.values())
-    names = [name for name in ways if once[name] <= HOPELESS * best]
-    calls = max(1, math.ceil(SAMPLE / max(best, 1e-9)))
-    times: dict[str, list[float]] = {name: [] for name in names}
-    end = time.perf_counter() + BUDGET
-    for index in range(ROUNDS if len(names) > 1 else 1):
-        if index >= LEAST_ROUNDS and time.perf_counter() > end:
-            break
-        for turn in range(len(names)):
-            name = names[(index + turn) % len(names)]
-            times[name].append(_seconds(ways[name], calls))
-    return Trial({name: times.get(name, [once[name]]) for name in ways}, preemptions() - before)
-
-
-def preemptions() -> int:
-    """How often another process has taken a core from a thread of this one, so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
-
-
-def _seconds(run: Callable[[], object], calls: int) -> float:
-    begin = time.perf_counter()
-    for _ in range(calls):
-        run()
-    return (time.perf_counter() - begin) / calls
-
-
-def decide(question: Question, trial: Trial) -> Choice:
-    """The fastest way where that is beyond doubt, else the fixed one."""
-    medians = {name: statistics.median(own) for name, own in trial.times.items()}
-    figures = {name: round(1e6 * seconds, 1) for name, seconds in medians.items()}
-    fastest, fixed = min(medians, key=lambda name: medians[name]), question.fixed
-    if trial.disturbed:
-        return Choice(fixed, "by the processor's features: other processes disturbed the trial", figures)
-    if fastest == fixed:
-        return Choice(fixed, "the fastest in a trial", figures)
-    both = trial.times[fastest], trial.times[fixed]
-    if len(both[0]) == len(both[1]):  # else one of them was hopeless
-        ratios = [own / its for own, its in zip(*both, strict=True)]
-        agree = sum(ratio < 1 for ratio in ratios) >= AGREEMENT * len(ratios)
-        if statistics.median(ratios) > 1 - MARGIN or not agree:
-            why = f"by the processor's features: {fastest} was not faster beyond doubt in a trial"
-            return Choice(fixed, why, figures)
-    return Choice(fastest, "the fastest in a trial", figures)
 
 
 # The machine and the file
@@ -331,12 +318,22 @@ def _known(answers: dict[str, dict[str, Any]], here: str, question: Question) ->
     entry = answers.get(here, {}).get(question.name)
     if not isinstance(entry, dict) or entry.get("way") not in question.ways:
         return None
-    figures = entry.get("microseconds")
-    return Choice(entry["way"], str(entry.get("why")), figures if isinstance(figures, dict) else {})
+    figures, why = entry.get("microseconds"), str(entry.get("why"))
+    conclusive, tries, tried_at = (entry.get(name) for name in ("conclusive", "tries", "tried_at"))
+    return Choice(
+        entry["way"],
+        why,
+        figures if isinstance(figures, dict) else {},
+        question.default,
+        # Releases before these fields existed said it in words only.
+        conclusive if isinstance(conclusive, bool) else "disturbed the trial" not in why,
+        tries if isinstance(tries, int) and tries > 0 else 1,
+        tried_at if isinstance(tried_at, int | float) else 0.0,
+    )
 
 
 def _save(here: str, question: Question, choice: Choice) -> Choice:
-    """Write an answer down; returns the one that stands, which another process may have written first."""
+    """Write an answer; returns the one that counts, which another process may have written before."""
     global _unsaved
     try:
         where = folder()
@@ -345,9 +342,10 @@ def _save(here: str, question: Question, choice: Choice) -> Choice:
             fcntl.flock(lock, fcntl.LOCK_EX)
             answers = _read()
             known = _known(answers, here, question)
-            if known is not None:
+            if known is not None and _best(known, choice) is known:
                 return known
-            entry = {"way": choice.way, "why": choice.why, "microseconds": dict(choice.microseconds)}
+            entry = dataclasses.asdict(choice)
+            del entry["default"]
             answers.setdefault(here, {})[question.name] = entry
             with tempfile.TemporaryDirectory(dir=where) as new:
                 (Path(new) / FILE).write_text(json.dumps(answers, indent=1))

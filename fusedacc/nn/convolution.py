@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from ..accumulators import Slot
 from ..autograd.capture import Capture
 from ..kernels import native_module
+from ..kernels.uncompiled import runs_as_written
 from .patched_forward import PATCHED, PatchedForward
-from .uncompiled import runs_as_written
 
 #: Elements of a weight from which on its cast costs more than a forward in Python does.
 SMALLEST = 2**15

@@ -19,8 +19,8 @@ from ..kernels import native_module
 from ..kernels.checks import ORDINARY_TYPES
 from ..kernels.rounding import Noise
 from ..kernels.rows import accumulate_rows_
+from ..kernels.uncompiled import runs_as_written
 from .patched_forward import PATCHED, PatchedForward, adds
-from .uncompiled import runs_as_written
 
 
 class PatchedEmbedding(PatchedForward):

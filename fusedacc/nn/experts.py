@@ -17,6 +17,7 @@ from torch.compiler import is_compiling
 
 from ..accumulators import Slot
 from ..autograd.capture import Capture
+from ..kernels.uncompiled import frame_compiler
 from .grouped import StackedSum
 from .patched_forward import PATCHED, PatchedForward
 from .stacked import stand_in
@@ -31,6 +32,8 @@ class PatchedExperts(PatchedForward):
     Args:
         module, slot, capture: as `PatchedForward`; of the first of its parameters that was found.
     """
+
+    compiled_by_itself = True
 
     def __init__(self, module: torch.nn.Module, slot: Slot, capture: Capture) -> None:
         super().__init__(module, slot, capture)
@@ -56,7 +59,8 @@ class PatchedExperts(PatchedForward):
     @staticmethod
     def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
         stock = type(module).forward
-        if is_compiling():  # first: of whatever is read before it, a compiler makes guards
+        # First: of whatever is read before it, a compiler makes guards.
+        if is_compiling() or frame_compiler() is not None:
             return stock(module, *args, **kwargs)
         patched = module.__dict__.get(PATCHED)
         if patched is None or not patched.may_record(module):
@@ -74,9 +78,11 @@ class PatchedExperts(PatchedForward):
             if target.accumulates and parameters.get(name) is target.slot.param and name not in own
         }
         own.update(shadows)
+        self._entries = self._entries | shadows  # what copies of the module leave out
         try:
             output = self._stock(module, *args, **kwargs)
         finally:
+            self._entries = {name: entry for name, entry in self._entries.items() if name not in shadows}
             for name, shadow in shadows.items():
                 if own.get(name) is shadow:
                     del own[name]

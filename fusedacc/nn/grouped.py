@@ -18,7 +18,7 @@ from ..kernels import grouped
 from ..kernels.checks import GRADIENT_TYPES, ORDINARY_TYPES
 from ..kernels.dtypes import PAIRS
 from ..kernels.rounding import Noise
-from .uncompiled import runs_as_written
+from ..kernels.uncompiled import runs_as_written
 from .weight_sum import WeightSum
 
 #: torch.nn.functional.grouped_mm, or what it was before there was one.

@@ -20,8 +20,8 @@ from ..kernels.checks import ORDINARY_TYPES
 from ..kernels.dtypes import PAIRS
 from ..kernels.matmul_ways import class_of
 from ..kernels.rounding import Noise
+from ..kernels.uncompiled import frame_compiler, runs_as_written
 from .patched_forward import PATCHED, PatchedForward, adds
-from .uncompiled import runs_as_written
 
 
 class PatchedLinear(PatchedForward):
@@ -161,9 +161,12 @@ class PatchedConv1D(PatchedLinear):
     """Transformers' `Conv1D`, a Linear whose weight is (in, out) (transformers.pytorch_utils.Conv1D)."""
 
     transposed = True
+    compiled_by_itself = True
 
     @staticmethod
     def forward(module: Any, x: Tensor) -> Tensor:
+        if is_compiling() or frame_compiler() is not None:
+            return type(module).forward(module, x)
         return PatchedLinear.forward(module, x)
 
 
@@ -191,7 +194,10 @@ class LinearFunction(torch.autograd.Function):
             used = patched.cast(weight, dtype)
             bias = None if bias is None else bias.to(dtype)
         ctx.save_for_backward(input, used if ctx.needs_input_grad[0] else None)
-        return F.linear(input, used.t() if patched.transposed else used, bias)
+        output = F.linear(input, used.t() if patched.transposed else used, bias)
+        # For some inputs ATen returns a view of its product. Autograd forbids writing in place to a view that
+        # a function of ours returns, so the output has the same memory and is no view.
+        return torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output
 
     @staticmethod
     @runs_as_written

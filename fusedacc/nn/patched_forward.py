@@ -15,8 +15,8 @@ from torch.autograd import forward_ad
 from ..accumulators import Slot
 from ..autograd.capture import Capture
 from ..kernels.checks import ORDINARY_TYPES
+from ..kernels.uncompiled import runs_as_written
 from .kept_cast import KeptCasts
-from .uncompiled import runs_as_written
 from .weight_sum import WeightSum
 
 _grad_enabled, _tracing = torch.is_grad_enabled, torch._C._is_tracing
@@ -45,6 +45,9 @@ class PatchedForward(WeightSum):
 
     #: The path's name, as `explain()` shows it.
     path = ""
+    #: Whether torch.compile compiles the forward of the module's class when it meets that on its own. It does
+    #: not compile the forwards of torch.nn.
+    compiled_by_itself = False
     #: Whether its weight's cast under autocast can be kept over a window, and where that is, if it shall be.
     keeps_cast = False
     kept: KeptCasts | None = None
@@ -53,7 +56,7 @@ class PatchedForward(WeightSum):
     _recorded: Any = None
 
     def __init_subclass__(cls) -> None:
-        _forwards.add(runs_as_written(cls.forward))
+        _forwards.add(runs_as_written(cls.forward, calls_too=not cls.compiled_by_itself))
 
     def __init__(self, module: torch.nn.Module, slot: Slot, capture: Capture) -> None:
         super().__init__(slot, capture)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..functional import accumulate_rounded_
 from ..kernels.rounding import Noise
-from .uncompiled import runs_as_written
+from ..kernels.uncompiled import runs_as_written
 from .weight_sum import WeightSum
 
 

@@ -6,6 +6,7 @@ grouped products are known, `grouped_mm`. Their gradients go to the sum.
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -43,6 +44,17 @@ class StackedWeight(Tensor):
                 return output
         args, kwargs = tree_map_only(StackedWeight, operator.attrgetter("plain"), (args, kwargs))
         return func(*args, **kwargs)
+
+    # What nn.Parameter has methods of its own for does not come to __torch_function__.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.plain, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain.__reduce_ex__(protocol)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(self.plain)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["plain"], name)

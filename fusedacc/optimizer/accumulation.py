@@ -7,14 +7,16 @@ scale.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from ..accumulators import Accumulators, GradState, Slot
+from ..accumulators import Accumulators, Slot
 from ..autograd.data_parallel import Reducers
 from ..autograd.graph_task import GraphTask
+from ..distributed import pipelines
 from ..distributed.fsdp import Shards
 from ..kernels import launch_events, torch_state
 from .over_ranks import OverRanks
@@ -38,8 +40,6 @@ class Accumulation:
         self.accumulators = accumulators
         #: Whether backwards do not count (`ignore()`).
         self.ignoring = False
-        #: Those that are running, one inside the other.
-        self._ignored: list[GraphTask] = []
         self._slots = slots
         self._grads, self._noise = accumulators.grads, accumulators.noise
         #: Whether a CUDA graph was being captured when the window began.
@@ -50,6 +50,26 @@ class Accumulation:
         self.ranks = OverRanks(window, accumulators)
         #: Those of the parameters that FSDP2 has sharded; they come when they are hooked.
         self.shards = window.shards = Shards(window.reduction)
+
+    # Backwards that do not count
+
+    @contextlib.contextmanager
+    def ignored(self) -> Iterator[None]:
+        """Context: backwards inside do not count."""
+        before, self.ignoring = self.ignoring, True
+        self._grads.drop_spent()
+        self._grads.set_aside(self._slots)
+        try:
+            yield
+        finally:
+            self.ignoring = before
+            if not before:
+                self._grads.bring_back()
+
+    def bring_back(self) -> None:
+        """Before p.grad is looked at: let what counts stand there, inside `ignored()` too."""
+        if self.ignoring:
+            self._grads.bring_back()
 
     # What the hooks ask
 
@@ -63,14 +83,19 @@ class Accumulation:
         """Updates of the inner optimizer so far."""
         return self.window.num_updates
 
-    def begin_backward(self, refresh: Refresh, outermost: bool) -> GraphTask:
+    def begin_backward(self, outermost: bool, schedule: bool = False) -> GraphTask:
         """What is done with all the gradients of a backward that begins. `outermost`: no other is running.
+
+        schedule: it is no backward, but a pipeline schedule's `step()`, which counts as one.
 
         Raises:
             RuntimeError: the micro-batch needs a weight and has none, or a CUDA graph would hold a part of a
                 window; nothing is changed then.
         """
         window, inside = self.window, torch_state.capturing()
+        if window.counted and pipelines.began_unseen(self._slots):
+            window.micro.in_schedule = True  # until the optimizer's own step(), which takes what is in p.grad
+        outermost = outermost and not window.micro.in_schedule
         if window.counted and not window.empty and inside != self._began_in_graph:
             raise RuntimeError(
                 f"a CUDA graph must hold whole windows: this one has {window.micro_step} of {window.steps} "
@@ -85,44 +110,37 @@ class Accumulation:
         self._began_in_graph = inside
         if outermost and not self.ignoring:
             self._noise.begin_own()
-        task = self._begin_ignored(refresh) if self.ignoring else self._begin_counted()
+        task = self._begin_ignored() if self.ignoring else self._begin_counted(schedule)
         if self.ranks.parallel is not None and outermost and not self.ignoring:
-            self.ranks.begin_backward(self.ranks.parallel, task.captures)
+            self.ranks.begin_backward(self.ranks.parallel, task.captures and not schedule)
         norms = self.accumulators.norms
         # Where p.grad shows the final gradient, users may write to it in ways that leave no trace.
         wanted = window.private and window.will_update and not task.ignored
         norms.norm_type = norms.wanted if wanted else None
         return task
 
-    def _begin_ignored(self, refresh: Refresh) -> GraphTask:
-        """Take in what autograd has stored, before a backward that does not count adds to it."""
+    def _begin_ignored(self) -> GraphTask:
         window = self.window
-        if any(task.callback() is not None for task in self._ignored):
-            pass  # it runs inside another, whose gradients are in p.grad
-        elif window.counted:
-            if window.micro.deferred if window.micro.ran else window.unsynchronised:
-                window.check_synchronised("a backward inside ignore() would be mixed with them")
-            if window.micro.ran:
-                self.collect(self._slots, refresh)
-        else:
-            self.collect_stock()
-        self._grads.drop_spent()
-        task = GraphTask(captures=False, ignored=True)
-        self._ignored.append(task)
-        return task
+        if window.counted and (window.micro.deferred if window.micro.ran else window.unsynchronised):
+            window.check_synchronised("a backward inside ignore() would be mixed with them")
+        return GraphTask(captures=False, ignored=True)
 
-    def _begin_counted(self) -> GraphTask:
+    def _begin_counted(self, schedule: bool) -> GraphTask:
         window = self.window
         scale = window.base_scale
         differentiable = torch.is_grad_enabled()
         reduced = self.ranks.parallel is None and torch_state.process_group_up()
-        task = GraphTask(not (differentiable or reduced), scale, drops=window.leaves_out)
+        # The schedule divides p.grad before its `step()` ends: what is in private sums would escape it.
+        scheduled = schedule or (window.counted and window.micro.in_schedule)
+        captures = schedule or not (differentiable or reduced or scheduled)
+        task = GraphTask(captures, scale, drops=window.leaves_out)
         task.reducer = "ahead" if reduced and not differentiable else ""
-        if reduced and window.counted and not window.micro.deferred:
+        if reduced and window.counted and not (window.micro.deferred or scheduled):
             task.watch = self._reducers.watch()
         if window.full:
             window.restart()  # its update has failed, and nobody has retried it or cleared the gradients
         window.reduced = False
+        self._grads.clear_ignored()
         if window.totals is not None:
             self.ranks.reopen()
         if not window.counted:
@@ -146,9 +164,7 @@ class Accumulation:
     def leave_to_autograd(self, task: GraphTask, slot: Slot) -> None:
         """Ready p.grad for a gradient of this backward that autograd will store, beside nothing of ours."""
         if task.ignored:
-            if slot.grad_state is GradState.PUBLISHED:
-                task.stashed.append(slot)
-                self._grads.stash(slot)
+            self._grads.set_aside([slot])  # it may have been brought back since `begin_ignoring`
         elif self.window.counted or self.window.weighs:
             self._grads.begin_stock(slot)
         task.stored.append(slot)
@@ -210,8 +226,9 @@ class Accumulation:
     def publishes_after(self, task: GraphTask) -> bool:
         """Whether the final gradient will stand in p.grad when this backward has ended."""
         window = self.window
-        last = window.counted and window.will_update and not window.micro.deferred
-        return last and not (task.ignored or task.inner)
+        last = window.counted and window.will_update
+        waits = window.micro.deferred or window.micro.in_schedule
+        return last and not (waits or task.ignored or task.inner)
 
     def end_backward(self, task: GraphTask, refresh: Refresh, outermost: bool) -> None:
         """A backward has ended, and what was pending is added. `outermost`: no other is running."""
@@ -220,6 +237,7 @@ class Accumulation:
         if task.watch:
             self._reducers.check(task.watch, task.stored)
         window = self.window
+        outermost = outermost and not window.micro.in_schedule
         window.micro.ran = True
         window.micro.num_backwards += outermost
         try:
@@ -250,13 +268,41 @@ class Accumulation:
 
     def forget_backward(self, task: GraphTask, failed: bool) -> None:
         """A graph task is over; `failed`: by an exception, which taints the window if anything was added."""
-        if task.ignored:
-            self._ignored.remove(task)
-            self._grads.ignore_present([slot for slot in task.stored if slot not in task.stashed])
-            for slot in task.stashed:
-                self._grads.unstash(slot)
-        elif failed and (task.added or any(slot.param.grad is not None for slot in task.stored)):
+        if (
+            failed
+            and not task.ignored
+            and (task.added or any(slot.param.grad is not None for slot in task.stored))
+        ):
             self.window.taint("an exception has interrupted a backward")
+
+    # A pipeline schedule's `step()`, which counts as one backward
+
+    def begin_schedule(self, refresh: Refresh) -> GraphTask:
+        """A schedule's `step()` begins. Counted loop: ready p.grad for all of its gradients.
+
+        Raises:
+            RuntimeError: as `begin_backward`; nothing is changed then.
+        """
+        window = self.window
+        task = self.begin_backward(outermost=True, schedule=True)
+        if window.counted and not (task.ignored or window.unsynchronised or window.micro.deferred):
+            self.collect(self._slots, refresh)  # the schedule would divide it
+        for slot in self._slots if window.counted or task.ignored else ():
+            if not slot.sharded:
+                slot.widen()  # autograd alone adds to p.grad before the sum is put there
+            self.leave_to_autograd(task, slot)
+        window.micro.in_schedule = True
+        return task
+
+    def end_schedule(self, task: GraphTask, refresh: Refresh) -> None:
+        """A schedule's `step()` has ended, and p.grad has what it has added up."""
+        self.window.micro.in_schedule = False
+        self.end_backward(task, refresh, outermost=True)
+
+    def forget_schedule(self, task: GraphTask, failed: bool) -> None:
+        """A schedule's `step()` is over; `failed`: by an exception."""
+        self.window.micro.in_schedule = False
+        self.forget_backward(task, failed)
 
     def count_delivery(self, slot: Slot) -> None:
         """A parameter's node has run."""
@@ -265,8 +311,8 @@ class Accumulation:
 
     # What autograd has stored
 
-    def collect(self, slots: Sequence[Slot], refresh: Refresh) -> None:
-        """Counted loop: add what autograd has stored as this micro-batch's gradient."""
+    def collect(self, slots: Sequence[Slot], refresh: Refresh) -> bool:
+        """Counted loop: add what autograd has stored as this micro-batch's gradient; whether it has any."""
         foreign = []
         for slot in slots:
             gradient = slot.param.grad
@@ -274,11 +320,12 @@ class Accumulation:
                 foreign.append((slot, gradient.detach()))
                 slot.param.grad = None
         if not foreign:
-            return
+            return False
         refresh()  # a hook that did not fire may belong to a node that is gone
         self._grads.drop_spent()  # no backward of ours has begun this window
         self._add_stored(foreign)
         self.window.micro.ran = True
+        return True
 
     def collect_stock(self) -> None:
         """Manual loop with weights: take in what autograd has stored."""

@@ -155,6 +155,15 @@ def _check_entries(values: dict[str, Any], rules: Mapping[str, tuple[Callable[[A
             )
 
 
+def _check_window_state(saved: dict[str, Any]) -> None:
+    """What `Window.state` has returned must be whole."""
+    _check_entries(saved, _WINDOW)
+    # Negative where ranks were added: their share of the sums has fewer micro-batches than they count.
+    least = -(saved["micro_step"] + saved["ran"])
+    rule = {"carried": (lambda v: type(v) is int and v >= least, f"an int >= {least}")}
+    _check_entries({"carried": 0} | saved, rule)  # which is left out where it is 0
+
+
 def check_window(own: Any, sums: int, window: Window) -> None:
     """The counters must be whole, fit the number of sums and, of a part-filled window, this loop."""
     if not isinstance(own, dict):
@@ -175,7 +184,7 @@ def check_window(own: Any, sums: int, window: Window) -> None:
             f"bool, and ints from 0 to below {_NOISE}"
         )
     saved = own["window"]
-    _check_entries(saved, _WINDOW)
+    _check_window_state(saved)
     partial = saved["micro_step"] > 0 or saved["ran"]
     expected = own.get("sums") if partial else 0
     if not _is_count(expected) or sums != expected:
@@ -185,7 +194,9 @@ def check_window(own: Any, sums: int, window: Window) -> None:
             "fusedacc.integrations.distributed_checkpoint.make_room"
         )
     if not partial:
-        if any(saved[name] != value for name, value in fresh_window(saved).items()):
+        if saved.get("carried", 0) or any(
+            saved[name] != value for name, value in fresh_window(saved).items()
+        ):
             raise ValueError(f"state_dict[{OWN!r}]['window'] is damaged: it is neither empty nor part-filled")
         return
     if (own["counted"], own["reduction"]) != (window.counted, window.reduction):
@@ -206,7 +217,7 @@ def check_over_ranks(own: Any) -> None:
     if not isinstance(own, dict) or own.get("version") != RANKED_VERSION or not _is_count(own.get("ranks")):
         raise ValueError(f"state_dict[{OWN!r}] is damaged: it has sums of ranks, but not how many")
     _check_entries(own, _OWN)
-    _check_entries(own["window"], _WINDOW)
+    _check_window_state(own["window"])
     _check_entries(own["window"], _OVER_RANKS)
 
 

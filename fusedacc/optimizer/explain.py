@@ -41,10 +41,20 @@ class Route:
 #: Path and backend where no kernel of ours adds.
 _WAYS = {Taker.NOBODY: ("none", "-"), Taker.AUTOGRAD: ("eager", "stock"), Taker.TORCH: ("eager", "eager")}
 
+_SCHEDULED = (
+    "trained by a pipeline schedule, which may divide p.grad: autograd fills p.grad, and the sum takes it "
+    "when the schedule's step() has ended"
+)
 
-def explain(slots: Sequence[Slot], window: Window, accumulators: Accumulators, update: str) -> str:
-    """One row per parameter: path, backend, dtypes, bytes per element; the reasons and the update beneath."""
-    routes = [route(slot, accumulators) for slot in slots]
+
+def explain(
+    slots: Sequence[Slot], window: Window, accumulators: Accumulators, update: str, scheduled: bool = False
+) -> str:
+    """One row per parameter: path, backend, dtypes, bytes per element; the reasons and the update beneath.
+
+    `scheduled`: a pipeline schedule has the gradients in p.grad until its `step()` ends.
+    """
+    routes = [route(slot, accumulators, scheduled) for slot in slots]
     reasons = list(dict.fromkeys(chosen.why for chosen in routes))
     rows = [tuple(field.name for field in fields(Row))]
     for slot, chosen in zip(slots, routes, strict=True):
@@ -106,10 +116,12 @@ def _hooks(slots: Sequence[Slot]) -> str:
     )
 
 
-def route(slot: Slot, accumulators: Accumulators) -> Route:
-    """The way that this parameter's next gradient takes."""
+def route(slot: Slot, accumulators: Accumulators, scheduled: bool = False) -> Route:
+    """The way that this parameter's next gradient takes; `scheduled`: as in `explain`."""
     case = eligibility.of_parameter(slot)
-    if case is eligibility.IN_MODULE:
+    if scheduled and case.taker in (Taker.KERNEL, Taker.MODULE):
+        return Route(*_WAYS[Taker.AUTOGRAD], _SCHEDULED)
+    if case.taker is Taker.MODULE:
         return _in_backward(slot, accumulators)
     if case.taker in (Taker.KERNEL, Taker.SHARD):
         selection = accumulators.plans.select(slot.lane)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ..accumulators import Slot
 from ..autograd.capture import Capture
 from ..autograd.data_parallel import may_defer
-from ..distributed import fsdp
+from ..distributed import fsdp, pipelines
 from ..kernels import launch_events
 from .accumulation import Accumulation
 from .loss_scale import Scaling
@@ -85,6 +85,8 @@ class Loop(abc.ABC):
 
         Raises as `ParameterSet.follow` and `HookRegistry.refresh`.
         """
+        pipelines.install()
+        self._accumulation.bring_back()
         fresh = self._parameters.follow(self._capture, self._masters)
         if self._registry.reshaped:
             self._registry.refresh()
@@ -155,7 +157,9 @@ class CountedLoop(Loop):
     def _collect_stored(self) -> None:
         all_ours = self._accumulators.grads.num_published == len(self._slots)
         if not all_ours and self._capture.hooks.any_gradient():
-            self._accumulation.collect(self._slots, self._registry.refresh)
+            stored = self._accumulation.collect(self._slots, self._registry.refresh)
+            if stored and (self._window.steps > 1 or self._window.weighs) and not self._window.private:
+                self._capture.warn_if_bypassed()
 
     def _check_graphless(self) -> None:
         """Raise RuntimeError where a sum would lose the graph of a gradient."""
@@ -253,7 +257,7 @@ class CountedLoop(Loop):
             self._accumulators.clear()
         else:
             self._accumulators.leave_step()
-            if self._capture.compiled:
+            if self._capture.bypassed:
                 self._accumulators.grads.drop_spent()
         self._end_update(skipped)
 
@@ -296,6 +300,7 @@ class ManualLoop(Loop):
         self._capture.drop_failed_backwards()
         window = self._window
         self._follow()
+        self._accumulators.grads.clear_ignored()
         window.begin_step()
         if closure is None and not self._inner.state and self._update.is_asked_for_state():
             with self._parameters.without_casts():

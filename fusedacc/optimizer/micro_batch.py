@@ -51,6 +51,8 @@ class MicroBatch:
         self.ran = False
         #: How many of its backwards have ended, those inside others aside.
         self.num_backwards = 0
+        #: Whether a pipeline schedule's `step()` runs, whose backwards are not counted one by one.
+        self.in_schedule = False
         #: Whether its gradients were left unsynchronised in `p.grad`, to be collected with a later one's.
         self.deferred = False
         if weight is not None:

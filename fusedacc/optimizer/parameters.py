@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ..accumulators import Lane, Slot, default_accumulate_dtype
@@ -25,20 +26,27 @@ class ParameterSet:
 
     Args:
         inner: the inner optimizer.
-        accumulate_dtype, backend: as in `AccumulatingOptimizer`.
+        accumulate_dtype, backend, model: as in `AccumulatingOptimizer`.
         lenient: let in a parameter that was cast since it was accepted.
 
     Raises:
-        TypeError: `accumulate_dtype` is no dtype. ValueError: it does not go with a parameter.
+        TypeError: `accumulate_dtype` is no dtype. ValueError: it does not go with a parameter, or a parameter
+            has no shape yet.
         RuntimeError: the backend asked for cannot run here.
     """
 
     def __init__(
-        self, inner: Optimizer, accumulate_dtype: torch.dtype | None, backend: str, lenient: bool = False
+        self,
+        inner: Optimizer,
+        accumulate_dtype: torch.dtype | None,
+        backend: str,
+        model: torch.nn.Module | None = None,
+        lenient: bool = False,
     ) -> None:
         if accumulate_dtype is not None and not isinstance(accumulate_dtype, torch.dtype):
             raise TypeError(f"accumulate_dtype must be a torch.dtype or None, got {accumulate_dtype!r}")
         self._inner, self._dtype, self._backend = inner, accumulate_dtype, backend
+        self._model = model
         self._replacements: Replacements | None = None
         #: What modules keep over a window, if they are to, and a context in which weights change.
         self.casts: KeptCasts | None = None
@@ -108,6 +116,11 @@ class ParameterSet:
             raise TypeError(
                 f"param_groups[{index}] holds {type(param).__name__} {name!r}, which is no Tensor"
             )
+        if is_lazy(param):
+            raise ValueError(
+                f"{self._place_of(param, name)} has no shape yet, because its module is lazy; run one "
+                "forward pass of the model before an AccumulatingOptimizer gets the parameter"
+            )
         dtype = self._dtype
         fits = dtype is None or (param.dtype, dtype) in PAIRS or not param.is_floating_point()
         if not fits and not lenient:
@@ -120,6 +133,17 @@ class ParameterSet:
             registry.select(lane[0], lane[2], lane[1], self._backend)
             self._accepted.add(lane)
         return Slot(param, index, name, dtype, number)
+
+    def _place_of(self, param: Tensor, name: str) -> str:
+        """A parameter, and the module that has it, in words; `name` is the optimizer's."""
+        for prefix, module in () if self._model is None else self._model.named_modules():
+            for own, each in module._parameters.items():
+                if each is param:
+                    kind = type(module).__name__
+                    if not prefix:
+                        return f"parameter {own!r} of the {kind}"
+                    return f"parameter {f'{prefix}.{own}'!r} of the {kind} {prefix!r}"
+        return f"parameter {name!r}"
 
     def add_last_group(self, capture: Capture) -> None:
         """Take in the group that was added last, or take it out of the inner optimizer and raise."""

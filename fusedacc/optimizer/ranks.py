@@ -14,6 +14,7 @@ from ..autograd.capture import Capture
 from ..distributed import DataParallel, check, parallel_in
 from .accumulation import Accumulation
 from .loss_scale import LossScaleLink, Scaling
+from .master_weights import MasterWeights
 from .parameters import ParameterSet
 from .window import Window
 
@@ -30,6 +31,8 @@ class Ranks(Joinable):
     _parameter_set: ParameterSet
     _loss_scale: LossScaleLink
     _reduce_dtype: torch.dtype | None = None
+    _finishing: tuple[float | None, float, bool]
+    _masters: MasterWeights | None
     _closed: bool
     _join_config: Any = _JoinConfig.construct_disabled_join_config()
 
@@ -63,8 +66,23 @@ class Ranks(Joinable):
             accumulation.ranks.join(None)
         self._parameter_set.forget_casts()  # weights may come from another rank
         parts = self._slots, self._accumulators, self._reduce_dtype, capture.add_pending
-        accumulation.ranks.join(DataParallel(given, *parts))
+        accumulation.ranks.join(DataParallel(given, *parts, self._shared_settings()))
         capture.registry.count_deliveries(accumulation.count_delivery)
+
+    def _shared_settings(self) -> dict[str, object]:
+        """The arguments that all ranks must share: they decide when ranks reduce, and what an update does.
+
+        A callable schedule is compared with ints only, since two callables may return the same numbers.
+        """
+        schedule, (max_grad_norm, norm_type, skip_nonfinite) = self._window.schedule, self._finishing
+        return {
+            "gradient_accumulation_steps": "a callable" if callable(schedule) else schedule,
+            "reduction": self._window.reduction,
+            "max_grad_norm": max_grad_norm,
+            "norm_type": norm_type,
+            "skip_nonfinite": skip_nonfinite,
+            "master_weights": self._masters is not None,
+        }
 
     def _attach_if_parallel(self, model: torch.nn.Module | None) -> None:
         """Attach the DistributedDataParallel that this module is or has, if any, and if a window begins."""

@@ -116,6 +116,7 @@ _REBUILT = (
     "_masters",
     "_accumulation",
     "_capture",
+    "_pipeline_steps",
     "_loop",
     "_loss_scale",
     "_closed",

@@ -19,10 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 from ..accumulators import Accumulators, Slot
-from ..accumulators.p_grad import Finals
+from ..accumulators.finals import Finals
 from ..autograd.registration import HookRegistry
 from ..distributed import mesh_norm
-from ..kernels import launch_events, norms, torch_state
+from ..kernels import launch_events, norm_prefetch, norms, torch_state
 from ..kernels.local_parts import is_distributed
 from .loss_scale import Scaling, near
 from .master_weights import MasterWeights
@@ -261,7 +261,9 @@ class Update:
         dtype = torch.float64 if torch.float64 in finals.dtypes else torch.float32
         unusual = not set(map(type, unread)) <= {Tensor}
         over = mesh_norm if unusual and any(map(is_distributed, unread)) else norms
-        return over.norm_with_partials(unread, found, self.norm_type, dtype, accumulators.backend)
+        measured = over.norm_with_partials(unread, found, self.norm_type, dtype, accumulators.backend)
+        norm_prefetch.tune_once(finals.tensors)
+        return measured
 
     def _would_leave_garbage(self) -> bool:
         """torch's fused SGD makes momentum buffers that its kernel does not write in a dropped first step."""

@@ -26,6 +26,7 @@ from .loss_scale import LossScaleLink
 from .master_weights import MasterWeights
 from .micro_batch import MicroBatch
 from .parameters import ParameterSet
+from .pipeline_steps import PipelineSteps
 from .progress import Progress
 from .ranks import Ranks
 from .saving import Saving
@@ -85,8 +86,9 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
     Raises:
         TypeError: `optimizer` is no `torch.optim.Optimizer`, or an argument is of the wrong kind.
         ValueError: an argument or FUSEDACC_TUNE has a value that is not allowed, a parameter is in another
-            live wrapper, an L-BFGS is to be counted (it evaluates its closure many times per step), or
-            `optimizer` updates inside the backward (optimi's `gradient_release`).
+            live wrapper or has no shape yet (a lazy module's, before its first forward pass), an L-BFGS is to
+            be counted (it evaluates its closure many times per step), or `optimizer` updates inside the
+            backward (optimi's `gradient_release`).
         RuntimeError: the backend asked for cannot run here.
     """
 
@@ -178,7 +180,7 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
         self.optimizer = optimizer
         self._accumulate_dtype, self._finishing = accumulate_dtype, finishing
         self._window = window
-        self._parameter_set = parameters = ParameterSet(optimizer, accumulate_dtype, backend, lenient)
+        self._parameter_set = parameters = ParameterSet(optimizer, accumulate_dtype, backend, model, lenient)
         self._slots = slots = parameters.slots
         if model is not None:
             name_slots(model, slots)
@@ -187,6 +189,7 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
         self._warn_of_unwritten(optimizer.param_groups, 4)
         self._accumulation = accumulation = Accumulation(slots, window, self._accumulators)
         self._capture = capture = Capture(slots, self._accumulators, accumulation)
+        self._pipeline_steps = PipelineSteps(accumulation, capture)
         parts = self._accumulators, window, capture.registry, self._masters
         self._inner_update = Update(optimizer, *parts, *finishing)
         loop = CountedLoop if window.counted else ManualLoop
@@ -240,6 +243,7 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
         if self._closed:
             return self.optimizer.zero_grad(set_to_none)
         self._capture.drop_failed_backwards()
+        self._accumulation.bring_back()
         return self._loop.zero_grad(set_to_none)
 
     @contextlib.contextmanager
@@ -277,18 +281,25 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
 
     @contextlib.contextmanager
     def ignore(self) -> Iterator[None]:
-        """Context: a backward inside is left to stock and does not count.
+        """Context: backward passes inside are left to PyTorch and do not count.
 
-        For a generator's pass through a discriminator: the gradients land in `p.grad`, and `zero_grad()` of
-        this optimizer clears them, in mid-window too.
+        For a generator's pass through a discriminator. Inside, `p.grad` holds the gradients of these passes
+        alone; afterwards it holds again what it held before. If no parameter's `p.grad` held a gradient that
+        counts, those of the passes inside stay there to be read, until the next backward pass that counts,
+        an update, or `zero_grad()`, in mid-window too. A forward of a compiled model belongs inside as well.
         """
         self._follow()
         self._capture.registry.refresh()
-        before, self._accumulation.ignoring = self._accumulation.ignoring, True
+        self._capture.drop_failed_backwards()
+        self._capture.hooks.stop_adding()
         try:
-            yield
+            with self._accumulation.ignored():
+                yield
         finally:
-            self._accumulation.ignoring = before
+            self._capture.drop_failed_backwards()
+            # What is left would be added to, or be moved by a reducer and look like the user's.
+            if self._capture.bypassed or torch_state.process_group_up():
+                self._accumulators.grads.clear_ignored()
 
     @_disable_dynamo
     def flush(self, **arguments: Any) -> None:
@@ -317,6 +328,7 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
     def discard(self) -> None:
         """Throw the window away: its sums, its count, and what is in `p.grad`."""
         self._capture.forget()
+        self._accumulation.bring_back()
         if self._accumulation.ranks.parallel is not None:
             self._accumulation.ranks.parallel.abandon()
         self._parameter_set.follow(self._capture, self._masters)
@@ -351,7 +363,9 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
         if self._closed:
             return
         self._capture.drop_failed_backwards()
+        self._accumulation.bring_back()
         self._parameter_set.restore_modules()
+        self._pipeline_steps.close()
         self._capture.close()
         if self._accumulation.ranks.parallel is not None:
             self._accumulation.ranks.parallel.close()
@@ -382,4 +396,5 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
         update = self._inner_update.describe(self._masters is None, self._window.private)
         if self._masters is not None:
             update += "; on float32 masters, which one pass then rounds into the parameters"
-        return explain(self._slots, self._window, self._accumulators, update)
+        scheduled = self._pipeline_steps.hold_back
+        return explain(self._slots, self._window, self._accumulators, update, scheduled)

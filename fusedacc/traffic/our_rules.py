@@ -14,7 +14,7 @@ from . import grouped_rules
 from .operands import Call, Operand, Rule, bytes_of, has_data, merged, reads, whole, writes
 
 #: Operators that look at no data.
-METADATA = frozenset({"fusedacc::prepare", "fusedacc::build_info"})
+METADATA = frozenset({"fusedacc::prepare", "fusedacc::build_info", "fusedacc::launched_product"})
 
 
 def accumulation(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -115,6 +116,20 @@ def test_zeros_that_zero_grad_leaves_are_not_spent():
         used.sum().backward()
         optimizer.step()
     assert torch.equal(unused, before * 0.5)
+
+
+def test_compiled_autograd():
+    weight, optimizer = scalar(2)
+    said = "p.grad holds the gradient of the last micro-batch alone"
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager", dynamic=False)):
+        for slope in (3.0, 5.0, 7.0, 9.0):
+            with optimizer.ignore():
+                (100 * weight).backward()
+            (slope * weight).backward()
+            assert weight.grad == slope
+            with pytest.warns(UserWarning, match=said) if slope == 3.0 else nullcontext():
+                optimizer.step()
+    assert weight.item() == -12.0
 
 
 @pytest.mark.parametrize("leaf", [True, False])

@@ -70,6 +70,27 @@ def test_python_and_native_hooks_find_the_same_case(name):
         assert slot.native.case_of(model.weight, gradient) == name
 
 
+#: Who may take the gradient that a hook has received.
+TAKERS = (Taker.NOBODY, Taker.DONE, Taker.AUTOGRAD, Taker.TORCH, Taker.KERNEL)
+
+
+def test_a_hook_meets_no_other_takers():
+    assert {case.taker for case in eligibility.GRADIENT_CASES} <= set(TAKERS)
+
+
+@pytest.mark.parametrize("taker", TAKERS)
+def test_a_new_case_is_treated_as_its_taker_says(taker, monkeypatch):
+    monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", "0")
+    added = Case("new", taker, "of this test", lambda _: True, lambda _slot, gradient: gradient is not None)
+    monkeypatch.setattr(eligibility, "CASES", (added, *eligibility.CASES))
+    monkeypatch.setattr(eligibility, "GRADIENT_CASES", (added, *eligibility.GRADIENT_CASES))
+    model, _optimizer, slot = parameter()
+    model(torch.ones(4, 3)).sum().backward()
+    is_added = taker in (Taker.TORCH, Taker.KERNEL)
+    assert (slot.accumulator is not None) == is_added
+    assert (model.weight.grad is not None) == (taker in (Taker.AUTOGRAD, Taker.NOBODY))
+
+
 @pytest.mark.parametrize("native", ["0", ""])
 def test_a_subclass_is_not_plain(native, monkeypatch):
     monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", native)

@@ -13,49 +13,35 @@ def verdicts(old, new, **options):
     return [change.verdict for change in compare.compare(*figures, **options)]
 
 
-@pytest.mark.parametrize(
-    ("new", "verdict"),
-    [
-        ((100, 98, 102), "same"),
-        ((120, 115, 125), "worse"),
-        ((120, 101, 125), "same"),  # ranges overlap
-        ((104.9, 104, 105), "same"),  # within the threshold
-        ((80, 78, 82), "better"),
-    ],
-)
-def test_worse_is_more_than_noise(tmp_path, new, verdict):
-    old = write_rows(tmp_path / "old.csv", ("ours", 100, 98, 102, {}))
-    assert verdicts(old, write_rows(tmp_path / "new.csv", ("ours", *new, {}))) == [verdict]
+US, MB, COUNTED, RATE = ({"unit": unit} for unit in ("us", "MB", "B/param", "tokens/s"))
 
 
 @pytest.mark.parametrize(
-    ("unit", "new", "verdict"),
+    ("columns", "old", "new", "verdict"),
     [
-        ("MB", 120, "worse"),
-        ("MB", 104, "same"),
-        ("B/param", 101, "worse"),  # counted: any change tells
-        ("B/param", 100.001, "same"),  # the file's rounding
-        ("tokens/s", 120, "better"),
-        ("tokens/s", 80, "worse"),
+        (US, (100, 98, 102), (100, 98, 102), "same"),
+        (US, (100, 98, 102), (120, 115, 125), "worse"),
+        (US, (100, 98, 102), (120, 101, 125), "same"),  # ranges overlap
+        (US, (100, 98, 102), (104.9, 104, 105), "same"),  # within the threshold
+        (US, (100, 98, 102), (80, 78, 82), "better"),
+        (MB, (100, None, None), (120, None, None), "worse"),
+        (MB, (100, None, None), (104, None, None), "same"),
+        (COUNTED, (100, None, None), (101, None, None), "worse"),  # counted: any change tells
+        (COUNTED, (100, None, None), (100.001, None, None), "same"),  # the file's rounding
+        (RATE, (100, None, None), (120, None, None), "better"),
+        (RATE, (100, None, None), (80, None, None), "worse"),
+        # Differences of times may be negative.
+        (US, (-10, -11, -9), (5, 5, 5), "worse"),
+        (US, (-10, -11, -9), (-30, -30, -30), "better"),
+        (US, (-10, -11, -9), (0, 0, 0), "worse"),
+        (US, (-10, -11, -9), (-10, -10, -10), "same"),
+        (MB, (0, 0, 0), (0, 0, 0), "same"),
+        (MB, (0, 0, 0), (1, 1, 1), "worse"),
     ],
 )
-def test_units_say_what_is_worse(tmp_path, unit, new, verdict):
-    old = write_rows(tmp_path / "old.csv", ("ours", 100, None, None, {"unit": unit}))
-    new = write_rows(tmp_path / "new.csv", ("ours", new, None, None, {"unit": unit}))
-    assert verdicts(old, new) == [verdict]
-
-
-@pytest.mark.parametrize(("new", "verdict"), [(5, "worse"), (-30, "better"), (0, "worse"), (-10, "same")])
-def test_differences_of_times_may_be_negative(tmp_path, new, verdict):
-    old = write_rows(tmp_path / "old.csv", ("ours", -10, -11, -9, {}))
-    assert verdicts(old, write_rows(tmp_path / "new.csv", ("ours", new, new, new, {}))) == [verdict]
-
-
-@pytest.mark.parametrize(("new", "verdict"), [(0, "same"), (1, "worse")])
-def test_what_was_nothing_may_become_something(tmp_path, new, verdict):
-    old = write_rows(tmp_path / "old.csv", ("ours", 0, 0, 0, {"unit": "MB"}))
-    new = write_rows(tmp_path / "new.csv", ("ours", new, new, new, {"unit": "MB"}))
-    assert verdicts(old, new) == [verdict]
+def test_worse_is_more_than_noise_by_the_unit(tmp_path, columns, old, new, verdict):
+    before = write_rows(tmp_path / "old.csv", ("ours", *old, columns))
+    assert verdicts(before, write_rows(tmp_path / "new.csv", ("ours", *new, columns))) == [verdict]
 
 
 def test_a_slower_machine_is_not_blamed_on_the_code(tmp_path):

@@ -1,18 +1,15 @@
-"""What the benchmarks share, and the run of all of them. No time is asserted."""
+"""What the benchmarks share. No time is asserted."""
 
 from __future__ import annotations
 
 import csv
 import errno
 import io
-import os
-import subprocess
 import sys
 
 import pytest
-import sweeps
 import torch
-from bench_setup import ROOT, run_main, some_rows
+from bench_setup import run_main, some_rows
 
 from benchmarks import run_all
 from benchmarks.harness.command import chosen
@@ -63,12 +60,9 @@ def test_variants_take_turns_in_an_order_that_turns():
     assert "".join(called) == "bac" + "abc" + "acb"  # cab and bca, backwards
 
 
-def test_no_rounds_are_refused():
+def test_wrong_arguments_list_what_is_allowed():
     with pytest.raises(ValueError, match="rounds must be at least 1; got 0"):
         measure(Case("tests", "case"), [], 0)
-
-
-def test_unknown_names_list_what_is_allowed():
     assert chosen("b, a", ("a", "b"), "provider") == ["b", "a"]
     assert chosen(None, ("a", "b"), "provider") == ["a", "b"]
     with pytest.raises(SystemExit, match=r"unknown provider 'c'; allowed: a, b"):
@@ -160,27 +154,23 @@ def two(monkeypatch):
     monkeypatch.setattr(run_all, "BENCHMARKS", ("first", "second"))
 
 
-def test_a_benchmark_that_fails_stops_no_other(two, monkeypatch, tmp_path):
+@pytest.mark.parametrize("imported", [True, False])
+def test_a_benchmark_that_fails_stops_no_other(two, monkeypatch, tmp_path, imported):
     def broken(results, effort):
         raise RuntimeError("no such kernel\nand more")
 
-    module(monkeypatch, "first", broken)
+    if imported:
+        module(monkeypatch, "first", broken)
+    else:
+        monkeypatch.setitem(sys.modules, "benchmarks.suites.first", None)
     module(monkeypatch, "second", lambda results, effort: results.add(some_rows(case=effort)))
     path = tmp_path / "results.csv"
     code, out, err = run_main(run_all, "--results", path)
     assert code == 1
     assert [row["case"] for row in read(path)] == ["short"]
-    assert "first FAILED: RuntimeError: no such kernel\n" in err
+    why = "RuntimeError: no such kernel\n" if imported else "ModuleNotFoundError"
+    assert f"first FAILED: {why}" in err
     assert "tests: short" in out
-
-
-def test_a_benchmark_that_cannot_be_imported_stops_no_other(two, monkeypatch):
-    monkeypatch.setitem(sys.modules, "benchmarks.suites.first", None)
-    module(monkeypatch, "second", lambda results, effort: results.add(some_rows(case=effort)))
-    code, out, err = run_main(run_all, "--quick")
-    assert code == 1
-    assert "first FAILED: ModuleNotFoundError" in err
-    assert "tests: quick" in out
 
 
 def test_an_interrupted_run_keeps_what_was_finished(two, monkeypatch, tmp_path):
@@ -198,12 +188,12 @@ def test_an_interrupted_run_keeps_what_was_finished(two, monkeypatch, tmp_path):
     assert f"1 rows were finished, all of them are in {path}" in err
 
 
-def test_only_runs_what_is_named(two, monkeypatch):
+def test_only_runs_what_is_named_and_quick_records_nothing(two, monkeypatch, tmp_path):
+    path = tmp_path / "results.csv"
     module(monkeypatch, "first", lambda results, effort: pytest.fail("not asked for"))
     module(monkeypatch, "second", lambda results, effort: results.add(some_rows()))
-    assert run_main(run_all, "--quick", "--only", "second")[0] == 0
-    _, _, err = run_main(run_all, "--only", "third")
-    assert err == "unknown benchmark 'third'; allowed: first, second"
+    assert run_main(run_all, "--quick", "--only", "second", "--results", path)[0] == 0
+    assert not path.exists()
 
 
 def test_results_that_cannot_be_kept_are_an_error_before_anything_runs(two, monkeypatch, tmp_path):
@@ -213,22 +203,3 @@ def test_results_that_cannot_be_kept_are_an_error_before_anything_runs(two, monk
     code, _, err = run_main(run_all, "--results", path)
     assert code == 1
     assert "cannot keep results" in err
-
-
-#: Benchmarks whose figures other tests of this room measure, here in `make test-full` only.
-MEASURED_ELSEWHERE = ("models", "kernels", "embedding", "layers", "training", "experts", "data_parallel")
-
-
-def test_every_benchmark_runs(tmp_path):
-    path = tmp_path / "results.csv"
-    names = [name for name in run_all.BENCHMARKS if sweeps.FULL or name not in MEASURED_ELSEWHERE]
-    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    env = {"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONPATH": paths}
-    command = [sys.executable, "-m", "benchmarks.run_all", "--quick", "--results", str(path)]
-    command += ["--only", ",".join(names)]
-    found = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
-    assert found.returncode == 0, found.stderr
-    for benchmark in names:
-        assert f"\n{benchmark}: " in found.stdout
-    assert "goals reached" in found.stdout
-    assert not path.exists(), "a quick run must record nothing"

@@ -6,7 +6,6 @@ import pytest
 import torch
 from bench_setup import CPU
 
-from benchmarks.harness.results import Results
 from benchmarks.suites import layers
 
 
@@ -43,21 +42,3 @@ def test_frozen_weights_leave_the_biases():
     work.run()
     assert work.model[0].weight.grad is None
     assert work.model[0].bias.grad is not None
-
-
-def test_a_quick_run_has_every_case_and_the_bytes_promised():
-    results = Results(None)
-    threads = torch.get_num_threads()
-    layers.figures(results, "quick")
-    assert torch.get_num_threads() == threads
-    assert {found.mode for found in results.rows} == {
-        "weight gradients",
-        "forward and backward",
-        "lookup",
-        "host",
-    }
-    assert all(found.median is not None for found in results.rows)
-    limits = [found for found in results.rows if found.against == "limit"]
-    assert len(limits) == 2 * len(layers.DTYPES)
-    assert all(found.reached == "yes" for found in limits)
-    assert not any(found.reached for found in results.rows if found.mode == "lookup"), "no tiny table's goal"

@@ -6,110 +6,52 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_setup import CPU
+from bench_setup import CPU, run_main
 
 from benchmarks.contestants import model_shapes as lists
 from benchmarks.contestants import windows
-from benchmarks.harness.results import Results
+from benchmarks.harness.results import Results, Row
 from benchmarks.suites import model_pass, models
 
-#: Bytes per parameter of one window of 8 with clipping and AdamW, by hand: reads and writes per element.
+PARTS = {"clip": "update: clip", "narrow": "update: cast", "optimizer": "update: optimizer"}
+PARTS |= {"weights": "weight gradients", "first": "first touch"}
+
+
+def parts(**own: int) -> dict[str, int]:
+    return {PARTS.get(name, name): count for name, count in own.items()}
+
+
+#: Torch's loop on a CPU: decay, lerp_, mul_, addcmul_, sqrt, div, add_, addcdiv_.
+LOOP = 4 + 6 + 4 + 6 + 4 + 4 + 4 + 8
+#: What our kernel clips and then writes; and the optimizer, of float32 and of bfloat16.
+CLIPPED, FLOAT32, BFLOAT16 = {"clip": 4}, {"optimizer": 8 + 3 * 8}, {"optimizer": 2 + 3 * 4}
+OURS_32, OURS_16 = CLIPPED | FLOAT32, CLIPPED | BFLOAT16 | {"narrow": 6}
+STOCK_32, STOCK_16 = {"clip": 4 + 8, "optimizer": 4 + 3 * 8}, {"clip": 2 + 4} | BFLOAT16
+MIXED, INSIDE = 6 + 7 * 10, 4 + 7 * 8
+#: Bytes per parameter of one window of 8 with clipping and AdamW, by hand: reads and writes per element. The
+#: first gradient is taken as it is.
 COUNTED = {
-    ("float32", "stock fused AdamW"): {
-        "weight gradients": 8 * 4,
-        "accumulate": 7 * 12,  # the first gradient is taken as it is
-        "update: clip": 4 + 8,
-        "update: optimizer": 4 + 3 * 8,
-    },
-    ("autocast", "stock fused AdamW"): {
-        "forward": 8 * 6,
-        "weight gradients": 8 * 2,
-        "cast": 8 * 6,
-        "accumulate": 7 * 12,
-        "update: clip": 4 + 8,
-        "update: optimizer": 4 + 3 * 8,
-    },
-    ("bfloat16", "stock by hand"): {
-        "weight gradients": 8 * 2,
-        "cast": 8 * 6,
-        "accumulate": 8 * (8 + 12),
-        "first touch": 4,
-        "update: cast": 6,
-        "update: clip": 2 + 4,
-        # Torch's loop on a CPU: decay, lerp_, mul_, addcmul_, sqrt, div, add_, addcdiv_.
-        "update: optimizer": 4 + 6 + 4 + 6 + 4 + 4 + 4 + 8,
-    },
-    ("bfloat16", "stock grad_dtype"): {
-        "weight gradients": 8 * 2,
-        "cast": 8 * 6,
-        "accumulate": 7 * 12,
-        "update: cast": 6,
-        "update: clip": 2 + 4,
-        "update: optimizer": 2 + 3 * 4,
-    },
-    ("bfloat16", "stock mixed add_"): {
-        "weight gradients": 8 * 2,
-        "accumulate": 6 + 7 * 10,
-        "update: cast": 6,
-        "update: clip": 2 + 4,
-        "update: optimizer": 2 + 3 * 4,
-    },
-    ("float32", "fusedacc"): {
-        "weight gradients": 8 * 4,
-        "accumulate": 7 * 12,
-        "update: clip": 4,
-        "update: optimizer": 8 + 3 * 8,  # the kernel clips, and writes what it has clipped
-    },
-    ("float32", "fusedacc manual loop"): {
-        "weight gradients": 8 * 4,
-        "accumulate": 7 * 12,
-        "update: clip": 4,
-        "update: optimizer": 8 + 3 * 8,
-    },
-    ("bfloat16", "fusedacc"): {
-        "weight gradients": 8 * 2,
-        "accumulate": 6 + 7 * 10,
-        "update: clip": 4,
-        "update: cast": 6,
-        "update: optimizer": 2 + 3 * 4,
-    },
-    ("bfloat16", "fusedacc manual loop"): {
-        "weight gradients": 8 * 2,
-        "accumulate": 6 + 7 * 10,
-        "update: cast": 6,
-        "update: clip": 4,
-        "update: optimizer": 2 + 3 * 4,
-    },
-    ("bfloat16", "stock bfloat16 sums"): {
-        "weight gradients": 8 * 2,
-        "accumulate": 7 * 6,
-        "update: clip": 2 + 4,
-        "update: optimizer": 2 + 3 * 4,
-    },
-    ("float32", "floor"): {"weight gradients": 8 * 4},
-    ("float32", "fusedacc model="): {
-        "accumulate": 4 + 7 * 8,
-        "update: clip": 4,
-        "update: optimizer": 8 + 3 * 8,
-    },
-    ("autocast", "fusedacc model="): {
-        "forward": 8 * 6,
-        "accumulate": 4 + 7 * 8,
-        "update: clip": 4,
-        "update: optimizer": 8 + 3 * 8,
-    },
-    ("autocast", "fusedacc keep_casts="): {
-        "forward": 6,
-        "accumulate": 4 + 7 * 8,
-        "update: clip": 4,
-        "update: optimizer": 8 + 3 * 8,
-    },
-    ("bfloat16", "fusedacc model="): {
-        "accumulate": 4 + 7 * 8,
-        "update: clip": 4,
-        "update: cast": 6,
-        "update: optimizer": 2 + 3 * 4,
-    },
+    ("float32", "stock fused AdamW"): parts(weights=8 * 4, accumulate=7 * 12, **STOCK_32),
+    ("autocast", "stock fused AdamW"): parts(
+        forward=8 * 6, weights=8 * 2, cast=8 * 6, accumulate=7 * 12, **STOCK_32
+    ),
+    ("bfloat16", "stock by hand"): parts(
+        weights=8 * 2, cast=8 * 6, accumulate=8 * 20, first=4, narrow=6, clip=2 + 4, optimizer=LOOP
+    ),
+    ("bfloat16", "stock grad_dtype"): parts(
+        weights=8 * 2, cast=8 * 6, accumulate=7 * 12, narrow=6, **STOCK_16
+    ),
+    ("bfloat16", "stock mixed add_"): parts(weights=8 * 2, accumulate=MIXED, narrow=6, **STOCK_16),
+    ("bfloat16", "stock bfloat16 sums"): parts(weights=8 * 2, accumulate=7 * 6, **STOCK_16),
+    ("float32", "fusedacc"): parts(weights=8 * 4, accumulate=7 * 12, **OURS_32),
+    ("float32", "fusedacc manual loop"): parts(weights=8 * 4, accumulate=7 * 12, **OURS_32),
+    ("bfloat16", "fusedacc"): parts(weights=8 * 2, accumulate=MIXED, **OURS_16),
+    ("bfloat16", "fusedacc manual loop"): parts(weights=8 * 2, accumulate=MIXED, **OURS_16),
+    ("float32", "fusedacc model="): parts(accumulate=INSIDE, **OURS_32),
+    ("autocast", "fusedacc model="): parts(forward=8 * 6, accumulate=INSIDE, **OURS_32),
+    ("autocast", "fusedacc keep_casts="): parts(forward=6, accumulate=INSIDE, **OURS_32),
+    ("bfloat16", "fusedacc model="): parts(accumulate=INSIDE, **OURS_16),
+    ("float32", "floor"): parts(weights=8 * 4),
 }
 
 
@@ -127,12 +69,12 @@ def test_counted_bytes_are_those_of_hand_counts() -> None:
         assert "not counted" not in row.note
         part = row.metric.removeprefix("bytes: ")
         found.setdefault((setting_of[row.dtypes], row.provider), {})[part] = row.median
-    for key, parts in found.items():
-        total = parts.pop("total")
-        assert set(parts) <= set(models.PARTS)
-        assert total == pytest.approx(sum(parts.values()), abs=0.01), key
-    for key, parts in COUNTED.items():
-        assert found[key] == pytest.approx(parts, abs=0.01), key
+    for key, own in found.items():
+        total = own.pop("total")
+        assert set(own) <= set(models.PARTS)
+        assert total == pytest.approx(sum(own.values()), abs=0.01), key
+    for key, own in COUNTED.items():
+        assert found[key] == pytest.approx(own, abs=0.01), key
 
 
 def test_a_window_without_clipping_says_so_and_has_no_clip() -> None:
@@ -145,37 +87,27 @@ def test_a_window_without_clipping_says_so_and_has_no_clip() -> None:
     assert by_metric["bytes: total"] == pytest.approx(2 * 4 + 12 + 28, abs=0.01)
 
 
-def test_quick_figures_have_all_ways_and_their_goals() -> None:
-    results = Results(None)
-    models.figures(results, "quick", settings=["bfloat16"], steps=2)
-    times = [row for row in results.rows if row.metric == "time" and row.median is not None]
-    window = [row for row in times if row.mode == "window k=2"]
-    providers = {row.provider for row in window}
-    assert {"stock by hand", "stock mixed add_", "fusedacc", "stock bfloat16 sums", "floor"} <= providers
-    ours = {row.against: row.goal for row in window if row.provider == "fusedacc"}
-    assert ours == {"stock by hand": None, "stock grad_dtype": None, "stock mixed add_": 1.0}
-    assert all(row.bytes and row.launches and row.median > 0 for row in window)
-    assert {row.dtypes for row in times if row.mode == "accumulate"} == {
-        "bfloat16 into float32",
-        "float32 into float32",
-    }
-
-
 def test_a_way_that_raises_is_a_row_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(self) -> None:
+    def fails(*_, **__) -> None:
         raise RuntimeError("no such kernel\nand a long tale")
+
+    def measured() -> list[Row]:
+        results, of = Results(None), models.ways("float32", None)
+        models.model(results, "some", [("a", (4, 4))], "float32", of, "quick", models.Loop(CPU, 1))
+        return results.rows
 
     monkeypatch.setattr(windows.Fused, "run", fails)
     monkeypatch.setattr(windows.Floor, "obstacle", classmethod(lambda cls: "it is closed today"))
-    results = Results(None)
-    models.figures(results, "quick", settings=["float32"], steps=1)
-    assert {row.note for row in results.rows if row.provider == "stock fused AdamW"} == {
-        "not run: RuntimeError: no such kernel"
-    }
-    assert {row.note for row in results.rows if row.provider == "floor"} == {"not run: it is closed today"}
+    rows = measured()
+    notes = {row.provider: row.note for row in rows if row.median is None}
+    assert notes["stock fused AdamW"] == "not run: RuntimeError: no such kernel"
+    assert notes["floor"] == "not run: it is closed today"
     # What it would have been compared with is left out of the comparison.
-    against = {row.against for row in results.rows if row.provider == "fusedacc" and row.metric == "time"}
+    against = {row.against for row in rows if row.provider == "fusedacc" and row.metric == "time"}
     assert against == {"stock as written"}
+    monkeypatch.setattr(models, "measure", fails)
+    notes = {row.provider: row.note for row in measured() if row.metric == "time"}
+    assert notes["fusedacc"] == "not run: RuntimeError: no such kernel"
 
 
 def test_a_model_that_does_not_fit_is_scaled_down_or_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,10 +118,8 @@ def test_a_model_that_does_not_fit_is_scaled_down_or_says_so(monkeypatch: pytest
     monkeypatch.setattr(lists, "available_memory", lambda device: room)
     assert lists.fitting_memory(whole, 20, device) == whole[:4]
     monkeypatch.setattr(lists, "available_memory", lambda device: 1000)
-    results = Results(None)
-    models.model(
-        results, "some", whole, "float32", models.ways("float32", ["fusedacc"]), "quick", models.Loop(device)
-    )
+    results, of = Results(None), models.ways("float32", ["fusedacc"])
+    models.model(results, "some", whole, "float32", of, "quick", models.Loop(device))
     (row,) = results.rows
     assert row.note.startswith("not run: no memory for one layer of each stack; the whole model needs")
 
@@ -209,18 +139,6 @@ def test_where_memory_is_short_the_main_ways_go_before_the_others(monkeypatch) -
     others = {row.provider: row.note for row in results.rows if row.median is None}
     assert set(others) == {way.name for way in of} - ran
     assert set(others.values()) == {"not run: left out, so that more layers fit"}
-
-
-def test_timing_that_fails_leaves_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*args, **kwargs) -> None:
-        raise MemoryError("no room\nleft")
-
-    monkeypatch.setattr(models, "measure", fails)
-    results = Results(None)
-    of = models.ways("float32", ["fusedacc", "floor"])
-    models.model(results, "some", [("a", (4, 4))], "float32", of, "quick", models.Loop(CPU, 1))
-    notes = {row.provider: row.note for row in results.rows if row.metric == "time"}
-    assert notes == dict.fromkeys(("fusedacc", "floor"), "not run: MemoryError: no room")
 
 
 def test_a_pass_over_a_list_names_what_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,8 +173,7 @@ def test_the_short_sweep_has_less_of_long_lists(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(models, "count", lambda *args, **kwargs: None)
     monkeypatch.setattr(model_pass, "figures", lambda *args: None)
     monkeypatch.setattr(models, "release", lambda: None)
-    monkeypatch.setattr("sys.argv", ["models.py", "--device", "cpu", "--results", str(tmp_path / "r.csv")])
-    models.main()
+    run_main(models, "--device", "cpu", "--results", tmp_path / "r.csv")
     resnet = {("resnet50", setting) for setting in models.SETTINGS}
     assert set(called) == resnet | {("gpt2", "float32"), ("gpt2", "bfloat16")}
     assert called["gpt2", "bfloat16"] == ["as written", "best stock", "ours"]
@@ -269,31 +186,12 @@ def test_the_short_sweep_has_less_of_long_lists(monkeypatch: pytest.MonkeyPatch,
     assert called == {("gpt2", "autocast"): ["floor"]}
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        (["--models", "gpt5"], r"unknown model 'gpt5'; allowed: resnet50, vit_b_16"),
-        (["--settings", "fp8"], r"unknown setting 'fp8'; allowed: float32, autocast, bfloat16"),
-        (["--providers", "apex"], r"unknown provider 'apex'; allowed: stock as written, .*floor"),
-        (["--k", "0"], r"--k must be at least 1; got 0"),
-    ],
-)
-def test_unknown_names_list_what_is_allowed(
-    monkeypatch: pytest.MonkeyPatch, option: list[str], message: str
-) -> None:
-    monkeypatch.setattr("sys.argv", ["models.py", "--quick", *option])
-    with pytest.raises(SystemExit, match=message):
-        models.main()
-
-
-def test_counting_is_a_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
-) -> None:
+def test_counting_is_a_command(tmp_path: Path) -> None:
     path = tmp_path / "results.csv"
-    options = ["--count", "--settings", "float32", "--providers", "fusedacc", "--results", str(path)]
-    monkeypatch.setattr("sys.argv", ["models.py", "--device", "cpu", *options])
-    models.main()
-    assert "bytes: total" in capsys.readouterr().out
+    options = ["--count", "--settings", "float32", "--providers", "fusedacc", "--results", path]
+    code, out, err = run_main(models, "--device", "cpu", *options)
+    assert code == 0, err
+    assert "bytes: total" in out
     header, *lines = path.read_text().splitlines()
     assert header.startswith("benchmark,case,provider")
     assert all(line.startswith("models,counted,fusedacc,window k=8,") for line in lines)

@@ -3,7 +3,6 @@
 import pickle
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from benchmarks.harness.results import Results
@@ -11,20 +10,14 @@ from benchmarks.report.accuracy import limits
 from benchmarks.suites import planner_limit
 
 
-@pytest.fixture
-def largest(monkeypatch):
-    """What is found, in turns; the steps that were to be tried."""
-    asked = []
+def test_rows_hold_the_choice_to_within_one_where_memory_is_mapped(monkeypatch):
+    tried = []
 
     def find(step, **options):
-        asked.append((step, options))
-        return SimpleNamespace(micro_batch_size=options["start"] + (3 if len(asked) % 2 == 0 else 1))
+        tried.append((step, options))
+        return SimpleNamespace(micro_batch_size=options["start"] + 2 * len(tried) - 1)
 
     monkeypatch.setattr(planner_limit, "find_micro_batch_size", find)
-    return asked
-
-
-def test_rows_hold_the_choice_to_within_one_where_memory_is_mapped(largest):
     results = Results(None, torch.device("cpu"))
     planner_limit.figures(results, "quick")
     ours = {row.mode: row for row in results.rows if row.provider == planner_limit.OURS}
@@ -33,13 +26,9 @@ def test_rows_hold_the_choice_to_within_one_where_memory_is_mapped(largest):
     found = {row.mode: row.median for row in results.rows if row.provider == planner_limit.LARGEST}
     chosen = ours["defaults"].median
     assert found == {"memory mapped": chosen + 1, "defaults": chosen + 3}
-
-
-def test_what_is_tried_can_be_pickled_and_runs(largest):
-    planner_limit.figures(Results(None, torch.device("cpu")), "quick")
-    step, options = largest[0]
+    step, options = tried[0]
     assert options["margin"] == 0.0
-    pickle.loads(pickle.dumps(step))()(2)
+    pickle.loads(pickle.dumps(step))()(2)  # as the process that tries it gets it
 
 
 def test_table_has_the_newest_rows():

@@ -17,6 +17,10 @@ from benchmarks.report import headline, readme_tables
 @pytest.fixture
 def synthetic(tmp_path):
     """A results file with rows for every plot and table. The figures are made up."""
+    return made_up(tmp_path)
+
+
+def made_up(tmp_path):
     kept = Results(tmp_path / "results.csv")
     for dtypes in ("float32 into float32", "autocast bfloat16 into float32", "bfloat16 into float32"):
         counted = Case("models", "counted", "window k=8", "4 parameters of 512 x 512", dtypes)
@@ -67,9 +71,6 @@ def test_every_plot_is_drawn_as_png_and_svg(synthetic, tmp_path):
     assert code == 0
     assert "not drawn" not in told
     assert {path.name for path in out.iterdir()} == {f"{n}.{kind}" for n in NAMES for kind in ("png", "svg")}
-    for name in NAMES:
-        assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-        assert (out / f"{name}.svg").read_text().rstrip().endswith("</svg>")
 
 
 def the_plot():
@@ -78,10 +79,15 @@ def the_plot():
     return importlib.import_module("benchmarks.report.plot")
 
 
-def the_charts():
-    """Those of the results, and that of the machines."""
-    plot = the_plot()
-    return plot.charts, plot.machines_chart.machines
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
+    """Every plot, by its name, and the rows of the results."""
+    plot, path = the_plot(), made_up(tmp_path_factory.mktemp("synthetic"))
+    charts, rows = plot.charts, read(path)
+    draws = {"bytes": charts.bytes_per_parameter, "bandwidth": charts.bandwidth, "speedup": charts.speedup}
+    figures = {name: draw(rows) for name, draw in draws.items()} | {"memory": charts.memory(rows)}
+    machines = plot.machines_chart.machines(read(path.with_name("machines.csv")))
+    return figures | {"machines": machines}, rows
 
 
 def texts(figure):
@@ -90,11 +96,10 @@ def texts(figure):
     return " ".join(text.get_text() for text in figure.findobj(Text))
 
 
-def test_plots_say_what_they_show_and_under_which_conditions(synthetic):
-    charts, of_machines = the_charts()
-    rows = read(synthetic)
+def test_plots_say_what_they_show_and_under_which_conditions(drawn):
+    figures, rows = drawn
     expected = {
-        charts.bytes_per_parameter: (
+        "bytes": (
             "bytes read and written per parameter",
             "best stock: mixed",
             "(-20 %)",
@@ -103,40 +108,34 @@ def test_plots_say_what_they_show_and_under_which_conditions(synthetic):
             "fusedacc keep_casts=",
             "With model= these are",
         ),
-        charts.bandwidth: ("GB/s", "elements in one tensor", "1 Gi", "measured peak", "fusedacc cpu", "add_"),
-        charts.speedup: ("GPT-2 124M: 148 parameters, 124 M elements", "1.25 x stock mixed"),
-        charts.memory: ("MB alive at the peak", "70.0 MB", "activations and others", "2.5 M parameters"),
-        of_machines: (
-            "as it is, two threads",
-            "AVX2, two threads",
-            "2 models",
-            "another CPU",
-            "c0ffee",
-            "autocast",
-            "fusedacc model=",
+        "bandwidth": ("GB/s", "elements in one tensor", "1 Gi", "measured peak", "fusedacc cpu", "add_"),
+        "speedup": ("GPT-2 124M: 148 parameters, 124 M elements", "1.25 x stock mixed"),
+        "memory": ("MB alive at the peak", "70.0 MB", "activations and others", "2.5 M parameters"),
+        "machines": (
+            *("as it is, two threads", "AVX2, two threads", "2 models", "another CPU", "c0ffee"),
+            *("autocast", "fusedacc model="),
         ),
     }
-    for draw, wanted in expected.items():
-        shown = texts(draw(rows if draw is not of_machines else read(synthetic.with_name("machines.csv"))))
+    assert set(expected) == set(NAMES)
+    for name, wanted in expected.items():
+        shown = texts(figures[name]).replace("\n", " ")
         for text in (*wanted, rows[0]["device"], torch.__version__, rows[0]["commit"], rows[0]["date"][:10]):
-            assert text in shown.replace("\n", " "), (draw.__name__, text)
+            assert text in shown, (name, text)
 
 
-def test_no_label_of_a_plot_lies_on_another_or_outside(synthetic):
+@pytest.mark.parametrize("name", NAMES)
+def test_no_label_of_a_plot_lies_on_another_or_outside(name, drawn):
     from matplotlib.text import Text
 
-    charts, of_machines = the_charts()
-    rows = read(synthetic)
-    for draw in (charts.bytes_per_parameter, charts.bandwidth, charts.speedup, charts.memory, of_machines):
-        figure = draw(rows if draw is not of_machines else read(synthetic.with_name("machines.csv")))
-        figure.canvas.draw()
-        labels = [text for axes in figure.axes for text in axes.texts if text.get_text()]
-        labels += [text for axes in figure.axes for text in axes.get_yticklabels() if text.get_text()]
-        # Of the text alone: an annotation's own extent has its line in it.
-        boxes = [Text.get_window_extent(label) for label in (*labels, *figure.texts)]
-        for index, box in enumerate(boxes):
-            assert figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1, (draw.__name__, index)
-            assert not any(box.overlaps(other) for other in boxes[:index]), (draw.__name__, index)
+    figure = drawn[0][name]
+    figure.canvas.draw()
+    labels = [text for axes in figure.axes for text in axes.texts if text.get_text()]
+    labels += [text for axes in figure.axes for text in axes.get_yticklabels() if text.get_text()]
+    # Of the text alone: an annotation's own extent has its line in it.
+    boxes = [Text.get_window_extent(label) for label in (*labels, *figure.texts)]
+    for index, box in enumerate(boxes):
+        assert figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1, index
+        assert not any(box.overlaps(other) for other in boxes[:index]), index
 
 
 def test_a_plot_without_rows_is_skipped_with_the_reason(tmp_path):
@@ -224,7 +223,6 @@ def test_readme_shows_the_newest_figures(synthetic, tmp_path):
 
 
 def test_a_later_run_of_a_part_does_not_hide_the_rest(synthetic):
-    charts, _ = the_charts()
     kept = Results(synthetic)
     kept.conditions = {**kept.conditions, "date": "2099-01-01"}
     case = Case("models", "counted", "window k=8", "4 parameters", "float32 into float32")
@@ -232,7 +230,7 @@ def test_a_later_run_of_a_part_does_not_hide_the_rest(synthetic):
     kept.add([row(case, "fusedacc", **figure)])
     rows = read(synthetic)
     assert [counted.total for counted in headline.headline(rows)] == [7.0]
-    assert "1.25 x stock mixed" in texts(charts.speedup(rows))
+    assert "1.25 x stock mixed" in texts(the_plot().charts.speedup(rows))
 
 
 def test_results_without_a_count_of_the_model_have_no_column_for_it(synthetic):
@@ -245,11 +243,7 @@ def test_results_without_a_count_of_the_model_have_no_column_for_it(synthetic):
 
 
 def test_readme_says_what_was_missed():
-    keys = {
-        **dict.fromkeys((*COLUMNS, *CONDITIONS), ""),
-        "benchmark": "models",
-        "case": "c",
-    }
+    keys = dict.fromkeys((*COLUMNS, *CONDITIONS), "") | {"benchmark": "models", "case": "c"}
     stock = {**keys, "provider": "stock", "unit": "us", "median": "2000"}
     goal = {"speedup": "0.5", "goal": "1", "reached": "no"}
     ours = {**keys, "provider": "ours", "unit": "us", "median": "4e6", "against": "stock", **goal}

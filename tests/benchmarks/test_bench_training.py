@@ -11,7 +11,7 @@ from bench_setup import CPU
 
 from benchmarks.contestants import training_loops as loops
 from benchmarks.harness import peak_by_kind as kinds
-from benchmarks.harness.results import Case, Results
+from benchmarks.harness.results import Case
 from benchmarks.suites import training
 from benchmarks.suites import training_clock as clock
 from examples.demo import measure
@@ -149,32 +149,6 @@ def test_the_lowest_peak_is_that_of_weight_gradients_that_are_never_written(dtyp
     assert dtype != "autocast" or peaks[loops.KEPT.name].reached == "yes"
 
 
-def test_quick_figures_have_every_measure_and_record_nothing(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    results = Results(None, "cpu")
-    training.figures(results, "quick")
-    assert not list(tmp_path.iterdir())
-    assert not [r.note for r in results.rows if r.note]
-    ours = [r for r in results.rows if r.provider == "fusedacc, fused AdamW"]
-    assert {r.dtypes for r in ours} == {"float32", "bfloat16 into float32"}
-    wanted = {"time", "tokens per second", "peak memory", "bytes", "bytes: others"}
-    wanted |= {f"time: {p}" for p in training.PHASES} | {f"bytes: {p}" for p in training.PHASES}
-    wanted |= {f"peak memory: {kind}" for kind in training.KINDS}
-    assert {r.metric for r in ours} == wanted
-    assert all(r.median is not None for r in ours)
-    assert {r.against for r in ours if r.goal and r.metric == "time"} == {
-        "stock, fused AdamW",
-        "stock, grad_dtype, fused AdamW",
-        "stock, mixed add_ in a hook, fused AdamW",
-    }
-    for dtypes in ("float32", "bfloat16 into float32"):
-        median = {r.metric: r.median for r in ours if r.dtypes == dtypes}
-        kinds = sum(median[f"peak memory: {kind}"] for kind in training.KINDS)
-        assert kinds == pytest.approx(median["peak memory"])
-        phases = sum(median[f"bytes: {phase}"] for phase in training.PHASES)
-        assert phases == pytest.approx(median["bytes"])
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_meter_counts_every_operator_of_every_way(dtype):
     of = config(dtype)
@@ -248,15 +222,6 @@ def test_choices():
     (few,) = [(size, dtype) for size, dtype in training.choose("short", CPU, None, None) if size.at_least > 1]
     assert few[1] == "float32"
     assert (few[0].micro_batch_size * few[0].context, few[0].steps) == (128, 8)
-
-
-@pytest.mark.parametrize(
-    ("option", "allowed"), [(["--dtypes", "float8"], "autocast"), (["--widths", "3"], "256, 512, 1024")]
-)
-def test_unknown_names_list_what_is_allowed(monkeypatch, option, allowed):
-    monkeypatch.setattr("sys.argv", ["training.py", "--device", "cpu", *option])
-    with pytest.raises(SystemExit, match=allowed):
-        training.main()
 
 
 def test_large_model_has_a_billion_parameters():

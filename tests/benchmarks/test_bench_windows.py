@@ -35,12 +35,7 @@ def test_lists_have_the_published_number_of_parameters(name: str) -> None:
 def test_the_names_are_those_of_the_files() -> None:
     files = {path.stem for path in (ROOT / "benchmarks" / "contestants" / "shapes").glob("*.csv")}
     assert set(lists.NAMES) == files == set(KNOWN)
-
-
-def test_an_unknown_model_lists_what_is_allowed() -> None:
-    with pytest.raises(
-        ValueError, match=r"unknown model 'gpt3'; allowed: resnet50, vit_b_16, .*mixtral_8x7b"
-    ):
+    with pytest.raises(ValueError, match=r"unknown model 'gpt3'; allowed: resnet50, .*mixtral_8x7b"):
         lists.load("gpt3")
 
 
@@ -60,11 +55,7 @@ def test_lists_are_scaled_down_by_whole_layers(name: str, layers: int) -> None:
     assert lists.first_layers(whole, 0) == lists.first_layers(half, 0)
     assert half == [parameter for parameter in whole if parameter in half]
     assert lists.fitting(whole, 1000) == []
-
-
-def test_a_list_in_full_is_described_without_layers() -> None:
-    whole = lists.load("resnet50")
-    assert lists.describe(whole, whole) == "161 parameters, 25.6 M elements"
+    assert "layers" not in lists.describe(whole, whole)
 
 
 # The ways
@@ -224,13 +215,3 @@ def test_windows_say_what_is_allowed() -> None:
         Memory(SHAPES, "float16", "cpu")
     with pytest.raises(ValueError, match="steps must be at least 1; got 0"):
         windows.Fused(Memory(SHAPES, "float32", "cpu"), 0)
-
-
-def test_optimi_runs_where_it_is_installed() -> None:
-    pytest.importorskip("optimi", reason="torch-optimi is not installed")
-    memory = Memory(SHAPES, "bfloat16", "cpu")
-    before = [weight.clone() for weight in memory.weights]
-    window = windows.Optimi(memory, 3)
-    window.run()
-    window.close()
-    assert all(not torch.equal(a, b) for a, b in zip(before, memory.weights, strict=True))

@@ -14,7 +14,16 @@ from answers import trials
 import fusedacc
 from fusedacc import __main__
 from fusedacc.commands import info
-from fusedacc.kernels import grain_size, grouped_ways, library, matmul_ways, native_module, registry, tuning
+from fusedacc.kernels import (
+    grain_size,
+    grouped_ways,
+    library,
+    matmul_ways,
+    native_module,
+    norm_prefetch,
+    registry,
+    tuning,
+)
 from fusedacc.optimizer import small_layers
 
 PACKAGE = Path(fusedacc.__file__).parent
@@ -61,12 +70,16 @@ def test_what_trials_have_found_is_shown_with_its_figures(capsys, tmp_path):
             *grouped_ways.questions(),
             *small_layers.questions(),
             grain_size.question(),
+            norm_prefetch.question(),
         )
         if asked is not None
     }
     for found in choices["found"]:
         assert f"  {found['question']}: {found['way']}: {found['why']} (" in text
         assert all(f"{way} {own:g} us" in text for way, own in found["microseconds"].items())
+        kind = "conclusive" if found["conclusive"] else "inconclusive"
+        assert f"; default {found['default']}; {kind} after 1 try)" in text
+        assert found["conclusive"] or found["way"] == found["default"]
     assert f"choices by trial, kept in {tmp_path / tuning.FILE}" in text
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import torch
 from ranks_setting import LOW
@@ -192,5 +192,23 @@ def _random_batch(loop: Loop, rng: random.Random, number: int) -> MicroBatch:
         weight,
         uses_extra=rng.random() < 0.2 and not loop.overlaps,
         overflows=loop.drops and weight > 0 and rng.random() < 0.1,
-        ignores=rng.choice(["before", "after"]) if loop.counted and rng.random() < 0.1 else "",
+        ignores=rng.choice(["before", "after"]) if rng.random() < 0.1 else "",
     )
+
+
+def traits(loop: Loop, ranks: int) -> dict[str, object]:
+    """What distinguishes a case from others: how it trains, and what else happens."""
+    epochs = random_epochs(loop, ranks)
+    batches = [batch for epoch in epochs for each in (*epoch.ranks, *epoch.thrown) for batch in each]
+    return asdict(loop) | {
+        "seed": None,
+        "lengths": (len(loop.lengths) > 1, min(loop.lengths) > 1),
+        "thrown": any(epoch.thrown for epoch in epochs),
+        "fails": any(any(epoch.fails) for epoch in epochs),
+        "frozen": any(epoch.frozen for epoch in epochs),
+        "uneven": any(len(set(map(len, epoch.ranks))) > 1 for epoch in epochs),
+        "uses extra": any(batch.uses_extra for batch in batches),
+        "overflows": any(batch.overflows for batch in batches),
+        "ignores": any(batch.ignores for batch in batches),
+        "weight of 0": any(not batch.weight for batch in batches),
+    }

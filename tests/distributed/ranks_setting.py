@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 from unittest import mock
 
+import loops
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+import fusedacc
 from fusedacc.distributed import reducer
 
 LOW = torch.bfloat16
@@ -47,9 +51,49 @@ def inner_of(net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
 
 
-def small_buckets() -> contextlib.AbstractContextManager:
+def wrap(net: nn.Module, steps: int | None, /, **options: Any) -> fusedacc.AccumulatingOptimizer:
+    return fusedacc.AccumulatingOptimizer(inner_of(net), steps, **options)
+
+
+def given(net: nn.Module, kind: str, **options: bool) -> tuple[nn.Module, object]:
+    """Return what the loop calls, and what the wrapper is given as `data_parallel`.
+
+    Args:
+        kind: "group", or "ddp"; "ddp that may change" finds unused parameters.
+    """
+    if kind == "group":
+        return net, dist.group.WORLD
+    parallel = DistributedDataParallel(net, **{"find_unused_parameters": kind != "ddp"} | options)
+    return parallel, parallel
+
+
+def small_loss(net: nn.Module, index: int, rank: int | None = None) -> Tensor:
+    """As `loss_of`, of a `loops.network`."""
+    return loops.loss_of(net, 10 * index + (dist.get_rank() if rank is None else rank))
+
+
+def train(called: nn.Module, optimizer: torch.optim.Optimizer, indices: Iterable[int]) -> None:
+    """Train a `loops.network` on these micro-batches, with a step after each."""
+    for index in indices:
+        small_loss(called, index).backward()
+        optimizer.step(), optimizer.zero_grad()
+
+
+def one_process(steps: int, indices: Iterable[int], ranks: Sequence[int] = (0, 1)) -> nn.Module:
+    """Train a `loops.network` by stock, in windows of `steps` micro-batches of each of these ranks."""
+    net = loops.network()
+    optimizer = inner_of(net)
+    for number, index in enumerate(indices):
+        for rank in ranks:
+            (small_loss(net, index, rank) / (steps * len(ranks))).backward()
+        if (number + 1) % steps == 0:
+            optimizer.step(), optimizer.zero_grad()
+    return net
+
+
+def small_buckets(first: int = 2000) -> contextlib.AbstractContextManager:
     """So that a small model has several."""
-    return mock.patch.multiple(reducer, FIRST_BYTES=2000, BUCKET_BYTES=4000)
+    return mock.patch.multiple(reducer, FIRST_BYTES=first, BUCKET_BYTES=2 * first)
 
 
 def assert_close(actual: Tensor, wanted: Tensor, most: float, what: object) -> None:
@@ -57,6 +101,12 @@ def assert_close(actual: Tensor, wanted: Tensor, most: float, what: object) -> N
     actual, wanted = actual.double(), wanted.double()
     apart = (actual - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30)
     assert apart <= most, (what, apart.item())
+
+
+def assert_nets_close(net: nn.Module, wanted: nn.Module, most: float = 1e-5, what: object = "") -> None:
+    """Each parameter to within `most` of its largest element."""
+    for (name, p), q in zip(net.named_parameters(), wanted.parameters(), strict=True):
+        assert_close(p, q, most, (what, name))
 
 
 def assert_ranks_equal(net: nn.Module, what: object = "", buffers: bool = False) -> None:

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from ranks import on_ranks
 from ranks_setting import assert_ranks_equal
+from ranks_setting import given as given_to
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import fusedacc
 
@@ -21,6 +21,12 @@ APART: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "accumulate_dtype": ({}, LOW, "torch.float32", "torch.bfloat16"),
     "reduce_dtype": ({}, {"reduce_dtype": torch.bfloat16}, "None", "torch.bfloat16"),
     "parameters": ({}, {"leaves": 1}, "2 with 15 elements", "1 with 12 elements"),
+    "gradient_accumulation_steps": ({}, {"gradient_accumulation_steps": 3}, "2", "3"),
+    "reduction": ({"reduction": "mean"}, {"reduction": "sum"}, "'mean'", "'sum'"),
+    "max_grad_norm": ({}, {"max_grad_norm": 0.01}, "None", "0.01"),
+    "norm_type": ({"norm_type": 2.0}, {"norm_type": torch.inf}, "2.0", "inf"),
+    "skip_nonfinite": ({}, {"skip_nonfinite": True}, "False", "True"),
+    "master_weights": ({}, {"master_weights": True}, "False", "True"),
 }
 
 
@@ -65,11 +71,10 @@ def given_apart(name: str, kind: str) -> None:
     options, said = dict(given[dist.get_rank()]), (first, second)[dist.get_rank()]
     net = nn.Linear(4, 3)
     torch.nn.init.constant_(net.weight, float(dist.get_rank()))
-    called = DistributedDataParallel(net) if kind == "ddp" else net
-    parallel = called if kind == "ddp" else dist.group.WORLD
+    called, parallel = given_to(net, kind)
     before, params = net.weight.detach().clone(), list(net.parameters())
     inner = torch.optim.SGD(params[: options.pop("leaves", 2)], lr=0.1)
-    optimizer = fusedacc.AccumulatingOptimizer(inner, 2, **options)
+    optimizer = fusedacc.AccumulatingOptimizer(inner, **{"gradient_accumulation_steps": 2} | options)
     seed = optimizer._accumulators.noise.own_seed
     with pytest.raises(ValueError, match=rf"differ in {name}: rank {dist.get_rank()} has {said}; allowed"):
         optimizer.attach(parallel)
@@ -86,8 +91,7 @@ def given_apart(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    # a group's parameters are named one by one: test_faults.py
-    [("ddp", name) for name in APART] + [("group", name) for name in APART if name != "parameters"],
+    [("ddp", name) for name in APART] + [("group", name) for name in ("rounding", "max_grad_norm")],
 )
 def test_ranks_are_given_the_same(kind, name):
     on_ranks(2, given_apart, name, kind)

@@ -6,25 +6,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
+from ranks_setting import given, wrap
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-import fusedacc
 from fusedacc.distributed.reducer import FIRST_BYTES
 
 
 def addresses(steps: int | None, kind: str, dtype: torch.dtype) -> list[list[int]]:
     """Where the buckets lie after each of four windows."""
     model = nn.Sequential(nn.Linear(30, 40), nn.Linear(40, 20)).to(dtype)
-    called = DistributedDataParallel(model) if kind == "ddp" else model
-    given = {"model": model} if kind == "model=" else {}
-    optimizer = fusedacc.AccumulatingOptimizer(
-        torch.optim.AdamW(model.parameters(), lr=1e-3),
-        steps,
-        data_parallel=called if kind == "ddp" else dist.group.WORLD,
-        max_grad_norm=1e-3,
-        **given,
-    )
+    called, parallel = given(model, "ddp" if kind == "ddp" else "group")
+    options = {"model": model} if kind == "model=" else {}
+    optimizer = wrap(model, steps, data_parallel=parallel, max_grad_norm=1e-3, **options)
     reducer = optimizer._accumulation.ranks.parallel.reducer
     found = []
     for _ in range(4):
@@ -51,9 +44,7 @@ def test_memory_stays(steps, kind, dtype):
 def sizes() -> list[int]:
     """Bytes of each bucket of a model whose last parameters are small."""
     model = nn.Sequential(*(nn.Linear(400, 400) for _ in range(50)))
-    optimizer = fusedacc.AccumulatingOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), 2, data_parallel=dist.group.WORLD
-    )
+    optimizer = wrap(model, 2, data_parallel=dist.group.WORLD)
     found = [
         sum(slot.nbytes for slot in slots)
         for slots in optimizer._accumulation.ranks.parallel.reducer.buckets()

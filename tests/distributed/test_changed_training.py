@@ -6,11 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
-from ranks_setting import assert_close, assert_ranks_equal, small_buckets
+from ranks_setting import assert_nets_close, assert_ranks_equal, given, inner_of, small_buckets, wrap
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-
-import fusedacc
 
 RANKS = 2
 
@@ -25,25 +23,13 @@ def loss_of(model: nn.Module, index: int, rank: int) -> torch.Tensor:
     return model(torch.randn(4, 30, generator=generator)).pow(2).mean()
 
 
-def given(net: nn.Module, kind: str) -> tuple[nn.Module, object]:
-    """What is called, and what the wrapper is told."""
-    if kind == "group":
-        return net, dist.group.WORLD
-    parallel = DistributedDataParallel(net, find_unused_parameters=kind == "ddp that may change")
-    return parallel, parallel
-
-
-def sgd(net: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-
-
 def unfreezes(steps: int, kind: str, idle: bool) -> None:
     """Four windows, then one layer is trained too; rank 1 has nothing from then on if `idle`."""
     rank, net, wanted = dist.get_rank(), network(), network()
     net[4].requires_grad_(False)
     with small_buckets():
         called, told = given(net, kind)
-        optimizer = fusedacc.AccumulatingOptimizer(sgd(net), steps, data_parallel=told)
+        optimizer = wrap(net, steps, data_parallel=told)
         for epoch in range(2):
             net[4].requires_grad_(epoch == 1)
             for index in range(4 * steps) if epoch == 0 or rank == 0 or not idle else ():
@@ -51,7 +37,7 @@ def unfreezes(steps: int, kind: str, idle: bool) -> None:
                 optimizer.step(), optimizer.zero_grad()
             optimizer.flush(), optimizer.zero_grad()
     optimizer.close()
-    stock = sgd(wanted)
+    stock = inner_of(wanted)
     for epoch in range(2):
         wanted[4].requires_grad_(epoch == 1)
         ranks = (0,) if epoch and idle else range(RANKS)
@@ -60,8 +46,7 @@ def unfreezes(steps: int, kind: str, idle: bool) -> None:
                 (loss_of(wanted, 100 * epoch + index, each) / (steps * len(ranks))).backward()
             if (index + 1) % steps == 0:
                 stock.step(), stock.zero_grad()
-    for (name, p), q in zip(net.named_parameters(), wanted.parameters(), strict=True):
-        assert_close(p, q, 1e-5, name)
+    assert_nets_close(net, wanted)
     assert_ranks_equal(net)
 
 
@@ -77,7 +62,7 @@ def unfreezes_by_hand(kind: str) -> None:
     rank, net, wanted = dist.get_rank(), network().bfloat16(), network().bfloat16()
     net[4].requires_grad_(False)
     called, told = given(net, kind)
-    optimizer = fusedacc.AccumulatingOptimizer(sgd(net), data_parallel=told)
+    optimizer = wrap(net, None, data_parallel=told)
     for epoch in range(2):
         net[4].requires_grad_(epoch == 1)
         # Rank 1 uses it in no forward, and gets its gradient all the same.
@@ -102,19 +87,18 @@ def with_graphs(steps: int, kind: str) -> None:
     rank, net, wanted = dist.get_rank(), network(), network()
     with small_buckets():
         called, told = given(net, kind)
-        optimizer = fusedacc.AccumulatingOptimizer(sgd(net), steps, data_parallel=told)
+        optimizer = wrap(net, steps, data_parallel=told)
         for index in range(3 * steps):
             loss_of(called, index, rank).backward(create_graph=True)
             optimizer.step(), optimizer.zero_grad()
     optimizer.close()
-    stock = sgd(wanted)
+    stock = inner_of(wanted)
     for index in range(3 * steps):
         for each in range(RANKS):
             (loss_of(wanted, index, each) / (steps * RANKS)).backward()
         if (index + 1) % steps == 0:
             stock.step(), stock.zero_grad()
-    for (name, p), q in zip(net.named_parameters(), wanted.parameters(), strict=True):
-        assert_close(p, q, 1e-5, name)
+    assert_nets_close(net, wanted)
     assert_ranks_equal(net)
 
 
@@ -134,7 +118,7 @@ def fails_alike() -> None:
         raise KeyError("on both ranks")
 
     with small_buckets():
-        optimizer = fusedacc.AccumulatingOptimizer(sgd(net), 1, data_parallel=parallel)
+        optimizer = wrap(net, 1, data_parallel=parallel)
         for _ in range(2):
             handle = net[2].weight.register_hook(fail)
             with pytest.raises(KeyError):
@@ -159,10 +143,10 @@ FROZEN = (2, 2, None, None, None, 0, None, None)
 def thaws(kind: str) -> None:
     """Windows of one micro-batch: the first after a layer is thawed is as those before, without its hook."""
     rank, net, wanted = dist.get_rank(), network(), network()
-    stock = sgd(wanted)
+    stock = inner_of(wanted)
     with small_buckets():
         called, told = given(net, kind)
-        optimizer = fusedacc.AccumulatingOptimizer(sgd(net), 1, data_parallel=told)
+        optimizer = wrap(net, 1, data_parallel=told)
         for window, frozen in enumerate(FROZEN):
             for each in (net, wanted):
                 for index in (0, 2, 4):
@@ -173,8 +157,7 @@ def thaws(kind: str) -> None:
                 (loss_of(wanted, window, each) / RANKS).backward()
             stock.step(), stock.zero_grad()
     optimizer.close()
-    for (name, p), q in zip(net.named_parameters(), wanted.parameters(), strict=True):
-        assert_close(p, q, 1e-5, name)
+    assert_nets_close(net, wanted)
     assert_ranks_equal(net)
 
 

@@ -2,95 +2,72 @@
 
 from __future__ import annotations
 
-import textwrap
+import contextlib
+from unittest import mock
 
 import pytest
 import torch
-from ranks import run_on_ranks
+import torch.distributed as dist
+from loops import network
+from ranks import on_ranks
+from ranks_setting import given, refused, small_loss, wrap
+from torch import Tensor, nn
 
 from fusedacc.distributed import checks
 
-SCRIPT = textwrap.dedent(
-    """
-    import contextlib, gc, os, sys
-    from datetime import timedelta
-    import torch
-    import torch.distributed as dist
-    from torch import nn
-    from torch.nn.parallel import DistributedDataParallel
-    import fusedacc
 
-    rank, rendezvous = int(sys.argv[1]), sys.argv[2]
-    torch.set_num_threads(1)
-    meeting = dict(init_method=f"file://{rendezvous}", timeout=timedelta(seconds=20))
-    dist.init_process_group("gloo", rank=rank, world_size=2, **meeting)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    os.environ["FUSEDACC_CHECK_RANKS"] = "yes"
-    try:
-        fusedacc.AccumulatingOptimizer(inner, 2, model=model, data_parallel=dist.group.WORLD)
-    except ValueError as error:
-        assert "FUSEDACC_CHECK_RANKS='yes'" in str(error), error
-        assert type(model[0]) is nn.Linear  # while the error lives, and with it the wrapper
-    else:
-        raise AssertionError("any value was taken")
+def takes_no_other_value() -> None:
+    net = network()
+    with (
+        mock.patch.dict("os.environ", {checks.VARIABLE: "yes"}),
+        pytest.raises(ValueError, match="FUSEDACC_CHECK_RANKS='yes'") as error,
+    ):
+        wrap(net, 2, model=net, data_parallel=dist.group.WORLD)
+    assert type(net[0]) is nn.Linear, f"while {error} lives, and with it the wrapper"
 
-    def loss_of(net, index):
-        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * index + rank))
-        return net(x.to(model[0].weight.dtype)).pow(2).mean()
 
-    sent = []
-    reduce = dist.all_reduce
+def test_another_value_is_refused():
+    on_ranks(2, takes_no_other_value)
 
-    def counting(tensor, *args, **options):
+
+def finds_a_bit(dtype: torch.dtype, steps: int | None, kind: str) -> None:
+    net, sent, reduce = network(dtype), [], dist.all_reduce
+    called, parallel = given(net, kind)
+
+    def counting(tensor: Tensor, *args, **options):
         sent.append(tensor.numel() if tensor.dtype == torch.int64 else 0)
         return reduce(tensor, *args, **options)
 
-    dist.all_reduce = counting
-    os.environ["FUSEDACC_CHECK_RANKS"] = "1"
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        for steps, ddp in ((2, True), (None, True), (2, False)):
-            torch.manual_seed(0)
-            model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).to(dtype)
-            net = DistributedDataParallel(model) if ddp else model
-            given = net if ddp else dist.group.WORLD
-            inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-            optimizer = fusedacc.AccumulatingOptimizer(inner, steps, model=model, data_parallel=given)
-            sent.clear()
+    def train(windows: int) -> None:
+        for index in range(2 * windows):
+            silent = kind == "ddp" and steps is None and index % 2 == 0
+            with called.no_sync() if silent else contextlib.nullcontext():
+                small_loss(called, index).backward()
+            if steps or index % 2:
+                optimizer.step(), optimizer.zero_grad()
 
-            def train(windows):
-                for index in range(2 * windows):
-                    silent = ddp and steps is None and index % 2 == 0
-                    with net.no_sync() if silent else contextlib.nullcontext():
-                        loss_of(net, index).backward()
-                    if steps or index % 2:
-                        optimizer.step(), optimizer.zero_grad()
-
-            train(3)
-            if ddp:
-                assert sum(map(bool, sent)) == 3  # one each, after the updates only
-                assert set(sent) == {0, 2 * 4}
-            if rank == 1:
-                bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-                # bfloat16 could round a lower one away in the update
-                model[2].weight.data.view(bits)[1, 3] ^= 8 if dtype == torch.bfloat16 else 1
-            try:
-                train(1)
-            except RuntimeError as error:
-                assert "differ in parameter '2.weight'." in str(error), error
-            else:
-                raise AssertionError("nothing was found")
-            optimizer.close()
-    del net, optimizer, model
-    gc.collect()
-    dist.barrier()
-    dist.destroy_process_group()
-    """
-)
+    with (
+        mock.patch.dict("os.environ", {checks.VARIABLE: "1"}),
+        mock.patch.object(dist, "all_reduce", counting),
+    ):
+        optimizer = wrap(net, steps, model=net, data_parallel=parallel)
+        sent.clear()
+        train(3)
+        if kind == "ddp":
+            assert sum(map(bool, sent)) == 3, "one each, after the updates only"
+            assert set(sent) == {0, 2 * 4}
+        if dist.get_rank() == 1:
+            bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+            # bfloat16 could round a lower one away in the update
+            net[2].weight.data.view(bits)[1, 3] ^= 8 if dtype == torch.bfloat16 else 1
+        refused(RuntimeError, "differ in parameter '2.weight'.", lambda: train(1))
+        optimizer.close()
 
 
-def test_one_bit_is_found_on_both_ranks(tmp_path):
-    run_on_ranks(tmp_path, SCRIPT, 2)
+@pytest.mark.parametrize(("steps", "kind"), [(2, "ddp"), (None, "ddp"), (2, "group")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_one_bit_is_found_on_both_ranks(dtype, steps, kind):
+    on_ranks(2, finds_a_bit, dtype, steps, kind)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.complex64, torch.int8])

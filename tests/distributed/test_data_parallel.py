@@ -11,8 +11,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
-from ranks_setting import LOW, Net, assert_close, assert_ranks_equal, inner_of, loss_of, small_buckets
+from ranks_setting import (
+    LOW,
+    Net,
+    assert_close,
+    assert_nets_close,
+    assert_ranks_equal,
+    given,
+    inner_of,
+    loss_of,
+    small_buckets,
+    wrap,
+)
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedacc
@@ -43,14 +56,12 @@ def one_process(steps: int, updates: int, dtype: torch.dtype) -> tuple[nn.Module
 def against_one_process(kind: str, steps: int, dtype: torch.dtype, in_module: bool) -> None:
     net = Net(dtype=dtype)
     net.norm.eval()
-    parallel = DistributedDataParallel(net) if kind == "ddp" else net
-    ranks = parallel if kind == "ddp" else dist.group.WORLD
-    options = {"model": net} if in_module else {}
+    called, parallel = given(net, kind)
     wanted, finals = one_process(steps, 3, dtype)
     with small_buckets():
-        optimizer = fusedacc.AccumulatingOptimizer(inner_of(net), steps, data_parallel=ranks, **options)
+        optimizer = wrap(net, steps, data_parallel=parallel, model=net if in_module else None)
         for index in range(3 * steps):
-            loss_of(parallel, index).backward()
+            loss_of(called, index).backward()
             present = [
                 p.grad for name, p in net.named_parameters() if not name.startswith(("extra", "never"))
             ]
@@ -65,8 +76,7 @@ def against_one_process(kind: str, steps: int, dtype: torch.dtype, in_module: bo
             assert net.never.weight.grad is None
             optimizer.step(), optimizer.zero_grad()
         optimizer.close()
-    for (name, p), q in zip(net.named_parameters(), wanted.parameters(), strict=True):
-        assert_close(p, q, 2e-6 if dtype is torch.float32 else 2e-2, name)
+    assert_nets_close(net, wanted, 2e-6 if dtype is torch.float32 else 2e-2)
     assert_ranks_equal(net)
 
 
@@ -74,7 +84,7 @@ def against_one_process(kind: str, steps: int, dtype: torch.dtype, in_module: bo
 @pytest.mark.parametrize("dtype", [torch.float32, LOW], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("in_module", [False, True], ids=["", "model="])
 def test_equal_to_one_process(kind, dtype, in_module):
-    for steps in (1, 2, 3):
+    for steps in (1, 3):
         on_ranks(2, against_one_process, kind, steps, dtype, in_module)
     if not in_module:
         on_ranks(3, against_one_process, kind, 2, dtype, in_module)
@@ -140,12 +150,11 @@ def stock(steps: int, when: int, several: int) -> nn.Module:
 
 
 def against_stock(how: str, options: dict, when: int, several: int, by_hand: bool, in_module: bool) -> None:
-    for steps in (1, 2, 3):
+    for steps in (1, 3):
         net = Net(how)
         parallel = DistributedDataParallel(net, **options)
         with small_buckets():
-            given = {"model": parallel} if in_module else {}
-            optimizer = fusedacc.AccumulatingOptimizer(inner_of(net), steps, data_parallel=parallel, **given)
+            optimizer = wrap(net, steps, data_parallel=parallel, model=parallel if in_module else None)
             for index in range(3 * steps):
                 for backward in range(several):
                     with parallel.no_sync() if by_hand and index % 2 else contextlib.nullcontext():
@@ -155,8 +164,7 @@ def against_stock(how: str, options: dict, when: int, several: int, by_hand: boo
             assert optimizer.num_updates == 3
             optimizer.close()
         wanted = stock(steps, when, several)
-        for (name, p), q in zip(net.named_parameters(), wanted.named_parameters(), strict=True):
-            assert_close(p, q[1], 2e-6, (steps, name))
+        assert_nets_close(net, wanted, 2e-6, steps)
         for (name, p), q in zip(net.named_buffers(), wanted.buffers(), strict=True):
             # With several forwards in a micro-batch, stock's buffers are broadcast before another of them.
             assert several > 1 or torch.allclose(p.float(), q.float(), rtol=1e-5), (steps, name)
@@ -189,7 +197,7 @@ def test_equal_to_stock(case):
 # Windows of unequal length
 
 
-def epochs(kind: str, counts: list[int], reduction: str) -> None:
+def epochs(kind: str, counts: tuple[int, ...], reduction: str) -> None:
     rank, weighs = dist.get_rank(), reduction in ("weighted", "normalized")
 
     def weight(of_rank: int, index: int) -> float:
@@ -197,17 +205,16 @@ def epochs(kind: str, counts: list[int], reduction: str) -> None:
 
     net, twin = Net(), Net()
     net.norm.eval(), twin.norm.eval()
-    parallel = DistributedDataParallel(net) if kind == "ddp" else net
-    ranks = parallel if kind == "ddp" else dist.group.WORLD
-    optimizer = fusedacc.AccumulatingOptimizer(inner_of(net), 4, reduction=reduction, data_parallel=ranks)
+    called, parallel = given(net, kind)
+    optimizer = wrap(net, 4, reduction=reduction, data_parallel=parallel)
     inner = inner_of(twin)
     parameters = list(twin.parameters())
-    for epoch in range(3):
+    for epoch in range(2):
         for index in range(counts[rank]):
-            given = weight(rank, index)
-            with optimizer.accumulate(weight=given if weighs else None):
-                loss = loss_of(parallel, 10 * epoch + index)
-                (loss * given if reduction == "normalized" else loss).backward()
+            own = weight(rank, index)
+            with optimizer.accumulate(weight=own if weighs else None):
+                loss = loss_of(called, 10 * epoch + index)
+                (loss * own if reduction == "normalized" else loss).backward()
             optimizer.step(), optimizer.zero_grad()
         optimizer.flush(), optimizer.zero_grad()
 
@@ -223,17 +230,17 @@ def epochs(kind: str, counts: list[int], reduction: str) -> None:
             for p, each in zip(parameters, total, strict=True):
                 p.grad = each / (len(counts) if reduction == "sum" else weights)
             inner.step(), inner.zero_grad()
-    for (name, p), q in zip(net.named_parameters(), twin.parameters(), strict=True):
-        assert_close(p, q, 2e-6, (counts, reduction, name))
+    assert_nets_close(net, twin, 2e-6, counts)
     assert_ranks_equal(net)
     optimizer.close()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("reduction", ["mean", "sum", "weighted", "normalized"])
 @pytest.mark.parametrize("kind", ["ddp", "group"])
-def test_windows_of_unequal_length(kind, reduction):
-    for counts in ([4, 3], [3, 4], [4, 0], [8, 3], [0, 0], [2, 2]):
-        on_ranks(2, epochs, kind, counts, reduction)
+@pytest.mark.parametrize("counts", [(4, 3), (3, 4), (4, 0), (8, 3), (0, 0), (2, 2)], ids=str)
+def test_windows_of_unequal_length(counts, kind, reduction):
+    on_ranks(2, epochs, kind, counts, reduction)
 
 
 # Buckets on their way while the backward runs
@@ -242,11 +249,9 @@ def test_windows_of_unequal_length(kind, reduction):
 def overlapping(kind: str) -> list[int]:
     """For each micro-batch: how many buckets had gone when the first layer's gradient came."""
     net, gone, found = Net(), [0], []
-    parallel = DistributedDataParallel(net) if kind == "ddp" else net
+    called, parallel = given(net, kind)
     with small_buckets():
-        optimizer = fusedacc.AccumulatingOptimizer(
-            inner_of(net), 2, data_parallel=parallel if kind == "ddp" else dist.group.WORLD
-        )
+        optimizer = wrap(net, 2, data_parallel=parallel)
 
     def counting(*arguments, **options):
         gone[0] += 1
@@ -257,7 +262,7 @@ def overlapping(kind: str) -> list[int]:
         net.up.weight.register_hook(lambda gradient: found.append(gone[0]))
         for index in range(6):
             gone[0] = 0
-            loss_of(parallel, index).backward()
+            loss_of(called, index).backward()
             assert not gone[0] if index % 2 == 0 else gone[0] == 3, "nothing is sent in mid-window"
             optimizer.step(), optimizer.zero_grad()
     optimizer.close()
@@ -274,7 +279,7 @@ def late() -> None:
     net = Net()
     parallel = DistributedDataParallel(net)
     with small_buckets():
-        optimizer = fusedacc.AccumulatingOptimizer(inner_of(net), 4, data_parallel=parallel)
+        optimizer = wrap(net, 4, data_parallel=parallel)
         for index in range(3):
             loss_of(parallel, index).backward()
             optimizer.step()
@@ -303,11 +308,9 @@ def test_a_gradient_that_comes_after_its_sum_has_gone_is_an_error():
 def refused() -> None:
     net = Net()
     with pytest.raises(TypeError, match=r"data_parallel must be .*, got Net"):
-        fusedacc.AccumulatingOptimizer(inner_of(net), 2, data_parallel=net)
+        wrap(net, 2, data_parallel=net)
     with pytest.raises(TypeError, match=r"reduce_dtype must be None or one of .*, got torch.int8"):
-        fusedacc.AccumulatingOptimizer(
-            inner_of(net), 2, data_parallel=dist.group.WORLD, reduce_dtype=torch.int8
-        )
+        wrap(net, 2, data_parallel=dist.group.WORLD, reduce_dtype=torch.int8)
     other = nn.Linear(2, 2)
     inner = torch.optim.SGD([*net.parameters(), *other.parameters()], lr=0.1)
     parallel = DistributedDataParallel(net)
@@ -316,21 +319,21 @@ def refused() -> None:
     assert parallel.require_backward_grad_sync
     parallel.register_comm_hook(None, lambda state, bucket: None)
     with pytest.raises(ValueError, match="a communication hook"):
-        fusedacc.AccumulatingOptimizer(inner_of(net), 2, data_parallel=parallel)
+        wrap(net, 2, data_parallel=parallel)
     spectral = nn.Linear(2, 2, dtype=torch.complex64)
     with pytest.raises(
         ValueError, match=r"cannot reduce the gradients of parameter '0.0', of torch.complex64"
     ):
-        fusedacc.AccumulatingOptimizer(inner_of(spectral), 2, data_parallel=dist.group.WORLD)
+        wrap(spectral, 2, data_parallel=dist.group.WORLD)
     if dist.get_rank():
         net.register_parameter("more", nn.Parameter(torch.zeros(7)))
     with pytest.raises(
         ValueError, match=r"rank 1 has other .* '0.0' of shape \(7,\), torch.float32 in place"
     ):
-        fusedacc.AccumulatingOptimizer(inner_of(net), 2, data_parallel=dist.group.WORLD)
+        wrap(net, 2, data_parallel=dist.group.WORLD)
 
     parallel = DistributedDataParallel(Net())
-    optimizer = fusedacc.AccumulatingOptimizer(inner_of(parallel), 2, data_parallel=parallel)
+    optimizer = wrap(parallel, 2, data_parallel=parallel)
     parallel.require_backward_grad_sync = True
     with pytest.raises(RuntimeError, match="both would reduce"):
         loss_of(parallel, 0)
@@ -343,17 +346,32 @@ def test_what_cannot_be_reduced_is_refused_before_anything_is_changed():
     on_ranks(2, refused)
 
 
+def sharded() -> None:
+    """DTensors have collectives of their own."""
+    net = Net()
+    mesh = init_device_mesh("cpu", (2,))
+    parallelize_module(net, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    with pytest.raises(
+        ValueError, match=r"parameter '0.0', a DTensor with .*Shard.*; allowed: plain tensors"
+    ):
+        fusedacc.AccumulatingOptimizer(inner_of(net), 2, data_parallel=dist.group.WORLD)
+
+
+def test_tensor_parallel_parameters_are_refused():
+    on_ranks(2, sharded)
+
+
 def untold() -> list[str]:
     net = Net()
     parallel = DistributedDataParallel(net, find_unused_parameters=True)
-    optimizer = fusedacc.AccumulatingOptimizer(inner_of(net), 2)
+    optimizer = wrap(net, 2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for index in range(4):
             loss_of(parallel, index).backward()
             optimizer.step(), optimizer.zero_grad()
         optimizer.close()
-        kept = fusedacc.AccumulatingOptimizer(inner_of(net), 2, data_parallel=parallel)
+        kept = wrap(net, 2, data_parallel=parallel)
         loss_of(parallel, 0).backward()
         del kept
         gc.collect()
@@ -370,14 +388,11 @@ def low_precision_on_the_wire() -> None:
         finals = []
         for dtype in (None, LOW):
             net = Net()
-            parallel = DistributedDataParallel(net, find_unused_parameters=True) if kind == "ddp" else net
-            ranks = parallel if kind == "ddp" else dist.group.WORLD
-            optimizer = fusedacc.AccumulatingOptimizer(
-                inner_of(net), 2, reduction="weighted", data_parallel=ranks, reduce_dtype=dtype
-            )
+            called, parallel = given(net, kind, find_unused_parameters=True)
+            optimizer = wrap(net, 2, reduction="weighted", data_parallel=parallel, reduce_dtype=dtype)
             for index in range(2):
                 with optimizer.accumulate(weight=0.1 + index + dist.get_rank()):
-                    loss_of(parallel, index).backward()
+                    loss_of(called, index).backward()
                 optimizer.step()
             finals.append([p.grad.clone() for p in net.parameters() if p.grad is not None])
             assert_ranks_equal(net)

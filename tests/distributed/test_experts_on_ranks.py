@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import pytest
-import torch
 import torch.distributed as dist
 from experts_models import Mixture, loss_of
 from ranks import on_ranks
-from ranks_setting import assert_close, assert_ranks_equal, small_buckets
-from torch.nn.parallel import DistributedDataParallel
-
-import fusedacc
+from ranks_setting import assert_nets_close, assert_ranks_equal, given, inner_of, small_buckets, wrap
 
 RANKS, UPDATES = 2, 4
 
 
-def sgd(net: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-
-
 def trains(how: str, stock_way: str, kind: str, steps: int) -> None:
     rank, net, wanted = dist.get_rank(), Mixture(how), Mixture(stock_way)
-    called = told = dist.group.WORLD if kind == "group" else DistributedDataParallel(net)
-    called = net if kind == "group" else called
-    stock = sgd(wanted)
+    called, told = given(net, kind)
+    stock = inner_of(wanted)
     with small_buckets():
-        optimizer = fusedacc.AccumulatingOptimizer(sgd(net), steps, model=called, data_parallel=told)
+        optimizer = wrap(net, steps, model=called, data_parallel=told)
         for window in range(UPDATES):
             for index in range(window * steps, (window + 1) * steps):
                 loss_of(called, 2 * index + rank, unused=4).backward()
@@ -33,8 +24,7 @@ def trains(how: str, stock_way: str, kind: str, steps: int) -> None:
                 for each in range(RANKS):
                     (loss_of(wanted, 2 * index + each, unused=4) / (steps * RANKS)).backward()
             stock.step(), stock.zero_grad()
-    for (name, p), q in zip(net.named_parameters(), wanted.parameters(), strict=True):
-        assert_close(p, q, 1e-5, name)
+    assert_nets_close(net, wanted)
     assert_ranks_equal(net)
     assert all(slot.paths == ("grouped",) for slot in optimizer._slots if slot.param.dim() == 3)
     optimizer.close()

@@ -2,292 +2,262 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import re
 import signal
-import textwrap
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
-from ranks import run_on_ranks, start_ranks
-
-SETUP = textwrap.dedent(
-    """
-    import os, signal, sys, time
-    from datetime import timedelta
-    from pathlib import Path
-    import torch
-    import torch.distributed as dist
-    from torch import nn
-    from torch.nn.parallel import DistributedDataParallel
-    import fusedacc
-    from fusedacc.distributed import reducer
-    from ranks_setting import error_of
-
-    rank, rendezvous, ranks, folder = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
-    torch.set_num_threads(1)
-    # Of the stopped rank's group; and within what a rank that has gone is noticed: 0.1 s was measured with
-    # 14 processes at work on 2 cores, but such a machine may leave a process out for a second.
-    TIMEOUT, SOON = 4, 2
-    meeting = dict(init_method=f"file://{rendezvous}", timeout=timedelta(seconds=60))
-    dist.init_process_group("gloo", rank=rank, world_size=ranks, **meeting)
-    reducer.FIRST_BYTES = reducer.BUCKET_BYTES = 1  # a bucket for each, sent before the backward has ended
-    K = 3
-
-    def make(steps=K, ddp=True, group=dist.group.WORLD, **options):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
-        net = DistributedDataParallel(model) if ddp else model
-        given = net if ddp else group
-        inner = torch.optim.Adam(model.parameters(), lr=0.01)
-        return net, fusedacc.AccumulatingOptimizer(inner, steps, data_parallel=given, **options)
-
-    def loss_of(net, index, of_rank=rank):
-        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * index + of_rank))
-        return net(x).pow(2).mean()
-
-    def train(net, optimizer, indices):
-        for index in indices:
-            loss_of(net, index).backward()
-            optimizer.step(), optimizer.zero_grad()
-
-    def parameters(net):
-        return torch.cat([p.detach().flatten() for p in net.parameters()])
-
-    def gathered(tensor):
-        found = [torch.empty_like(tensor) for _ in range(ranks)]
-        dist.all_gather(found, tensor)
-        return found
-
-    def say(name, value):
-        (folder / "unfinished").write_text(str(value))
-        (folder / "unfinished").rename(folder / name)
-
-    def hear(name):
-        while not (folder / name).exists():
-            time.sleep(0.01)
-        return (folder / name).read_text()
-
-    def assert_ended(optimizer, since, within):
-        '''A window's last backward has failed, and nothing goes on from what it has left.'''
-        assert time.monotonic() - since < within, time.monotonic() - since
-        before = parameters(net)
-        for refused in (optimizer.step, optimizer.flush, optimizer.state_dict):
-            assert "discard()" in error_of(RuntimeError, refused)
-        assert torch.equal(before, parameters(net))
-        optimizer.discard()
-        assert (optimizer.micro_step, optimizer.num_updates) == (0, UPDATES)
-        train(net, optimizer, range(K - 1))  # this rank's own affair
-        message = error_of(RuntimeError, lambda: loss_of(net, 0).backward())
-        assert "restart from a checkpoint" in message, message
-        assert torch.equal(before, parameters(net))
-    """
+import pytest
+import torch
+import torch.distributed as dist
+from loops import network
+from ranks import Pool, on_ranks
+from ranks_setting import (
+    assert_nets_close,
+    assert_ranks_equal,
+    error_of,
+    given,
+    inner_of,
+    refused,
+    small_buckets,
+    small_loss,
+    train,
+    wrap,
 )
-END = "\ndel net, optimizer\nimport gc\ngc.collect()\ndist.barrier()\ndist.destroy_process_group()\n"
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
-KILLED = textwrap.dedent(
+import fusedacc
+
+K = 3
+#: What gloo says of a collective that not all ranks join in time.
+TIMED_OUT = re.compile("timed out|timeout", re.IGNORECASE)
+
+
+def made(kind: str = "ddp", **options: Any) -> tuple[nn.Module, nn.Module, fusedacc.AccumulatingOptimizer]:
+    """A network, what the loop calls, and an optimizer whose buckets hold one gradient each.
+
+    Those are sent before the backward has ended.
     """
-    UPDATES = 2
-    net, optimizer = make()
-    train(net, optimizer, range(5 * K))
-    torch.save(parameters(net), folder / f"never-killed-{rank}")
+    net = network()
+    called, parallel = given(net, kind)
+    with small_buckets(1):
+        optimizer = wrap(net, K, **{"data_parallel": parallel} | options)
+    assert len(optimizer._accumulation.ranks.parallel.reducer.buckets()) == 4
+    return net, called, optimizer
+
+
+def values(net: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+
+def fail(_gradient: Tensor) -> None:
+    raise KeyError("on one rank only")
+
+
+def say(path: Path, value: object) -> None:
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(str(value))
+    unfinished.rename(path)
+
+
+def hear(path: Path) -> str:
+    while not path.exists():
+        time.sleep(0.01)
+    return path.read_text()
+
+
+def assert_over(called: nn.Module, optimizer: fusedacc.AccumulatingOptimizer, updates: int) -> None:
+    """A window's last backward failed, and nothing goes on from what it left."""
+    before = values(called)
+    for act in (optimizer.step, optimizer.flush, optimizer.state_dict):
+        refused(RuntimeError, "discard()", act)
+    assert torch.equal(before, values(called))
+    optimizer.discard()
+    assert (optimizer.micro_step, optimizer.num_updates) == (0, updates)
+    train(called, optimizer, range(K - 1))  # it sends nothing
+    refused(RuntimeError, "restart from a checkpoint", lambda: small_loss(called, 0).backward())
+    assert torch.equal(before, values(called))
+
+
+def fails_by_a_closed_connection(backward: Callable[[], None]) -> None:
+    """It fails without waiting for the timeout of the process group."""
+    message = error_of(RuntimeError, backward)
+    assert not TIMED_OUT.search(message), message
+
+
+def is_killed(folder: Path) -> None:
+    _, called, optimizer = made()
+    train(called, optimizer, range(4 * K))
+    torch.save(values(called), folder / f"never-killed-{dist.get_rank()}")
     optimizer.close()
 
-    net, optimizer = make()
-    train(net, optimizer, range(2 * K + 1))
-    torch.save((net.state_dict(), optimizer.state_dict()), folder / f"saved-{rank}")
-    train(net, optimizer, [2 * K + 1])
+    net, called, optimizer = made()
+    train(called, optimizer, range(2 * K + 1))
+    torch.save((net.state_dict(), optimizer.state_dict()), folder / f"saved-{dist.get_rank()}")
+    train(called, optimizer, [2 * K + 1])
     dist.barrier()
-    if rank == 1:
-        time.sleep(0.3)  # the other is waiting by now
-        say("killed", time.monotonic())
+    if dist.get_rank() == 1:
+        time.sleep(0.1)  # the other one is likely to wait by now
         os.kill(os.getpid(), signal.SIGKILL)
-    error_of(RuntimeError, lambda: loss_of(net, 2 * K + 2).backward())
-    assert_ended(optimizer, float(hear("killed")), SOON)
-    """
-)
-RESTARTED = textwrap.dedent(
-    """
-    import torch.distributed.tensor  # of which part-filled windows are saved
-    net, optimizer = make()
-    model, saved = torch.load(folder / f"saved-{rank}")
+    fails_by_a_closed_connection(lambda: small_loss(called, 2 * K + 2).backward())
+    assert_over(called, optimizer, updates=2)
+
+
+def restarts(folder: Path) -> None:
+    net, called, optimizer = made()
+    model, saved = torch.load(folder / f"saved-{dist.get_rank()}")
     net.load_state_dict(model)
     optimizer.load_state_dict(saved)
     assert optimizer.micro_step == 1
-    train(net, optimizer, range(2 * K + 1, 5 * K))
-    assert torch.equal(parameters(net), torch.load(folder / f"never-killed-{rank}"))
-    """
-)
-
-
-def ended(folder: Path, script: str, *wanted: int) -> None:
-    """Run it on two ranks, which must end with these exit statuses."""
-    found = [rank.wait(60) for rank in start_ranks(folder, SETUP + script, 2, str(folder))]
-    assert [each.returncode for each in found] == [*wanted], "\n".join(e.stdout + e.stderr for e in found)
+    train(called, optimizer, range(2 * K + 1, 4 * K))
+    assert torch.equal(values(called), torch.load(folder / f"never-killed-{dist.get_rank()}"))
+    optimizer.close()
 
 
 def test_a_killed_rank_ends_the_others_and_a_restart_is_as_if_it_had_lived(tmp_path):
-    ended(tmp_path, KILLED, 0, -signal.SIGKILL)
-    run_on_ranks(tmp_path, SETUP + RESTARTED + END, 2, str(tmp_path))
+    assert Pool(2).run_last(is_killed, (tmp_path,)) == [0, -signal.SIGKILL]
+    on_ranks(2, restarts, tmp_path)
 
 
-STOPPED = textwrap.dedent(
-    """
-    UPDATES = 1
-    net, optimizer = make(ddp=False, group=dist.new_group(timeout=timedelta(seconds=TIMEOUT)))
-    train(net, optimizer, range(2 * K - 1))
+def is_stopped(folder: Path) -> None:
+    """The group's timeout is short from here on only, so that a busy machine does not end the training."""
+    group = dist.new_group()
+    _, called, optimizer = made("group", data_parallel=group)
+    train(called, optimizer, range(2 * K - 1))
+    _set_pg_timeout(timedelta(seconds=1), group)
     dist.barrier()
-    if rank == 1:
-        say("pid", os.getpid())
+    if dist.get_rank() == 1:
+        say(folder / "pid", os.getpid())
         os.kill(os.getpid(), signal.SIGSTOP)
-    pid = int(hear("pid"))
-    try:
-        began = time.monotonic()
-        error_of(RuntimeError, lambda: loss_of(net, 2 * K - 1).backward())
-        assert time.monotonic() - began > TIMEOUT - 1
-        assert_ended(optimizer, began, TIMEOUT + SOON)
-    finally:
-        os.kill(pid, signal.SIGKILL)
-    """
-)
+    with ExitStack() as stack:
+        stack.callback(os.kill, int(hear(folder / "pid")), signal.SIGKILL)
+        message = error_of(RuntimeError, lambda: small_loss(called, 2 * K - 1).backward())
+        assert TIMED_OUT.search(message), message
+        assert_over(called, optimizer, updates=1)
 
 
 def test_a_stopped_rank_is_waited_for_no_longer_than_the_timeout(tmp_path):
-    ended(tmp_path, STOPPED, 0, -signal.SIGKILL)
+    assert Pool(2).run_last(is_stopped, (tmp_path,)) == [0, -signal.SIGKILL]
 
 
-RAISED = textwrap.dedent(
-    """
-    UPDATES = 1
-    net, optimizer = make()
-    train(net, optimizer, range(2 * K - 1))
-    assert len(optimizer._accumulation.ranks.parallel.reducer.buckets()) == 4
+def raises_between_two_buckets() -> None:
+    net, called, optimizer = made()
+    train(called, optimizer, range(2 * K - 1))
     dist.barrier()
-    if rank == 1:
-        def fail(gradient):
-            raise KeyError("on one rank only")
-        handle = net.module[0].weight.register_hook(fail)
-        error_of(KeyError, lambda: loss_of(net, 2 * K - 1).backward())
+    if dist.get_rank() == 1:
+        handle = net[0].weight.register_hook(fail)
+        error_of(KeyError, lambda: small_loss(called, 2 * K - 1).backward())
         handle.remove()
         optimizer.discard()
-        train(net, optimizer, range(K - 1))
-        message = error_of(RuntimeError, lambda: loss_of(net, K - 1).backward())
-        assert "was given up when a part of it was sent" in message, message
-        time.sleep(0.3)
-        say("ended", time.monotonic())
+        train(called, optimizer, range(K - 1))
+        given_up = "was given up when a part of it was sent"
+        refused(RuntimeError, given_up, lambda: small_loss(called, K - 1).backward())
         os._exit(7)
-    error_of(RuntimeError, lambda: loss_of(net, 2 * K - 1).backward())
-    assert_ended(optimizer, float(hear("ended")), SOON)
-    """
-)
+    fails_by_a_closed_connection(lambda: small_loss(called, 2 * K - 1).backward())
+    assert_over(called, optimizer, updates=1)
 
 
-def test_an_exception_between_two_buckets_is_the_end(tmp_path):
-    """Who discards then must not send anew what the others would take for the next bucket."""
-    ended(tmp_path, RAISED, 0, 7)
+def test_an_exception_between_two_buckets_is_the_end():
+    """A rank that discards then must not send again what the others would take for the next bucket."""
+    assert Pool(2).run_last(raises_between_two_buckets, ()) == [0, 7]
 
 
-ALIKE = textwrap.dedent(
-    """
-    # Another list of parameters: named at once, on both.
-    def another(change, *told):
+def another_list() -> None:
+    """Each of these differs on rank 1; both ranks say how, before anything is changed."""
+    for change, *told in (
+        (lambda params: params[:-1], "4", "3"),
+        (lambda params: [*params[:2], nn.Parameter(torch.zeros(4, 9)), params[3]], "(4, 9)", "(4, 3)"),
+        (lambda params: [*params[:3], nn.Parameter(params[3].detach().double())], "float64", "'1.bias'"),
+        (lambda params: [params[1], params[0], *params[2:]], "0.weight", "0.bias"),
+    ):
         model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4))
-        params = change(list(model.parameters())) if rank == 1 else list(model.parameters())
+        params = list(model.parameters())
+        params = change(params) if dist.get_rank() == 1 else params
         inner = torch.optim.SGD(params, lr=0.1)
         before = [p.detach().clone() for p in params]
-        dist.barrier()
-        began = time.monotonic()
-        make = lambda: fusedacc.AccumulatingOptimizer(inner, 2, model=model, data_parallel=dist.group.WORLD)
-        message = error_of(ValueError, make)
-        assert time.monotonic() - began < SOON
-        assert "rank 1 has other parameters than rank 0" in message, message
-        assert all(word in message for word in told), message
+        options = {"model": model, "data_parallel": dist.group.WORLD}
+        message = error_of(ValueError, lambda: fusedacc.AccumulatingOptimizer(inner, 2, **options))  # noqa: B023
+        assert all(word in message for word in ("rank 1 has other parameters than rank 0", *told)), message
         assert all(map(torch.equal, before, params))
         inner.zero_grad()
         fusedacc.AccumulatingOptimizer(inner, 2).close()  # nothing of it is left
 
-    another(lambda params: params[:-1], "4", "3")
-    wide = nn.Parameter(torch.zeros(4, 9))
-    another(lambda params: [*params[:2], wide, params[3]], "(4, 9)", "(4, 3)")
-    another(lambda params: [*params[:3], nn.Parameter(params[3].detach().double())], "float64", "'1.bias'")
-    another(lambda params: [params[1], params[0], *params[2:]], "0.weight", "0.bias")
 
-    # An exception that one rank outlives by discarding its window and beginning it again.
-    for ddp in (True, False):
-        net, optimizer = make(ddp=ddp)
-        train(net, optimizer, range(3 * K))
-        wanted = parameters(net)
+def an_exception_that_a_rank_outlives() -> None:
+    """It discards its window and begins it again."""
+    for kind in ("ddp", "group"):
+        wanted, called, optimizer = made(kind)
+        train(called, optimizer, range(2 * K))
         optimizer.close()
-        net, optimizer = make(ddp=ddp)
-        train(net, optimizer, range(K + 1))
-        if rank == 1:
-            def fail(gradient):
-                raise KeyError("on one rank only")
-            weight = (net.module if ddp else net)[0].weight
-            handle = weight.register_hook(fail)
-            error_of(KeyError, lambda: loss_of(net, K + 1).backward())
+        net, called, optimizer = made(kind)
+        train(called, optimizer, range(K + 1))
+        if dist.get_rank() == 1:
+            handle = net[0].weight.register_hook(fail)
+            error_of(KeyError, lambda: small_loss(called, K + 1).backward())  # noqa: B023
             optimizer.discard()
             handle.remove()
-            train(net, optimizer, [K])
-        train(net, optimizer, range(K + 1, 3 * K))
-        assert torch.equal(parameters(net), wanted)
+            train(called, optimizer, [K])
+        train(called, optimizer, range(K + 1, 2 * K))
+        assert torch.equal(values(net), values(wanted))
         optimizer.close()
 
-    # Weight 0 on one rank, in one micro-batch, in all, and on both ranks.
-    def weighed(weights, reduction):
-        net, optimizer = make(reduction=reduction)
+
+def weights_of_0() -> None:
+    """On one rank, in one micro-batch, in all, and on both ranks."""
+    for reduction, weights in itertools.product(
+        ("weighted", "normalized"),
+        (([2, 1, 3], [0, 0, 0]), ([0, 1, 0], [2, 0, 5]), ([0, 0, 0], [0, 0, 4]), ([0] * K, [0] * K)),
+    ):
+        net, called, optimizer = made(reduction=reduction)
+        wanted, total = network(), sum(map(sum, weights))
+        stock = inner_of(wanted)
         for index in range(2 * K):
-            with optimizer.accumulate(weight=weights[rank][index % K]):
-                loss_of(net, index).backward()
+            with optimizer.accumulate(weight=weights[dist.get_rank()][index % K]):
+                small_loss(called, index).backward()
             optimizer.step(), optimizer.zero_grad()
-        result = optimizer.num_updates, optimizer.num_skipped, parameters(net)
-        optimizer.close()
-        return result
-
-    def reference(weights, reduction):
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
-        optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-        for index in range(2 * K):
-            for of_rank in (0, 1):
-                weight, total = weights[of_rank][index % K], sum(map(sum, weights))
-                if weight:
+            for rank in (0, 1):
+                if weight := weights[rank][index % K]:
                     factor = weight if reduction == "weighted" else 1.0
-                    (factor / total * loss_of(net, index, of_rank)).backward()
+                    (factor / total * small_loss(wanted, index, rank)).backward()
             if index % K == K - 1:
-                optimizer.step(), optimizer.zero_grad()
-        return parameters(net)
+                stock.step(), stock.zero_grad()
+        assert (optimizer.num_updates, optimizer.num_skipped) == (2, 0 if total else 2)
+        assert_nets_close(net, wanted)
+        assert_ranks_equal(net)
+        optimizer.close()
 
-    for reduction in ("weighted", "normalized"):
-        for weights in (([2, 1, 3], [0, 0, 0]), ([0, 1, 0], [2, 0, 5]), ([0, 0, 0], [0, 0, 4])):
-            updates, skipped, found = weighed(weights, reduction)
-            assert (updates, skipped) == (2, 0)
-            torch.testing.assert_close(found, reference(weights, reduction), rtol=1e-5, atol=1e-6)
-            assert torch.equal(*gathered(found))
-        updates, skipped, found = weighed(([0] * K, [0] * K), reduction)
-        assert (updates, skipped) == (2, 2)
-        assert torch.equal(found, parameters(make()[0]))
 
-    # nan and inf on one rank, in the first micro-batch, in the middle, in the last; clipping beside it.
-    for ddp, private in ((True, False), (False, True)):
-        settings = dict(skip_nonfinite=True, max_grad_norm=1e-2, private_gradients=private, ddp=ddp)
-        net, optimizer = make(**settings)
+def not_finite() -> None:
+    """On one rank, in the first micro-batch, in the middle, in the last; clipping beside it."""
+    for kind, private in (("ddp", False), ("group", True)):
+        settings = {"skip_nonfinite": True, "max_grad_norm": 1e-2, "private_gradients": private}
+        net, called, optimizer = made(kind, **settings)
         decisions = []
         for window, (where, value) in enumerate([(None, 0), (0, "nan"), (1, "inf"), (2, "nan"), (None, 0)]):
-            before = parameters(net)
+            before = values(net)
             for index in range(K):
-                loss = loss_of(net, window * K + index)
-                if rank == 1 and index == where:
+                loss = small_loss(called, window * K + index)
+                if dist.get_rank() == 1 and index == where:
                     loss = loss * float(value)
                 loss.backward()
                 optimizer.step(), optimizer.zero_grad()
-            assert torch.equal(before, parameters(net)) == (where is not None)
-            norms = gathered(optimizer.grad_norm.reshape(1))
+            assert torch.equal(before, values(net)) == (where is not None)
+            norms = [torch.zeros_like(optimizer.grad_norm) for _ in range(2)]
+            dist.all_gather(norms, optimizer.grad_norm)
             assert torch.equal(*norms) or all(not norm.isfinite() for norm in norms)
-            decisions.append((optimizer.num_updates, optimizer.num_skipped))
+            decisions.append((optimizer.num_updates, int(optimizer.num_skipped)))
         assert decisions == [(1, 0), (2, 1), (3, 2), (4, 3), (5, 3)], decisions
-        assert torch.equal(*gathered(parameters(net)))
+        assert_ranks_equal(net)
         optimizer.close()
-    """
-)
 
 
-def test_what_one_rank_has_all_decide_alike(tmp_path):
-    run_on_ranks(tmp_path, SETUP + ALIKE + END, 2, str(tmp_path))
+@pytest.mark.parametrize("check", [another_list, an_exception_that_a_rank_outlives, weights_of_0, not_finite])
+def test_what_one_rank_has_all_decide_alike(check):
+    on_ranks(2, check)

@@ -103,20 +103,25 @@ def a_window_that_ends_early() -> None:
 
 
 def what_is_ignored() -> None:
-    """What a backward inside ignore() leaves does not count, in mid-window either."""
+    """What a backward inside ignore() leaves does not count, before, between and after those that do."""
     wanted, _ = alone(2, 1)
-    model = sharded()
-    wrap(model, 4).close()
-    optimizer = wrap(model, 2)
-    for index in range(2):
-        with optimizer.ignore():
-            loss_of(model, 7).backward()
-        optimizer.zero_grad()
-        loss_of(model, index).backward()
-        optimizer.step()
-    assert optimizer.num_updates == 1
-    assert far(model, wanted) < 3e-7
-    optimizer.close()
+    for steps in (2, None):
+        model = sharded()
+        wrap(model, 4).close()
+        optimizer = wrap(model, steps)
+        for index in range(2):
+            with optimizer.ignore():
+                loss_of(model, 7).backward()
+            if steps:
+                optimizer.zero_grad()
+            (loss_of(model, index) * (1.0 if steps else 0.5)).backward()
+            with optimizer.ignore():
+                loss_of(model, 7).backward()
+            if steps or index == 1:
+                optimizer.step()
+        assert optimizer.num_updates == 1
+        assert far(model, wanted) < 3e-7
+        optimizer.close()
 
 
 def the_sum_is_in_grad() -> None:
@@ -177,13 +182,7 @@ def sums_of_bfloat16_shards() -> None:
 
 
 @pytest.mark.parametrize(
-    "check",
-    [
-        every_way_of_synchronising,
-        as_stock,
-        a_window_that_ends_early,
-        what_is_ignored,
-    ],
+    "check", [every_way_of_synchronising, as_stock, a_window_that_ends_early, what_is_ignored]
 )
 def test_counted_loop(check):
     on_ranks(2, check)

@@ -53,35 +53,9 @@ def the_form_of_distributed_checkpoint() -> None:
     fresh.close()
 
 
-def by_distributed_checkpoint(folder: str) -> None:
-    """A part-filled window of shards, bit for bit."""
-    for dtype, masters in ((torch.float32, False), (torch.bfloat16, True)):
-        path, ends = f"{folder}/{dtype}", []
-        for resumes in (False, True):
-            for index in range(6):
-                if index in (0, 4 if resumes else 0):
-                    other = sharded(dtype)
-                    fresh = wrap(other, 3, master_weights=masters)
-                if resumes and index == 4:
-                    found = {"model": other.state_dict(), "optim": get_optimizer_state_dict(other, fresh)}
-                    make_room(found, path)
-                    dcp.load(found, checkpoint_id=path)
-                    other.load_state_dict(found["model"])
-                    set_optimizer_state_dict(other, fresh, found["optim"])
-                    assert (fresh.num_updates, fresh.micro_step) == (1, 1)
-                loss_of(other, index).backward()
-                fresh.step(), fresh.zero_grad()
-                if resumes and index == 3:
-                    saved = {"model": other.state_dict(), "optim": get_optimizer_state_dict(other, fresh)}
-                    dcp.save(saved, checkpoint_id=path)
-            ends.append([p.to_local().clone() for p in other.parameters()])
-            fresh.close()
-        assert all(map(torch.equal, *ends)), dtype
-
-
 # On as many ranks, on more, and on one
 
-K = 4
+K = 2
 #: The wrapper's steps, the parameters' dtype, and options.
 CASES = {
     "mean": (K, torch.float32, {}),
@@ -124,9 +98,9 @@ def train(model: nn.Module, optimizer: fusedacc.AccumulatingOptimizer, name: str
 
 def save_and_go_on(folder: str, name: str) -> list[Tensor]:
     model, optimizer = made(name)
-    train(model, optimizer, name, range(K + 2))
+    train(model, optimizer, name, range(K + 1))
     dcp.save(tree(model, optimizer), checkpoint_id=folder)
-    train(model, optimizer, name, range(K + 2, 3 * K))
+    train(model, optimizer, name, range(K + 1, 3 * K))
     assert optimizer.num_updates == 3
     optimizer.close()
     return [whole(p).detach().clone() for p in model.parameters()]
@@ -141,8 +115,8 @@ def load_and_go_on(folder: str, name: str, shards: bool) -> list[Tensor]:
     set_optimizer_state_dict(model, optimizer, found["optim"])
     assert optimizer.num_updates == 1
     if CASES[name][0]:
-        assert optimizer.micro_step == 2
-    train(model, optimizer, name, range(K + 2, 3 * K))
+        assert optimizer.micro_step == 1
+    train(model, optimizer, name, range(K + 1, 3 * K))
     assert optimizer.num_updates == 3
     optimizer.close()
     return [whole(p).detach().clone() for p in model.parameters()]
@@ -165,7 +139,3 @@ def test_a_window_goes_on_on_two_ranks_three_and_one(name, tmp_path):
 @pytest.mark.parametrize("check", [by_state_dicts, the_form_of_distributed_checkpoint])
 def test_forms_of_state(check):
     on_ranks(2, check)
-
-
-def test_distributed_checkpoint_in_mid_training(tmp_path):
-    on_ranks(2, by_distributed_checkpoint, str(tmp_path))

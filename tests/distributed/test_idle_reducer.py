@@ -8,36 +8,23 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from loops import loss_of, network
+from loops import network
 from ranks import on_ranks
+from ranks_setting import inner_of, train, wrap
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
-
-import fusedacc
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def train(parallel: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    for index in range(3):
-        loss_of(parallel, 10 * index + dist.get_rank()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def as_stock_once_closed(options: dict) -> None:
     model, wanted = network(), network()
     parallel = DistributedDataParallel(model, **options)
-    optimizer = fusedacc.AccumulatingOptimizer(sgd(model), 2, data_parallel=parallel)
-    train(parallel, optimizer)
+    optimizer = wrap(model, 2, data_parallel=parallel)
+    train(parallel, optimizer, range(3))
     optimizer.close()
     wanted.load_state_dict(model.state_dict())
-    train(parallel, sgd(model))
-    train(DistributedDataParallel(wanted, **options), sgd(wanted))
+    train(parallel, inner_of(model), range(3))
+    train(DistributedDataParallel(wanted, **options), inner_of(wanted), range(3))
     assert all(map(torch.equal, model.parameters(), wanted.parameters()))
 
 
@@ -53,7 +40,7 @@ def bytes_of_model_and_wrapper() -> int:
     """What stays allocated by the making of both."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         parallel = DistributedDataParallel(nn.Linear(1000, 1000), init_sync=False)
-        optimizer = fusedacc.AccumulatingOptimizer(sgd(parallel), 2, data_parallel=parallel)
+        optimizer = wrap(parallel, 2, data_parallel=parallel)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(path))
@@ -69,7 +56,7 @@ def test_its_memory_is_free_for_the_sums():
 
 def asks_for_it() -> None:
     parallel = DistributedDataParallel(network())
-    optimizer = fusedacc.AccumulatingOptimizer(sgd(parallel), 2, data_parallel=parallel)
+    optimizer = wrap(parallel, 2, data_parallel=parallel)
     with pytest.raises(AttributeError, match=r"_set_static_graph.*optimizer.close\(\)"):
         parallel._set_static_graph()
     optimizer.close()

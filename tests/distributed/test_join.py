@@ -6,14 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
-from ranks_setting import assert_ranks_equal, refused
+from ranks_setting import assert_ranks_equal, inner_of, refused, small_loss, wrap
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedacc
 
-K, EPOCHS = 2, 3
+K, EPOCHS = 2, 2
 
 
 def network(buffers=False):
@@ -22,29 +22,19 @@ def network(buffers=False):
     return nn.Sequential(nn.Linear(4, 5), norm, nn.Tanh(), nn.Linear(5, 2))
 
 
-def loss_of(model, index, of_rank=None):
-    of_rank = dist.get_rank() if of_rank is None else of_rank
-    generator = torch.Generator().manual_seed(10 * index + of_rank)
-    return model(torch.randn(3, 4, generator=generator)).pow(2).mean()
-
-
 def weight(index, of_rank):
     return index + 2 * of_rank + 1
-
-
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def one_process(windows, weighted=False):
     """A window is a list of (index, rank); the learning rate is halved after each update."""
     model = network()
-    optimizer = sgd(model)
+    optimizer = inner_of(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     for window in windows * EPOCHS:
         shares = [weight(*each) if weighted else 1 for each in window]
         for each, share in zip(window, shares, strict=True):
-            (loss_of(model, *each) * (share / sum(shares))).backward()
+            (small_loss(model, *each) * (share / sum(shares))).backward()
         optimizer.step(), scheduler.step(), optimizer.zero_grad()
     return model
 
@@ -54,9 +44,8 @@ def trained(lengths, flushes, attach, weighted=False, buffers=False, fused=False
     parallel = model if attach == "group" else DistributedDataParallel(model)
     ranks = {"group": dist.group.WORLD, "ddp": parallel, "late": None}[attach]
     reduction = "weighted" if weighted else "mean"
-    inner, options = sgd(model), options | {"reduction": reduction, "data_parallel": ranks}
-    options["model"] = model if fused else None
-    optimizer = fusedacc.AccumulatingOptimizer(inner, K, **options)
+    options |= {"reduction": reduction, "data_parallel": ranks, "model": model if fused else None}
+    optimizer = wrap(model, K, **options)
     if attach == "late":
         optimizer.attach(parallel)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
@@ -64,7 +53,7 @@ def trained(lengths, flushes, attach, weighted=False, buffers=False, fused=False
         with Join([optimizer], after_update=scheduler.step):
             for index in range(lengths[dist.get_rank()]):
                 with optimizer.accumulate(weight=weight(index, dist.get_rank()) if weighted else None):
-                    loss_of(parallel, index).backward()
+                    small_loss(parallel, index).backward()
                 optimizer.step()
                 if optimizer.has_updated:
                     scheduler.step()
@@ -106,7 +95,7 @@ def as_one_process() -> None:
 def windows_that_nobody_flushes() -> None:
     """They stay for the next epoch, and Join leaves nothing behind."""
     _, optimizer, _ = trained((3, 3), False, "ddp")
-    assert (optimizer.num_updates, optimizer.micro_step) == (4, 1)
+    assert (optimizer.num_updates, optimizer.micro_step) == (3, 0)
     assert optimizer._join_config.enable is False
     optimizer.close()
 
@@ -122,12 +111,12 @@ def an_exception_on_every_rank() -> None:
     """An end to uneven inputs by it."""
     model = network()
     parallel = DistributedDataParallel(model)
-    optimizer = fusedacc.AccumulatingOptimizer(sgd(model), 1, data_parallel=parallel)
+    optimizer = wrap(model, 1, data_parallel=parallel)
 
     def until_one_has_none():
         with Join([optimizer], throw_on_early_termination=True):
             for index in range((3, 1)[dist.get_rank()]):
-                loss_of(parallel, index).backward()
+                small_loss(parallel, index).backward()
                 optimizer.step(), optimizer.zero_grad()
 
     refused(RuntimeError, "exhausted", until_one_has_none)
@@ -139,11 +128,11 @@ def what_is_refused() -> None:
     """Before a collective."""
     model = network()
     parallel = DistributedDataParallel(model)
-    optimizer = fusedacc.AccumulatingOptimizer(sgd(model), 1, data_parallel=parallel)
+    optimizer = wrap(model, 1, data_parallel=parallel)
 
     def forward_in_its_join():
         with Join([parallel]):
-            loss_of(parallel, 0)
+            small_loss(parallel, 0)
 
     refused(RuntimeError, "Join([optimizer])", parallel.join)
     with parallel.join(enable=False):
@@ -152,13 +141,13 @@ def what_is_refused() -> None:
     again = network()
     enabled = DistributedDataParallel(again)
     enabled._join_config = parallel._join_config
-    third = fusedacc.AccumulatingOptimizer(sgd(again), 1)
+    third = wrap(again, 1)
     refused(ValueError, "inside its own join()", lambda: third.attach(enabled))
     refused(RuntimeError, "data_parallel=", lambda: Join([third]))
     optimizer.close()
     assert "join" not in parallel.__dict__
     assert parallel.require_backward_grad_sync
-    manual = fusedacc.AccumulatingOptimizer(sgd(model), data_parallel=dist.group.WORLD)
+    manual = wrap(model, None, data_parallel=dist.group.WORLD)
     refused(RuntimeError, "needs a counted loop", lambda: Join([manual]))
     manual.close()
 
@@ -167,11 +156,11 @@ def a_scale_that_changes() -> None:
     """It is not known to a rank that has no losses."""
     model = network()
     scaler = fusedacc.amp.GradScaler("cpu", init_scale=2.0)
-    optimizer = fusedacc.AccumulatingOptimizer(sgd(model), 1, data_parallel=dist.group.WORLD)
+    optimizer = wrap(model, 1, data_parallel=dist.group.WORLD)
 
     def scaled():
         with Join([optimizer]):
-            scaler.scale(loss_of(model, 0)).backward()
+            scaler.scale(small_loss(model, 0)).backward()
             scaler.step(optimizer)
 
     refused(RuntimeError, "GradScaler", scaled)

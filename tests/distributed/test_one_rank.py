@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -89,6 +90,29 @@ def test_an_ignored_backward_leaves_the_micro_batch_alone(micro):
             optimizer.zero_grad()
     assert optimizer.num_updates == 1
     assert_gradients(model, wanted)
+
+
+@pytest.mark.parametrize("bucket_view", [False, True])
+@pytest.mark.parametrize("synchronises", [False, True])
+@pytest.mark.parametrize("steps", [None, 2])
+def test_an_ignored_backward_by_the_reducer_leaves_the_window_alone(steps, synchronises, bucket_view):
+    """The reducer writes p.grad in a callback, and where that is its bucket, whatever is a view of it."""
+    model = network()
+    parallel = DistributedDataParallel(model, gradient_as_bucket_view=bucket_view)
+    optimizer = wrap(model, steps, reduction="sum", lr=0.0)
+    wanted = expected(model, (0, 1))
+    for seed in (0, 1):
+        with optimizer.ignore(), nullcontext() if synchronises else parallel.no_sync():
+            loss_of(parallel, 7).backward()
+        loss_of(parallel, seed).backward()
+        with optimizer.ignore(), nullcontext() if synchronises else parallel.no_sync():
+            loss_of(parallel, 7).backward()
+        if steps is not None:
+            optimizer.step()
+    assert_gradients(model, wanted)
+    optimizer.step()
+    if steps is None:
+        assert_gradients(model, wanted)
 
 
 class Deferring:

@@ -7,7 +7,9 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from loops import network
 from ranks import on_ranks
+from ranks_setting import inner_of, small_loss, wrap
 from torch import nn
 
 import fusedacc
@@ -16,21 +18,13 @@ STEPS, SCALE = 2, 8.0
 
 
 def loss_of(model: nn.Module, rank: int, index: int, overflow: tuple[int, int] | None) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(10 * index + rank)
-    loss = model(torch.randn(4, 3, generator=generator)).pow(2).mean()
-    return loss * math.inf if (rank, index) == overflow else loss
-
-
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    return small_loss(model, index, rank) * (math.inf if (rank, index) == overflow else 1.0)
 
 
 def scaled(lengths: tuple[int, ...], overflow: tuple[int, int] | None) -> list:
     """The updates, the scaler's state after the epoch, and the parameters."""
     model, rank = network(), dist.get_rank()
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = fusedacc.AccumulatingOptimizer(inner, STEPS, data_parallel=dist.group.WORLD)
+    optimizer = wrap(model, STEPS, data_parallel=dist.group.WORLD)
     scaler = fusedacc.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=2)
     for index in range(lengths[rank]):
         scaler.scale(loss_of(model, rank, index, overflow)).backward()
@@ -47,15 +41,12 @@ def scaled(lengths: tuple[int, ...], overflow: tuple[int, int] | None) -> list:
 def stock(lengths: tuple[int, ...], overflow: tuple[int, int] | None) -> list:
     """One process with the data of all ranks, and torch's scaler."""
     model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = inner_of(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=2)
     updates = skipped = 0
     for begin in range(0, max(lengths), STEPS):
-        batches = [
-            (rank, index)
-            for rank, length in enumerate(lengths)
-            for index in range(begin, min(begin + STEPS, length))
-        ]
+        windows = (range(begin, min(begin + STEPS, length)) for length in lengths)
+        batches = [(rank, index) for rank, window in enumerate(windows) for index in window]
         for rank, index in batches:
             (scaler.scale(loss_of(model, rank, index, overflow)) / len(batches)).backward()
         scaler.step(optimizer), scaler.update(), optimizer.zero_grad()

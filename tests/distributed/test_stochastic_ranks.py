@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -13,7 +13,7 @@ from fsdp_setting import adam as fsdp_adam
 from fsdp_setting import loss_of as fsdp_loss_of
 from fsdp_setting import sharded, whole
 from ranks import on_ranks
-from ranks_setting import LOW, Net, assert_ranks_equal, inner_of, loss_of, small_buckets
+from ranks_setting import LOW, Net, assert_ranks_equal, given, inner_of, loss_of, small_buckets, wrap
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -37,31 +37,30 @@ LOOPS: dict[str, dict[str, Any]] = {
 }
 
 
+K = 3
+
+
 def made(kind: str, seed: int | None = 3, dtype: torch.dtype = LOW, inside: bool = False, **options: Any):
     net = Net(dtype=dtype)
     net.norm.float()  # whose buffers gloo does not add in bfloat16
-    called = DistributedDataParallel(net, find_unused_parameters=True) if kind == "ddp" else net
-    given = called if kind == "ddp" else dist.group.WORLD
-    steps = options.pop("steps", 4)
+    called, parallel = given(net, kind, find_unused_parameters=True)
+    steps = options.pop("steps", K)
     options |= {"model": net} if inside else {}
-    optimizer = fusedacc.AccumulatingOptimizer(
-        inner_of(net), steps, data_parallel=given, seed=seed, **(STOCHASTIC | options)
-    )
-    return net, called, optimizer
+    return net, called, wrap(net, steps, data_parallel=parallel, seed=seed, **(STOCHASTIC | options))
 
 
 def trains(kind: str, options: dict[str, Any]) -> None:
     """Ranks stay equal over full windows, one that has an own parameter, one that ends early."""
     with small_buckets():
         net, called, optimizer = made(kind, seed=3 + dist.get_rank(), **options)
-        weighs, steps = options.get("reduction") in ("weighted", "normalized"), options.get("steps", 4)
-        for index in range(10):
+        weighs, steps = options.get("reduction") in ("weighted", "normalized"), options.get("steps", K)
+        for index in range(2 * K + 1):
             rank = dist.get_rank()
-            last = steps is None and index % 4 != 3 and kind == "ddp"
-            silence = called.no_sync() if last else contextlib.nullcontext()
+            last = index % K == K - 1
+            silence = called.no_sync() if steps is None and not last and kind == "ddp" else nullcontext()
             with silence, optimizer.accumulate(weight=1.0 + index + rank if weighs else None):
-                loss_of(called, index, uses_extra=index == 5 and rank == 1).backward()
-            if steps or index % 4 == 3:
+                loss_of(called, index, uses_extra=index == K + 1 and rank == 1).backward()
+            if steps or last:
                 optimizer.step(), optimizer.zero_grad()
                 assert_ranks_equal(net, (options, index))
         if steps:
@@ -77,10 +76,15 @@ def trains(kind: str, options: dict[str, Any]) -> None:
         optimizer.close()
 
 
+def traits(kind: str, loop: str) -> dict[str, object]:
+    return {"kind": kind} | {name: str(value) for name, value in LOOPS[loop].items()}
+
+
+@pytest.mark.sweep(of=traits)
 @pytest.mark.parametrize("kind", ["ddp", "group"])
-@pytest.mark.parametrize("options", LOOPS.values(), ids=LOOPS)
-def test_ranks_stay_equal(kind, options):
-    on_ranks(2, trains, kind, options)
+@pytest.mark.parametrize("loop", LOOPS)
+def test_ranks_stay_equal(kind, loop):
+    on_ranks(2, trains, kind, LOOPS[loop])
 
 
 ELEMENTS = 1 << 14
@@ -90,10 +94,8 @@ GRADIENTS = (1.0, 0.0031, 0.0007, 0.0011)
 def vector(gradients: tuple[float, ...], before: bool = False, **options: Any) -> Tensor:
     """A window of a vector of equal elements: its gradient, or this rank's sum as it is sent."""
     weight = nn.Parameter(torch.zeros(ELEMENTS, dtype=LOW))
-    given = STOCHASTIC | {"seed": 5, "reduction": "sum"} | options
-    optimizer = fusedacc.AccumulatingOptimizer(
-        torch.optim.SGD([weight], lr=1.0), len(gradients), data_parallel=dist.group.WORLD, **given
-    )
+    how = STOCHASTIC | {"seed": 5, "reduction": "sum", "data_parallel": dist.group.WORLD} | options
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight], lr=1.0), len(gradients), **how)
     sent = []
     launch = reducer.Bucket.launch
 
@@ -166,27 +168,28 @@ def resumes(kind: str, options: dict[str, Any], done: int) -> None:
                 weight = 1.0 + half + dist.get_rank() if options.get("reduction") == "weighted" else None
                 with optimizer.accumulate(weight=weight):
                     loss_of(called, half // 2).backward()
-            elif options.get("steps", 4) or half % 8 == 7:
+            else:
                 optimizer.step(), optimizer.zero_grad()
 
     with small_buckets():
-        net, called, optimizer = made(kind, **options)
+        net, called, optimizer = made(kind, steps=2, **options)
         train(called, optimizer, range(done))
         saved = [net.state_dict(), optimizer.state_dict()]
         saved = torch.utils._pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, saved)
-        other, called_other, resumed = made(kind, seed=99, **options)
+        other, called_other, resumed = made(kind, seed=99, steps=2, **options)
         other.load_state_dict(saved[0])
         resumed.load_state_dict(saved[1])
         for each, its in ((called, optimizer), (called_other, resumed)):
-            train(each, its, range(done, 24))
+            train(each, its, range(done, 12))
         for p, q in zip(net.parameters(), other.parameters(), strict=True):
             assert torch.equal(p, q), (kind, options, done)
         assert_ranks_equal(other)
         optimizer.close(), resumed.close()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["ddp", "group"])
-@pytest.mark.parametrize("done", [4, 8, 15], ids=["mid-window", "between windows", "reduced"])
+@pytest.mark.parametrize("done", [2, 4, 7], ids=["mid-window", "between windows", "reduced"])
 @pytest.mark.parametrize("name", ["mean", "clipped", "weighted"])
 def test_a_checkpoint_goes_on_bit_for_bit(name, done, kind):
     on_ranks(2, resumes, kind, LOOPS[name], done)
@@ -294,9 +297,9 @@ def shards(steps: int | None) -> None:
     for options in (STOCHASTIC | {"seed": 2}, STOCHASTIC | {"seed": 2}, {}):
         model = sharded(LOW)
         optimizer = fusedacc.AccumulatingOptimizer(fsdp_adam(model), steps, **options)
-        for index in range(8):
-            (fsdp_loss_of(model, index) / (1 if steps else 4)).backward()
-            if steps or index % 4 == 3:
+        for index in range(4):
+            (fsdp_loss_of(model, index) / (1 if steps else 2)).backward()
+            if steps or index % 2 == 1:
                 optimizer.step(), optimizer.zero_grad()
         assert optimizer.num_updates == 2
         found.append([whole(p).detach() for p in model.parameters()])
@@ -306,6 +309,6 @@ def shards(steps: int | None) -> None:
         torch.testing.assert_close(first, near, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("steps", [4, None])
+@pytest.mark.parametrize("steps", [2, None])
 def test_shards_of_fsdp2(steps):
     on_ranks(2, shards, steps)

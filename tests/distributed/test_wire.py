@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import functools
 import json
 import tempfile
@@ -85,16 +84,6 @@ def test_nothing_is_sent_before_the_last_micro_batch(way):
     *before, last = sent(2, way)
     assert max(before) < 10_000, "but for the barriers between which they are counted"
     assert last > PARAMETERS
-
-
-def test_only_a_kernel_that_refuses_a_network_skips(capsys):
-    with pytest.raises(SystemExit) as ended:
-        counting_ranks.end_if_refused("unshare", errno.EPERM)
-    assert ended.value.code == counting_ranks.NOT_ALLOWED
-    assert capsys.readouterr().out.startswith("unshare: Operation not permitted")
-    if Path("/proc/self/ns/user").exists() and Path("/proc/self/ns/net").exists():
-        with pytest.raises(OSError, match="unshare: Invalid argument"):  # as where there are threads
-            counting_ranks.end_if_refused("unshare", errno.EINVAL)
 
 
 @pytest.mark.parametrize("world", [2, 3])

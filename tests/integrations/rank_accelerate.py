@@ -1,6 +1,6 @@
 """One of two ranks: Accelerate's loop and the Trainer on gloo, ours against what they must equal.
 
-RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set; prints nothing unless it fails.
+RANK, WORLD_SIZE, LOCAL_RANK and where to meet are set.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import fusedacc
 from fusedacc.integrations.accelerate import prepare
 
 STEPS, EPOCHS = 4, 2
+case_transformers.EPOCHS = EPOCHS
 
 
 def exact(case: case_accelerate.Case) -> torch.nn.Module:
@@ -166,7 +167,7 @@ def trainer() -> None:
         torch.testing.assert_close(parameter, wanted)
 
 
-if __name__ == "__main__":
+def main() -> None:
     torch.set_num_threads(1)
     counted_loops()
     manual_loop()

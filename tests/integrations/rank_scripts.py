@@ -1,50 +1,53 @@
-"""Runs a script of this folder as torchrun would, on two ranks of this machine."""
+"""Runs a script of this folder as torchrun would, on two ranks of this machine: `rank_scripts.py NAME`."""
 
 from __future__ import annotations
 
+import importlib
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 from example_scripts import EXAMPLES
+from ranks import fork_ranks
+from torch.distributed import TCPStore
 
-#: Seconds after which both are ended.
-PATIENCE = 240
+RANKS = 2
+#: Seconds after which they are ended.
+PATIENCE = 600
 
 
 def run_on_two_ranks(script: str) -> None:
-    """Run it twice at once; both must succeed.
+    """Run its `main()` twice at once; both must succeed. They meet at a store of this process.
 
     Args:
         script: its name, without the ending.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = os.environ | {
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    variables = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(EXAMPLES.parent), *sys.path]),
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
+        "WORLD_SIZE": str(RANKS),
+        "LOCAL_WORLD_SIZE": str(RANKS),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(store.port),
         "TORCHELASTIC_RUN_ID": "tests",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name(f"{script}.py"))],
-            env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=PATIENCE)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], "\n".join(outputs)
+    command = [sys.executable, __file__, script]
+    ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=PATIENCE)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def main() -> None:
+    script = importlib.import_module(Path(sys.argv[1]).stem)  # once, and not by each rank
+
+    def run(rank: int) -> None:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
+        script.main()
+
+    sys.exit(fork_ranks(RANKS, run))
+
+
+if __name__ == "__main__":
+    main()

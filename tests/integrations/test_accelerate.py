@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 
 import case_accelerate as case
 import pytest
@@ -13,7 +12,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType, GradientAccumulationPlugin
 from comparison import equal
-from example_scripts import output_of
+from example_scripts import printed_by, updates_and_accuracy
 from rank_scripts import run_on_two_ranks
 from torch import nn
 
@@ -303,7 +302,6 @@ def test_two_ranks_train_as_one_by_accelerate_and_by_the_trainer():
 
 
 def test_example_learns_digits():
-    printed = output_of("accelerate_digits.py")
-    updates, accuracy = re.search(r"(\d+) updates, accuracy .*: ([\d.]+)%", printed).groups()
-    assert int(updates) == 20 * 24
-    assert float(accuracy) > 85
+    updates, accuracy = updates_and_accuracy(printed_by("accelerate_digits.py"))
+    assert updates == 20 * 24
+    assert accuracy > 85

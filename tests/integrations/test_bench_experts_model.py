@@ -18,7 +18,7 @@ from experts_sums import assert_ways_add_the_same
 
 from benchmarks.harness.results import Results
 from benchmarks.suites import experts, experts_model
-from benchmarks.suites.layers import INSIDE, STOCK, WRAPPED
+from benchmarks.suites.layers import INSIDE
 
 (SIZE,) = experts_model.SIZES["quick"]
 
@@ -33,28 +33,19 @@ def test_every_way_adds_the_same(dtypes):
     assert " grouped " in ways[INSIDE].optimizer.explain()
 
 
-def test_rows_are_told_for_both_kinds_of_memory(monkeypatch):
+def test_cells_and_their_goals(monkeypatch):
+    """tests/benchmarks/test_bench_experts.py has the rows that are made of them."""
     monkeypatch.setitem(experts_model.GOALS, (SIZE, "float32"), 1e-3)
-    results = Results(None)
-    experts_model.figures(results, "quick")
-    assert all(row.median is not None for row in results.rows)
-    assert {(row.benchmark, row.case) for row in results.rows} == {("experts_model", str(SIZE))}
-    assert {row.note.split()[0] for row in results.rows} == {"transformers"}
-    held = {mode: [] for mode in (*experts.MODES, "backward")}
-    for row in results.rows:
-        if row.against:
-            assert row.provider == INSIDE
-            held[row.mode].append((row.dtypes, row.against, row.goal, row.reached))
-    float32, bfloat16 = experts.DTYPES
-    for mode in experts.MODES:
-        goal = (1e-3, "yes") if mode == experts.DEFAULTS else (None, "")
-        assert held[mode] == [
-            (float32, STOCK, *goal),
-            (bfloat16, STOCK, None, ""),
-            (bfloat16, experts.HOOK, None, ""),
-        ]
-    assert held["backward"] == [(dtypes, "best of stock", 1.0, "yes") for dtypes in experts.DTYPES]
-    assert {row.provider for row in results.rows} == {STOCK, experts.HOOK, WRAPPED, INSIDE}
+    told = []
+    monkeypatch.setattr(experts_model, "by_memory", lambda *arguments: told.append(arguments))
+    experts_model.figures(Results(None), "quick")
+    ((_, cells, rounds, note),) = told
+    assert rounds == experts.ROUNDS["quick"]
+    assert note.startswith("transformers ")
+    assert [(cell.case.benchmark, cell.case.case, cell.case.dtypes) for cell in cells] == [
+        ("experts_model", str(SIZE), dtypes) for dtypes in experts.DTYPES
+    ]
+    assert [cell.goals for cell in cells] == [{experts.DEFAULTS: 1e-3}, {experts.DEFAULTS: 0.0}]
     assert {size for size, _ in experts_model.GOALS} >= set(experts_model.SIZES["short"])
 
 

@@ -60,11 +60,3 @@ def test_rows_and_their_table(tmp_path, monkeypatch):
     assert text.startswith("before\n<!-- accuracy -->")
     assert text.endswith("<!-- /accuracy -->\nafter\n")
     assert "old" not in text
-
-
-def test_without_transformers_nothing_is_recorded(monkeypatch, tmp_path):
-    monkeypatch.setattr(planner.importlib.util, "find_spec", lambda name: None)
-    kept = Results(tmp_path / "results.csv")
-    with pytest.raises(SystemExit, match="make bench-integrations"):
-        planner.figures(kept, "quick")
-    assert not kept.rows

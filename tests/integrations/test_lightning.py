@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import re
 from pathlib import Path
 
 import case_lightning as case
@@ -13,7 +12,7 @@ import pytest
 import torch
 from bigrams import tolerance
 from comparison import difference, equal, snapshot
-from example_scripts import output_of
+from example_scripts import printed_by, updates_and_accuracy
 from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
     GradientAccumulationScheduler,
@@ -31,45 +30,58 @@ from torch.utils.data import DataLoader, IterableDataset
 import fusedacc
 from fusedacc.integrations.lightning import AccumulationCallback
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+#: Ten micro-batches: an epoch is two windows of four, and one of two.
+DATA = case.batches([6] * 10)
+EPOCHS = 3
 
 
-class TestAgainstWholeBatches:
-    @pytest.fixture(scope="class")
-    @classmethod
-    def rows(cls):
-        return {row.case: row for row in case.compare()}
+def fit(module, *callbacks, epochs=1, data=DATA, path=None, **options):
+    """The Trainer after these epochs, with our callback before these."""
+    runner = case.trainer(epochs, callbacks=[AccumulationCallback(), *callbacks], **options)
+    loader = data if isinstance(data, DataLoader) else case.loader(data)
+    runner.fit(module, loader, ckpt_path=path)
+    return runner
 
-    @pytest.mark.parametrize("name", [name for name, *_ in case.CASES])
-    def test_ours_is_exact(self, rows, name):
-        row = rows[name]
-        assert row.updates >= 20
-        assert row.our_updates == row.updates
-        assert row.ours < tolerance(row.updates, 40)
 
-    def test_lightning_is_exact_where_all_windows_are_full(self, rows):
-        row = rows["full windows"]
-        assert row.theirs < tolerance(row.updates, 40)
+def made(kind=case.Module, steps=4, **options):
+    return kind(case.network(), steps=steps, **options)
 
-    def test_lightning_divides_a_part_filled_window_by_k(self, rows):
-        row = rows["part-filled last window"]
-        assert row.their_updates == row.updates
-        assert row.theirs > 0.1
 
-    def test_lightning_takes_the_mean_of_means(self, rows):
-        assert rows["token-weighted loss, ragged lengths"].theirs > 0.1
+def updates(runner):
+    """How many, as the Trainer, the optimizer and the scheduler count them."""
+    last_epoch = runner.lr_scheduler_configs[0].scheduler.last_epoch
+    (count,) = {runner.global_step, runner.optimizers[0].num_updates, last_epoch}
+    return count
 
-    def test_each_update_is_clipped_once(self):
-        data = case.batches([6] * 10)
-        ours, _ = case.fit_ours(data, 8, max_grad_norm=0.1)
-        exact = case.reference(data, 8, max_norm=0.1)
-        start = snapshot(case.network())
-        assert difference(snapshot(ours), snapshot(exact), start) < tolerance(24, 40)
-        assert difference(snapshot(case.reference(data, 8)), snapshot(exact), start) > 0.1
+
+def assert_near(net, wanted, count):
+    found = difference(snapshot(net), snapshot(wanted), snapshot(case.network()))
+    assert found < tolerance(count, 40)
+
+
+def assert_exact(module, epochs=EPOCHS, data=DATA):
+    """As one process that trains on the whole batches."""
+    assert_near(module.net, case.reference(data, epochs), epochs * -(-len(data) // 4))
+
+
+def test_ours_is_exact_and_lightnings_own_where_all_windows_are_full():
+    for row in case.compare():
+        allowed = tolerance(row.updates, 40)
+        assert row.our_updates == row.their_updates == row.updates >= 20, row
+        assert row.ours < allowed, row
+        assert (row.theirs < allowed) if row.case == "full windows" else (row.theirs > 0.1), row
+
+
+def test_each_update_is_clipped_once():
+    ours, _ = case.fit_ours(DATA, EPOCHS, max_grad_norm=0.1)
+    exact = case.reference(DATA, EPOCHS, max_norm=0.1)
+    assert_near(ours, exact, 9)
+    start = snapshot(case.network())
+    assert difference(snapshot(case.reference(DATA, EPOCHS)), snapshot(exact), start) > 0.1
 
 
 class Watch(lightning.Callback):
-    """What else is called, and when: (batch, global_step)."""
+    """What else is called, and when."""
 
     def __init__(self):
         self.before_steps, self.validations = [], []
@@ -107,7 +119,7 @@ class CountsClearing(case.Module):
 def test_gradients_are_cleared_once_a_window_as_by_the_trainers_own_accumulation():
     data, found = case.loader(case.batches([6] * 8)), []
     for steps in (None, 4):
-        watch, module = Cleared(), CountsClearing(case.network(), steps=steps)
+        watch, module = Cleared(), made(CountsClearing, steps)
         averages = EMAWeightAveraging(decay=0.5), WeightAveraging()
         ours = {"callbacks": [*averages, watch, AccumulationCallback()]}
         theirs = {"callbacks": [*averages, watch], "accumulate_grad_batches": 4}
@@ -118,44 +130,65 @@ def test_gradients_are_cleared_once_a_window_as_by_the_trainers_own_accumulation
         assert module.cleared == progress.zero_grad.total.completed == progress.step.total.completed == 4
         assert watch.average.n_averaged == 4
         assert [average._average_model.n_averaged.item() for average in averages] == [4, 4]
-        found.append(
-            (module.net, watch.average.module, *(each._average_model.module.net for each in averages))
-        )
-    start = snapshot(case.network())
+        averaged = [average._average_model.module.net for average in averages]
+        found.append((module.net, watch.average.module, *averaged))
     for theirs, ours in zip(*found, strict=True):
-        assert difference(snapshot(ours), snapshot(theirs), start) < tolerance(4, 40)
+        assert_near(ours, theirs, 4)
+
+
+class WithoutLoss(CountsClearing):
+    """Its training step returns None for some batches."""
+
+    skipped = (0, 5)
+
+    def training_step(self, batch, batch_idx):
+        return None if batch_idx in self.skipped else super().training_step(batch, batch_idx)
 
 
 def test_a_batch_without_a_loss_clears_nothing_twice():
-    class Sometimes(CountsClearing):
-        def training_step(self, batch, batch_idx):
-            return None if batch_idx in (0, 5) else super().training_step(batch, batch_idx)
-
-    module = Sometimes(case.network(), steps=4)
-    runner = case.trainer(1, callbacks=[AccumulationCallback()])
-    runner.fit(module, case.loader(case.batches([6] * 10)))
-    assert module.cleared == runner.global_step == 2
+    module = made(WithoutLoss)
+    assert updates(fit(module)) == module.cleared == 2
 
 
-@pytest.mark.parametrize("steps", [None, 4])
+@pytest.mark.parametrize("skipped", [1, 3, 9])
+def test_a_training_step_without_a_loss_does_not_count(skipped):
+    module = made(WithoutLoss)
+    module.skipped = (skipped,)
+    assert updates(fit(module, epochs=2)) == 6
+    assert_exact(module, 2, [*DATA[:skipped], *DATA[skipped + 1 :]])
+
+
+class Logs(case.Module):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+
+class ByHand(case.Module):
+    """A manual loop inside the Trainer's own accumulation."""
+
+    def configure_optimizers(self):
+        optimizer = fusedacc.AccumulatingOptimizer(self.make(self.net.parameters()))
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+@pytest.mark.parametrize("kind", [ByHand, case.Module])
 @pytest.mark.parametrize("scheduled", [True, False])
-def test_learning_rates_are_logged_once(tmp_path, scheduled, steps):
-    class Maybe(case.Module):
+def test_learning_rates_are_logged_once(tmp_path, scheduled, kind):
+    class Maybe(kind):
         def configure_optimizers(self):
             optimizers, schedulers = super().configure_optimizers()
-            if steps is None:  # a manual loop inside the Trainer's own accumulation
-                optimizers = [fusedacc.AccumulatingOptimizer(optimizers[0])]
-                schedulers[0]["scheduler"] = torch.optim.lr_scheduler.ExponentialLR(optimizers[0], 0.98)
             return optimizers, schedulers if scheduled else []
 
-    options = {"accumulate_grad_batches": 4} if steps is None else {}
-    callbacks = [AccumulationCallback()] if steps else []
     monitor = LearningRateMonitor("step", log_momentum=True)
-    module = Maybe(case.network(), steps=steps)
-    runner = case.trainer(
-        1, logger=CSVLogger(tmp_path), log_every_n_steps=1, callbacks=[monitor, *callbacks], **options
-    )
-    runner.fit(module, case.loader(case.batches([6] * 12)))
+    options = {"logger": CSVLogger(tmp_path), "log_every_n_steps": 1}
+    if kind is ByHand:
+        runner = case.trainer(1, callbacks=[monitor], accumulate_grad_batches=4, **options)
+        runner.fit(Maybe(case.network()), case.loader(case.batches([6] * 12)))
+    else:
+        runner = fit(made(Maybe), monitor, data=case.batches([6] * 12), **options)
     assert list(monitor.lrs) == ["lr-AccumulatingOptimizer"]
     # At each batch, as for an optimizer that is not wrapped; Lightning logs where a step of loggers begins.
     rates = sorted(set(monitor.lrs["lr-AccumulatingOptimizer"]), reverse=True)
@@ -168,18 +201,16 @@ class WithValidation(case.Module):
     def validation_step(self, batch, batch_idx):
         pass
 
+    def val_dataloader(self):
+        return case.loader(DATA)
+
 
 def test_everything_counts_updates(tmp_path):
-    data = case.loader(case.batches([6] * 10))
-    watch = Watch()
+    watch, module = Watch(), made(WithValidation)
     saves = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
-    module = WithValidation(case.network(), steps=4)
     options = {"enable_checkpointing": True, "num_sanity_val_steps": 0}
-    runner = case.trainer(2, callbacks=[AccumulationCallback(), watch, saves], **options)
-    runner.fit(module, data, data)
-    assert runner.global_step == runner.optimizers[0].num_updates == 6
+    assert updates(fit(module, watch, saves, epochs=2, **options)) == 6
     assert module.rates == pytest.approx([0.2 * 0.98**i for i in range(6)])
-    assert runner.lr_scheduler_configs[0].scheduler.last_epoch == 6
     assert watch.before_steps == [3, 7, 9, 13, 17, 19]
     # An epoch is validated with its last, part-filled window in the parameters.
     assert watch.validations == [(3, 3, 0), (6, 6, 0)]
@@ -188,24 +219,17 @@ def test_everything_counts_updates(tmp_path):
 
 @pytest.mark.parametrize("steps", [None, 4])
 def test_loggers_get_a_row_for_each_update(tmp_path, steps):
-    class Logs(case.Module):
-        def training_step(self, batch, batch_idx):
-            loss = super().training_step(batch, batch_idx)
-            self.log("loss", loss)
-            return loss
-
     options = {"accumulate_grad_batches": 4} if steps is None else {"callbacks": [AccumulationCallback()]}
     logger = CSVLogger(tmp_path)
     runner = case.trainer(2, logger=logger, log_every_n_steps=1, **options)
-    runner.fit(Logs(case.network(), steps=steps), case.loader(case.batches([6] * 10)))
+    runner.fit(made(Logs, steps), case.loader(DATA))
     with open(Path(logger.log_dir) / "metrics.csv") as file:
         assert [row["step"] for row in csv.DictReader(file)] == list("012345")
 
 
 def test_max_steps_are_updates():
-    runner = case.trainer(-1, max_steps=5, callbacks=[AccumulationCallback()])
-    runner.fit(case.Module(case.network(), steps=4), case.loader(case.batches([6] * 10)))
-    assert runner.global_step == runner.optimizers[0].num_updates == 5
+    runner = fit(made(), epochs=-1, max_steps=5)
+    assert updates(runner) == 5
     assert runner.fit_loop.epoch_loop.total_batch_idx == 17
 
 
@@ -215,9 +239,51 @@ def test_a_scheduler_of_epochs_steps_after_the_last_update_of_each():
             optimizers, (config,) = super().configure_optimizers()
             return optimizers, [config | {"interval": "epoch"}]
 
-    module = ByEpoch(case.network(), steps=4)
-    case.trainer(2, callbacks=[AccumulationCallback()]).fit(module, case.loader(case.batches([6] * 10)))
+    module = made(ByEpoch)
+    fit(module, epochs=2)
     assert module.rates == pytest.approx([0.2] * 3 + [0.2 * 0.98] * 3)
+
+
+def test_a_plateau_scheduler_of_steps_steps_on_updates():
+    class Plateau(Logs):
+        def configure_optimizers(self):
+            (optimizer,), _ = super().configure_optimizers()
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            return [optimizer], [{"scheduler": scheduler, "interval": "step", "monitor": "loss"}]
+
+    assert updates(fit(made(Plateau), epochs=2)) == 6
+
+
+@pytest.mark.parametrize("interval", [1, 3, 5])
+def test_validation_in_mid_window_changes_nothing(interval):
+    module = made(WithValidation)
+    fit(module, epochs=EPOCHS, val_check_interval=interval, num_sanity_val_steps=0)
+    assert_exact(module)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(DATA)
+
+
+def test_an_epoch_of_unknown_length_flushes():
+    module = made()
+    assert updates(fit(module, epochs=EPOCHS, data=DataLoader(Stream(), batch_size=None))) == 9
+    assert_exact(module)
+
+
+def test_gradients_that_are_never_written():
+    net = case.network()
+    module = case.Module(net, steps=4, model=net)
+    fit(module, epochs=EPOCHS)
+    assert_exact(module)
+
+
+def test_a_schedule_of_steps():
+    """Windows of 1, 2, 3 and then 4 micro-batches, over epochs of 10."""
+    watch, module = Watch(), made(steps=lambda updates: min(updates + 1, 4))
+    assert updates(fit(module, watch, epochs=2)) == len(module.rates) == 7
+    assert watch.before_steps == [0, 2, 5, 9, 13, 17, 19]
 
 
 class StopsAfterSix(lightning.Callback):
@@ -225,121 +291,20 @@ class StopsAfterSix(lightning.Callback):
         trainer.should_stop = batch_idx == 5
 
 
-def test_a_plateau_scheduler_of_steps_steps_on_updates():
-    class Plateau(case.Module):
-        def training_step(self, batch, batch_idx):
-            loss = super().training_step(batch, batch_idx)
-            self.log("loss", loss)
-            return loss
-
-        def configure_optimizers(self):
-            (optimizer,), _ = super().configure_optimizers()
-            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-            config = {"scheduler": scheduler, "interval": "step", "monitor": "loss"}
-            return [optimizer], [config]
-
-    module = Plateau(case.network(), steps=4)
-    runner = case.trainer(2, callbacks=[AccumulationCallback()])
-    runner.fit(module, case.loader(case.batches([6] * 10)))
-    assert runner.lr_scheduler_configs[0].scheduler.last_epoch == runner.global_step == 6
+class SkipsTheRest(case.Module):
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if batch_idx == 6 else None
 
 
-@pytest.mark.parametrize("interval", [1, 3, 5])
-def test_validation_in_mid_window_changes_nothing(interval):
-    data = case.batches([6] * 10)
-    module = WithValidation(case.network(), steps=4)
-    options = {"val_check_interval": interval, "num_sanity_val_steps": 0}
-    case.trainer(8, callbacks=[AccumulationCallback()], **options).fit(module, *[case.loader(data)] * 2)
-    exact = case.reference(data, 8)
-    assert difference(snapshot(module.net), snapshot(exact), snapshot(case.network())) < tolerance(24, 40)
-
-
-class Stream(IterableDataset):
-    def __init__(self, data):
-        self.data = data
-
-    def __iter__(self):
-        return iter(self.data)
-
-
-def test_an_epoch_of_unknown_length_flushes():
-    data = case.batches([6] * 10)
-    module = case.Module(case.network(), steps=4)
-    runner = case.trainer(8, callbacks=[AccumulationCallback()])
-    runner.fit(module, DataLoader(Stream(data), batch_size=None))
-    assert runner.global_step == 24
-    exact = case.reference(data, 8)
-    assert difference(snapshot(module.net), snapshot(exact), snapshot(case.network())) < tolerance(24, 40)
-
-
-def test_gradients_that_are_never_written():
-    class Inside(case.Module):
-        def configure_optimizers(self):
-            self.options = {"model": self.net}
-            return super().configure_optimizers()
-
-    data = case.batches([6] * 10)
-    module = Inside(case.network(), steps=4)
-    case.trainer(8, callbacks=[AccumulationCallback()]).fit(module, case.loader(data))
-    exact = case.reference(data, 8)
-    assert difference(snapshot(module.net), snapshot(exact), snapshot(case.network())) < tolerance(24, 40)
-
-
-def test_a_schedule_of_steps():
-    """Windows of 1, 2, 3 and then 4 micro-batches, over epochs of 10."""
-    module = case.Module(case.network(), steps=lambda updates: min(updates + 1, 4))
-    runner = case.trainer(2, callbacks=[AccumulationCallback(), watch := Watch()])
-    runner.fit(module, case.loader(case.batches([6] * 10)))
-    assert watch.before_steps == [0, 2, 5, 9, 13, 17, 19]
-    assert runner.global_step == len(module.rates) == 7
-
-
-def test_an_epoch_that_is_stopped_early_flushes():
-    data = case.batches([6] * 10)
-    module = case.Module(case.network(), steps=4)
-    runner = case.trainer(1, callbacks=[AccumulationCallback(), StopsAfterSix()], min_epochs=0)
-    runner.fit(module, case.loader(data))
-    assert runner.global_step == runner.optimizers[0].num_updates == 2
-    assert runner.lr_scheduler_configs[0].scheduler.last_epoch == 2
-    exact = case.reference(data[:6], 1)
-    assert difference(snapshot(module.net), snapshot(exact), snapshot(case.network())) < tolerance(2, 40)
-
-
-def test_an_epoch_whose_rest_the_module_skips_flushes():
-    class Skips(case.Module):
-        def on_train_batch_start(self, batch, batch_idx):
-            return -1 if batch_idx == 6 else None
-
-    module = Skips(case.network(), steps=4)
-    runner = case.trainer(1, callbacks=[AccumulationCallback()])
-    runner.fit(module, case.loader(case.batches([6] * 10)))
-    assert runner.global_step == runner.optimizers[0].num_updates == 2
-    assert runner.lr_scheduler_configs[0].scheduler.last_epoch == 2
-
-
-@pytest.mark.parametrize("skipped", [1, 3, 9])
-def test_a_training_step_without_a_loss_does_not_count(skipped):
-    class Sometimes(case.Module):
-        def training_step(self, batch, batch_idx):
-            return None if batch_idx == skipped else super().training_step(batch, batch_idx)
-
-    data = case.batches([6] * 10)
-    module = Sometimes(case.network(), steps=4)
-    runner = case.trainer(2, callbacks=[AccumulationCallback()])
-    runner.fit(module, case.loader(data))
-    del data[skipped]
-    assert runner.global_step == runner.optimizers[0].num_updates == 6
-    assert runner.lr_scheduler_configs[0].scheduler.last_epoch == 6
-    exact = case.reference(data, 2)
-    assert difference(snapshot(module.net), snapshot(exact), snapshot(case.network())) < tolerance(6, 40)
-
-
-def scaled() -> MixedPrecision:
-    """float16 by a scaler whose first updates overflow, and which grows again."""
-    return MixedPrecision("16-mixed", "cpu", scaler())
+@pytest.mark.parametrize(("kind", "callbacks"), [(case.Module, [StopsAfterSix()]), (SkipsTheRest, [])])
+def test_an_epoch_that_ends_early_flushes(kind, callbacks):
+    module = made(kind)
+    assert updates(fit(module, *callbacks, min_epochs=0)) == 2
+    assert_exact(module, 1, DATA[:6])
 
 
 def scaler() -> fusedacc.amp.GradScaler:
+    """Its first updates overflow, and it grows again."""
     return fusedacc.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=2)
 
 
@@ -370,6 +335,7 @@ class SavesAt(lightning.Callback):
             trainer.save_checkpoint(self.path)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "16-mixed"])
 @pytest.mark.parametrize("batch", [1, 15, 17, 19])
 @pytest.mark.parametrize("reduction", ["mean", "weighted"])
@@ -380,12 +346,13 @@ def test_resume_is_bit_identical(tmp_path, precision, batch, reduction):
 
     def run(callbacks=(), path=None):
         module = case.Module(case.network(), torch.optim.AdamW, steps=4, reduction=reduction)
-        options = {"plugins": scaled()} if precision == "16-mixed" else {"precision": precision}
+        options = {"precision": precision}
+        if precision == "16-mixed":
+            options = {"plugins": MixedPrecision(precision, "cpu", scaler())}
         runner = case.trainer(3, callbacks=[AccumulationCallback(weight), *callbacks], **options)
         runner.fit(module, Resumable(data, batch_size=None), ckpt_path=path)
-        assert runner.global_step == runner.optimizers[0].num_updates == 9
-        assert runner.lr_scheduler_configs[0].scheduler.last_epoch == 9
-        assert runner.fit_loop.epoch_loop._batches_that_stepped == 9  # the step of loggers
+        # The last one counts the steps of loggers.
+        assert updates(runner) == runner.fit_loop.epoch_loop._batches_that_stepped == 9
         return module
 
     whole = run([SavesAt(batch, tmp_path / "saved.ckpt")])
@@ -395,52 +362,47 @@ def test_resume_is_bit_identical(tmp_path, precision, batch, reduction):
 
 
 def test_bf16_parameters_have_float32_sums():
-    """Against the exact sum of bfloat16 gradients: sums in bfloat16 would be 2^16 times as far off."""
     seen = []
 
     class Sums(lightning.Callback):
         def on_after_backward(self, trainer, pl_module):
             seen.append({slot.accumulate_dtype for slot in trainer.optimizers[0]._slots})
 
-    runner = case.trainer(1, precision="bf16-true", callbacks=[AccumulationCallback(), Sums()])
-    runner.fit(case.Module(case.network(), steps=4), case.loader(case.batches([6] * 4)))
+    fit(made(), Sums(), precision="bf16-true", data=DATA[:4])
     assert seen == [{torch.float32}] * 4
 
 
 def test_a_scaler_of_ours_goes_with_16_mixed():
     """Against the loop written by hand: the same bits."""
-    data = case.batches([6] * 10)
-    plugin = scaled()
-    module = case.Module(case.network(), steps=4, max_grad_norm=0.1)
-    runner = case.trainer(3, plugins=plugin, callbacks=[AccumulationCallback()])
-    runner.fit(module, case.loader(data))
+    plugin = MixedPrecision("16-mixed", "cpu", scaler())
+    module = made(max_grad_norm=0.1)
+    runner = fit(module, epochs=3, plugins=plugin)
 
     net = case.network()
     optimizer = fusedacc.AccumulatingOptimizer(case.sgd(net.parameters()), 4, max_grad_norm=0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
     own = scaler()
     for _ in range(3):
-        for i, batch in enumerate(data):
+        for i, batch in enumerate(DATA):
             optimizer.zero_grad()
             with torch.autocast("cpu", torch.float16):
                 loss = case.loss_of(net, batch)
             own.scale(loss).backward()
-            own.step(optimizer)
-            updated = optimizer.has_updated
-            own.update()
-            if i == 9:
-                own.flush(optimizer)
+            for act in (own.step, own.flush) if i == 9 else (own.step,):
+                act(optimizer)
                 updated = optimizer.has_updated
                 own.update()
             if updated:
                 scheduler.step()
     assert equal(module.net, net)
-    assert runner.global_step == optimizer.num_updates == 9
+    assert updates(runner) == optimizer.num_updates == 9
     assert plugin.scaler.get_scale() == own.get_scale() != 2.0**20
 
 
 class Manual(case.Module):
     """The same training by hand; `step()` on every micro-batch."""
+
+    automatic_optimization = False
 
     def training_step(self, batch, batch_idx):
         optimizer = self.optimizers()
@@ -454,22 +416,15 @@ class Manual(case.Module):
 
 
 def test_manual_optimization():
-    data = case.batches([6] * 10)
-    module = Manual(case.network(), steps=4)
-    module.automatic_optimization = False
-    runner = case.trainer(8, callbacks=[AccumulationCallback()])
-    runner.fit(module, case.loader(data))
-    assert runner.global_step == runner.optimizers[0].num_updates == 24
-    assert module.rates == pytest.approx([0.2 * 0.98**i for i in range(24)])
-    exact = case.reference(data, 8)
-    assert difference(snapshot(module.net), snapshot(exact), snapshot(case.network())) < tolerance(24, 40)
+    module = made(Manual)
+    assert updates(fit(module, epochs=EPOCHS)) == 9
+    assert module.rates == pytest.approx([0.2 * 0.98**i for i in range(9)])
+    assert_exact(module)
 
 
 def test_manual_optimization_of_two_with_windows_of_their_own():
     class Two(case.Module):
-        def __init__(self):
-            super().__init__(case.network())
-            self.automatic_optimization = False
+        automatic_optimization = False
 
         def configure_optimizers(self):
             embedding, linear = (case.sgd(part.parameters()) for part in self.net)
@@ -481,10 +436,8 @@ def test_manual_optimization_of_two_with_windows_of_their_own():
                 optimizer.step()
                 optimizer.zero_grad()
 
-    module = Two()
-    runner = case.trainer(2, callbacks=[AccumulationCallback()])
-    data = case.batches([6] * 9)
-    runner.fit(module, case.loader(data))
+    module, data = Two(case.network()), DATA[:9]
+    runner = fit(module, epochs=2, data=data)
     assert [optimizer.num_updates for optimizer in runner.optimizers] == [6, 10]
     assert runner.global_step == 16
 
@@ -502,86 +455,61 @@ def test_manual_optimization_of_two_with_windows_of_their_own():
                         parameter.grad = sum(each) / len(each)
                     optimizer.step()
                     seen.clear()
-    assert difference(snapshot(module.net), snapshot(net), snapshot(case.network())) < tolerance(10, 40)
+    assert_near(module.net, net, 10)
 
 
 def test_a_manual_loop_wrapper_runs_under_the_trainers_own_accumulation():
     """As stock does, wrong last window included: the Trainer divides the loss."""
-    data = case.batches([6] * 10)
-    theirs, _ = case.fit_theirs(data, 2)
-
-    class Wrapped(case.Module):
-        def configure_optimizers(self):
-            optimizer = fusedacc.AccumulatingOptimizer(self.make(self.net.parameters()))
-            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
-            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-
-    module = Wrapped(case.network())
-    case.trainer(2, accumulate_grad_batches=4).fit(module, case.loader(data))
+    theirs, _ = case.fit_theirs(DATA, 2)
+    module = ByHand(case.network())
+    case.trainer(2, accumulate_grad_batches=4).fit(module, case.loader(DATA))
     assert equal(module.net, theirs)
 
 
-REFUSED = {
-    "accumulates": ({"accumulate_grad_batches": 2}, r"accumulate_grad_batches=2\).*allowed: 1"),
-    "clips": ({"gradient_clip_val": 0.5}, r"gradient_clip_val=0\.5.*max_grad_norm="),
-    "scales": (
-        {"plugins": lambda: MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))},
-        r"fusedacc\.amp\.GradScaler",
-    ),
-}
+def unscaled():
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_would_compound_is_refused(name):
-    options, message = REFUSED[name]
-    options = {key: value() if callable(value) else value for key, value in options.items()}
-    net = case.network()
-    before = snapshot(net)
-    runner = case.trainer(1, callbacks=[AccumulationCallback()], **options)
-    with pytest.raises(ValueError, match=message):
-        runner.fit(case.Module(net, steps=4), case.loader(case.batches([6] * 4)))
-    assert all(map(torch.equal, before, snapshot(net)))
+class NotWrapped(case.Module):
+    def configure_optimizers(self):
+        return self.make(self.net.parameters())
 
 
 class Accumulates(SingleDeviceStrategy):
     handles_gradient_accumulation = True
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_other_strategies_are_refused(monkeypatch, processes):
-    strategy = Accumulates() if processes == 1 else SingleDeviceStrategy()
-    runner = case.trainer(1, callbacks=[AccumulationCallback()], strategy=strategy)
-    monkeypatch.setattr(lightning.Trainer, "world_size", processes)
-    with pytest.raises(ValueError, match=rf"with {processes} processes.*allowed: one process"):
-        runner.fit(case.Module(case.network(), steps=4), case.loader(case.batches([6] * 4)))
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"accumulate_grad_batches": 2}, ValueError, r"accumulate_grad_batches=2\).*allowed: 1"),
+        ({"gradient_clip_val": 0.5}, ValueError, r"gradient_clip_val=0\.5.*max_grad_norm="),
+        ({"plugins": unscaled}, ValueError, r"fusedacc\.amp\.GradScaler"),
+        ({"strategy": Accumulates}, ValueError, "with 1 processes.*allowed: one process"),
+        ({"scheduler": True}, ValueError, r"GradientAccumulationScheduler.*pass a callable"),
+        ({"kind": NotWrapped}, TypeError, "returned a SGD.*fusedacc.AccumulatingOptimizer"),
+        ({"kind": ByHand}, ValueError, "that counts"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options, error, message):
+    options = dict(options)
+    module = made(options.pop("kind", case.Module))
+    before = snapshot(module.net)
+    callbacks = [GradientAccumulationScheduler({3: 2})] if options.pop("scheduler", False) else []
+    options = {key: value() if callable(value) else value for key, value in options.items()}
+    with pytest.raises(error, match=message):
+        fit(module, *callbacks, **options)
+    assert all(map(torch.equal, before, snapshot(module.net)))
+
+
+def test_two_processes_without_ddp_are_refused(monkeypatch):
+    monkeypatch.setattr(lightning.Trainer, "world_size", 2)
+    with pytest.raises(ValueError, match=r"with 2 processes.*allowed: one process"):
+        fit(made(), strategy=SingleDeviceStrategy())
 
 
 def test_two_ranks_train_as_one_by_the_trainer_and_by_fabric():
     run_on_two_ranks("rank_lightning")
-
-
-def test_a_gradient_accumulation_scheduler_is_refused():
-    callbacks = [AccumulationCallback(), GradientAccumulationScheduler({3: 2})]
-    with pytest.raises(ValueError, match=r"GradientAccumulationScheduler.*pass a callable"):
-        case.trainer(1, callbacks=callbacks).fit(
-            case.Module(case.network(), steps=4), case.loader(case.batches([6] * 4))
-        )
-
-
-@pytest.mark.parametrize(
-    ("steps", "error", "message"),
-    [(None, TypeError, "returned a SGD.*fusedacc.AccumulatingOptimizer"), (0, ValueError, "that counts")],
-)
-def test_an_optimizer_that_does_not_count_is_refused(steps, error, message):
-    class NotCounting(case.Module):
-        def configure_optimizers(self):
-            inner = self.make(self.net.parameters())
-            return inner if steps is None else fusedacc.AccumulatingOptimizer(inner)
-
-    with pytest.raises(error, match=message):
-        case.trainer(1, callbacks=[AccumulationCallback()]).fit(
-            NotCounting(case.network()), case.loader(case.batches([6] * 4))
-        )
 
 
 def test_a_module_can_be_fitted_again_after_an_exception_and_after_a_fit(tmp_path):
@@ -593,43 +521,33 @@ def test_a_module_can_be_fitted_again_after_an_exception_and_after_a_fit(tmp_pat
                 raise KeyError("in mid-window")
             return super().training_step(batch, batch_idx)
 
-    data = case.loader(case.batches([6] * 10))
-    module = Fails(case.network(), steps=4)
-    first = case.trainer(1, callbacks=[AccumulationCallback()])
+    module = made(Fails)
     with contextlib.suppress(KeyError):
-        first.fit(module, data)
+        fit(module)
     module.fails = False
-    second = case.trainer(1, callbacks=[AccumulationCallback()])
-    second.fit(module, data)
+    second = fit(module)
     assert second.global_step == 3
     second.save_checkpoint(tmp_path / "after.ckpt")
     second.fit_loop.max_epochs = 2
-    second.fit(module, data)
+    second.fit(module, case.loader(DATA))
     assert second.global_step == 6
 
     # Nothing of ours is left on the module.
-    case.loss_of(module.net, case.batches([6])[0]).backward()
+    case.loss_of(module.net, DATA[0]).backward()
     assert all(parameter.grad is not None for parameter in module.net.parameters())
-
-    third = case.trainer(2, callbacks=[AccumulationCallback()])
-    third.fit(module, data, ckpt_path=tmp_path / "after.ckpt")
-    assert third.global_step == 6
+    assert fit(module, epochs=2, path=tmp_path / "after.ckpt").global_step == 6
 
 
 def test_a_fit_after_the_tuner(tmp_path):
-    data = case.batches([6] * 10)
-    module = case.Module(case.network(), steps=4)
-    runner = case.trainer(8, callbacks=[AccumulationCallback()], default_root_dir=tmp_path)
-    Tuner(runner).lr_find(module, case.loader(data), num_training=10, update_attr=False)
-    module.rates.clear()
-    runner.fit(module, case.loader(data))
-    assert runner.global_step == 24
-    exact = case.reference(data, 8)
-    assert difference(snapshot(module.net), snapshot(exact), snapshot(case.network())) < tolerance(24, 40)
+    module = made()
+    runner = case.trainer(EPOCHS, callbacks=[AccumulationCallback()], default_root_dir=tmp_path)
+    Tuner(runner).lr_find(module, case.loader(DATA), num_training=10, update_attr=False)
+    runner.fit(module, case.loader(DATA))
+    assert runner.global_step == 9
+    assert_exact(module)
 
 
 def test_the_example():
-    printed = output_of("lightning_digits.py")
-    updates, accuracy = re.search(r"(\d+) updates, accuracy .*: ([\d.]+)%", printed).groups()
-    assert int(updates) == 20 * 24  # 47 micro-batches are 23 windows of two, and one of one
-    assert float(accuracy) > 85
+    found, accuracy = updates_and_accuracy(printed_by("lightning_digits.py"))
+    assert found == 20 * 24  # 47 micro-batches are 23 windows of two, and one of one
+    assert accuracy > 85

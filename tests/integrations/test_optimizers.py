@@ -393,46 +393,11 @@ def test_a_checkpoint_of_a_base_with_other_groups_changes_nothing(name: str) -> 
     assert identical(run.state(), before)
 
 
-@pytest.mark.parametrize(
-    "around",
-    [
-        lambda base: pytorch_optimizer.Lookahead(base, k=2),
-        pytorch_optimizer.TRAC,
-        pytorch_optimizer.ScheduleFreeWrapper,
-        schedulefree.ScheduleFreeWrapper,
-    ],
-    ids=["Lookahead", "TRAC", "ScheduleFreeWrapper", "schedulefree.ScheduleFreeWrapper"],
-)
-def test_what_acts_in_every_step_stands_inside_or_around_a_manual_loop(around: Any) -> None:
-    """Around a counted one it acts in mid-window too, and to us it looks like any caller of step()."""
-    ends = []
-    for steps in (None, STEPS):
-        model = network()
-        optimizer = around(fusedacc.AccumulatingOptimizer(SGD(model.parameters(), lr=0.1), steps))
-        with Training(optimizer):
-            for index, x in enumerate(inputs()[:24]):
-                (loss_of(model, x) / (1 if steps else STEPS)).backward()
-                if steps or index % STEPS:
-                    optimizer.step()
-                    optimizer.zero_grad()
-        ends.append(end_of(model))
-    assert not equal(*ends)
-
-
 def test_gradient_release_of_optimi_is_refused() -> None:
     """Its hooks would update in every backward, window or not."""
     inner = optimi.AdamW(network().parameters(), lr=1e-2, gradient_release=True, triton=False)
     with pytest.raises(ValueError, match=r"AdamW\(gradient_release=True\).*allowed: gradient_release=False"):
         fusedacc.AccumulatingOptimizer(inner, STEPS)
-
-
-@pytest.mark.parametrize("kind", [pytorch_optimizer.LOMO, pytorch_optimizer.AdaLOMO])
-def test_updates_inside_the_backward_have_no_step(kind: Any) -> None:
-    model = network()
-    optimizer = fusedacc.AccumulatingOptimizer(kind(model, lr=1e-2), 1)
-    loss_of(model, inputs()[0]).backward()
-    with pytest.raises(NotImplementedError):
-        optimizer.step()
 
 
 # Optimizers that differentiate the gradient

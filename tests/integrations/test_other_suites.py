@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import sweeps
 
 import fusedacc
 
@@ -128,17 +129,8 @@ def run(package: str, tests: str, steps: str, folder: Path, deselected: list[str
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
     }
-    plugins = ["-p", "no:cacheprovider", "-p", "no:xdist", "-p", "wrapping_plugin"]
-    options = [
-        "-q",
-        "--tb=short",
-        "--disable-warnings",
-        "-c",
-        str(settings),
-        "--rootdir",
-        str(root),
-        *plugins,
-    ]
+    options = ["-q", "--tb=short", "--disable-warnings", "-c", str(settings), "--rootdir", str(root)]
+    options += ["-p", "no:cacheprovider", "-p", "no:xdist", "-p", "wrapping_plugin"]
     options += [f"--deselect={tests}/{name}" for name in deselected if not name.endswith("/")]
     options += [f"--ignore={root / tests / name}" for name in deselected if name.endswith("/")]
     found = subprocess.run(
@@ -155,7 +147,8 @@ def run(package: str, tests: str, steps: str, folder: Path, deselected: list[str
     return int(passed[1]), int(wrapped[1]), int(wrapped[2])
 
 
-@pytest.mark.parametrize("steps", ["manual", "1"])
+#: Thousands of tests: in both loops in `make test-full` only.
+@pytest.mark.parametrize("steps", ["manual", "1"] if sweeps.FULL else ["1"])
 def test_pytorch_optimizer(steps: str, tmp_path: Path) -> None:
     deselected = [*NO_OPTIMIZER, *SLOW]
     for reasons in (DESELECTED, DESELECTED_COUNTED) if steps == "1" else (DESELECTED,):

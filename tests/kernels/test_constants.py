@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fusedacc.kernels import constants, grain_size, library, rounding
+from fusedacc.kernels import constants, grain_size, library, norm_prefetch, rounding
 from fusedacc.kernels.constants import DTYPE_NUMBERS, Multiplier, Way
 from fusedacc.kernels.dtypes import PAIRS
 
@@ -65,6 +65,19 @@ def test_dtypes_and_their_pairs():
     assert {gradient for gradient, accumulator in listed if accumulator == STOCHASTIC} == rounded
 
 
+@pytest.mark.parametrize(
+    ("file", "pattern"),
+    [
+        ("ops/tensor_checks.cpp", r"static_assert\(std::tuple_size_v<decltype\(found\)> == (\w+),"),
+        ("autograd/immediate_add.cpp", r"static_assert\(known\.size\(\) == (\w+),"),
+        ("autograd/module_call.cpp", r"\((\w+) \* from \+ to\)"),
+        ("autograd/module_call.h", r"(\w+ \* \w+) \* cpu::kClasses> multipliers_"),
+    ],
+)
+def test_tables_by_dtype_are_as_long_as_dtypes_h_says(file, pattern):
+    assert set(found(file, pattern).split(" * ")) == {"kDtypeCount"}
+
+
 def test_random_bits():
     file = "common/random.h"
     assert int(found(file, r"kRounds = (\d+);")) == rounding.ROUNDS
@@ -75,8 +88,11 @@ def test_random_bits():
         assert [int(number, 16) for number in listed] == [number % 2**32 for number in own]
 
 
-def test_the_grain_that_holds_until_a_trial():
+def test_what_holds_until_a_trial():
     assert int(found("cpu/lists.cpp", r"least_share\{(\d+)\}")) == grain_size.GRAIN_SIZES[-1]
+    default = norm_prefetch.PREFETCH_BYTES[norm_prefetch.DEFAULT]
+    assert int(found("cpu/loops.h", r"kAheadBytes = (\d+);")) == default
+    assert 1 << int(found("cpu/lists.cpp", r"kLargeNorm = 1 << (\d+);")) == norm_prefetch.LARGE_NORM
 
 
 @pytest.mark.skipif(library.load_error() is not None, reason=str(library.load_error()))

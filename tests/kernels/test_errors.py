@@ -16,78 +16,40 @@ def good_lists():
     return accumulators, gradients
 
 
-def sparse(shape):
-    return torch.ones(shape).to_sparse()
+def vector(dtype=torch.float32):
+    return torch.ones(5, dtype=dtype)
 
 
-# Which list, the tensor put at index 2 in place of a vector of 5, the error, and what it says.
+SUMS, FRESH = "accumulators", "gradients"
+PAIR = r"gradients\[2\] is torch\.float64 and accumulators\[2\] is torch\.float32; allowed: .*float32"
+#: Which list, what stands at index 2 in place of a vector of 5, the error, and what it says.
 BAD_TENSORS = {
-    "no tensor": ("gradients", lambda: [1.0] * 5, TypeError, r"gradients\[2\] is list, not a tensor"),
-    "none": ("gradients", lambda: None, TypeError, r"gradients\[2\] is NoneType"),
-    "sparse": ("gradients", lambda: sparse((5,)), TypeError, r"gradients\[2\] is sparse"),
-    "complex": ("gradients", lambda: torch.ones(5, dtype=torch.complex64), TypeError, r"\[2\] is complex"),
-    "integer": (
-        "gradients",
-        lambda: torch.ones(5, dtype=torch.int64),
-        TypeError,
-        r"\[2\].*torch\.int64.*allowed",
-    ),
-    "bool": ("gradients", lambda: torch.ones(5, dtype=torch.bool), TypeError, r"\[2\].*torch\.bool"),
-    "dtype pair": (
-        "gradients",
-        lambda: torch.ones(5, dtype=torch.float64),
-        TypeError,
-        r"gradients\[2\] is torch\.float64 and accumulators\[2\] is torch\.float32; allowed: .*float32",
-    ),
-    "float8": ("gradients", lambda: torch.ones(5).to(torch.float8_e4m3fn), TypeError, r"\[2\].*float8"),
-    "shape": (
-        "gradients",
-        lambda: torch.ones(6),
-        ValueError,
-        r"gradients\[2\] has shape \(6,\).*\[2\] has \(5,\)",
-    ),
-    "dimensions": ("gradients", lambda: torch.ones(5, 1), ValueError, r"gradients\[2\] has shape \(5, 1\)"),
-    "broadcast": ("gradients", lambda: torch.ones(()), ValueError, r"gradients\[2\] has shape \(\)"),
-    "device": (
-        "gradients",
-        lambda: torch.ones(5, device="meta"),
-        ValueError,
-        r"gradients\[2\] is on meta.*cpu",
-    ),
-    "sparse sum": ("accumulators", lambda: sparse((5,)), TypeError, r"accumulators\[2\] is sparse"),
-    "integer sum": (
-        "accumulators",
-        lambda: torch.ones(5, dtype=torch.int32),
-        TypeError,
-        r"accumulators\[2\]",
-    ),
-    "float8 sum": (
-        "accumulators",
-        lambda: torch.ones(5).to(torch.float8_e5m2),
-        TypeError,
-        r"accumulators\[2\] is torch\.float8_e5m2; allowed",
-    ),
-    "expanded sum": (
-        "accumulators",
-        lambda: torch.ones(1).expand(5),
-        ValueError,
-        r"\[2\] overlaps itself.*\(0,\)",
-    ),
-    "folded sum": (
-        "accumulators",
-        lambda: torch.ones(9).as_strided((5,), (0,)),
-        ValueError,
-        r"accumulators\[2\] overlaps itself",
-    ),
+    "no tensor": (FRESH, [1.0] * 5, TypeError, r"gradients\[2\] is list, not a tensor"),
+    "none": (FRESH, None, TypeError, r"gradients\[2\] is NoneType"),
+    "sparse": (FRESH, vector().to_sparse(), TypeError, r"gradients\[2\] is sparse"),
+    "complex": (FRESH, vector(torch.complex64), TypeError, r"\[2\] is complex"),
+    "integer": (FRESH, vector(torch.int64), TypeError, r"\[2\].*torch\.int64.*allowed"),
+    "bool": (FRESH, vector(torch.bool), TypeError, r"\[2\].*torch\.bool"),
+    "dtype pair": (FRESH, vector(torch.float64), TypeError, PAIR),
+    "float8": (FRESH, vector().to(torch.float8_e4m3fn), TypeError, r"\[2\].*float8"),
+    "shape": (FRESH, torch.ones(6), ValueError, r"gradients\[2\] has shape \(6,\).*\[2\] has \(5,\)"),
+    "dimensions": (FRESH, torch.ones(5, 1), ValueError, r"gradients\[2\] has shape \(5, 1\)"),
+    "broadcast": (FRESH, torch.ones(()), ValueError, r"gradients\[2\] has shape \(\)"),
+    "device": (FRESH, vector().to("meta"), ValueError, r"gradients\[2\] is on meta.*cpu"),
+    "sparse sum": (SUMS, vector().to_sparse(), TypeError, r"accumulators\[2\] is sparse"),
+    "integer sum": (SUMS, vector(torch.int32), TypeError, r"accumulators\[2\]"),
+    "float8 sum": (SUMS, vector().to(torch.float8_e5m2), TypeError, r"\[2\] is torch\.float8_e5m2; allowed"),
+    "expanded sum": (SUMS, torch.ones(1).expand(5), ValueError, r"\[2\] overlaps itself.*\(0,\)"),
+    "folded sum": (SUMS, torch.ones(9).as_strided((5,), (0,)), ValueError, r"\[2\] overlaps itself"),
 }
 
 
 @pytest.mark.parametrize("prepared", [False, True], ids=["fresh", "plan"])
 @pytest.mark.parametrize("case", BAD_TENSORS)
 def test_bad_tensors(case, prepared, cpu_backend):
-    which, make, error, message = BAD_TENSORS[case]
+    which, tensor, error, message = BAD_TENSORS[case]
     accumulators, gradients = good_lists()
-    (accumulators if which == "accumulators" else gradients)[2] = make()
+    (accumulators if which == SUMS else gradients)[2] = tensor
 
     def call():
         if prepared:
@@ -107,20 +69,12 @@ BAD_ARGUMENTS = {
     "scale none": ({"scale": None}, TypeError, r"scale is None"),
     "scale vector": ({"scale": torch.ones(1)}, ValueError, r"scale has shape \(1,\).*0-dim"),
     "scale integer": ({"scale": torch.tensor(2)}, TypeError, r"scale has dtype torch\.int64"),
-    "scale device": (
-        {"scale": torch.ones((), device="meta")},
-        ValueError,
-        r"scale is on meta.*accumulators\[0\]",
-    ),
+    "scale device": ({"scale": torch.ones((), device="meta")}, ValueError, r"on meta.*accumulators\[0\]"),
     "too few flags": ({"overwrite": [True]}, ValueError, r"overwrite has 1 entries for 3 tensors"),
     "too many flags": ({"overwrite": [True] * 4}, ValueError, r"overwrite has 4 entries for 3 tensors"),
     "flag kind": ({"overwrite": [True, "no", False]}, TypeError, r"overwrite\[1\] is 'no'"),
     "flags kind": ({"overwrite": "yes"}, (TypeError, ValueError), r"overwrite"),
-    "backend": (
-        {"backend": "gpu"},
-        ValueError,
-        r"backend='gpu' is no backend; allowed: 'auto', 'cuda', 'triton'",
-    ),
+    "backend": ({"backend": "gpu"}, ValueError, r"'gpu' is no backend; allowed: 'auto', 'cuda', 'triton'"),
 }
 
 

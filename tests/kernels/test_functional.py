@@ -133,17 +133,16 @@ def test_many_dimensions(generator):
     functional.scale_accumulate_([accumulator], [gradient], 0.3)
     assert_matches_oracle([accumulator], before, [gradient], 0.3, False)
     # Nothing can be merged here: more dimensions than a compiled loop takes.
-    room = torch.zeros((3,) * 17, dtype=torch.float16)
-    corner = (slice(None, None, 2),) * 17
+    order = (*range(1, 17, 2), *range(0, 17, 2))
+    room = torch.zeros((2,) * 17, dtype=torch.float16).permute(order)
     other = torch.zeros((2,) * 17, dtype=torch.float16)
-    functional.scale_accumulate_([other], [room[corner] + 1])
-    functional.scale_accumulate_([room[corner]], [other], 2.0)
-    assert (room[corner] == 2).all()
-    assert room.sum(dtype=torch.float64).item() == 2**18
+    functional.scale_accumulate_([other], [room + 1])
+    functional.scale_accumulate_([room], [other], 2.0)
+    assert (room == 2).all()
 
 
 def test_plan_equals_fresh_bit_for_bit(cpu_backend, generator):
-    accumulators, gradients = random_lists(PAIRS[::3], [(), (0,), (3, 5), (1500,)], generator)
+    accumulators, gradients = random_lists(PAIRS[::3], [(), (0,), (3, 5), (300,)], generator)
     fresh = copies(accumulators)
     plan = functional.prepare(accumulators, backend=cpu_backend)
     assert plan.backends == (cpu_backend,)

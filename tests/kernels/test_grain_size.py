@@ -45,20 +45,20 @@ def test_what_is_found_is_set(two_threads, way, monkeypatch):
     assert told == [int(way)]
 
 
-def test_a_wrapper_and_the_functions_ask_once(two_threads, monkeypatch):
+def test_every_wrapper_asks_and_the_functions_ask_once(two_threads, monkeypatch):
     calls = []
     grain_size.tune_once.cache_clear()
     monkeypatch.setattr(grain_size, "tune", lambda: calls.append(1))
     AccumulatingOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=1.0)).close()
     functional.scale_accumulate_([torch.zeros(2)], [torch.ones(2)])
     functional.prepare([torch.zeros(2)])
-    assert calls == [1]
+    assert calls == [1, 1]
 
 
 def test_a_trial_adds_by_every_size(two_threads):
     for run in grain_size.question().trial().values():
         run()
-    assert grain_size.question().fixed in grain_size.question().ways
+    assert grain_size.question().default in grain_size.question().ways
 
 
 def test_one_thread_is_not_asked():

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from cases import PAIR_IDS, random_tensor
+from cases import PAIR_IDS
 from gemm_cases import BACKENDS, GEMM_PAIRS, NAN, OPERAND_LAYOUTS, native, rounds, ways
 from grouped_cases import (
     COUNTS,
@@ -76,7 +76,7 @@ def test_every_layout(way, pair, sums, left, right, generator):
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
 @pytest.mark.parametrize(
     ("shape", "counts"),
-    [((650, 1200), (1, 3, 0, 9)), ((300, 2100), (64, 0, 0)), ((1030, 64), (5, 200, 1, 0, 40))],
+    [((650, 200), (1, 3, 0, 9)), ((300, 400), (64, 0, 0)), ((1030, 64), (5, 200, 1, 0, 40))],
     ids=str,
 )
 @pytest.mark.parametrize("layout", ["rows", "long columns"])
@@ -167,16 +167,6 @@ def test_one_expert_is_the_product_of_one_layer(pair, generator):
     assert torch.equal(accumulator[0], expected)
 
 
-@native
-def test_the_backends_agree(generator):
-    for pair in GEMM_PAIRS:
-        accumulator, *others = groups(pair, (40, 50), (3, 0, 20, 1), generator)
-        other = accumulator.clone()
-        operator(accumulator, *others, 0.3, 0.5, thresholds=THRESHOLDS["rank-k"])
-        grouped_accumulate_(other, *others, 0.3, 0.5, backend="eager")
-        torch.testing.assert_close(accumulator, other)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
 def test_autograd_records_nothing_and_sees_the_write(backend, pair, generator):
@@ -244,12 +234,3 @@ def test_bytes(pair, generator):
             grouped_accumulate_(accumulator, left, right, offsets, 0.5, keep)
         assert not meter.uncounted
         assert meter.total_bytes == operands + moved + scalar
-
-
-def test_layouts_are_what_they_say(generator):
-    values = random_tensor((2, 3, 4), F32, generator)
-    strides = {name: lay_out_sums(values, name).stride() for name in SUM_LAYOUTS}
-    assert strides["rows"] == strides["misaligned"] == (12, 4, 1)
-    assert strides["columns"] == (12, 1, 3)
-    assert strides["rows of all experts"] == (4, 8, 1)
-    assert all(torch.equal(lay_out_sums(values, name), values) for name in SUM_LAYOUTS)

@@ -81,7 +81,7 @@ def test_answers_become_thresholds(pair, few, rounded):
 @native
 @pytest.mark.parametrize("question", grouped_ways.questions(), ids=lambda question: question.name)
 def test_what_a_trial_times_runs(question):
-    assert question.fixed in question.ways
+    assert question.default in question.ways
     for run in question.trial().values():
         run()
 

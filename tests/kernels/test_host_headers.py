@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import sweeps
 import torch
+from build_cache import cached, contents, version_of
 
 HERE = Path(__file__).resolve().parent
 SOURCES = HERE.parents[1] / "csrc"
 COMPILER = next((found for found in map(shutil.which, ("g++", "c++", "clang++")) if found), None)
-FLAGS = ["-std=c++17", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", f"-I{SOURCES}"]
-SAYS = {
+FLAGS = ["-std=c++17", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror"]
+OUTPUTS = {
     "arithmetic_check": "rounded once\n",
     "host_check": "flat capacity 1167, arguments 32736 and 32752 bytes\n",
     "norm_check": "capacities 907 and 2043\n",
@@ -25,24 +26,48 @@ SAYS = {
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 
-def said_by(name: str, folder: Path, *options: str) -> str:
-    """What the program of that name says, compiled and run; it must end well."""
-    program, source = folder / name, HERE / "native" / f"{name}.cpp"
-    subprocess.run([COMPILER, *FLAGS, str(source), *options, "-o", str(program)], check=True)
+def output_of(name: str, *options: str) -> str:
+    """Compile a program, or take it from the cache, and run it."""
+    flags = [*FLAGS, *options]
+    source = HERE / "native" / f"{name}.cpp"
+    headers = contents(*(SOURCES / folder for folder in ("common", "cpu", "cuda", "ops")), source.parent)
+    made_from = [name, *flags, version_of(COMPILER), torch.__version__, *headers]
+
+    def compile_in(folder: Path) -> None:
+        command = [COMPILER, *flags, f"-I{SOURCES}", str(source), "-o", str(folder / name)]
+        subprocess.run(command, check=True)
+
+    program = cached(name, made_from, compile_in) / name
     result = subprocess.run([program], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
 
-@pytest.mark.parametrize("name", SAYS)
-def test_plans_arithmetic_and_kernel_bodies_on_the_host(name: str, tmp_path: Path) -> None:
-    """Torch-free headers. Optimised, they take twice as long to compile and run."""
-    assert said_by(name, tmp_path, "-O2" if sweeps.FULL else "-O0") == SAYS[name]
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_plans_arithmetic_and_kernel_bodies_on_the_host(name: str) -> None:
+    """These headers do not need torch. Without optimization they compile in half the time."""
+    assert output_of(name, "-O2" if sweeps.FULL else "-O0") == OUTPUTS[name]
 
 
-def test_what_torch_is_asked_for_at_the_end_of_a_norm(tmp_path: Path) -> None:
-    """A source that calls it, on a torch made up here."""
+@pytest.mark.parametrize("added", ["", " kFloat8,"])
+def test_a_dtype_without_a_size_does_not_compile(added: str, tmp_path: Path) -> None:
+    """`element_size` has no default."""
+    shutil.copytree(SOURCES / "common", tmp_path / "common")
+    header = tmp_path / "common" / "dtypes.h"
+    text = header.read_text()
+    assert text.count("kFloat64, kStochastic") == 1
+    header.write_text(text.replace("kFloat64, kStochastic", f"kFloat64,{added} kStochastic"))
+    source = tmp_path / "source.cpp"
+    source.write_text('#include "common/dtypes.h"\n')
+    command = [COMPILER, "-std=c++17", "-fsyntax-only", f"-I{tmp_path}", str(source)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert (result.returncode != 0) == bool(added), result.stderr
+    assert bool(added) == ("Elements needs one type for each Dtype" in result.stderr)
+
+
+def test_what_torch_is_asked_for_at_the_end_of_a_norm() -> None:
+    """The program defines the functions of torch that `lists.cpp` calls."""
     torchs = ["-isystem", str(Path(torch.__file__).parent / "include")]
     flags = ["-O1", "-DTORCH_TARGET_VERSION=0x020a000000000000", '-DFUSEDACC_CUDA_ARCHITECTURES="9.0"']
     link = "-Wl,--unresolved-symbols=ignore-all"
-    assert said_by("finish_check", tmp_path, *flags, *torchs, link) == "ends of norms agree\n"
+    assert output_of("finish_check", *flags, *torchs, link) == "ends of norms agree\n"

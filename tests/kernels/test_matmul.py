@@ -92,10 +92,10 @@ def test_without_keeping_nothing_is_read(way, pair, keep, generator):
 @pytest.mark.parametrize(
     ("shape", "layout"),
     [
-        ((2200, 1000, 3), "rows"),
-        ((1000, 2200, 3), "rows"),
-        ((1000, 2200, 3), "columns"),
-        ((300, 212, 2000), "rows"),
+        ((1700, 1000, 3), "rows"),
+        ((1000, 1700, 3), "rows"),
+        ((1000, 1700, 3), "columns"),
+        ((300, 212, 1600), "rows"),
     ],
     ids=str,
 )
@@ -327,12 +327,14 @@ def test_the_operator_checks_by_itself(arguments, says):
 
 
 @native
-@pytest.mark.parametrize("way", Way)
-def test_opcheck(way, generator):
-    for pair in GEMM_PAIRS:
-        tensors = matrices(pair, (5, 7, 3), generator, ("columns", "rows", "gaps"))
-        for numbers in ((None, 0.3, None, 0.0), (torch.tensor(0.3), 1.0, torch.tensor(0.5), 1.0)):
-            torch.library.opcheck(torch.ops.fusedacc.gemm_accumulate_.default, (*tensors, *numbers, int(way)))
+@pytest.mark.parametrize("pair", [(BF16, F32), (F64, F64)], ids=str)
+@pytest.mark.parametrize(
+    "numbers", [(None, 0.3, None, 0.0), (torch.tensor(0.3), 1.0, torch.tensor(0.5), 1.0)]
+)
+def test_opcheck(pair, numbers, generator):
+    tensors = matrices(pair, (5, 7, 3), generator, ("columns", "rows", "gaps"))
+    arguments = *tensors, *numbers, int(Way.ROUNDED)
+    torch.library.opcheck(torch.ops.fusedacc.gemm_accumulate_.default, arguments)
 
 
 @native
@@ -343,10 +345,3 @@ def test_fake_tensors_are_checked():
             operator(make(2, 3), make(4, 3), make(4, 3))
         gemm_accumulate_(make(2, 3), make(4, 2), make(4, 3))
         gemm_accumulate_(make(2, 3), make(4, 2, dtype=BF16), make(4, 3, dtype=BF16), 0.5, 0.0)
-
-
-def test_layouts_are_what_they_say():
-    values = torch.arange(6.0).view(2, 3)
-    strides = {name: lay_out_sum(values, name).stride() for name in SUM_LAYOUTS}
-    assert strides == {"rows": (3, 1), "columns": (1, 2), "long rows": (6, 1), "long columns": (1, 5)}
-    assert all(torch.equal(lay_out_sum(values, name), values) for name in SUM_LAYOUTS)

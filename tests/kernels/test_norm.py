@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -17,10 +15,13 @@ from fusedacc.kernels import library, norms, registry
 from fusedacc.kernels.dtypes import computation_dtype
 
 INF, NAN = math.inf, math.nan
+NATIVE = pytest.mark.skipif(library.load_error() is not None, reason=str(library.load_error()))
 NORM_TYPES = (2.0, INF)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Around the widths of vector registers, of a group, of a block and of both kinds of chunks.
 SHAPES = [(), (0,), (1,), (7,), (3, 5), (4, 0, 2), (2, 3, 4, 5), (1025,), (8192,), (8193,), (16385,)]
+#: Seventeen dimensions, no two of which can be merged.
+MANY_DIMS = torch.ones(18, dtype=torch.float16).as_strided((2,) * 17, (1,) * 17)
 
 
 def exact(tensors, norm_type):
@@ -75,14 +76,6 @@ def test_mixed_dtypes(norm_type, cpu_backend, generator):
         assert_is_norm(functional.total_norm(tensors, norm_type, backend=cpu_backend), tensors, norm_type)
 
 
-def test_it_is_what_torch_says(cpu_backend, generator):
-    tensors = [random_tensor(shape, torch.float32, generator) for shape in SHAPES]
-    for norm_type in NORM_TYPES:
-        expected = torch.nn.utils.get_total_norm([t for t in tensors if t.numel()], norm_type)
-        result = functional.total_norm(tensors, norm_type, backend=cpu_backend)
-        torch.testing.assert_close(result, expected, rtol=1e-5, atol=0)
-
-
 def extremes():
     for dtype in DTYPES:
         limits = torch.finfo(dtype)
@@ -100,10 +93,10 @@ def extremes():
 @pytest.mark.parametrize(("dtype", "value"), list(extremes()), ids=str)
 def test_huge_and_tiny_values(dtype, value, cpu_backend):
     alone = torch.tensor([value], dtype=dtype)
-    spread = torch.zeros(20000, dtype=dtype)
+    spread = torch.zeros(9000, dtype=dtype)
     spread[::7] = -value / 64 if value > 1 else value
-    spread[9000] = value
-    for tensors in ([alone], [spread], [alone, spread], [torch.zeros(50, dtype=dtype), alone]):
+    spread[8500] = value
+    for tensors in ([alone], [torch.zeros(50, dtype=dtype), spread, alone]):
         for norm_type in NORM_TYPES:
             norm, found = norms.norm_and_nonfinite(tensors, norm_type, cpu_backend)
             assert found.item() == 0.0
@@ -119,21 +112,20 @@ def test_huge_and_tiny_values(dtype, value, cpu_backend):
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_inf_and_nan_are_found_wherever_they_are(dtype, norm_type, cpu_backend, generator):
-    tensors = [random_tensor((size,), dtype, generator) for size in (5, 1, 20001)]
+    tensors = [random_tensor((size,), dtype, generator) for size in (5, 1, 9001)]
     tensors.append(random_tensor((7, 90), dtype, generator, "transposed"))
     norm, found = norms.norm_and_nonfinite(tensors, norm_type, cpu_backend)
     assert found.dtype == torch.float32
     assert (found.shape, found.item()) == ((), 0.0)
-    for tensor, place in ((0, 4), (1, 0), (2, 0), (2, 8191), (2, 8192), (2, 20000), (3, 300)):
-        flat = tensors[tensor].flatten()
-        for bad, said in ((INF, INF), (-INF, INF), (NAN, NAN)):
-            spoilt = list(tensors)
-            flat[place] = bad
-            spoilt[tensor] = lay_out(flat.view(tensors[tensor].shape), "transposed")
-            norm, found = norms.norm_and_nonfinite(spoilt, norm_type, cpu_backend)
-            assert found.item() == 1.0
-            assert norm.item() == said or (math.isnan(said) and norm.isnan())
-        flat[place] = 0
+    places = ((0, 4), (1, 0), (2, 0), (2, 8191), (2, 8192), (2, 9000), (3, 300))
+    for (tensor, place), bad in zip(places, itertools.cycle((INF, -INF, NAN)), strict=False):
+        spoilt = list(tensors)
+        flat = tensors[tensor].flatten().clone()
+        flat[place] = bad
+        spoilt[tensor] = lay_out(flat.view(tensors[tensor].shape), "transposed")
+        norm, found = norms.norm_and_nonfinite(spoilt, norm_type, cpu_backend)
+        assert found.item() == 1.0
+        assert norm.isnan() if math.isnan(bad) else norm.item() == INF
     both = torch.tensor([INF, NAN, -INF], dtype=dtype)
     assert functional.total_norm([both, *tensors], norm_type, backend=cpu_backend).isnan()
 
@@ -147,35 +139,34 @@ def test_nothing_has_norm_zero(cpu_backend):
         assert (empty.item(), empty.dtype) == (0.0, torch.float64)
 
 
-def test_one_thread_and_more_give_the_same_bits(cpu_backend, generator):
-    large = 30001 if cpu_backend == "triton" else 400001
+@NATIVE
+def test_one_thread_and_more_give_the_same_bits(generator):
+    layouts = zip(DTYPES, ("contiguous", "misaligned", "transposed", "gaps"), strict=True)
     tensors = [
         random_tensor(shape, dtype, generator, layout)
-        for dtype, layout in zip(DTYPES, ("contiguous", "misaligned", "transposed", "gaps"), strict=True)
-        for shape in ((3,), (large,), (70, 999))
+        for dtype, layout in layouts
+        for shape in ((3,), (400001,), (70, 999))
     ]
     threads = torch.get_num_threads()
+    found = {norm_type: set() for norm_type in NORM_TYPES}
     try:
-        for norm_type in NORM_TYPES:
-            found = set()
-            for count in (1, 2, 3):
-                torch.set_num_threads(count)
-                found |= {
-                    functional.total_norm(tensors, norm_type, backend=cpu_backend).item() for _ in range(2)
-                }
-            assert len(found) == 1 or cpu_backend == "eager"  # whose sums are torch's own
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            for norm_type, norms_found in found.items():
+                norms_found.add(functional.total_norm(tensors, norm_type, backend="cpu").item())
     finally:
         torch.set_num_threads(threads)
+    assert [len(norms_found) for norms_found in found.values()] == [1, 1]
 
 
 def test_alignment_does_not_change_the_bits(cpu_backend, generator):
     if cpu_backend == "eager":
         pytest.skip("the eager backend's sums are torch's own")
     for dtype in DTYPES:
-        values = random_tensor((20011,), dtype, generator)
+        values = random_tensor((9011,), dtype, generator)
         wanted = functional.total_norm([values], backend=cpu_backend)
-        for shift in (1, 3, 8):
-            room = torch.zeros(20011 + shift, dtype=dtype)
+        for shift in (1, 8):
+            room = torch.zeros(9011 + shift, dtype=dtype)
             room[shift:] = values
             assert torch.equal(functional.total_norm([room[shift:]], backend=cpu_backend), wanted)
 
@@ -210,8 +201,7 @@ def test_subclasses_many_dimensions_and_a_whole_list_of_parts():
     class Tagged(torch.Tensor):
         pass
 
-    corner = torch.ones((3,) * 17, dtype=torch.float16)[(slice(None, None, 2),) * 17]
-    tensors = [torch.ones(3).as_subclass(Tagged), torch.ones(5), corner]
+    tensors = [torch.ones(3).as_subclass(Tagged), torch.ones(5), MANY_DIMS]
     assert functional.total_norm(tensors).item() == pytest.approx(math.sqrt(3 + 5 + 2**17))
     assert functional.total_norm([torch.ones(3, device="meta")]).device.type == "meta"
 
@@ -259,8 +249,9 @@ def test_unknown_backends_are_refused():
 def test_an_accumulation_leaves_the_bits_of_a_read(
     layout, gradient_layout, norm_type, cpu_backend, generator
 ):
-    shapes = [(), (0, 3), (2, 3, 4, 5), (90, 101)]
-    pairs = PAIRS[:2] if cpu_backend == "triton" else PAIRS  # the interpreter is slow
+    slow = cpu_backend == "triton"  # interpreted
+    shapes = [(), (0, 3), (2, 3, 4, 5), (30, 41) if slow else (90, 101)]
+    pairs = PAIRS[:2] if slow else PAIRS
     accumulators, gradients = random_lists(
         pairs, shapes, generator, layout=layout, gradient_layout=gradient_layout
     )
@@ -280,8 +271,9 @@ def test_an_accumulation_leaves_the_bits_of_a_read(
 @pytest.mark.sweep
 @pytest.mark.parametrize("pair", PAIRS, ids=PAIR_IDS)
 def test_of_what_was_rounded_to_the_sums_dtype(pair, cpu_backend, generator):
-    accumulator = random_tensor((20001,), pair[1], generator)
-    gradient = random_tensor((20001,), pair[0], generator, "misaligned")
+    size = 2001 if cpu_backend == "triton" else 20001
+    accumulator = random_tensor((size,), pair[1], generator)
+    gradient = random_tensor((size,), pair[0], generator, "misaligned")
     run = registry.get(cpu_backend).prepare([accumulator])
     left = run([gradient], torch.tensor(0.7), False, norm_type=2.0)
     norm, _ = norms.finish([left], 2.0, norms.norm_dtype([accumulator]), cpu_backend)
@@ -324,7 +316,8 @@ def test_a_large_overwrite_past_the_caches_leaves_its_norm(generator):
 @pytest.mark.sweep
 @pytest.mark.parametrize("pair", PAIRS, ids=PAIR_IDS)
 def test_scale_cast(pair, cpu_backend, generator):
-    inputs = [random_tensor(shape, pair[0], generator) for shape in SHAPES]
+    shapes = SHAPES[:8] if cpu_backend == "triton" else SHAPES
+    inputs = [random_tensor(shape, pair[0], generator) for shape in shapes]
     for scale in (0.37, torch.tensor(-1.7, dtype=torch.float64)):
         outputs = [torch.full(tensor.shape, NAN, dtype=pair[1]) for tensor in inputs]
         versions = [tensor._version for tensor in outputs]
@@ -348,33 +341,3 @@ def test_scale_cast_names_its_own_arguments(cpu_backend):
     ):
         with pytest.raises(error, match=message):
             functional.scale_cast_(outputs, inputs, 0.5, backend=cpu_backend)
-
-
-TRIED = """
-import torch
-from fusedacc import functional
-from fusedacc.kernels import registry
-
-torch.manual_seed(0)
-large, sums = torch.randn(9_000_000), torch.ones(9_000_000)
-small = torch.stack([functional.total_norm([part]) for part in large.split(2_048_000)])
-norms = {functional.total_norm([large]).item() for _ in range(2)}
-expected = sums + large
-partials = registry.get("cpu").accumulate_([sums], [large], 1.0, False, 1.0, 2.0)
-after, _ = registry.get("cpu").finish_norm([partials], 2.0, torch.float32)
-assert torch.equal(sums, expected), (sums - expected).abs().max()
-norms |= {functional.total_norm([large]).item() for _ in range(4)}
-assert len(norms) == 1, norms
-torch.testing.assert_close(torch.tensor(norms.pop()), small.norm())
-torch.testing.assert_close(after, functional.total_norm([sums]))
-"""
-
-
-@pytest.mark.skipif(library.load_error() is not None, reason=str(library.load_error()))
-@pytest.mark.parametrize("hooks", ["0", "1"])
-def test_large_norms_try_how_to_read_and_keep_their_bits(hooks):
-    """The first ones of a process fetch ahead in some stretches and not in others, until it is known what is
-    faster: through the operators and past the dispatcher."""
-    environment = {name: value for name, value in os.environ.items() if name != "FUSEDACC_TUNE"}
-    environment["FUSEDACC_NATIVE_HOOKS"] = hooks
-    subprocess.run([sys.executable, "-c", TRIED], env=environment, check=True)

@@ -65,8 +65,9 @@ def test_bits_of_elements(seed, stream):
     numbers = [*range(20), (1 << 32) - 1, 1 << 32, (1 << 35) - 1, 1 << 35, (1 << 35) + 13, 1 << 50]
     found = rounding.random_bits(seed, stream, torch.tensor(numbers))
     assert found.tolist() == [oracle.random_bits(seed, stream, number) for number in numbers]
-    compiled = torch.compile(rounding.random_bits, backend="aot_eager", fullgraph=True)
-    assert torch.equal(compiled(seed, stream, torch.tensor(numbers)), found)
+    if seed == 1:
+        compiled = torch.compile(rounding.random_bits, backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(seed, stream, torch.tensor(numbers)), found)
 
 
 @pytest.mark.parametrize("name", MAGNITUDES)
@@ -162,20 +163,18 @@ def test_rows_are_rounded_at_their_place_in_the_table(generator):
 
 
 def test_many_small_additions_are_kept_on_average():
-    """4,096 times 2**-10 to 1.0, an eighth of a unit there: lost where it is rounded to nearest."""
+    """512 times 2**-10 to 1.0, an eighth of a unit there: lost where it is rounded to nearest."""
     small = torch.full((4096,), 2.0**-10, dtype=BF16)
     noisy, nearest = torch.ones(4096, dtype=BF16), torch.ones(4096, dtype=BF16)
-    for addition in range(4096):
+    for addition in range(512):
         noise = Noise(1, [stream_of(0, addition)])
         reference.scale_accumulate_([noisy], [small], 1.0, False, noise=noise)
         reference.scale_accumulate_([nearest], [small], 1.0, False)
     assert nearest.eq(1).all()
     mean, deviation = noisy.double().mean(), noisy.double().std()
-    assert abs(mean - 5) < 4 * deviation / 64
-    # By the theory, p (1 - p) unit**2 for each addition, in the three binades on the way.
-    binades = [(1024, 2.0**-7), (2048, 2.0**-6), (1024, 2.0**-5)]
-    variance = sum(count * (2.0**-10 / unit) * (1 - 2.0**-10 / unit) * unit**2 for count, unit in binades)
-    assert deviation**2 == pytest.approx(variance, rel=0.15)
+    assert abs(mean - 1.5) < 4 * deviation / 64
+    # By the theory, p (1 - p) unit**2 for each addition.
+    assert deviation**2 == pytest.approx(512 * 1 / 8 * 7 / 8 * 2.0**-14, rel=0.15)
 
 
 @pytest.mark.parametrize("share", [1 / 64, 0.25, 0.5, 0.9])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import forked
 import pytest
 import torch
 from cases import PAIR_IDS, PAIRS
@@ -35,32 +34,28 @@ def needs(backend):
         pytest.skip(f"the {backend} backend cannot run here")
 
 
-def settings(rows_of_table):
-    """(padding_idx, scale_grad_by_freq, scale)."""
-    yield None, False, 0.3
-    yield rows_of_table - 1, True, torch.tensor(-1.7)
-    yield -1, False, 1.0
-    yield 0, True, torch.tensor(0.5, dtype=torch.float64)
+#: (padding_idx, scale_grad_by_freq, scale).
+SETTINGS = [
+    (None, False, 0.3),
+    ("last", True, torch.tensor(-1.7)),
+    (-1, False, 1.0),
+    (0, True, torch.tensor(0.5, dtype=torch.float64)),
+]
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("case", SHAPES, ids=SHAPE_IDS)
 @pytest.mark.parametrize("pair", PAIRS, ids=PAIR_IDS)
-def test_every_pair_and_shape(pair, case, cpu_backend, generator):
-    for padding_idx, by_frequency, scale in settings(case[1]):
-        table, indices, gradients = random_case(case, pair, generator)
-        before, version = table.clone(), table._version
-        rows.accumulate_rows_(
-            table,
-            indices,
-            gradients,
-            scale,
-            padding_idx=padding_idx,
-            scale_grad_by_freq=by_frequency,
-            backend=cpu_backend,
-        )
-        assert_rows(table, before, indices, gradients, scale, padding_idx, by_frequency)
-        assert table._version > version
+@pytest.mark.parametrize("setting", SETTINGS, ids=["plain", "last row", "from the end", "first row"])
+def test_every_pair_and_shape(setting, pair, case, cpu_backend, generator):
+    padding_idx, by_frequency, scale = setting
+    padding_idx = case[1] - 1 if padding_idx == "last" else padding_idx
+    table, indices, gradients = random_case(case, pair, generator)
+    before, version = table.clone(), table._version
+    options = {"padding_idx": padding_idx, "scale_grad_by_freq": by_frequency}
+    rows.accumulate_rows_(table, indices, gradients, scale, **options, backend=cpu_backend)
+    assert_rows(table, before, indices, gradients, scale, padding_idx, by_frequency)
+    assert table._version > version
 
 
 @pytest.mark.sweep
@@ -114,24 +109,15 @@ def test_indices_of_both_widths_and_any_strides(dtype, cpu_backend, generator):
 @pytest.mark.parametrize("pair", PAIRS, ids=PAIR_IDS)
 def test_backends_agree_to_the_bit(pair, generator):
     """With scale 1 the multiply-add is an addition, which the interpreter does not round twice."""
-    needs("cpu")
-    for case in (((150,), 6, 17, "mixed"), ((3, 5), 9, 130, "random")):
-        for by_frequency in (False, True):
-            table, indices, gradients = random_case(case, pair, generator)
-            results = []
-            for backend in ("cpu", "eager", "triton"):
-                if backend == "triton":
-                    needs(backend)
-                results.append(table.clone())
-                rows.accumulate_rows_(
-                    results[-1],
-                    indices,
-                    gradients,
-                    padding_idx=2,
-                    scale_grad_by_freq=by_frequency,
-                    backend=backend,
-                )
-            assert all(torch.equal(bits(result), bits(results[0])) for result in results)
+    for case, by_frequency in ((((150,), 6, 17, "mixed"), True), (((3, 5), 9, 130, "random"), False)):
+        table, indices, gradients = random_case(case, pair, generator)
+        options = {"padding_idx": 2, "scale_grad_by_freq": by_frequency}
+        results = []
+        for backend in ("cpu", "eager", "triton"):
+            needs(backend)
+            results.append(table.clone())
+            rows.accumulate_rows_(results[-1], indices, gradients, **options, backend=backend)
+        assert all(torch.equal(bits(result), bits(results[0])) for result in results)
 
 
 def test_a_row_named_once_gets_the_bits_of_a_plain_sum(cpu_backend, generator):
@@ -247,15 +233,12 @@ def test_nothing_is_read_by_the_host(generator):
 # What the operator is to torch
 
 
-@pytest.mark.parametrize("scale", [0.3, torch.tensor(0.3)], ids=["float", "tensor"])
-def test_opcheck(scale, generator):
+@pytest.mark.parametrize("pair", PAIRS[1::6], ids=PAIR_IDS[1::6])
+@pytest.mark.parametrize("numbers", [(None, 0.3, -1, False), (torch.tensor(0.3), 1.0, 2, True)], ids=str)
+def test_opcheck(numbers, pair, generator):
     needs("cpu")
-    tensor, number = (scale, 1.0) if isinstance(scale, torch.Tensor) else (None, scale)
-    for pair in PAIRS:
-        matrix, indices, gradients = random_case(((7,), 5, 4, "random"), pair, generator)
-        for padding, by_frequency in ((-1, False), (2, True)):
-            arguments = (matrix, indices, gradients, tensor, number, padding, by_frequency)
-            torch.library.opcheck(torch.ops.fusedacc.accumulate_rows_.default, arguments)
+    arguments = *random_case(((7,), 5, 4, "random"), pair, generator), *numbers
+    torch.library.opcheck(torch.ops.fusedacc.accumulate_rows_.default, arguments)
 
 
 ROOM = torch.zeros(40)
@@ -293,29 +276,3 @@ def test_the_operator_checks_by_itself_and_nothing_is_written(case):
     with pytest.raises(RuntimeError, match=message):
         torch.ops.fusedacc.accumulate_rows_(**arguments)
     assert not arguments["table"].any()
-
-
-def test_every_instruction_set_gives_the_same_bits():
-    needs("cpu")
-    from test_native_ops import CAPABILITIES
-
-    program = """
-import hashlib, torch
-from fusedacc.kernels import dtypes, library, rows
-digest = hashlib.sha256()
-for gradient, dtype in sorted(dtypes.PAIRS, key=str):
-    torch.manual_seed(0)
-    indices = torch.randint(0, 7, (300,))
-    table = torch.randn(7, 77).to(dtype)
-    fresh = torch.randn(300, 77).to(gradient)
-    rows.accumulate_rows_(table, indices, fresh, 0.3, scale_grad_by_freq=True, backend="cpu")
-    digest.update(table.view(torch.uint8).numpy().tobytes())
-print(digest.hexdigest())
-"""
-    from fusedacc.kernels import library
-
-    best = library.built_with()["cpu_capability"]
-    usable = CAPABILITIES[: CAPABILITIES.index(best) + 1]
-    said = {forked.run(program, FUSEDACC_CPU_CAPABILITY=name).stdout for name in usable}
-    assert len(said) == 1
-    assert len(said.pop().strip()) == 64

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
-
+import forked
 import pytest
 import torch
 
 from fusedacc import functional
 from fusedacc.kernels import native, registry
 
-ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 FLOAT = torch.float32
 
@@ -23,16 +17,14 @@ def select(backend="auto", device=CPU):
     return registry.select(device, FLOAT, FLOAT, backend)
 
 
-def in_fresh_python(code, **variables):
-    """Standard output of a program run in a process of its own, where nothing is imported or cached yet."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env=environment | {"PYTHONPATH": paths} | variables,
-        capture_output=True,
-        text=True,
-    )
+def in_new_process(code):
+    """Standard output of a program in a process where neither the package nor Triton has been imported."""
+    forget = """
+import sys
+for name in [name for name in sys.modules if name.partition(".")[0] == "triton"]:
+    del sys.modules[name]
+"""
+    done = forked.run(forget + code, TRITON_INTERPRET=None)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -154,15 +146,18 @@ def test_variable_errors_name_variable_value_and_allowed(monkeypatch):
 
 
 SELECT_CUDA_TWICE = """
-    import torch, warnings
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        from fusedacc.kernels import registry
-        for dtype in (torch.float32, torch.float64):
-            chosen = registry.select(torch.device("cuda", 0), dtype, dtype)
-    print(chosen.backend.name)
-    print(chosen.reason)
-    print(sum("Triton fails to import" in str(warning.message) for warning in caught))
+import torch, warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    from fusedacc import functional
+    from fusedacc.kernels import registry
+    functional.scale_accumulate_([torch.zeros(1)], [torch.ones(1)])
+    print([name for name in ("triton", "torch.utils.flop_counter") if name in sys.modules])
+    for dtype in (torch.float32, torch.float64):
+        chosen = registry.select(torch.device("cuda", 0), dtype, dtype)
+print(chosen.backend.name)
+print(chosen.reason)
+print(sum("Triton fails to import" in str(warning.message) for warning in caught))
 """
 
 
@@ -171,9 +166,9 @@ def test_broken_triton_warns_once_and_another_serves(tmp_path):
     broken = tmp_path / "triton"
     broken.mkdir()
     (broken / "__init__.py").write_text("raise ImportError('libtriton.so: wrong ELF class')")
-    name, reason, warned = in_fresh_python(
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n" + textwrap.dedent(SELECT_CUDA_TWICE)
-    ).splitlines()
+    program = f"sys.path.insert(0, {str(tmp_path)!r})" + SELECT_CUDA_TWICE
+    imported_for_cpu_tensors, name, reason, warned = in_new_process(program).splitlines()
+    assert imported_for_cpu_tensors == "[]"
     assert name == "eager"
     assert "not triton: Triton fails to import (ImportError: libtriton.so: wrong ELF class)" in reason
     assert warned == "1"
@@ -183,17 +178,7 @@ def test_broken_triton_warns_once_and_another_serves(tmp_path):
 def test_absent_triton_is_no_warning():
     hidden = "import importlib.util as u; f = u.find_spec; "
     hidden += "u.find_spec = lambda name, *a: None if name == 'triton' else f(name, *a)"
-    name, reason, warned = in_fresh_python(hidden + "\n" + textwrap.dedent(SELECT_CUDA_TWICE)).splitlines()
+    _, name, reason, warned = in_new_process(hidden + SELECT_CUDA_TWICE).splitlines()
     assert name == "eager"
     assert "not triton: Triton is not installed (pip install triton)" in reason
     assert warned == "0"
-
-
-def test_triton_is_not_imported_for_cpu_tensors():
-    code = """
-        import sys, torch
-        from fusedacc import functional
-        functional.scale_accumulate_([torch.zeros(1)], [torch.ones(1)])
-        print("triton" in sys.modules)
-    """
-    assert in_fresh_python(code).strip() == "False"

@@ -24,6 +24,8 @@ if PROBLEM is not None:
 
 from fusedacc.kernels.triton import backend, grouped, kernels  # noqa: E402
 
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+
 BF16, F32 = torch.bfloat16, torch.float32
 SEED = 0x123456789ABCDEF
 
@@ -43,31 +45,29 @@ def number(value, on_device):
     return torch.tensor(value, device=DEVICE) if on_device else value
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @pytest.mark.parametrize("on_device", [False, True], ids=["numbers", "tensors"])
 def test_the_eager_backend_s_bits(layout, dtype, on_device, generator):
     """Sizes around steps and chunks, overwritten or not."""
     step, chunk = 8 * 32 * kernels.WARPS, kernels.CHUNK
-    shapes = [(), (1,), (7,), (9,), (step - 1,), (4 * step + 3,), (chunk + 5 * step + 9,), (3, 5, 7), (0, 3)]
+    shapes = [(), (1,), (9,), (step - 1,), (2 * step + 3,), (chunk + 9,), (3, 5, 7), (0, 3)]
     accumulators = [random_tensor(shape, BF16, generator, layout) for shape in shapes]
     gradients = [random_tensor(shape, BF16, generator).to(DEVICE, dtype) for shape in shapes]
     flags = [index % 3 == 1 for index in range(len(shapes))]
     noise = noise_for(len(shapes))
-    for scale, beta in ((1.0, 1.0), (0.5, 0.25)):
-        factors = number(scale, on_device), number(beta, on_device)
-        expected, results = ([like(each) for each in accumulators] for _ in range(2))
-        norms = reference.scale_accumulate_(expected, gradients, factors[0], flags, factors[1], 2.0, noise)
-        found = backend.triton.accumulate_(results, gradients, factors[0], flags, factors[1], 2.0, noise)
-        assert all(map(torch.equal, results, expected))
-        assert torch.linalg.vector_norm(found) == pytest.approx(torch.linalg.vector_norm(norms).item())
+    factors = number(0.5, on_device), flags, number(0.25, on_device)
+    expected, results = ([like(each) for each in accumulators] for _ in range(2))
+    norms = reference.scale_accumulate_(expected, gradients, *factors, 2.0, noise)
+    found = backend.triton.accumulate_(results, gradients, *factors, 2.0, noise)
+    assert all(map(torch.equal, results, expected))
+    assert torch.linalg.vector_norm(found) == pytest.approx(torch.linalg.vector_norm(norms).item())
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 def test_each_value_by_the_rule():
     """Overwritten by every kind of float32: all exponents, subnormal numbers, infinities and nan."""
-    bits = torch.arange(-(2**15), 2**15, 3, dtype=torch.int64).mul(2**16)
+    bits = torch.arange(-(2**15), 2**15, 7, dtype=torch.int64).mul(2**16)
     patterns = torch.cat([bits + low for low in (0, 1, 0x7FFF, 0x8000, 0xFFFF)]).to(torch.int32)
     values = patterns.view(F32)
     values = values[~values.isnan()]  # a device's product gives any nan
@@ -81,7 +81,6 @@ def test_each_value_by_the_rule():
     assert result[:9].isnan().all()
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 def test_a_plan_takes_other_noise_each_time(generator):
     shapes = [(300,), (5, 4)]
     accumulators = [random_tensor(shape, BF16, generator, device=DEVICE) for shape in shapes]
@@ -100,14 +99,14 @@ def test_a_plan_takes_other_noise_each_time(generator):
     assert not any(torch.equal(one, other) for one, other in pairwise(seen))
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", TABLES)
-@pytest.mark.parametrize("columns", [1, 24, 33, 1030])
+@pytest.mark.parametrize("columns", [24, 33, 1030])
 @pytest.mark.parametrize("by_frequency", [False, True], ids=["sum", "mean"])
 def test_rows(layout, columns, by_frequency, generator):
     """Rows of one run and of several; blocks of eight elements begin with a row, or do not."""
-    indices = random_indices((150,), 6, "mixed", generator)
-    matrix = random_tensor((6, columns), BF16, generator, device=DEVICE)
+    indices = random_indices((150,), 5, "mixed", generator)
+    matrix = random_tensor((5, columns), BF16, generator, device=DEVICE)
     gradients = random_tensor((150, columns), BF16, generator, device=DEVICE)
     results = []
     for rows in (reference.accumulate_rows_, backend.triton.accumulate_rows_):
@@ -125,7 +124,7 @@ def test_rows(layout, columns, by_frequency, generator):
     assert oracle.patterns(table) == oracle.expected(total, table, 1, 2)
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "apart"])
 @pytest.mark.parametrize("shape", [(66, 72), (20, 33)], ids=str)

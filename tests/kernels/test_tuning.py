@@ -6,34 +6,39 @@ import copy
 import itertools
 import json
 import os
-import time
 
 import forked
 import pytest
 import torch
-from answers import answer, trials
+from answers import ScriptedClock, answer, trials
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedacc import AccumulatingOptimizer
 from fusedacc.kernels import library, matmul_ways, tuning
-from fusedacc.kernels.tuning import Choice, Question, Trial, choose, decide
+from fusedacc.kernels.interruptions import Interruptions
+from fusedacc.kernels.tuning import Choice, Question, choose
 
 BF16 = torch.bfloat16
 SMALL = "product of bfloat16 into float32, 1 to 16 tokens"
 MANY = "product of bfloat16 into float32, over 100 tokens"
+CLOCK = ScriptedClock()
 needs_library = pytest.mark.skipif(library.load_error() is not None, reason=str(library.load_error()))
 
 
-def question(*, slow="first", calls=None, name="how", fixed="first"):
-    """Two ways of which one sleeps. `calls`: is told of every trial."""
+def question(*, slow="first", calls=None, name="how"):
+    """Two ways, of which one takes a thousand times as long.
+
+    Args:
+        slow: the way that takes 2 ms.
+        calls: gets the name at every trial.
+    """
 
     def trial():
         if calls is not None:
             calls.append(name)
-        # The other does nothing: sleep(0) hands the processor over, on a busy machine for milliseconds.
-        return {way: (lambda way=way: way == slow and time.sleep(0.002)) for way in ("first", "second")}
+        return {way: CLOCK.way(2e-3 if way == slow else 2e-6) for way in ("first", "second")}
 
-    return Question(name, ("first", "second"), fixed, trial)
+    return Question(name, ("first", "second"), "first", trial)
 
 
 def question_of_tensors():
@@ -49,8 +54,16 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv(tuning.VARIABLE, "1")
     monkeypatch.setenv(tuning.FOLDER, str(tmp_path / "cache"))
     monkeypatch.setattr(tuning, "_found", {})
-    monkeypatch.setattr(tuning, "preemptions", lambda: 0)  # other tests run beside
+    CLOCK.install(monkeypatch)
     return tmp_path / "cache"
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """The time of day, in seconds: a list of one number."""
+    found = [1e9]
+    monkeypatch.setattr(tuning.time, "time", lambda: found[0])
+    return found
 
 
 def written(folder):
@@ -61,14 +74,23 @@ def test_the_faster_way_is_found_once_and_kept(folder):
     calls = []
     found = choose(question(calls=calls))
     assert (found.way, found.why) == ("second", "the fastest in a trial")
-    assert found.microseconds["first"] >= 2000 > found.microseconds["second"]
+    assert found.microseconds == {"first": 2000, "second": 2}
     assert choose(question(calls=calls, slow="second")) is found
     assert len(calls) == 1
-    entry = written(folder)["how"]
-    assert (entry["way"], entry["microseconds"]) == ("second", dict(found.microseconds))
-    assert tuning.report() == [
-        {"question": "how", "way": "second", "why": found.why, "microseconds": dict(found.microseconds)}
-    ]
+    entry = {
+        "way": "second",
+        "why": found.why,
+        "microseconds": {"first": 2000, "second": 2},
+        "conclusive": True,
+        "tries": 1,
+        "tried_at": found.tried_at,
+    }
+    assert written(folder)["how"] == entry
+    assert tuning.report() == [{"question": "how", "default": "first", **entry}]
+    assert tuning.describe(tuning.report()[0]) == (
+        "how: second: the fastest in a trial (first 2000 us, second 2 us; default first; "
+        "conclusive after 1 try)"
+    )
     tuning.forget()  # as in another process
     assert choose(question(calls=calls, slow="second")) == found
     assert len(calls) == 1
@@ -143,6 +165,7 @@ def test_a_damaged_file_is_written_anew(folder, content):
 def test_a_folder_that_cannot_be_written_leaves_answers_to_the_process(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(tuning, "_unsaved", "")
+    CLOCK.install(monkeypatch)
     with trials(FUSEDACC_CACHE=str(tmp_path / "file" / "below")):
         calls = []
         assert choose(question(calls=calls)).way == choose(question(calls=calls)).way == "second"
@@ -188,47 +211,103 @@ def test_what_somebody_keeps_is_kept(folder):
     assert choose(question(), {"how": "of a later release"}).way == "second"
 
 
+# Trials that could not tell
+
+
+def test_an_inconclusive_trial_is_repeated_by_a_later_process(folder, now, monkeypatch):
+    calls = []
+    with monkeypatch.context() as busy:
+        busy.setattr(Interruptions, "since_mark", lambda self: True)
+        found = choose(question(calls=calls))
+        assert (found.way, found.conclusive, found.tries) == ("first", False, 1)
+        assert found.why == "by the processor's features: other processes disturbed the trial"
+        assert choose(question(calls=calls)) is found
+        tuning.forget()  # as in another process
+        now[0] += tuning.FIRST_PAUSE - 1
+        assert choose(question(calls=calls)) == found
+        assert len(calls) == 1
+        tuning.forget()
+        now[0] += 1
+        assert choose(question(calls=calls)).tries == 2
+        assert "; default first; inconclusive after 2 tries)" in tuning.describe(tuning.report()[0])
+    tuning.forget()
+    now[0] += 2 * tuning.FIRST_PAUSE
+    found = choose(question(calls=calls))
+    assert (found.way, found.conclusive, found.tries) == ("second", True, 3)
+    assert written(folder)["how"]["conclusive"]
+    tuning.forget()
+    now[0] += 1e6
+    assert choose(question(calls=calls)) == found
+    assert len(calls) == 3
+
+
+def test_tries_become_rare(folder, now, monkeypatch):
+    """A process every half minute, on four days on which the machine is never quiet."""
+    monkeypatch.setattr(Interruptions, "since_mark", lambda self: True)
+    begin, tried, days = now[0], [], []
+    for _ in range(4):
+        for _ in range(24 * 60 * 2):
+            now[0] += 30
+            tuning.forget()
+            choose(question(calls=tried))
+        days.append(len(tried) - sum(days))
+    assert days == [11, 1, 1, 1]
+    now[0] = begin  # the clock was set back
+    tuning.forget()
+    assert choose(question(calls=tried)).tries == len(tried) == 15
+
+
+def test_a_new_wrapper_asks_again_and_an_old_one_keeps_its_answer(folder, now, monkeypatch):
+    calls, old, new = [], {}, {}
+    with monkeypatch.context() as busy:
+        busy.setattr(Interruptions, "since_mark", lambda self: True)
+        choose(question(calls=calls), old)
+    now[0] += tuning.FIRST_PAUSE
+    assert choose(question(calls=calls), old).way == "first"
+    assert choose(question(calls=calls)).way == "first"  # a function that keeps nothing
+    assert len(calls) == 1
+    assert choose(question(calls=calls), new).way == "second"
+    assert (choose(question(calls=calls), old).way, choose(question(calls=calls)).way) == ("first", "second")
+    assert (old, new, len(calls)) == ({"how": "first"}, {"how": "second"}, 2)
+
+
+def saved(way, conclusive, tries):
+    choice = Choice(way, "of another process", {}, "first", conclusive, tries, 0.0)
+    return tuning._save(tuning.machine(), question(), choice)
+
+
+def test_a_conclusive_answer_replaces_an_inconclusive_one_and_stays(folder):
+    assert saved("first", False, 1).tries == 1
+    assert saved("first", False, 1).tries == 1  # two processes that tried at once
+    assert saved("first", False, 2).tries == 2
+    assert saved("first", False, 1).tries == 2
+    assert saved("second", True, 1).way == "second"
+    assert saved("first", True, 4).way == "second"
+    assert saved("first", False, 4).way == "second"
+    assert written(folder)["how"]["tries"] == 1
+    assert choose(question(slow="second")).way == "second"
+
+
+DISTURBED = "by the processor's features: other processes disturbed the trial"
+
+
 @pytest.mark.parametrize(
-    ("first", "second", "way"),
+    ("entry", "way"),
     [
-        ([1.0] * 8, [0.9] * 8, "second"),
-        ([1.0] * 8, [0.97] * 8, "first"),
-        ([1.0] * 8, [1.2] * 8, "first"),
-        ([1.0] * 8, [0.5] * 5 + [2.0] * 3, "first"),
-        ([1.0] * 8, [9.0], "first"),
+        ({"way": "first", "why": DISTURBED, "microseconds": {"first": 9.0}}, "second"),
+        ({"way": "first", "why": "the fastest in a trial", "microseconds": {"first": 9.0}}, "first"),
+        ({"way": "first"}, "first"),
+        ({"way": "first", "why": None, "conclusive": 0, "tries": "x", "tried_at": []}, "first"),
+        ({"way": "first", "why": "", "conclusive": False, "tries": -1, "tried_at": float("nan")}, "second"),
+        ({"way": "first", "why": "", "conclusive": False, "tries": 10**9, "tried_at": 0}, "second"),
     ],
 )
-def test_only_what_is_beyond_doubt_replaces_the_fixed_way(first, second, way):
-    assert decide(question(), Trial({"first": first, "second": second})).way == way
-
-
-def test_a_disturbed_trial_leaves_it_to_the_features(folder, monkeypatch):
-    """As the scheduler counts: a thread that waits for its core makes any way slow."""
-    monkeypatch.setattr(tuning, "preemptions", itertools.count(0, 1000).__next__)
+def test_files_of_earlier_releases_and_damaged_entries(folder, entry, way):
+    """`second` is the faster way: it is found where the entry calls for another trial."""
+    folder.mkdir()
+    (folder / tuning.FILE).write_text(json.dumps({tuning.machine(): {"how": entry}}))
     found = choose(question())
-    assert (found.way, found.why) == (
-        "first",
-        "by the processor's features: other processes disturbed the trial",
-    )
-    assert written(folder)["how"]["way"] == "first"
-    assert not Trial({"first": [1.0] * 4, "second": [1.0] * 4}, 2).disturbed
-    assert Trial({"first": [1.0] * 4, "second": [1.0] * 4}, 3).disturbed
-
-
-def test_preemptions_are_counted():
-    assert tuning.preemptions() >= 0
-
-
-def test_a_hopeless_way_is_left_out_early():
-    calls = {"fast": 0, "slow": 0}
-
-    def run(name, seconds):
-        calls[name] += 1
-        time.sleep(seconds)
-
-    times = tuning.time_ways({"fast": lambda: run("fast", 0.0005), "slow": lambda: run("slow", 0.02)}).times
-    assert calls["slow"] == 2
-    assert decide(question(), Trial({"first": times["slow"], "second": times["fast"]})).way == "second"
+    assert (found.way, found.conclusive) == (way, True)
 
 
 def test_a_trial_is_seen_by_nobody(folder):
@@ -248,6 +327,7 @@ def test_a_trial_is_seen_by_nobody(folder):
             x = torch.ones(3, 3, device="cpu", requires_grad=True)
             product = x @ x
             seen.append((product.dtype, product.requires_grad, product.is_inference()))
+            CLOCK.pass_by(1e-3)
 
         return {"first": run, "second": run}
 

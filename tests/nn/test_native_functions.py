@@ -7,8 +7,10 @@ import threading
 
 import pytest
 import torch
+from memory import allocated_by
 from test_autograd import assert_same_gradients, wrap
 from torch import nn
+from torch.nn import functional as F
 
 from fusedacc.autograd import python_hooks
 
@@ -18,12 +20,69 @@ def choice(request, monkeypatch):
     monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", request.param)
 
 
-def nets(*layers: nn.Module):
+def nets(*layers: nn.Module, **options):
     """A wrapped model, its wrapper, and a stock twin."""
     torch.manual_seed(0)
     model = nn.Sequential(*layers)
     twin = copy.deepcopy(model)
-    return model, wrap(model), twin
+    return model, wrap(model, **options), twin
+
+
+WRITES = {
+    "relu_": F.relu_,
+    "add_": lambda out: out.add_(1),
+    "mul_": lambda out: out.mul_(0.5),
+    "leaky_relu_": lambda out: F.leaky_relu_(out, 0.1),
+    "dropout": lambda out: F.dropout(out, 0.5, inplace=True),
+    "a part": lambda out: out[..., 1:].zero_(),
+}
+
+
+@pytest.mark.parametrize("shape", [(6,), (3, 6), (2, 3, 6), (2, 1, 3, 6), (0, 3, 6)])
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+def test_the_output_of_a_linear_may_be_written_in_place(shape, autocast):
+    layers = nn.Linear(6, 4), nn.Linear(6, 4, bias=False)
+    model, _optimizer, twin = nets(*layers, keep_casts=autocast)
+    x = torch.randn(shape)
+    for write in WRITES.values():
+        for layer in (0, 1):
+            found = []
+            for net in (model, twin):
+                point = x.clone().requires_grad_()
+                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                    out = net[layer](point)
+                torch.manual_seed(0)
+                write(out)
+                out.float().square().sum().backward()
+                found.append((out, point.grad))
+            (ours, slope), (theirs, wanted) = found
+            assert torch.equal(ours, theirs)
+            assert torch.equal(slope, wanted)
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        tolerances = {"rtol": 0.02, "atol": 0.02} if autocast else {}
+        torch.testing.assert_close(ours.grad, theirs.grad, **tolerances)
+
+
+def test_an_output_that_was_written_in_place_can_be_differentiated_twice():
+    model, _optimizer, twin = nets(nn.Linear(6, 4))
+    x, slopes = torch.randn(2, 3, 6), []
+    for net in (model, twin):
+        point = x.clone().requires_grad_()
+        out = F.leaky_relu_(net(point).mul_(3), 0.1)
+        (slope,) = torch.autograd.grad(out.pow(3).sum(), point, create_graph=True)
+        slope.square().sum().backward()
+        slopes.append(point.grad)
+    torch.testing.assert_close(*slopes)
+    assert_same_gradients(model, twin)
+
+
+def test_an_output_is_allocated_once():
+    model, _optimizer, _twin = nets(nn.Linear(64, 256))
+    x = torch.randn(4, 8, 64)
+    model(x)
+    outputs = []
+    assert allocated_by(lambda: outputs.append(model(x))) < 1.5 * 4 * 8 * 256 * 4
+    assert not outputs[0]._is_view()
 
 
 @pytest.mark.parametrize("bucket", [1, 200, 400, 700, 10**6])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import numpy as np
 import pytest
@@ -97,6 +98,28 @@ def test_a_stand_in_passes_for_the_parameter():
     wanted = torch.full((EXPERTS, 3, 4), 3.0)
     wanted[1] += 1
     assert torch.equal(model.stack.grad, wanted)
+
+
+class Copied(Indexed):
+    """Copies its parameter, and itself, in its forward."""
+
+    def forward(self):
+        copies = copy.deepcopy(self.stack), copy.copy(self.stack), pickle.loads(pickle.dumps(self.stack))
+        assert all(type(each) is nn.Parameter for each in copies)
+        twin = copy.deepcopy(self)
+        assert "stack" not in twin.__dict__
+        assert repr(self.stack).startswith("Parameter containing:")
+        return sum(each.sum() for each in (*copies, twin.stack)) * self.stack[0].sum()
+
+
+def test_copies_of_a_stand_in_are_copies_of_the_parameter():
+    model, twin = Copied(0), Copied(0)
+    optimizer = wrapped(model, None)
+    for _ in range(2):
+        model().backward()
+        twin().backward()
+    assert_same_gradients(model, twin)
+    assert optimizer._slots[0].paths == ("grouped",)
 
 
 class Opaque(torch.autograd.Function):

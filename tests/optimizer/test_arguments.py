@@ -7,6 +7,7 @@ import contextlib
 import pytest
 import torch
 from loops import network, scalar, wrap
+from torch import nn
 
 import fusedacc
 from fusedacc.optimizer.micro_batch import check_weight
@@ -149,3 +150,29 @@ def test_a_bad_group_adds_nothing():
     for _ in range(2):
         run_micro_batch(weight, optimizer)
     assert weight.item() == -1.0
+
+
+LAZY = {
+    "a Linear": (lambda: nn.LazyLinear(3), (2, 4)),
+    "a convolution": (lambda: nn.LazyConv1d(3, 2), (2, 4, 5)),
+    "a norm": (lambda: nn.LazyBatchNorm1d(), (2, 4)),
+}
+
+
+@pytest.mark.parametrize(("make", "shape"), LAZY.values(), ids=LAZY)
+def test_parameters_without_a_shape_are_refused_until_a_forward_pass(make, shape):
+    model = nn.Sequential(nn.Identity(), make())
+    kind = type(model[1]).__name__
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    for options, place in (({}, "'0.0'"), ({"model": model}, f"'1.weight' of the {kind} '1'")):
+        with pytest.raises(ValueError, match=rf"^parameter {place} has no shape.* one forward pass"):
+            fusedacc.AccumulatingOptimizer(inner, 2, **options)
+    known = network()
+    optimizer = wrap(known, 2)
+    with pytest.raises(ValueError, match=r"parameter '1\.0' has no shape"):
+        optimizer.add_param_group({"params": list(model.parameters())})
+    assert len(optimizer.param_groups) == 1
+    model(torch.ones(shape))
+    optimizer.add_param_group({"params": list(model.parameters())})
+    (known(torch.ones(2, 4)).sum() + model(torch.randn(shape)).square().sum()).backward()
+    optimizer.step()

@@ -230,6 +230,14 @@ DAMAGE = {
     ),
     "a negative count": (lambda s: s[OWN]["window"].update(num_updates=-1), "num_updates is -1"),
     "a count that is a string": (lambda s: s[OWN]["window"].update(micro_step="2"), "micro_step is '2'"),
+    "a count that is no int": (
+        lambda s: s[OWN]["window"].update(carried=1.5),
+        "carried is 1.5; allowed: an int >= -2",
+    ),
+    "a count below what is there": (
+        lambda s: s[OWN]["window"].update(carried=-3),
+        "carried is -3; allowed: an int >= -2",
+    ),
     "a count is missing": (lambda s: s[OWN]["window"].pop("factor"), "lacks factor"),
     "another version": (lambda s: s[OWN].update(version=99), "is of version 99; allowed: 1, 2"),
     "another loop": (lambda s: s[OWN].update(counted=False), "manual loop"),
@@ -264,6 +272,14 @@ def test_the_error_says_what_is_wrong(name):
     with pytest.raises(ValueError, match=f"(?s){told}"):
         optimizer.load_state_dict(state)
     assert_identical(before, everything(model, optimizer))
+
+
+def test_an_empty_window_carries_no_micro_batches():
+    _, optimizer = KINDS["counted"]()
+    state = copy.deepcopy(saved("counted", partial=False))
+    state[OWN]["window"].update(carried=2)
+    with pytest.raises(ValueError, match="neither empty nor part-filled"):
+        optimizer.load_state_dict(state)
 
 
 @pytest.mark.parametrize("state", [None, 3, "state", [], {}, {"state": {}}, {"param_groups": []}])

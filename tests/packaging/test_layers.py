@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 from pathlib import Path
 
@@ -28,6 +29,7 @@ MOST, LEAST = 400, 25
 ALIASES = {"nn/site.py"}
 
 
+@functools.cache
 def files(*folders: str) -> list[Path]:
     """Source files as they would be committed."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *folders]

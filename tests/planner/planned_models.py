@@ -88,7 +88,7 @@ class Adapted(nn.Module):
 
 
 def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+    return nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 10))
 
 
 def convolutions() -> nn.Module:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
@@ -36,15 +32,18 @@ def gpu_blocks() -> Run:
     return run
 
 
-def layers() -> Run:
-    """Real training, whose activations take 20 MiB for each sample, and more than one of them lives."""
+def trains_and_fails() -> Run:
+    """Two updates of real training, and an exception."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 256), torch.nn.Tanh(), torch.nn.Linear(256, 16))
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.AdamW(model.parameters()))
 
     def run(size: int) -> None:
+        if optimizer.num_updates == 2:
+            print("this was printed")
+            raise KeyError("no such")
         for _ in range(2):
-            model(torch.randn(size, 20480, 16)).square().mean().backward()
+            model(torch.randn(size, 2048, 16)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -56,31 +55,3 @@ class WeirdError(Exception):
 
     def __init__(self, one: str, other: str) -> None:
         super().__init__(one + other)
-
-
-def wrong_from(least: int) -> Run:
-    def run(size: int) -> None:
-        if size >= least:
-            print("this was printed")
-            raise KeyError("no such")
-
-    return run
-
-
-def dies_from(least: int, number: int) -> Run:
-    def run(size: int) -> None:
-        if size >= least:
-            os.kill(os.getpid(), number)
-
-    return run
-
-
-def hangs(where: str) -> Run:
-    """With a process of its own, whose number is written down."""
-
-    def run(size: int) -> None:
-        other = subprocess.Popen(["sleep", "600"])
-        Path(where).write_text(f"{os.getpid()} {other.pid}")
-        time.sleep(600)
-
-    return run

@@ -6,13 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
-from searched_steps import (
-    MIB,
-)
+from searched_steps import MIB
 
 from fusedacc.planner import budget
-
-# Amounts of memory
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from searched_steps import (
-    MIB,
-    Run,
-    WeirdError,
-    blocks,
-)
+from searched_steps import MIB, Run, WeirdError, blocks
 
 from fusedacc.planner import child, find, find_micro_batch_size, trial
 

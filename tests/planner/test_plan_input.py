@@ -39,6 +39,7 @@ class Counts(nn.Module):
         return x
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("fail", [False, True])
 @pytest.mark.parametrize("verify", [False, True])
 @pytest.mark.parametrize("way", ["stock", "wrapped", "model=", "masters"])

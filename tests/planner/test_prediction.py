@@ -4,18 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from planned_models import (
-    CPU,
-    KINDS,
-    adamw,
-    classified,
-    mlp,
-    predicted_and_measured,
-    rows,
-    text,
-    under_autocast,
-    wrapped,
-)
+from planned_models import CPU, KINDS, adamw, classified, mlp, rows, text, under_autocast, wrapped
+from planned_models import predicted_and_measured as both
 from torch import nn
 
 from fusedacc.planner import DataDependentError
@@ -38,18 +28,23 @@ def assert_close(found: tuple[int, int]) -> None:
     assert abs(predicted / measured - 1) <= CLOSE, f"predicted {predicted}, measured {measured}"
 
 
+def traits(kind: str, way: str) -> dict[str, object]:
+    return {"kind": kind, "wrapped": "stock" not in way, "fused": "fused" in way, "model=": "model" in way}
+
+
+@pytest.mark.sweep(of=traits)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_peak_is_that_of_real_training(kind, way):
     model = KINDS[kind].make()
-    assert_close(predicted_and_measured(model, WAYS[way](model), KINDS[kind].draw()))
+    assert_close(both(model, WAYS[way](model), KINDS[kind].draw()))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_peak_under_autocast(kind):
     model = KINDS[kind].make()
     optimizer = wrapped(model, model=model, keep_casts=True)
-    assert_close(predicted_and_measured(model, optimizer, KINDS[kind].draw(), under_autocast))
+    assert_close(both(model, optimizer, KINDS[kind].draw(), under_autocast))
 
 
 @pytest.mark.parametrize("way", ["stock", "wrapped", "model="])
@@ -58,7 +53,7 @@ def test_peak_of_bfloat16(kind, way):
     model = KINDS[kind].make().bfloat16()
     inputs, labels = KINDS[kind].draw()
     inputs = inputs.bfloat16() if inputs.is_floating_point() else inputs
-    assert_close(predicted_and_measured(model, WAYS[way](model), (inputs, labels)))
+    assert_close(both(model, WAYS[way](model), (inputs, labels)))
 
 
 @pytest.mark.parametrize(
@@ -74,24 +69,24 @@ def test_peak_of_bfloat16(kind, way):
 def test_peak_of_masters_and_narrow_sums(how):
     model = mlp().bfloat16()
     inputs, labels = rows(64, 128)
-    assert_close(predicted_and_measured(model, wrapped(model, **how), (inputs.bfloat16(), labels)))
+    assert_close(both(model, wrapped(model, **how), (inputs.bfloat16(), labels)))
 
 
 def test_peak_of_the_manual_loop_and_of_one_step():
     for steps in (None, 1, 3):
         model = mlp()
-        assert_close(predicted_and_measured(model, wrapped(model, steps), rows(32, 128), steps=steps or 2))
+        assert_close(both(model, wrapped(model, steps), rows(32, 128), steps=steps or 2))
 
 
 def test_state_that_is_there_already_counts_as_much():
     model = mlp()
     optimizer, batch = adamw(model), rows(16, 128)
-    fresh = predicted_and_measured(model, optimizer, batch)
+    fresh = both(model, optimizer, batch)
     classified(model, batch).backward()
     optimizer.step()
     optimizer.zero_grad()
     assert_close(fresh)
-    found = predicted_and_measured(model, optimizer, batch)
+    found = both(model, optimizer, batch)
     assert_close(found)
     assert found[0] == fresh[0]
 
@@ -100,7 +95,7 @@ def test_adoption_on_fakes():
     """The first gradient becomes the sum: the window's first micro-batch holds no second copy of all."""
     model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(8)))
     optimizer = wrapped(model)
-    assert_close(predicted_and_measured(model, optimizer, rows(2, 128)))
+    assert_close(both(model, optimizer, rows(2, 128)))
 
 
 def predictor(model, draw, note=lambda size: None, loss_fn=classified):

@@ -10,14 +10,7 @@ import torch
 from planned_models import CPU
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fusedacc.planner.allocations import (
-    ACTIVATIONS,
-    GRADIENTS,
-    OPTIMIZER,
-    PARAMETERS,
-    TEMPORARIES,
-    Inside,
-)
+from fusedacc.planner.allocations import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS, TEMPORARIES, Inside
 from fusedacc.planner.trace import Trace
 
 

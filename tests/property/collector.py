@@ -98,6 +98,7 @@ class Collector(StockManual):
         """Counted: what the last update has consumed goes, and what the user has put in its place stays.
         Manual: p.grad goes on.
         """
+        super().before_backward()
         if not self.stale:
             return
         self.stale = self.found = False
@@ -160,6 +161,13 @@ class Collector(StockManual):
             if p.grad is not None and (everything or not hooked) and not self.spent(p):
                 self.take(index, p, p.grad)
                 p.grad = None
+
+    @contextmanager
+    def ignore(self) -> Iterator[None]:
+        """p.grad shows nothing here between backwards, so that nothing stays there either."""
+        with super().ignore():
+            yield
+        self.ignored.clear(self.params)
 
     @contextmanager
     def accumulate(self, weight: float | None = None) -> Iterator[SimpleNamespace]:

@@ -158,6 +158,10 @@ def random_event(rng: random.Random, kind: str, loop: Loop) -> Event:
         args["seed"] = rng.randrange(1000)
     if kind in ("grad", "stash", "model_copy", "ignored"):
         args["depth"] = rng.choice([0, 1, 9])
+    if kind == "ignored":
+        args["zero"] = rng.random() < (0.5 if loop.counted else 0.2)
+    if kind == "critic":
+        args["zero"] = rng.random() < 0.5
     if kind == "raising":
         args |= {"early": rng.random() < 0.3, "weight": 2.0 if loop.weighs else None}
     if kind in ("freeze", "hook", "swap", "set_grad", "write", "put", "remove", "exchange"):
@@ -216,7 +220,9 @@ def random_case(seed: int) -> Case:
             if rng.random() < odd * 0.15:
                 events.append(
                     random_event(
-                        rng, rng.choice(["grad", "inspect", "model_copy", "raising", "unhook"]), loop
+                        rng,
+                        rng.choice(["grad", "inspect", "model_copy", "raising", "unhook", "ignored"]),
+                        loop,
                     )
                 )
             steps = loop.counted or rng.random() < 0.4

@@ -56,7 +56,7 @@ def legal(case: Case, world: World, event: Event) -> bool:
         if kind == "save" or event.get("how") == "state_dict":
             return empty or (opt.ran and not opt.stale)
         return empty  # stock's copies lose p.grad, and loading keeps it
-    return kind not in ("flush", "ignored", "edit_spent", "put")
+    return kind not in ("flush", "edit_spent", "put")
 
 
 def legal_spent(world: World, event: Event) -> bool:
@@ -130,7 +130,8 @@ def legal_collected(world: World, opt: Collector, event: Event) -> bool:
     if kind in ("append", "remove", "exchange", "resize"):
         between = not opt.window.count and (loop.counted or not opt.stale)
         return not opt.dirty and (between or (loop.counted and kind != "resize"))
-    if kind in ("copy", "save", "restore", "ignored", "add_group", "freeze", "hook"):
-        clean = not opt.dirty and (loop.counted or not (opt.stale or opt.mid_window))
-        return clean and (kind != "ignored" or loop.counted)
+    if kind == "ignored":
+        return not (opt.dirty and event.get("zero"))
+    if kind in ("copy", "save", "restore", "add_group", "freeze", "hook"):
+        return not opt.dirty and (loop.counted or not (opt.stale or opt.mid_window))
     return kind in ("grad", "stash", "swap", "write", "rate", "model_copy", "inspect", "unscale")

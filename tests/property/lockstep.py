@@ -22,7 +22,7 @@ from .world import Case, Make, World
 #: A case whose parameters grow beyond this has diverged and ends: sums overflow, and differences say nothing.
 HUGE = 1e4
 #: What may make autograd store a gradient in p.grad by itself.
-MOVES = ("freeze", "cast", "restore", "hook", "unhook", "copy", "add_group", "swap", "ignored")
+MOVES = ("freeze", "cast", "restore", "hook", "unhook", "copy", "add_group", "swap")
 MOVES += ("append", "remove", "exchange", "resize")
 
 
@@ -44,6 +44,7 @@ class Lockstep:
         self.zeroed = False  # p.grad may still hold zeros that `zero_grad(set_to_none=False)` has left
         self.rough = False  # p.grad may hold raw gradients until the next step
         self.recast = False  # what an update has left was cast with its parameters, from this dtype or that
+        self.ignored = False  # p.grad may show what does not count
         self.lingers = False  # the user has put gradients beside spent ones, which nobody has cleared
 
     def play(self, event: Event) -> None:
@@ -83,6 +84,10 @@ class Lockstep:
             self.lingers = True
         elif event.kind in (*BACKWARD, "zero_grad", "discard", "ignored") and not puts:
             self.lingers = False
+        if event.kind == "ignored":
+            self.ignored = not event.get("zero")
+        elif event.kind in (*BACKWARD, "zero_grad", "discard"):
+            self.ignored = False
         self.zeroed = zeroed or (self.zeroed and not self.stock.opt.stale)
 
     def editable(self) -> bool:
@@ -170,7 +175,7 @@ class Lockstep:
             return
         elif (
             self.case.loop.counted
-            and event.kind in (*BACKWARD, "unscale", "edit")
+            and event.kind in (*BACKWARD, "unscale", "edit", "ignored")
             and opt.dirty
             and self.plain()
         ):
@@ -184,6 +189,9 @@ class Lockstep:
     def check_visible(self, expected: bool) -> None:
         """`p.grad` of every owned parameter: None, or the final gradient where there is one."""
         opt = self.stock.opt
+        counts = expected and any(opt.preview(index)[0] is not None for index in range(len(opt.params)))
+        if self.ignored and not counts:
+            return
         if expected is False and self.case.loop.reduction == "normalized" and opt.will_update and opt.dirty:
             return  # it may or may not be final yet: its weight can still be set
         for index, p in enumerate(self.subject.owned):

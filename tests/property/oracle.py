@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import regrouping
 from .edits import changed, edit
+from .ignoring import Ignoring
 from .scaling import Scaling, all_finite, values
 
 LOW = (torch.bfloat16, torch.float16)
@@ -166,6 +167,7 @@ class StockManual:
         self.stale = False  # p.grad holds the last update's gradient
         self.ran = False  # p.grad holds more than what was put there by hand
         self.witness: list[Tensor | None] | None = None
+        self.ignored = Ignoring()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -182,10 +184,11 @@ class StockManual:
 
     @property
     def has_gradients(self) -> bool:
-        return any(p.grad is not None for p in self.params)
+        return any(p.grad is not None and not self.ignored.has(p) for p in self.params)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.clear(set_to_none)
+        self.ignored.forget()
         self.stale, self.ran = not set_to_none, False
         self.unscaled = self.found = False
 
@@ -199,6 +202,7 @@ class StockManual:
         self.unscaled = True
 
     def step(self, closure: Callable[[], Tensor] | None = None) -> Any:
+        self.ignored.clear(self.params)
         if self.loop.scaling is not None and not self.unscaled:
             self.unscale()
         self.found = self.loop.watches and not all_finite(p.grad for p in self.params)
@@ -216,6 +220,7 @@ class StockManual:
 
     def before_backward(self) -> None:
         """Autograd adds to what stands in `p.grad`."""
+        self.ignored.clear(self.params)
 
     def after_backward(self, several: bool, by_hand: bool = False) -> None:
         """Autograd has already done everything else."""
@@ -249,7 +254,8 @@ class StockManual:
 
     @contextmanager
     def ignore(self) -> Iterator[None]:
-        yield
+        with self.ignored.around(self.params):
+            yield
 
     def add_param_group(self, group: dict[str, Any]) -> None:
         self.inner.add_param_group(group)
@@ -258,7 +264,8 @@ class StockManual:
         """There is nothing to restore."""
 
     def state_dict(self) -> dict[str, Any]:
-        gradients = [None if p.grad is None else p.grad.clone() for p in self.params]
+        kept = [None if self.ignored.has(p) else p.grad for p in self.params]
+        gradients = [None if gradient is None else gradient.clone() for gradient in kept]
         return {"inner": self.inner.state_dict(), "gradients": gradients, "updates": self.counts}
 
     @property

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fusedacc
-from fusedacc.accumulators.p_grad import Finals
+from fusedacc.accumulators.finals import Finals
 from fusedacc.autograd import python_hooks
 from fusedacc.kernels import native_module
 from fusedacc.optimizer.update import Update

@@ -265,16 +265,22 @@ class World(Changes):
         self.opt.discard()
 
     def do_ignored(self, event: Event) -> None:
-        self.begin()
+        if self.case.loop.counted:  # what is spent goes
+            self.begin()
         with self.opt.ignore():
             self.loss(event).backward()
-        self.opt.zero_grad()
+        if event.get("zero"):
+            self.opt.zero_grad()
 
     def do_critic(self, event: Event) -> None:
-        self.critic_opt.zero_grad()
+        if event.get("zero"):  # else what the generator's pass has left is still there
+            self.critic_opt.zero_grad()
         with torch.no_grad():
             sample = self.model(self.model.inputs(event.get("seed")), 9, None)
-        self.critic(sample).pow(2).mean().backward()
+        loss = self.critic(sample).pow(2).mean()
+        if hasattr(self.critic_opt, "before_backward"):
+            self.critic_opt.before_backward()
+        loss.backward()
         if hasattr(self.critic_opt, "after_backward"):
             self.critic_opt.after_backward(False)
         self.critic_opt.step()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import launch_events
+from .. import flops, launch_events
 from ..dtypes import computation_dtype
 from ..rounding import BLOCK, Noise
 from . import address_table as shared
@@ -84,6 +84,7 @@ def grouped_accumulate_(
             eights=noise is not None and aligned,
             num_warps=warps,
         )
+    flops.show_launch(left, right)
     if launch_events.watching:
         launch_events.launched("triton::grouped_accumulate", accumulator, left, right, offsets, scale, keep)
 

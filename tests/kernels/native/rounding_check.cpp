@@ -67,15 +67,6 @@ void check_neighbours() {
 }
 
 template <typename T>
-std::vector<T> random_elements(int64_t count) {
-  std::vector<T> elements(static_cast<size_t>(count));
-  for (T& element : elements) {
-    element = narrow<T, float>(static_cast<float>(random_below(4001) - 2000) / 64, 0);
-  }
-  return elements;
-}
-
-template <typename T>
 void check_same(const std::vector<T>& ours, const std::vector<T>& theirs) {
   CHECK(ours.size() == theirs.size());
   CHECK(std::memcmp(ours.data(), theirs.data(), ours.size() * sizeof(T)) == 0);

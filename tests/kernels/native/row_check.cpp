@@ -14,23 +14,6 @@ using namespace fusedacc;
 
 namespace {
 
-template <typename T>
-T random_element() {
-  const float value = static_cast<float>(random_below(4001) - 2000) / 64;
-  if constexpr (sizeof(T) == 8) {
-    return value;
-  } else {
-    return narrow<T, float>(value);
-  }
-}
-
-template <typename T>
-std::vector<T> random_elements(int64_t count) {
-  std::vector<T> elements(static_cast<size_t>(count));
-  for (T& element : elements) element = random_element<T>();
-  return elements;
-}
-
 // Row numbers of which many are equal, some are no rows, and some are of rows with hundreds of gradients.
 std::vector<int64_t> random_numbers(int64_t count, int64_t rows) {
   std::vector<int64_t> numbers(static_cast<size_t>(count));

@@ -1,0 +1,169 @@
+"""Time several ways to do the same work, and decide which is the fastest.
+
+Delays must not decide. Each round times every way once, so that a slow period slows all of them, and ways are
+compared round by round. A round in which this process lost a core is discarded. The default loses only to a
+way that was faster in most of the rounds, after all rounds. A trial that cannot tell says so: `tuning` then
+uses the default for now, and repeats the trial later.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from .interruptions import Interruptions
+
+#: A way must take this share less time than the default, in the median of the rounds.
+MIN_SPEEDUP = 0.05
+#: The share of rounds that must agree, that a way is faster or that it is not.
+MIN_AGREEMENT = 0.75
+#: Rounds without an interruption that a trial needs.
+ROUNDS = 15
+#: A trial stops after this many seconds, whether it has its rounds or not.
+TRIAL_SECONDS = 0.25
+#: A sample calls a way as often as fits into these seconds, but at least once.
+SAMPLE_SECONDS = 40e-6
+#: A way is dropped when every sample takes this many times the best median, after so many rounds at least.
+MAX_SLOWDOWN, MIN_ROUNDS = 3.0, 3
+#: A virtual machine's host may take this share of the cores' time during a trial.
+MAX_STOLEN = 0.05
+_TOO_LONG = "the trial took too long"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What was timed.
+
+    Attributes:
+        times: seconds per call of each way in each round that counts. A way that was dropped has fewer.
+        complete: whether there were enough rounds.
+        discarded: the same of the rounds that were interrupted.
+        stolen: the share of the cores' time that a virtual machine's host took.
+    """
+
+    times: Mapping[str, list[float]]
+    complete: bool = True
+    discarded: Mapping[str, list[float]] = field(default_factory=dict)
+    stolen: float = 0.0
+
+    def problem(self) -> str:
+        """Why the trial tells nothing; empty if it does."""
+        if self.stolen > MAX_STOLEN:
+            return f"the virtual machine's host took {self.stolen:.0%} of the cores' time in the trial"
+        if self.complete:
+            return ""
+        return "other processes disturbed the trial" if any(self.discarded.values()) else _TOO_LONG
+
+    def medians(self) -> dict[str, float]:
+        """Seconds per call of each way; of rounds that were interrupted, if it has no others."""
+        times = {name: own or self.discarded[name] for name, own in self.times.items()}
+        return {name: statistics.median(own) for name, own in times.items()}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A way and why it was chosen; whether the trial could tell; medians in microseconds."""
+
+    way: str
+    conclusive: bool
+    why: str
+    microseconds: Mapping[str, float]
+
+
+def time_ways(ways: Mapping[str, Callable[[], object]], default: str) -> Trial:
+    """Time the ways in rounds until there are `ROUNDS` without an interruption, or the time is up.
+
+    Args:
+        ways: what to call, by name.
+        default: the way that is never dropped.
+    """
+    calls = {name: _calls_per_sample(run) for name, run in ways.items()}
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    discarded: dict[str, list[float]] = {name: [] for name in ways}
+    running, attempt = list(ways), 0
+    # A random order, then its reverse: a delay that returns every few samples hits all ways alike.
+    shuffle = random.Random(0).shuffle
+    with Interruptions() as interruptions:
+        end = perf_counter() + TRIAL_SECONDS
+        while len(running) > 1 and len(times[default]) < ROUNDS and perf_counter() < end:
+            running.reverse() if attempt % 2 else shuffle(running)
+            attempt += 1
+            interruptions.mark()
+            samples = {name: _seconds(ways[name], calls[name]) for name in running}
+            taken = discarded if interruptions.since_mark() else times
+            for name, seconds in samples.items():
+                taken[name].append(seconds)
+            if len(times[default]) >= MIN_ROUNDS:
+                running = _without_hopeless(running, times, default)
+        complete = len(running) == 1 or len(times[default]) == ROUNDS
+        return Trial(times, complete, discarded, interruptions.stolen_share())
+
+
+def _calls_per_sample(run: Callable[[], object]) -> int:
+    run()  # the first call also loads and allocates
+    fastest = min(_seconds(run, 1) for _ in range(3))
+    return max(1, math.ceil(SAMPLE_SECONDS / max(fastest, 1e-9)))
+
+
+def _seconds(run: Callable[[], object], calls: int) -> float:
+    begin = perf_counter()
+    for _ in range(calls):
+        run()
+    return (perf_counter() - begin) / calls
+
+
+def _without_hopeless(running: list[str], times: Mapping[str, list[float]], default: str) -> list[str]:
+    """The ways that may still be the fastest, and the default.
+
+    A delay lengthens a sample and never shortens one: the fastest sample of a way speaks for it.
+    """
+    longest = MAX_SLOWDOWN * min(statistics.median(times[name]) for name in running)
+    return [name for name in running if name == default or min(times[name]) <= longest]
+
+
+def decide(default: str, trial: Trial) -> Verdict:
+    """Choose a way that is faster than the default beyond doubt, else the default."""
+    medians = trial.medians()
+    figures = {name: round(1e6 * seconds, 1) for name, seconds in medians.items()}
+    problem = trial.problem()
+    if problem:
+        return Verdict(default, False, f"by the processor's features: {problem}", figures)
+    ratios = {
+        # A way that was dropped has fewer rounds than the default.
+        name: [its / other for its, other in zip(own, trial.times[default], strict=False)]
+        for name, own in trial.times.items()
+        if name != default
+    }
+    faster = [name for name, own in ratios.items() if len(own) >= ROUNDS and _is_faster(own)]
+    if faster:
+        way = min(faster, key=lambda name: statistics.median(ratios[name]))
+        return Verdict(way, True, "the fastest in a trial", figures)
+    doubtful = [name for name, own in ratios.items() if not _is_not_faster(own)]
+    if doubtful:
+        why = f"by the processor's features: the rounds of the trial disagreed on {' and '.join(doubtful)}"
+        return Verdict(default, False, why, figures)
+    fastest = min(medians, key=lambda name: medians[name])
+    if fastest == default:
+        return Verdict(default, True, "the fastest in a trial", figures)
+    why = f"by the processor's features: {fastest} was not faster beyond doubt in a trial"
+    return Verdict(default, True, why, figures)
+
+
+def _is_faster(ratios: list[float]) -> bool:
+    """Whether a way with these times, in units of the default's, is faster beyond doubt."""
+    return statistics.median(ratios) <= 1 - MIN_SPEEDUP and _most(ratio < 1 for ratio in ratios)
+
+
+def _is_not_faster(ratios: list[float]) -> bool:
+    """Whether it is not faster beyond doubt, by as much as counts."""
+    own = statistics.median(ratios)
+    return own > 1 - MIN_SPEEDUP and _most(ratio > 1 - 2 * MIN_SPEEDUP for ratio in ratios)
+
+
+def _most(rounds: Iterable[bool]) -> bool:
+    found = list(rounds)
+    return sum(found) >= MIN_AGREEMENT * len(found)

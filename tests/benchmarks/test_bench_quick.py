@@ -1,0 +1,162 @@
+"""All benchmarks on the smallest sizes, once: which rows they have. No time is asserted."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+
+import forked
+import pytest
+import sweeps
+import torch
+from bench_setup import CPU, ROOT, run_main
+from ranks import on_ranks
+
+from benchmarks import run_all
+from benchmarks.harness.results import Results
+from benchmarks.suites import (
+    data_parallel,
+    dram_check,
+    experts,
+    kernels,
+    layers,
+    models,
+    peak_memory,
+    rounding,
+    training,
+)
+from benchmarks.suites.layers import INSIDE, STOCK
+
+
+def measured_here(loop, dtype, width, steps, updates, device):
+    """What `peak_memory` has a new process print. What is resident here says nothing."""
+    options = {"measure": loop, "dtype": dtype, "width": width, "steps": steps, "updates": updates}
+    given = [part for name, value in options.items() for part in (f"--{name}", value)]
+    code, out, err = run_main(peak_memory, *given, "--device", device)
+    assert code == 0, err
+    return json.loads(out.splitlines()[-1]) | {"resident": 3_000_000}
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """The rows of every benchmark, by its name; `make test-full` runs what takes long besides."""
+    results, threads = Results(None, CPU), torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "SAMPLE_SECONDS", 0.0)
+        for name, provider in list(kernels.ACCUMULATE.items()):
+            if provider.compiled or "triton" in name:  # which is interpreted here
+                patch.delitem(kernels.ACCUMULATE, name)
+        patch.delitem(data_parallel.WAYS, "bfloat16")
+        # Processes that have loaded torch already.
+        patch.setattr(multiprocessing, "get_context", lambda method: forked.context)
+        patch.setattr(data_parallel, "on_all_ranks", lambda measure, *given: on_ranks(2, measure, *given)[0])
+        patch.setattr(peak_memory, "measure_fresh", measured_here)
+        assert run_all.run(run_all.BENCHMARKS, results, "quick") == {}
+    assert torch.get_num_threads() == threads
+    return {name: [row for row in results.rows if row.benchmark == name] for name in run_all.BENCHMARKS}
+
+
+@pytest.mark.parametrize("name", run_all.BENCHMARKS)
+def test_every_benchmark_has_rows_or_says_why_not(name, rows):
+    assert any(row.median is not None for row in rows[name])
+    notes = {row.note for row in rows[name] if row.median is None}
+    known = "is not installed|sees no CUDA|needs one dtype|dtypes are equal|has no cpu kernel"
+    assert [note for note in notes if not re.fullmatch(rf"not run: .*({known}).*", note)] == []
+
+
+def test_kernels_have_every_kind_of_case(rows):
+    cases = {row.case for row in rows["kernels"]}
+    assert {"1 Ki elements in one tensor", "300 tensors of 4"} < cases
+    assert any(case.startswith("product of 16 tokens") for case in cases)
+
+
+def test_embeddings_have_every_case_and_no_goal_for_tiny_tables(rows):
+    found = rows["embedding"]
+    assert {row.mode for row in found} == {"accumulate", "clip and update", "window k=2"}
+    assert {row.dtypes for row in found} == {"float32 into float32", "bfloat16 into float32", "float32"}
+    assert not any(row.reached for row in found)
+
+
+def test_layers_move_the_bytes_promised(rows):
+    modes = {"weight gradients", "forward and backward", "lookup", "host"}
+    assert {row.mode for row in rows["layers"]} == modes
+    limits = [row.reached for row in rows["layers"] if row.against == "limit"]
+    assert limits == ["yes"] * 2 * len(layers.DTYPES)
+    assert not any(row.reached for row in rows["layers"] if row.mode == "lookup"), "no tiny table's goal"
+
+
+def test_experts_are_measured_with_both_kinds_of_memory(rows):
+    assert {row.mode for row in rows["experts"]} == {*experts.MODES, "backward"}
+    held = [row for row in rows["experts"] if row.provider == INSIDE and row.mode in experts.MODES]
+    assert {row.against for row in held} == {STOCK, experts.HOOK}
+
+
+def test_models_have_all_ways_and_their_goals(rows):
+    found = [row for row in rows["models"] if row.metric == "time" and row.median is not None]
+    window = [row for row in found if row.mode == "window k=8" and row.dtypes == models.DTYPES["bfloat16"]]
+    assert {"stock by hand", "fusedacc", "stock bfloat16 sums", "floor"} <= {row.provider for row in window}
+    ours = {row.against: row.goal for row in window if row.provider == "fusedacc"}
+    assert ours == {"stock by hand": None, "stock grad_dtype": None, "stock mixed add_": 1.0}
+    assert all(row.bytes and row.launches and row.median > 0 for row in window)
+
+
+@pytest.mark.parametrize("dtypes", ["float32", "bfloat16 into float32"])
+def test_training_has_every_measure_and_its_parts_add_up(dtypes, rows):
+    ours = [r for r in rows["training"] if (r.provider, r.dtypes) == ("fusedacc, fused AdamW", dtypes)]
+    median = {row.metric: row.median for row in ours}
+    wanted = {"time", "tokens per second", "peak memory", "bytes", "bytes: others"}
+    wanted |= {f"{what}: {phase}" for what in ("time", "bytes") for phase in training.PHASES}
+    wanted |= {f"peak memory: {kind}" for kind in training.KINDS}
+    assert set(median) == wanted
+    kinds = sum(median[f"peak memory: {kind}"] for kind in training.KINDS)
+    assert kinds == pytest.approx(median["peak memory"])
+    phases = sum(median[f"bytes: {phase}"] for phase in training.PHASES)
+    assert phases == pytest.approx(median["bytes"])
+    against = {"stock, fused AdamW"}
+    if dtypes != "float32":
+        against = {"stock, grad_dtype, fused AdamW", "stock, mixed add_ in a hook, fused AdamW"}
+    assert {row.against for row in ours if row.goal and row.metric == "time"} == against
+
+
+@pytest.mark.skipif(not sweeps.FULL, reason="five minutes: in make test-full only")
+def test_all_of_them_as_a_command(tmp_path):
+    path = tmp_path / "results.csv"
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    env = {"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONPATH": paths}
+    env.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-m", "benchmarks.run_all", "--quick", "--results", str(path)]
+    found = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=3000)
+    assert found.returncode == 0, found.stderr
+    for name in run_all.BENCHMARKS:
+        assert f"\n{name}: " in found.stdout
+    assert "goals reached" in found.stdout
+    assert not path.exists(), "a quick run must record nothing"
+
+
+@pytest.mark.parametrize(
+    ("suite", "option", "said"),
+    [
+        (run_all, "--only third", "unknown benchmark 'third'; allowed: models, update, kernels, "),
+        (kernels, "--providers nonsense", "unknown provider 'nonsense'; allowed: .*torch._foreach_add_"),
+        (kernels, "--dtypes nonsense", "unknown dtypes 'nonsense'; allowed: .*bfloat16:float32"),
+        (kernels, "--sizes nonsense", "unknown size 'nonsense'; allowed: .*1000x1000"),
+        (training, "--dtypes float8", "autocast"),
+        (training, "--widths 3", "unknown width '3'; allowed: 32"),
+        (models, "--models gpt5", "unknown model 'gpt5'; allowed: resnet50, vit_b_16"),
+        (models, "--settings fp8", "unknown setting 'fp8'; allowed: float32, autocast, bfloat16"),
+        (models, "--providers apex", "unknown provider 'apex'; allowed: stock as written, .*floor"),
+        (models, "--k 0", "--k must be at least 1; got 0"),
+        (dram_check, "--cases nothing", "unknown case 'nothing'; allowed: fusedacc cuda bf16"),
+        (dram_check, "--device cpu", "needs a CUDA GPU"),
+        (rounding, "--only others", "unknown .*'others'; allowed: "),
+    ],
+)
+def test_wrong_options_list_what_is_allowed(suite, option, said):
+    device = [] if suite is dram_check else ["--device", "cpu"]
+    code, _, err = run_main(suite, "--quick", *device, *option.split())
+    assert code != 0
+    assert re.search(said, err)

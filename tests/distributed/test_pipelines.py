@@ -1,0 +1,382 @@
+"""Pipeline schedules: one `schedule.step()` counts as one backward pass, whatever it does to p.grad."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import sys
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from one_rank import process_group
+from ranks import on_ranks
+from ranks_setting import LOW, assert_close, assert_ranks_equal, refused
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.distributed.pipelining import schedules
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedacc
+from fusedacc.distributed import pipelines
+
+#: The stages that each schedule has at least, on one rank.
+STAGES = {
+    "ScheduleGPipe": 1,
+    "Schedule1F1B": 1,
+    "ScheduleInterleaved1F1B": 2,
+    "ScheduleInterleavedZeroBubble": 2,
+    "ScheduleZBVZeroBubble": 2,
+}
+CHUNKS, WIDTH = 4, 6
+
+
+def parts(count: int, dtype: torch.dtype = torch.float32) -> nn.ModuleList:
+    torch.manual_seed(0)
+    made = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(count))
+    return nn.ModuleList(made).to(dtype)
+
+
+def data(index: int, dtype: torch.dtype = torch.float32, rank: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(10 * index + rank)
+    x, y = torch.randn(2, 2 * CHUNKS, WIDTH, generator=generator)
+    return x.to(dtype), y
+
+
+def loss_of(output: Tensor, wanted: Tensor) -> Tensor:
+    return (output.to(torch.promote_types(output.dtype, torch.float32)) - wanted).pow(2).mean()
+
+
+def scheduled(kind: str, net: nn.ModuleList, mine: tuple[int, ...] = (), group=None, **options):
+    """A schedule of all parts of `net`, or of `mine`."""
+    device, numbers = torch.device("cpu"), mine or range(len(net))
+    stages = [pipelining.PipelineStage(net[i], i, len(net), device, group=group) for i in numbers]
+    options = {"loss_fn": loss_of} | options
+    return getattr(pipelining, kind)(stages if STAGES[kind] > 1 else stages[0], CHUNKS, **options)
+
+
+def wrap(net: nn.Module, steps: int | None, **options) -> fusedacc.AccumulatingOptimizer:
+    return fusedacc.AccumulatingOptimizer(torch.optim.SGD(net.parameters(), lr=0.5), steps, **options)
+
+
+def one_process(net: nn.ModuleList, indices, ranks: int = 1) -> list[Tensor]:
+    """The mean over these `schedule.step()`s, in float64."""
+    twin, dtype = copy.deepcopy(net).double(), next(net.parameters()).dtype
+    parameters = list(twin.parameters())
+    sums = [torch.zeros_like(p) for p in parameters]
+    for index in indices:
+        for rank in range(ranks):
+            x, y = data(index, dtype, rank)
+            x = x.double()
+            for part in twin:
+                x = part(x)
+            for total, gradient in zip(sums, torch.autograd.grad(loss_of(x, y), parameters), strict=True):
+                total += gradient / (len(indices) * ranks)
+    return sums
+
+
+def assert_gradients(net: nn.Module, wanted: list[Tensor], what: object = "") -> None:
+    for p, gradient in zip(net.parameters(), wanted, strict=True):
+        assert p.grad is not None, what
+        assert_close(p.grad, gradient, 1e-5 if p.dtype is torch.float32 else 3e-2, what)
+
+
+@contextlib.contextmanager
+def counted_reductions(optimizer: fusedacc.AccumulatingOptimizer):
+    found: list[int] = []
+    optimizer._accumulation.ranks.parallel.reducer.announce = lambda: found.append(1)
+    yield found
+
+
+def forget_listeners() -> None:
+    """Of tests that have failed, whose wrappers are kept."""
+    gc.collect()
+    for listener in list(pipelines._listeners):
+        pipelines.leave(listener)
+
+
+@pytest.fixture
+def group(tmp_path):
+    with process_group("gloo", tmp_path):
+        yield
+
+
+@pytest.mark.usefixtures("group")
+class TestOnOneRank:
+    @pytest.mark.sweep
+    @pytest.mark.parametrize("kind", STAGES)
+    @pytest.mark.parametrize("steps", [None, 1, 2])
+    @pytest.mark.parametrize("dtype", [torch.float32, LOW], ids=["float32", "bfloat16"])
+    @pytest.mark.parametrize("with_ranks", [False, True])
+    @pytest.mark.parametrize("scales", [True, False])
+    def test_gradients_are_those_of_one_process(self, kind, steps, dtype, with_ranks, scales):
+        net = parts(STAGES[kind], dtype)
+        options = {"data_parallel": dist.group.WORLD} if with_ranks else {}
+        optimizer, seen = wrap(net, steps, **options), []
+        optimizer.optimizer.register_step_pre_hook(
+            lambda inner, *_: seen.extend(p.grad.clone() for p in net.parameters())
+        )
+        schedule, each = scheduled(kind, net, scale_grads=scales), steps or 1
+        with counted_reductions(optimizer) if with_ranks else contextlib.nullcontext([]) as reductions:
+            for window in range(2):
+                indices = range(window * each, (window + 1) * each)
+                wanted = one_process(net, indices)
+                wanted = wanted if scales else [gradient * CHUNKS for gradient in wanted]
+                for index in indices:
+                    x, y = data(index, dtype)
+                    schedule.step(x, target=y)
+                    if index == indices[-1]:
+                        assert_gradients(net, wanted)
+                        shown = [p.grad.clone() for p in net.parameters()]
+                    optimizer.step(), optimizer.zero_grad()
+                for ours, theirs in zip(seen[-len(shown) :], shown, strict=True):
+                    assert torch.equal(ours, theirs.to(dtype))
+        assert len(reductions) == (2 if with_ranks else 0)
+        optimizer.close()
+
+    def test_several_steps_in_a_micro_batch_add_up(self):
+        """The second does not divide what the first has left, nor does a backward pass between them."""
+        net = parts(1)
+        optimizer, schedule = wrap(net, 2), scheduled("ScheduleGPipe", net)
+        wanted = [4 / 2 * gradient for gradient in one_process(net, range(4))]
+        for micro_batch in ((0, 1, 2), (3,)):
+            for index in micro_batch:
+                x, y = data(index)
+                if index == 1:
+                    loss_of(net[0](x), y).backward()
+                else:
+                    schedule.step(x, target=y)
+            optimizer.step()
+        assert_gradients(net, wanted)
+
+    def test_two_optimizers_share_a_schedule(self):
+        net = parts(2)
+        both = [wrap(part, 2) for part in net]
+        schedule = scheduled("ScheduleZBVZeroBubble", net)
+        wanted = one_process(net, range(2))
+        for index in range(2):
+            x, y = data(index)
+            schedule.step(x, target=y)
+            if index:
+                assert_gradients(net, wanted)
+            for optimizer in both:
+                optimizer.step()
+        assert [optimizer.num_updates for optimizer in both] == [1, 1]
+
+    def test_weights_of_micro_batches(self):
+        net = parts(1)
+        optimizer, schedule = wrap(net, 2, reduction="weighted"), scheduled("ScheduleGPipe", net)
+        one, other = one_process(net, [0]), one_process(net, [1])
+        forwards = []
+        handle = net[0].register_forward_hook(lambda *_: forwards.append(1))
+        x, y = data(0)
+        with pytest.raises(RuntimeError, match="needs a weight before the backward"):
+            schedule.step(x, target=y)
+        assert forwards == [], "before anything is sent"
+        handle.remove()
+        for index, weight in ((0, 3.0), (1, 1.0)):
+            x, y = data(index)
+            with optimizer.accumulate(weight=weight):
+                schedule.step(x, target=y)
+            if index:
+                assert_gradients(net, [(3 * a + b) / 4 for a, b in zip(one, other, strict=True)])
+            optimizer.step()
+
+    def test_eval_is_no_micro_batch(self):
+        net = parts(1)
+        optimizer, schedule = wrap(net, 2), scheduled("ScheduleGPipe", net)
+        wanted = one_process(net, range(2))
+        for index in range(2):
+            x, y = data(index)
+            schedule.eval(x, target=y)
+            assert optimizer.has_partial_window == bool(index)
+            schedule.step(x, target=y)
+            assert optimizer.micro_step == index
+            if index:
+                assert_gradients(net, wanted)
+            optimizer.step()
+        assert optimizer.num_updates == 1
+
+    @pytest.mark.parametrize("kind", ["ScheduleGPipe", "ScheduleZBVZeroBubble"])
+    def test_what_is_ignored_does_not_count(self, kind):
+        net = parts(STAGES[kind])
+        optimizer, schedule = wrap(net, 2), scheduled(kind, net)
+        wanted = one_process(net, (0, 2))
+        for index in range(3):
+            x, y = data(index)
+            if index == 1:
+                with optimizer.ignore():
+                    schedule.step(x, target=y)
+                    assert_gradients(net, one_process(net, [1]))
+            else:
+                schedule.step(x, target=y)
+                optimizer.step() if index == 0 else assert_gradients(net, wanted)
+
+    def test_an_exception_inside_taints_the_window(self):
+        def failing(output: Tensor, wanted: Tensor) -> Tensor:
+            raise_in = mock.Mock(side_effect=ArithmeticError)
+            output.register_hook(lambda gradient: calls.append(1) or (len(calls) == 2 and raise_in()) or None)
+            return loss_of(output, wanted)
+
+        calls: list[int] = []
+        net = parts(1)
+        optimizer = wrap(net, 1)
+        schedule = scheduled("Schedule1F1B", net, loss_fn=failing)
+        x, y = data(0)
+        with pytest.raises(RuntimeError):
+            schedule.step(x, target=y)
+        with pytest.raises(RuntimeError, match=r"discard\(\)"):
+            optimizer.step()
+        optimizer.discard()
+        schedule = scheduled("Schedule1F1B", net)
+        schedule.step(x, target=y)
+        assert_gradients(net, one_process(net, [0]))
+
+    @pytest.mark.parametrize("steps", [1, 2])
+    def test_schedules_that_are_imported_after_the_optimizer_was_made(self, steps):
+        net = parts(1, LOW)
+        forget_listeners()
+        with mock.patch.dict(sys.modules):
+            del sys.modules[schedules.__name__]
+            optimizer = wrap(net, steps)
+        schedule, seen = scheduled("ScheduleGPipe", net), []
+        optimizer.optimizer.register_step_pre_hook(
+            lambda inner, *_: seen.extend(p.grad.clone() for p in net.parameters())
+        )
+        wanted = one_process(net, range(steps))
+        for index in range(steps):
+            x, y = data(index, LOW)
+            schedule.step(x, target=y)
+            if index:
+                assert_gradients(net, wanted)
+            optimizer.step()
+        for gradient, each in zip(seen, wanted, strict=True):
+            assert_close(gradient, each, 3e-2, steps)
+
+    def test_an_import_alone_changes_nothing(self):
+        net = parts(1)
+        forget_listeners()
+        with mock.patch.dict(sys.modules):
+            del sys.modules[schedules.__name__]
+            optimizer = wrap(net, 1, data_parallel=dist.group.WORLD)
+        x, y = data(0)
+        with counted_reductions(optimizer) as reductions:
+            loss_of(net[0](x), y).backward()
+            assert len(reductions) == 1
+
+    @pytest.mark.parametrize("closes", [True, False])
+    def test_torchs_classes_are_given_back_with_the_last_wrapper(self, closes):
+        forget_listeners()
+        kinds = schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti
+        before = [kind.step for kind in kinds]
+        first, second = wrap(parts(1), 1), wrap(parts(1), 1)
+        first.close()
+        assert all(kind.step is not step for kind, step in zip(kinds, before, strict=True))
+        if closes:
+            second.close()
+        del second
+        gc.collect()
+        assert [kind.step for kind in kinds] == before
+
+    def test_explain_says_who_adds(self):
+        net = parts(1)
+        optimizer, schedule = wrap(net, 2, data_parallel=dist.group.WORLD), scheduled("ScheduleGPipe", net)
+        assert "pipeline schedule" not in optimizer.explain()
+        x, y = data(0)
+        schedule.step(x, target=y)
+        assert "trained by a pipeline schedule" in optimizer.explain()
+
+    @pytest.mark.parametrize("kind", STAGES)
+    @pytest.mark.parametrize("steps", [None, 2])
+    def test_a_stage_that_is_a_ddp_of_the_optimizer_is_refused(self, kind, steps):
+        net = parts(STAGES[kind])
+        ddp = DistributedDataParallel(net[0])
+        optimizer = wrap(ddp, steps, data_parallel=ddp)
+        schedule = scheduled(kind, nn.ModuleList([ddp, *net[1:]]))
+        x, y = data(0)
+        said = rf"{kind}.step\(\): stage 0 .*data_parallel=<the process group"
+        with pytest.raises(RuntimeError, match=said):
+            schedule.step(x, target=y)
+        assert not optimizer.has_partial_window
+
+
+# On two ranks
+
+
+def two_stages(kind: str, steps: int, dtype: torch.dtype) -> None:
+    rank, many = dist.get_rank(), STAGES[kind] > 1
+    net = parts(4 if many else 2, dtype)
+    mine = ((rank, 3 - rank) if kind == "ScheduleZBVZeroBubble" else (rank, rank + 2)) if many else (rank,)
+    own = nn.ModuleList(net[i] for i in mine)
+    optimizer, schedule = wrap(own, steps), scheduled(kind, net, mine)
+    for window in range(2):
+        held = [None] * 2
+        dist.all_gather_object(held, {i: net[i].state_dict() for i in mine})
+        for state in held:
+            for i, values in state.items():
+                net[i].load_state_dict(values)
+        indices = range(window * steps, (window + 1) * steps)
+        wanted = one_process(net, indices)
+        of_part = {id(p): gradient for p, gradient in zip(net.parameters(), wanted, strict=True)}
+        for index in indices:
+            x, y = data(index, dtype)
+            schedule.step(*([x] if 0 in mine else []), target=y if len(net) - 1 in mine else None)
+            if index == indices[-1]:
+                assert_gradients(own, [of_part[id(p)] for p in own.parameters()], (kind, window))
+            optimizer.step(), optimizer.zero_grad()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("kind", STAGES)
+def test_stages_on_two_ranks(kind):
+    on_ranks(2, two_stages, kind, 2, torch.float32)
+    on_ranks(2, two_stages, kind, 1, LOW)
+
+
+def replicas(kind: str, steps: int | None) -> None:
+    """Each rank has the whole pipeline, and the gradients are reduced over both."""
+    rank, net = dist.get_rank(), parts(STAGES[kind])
+    alone = [dist.new_group([other]) for other in range(2)][rank]
+    optimizer = wrap(net, steps, data_parallel=dist.group.WORLD)
+    schedule, each = scheduled(kind, net, group=alone), steps or 1
+    for window in range(2):
+        indices = range(window * each, (window + 1) * each)
+        wanted = one_process(net, indices, ranks=2)
+        for index in indices:
+            x, y = data(index, rank=rank)
+            schedule.step(x, target=y)
+            if index == indices[-1]:
+                assert_gradients(net, wanted, (kind, window))
+            optimizer.step(), optimizer.zero_grad()
+        assert_ranks_equal(net)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("kind", ["ScheduleGPipe", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"])
+@pytest.mark.parametrize("steps", [None, 1, 2])
+def test_replicas_of_a_pipeline(kind, steps):
+    on_ranks(2, replicas, kind, steps)
+
+
+def refused_on_every_rank() -> None:
+    """Nothing is left of the refusal that would meet what is sent next."""
+    rank, net = dist.get_rank(), parts(2)
+    alone = [dist.new_group([other]) for other in range(2)][rank]
+    ddp = DistributedDataParallel(net[rank], process_group=alone)
+    optimizer = wrap(ddp, 1, data_parallel=ddp)
+    schedule = scheduled("ScheduleGPipe", nn.ModuleList([ddp, ddp]), (rank,))
+    given, wanted = [[data(0)[0]], []][rank], [None, data(0)[1]][rank]
+    refused(RuntimeError, "ScheduleGPipe.step()", lambda: schedule.step(*given, target=wanted))
+    optimizer.close()
+    optimizer = wrap(net[rank], 1)
+    expected = one_process(net, [0])
+    schedule = scheduled("ScheduleGPipe", net, (rank,))
+    schedule.step(*given, target=wanted)
+    assert_gradients(net[rank], expected[4 * rank : 4 * rank + 4])
+    optimizer.close()
+
+
+def test_a_refusal_is_every_ranks_and_leaves_nothing_behind():
+    on_ranks(2, refused_on_every_rank)
