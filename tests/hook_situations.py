@@ -154,16 +154,22 @@ def loss_of(run: Run, model: nn.Module) -> Tensor:
 
 
 SITUATIONS: dict[str, Callable[[Run], None]] = {}
+#: In which loops each makes sense.
+WHERE: dict[str, Callable[[Loop], bool]] = {}
 #: Those for which stock's loop, run the same way, gives the same gradients.
 AS_STOCK: set[str] = set()
 #: Those in which only Python's hooks take gradients.
 WITHOUT_NATIVE: set[str] = set()
 
 
-def situation(as_stock: bool = True, native: bool = True) -> Callable:
+def situation(
+    as_stock: bool = True, native: bool = True, where: Callable[[Loop], bool] = lambda loop: True
+) -> Callable:
+    """Register a situation, for the loops for which `where` is true."""
+
     def register(function: Callable[[Run], None]) -> Callable[[Run], None]:
         name = function.__name__
-        SITUATIONS[name] = function
+        SITUATIONS[name], WHERE[name] = function, where
         AS_STOCK.update([name] if as_stock else [])
         WITHOUT_NATIVE.update([] if native else [name])
         return function
@@ -388,11 +394,9 @@ def negated_by_autograd(run: Run) -> None:
     run.train(loss)
 
 
-@situation(native=False)
+@situation(native=False, where=lambda loop: loop.dtype != LOW)  # of which there is no complex dtype
 def negated_of_its_own_dtype(run: Run) -> None:
     real, imaginary = run.parameters((1,), (1,))
-    if run.loop.dtype == LOW:
-        return linear_layers(run)  # there is no complex of it
     run.wrap([imaginary, real])
     run.train(lambda: (torch.conj(torch.complex(real, imaginary)) * (1 - 2j)).abs().square().sum())
 
@@ -694,11 +698,9 @@ def a_checkpoint_in_mid_window(run: Run) -> None:
     run.train_on(model, 4)
 
 
-@situation()
+@situation(as_stock=False, where=lambda loop: loop.weighs)
 def tensors_as_weights(run: Run) -> None:
     model = run.wrapped()
-    if not run.loop.weighs:
-        return linear_layers(run)
     for number in range(6):
         with run.opt.accumulate(weight=torch.tensor(1.0 + number % 3)):
             loss_of(run, model).backward()
@@ -715,7 +717,7 @@ def not_finite(run: Run) -> None:
         run.backward(loss_of(run, model) * (float("inf") if number == 1 else 1.0))
 
 
-@situation(as_stock=False)
+@situation(as_stock=False, where=lambda loop: not loop.counted)
 def gradients_put_by_hand(run: Run) -> None:
     """Into p.grad, in mid-window: of another layout, a tensor of inference mode, one that others see too."""
     model = run.wrapped()
@@ -725,18 +727,16 @@ def gradients_put_by_hand(run: Run) -> None:
     flat = torch.ones(2, *weight.shape, dtype=weight.dtype)
     for put in (torch.ones_like(weight.t()).t(), flat[1], untracked):
         run.train_on(model, 1)
-        if not run.loop.counted:
-            weight.grad = put.clone() if put is untracked and run.loop.weighs else put
+        weight.grad = put.clone() if put is untracked and run.loop.weighs else put
         run.train_on(model, 2)
     run.see(flat)
 
 
-@situation(as_stock=False)
+@situation(as_stock=False, where=lambda loop: loop.dtype == LOW and not loop.counted)
 def sums_of_a_dtype_that_no_kernel_pairs(run: Run) -> None:
     """A bfloat16 parameter's p.grad may be of any dtype, since the wrapper allows float32 there."""
     model = run.wrapped()
     for dtype in (torch.float64, torch.float16, torch.float32):
         run.train_on(model, 1)
-        if run.loop.dtype == LOW and not run.loop.counted:
-            model[0].weight.grad = torch.ones_like(model[0].weight, dtype=dtype)
+        model[0].weight.grad = torch.ones_like(model[0].weight, dtype=dtype)
         run.train_on(model, 2)

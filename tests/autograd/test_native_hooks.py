@@ -16,7 +16,7 @@ import forked
 import pytest
 import sweeps
 import torch
-from hook_situations import AS_STOCK, LOOPS, SITUATIONS, WITHOUT_NATIVE, Run, loss_of
+from hook_situations import AS_STOCK, LOOPS, SITUATIONS, WHERE, WITHOUT_NATIVE, Run, loss_of
 from loops import TRAINS
 from memory import peak_of
 from torch import Tensor, nn
@@ -37,6 +37,8 @@ def test_the_module_is_loaded_where_it_can_be_built():
 
 
 def worth_a_test(name: str, loop: str) -> bool:
+    if not WHERE[name](LOOPS[loop]):
+        return False
     if "compiled" in name:  # which takes long
         return loop == ("manual-float32" if name == "compiled_autograd" else "bfloat16")
     # The bits of a norm depend on what is added together, and that on the threads; random bits on the order.

@@ -226,22 +226,6 @@ def test_several_parameters_have_errors_of_their_own():
     optimizer.close()
 
 
-def test_complex_parameters_beside_low_ones_are_as_ever():
-    """The native operator refuses the list, and eager torch takes those that it refuses."""
-    low_one, imaginary = (
-        nn.Parameter(torch.zeros(8, dtype=LOW)),
-        nn.Parameter(torch.zeros(3, dtype=torch.cfloat)),
-    )
-    inner = torch.optim.SGD([low_one, imaginary], lr=1.0)
-    optimizer = fusedacc.AccumulatingOptimizer(inner, 2, seed=0, **STOCHASTIC)
-    for number in (1, 2):
-        (low_one.sum() * number + (imaginary * (1 + 2j)).abs().sum() + imaginary.real.sum()).backward()
-        optimizer.step()
-    assert low_one.tolist() == [-1.5] * 8
-    assert imaginary.dtype == torch.cfloat
-    assert torch.isfinite(imaginary).all()
-
-
 def sparse_window(seed: int) -> Tensor:
     model = nn.Embedding(64, 64, sparse=True, dtype=LOW)
     torch.manual_seed(0)
