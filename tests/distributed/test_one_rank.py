@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from contextlib import nullcontext
 
@@ -37,10 +38,7 @@ def test_gradients_are_those_of_stock(replaces, steps, silent, bucket_view):
         seeds = range(2 * window, 2 * window + 2)
         wanted = expected(model, seeds)
         for seed in seeds:
-            if silent:
-                with optimizer.accumulate(model=parallel):
-                    loss_of(parallel, seed).backward()
-            else:
+            with optimizer.accumulate(model=parallel) if silent else contextlib.nullcontext():
                 loss_of(parallel, seed).backward()
             if steps:
                 optimizer.step()
@@ -59,10 +57,7 @@ def test_clipping_before_step_acts_on_the_mean(silent, bucket_view):
     optimizer = wrap(model, 2)
     wanted = expected(model, (0, 1), 0.5)
     for seed in (0, 1):
-        if silent:
-            with optimizer.accumulate(model=parallel):
-                loss_of(parallel, seed).backward()
-        else:
+        with optimizer.accumulate(model=parallel) if silent else contextlib.nullcontext():
             loss_of(parallel, seed).backward()
         if seed == 1:
             assert_gradients(model, wanted)

@@ -67,6 +67,18 @@ def wrapped(model: torch.nn.Module, **options) -> fusedacc.AccumulatingOptimizer
     return fusedacc.AccumulatingOptimizer(inner, K, model=model, **options)
 
 
+def assert_trains_as(twin: torch.nn.Module, model: torch.nn.Module, optimizer, indices=range(K)) -> None:
+    """The gradients of a window, against those of a model that divides its losses."""
+    for index in indices:
+        loss_of(model, index).backward()
+        if index < K - 1:
+            optimizer.step()
+        (loss_of(twin, index) / K).backward()
+    for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+        if indices.stop == K:
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-7, msg=name)
+
+
 def stacked(model: torch.nn.Module) -> list[str]:
     return [name for name, p in model.named_parameters() if p.dim() == 3]
 
@@ -142,13 +154,7 @@ def test_checkpointed_experts(implementation, reentrant):
     for each in (model, twin):
         each.train()
         each.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    for index in range(K):
-        loss_of(model, index).backward()
-        if index < K - 1:
-            optimizer.step()
-        (loss_of(twin, index) / K).backward()
-    for (each, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-7, msg=each)
+    assert_trains_as(twin, model, optimizer)
 
 
 def test_what_copies_weights_stays_stock_and_explain_says_so():
@@ -158,22 +164,13 @@ def test_what_copies_weights_stays_stock_and_explain_says_so():
     name = stacked(model)[0]
     assert paths(optimizer)[name] == "multi_tensor"
     assert "Transformers' batched_mm for experts copies or repacks weights" in optimizer.explain()
-    for index in range(2):
-        loss_of(model, index).backward()
-        optimizer.step()
-        (loss_of(twin, index) / K).backward()
+    assert_trains_as(twin, model, optimizer, range(2))
     assert paths(optimizer)[name] == "multi_tensor"
     # One that is changed to a known one is followed from then on.
     model.set_experts_implementation("grouped_mm")
     twin.set_experts_implementation("grouped_mm")
-    for index in range(2, K):
-        loss_of(model, index).backward()
-        if index < K - 1:
-            optimizer.step()
-        (loss_of(twin, index) / K).backward()
+    assert_trains_as(twin, model, optimizer, range(2, K))
     assert paths(optimizer)[name] == "grouped"
-    for (each, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-7, msg=each)
 
 
 def test_nothing_of_transformers_is_changed():
