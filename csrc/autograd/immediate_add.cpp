@@ -101,6 +101,11 @@ std::vector<int64_t> ImmediateAdder::added() {
   return std::exchange(added_, {});
 }
 
+bool ImmediateAdder::owes() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  return std::any_of(betas_.begin(), betas_.end(), [](double beta) { return beta != 1; });
+}
+
 void ImmediateAdder::skip(int64_t index) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (index >= 0 && index < static_cast<int64_t>(accumulators_.size())) accumulators_[index].reset();
@@ -134,7 +139,7 @@ void ImmediateAdder::push_noise(std::vector<c10::IValue>& stack, int64_t index) 
 }
 
 bool ImmediateAdder::take(int task, int64_t index, const at::Tensor& gradient, const at::Tensor& parameter) {
-  if (task_.load(std::memory_order_relaxed) != task) return false;
+  if (!is_open(task)) return false;
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   const at::Tensor into = accumulator_of(task, index, parameter);
   if (!into.defined() || betas_[index] == 0 || !is_plain(gradient) || !same_layout(gradient, into) ||
@@ -157,7 +162,7 @@ bool ImmediateAdder::take(int task, int64_t index, const at::Tensor& gradient, c
 
 bool ImmediateAdder::multiply(int task, int64_t index, const at::Tensor& left, const at::Tensor& right,
                               const at::Tensor& parameter, Multiplier by) {
-  if (task_.load(std::memory_order_relaxed) != task) return false;
+  if (!is_open(task)) return false;
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   const at::Tensor into = accumulator_of(task, index, parameter);
   if (!into.defined() || into.dim() != 2 || !(into.is_contiguous() || into.t().is_contiguous())) return false;
@@ -182,7 +187,7 @@ bool ImmediateAdder::multiply(int task, int64_t index, const at::Tensor& left, c
 
 bool ImmediateAdder::add_rows(int task, int64_t index, const at::Tensor& rows, const at::Tensor& gradients,
                               const at::Tensor& parameter, int64_t padding, bool by_frequency) {
-  if (task_.load(std::memory_order_relaxed) != task) return false;
+  if (!is_open(task)) return false;
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   const at::Tensor into = accumulator_of(task, index, parameter);
   if (!into.defined() || into.dim() != 2 || !into.is_contiguous() || betas_[index] != 1) return false;

@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <mutex>
 #include <optional>
 #include <vector>
@@ -55,8 +56,17 @@ class ImmediateAdder {
   std::vector<int64_t> close();
   std::vector<int64_t> added();
 
+  // Whether a sum is still to be multiplied first, or to be written over.
+  bool owes();
+
   // The gradients of this parameter go the other way from now on.
   void skip(int64_t index);
+
+  // Asked when a gradient of another graph task comes: whether it has opened this one for it.
+  void set_opener(std::function<bool(int)> opener) { opener_ = std::move(opener); }
+
+  // While it is held, nothing is added. Take it before the GIL.
+  std::unique_lock<std::recursive_mutex> hold() { return std::unique_lock(mutex_); }
 
   // Adds, or returns false with nothing done. The gradient is strided and on the CPU. The GIL must not be
   // held: to lock an accumulator that only Python refers to takes it, and hooks on other threads do so within
@@ -73,6 +83,9 @@ class ImmediateAdder {
                 const at::Tensor& parameter, int64_t padding, bool by_frequency);
 
  private:
+  bool is_open(int task) const {
+    return task_.load(std::memory_order_relaxed) == task || (task >= 0 && opener_ && opener_(task));
+  }
   // The accumulator that may be added to, or undefined.
   at::Tensor accumulator_of(int task, int64_t index, const at::Tensor& parameter);
   void note(int64_t index, const at::Tensor& accumulator);
@@ -81,6 +94,7 @@ class ImmediateAdder {
   void push_noise(std::vector<c10::IValue>& stack, int64_t index) const;
 
   const AddFlat add_;
+  std::function<bool(int)> opener_;
   std::recursive_mutex mutex_;  // an operator may run Python, which may ask for anything
   std::atomic<int> task_{-1};
   double scale_ = 1;

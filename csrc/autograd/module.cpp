@@ -10,6 +10,7 @@
 #include <typeinfo>
 
 #include "functions.h"
+#include "middle_of_window.h"
 
 namespace py = pybind11;
 
@@ -108,6 +109,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("added", &ImmediateAdder::added, without_gil)
       .def("skip", &ImmediateAdder::skip, without_gil)
       .def("take", &ImmediateAdder::take, without_gil);
+  py::class_<MiddleOfWindow, std::shared_ptr<MiddleOfWindow>>(module, "MiddleOfWindow")
+      .def(py::init(&MiddleOfWindow::make))
+      .def("arm", &MiddleOfWindow::arm)
+      .def("disarm", &MiddleOfWindow::disarm)
+      .def("step", &MiddleOfWindow::step)
+      .def("zero_grad", &MiddleOfWindow::zero_grad)
+      .def("running", &MiddleOfWindow::running)
+      .def("let_go", &MiddleOfWindow::let_go)
+      .def_property_readonly("runs", &MiddleOfWindow::runs);
   py::class_<HookState, std::shared_ptr<HookState>>(module, "HookState")
       .def_property(
           "active", [](const HookState& entry) { return entry.active.load(); },

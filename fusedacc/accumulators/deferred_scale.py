@@ -29,6 +29,8 @@ class DeferredScales:
     def __init__(self) -> None:
         #: Empty where nothing is deferred.
         self.scales: dict[Slot, float | Tensor] = {}
+        #: Counts the calls that have changed them.
+        self.num_changes = 0
         #: Tensors that a launch on another stream may still have to read, by identity.
         self._held: dict[int, Tensor] = {}
 
@@ -38,6 +40,7 @@ class DeferredScales:
 
     def defer(self, slots: Iterable[Slot], factor: float | Tensor) -> None:
         """Multiply these accumulators by `factor` too, later. A tensor must not change any more."""
+        self.num_changes += 1
         if not self.scales:
             self._held.clear()
         products: dict[float, float | Tensor] = {}  # one tensor for all that had one before
@@ -56,11 +59,13 @@ class DeferredScales:
 
     def discharge(self, slots: Iterable[Slot]) -> None:
         """These slots' accumulators have been multiplied, or are gone."""
+        self.num_changes += 1
         for slot in slots:
             self.scales.pop(slot, None)
 
     def clear(self) -> None:
         """All accumulators are gone."""
+        self.num_changes += 1
         self.scales.clear()
 
     def pending(self, slots: Iterable[Slot] | None = None) -> list[Slot]:

@@ -17,15 +17,17 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..accumulators import Accumulators, Slot
 from ..accumulators.in_place import Write
-from ..kernels import torch_state
+from ..kernels import launch_events, torch_state
 from ..kernels.torch_state import raw_stream
 from ..kernels.uncompiled import runs_as_written
 from . import eligibility, graph_task
 from .eligibility import Taker
 from .graph_task import Bucket, GraphTask
+from .middle import Assumptions, Middle
 from .native_hooks import hooks_for
 from .python_hooks import LET_THROUGH, SWALLOWED, task_id
 from .registration import HookRegistry, Shards
@@ -46,7 +48,14 @@ class Policy(Protocol):
     @property
     def ignoring(self) -> bool: ...
 
+    @property
+    def window(self) -> Any: ...
+
     def begin_backward(self, outermost: bool) -> GraphTask: ...
+
+    def middle(self) -> Middle | None: ...
+
+    def middle_task(self) -> GraphTask: ...
 
     def scale_of(self, task: GraphTask) -> float | Tensor: ...
 
@@ -84,12 +93,36 @@ class Capture:
         self._warned = False
         self._policy = policy
         self._lock = threading.RLock()
-        #: The backwards that are running, as far as `drop_failed_backwards` has found out, by identity.
-        self.tasks: dict[int, GraphTask] = {}
+        self._tasks: dict[int, GraphTask] = {}
         self.hooks = hooks_for(accumulators)
         self._shards = policy.shards
         self._shards.receiver = own = weakref.ref(self)
-        self.registry = HookRegistry(slots, accumulators, policy, self.hooks, self.tasks, own, self._shards)
+        self.registry = HookRegistry(slots, accumulators, policy, self.hooks, self._tasks, own, self._shards)
+
+    def deal_with_middle(self, inner: Optimizer, parameters: Any, assumptions: Assumptions) -> None:
+        """Let native code deal with micro-batches in the middle of a window, while nothing unusual happens.
+
+        Args:
+            inner, parameters: as `PythonHooks.deal_with_middle`.
+            assumptions: beside those made here.
+        """
+        own = [(self, "bypassed"), (self, "_tasks"), (launch_events, "watching")]
+        own += [(self.registry, name) for name in ("closed", "reshaped", "on_delivery")]
+        all_of_them = Assumptions(own + assumptions.is_false, assumptions.stays)
+        on_end = functools.partial(_finish, weakref.ref(self))
+        self.hooks.deal_with_middle(self._policy.window, inner, parameters, on_end, all_of_them)
+
+    @property
+    def tasks(self) -> dict[int, GraphTask]:
+        """The backwards that are running, as far as `drop_failed_backwards` has found out, by identity."""
+        if self.hooks.middle.runs:
+            with self._lock:
+                task = self._policy.middle_task()
+                identity = self.hooks.take_over(task)
+                if identity is not None:
+                    self._tasks[identity] = task
+                    self.hooks.middle.let_go()
+        return self._tasks
 
     # A backward runs
 
@@ -311,6 +344,10 @@ class Capture:
         self._policy.end_backward(task, self.registry.refresh, len(self.tasks) == 1)
         self._drop(identity, failed=False)
         self.drop_failed_backwards()
+        if task.captures and not (task.stored or self.tasks):
+            middle = self._policy.middle()
+            if middle is not None:
+                self.hooks.go_on(middle)
 
     def _flush_shared(self, inner: GraphTask, slots: Sequence[Slot]) -> None:
         """Add what enclosing tasks hold for these parameters first, in autograd's order.

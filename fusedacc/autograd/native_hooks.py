@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import Optimizer
 
 from ..accumulators import Accumulators, Slot
 from ..accumulators.param import nothing
 from ..kernels import launch_events, native_module
 from . import python_hooks
 from .graph_task import GraphTask
+from .middle import Assumptions, Middle
 from .python_hooks import PythonHooks
 
 #: Stands where a slot was: it has no accumulator.
@@ -49,10 +52,24 @@ class NativeHooks(PythonHooks):
         self._task: GraphTask | None = None
         self._known: tuple | None = None
         self._loaded = -1
+        #: Whether a sum that was loaded may have to be multiplied first, or to be written over.
+        self._owes = False
         #: What was loaded of random bits: by number, negative where sums are rounded to nearest.
         self._streams: list[int] = []
         self._tasks = native.GraphTasks()
         self._direct = native.ImmediateAdder(native_module.add_flat())
+
+    def deal_with_middle(
+        self,
+        window: Any,
+        inner: Optimizer,
+        parameters: Any,
+        on_end: Callable[[int], None],
+        assumptions: Assumptions,
+    ) -> None:
+        on_paid = functools.partial(_paid, weakref.ref(self))
+        owners = window, inner, parameters, on_end, on_paid
+        self.middle = self._native.MiddleOfWindow(*owners, *assumptions, self._direct, self._tasks)
 
     def _new_buckets(self) -> Any:
         return self._native.BucketMap()
@@ -70,7 +87,12 @@ class NativeHooks(PythonHooks):
         shared = slot.accumulate_dtype, self._direct, self.buckets_for(slot), self._tasks
         slot.native = self._native.attach(node, slot, index, slot.nbytes, slot.at_once, *shared)
         slot.set_needs_eager(slot.needs_eager)
+        self._forget_known()
+
+    def _forget_known(self) -> None:
+        """What was loaded is not what there is now."""
         self._known = None
+        self.middle.disarm()
 
     def _number(self, slot: Slot) -> int:
         number = self._order.get(slot)
@@ -83,7 +105,7 @@ class NativeHooks(PythonHooks):
     def forget(self, slots: Sequence[Slot]) -> None:
         """These slots have no hooks any more, and no others will have."""
         self._parameters = []
-        self._known = None
+        self._forget_known()
         for slot in slots:
             number = self._order.pop(slot, None)
             if number is not None:
@@ -104,33 +126,54 @@ class NativeHooks(PythonHooks):
 
     def begin(self, identity: int, task: GraphTask, alone: bool, scale: float | Tensor) -> None:
         """A graph task's first gradient is at hand; none is added at once yet. `alone`: no other runs."""
+        self.middle.disarm()
         self._tasks.add(identity)
-        accumulators, grads = self._accumulators, self._accumulators.grads
-        if (
-            alone
-            and self._order
-            and not task.drops
-            and not launch_events.watching
-            and not accumulators.norms
-            and not isinstance(scale, Tensor)
-        ):
+        noise = self._accumulators.noise
+        if alone and not task.drops and self._may_add(scale):
             with self._lock:
-                changes = accumulators.deferred.scales or grads.exposed or accumulators.noise.seed is not None
-                known = None if changes else (grads.generation,)
-                if known is None or known != self._known:
-                    ends = accumulators.slots[:1] + accumulators.slots[-1:]
-                    written = grads.exposed or accumulators.in_place.any_written
-                    if not written and all(slot.accumulator is None for slot in ends):
-                        return  # the window's first: there is nothing to add to
-                    noise = accumulators.noise
-                    addable, betas = accumulators.in_place.addable(self._numbered)
-                    streams = self._streams = noise.next_streams(self._numbered, addable)
-                    self._direct.load(addable, betas, grads.exposed, noise.own_seed, streams)
-                    self._loaded, self._known = grads.generation, known
+                if not self._load():
+                    return
                 self._task = task
-                if accumulators.noise.seed is not None:
-                    accumulators.noise.release = weakref.WeakMethod(self.release_to_python)
+                if noise.seed is not None:
+                    noise.release = weakref.WeakMethod(self.release_to_python)
                 self._direct.open(identity, scale)
+
+    def _may_add(self, scale: float | Tensor) -> bool:
+        """Whether gradients may be added at once, for all that is known before the first comes."""
+        watched = launch_events.watching or self._accumulators.norms
+        return bool(self._order) and not watched and not isinstance(scale, Tensor)
+
+    def _load(self) -> bool:
+        """Load the accumulators as they are now; False where there is nothing to add to yet."""
+        accumulators, grads, noise = self._accumulators, self._accumulators.grads, self._accumulators.noise
+        changes = accumulators.deferred.scales or grads.exposed or noise.seed is not None
+        known = None if changes else (grads.generation,)
+        if known is None or known != self._known:
+            ends = accumulators.slots[:1] + accumulators.slots[-1:]
+            written = grads.exposed or accumulators.in_place.any_written
+            if not written and all(slot.accumulator is None for slot in ends):
+                return False  # the window's first backward
+            addable, betas = accumulators.in_place.addable(self._numbered)
+            streams = self._streams = noise.next_streams(self._numbered, addable)
+            self._direct.load(addable, betas, grads.exposed, noise.own_seed, streams)
+            self._owes = bool(betas)
+            self._loaded, self._known = grads.generation, known
+        return True
+
+    def go_on(self, middle: Middle) -> None:
+        if self._may_add(middle.scale) and self._accumulators.noise.seed is None:
+            with self._lock:
+                if self._load():
+                    self.middle.arm(*middle, self._owes)
+
+    def take_over(self, task: GraphTask) -> int | None:
+        running = self.middle.running()
+        if running is None:
+            return None
+        identity, task.callback = running
+        with self._lock:
+            self._task = task
+        return identity
 
     def add_now(self, slot: Slot, identity: int, gradient: Tensor) -> bool:
         """Add a gradient at once, if that is all that is to be done with it."""
@@ -155,7 +198,7 @@ class NativeHooks(PythonHooks):
             accumulators = self._accumulators
             grads = accumulators.grads
             if grads.generation == self._loaded and not (accumulators.deferred.scales or grads.exposed):
-                self._known = (grads.generation,)
+                self._owes, self._known = False, (grads.generation,)
 
     def release_to_python(self, slot: Slot) -> None:
         """Python is about to deal with the slot's sum: note what has been added to it, and add no more."""
@@ -167,9 +210,11 @@ class NativeHooks(PythonHooks):
 
     def _note(self, task: GraphTask, added: list[int]) -> None:
         """What sums owed is paid, and memory that was written first is a sum."""
-        if not added:
-            return
-        task.added = True
+        if added:
+            task.added = True
+            self._note_paid(added)
+
+    def _note_paid(self, added: list[int]) -> None:
         accumulators = self._accumulators
         streams = self._streams
         if streams:
@@ -183,6 +228,12 @@ class NativeHooks(PythonHooks):
             self.stop_adding()
         self._tasks.drop(identity)
         super().end(identity, task)
+
+
+def _paid(hooks: weakref.ref[NativeHooks], added: list[int]) -> None:
+    owner = hooks()
+    if owner is not None:
+        owner._note_paid(added)
 
 
 def hooks_for(accumulators: Accumulators) -> PythonHooks:

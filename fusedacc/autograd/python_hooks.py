@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..accumulators import Accumulators, Slot
 from ..accumulators.buffers import tensor_references
 from ..kernels.torch_state import raw_stream
 from ..kernels.uncompiled import runs_as_written
 from .graph_task import Bucket, GraphTask
+from .middle import Assumptions, LeftToPython, Middle
 
 #: Pending gradients are added when a bucket holds this many bytes.
 BUCKET_BYTES = 25 * 2**20
@@ -143,6 +145,8 @@ class PythonHooks:
     def __init__(self, accumulators: Accumulators) -> None:
         self._accumulators = accumulators
         self._buckets: dict[int, Any] = {}
+        #: Deals with micro-batches in the middle of a window.
+        self.middle: Any = LeftToPython()
 
     def buckets_for(self, slot: Slot) -> MutableMapping[int, Bucket]:
         """The buckets of the slot's lane, by graph task: one mapping that all hooks of the lane look at."""
@@ -170,6 +174,34 @@ class PythonHooks:
 
     def forget(self, slots: Sequence[Slot]) -> None:
         """These slots have no hooks any more, and no others will have."""
+
+    def deal_with_middle(
+        self,
+        window: Any,
+        inner: Optimizer,
+        parameters: Any,
+        on_end: Callable[[int], None],
+        assumptions: Assumptions,
+    ) -> None:
+        """Have native code deal with micro-batches in the middle of a window.
+
+        Args:
+            window: counts them.
+            inner: whose groups have the parameters.
+            parameters: has noted which parameters these are, in `_seen`.
+            on_end: called with the identity of a graph task at its end, where Python has taken it over.
+            assumptions: without which it leaves them to Python.
+        """
+
+    def go_on(self, middle: Middle) -> None:
+        """Further micro-batches are in the middle of the window."""
+
+    def take_over(self, task: GraphTask) -> int | None:
+        """Make `task` the record of the graph task that native code has begun, as if `begin` had been called.
+
+        Returns its identity; None where there is none. Call `middle.let_go()` once it is known.
+        """
+        return None
 
     def any_gradient(self) -> bool:
         """Whether anything stands in the p.grad of any parameter."""

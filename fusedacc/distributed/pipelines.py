@@ -69,6 +69,11 @@ def install() -> bool:
     return True
 
 
+def unseen_module() -> str | None:
+    """The module with whose import `began_unseen` may become true; None: it cannot any more."""
+    return None if _replaced else _MODULE
+
+
 def began_unseen(slots: Iterable[Slot]) -> bool:
     """Whether a `step()` of a schedule that trains these parameters may be running, and no listener was told.
 

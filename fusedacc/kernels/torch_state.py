@@ -38,6 +38,13 @@ def process_group_up() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
+def process_group() -> list[tuple[object, str]]:
+    """The object and the name of its attribute that is None while no process group is up."""
+    if not torch.distributed.is_available():
+        return []
+    return [(torch.distributed.distributed_c10d._world, "_default_pg")]
+
+
 def raw_stream(tensor: Tensor) -> int:
     """The address of the stream that is current where the tensor is; 0 on a CPU."""
     return torch._C._cuda_getCurrentRawStream(tensor.device.index) if tensor.is_cuda else 0

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..accumulators import Accumulators, Slot
 from ..autograd.data_parallel import Reducers
 from ..autograd.graph_task import GraphTask
+from ..autograd.middle import Assumptions, Middle
 from ..distributed import pipelines
 from ..distributed.fsdp import Shards
 from ..kernels import launch_events, torch_state
@@ -151,6 +152,36 @@ class Accumulation:
         if not (isinstance(scale, Tensor) or isinstance(window.factor, Tensor)):
             task.host_scale = scale * window.factor
         return task
+
+    def middle(self) -> Middle | None:
+        """What is done with the next micro-batch, a backward of this one having ended.
+
+        None where it is no micro-batch in the middle of the window, or these are not all alike.
+        """
+        window = self.window
+        if window.weighs or self.shards or not (window.counted or window.reduction == "sum"):
+            return None
+        if window.counted and window.micro_step + 2 >= window.steps:
+            return None
+        scale, steps = window.base_scale * window.factor, window.steps if window.counted else 0
+        return None if isinstance(scale, Tensor) else Middle(scale, steps, pipelines.unseen_module())
+
+    def middle_task(self) -> GraphTask:
+        """The record of a backward in the middle of a window, as `begin_backward` would have made it."""
+        scale = self.window.base_scale
+        task = GraphTask(True, scale)
+        task.host_scale = scale * self.window.factor  # type: ignore[assignment]  # no tensors, says `middle`
+        return task
+
+    def assumptions(self) -> Assumptions:
+        """What must be so for `middle` to hold on."""
+        window, grads = self.window, self._grads
+        is_false = [(window, name) for name in ("tainted", "in_context", "unsynchronised", "withheld")]
+        is_false += [(grads, name) for name in ("spent", "_num_ignored", "_aside")]
+        is_false += [(self, "ignoring"), (self.ranks, "parallel"), *torch_state.process_group()]
+        deferred = self.accumulators.deferred
+        stays = [(grads, "generation"), (deferred, "num_changes"), (window, "factor")]
+        return Assumptions(is_false, stays)
 
     def scale_of(self, task: GraphTask) -> float | Tensor:
         """By what the gradients of a graph task are multiplied, ready on the current stream."""

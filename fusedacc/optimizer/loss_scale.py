@@ -72,6 +72,10 @@ class LossScaleLink:
         self._scaled_by = weakref.ref(scaler)
         self._update.expect_norm()
 
+    def is_false_in_middle(self) -> list[tuple[object, str]]:
+        """What must be None for a `step()` to concern no scaler."""
+        return [(self, "_scaling"), (self, "_scaled_by")]
+
     def closes_window(self) -> bool:
         """Whether a `step()` now would update; takes in what is in p.grad, as that would."""
         return self._loop.closes_window()

@@ -196,6 +196,10 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
         self._loop = loop(optimizer, parameters, capture, accumulation, self._inner_update, self._masters)
         self._loss_scale = LossScaleLink(self._loop, self._inner_update, self._accumulators.norms)
         self._closed = False
+        assumptions = accumulation.assumptions()
+        assumptions.is_false.extend([(self, "_closed"), *self._loss_scale.is_false_in_middle()])
+        capture.deal_with_middle(optimizer, parameters, assumptions)
+        self._middle = capture.hooks.middle
 
     def __repr__(self) -> str:
         steps = self._window.schedule
@@ -204,7 +208,6 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
 
     # The loop
 
-    @_disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
         """End a micro-batch and, if it was the window's last, update (counted); update (manual).
 
@@ -222,6 +225,12 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
                 had before (nothing is changed: mend it and call again); an exception has left sums that are
                 neither old nor new, or a parameter's shape has changed in mid-window (see `discard`).
         """
+        if closure is None and not arguments and "grad_scale" not in self.__dict__ and self._middle.step():
+            return None
+        return self._step(closure, arguments)
+
+    @_disable_dynamo
+    def _step(self, closure: Callable[[], Any] | None, arguments: dict[str, Any]) -> Any:
         if self._closed:
             return self.optimizer.step(closure, **arguments)
         if arguments:
@@ -229,7 +238,6 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
         scaling = self._loss_scale.take("step", self.__dict__, self._window.counted)
         return self._loop.step(closure, scaling, arguments)
 
-    @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients: of the last update (counted; nothing in mid-window), or all (manual).
 
@@ -240,6 +248,11 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
             RuntimeError: counted loop: a backward has not been ended by `step()`; its gradients are in the
                 sums and cannot be taken back (see `ignore` and `discard`).
         """
+        if not self._middle.zero_grad():
+            self._zero_grad(set_to_none)
+
+    @_disable_dynamo
+    def _zero_grad(self, set_to_none: bool) -> None:
         if self._closed:
             return self.optimizer.zero_grad(set_to_none)
         self._capture.drop_failed_backwards()

@@ -1,0 +1,258 @@
+#include "middle_of_window.h"
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+namespace py = pybind11;
+
+namespace fusedacc::autograd {
+namespace {
+
+py::object interned(const char* name) {
+  return py::reinterpret_steal<py::object>(PyUnicode_InternFromString(name));
+}
+
+// The attributes that are read and written here; never freed, since the interpreter may be gone before.
+struct Names {
+  const py::object micro = interned("micro"), micro_step = interned("micro_step");
+  const py::object usual_backwards = interned("usual_backwards"), has_updated = interned("has_updated");
+  const py::object ran = interned("ran"), num_backwards = interned("num_backwards");
+  const py::object in_schedule = interned("in_schedule"), deferred = interned("deferred");
+  const py::object param_groups = interned("param_groups"), params = interned("params");
+  const py::object seen = interned("_seen");
+};
+
+const Names& names() {
+  static const Names* const made = new Names;
+  return *made;
+}
+
+py::object weak(const py::handle object) {
+  py::object reference = py::reinterpret_steal<py::object>(PyWeakref_NewRef(object.ptr(), nullptr));
+  if (!reference) throw py::error_already_set();
+  return reference;
+}
+
+// The object of a weak reference, or none.
+py::object alive(const py::object& reference) {
+  return py::reinterpret_borrow<py::object>(PyWeakref_GetObject(reference.ptr()));
+}
+
+bool is_true(const py::handle object) {
+  const int truth = PyObject_IsTrue(object.ptr());
+  if (truth < 0) throw py::error_already_set();
+  return truth == 1;
+}
+
+// Whether a group has these parameters, by identity, and nothing stands in their p.grad.
+bool has_parameters(const py::handle group, const py::handle known) {
+  PyObject* params = PyDict_GetItemWithError(group.ptr(), names().params.ptr());
+  if (params == nullptr || !PyList_Check(params)) return false;
+  const Py_ssize_t count = PyList_GET_SIZE(known.ptr());
+  if (PyList_GET_SIZE(params) != count) return false;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* parameter = PyList_GET_ITEM(known.ptr(), i);
+    if (PyList_GET_ITEM(params, i) != parameter) return false;
+    if (THPVariable_Unpack(parameter).grad().defined()) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+Assumptions::Assumptions(const py::list& is_false, const py::list& stays) {
+  for (const auto& pairs : {is_false, stays}) {
+    for (const py::handle pair : pairs) {
+      py::object name = py::reinterpret_borrow<py::object>(pair[py::int_(1)]);
+      PyObject* const kept = name.release().ptr();
+      PyObject* shared = kept;
+      PyUnicode_InternInPlace(&shared);
+      attributes_.push_back(
+          {weak(pair[py::int_(0)]), py::reinterpret_steal<py::object>(shared), py::object()});
+    }
+  }
+  num_false_ = is_false.size();
+}
+
+bool Assumptions::note(py::object not_imported) {
+  not_imported_ = std::move(not_imported);
+  return note();
+}
+
+bool Assumptions::note() {
+  for (size_t i = num_false_; i < attributes_.size(); ++i) {
+    Attribute& attribute = attributes_[i];
+    const py::object owner = alive(attribute.owner);
+    if (owner.is_none()) return false;
+    attribute.value = py::getattr(owner, attribute.name);
+  }
+  return hold();
+}
+
+bool Assumptions::hold() const {
+  if (!not_imported_.is_none()) {
+    if (py::reinterpret_steal<py::object>(PyImport_GetModule(not_imported_.ptr()))) return false;
+    if (PyErr_Occurred()) throw py::error_already_set();
+  }
+  for (size_t i = 0; i < attributes_.size(); ++i) {
+    const Attribute& attribute = attributes_[i];
+    const py::object owner = alive(attribute.owner);
+    if (owner.is_none()) return false;
+    const py::object now = py::getattr(owner, attribute.name);
+    if (i < num_false_ ? is_true(now) : !now.is(attribute.value)) return false;
+  }
+  return true;
+}
+
+MiddleOfWindow::MiddleOfWindow(const py::object& window, const py::object& inner,
+                               const py::object& parameters, py::object on_end, py::object on_paid,
+                               Assumptions assumptions, std::shared_ptr<ImmediateAdder> adder,
+                               std::shared_ptr<GraphTasks> tasks)
+    : window_(weak(window)),
+      inner_(weak(inner)),
+      parameters_(weak(parameters)),
+      on_end_(std::move(on_end)),
+      on_paid_(std::move(on_paid)),
+      assumptions_(std::move(assumptions)),
+      adder_(std::move(adder)),
+      tasks_(std::move(tasks)) {}
+
+std::shared_ptr<MiddleOfWindow> MiddleOfWindow::make(const py::object& window, const py::object& inner,
+                                                     const py::object& parameters, py::object on_end,
+                                                     py::object on_paid, const py::list& is_false,
+                                                     const py::list& stays,
+                                                     std::shared_ptr<ImmediateAdder> adder,
+                                                     std::shared_ptr<GraphTasks> tasks) {
+  const std::shared_ptr<MiddleOfWindow> made(
+      new MiddleOfWindow(window, inner, parameters, std::move(on_end), std::move(on_paid),
+                         Assumptions(is_false, stays), std::move(adder), std::move(tasks)),
+      [](MiddleOfWindow* middle) {
+        const py::gil_scoped_acquire gil;
+        delete middle;
+      });
+  made->adder_->set_opener([middle = std::weak_ptr(made)](int task) {
+    const std::shared_ptr<MiddleOfWindow> found = middle.lock();
+    return found && found->enter(task);
+  });
+  return made;
+}
+
+void MiddleOfWindow::arm(double scale, int64_t steps, py::object not_imported, bool owes) {
+  scale_ = scale;
+  owes_ = owes;
+  steps_ = steps;
+  armed_ = assumptions_.note(std::move(not_imported));
+}
+
+bool MiddleOfWindow::enter(int task) {
+  if (!armed_ || at::GradMode::is_enabled()) return false;
+  const auto held = adder_->hold();
+  const py::gil_scoped_acquire gil;
+  if (!armed_ || runs() || !may_begin()) return false;
+  auto run = std::make_shared<Run>(Run{task});
+  torch::autograd::Engine::get_default_engine().queue_callback([middle = weak_from_this(), run] {
+    const std::shared_ptr<MiddleOfWindow> found = middle.lock();
+    if (found) found->leave(*run);
+  });
+  run_task_ = task;
+  run_ = run;
+  tasks_->add(task);
+  adder_->open(task, scale_);
+  return true;
+}
+
+bool MiddleOfWindow::may_begin() {
+  const py::object window = alive(window_);
+  if (window.is_none()) return false;
+  const py::object micro = py::getattr(window, names().micro);
+  armed_ = !is_true(py::getattr(micro, names().in_schedule)) &&
+           !is_true(py::getattr(micro, names().deferred)) && assumptions_.hold();
+  return armed_ && (steps_ == 0 || micro_step(window) + 1 < steps_);
+}
+
+int64_t MiddleOfWindow::micro_step(const py::object& window) {
+  return py::getattr(window, names().micro_step).cast<int64_t>();
+}
+
+void MiddleOfWindow::leave(const Run& run) {
+  std::vector<int64_t> added;
+  bool still_owes = false;
+  if (!run.is_pythons) {
+    added = adder_->close();
+    still_owes = adder_->owes();
+    tasks_->drop(run.task);
+  }
+  const py::gil_scoped_acquire gil;
+  try {
+    if (run.is_pythons) {  // since before, or since this thread has waited for the GIL
+      on_end_(run.task);
+      return;
+    }
+    run_task_ = kNone;
+    const py::object window = alive(window_);
+    if (window.is_none()) return;
+    const py::object micro = py::getattr(window, names().micro);
+    py::setattr(micro, names().ran, py::bool_(true));
+    const py::int_ ended(py::getattr(micro, names().num_backwards).cast<int64_t>() + 1);
+    py::setattr(micro, names().num_backwards, ended);
+    if (owes_ && armed_) {
+      on_paid_(std::move(added));
+      owes_ = still_owes;
+      armed_ = assumptions_.note();
+    }
+  } catch (py::error_already_set& error) {  // for the engine, which knows its own kind alone
+    error.restore();
+    python_error known;
+    known.persist();
+    throw known;
+  }
+}
+
+bool MiddleOfWindow::is_in_step() {
+  const py::object inner = alive(inner_), parameters = alive(parameters_);
+  if (inner.is_none() || parameters.is_none()) return false;
+  const py::object groups = py::getattr(inner, names().param_groups);
+  const py::object seen = py::getattr(parameters, names().seen);
+  if (!PyList_Check(groups.ptr()) || PyList_GET_SIZE(groups.ptr()) != PyList_GET_SIZE(seen.ptr()))
+    return false;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(seen.ptr()); ++i) {
+    if (!has_parameters(PyList_GET_ITEM(groups.ptr(), i), PyList_GET_ITEM(seen.ptr(), i))) return false;
+  }
+  return true;
+}
+
+bool MiddleOfWindow::step() {
+  if (!armed_ || steps_ == 0 || runs()) return false;
+  const py::object window = alive(window_);
+  if (window.is_none()) return false;
+  const py::object micro = py::getattr(window, names().micro);
+  const int64_t ended = micro_step(window) + 1;
+  if (!is_true(py::getattr(micro, names().ran)) || !may_begin() || !is_in_step()) return false;
+  py::setattr(window, names().has_updated, py::bool_(false));
+  py::setattr(window, names().micro_step, py::int_(ended));
+  py::setattr(window, names().usual_backwards, py::getattr(micro, names().num_backwards));
+  py::setattr(micro, names().num_backwards, py::int_(0));
+  py::setattr(micro, names().ran, py::bool_(false));
+  return true;
+}
+
+bool MiddleOfWindow::zero_grad() {
+  if (!armed_ || steps_ == 0 || runs()) return false;
+  const py::object window = alive(window_);
+  if (window.is_none()) return false;
+  const int64_t ended = micro_step(window);
+  const bool ran = is_true(py::getattr(py::getattr(window, names().micro), names().ran));
+  return 0 < ended && ended < steps_ && !ran && assumptions_.hold();
+}
+
+py::object MiddleOfWindow::running() {
+  if (!runs()) return py::none();
+  const std::shared_ptr<Run> run = run_.lock();
+  if (run) run->is_pythons = true;
+  return py::make_tuple(run_task_, py::cpp_function([run = run_]() -> py::object {
+                          return run.expired() ? py::object(py::none()) : py::object(py::bool_(true));
+                        }));
+}
+
+}  // namespace fusedacc::autograd

@@ -1,0 +1,107 @@
+// Micro-batches in the middle of a window: neither the first, which makes the sums, nor the last, at whose
+// end they are finished. All of them are alike, so that Python decides once a window what is done with them,
+// and none of it runs in their backward passes.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <memory>
+#include <vector>
+
+#include "hook.h"
+
+namespace fusedacc::autograd {
+
+// Attributes of Python's objects that must stay as they are. They are looked up each time: nothing has to
+// tell of a change. The objects are known weakly, since whatever has them also has the hooks, and the garbage
+// collector does not see through here. Needs the GIL, for everything.
+class Assumptions {
+ public:
+  // Pairs of an object and the name of an attribute: what must be false, and what must stay the same object.
+  Assumptions(const pybind11::list& is_false, const pybind11::list& stays);
+  // What `stays` names is to stay as it is now, and no module of that name is to be imported (None: any may).
+  // Returns false where an assumption does not hold already.
+  bool note(pybind11::object not_imported);
+  // The same again, after a change that we have made.
+  bool note();
+  bool hold() const;
+
+ private:
+  struct Attribute {
+    pybind11::object owner;  // a weak reference
+    pybind11::object name;
+    pybind11::object value;  // of what must stay the same
+  };
+  std::vector<Attribute> attributes_;
+  pybind11::object not_imported_ = pybind11::none();
+  size_t num_false_;  // the first ones, which must be false
+};
+
+// One wrapper's. Its state is guarded by the GIL.
+class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
+ public:
+  // window: Python's Window. inner: the inner optimizer, whose groups are to have the parameters that `_seen`
+  // of `parameters`, Python's ParameterSet, has. on_end: called with a graph task's number when one ends that
+  // Python has taken over. on_paid: called with the indices of sums that have been multiplied, or written
+  // over, by the first addition to them. is_false, stays: as in Assumptions. The adder asks what is made
+  // here.
+  static std::shared_ptr<MiddleOfWindow> make(const pybind11::object& window, const pybind11::object& inner,
+                                              const pybind11::object& parameters, pybind11::object on_end,
+                                              pybind11::object on_paid, const pybind11::list& is_false,
+                                              const pybind11::list& stays,
+                                              std::shared_ptr<ImmediateAdder> adder,
+                                              std::shared_ptr<GraphTasks> tasks);
+
+  // The next backward passes are like the last: their gradients are multiplied by `scale` and added to the
+  // sums that the adder was loaded with. steps: the micro-batches of the window, the last of which is
+  // Python's; 0: `step()` ends none, and Python says when this is over. not_imported: as in Assumptions.
+  // owes: sums may have to be multiplied first, or to be written over.
+  void arm(double scale, int64_t steps, pybind11::object not_imported, bool owes);
+  void disarm() { armed_ = false; }
+
+  // A graph task's first gradient is at hand: opens the adder for it, if it is one of those. Without the GIL.
+  bool enter(int task);
+
+  // What `AccumulatingOptimizer.step()` and `.zero_grad()` do in mid-window; false: that is left to Python.
+  bool step();
+  bool zero_grad();
+
+  // Python takes over the graph task that runs: its number, and a function that returns None once the task
+  // has failed; None where none runs. `let_go` when it has done so.
+  pybind11::object running();
+  void let_go() { run_task_ = kNone; }
+  bool runs() const { return run_task_ != kNone; }
+
+ private:
+  static constexpr int kNone = -1;
+  struct Run {
+    const int task;
+    bool is_pythons = false;
+  };
+
+  MiddleOfWindow(const pybind11::object& window, const pybind11::object& inner,
+                 const pybind11::object& parameters, pybind11::object on_end, pybind11::object on_paid,
+                 Assumptions assumptions, std::shared_ptr<ImmediateAdder> adder,
+                 std::shared_ptr<GraphTasks> tasks);
+  // Whether a backward pass now, or a `step()`, is one in the middle.
+  bool may_begin();
+  static int64_t micro_step(const pybind11::object& window);
+  // Whether the groups have the parameters that Python has seen, and nothing stands in their p.grad.
+  bool is_in_step();
+  void leave(const Run& run);
+
+  const pybind11::object window_, inner_, parameters_;  // weak references
+  const pybind11::object on_end_, on_paid_;
+  Assumptions assumptions_;
+  const std::shared_ptr<ImmediateAdder> adder_;
+  const std::shared_ptr<GraphTasks> tasks_;
+  std::atomic<bool> armed_{false};
+  double scale_ = 1;
+  int64_t steps_ = 0;
+  bool owes_ = false;
+  int run_task_ = kNone;
+  // The engine's callback has the only strong reference: it is gone when the graph task has failed.
+  std::weak_ptr<Run> run_;
+};
+
+}  // namespace fusedacc::autograd

@@ -1,0 +1,60 @@
+"""Micro-batches in the middle of a window, with which native code deals without Python.
+
+They are all alike: the first of a window makes the sums, the last finishes them, and what is done with those
+between is decided once a window. `MiddleOfWindow` (csrc/autograd/middle_of_window.h) begins and ends their
+backward passes, and their `step()` and `zero_grad()`, as long as what was assumed then is still so.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+#: An object and the name of one of its attributes.
+Attribute = tuple[Any, str]
+
+
+class Assumptions(NamedTuple):
+    """What must be so in the middle of a window; looked up at each use, so that nothing has to tell."""
+
+    #: What must be false, None or empty.
+    is_false: list[Attribute]
+    #: What must stay the same object.
+    stays: list[Attribute]
+
+
+class Middle(NamedTuple):
+    """What is done in the middle of a window."""
+
+    #: By what gradients are multiplied.
+    scale: float
+    #: The micro-batches of the window; 0 where `step()` ends none.
+    steps: int
+    #: A module whose import ends this; None: there is none.
+    not_imported: str | None
+
+
+class LeftToPython:
+    """The same interface where there is no native code: Python deals with every micro-batch."""
+
+    #: Whether native code has begun a backward pass that goes on.
+    runs = False
+
+    def arm(self, scale: float, steps: int, not_imported: str | None, owes: bool) -> None:
+        """Deal with further micro-batches: they are like the last. owes: sums may have deferred scales."""
+
+    def disarm(self) -> None:
+        """Deal with no further one."""
+
+    def running(self) -> None:
+        """Hand the graph task that runs over to Python, until `let_go`: there is none."""
+
+    def let_go(self) -> None:
+        """Python has taken it over."""
+
+    def step(self) -> bool:
+        """`AccumulatingOptimizer.step()` in mid-window; False: nothing is done, that is left to Python."""
+        return False
+
+    def zero_grad(self) -> bool:
+        """`AccumulatingOptimizer.zero_grad()` likewise."""
+        return False
