@@ -187,6 +187,8 @@ class Toolchain:
             return
         if os.environ.get("VERBOSE") == "1":
             print(shlex.join(command), flush=True)
+        # An interrupted command may leave a part of its output.
+        stamp.unlink(missing_ok=True)
         subprocess.run(command, check=True, cwd=ROOT)
         stamp.write_text(digest.hexdigest())
 
