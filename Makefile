@@ -100,7 +100,7 @@ build/system-cuda.stamp: $(SOURCES)
 	$(PYTHON) setup.py --quiet build_ext --inplace
 	mkdir -p build && touch build/system.stamp $@
 
-demo: $(BUILT)  ## train a byte-level and a word-level transformer by the stock loop, wrapped, and with model=: table and plot in build/demo
+demo: $(BUILT)  ## train two small transformers with plain PyTorch, wrapped, and with model=; table and plot in build/demo (DEMO=... passes options)
 	$(PYTHON) examples/where_it_pays.py $(DEMO)
 
 test: $(BUILT_CUDA)  ## the test suite with a fixed few hundred random cases (TEST=... passes options to pytest)
