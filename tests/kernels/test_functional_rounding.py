@@ -200,3 +200,13 @@ def test_the_last_offset_there_is(cpu_backend):
     with pytest.raises(ValueError, match="offset is 2147483648; allowed: 0 to 2147483647"):
         plan(gradients)
     assert equal(sums, before)
+
+
+def test_what_is_no_list_is_refused():
+    given = torch.nn.ParameterList([torch.ones(4, dtype=LOW)])
+    for call in (
+        lambda: functional.scale_accumulate_(given, [torch.ones(4)], **STOCHASTIC),
+        lambda: functional.prepare(given, **STOCHASTIC),
+    ):
+        with pytest.raises(TypeError, match=r"accumulators is ParameterList; allowed: a list or tuple"):
+            call()
