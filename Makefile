@@ -8,7 +8,7 @@ ifeq ($(SYSTEM_PYTHON),1)
 PYTHON ?= python3
 DEPENDENCIES :=
 BUILT := build/system.stamp
-BUILT_CUDA := $(BUILT)
+BUILT_CUDA := build/system-cuda.stamp
 INTEGRATIONS :=
 INTEGRATIONS_PYTHON := $(PYTHON)
 PARALLEL :=
@@ -28,7 +28,8 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 endif
 
 # nvcc takes longer than all else. A machine without a GPU needs its work for the tests only.
-ifeq ($(FORCE_CUDA)$(shell nvidia-smi -L 2>/dev/null),)
+# Without a GPU or a driver, nvidia-smi prints other lines.
+ifeq ($(FORCE_CUDA)$(shell nvidia-smi -L 2>/dev/null | grep '^GPU'),)
 WITHOUT_GPU := FORCE_CUDA=0
 NOTE_NO_GPU := @echo "No GPU found: CUDA code is not built. FORCE_CUDA=1 builds it."
 endif
@@ -90,10 +91,16 @@ SUITES := pytorch_optimizer schedulefree
 	touch $@
 
 build/system.stamp: $(SOURCES)
-	$(PYTHON) setup.py --quiet build_ext --inplace
+	$(NOTE_NO_GPU)
+	$(WITHOUT_GPU) $(PYTHON) setup.py --quiet build_ext --inplace
+	rm -f build/system-cuda.stamp
 	mkdir -p build && touch $@
 
-demo: $(BUILT)  ## train a byte-level and a word-level transformer by the stock loop, wrapped, and with model=: table and plot in build/demo
+build/system-cuda.stamp: $(SOURCES)
+	$(PYTHON) setup.py --quiet build_ext --inplace
+	mkdir -p build && touch build/system.stamp $@
+
+demo: $(BUILT)  ## train two small transformers with plain PyTorch, wrapped, and with model=; table and plot in build/demo (DEMO=... passes options)
 	$(PYTHON) examples/where_it_pays.py $(DEMO)
 
 test: $(BUILT_CUDA)  ## the test suite with a fixed few hundred random cases (TEST=... passes options to pytest)

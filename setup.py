@@ -155,36 +155,40 @@ class Toolchain:
             command = self.module
         else:
             command = self.cuda if source.suffix == ".cu" else self.cxx + VECTOR_FLAGS.get(relative, [])
-        self.run([*command, "-c", str(source), "-o", str(target)], target, [source])
+        name = source.relative_to(ROOT).as_posix()
+        self.run([*command, "-c", str(source), "-o", str(target)], target, [source], name)
         return target
 
     def link(self, objects: list[Path], target: Path) -> None:
         # libtorch.so brings libtorch_cuda.so where torch has one: those symbols are weak here, null without.
         torch = ["-L", str(self.libraries), "-Xlinker", "--no-as-needed", "-ltorch", "-ltorch_cpu"]
-        self.run([*self.linker, *map(str, objects), *torch, "-o", str(target)], target, objects)
+        self.run([*self.linker, *map(str, objects), *torch, "-o", str(target)], target, objects, target.name)
 
     def link_module(self, objects: list[Path], target: Path) -> None:
         libraries = ["-L", str(self.libraries), "-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10"]
-        self.run([*self.plain, "-shared", *map(str, objects), *libraries, "-o", str(target)], target, objects)
+        command = [*self.plain, "-shared", *map(str, objects), *libraries, "-o", str(target)]
+        self.run(command, target, objects, target.name)
 
-    def report(self, what: Path | str, is_made: bool) -> None:
-        """Print one line for each file that is compiled or linked."""
+    def report(self, name: str, is_made: bool) -> None:
+        """Count a file, and print one line if it is to be compiled or linked."""
         with self._lock:
             self.started += 1
             if not is_made:
-                print(f"fusedacc: [{self.started}/{self.steps}] {what}", flush=True)
+                print(f"fusedacc: [{self.started}/{self.steps}] {name}", flush=True)
 
-    def run(self, command: list[str], target: Path, inputs: list[Path]) -> None:
+    def run(self, command: list[str], target: Path, inputs: list[Path], name: str) -> None:
         digest = hashlib.sha256("\0".join([*command, self.headers]).encode())
         for path in inputs:
             digest.update(path.read_bytes())
         stamp = self.objects / f"{target.name}.stamp"
         is_made = target.exists() and stamp.exists() and stamp.read_text() == digest.hexdigest()
-        self.report(inputs[0].relative_to(ROOT) if len(inputs) == 1 else target.name, is_made)
+        self.report(name, is_made)
         if is_made:
             return
         if os.environ.get("VERBOSE") == "1":
             print(shlex.join(command), flush=True)
+        # An interrupted command may leave a part of its output.
+        stamp.unlink(missing_ok=True)
         subprocess.run(command, check=True, cwd=ROOT)
         stamp.write_text(digest.hexdigest())
 
@@ -196,17 +200,34 @@ class BuildLibrary(build_ext):
         *package, name = fullname.split(".")
         return str(Path(*package, NAME if name == "libfusedacc" else module_name()))
 
+    def build_extensions(self) -> None:
+        """Compile the sources of all extensions at the same time and with one count, and link each."""
+        self.toolchain = Toolchain(find_cxx() or [], find_nvcc())
+        sources = {
+            extension.name: self.toolchain.sources()
+            if extension.name.endswith("libfusedacc")
+            else sorted((SOURCES / MODULE).glob("*.cpp"))
+            for extension in self.extensions
+        }
+        self.toolchain.steps = sum(len(found) + 1 for found in sources.values())
+        pool = concurrent.futures.ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1))
+        try:
+            self.compiled = {
+                name: [pool.submit(self.toolchain.compile, source) for source in found]
+                for name, found in sources.items()
+            }
+            super().build_extensions()
+        finally:
+            # After a failure, compile nothing more.
+            pool.shutdown(cancel_futures=True)
+
     def build_extension(self, extension: Extension) -> None:
-        toolchain = Toolchain(find_cxx() or [], find_nvcc())
+        toolchain = self.toolchain
         library = extension.name.endswith("libfusedacc")
-        sources = toolchain.sources() if library else sorted((SOURCES / MODULE).glob("*.cpp"))
         target = Path(self.get_ext_fullpath(extension.name))
         built = toolchain.objects / target.name
-        toolchain.steps = len(sources) + 1
-        jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
         try:
-            with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-                objects = list(pool.map(toolchain.compile, sources))
+            objects = [compiling.result() for compiling in self.compiled[extension.name]]
             (toolchain.link if library else toolchain.link_module)(objects, built)
         except subprocess.CalledProcessError as error:
             if not library:

@@ -159,7 +159,7 @@ figures() { # figures NAME SECONDS [OPTION...]
 part_first() {
   step machine 10 nvidia-smi
   build 75
-  step info 30 "$PYTHON" -m fusedacc info
+  step info 30 "$PYTHON" -m fusedacc info --verbose
   backends
   gpu_tests 120
   variants 50
@@ -174,7 +174,7 @@ part_first() {
 part_1() {
   step machine 20 nvidia-smi
   build 90
-  step info 60 "$PYTHON" -m fusedacc info
+  step info 60 "$PYTHON" -m fusedacc info --verbose
   backends
   gpu_tests 230
   step python_hooks 50 env FUSEDACC_NATIVE_HOOKS=0 "$PYTHON" -m pytest -q -p no:cacheprovider tests/cuda/test_model_cuda.py

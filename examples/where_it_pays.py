@@ -32,7 +32,7 @@ import fusedacc
 
 #: Updates of a loop in each of the two measurements that are not of time.
 COUNTED_UPDATES = 2
-#: Updates of each loop that the time for training may buy, if `--updates` does not fix their number.
+#: The fewest and the most updates of each loop, if `--updates` does not fix their number.
 LEAST_UPDATES, MOST_UPDATES = 8, 32
 
 
@@ -48,10 +48,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--seconds",
         type=float,
         default=60.0,
-        help=f"time for training all loops of both models: {LEAST_UPDATES} to {MOST_UPDATES} updates each "
-        "(%(default)s)",
+        help=f"time for training all loops of both models; each loop makes {LEAST_UPDATES} to {MOST_UPDATES} "
+        "updates (%(default)s)",
     )
-    parser.add_argument("--updates", type=int, help="optimizer updates of each loop, whatever their time")
+    parser.add_argument("--updates", type=int, help="number of updates of each loop, however long they take")
     parser.add_argument("--steps", type=int, default=8, help="micro-batches per update (%(default)s)")
     parser.add_argument("--width", type=int, default=256, help="of the models (%(default)s)")
     parser.add_argument("--backend", default="auto", help="auto, cuda, triton, cpu or eager (%(default)s)")
@@ -123,8 +123,13 @@ def compare(name: str, text: Tensor, config: Config, length: Length, progress: P
     return ModelResult(name, parameters, *shape, losses, times, peaks, parts, calls)
 
 
+def length_of(options: argparse.Namespace, models: int) -> Length:
+    """Return how long to train each of so many models, which share the time."""
+    return Length(options.updates, options.seconds / models, LEAST_UPDATES, MOST_UPDATES)
+
+
 def expected(length: Length) -> int:
-    """How many updates of a loop to announce before their time is known."""
+    """Return the number of updates of a loop to announce before their time is known."""
     return length.most if length.updates is None else length.updates
 
 
@@ -135,7 +140,7 @@ def main(arguments: list[str] | None = None) -> Result:
     text, vocabulary = options.words
     words = dataclasses.replace(config, vocabulary=vocabulary, micro_batch_size=1)
     runs = (("bytes", options.bytes, config), ("words", text, words))
-    length = Length(options.updates, options.seconds / len(runs), LEAST_UPDATES, MOST_UPDATES)
+    length = length_of(options, len(runs))
     with Progress(len(runs) * len(LOOPS) * (2 * COUNTED_UPDATES + expected(length))) as progress:
         models = [compare(name, text, own, length, progress) for name, text, own in runs]
     result = Result(dtype, options.steps, conditions(config, models), models)

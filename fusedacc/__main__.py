@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from .commands import bench, info, plan
+from .commands import bench, info, info_text, plan
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -16,10 +16,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser(
         "info",
-        help="what is built, what each backend would run on each device, and why not where not",
-        description="Runs and checks one small sum of each dtype pair on each backend and device.",
+        help="what is built, which backends work on which devices, and why others do not",
+        description="Runs and checks one small sum of each dtype pair on each backend and device. "
+        "Measures the choices of autotuning that are not cached yet.",
     )
-    command.add_argument("--json", action="store_true", help="print the same facts as JSON")
+    command.add_argument(
+        "--verbose",
+        action="store_true",
+        help="print everything: each choice of autotuning with its times, each backend on each device",
+    )
+    command.add_argument("--json", action="store_true", help="print everything as JSON")
     command = commands.add_parser(
         "bench",
         help="how fast our kernels are here, against every form that stock torch has",
@@ -36,7 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.command == "plan":
         return plan.run(chosen)
     facts = info.collect()
-    print(json.dumps(facts, indent=2) if chosen.json else info.render(facts))
+    if chosen.json:
+        print(json.dumps(facts, indent=2))
+    else:
+        print(info_text.details(facts) if chosen.verbose else info_text.summary(facts))
     return 0 if info.healthy(facts) else 1
 
 

@@ -293,4 +293,11 @@ BREAKS = (
         "single ? 0.0f :",
         "tests/kernels/test_host_headers.py",
     ),
+    Mutant(
+        "long reasons make the summary of info longer than a screen",
+        "fusedacc/commands",
+        "_REASON_LENGTHS = (800, 400, 200, 100, 50, 25)",
+        "_REASON_LENGTHS = (800,)",
+        "tests/commands/test_info.py",
+    ),
 )

@@ -47,8 +47,8 @@ class Length:
     """How long to train.
 
     Attributes:
-        updates: of each loop; None: as many as `seconds` allow, from `least` to `most`.
-        seconds: for all loops together.
+        updates: the number of updates of each loop. None: as many as `seconds` allow, from `least` to `most`.
+        seconds: the time for all loops together.
     """
 
     updates: int | None
@@ -57,7 +57,7 @@ class Length:
     most: int
 
     def rounds(self, seconds_per_round: float) -> int:
-        """How many updates each loop makes, if one update of every loop takes so long."""
+        """Return the number of updates of each loop; `seconds_per_round` is the time of one update of all."""
         if self.updates is not None:
             return self.updates
         return max(self.least, min(self.most, int(self.seconds / seconds_per_round)))
@@ -69,8 +69,9 @@ def train_in_turns(
     length: Length,
     tick: Callable[[float], object],
     decided: Callable[[int], object],
+    clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Losses of every update, and seconds of those that are timed, by loop.
+    """Return the losses of every update, and the seconds of those that are timed, by loop.
 
     In each round every loop makes the same update, in an order that changes, so that work of others slows
     neighbours alike. `tick` is called with each loss, and `decided` with the number of rounds, which follows
@@ -85,10 +86,10 @@ def train_in_turns(
         data = batches(text, loops[0].config, update)
         for loop in orders[update % len(orders)]:
             synchronize(loop.config.device)
-            start = time.perf_counter()
+            start = clock()
             losses[loop.name].append(loop.update(data))
             synchronize(loop.config.device)
-            times[loop.name].append(time.perf_counter() - start)
+            times[loop.name].append(clock() - start)
             tick(losses[loop.name][-1])
         update += 1
         if update == rounds <= UNTIMED:

@@ -1,9 +1,11 @@
-"""How far the demo is: a bar on a terminal, a line every few seconds anywhere else."""
+"""How far the demo is: a bar on a terminal, else a line every few seconds."""
 
 from __future__ import annotations
 
+import math
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 from tqdm import tqdm
@@ -13,14 +15,16 @@ INTERVAL = 5.0
 
 
 class Progress:
-    """Counts updates.
+    """Counts updates and shows how many are done.
 
     Args:
-        total: how many are expected.
+        total: the expected number of updates.
+        clock: returns the time in seconds.
     """
 
-    def __init__(self, total: int) -> None:
-        self._what, self._done, self._total, self._printed = "", 0, total, -INTERVAL
+    def __init__(self, total: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._what, self._done, self._total = "", 0, total
+        self._clock, self._printed = clock, -math.inf
         self._bar = tqdm(total=total, unit="update", dynamic_ncols=True) if sys.stderr.isatty() else None
 
     def __enter__(self) -> Progress:
@@ -33,7 +37,7 @@ class Progress:
             self._bar.close()
 
     def expect(self, more: int) -> None:
-        """Change the number of updates that are expected by `more`."""
+        """Add `more`, which may be negative, to the expected number of updates."""
         self._total += more
         if self._bar is not None:
             self._bar.total = self._total
@@ -44,15 +48,22 @@ class Progress:
         if self._bar is not None:
             self._bar.set_postfix(refresh=False)
             self._bar.set_description(what)
+        else:
+            self._print("")
 
     def advance(self, updates: int = 1, loss: float | None = None) -> None:
-        """Count updates that are done; `loss`: of the last one."""
+        """Count updates that are done; `loss` is that of the last one."""
         self._done += updates
         if self._bar is not None:
             if loss is not None:
                 self._bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
             self._bar.update(updates)
-        elif time.monotonic() - self._printed >= INTERVAL or self._done >= self._total:
-            self._printed = time.monotonic()
-            told = "" if loss is None else f", loss {loss:.3f}"
-            print(f"{self._done} of {self._total} updates: {self._what}{told}", file=sys.stderr, flush=True)
+        else:
+            self._print("" if loss is None else f", loss {loss:.3f}")
+
+    def _print(self, loss: str) -> None:
+        """Print a line if the last one is `INTERVAL` seconds old, and at the end."""
+        now = self._clock()
+        if now - self._printed >= INTERVAL or self._done >= self._total:
+            self._printed = now
+            print(f"{self._done} of {self._total} updates: {self._what}{loss}", file=sys.stderr, flush=True)

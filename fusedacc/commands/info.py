@@ -1,4 +1,4 @@
-"""What is built and what would run where: the facts behind `python -m fusedacc info`."""
+"""What is built and what would run where: the facts that `python -m fusedacc info` prints (`info_text`)."""
 
 from __future__ import annotations
 
@@ -124,11 +124,16 @@ def _choices() -> dict[str, Any]:
                 tuning.choose(question)
     except ValueError as problem:
         return {"problem": str(problem)}
-    return {"machine": tuning.machine(), "kept_in": tuning.kept_where(), **report.choices()}
+    return {
+        "machine": tuning.machine(),
+        "kept_in": tuning.kept_where(),
+        "is_saved": tuning.is_saved(),
+        **report.choices(),
+    }
 
 
 def collect() -> dict[str, Any]:
-    """All that `info` prints, as plain values: versions, the library, each backend on each device."""
+    """Return all that `info` knows, as plain values: versions, the library, each backend on each device."""
     problem = library.load_error()
     built: dict[str, Any] = {"loaded": problem is None, "why_not": problem}
     if problem is None:
@@ -166,57 +171,3 @@ def healthy(facts: dict[str, Any]) -> bool:
             for device in facts["devices"]
         )
     )
-
-
-def _render_choices(choices: dict[str, Any]) -> list[str]:
-    if "problem" in choices:
-        return [f"choices: {choices['problem']}"]
-    if choices["fixed_by"]:
-        return [f"choices: by the processor's features, since {choices['fixed_by']} forbids trials"]
-    lines = [f"choices by trial, kept in {choices['kept_in']}", f"  on {choices['machine']}"]
-    return lines + [f"  {tuning.describe(found)}" for found in choices["found"]]
-
-
-def render(facts: dict[str, Any]) -> str:
-    """The facts as text for a terminal."""
-    built = facts["library"]
-    lines = [
-        f"fusedacc {facts['fusedacc'] or '(not installed: run from its sources)'}, Python {facts['python']}, "
-        f"torch {facts['torch']}, Triton {facts['triton'] or 'not installed'}",
-    ]
-    if built["loaded"]:
-        architectures = ", ".join(built["cuda_architectures"])
-        cuda = f"CUDA {built['cuda']} for {architectures}" if architectures else "no CUDA"
-        lines += [
-            f"native library: {built['path']}",
-            f"  built with torch {built['torch']}; {cuda}; CPU kernels here: {built['cpu_capability']}",
-        ]
-    else:
-        lines.append(f"native library: not loaded: {built['why_not']}")
-    hooks = facts["hooks"]
-    kind = {True: "native", False: "in Python", None: "none"}[hooks["native"]]
-    lines.append(f"hooks: {kind} ({hooks['why']})")
-    lines += [f"{name}: {facts[name] or 'not set'}" for name in (native_module.VARIABLE, registry.VARIABLE)]
-    lines += ["", *_render_choices(facts["choices"])]
-    for device in facts["devices"]:
-        threads = f", {facts['threads']} threads" if device["device"] == "cpu" else ""
-        auto = device["auto"]
-        lines += [
-            "",
-            f"{device['device']} ({device['name']}{threads})",
-            f"  auto: {auto['backend'] or 'none'} ({auto['reason']})",
-        ]
-        for row in device["backends"]:
-            name = f"  {row['backend']:<7}"
-            if row["runs"]:
-                every = len(row["pairs"]) == len(dtypes.PAIRS)
-                pairs = "every dtype pair" if every else ", ".join(row["pairs"])
-                lines.append(f"{name} runs; its trial sums are right for {pairs}")
-                if row["why_not"]:
-                    lines.append(f"{'':<10}not the others: {row['why_not']}")
-            elif row["failures"]:
-                lines.append(f"{name} FAILS")
-                lines += [f"{'':<10}{pair}: {problem}" for pair, problem in row["failures"].items()]
-            else:
-                lines.append(f"{name} does not run: {row['why_not']}")
-    return "\n".join(lines)

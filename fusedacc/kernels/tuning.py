@@ -303,6 +303,11 @@ def kept_where() -> str:
     return f"{folder() / FILE}{f' (not written: {_unsaved})' if _unsaved else ''}"
 
 
+def is_saved() -> bool:
+    """Whether every answer of this process could be written."""
+    return not _unsaved
+
+
 def _read() -> dict[str, dict[str, Any]]:
     """The file's answers by machine; nothing where it is not there, or not ours to read."""
     try:

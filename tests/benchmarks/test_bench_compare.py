@@ -53,12 +53,6 @@ def test_a_slower_machine_is_not_blamed_on_the_code(tmp_path):
     assert verdicts(old, fast) == ["worse"]
 
 
-def test_rows_that_differ_in_what_they_are_held_against_are_one_figure(tmp_path):
-    against = [("ours", 100, 98, 102, {"against": name, "speedup": 2.0}) for name in ("a", "b")]
-    old = write_rows(tmp_path / "old.csv", *against)
-    assert verdicts(old, write_rows(tmp_path / "new.csv", *against[:1])) == ["same"]
-
-
 def test_the_report_says_what_differs_and_what_is_gone(tmp_path):
     figures = (("ours", 100, 98, 102, {}), ("apex", 100, 98, 102, {}))
     old = write_rows(tmp_path / "old.csv", *figures, threads="2")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import errno
-import io
 import sys
 
 import pytest
@@ -12,10 +9,8 @@ import torch
 from bench_setup import run_main, some_rows
 
 from benchmarks import run_all
-from benchmarks.harness.command import chosen
-from benchmarks.harness.machine import CONDITIONS
 from benchmarks.harness.measure import Goal, Variant, measure
-from benchmarks.harness.results import COLUMNS, Case, Results, cannot_run, newest, read, table
+from benchmarks.harness.results import Case, Results, read, table
 
 # Timing
 
@@ -53,22 +48,6 @@ def test_the_peak_is_the_faster_of_copy_and_triad():
     assert [row.percent_of_peak for row in rows] == [75.0, 100.0, 50.0]
 
 
-def test_variants_take_turns_in_an_order_that_turns():
-    called = []
-    variants = [Variant(name, lambda name=name: called.append(name)) for name in "abc"]
-    measure(Case("tests", "case"), variants, 2, timer=lambda work, calls: work() or 1.0)
-    assert "".join(called) == "bac" + "abc" + "acb"  # cab and bca, backwards
-
-
-def test_wrong_arguments_list_what_is_allowed():
-    with pytest.raises(ValueError, match="rounds must be at least 1; got 0"):
-        measure(Case("tests", "case"), [], 0)
-    assert chosen("b, a", ("a", "b"), "provider") == ["b", "a"]
-    assert chosen(None, ("a", "b"), "provider") == ["a", "b"]
-    with pytest.raises(SystemExit, match=r"unknown provider 'c'; allowed: a, b"):
-        chosen("a,c", ("a", "b"), "provider")
-
-
 # Rows that are kept
 
 
@@ -84,60 +63,12 @@ def test_the_file_grows_by_rows_that_name_their_conditions(tmp_path):
         assert rows[0][name], name
 
 
-def test_rows_of_one_run_share_a_date_and_the_newest_run_is_found(tmp_path):
-    path = tmp_path / "results.csv"
-    for date, count in (("2020-01-01", 3), ("2020-01-02", 2)):
-        kept = Results(path)
-        kept.conditions = {**kept.conditions, "date": date}
-        for _ in range(count):
-            kept.add(some_rows())
-    last = newest(read(path), "tests")
-    assert [row["date"] for row in last] == ["2020-01-02"] * 2
-
-
 def test_a_file_with_other_columns_is_refused_and_kept(tmp_path):
     path = tmp_path / "results.csv"
     path.write_text("case,variant\nold,row\n")
     with pytest.raises(ValueError, match=r"other columns \(case, variant\); allowed: benchmark, case"):
         Results(path)
     assert path.read_text() == "case,variant\nold,row\n"
-
-
-def test_a_provider_that_cannot_run_is_a_row_that_says_why():
-    row = cannot_run(Case("tests", "case"), "apex", "apex is not installed")
-    assert (row.median, row.note) == (None, "not run: apex is not installed")
-    assert "apex is not installed" in table([row])
-
-
-class FullDisk(io.FileIO):
-    """Takes `room` bytes, then raises what a full disk raises."""
-
-    room = 0
-
-    def write(self, data):
-        if not FullDisk.room:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        written = super().write(bytes(data)[: FullDisk.room])
-        FullDisk.room -= written
-        return written
-
-
-@pytest.mark.parametrize("room", [0, 1, 100])
-def test_a_full_disk_leaves_whole_rows_and_prints_the_others(tmp_path, monkeypatch, capsys, room):
-    path = tmp_path / "results.csv"
-    kept = Results(path)
-    kept.add(some_rows(provider="kept"))
-    before = path.read_bytes()
-    monkeypatch.setattr(type(path), "open", lambda self, mode, buffering: FullDisk(self, mode))
-    monkeypatch.setattr(FullDisk, "room", room)
-    with pytest.raises(OSError, match="No space left"):
-        kept.add(some_rows(2, provider="lost"))
-    monkeypatch.undo()
-    assert path.read_bytes() == before
-    printed = list(csv.reader(io.StringIO(capsys.readouterr().out)))
-    assert [line[COLUMNS.index("provider")] for line in printed] == ["lost", "lost"]
-    assert [len(line) for line in printed] == [len(COLUMNS) + len(CONDITIONS)] * 2
-    assert [row.provider for row in kept.rows] == ["kept", "lost", "lost"]
 
 
 # All of them

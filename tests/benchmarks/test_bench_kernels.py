@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 import torch
 from bench_setup import CPU
@@ -17,8 +15,6 @@ from fusedacc.traffic import TrafficMeter
 
 SHAPES = ((1,), (3,), (7, 5), (1023,), (2, 3, 5, 7))
 SCALE = 0.125
-PEERS = {"amp_C": "Apex", "transformer_engine": "TransformerEngine", "optimi": "torch-optimi"}
-PEERS["bitsandbytes"] = "bitsandbytes"
 
 
 def can_run(registry) -> list[str]:
@@ -82,22 +78,6 @@ def test_every_product_is_added(name, dtypes, generator):
     assert ((accumulators[0].double() - expected).abs() <= allowed).all()
 
 
-@pytest.mark.parametrize("registry", [providers.ACCUMULATE, products.PRODUCT], ids=["accumulate", "product"])
-def test_the_peak_copies_and_adds_as_many_elements(registry, generator):
-    for shapes in (SHAPES, ((1000,),)):
-        accumulators, _ = lists("bfloat16:float32", generator, shapes)
-        for name, passes in (("copy", 2), ("triad", 3)):
-            provider = registry[name]
-            total = torch.cat([acc.flatten() for acc in accumulators])
-            provider.make(accumulators, None, SCALE)()
-            written = providers.flat(accumulators, "out" if name == "copy" else "sum")
-            if len(shapes) == 1:
-                expected = total if name == "copy" else total + SCALE * 0.01
-                torch.testing.assert_close(written, expected)
-            assert written.numel() == total.numel()
-            assert provider.moved(accumulators, None) == passes * total.nbytes
-
-
 def counted(provider, accumulators, gradients) -> int:
     run = provider.make(accumulators, gradients, SCALE)
     run()
@@ -127,17 +107,6 @@ def test_counted_bytes_are_those_of_the_formula(registry, make, dtypes, generato
             assert counted(provider, *tensors) == provider.moved(*tensors), name
 
 
-def test_hand_counts():
-    """Per element: what stock PyTorch's ways move, bfloat16 into float32."""
-    accumulators, gradients = [torch.zeros(1)], [torch.zeros(1, dtype=torch.bfloat16)]
-    moved = {name: provider.moved(accumulators, gradients) for name, provider in providers.ACCUMULATE.items()}
-    assert moved["fusedacc cpu"] == moved["add_"] == moved["torch._foreach_add_"] == 10
-    assert moved["autograd grad_dtype"] == moved["cast and add_"] == 18
-    assert moved["by hand"] == 26
-    assert moved["copy"] == 8
-    assert moved["triad"] == moved["add_ same dtype"] == 12
-
-
 def test_goals_name_what_exists():
     for (size, dtypes, provider), goals in kernel_cases.GOALS.items():
         assert size in kernel_cases.SIZES
@@ -154,39 +123,6 @@ def measured(size: str, *names: str, dtypes: str = "bfloat16:float32") -> list:
     return results.rows
 
 
-def test_missing_peers_are_rows_that_say_so(monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name in PEERS else find(name, *rest)
-    )
-    names = ("apex axpby", "TransformerEngine", "torch-optimi", "bitsandbytes")
-    notes = {row.provider: row.note for row in measured("1Ki", *names) if row.median is None}
-    assert notes == {
-        name: f"not run: {package} is not installed"
-        for name, package in zip(names, PEERS.values(), strict=True)
-    }
-
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: object())
-    for name, why in (
-        ("torch-optimi", "optimizer's state"),
-        ("bitsandbytes", "no accumulation kernel"),
-        ("TransformerEngine", "product"),
-        ("apex axpby", "CUDA"),
-    ):
-        assert why in providers.ACCUMULATE[name].unavailable(CPU)
-
-
-def test_what_is_beyond_memory_is_a_row(monkeypatch):
-    monkeypatch.setattr(kernels, "available_memory", lambda device: 1000)
-    (row,) = measured("1Ki", "add_")
-    assert row.note == f"not run: needs {1024 * (4 + 2 + 8)} bytes; 1000 of memory are available"
-    room = iter([10**6])
-    monkeypatch.setattr(kernels, "available_memory", lambda device: next(room, 100))
-    notes = {row.provider: row.note for row in measured("1Ki", "add_", "by hand")}
-    assert notes["by hand"].startswith(f"not run: needs {8 * 1024} bytes beside the tensors; 100 of memory")
-    assert not notes["add_"]
-
-
 def test_a_provider_that_fails_is_a_row(monkeypatch):
     def make(accumulators, gradients, scale):
         raise RuntimeError("no such kernel\nand a long story")
@@ -195,35 +131,6 @@ def test_a_provider_that_fails_is_a_row(monkeypatch):
     rows = {row.provider: row for row in measured("300x4", "add_", "torch._foreach_add_", "fusedacc cpu")}
     assert rows["add_"].note == "not run: RuntimeError: no such kernel"
     assert rows["fusedacc cpu"].median > 0
-
-
-def test_a_goal_needs_its_rival():
-    for names, goals in (((), []), (("torch._foreach_add_",), [("torch._foreach_add_", 1.0)])):
-        rows = measured("300x4 same", "fusedacc cpu", *names)
-        assert [(row.against, row.goal) for row in rows if row.goal] == goals
-
-
-def test_a_row_says_what_was_measured():
-    rows = {row.provider: row for row in measured("300x4", "cast and add_", "torch._foreach_add_")}
-    row = rows["cast and add_"]
-    assert (row.benchmark, row.case, row.mode) == ("kernels", "300 tensors of 4", "accumulate")
-    assert row.shapes == "300 tensors of 4; 4 sets in turn, 0.0275 MiB"
-    assert row.dtypes == "bfloat16 into float32"
-    assert row.bytes == 1200 * 18
-    assert row.launches == 600
-    assert row.host_us > 0
-    assert row.percent_of_peak > 0
-    assert rows["copy"].bytes == 1200 * 8
-
-
-def test_sets_outgrow_the_cache_and_fit_memory():
-    plenty = 2**40
-    work = {size: kernels.Work(size, "bfloat16:float32", CPU, "short") for size in kernel_cases.SIZES}
-    assert [work[size].sets(plenty) for size in ("1Ki", "300x4 same", "64Mi")] == [512, 1, 2]
-    assert work["64Ki"].sets(plenty) * work["64Ki"].set_bytes >= 64 * 2**20
-    held = work["1Gi"].held_bytes
-    assert held == 2**30 * (4 + 2 + 8)
-    assert [work["1Gi"].sets(room) for room in (held, held - 1)] == [1, 0]
 
 
 @pytest.mark.cuda

@@ -16,7 +16,7 @@ import torch
 from bench_setup import ROOT, run_main
 
 from benchmarks.harness.results import Results, read
-from benchmarks.machines import cells, child, emulated, loops, zoo
+from benchmarks.machines import cells, emulated, loops, zoo
 from benchmarks.machines import run as machines
 
 MODELS = (
@@ -50,33 +50,6 @@ def test_a_model_learns_its_micro_batch(name):
     assert losses[-1] < 0.9 * losses[0]
 
 
-@pytest.mark.parametrize("name", ["gpt-compiled", "mlp-compiled"])
-def test_what_is_said_to_be_compiled_is(name, monkeypatch):
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph
-
-    compiled = torch.nn.Module.compile
-    monkeypatch.setattr(
-        torch.nn.Module, "compile", lambda self, **how: compiled(self, backend=backend, **how)
-    )
-    torch._dynamo.reset()
-    of = entry(name)
-    model = of.model()
-    inputs, _ = of.batch(torch.Generator().manual_seed(0))
-    model(*inputs)
-    assert len(graphs) == 1
-    linears = sum(isinstance(module, torch.nn.Linear) for of in of.regions(model) for module in of.modules())
-    called = [node for node in graphs[0].graph.nodes if "linear" in str(node.target)]
-    assert len(called) == linears > 0
-
-
-def test_both_sizes_have_the_same_models():
-    assert tuple(zoo.entries(True)) == tuple(zoo.entries()) == MODELS
-
-
 # The loops
 
 
@@ -101,14 +74,6 @@ def test_all_ways_train_alike(precision):
 
 
 # The machines
-
-
-def test_a_machine_is_left_out_where_the_cpu_has_no_more():
-    of = {kind.name: kind for kind in emulated.MACHINES}
-    assert not of["native"].left_out(frozenset())
-    assert "none of avx512f" in of["avx2"].left_out(frozenset({"avx2", "fma"}))
-    assert not of["avx2"].left_out(frozenset({"avx2", "avx512f"}))
-    assert not of["baseline"].left_out(frozenset({"avx2"}))
 
 
 @pytest.mark.parametrize("name", ["native-1", "avx512", "avx2", "baseline"] if sweeps.FULL else ["avx2"])
@@ -172,27 +137,6 @@ def test_the_table_names_what_falls_short():
     assert [cells.disturbed(row(others=share)) for share in (0.1, 0.101)] == [False, True]
 
 
-def test_kept_casts_are_held_against_the_model_without_them():
-    assert cells.names("autocast") == (*cells.names("float32"), loops.KEPT)
-    kept = {"ratio": 0.9, "low": 0.8, "high": 0.97, "peak": 12_000_000}
-    rows = [row(loops.PLAIN), row(loops.MODEL, ratio=1.1), row(loops.KEPT, **kept)]
-    text = cells.report([dataclasses.replace(each, precision="autocast") for each in rows])
-    assert re.search(r"mlp +- / - +1\.00 / 1\.10 / 0\.90!\^ +- / -", text)
-    assert f"{loops.KEPT}: worst 0.90 (0.80 to 0.97) of {loops.MODEL}'s speed (native, mlp, autocast)" in text
-    assert f"peak above {loops.MODEL}'s: native, mlp, autocast: 12.0 MB, {loops.MODEL} 10.0" in text
-
-
-def test_a_cell_under_autocast_has_kept_casts_in_its_rounds():
-    training = loops.Training(entry("moe-stacked"), "autocast", steps=2)
-    rows = {found.loop: found for found in child.cell(training, 0.1, "a test")}
-    assert tuple(rows) == cells.names("autocast")
-    assert [found.way for found in rows.values()] == ["p.grad", "p.grad", "p.grad", loops.MODEL]
-    assert {found.rounds for found in rows.values()} == {rows[cells.STOCK].rounds}
-    assert rows[loops.KEPT].stock_peak == rows[loops.MODEL].peak
-    assert rows[loops.MODEL].stock_peak == rows[cells.STOCK].peak == rows[cells.STOCK].stock_peak
-    assert all(0 < found.low <= found.ratio <= found.high for found in rows.values())
-
-
 # The driver
 
 
@@ -202,23 +146,6 @@ def test_a_pattern_chooses_cells_and_a_wrong_one_is_refused():
     assert len(machines.wanted(None)) == 7 * len(MODELS) * 4
     with pytest.raises(SystemExit, match=r"'pentium' matches no cell; allowed: native; .* / gpt-64; .* / fl"):
         machines.wanted("native,pentium")
-
-
-def test_what_is_finished_is_found_again(tmp_path):
-    kept = Results(tmp_path / "machines.csv", "cpu", cells.COLUMNS)
-    kept.add([dataclasses.replace(row(ratio=ratio), sources="new") for ratio in (0.5, 0.75)])
-    kept.add([dataclasses.replace(row(model="lstm", steps=8), sources="old")])
-    found = cells.finished(kept.path, kept.conditions, "new")
-    assert {key: row.ratio for key, row in found.items()} == {("native", "mlp", "float32", "fusedacc"): 0.75}
-    every = cells.finished(kept.path, kept.conditions, "")
-    assert every["native", "lstm", "float32", "fusedacc"].steps == 8
-    assert not cells.finished(kept.path, {**kept.conditions, "torch": "1.0"}, "")
-
-
-def test_what_is_missing_or_was_disturbed_is_measured():
-    done = [row("stock"), row("stock", "lstm", others=0.5), row("fusedacc", "vit")]
-    every = [("native", model, "float32") for model in ("mlp", "lstm", "vit")]
-    assert machines.missing(every, {(*of.key, of.loop): of for of in done}) == every[1:]
 
 
 def test_a_run_is_gone_on_with(tmp_path):

@@ -122,15 +122,3 @@ def test_plots_and_tables(kept, tmp_path):
     assert "old" not in text
     found = charts.curve_of(read(kept.path), "vit", "fusedacc")
     assert (list(found.by_size), found.samples) == ([1, 8, 32], 64)
-
-
-def test_what_has_no_rows_is_told(kept, tmp_path):
-    pytest.importorskip("matplotlib").use("Agg")
-    charts = importlib.import_module("benchmarks.report.memory_charts")
-    page = tmp_path / "memory.md"
-    page.write_text(PAGE)
-    code, told, _ = run_main(charts, "--results", kept.path, "--out", tmp_path / "out", "--page", page)
-    assert code == 0
-    assert told.count("not drawn: there are no rows of benchmarks/suites/memory.py") == len(charts.CHARTS)
-    assert page.read_text() == PAGE
-    assert run_main(charts, "--results", tmp_path / "none.csv", "--page", page)[0] == 1

@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from bench_setup import CPU, run_main
 
-from benchmarks.contestants import model_shapes as lists
 from benchmarks.contestants import windows
 from benchmarks.harness.results import Results, Row
-from benchmarks.suites import model_pass, models
+from benchmarks.suites import models
 
 PARTS = {"clip": "update: clip", "narrow": "update: cast", "optimizer": "update: optimizer"}
 PARTS |= {"weights": "weight gradients", "first": "first touch"}
@@ -77,16 +75,6 @@ def test_counted_bytes_are_those_of_hand_counts() -> None:
         assert found[key] == pytest.approx(own, abs=0.01), key
 
 
-def test_a_window_without_clipping_says_so_and_has_no_clip() -> None:
-    results = Results(None)
-    loop = models.Loop(CPU, 2, clip=False)
-    models.count(results, loop, settings=["float32"], providers=["stock fused AdamW"])
-    by_metric = {row.metric: row.median for row in results.rows}
-    assert {row.mode for row in results.rows} == {"window k=2, no clipping"}
-    assert "bytes: update: clip" not in by_metric
-    assert by_metric["bytes: total"] == pytest.approx(2 * 4 + 12 + 28, abs=0.01)
-
-
 def test_a_way_that_raises_is_a_row_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_, **__) -> None:
         raise RuntimeError("no such kernel\nand a long tale")
@@ -108,76 +96,6 @@ def test_a_way_that_raises_is_a_row_that_says_why(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(models, "measure", fails)
     notes = {row.provider: row.note for row in measured() if row.metric == "time"}
     assert notes["fusedacc"] == "not run: RuntimeError: no such kernel"
-
-
-def test_a_model_that_does_not_fit_is_scaled_down_or_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = [("head", (4, 4)), *((f"layers.{index}.weight", (8, 8)) for index in range(6))]
-    device = CPU
-    # 16 + 3 * 64 elements of 20 bytes, and 12 for each of the largest one's 64.
-    room = (20 * (16 + 3 * 64) + 12 * 64) / lists.SHARE + 1
-    monkeypatch.setattr(lists, "available_memory", lambda device: room)
-    assert lists.fitting_memory(whole, 20, device) == whole[:4]
-    monkeypatch.setattr(lists, "available_memory", lambda device: 1000)
-    results, of = Results(None), models.ways("float32", ["fusedacc"])
-    models.model(results, "some", whole, "float32", of, "quick", models.Loop(device))
-    (row,) = results.rows
-    assert row.note.startswith("not run: no memory for one layer of each stack; the whole model needs")
-
-
-def test_where_memory_is_short_the_main_ways_go_before_the_others(monkeypatch) -> None:
-    whole = [("head", (64, 64)), *((f"layers.{index}.weight", (16, 16)) for index in range(6))]
-    device, of = CPU, models.ways("bfloat16", None)
-    main = [way for way in of if way.role in models.MAIN_ROLES]
-    room = windows.need("bfloat16", main) * (64 * 64 + 2 * 256) + 12 * 64 * 64
-    assert windows.need("bfloat16", main) < windows.need("bfloat16", of)
-    monkeypatch.setattr(lists, "available_memory", lambda device: room / lists.SHARE + 1)
-    results = Results(None)
-    models.model(results, "some", whole, "bfloat16", of, "quick", models.Loop(device, 2))
-    assert {row.shapes for row in results.rows} == {"3 parameters, 0.00461 M elements: 2 of 6 layers"}
-    ran = {row.provider for row in results.rows if row.metric == "time" and row.median is not None}
-    assert ran == {way.name for way in main}
-    others = {row.provider: row.note for row in results.rows if row.median is None}
-    assert set(others) == {way.name for way in of} - ran
-    assert set(others.values()) == {"not run: left out, so that more layers fit"}
-
-
-def test_a_pass_over_a_list_names_what_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    results = Results(None)
-    whole = [("a", (4, 4)), ("b", (7,))]
-    model_pass.figures(results, "some", whole, torch.bfloat16, "quick", "cuda")
-    if not torch.cuda.is_available():
-        assert [row.note[:8] for row in results.rows if row.provider == "fusedacc cuda"] == ["not run:"]
-    assert {row.provider: row.bytes for row in results.rows if row.median is not None} == {
-        "add_": 23 * 10,
-        "torch._foreach_add_": 23 * 10,
-        "foreach cast and add": 23 * 18,
-    }
-    results.rows.clear()
-    model_pass.figures(results, "some", whole, torch.float32, "quick", "eager")
-    ours = [row for row in results.rows if row.provider == "fusedacc eager"]
-    assert [row.against for row in ours] == ["add_", "torch._foreach_add_"]
-    assert all(row.goal == 1.0 and row.bytes == 23 * 12 for row in ours)
-    results.rows.clear()
-    monkeypatch.setattr(lists, "available_memory", lambda device: 10)
-    model_pass.figures(results, "some", whole, torch.float32, "quick", "auto")
-    assert {row.note for row in results.rows} == {"not run: no memory for one layer of each stack"}
-
-
-def test_the_short_sweep_has_less_of_long_lists(monkeypatch: pytest.MonkeyPatch) -> None:
-    called = {}
-
-    def record(results, name, whole, setting, of, effort, loop) -> None:
-        called[name, setting] = [way.role for way in of]
-
-    monkeypatch.setattr(models, "model", record)
-    monkeypatch.setattr(models, "count", lambda *args, **kwargs: None)
-    monkeypatch.setattr(model_pass, "figures", lambda *args: None)
-    monkeypatch.setattr(models, "release", lambda: None)
-    models.figures(Results(None), "short")
-    resnet = {("resnet50", setting) for setting in models.SETTINGS}
-    assert set(called) == resnet | {("gpt2", "float32"), ("gpt2", "bfloat16")}
-    assert called["gpt2", "bfloat16"] == ["as written", "best stock", "ours"]
-    assert {"stock", "inexact", "floor"} <= set(called["resnet50", "bfloat16"])
 
 
 def test_counting_is_a_command(tmp_path: Path) -> None:

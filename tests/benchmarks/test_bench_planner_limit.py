@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import torch
 
 from benchmarks.harness.results import Results
-from benchmarks.report.accuracy import limits
 from benchmarks.suites import planner_limit
 
 
@@ -29,18 +28,3 @@ def test_rows_hold_the_choice_to_within_one_where_memory_is_mapped(monkeypatch):
     step, options = tried[0]
     assert options["margin"] == 0.0
     pickle.loads(pickle.dumps(step))()(2)  # as the process that tries it gets it
-
-
-def test_table_has_the_newest_rows():
-    rows = []
-    for planned, mapped, defaults in ((5, 5, 4), (6, 7, 3)):
-        for mode, provider, value in (
-            ("memory mapped", planner_limit.OURS, planned),
-            ("memory mapped", planner_limit.LARGEST, mapped),
-            ("defaults", planner_limit.LARGEST, defaults),
-        ):
-            about = {"benchmark": "planner limit", "case": "gpt", "shapes": "small; 1MiB"}
-            machine = dict.fromkeys(("device", "threads", "allocator", "torch", "cuda", "commit", "date"), "")
-            rows.append(about | machine | {"mode": mode, "provider": provider, "median": str(value)})
-    assert limits(rows).splitlines()[-1] == "| gpt: small; 1MiB | 6 | 7 | 3 |"
-    assert limits([]) == ""

@@ -8,8 +8,7 @@ import pytest
 import torch
 from bench_setup import ROOT, page_of, run_main, write_rows
 
-from benchmarks.harness.machine import CONDITIONS
-from benchmarks.harness.results import COLUMNS, Case, Results, cannot_run, count, read, row
+from benchmarks.harness.results import Case, Results, cannot_run, count, read, row
 from benchmarks.machines import cells
 from benchmarks.report import headline, readme_tables
 
@@ -123,21 +122,6 @@ def test_plots_say_what_they_show_and_under_which_conditions(drawn):
             assert text in shown, (name, text)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_no_label_of_a_plot_lies_on_another_or_outside(name, drawn):
-    from matplotlib.text import Text
-
-    figure = drawn[0][name]
-    figure.canvas.draw()
-    labels = [text for axes in figure.axes for text in axes.texts if text.get_text()]
-    labels += [text for axes in figure.axes for text in axes.get_yticklabels() if text.get_text()]
-    # Of the text alone: an annotation's own extent has its line in it.
-    boxes = [Text.get_window_extent(label) for label in (*labels, *figure.texts)]
-    for index, box in enumerate(boxes):
-        assert figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1, index
-        assert not any(box.overlaps(other) for other in boxes[:index]), index
-
-
 def test_a_plot_without_rows_is_skipped_with_the_reason(tmp_path):
     plot = the_plot()
     out = tmp_path / "figures"
@@ -188,28 +172,6 @@ def test_readme_shows_the_newest_figures(synthetic, tmp_path):
     before = readme.read_text()
     assert run_main(*command)[0] == 0
     assert (readme.read_text(), page.read_text()) == (before, text), "a second time changes nothing"
-
-
-def test_a_later_run_of_a_part_does_not_hide_the_rest(synthetic):
-    kept = Results(synthetic)
-    kept.conditions = {**kept.conditions, "date": "2099-01-01"}
-    case = Case("models", "counted", "window k=8", "4 parameters", "float32 into float32")
-    figure = {"metric": "bytes: total", "unit": "B/param", "median": 7.0, "note": "ours: how"}
-    kept.add([row(case, "fusedacc", **figure)])
-    rows = read(synthetic)
-    assert [counted.total for counted in headline.headline(rows)] == [7.0]
-    assert "1.25 x stock mixed" in texts(the_plot().charts.speedup(rows))
-
-
-def test_readme_says_what_was_missed():
-    keys = dict.fromkeys((*COLUMNS, *CONDITIONS), "") | {"benchmark": "models", "case": "c"}
-    stock = {**keys, "provider": "stock", "unit": "us", "median": "2000"}
-    goal = {"speedup": "0.5", "goal": "1", "reached": "no"}
-    ours = {**keys, "provider": "ours", "unit": "us", "median": "4e6", "against": "stock", **goal}
-    room = {**ours, "unit": "MB", "median": "100", "against": "stock + bucket", "speedup": "0.8"}
-    text = readme_tables.goals([stock, ours, room])
-    assert "| 4.00 s | 0.50 times the speed of `stock` (2.00 ms), goal 1 **missed** |" in text
-    assert "| 100.0 MB | at most 80.0 MB: stock + bucket **missed** |" in text
 
 
 @pytest.mark.parametrize(("name", "marker"), [("README.md", "bytes"), ("figures.md", "machines")])

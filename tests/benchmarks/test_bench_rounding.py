@@ -11,7 +11,7 @@ from bench_setup import page_of, run_main
 
 from benchmarks.contestants import rounded
 from benchmarks.contestants.rounded import FLOAT32, NEAREST, STOCHASTIC, STOCK
-from benchmarks.harness.results import Case, Results, read
+from benchmarks.harness.results import Results, read
 from benchmarks.suites import rounding
 from examples.demo.measure import batches
 from examples.demo.model import load_text
@@ -63,56 +63,6 @@ def test_training_compares_seeds_with_their_own_run(text, kept):
     assert off[NEAREST, 4] == found[NEAREST][-1] - found[FLOAT32][-1]
 
 
-def test_sums_of_one_gradient_are_exact_and_of_several_apart(monkeypatch, kept):
-    monkeypatch.setattr(rounding, "SIZES", (1,))
-    rounding.sums(kept, "quick")
-    apart, share = figures(kept, "apart"), figures(kept, "share kept")
-    assert set(apart) == {(name, at) for name in (NEAREST, STOCHASTIC) for at in (1, 2, 4, 8)}
-    assert {apart[name, 1] for name in (NEAREST, STOCHASTIC)} == {0}
-    # Each addition errs by at most a unit in the last place.
-    assert all(0 < apart[name, 8] < 8 * 2**-7 for name in (NEAREST, STOCHASTIC))
-    assert all(abs(value - 1) < 8 * 2**-7 for value in share.values())
-
-
-def test_statistics_keep_the_mean(monkeypatch, kept):
-    rounding.statistics(kept, "quick")
-    off = [value for (name, _), value in figures(kept, "off by").items() if name == STOCHASTIC]
-    assert len(off) == rounding.LOOKS
-    assert abs(off[-1]) < 4
-    means = figures(kept, "mean")
-    assert {value for (name, _), value in means.items() if name == NEAREST} == {1}
-    counted = {key: value for key, value in figures(kept, "elements").items() if key[0] == STOCHASTIC}
-    assert sum(counted.values()) == rounding.ELEMENTS
-    mean = sum(value * elements for (_, value), elements in counted.items()) / rounding.ELEMENTS
-    assert mean == pytest.approx(means[STOCHASTIC, 64])
-
-
-def test_speed_has_the_bandwidth_beside_it():
-    rows = rounding.timed(Case("speed", "small"), [(64,), (3, 5)], 2, bandwidth=True)
-    against = {row.against for row in rows if row.provider == STOCHASTIC}
-    assert against == {FLOAT32, NEAREST, "copy (bytes/s)", "triad (bytes/s)"}
-    bytes_of = {row.provider: row.bytes for row in rows}
-    assert bytes_of[STOCHASTIC] == bytes_of[NEAREST] == 6 * 79
-    assert bytes_of[FLOAT32] == 10 * 79
-    assert all(row.percent_of_peak for row in rows)
-
-
-def test_memory_is_that_of_stock(kept):
-    rounding.memory(kept, "quick")
-    peaks = figures(kept, "peak memory")
-    assert peaks[STOCHASTIC, None] == peaks[NEAREST, None] <= peaks[STOCK, None]
-    assert peaks[STOCHASTIC, None] == pytest.approx(peaks[FLOAT32, None] - 2, abs=0.1)
-    assert {row.reached for row in kept.rows if row.provider == STOCHASTIC and row.goal} == {"yes"}
-
-
-def test_the_command_records_nothing_when_quick():
-    code, told, _ = run_main(rounding, "--quick", "--only", "statistics")
-    assert code == 0
-    assert "statistics: " in told
-    assert "off by" in told
-    assert "appended" not in told
-
-
 PAGE = page_of("rounding-figures", *PARTS)
 
 
@@ -144,17 +94,3 @@ def test_plots_and_tables(kept, tmp_path, monkeypatch):
 
 
 OFF = [{FLOAT32: 0.0, NEAREST: 0.001, STOCHASTIC: 0.0}, {FLOAT32: 0.0, NEAREST: 0.003, STOCHASTIC: 0.0}]
-
-
-def test_what_has_no_rows_is_told(tmp_path):
-    pytest.importorskip("matplotlib").use("Agg")
-    charts = importlib.import_module("benchmarks.report.rounding_charts")
-    path = tmp_path / "rounding.md"
-    path.write_text(PAGE)
-    empty = Results(tmp_path / "empty.csv", "cpu", rounding.COLUMNS)
-    code, told, _ = run_main(charts, "--results", empty.path, "--out", tmp_path, "--page", path)
-    assert code == 0
-    assert told.count("not drawn") == 3
-    assert told.count("not written") == len(PARTS)
-    assert path.read_text() == PAGE
-    assert run_main(charts, "--results", tmp_path / "none.csv", "--page", path)[0] == 1

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-from types import SimpleNamespace
-
 import pytest
 import torch
-from bench_setup import CPU
 
 from benchmarks.contestants import training_loops as loops
-from benchmarks.harness.results import Case
 from benchmarks.suites import training
-from benchmarks.suites import training_clock as clock
 from examples.demo import measure
 from examples.demo.loops import Config, StockLoop
 from examples.demo.model import load_text
@@ -61,27 +55,6 @@ def test_all_ways_train_alike(dtype):
     assert losses["fusedacc"][-1] < losses["fusedacc"][0]
 
 
-def test_phases_add_up_to_the_update():
-    (way,) = [way for way in loops.WAYS["bfloat16"] if way.kind is loops.ByHand]
-    own, plain = (clock.Timed(w.make(config("bfloat16")), text()) for w in (way, loops.BASELINE))
-    totals = []
-    for _ in range(2):
-        totals.append(own.run())
-        plain.run()
-    split = clock.by_phase(own.seconds, plain.seconds)
-    assert [tuple(phases) for phases in split] == [loops.PHASES] * 2
-    assert [sum(phases.values()) for phases in split] == pytest.approx(totals, rel=1e-9)
-    assert [phases["backward"] for phases in split] == [seconds["backward"] for seconds in plain.seconds]
-    assert all(seconds[phase] > 0 for seconds in own.seconds for phase in loops.PHASES)
-
-
-def test_accumulate_is_what_the_backward_takes_longer():
-    own = {"forward": 1.0, "backward": 5.0, "accumulate": 0.5, "update": 2.0}
-    plain = {"forward": 9.0, "backward": 3.0, "accumulate": 9.0, "update": 9.0}
-    (split,) = training.by_phase([own], [plain])
-    assert split == {"forward": 1.0, "backward": 3.0, "accumulate": 2.5, "update": 2.0}
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_peak_holds_weights_sums_and_state_whole(dtype):
     of = config(dtype, 2)
@@ -96,16 +69,6 @@ def test_peak_holds_weights_sums_and_state_whole(dtype):
         assert found["optimizer"] == 2 * unit * size + 4 * tensors
         assert 4 * size <= found["gradients"] <= 6.5 * size, way.name
         assert found[training.KINDS[-1]] > 0
-
-
-@pytest.mark.parametrize("dtype", ["float32", "autocast"])  # bfloat16's is at the update, which casts
-def test_the_lowest_peak_is_that_of_weight_gradients_that_are_never_written(dtype):
-    of = dataclasses.replace(config(dtype, 2), width=256, micro_batch_size=1)
-    rows = training.memory(Case("training", "case"), of, loops.WAYS[dtype], text())
-    peaks = {r.provider: r for r in rows if r.metric == "peak memory"}
-    assert peaks[loops.INSIDE.name].against == "the lowest of stock"
-    assert peaks[loops.INSIDE.name].reached == "yes"
-    assert dtype != "autocast" or peaks[loops.KEPT.name].reached == "yes"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -127,59 +90,6 @@ def test_meter_counts_every_operator_of_every_way(dtype):
         weights = sum(m.weight.numel() for m in of.model().modules() if isinstance(m, torch.nn.Linear))
         saved = inside - found[loops.KEPT.name]["total_bytes"]
         assert saved == pytest.approx(3 * 6 * weights, rel=0.01)
-
-
-def test_kept_casts_are_held_to_the_ways_of_stock_and_to_the_model():
-    ways = loops.WAYS["autocast"]
-    goals = {goal.against: goal.at_least for goal in training.goals_of(loops.KEPT, ways, ways[0], 1.05)}
-    assert goals == {"stock, fused AdamW": 1.05, loops.INSIDE.name: 0.98, "stock": 0.0}
-
-
-def test_way_that_fails_is_a_row_that_says_why():
-    class Failing(loops.Loop):
-        def backward(self, loss):
-            raise RuntimeError("no such kernel\nand more")
-
-    of = dataclasses.replace(config("float32", 2))
-    ways = [loops.Way("failing", Failing), *loops.WAYS["float32"][:1]]
-    case = Case("training", "case")
-    for rows in (training.speed(case, of, ways, text(), 1), training.memory(case, of, ways, text())):
-        (failed,) = [r for r in rows if r.provider == "failing"]
-        assert failed.note == "not run: RuntimeError: no such kernel"
-        assert [r for r in rows if r.provider == "stock" and r.median]
-
-
-def test_losses_that_differ_are_noted():
-    first, other = (loops.Way(name, loops.Loop) for name in ("first", "other"))
-    unfused = loops.Way("unfused", loops.Loop, False)
-    losses = {"first": (5.0, 4.0), "other": (5.0, 4.000001), "unfused": (5.0, 4.000001)}
-    timed = {name: SimpleNamespace(losses=own) for name, own in losses.items()}
-    of = config("float32")
-    assert training.departure(timed, first, [first, other, unfused], of) == ""
-    assert "update 2 is 4.000001, of first 4" in training.departure(timed, other, [first, other, unfused], of)
-    assert training.departure(timed, unfused, [first, unfused], of) == ""
-    timed["unfused"].losses = (5.1, float("nan"))
-    assert training.departure(timed, unfused, [first, unfused], of).count("more than rounding") == 2
-
-
-def test_choices():
-    cuda = torch.device("cuda")
-    large = training.SIZES["cpu"][-1]
-    assert large.width == 1024
-    assert (large, "autocast") in training.choose("full", CPU, None, None)
-    assert training.choose("short", CPU, ["autocast"], [1024]) == [(large, "autocast")]
-    assert {size.width for size, _ in training.choose("short", CPU, None, None)} == {256, 512}
-    assert {size.width for size, _ in training.choose("full", cuda, None, None)} == {768, 2048}
-    (few,) = [(size, dtype) for size, dtype in training.choose("short", CPU, None, None) if size.at_least > 1]
-    assert few[1] == "float32"
-    assert (few[0].micro_batch_size * few[0].context, few[0].steps) == (128, 8)
-
-
-def test_large_model_has_a_billion_parameters():
-    (size,) = [size for size in training.SIZES["cuda"] if size.width == 2048]
-    shape = {"width": 2048, "layers": size.layers, "heads": size.heads, "context": size.context}
-    of = dataclasses.replace(config("bfloat16", device="meta"), **shape)
-    assert 1.0e9 < sum(p.numel() for p in of.model().parameters()) < 1.02e9
 
 
 @pytest.mark.cuda

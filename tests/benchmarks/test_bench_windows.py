@@ -8,7 +8,7 @@ from bench_setup import ROOT
 
 from benchmarks.contestants import model_shapes as lists
 from benchmarks.contestants import windows
-from benchmarks.contestants.synthetic_gradients import SETTINGS, Memory, Source
+from benchmarks.contestants.synthetic_gradients import Memory
 
 SHAPES = [(5, 7), (3,), (64, 33), (1, 1, 8)]
 
@@ -37,25 +37,6 @@ def test_the_names_are_those_of_the_files() -> None:
     assert set(lists.NAMES) == files == set(KNOWN)
     with pytest.raises(ValueError, match=r"unknown model 'gpt3'; allowed: resnet50, .*mixtral_8x7b"):
         lists.load("gpt3")
-
-
-@pytest.mark.parametrize(
-    ("name", "layers"),
-    [("resnet50", 16), ("vit_b_16", 12), ("bert_base", 12), ("gpt2", 12), ("gpt2_xl", 48), ("llama3_8b", 32)],
-)
-def test_lists_are_scaled_down_by_whole_layers(name: str, layers: int) -> None:
-    whole = lists.load(name)
-    total = lists.elements(whole)
-    assert lists.layers(whole) == layers
-    assert lists.fitting(whole, total) == whole
-    half = lists.fitting(whole, 2 * total // 3)
-    assert 0 < lists.elements(half) <= 2 * total // 3
-    assert f": {lists.layers(half)} of {layers} layers" in lists.describe(half, whole)
-    # What repeats is cut, whole layers at a time, and what does not repeat stays.
-    assert lists.first_layers(whole, 0) == lists.first_layers(half, 0)
-    assert half == [parameter for parameter in whole if parameter in half]
-    assert lists.fitting(whole, 1000) == []
-    assert "layers" not in lists.describe(whole, whole)
 
 
 # The ways
@@ -110,45 +91,6 @@ def test_all_exact_ways_end_with_the_same_weights(setting: str, steps: int, clip
             )
 
 
-@pytest.mark.parametrize("setting", ["float32", "autocast", "bfloat16"])
-def test_adamw_as_the_benchmark_uses_it_agrees_too(setting: str) -> None:
-    ends = {}
-    for way in windows.ways(setting):
-        if way.role not in ("inexact", "floor"):
-            memory = Memory(SHAPES, setting, "cpu")
-            window = way(memory, 8)
-            for _ in range(3):
-                window.run()
-            ends[way.role] = memory.weights
-    start = Memory(SHAPES, setting, "cpu").weights
-    for role, weights in ends.items():
-        for got, want, begin in zip(weights, ends["as written"], start, strict=True):
-            assert (got - begin).abs().max() > 1e-3, role
-            torch.testing.assert_close(got, want, rtol=1e-5 if setting != "bfloat16" else 2e-2, atol=1e-5)
-
-
-def test_ways_share_weights_and_leave_each_other_alone() -> None:
-    """In turns on one memory: each does what it does alone, whatever the one before has left behind."""
-    memory = Memory(SHAPES, "bfloat16", "cpu")
-    ways = [way for way in windows.ways("bfloat16") if way.role not in ("inexact", "floor")]
-    live = [way(memory, 3, optimizer=sgd) for way in ways]
-    start = [weight.clone() for weight in memory.weights]
-    ends = []
-    for _ in range(2):
-        for window in live:
-            for weight, begin in zip(memory.weights, start, strict=True):
-                weight.copy_(begin)
-            window.source.micro_batches = 0
-            window.run()
-            assert all(parameter.grad is None for parameter in window.parameters)
-            ends.append([weight.clone() for weight in memory.weights])
-    for window in live:
-        window.close()
-    for end in ends[1:]:
-        for got, want in zip(end, ends[0], strict=True):
-            torch.testing.assert_close(got, want, rtol=8e-3, atol=5e-4)
-
-
 @pytest.mark.parametrize("clip", [True, False])
 @pytest.mark.parametrize("setting", ["float32", "autocast", "bfloat16"])
 def test_the_layers_of_model_get_the_same_gradients(setting: str, clip: bool) -> None:
@@ -165,41 +107,3 @@ def test_the_layers_of_model_get_the_same_gradients(setting: str, clip: bool) ->
     rtol, atol = (1e-5, 1e-6) if setting == "float32" else (1e-2, 1e-3)
     for got, want in zip(*ends, strict=True):
         torch.testing.assert_close(got, want, rtol=rtol, atol=atol)
-
-
-def test_inexact_ways_and_the_floor_say_so() -> None:
-    for setting in SETTINGS:
-        for way in windows.ways(setting):
-            assert ("inexact" in way.note) == (way.role == "inexact")
-        roles = [way.role for way in windows.ways(setting)]
-        assert [roles.count(role) for role in ("as written", "best stock", "ours", "floor")] == [1, 1, 1, 1]
-
-
-def test_adam_states_are_one_memory_for_all_ways_and_the_floor_leaves_weights_alone() -> None:
-    memory = Memory(SHAPES, "float32", "cpu")
-    before = [weight.clone() for weight in memory.weights]
-    windows.Floor(memory, 3).run()
-    assert all(map(torch.equal, before, memory.weights))
-    for way in (windows.AsWritten, windows.Fused):
-        window = way(memory, 3)
-        window.run()
-        assert window.optimizer.state[window.parameters[0]]["exp_avg"] is memory.moments()[0][0]
-
-
-def test_gradients_are_made_in_groups_of_a_size() -> None:
-    parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (4, 4, 4, 100, 4)]
-    for size, groups in ((0, [[0], [1], [2], [3], [4]]), (32, [[0, 1], [2], [3], [4]])):
-        source = Source(parameters, torch.float32, size)
-        assert [list(group) for group in source.groups] == groups
-        source.loss().backward()
-    first = [parameter.grad[0].item() for parameter in parameters]
-    assert len(set(first)) == 5
-    Source(parameters, torch.float32, 0).loss().backward()
-    assert [parameter.grad[0].item() for parameter in parameters] == [1.5 * value for value in first]
-
-
-def test_windows_say_what_is_allowed() -> None:
-    with pytest.raises(ValueError, match="unknown setting 'float16'; allowed: float32, autocast, bfloat16"):
-        Memory(SHAPES, "float16", "cpu")
-    with pytest.raises(ValueError, match="steps must be at least 1; got 0"):
-        windows.Fused(Memory(SHAPES, "float32", "cpu"), 0)

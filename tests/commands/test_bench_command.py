@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import csv
-import gc
 import importlib.util
-import itertools
 import json
 import math
 import shutil
 import sys
-import weakref
 from pathlib import Path
 
 import forked
@@ -77,8 +74,6 @@ WORDS = "name role status why inexact note bytes calls uncounted seconds samples
 ENTRY = {*WORDS.split(), "host_seconds", "against", "speed", "interval"}
 WORDS = "what name title dtypes sizes warm sets backend reason why rounds ways"
 CASE = set(WORDS.split())
-#: One case of each kind.
-KINDS = {type(work): index for index, work in enumerate(cases.of("tiny", CPU, 0))}
 
 
 @pytest.fixture(scope="module")
@@ -159,13 +154,6 @@ def test_bytes_are_those_of_the_accounting(gradient):
         assert counted[name] == 79 * per_element, name
 
 
-def test_a_copy_moves_as_much_as_an_ideal_pass():
-    work = Additions("one", ((4096,),), BF16, F32, CPU)
-    case = measuring.measure(work, ["auto"], TINY, 2**30)
-    bytes_of = {entry["name"]: entry["bytes"] for entry in case["ways"]}
-    assert bytes_of[measuring.COPY] == bytes_of["fusedacc, prepared"] == work.moved
-
-
 def test_the_lists_are_those_of_the_models():
     for name, shapes in (("resnet50", cases.resnet50()), ("gpt2", cases.gpt2())):
         with (ROOT / "benchmarks" / "contestants" / "shapes" / f"{name}.csv").open(newline="") as file:
@@ -189,29 +177,6 @@ def test_a_case_without_room_says_what_it_needs():
     assert case["why"].startswith("needs ")
     assert "allowed are 1000, a quarter of the free memory" in case["why"]
     assert f"not measured: {case['why']}" in report.table(case)
-
-
-@pytest.mark.parametrize("index", KINDS.values(), ids=[kind.__name__ for kind in KINDS])
-def test_the_tensors_of_a_case_go_with_it(monkeypatch, index):
-    work = list(cases.of("tiny", CPU, 0))[index]
-    make, made = type(work).make, []
-
-    def watched(self):
-        tensors = make(self)
-        flat = [t for part in tensors for t in (part if isinstance(part, list) else [part])]
-        made.extend(map(weakref.ref, flat))
-        return tensors
-
-    monkeypatch.setattr(type(work), "make", watched)
-    gc.collect()
-    gc.disable()
-    try:
-        assert measuring.measure(work, ["auto"], TINY, 2**30)["ways"]
-        del work
-        assert made
-        assert [found() for found in made] == [None] * len(made)
-    finally:
-        gc.enable()
 
 
 def test_a_full_run_takes_every_backend_that_can_run():
@@ -331,25 +296,6 @@ def test_the_interval_is_that_of_the_binomial_distribution():
         inside = sum(math.comb(count, k) for k in range(low + 1, high + 1)) / 2**count
         narrower = sum(math.comb(count, k) for k in range(low + 2, high)) / 2**count
         assert inside >= 0.95 > narrower
-
-
-def test_ways_take_turns_in_an_order_that_changes():
-    called = []
-    ways = {name: (lambda name=name: called.append(name)) for name in "abc"}
-
-    def timer(run, calls):
-        for _ in range(calls):
-            run()
-        return 1.0
-
-    times = timing.take_turns(ways, timer, timing.Effort("", 0.0, 6, 6, 0.0, 0, 1))
-    assert {name: len(found) for name, found in times.items()} == dict.fromkeys("abc", 6)
-    rounds = ["".join(called[start : start + 3]) for start in range(9, len(called), 3)]
-    assert len(rounds) == 7
-    assert all(sorted(order) == list("abc") for order in rounds)
-    assert {order[0] for order in rounds[1:]} == set("abc")
-    before = {(a, b) for order in rounds[1:] for a, b in itertools.pairwise(order)}
-    assert before == {(a, b) for a in "abc" for b in "abc" if a != b}
 
 
 def test_rounds_follow_the_time_there_is():

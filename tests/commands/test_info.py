@@ -13,7 +13,7 @@ from answers import trials
 
 import fusedacc
 from fusedacc import __main__
-from fusedacc.commands import info
+from fusedacc.commands import info, info_text
 from fusedacc.kernels import (
     grain_size,
     grouped_ways,
@@ -43,17 +43,52 @@ def run_copy(tmp_path, *arguments, in_its_place=None):
     return forked.run(program, *arguments, root=tmp_path, folder=tmp_path, TRITON_INTERPRET=None)
 
 
+def joined(text):
+    """A text without its line breaks."""
+    return " ".join(text.split())
+
+
 def test_text_names_everything(capsys):
-    assert __main__.main(["info"]) == 0
-    text = capsys.readouterr().out
-    assert f"torch {torch.__version__}" in text
-    assert "FUSEDACC_BACKEND: not set" in text
-    assert "native library: " in text
-    assert "hooks: " in text
-    for name in registry.NAMES:
-        reason = registry.obstacle(name, torch.device("cpu"), torch.float32, torch.float32)
-        line = next(line for line in text.splitlines() if line.startswith(f"  {name:<7}"))
-        assert line.endswith(reason or "right for every dtype pair")
+    for arguments, works in (
+        (["--verbose"], "works: self-test passed for all dtype pairs"),
+        ([], "works on cpu"),
+    ):
+        assert __main__.main(["info", *arguments]) == 0
+        text = capsys.readouterr().out
+        assert f"torch {torch.__version__}" in text
+        assert "native library: " in text
+        assert "hooks: " in text
+        assert ("FUSEDACC_BACKEND: not set" in text) == bool(arguments)
+        for name in registry.NAMES:
+            reason = registry.obstacle(name, torch.device("cpu"), torch.float32, torch.float32)
+            told = f"unavailable: {reason}" if reason else works
+            assert f" {name} {told}" in joined(text)
+
+
+def test_the_summary_is_short_and_shows_every_problem():
+    facts = info.collect()
+    choice = {"why": "", "microseconds": {}, "default": "a", "conclusive": True, "tries": 1, "tried_at": 0.0}
+    found = [{"question": f"question {n} " * 20, "way": "b" if n < 4 else "a", **choice} for n in range(131)]
+    kept = {"machine": "here", "kept_in": "there", "is_saved": True}
+    facts["choices"] = {**kept, "fixed_by": None, "found": found}
+    works = {"runs": True, "pairs": ["float32 into float32"], "failures": {}, "why_not": None}
+    fails = {**works, "runs": False, "failures": {"float32 into float32": "OSError: " + "/long/path" * 99}}
+    for index in range(16):
+        missing = {**works, "runs": False, "pairs": [], "why_not": f"{index}: {'x' * 3000} remedy {index}"}
+        rows = [{"backend": "cuda", **missing}, {"backend": "triton", **(fails if index % 2 else works)}]
+        auto = {"backend": None, "reason": "y" * 3000} if index else {"backend": "triton", "reason": ""}
+        facts["devices"].append({"device": f"cuda:{index}", "name": "GPU", "auto": auto, "backends": rows})
+    by_name(facts, "eager").update(fails)
+    lines = info_text.summary(facts).splitlines()
+    assert len(lines) <= 20
+    assert max(map(len, [*lines, *info_text.details(facts).splitlines()])) <= 110
+    text = joined("\n".join(lines))
+    assert "cuda unavailable: 15: xxx" in text
+    assert "remedy 15 (and 16 more, see --verbose) triton FAILS on cuda:1, cuda:3, " in text
+    assert "eager FAILS on cpu: float32 into float32: OSError: " in text
+    assert "cuda:0-15 (GPU)" in text
+    assert "triton on cuda:0, none (yyy" in text
+    assert "autotuning: 131 choices cached, 4 differ from the defaults for this CPU; see --verbose" in text
 
 
 @pytest.mark.skipif(library.load_error() is not None, reason=str(library.load_error()))
@@ -61,26 +96,26 @@ def test_what_trials_have_found_is_shown_with_its_figures(capsys, tmp_path):
     with trials(FUSEDACC_CACHE=str(tmp_path)):
         assert __main__.main(["info", "--json"]) == 0
         choices = json.loads(capsys.readouterr().out)["choices"]
-        assert __main__.main(["info"]) == 0
-        text = capsys.readouterr().out
+        assert __main__.main(["info", "--verbose"]) == 0
+        text = joined(capsys.readouterr().out)
     asked = [*matmul_ways.questions(), *grouped_ways.questions(), *small_layers.questions()]
     asked += [grain_size.question(), norm_prefetch.question()]
     names = {question.name for question in asked if question is not None}
     assert {found["question"] for found in choices["found"]} == names
     for found in choices["found"]:
-        assert f"  {found['question']}: {found['way']}: {found['why']} (" in text
+        assert f" {found['question']}: {found['way']}: {found['why']} (" in text
         assert all(f"{way} {own:g} us" in text for way, own in found["microseconds"].items())
         kind = "conclusive" if found["conclusive"] else "inconclusive"
         assert f"; default {found['default']}; {kind} after 1 try)" in text
         assert found["conclusive"] or found["way"] == found["default"]
-    assert f"choices by trial, kept in {tmp_path / tuning.FILE}" in text
+    assert f"autotuning, cached in {tmp_path / tuning.FILE}" in text
 
 
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        (tuning.VARIABLE, "maybe", "choices: FUSEDACC_TUNE='maybe': allowed are '0'"),
-        (registry.VARIABLE, "gpu", "auto: none (FUSEDACC_BACKEND='gpu' is no backend; allowed: "),
+        (tuning.VARIABLE, "maybe", "autotuning: FUSEDACC_TUNE='maybe': allowed are '0'"),
+        (registry.VARIABLE, "gpu", "none (FUSEDACC_BACKEND='gpu' is no backend; allowed: "),
     ],
 )
 def test_a_wrong_variable_is_shown_and_fails(monkeypatch, capsys, name, value, said):
@@ -93,7 +128,7 @@ def test_a_wrong_variable_is_shown_and_fails(monkeypatch, capsys, name, value, s
 
 def test_without_trials_it_says_so(capsys):
     assert __main__.main(["info"]) == 0
-    said = "choices: by the processor's features, since FUSEDACC_TUNE=0 forbids trials"
+    said = "autotuning: off (FUSEDACC_TUNE=0): the defaults for this CPU are used"
     assert said in capsys.readouterr().out
 
 
@@ -128,7 +163,8 @@ def test_wrong_sums_and_exceptions_are_reported_and_fail(monkeypatch, broken, sa
     assert len(failures) == 8
     assert all(said in problem for problem in failures.values())
     assert not info.healthy(facts)
-    assert "eager   FAILS" in info.render(facts)
+    assert "eager   FAILS" in info_text.summary(facts)
+    assert all(f"{pair}: " in info_text.details(facts) for pair in failures)
 
 
 @pytest.mark.skipif(native_module.module() is None, reason=f"{native_module.why_not()}")
@@ -157,10 +193,10 @@ def test_without_the_extension(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "native library: not loaded: " in done.stdout
     assert "hooks: in Python (" in done.stdout
-    assert "auto: eager (" in done.stdout
+    assert 'backend="auto": eager on cpu' in done.stdout
     assert "Warning" not in done.stderr
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("  eager")]
-    assert line.endswith("right for every dtype pair")
+    assert "cpu     unavailable: the native library is not loaded" in done.stdout
+    assert "eager   works on cpu" in done.stdout
 
 
 def test_with_an_extension_that_does_not_load(tmp_path):

@@ -92,11 +92,6 @@ def next_token_loss(logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets, reduction=reduction)
 
 
-def per_token(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
-    """A `compute_loss_func`: the micro-batch's share of the mean over all tokens of the window."""
-    return next_token_loss(outputs["logits"], labels, "sum") / num_items_in_batch
-
-
 def stock(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
 

@@ -16,7 +16,6 @@ with mock.patch.dict(os.environ):
 
 from experts_sums import assert_ways_add_the_same
 
-from benchmarks.harness.results import Results
 from benchmarks.suites import experts, experts_model
 from benchmarks.suites.layers import INSIDE
 
@@ -31,28 +30,3 @@ def test_every_way_adds_the_same(dtypes):
     assert ways[INSIDE].bytes() < min(ways[way].bytes() for way in names if way != INSIDE)
     assert sum(slot.param.dim() == 3 for slot in ways[INSIDE].optimizer._slots) == 4
     assert " grouped " in ways[INSIDE].optimizer.explain()
-
-
-def test_cells_and_their_goals(monkeypatch):
-    """tests/benchmarks/test_bench_experts.py has the rows that are made of them."""
-    monkeypatch.setitem(experts_model.GOALS, (SIZE, "float32"), 1e-3)
-    told = []
-    monkeypatch.setattr(experts_model, "by_memory", lambda *arguments: told.append(arguments))
-    experts_model.figures(Results(None), "quick")
-    ((_, cells, rounds, note),) = told
-    assert rounds == experts.ROUNDS["quick"]
-    assert note.startswith("transformers ")
-    assert [(cell.case.benchmark, cell.case.case, cell.case.dtypes) for cell in cells] == [
-        ("experts_model", str(SIZE), dtypes) for dtypes in experts.DTYPES
-    ]
-    assert [cell.goals for cell in cells] == [{experts.DEFAULTS: 1e-3}, {experts.DEFAULTS: 0.0}]
-    assert {size for size, _ in experts_model.GOALS} >= set(experts_model.SIZES["short"])
-
-
-def test_without_transformers_nothing_is_recorded(monkeypatch, tmp_path):
-    monkeypatch.setattr(experts_model.importlib.util, "find_spec", lambda name: None)
-    kept = Results(tmp_path / "results.csv")
-    before = kept.path.read_text()
-    with pytest.raises(SystemExit, match="make bench-integrations"):
-        experts_model.figures(kept, "quick")
-    assert kept.path.read_text() == before

@@ -29,14 +29,6 @@ def test_peak_of_each_architecture(name):
     assert abs(found.error) <= planner.TOLERANCE
 
 
-def test_every_way_is_in_a_full_run_and_in_some_precision():
-    full, short = planner.combinations("full"), planner.combinations("short")
-    assert {way for _, way in full} == set(planner.WAYS)
-    assert set(short) < set(full)
-    assert {precision for precision, _ in short} == set(planner.PRECISIONS)
-    assert [own.name for own in architectures()] == list(TINY)
-
-
 def test_rows_and_their_table(tmp_path, monkeypatch):
     monkeypatch.setattr(
         planner, "combinations", lambda effort: [(planner.FLOAT32, "stock"), (planner.FLOAT32, "model=")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import warnings
 
 import case_fastai as case
@@ -14,10 +13,8 @@ from example_scripts import printed_by, updates_and_accuracy
 from fastai.callback.core import Callback, CancelEpochException, CancelFitException
 from fastai.callback.fp16 import MixedPrecision, NonNativeMixedPrecision
 from fastai.callback.schedule import ParamScheduler
-from fastai.callback.training import GradientAccumulation, GradientClip, ShortEpochCallback
-from fastai.optimizer import OptimWrapper
+from fastai.callback.training import GradientAccumulation, GradientClip
 
-import fusedacc
 from fusedacc.integrations.fastai import AccumulationCallback, OptFunc
 
 #: Eight micro-batches: windows of `case.SAMPLES` samples are of three, three and two of them.
@@ -61,32 +58,12 @@ def test_ours_is_exact_and_fastais_own_where_all_windows_have_n_acc_samples():
             assert row.their_updates == 8 * 64 // case.SAMPLES == 21 < row.updates
 
 
-def test_fastai_divides_by_n_acc_whatever_the_window_holds_and_leaves_gradients_behind():
-    data = case.batches([17, 17])  # one window of 34 samples
-    start, exact = snapshot(case.network()), snapshot(case.reference(data, 1))
-    theirs, updates = case.fit_theirs(data, 1)
-    assert updates == 1
-    # The same gradient times 34 / 24.
-    found = difference(snapshot(theirs), exact, start)
-    assert found == pytest.approx(34 / case.SAMPLES - 1, rel=0.01)
-    ours, _ = case.fit_ours(data, 1)
-    assert difference(snapshot(ours), exact, start) < tolerance(1, 40)
-    for net, left in ((case.fit_theirs(DATA[:4], 1)[0], True), (case.fit_ours(DATA[:4], 1)[0], False)):
-        assert all((parameter.grad is not None) == left for parameter in net.parameters())
-
-
 def test_each_update_is_clipped_once():
     data = case.batches([3, 17, 9, 40, 5, 28, 11, 2])
     ours, _ = case.fit_ours(data, EPOCHS, max_grad_norm=0.1)
     assert_exact(ours, EPOCHS, data, max_norm=0.1)
     exact, start = snapshot(case.reference(data, EPOCHS, max_norm=0.1)), snapshot(case.network())
     assert difference(snapshot(case.reference(data, EPOCHS)), exact, start) > 0.1
-
-
-def test_an_optimizer_that_counts_micro_batches():
-    learn = case.fit(learner(steps=3), EPOCHS)
-    assert learn.opt.opt.num_updates == 3 * EPOCHS
-    assert_exact(learn.model)
 
 
 @pytest.mark.parametrize("steps", [None, 3])
@@ -207,12 +184,6 @@ def test_a_cancelled_window_is_thrown_away(error, epochs):
     assert_exact(learn.model, epochs, DATA[:3])
 
 
-def test_a_short_epoch_flushes():
-    learn = case.fit(learner(ShortEpochCallback(0.6)), 1)
-    assert learn.opt.opt.num_updates == 2
-    assert_exact(learn.model, 1, DATA[:6])
-
-
 @pytest.mark.parametrize("steps", [None, 3])
 def test_lr_find_leaves_the_training_as_it_was(tmp_path, steps):
     learn = learner(steps=steps)
@@ -257,37 +228,11 @@ def test_another_optimizer_takes_the_place_of_the_first():
     assert other.opt.opt.num_updates == 1
 
 
-def test_a_wrapper_that_the_user_has_made():
-    net = case.network()
-    optimizer = fusedacc.AccumulatingOptimizer(case.sgd(net.parameters()), reduction="weighted")
-    callback = AccumulationCallback(case.SAMPLES)
-    case.fit(case.learner(DATA, OptimWrapper(opt=optimizer), callback, net), EPOCHS)
-    assert_exact(net)
-
-
 def test_bf16_mixed_precision_is_let_through():
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="CUDA is not available")  # fastai's autocast is CUDA's
         learn = case.fit(learner().to_bf16(), 1)
     assert learn.opt.opt.num_updates == 3
-
-
-def test_discriminative_rates_and_frozen_layers():
-    nets = []
-    for learn in (learner(data=DATA[:6]), case.learner(list(case.windows(DATA[:6])), case.theirs)):
-        learn.splitter = lambda net: [list(part.parameters()) for part in net]
-        with learn.no_bar(), learn.no_logging():
-            learn.freeze()
-            learn.fit(2, lr=slice(0.1))
-            learn.unfreeze()
-            learn.fit(2, lr=slice(0.05, 0.2))
-        nets.append(learn.model)
-    assert_near(*nets, 8)
-
-
-def test_the_callback_and_opt_func_are_pickled():
-    made = pickle.loads(pickle.dumps(accumulating(make=torch.optim.AdamW, max_grad_norm=1.0)))
-    assert case.fit(case.learner(DATA[:6], *made), 1).opt.opt.num_updates == 2
 
 
 @pytest.mark.parametrize(
@@ -331,13 +276,6 @@ def test_an_optimizer_that_does_not_fit_is_refused(func, n_acc, error, message):
 def test_n_acc_is_checked(n_acc):
     with pytest.raises(ValueError, match=r"n_acc must be an int of at least 1, or None, got"):
         AccumulationCallback(n_acc)
-
-
-def test_without_the_callback_a_counted_optimizer_runs_too():
-    """The loop of a Learner is an ordinary one; nothing flushes then."""
-    learn = case.fit(case.learner(DATA, OptFunc(case.sgd, gradient_accumulation_steps=3)), 1)
-    assert isinstance(learn.opt.opt, fusedacc.AccumulatingOptimizer)
-    assert (learn.opt.opt.num_updates, learn.opt.opt.micro_step) == (2, 2)
 
 
 def test_the_example():

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
-import itertools
 import sys
 import warnings
 from collections.abc import Callable
@@ -249,45 +247,12 @@ def test_epoch_ends_with_an_update_before_its_validation() -> None:
     assert "train_step" not in vars(model)
 
 
-def test_generators_without_a_length_and_early_stopping() -> None:
-    x, y = case.samples()
-
-    class Stop(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            self.model.stop_training = batch == 4
-
-    model = compiled(wrapped())
-    batches = ((x[i : i + 16], y[i : i + 16]) for i in range(0, 150, 16))
-    model.fit(batches, verbose=0, callbacks=[AccumulationCallback(), Stop()])
-    assert int(model.optimizer.iterations) == 2
-    assert model.optimizer.accumulator.micro_step == 0
-
-
 def test_without_the_callback_the_last_window_ends_with_fit() -> None:
     model = compiled(wrapped())
     x, y = case.samples()
     model.fit(x, y, batch_size=case.MICRO, epochs=3, verbose=0)
     assert int(model.optimizer.iterations) == 8
     assert model.optimizer.accumulator.micro_step == 0
-
-
-def test_fit_that_failed_can_be_repeated() -> None:
-    model, callback = compiled(wrapped()), AccumulationCallback()
-
-    class Fail(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            raise KeyboardInterrupt
-
-    x, y = case.full_windows()
-    settings: dict[str, Any] = {"batch_size": case.MICRO, "shuffle": False, "verbose": 0}
-    with pytest.raises(KeyboardInterrupt):
-        model.fit(x, y, callbacks=[callback, Fail()], **settings)
-    model.optimizer.accumulator.discard()
-    model.fit(x, y, callbacks=[callback], **settings)
-    stock = compiled(wrapped())
-    train(stock, x, y)
-    assert equal(case.snapshot(model), case.snapshot(stock))
-    assert int(model.optimizer.iterations) == 2
 
 
 def test_plateau_and_learning_rate_callbacks_reach_the_inner_optimizer() -> None:
@@ -311,60 +276,6 @@ def test_a_schedule_of_steps_asks_by_updates() -> None:
     assert asked[:3] == [0, 1, 2]
 
 
-def two_inputs() -> keras.Model:
-    first, second = keras.Input((3,), name="first"), keras.Input((3,), name="second")
-    shared = keras.layers.Dense(4)
-    outputs = keras.layers.Dense(1)(shared(first) + shared(second))
-    return keras.Model({"first": first, "second": second}, outputs)
-
-
-def torch_module() -> keras.Model:
-    inputs = keras.Input((6,))
-    layer = keras.layers.TorchModuleWrapper(torch.nn.Linear(6, 1), output_shape=(None, 1))
-    return keras.Model(inputs, layer(inputs))
-
-
-def regularized() -> keras.Model:
-    first = keras.layers.Dense(4, kernel_regularizer="l2", kernel_constraint="max_norm")
-    return keras.Sequential([keras.Input((6,)), first, keras.layers.Dense(1)])
-
-
-def recurrent() -> keras.Model:
-    layers = [keras.layers.Reshape((6, 1)), keras.layers.LSTM(4), keras.layers.Dense(1)]
-    return keras.Sequential([keras.Input((6,)), *layers])
-
-
-@pytest.mark.parametrize("build", [two_inputs, torch_module, regularized, recurrent])
-def test_models_of_all_kinds_with_sample_weights(build: Callable[[], keras.Model]) -> None:
-    x, y = (part.astype("float32") for part in case.samples())
-    data: Any = {"first": x[:, :3], "second": x[:, 3:]} if build is two_inputs else x
-    ends, weights = [], np.linspace(0.1, 2, len(x))
-    for optimizer, size in ((case.momentum(), case.MICRO * case.STEPS), (wrapped(), case.MICRO)):
-        keras.utils.set_random_seed(0)
-        torch.manual_seed(0)
-        model = build()
-        start = case.snapshot(model)
-        model.compile(optimizer=optimizer, loss="mse")
-        callbacks = [AccumulationCallback()] if size == case.MICRO else []
-        settings: dict[str, Any] = {"batch_size": size, "epochs": 4, "shuffle": False, "verbose": 0}
-        model.fit(data, y, sample_weight=weights, callbacks=callbacks, **settings)
-        ends.append(case.snapshot(model))
-    assert case.difference(ends[1], ends[0], start) < BY_SAMPLES
-
-
-def test_layers_frozen_and_thawed() -> None:
-    model = compiled(wrapped())
-    ends = [case.snapshot(model)]
-    for trainable in (True, False, True):
-        model.layers[0].trainable = trainable
-        train(model, *case.samples())
-        ends.append(case.snapshot(model))
-    moved = [
-        [not torch.equal(*pair) for pair in zip(*both, strict=True)] for both in itertools.pairwise(ends)
-    ]
-    assert moved == [[True] * 4, [False, False, True, True], [True] * 4]
-
-
 def test_compiled_again_with_another_wrapper() -> None:
     model = compiled(wrapped())
     train(model, *case.samples())
@@ -375,25 +286,6 @@ def test_compiled_again_with_another_wrapper() -> None:
     first.accumulator.close()
     train(model, *case.samples())
     assert int(model.optimizer.iterations) == 3
-
-
-def test_callback_that_swaps_in_the_moving_average() -> None:
-    ends = []
-    for optimizer, size in ((case.averaged(), 64), (wrapped(inner=case.averaged()), case.MICRO)):
-        model, seen = compiled(optimizer), []
-
-        class Seen(keras.callbacks.Callback):
-            def on_epoch_end(self, epoch: int, logs: Any = None, seen: Any = seen) -> None:
-                seen.append(case.snapshot(self.model))
-
-        callbacks = [AccumulationCallback()] if size == case.MICRO else []
-        callbacks += [keras.callbacks.SwapEMAWeights(swap_on_epoch=True), Seen()]
-        x, y = case.samples()
-        model.fit(x, y, batch_size=size, epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
-        ends.append(seen)
-    start = case.snapshot(case.regression())
-    for one, other in zip(*ends, strict=True):
-        assert case.difference(other, one, start) < BY_SAMPLES
 
 
 # Loops of one's own
@@ -422,57 +314,6 @@ def test_own_loop_with_lazy_build_and_gradients_from_elsewhere() -> None:
         assert case.difference(end, case.snapshot(whole), start) < BY_SAMPLES
 
 
-def test_gradient_clipped_by_a_train_step_is_what_updates() -> None:
-    class Clipped(keras.Model):
-        def train_step(self, data: Any) -> Any:
-            x, y = data
-            loss = self.compute_loss(y=y, y_pred=self(x))
-            loss.backward()
-            gradients = [v.value.grad for v in self.trainable_weights]
-            gradients = [None if g is None else g.clamp(-1e-3, 1e-3) for g in gradients]
-            with torch.no_grad():
-                self.optimizer.apply(gradients, self.trainable_weights)
-            return {"loss": loss.detach()}
-
-    keras.utils.set_random_seed(0)
-    inputs = keras.Input((6,))
-    model = Clipped(inputs, keras.layers.Dense(1)(inputs))
-    before = case.snapshot(model)
-    model.compile(optimizer=wrapped(inner=keras.optimizers.SGD(1.0)), loss="mse")
-    train(model, *(part[:64] for part in case.samples()))
-    moved = [float((a - b).abs().max()) for a, b in zip(before, case.snapshot(model), strict=True)]
-    assert all(0 < distance < 1.01e-3 for distance in moved)
-
-
-@pytest.mark.parametrize("weight", [3, 3.0, torch.tensor(3)])
-def test_weights_of_ones_own(weight: Any) -> None:
-    model = compiled(wrapped(2, keras.optimizers.SGD(1.0)))
-    x, y = case.samples()
-    start = case.snapshot(model)
-    gradients = []
-    for rows in (slice(0, 16), slice(16, 32)):
-        stock = case.regression()
-        torch.nn.functional.mse_loss(stock(x[rows]), torch.tensor(y[rows]).float()).backward()
-        gradients.append([v.value.grad for v in stock.trainable_weights])
-    model.optimizer.build(model.trainable_weights)
-    model.optimizer.weight = weight
-    model.train_on_batch(x[:16], y[:16])
-    model.train_on_batch(x[16:32], y[16:32])  # nobody says: 1
-    for begin, end, first, second in zip(start, case.snapshot(model), *gradients, strict=True):
-        torch.testing.assert_close(end, begin - (3 * first + second) / 4, rtol=16 * EPS, atol=16 * EPS)
-
-
-def test_a_short_last_batch_counts_by_its_samples() -> None:
-    """9 micro-batches of 16 and one of 6: the mean of their means is another gradient."""
-    ends = []
-    for optimizer in (wrapped(10), wrapped(10, reduction="mean")):
-        ends.append(case.fit(case.regression(), optimizer, case.samples(), case.MICRO, "mse"))
-    whole = case.fit(case.regression(), case.momentum(), case.samples(), case.SAMPLES, "mse")
-    start = case.snapshot(case.regression())
-    assert case.difference(ends[0], whole, start) < BY_SAMPLES
-    assert case.difference(ends[1], whole, start) > 10 * BY_SAMPLES
-
-
 def test_weights_in_a_loop_without_scale_loss_and_before_build() -> None:
     """Two micro-batches of 3 and 1 samples weigh 3 and 1: the mean over 4."""
     x, y = (torch.tensor(part[:4], dtype=torch.float32) for part in case.samples())
@@ -496,17 +337,6 @@ def test_normalized_divides_sums_of_losses_by_samples() -> None:
         model = case.regression()
         ends.append(case.fit(model, optimizer, data, case.MICRO, loss))
     assert case.difference(ends[1], ends[0], case.snapshot(case.regression())) < BY_SAMPLES
-
-
-def test_compiled_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    x, y = case.full_windows()
-    model = compiled(wrapped(), jit_compile=True)
-    train(model, x, y)
-    stock = compiled(wrapped())
-    train(stock, x, y)
-    start = case.snapshot(case.regression())
-    assert case.difference(case.snapshot(model), case.snapshot(stock), start) < BY_SAMPLES
 
 
 # Checkpoints
@@ -547,26 +377,6 @@ def test_resume_in_mid_window(tmp_path: Path, save: str) -> None:
     assert int(resumed.optimizer.iterations) == 1
     train(resumed, x, y)
     assert same(resumed, straight)
-
-
-def test_resume_of_bfloat16_variables_keeps_float32_sums(tmp_path: Path) -> None:
-    x, y = case.full_windows()
-
-    def built() -> keras.Model:
-        model = case.regression("bfloat16")
-        model.compile(optimizer=wrapped(reduction="mean"), loss="mse")
-        return model
-
-    straight = built()
-    for i in range(0, 96, 16):
-        straight.train_on_batch(x[i : i + 16], y[i : i + 16])
-    straight.save(tmp_path / "model.keras")
-    resumed = keras.models.load_model(tmp_path / "model.keras")
-    for model in (straight, resumed):
-        for i in (96, 112):
-            model.train_on_batch(x[i : i + 16], y[i : i + 16])
-    assert same(resumed, straight)
-    assert int(resumed.optimizer.iterations) == 2
 
 
 def test_files_go_between_the_wrapper_and_the_bare_optimizer(tmp_path: Path) -> None:

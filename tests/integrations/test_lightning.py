@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 from pathlib import Path
 
 import case_lightning as case
@@ -16,16 +15,14 @@ from example_scripts import printed_by, updates_and_accuracy
 from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
     GradientAccumulationScheduler,
-    LearningRateMonitor,
     ModelCheckpoint,
     WeightAveraging,
 )
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.tuner import Tuner
 from rank_scripts import run_on_two_ranks
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 import fusedacc
 from fusedacc.integrations.lightning import AccumulationCallback
@@ -158,13 +155,6 @@ def test_a_training_step_without_a_loss_does_not_count(skipped):
     assert_exact(module, 2, [*DATA[:skipped], *DATA[skipped + 1 :]])
 
 
-class Logs(case.Module):
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        self.log("loss", loss)
-        return loss
-
-
 class ByHand(case.Module):
     """A manual loop inside the Trainer's own accumulation."""
 
@@ -172,29 +162,6 @@ class ByHand(case.Module):
         optimizer = fusedacc.AccumulatingOptimizer(self.make(self.net.parameters()))
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-
-
-@pytest.mark.parametrize("kind", [ByHand, case.Module])
-@pytest.mark.parametrize("scheduled", [True, False])
-def test_learning_rates_are_logged_once(tmp_path, scheduled, kind):
-    class Maybe(kind):
-        def configure_optimizers(self):
-            optimizers, schedulers = super().configure_optimizers()
-            return optimizers, schedulers if scheduled else []
-
-    monitor = LearningRateMonitor("step", log_momentum=True)
-    options = {"logger": CSVLogger(tmp_path), "log_every_n_steps": 1}
-    if kind is ByHand:
-        runner = case.trainer(1, callbacks=[monitor], accumulate_grad_batches=4, **options)
-        runner.fit(Maybe(case.network()), case.loader(case.batches([6] * 12)))
-    else:
-        runner = fit(made(Maybe), monitor, data=case.batches([6] * 12), **options)
-    assert list(monitor.lrs) == ["lr-AccumulatingOptimizer"]
-    # At each batch, as for an optimizer that is not wrapped; Lightning logs where a step of loggers begins.
-    rates = sorted(set(monitor.lrs["lr-AccumulatingOptimizer"]), reverse=True)
-    assert rates == pytest.approx([0.2 * 0.98**i for i in range(3)] if scheduled else [0.2])
-    assert monitor.last_momentum_values == {"lr-AccumulatingOptimizer-momentum": 0.5}
-    assert isinstance(runner.optimizers[0].optimizer, torch.optim.SGD)
 
 
 class WithValidation(case.Module):
@@ -217,65 +184,16 @@ def test_everything_counts_updates(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step=2.ckpt", "step=4.ckpt", "step=6.ckpt"]
 
 
-@pytest.mark.parametrize("steps", [None, 4])
-def test_loggers_get_a_row_for_each_update(tmp_path, steps):
-    options = {"accumulate_grad_batches": 4} if steps is None else {"callbacks": [AccumulationCallback()]}
-    logger = CSVLogger(tmp_path)
-    runner = case.trainer(2, logger=logger, log_every_n_steps=1, **options)
-    runner.fit(made(Logs, steps), case.loader(DATA))
-    with open(Path(logger.log_dir) / "metrics.csv") as file:
-        assert [row["step"] for row in csv.DictReader(file)] == list("012345")
-
-
 def test_max_steps_are_updates():
     runner = fit(made(), epochs=-1, max_steps=5)
     assert updates(runner) == 5
     assert runner.fit_loop.epoch_loop.total_batch_idx == 17
 
 
-def test_a_scheduler_of_epochs_steps_after_the_last_update_of_each():
-    class ByEpoch(case.Module):
-        def configure_optimizers(self):
-            optimizers, (config,) = super().configure_optimizers()
-            return optimizers, [config | {"interval": "epoch"}]
-
-    module = made(ByEpoch)
-    fit(module, epochs=2)
-    assert module.rates == pytest.approx([0.2] * 3 + [0.2 * 0.98] * 3)
-
-
-def test_a_plateau_scheduler_of_steps_steps_on_updates():
-    class Plateau(Logs):
-        def configure_optimizers(self):
-            (optimizer,), _ = super().configure_optimizers()
-            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-            return [optimizer], [{"scheduler": scheduler, "interval": "step", "monitor": "loss"}]
-
-    assert updates(fit(made(Plateau), epochs=2)) == 6
-
-
 @pytest.mark.parametrize("interval", [1, 3, 5])
 def test_validation_in_mid_window_changes_nothing(interval):
     module = made(WithValidation)
     fit(module, epochs=EPOCHS, val_check_interval=interval, num_sanity_val_steps=0)
-    assert_exact(module)
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(DATA)
-
-
-def test_an_epoch_of_unknown_length_flushes():
-    module = made()
-    assert updates(fit(module, epochs=EPOCHS, data=DataLoader(Stream(), batch_size=None))) == 9
-    assert_exact(module)
-
-
-def test_gradients_that_are_never_written():
-    net = case.network()
-    module = case.Module(net, steps=4, model=net)
-    fit(module, epochs=EPOCHS)
     assert_exact(module)
 
 
@@ -361,17 +279,6 @@ def test_resume_is_bit_identical(tmp_path, precision, batch, reduction):
     assert equal(whole, resumed)
 
 
-def test_bf16_parameters_have_float32_sums():
-    seen = []
-
-    class Sums(lightning.Callback):
-        def on_after_backward(self, trainer, pl_module):
-            seen.append({slot.accumulate_dtype for slot in trainer.optimizers[0]._slots})
-
-    fit(made(), Sums(), precision="bf16-true", data=DATA[:4])
-    assert seen == [{torch.float32}] * 4
-
-
 def test_a_scaler_of_ours_goes_with_16_mixed():
     """Against the loop written by hand: the same bits."""
     plugin = MixedPrecision("16-mixed", "cpu", scaler())
@@ -420,42 +327,6 @@ def test_manual_optimization():
     assert updates(fit(module, epochs=EPOCHS)) == 9
     assert module.rates == pytest.approx([0.2 * 0.98**i for i in range(9)])
     assert_exact(module)
-
-
-def test_manual_optimization_of_two_with_windows_of_their_own():
-    class Two(case.Module):
-        automatic_optimization = False
-
-        def configure_optimizers(self):
-            embedding, linear = (case.sgd(part.parameters()) for part in self.net)
-            return fusedacc.AccumulatingOptimizer(embedding, 4), fusedacc.AccumulatingOptimizer(linear, 2)
-
-        def training_step(self, batch, batch_idx):
-            self.manual_backward(case.loss_of(self.net, batch))
-            for optimizer in self.optimizers():
-                optimizer.step()
-                optimizer.zero_grad()
-
-    module, data = Two(case.network()), DATA[:9]
-    runner = fit(module, epochs=2, data=data)
-    assert [optimizer.num_updates for optimizer in runner.optimizers] == [6, 10]
-    assert runner.global_step == 16
-
-    net = case.network()
-    optimizers = [case.sgd(part.parameters()) for part in net]
-    for _ in range(2):
-        held = [[], []]
-        for i, batch in enumerate(data):
-            gradients = torch.autograd.grad(case.loss_of(net, batch), list(net.parameters()))
-            held[0].append(gradients[:1])
-            held[1].append(gradients[1:])
-            for part, steps, optimizer, seen in zip(net, (4, 2), optimizers, held, strict=True):
-                if len(seen) == steps or i == 8:
-                    for parameter, *each in zip(part.parameters(), *seen, strict=True):
-                        parameter.grad = sum(each) / len(each)
-                    optimizer.step()
-                    seen.clear()
-    assert_near(module.net, net, 10)
 
 
 def test_a_manual_loop_wrapper_runs_under_the_trainers_own_accumulation():

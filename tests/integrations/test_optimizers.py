@@ -243,60 +243,6 @@ def _is_optimizer(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
 
 
-def test_spectral_sphere_of_matrices() -> None:
-    make = plain(load("spectralsphere"))
-    assert equal(counted(make, network(bias=False)), stock(make, network(bias=False)))
-
-
-def test_sparse_adam() -> None:
-    ends = []
-    for wrap in (False, True):
-        torch.manual_seed(0)
-        table = torch.nn.Embedding(10, 4, sparse=True)
-        optimizer: Any = torch.optim.SparseAdam(table.parameters(), lr=0.1)
-        if wrap:
-            optimizer = fusedacc.AccumulatingOptimizer(optimizer)
-        for i in range(8):
-            (table(torch.tensor([i, i // 2])).square().sum() / 2).backward()
-            if i % 2:
-                optimizer.step()
-                optimizer.zero_grad()
-        ends.append(table.weight.detach())
-    assert torch.equal(*ends)
-
-
-@pytest.mark.parametrize("name", ["schedulefree.AdamWScheduleFree", "pytorch_optimizer.schedulefreeadamw"])
-def test_train_and_eval_reach_schedule_free_optimizers(name: str) -> None:
-    model = network()
-    optimizer: Any = fusedacc.AccumulatingOptimizer(OPTIMIZERS[name](model), STEPS)
-    optimizer.train()
-    for x in inputs():
-        loss_of(model, x).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    trained = end_of(model)
-    optimizer.eval()
-    assert not equal(end_of(model), trained)
-    optimizer.train()
-    for back, was in zip(end_of(model), trained, strict=True):
-        torch.testing.assert_close(back, was)
-
-
-@pytest.mark.parametrize("name", ["ScheduleFreeWrapper", "ScheduleFreeWrapperReference"])
-def test_schedule_free_wrapper_goes_around_a_manual_loop(name: str) -> None:
-    """It is no torch optimizer, and averages in every step(): it is refused inside, and may stand outside."""
-    kind = getattr(schedulefree, name)
-
-    def make(model: torch.nn.Module, wrap: bool) -> Any:
-        inner: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-        return kind(fusedacc.AccumulatingOptimizer(inner) if wrap else inner, momentum=0.9)
-
-    wanted = stock(lambda model: make(model, False), network())
-    assert equal(stock(lambda model: make(model, True), network()), wanted)
-    with pytest.raises(TypeError, match=f"must be a torch.optim.Optimizer, got {name}"):
-        fusedacc.AccumulatingOptimizer(make(network(), False), STEPS)
-
-
 # Checkpoints
 
 #: Whose state_dict has not torch's form.
@@ -420,19 +366,6 @@ def test_second_derivatives_in_a_manual_loop(name: str) -> None:
     assert equal(with_graph(name, fusedacc.AccumulatingOptimizer), with_graph(name, lambda bare: bare))
 
 
-@pytest.mark.parametrize("name", CREATE_GRAPH)
-def test_second_derivatives_have_no_graph_in_a_counted_loop(name: str) -> None:
-    """A counted window's sum has no graph: torch says so at its end."""
-    model = network()
-    optimizer = fusedacc.AccumulatingOptimizer(plain(load(name))(model), STEPS)
-    before = end_of(model)
-    with pytest.raises(RuntimeError, match="does not have a grad_fn"):  # noqa: PT012
-        for x in inputs():
-            loss_of(model, x).backward(create_graph=True)
-            optimizer.step()
-    assert equal(end_of(model), before)
-
-
 # Optimizers whose step takes more than a closure
 
 
@@ -549,22 +482,3 @@ def test_closures_cannot_be_counted_and_nothing_is_updated(name: str) -> None:
                 closure()
             optimizer.step(closure)
     assert equal(end_of(model), before)
-
-
-def test_alig_takes_the_loss_by_a_closure_without_a_backward() -> None:
-    ends = []
-    for wrap in (False, True):
-        model = network()
-        optimizer: Any = pytorch_optimizer.AliG(model.parameters(), max_lr=1.0)
-        if wrap:
-            optimizer = fusedacc.AccumulatingOptimizer(optimizer)
-        for window in windows(torch.float32):
-            total = 0.0
-            for x in window:
-                loss = loss_of(model, x) / len(window)
-                loss.backward()
-                total += float(loss)
-            optimizer.step(lambda total=total: total)
-            optimizer.zero_grad()
-        ends.append(end_of(model))
-    assert equal(*ends)

@@ -154,61 +154,11 @@ def test_adapters_learn_as_in_stock(base: Any, variant: str, inside: bool) -> No
     optimizer.close()
 
 
-@pytest.mark.parametrize("base", BASES)
-def test_explains_how_adapters_are_reached(base: Any, inside: bool) -> None:
-    model = adapted(base())
-    _, optimizer = wrapped(model, inside=inside)
-    trained = [name for name, param in model.named_parameters() if param.requires_grad]
-    names = trained if inside else [f"0.{index}" for index in range(len(trained))]
-    lines = [line for line in optimizer.explain().splitlines() if line.split()[0] in names]
-    assert len(lines) == len(trainable(model))
-    assert all(("gemm" if inside else "multi_tensor") in line for line in lines)
-
-
-def test_gradient_checkpointing(inside: bool) -> None:
-    def checkpointed() -> peft.PeftModel:
-        model = adapted(llama())
-        model.enable_input_require_grads()
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        return model
-
-    same(wrapped(checkpointed(), inside=inside)[0], stock(checkpointed()), exactly=not inside)
-
-
-def test_bfloat16_base_with_float32_adapters(inside: bool) -> None:
-    wanted = stock(adapted(llama(torch.bfloat16)))
-    model = adapted(llama(torch.bfloat16))
-    assert {parameter.dtype for parameter in trainable(model).values()} == {torch.float32}
-    start = values(trainable(model))
-    found, _ = wrapped(model, inside=inside)
-    if not inside:
-        same(found, wanted, exactly=True)
-    # A last bit of an adapter may round a bfloat16 activation the other way.
-    eps = torch.finfo(torch.bfloat16).eps
-    losses, others = torch.stack(found[:MICRO_BATCHES]), torch.stack(wanted[:MICRO_BATCHES])
-    torch.testing.assert_close(losses, others, rtol=eps, atol=0)
-    for one, other, before in zip(found[MICRO_BATCHES:], wanted[MICRO_BATCHES:], start, strict=True):
-        assert (one - other).abs().max() <= eps * (other - before).abs().max()
-
-
 def test_bfloat16_adapters_have_float32_sums() -> None:
     wanted = stock(adapted(llama(torch.bfloat16), cast=False))
     model = adapted(llama(torch.bfloat16), cast=False)
     assert {parameter.dtype for parameter in trainable(model).values()} == {torch.bfloat16}
     same(wrapped(model)[0], wanted, exactly=True)
-
-
-@pytest.mark.parametrize("kind", ["loraplus", "lorafa"])
-def test_optimizers_of_peft(kind: str) -> None:
-    def make(model: Any) -> torch.optim.Optimizer:
-        if kind == "lorafa":
-            return peft.optimizers.create_lorafa_optimizer(model, r=4, lora_alpha=8, lr=1e-2)
-        return peft.optimizers.create_loraplus_optimizer(
-            model, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=8
-        )
-
-    wanted = stock(adapted(llama()), make)
-    same(wrapped(adapted(llama()), make)[0], wanted, exactly=True)
 
 
 def two_adapters() -> peft.PeftModel:
@@ -250,28 +200,6 @@ def test_adapters_are_switched_between_windows(inside: bool) -> None:
 def logits(model: torch.nn.Module) -> Tensor:
     with torch.no_grad():
         return model(input_ids=tokens()[0]).logits
-
-
-def test_merge_in_mid_window_changes_nothing_in_training(inside: bool) -> None:
-    """As an evaluation by merged weights does; merging rounds the base's weights, so they are put back."""
-    wanted = stock(adapted(llama()))
-    model = adapted(llama())
-    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
-    base = values(frozen)
-
-    def evaluate(index: int) -> None:
-        if index == 5:
-            apart = logits(model)
-            with model.disable_adapter():
-                logits(model)
-            model.merge_adapter()
-            torch.testing.assert_close(logits(model), apart, rtol=1e-5, atol=1e-5)
-            model.unmerge_adapter()
-            with torch.no_grad():
-                for parameter, value in zip(frozen.values(), base, strict=True):
-                    parameter.copy_(value)
-
-    same(wrapped(model, between=evaluate, inside=inside)[0], wanted, exactly=not inside)
 
 
 def test_adapters_are_saved_loaded_and_merged(inside: bool, tmp_path: Path) -> None:

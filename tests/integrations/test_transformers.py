@@ -46,18 +46,6 @@ def test_ours_is_exact_where_the_trainer_is_and_where_it_is_not(monkeypatch):
     assert endless.their_updates == 20  # the last gradients of each pass are in the next pass's first update
 
 
-@pytest.mark.parametrize(
-    ("make", "settings"), [(case.MeanLoss, {"compute_loss_func": case.per_token}), (case.gpt2, {})]
-)
-def test_what_mends_a_miscounted_loss(make, settings):
-    """`gpt2()` has `loss_type` set."""
-    start, reference, model = make(), make(), make()
-    case.exact(reference)
-    case.train_ours(model, **settings)
-    found = case.difference(*map(case.snapshot, (model, reference, start)))
-    assert found < case.tolerance()
-
-
 @pytest.mark.parametrize("make", [case.gpt2, case.llama])
 @pytest.mark.parametrize("fused", [False, True], ids=["", "model="])
 def test_same_as_the_trainers_own_where_that_is_right(make, fused):
@@ -74,18 +62,6 @@ def test_same_as_the_trainers_own_where_that_is_right(make, fused):
     batch = case.collate(case.lines())
     with torch.no_grad():
         torch.testing.assert_close(ours(**batch).loss, stock(**batch).loss, rtol=1e-4, atol=0)
-
-
-def test_conv1d_of_gpt2_takes_the_path_of_any_parameter_and_linear_that_of_model():
-    model = case.gpt2()
-    optimizer = case.wrapped(model, model=model)
-    shown = optimizer.explain()
-    case.train_ours(model, optimizer=optimizer)
-    reference, start = case.gpt2(), case.gpt2()
-    case.exact(reference)
-    assert "gemm" in shown
-    found = case.difference(case.snapshot(model), case.snapshot(reference), case.snapshot(start))
-    assert found < case.tolerance()
 
 
 class Recorder(TrainerCallback):
@@ -244,24 +220,6 @@ def test_a_model_whose_tokens_the_trainer_miscounts_is_warned_of():
         warnings.simplefilter("error", UserWarning)
         trainer = case.train_ours(case.gpt2(), num_train_epochs=1)
     assert trainer._get_num_items_in_batch([batch], "cpu") == targets
-
-
-def test_the_trainers_own_optimizer_wrapped_in_create_optimizer():
-    """As docs/integrations/transformers.md writes it."""
-
-    class AccumulatingTrainer(Trainer):
-        def create_optimizer(self, model=None):
-            if self.optimizer is None:
-                self.optimizer = fusedacc.AccumulatingOptimizer(super().create_optimizer(model))
-            return self.optimizer
-
-    stock, ours = case.llama(), case.llama()
-    settings = {"optim": "adamw_torch", "weight_decay": 0.1, "learning_rate": 1e-2}
-    case.train(stock, None, **settings)
-    callbacks = [AccumulationCallback()]
-    trainer = case.train(ours, None, trainer_class=AccumulatingTrainer, callbacks=callbacks, **settings)
-    assert [group["weight_decay"] for group in inner(trainer).param_groups] == [0.1, 0.0]
-    assert equal(stock, ours)
 
 
 def test_example_learns_text():

@@ -16,11 +16,13 @@ import pytest
 from build_cache import cached, contents, version_of
 
 ROOT = Path(__file__).resolve().parents[2]
-NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+#: Where nvcc is looked for, as by setup.py.
+FOLDERS = [os.environ.get("PATH", ""), f"{os.environ.get('CUDA_HOME') or '/usr/local/cuda'}/bin"]
+NVCC = os.environ.get("CUDACXX") or shutil.which("nvcc", path=os.pathsep.join(FOLDERS))
 FLAGS = ["-std=c++17", "-O3", "-fmad=false", "-arch=sm_90"]
 FLAGS += ["-Werror", "all-warnings", "-Xcompiler", "-Wall,-Wextra"]
 
-pytestmark = pytest.mark.skipif(NVCC is None, reason="nvcc not found")
+pytestmark = pytest.mark.skipif(NVCC is None, reason="needs nvcc: not on PATH, CUDA_HOME or CUDACXX")
 
 
 def find_disassembler() -> str | None:

@@ -149,16 +149,6 @@ def test_loops_of_our_own_give_equal_bits_with_any_threads(pair, generator, thre
     assert torch.equal(*results)
 
 
-@native
-@pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
-def test_one_expert_is_the_product_of_one_layer(pair, generator):
-    accumulator, left, right, offsets = groups(pair, (70, 90), (33,), generator)
-    expected = accumulator[0].clone()
-    torch.ops.fusedacc.gemm_accumulate_(expected, left[:33], right[:33], None, 0.3, None, 0.5)
-    operator(accumulator, left, right, offsets, 0.3, 0.5)
-    assert torch.equal(accumulator[0], expected)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
 def test_autograd_records_nothing_and_sees_the_write(backend, pair, generator):
@@ -167,22 +157,6 @@ def test_autograd_records_nothing_and_sees_the_write(backend, pair, generator):
     grouped_accumulate_(accumulator, left.requires_grad_(), right, offsets, 0.3, 0.5, backend=backend)
     assert not accumulator.requires_grad
     assert accumulator._version > version
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_autocast_changes_nothing(way, generator):
-    with torch.autocast("cpu", BF16):
-        for pair in GEMM_PAIRS:
-            run(way, groups(pair, (5, 7), (2, 0, 9), generator), 0.3, 0.5)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_inference_tensors(backend, generator):
-    with torch.inference_mode():
-        run(
-            functools.partial(grouped_accumulate_, backend=backend),
-            groups((BF16, F32), (5, 7), (2, 0), generator),
-        )
 
 
 @native

@@ -106,18 +106,6 @@ def test_backends_agree_to_the_bit(pair, generator):
         assert all(torch.equal(bits(result), bits(results[0])) for result in results)
 
 
-def test_a_row_named_once_gets_the_bits_of_a_plain_sum(cpu_backend, generator):
-    from fusedacc import functional
-
-    for pair in PAIRS:
-        table, _, gradients = random_case(((9,), 9, 40, "random"), pair, generator)
-        plain = table.clone()
-        order = torch.randperm(9, generator=generator)
-        rows.accumulate_rows_(table, order, gradients[order], 0.3, backend=cpu_backend)
-        functional.scale_accumulate_([plain], [gradients], 0.3, backend=cpu_backend)
-        assert torch.equal(bits(table), bits(plain))
-
-
 def test_other_rows_do_not_change_a_rows_bits(cpu_backend, generator):
     """Nor does where its gradients stand among the others: only their own order counts."""
     table, own = torch.zeros(4, 6), torch.randn(100, 6)

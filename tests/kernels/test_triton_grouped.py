@@ -56,15 +56,6 @@ def test_every_pair_and_shape(pair, counts, shape, numbers, generator):
     run(make(pair, shape, counts, generator), *numbers)
 
 
-@pytest.mark.parametrize("pair", [(BF16, F32), (F32, F16), (F64, F64)], ids=str)
-def test_numbers_of_every_kind(pair, generator):
-    accumulator, *others = make(pair, (6, 5), (4, 0, 3), generator)
-    numbers = [kind(value) for kind in (float, number) for value in (1.0, 0.0, -0.3)]
-    numbers += [number(0.7, dtype) for dtype in (BF16, F16, F64)]
-    for scale, keep in zip(numbers, reversed(numbers), strict=True):
-        run((accumulator.clone(), *others), scale, keep)
-
-
 @pytest.mark.parametrize("pair", [(BF16, F32), (F32, F32), (F32, F16)], ids=str)
 @pytest.mark.parametrize("layout", SUM_LAYOUTS)
 def test_every_layout(pair, layout, generator):
@@ -98,13 +89,6 @@ def test_experts_without_rows_are_kept_in_part(generator):
     before = accumulator.clone()
     grouped_accumulate_(accumulator, *others, torch.inf, 0.5)
     assert torch.equal(accumulator, before / 2)
-
-
-def test_operands_without_rows():
-    accumulator = torch.full((2, 3, 4), NAN, device=DEVICE)
-    left, right = torch.empty(0, 3, device=DEVICE), torch.empty(0, 4, device=DEVICE)
-    grouped_accumulate_(accumulator, left, right, offsets_of((0, 0), DEVICE), 1.0, 0.0)
-    assert not accumulator.any()
 
 
 def test_more_tiles_than_a_band_has(generator):

@@ -14,7 +14,7 @@ from answers import ScriptedClock, answer, trials
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedacc import AccumulatingOptimizer
-from fusedacc.kernels import library, matmul_ways, tuning
+from fusedacc.kernels import library, tuning
 from fusedacc.kernels.interruptions import Interruptions
 from fusedacc.kernels.tuning import Choice, Question, choose
 
@@ -471,37 +471,3 @@ def test_every_class_of_tokens_is_asked_about_once_and_explained():
     assert "with over 100 tokens rounded: says the test" in said
     _, fresh = made()
     assert "a trial will tell how" in fresh.explain()
-
-
-@needs_library
-@pytest.mark.parametrize("native", ["0", "1"])
-@pytest.mark.parametrize("way", ["whole", "rounded"])
-@pytest.mark.parametrize("tokens", [8, 40, 64, 150])
-def test_each_way_trains_as_stock_does(way, tokens, native, monkeypatch):
-    """`rounded` bit for bit: it multiplies and adds as stock does with float32 sums."""
-    monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", native)
-    name = f"product of bfloat16 into float32, {matmul_ways.in_words(matmul_ways.class_of(tokens))}"
-    with answer(name, way):
-        model, optimizer = made()
-        ours = train(model, optimizer, batches(tokens))
-        assert optimizer._accumulators.choices == {name: way}
-    torch.manual_seed(0)
-    stock = torch.nn.Sequential(torch.nn.Linear(96, 200), torch.nn.Tanh(), torch.nn.Linear(200, 96)).to(BF16)
-    for parameter in stock.parameters():
-        parameter.grad_dtype = torch.float32
-    inner = torch.optim.AdamW(stock.parameters(), lr=1e-2)
-    for index, batch in enumerate(batches(tokens)):
-        stock(batch).float().square().mean().backward()
-        if index % 2:
-            for parameter in stock.parameters():
-                total = parameter.grad / 2
-                parameter.grad, parameter.grad_dtype = None, None
-                parameter.grad = total.to(BF16)
-            inner.step()
-            for parameter in stock.parameters():
-                parameter.grad, parameter.grad_dtype = None, torch.float32
-    for own, its in zip(ours, stock.parameters(), strict=True):
-        if way == "rounded":
-            assert torch.equal(own, its)
-        else:
-            assert torch.allclose(own.float(), its.float(), atol=5e-2)

@@ -64,32 +64,6 @@ def test_output_size_and_errors_are_stocks():
             model[0](x, output_size=[40, 40])
 
 
-def test_channels_last():
-    ours, optimizer = make(lambda: nn.Sequential(nn.Conv2d(4, 4, 3)).to(memory_format=torch.channels_last))
-    twin = copy.deepcopy(ours)
-    x = torch.randn(2, 4, 6, 6).to(memory_format=torch.channels_last)
-    for _ in range(2):
-        with autocast():
-            outputs = [net(x) for net in (ours, twin)]
-        assert torch.equal(*outputs)
-    assert casts_of(optimizer)[0].is_contiguous(memory_format=torch.channels_last)
-
-
-def test_gradients_by_the_weight_and_of_gradients():
-    model, _optimizer = make(lambda: nn.Sequential(nn.Conv1d(2, 3, 2)), steps=None)
-    twin = copy.deepcopy(model)
-    x = torch.randn(2, 2, 5)
-    found = []
-    for net in (model, twin):
-        point = x.clone().requires_grad_()
-        with autocast():
-            out = net(point).float().square().sum()
-        (slope,) = torch.autograd.grad(out, point, create_graph=True)
-        (by_weight,) = torch.autograd.grad(slope.square().sum(), net[0].weight)
-        found.append(by_weight)
-    assert torch.equal(*found)
-
-
 def test_they_are_replaced_for_this_alone_and_given_back():
     model, optimizer = make("convolutions", keep=False)
     assert "forward" not in model[0].__dict__

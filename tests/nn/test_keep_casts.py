@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 import torch.distributed as dist
 from kept_casts import BF16, MODELS, Conv1D, CountCasts, autocast, casts_of, loss_of, make, train
 from loops import assert_equal_weights
 from torch import nn
-from torch.utils import checkpoint
 
 import fusedacc
 
@@ -109,22 +106,6 @@ def test_a_reduction_over_ranks(tmp_path):
         assert_equal_weights(after(True), after(False))
     finally:
         dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("saved", [torch.ops.aten._to_copy.default, torch.ops.aten.mm.default])
-def test_a_selective_checkpoint_counts_the_operators_of_both_forwards(saved):
-    def after(keep):
-        model, optimizer = make("perceptron", keep, 2)
-        context = functools.partial(checkpoint.create_selective_checkpoint_contexts, [saved])
-        for seed in range(4):
-            x = model.batch(torch.Generator().manual_seed(seed)).requires_grad_()
-            with autocast():
-                out = checkpoint.checkpoint(model, x, use_reentrant=False, context_fn=context)
-            out.float().square().mean().backward()
-            optimizer.step()
-        return model
-
-    assert_equal_weights(after(True), after(False))
 
 
 def test_a_compiled_model_is_as_without():

@@ -121,15 +121,6 @@ def test_an_update_in_mid_window_that_bumps_no_version_raises():
             loss_of(model, 1)
 
 
-def test_nan_is_no_change():
-    model, optimizer = make("perceptron")
-    with torch.no_grad():
-        model[0].weight.fill_(float("nan"))
-    for seed in range(2):
-        loss_of(model, seed).backward()
-        optimizer.step()
-
-
 def test_weights_of_few_elements():
     def build():
         return nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1), nn.Linear(1, 1), nn.Conv1d(1, 1, 1))

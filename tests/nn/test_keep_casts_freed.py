@@ -82,24 +82,6 @@ def test_a_step_that_fails_after_a_forward_of_its_own(steps):
     assert not casts_of(optimizer)
 
 
-def test_between_the_evaluations_of_a_closure():
-    def after(keep):
-        model, optimizer = make("perceptron", keep, None, torch.optim.LBFGS)
-
-        def closure():
-            optimizer.zero_grad()
-            loss = loss_of(model)
-            loss.backward()
-            return loss
-
-        for _ in range(2):
-            optimizer.step(closure)
-        return list(model.parameters())
-
-    for ours, theirs in zip(after(True), after(False), strict=True):
-        assert torch.equal(ours, theirs)
-
-
 def test_parameters_that_are_taken_out():
     model, optimizer = make("perceptron")
     loss_of(model).backward()

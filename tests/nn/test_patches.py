@@ -12,10 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import forked
 import pytest
-import sweeps
 import torch
 from kept_casts import Conv1D
-from test_autograd import Net, assert_same_gradients, loss_of, tokens, wrap
+from test_autograd import Net, assert_same_gradients, loss_of, wrap
 from torch import nn
 
 import fusedacc
@@ -242,28 +241,6 @@ def test_pickles_that_name_the_package_still_load():
     assert is_stock(other)
 
 
-def test_what_others_keep_of_the_forward_is_stocks_in_a_copy():
-    """Accelerate keeps the former forward beside its own."""
-    linear = nn.Linear(3, 2)
-    optimizer = named(linear)
-    linear._old_forward = linear.forward
-    other = by_pickle(linear)
-    assert other._old_forward.__func__ is nn.Linear.forward
-    assert other._old_forward.__self__ is other
-    optimizer.close()
-
-
-def test_a_module_that_is_parametrized_later_copies_itself_by_another_method():
-    linear = nn.Linear(3, 2)
-    optimizer = named(linear)
-    nn.utils.parametrize.register_parametrization(linear, "bias", nn.Identity())
-    other = copy.deepcopy(linear)
-    assert "forward" not in other.__dict__
-    assert other.__dict__.keys() == copy.deepcopy(other).__dict__.keys()
-    optimizer.close()
-    assert linear.__dict__.keys() == other.__dict__.keys()
-
-
 def test_a_copy_made_by_hand_can_be_copied():
     """Of what a module is made of, by those who know nothing of our forward."""
     linear = nn.Linear(3, 2)
@@ -308,17 +285,6 @@ def test_modules_may_be_copied_while_others_run_them():
         torch.testing.assert_close(param, wanted)
 
 
-def test_state_dict_modes_and_repr_are_as_before():
-    model = Net()
-    before, text = set(model.state_dict()), repr(model)
-    optimizer = wrap(model)
-    assert set(model.state_dict()) == before
-    assert repr(model) == text
-    assert not is_stock(model.eval().train().up)
-    model.load_state_dict(Net().state_dict())
-    optimizer.close()
-
-
 @pytest.mark.parametrize("change", ["to", "half", "assign"])
 def test_a_moved_model_goes_on(change):
     model = Net()
@@ -342,17 +308,6 @@ def test_a_moved_model_goes_on(change):
     loss_of(twin).backward()
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(ours.grad.to(theirs.dtype), theirs.grad, rtol=0.02, atol=0.01)
-
-
-def test_hooks_on_modules_run():
-    model = Net()
-    wrap(model)
-    calls = []
-    model.up.register_forward_pre_hook(lambda module, args: calls.append("before"))
-    model.up.register_forward_hook(lambda module, args, out: calls.append("after"))
-    model.up.register_full_backward_hook(lambda module, grads, outs: calls.append("backward"))
-    loss_of(model).backward()
-    assert calls == ["before", "after"] * 2 + ["backward"] * 2
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -430,23 +385,6 @@ def test_somebody_may_put_another_forward_over_ours():
     assert model.up.forward is kept
     twin = Net()
     torch.testing.assert_close(model.up(torch.ones(6)), 2 * twin.up(torch.ones(6)))
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", *(["inductor"] if sweeps.FULL else [])])
-def test_a_compiled_model_falls_back(backend):
-    torch.compiler.reset()
-    model = Net()
-    twin = copy.deepcopy(model)
-    optimizer = wrap(model)
-    compiled = torch.compile(model, backend=backend, fullgraph=True)
-    for seed in range(2):
-        nn.functional.cross_entropy(
-            compiled(tokens(seed)).flatten(0, 1), tokens(seed + 100).flatten()
-        ).backward()
-        loss_of(twin, seed).backward()
-    assert_same_gradients(model, twin)
-    optimizer.step()
-    torch.compiler.reset()
 
 
 def test_bad_model_is_refused():

@@ -222,22 +222,3 @@ def test_an_expert_without_rows_keeps_its_sum():
     assert torch.equal(model.weight.grad[[0, 2, 3]], before[[0, 2, 3]])
     assert not torch.equal(model.weight.grad[1], before[1])
     optimizer.close()
-
-
-def test_one_weight_by_two_modules():
-    """Each addition has bits of its own."""
-    torch.manual_seed(0)
-    table, head = nn.Embedding(WIDTH, WIDTH, dtype=LOW), nn.Linear(WIDTH, WIDTH, bias=False, dtype=LOW)
-    head.weight = table.weight
-    model = nn.ModuleList([table, head])
-    inner = torch.optim.SGD(model.parameters(), lr=0.0)
-    optimizer = fusedacc.AccumulatingOptimizer(inner, 2, model=model, reduction="sum", **STOCHASTIC)
-    for _ in range(2):
-        scaled = torch.full((TOKENS, 1), SMALL, dtype=LOW)
-        scaled[0] = 1.0
-        every = torch.arange(WIDTH).repeat(TOKENS, 1)
-        loss = (head(tokens(LOW)) * scaled).sum() + (table(every) * scaled.unsqueeze(-1)).sum()
-        loss.backward()
-        optimizer.step()
-    assert_mean(table.weight.grad, 4 * PRODUCT)
-    assert set(optimizer._slots[0].paths) == {"embedding", "gemm"}

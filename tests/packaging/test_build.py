@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import zipfile
@@ -72,7 +73,14 @@ esac
 @pytest.mark.skipif(library.load_error() is not None, reason=str(library.load_error()))
 def test_wheel_serves_every_python_of_its_platform(tmp_path: Path) -> None:
     """`make build` has compiled the sources; `make test-full` does so here again."""
-    wheel, _ = build_wheel(tmp_path, **({} if sweeps.FULL else {"CXX": hands_out(tmp_path)}))
+    wheel, said = build_wheel(tmp_path, **({} if sweeps.FULL else {"CXX": hands_out(tmp_path)}))
+    steps = re.findall(r"^fusedacc: \[(\d+)/(\d+)\] (\S+)$", said, re.MULTILINE)
+    assert [(int(number), int(total)) for number, total, _ in steps] == [
+        (number, len(steps)) for number in range(1, len(steps) + 1)
+    ]
+    assert {"csrc/registration.cpp", "csrc/autograd/hook.cpp", "libfusedacc.so"} <= {
+        name for *_, name in steps
+    }
     python, abi, platform = wheel.stem.split("-")[2:]
     assert (python, abi) == ("py3", "none")
     assert platform.startswith("linux_")

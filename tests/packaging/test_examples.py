@@ -6,8 +6,8 @@ import importlib
 import json
 import re
 import runpy
-import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import sweeps
@@ -143,28 +143,6 @@ def test_demo_trains_all_loops_alike(demo, dtype, text, tmp_path, capsys):
     assert_drawn(tmp_path / f"where_it_pays-{dtype}.png")
 
 
-def test_demo_reads_any_text_and_refuses_too_short_a_one(demo, monkeypatch, tmp_path):
-    model = importlib.import_module("demo.model")
-    text = tmp_path / "text"
-    text.write_bytes(bytes(range(256)) * 4)
-    assert model.load_text(text).tolist() == list(range(256)) * 4
-    text.write_text("to be or not to be, that\n" * 30)
-    words, vocabulary = model.load_words(text)
-    assert (len(words), vocabulary) == (30 * 9, 8)  # sign and line end are words, and so are unknown ones
-    assert model.UNKNOWN not in words
-    words, vocabulary = model.load_words(text, vocabulary=3)
-    assert (words[:9].tolist(), vocabulary) == ([1, 2, 0, 0, 1, 2, 0, 0, 0], 3)
-    (tmp_path / "own.py").write_text("a = 1\n" * 100)
-    (tmp_path / "site-packages").mkdir()
-    (tmp_path / "site-packages" / "other.py").write_text("b")
-    monkeypatch.setattr(sysconfig, "get_path", lambda name: tmp_path)
-    assert [len(model.load_text()), len(model.load_words()[0])] == [600, 400]
-    text.write_bytes(b"short")
-    for load in (model.load_text, model.load_words):
-        with pytest.raises(ValueError, match="at least"):
-            load(text)
-
-
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -183,31 +161,42 @@ def test_demo_refuses_bad_options_before_it_trains(demo, monkeypatch, capsys, tm
     assert told in capsys.readouterr().err
 
 
-def test_demo_says_what_was_measured(demo):
-    report = importlib.import_module("demo.report")
+@pytest.mark.parametrize(
+    ("arguments", "seconds", "updates"),
+    [("", 0.1, 32), ("", 1.0, 15), ("", 9.0, 8), ("--seconds 20", 0.5, 10), ("--updates 3", 9.0, 3)],
+)
+def test_time_limits_the_updates_of_the_demo(demo, text, arguments, seconds, updates):
+    """Two models share the time. Each has two loops here, whose updates take so many seconds."""
+    now, decided = [0.0], []
 
-    def told(times, moved=100):
-        losses = {"stock": [2.0, 1.0], "fusedacc": [2.0, 1.5]}
-        parts = {loop: dict.fromkeys(report.PARTS, 0) for loop in losses}
-        parts["stock"] |= {report.PARTS[0]: 40, report.PARTS[1]: 60}
-        parts["fusedacc"][report.PARTS[2]] = moved
-        all_times = {"stock": [1.0] * len(times), "fusedacc": times}
-        model = report.ModelResult("bytes", 1, 256, 8, 64, losses, all_times, {}, parts, {})
-        first, second = report.summary(model)
-        assert "60 % of the bytes that stock moves" in first
-        assert "within 5.0e-01" in second
-        return second
+    def update(batches):
+        now[0] += seconds
+        return 1.0
 
-    assert "took 0.67 of stock's time (0.66 to 0.68) and moved as many bytes" in told([0.66, 0.67, 0.68])
-    assert "took 1.20 of stock's time (1.10 to 1.30) and moved 25 % more" in told([1.1, 1.2, 1.3], 125)
-    undecided = told([0.9, 0.95, 1.05], 70)
-    assert "as far as can be told (0.90 to 1.05 of it) and moved 30 % fewer" in undecided
+    config = demo.Config("float32", torch.device("cpu"), steps=1)
+    loops = [SimpleNamespace(name=name, config=config, update=update) for name in ("stock", "fusedacc")]
+    arguments = [*arguments.split(), "--device", "cpu", "--text", str(text), "--out", str(text.parent)]
+    length = demo.length_of(demo.parse(arguments), models=2)
+    losses, times = demo.train_in_turns(
+        loops, demo.load_text(text), length, lambda loss: None, decided.append, clock=lambda: now[0]
+    )
+    assert decided == [updates]
+    assert {len(found) for found in losses.values()} == {updates}
+    assert {len(found) for found in times.values()} == {updates - 2}
 
 
-def test_ratios_of_the_demo_are_of_rounds(demo):
-    ratio = importlib.import_module("demo.measure").ratio
-    assert ratio([2.0 * i for i in range(20, 0, -1)], [2.0] * 20) == (10.5, 6.0, 15.0)
-    assert ratio([3.0, 8.0], [2.0, 4.0]) == (1.75, 1.5, 2.0)  # too few for an interval: the range
+def test_progress_is_a_line_every_few_seconds_without_a_terminal(demo, capsys):
+    now = [0.0]
+    with demo.Progress(32, lambda: now[0]) as progress:
+        progress.begin("memory")
+        progress.advance(2)
+        progress.begin("training")
+        progress.expect(-10)
+        for _ in range(20):
+            now[0] += 0.7
+            progress.advance(loss=2.5)
+    expected = [f"{done} of 22 updates: training, loss 2.500" for done in (10, 18, 22)]
+    assert capsys.readouterr().err.splitlines() == ["0 of 32 updates: memory", *expected]
 
 
 def assert_drawn(path: Path) -> None:

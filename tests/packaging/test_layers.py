@@ -81,13 +81,6 @@ def test_rooms_import_lower_floors_only():
     assert wrong == []
 
 
-def test_the_reader_of_imports_sees_them_all():
-    """Those in functions and under TYPE_CHECKING too: what is enforced is what is read."""
-    seen = imports(PACKAGE / "optimizer" / "wrapper.py")
-    assert {"fusedacc.nn", "fusedacc.accumulators", "fusedacc.optimizer.window"} <= seen
-    assert "fusedacc.optimizer.loops" in imports(PACKAGE / "optimizer" / "loss_scale.py")
-
-
 def test_no_file_is_too_long_and_none_of_ours_too_short():
     lengths = {
         str(path.relative_to(ROOT)): len(path.read_text().splitlines())

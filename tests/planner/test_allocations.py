@@ -21,23 +21,6 @@ def test_nothing_has_no_peak():
     assert not peak([]).by_kind
 
 
-def test_an_end_is_no_part_of_a_life():
-    """What begins when another ends is not alive beside it."""
-    found = peak([Block(10, 0, PARAMETERS, 3), Block(7, 3, GRADIENTS)])
-    assert (found.bytes, dict(found.by_kind)) == (10, {PARAMETERS: 10})
-
-
-def test_kinds_of_the_first_highest_moment():
-    blocks = [
-        Block(5, 0, PARAMETERS),
-        Block(4, 1, ACTIVATIONS, 2),
-        Block(4, 3, GRADIENTS, 4),
-        Block(0, 1, TEMPORARIES),
-    ]
-    found = peak(blocks)
-    assert (found.bytes, dict(found.by_kind)) == (9, {PARAMETERS: 5, ACTIVATIONS: 4})
-
-
 def test_what_an_operator_takes_inside_is_there_in_its_call_alone():
     blocks = [Block(5, 0, PARAMETERS), Block(3, 4, ACTIVATIONS)]
     calls = [Operator(2, "a"), Operator(6, "b"), Operator(7, "unknown")]

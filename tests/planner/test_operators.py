@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fusedacc.kernels import library
 from fusedacc.planner import operators
 from fusedacc.planner.allocations import Inside
 from fusedacc.planner.operators import Operand, Trials, signature
@@ -98,35 +96,3 @@ def test_of_large_ones_a_share_of_the_samples_is_tried(monkeypatch):
     assert found[small] == Inside(700, 200)
     assert found[large] == Inside(700 * 8, 200 * 8)
     assert sorted(tried) == [(4, 4, 8, 8), (8, 4, 8, 8)]
-
-
-@pytest.mark.skipif(library.load_error() is not None, reason="needs the native library")
-def test_our_own_products_are_tried():
-    left, right = torch.ones(512, 64, dtype=torch.bfloat16), torch.ones(512, 32, dtype=torch.bfloat16)
-    product = torch.ops.fusedacc.gemm_accumulate_
-    sums = torch.ones(64, 32)
-    names = [argument.name for argument in product.default._schema.arguments]
-    found = signature(product.default, (sums, left, right), {})
-    assert names[:3] == ["accumulator", "left", "right"]
-    assert found is not None
-    assert [operand.shape for operand in found.operands] == [(64, 32), (512, 64), (512, 32)]
-
-
-def test_an_lstms_backward_gets_a_workspace():
-    layer = torch.nn.LSTM(16, 16, batch_first=True)
-    seen = []
-
-    class Sees(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            found = signature(func, args, kwargs or {})
-            if found is not None:
-                seen.append(found)
-            return func(*args, **(kwargs or {}))
-
-    if not torch.backends.mkldnn.is_available():
-        pytest.skip("needs oneDNN")
-    with Sees():
-        layer(torch.randn(4, 8, 16))[0].sum().backward()
-    backward = [own for own in seen if own.func is aten.mkldnn_rnn_layer_backward.default]
-    assert len(backward) == 1
-    assert set(backward) <= set(Trials()(seen))

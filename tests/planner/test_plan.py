@@ -140,17 +140,6 @@ def test_wrapper_arguments_are_those_that_were_planned_with():
     assert stock.wrapper_arguments() == {"gradient_accumulation_steps": 1}
 
 
-def test_masters_and_narrow_sums_are_where_they_belong():
-    model = mlp().bfloat16()
-    sample = rows(4, 128)[0].bfloat16(), rows(4, 128)[1]
-    elements = sum(own.numel() for own in model.parameters())
-    plain = planned(model, wrapped(model), sample, 4)
-    narrow = planned(model, wrapped(model, accumulate_dtype=torch.bfloat16), sample, 4)
-    masters = planned(model, wrapped(model, master_weights=True), sample, 4)
-    assert narrow.peak_bytes < plain.peak_bytes < masters.peak_bytes
-    assert masters.bytes_by_kind["optimizer"] >= 12 * elements
-
-
 @pytest.mark.parametrize("inside", [False, True])
 def test_sums_that_are_rounded_stochastically_take_what_others_of_their_dtype_take(inside):
     model = mlp().bfloat16()
@@ -203,33 +192,6 @@ def test_a_model_on_meta():
     assert all(own.is_meta for own in model.parameters())
 
 
-def test_the_table_and_the_plain_figures():
-    model = mlp()
-    found = planned(model, wrapped(model), rows(4, 128))
-    told = str(found)
-    for kind in (*MEMORY_KINDS, "libraries", "budget", "headroom", "micro_batch_size=64"):
-        assert kind in told
-    plain = found.as_dict()
-    assert plain["peak_bytes"] == found.peak_bytes
-    assert plain["headroom_bytes"] == found.headroom_bytes
-    assert plain["bytes_by_kind"] == dict(found.bytes_by_kind)
-    assert not any(name.startswith("_") for name in plain)
-
-
-def test_progress_is_told_each_size():
-    model, seen = mlp(), []
-    found = planned(model, wrapped(model), rows(4, 128), progress=seen.append)
-    assert set(seen) == set(found.tried)
-
-
-def test_a_plan_does_not_keep_the_wrapper():
-    model = wide()
-    found = smaller(model, wrapped(model), 300)
-    again = wrapped(model)  # else it would refuse: two wrappers claim the parameters
-    assert found.dividing().micro_batch_size <= found.micro_batch_size
-    again.close()
-
-
 def test_models_with_a_loss_of_their_own_need_none():
     class Own(nn.Linear):
         def forward(self, x, labels):
@@ -240,10 +202,3 @@ def test_models_with_a_loss_of_their_own_need_none():
     x, labels = rows(4, 32)
     found = planned(model, wrapped(model), {"x": x, "labels": labels}, loss_fn=None)
     assert isinstance(found, Plan)
-
-
-@pytest.mark.parametrize("kind", ["convolutions", "recurrent"])
-def test_every_kind_of_model_is_planned(kind):
-    model = KINDS[kind].make()
-    found = planned(model, wrapped(model, model=model), KINDS[kind].draw(), 16)
-    assert found.micro_batch_size == 16

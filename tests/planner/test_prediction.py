@@ -78,26 +78,6 @@ def test_peak_of_the_manual_loop_and_of_one_step():
         assert_close(both(model, wrapped(model, steps), rows(32, 128), steps=steps or 2))
 
 
-def test_state_that_is_there_already_counts_as_much():
-    model = mlp()
-    optimizer, batch = adamw(model), rows(16, 128)
-    fresh = both(model, optimizer, batch)
-    classified(model, batch).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    assert_close(fresh)
-    found = both(model, optimizer, batch)
-    assert_close(found)
-    assert found[0] == fresh[0]
-
-
-def test_adoption_on_fakes():
-    """The first gradient becomes the sum: the window's first micro-batch holds no second copy of all."""
-    model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(8)))
-    optimizer = wrapped(model)
-    assert_close(both(model, optimizer, rows(2, 128)))
-
-
 def predictor(model, draw, note=lambda size: None, loss_fn=classified):
     return Predictor(model, recipe_of(adamw(model)), Batch(draw), loss_fn, CPU, note)
 
@@ -110,14 +90,6 @@ def test_each_size_is_run_once():
     assert own.peak(3, 1) is not first
     assert seen == [3, 3]
     assert set(own.tried) == {3}
-
-
-def test_traffic_grows_with_the_steps():
-    model = mlp()
-    own = Predictor(model, recipe_of(wrapped(model)), Batch(rows(4, 128)), classified, CPU, lambda size: None)
-    two, three, nine = (own.traffic(4, steps) for steps in (2, 3, 9))
-    assert nine.bytes - two.bytes == 7 * (three.bytes - two.bytes) > 0
-    assert 0 < two.accumulation < two.bytes
 
 
 def test_random_states_and_fakes_leave_nothing():

@@ -34,24 +34,6 @@ def test_a_block_ends_when_the_last_tensor_dies(trace):
     assert block.start < block.end
 
 
-def test_views_and_results_in_place_share_a_block(trace):
-    x = torch.empty(4, 6)
-    x.t().t().view(6, 4)[1:].add_(1)
-    x.requires_grad_().detach()
-    assert [block.bytes for block in trace.blocks] == [96]
-    y = x + 1
-    assert [block.bytes for block in trace.blocks] == [96, 96]
-    del y
-
-
-def test_what_is_alive_together(trace):
-    x = torch.empty(100)
-    for _ in range(5):
-        x = x * 2  # the old one and the new one
-    assert trace.peak().bytes == 800
-    assert trace.bytes(TEMPORARIES) == 400
-
-
 def test_kinds_by_phase_and_by_mark(trace):
     weight = torch.empty(3)
     trace.mark([weight], PARAMETERS)
@@ -72,12 +54,6 @@ def test_kinds_by_phase_and_by_mark(trace):
     assert trace.bytes(ACTIVATIONS) == 24
     assert trace.kind == TEMPORARIES
     del passing, other
-
-
-def test_a_phase_ends_with_an_error_too(trace):
-    with pytest.raises(ZeroDivisionError), trace.phase(ACTIVATIONS):
-        raise ZeroDivisionError
-    assert trace.kind == TEMPORARIES
 
 
 def test_what_was_there_before_is_told_by_mark():
