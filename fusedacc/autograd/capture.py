@@ -331,20 +331,20 @@ class Capture:
             self._call_back(identity, task)
             return
         self.hooks.stop_adding()
-        if len(self.tasks) > 1:  # tasks of other threads may come and go meanwhile
-            others = [other for other in list(self.tasks.values()) if other is not task]
+        if len(self._tasks) > 1:  # tasks of other threads may come and go meanwhile
+            others = [other for other in list(self._tasks.values()) if other is not task]
             task.inner = any(other.delivered_late and other.callback() is not None for other in others)
         if not task.ignored:
             for bucket in task.buckets.values():
                 self.flush_bucket(identity, bucket)
         self._complete(task)
         graph_task.join(task)
-        if len(self.tasks) > 1:
+        if len(self._tasks) > 1:
             self.drop_failed_backwards()
-        self._policy.end_backward(task, self.registry.refresh, len(self.tasks) == 1)
+        self._policy.end_backward(task, self.registry.refresh, len(self._tasks) == 1)
         self._drop(identity, failed=False)
         self.drop_failed_backwards()
-        if task.captures and not (task.stored or self.tasks):
+        if task.captures and not (task.stored or self._tasks):
             middle = self._policy.middle()
             if middle is not None:
                 self.hooks.go_on(middle)

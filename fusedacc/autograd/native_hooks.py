@@ -195,10 +195,13 @@ class NativeHooks(PythonHooks):
             task, self._task = self._task, None
             self._accumulators.noise.release = nothing
             self._note(task, self._direct.close())
-            accumulators = self._accumulators
-            grads = accumulators.grads
-            if grads.generation == self._loaded and not (accumulators.deferred.scales or grads.exposed):
-                self._owes, self._known = False, (grads.generation,)
+            self._note_known()
+
+    def _note_known(self) -> None:
+        """What has been loaded holds for the next backward too, where all sums are as they were and owe nothing."""
+        grads = self._accumulators.grads
+        if grads.generation == self._loaded and not (self._accumulators.deferred.scales or grads.exposed):
+            self._owes, self._known = False, (grads.generation,)
 
     def release_to_python(self, slot: Slot) -> None:
         """Python is about to deal with the slot's sum: note what has been added to it, and add no more."""
@@ -231,9 +234,11 @@ class NativeHooks(PythonHooks):
 
 
 def _paid(hooks: weakref.ref[NativeHooks], added: list[int]) -> None:
+    """Native code has added to these sums in a backward that it has ended by itself."""
     owner = hooks()
     if owner is not None:
         owner._note_paid(added)
+        owner._note_known()
 
 
 def hooks_for(accumulators: Accumulators) -> PythonHooks:

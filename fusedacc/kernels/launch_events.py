@@ -31,10 +31,13 @@ def launched(kernel: str, *operands: Any) -> None:
         observer.launched(kernel, *operands)
 
 
+def phase(name: str) -> contextlib.AbstractContextManager[None]:
+    """Context: tell observers what the work inside is for, where they cannot see it."""
+    return _told(name, list(watching)) if watching else contextlib.nullcontext()
+
+
 @contextlib.contextmanager
-def phase(name: str) -> Iterator[None]:
-    """Tell observers what the work inside is for, where they cannot see it."""
-    observers = list(watching)
+def _told(name: str, observers: list[Observer]) -> Iterator[None]:
     for observer in observers:
         observer.enter_phase(name)
     try:

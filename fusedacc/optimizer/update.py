@@ -169,16 +169,16 @@ class Update:
         finally:
             self.release()
 
+    def on_masters(self, slots: list[Slot] | None = None) -> contextlib.AbstractContextManager[None]:
+        """Context: `slots` (else those with gradients) are their float32 masters, if there are any."""
+        return contextlib.nullcontext() if self._masters is None else self._swapped(self._masters, slots)
+
     @contextlib.contextmanager
-    def on_masters(self, slots: list[Slot] | None = None) -> Iterator[None]:
-        """While inside, `slots` (else those with gradients) are their float32 masters, if there are any."""
-        if self._masters is None:
-            yield
-            return
+    def _swapped(self, masters: MasterWeights, slots: list[Slot] | None) -> Iterator[None]:
         if slots is None:
             slots = self._accumulators.finals().slots
         try:
-            with self._masters.swapped(slots):
+            with masters.swapped(slots):
                 yield
         finally:
             self._registry.reregister(slots)

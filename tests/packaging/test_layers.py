@@ -1,4 +1,4 @@
-"""Which room of the package may import which, and how long files may be."""
+"""Which room of the package may import which."""
 
 from __future__ import annotations
 
@@ -23,10 +23,6 @@ FLOORS = (
     {"commands"},
     {"integrations", "__main__", "__init__"},
 )
-#: Lines that a file may have at most, and at least if it is one of ours in `fusedacc/`.
-MOST, LEAST = 400, 25
-#: What pickles name.
-ALIASES = {"nn/site.py"}
 
 
 @functools.cache
@@ -79,18 +75,3 @@ def test_rooms_import_lower_floors_only():
             if other != room and floor_of[other] >= floor_of[room]:
                 wrong.append(f"{path.relative_to(ROOT)} imports {module}")
     assert wrong == []
-
-
-def test_no_file_is_too_long_and_none_of_ours_too_short():
-    lengths = {
-        str(path.relative_to(ROOT)): len(path.read_text().splitlines())
-        for path in files("fusedacc", "csrc", "benchmarks")
-    }
-    assert {name: length for name, length in lengths.items() if length > MOST} == {}
-    exempt = {"__init__.py", "__main__.py"}
-    short = {
-        name: length
-        for name, length in lengths.items()
-        if name.startswith("fusedacc/") and length < LEAST and Path(name).name not in exempt
-    }
-    assert set(short) <= {f"fusedacc/{name}" for name in ALIASES}
