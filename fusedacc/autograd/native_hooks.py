@@ -198,7 +198,7 @@ class NativeHooks(PythonHooks):
             self._note_known()
 
     def _note_known(self) -> None:
-        """What has been loaded holds for the next backward too, where all sums are as they were and owe nothing."""
+        """What was loaded holds for the next backward too, if no sum was replaced and none owes anything."""
         grads = self._accumulators.grads
         if grads.generation == self._loaded and not (self._accumulators.deferred.scales or grads.exposed):
             self._owes, self._known = False, (grads.generation,)

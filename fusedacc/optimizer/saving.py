@@ -118,7 +118,7 @@ _REBUILT = (
     "_capture",
     "_pipeline_steps",
     "_loop",
-        "_middle",
+    "_middle",
     "_loss_scale",
     "_closed",
     "step",

@@ -1,0 +1,235 @@
+"""Micro-batches in the middle of a window, with which native code deals without Python."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import fusedacc
+from fusedacc.amp import GradScaler
+from fusedacc.kernels import native_module
+
+STEPS = 6
+needs_native = pytest.mark.skipif(native_module.module() is None, reason=f"{native_module.why_not()}")
+PACKAGE = str(Path(fusedacc.__file__).parent)
+
+
+class Training:
+    """A loop of windows of `STEPS`, or a manual one."""
+
+    def __init__(self, counted: bool = True, with_model: bool = False, **options) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+        inner = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        options["model"] = self.model if with_model else None
+        self.opt = fusedacc.AccumulatingOptimizer(inner, STEPS if counted else None, **options)
+        self.inputs = torch.randn(4 * STEPS, 5, 4)
+        self.number = 0
+
+    def loss(self) -> torch.Tensor:
+        self.number += 1
+        return self.model(self.inputs[self.number - 1]).square().mean()
+
+    def micro_batch(self) -> None:
+        self.loss().backward()
+        self.opt.step()
+        self.opt.zero_grad()
+
+
+@contextlib.contextmanager
+def python_calls() -> Iterator[list[str]]:
+    """The functions of the package that Python calls inside."""
+    called: list[str] = []
+
+    def note(frame, event, argument) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            called.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        yield called
+    finally:
+        sys.setprofile(None)
+
+
+@needs_native
+@pytest.mark.parametrize("with_model", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_no_python_runs_in_the_middle_of_a_window(reduction, with_model):
+    training = Training(reduction=reduction, with_model=with_model)
+    for _ in range(2):
+        for number in range(STEPS):
+            loss = training.loss()
+            with python_calls() as in_backward:
+                loss.backward()
+            with python_calls() as in_step:
+                training.opt.step()
+            with python_calls() as in_zero_grad:
+                training.opt.zero_grad()
+            if 0 < number < STEPS - 1:
+                # The first addition to a sum pays its deferred scale.
+                pays = reduction == "mean" and number == 1
+                assert in_backward[:1] == ["_paid"] * pays
+                assert (in_step, in_zero_grad) == (["step"], ["zero_grad"])
+            else:
+                assert in_backward
+
+
+@needs_native
+def test_no_python_runs_in_later_backwards_of_a_manual_window():
+    training = Training(counted=False)
+    for _ in range(2):
+        for number in range(STEPS):
+            loss = training.loss()
+            with python_calls() as called:
+                loss.backward()
+            assert bool(called) == (number == 0)
+        training.opt.step()
+        training.opt.zero_grad()
+
+
+def put_a_gradient(training: Training) -> None:
+    training.model[0].bias.grad = torch.ones(8)
+
+
+def replace_a_parameter(training: Training) -> None:
+    training.model[2].bias = nn.Parameter(torch.zeros(3))
+    training.opt.param_groups[0]["params"][3] = training.model[2].bias
+
+
+def scale_the_loss(training: Training) -> None:
+    training.scaler = GradScaler("cpu", enabled=True)
+    training.scaler.scale(torch.ones(()))
+    training.opt._loss_scale.note(training.scaler)
+
+
+def say_what_torchs_scaler_says(training: Training) -> None:
+    training.opt.grad_scale = training.opt.found_inf = torch.ones(())
+
+
+def load_its_own_checkpoint(training: Training) -> None:
+    training.opt.load_state_dict(training.opt.state_dict())
+
+
+def discard(training: Training) -> None:
+    training.opt.discard()
+
+
+def ignore_a_backward(training: Training) -> None:
+    with training.opt.ignore():
+        training.loss().backward()
+        training.loss().backward()
+
+
+def enter_a_micro_batch(training: Training) -> None:
+    with training.opt.accumulate():
+        training.loss().backward()
+
+
+def keep_the_graph_of_a_backward(training: Training) -> None:
+    training.loss().backward(create_graph=True)
+
+
+def set_zeros(training: Training) -> None:
+    training.opt.zero_grad(set_to_none=False)
+
+
+def close(training: Training) -> None:
+    training.opt.close()
+
+
+def bring_up_a_process_group(training: Training) -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+
+
+EVENTS = (
+    put_a_gradient,
+    replace_a_parameter,
+    scale_the_loss,
+    say_what_torchs_scaler_says,
+    load_its_own_checkpoint,
+    discard,
+    ignore_a_backward,
+    enter_a_micro_batch,
+    keep_the_graph_of_a_backward,
+    set_zeros,
+    close,
+    bring_up_a_process_group,
+)
+
+
+@needs_native
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("between", ["micro-batches", "backward and step", "step and zero_grad"])
+@pytest.mark.parametrize("counted", [True, False], ids=["counted", "manual"])
+@pytest.mark.parametrize("event", EVENTS)
+def test_what_happens_in_mid_window_counts(event, counted, between, monkeypatch):
+    """The same with hooks in Python, which look at everything each time."""
+    outcomes = []
+    for choice in "10":
+        monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", choice)
+        training, seen = Training(counted), []
+        try:
+            for number in range(3 * STEPS - 1):
+                happens = number == 3
+                if happens and between == "micro-batches":
+                    event(training)
+                training.loss().backward()
+                if happens and between == "backward and step":
+                    event(training)
+                if counted or number % STEPS == STEPS - 1:
+                    training.opt.step()
+                    if happens and between == "step and zero_grad":
+                        event(training)
+                    training.opt.zero_grad()
+                seen.append((training.opt.micro_step, training.opt.num_updates))
+                if event is keep_the_graph_of_a_backward:
+                    for p in training.model.parameters():
+                        p.grad = None if p.grad is None else p.grad.detach()
+        except RuntimeError as error:
+            seen.append(str(error))
+        finally:
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+        outcomes.append((seen, [p.detach().clone() for p in training.model.parameters()]))
+    (native, mine), (python, its) = outcomes
+    assert native == python
+    assert all(map(torch.equal, mine, its))
+
+
+@needs_native
+@pytest.mark.parametrize("counted", [True, False], ids=["counted", "manual"])
+def test_a_backward_that_fails_in_the_middle_taints_the_window(counted):
+    """It fails when the last layer's gradients are in the sums."""
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise ValueError("fails")
+
+    training = Training(counted)
+    for _ in range(3):
+        training.loss().backward()
+        if counted:
+            training.opt.step()
+    loss = training.loss()
+    handle = training.model[0].weight.register_hook(fail)
+    with pytest.raises(ValueError, match="fails"):
+        loss.backward()
+    handle.remove()
+    with pytest.raises(RuntimeError, match="an exception has interrupted a backward"):
+        training.opt.step()
+    training.opt.discard()
+    fresh = Training(counted)
+    for each in (training, fresh):
+        each.number = 0
+        for number in range(STEPS):
+            each.loss().backward()
+            if counted or number == STEPS - 1:
+                each.opt.step()
+    for mine, its in zip(training.model.parameters(), fresh.model.parameters(), strict=True):
+        assert torch.equal(mine, its)
