@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from loops import assert_gradients, expected, gradients, loss_of, micro_batch, network, wrap
+from loops import assert_gradients, expected, loss_of, micro_batch, network, wrap
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -72,44 +72,6 @@ def test_memory_that_somebody_else_writes_is_not_kept(build, steps):
     assert all(map(torch.equal, *results))
 
 
-@pytest.mark.parametrize("stored", [False, True])
-@pytest.mark.parametrize("micro", [0, 1])
-def test_an_ignored_backward_beside_a_micro_batch(micro, stored):
-    """In the window's last micro-batch too, where p.grad holds the result, or autograd has stored there."""
-    model = network()
-    for p in model.parameters() if stored else ():
-        p.register_post_accumulate_grad_hook(lambda _: None)
-    optimizer = wrap(model, 2)
-    wanted = expected(model, (0, 1), 0.5)
-    for seed in (0, 1):
-        loss_of(model, seed).backward()
-        if seed == micro:
-            with optimizer.ignore():
-                loss_of(model, 7).backward()
-        optimizer.step()
-        if seed == 0:
-            optimizer.zero_grad()
-            assert gradients(model) == [None] * 4
-    assert optimizer.num_updates == 1
-    assert_gradients(model, wanted)
-
-
-@pytest.mark.parametrize("stored", [False, True])
-def test_an_ignored_backward_beside_a_micro_batch_of_a_manual_loop(stored):
-    model = network()
-    for p in model.parameters() if stored else ():
-        p.register_post_accumulate_grad_hook(lambda _: None)
-    optimizer = wrap(model, reduction="weighted", lr=0.0)
-    wanted = expected(model, (0, 1), 0.5)
-    for seed in (0, 1):
-        with optimizer.accumulate(weight=3):
-            loss_of(model, seed).backward()
-            with optimizer.ignore():
-                loss_of(model, 7).backward()
-    optimizer.step()
-    assert_gradients(model, wanted)
-
-
 @pytest.mark.parametrize(
     ("reduction", "weight", "scale"), [("mean", None, 1), ("weighted", 3, 1), ("normalized", 3, 3)]
 )
@@ -156,23 +118,6 @@ def test_a_parameter_twice_in_a_group_is_added_once(steps):
         if steps:
             optimizer.step()
     assert_gradients(model, expected(model, (0, 1)))
-
-
-@pytest.mark.parametrize("late", [0.0, 5.0])
-@pytest.mark.parametrize("reduction", ["weighted", "normalized"])
-def test_a_weight_that_changes_after_the_backward_raises(reduction, late):
-    model = network()
-    optimizer = wrap(model, 1, reduction=reduction)
-    with optimizer.accumulate(weight=3) as micro:
-        loss_of(model, 0).backward()
-    with pytest.raises(RuntimeError, match="after the backward"):
-        micro.weight = late
-    micro.weight = 3
-    with pytest.raises(RuntimeError, match="after the backward"), optimizer.accumulate(weight=4):
-        pass
-    wanted = expected(model, (0,), 1.0 if reduction == "weighted" else 1 / 3)
-    optimizer.step()
-    assert_gradients(model, wanted)
 
 
 def test_a_checkpoint_from_another_thread_during_a_backward():
