@@ -159,6 +159,28 @@ def test_what_nearest_loses_is_kept(steps):
     assert (lost == 1.0).all()
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "private": {"private_gradients": True},
+    "clipped": {"max_grad_norm": 0.7},
+    "clipped, private": {"max_grad_norm": 0.7, "private_gradients": True},
+    "inf norm": {"max_grad_norm": 0.01, "norm_type": float("inf")},
+    "skips": {"max_grad_norm": 0.7, "skip_nonfinite": True},
+    "masters": {"master_weights": True},
+    "masters, clipped": {"master_weights": True, "max_grad_norm": 0.7},
+}
+
+
+@pytest.mark.parametrize("dtype", [LOW, torch.float32])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_clipping_and_masters_keep_the_mean(options, dtype):
+    window = Window(dtype, steps=7, **options)
+    found = window.run(GRADIENTS)
+    norm, most = window.optimizer.grad_norm, options.get("max_grad_norm")
+    clip = 1.0 if most is None else min(1.0, most / norm.item())
+    assert most is None or clip < 1.0
+    assert_mean(found, clip * sum(GRADIENTS) / 7)
+
+
 @pytest.mark.parametrize("steps", [7, None])
 def test_a_grad_scaler_s_scale_is_taken_off_on_average(steps):
     window = Window(steps=steps, reduction="sum")

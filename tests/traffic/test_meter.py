@@ -423,6 +423,18 @@ def test_bad_arguments():
     assert "total" in meter.table()
 
 
+def test_compiled_regions_run_as_they_are_written():
+    @torch.compile(backend="eager")
+    def region(x):
+        return (x * 2).sin()
+
+    x = torch.randn(100)
+    region(x)
+    with TrafficMeter() as meter:
+        region(x)
+    assert meter.total_bytes == 2 * 800
+
+
 def test_what_is_gone_is_forgotten():
     weight = nn.Parameter(torch.zeros(10))
     meter = TrafficMeter([weight])
@@ -484,6 +496,17 @@ def test_only_the_gradients_own_cast_is_accumulation():
     with TrafficMeter([weight]) as meter:
         Product.apply(x, weight).sum().backward()
     assert meter.as_dict()["by_phase_and_op"]["accumulate"]["aten::_to_copy"]["total_bytes"] == 64 * 64 * 6
+
+
+def test_kinds_do_not_depend_on_a_phases_name():
+    def kinds(named: bool):
+        model = large()
+        optimizer = torch.optim.AdamW(model.parameters())
+        with TrafficMeter(model) as meter, meter.phase("all") if named else contextlib.nullcontext():
+            stock_window(model, optimizer)
+        return meter.as_dict()["by_kind"]
+
+    assert kinds(True) == kinds(False)
 
 
 def test_a_backward_that_was_compiled_before_is_uncounted():
