@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import pickle
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from loops import through_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -186,23 +184,6 @@ def linear_layers(run: Run) -> None:
 
 
 @situation()
-def several_backwards_per_micro_batch(run: Run) -> None:
-    model = run.wrapped()
-    for _ in range(6):
-        run.backward(loss_of(run, model), model(run.input(2, 6)).sum())
-
-
-@situation()
-def retained_graph_twice(run: Run) -> None:
-    model = run.wrapped()
-    for _ in range(6):
-        with run.micro_batch():
-            loss = loss_of(run, model)
-            loss.backward(retain_graph=True)
-            loss.backward()
-
-
-@situation()
 def shapes_of_all_kinds(run: Run) -> None:
     """0-dim, empty, transposed and one-element parameters; expanded and permuted gradients."""
     a, b, c, d, e = run.parameters((), (0, 3), (5, 4), (1,), (3, 4, 2))
@@ -216,31 +197,6 @@ def shapes_of_all_kinds(run: Run) -> None:
         return expanded * (c * x).sum() + (c.t() @ x).sum() + (e.permute(1, 2, 0) * 2).square().sum()
 
     run.train(loss)
-
-
-@situation()
-def channels_last(run: Run) -> None:
-    torch.manual_seed(1)
-    layers = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)
-    model = nn.Sequential(*layers).to(run.loop.dtype).to(memory_format=torch.channels_last)
-    run.wrap(model)
-    run.train(lambda: model(run.input(2, 2, 6, 6).to(memory_format=torch.channels_last)).square().sum())
-
-
-@situation()
-def tied_weights(run: Run) -> None:
-    model = run.network(6, 6, 6)
-    model[2].weight = model[0].weight
-    run.wrap(model)
-    run.train_on(model)
-
-
-@situation()
-def unused_parameters(run: Run) -> None:
-    """Each micro-batch uses other layers, so that sums begin at different times."""
-    model = run.wrapped(6, 6, 6, 6)
-    for number in range(9):
-        run.backward(loss_of(run, model[: 2 + 2 * (number % 3)]))
 
 
 @situation()
@@ -478,13 +434,6 @@ def a_hook_changes_p_grad_in_mid_backward(run: Run) -> None:
 
 
 @situation()
-def some_inputs_only(run: Run) -> None:
-    model = run.wrapped()
-    for number in range(6):
-        run.backward(loss_of(run, model), inputs=[model[2 * (number % 2)].weight, model[4].bias])
-
-
-@situation()
 def autograd_grad_in_between(run: Run) -> None:
     model = run.wrapped()
     for _ in range(6):
@@ -499,18 +448,6 @@ def create_graph_in_between(run: Run) -> None:
     model = run.wrapped()
     for number in range(6):
         run.backward(loss_of(run, model), create_graph=number == 1)
-
-
-@situation()
-def a_gradient_penalty(run: Run) -> None:
-    model = run.wrapped()
-
-    def loss() -> Tensor:
-        x = run.input(4, 6).requires_grad_()
-        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        return model(x).square().sum() + slope.square().sum()
-
-    run.train(loss)
 
 
 @situation()
@@ -565,16 +502,6 @@ def compiled_autograd(run: Run) -> None:
 
 
 @situation()
-def frozen_in_mid_window(run: Run) -> None:
-    model = run.wrapped()
-    run.train_on(model, 1)
-    model[0].weight.requires_grad_(False)
-    run.train_on(model, 3)
-    model[0].weight.requires_grad_(True)
-    run.train_on(model, 4)
-
-
-@situation()
 def frozen_between_forward_and_backward(run: Run) -> None:
     model = run.wrapped()
     for number in range(6):
@@ -593,14 +520,6 @@ def ignored_backwards(run: Run) -> None:
             with run.opt.ignore():
                 loss_of(run, model).backward()
             run.look()
-
-
-@situation(as_stock=False)
-def discarded_in_mid_window(run: Run) -> None:
-    model = run.wrapped()
-    run.train_on(model, 2)
-    run.opt.discard()
-    run.train_on(model, 6)
 
 
 @situation(as_stock=False)
@@ -655,47 +574,6 @@ def threads(run: Run) -> None:
 
 
 # Parameters and wrappers that change
-
-
-@situation(as_stock=False)
-def cast_in_mid_window(run: Run) -> None:
-    model = run.wrapped()
-    run.train_on(model, 1)
-    run.loop = Loop(torch.float64, run.loop.counted, run.loop.options)
-    model.double()
-    run.train_on(model, 2)
-
-
-@situation()
-def other_memory_in_mid_window(run: Run) -> None:
-    model = run.wrapped()
-    run.train_on(model, 1)
-    for p in model.parameters():
-        p.data = p.data.clone()
-    run.train_on(model, 5)
-
-
-@situation(as_stock=False)
-def a_copy_in_mid_window(run: Run) -> None:
-    model = run.wrapped()
-    run.train_on(model, 2)
-    for copied in (copy.deepcopy((model, run.opt)), pickle.loads(pickle.dumps((model, run.opt)))):
-        for trained, optimizer in ((model, run.opt), copied):
-            run.opt = optimizer
-            run.params = list(trained.parameters())
-            for _ in range(4):
-                run.backward(loss_of(run, trained))
-        model, run.opt = copied
-
-
-@situation(as_stock=False)
-def a_checkpoint_in_mid_window(run: Run) -> None:
-    model = run.wrapped()
-    run.train_on(model, 2)
-    saved = through_file(run.opt.state_dict())
-    run.train_on(model, 3)
-    run.opt.load_state_dict(saved)
-    run.train_on(model, 4)
 
 
 @situation(as_stock=False, where=lambda loop: loop.weighs)

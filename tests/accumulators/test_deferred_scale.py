@@ -263,20 +263,6 @@ def test_a_last_micro_batch_that_fails_before_its_first_gradient_is_repeated_wit
     assert_mean_of(model, Layers().backward(ALL, 0), second, (3, 5))
 
 
-def test_a_last_micro_batch_that_begins_twice():
-    """An empty first backward has the sums owe the ratio of a weight that is then another."""
-    model, optimizer = build(2, reduction="normalized")
-    run(model, optimizer, [ALL], [3.0])
-    optimizer.step()
-    with optimizer.accumulate(weight=100.0):
-        optimizer._accumulation._aim(optimizer._window.target(ending=True))
-    assert optimizer._window.factor == 1 / 103
-    with optimizer.accumulate(weight=5.0):
-        second = model.backward(ALL, 1)
-    for param, a, b in zip(model.used, Layers().backward(ALL, 0), second, strict=True):
-        torch.testing.assert_close(param.grad, (a + b) / 8)
-
-
 def test_a_failure_after_the_first_gradient_taints_the_window():
     model, optimizer = build(2, reduction="weighted")
     run(model, optimizer, [ALL], [3.0])

@@ -172,23 +172,6 @@ def test_a_final_gradient_of_the_former_shape_is_refused_before_the_update():
     assert not optimizer.state
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_zeros_and_spent_gradients_of_the_former_shape_are_forgotten(set_to_none):
-    net = Tied(torch.float32)
-    optimizer = wrap(net, "counted")
-    for number in range(K):
-        net(number).backward()
-        optimizer.step()
-    optimizer.zero_grad(set_to_none)
-    net.resize(9)
-    stock = Tied(torch.float32)
-    stock.resize(9)
-    stock.load_state_dict(net.state_dict())
-    update(stock, torch.optim.SGD(stock.parameters(), lr=0.5), 4, False)
-    update(net, optimizer, 4, True)
-    assert torch.equal(net.embedding.weight, stock.embedding.weight)
-
-
 @pytest.mark.parametrize("kind", ["counted", "manual"])
 @pytest.mark.parametrize(
     "make",

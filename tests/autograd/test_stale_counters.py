@@ -52,24 +52,6 @@ def test_counters_of_before_a_bare_optimizer_went_on_are_not_loaded(make):
 
 
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
-def test_counters_go_through_a_file_and_are_still_loaded(make):
-    _, optimizer = trained(make, partial=1)
-    again = wrap(network(), 2, make)
-    again.load_state_dict(through_file(optimizer.state_dict()))
-    assert (again.num_updates, again.micro_step) == (3, 1)
-
-
-@pytest.mark.parametrize("make", [MAKES["AdamW"], MAKES["Adagrad"]], ids=["AdamW", "Adagrad"])
-def test_counters_without_the_top_level_are_loaded_where_the_inner_optimizer_has_not_gone_on(make):
-    _, optimizer = trained(make, partial=1)
-    state = optimizer.state_dict()
-    del state["fusedacc"]
-    again = wrap(network(), 2, make)
-    again.load_state_dict(through_file(state))
-    assert (again.num_updates, again.micro_step) == (3, 1)
-
-
-@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
 def test_wrapping_a_bare_optimizer_takes_what_is_ours_out_of_its_groups_and_state(make):
     model, optimizer = trained(make, dtype=LOW, master_weights=True)
     state = optimizer.state_dict()

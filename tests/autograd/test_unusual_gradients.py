@@ -158,23 +158,6 @@ def test_a_parameter_twice_in_a_group_is_added_once(steps):
     assert_gradients(model, expected(model, (0, 1)))
 
 
-@pytest.mark.parametrize("late", [0.0, 5.0])
-@pytest.mark.parametrize("reduction", ["weighted", "normalized"])
-def test_a_weight_that_changes_after_the_backward_raises(reduction, late):
-    model = network()
-    optimizer = wrap(model, 1, reduction=reduction)
-    with optimizer.accumulate(weight=3) as micro:
-        loss_of(model, 0).backward()
-    with pytest.raises(RuntimeError, match="after the backward"):
-        micro.weight = late
-    micro.weight = 3
-    with pytest.raises(RuntimeError, match="after the backward"), optimizer.accumulate(weight=4):
-        pass
-    wanted = expected(model, (0,), 1.0 if reduction == "weighted" else 1 / 3)
-    optimizer.step()
-    assert_gradients(model, wanted)
-
-
 def test_a_checkpoint_from_another_thread_during_a_backward():
     model = network()
     optimizer = wrap(model, 2, reduction="sum")

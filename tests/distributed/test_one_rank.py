@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from loops import assert_gradients, expected, gradients, loss_of, network, wrap
+from loops import assert_gradients, expected, loss_of, network, wrap
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -47,44 +47,6 @@ def test_gradients_are_those_of_stock(replaces, steps, silent, bucket_view):
         assert_gradients(model, wanted)
         optimizer.zero_grad()
     assert optimizer.num_updates == 2
-
-
-@pytest.mark.parametrize("bucket_view", [False, True])
-@pytest.mark.parametrize("silent", [False, True])
-def test_clipping_before_step_acts_on_the_mean(silent, bucket_view):
-    model = network()
-    parallel = DistributedDataParallel(model, gradient_as_bucket_view=bucket_view)
-    optimizer = wrap(model, 2)
-    wanted = expected(model, (0, 1), 0.5)
-    for seed in (0, 1):
-        with optimizer.accumulate(model=parallel) if silent else contextlib.nullcontext():
-            loss_of(parallel, seed).backward()
-        if seed == 1:
-            assert_gradients(model, wanted)
-            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-        optimizer.step()
-    assert optimizer.num_updates == 1
-    torch.testing.assert_close(
-        nn.utils.get_total_norm(gradients(model)), torch.tensor(1e-3), rtol=1e-4, atol=0
-    )
-
-
-@pytest.mark.parametrize("micro", [0, 1])
-def test_an_ignored_backward_leaves_the_micro_batch_alone(micro):
-    model = network()
-    parallel = DistributedDataParallel(model)
-    optimizer = wrap(model, 2)
-    wanted = expected(model, (0, 1), 0.5)
-    for seed in (0, 1):
-        loss_of(parallel, seed).backward()
-        if seed == micro:
-            with optimizer.ignore():
-                loss_of(model, 7).backward()
-        optimizer.step()
-        if seed == 0:
-            optimizer.zero_grad()
-    assert optimizer.num_updates == 1
-    assert_gradients(model, wanted)
 
 
 @pytest.mark.parametrize("bucket_view", [False, True])
@@ -164,27 +126,6 @@ def test_an_unsynchronised_window_is_neither_saved_nor_flushed():
         optimizer.step()
     assert_gradients(model, wanted)
     assert (optimizer.num_updates, optimizer.state_dict()["fusedacc"]["window"]["micro_step"]) == (1, 0)
-
-
-@pytest.mark.parametrize("steps", [None, 4], ids=["manual", "counted"])
-def test_a_part_filled_window_of_low_precision_resumes_bit_for_bit(steps):
-    results = []
-    for resumes in (False, True):
-        model = network(torch.bfloat16)
-        optimizer = wrap(model, steps)
-        for seed in range(4):
-            if resumes and seed == 2:
-                saved = optimizer.state_dict()
-                optimizer.close()
-                twin = network(torch.bfloat16)
-                twin.load_state_dict(model.state_dict())
-                model, optimizer = twin, wrap(twin, steps)
-                optimizer.load_state_dict(saved)
-            loss_of(model, seed).backward()
-            if steps or seed == 3:
-                optimizer.step()
-        results.append([p.detach().clone() for p in model.parameters()])
-    assert all(map(torch.equal, *results))
 
 
 class TestAttach:

@@ -78,21 +78,6 @@ def test_equal_to_stock(inner, loop, clips, bad):
     assert not options or optimizer.grad_norm.isfinite()
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16])
-@pytest.mark.parametrize("inner", INNER)
-def test_low_precision_parameters(inner, dtype):
-    """Scaled float16 gradients are summed in float32 and unscaled before they are cast: against float32."""
-    wanted, ours = network(dtype), network(dtype)
-    plain = fusedacc.AccumulatingOptimizer(INNER[inner](list(wanted.parameters())), STEPS)
-    for seed in range(4 * STEPS):
-        loss_of(wanted, seed).backward()
-        plain.step(), plain.zero_grad()
-    found, optimizer = train(ours, INNER[inner], "counted", windows=4)
-    assert_close_weights(ours, wanted, 2e-2, 2e-2)
-    assert int(optimizer.num_skipped) == 0
-    assert found[-1] == 2.0**12
-
-
 def prepared(steps=2, inner="adamw fused", **options):
     model = network()
     optimizer = fusedacc.AccumulatingOptimizer(INNER[inner](list(model.parameters())), steps, **options)
@@ -156,21 +141,6 @@ def test_a_scaler_that_is_passed_by_is_missed():
     assert optimizer.num_updates == 1
 
 
-def test_a_last_window_that_is_not_full():
-    (model, optimizer, scaler), (twin, plain, _) = prepared(4), prepared(4)
-    for seed in range(3):
-        micro_batch(model, optimizer, scaler, seed)
-        loss_of(twin, seed).backward()
-        plain.step()
-    scaler.flush(optimizer)
-    scaler.update()
-    plain.flush()
-    assert_close_weights(model, twin, 3e-5, 3e-5)
-    scaler.flush(optimizer)  # an empty window: nothing
-    scaler.update()
-    assert optimizer.num_updates == 1
-
-
 def test_a_new_scale_waits_for_the_end_of_the_window():
     model, optimizer, scaler = prepared(2)
     scaler.scale(loss_of(model)).backward()
@@ -213,24 +183,6 @@ def test_other_optimizers_and_a_disabled_scaler_are_torchs():
         off.update()
     off.flush(optimizer)
     assert optimizer.num_updates == 1
-
-
-@pytest.mark.parametrize("inner", INNER)
-def test_saved_and_restored_in_mid_window(inner):
-    straight, before, after = (prepared(2, inner, max_grad_norm=0.1) for _ in range(3))
-
-    def run(parts, seeds):
-        for seed in seeds:
-            micro_batch(*parts, seed, bad=seed == 3)
-
-    run(straight, range(9))
-    run(before, range(5))
-    for part, restored in zip(before, after, strict=True):
-        restored.load_state_dict(copy.deepcopy(part.state_dict()))
-    run(after, range(5, 9))
-    assert_equal_weights(straight[0], after[0])
-    assert straight[2].get_scale() == after[2].get_scale()
-    assert int(straight[1].num_skipped) == int(after[1].num_skipped) == 1
 
 
 def test_a_scaled_and_clipped_update_moves_no_more_than_a_clipped_one():
@@ -321,17 +273,6 @@ def test_no_norm_of_an_earlier_update_is_shown():
         scaler.update()
         optimizer.zero_grad()
         assert (optimizer.grad_norm is None) is unscales
-
-
-def test_a_restored_window_ends_before_another_loss_is_scaled():
-    model, optimizer, scaler = prepared(2)
-    micro_batch(model, optimizer, scaler)
-    _, restored, other = prepared(2)
-    restored.load_state_dict(optimizer.state_dict())
-    other.load_state_dict(scaler.state_dict())
-    other.flush(restored)
-    other.update()
-    assert (restored.num_updates, other.get_scale()) == (1, 2.0**10)
 
 
 def test_a_scaler_is_pickled_and_copied():

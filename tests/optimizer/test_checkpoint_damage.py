@@ -311,17 +311,6 @@ def test_which_state_has_the_parameters_shape():
     assert not others & SHAPED
 
 
-def test_updates_that_the_device_has_dropped_are_the_checkpoints():
-    model, optimizer = KINDS["fused"]()
-    state = optimizer.state_dict()
-    for seed in range(3):
-        (loss_of(model, seed) * float("inf")).backward()
-        optimizer.step(), optimizer.zero_grad()
-    assert (optimizer.num_updates, int(optimizer.num_skipped)) == (1, 1)
-    optimizer.load_state_dict(state)
-    assert (optimizer.num_updates, int(optimizer.num_skipped)) == (0, 0)
-
-
 def test_an_error_of_the_inner_optimizer_is_told_as_one():
     """A hook that rejects a checkpoint, in its own words; gradients are captured afterwards too."""
 

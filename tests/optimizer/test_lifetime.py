@@ -139,22 +139,6 @@ def test_a_copy_goes_on_in_mid_window(duplicate, dtype):
         assert torch.equal(p, r)
 
 
-@pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES.keys())
-def test_a_copy_survives_a_scheduler_that_patched_step(duplicate):
-    model = network()
-    optimizer = wrap(model, 2)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    twin, other = duplicate((model, optimizer))
-    before = [p.detach().clone() for p in twin.parameters()]
-    for seed in (0, 1):
-        loss_of(twin, seed).backward()
-        other.step()
-    assert other.num_updates == 1
-    assert optimizer.num_updates == 0
-    assert any(not torch.equal(p, b) for p, b in zip(twin.parameters(), before, strict=True))
-    assert scheduler.get_last_lr() == [0.1]
-
-
 @pytest.mark.parametrize("steps", [None, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, LOW])
 def test_close_restores_stock(steps, dtype):
@@ -217,47 +201,6 @@ def test_a_parameter_of_another_live_wrapper_is_refused():
         wrap(nn.Sequential(model[2]))
     del third
     wrap(model)
-
-
-MOVES = {
-    "half and back": lambda m: m.half().float(),
-    "double": lambda m: m.double(),
-    "bfloat16": lambda m: m.bfloat16(),
-    "new storage": lambda m: [setattr(p, "data", p.data.clone()) for p in m.parameters()],
-    "loaded": lambda m: m.load_state_dict(copy.deepcopy(m.state_dict())),
-    "unfrozen": lambda m: m.requires_grad_(False).requires_grad_(True),
-}
-
-
-@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES.keys())
-@pytest.mark.parametrize("steps", [None, 4])
-def test_moved_parameters_are_armed_again(steps, move):
-    """No gradient is lost, at the latest from the next window on each is captured, and sums stay exact."""
-    model = network()
-    optimizer = wrap(model, steps, reduction="sum")
-    move(model)
-    dtype = model[0].weight.dtype
-    for p in model.parameters():
-        p.grad = None
-    model.load_state_dict(network().to(dtype).state_dict())
-    for seed in range(4):
-        loss_of(model, seed).backward()
-        if steps:
-            assert optimizer.micro_step == seed
-            optimizer.step()
-    if not steps:
-        optimizer.step()
-    singles = [expected(network().to(dtype), (seed,)) for seed in range(4)]
-    for gradient, terms in zip(gradients(model), zip(*singles, strict=True), strict=True):
-        total = torch.stack(terms).double().sum(0)
-        error = (gradient.to(dtype).double() - total).abs().max()
-        assert error <= 8 * torch.finfo(dtype).eps * total.abs().max()
-    optimizer.zero_grad()
-    loss_of(model).backward()
-    if steps:
-        assert all(p.grad is None for p in model.parameters()), (
-            "captured again: p.grad stays empty in mid-window"
-        )
 
 
 class Boom(RuntimeError):

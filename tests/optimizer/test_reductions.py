@@ -16,26 +16,6 @@ def assert_close(got: torch.Tensor, exact: torch.Tensor, magnitude: torch.Tensor
     assert bool(((got.double() - exact.double()).abs() <= bound + 1e-300).all()), (got - exact).abs().max()
 
 
-@pytest.mark.parametrize(("samples", "steps", "divisor"), [(3, 2, 18), (2, 1, 6)])
-def test_three_workers(samples, steps, divisor):
-    """3 workers x 3 samples x 2 micro-batches: the update is the sum of all gradients by 18; 3 x 2 x 1: by 6.
-
-    The loss is the mean of w * x over the samples of a micro-batch, so that x is a sample's gradient; the
-    workers' updates are averaged, as data parallelism does.
-    """
-    values = torch.arange(1.0, 3 * samples * steps + 1)
-    updates = []
-    for worker in values.chunk(3):
-        weight = nn.Parameter(torch.zeros(()))
-        optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight], lr=1.0), steps)
-        for part in worker.split(samples):
-            (weight * part).mean().backward()
-            optimizer.step()
-        assert optimizer.num_updates == 1
-        updates.append(-weight.detach())
-    torch.testing.assert_close(torch.stack(updates).mean(), values.sum() / divisor)
-
-
 @pytest.mark.parametrize("steps", [None, 4])
 @pytest.mark.parametrize("reduction", ["weighted", "normalized"])
 def test_ragged_lengths_equal_one_full_batch(reduction, steps):

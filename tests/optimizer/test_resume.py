@@ -5,65 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 import io
-import signal
-import textwrap
 from collections.abc import Callable
-from pathlib import Path
 
-import forked
 import pytest
 import torch
 from loops import LOW, loss_of, network, through_file, wrap
 from torch import nn
 
 import fusedacc
-
-SCRIPT = textwrap.dedent(
-    """
-    import os, signal, sys
-    import torch
-    from torch import nn
-    import fusedacc
-
-    folder, dtype, steps, kill_after = sys.argv[1], getattr(torch, sys.argv[2]), sys.argv[3], int(sys.argv[4])
-    steps = None if steps == "manual" else int(steps)
-    K, TOTAL, SAVE_AT = 4, 14, 6
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3), nn.Linear(3, 3)).to(dtype)
-    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01), steps)
-    start, checkpoint = 0, os.path.join(folder, "checkpoint.pt")
-    if os.path.exists(checkpoint):
-        saved = torch.load(checkpoint)
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        start = saved["next"]
-    for index in range(start, TOTAL):
-        if index == kill_after:
-            os.kill(os.getpid(), signal.SIGKILL)
-        generator = torch.Generator().manual_seed(index)
-        hidden = model[1](model[0](torch.randn(5, 6, generator=generator).to(dtype)))
-        output = model[2](hidden)
-        if index % 3 == 0:  # not every parameter has a gradient in every micro-batch
-            output = model[3](output)
-        (output.float().pow(2).mean() / (1 if steps else K)).backward()
-        if steps or (index + 1) % K == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-        if index + 1 == SAVE_AT:
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "next": index + 1}
-            torch.save(state, checkpoint + ".part")
-            os.replace(checkpoint + ".part", checkpoint)
-    if steps:
-        optimizer.flush()
-    torch.save({"model": model.state_dict(), "inner": optimizer.optimizer.state_dict(),
-                "updates": optimizer.num_updates}, os.path.join(folder, "end.pt"))
-    """
-)
-
-
-def start(folder: Path, dtype: str, steps: str, kill_after: int = -1) -> forked.Running:
-    return forked.start(SCRIPT, str(folder), dtype, steps, str(kill_after))
 
 
 def leaves(tree: object) -> list:
@@ -83,22 +32,6 @@ def assert_identical(a: object, b: object) -> None:
             assert torch.equal(x, y)
         else:
             assert x == y
-
-
-@pytest.mark.parametrize(("dtype", "steps"), [("float32", "4"), ("bfloat16", "manual")])
-def test_killed_in_mid_window_and_resumed(tmp_path, dtype, steps):
-    """Micro-batch 6 is the second of its window; the process dies in the next, with SIGKILL."""
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    whole.mkdir(), killed.mkdir()
-    undisturbed = start(whole, dtype, steps)
-    assert start(killed, dtype, steps, kill_after=7).wait().returncode == -signal.SIGKILL
-    assert (killed / "checkpoint.pt").exists()
-    assert not (killed / "end.pt").exists()
-    assert start(killed, dtype, steps).wait().returncode == 0
-    assert undisturbed.wait().returncode == 0
-    ends = [torch.load(folder / "end.pt") for folder in (whole, killed)]
-    assert_identical(*ends)
-    assert ends[0]["updates"] == (4 if steps == "4" else 3)
 
 
 def pair(lr: float = 0.1):
@@ -230,26 +163,6 @@ def test_a_partial_window_may_be_left_out():
     fresh.load_state_dict(optimizer.state_dict(include_partial=False))
     assert fresh.micro_step == 0
     assert optimizer.micro_step == 1
-
-
-def test_a_checkpoint_goes_to_and_from_the_bare_optimizer():
-    model, optimizer = pair()
-    for seed in range(3):
-        micro_batch(model, optimizer, seed)
-        optimizer.step(), optimizer.zero_grad()
-    twin, fresh = pair(lr=0.7)
-    twin.load_state_dict(model.state_dict())
-    bare = torch.optim.SGD(pair()[0].parameters(), lr=0.7, momentum=0.9)
-    bare.load_state_dict(through_file(optimizer.state_dict()))
-    assert_identical(bare.state_dict()["state"], optimizer.optimizer.state_dict()["state"])
-    fresh.load_state_dict(through_file(optimizer.optimizer.state_dict()))
-    assert fresh.param_groups[0]["lr"] == 0.1
-    for m, o in ((model, optimizer), (twin, fresh)):
-        for seed in (3, 4, 5):
-            micro_batch(m, o, seed)
-            o.step(), o.zero_grad()
-    assert_identical(model.state_dict(), twin.state_dict())
-    assert_identical(optimizer.optimizer.state_dict(), fresh.optimizer.state_dict())
 
 
 def test_no_group_of_a_live_optimizer_keeps_our_counters():

@@ -18,7 +18,6 @@ from loops import (
     network,
     scalar,
     through_file,
-    wrap,
     wrap_momentum,
 )
 from torch.optim import lr_scheduler, swa_utils
@@ -331,16 +330,3 @@ class TestUpdateScheduler:
         parts = [UpdateScheduler(lr_scheduler.StepLR(optimizer, 1)) for _ in range(2)]
         with pytest.raises(TypeError, match="wrap the SequentialLR"):
             lr_scheduler.SequentialLR(optimizer, parts, milestones=[2])
-
-
-def test_averaging_a_wrapped_model_takes_no_hook_along():
-    """AveragedModel deep-copies the model; a backward through the average is stock's."""
-    model = network()
-    optimizer = wrap(model, 1, model=model)
-    averaged = swa_utils.AveragedModel(model)
-    loss_of(averaged.module).backward()
-    assert all(p.grad is not None for p in averaged.parameters())
-    assert (optimizer.micro_step, optimizer.num_updates) == (0, 0)
-    cleared_micro_batch(model, optimizer)
-    averaged.update_parameters(model)
-    assert optimizer.num_updates == 1

@@ -131,12 +131,3 @@ def test_unknown_ones_are_refused_before_anything_is_counted(steps, way):
         optimizer.step()
         weight.sum().backward()
     assert optimizer.num_updates == 1
-
-
-def test_an_optimizer_that_takes_none_refuses_all():
-    weight = nn.Parameter(torch.zeros(3))
-    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.AdamW([weight]), 2)
-    with pytest.raises(TypeError, match="inner AdamW: got an unexpected keyword argument 'hessian'"):
-        optimizer.step(hessian=1.0)
-    with pytest.raises(TypeError, match="inner AdamW"):
-        optimizer.flush(hessian=1.0)

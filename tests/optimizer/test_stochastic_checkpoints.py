@@ -78,29 +78,6 @@ def test_a_gradient_with_a_graph_that_autograd_has_stored_counts_too(steps):
     assert_identical(model.state_dict(), other.state_dict())
 
 
-@pytest.mark.parametrize("how", ["pickle", "deepcopy"])
-@pytest.mark.parametrize(("steps", "done"), [(4, 2), (4, 4), (None, 4)])  # torch copies no p.grad
-def test_copies_go_on_bit_for_bit(steps, how, done):
-    model = network(LOW)
-    optimizer = wrap(model, steps, **STOCHASTIC)
-
-    def train(net, its, numbers) -> None:
-        for number in numbers:
-            loss_of(net, number).backward()
-            if steps or number % 4 == 3:
-                its.step(), its.zero_grad()
-
-    train(model, optimizer, range(done))
-    both = [model, optimizer]
-    other, twin = copy.deepcopy(both) if how == "deepcopy" else pickle.loads(pickle.dumps(both))
-    assert twin._accumulators.noise.seed == 8
-    for each, its in ((model, optimizer), (other, twin)):
-        train(each, its, range(done, 12))
-    assert optimizer.num_updates == twin.num_updates == 3
-    assert_identical(model.state_dict(), other.state_dict())
-    assert_identical(optimizer.state_dict(), twin.state_dict())
-
-
 def test_sums_of_float32_are_refused_in_mid_window_and_welcome_between_windows():
     _, optimizer, train = settings(dtype=LOW)
     other, loaded, _ = settings(dtype=LOW, **STOCHASTIC)
@@ -134,23 +111,6 @@ def test_checkpoints_of_either_rounding_load_into_the_other(nearest, way):
         go_on(range(2, 4))
     assert resumed.num_updates == 1
     assert_close_weights(model, other, 0.02, 0.02)
-
-
-def test_a_checkpoint_holds_plain_numbers():
-    _, optimizer, train = settings(dtype=LOW, **STOCHASTIC)
-    train(range(2))
-    state = optimizer.state_dict()[OWN]
-    assert {name: type(value) for name, value in state[NOISE].items()} == {
-        "seed": int,
-        "addition": int,
-        "reduction": int,
-        "reduced": bool,
-        "written": int,
-    }
-    assert state[NOISE]["seed"] == 8
-    assert state[NOISE]["addition"] > 0
-    sums = [each for each in optimizer.state_dict()["state"].values() if "fusedacc_sum" in each]
-    assert {each["fusedacc_sum"].dtype for each in sums} == {LOW}
 
 
 GOOD = {"seed": 1, "addition": 2, "reduction": 0, "reduced": False, "written": 0}

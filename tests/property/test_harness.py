@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import sweeps
 import torch
 
 from fusedacc import AccumulatingOptimizer as Wrapper
@@ -21,10 +18,8 @@ from fusedacc.optimizer.parameters import ParameterSet
 from fusedacc.optimizer.window import Window
 
 from .events import random_case
-from .legality import exact
-from .lockstep import failure, stock
+from .lockstep import failure
 from .oracle import Mismatch
-from .scaling import PlainScaler, Scaling
 from .test_property import wrapping
 
 #: A method or property, and what takes its place: a function that is handed the original first.
@@ -115,40 +110,3 @@ def test_a_mistake_is_found_out(name, monkeypatch):
         monkeypatch.setattr(kind, method, broken)
     found = (failure(random_case(seed), wrapping(seed)) for seed in (hint, *range(400)))
     assert any(isinstance(error, Mismatch) for error in found)
-
-
-def stand_in(case):
-    """The case's own oracle, looking like a wrapper."""
-
-    def make(inner, loop):
-        subject = stock(case)(inner, loop)
-        subject.optimizer = inner
-        return subject
-
-    return make
-
-
-def test_two_stock_interpreters_never_differ():
-    """What the harness compares is deterministic. p.grad of stock cannot show what masters have."""
-    for case in map(random_case, range(40 if sweeps.FULL else 20)):
-        assert case.loop.masters or failure(case, stand_in(case), exposes=exact(case)) is None
-
-
-def test_the_plain_scaler_is_torchs():
-    """Overflow now and then, in a loop of torch's own."""
-    generator = random.Random(0)
-    for interval in (1, 2, 3):
-        torchs = torch.amp.GradScaler("cpu", init_scale=2.0**9, growth_interval=interval)
-        oracle = SimpleNamespace(has_updated=True, found=False, loss_scale=1.0)
-        plain = PlainScaler(Scaling("torch", 2.0**9, interval), oracle)
-        p = torch.nn.Parameter(torch.ones(3))
-        optimizer = torch.optim.SGD([p], lr=0.1)
-        for _ in range(30):
-            oracle.found = generator.random() < 0.3
-            loss = p.sum() * (float("inf") if oracle.found else 1.0)
-            assert torch.equal(torchs.scale(loss), plain.scale(loss)), "which losses are multiplied by"
-            torchs.scale(loss).backward()
-            torchs.step(optimizer), plain.note()
-            torchs.update(), plain.update()
-            optimizer.zero_grad()
-            assert plain.state_dict().items() <= torchs.state_dict().items()
