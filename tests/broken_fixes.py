@@ -377,4 +377,18 @@ FIXES = (
         "",
         "tests/kernels/test_norm_prefetch.py",
     ),
+    Mutant(
+        "the sum of sparse gradients takes over the user's tokens and gradient of the output",
+        "fusedacc/accumulators",
+        "part.is_contiguous() and storage_users(part) == 2 else part.clone()",
+        "part.is_contiguous() else part.clone()",
+        "tests/accumulators/test_sparse.py",
+    ),
+    Mutant(
+        "a first sparse gradient is multiplied in a pass of its own",
+        "fusedacc/accumulators",
+        "stays = is_one(scale) or (self._may_defer(slot, scale) and not slot.in_bucket)",
+        "stays = is_one(scale)",
+        "tests/accumulators/test_sparse.py",
+    ),
 )
