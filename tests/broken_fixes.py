@@ -391,4 +391,18 @@ FIXES = (
         "stays = is_one(scale)",
         "tests/accumulators/test_sparse.py",
     ),
+    Mutant(
+        "a backward that is recorded copies the weight",
+        "fusedacc/nn/linear.py",
+        "used = CastFunction.apply(weight, used)",
+        "used = used + (weight - weight.detach())",
+        "tests/nn/test_native_functions.py",
+    ),
+    Mutant(
+        "a weight's gradient is made where nothing differentiates by the weight",
+        "fusedacc/autograd",
+        "if node is not None and not torch._C._will_engine_execute_node(node):\n                return True",
+        "pass",
+        "tests/nn/test_native_functions.py",
+    ),
 )
