@@ -93,7 +93,11 @@ def sparse(results: Results, effort: str) -> None:
 
             variants.append(variant(way, table, OPTIMIZERS[name], loss, SPARSE_AT_LEAST))
         case = Case(
-            "gradients", f"{height} x {columns}, {count} tokens", "sparse", f"{name}, k={STEPS}", "float32"
+            "gradients",
+            f"{height} x {columns}, {count} tokens",
+            f"sparse, {name}",
+            f"{name}, k={STEPS}",
+            "float32",
         )
         results.add(measure(case, variants, ROUNDS[effort], timer=thread_time))
 

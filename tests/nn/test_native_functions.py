@@ -61,7 +61,9 @@ def test_the_output_of_a_linear_may_be_written_in_place(shape, autocast):
             assert torch.equal(ours, theirs)
             assert torch.equal(slope, wanted)
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-        tolerances = {"rtol": 0.02, "atol": 0.02} if autocast else {}
+        # Stock rounds each gradient to bfloat16.
+        rounding = len(WRITES) * 2.0**-8 * theirs.grad.abs().max().item()
+        tolerances = {"rtol": 0.0, "atol": rounding} if autocast else {}
         torch.testing.assert_close(ours.grad, theirs.grad, **tolerances)
 
 
