@@ -15,8 +15,8 @@ from .constants import SPLIT_ROWS, TOKEN_CLASSES, Way
 #: Tokens, by class, and the sum's shape, of a trial.
 _TRIED = (8, 32, 64, 192)
 _SHAPE = 512, 512
-#: The shape where loops of our own are tried. They are at their best while a second-level cache holds the sum,
-#: but most of a model's time goes to sums that are not.
+#: The shape where loops of our own are tried. They are at their best while the sum fits a second-level cache,
+#: but most of a model's time goes to sums that do not.
 _BEYOND_CACHE = 2048, 1024
 #: Of so many classes, each with few tokens, loops of our own may multiply bfloat16.
 _RANK_K_CLASSES = 2
