@@ -31,6 +31,7 @@ SHOWN = (
     "experts_model",
     "data_parallel",
     "wrapper_window",
+    "gradients",
     "peak_memory",
 )
 #: Those that need other packages or more time, by the command that measures them.

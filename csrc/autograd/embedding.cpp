@@ -26,7 +26,7 @@ class EmbeddingFunction : public torch::autograd::Function<EmbeddingFunction> {
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     variable_list found(6);
     const at::Tensor& gradient = gradients[0];
-    if (!gradient.defined()) return found;
+    if (!gradient.defined() || !context->needs_input_grad(0)) return found;
     const at::Tensor indices = context->get_saved_variables()[0];
     const WeightTarget destination(context, 0);
     const RecordedCall* call = destination.call();
@@ -35,10 +35,10 @@ class EmbeddingFunction : public torch::autograd::Function<EmbeddingFunction> {
     const bool by_frequency = options[2] != 0;
     const at::Tensor* weight = destination.weight();
     const int task = torch::autograd::get_current_graph_task_id();
-    const bool added =
-        (weight && call->entry->direct->add_rows(task, call->entry->index, indices, gradient, *weight,
-                                                 padding, by_frequency)) ||
-        (call && call->site->adds(indices, gradient, destination.armed(), padding, by_frequency));
+    const bool added = (weight && call->entry->direct->add_rows(task, call->entry->index, indices, gradient,
+                                                                *weight, padding, by_frequency)) ||
+                       (call && !at::GradMode::is_enabled() &&
+                        call->site->adds(indices, gradient, destination.armed(), padding, by_frequency));
     if (!added) found[0] = at::embedding_dense_backward(gradient, indices, rows, padding, by_frequency);
     return found;
   }

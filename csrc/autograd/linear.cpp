@@ -22,10 +22,11 @@ int64_t tokens(const at::Tensor& tensor) {
 
 at::Tensor as_rows(const at::Tensor& tensor) { return tensor.reshape({tokens(tensor), tensor.size(-1)}); }
 
-// Adds left^T right to the weight's accumulator; false where autograd is to have it.
+// Adds left^T right to the weight's accumulator; false where autograd is to have it, as in a backward that is
+// recorded.
 bool adds(const WeightTarget& destination, const at::Tensor& left, const at::Tensor& right) {
   const RecordedCall* call = destination.call();
-  if (call == nullptr) return false;
+  if (call == nullptr || at::GradMode::is_enabled()) return false;
   const Multiplier by =
       call->site->multiplier(left.scalar_type(), call->entry->accumulator_dtype, left.size(0));
   if (by > Multiplier::kPython) {
@@ -37,15 +38,13 @@ bool adds(const WeightTarget& destination, const at::Tensor& left, const at::Ten
   return call->site->adds(left, right, destination.armed());
 }
 
-// The same numbers, differentiable by the parameter: this backward is recorded.
+// The same memory, differentiable by the parameter: this backward is recorded.
 at::Tensor as_function_of_weight(const at::Tensor& used) {
   const auto node = torch::autograd::get_current_node();
   if (node == nullptr) return used;
   const auto* end =
       dynamic_cast<const torch::autograd::AccumulateGrad*>(node->next_edge(kWeight).function.get());
-  if (end == nullptr) return used;
-  const at::Tensor cast = end->variable.to(used.dtype());
-  return used + (cast - cast.detach());
+  return end == nullptr ? used : cast_of(end->variable, used);
 }
 
 class LinearFunction : public torch::autograd::Function<LinearFunction> {
@@ -90,7 +89,9 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
     const at::Tensor& right = transposed ? rows : inputs;
     // Autograd casts nothing for a parameter whose grad_dtype the wrapper has set to None.
     const at::ScalarType dtype = context->saved_data["dtype"].toScalarType();
-    if (!adds(destination, left, right)) found[kWeight] = at::mm(left.t(), right).to(dtype);
+    if (context->needs_input_grad(kWeight) && !adds(destination, left, right)) {
+      found[kWeight] = at::mm(left.t(), right).to(dtype);
+    }
     if (context->saved_data["bias"].toBool() && context->needs_input_grad(kBias)) {
       found[kBias] = rows.sum(0).to(dtype);
     }

@@ -21,8 +21,9 @@ void finish_norm(const FinishRequest& finish);
 // The rows of a table. Throws if a number is no row, before anything is written.
 void add_rows(const RowWork& work, double scale);
 
-// A product into an accumulator, by torch's own BLAS and oneDNN. A way that does not fit the dtypes is taken
-// as kWhole; so is kRounded where the sum is rounded stochastically.
+// A product into an accumulator, by torch's own BLAS and oneDNN or by loops of our own. A way that does not
+// fit the dtypes or the number of tokens is taken as kWhole; so is kRounded where the sum is rounded
+// stochastically.
 void run_gemm(const GemmRequest& request, Way way);
 
 // Many of them, experts shared out among the threads, and those with few tokens by loops of our own.

@@ -20,6 +20,8 @@ constexpr int64_t kSplitRows = 128;
 constexpr int64_t kPartBytes = 3 << 20;
 // Casts of so many tokens at least are multiplied at once.
 constexpr int64_t kLeastTokens = 128;
+// A thread's least share of the rows, where loops of our own multiply: they take four rows at a time.
+constexpr int64_t kRankRows = 16;
 // Parts end at multiples of the blocks that oneDNN and BLAS work in.
 constexpr int64_t kBlock = 64;
 
@@ -162,6 +164,18 @@ void add_rounded(const GemmRequest& all) {
   });
 }
 
+void add_rank_k_rows(int64_t begin, int64_t end, void* opaque) {
+  const GemmRequest& all = *static_cast<const GemmRequest*>(opaque);
+  const Loops::AddRankK add_rank_k = loops().add_rank_k[find_pair(all.left.dtype, all.accumulator.dtype)];
+  add_rank_k(all.rows_part(begin, end - begin));
+}
+
+// Of few tokens, in one pass over the accumulator.
+void add_rank_k(GemmRequest all) {
+  const int64_t rows = std::max(kRankRows, grain() / all.accumulator.cols);
+  parallel_for(all.accumulator.rows, rows, add_rank_k_rows, all);
+}
+
 // Into a 16-bit accumulator by float32 copies of its parts, so that it is rounded once.
 void add_narrow(const GemmRequest& all) {
   by_parts(all, Dtype::kFloat32, [](const GemmRequest& part, const Matrix& wide) {
@@ -187,7 +201,10 @@ void run_gemm(const GemmRequest& request, Way way) {
   const bool wide = accumulator == Dtype::kFloat32 || accumulator == Dtype::kFloat64;
   const bool stochastic = accumulator == Dtype::kStochasticBFloat16;
   const bool rounded = way == Way::kRounded && operands == Dtype::kBFloat16 && !stochastic;
-  if (way == Way::kSplit && accumulator == operands && accumulator == Dtype::kFloat32) {
+  const int64_t tokens = request.left.rows;
+  if (way == Way::kRankK && tokens > 0 && tokens <= kRankTokens) {
+    add_rank_k(request);
+  } else if (way == Way::kSplit && accumulator == operands && accumulator == Dtype::kFloat32) {
     multiply_split(request);
   } else if (accumulator == operands && wide) {
     multiply_whole(request);

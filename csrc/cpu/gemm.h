@@ -9,7 +9,7 @@
 namespace fusedacc::cpu {
 
 // As in fusedacc/kernels/constants.py, which says what the ways are.
-enum class Way : int64_t { kWhole, kSplit, kRounded };
+enum class Way : int64_t { kWhole, kSplit, kRounded, kRankK };
 constexpr int64_t kTokenClasses[] = {16, 47, 100};
 constexpr int kClasses = sizeof(kTokenClasses) / sizeof(*kTokenClasses) + 1;
 

@@ -19,8 +19,9 @@ from ..kernels import checks
 from ..kernels.dtypes import PAIRS, is_deferrable
 from ..kernels.local_parts import are_alike, is_distributed, local, placed_as
 from ..kernels.rounding import round_into_
+from . import sparse
 from .buffers import buffers, is_sole, owns_memory
-from .deferred_scale import DeferredScales, is_one, scaled
+from .deferred_scale import DeferredScales, is_one, scaled, to_device_of
 from .noise import NoiseSource
 from .p_grad import ParamGrads
 from .param import GradState, Lane, Slot
@@ -287,19 +288,27 @@ class Adder:
                 increment_version([accumulator])
             return True
 
-    def add_eagerly(self, slot: Slot, gradient: Tensor, scale: float | Tensor) -> None:
+    def add_eagerly(self, slot: Slot, gradient: Tensor, scale: float | Tensor, sole: bool = False) -> None:
         """As `add`, by plain torch: sparse and complex gradients, subclasses, dtypes that no kernel pairs.
 
         A sum that is sparse, or a subclass that no kernel takes, is rounded to nearest whatever the wrapper's
         rounding is: torch adds up repeated indices when it likes.
+
+        Args:
+            slot: the parameter's.
+            gradient: of any kind.
+            scale: what it is multiplied by; a tensor must not change any more.
+            sole: nothing else refers to the gradient.
         """
         with self._lock:
             if is_distributed(gradient) and self.add_part(slot, gradient, scale):
                 return
             self._partial.complete([slot])
-            self._rescaler.apply([slot])
             self._norms.forget([slot])
             accumulator = self._grads.current(slot)
+            if gradient.is_sparse and self._add_rows(slot, accumulator, gradient, scale, sole):
+                return
+            self._rescaler.apply([slot])
             dtype = slot.accumulate_dtype if accumulator is None else accumulator.dtype
             if accumulator is None or (accumulator.is_sparse and not gradient.is_sparse):
                 noise = self._noise.of([slot], dtype) if checks.is_plain(gradient) else None
@@ -322,6 +331,27 @@ class Adder:
                 accumulator.add_(scaled(gradient.to(dtype), scale))
             else:
                 accumulator.add_(gradient, alpha=scale)
+
+    def _add_rows(
+        self, slot: Slot, accumulator: Tensor | None, gradient: Tensor, scale: float | Tensor, sole: bool
+    ) -> bool:
+        """`add_eagerly` of a sparse gradient: the first, or to a sum of rows. False with nothing done where
+        the sum is of another kind."""
+        grads, deferred = self._grads, self._deferred
+        if accumulator is None:
+            rows = sparse.owned(gradient, slot.accumulate_dtype, sole)
+            stays = is_one(scale) or (self._may_defer(slot, scale) and not slot.in_bucket)
+            if not stays:
+                rows._values().mul_(to_device_of(scale, rows))
+            grads.put(slot, rows)
+            if stays and not is_one(scale):
+                deferred.defer([slot], scale)
+            return True
+        if not (accumulator.is_sparse and sparse.may_join(accumulator, gradient)):
+            return False
+        grads.put(slot, sparse.joined(accumulator, deferred[slot], gradient, scale))
+        deferred.discharge([slot])
+        return True
 
 
 def fits(slot: Slot, accumulator: Tensor | None) -> bool:

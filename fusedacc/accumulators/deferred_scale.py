@@ -101,11 +101,17 @@ def scaled(tensor: Tensor, scale: float | Tensor) -> Tensor:
     if is_one(scale):
         return tensor
     scale = to_device_of(scale, tensor)
-    if not tensor.is_sparse or not isinstance(scale, Tensor):
+    if not tensor.is_sparse:
         return tensor * scale
-    # A product with a tensor would sum repeated indices, and so round elsewhere than stock.
-    indices, values = tensor._indices(), tensor._values() * scale
-    return torch.sparse_coo_tensor(indices, values, tensor.shape, is_coalesced=tensor.is_coalesced())
+    # torch's product with a tensor would sum repeated indices, and so round elsewhere than autograd does; its
+    # product with a number is slow.
+    return torch.sparse_coo_tensor(
+        tensor._indices(),
+        tensor._values() * scale,
+        tensor.shape,
+        check_invariants=False,
+        is_coalesced=tensor.is_coalesced(),
+    )
 
 
 def to_device_of(scale: float | Tensor, tensor: Tensor) -> float | Tensor:

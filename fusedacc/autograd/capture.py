@@ -150,7 +150,7 @@ class Capture:
                 slot.set_needs_eager(True)
             task.added = True
             self._flush_shared(task, [slot])
-            self.accumulators.adder.add_eagerly(slot, gradient, self._scale(task))
+            self.accumulators.adder.add_eagerly(slot, gradient, self._scale(task), sole)
             return SWALLOWED
         identity, adder = task_id(), self.accumulators.adder
         if slot.native is not None and self.hooks.add_now(slot, identity, gradient):
@@ -215,6 +215,11 @@ class Capture:
             to autograd: somebody differentiates by the weight, or looks at its gradient on the way.
         """
         param, nodes = slot.param, self.registry.nodes
+        try:
+            if node is not None and not torch._C._will_engine_execute_node(node):
+                return True
+        except RuntimeError:  # torch.autograd.grad by the weight itself
+            return False
         if (
             torch.is_grad_enabled()
             or torch.is_anomaly_enabled()  # which looks for nan in it
@@ -225,11 +230,6 @@ class Capture:
             or slot not in nodes
             or nodes[slot][0] is not node  # the parameter was moved or cast
         ):
-            return False
-        try:
-            if not torch._C._will_engine_execute_node(node):
-                return True
-        except RuntimeError:  # torch.autograd.grad by the weight itself
             return False
         task = self.tasks.get(task_id())
         if task is None:

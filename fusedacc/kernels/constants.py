@@ -35,6 +35,8 @@ class Way(enum.IntEnum):
     SPLIT = 1
     #: A product of bfloat16 as torch makes it, rounded to bfloat16, in parts; then added.
     ROUNDED = 2
+    #: Loops of our own, in one pass over the sum, for up to `kRankTokens` of csrc/cpu/loops.h.
+    RANK_K = 3
 
 
 class Multiplier(enum.IntEnum):

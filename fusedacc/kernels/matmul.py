@@ -8,7 +8,9 @@ as torch rounds its own, before it is added to a float32 sum. Whether it does, a
 (`tuning`), by how many tokens there are: AMX is four times as fast from the first one on, the bfloat16
 instructions of AVX-512 twice as fast with many, and without either such products are out of the question.
 
-Who multiplies: on a CPU the extension calls torch's BLAS and oneDNN in place. The eager backend is plain
+Who multiplies: on a CPU the extension calls torch's BLAS and oneDNN in place. For a product of bfloat16 with
+few tokens the trial also times loops of our own, which take one pass over the sum and depend on no library.
+Parts that are rounded first cost as much as two passes then. The eager backend is plain
 torch, on any device, and the only one on CUDA: stream, workspace, determinism and TF32 are as torch is set.
 """
 
@@ -191,6 +193,8 @@ def _on_cpu(accumulator: torch.dtype, operand: torch.dtype, way: Way, reason: st
         how = "oneDNN into the sum"
         if accumulator == torch.float32:
             how = "parts of torch's bfloat16 product, added one by one"
+    elif way is Way.RANK_K:
+        how = "loops of our own into the sum"
     elif way is Way.SPLIT:
         how = "BLAS into the sum, rows shared out among the threads"
     elif operand.itemsize > 2 and operand == accumulator:

@@ -14,7 +14,12 @@ from .constants import SPLIT_ROWS, TOKEN_CLASSES, Way
 
 #: Tokens, by class, and the sum's shape, of a trial.
 _TRIED = (8, 32, 64, 192)
-_ROWS, _COLUMNS = 512, 512
+_SHAPE = 512, 512
+#: The shape where loops of our own are tried. They are at their best while the sum fits a second-level cache,
+#: but most of a model's time goes to sums that do not.
+_BEYOND_CACHE = 2048, 1024
+#: Of so many classes, each with few tokens, loops of our own may multiply bfloat16.
+_RANK_K_CLASSES = 2
 #: Parts that a thread gets at least where a product is cut up, as in csrc/cpu/gemm.cpp.
 _PARTS_PER_THREAD = 2
 #: Values of ONEDNN_MAX_CPU_ISA under which it multiplies bfloat16 by float32's instructions.
@@ -49,20 +54,27 @@ def _question(
     if len(ways) == 1:
         return None
     # Nobody splits without having tried: on some processors it takes a quarter less time, on others more.
-    default = Way.ROUNDED if Way.ROUNDED in ways and has_bfloat16 else Way.WHOLE
-    rows = max(_ROWS, SPLIT_ROWS * _PARTS_PER_THREAD * threads) if Way.SPLIT in ways else _ROWS
+    default = Way.WHOLE
+    if Way.ROUNDED in ways and has_bfloat16:
+        default = Way.RANK_K if number == 0 else Way.ROUNDED
+    shape = _SHAPE
+    if Way.SPLIT in ways:
+        shape = max(shape[0], SPLIT_ROWS * _PARTS_PER_THREAD * threads), shape[1]
+    elif Way.RANK_K in ways:
+        shape = _BEYOND_CACHE
     return tuning.Question(
         f"product of {str(operand)[6:]} into {str(accumulator)[6:]}, {in_words(number)}",
         tuple(way.name.lower() for way in ways),
         default.name.lower(),
-        functools.partial(_trial, accumulator, operand, _TRIED[number], rows, ways),
+        functools.partial(_trial, accumulator, operand, _TRIED[number], shape, ways),
     )
 
 
 def ways_of(accumulator: torch.dtype, operand: torch.dtype, number: int, threads: int) -> tuple[Way, ...]:
     """The ways for a pair of dtypes and a class of tokens."""
     if operand == torch.bfloat16:
-        return Way.WHOLE, Way.ROUNDED
+        # With few tokens, parts of a product that is rounded first cost what two passes over the sum cost.
+        return (Way.WHOLE, Way.ROUNDED, Way.RANK_K) if number < _RANK_K_CLASSES else (Way.WHOLE, Way.ROUNDED)
     # With fewer tokens than that BLAS packs nothing, with more there is enough to do between the packing.
     few_dozen = number == len(TOKEN_CLASSES) - 1
     if operand == accumulator == torch.float32 and few_dozen and threads > 1:
@@ -71,14 +83,18 @@ def ways_of(accumulator: torch.dtype, operand: torch.dtype, number: int, threads
 
 
 def _trial(
-    accumulator: torch.dtype, operand: torch.dtype, tokens: int, rows: int, ways: tuple[Way, ...]
+    accumulator: torch.dtype,
+    operand: torch.dtype,
+    tokens: int,
+    shape: tuple[int, int],
+    ways: tuple[Way, ...],
 ) -> dict[str, Callable[[], object]]:
     generator = torch.Generator().manual_seed(0)
     left, right = (
         torch.empty(tokens, size, device="cpu").uniform_(-1, 1, generator=generator).to(operand)
-        for size in (rows, _COLUMNS)
+        for size in shape
     )
-    total = torch.zeros(rows, _COLUMNS, dtype=accumulator, device="cpu")
+    total = torch.zeros(shape, dtype=accumulator, device="cpu")
     operator = torch.ops.fusedacc.gemm_accumulate_.default
     return {
         way.name.lower(): functools.partial(operator, total, left, right, None, 1.0, None, 1.0, int(way))

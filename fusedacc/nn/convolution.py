@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from ..accumulators import Slot
 from ..autograd.capture import Capture
 from ..kernels import native_module
-from ..kernels.uncompiled import runs_as_written
+from .cast_function import CastFunction
 from .patched_forward import PATCHED, PatchedForward
 
 #: Elements of a weight from which on its cast costs more than a forward in Python does.
@@ -71,21 +71,6 @@ class PatchedTransposed(PatchedConvolution):
         stride, padding, _, dims, dilation = own
         added = module._output_padding(input, output_size, *own)
         return _TRANSPOSED[dims](input, weight, module.bias, stride, padding, added, module.groups, dilation)
-
-
-class CastFunction(torch.autograd.Function):
-    """`weight.to(kept.dtype)`, of which `kept` has the elements; the gradient is cast as autocast's is."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, kept: Tensor) -> Tensor:
-        ctx.dtype = weight.dtype
-        ctx.set_materialize_grads(False)
-        return kept.detach()
-
-    @staticmethod
-    @runs_as_written
-    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:
-        return None if gradient is None else gradient.to(ctx.dtype), None
 
 
 _TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}

@@ -19,6 +19,7 @@ from ..kernels.checks import GRADIENT_TYPES, ORDINARY_TYPES
 from ..kernels.dtypes import PAIRS
 from ..kernels.rounding import Noise
 from ..kernels.uncompiled import runs_as_written
+from .cast_function import CastFunction
 from .weight_sum import WeightSum
 
 #: torch.nn.functional.grouped_mm, or what it was before there was one.
@@ -81,7 +82,7 @@ class GroupedFunction(torch.autograd.Function):
         of_rows = of_weight = None
         if used is not None:
             if torch.is_grad_enabled():  # then it has to be a function of the weight
-                used = used + (weight - weight.detach())
+                used = CastFunction.apply(weight, used)
             of_rows = multiply(gradient, used.transpose(-2, -1) if inward else used, offs=offs)
         left, right = (rows, gradient) if inward else (gradient, rows)
 

@@ -21,6 +21,7 @@ from ..kernels.dtypes import PAIRS
 from ..kernels.matmul_ways import class_of
 from ..kernels.rounding import Noise
 from ..kernels.uncompiled import frame_compiler, runs_as_written
+from .cast_function import CastFunction
 from .patched_forward import PATCHED, PatchedForward, adds
 
 
@@ -216,8 +217,7 @@ class LinearFunction(torch.autograd.Function):
         of_input = of_weight = of_bias = None
         if wants_input:
             if torch.is_grad_enabled():  # then it has to be a function of the weight
-                cast = weight.to(used.dtype)
-                used = used + (cast - cast.detach())
+                used = CastFunction.apply(weight, used)
             of_input = torch.mm(rows, used.t() if patched.transposed else used)
             if rows is not gradient:
                 of_input = of_input.view(input.shape)

@@ -235,6 +235,28 @@ def test_without_trials_the_processor_says_whether_products_are_rounded(pair, ha
     how = matmul.select(torch.device("cpu"), pair[1], pair[0], tokens=200).how
     assert ("bfloat16 product" in how) == (has and pair == (BF16, F32))
     assert ("oneDNN" in how) == (has and pair == (BF16, BF16))
+    few = matmul.select(torch.device("cpu"), pair[1], pair[0], tokens=8).how
+    assert ("loops of our own" in few) == (has and pair[0] == BF16)
+
+
+@native
+@pytest.mark.parametrize("tokens", [1, 16, 64])
+def test_loops_of_our_own_give_the_same_bits_on_any_number_of_threads(tokens, generator, threads):
+    accumulator, left, right = matrices((BF16, F32), (300, 700, tokens), generator)
+    found = []
+    for count in (1, 2):
+        threads(count)
+        total = accumulator.clone()
+        operator(total, left, right, 0.5, 0.25, way=Way.RANK_K)
+        found.append(total)
+    assert torch.equal(*found)
+    assert_is_product(found[0], accumulator, left, right, 0.5, 0.25)
+
+
+@native
+def test_loops_of_our_own_allocate_nothing(generator):
+    tensors = matrices((BF16, F32), (300, 700, 16), generator)
+    assert largest_allocation(lambda: operator(*tensors, way=Way.RANK_K)) == 0
 
 
 @native

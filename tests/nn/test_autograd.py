@@ -79,6 +79,13 @@ def gradient_penalty(net) -> None:
     (slope.square().sum() + net.block(x).sum()).backward()
 
 
+def penalty_on_a_second_derivative(net) -> None:
+    point = torch.linspace(-1, 1, 24).view(4, 6).requires_grad_()
+    (slope,) = torch.autograd.grad(net.block(point).square().sum(), point, create_graph=True)
+    (curve,) = torch.autograd.grad(slope.square().sum(), point, create_graph=True)
+    curve.square().sum().backward()
+
+
 def second_derivatives(net) -> None:
     first = torch.autograd.grad(loss_of(net), list(net.parameters()), create_graph=True)
     sum(gradient.square().sum() for gradient in first).backward()
@@ -103,6 +110,7 @@ def some_inputs(net) -> None:
 USES = (
     three_backwards,
     gradient_penalty,
+    penalty_on_a_second_derivative,
     second_derivatives,
     frozen_and_trained_again,
     a_graph_that_is_walked_twice,

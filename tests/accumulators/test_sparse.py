@@ -1,0 +1,154 @@
+"""Sparse gradients are added as autograd adds them: one behind another, in as many passes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fusedacc
+from fusedacc import amp
+
+F64 = torch.float64
+ROWS, WIDTH, LENGTH = 50, 8, 20
+
+
+class Coalesced(torch.autograd.Function):
+    """A lookup whose gradient is sparse and coalesced."""
+
+    @staticmethod
+    def forward(ctx, table: Tensor, tokens: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens)
+        return table[tokens]
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        (tokens,) = ctx.saved_tensors
+        return torch.sparse_coo_tensor(tokens[None], gradient, (ROWS, WIDTH)).coalesce(), None
+
+
+LOOKUPS = {
+    "uncoalesced": lambda table, tokens: nn.functional.embedding(tokens, table, sparse=True),
+    "coalesced": Coalesced.apply,
+    "mixed": lambda table, tokens: (Coalesced.apply if tokens[0] % 2 else LOOKUPS["uncoalesced"])(
+        table, tokens
+    ),
+}
+
+
+def table_of(dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    return nn.Parameter(torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0)).to(dtype))
+
+
+def batches(count: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (
+            torch.randint(0, ROWS, (LENGTH,), generator=generator),
+            torch.randn(LENGTH, WIDTH, generator=generator),
+        )
+        for _ in range(count)
+    ]
+
+
+def gradient(lookup, count: int) -> Tensor:
+    """The mean's dense gradient, in float64."""
+    table = table_of(F64)
+    for tokens, weights in batches(count):
+        ((lookup(table, tokens) * weights).sum() / count).backward()
+    return table.grad.to_dense()
+
+
+def window(optimizer, table: nn.Parameter, lookup, count: int, loss_scale: float = 1.0) -> None:
+    """The micro-batches, of which each writes over the tokens and the output's gradient of the one before."""
+    tokens, output = torch.empty(LENGTH, dtype=torch.long), torch.empty(LENGTH, WIDTH)
+    for index, (of_batch, weights) in enumerate(batches(count)):
+        tokens.copy_(of_batch)
+        output.copy_(weights * loss_scale)
+        lookup(table, tokens).backward(output)
+        if index < count - 1:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("kind", LOOKUPS)
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_the_sum_is_right(kind, count, hooked):
+    table, held = table_of(), []
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([table], lr=0.0), count)
+    if hooked:
+        table.register_hook(held.append)
+    window(optimizer, table, LOOKUPS[kind], count)
+    seen = [each.to_dense() for each in held]
+    found = table.grad
+    assert kind == "mixed" or found.is_coalesced() == (kind == "coalesced")
+    torch.testing.assert_close(
+        found.to_dense().double(), gradient(LOOKUPS[kind], count), rtol=1e-6, atol=1e-6
+    )
+    found._values().zero_()
+    assert all(map(torch.equal, seen, (each.to_dense() for each in held)))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_clipping_and_a_loss_scale(count):
+    start, table = table_of(), table_of()
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([table], lr=1.0), count, max_grad_norm=0.5)
+    scaler = amp.GradScaler("cpu", init_scale=4.0)
+    for tokens, weights in batches(count):
+        held = weights * scaler.scale(torch.tensor(1.0))
+        kept = held.clone()
+        LOOKUPS["uncoalesced"](table, tokens).backward(held)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert torch.equal(held, kept), "the sum has taken over memory that the user holds"
+    wanted = gradient(LOOKUPS["uncoalesced"], count)
+    wanted *= 0.5 / wanted.norm()
+    torch.testing.assert_close((start - table).detach().double(), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("steps", [None, 3])
+def test_of_two_tables_one_of_which_has_dense_gradients(steps):
+    tables = table_of(), table_of(torch.bfloat16)
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(tables, lr=0.0, foreach=True), steps)
+    for tokens, weights in batches(3):
+        of_dense = nn.functional.embedding(tokens, tables[1]) * weights
+        ((LOOKUPS["uncoalesced"](tables[0], tokens) * weights).sum() + of_dense.sum()).backward()
+        if steps:
+            optimizer.step()
+    found = tables[0].grad.to_dense().double() / (1 if steps else 3)
+    torch.testing.assert_close(found, gradient(LOOKUPS["uncoalesced"], 3), rtol=1e-6, atol=1e-6)
+
+
+class Written(TorchDispatchMode):
+    """Counts the elements of float32 that operators write, but not inside sums of sparse tensors."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        found = operator(*args, **(kwargs or {}))
+        strided = isinstance(found, Tensor) and found.layout is torch.strided and found.dtype == torch.float32
+        if strided and "empty" not in operator.name():
+            given = [arg for arg in args if isinstance(arg, Tensor) and arg.layout is torch.strided]
+            is_view = any(torch._C._is_alias_of(found, arg) for arg in given)
+            if operator._schema.is_mutable or not (is_view or "_values" in operator.name()):
+                self.elements += found.numel()
+        return found
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_rows_are_written_as_often_as_autograd_writes_them(count):
+    """The mean's factor costs no pass where anything is added, nor does the first gradient."""
+    elements = []
+    for wrap in (lambda inner: inner, lambda inner: fusedacc.AccumulatingOptimizer(inner, count)):
+        table = table_of()
+        optimizer = wrap(torch.optim.SGD([table], lr=0.0))
+        with Written() as written:
+            for index, (tokens, weights) in enumerate(batches(count)):
+                (LOOKUPS["uncoalesced"](table, tokens) * weights).sum().backward()
+                if index < count - 1 and isinstance(optimizer, fusedacc.AccumulatingOptimizer):
+                    optimizer.step()
+        elements.append(written.elements)
+    assert elements[1] - elements[0] == sum(range(2, count + 1)) * LENGTH * WIDTH
