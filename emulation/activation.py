@@ -72,7 +72,7 @@ def activate(ptx: bool = False) -> Any:
 
     torch_cuda.activate(device)
     sys.meta_path.insert(0, LibraryInPlace(library))
-    kernels = ctypes.CDLL(str(library))
+    kernels = ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
     kernels.emu_set_seed.argtypes = [ctypes.c_uint64]
     if ptx:
         from .ptx import nvcc

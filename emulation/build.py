@@ -150,3 +150,28 @@ def on_x86() -> bool:
 def has_fma() -> bool:
     """Whether this processor has the instruction; else the C library's function does the same, slowly."""
     return on_x86() and " fma " in Path("/proc/cpuinfo").read_text()
+
+
+def ptx_library(ptx: str, name: str) -> Path:
+    """PTX as a library with a function `ptx_NAME` for each kernel NAME.
+
+    It finds the emulated threads and memory in libraries that were loaded before, with global symbols.
+
+    Args:
+        ptx: what is translated.
+        name: for the cache's folder, for people.
+    """
+    from .ptx import translate
+
+    folders = [HERE / "kernels", HERE / "ptx"]
+    flags = ["-std=c++17", "-O1", *EXACT, *(["-mfma"] if has_fma() else [])]
+
+    def make(folder: Path) -> None:
+        source = folder / "ptx.cpp"
+        source.write_text(translate.to_cpp(ptx))
+        search = [f"-I{each}" for each in folders]
+        run(COMPILER, *flags, "-w", "-fPIC", "-shared", *search, source, "-o", folder / "ptx.so")
+        source.unlink()
+
+    made_from = [ptx, *flags, *contents(*folders), version_of(COMPILER)]
+    return cached(f"emulated-ptx-{name}", made_from, make) / "ptx.so"

@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 #: By a part of the test's name.
-REASONS: dict[str, str] = {}
+REASONS = {
+    "2_to_the_31": "tensors of more than 2^31 elements take too much memory and time",
+    "more_elements_than_32_bits": "tensors of more than 2^32 elements take too much memory and time",
+    "one_launch_and_no_copy": "there is no profiler of the emulated device",
+    "test_runs_on_the_current_stream_without_waiting": "the emulated device is never busy when it is asked",
+    "test_tf32_is_as_torch_is_set": "a CPU has no TF32",
+    **{
+        f"test_nothing_as_large_as_the_sum_is_allocated[{layout}-{dtype}-float32]": "the emulated product of "
+        "16-bit operands copies them"
+        for layout in ("rows", "columns")
+        for dtype in ("bfloat16", "float16")
+    },
+}
 
 
 def reason(node: str, ptx: bool) -> str | None:

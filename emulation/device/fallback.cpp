@@ -8,6 +8,7 @@
 #include <torch/library.h>
 
 #include <cstring>
+#include <optional>
 #include <set>
 #include <utility>
 #include <vector>
@@ -229,6 +230,18 @@ bool copy_is_done(const Operation& operation, const std::vector<IValue>& argumen
   return true;
 }
 
+// A copy from one device to another runs on the source's current stream; the target's waits before and after.
+void order(StreamId first, StreamId second) {
+  Event event;
+  record(event, first);
+  wait(second, event);
+}
+std::optional<int> device_copied_from(const std::string& name, const std::vector<IValue>& arguments) {
+  if (name != "aten::copy_") return std::nullopt;
+  const c10::Device to = arguments[0].toTensor().device(), from = arguments[1].toTensor().device();
+  return to.is_cuda() && from.is_cuda() && to != from ? std::optional<int>(from.index()) : std::nullopt;
+}
+
 }  // namespace
 
 void run_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
@@ -244,7 +257,9 @@ void run_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
 
   const std::string overload = schema.overload_name();
   const std::string name = schema.name() + (overload.empty() ? "" : "." + overload);
-  const StreamId stream = current_stream(call.device());
+  const std::optional<int> copied_from = device_copied_from(schema.name(), arguments);
+  const StreamId stream = current_stream(copied_from.value_or(call.device()));
+  if (copied_from) order(current_stream(arguments[0].toTensor().device().index()), stream);
   const bool is_view = kViews.count(schema.name()) > 0;
   Operation operation{stream, 0, name};
   if (!is_view) {
@@ -255,6 +270,7 @@ void run_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
     }
     check_captured(operation);
   }
+  if (copied_from) order(stream, current_stream(arguments[0].toTensor().device().index()));
   if (kWaiting.count(schema.name()) > 0) implicit_wait(stream, name);
   if (schema.name() == "aten::copy_" && copy_is_done(operation, arguments, (*stack)[first + 1].toTensor())) {
     torch::jit::drop(*stack, argument_count);

@@ -11,7 +11,8 @@
 #include <functional>
 #include <random>
 
-namespace emulation {
+// Translated PTX, which is a library of its own, finds them by their names.
+namespace emulation __attribute__((visibility("default"))) {
 
 struct Index {
   unsigned x = 0, y = 0, z = 0;

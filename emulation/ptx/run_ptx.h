@@ -1,0 +1,137 @@
+// What translated PTX consists of. One thread's registers are local variables of raw bits.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <type_traits>
+
+#include "threads.h"
+
+extern "C" {
+// Whether an address is in memory of the device.
+int emu_is_allocated(const void* data);
+}
+
+namespace {
+
+template <typename T>
+inline T as(uint64_t bits) {
+  if constexpr (std::is_same_v<T, bool>) {
+    return bits & 1;
+  } else {
+    T value;
+    std::memcpy(&value, &bits, sizeof(T));
+    return value;
+  }
+}
+template <typename T>
+inline uint64_t raw(T value) {
+  uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof(T));
+  return bits;
+}
+
+// Memory of the device: an access must be aligned, and in an allocation from its first to its last byte.
+inline char* global(uint64_t address, int bytes, bool stores) {
+  if (address % bytes != 0) emulation::fail(stores ? "a misaligned store" : "a misaligned load");
+  char* at = reinterpret_cast<char*>(address);
+  if (!emu_is_allocated(at) || !emu_is_allocated(at + bytes - 1)) {
+    emulation::fail(stores ? "a store outside of all tensors" : "a load outside of all tensors");
+  }
+  return at;
+}
+
+inline char* shared(uint64_t offset, int bytes) {
+  if (offset % bytes != 0) emulation::fail("a misaligned access to shared memory");
+  if (offset + bytes > emulation::kSharedBytes) emulation::fail("an access outside of shared memory");
+  return emulation::shared_memory + offset;
+}
+
+template <typename T>
+inline T load(const char* at) {
+  T value;
+  std::memcpy(&value, at, sizeof(T));
+  return value;
+}
+template <typename T>
+inline void store(char* at, T value) {
+  std::memcpy(at, &value, sizeof(T));
+}
+
+template <typename T>
+inline T minimum(T a, T b) {
+  if constexpr (std::is_floating_point_v<T>) return std::fmin(a, b);
+  return a < b ? a : b;
+}
+template <typename T>
+inline T maximum(T a, T b) {
+  if constexpr (std::is_floating_point_v<T>) return std::fmax(a, b);
+  return a > b ? a : b;
+}
+template <typename T>
+inline T shift_left(T value, uint32_t count) {
+  return count >= sizeof(T) * 8 ? 0 : value << count;
+}
+template <typename T>
+inline T shift_right(T value, uint32_t count) {
+  constexpr uint32_t kBits = sizeof(T) * 8;
+  if (count < kBits) return value >> count;
+  return std::is_signed_v<T> && value < 0 ? -1 : 0;
+}
+inline uint32_t funnel_shift_left(uint32_t low, uint32_t high, uint32_t count) {
+  const uint64_t both = static_cast<uint64_t>(high) << 32 | low;
+  return static_cast<uint32_t>(both << (count & 31) >> 32);
+}
+inline uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) {
+  const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t choice = selector >> (4 * i) & 15;
+    uint32_t byte = bytes >> (8 * (choice & 7)) & 255;
+    if (choice & 8) byte = byte & 128 ? 255 : 0;
+    result |= byte << (8 * i);
+  }
+  return result;
+}
+template <typename T>
+inline T insert_bits(T source, T base, uint32_t position, uint32_t length) {
+  position &= 255;
+  length &= 255;
+  if (position >= sizeof(T) * 8 || length == 0) return base;
+  const T ones = length >= sizeof(T) * 8 ? ~T{0} : (T{1} << length) - 1;
+  const T mask = static_cast<T>(ones << position);
+  return (base & ~mask) | (static_cast<T>(source << position) & mask);
+}
+inline void check_whole_warp(uint32_t lanes) {
+  if (lanes != 0xffffffffu) emulation::fail("an exchange of a part of a warp");
+}
+inline uint32_t exchange(uint32_t value, uint32_t other, uint32_t clamp, uint32_t lanes) {
+  check_whole_warp(lanes);
+  if (clamp != 31 || other > 31) emulation::fail("an exchange within a part of a warp");
+  return static_cast<uint32_t>(emulation::exchange(value, static_cast<int>(other)));
+}
+template <typename T, typename Join>
+inline T reduce_warp(T value, uint32_t lanes, Join join) {
+  check_whole_warp(lanes);
+  for (int other = 16; other > 0; other /= 2) {
+    value = join(value, static_cast<T>(emulation::exchange(raw(value), other)));
+  }
+  return value;
+}
+
+// A GPU makes one nan of all.
+inline float from_bf16(uint16_t bits) { return as<float>(static_cast<uint64_t>(bits) << 16); }
+inline uint16_t to_bf16(float value) {
+  if (value != value) return 0x7fff;
+  const uint32_t bits = static_cast<uint32_t>(raw(value));
+  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+inline float from_f16(uint16_t bits) { return static_cast<float>(as<_Float16>(bits)); }
+inline uint16_t to_f16(float value) {
+  if (value != value) return 0x7fff;
+  return static_cast<uint16_t>(raw(static_cast<_Float16>(value)));
+}
+
+}  // namespace
