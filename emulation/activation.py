@@ -6,6 +6,7 @@ import ctypes
 import functools
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -78,4 +79,8 @@ def activate(ptx: bool = False) -> Any:
         from .ptx import nvcc
 
         nvcc.use(kernels, library)
+    if importlib.util.find_spec("triton") is not None:
+        from .ptx import triton_driver
+
+        triton_driver.use(kernels)
     return kernels

@@ -54,10 +54,6 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "end_capture": (_POINTER, []),
     "replay": (None, [_POINTER, _ID]),
     "delete_tape": (None, [_POINTER]),
-    "begin_launch": (None, [ctypes.c_char_p, _ID, _INT]),
-    "access": (None, [_POINTER, _INT]),
-    "is_recording": (_INT, []),
-    "is_allocated": (_INT, [_POINTER]),
 }
 
 #: The library's functions, once `activate` has run.

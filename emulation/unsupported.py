@@ -6,6 +6,8 @@ from __future__ import annotations
 REASONS = {
     "2_to_the_31": "tensors of more than 2^31 elements take too much memory and time",
     "more_elements_than_32_bits": "tensors of more than 2^32 elements take too much memory and time",
+    "test_triton_grouped_cuda": "tl.dot becomes tensor-core instructions, which are not translated; interpreted, "
+    "the kernel runs in tests/kernels/test_triton_grouped.py",
     "one_launch_and_no_copy": "there is no profiler of the emulated device",
     "test_runs_on_the_current_stream_without_waiting": "the emulated device is never busy when it is asked",
     "test_tf32_is_as_torch_is_set": "a CPU has no TF32",

@@ -52,7 +52,9 @@ EXPORT int emu_is_recording() { return is_recording(); }
 EXPORT void emu_write_down(void (*run)(void*), void* data) {
   write_down([run, data] { run(data); });
 }
-EXPORT int emu_is_allocated(const void* data) { return is_allocated(data); }
+EXPORT int emu_access_exactly(const void* data, int bytes, int writes) {
+  return access_exactly(data, bytes, writes != 0, launch);
+}
 
 EXPORT int32_t aoti_torch_get_current_cuda_stream(int32_t device, void** stream) {
   const int index = device < 0 ? current_device() : device;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <map>
 #include <new>
 #include <optional>
@@ -140,6 +141,33 @@ void access(const void* data, bool writes, const Operation& operation) {
     }
   }
   before = {operation, {}};
+}
+
+bool access_exactly(const void* data, size_t bytes, bool writes, const Operation& operation) {
+  // What this launch has touched already: most accesses are to the few blocks of the last ones.
+  struct Touched {
+    uintptr_t begin = 0, end = 0;
+    StreamId stream = -1;
+    uint64_t time = 0;
+    bool writes = false;
+  };
+  constexpr int kKept = 8;
+  thread_local Touched kept[kKept];
+  thread_local int oldest = 0;
+  const uintptr_t begin = address(data), end = begin + bytes;
+  for (const Touched& each : kept) {
+    const bool same = each.stream == operation.stream && each.time == operation.time;
+    if (same && begin >= each.begin && end <= each.end && (each.writes || !writes)) return true;
+  }
+  const Lock lock(state_mutex());
+  const Block* block = find(data);
+  if (block == nullptr) return false;
+  const uintptr_t first = std::prev(blocks.upper_bound(begin))->first;
+  if (end > first + block->bytes) return false;
+  access(data, writes, operation);
+  kept[oldest] = {first, first + block->bytes, operation.stream, operation.time, writes};
+  oldest = (oldest + 1) % kKept;
+  return true;
 }
 
 void first_write(const void* data, const Operation& operation) {

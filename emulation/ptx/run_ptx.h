@@ -10,8 +10,8 @@
 #include "threads.h"
 
 extern "C" {
-// Whether an address is in memory of the device.
-int emu_is_allocated(const void* data);
+// Note an access of the launch that runs. Returns whether it is in one allocation of the device.
+int emu_access_exactly(const void* data, int bytes, int writes);
 }
 
 namespace {
@@ -37,7 +37,7 @@ inline uint64_t raw(T value) {
 inline char* global(uint64_t address, int bytes, bool stores) {
   if (address % bytes != 0) emulation::fail(stores ? "a misaligned store" : "a misaligned load");
   char* at = reinterpret_cast<char*>(address);
-  if (!emu_is_allocated(at) || !emu_is_allocated(at + bytes - 1)) {
+  if (!emu_access_exactly(at, bytes, stores)) {
     emulation::fail(stores ? "a store outside of all tensors" : "a load outside of all tensors");
   }
   return at;
