@@ -4,7 +4,7 @@ from __future__ import annotations
 
 #: By a part of the test's name.
 REASONS = {
-    "2_to_the_31": "tensors of more than 2^31 elements take too much memory and time",
+    "2_to_the_3": "tensors of more than 2^31 elements take too much memory and time",
     "more_elements_than_32_bits": "tensors of more than 2^32 elements take too much memory and time",
     "test_triton_grouped_cuda": "tl.dot becomes tensor-core instructions, which are not translated; interpreted, "
     "the kernel runs in tests/kernels/test_triton_grouped.py",
@@ -20,6 +20,6 @@ REASONS = {
 }
 
 
-def reason(node: str, ptx: bool) -> str | None:
+def reason(node: str) -> str | None:
     """Why the test of that name is left out, or None."""
     return next((why for part, why in REASONS.items() if part in node), None)
