@@ -20,9 +20,8 @@ NAME = "Emulated H100"
 CAPABILITY = (9, 0)
 MEMORY = 80 << 30
 
-_INT, _LONG, _ID, _SIZE, _POINTER = (
+_INT, _ID, _SIZE, _POINTER = (
     ctypes.c_int,
-    ctypes.c_long,
     ctypes.c_int64,
     ctypes.c_size_t,
     ctypes.c_void_p,
@@ -43,8 +42,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "event_synchronize": (None, [_POINTER]),
     "stream_synchronize": (None, [_ID]),
     "device_synchronize": (None, []),
-    "take_report_count": (_LONG, []),
-    "last_report": (ctypes.c_char_p, []),
+    "take_reports": (ctypes.c_char_p, []),
     "set_sync_mode": (None, [_INT]),
     "allocated_bytes": (_SIZE, []),
     "peak_bytes": (_SIZE, []),
@@ -67,9 +65,9 @@ def _bind(library: ctypes.CDLL) -> None:
         setattr(device, name, function)
 
 
-def take_reports() -> tuple[int, str]:
-    """How many mistakes were reported since the last call, and the last one."""
-    return device.take_report_count(), device.last_report().decode()
+def take_reports() -> list[str]:
+    """What the device has reported since the last call: mistakes of the program that runs."""
+    return device.take_reports().decode().splitlines()
 
 
 def _index(given: Any) -> int:

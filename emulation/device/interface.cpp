@@ -24,8 +24,11 @@ EXPORT void emu_event_synchronize(void* event) { host_waits_for(*static_cast<Eve
 EXPORT void emu_stream_synchronize(int64_t stream) { host_waits_for(stream); }
 EXPORT void emu_device_synchronize() { host_waits_for_all(); }
 
-EXPORT long emu_take_report_count() { return take_report_count(); }
-EXPORT const char* emu_last_report() { return last_report().c_str(); }
+EXPORT const char* emu_take_reports() {
+  static std::string taken;  // until the next call
+  taken = take_reports();
+  return taken.c_str();
+}
 EXPORT void emu_set_sync_mode(int mode) { set_sync_mode(mode); }
 EXPORT size_t emu_allocated_bytes() { return allocated_bytes(); }
 EXPORT size_t emu_peak_bytes() { return peak_bytes(); }

@@ -14,8 +14,7 @@ std::map<StreamId, Clock> clocks;
 // What the host has waited for. Work that is started later comes after all of it.
 Clock host;
 StreamId last_stream = 0xfff;
-long report_count = 0;
-std::string last_text;
+std::string reports;
 int sync_mode = 0;
 
 struct Arrival {
@@ -67,17 +66,14 @@ std::recursive_mutex& state_mutex() {
 
 void report(const std::string& text) {
   const Lock lock(state_mutex());
-  ++report_count;
-  last_text = text;
+  reports += text + "\n";
   std::fprintf(stderr, "EMULATION: %s\n", text.c_str());
 }
 
-long take_report_count() {
+std::string take_reports() {
   const Lock lock(state_mutex());
-  return std::exchange(report_count, 0);
+  return std::exchange(reports, {});
 }
-
-const std::string& last_report() { return last_text; }
 
 StreamId new_stream(int device) {
   const Lock lock(state_mutex());

@@ -37,10 +37,10 @@ struct Event {
 std::recursive_mutex& state_mutex();
 using Lock = std::lock_guard<std::recursive_mutex>;
 
-// What is wrong with the program that runs: written to stderr and counted.
+// What is wrong with the program that runs: written to stderr and kept.
 void report(const std::string& text);
-long take_report_count();
-const std::string& last_report();
+// All reports since the last call, one a line.
+std::string take_reports();
 
 StreamId new_stream(int device);
 int64_t raw_handle(StreamId stream);

@@ -12,9 +12,8 @@ pytestmark = pytest.mark.cuda
 
 
 def reported() -> str:
-    """The last mistake since the last call; "" if there is none."""
-    count, last = torch_cuda.take_reports()
-    return last if count else ""
+    """The mistakes since the last call."""
+    return " ".join(torch_cuda.take_reports())
 
 
 @pytest.fixture
