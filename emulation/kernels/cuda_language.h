@@ -25,9 +25,19 @@
 
 using cudaError_t = int;
 using cudaStream_t = void*;
-constexpr int cudaSuccess = 0;
-inline const char* cudaGetErrorString(int) { return "an emulated error"; }
-inline int cudaGetLastError() { return 0; }
+constexpr int cudaSuccess = 0, cudaErrorInsufficientDriver = 35;
+inline const char* cudaGetErrorString(int error) {
+  return error == cudaErrorInsufficientDriver ? "CUDA driver version is insufficient for CUDA runtime version"
+                                              : "an emulated error";
+}
+inline int cudaGetLastError() { return cudaSuccess; }
+
+struct cudaFuncAttributes {};
+extern "C" int emu_driver_error;  // what a driver that is too old would answer
+template <typename Kernel>
+int cudaFuncGetAttributes(cudaFuncAttributes*, Kernel) {
+  return emu_driver_error;
+}
 
 inline void __syncthreads() { ::emulation::barrier(); }
 

@@ -18,6 +18,9 @@ PtxThread find_ptx(const void* kernel) {
 }
 }  // namespace emulation
 
+// A variable that tests set.
+extern "C" __attribute__((visibility("default"))) int emu_driver_error = cudaSuccess;
+
 #define EXPORT extern "C" __attribute__((visibility("default")))
 EXPORT void emu_use_ptx(const void* kernel, emulation::PtxThread thread) { registry()[kernel] = thread; }
 
