@@ -30,7 +30,7 @@ PTX_SHARE = 3
 
 def run(seed: int, jobs: int, **settings: str) -> bool:
     """Whether the tests pass with this seed."""
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "emulation.plugin", "-m", "cuda"]
+    command = [sys.executable, "-m", "pytest", "-q", "-rsfE", "-p", "emulation.plugin", "-m", "cuda"]
     # Stretches of tests stay together, with what their module made.
     command += ["-n", str(jobs), "--dist", "worksteal"] if jobs > 1 else ["-p", "no:xdist"]
     environment = os.environ | {"EMULATION_SEED": str(seed), "OMP_NUM_THREADS": "1"} | settings

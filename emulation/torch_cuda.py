@@ -219,6 +219,10 @@ def _exchange_device(index: int) -> int:
     return before
 
 
+def _maybe_exchange_device(index: int) -> int:
+    return _exchange_device(index)
+
+
 class CUDAGraph:
     """As `torch.cuda.CUDAGraph`: a tape."""
 
@@ -316,7 +320,7 @@ def activate(library: ctypes.CDLL) -> None:
         "set_device": lambda given: device.set_device(_index(given)),
         "device": OnDevice,
         "_exchange_device": _exchange_device,
-        "_maybe_exchange_device": _exchange_device,
+        "_maybe_exchange_device": _maybe_exchange_device,
         # Streams, events and graphs.
         "Stream": Stream,
         "Event": Event,

@@ -112,6 +112,33 @@ inline uint32_t exchange(uint32_t value, uint32_t other, uint32_t clamp, uint32_
   if (clamp != 31 || other > 31) emulation::fail("an exchange within a part of a warp");
   return static_cast<uint32_t>(emulation::exchange(value, static_cast<int>(other)));
 }
+inline uint32_t exchange_from(uint32_t value, uint32_t source, uint32_t clamp, uint32_t lanes) {
+  check_whole_warp(lanes);
+  if (clamp != 31 || source > 31) emulation::fail("an exchange within a part of a warp");
+  return static_cast<uint32_t>(emulation::exchange_from(value, static_cast<int>(source)));
+}
+// Four matrices of 8 by 8 elements of 16 bits. Lane 8 * m + r has the address of row r of matrix m, and lane l
+// two neighbours of row l / 4 of each.
+inline void store_matrices(uint64_t address, const uint32_t (&words)[4]) {
+  const uint32_t lane = emulation::thread_index.x % 32;
+  for (uint32_t matrix = 0; matrix < 4; ++matrix) {
+    const uint64_t row = emulation::exchange_from(address, static_cast<int>(8 * matrix + lane / 4));
+    if (row % 16 != 0) emulation::fail("a misaligned row of a matrix");
+    store(shared(row + lane % 4 * 4, 4), words[matrix]);
+  }
+}
+// A field of a signed number has a sign, its highest bit.
+template <typename T>
+inline T extract_bits(T value, uint32_t position, uint32_t length) {
+  constexpr uint32_t kBits = sizeof(T) * 8;
+  position &= 255;
+  length &= 255;
+  if (length == 0) return 0;
+  const uint32_t end = position + length < kBits ? position + length : kBits;
+  if (position >= kBits) return shift_right(value, kBits);
+  const T upper = static_cast<T>(static_cast<std::make_unsigned_t<T>>(value) << (kBits - end));
+  return upper >> (kBits - end + position);
+}
 template <typename T, typename Join>
 inline T reduce_warp(T value, uint32_t lanes, Join join) {
   check_whole_warp(lanes);

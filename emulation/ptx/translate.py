@@ -348,6 +348,14 @@ def _insert_bits(entry: Entry, modifiers: list[str], operands: list[str]) -> Non
     entry.put(to, f"insert_bits<{TYPES[kind]}>({', '.join(values)})", kind)
 
 
+@instruction("bfe")
+def _extract_bits(entry: Entry, modifiers: list[str], operands: list[str]) -> None:
+    kind = only(modifiers)
+    to, source, position, length = operands
+    values = [entry.value(source, kind), entry.value(position, "u32"), entry.value(length, "u32")]
+    entry.put(to, f"extract_bits<{TYPES[kind]}>({', '.join(values)})", kind)
+
+
 @instruction("selp")
 def _select(entry: Entry, modifiers: list[str], operands: list[str]) -> None:
     kind = only(modifiers)
@@ -401,13 +409,24 @@ def _convert(entry: Entry, modifiers: list[str], operands: list[str]) -> None:
 @instruction("shfl")
 def _exchange(entry: Entry, modifiers: list[str], operands: list[str]) -> None:
     target, *values = operands
-    if modifiers != ["sync", "bfly", "b32"]:
+    sync, how, kind = modifiers
+    if sync != "sync" or kind != "b32":
         raise UnknownPtx("this kind of exchange")
+    function = {"bfly": "exchange", "idx": "exchange_from"}[how]
     to, *is_valid = target.split("|")
-    # The value, the distance to the other lane, and what must mean a whole warp: 31 and all lanes.
-    entry.put(to, f"exchange({', '.join(entry.value(each, 'u32') for each in values)})", "u32")
+    # The value, the distance to the other lane or its number, and what must mean a whole warp: 31, all lanes.
+    entry.put(to, f"{function}({', '.join(entry.value(each, 'u32') for each in values)})", "u32")
     for register in is_valid:
         entry.put(register, "true", "pred")
+
+
+@instruction("stmatrix")
+def _store_matrices(entry: Entry, modifiers: list[str], operands: list[str]) -> None:
+    if modifiers != ["sync", "aligned", "m8n8", "x4", "shared", "b16"]:
+        raise UnknownPtx("stmatrix")
+    address, words = operands
+    values = ", ".join(entry.value(word, "u32") for word in list_of(words))
+    entry.lines.append(f"store_matrices({entry.address(address, 'shared')}, {{{values}}});")
 
 
 @instruction("redux")
