@@ -68,8 +68,17 @@ def run(*command: object) -> None:
         raise RuntimeError(f"{' '.join(map(str, command))}\n{done.stdout}{done.stderr}")
 
 
-def compiled(source: Path, flags: Sequence[str], folders: Sequence[Path]) -> Path:
-    """The object of a C++ source, which may include what is in `folders`, all of them the project's."""
+def compiled(
+    source: Path, flags: Sequence[str], folders: Sequence[Path], included: Sequence[bytes] = ()
+) -> Path:
+    """The object of a C++ source, which may include what is in `folders`, all of them the project's.
+
+    Args:
+        source: what is compiled.
+        flags: g++'s options.
+        folders: where headers are looked for.
+        included: the contents of other headers that it includes.
+    """
     include = torch_folder() / "include"
     search = [f"-I{folder}" for folder in folders] + ["-isystem", include]
     search += ["-isystem", include / "torch" / "csrc" / "api" / "include"]
@@ -77,16 +86,18 @@ def compiled(source: Path, flags: Sequence[str], folders: Sequence[Path]) -> Pat
     def make(folder: Path) -> None:
         run(COMPILER, *flags, "-fPIC", *search, "-c", source, "-o", folder / "object.o")
 
-    made_from = [source.name, source.read_bytes(), *flags, *contents(*folders)]
+    made_from = [source.name, source.read_bytes(), *flags, *contents(*folders), *included]
     made_from += [version_of(COMPILER), torch_version()]
     return cached(f"emulated-{source.stem}", made_from, make) / "object.o"
 
 
-def compile_all(sources: Sequence[tuple[Path, Sequence[str]]], folders: Sequence[Path]) -> list[Path]:
-    """Their objects; MAX_JOBS at a time."""
+def compile_all(
+    sources: Sequence[tuple[Path, Sequence[str]]], folders: Sequence[Path], included: Sequence[bytes] = ()
+) -> list[Path]:
+    """The objects of sources with their flags, MAX_JOBS at a time; the rest as `compiled`."""
     jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
     with ThreadPoolExecutor(jobs) as pool:
-        return list(pool.map(lambda each: compiled(each[0], each[1], folders), sources))
+        return list(pool.map(lambda each: compiled(each[0], each[1], folders, included), sources))
 
 
 def linked(name: str, objects: Sequence[Path], *options: object) -> Path:
@@ -125,9 +136,12 @@ def kernel_library(device: Path) -> Path:
     on_host = [
         (source, [*flags, *VECTOR_FLAGS.get(relative(source), ())])
         for source in sorted(csrc.rglob("*.cpp"))
-        if source.parent.name != "autograd" and (on_x86() or relative(source) not in VECTOR_FLAGS)
+        if source.parent.name not in ("autograd", "cuda") and (on_x86() or relative(source) not in VECTOR_FLAGS)
     ]
-    objects = compile_all(on_host, [csrc])
+    # Of csrc/cuda/ they include one header. So a change of a kernel compiles no other source again.
+    whole = csrc / "cuda" / "cuda.h"
+    objects = compile_all(on_host, [csrc / "common", csrc / "cpu", csrc / "ops"], [whole.read_bytes()])
+    objects += compile_all([(source, flags) for source in sorted((csrc / "cuda").glob("*.cpp"))], [csrc])
     flags += ["-mfma"] if has_fma() else []
     with tempfile.TemporaryDirectory() as folder:
         sources = [(source, flags) for source in sorted(kernels.glob("*.cpp"))]

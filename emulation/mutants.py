@@ -99,6 +99,13 @@ MUTANTS = (
         "tests/cuda/test_triton_cuda.py",
     ),
     Mutant(
+        "another stream's use of a plan's table is not recorded",
+        "fusedacc/kernels/triton/backend.py",
+        "            self._table.record_stream(torch.cuda.current_stream(self._device))\n",
+        "            pass\n",
+        "tests/cuda/test_triton_cuda.py -k a_plan_that_is_gone",
+    ),
+    Mutant(
         "nobody waits for what modules have added on other streams",
         "fusedacc/autograd/graph_task.py",
         "        if current.cuda_stream != raw:\n            current.wait_stream(external(raw, device))\n"

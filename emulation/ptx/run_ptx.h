@@ -127,6 +127,22 @@ inline void store_matrices(uint64_t address, const uint32_t (&words)[4]) {
     store(shared(row + lane % 4 * 4, 4), words[matrix]);
   }
 }
+// The way back; transposed, a lane gets two neighbours of a column.
+template <bool transposes>
+inline void load_matrices(uint64_t address, uint32_t (&words)[4]) {
+  const uint32_t lane = emulation::thread_index.x % 32;
+  for (uint32_t matrix = 0; matrix < 4; ++matrix) {
+    uint16_t pair[2];
+    for (uint32_t i = 0; i < 2; ++i) {
+      const uint32_t row = transposes ? lane % 4 * 2 + i : lane / 4;
+      const uint32_t column = transposes ? lane / 4 : lane % 4 * 2 + i;
+      const uint64_t at = emulation::exchange_from(address, static_cast<int>(8 * matrix + row));
+      if (at % 16 != 0) emulation::fail("a misaligned row of a matrix");
+      pair[i] = load<uint16_t>(shared(at + 2 * column, 2));
+    }
+    words[matrix] = static_cast<uint32_t>(pair[1]) << 16 | pair[0];
+  }
+}
 // A field of a signed number has a sign, its highest bit.
 template <typename T>
 inline T extract_bits(T value, uint32_t position, uint32_t length) {

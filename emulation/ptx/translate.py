@@ -429,6 +429,19 @@ def _store_matrices(entry: Entry, modifiers: list[str], operands: list[str]) -> 
     entry.lines.append(f"store_matrices({entry.address(address, 'shared')}, {{{values}}});")
 
 
+@instruction("ldmatrix")
+def _load_matrices(entry: Entry, modifiers: list[str], operands: list[str]) -> None:
+    transposes = "trans" in modifiers
+    if [each for each in modifiers if each != "trans"] != ["sync", "aligned", "m8n8", "x4", "shared", "b16"]:
+        raise UnknownPtx("ldmatrix")
+    words, address = operands
+    function = f"load_matrices<{'true' if transposes else 'false'}>"
+    entry.lines.append(f"{{ uint32_t words[4]; {function}({entry.address(address, 'shared')}, words);")
+    for number, word in enumerate(list_of(words)):
+        entry.put(word, f"words[{number}]", "b32")
+    entry.lines.append("}")
+
+
 @instruction("redux")
 def _reduce(entry: Entry, modifiers: list[str], operands: list[str]) -> None:
     sync, how, kind = modifiers
