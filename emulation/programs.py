@@ -47,9 +47,12 @@ class Net(nn.Module):
             with torch.cuda.stream(side):
                 branch = self.block(x)
                 x.record_stream(side)
+            # The same weights at the same time: their gradients are added on two streams. Not under autocast,
+            # whose cache hands a cast weight to any stream, before it is made.
+            own = None if torch.is_autocast_enabled("cuda") else self.block(x)
             here.wait_stream(side)
             branch.record_stream(here)
-            x = branch
+            x = branch if own is None else own + branch
         if self.checkpoints is None:
             x = self.block(x)
         else:

@@ -287,15 +287,47 @@ class Properties:
     uuid = "emulated"
 
 
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
 def _clone_storage(clone: Callable[..., Any]) -> Callable[..., Any]:
     """`UntypedStorage.clone` for CUDA storages, which torch's own would copy by a missing function."""
 
     def replacement(self: torch.UntypedStorage) -> torch.UntypedStorage:
         if self.device.type != "cuda":
             return clone(self)
-        source = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self)
         with torch.no_grad():
-            return source.clone().untyped_storage()
+            return _bytes_of(self).clone().untyped_storage()
+
+    return replacement
+
+
+def _copy_storage(copy: Callable[..., Any]) -> Callable[..., Any]:
+    """`UntypedStorage.copy_` between host and device."""
+
+    def replacement(
+        self: torch.UntypedStorage, source: torch.UntypedStorage, *options: Any
+    ) -> torch.UntypedStorage:
+        if self.device.type == source.device.type == "cpu":
+            return copy(self, source, *options)
+        with torch.no_grad():
+            _bytes_of(self).copy_(_bytes_of(source))
+        return self
+
+    return replacement
+
+
+def _move_storage(move: Callable[..., Any]) -> Callable[..., Any]:
+    """`UntypedStorage.to`, which cannot make a storage on the device."""
+
+    def replacement(
+        self: torch.UntypedStorage, target: torch.device, *options: Any
+    ) -> torch.UntypedStorage:
+        if target.type != "cuda":
+            return move(self, target, *options)
+        with torch.no_grad():
+            return _bytes_of(self).to(target, copy=True).untyped_storage()
 
     return replacement
 
@@ -373,3 +405,5 @@ def activate(library: ctypes.CDLL) -> None:
     for name, value in below.items():
         setattr(c, name, value)
     torch.UntypedStorage.clone = _clone_storage(torch.UntypedStorage.clone)
+    torch.storage._to = _move_storage(torch.storage._to)
+    torch.UntypedStorage.copy_ = _copy_storage(torch.UntypedStorage.copy_)

@@ -39,6 +39,11 @@ Tensor& set_storage(Tensor& self, at::Storage storage, c10::SymInt offset, c10::
   return self;
 }
 
+Tensor& set_whole_storage(Tensor& self, at::Storage storage) {
+  const int64_t elements = static_cast<int64_t>(storage.nbytes() / self.itemsize());
+  return set_storage(self, std::move(storage), 0, c10::SymInt(elements), c10::SymInt(1));
+}
+
 Tensor& set_tensor(Tensor& self, const Tensor& source) {
   return set_storage(self, source.storage(), source.storage_offset(), source.sym_sizes(),
                      source.sym_strides());
@@ -76,6 +81,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("empty.memory_format", empty);
   library.impl("empty_strided", empty_strided);
   library.impl("set_.source_Storage_storage_offset", set_storage);
+  library.impl("set_.source_Storage", set_whole_storage);
   library.impl("set_.source_Tensor", set_tensor);
   library.impl("record_stream", record_stream);
   library.impl("resize_", resize);
