@@ -114,13 +114,13 @@ test-integrations: $(BUILT) $(INTEGRATIONS)  ## the suite of fusedacc.integratio
 lint: $(BUILT)  ## ruff, clang-format, mypy
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
-	clang-format --dry-run -Werror $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+	clang-format --dry-run -Werror $(shell find csrc emulation -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 	$(PYTHON) -m mypy fusedacc
 
 format: $(BUILT)  ## rewrite the sources as `make lint` wants them
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
-	clang-format -i $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+	clang-format -i $(shell find csrc emulation -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 # In an environment of its own, and away from the sources, which Python would import first.
 wheel: $(BUILT_CUDA)  ## build the wheel into dist/, and try it in an empty environment: info, ten lines of training

@@ -55,14 +55,14 @@ for folder in "${CUDA_HOME:-/usr/local/cuda}"/{bin,compute-sanitizer} /opt/nvidi
 done
 export FORCE_CUDA=1 PYTHON=${PYTHON:-python3}
 # For the GPUs that are there: nvcc takes minutes for each architecture.
-if [ -z "${TORCH_CUDA_ARCH_LIST:-}" ]; then
+if [ -z "${TORCH_CUDA_ARCH_LIST:-}" ] && [ "${DRY_RUN:-0}" != 1 ]; then
   TORCH_CUDA_ARCH_LIST=$("$PYTHON" -c '
 import torch
 found = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
 print(";".join(f"{major}.{minor}" for major, minor in sorted(found)))' 2>/dev/null)
 fi
-# Without a GPU, as in a dry run, the build has defaults of its own.
-if [ -n "$TORCH_CUDA_ARCH_LIST" ]; then export TORCH_CUDA_ARCH_LIST; else unset TORCH_CUDA_ARCH_LIST; fi
+# Where that says nothing, the build has defaults of its own.
+if [ -n "${TORCH_CUDA_ARCH_LIST:-}" ]; then export TORCH_CUDA_ARCH_LIST; else unset TORCH_CUDA_ARCH_LIST; fi
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 export MAX_JOBS=${MAX_JOBS:-$(nproc)} TQDM_MININTERVAL=${TQDM_MININTERVAL:-15}
 DRY_RUN=${DRY_RUN:-0}

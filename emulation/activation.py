@@ -20,9 +20,9 @@ LOADER = "fusedacc.kernels.library"
 
 
 class LibraryInPlace(importlib.abc.MetaPathFinder):
-    """Has the package load another native library: changes `LIBRARY` between its definition and its use.
+    """Has the package load another native library, by a change of `LIBRARY`.
 
-    Others read `LIBRARY` while they are imported, so that it would be too late after an import of the package.
+    Others read `LIBRARY` while they are imported. After an import of the package it would be too late.
     """
 
     def __init__(self, library: Path) -> None:

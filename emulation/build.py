@@ -1,7 +1,7 @@
-"""Compiles the emulated device and the project's kernels for it; what has not changed is taken from the cache.
+"""Compiles the emulated device and the project's kernels for it.
 
-The device is built against one torch, whose internals it uses. The kernels' library is the project's own, with
-csrc/cuda/*.cu compiled by g++.
+What has not changed comes from the cache. The device is built against one torch, whose internals it uses. The
+kernels' library is the project's own, with csrc/cuda/*.cu compiled by g++.
 """
 
 from __future__ import annotations
@@ -122,7 +122,9 @@ def translated(source: Path) -> str:
     """A source of csrc/cuda/ as C++: its launches are calls, and what they access is declared."""
     text, launches = LAUNCH.subn(r'::emulation::launch("\1", \1\2, \3, \4, \5, \6);', source.read_text())
     if launches == 0 or "<<<" in text:
-        raise ValueError(f"{source}: a launch is not written as kernel<<<blocks, threads, 0, stream>>>(arguments)")
+        raise ValueError(
+            f"{source}: a launch is not written as kernel<<<blocks, threads, 0, stream>>>(arguments)"
+        )
     kind = f"#define EMULATED_{source.stem.upper()}\n"
     return f'#include "cuda_language.h"\n{text}\n{kind}#include "accesses.h"\n'
 
@@ -136,7 +138,8 @@ def kernel_library(device: Path) -> Path:
     on_host = [
         (source, [*flags, *VECTOR_FLAGS.get(relative(source), ())])
         for source in sorted(csrc.rglob("*.cpp"))
-        if source.parent.name not in ("autograd", "cuda") and (on_x86() or relative(source) not in VECTOR_FLAGS)
+        if source.parent.name not in ("autograd", "cuda")
+        and (on_x86() or relative(source) not in VECTOR_FLAGS)
     ]
     # Of csrc/cuda/ they include one header. So a change of a kernel compiles no other source again.
     whole = csrc / "cuda" / "cuda.h"

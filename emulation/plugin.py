@@ -1,8 +1,8 @@
 """A pytest plugin that runs tests on the emulated device: `pytest -p emulation.plugin -m cuda`.
 
 Environment:
-    EMULATION_SEED: from which the order of blocks and threads follows, with each test's name (default: a random
-        one, which is printed).
+    EMULATION_SEED: from which, with each test's name, the order of blocks and threads follows. By default it
+        is random, and printed.
     EMULATION_PTX=1: the kernels run as the PTX that nvcc makes of them; tests of Triton alone are left out.
     EMULATION_SHARE=N: one of N tests runs, by the seed.
 """
@@ -39,7 +39,8 @@ def chosen(purpose: str, node: str) -> int:
 def pytest_report_header() -> str:
     if PROBLEM:
         return f"emulated GPU: {PROBLEM}"
-    return f"emulated GPU: EMULATION_SEED={SEED}, kernels {'as nvcc makes PTX of them' if RUNS_PTX else 'by g++'}"
+    kernels_are = "nvcc's PTX" if RUNS_PTX else "compiled by g++"
+    return f"emulated GPU: EMULATION_SEED={SEED}, kernels are {kernels_are}"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -82,7 +82,9 @@ class Program:
     @classmethod
     def random(cls, seed: int) -> Program:
         rng = random.Random(seed)
-        program = cls(seed, tied=rng.random() < 0.4, checkpoints=rng.choice([None, None, "reentrant", "plain"]))
+        program = cls(
+            seed, tied=rng.random() < 0.4, checkpoints=rng.choice([None, None, "reentrant", "plain"])
+        )
         program.dtype = rng.choice([torch.float32, torch.bfloat16])
         program.autocast = program.dtype is torch.float32 and rng.random() < 0.4
         program.manual = rng.random() < 0.3

@@ -1,7 +1,7 @@
 """Makes `torch.cuda` work on the emulated device.
 
-`activate(library)` replaces what Python's side of torch.cuda asks of a CUDA build by functions of the device's
-library, which must be loaded before torch is imported.
+`activate(library)` replaces what Python's side of torch.cuda asks of a CUDA build by functions of the
+device's library, which must be loaded before torch is imported.
 """
 
 from __future__ import annotations
@@ -321,9 +321,7 @@ def _copy_storage(copy: Callable[..., Any]) -> Callable[..., Any]:
 def _move_storage(move: Callable[..., Any]) -> Callable[..., Any]:
     """`UntypedStorage.to`, which cannot make a storage on the device."""
 
-    def replacement(
-        self: torch.UntypedStorage, target: torch.device, *options: Any
-    ) -> torch.UntypedStorage:
+    def replacement(self: torch.UntypedStorage, target: torch.device, *options: Any) -> torch.UntypedStorage:
         if target.type != "cuda":
             return move(self, target, *options)
         with torch.no_grad():

@@ -6,8 +6,8 @@ from __future__ import annotations
 REASONS = {
     "2_to_the_3": "tensors of more than 2^31 elements take too much memory and time",
     "more_elements_than_32_bits": "tensors of more than 2^32 elements take too much memory and time",
-    "test_triton_grouped_cuda": "tl.dot becomes tensor-core instructions, which are not translated; interpreted, "
-    "the kernel runs in tests/kernels/test_triton_grouped.py",
+    "test_triton_grouped_cuda": "tl.dot becomes tensor-core instructions, which are not translated; the "
+    "kernel runs interpreted in tests/kernels/test_triton_grouped.py",
     "test_a_sum_that_32_bits_cannot_index": "a sum of more than 2^31 elements takes too much memory and time",
     "test_a_norm_is_two_launches": "there is no profiler of the emulated device",
     "test_bench_kernels": "there are no launches to count by the profiler, and no clock of the device",

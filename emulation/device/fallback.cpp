@@ -26,8 +26,9 @@ using c10::IValue;
 using torch::jit::Stack;
 
 // They touch no element.
-const std::set<std::string> kViews{"aten::as_strided", "aten::view", "aten::_reshape_alias", "aten::unfold",
-                                   "aten::set_", "aten::view_as_real", "aten::view_as_complex"};
+const std::set<std::string> kViews{"aten::as_strided",     "aten::view", "aten::_reshape_alias",
+                                   "aten::unfold",         "aten::set_", "aten::view_as_real",
+                                   "aten::view_as_complex"};
 // Torch's CUDA kernels of these wait for the device.
 const std::set<std::string> kWaiting{"aten::_local_scalar_dense", "aten::equal", "aten::nonzero",
                                      "aten::is_nonzero"};

@@ -10,8 +10,8 @@ namespace emulation {
 namespace {
 
 bool recording = false;
-StreamId origin = 0;      // the stream that began the capture
-uint64_t began = 0;       // at which time of that stream
+StreamId origin = 0;  // the stream that began the capture
+uint64_t began = 0;   // at which time of that stream
 Tape tape;
 std::map<StreamId, uint64_t> last_captured;  // by stream: the time of its last captured operation
 

@@ -1,5 +1,5 @@
-// What Python (torch_cuda.py) and the emulated kernels call; and the shims of the stable ABI that only a torch
-// with CUDA has.
+// What Python (torch_cuda.py) and the emulated kernels call; and the shims of the stable ABI that only a
+// torch with CUDA has.
 #include "graph.h"
 #include "memory.h"
 #include "order.h"

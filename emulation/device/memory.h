@@ -18,8 +18,8 @@ bool is_allocated(const void* data);
 // tensor.record_stream().
 void record_use(const void* data, StreamId stream);
 
-// Note that an operation reads or writes the block around an address, and report it if it is not ordered after
-// the block's earlier writes, or, for a write, after its earlier reads.
+// Note that an operation reads or writes the block around an address, and report it if it is not ordered
+// after the block's earlier writes, or, for a write, after its earlier reads.
 void access(const void* data, bool writes, const Operation& operation);
 // The same for one access of a kernel, as it happens. Returns whether all of it is in one block.
 bool access_exactly(const void* data, size_t bytes, bool writes, const Operation& operation);

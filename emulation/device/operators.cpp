@@ -34,8 +34,8 @@ Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional
 Tensor& set_storage(Tensor& self, at::Storage storage, c10::SymInt offset, c10::SymIntArrayRef size,
                     c10::SymIntArrayRef stride) {
   self.unsafeGetTensorImpl()->set_storage_keep_dtype(std::move(storage));
-  self.unsafeGetTensorImpl()->set_sizes_and_strides(
-      C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), offset.expect_int());
+  self.unsafeGetTensorImpl()->set_sizes_and_strides(C10_AS_INTARRAYREF_SLOW(size),
+                                                    C10_AS_INTARRAYREF_SLOW(stride), offset.expect_int());
   return self;
 }
 

@@ -16,8 +16,8 @@ namespace emulation {
 
 constexpr int kDevices = 2;
 
-// The default stream of device d is number d, so that all streams have different numbers. Its raw handle is 0,
-// as CUDA has it.
+// The default stream of device d is number d, so that all streams have different numbers. Its raw handle is
+// 0, as CUDA has it.
 using StreamId = int64_t;
 using Clock = std::map<StreamId, uint64_t>;
 

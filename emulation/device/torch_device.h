@@ -6,9 +6,7 @@
 
 namespace emulation {
 
-inline c10::Device cuda(int index) {
-  return {c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(index)};
-}
+inline c10::Device cuda(int index) { return {c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(index)}; }
 c10::Allocator* device_allocator();
 
 }  // namespace emulation

@@ -9,6 +9,8 @@
 
 #include "threads.h"
 
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
 extern "C" {
 // Note an access of the launch that runs. Returns whether it is in one allocation of the device.
 int emu_access_exactly(const void* data, int bytes, int writes);
@@ -117,8 +119,8 @@ inline uint32_t exchange_from(uint32_t value, uint32_t source, uint32_t clamp, u
   if (clamp != 31 || source > 31) emulation::fail("an exchange within a part of a warp");
   return static_cast<uint32_t>(emulation::exchange_from(value, static_cast<int>(source)));
 }
-// Four matrices of 8 by 8 elements of 16 bits. Lane 8 * m + r has the address of row r of matrix m, and lane l
-// two neighbours of row l / 4 of each.
+// Four matrices of 8 by 8 elements of 16 bits. Lane 8 * m + r has the address of row r of matrix m, and lane
+// l two neighbours of row l / 4 of each.
 inline void store_matrices(uint64_t address, const uint32_t (&words)[4]) {
   const uint32_t lane = emulation::thread_index.x % 32;
   for (uint32_t matrix = 0; matrix < 4; ++matrix) {

@@ -1,7 +1,7 @@
 """Translates PTX to C++: each entry becomes a function that runs one thread.
 
-Registers are 64 raw bits each, read and written as the instruction's type; a register that nothing has written
-holds garbage. An instruction, a modifier or an operand that is not known here is an error, never a guess.
+Registers are 64 raw bits each, read and written as the instruction's type. A register that nothing has
+written holds garbage. An instruction, a modifier or an operand that is not known here is an error.
 """
 
 from __future__ import annotations
@@ -12,7 +12,11 @@ from dataclasses import dataclass, field
 
 #: The C++ types of PTX's.
 TYPES = {
-    **{f"{kind}{bits}": f"{'' if kind == 's' else 'u'}int{bits}_t" for kind in "sub" for bits in (8, 16, 32, 64)},
+    **{
+        f"{kind}{bits}": f"{'' if kind == 's' else 'u'}int{bits}_t"
+        for kind in "sub"
+        for bits in (8, 16, 32, 64)
+    },
     "f32": "float",
     "f64": "double",
     "pred": "bool",
@@ -382,7 +386,8 @@ def _compare(entry: Entry, modifiers: list[str], operands: list[str]) -> None:
         if kind[0] == "f":
             test = f"({ordered} && {test})"
     if joined:
-        test += f" {dict(zip(('and', 'or'), ('&&', '||'), strict=True))[joined[0]]} {entry.value(sources[2], 'pred')}"
+        sign = {"and": "&&", "or": "||"}[joined[0]]
+        test += f" {sign} {entry.value(sources[2], 'pred')}"
     entry.put(to, test, "pred")
 
 
@@ -515,7 +520,7 @@ def to_cpp(text: str) -> str:
     for entry in entries(text):
         declared = " ".join(f"uint64_t {name} = {GARBAGE};" for name in sorted(entry.registers))
         parts += [
-            f'extern "C" __attribute__((visibility("default"))) void ptx_{entry.name}(const uint64_t* arguments) {{',
+            f"EXPORT void ptx_{entry.name}(const uint64_t* arguments) {{",
             "(void)arguments;",
             declared,
             *entry.lines,

@@ -74,6 +74,7 @@ class ParamGrads:
             found.tensors.append(accumulator)
             dtype = accumulator.dtype
             found.dtypes.add(dtype)
+            found.on_gpu.add(slot.on_cuda)
             if dtype != slot.param.dtype:
                 found.need_casts = True
             if slot.grad_state is not PUBLISHED or accumulator is not slot.placed():

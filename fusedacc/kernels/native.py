@@ -56,7 +56,9 @@ def _unsupported(
         if not any(runs_on(architecture, capability) for architecture in built):
             number = ".".join(map(str, capability))
             return f"the native library was built for {', '.join(built)}, and {device} is of {number}"
-        problem = library.launch_problem(torch.cuda.current_device() if device.index is None else device.index)
+        problem = library.launch_problem(
+            torch.cuda.current_device() if device.index is None else device.index
+        )
         if problem is not None:
             toolkit = library.built_with()["cuda"]
             return (

@@ -11,8 +11,8 @@ from torch import Tensor
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor to another device; return it as it is if it is there already.
 
-    What is read on a GPU needs no wait: the copy and its readers are ordered by streams. A copy to the CPU has
-    no such order. The CPU would read memory that the GPU has not written yet, so the host waits for it.
+    What is read on a GPU needs no wait: streams order the copy and its readers. A copy to the CPU has no such
+    order. The CPU would read memory that the GPU has not written yet, so the host waits for it.
     """
     return tensor.to(device, non_blocking=device.type != "cpu")
 

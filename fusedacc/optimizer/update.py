@@ -222,7 +222,7 @@ class Update:
         finals = self._accumulators.finals()
         multiplier = self._measure(scaling, finals)
         # Where sums are on a CPU and on a GPU, torch's kernel on the CPU reads the scale before it arrives.
-        kernel = takes_scale(self._inner) and len({tensor.is_cuda for tensor in finals.tensors}) < 2
+        kernel = takes_scale(self._inner) and len(finals.on_gpu) < 2
         # float64 would lose digits to the kernel's float32 scale, and what is cast has to be scaled before.
         uniform = not finals.need_casts and torch.float64 not in finals.dtypes
         if kernel and multiplier is not None and uniform:
