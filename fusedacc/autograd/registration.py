@@ -161,14 +161,16 @@ class HookRegistry:
         A node keeps the stream that it was made on, and its sums would be added and allocated there, beside
         the stream that trains. torch makes nodes in each forward, and so follows the current stream.
         """
-        devices = {slot.lane[0] for slot in self.nodes if slot.on_cuda}
-        current = {device: torch._C._cuda_getCurrentRawStream(device.index) for device in devices}
-        moved = {device for device, stream in current.items() if stream != self._made_on.get(device, stream)}
-        if moved and self._windows.between_windows:
-            for slot in list(self.nodes):
-                if slot.lane[0] in moved:
-                    self._disarm(slot)
-            self._made_on.update(current)
+        if not self._made_on or not self._windows.between_windows:
+            return
+        current = {device: torch._C._cuda_getCurrentRawStream(device.index) for device in self._made_on}
+        if current == self._made_on:
+            return
+        for slot in list(self.nodes):
+            device = slot.lane[0]
+            if slot.on_cuda and current.get(device) != self._made_on.get(device):
+                self._disarm(slot)
+        self._made_on = current
 
     def _describe(self, slot: Slot) -> None:
         """Take note of what a parameter has become."""
