@@ -71,12 +71,14 @@ class Entry:
     Attributes:
         parameters: their names, in order.
         shared: offsets of its shared variables.
+        prefixes: the names of its registers, before the numbers.
         lines: C++ statements.
     """
 
     name: str
     parameters: list[str]
     shared: dict[str, int]
+    prefixes: set[str]
     registers: set[str] = field(default_factory=set)
     lines: list[str] = field(default_factory=list)
 
@@ -91,6 +93,8 @@ class Entry:
         if operand in SPECIAL:
             return f"(({c})({SPECIAL[operand]}))"
         if operand.startswith("%"):
+            if operand.rstrip("0123456789") not in self.prefixes:
+                raise UnknownPtx(f"register {operand}")
             return f"as<{c}>({self.register(operand)})"
         if re.fullmatch(r"0[fF][0-9A-Fa-f]{8}", operand):
             return f"as<{c}>(0x{operand[2:]}ull)"
@@ -505,7 +509,8 @@ def entries(text: str) -> Iterator[Entry]:
             shared[name] = offset
             offset += -(-size // 128) * 128
         names = re.findall(r"([\w$]+)(?:\[\d+\])?\s*(?:,|$)", head[2].strip())
-        entry = Entry(head[1], names, shared)
+        prefixes = set(re.findall(r"\.reg\s+\.\w+\s+(%\w+)<\d+>", body))
+        entry = Entry(head[1], names, shared, prefixes)
         for statement in statements(body):
             if statement.endswith(":"):
                 entry.lines.append(f"{label(statement[:-1])}:;")
