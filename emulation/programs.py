@@ -91,8 +91,8 @@ class Program:
         program.weighted = not program.manual and rng.random() < 0.25
         program.with_model, program.fused = rng.random() < 0.6, rng.random() < 0.5
         program.changes_streams = rng.random() < 0.7
-        # Not with modules that add by themselves: sums of several parameters are in one block of memory, whose
-        # parts may be written side by side, and order is known by block.
+        # Not with modules that add by themselves: sums of several parameters are in one block of memory. Its
+        # parts may be written side by side, but order is known by block.
         program.two_callers = rng.random() < 0.4 and not program.with_model
         program.weighted = program.weighted and not program.with_model
         options = program.options
