@@ -1,6 +1,6 @@
 # `make help` lists the targets. SYSTEM_PYTHON=1 uses the current interpreter: no virtual environment, no network.
 .DEFAULT_GOAL := help
-.PHONY: help build build-cuda build-integrations demo test test-full test-mutants test-integrations lint format wheel test-versions bench bench-full bench-integrations bench-machines figures memory-figures rounding-figures clean
+.PHONY: help build build-cuda build-integrations demo test test-full test-mutants test-emulated-gpu test-gpu-mutants test-integrations lint format wheel test-versions bench bench-full bench-integrations bench-machines figures memory-figures rounding-figures clean
 
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
 
@@ -38,7 +38,7 @@ endif
 unexport PYTHONDONTWRITEBYTECODE
 
 # Threads that spin while they wait make a machine with other work to do ten times slower.
-demo test test-full test-mutants test-integrations: export OMP_WAIT_POLICY ?= passive
+demo test test-full test-mutants test-emulated-gpu test-gpu-mutants test-integrations: export OMP_WAIT_POLICY ?= passive
 # The frameworks' models are so small that a second thread costs more than it brings.
 test-integrations: export OMP_NUM_THREADS ?= 1
 
@@ -112,19 +112,25 @@ test-full: $(BUILT_CUDA)  ## the same with thousands of random cases, and every 
 test-mutants: $(BUILT_CUDA)  ## break copies of the package in some 150 ways: tests must fail (MUTANTS=... is part of a name)
 	$(PYTHON) tests/mutants.py $(MUTANTS)
 
+test-emulated-gpu: $(BUILT_CUDA)  ## the GPU tests on a GPU that the CPU emulates (EMULATED="--seed 5" repeats a run)
+	$(PYTHON) -m emulation.run $(EMULATED)
+
+test-gpu-mutants: $(BUILT_CUDA)  ## put mistakes into copies of the GPU code: tests on the emulated GPU must fail (MUTANTS=... is part of a name)
+	$(PYTHON) -m emulation.mutants $(MUTANTS)
+
 test-integrations: $(BUILT) $(INTEGRATIONS)  ## the suite of fusedacc.integrations, with the frameworks, in a second virtual environment
 	PYTHONPATH=$(CURDIR) $(INTEGRATIONS_PYTHON) -m pytest -q $(PARALLEL) tests/integrations $(TEST)
 
 lint: $(BUILT)  ## ruff, clang-format, mypy
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
-	clang-format --dry-run -Werror $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+	clang-format --dry-run -Werror $(shell find csrc emulation -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 	$(PYTHON) -m mypy fusedacc
 
 format: $(BUILT)  ## rewrite the sources as `make lint` wants them
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
-	clang-format -i $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+	clang-format -i $(shell find csrc emulation -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 # In an environment of its own, and away from the sources, which Python would import first.
 wheel: $(BUILT_CUDA)  ## build the wheel into dist/, and try it in an empty environment: info, ten lines of training

@@ -53,8 +53,17 @@ fi
 for folder in "${CUDA_HOME:-/usr/local/cuda}"/{bin,compute-sanitizer} /opt/nvidia/nsight-compute/*; do
   [ -d "$folder" ] && PATH=$PATH:$folder
 done
-export FORCE_CUDA=1 TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-9.0}
-export PYTHON=${PYTHON:-python3} PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+export FORCE_CUDA=1 PYTHON=${PYTHON:-python3}
+# For the GPUs that are there: nvcc takes minutes for each architecture.
+if [ -z "${TORCH_CUDA_ARCH_LIST:-}" ] && [ "${DRY_RUN:-0}" != 1 ]; then
+  TORCH_CUDA_ARCH_LIST=$("$PYTHON" -c '
+import torch
+found = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
+print(";".join(f"{major}.{minor}" for major, minor in sorted(found)))' 2>/dev/null)
+fi
+# Where that says nothing, the build has defaults of its own.
+if [ -n "${TORCH_CUDA_ARCH_LIST:-}" ]; then export TORCH_CUDA_ARCH_LIST; else unset TORCH_CUDA_ARCH_LIST; fi
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 export MAX_JOBS=${MAX_JOBS:-$(nproc)} TQDM_MININTERVAL=${TQDM_MININTERVAL:-15}
 DRY_RUN=${DRY_RUN:-0}
 SKIPPED=77 # the exit status of a step that cannot run here

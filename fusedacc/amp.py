@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from .kernels.transfers import common_device, to_device
 from .optimizer import AccumulatingOptimizer
 from .optimizer.loss_scale import Scaling
 
@@ -174,8 +175,8 @@ class GradScaler(torch.amp.GradScaler):
         if not found and not self._held and new_scale is None:
             return
         if self._held:
-            device = self._held[0].device
-            together = torch.stack([flag.to(device, non_blocking=True) for flag in self._held])
+            device = common_device(self._held)
+            together = torch.stack([to_device(flag, device) for flag in self._held])
             self._per_optimizer_states[_HELD]["found_inf_per_device"] = {device: together.amax()}
             self._held = []
         super().update(new_scale)

@@ -24,6 +24,10 @@ void launch_rows(const RowWork& work, const ScaleArgument& scale, void* sums, in
 
 int32_t toolkit_version();  // as CUDART_VERSION: 13000 for 13.0
 
+// Why no kernel can be launched on a device, as CUDA says it; "" if they can. A driver may be too old for the
+// toolkit, whose runtime is linked into this library.
+std::string launch_problem(int32_t device_index);
+
 // Makes a device the current one until the end of the scope: by torch's own guard, which leaves devices alone
 // that the process does not use. cudaSetDevice would make a context on the one that was current, hundreds of
 // megabytes large. Throws where torch has no CUDA.

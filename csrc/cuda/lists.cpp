@@ -63,6 +63,17 @@ void finish_norm(const FinishRequest& finish, int32_t device_index) {
   launch_finish(last, device_index, stream);
 }
 
+// launch_problem() for Python: null if kernels can be launched. The text lasts until the thread's next call.
+extern "C" __attribute__((visibility("default"))) const char* fusedacc_launch_problem(int32_t device_index) {
+  thread_local std::string problem;
+  try {
+    problem = launch_problem(device_index);
+  } catch (const std::exception& error) {
+    problem = error.what();
+  }
+  return problem.empty() ? nullptr : problem.c_str();
+}
+
 std::string build_info() {
   const int32_t version = toolkit_version();
   return R"("cuda": ")" + std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10) +

@@ -73,6 +73,15 @@ void launch_kind(const Work& work, const Factors& factors, uint64_t seed, const 
 
 }  // namespace
 
+std::string launch_problem(int32_t device_index) {
+  const DeviceGuard guard(device_index);
+  cudaFuncAttributes attributes;
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, finish_norm_kernel<NormKind::kTwo>);
+  if (error == cudaSuccess) return "";
+  cudaGetLastError();  // else the next launch would find this error
+  return cudaGetErrorString(error);
+}
+
 void launch_norm(const Work& work, const Factors& factors, uint64_t seed, const NormRequest& norm,
                  int32_t device_index, void* stream) {
   if (work.tasks.empty()) return;

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from ..kernels.transfers import to_device
 from .param import Slot
 
 
@@ -116,4 +117,4 @@ def scaled(tensor: Tensor, scale: float | Tensor) -> Tensor:
 
 def to_device_of(scale: float | Tensor, tensor: Tensor) -> float | Tensor:
     """The scale where the tensor is."""
-    return scale.to(tensor.device, non_blocking=True) if isinstance(scale, Tensor) else scale
+    return to_device(scale, tensor.device) if isinstance(scale, Tensor) else scale

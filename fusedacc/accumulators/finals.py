@@ -20,6 +20,7 @@ class Finals:
         slots: the parameters that have an accumulator.
         tensors: the accumulator of each.
         dtypes: of the accumulators.
+        on_gpu: True if a parameter is on a GPU, and False if one is not.
         need_casts: whether any is of another dtype than its parameter.
         stand: whether all are in p.grad already.
     """
@@ -27,5 +28,6 @@ class Finals:
     slots: list[Slot] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
     dtypes: set[torch.dtype] = field(default_factory=set)
+    on_gpu: set[bool] = field(default_factory=set)
     need_casts: bool = False
     stand: bool = True

@@ -72,9 +72,9 @@ class ParamGrads:
                 continue
             found.slots.append(slot)
             found.tensors.append(accumulator)
-            dtype = accumulator.dtype
-            found.dtypes.add(dtype)
-            if dtype != slot.param.dtype:
+            found.dtypes.add(accumulator.dtype)
+            found.on_gpu.add(slot.on_cuda)
+            if accumulator.dtype != slot.param.dtype:
                 found.need_casts = True
             if slot.grad_state is not PUBLISHED or accumulator is not slot.placed():
                 found.stand = False

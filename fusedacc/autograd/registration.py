@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from ..accumulators import Accumulators, GradState, Slot
 from ..accumulators.param import nothing
 from ..kernels import torch_state
-from ..kernels.torch_state import process_group_up
+from ..kernels.torch_state import process_group_up, raw_stream
 from ..kernels.uncompiled import runs_as_written
 from .graph_task import GraphTask
 from .python_hooks import Hook, PythonHooks, accumulate_grad_node, hook_maker
@@ -91,6 +91,8 @@ class HookRegistry:
         self._makers: dict[int, Callable[[Slot], Hook]] = {}
         #: Whether a CUDA graph was being captured when the nodes were made.
         self._made_in_graph = False
+        #: By GPU: the stream that was current when the nodes of its parameters were made.
+        self._made_on: dict[torch.device, int] = {}
         #: Told of each node that has run, whatever it was handed; None: nobody asks.
         self.on_delivery: Callable[[Slot], None] | None = None
         self._counters: dict[Slot, RemovableHandle] = {}
@@ -138,6 +140,7 @@ class HookRegistry:
                 self._made_in_graph = not self._made_in_graph
                 for slot in slots:
                     self._disarm(slot)
+            self._leave_former_streams()
         for slot in slots:
             param = slot.param
             # A change of device or layout comes with other memory.
@@ -151,6 +154,23 @@ class HookRegistry:
                 self._disarm(slot)
             elif changed or slot not in self.nodes:
                 self._arm(slot)
+
+    def _leave_former_streams(self) -> None:
+        """Drop the nodes of GPUs whose current stream has changed since they were made; not within a window.
+
+        A node keeps the stream that it was made on, and its sums would be added and allocated there, beside
+        the stream that trains. torch makes nodes in each forward, and so follows the current stream.
+        """
+        if not self._made_on or not self._windows.between_windows:
+            return
+        current = {device: torch._C._cuda_getCurrentRawStream(device.index) for device in self._made_on}
+        if current == self._made_on:
+            return
+        for slot in list(self.nodes):
+            device = slot.lane[0]
+            if slot.on_cuda and current.get(device) != self._made_on.get(device):
+                self._disarm(slot)
+        self._made_on = current
 
     def _describe(self, slot: Slot) -> None:
         """Take note of what a parameter has become."""
@@ -221,6 +241,8 @@ class HookRegistry:
         if slot not in self.nodes or self.nodes[slot][0] is not node:
             self._disarm(slot)
             self.nodes[slot] = node, node.register_prehook(self._make_hook(slot))
+            if slot.on_cuda:
+                self._made_on.setdefault(slot.lane[0], raw_stream(param))
             if self.on_delivery is not None:
                 counter = functools.partial(_delivered, weakref.ref(self), slot)
                 self._counters[slot] = node.register_hook(counter)

@@ -75,6 +75,15 @@ def address_of(function: str) -> int:
 
 
 @functools.cache
+def launch_problem(device_index: int) -> str | None:
+    """Why CUDA kernels of the library cannot be launched on a GPU, or None; it is asked once for each GPU."""
+    function = functions().fusedacc_launch_problem
+    function.argtypes, function.restype = [ctypes.c_int32], ctypes.c_char_p
+    problem = function(device_index)
+    return None if problem is None else problem.decode()
+
+
+@functools.cache
 def _reference_brackets() -> tuple[Callable[[], None], Callable[[], None]]:
     library = ctypes.PyDLL(str(LIBRARY))  # its functions are called with the GIL held
     brackets = library.fusedacc_keep_references, library.fusedacc_drop_references

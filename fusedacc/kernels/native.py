@@ -56,6 +56,16 @@ def _unsupported(
         if not any(runs_on(architecture, capability) for architecture in built):
             number = ".".join(map(str, capability))
             return f"the native library was built for {', '.join(built)}, and {device} is of {number}"
+        problem = library.launch_problem(
+            torch.cuda.current_device() if device.index is None else device.index
+        )
+        if problem is not None:
+            toolkit = library.built_with()["cuda"]
+            return (
+                f"CUDA refuses kernels on {device}: {problem}. The native library was built with CUDA "
+                f"{toolkit}, which needs a driver that is new enough; update the driver, or build with an "
+                "older toolkit"
+            )
     if (gradient_dtype, accumulator_dtype) not in PAIRS:
         return f"no kernel adds {gradient_dtype} into {accumulator_dtype}"
     return None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from . import checks, norm_prefetch, reference, registry, undispatched
+from . import checks, norm_prefetch, reference, registry, transfers, undispatched
 from .lists import is_traced_natively, split_refused
 
 #: Joins partial norms of one device to a norm of that dtype.
@@ -45,7 +45,8 @@ def finish(
         backend: which one is to join them.
 
     Returns:
-        Two 0-dim tensors on the device of the first vector: the norm, and 1.0 or 0.0 in float32.
+        Two 0-dim tensors: the norm, and 1.0 or 0.0 in float32. They are on the first vector's device, or, if
+        that is the CPU and other vectors are not, on the first GPU.
     """
 
     def join(vectors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -59,7 +60,7 @@ def finish(
 def _over_devices(found: Sequence[Tensor], dtype: torch.dtype, join: Join) -> tuple[Tensor, Tensor]:
     if not found:
         return torch.zeros((), dtype=dtype), torch.zeros(())
-    home = found[0].device
+    home = transfers.common_device(found)
     here = []
     for device in dict.fromkeys(vector.device for vector in found):
         there = [vector for vector in found if vector.device == device]
@@ -68,7 +69,7 @@ def _over_devices(found: Sequence[Tensor], dtype: torch.dtype, join: Join) -> tu
         else:
             # A norm in float64 is a partial norm: eight bytes go from device to device.
             norm, _ = join(there, torch.float64)
-            here.append(norm.reshape(1).to(home, non_blocking=True))
+            here.append(transfers.to_device(norm.reshape(1), home))
     return join(here, dtype)
 
 
@@ -99,8 +100,8 @@ def norm_and_nonfinite(
 ) -> tuple[Tensor, Tensor]:
     """`functional.total_norm`, and from the same read whether an element was not finite: 1.0 or 0.0.
 
-    The second is what torch's fused optimizers take as `found_inf`: 0-dim, float32, on the first tensor's
-    device. Nothing waits for a device.
+    The second is what torch's fused optimizers take as `found_inf`: 0-dim, float32. Both are on the first
+    GPU if any tensor is on one, else on the CPU. Nothing waits for a device.
     """
     norm_type = checks.check_norm_type(norm_type)
     if torch.compiler.is_compiling():

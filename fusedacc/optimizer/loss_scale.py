@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..accumulators.partial_norms import PartialNorms
+from ..kernels.transfers import to_device
 
 if TYPE_CHECKING:
     from .loops import Loop
@@ -40,7 +41,7 @@ class Scaling:
     def drop_if(self, flag: Tensor) -> None:
         """Drop the update too where `flag`, 0-dim float32, is 1."""
         found = self.found_inf
-        moved = flag if found is None else flag.to(found.device, non_blocking=True)
+        moved = flag if found is None else to_device(flag, found.device)
         self.found_inf = moved if found is None else torch.maximum(found, moved)
 
     def multiply(self, ratio: float | Tensor) -> None:
@@ -129,5 +130,5 @@ class LossScaleLink:
 def near(scale: float | Tensor, other: float | Tensor) -> float | Tensor:
     """The scale where the other number is."""
     if isinstance(scale, Tensor) and isinstance(other, Tensor):
-        return scale.to(other.device, non_blocking=True)
+        return to_device(scale, other.device)
     return scale

@@ -24,6 +24,7 @@ from ..autograd.registration import HookRegistry
 from ..distributed import mesh_norm
 from ..kernels import launch_events, norm_prefetch, norms, torch_state
 from ..kernels.local_parts import is_distributed
+from ..kernels.transfers import to_device
 from .loss_scale import Scaling, near
 from .master_weights import MasterWeights
 from .window import Window
@@ -164,7 +165,7 @@ class Update:
             if found is not None and drops:
                 if self.skipped is None:
                     self.skipped = torch.zeros((), dtype=torch.int64, device=found.device)
-                self.skipped += found.ne(0).to(self.skipped.device, non_blocking=True)
+                self.skipped += to_device(found.ne(0), self.skipped.device)
             return self._inner.step(**arguments), False
         finally:
             self.release()
@@ -220,7 +221,8 @@ class Update:
         self.applied = False
         finals = self._accumulators.finals()
         multiplier = self._measure(scaling, finals)
-        kernel = takes_scale(self._inner)
+        # Where sums are on a CPU and on a GPU, torch's kernel on the CPU reads the scale before it arrives.
+        kernel = takes_scale(self._inner) and len(finals.on_gpu) < 2
         # float64 would lose digits to the kernel's float32 scale, and what is cast has to be scaled before.
         uniform = not finals.need_casts and torch.float64 not in finals.dtypes
         if kernel and multiplier is not None and uniform:

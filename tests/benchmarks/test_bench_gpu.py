@@ -133,6 +133,32 @@ def test_tools_beside_the_path_are_found(tmp_path):
         assert (out / "summary.txt").read_text().count("skipped") == skipped
 
 
+ASKED = """#!/bin/sh
+case "$*" in
+  *get_device_capability*) echo "$FOUND" ;;
+  setup.py*) echo "built for ${TORCH_CUDA_ARCH_LIST-the default}" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"FOUND": "8.9;12.0"}, "8.9;12.0"),
+        ({"FOUND": ""}, "the default"),
+        ({"FOUND": "8.9", "TORCH_CUDA_ARCH_LIST": "9.0"}, "9.0"),
+    ],
+    ids=["two GPUs", "none", "a choice of the user"],
+)
+def test_the_build_is_for_the_gpus_that_are_there(tmp_path, monkeypatch, variables, expected):
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    python = executable(tmp_path / "python-stub", ASKED)
+    out = tmp_path / "out"
+    found = run("bash", SCRIPT, "2", PATH="/usr/bin:/bin", PYTHON=str(python), OUT=str(out), **variables)
+    assert found.returncode == 0, found.stdout
+    assert f"built for {expected}\n" in (out / "part2.log").read_text()
+
+
 def test_limits_from_which_gradients_are_added_at_once_are_measured_and_put_back():
     before = dict(at_once.python_hooks.LARGE_BYTES)
     results = Results(None)

@@ -121,6 +121,7 @@ def test_a_captured_window_equals_the_eager_one():
             inner = torch.optim.SGD(net.parameters(), lr=0.01, fused=True)
             made.append(fusedacc.AccumulatingOptimizer(inner, 2, model=net))
         stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):
                 made[0].zero_grad()

@@ -44,7 +44,7 @@ def test_sums(backend, layout, gradient_layout, prepared, generator):
         PAIRS, SHAPES, generator, layout=layout, gradient_layout=gradient_layout, device="cuda"
     )
     before = copies(on_cpu(accumulators))
-    scale = torch.tensor(0.7, device="cuda") if prepared else 0.7
+    scale = torch.tensor(0.75, device="cuda") if prepared else 0.75
     overwrite = [index % 3 == 0 for index in range(len(accumulators))]
     if prepared:
         functional.prepare(accumulators, backend=backend)(gradients, scale, overwrite=overwrite)
@@ -52,7 +52,7 @@ def test_sums(backend, layout, gradient_layout, prepared, generator):
         functional.scale_accumulate_(accumulators, gradients, scale, overwrite=overwrite, backend=backend)
     # What has gaps is added by plain torch, which rounds the product, where Triton is asked.
     assert_matches_oracle(
-        on_cpu(accumulators), before, on_cpu(gradients), 0.7, overwrite, fused=backend == "cuda"
+        on_cpu(accumulators), before, on_cpu(gradients), 0.75, overwrite, fused=backend == "cuda"
     )
 
 

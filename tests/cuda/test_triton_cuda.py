@@ -138,3 +138,20 @@ def test_more_elements_than_32_bits_count():
     functional.scale_accumulate_([accumulator], [gradient], 0.5, backend="triton")
     assert accumulator[-3:].tolist() == [2.5] * 3
     assert accumulator[: 2**31].amin().item() == accumulator[: 2**31].amax().item() == 0.5
+
+
+def test_a_plan_that_is_gone_leaves_its_table_to_a_launch_on_another_stream():
+    """Its memory belongs to the default stream, which must not get it back while the side stream reads."""
+    sums, gradients = ([torch.full((4096,), value, device="cuda") for _ in range(3)] for value in (1.0, 2.0))
+    plan = functional.prepare(sums, backend="triton")
+    plan(gradients, 1.0)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        plan(gradients, 1.0)
+    del plan
+    gc.collect()
+    for _ in range(8):
+        torch.full((8,), -1, dtype=torch.int64, device="cuda")
+    torch.cuda.synchronize()
+    assert all(bool((total == 5.0).all()) for total in sums)

@@ -68,12 +68,15 @@ def test_which_gpus_run_what_was_built(built, capability, runs):
 def gpu(monkeypatch):
     """A GPU of a capability, on which Triton runs, and a library built for some: as far as choosing goes."""
 
-    def pretend(capability, built, hip=None):
+    def pretend(capability, built, hip=None, problem=None):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         monkeypatch.setattr(torch.version, "hip", hip)
         monkeypatch.setattr(native.library, "load_error", lambda: None)
-        monkeypatch.setattr(native.library, "built_with", lambda: {"cuda_architectures": built})
+        monkeypatch.setattr(
+            native.library, "built_with", lambda: {"cuda": "13.0", "cuda_architectures": built}
+        )
+        monkeypatch.setattr(native.library, "launch_problem", lambda index: problem)
         triton = registry.get("triton")
         monkeypatch.setattr(triton, "unavailable", lambda: None)
         monkeypatch.setattr(triton, "unsupported", lambda *where: None)
@@ -88,6 +91,13 @@ def test_auto_takes_triton_where_the_library_has_no_code_for_the_gpu(gpu):
     other = gpu((12, 0), ["8.0", "9.0"])
     assert other.backend.name == "triton"
     assert "not cuda: the native library was built for 8.0, 9.0, and cuda:0 is of 12.0" in other.reason
+
+
+def test_auto_takes_triton_where_the_driver_is_too_old_for_the_library(gpu):
+    other = gpu((9, 0), ["9.0"], problem="CUDA driver version is insufficient for CUDA runtime version")
+    assert other.backend.name == "triton"
+    assert "not cuda: CUDA refuses kernels on cuda:0: CUDA driver version is insufficient" in other.reason
+    assert "built with CUDA 13.0" in other.reason
 
 
 def test_auto_takes_triton_on_rocm(gpu):

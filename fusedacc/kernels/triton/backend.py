@@ -30,6 +30,7 @@ from ..checks import overwrite_flags
 from ..dtypes import computation_dtype
 from ..registry import Backend
 from ..rounding import Noise
+from ..torch_state import raw_stream
 from . import address_table as shared
 from . import norms, rows
 
@@ -68,6 +69,8 @@ class _Group:
         self._words, self._programs = shared.address_table(self.accumulators)
         self._device = self.accumulators[0].device
         self._table: Tensor | None = None
+        #: The stream on which the table was allocated.
+        self._made_on = 0
         #: What a call adds to the table, as it was last uploaded: its words, the stream, and where it is.
         self._last: tuple[list[int], int, Tensor] | None = None
 
@@ -81,7 +84,13 @@ class _Group:
     def _own_table(self) -> Tensor:
         if self._table is None and self._keeps_table and not shared.capturing(self._device):
             self._table = self._words.to(self._device)  # visible to every stream
-        return self._upload(self._words) if self._table is None else self._table
+            self._made_on = raw_stream(self._table)
+        if self._table is None:
+            return self._upload(self._words)
+        if self._made_on != raw_stream(self._table) and not shared.capturing(self._device):
+            # Else a launch there might still read it when the plan is gone and its memory has a new owner.
+            self._table.record_stream(torch.cuda.current_stream(self._device))
+        return self._table
 
     def _call_table(
         self,

@@ -1,0 +1,194 @@
+"""Compiles the emulated device and the project's kernels for it.
+
+What has not changed comes from the cache. The device is built against one torch, whose internals it uses. The
+kernels' library is the project's own, with csrc/cuda/*.cu compiled by g++.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+HERE = ROOT / "emulation"
+sys.path.append(str(ROOT / "tests"))
+
+from build_cache import cached, contents, version_of  # noqa: E402
+
+#: The torch whose internals the device is written for.
+TORCH = "2.13.0"
+COMPILER = "g++"
+#: What stops the linker from taking the libraries for unneeded.
+TORCH_LIBRARIES = ("-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10")
+#: For the kernels as for the device's: no fused multiplication but where it is written.
+EXACT = ("-ffp-contract=off", "-fno-trapping-math", "-fno-strict-aliasing")
+VECTOR_FLAGS = {
+    "cpu/loops_avx2.cpp": ("-mavx2", "-mfma"),
+    "cpu/loops_avx512.cpp": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"),
+}
+#: kernel<<<blocks, threads, 0, stream>>>(arguments);
+LAUNCH = re.compile(r"(\w+)((?:<[^<>;]*>)?)<<<([^;]+?), (\w+), 0, (\w+)>>>\((\w+)\);")
+
+
+def torch_folder() -> Path:
+    """Where torch is, without importing it."""
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent
+
+
+def torch_version() -> str:
+    return importlib.metadata.version("torch")
+
+
+def obstacle() -> str | None:
+    """Why nothing can be emulated here, or None."""
+    if torch_version().partition("+")[0] != TORCH:
+        return f"the emulated device is written for torch {TORCH}, and this is {torch_version()}"
+    if any((torch_folder() / "lib" / name).exists() for name in ("libtorch_cuda.so", "libtorch_hip.so")):
+        return "this torch has GPU code of its own, and leaves no room for an emulated device"
+    if shutil.which(COMPILER) is None:
+        return f"{COMPILER} was not found"
+    return None
+
+
+def run(*command: object) -> None:
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(map(str, command))}\n{done.stdout}{done.stderr}")
+
+
+def compiled(
+    source: Path, flags: Sequence[str], folders: Sequence[Path], included: Sequence[bytes] = ()
+) -> Path:
+    """The object of a C++ source, which may include what is in `folders`, all of them the project's.
+
+    Args:
+        source: what is compiled.
+        flags: g++'s options.
+        folders: where headers are looked for.
+        included: the contents of other headers that it includes.
+    """
+    include = torch_folder() / "include"
+    search = [f"-I{folder}" for folder in folders] + ["-isystem", include]
+    search += ["-isystem", include / "torch" / "csrc" / "api" / "include"]
+
+    def make(folder: Path) -> None:
+        run(COMPILER, *flags, "-fPIC", *search, "-c", source, "-o", folder / "object.o")
+
+    made_from = [source.name, source.read_bytes(), *flags, *contents(*folders), *included]
+    made_from += [version_of(COMPILER), torch_version()]
+    return cached(f"emulated-{source.stem}", made_from, make) / "object.o"
+
+
+def compile_all(
+    sources: Sequence[tuple[Path, Sequence[str]]], folders: Sequence[Path], included: Sequence[bytes] = ()
+) -> list[Path]:
+    """The objects of sources with their flags, MAX_JOBS at a time; the rest as `compiled`."""
+    jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
+    with ThreadPoolExecutor(jobs) as pool:
+        return list(pool.map(lambda each: compiled(each[0], each[1], folders, included), sources))
+
+
+def linked(name: str, objects: Sequence[Path], *options: object) -> Path:
+    """A shared library of these objects."""
+
+    def make(folder: Path) -> None:
+        run(COMPILER, "-shared", *objects, *options, "-o", folder / name)
+
+    made_from = [name, *map(str, options), *(path.read_bytes() for path in objects)]
+    return cached("emulated-library", made_from, make) / name
+
+
+def device_library() -> Path:
+    """The emulated device."""
+    flags = ["-std=c++20", "-O1", "-fvisibility=hidden"]
+    sources = [(source, flags) for source in sorted((HERE / "device").glob("*.cpp"))]
+    objects = compile_all(sources, [HERE / "device"])
+    return linked("libemulated_cuda.so", objects, "-L", torch_folder() / "lib", *TORCH_LIBRARIES)
+
+
+def translated(source: Path) -> str:
+    """A source of csrc/cuda/ as C++: its launches are calls, and what they access is declared."""
+    text, launches = LAUNCH.subn(r'::emulation::launch("\1", \1\2, \3, \4, \5, \6);', source.read_text())
+    if launches == 0 or "<<<" in text:
+        raise ValueError(
+            f"{source}: a launch is not written as kernel<<<blocks, threads, 0, stream>>>(arguments)"
+        )
+    kind = f"#define EMULATED_{source.stem.upper()}\n"
+    return f'#include "cuda_language.h"\n{text}\n{kind}#include "accesses.h"\n'
+
+
+def kernel_library(device: Path) -> Path:
+    """The project's native library, with its CUDA kernels for the emulated device."""
+    csrc, kernels = ROOT / "csrc", HERE / "kernels"
+    flags = ["-std=c++17", "-O2", "-fvisibility=hidden", *EXACT, "-DTORCH_TARGET_VERSION=0x020a000000000000"]
+    flags += [f'-DFUSEDACC_TORCH_VERSION="{torch_version()}"', "-DFUSEDACC_CUDA"]
+    flags += ['-DFUSEDACC_CUDA_ARCHITECTURES="9.0"']
+    on_host = [
+        (source, [*flags, *VECTOR_FLAGS.get(relative(source), ())])
+        for source in sorted(csrc.rglob("*.cpp"))
+        if source.parent.name not in ("autograd", "cuda")
+        and (on_x86() or relative(source) not in VECTOR_FLAGS)
+    ]
+    # Of csrc/cuda/ they include one header. So a change of a kernel compiles no other source again.
+    whole = csrc / "cuda" / "cuda.h"
+    objects = compile_all(on_host, [csrc / "common", csrc / "cpu", csrc / "ops"], [whole.read_bytes()])
+    objects += compile_all([(source, flags) for source in sorted((csrc / "cuda").glob("*.cpp"))], [csrc])
+    flags += ["-mfma"] if has_fma() else []
+    with tempfile.TemporaryDirectory() as folder:
+        sources = [(source, flags) for source in sorted(kernels.glob("*.cpp"))]
+        for source in sorted((csrc / "cuda").glob("*.cu")):
+            target = Path(folder) / f"{source.stem}.cpp"
+            target.write_text(translated(source))
+            sources.append((target, flags))
+        objects += compile_all(sources, [csrc, csrc / "cuda", kernels])
+    return linked("libfusedacc.so", objects, device, "-L", torch_folder() / "lib", *TORCH_LIBRARIES)
+
+
+def relative(source: Path) -> str:
+    return source.relative_to(ROOT / "csrc").as_posix()
+
+
+def on_x86() -> bool:
+    return os.uname().machine == "x86_64"
+
+
+def has_fma() -> bool:
+    """Whether this processor has the instruction; else the C library's function does the same, slowly."""
+    return on_x86() and " fma " in Path("/proc/cpuinfo").read_text()
+
+
+def ptx_library(ptx: str, name: str) -> Path:
+    """PTX as a library with a function `ptx_NAME` for each kernel NAME.
+
+    It finds the emulated threads and memory in libraries that were loaded before, with global symbols.
+
+    Args:
+        ptx: what is translated.
+        name: for the cache's folder, for people.
+    """
+    from .ptx import translate
+
+    folders = [HERE / "kernels", HERE / "ptx"]
+    flags = ["-std=c++17", "-O1", *EXACT, *(["-mfma"] if has_fma() else [])]
+
+    def make(folder: Path) -> None:
+        source = folder / "ptx.cpp"
+        source.write_text(translate.to_cpp(ptx))
+        search = [f"-I{each}" for each in folders]
+        run(COMPILER, *flags, "-w", "-fPIC", "-shared", *search, source, "-o", folder / "ptx.so")
+        source.unlink()
+
+    made_from = [ptx, *flags, *contents(*folders), version_of(COMPILER)]
+    return cached(f"emulated-ptx-{name}", made_from, make) / "ptx.so"

@@ -1,0 +1,12 @@
+// The emulated device as c10 names it.
+#pragma once
+
+#include <c10/core/Allocator.h>
+#include <c10/core/Device.h>
+
+namespace emulation {
+
+inline c10::Device cuda(int index) { return {c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(index)}; }
+c10::Allocator* device_allocator();
+
+}  // namespace emulation

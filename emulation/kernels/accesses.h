@@ -1,0 +1,57 @@
+// Which memory each kernel's arguments name: for_each_access(arguments, note) calls note(data, is_written).
+// build.py puts it after each source of csrc/cuda/.
+#pragma once
+
+namespace fusedacc {
+
+template <typename Note>
+void note_factors(const Factors& factors, Note&& note) {
+  note(factors.scale.tensor, false);
+  note(factors.beta.tensor, false);
+}
+
+// The passes that only read, those of a norm, have one memory on both sides.
+template <int32_t capacity, typename Note>
+void for_each_access(const FlatBatch<capacity>& batch, Note&& note) {
+  for (int32_t i = 0; i < batch.count; ++i) {
+    note(batch.gradients[i], false);
+    if (batch.accumulators[i] != batch.gradients[i]) note(batch.accumulators[i], true);
+  }
+  note_factors(batch.factors, note);
+}
+
+template <typename Batch, typename Note>
+void for_each_access(const WithPartials<Batch>& batch, Note&& note) {
+  for_each_access(static_cast<const Batch&>(batch), note);
+  note(batch.partials, true);
+}
+
+#ifdef EMULATED_NORM
+namespace cuda {
+template <int32_t bytes, typename Note>
+void for_each_access(const PartialLists<bytes>& lists, Note&& note) {
+  for (int32_t i = 0; i < lists.count; ++i) {
+    if (lists.sizes[i] > 0) note(lists.partials[i], false);
+  }
+  note(lists.norm, true);
+  note(lists.found, true);
+}
+}  // namespace cuda
+#endif
+
+#ifdef EMULATED_ROWS
+namespace cuda {
+template <typename Note>
+void for_each_access(const RowArguments& arguments, Note&& note) {
+  const RowWork& work = arguments.work;
+  note(work.gradients, false);
+  note(work.numbers.data, false);
+  note(work.numbers.order, false);
+  note(arguments.scale.tensor, false);
+  note(work.table.data, true);
+  note(arguments.sums, true);
+}
+}  // namespace cuda
+#endif
+
+}  // namespace fusedacc

@@ -1,0 +1,27 @@
+// What csrc/ uses of CUDA's header of that name.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+struct __half {
+  uint16_t bits;
+};
+
+inline __half __ushort_as_half(uint16_t bits) { return {bits}; }
+inline uint16_t __half_as_ushort(__half value) { return value.bits; }
+
+inline float __half2float(__half value) {
+  _Float16 half;
+  std::memcpy(&half, &value.bits, sizeof(half));
+  return static_cast<float>(half);
+}
+
+// A GPU makes one nan of all.
+inline __half __float2half_rn(float value) {
+  if (value != value) return {0x7fff};
+  const auto half = static_cast<_Float16>(value);
+  __half result;
+  std::memcpy(&result.bits, &half, sizeof(half));
+  return result;
+}

@@ -1,0 +1,247 @@
+"""Mistakes of every kind that the emulated device is to find, each in a copy of the project.
+
+    python -m emulation.mutants [PART_OF_A_NAME ...]
+
+Each is one replacement, after which the tests named with it must fail on the emulated device; without it they
+must pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from .build import ROOT
+
+#: What is copied; the copy has links to the rest.
+COPIED = ("csrc", "fusedacc", "tests", "emulation")
+NORMS = "tests/cuda/test_norm_cuda.py -k cuda"
+SUMS = "tests/cuda/test_cuda_ops.py"
+PROGRAMS = "emulation/tests/test_programs.py"
+PASSED, FAILED = 0, 1
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One mistake.
+
+    Attributes:
+        name: what is wrong.
+        where: a file, from the root.
+        old, new: the text replaced, which stands there once, and what it becomes.
+        tests: arguments of pytest.
+        ptx: whether kernels run as nvcc's PTX.
+    """
+
+    name: str
+    where: str
+    old: str
+    new: str
+    tests: str
+    ptx: bool = False
+
+
+MUTANTS = (
+    Mutant(
+        "no barrier before the warps' values are read",
+        "csrc/cuda/device/block_reduce.h",
+        "of_warp[threadIdx.x / 32] = state;\n    __syncthreads();",
+        "of_warp[threadIdx.x / 32] = state;",
+        NORMS,
+    ),
+    Mutant(
+        "a barrier that only some threads reach",
+        "csrc/cuda/device/block_reduce.h",
+        "    __syncthreads();  // a join before may still be read",
+        "    if (threadIdx.x < 64) __syncthreads();",
+        NORMS,
+    ),
+    Mutant(
+        "steps of 16 bytes where the gradient is not aligned",
+        "csrc/cuda/device/accumulate_block.h",
+        "return head < count && aligned_for<kStep>(gradient + head) ? head : count;",
+        "return head < count ? head : count;",
+        f"{SUMS} -k misaligned",
+    ),
+    Mutant(
+        "the same in nvcc's PTX",
+        "csrc/cuda/device/accumulate_block.h",
+        "return head < count && aligned_for<kStep>(gradient + head) ? head : count;",
+        "return head < count ? head : count;",
+        f"{SUMS} -k misaligned",
+        ptx=True,
+    ),
+    Mutant(
+        "steps of 16 bytes in Triton where a tensor is not aligned",
+        "fusedacc/kernels/triton/backend.py",
+        "misaligned = kernels.MISALIGNED if (address | pointer) % 16 else 0",
+        "misaligned = 0",
+        "tests/cuda/test_sanitized.py -k triton",
+    ),
+    Mutant(
+        "the last chunk of a tensor is not cut off",
+        "csrc/cuda/device/accumulate_block.h",
+        "chunk.count = static_cast<int32_t>(left < elements ? left : elements);",
+        "chunk.count = elements;",
+        f"{SUMS} -k misaligned",
+    ),
+    Mutant(
+        "a mask of Triton's kernel is missing",
+        "fusedacc/kernels/triton/kernels.py",
+        "tl.store(accumulator + step + lane, sums, mask=inside)",
+        "tl.store(accumulator + step + lane, sums)",
+        "tests/cuda/test_triton_cuda.py",
+    ),
+    Mutant(
+        "another stream's use of a plan's table is not recorded",
+        "fusedacc/kernels/triton/backend.py",
+        "            self._table.record_stream(torch.cuda.current_stream(self._device))\n",
+        "            pass\n",
+        "tests/cuda/test_triton_cuda.py -k a_plan_that_is_gone",
+    ),
+    Mutant(
+        "nobody waits for what modules have added on other streams",
+        "fusedacc/autograd/graph_task.py",
+        "        if current.cuda_stream != raw:\n            current.wait_stream(external(raw, device))\n"
+        "        for slot in slots:",
+        "        for slot in slots:",
+        PROGRAMS,
+    ),
+    Mutant(
+        "a module does not wait for an earlier addition on another stream",
+        "fusedacc/autograd/graph_task.py",
+        "        torch.cuda.current_stream(device).wait_stream(external(slot.stream, device))\n",
+        "        pass\n",
+        PROGRAMS,
+    ),
+    Mutant(
+        "the caller does not wait for a bucket that was added on its own stream",
+        "fusedacc/autograd/graph_task.py",
+        "        yield\n    current.wait_stream(stream)\n",
+        "        yield\n",
+        PROGRAMS,
+    ),
+    Mutant(
+        "a bucket is added on the caller's stream",
+        "fusedacc/autograd/graph_task.py",
+        "    if current.cuda_stream == raw:\n        yield\n        return\n",
+        "    if True:\n        yield\n        return\n",
+        f"{PROGRAMS} tests/cuda/test_streams_cuda.py",
+    ),
+    Mutant(
+        "the default stream's handle makes a new stream",
+        "fusedacc/autograd/graph_task.py",
+        "    return torch.cuda.get_stream_from_external(raw, device)",
+        "    return torch.cuda.ExternalStream(raw, device=device)",
+        f"{PROGRAMS} tests/cuda/test_streams_cuda.py",
+    ),
+    Mutant(
+        "nodes stay on the stream on which the wrapper was made",
+        "fusedacc/autograd/registration.py",
+        "            self._leave_former_streams()\n",
+        "",
+        "tests/cuda/test_stream_changes_cuda.py",
+    ),
+    Mutant(
+        "the CPU reads a number before it has arrived",
+        "fusedacc/kernels/transfers.py",
+        'non_blocking=device.type != "cpu"',
+        "non_blocking=True",
+        "tests/cuda/test_devices_cuda.py",
+    ),
+    Mutant(
+        "torch's kernel on a CPU takes a scale that is on a GPU",
+        "fusedacc/optimizer/update.py",
+        " and len(finals.on_gpu) < 2",
+        "",
+        "tests/cuda/test_devices_cuda.py",
+    ),
+    Mutant(
+        "a driver that is too old is not noticed",
+        "fusedacc/kernels/native.py",
+        "        if problem is not None:\n            toolkit =",
+        "        if False:\n            toolkit =",
+        "emulation/tests/test_old_driver.py",
+    ),
+    Mutant(
+        "a float32 scale is taken for the float64 number",
+        "tests/cuda/test_sanitized.py",
+        "scale = torch.tensor(0.75, device",
+        "scale = torch.tensor(0.7500001, device",
+        "tests/cuda/test_sanitized.py -k plan",
+    ),
+)
+
+
+def run(copy: Path, mutant: Mutant) -> subprocess.CompletedProcess[str]:
+    """Run a mutant's tests in a copy until one fails."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command += ["-p", "emulation.plugin", "-m", "cuda", *mutant.tests.split()]
+    environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "EMULATION_SEED": "1"}
+    environment |= {"EMULATION_PTX": "1"} if mutant.ptx else {}
+    return subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
+
+
+def project(folder: Path) -> None:
+    """Copy the project into a folder."""
+    for source in ROOT.iterdir():
+        if source.name in COPIED:
+            shutil.copytree(source, folder / source.name)
+        elif source.name != ".pytest_cache":
+            (folder / source.name).symlink_to(source)
+
+
+def is_caught(mutant: Mutant) -> bool:
+    """Whether its tests fail.
+
+    Raises:
+        RuntimeError: its text does not stand there once, or its tests cannot be run.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        project(folder)
+        target = folder / mutant.where
+        text = target.read_text()
+        if text.count(mutant.old) != 1:
+            raise RuntimeError(
+                f"{mutant.name}: its text stands {text.count(mutant.old)} times in {mutant.where}"
+            )
+        target.write_text(text.replace(mutant.old, mutant.new))
+        done = run(folder, mutant)
+    # An aborted process, as of a misaligned access, has no exit status of pytest's.
+    if done.returncode < 0 or "EMULATION:" in done.stderr + done.stdout:
+        return True
+    if done.returncode not in (PASSED, FAILED):
+        raise RuntimeError(f"{mutant.name}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return done.returncode == FAILED
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", help="try those whose name has one of these in it (all)")
+    options = parser.parse_args()
+    mutants = [m for m in MUTANTS if not options.parts or any(part in m.name for part in options.parts)]
+    survived = []
+    for mutant in mutants:
+        caught = is_caught(mutant)
+        print(f"{'caught' if caught else 'NOT CAUGHT'}: {mutant.name}", flush=True)
+        if not caught:
+            survived.append(mutant.name)
+    tried = {(mutant.tests, mutant.ptx): mutant for mutant in mutants}
+    wrong = [mutant.tests for mutant in tried.values() if run(ROOT, mutant).returncode != PASSED]
+    for tests in wrong:
+        print(f"these tests fail without a mutant too: {tests}")
+    print(f"{len(mutants) - len(survived)} of {len(mutants)} were caught")
+    return 1 if survived or wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""A pytest plugin that runs tests on the emulated device: `pytest -p emulation.plugin -m cuda`.
+
+Environment:
+    EMULATION_SEED: from which, with each test's name, the order of blocks and threads follows. By default it
+        is random, and printed.
+    EMULATION_PTX=1: the kernels run as the PTX that nvcc makes of them; tests of Triton alone are left out.
+    EMULATION_SHARE=N: one of N tests runs, by the seed.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import zlib
+from collections.abc import Iterator
+
+import pytest
+
+from . import build, unsupported
+from .activation import activate
+
+SEED = int(os.environ.setdefault("EMULATION_SEED", str(random.SystemRandom().randrange(2**32))))
+RUNS_PTX = os.environ.get("EMULATION_PTX") == "1"
+SHARE = int(os.environ.get("EMULATION_SHARE", "1"))
+PROBLEM = build.obstacle()
+if PROBLEM is None and RUNS_PTX:
+    from .ptx import nvcc
+
+    PROBLEM = nvcc.obstacle()
+
+kernels = None if PROBLEM else activate(RUNS_PTX)
+
+
+def chosen(purpose: str, node: str) -> int:
+    """A number that follows from the seed, a purpose and a test's name."""
+    return zlib.crc32(f"{SEED} {purpose} {node}".encode())
+
+
+def pytest_report_header() -> str:
+    if PROBLEM:
+        return f"emulated GPU: {PROBLEM}"
+    kernels_are = "nvcc's PTX" if RUNS_PTX else "compiled by g++"
+    return f"emulated GPU: EMULATION_SEED={SEED}, kernels are {kernels_are}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if PROBLEM:
+        for item in items:
+            item.add_marker(pytest.mark.skip(reason=PROBLEM))
+        return
+    left_out = [
+        item
+        for item in items
+        if chosen("share", item.nodeid) % SHARE != 0 or (RUNS_PTX and "triton" in item.nodeid)
+    ]
+    config.hook.pytest_deselected(items=left_out)
+    gone = set(left_out)
+    items[:] = [item for item in items if item not in gone]
+    for item in items:
+        reason = unsupported.reason(item.nodeid)
+        if reason is not None:
+            item.add_marker(pytest.mark.skip(reason=f"not emulated: {reason}"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Let a test fail, too, if the device reports a mistake while it runs."""
+    if kernels is None:
+        return (yield)
+    from . import torch_cuda
+
+    kernels.emu_set_seed(chosen("order", item.nodeid))
+    torch_cuda.take_reports()
+    result = yield
+    torch_cuda.device.device_synchronize()
+    found = torch_cuda.take_reports()
+    if found:
+        pytest.fail(f"the emulated device reports {len(found)} mistakes, the last: {found[-1]}")
+    return result

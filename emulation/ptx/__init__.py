@@ -1,0 +1,1 @@
+"""PTX on a CPU: translated to C++, and run in place of kernels."""

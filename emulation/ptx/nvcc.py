@@ -1,0 +1,85 @@
+"""Runs the PTX that nvcc makes of csrc/cuda/ in place of the kernels that g++ makes of it."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .. import build
+
+SOURCES = ("accumulate", "norm", "rows")
+
+
+def obstacle() -> str | None:
+    """Why there is no PTX of nvcc's, or None."""
+    return None if _tests().NVCC else "nvcc was not found"
+
+
+def _tests() -> Any:
+    """The tests that look at the compiled kernels: their PTX is the PTX that runs here."""
+    folder = str(build.ROOT / "tests" / "kernels")
+    if folder not in sys.path:
+        sys.path.append(folder)
+    import test_cuda_build
+
+    return test_cuda_build
+
+
+def plain_name(mangled: str) -> str:
+    """A mangled name without its anonymous namespace, which each compiler names as it likes."""
+    match = re.search(r"(\d+)_GLOBAL__N_", mangled)
+    if match is None:
+        return mangled
+    begin = match.start()
+    return mangled[:begin] + mangled[match.end(1) + int(match[1]) :]
+
+
+def symbols(library: Path) -> Iterator[tuple[str, int]]:
+    """The functions of a library, local ones too, with their offsets."""
+    listed = subprocess.run(["nm", str(library)], capture_output=True, text=True, check=True).stdout
+    for line in listed.splitlines():
+        match = re.fullmatch(r"([0-9a-f]+) [tT] (\S+)", line)
+        if match is not None:
+            yield match[2], int(match[1], 16)
+
+
+def use(kernels: ctypes.CDLL, library: Path) -> int:
+    """Have the emulated kernels run as PTX.
+
+    Returns:
+        How many do.
+
+    Raises:
+        RuntimeError: a kernel has no PTX, or there is PTX of none.
+    """
+    offsets = dict(symbols(library))
+    address = ctypes.cast(kernels.emu_use_ptx, ctypes.c_void_p).value
+    assert address is not None
+    base = address - offsets["emu_use_ptx"]
+    own = {
+        plain_name(name): base + offset
+        for name, offset in offsets.items()
+        if re.match(r"_ZN8fusedacc4cuda12_GLOBAL__N_1\d+\w*_kernelI", name)
+    }
+    kernels.emu_use_ptx.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    used = set()
+    for source in SOURCES:
+        ptx = (_tests().compiled(source) / f"{source}.ptx").read_text()
+        run = ctypes.CDLL(str(build.ptx_library(ptx, f"nvcc-{source}")))
+        for entry in re.findall(r"\.entry\s+([\w$]+)", ptx):
+            name = plain_name(entry)
+            if name not in own:
+                raise RuntimeError(f"g++ has made no kernel {name}")
+            function = ctypes.cast(getattr(run, f"ptx_{entry}"), ctypes.c_void_p)
+            kernels.emu_use_ptx(own[name], function)
+            used.add(name)
+    # A launch takes a kernel's address, so that no kernel is left out by g++.
+    missing = own.keys() - used
+    if missing:
+        raise RuntimeError(f"nvcc has made no PTX of {sorted(missing)[:3]} and {len(missing)} kernels in all")
+    return len(used)

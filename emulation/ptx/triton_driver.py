@@ -1,0 +1,126 @@
+"""A driver for Triton whose launches run the PTX that Triton has compiled, on the emulated device.
+
+Triton compiles as it would for a GPU of the emulated capability, ptxas included, whose result is not used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import GPUDriver
+from triton.runtime import driver
+
+from .. import build
+
+#: How an argument of a type of Triton's is put into 64 bits.
+FORMATS = {"i1": "q", "i8": "q", "i16": "q", "i32": "q", "i64": "q", "fp32": "f", "fp64": "d"}
+SHARED_BYTES = 227 << 10
+LANES = 32
+
+
+class Utilities:
+    """What Triton calls in place of the CUDA driver."""
+
+    def __init__(self) -> None:
+        self.ptx = ""
+
+    def note_kernel(
+        self, module: Any, function: Any, name: str, metadata_group: dict[str, str], hash_: str
+    ) -> None:
+        """Remember the PTX of the kernel that is to be loaded."""
+        (path,) = (path for name, path in metadata_group.items() if name.endswith(".ptx"))
+        self.ptx = Path(path).read_text()
+
+    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[Any, ...]:
+        """Returns the module, the function, its registers and spills, and the most threads of a block."""
+        library = ctypes.CDLL(str(build.ptx_library(self.ptx, f"triton-{name}")))
+        (entry,) = re.findall(r"\.entry\s+([\w$]+)", self.ptx)
+        return library, getattr(library, f"ptx_{entry}"), 0, 0, 1024
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": SHARED_BYTES, "multiprocessor_count": 132, "warpSize": LANES}
+
+
+class Launcher:
+    """Runs a kernel's PTX.
+
+    Args:
+        source: whose signature names the arguments' types.
+        metadata: the compiled kernel's.
+    """
+
+    launch: Callable[..., None]
+
+    def __init__(self, source: Any, metadata: Any) -> None:
+        self._types = list(source.signature.values())
+        self._name, self._threads = metadata.name.encode(), metadata.num_warps * LANES
+        if metadata.global_scratch_size or metadata.profile_scratch_size:
+            raise NotImplementedError("scratch memory")
+
+    def _bits(self, kind: str, value: Any) -> int:
+        if kind.startswith("*"):
+            return 0 if value is None else value.data_ptr()
+        return struct.unpack("Q", struct.pack(FORMATS[kind], value).ljust(8, b"\0"))[0]
+
+    def __call__(
+        self, x: int, y: int, z: int, stream: int, function: Any, packed: Any, launch: Any, enter: Any,
+        leave: Any, *arguments: Any,
+    ) -> None:  # fmt: skip
+        given = zip(self._types, arguments, strict=True)
+        values = [self._bits(kind, value) for kind, value in given if kind != "constexpr"]
+        values += [0, 0]  # scratch memory
+        numbers = (ctypes.c_uint64 * len(values))(*values)
+        grid = (ctypes.c_uint * 3)(x, y, z)
+        Launcher.launch(self._name, stream, function, grid, self._threads, numbers, len(values))
+
+
+class EmulatedDriver(GPUDriver):
+    """As Triton's driver of CUDA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.utils = Utilities()
+        self.launcher_cls = Launcher
+        knobs.runtime.kernel_load_start_hook.add(self.utils.note_kernel)
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return True
+
+    def get_current_target(self) -> GPUTarget:
+        major, minor = torch.cuda.get_device_capability()
+        return GPUTarget("cuda", 10 * major + minor, LANES)
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def get_device_interface(self) -> Any:
+        return torch.cuda
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        raise NotImplementedError
+
+    def get_benchmarker(self) -> Any:
+        raise NotImplementedError
+
+
+def use(kernels: ctypes.CDLL) -> None:
+    """Have Triton launch on the emulated device.
+
+    Args:
+        kernels: the library with the emulated threads.
+    """
+    launch = kernels.emu_launch_ptx
+    pointer, number = ctypes.c_void_p, ctypes.c_int
+    launch.argtypes = [ctypes.c_char_p, ctypes.c_int64, pointer, pointer, number, pointer, number]
+    launch.restype = None
+    Launcher.launch = launch
+    driver.set_active(EmulatedDriver())

@@ -1,0 +1,66 @@
+"""Runs the GPU tests on the emulated device; `make test-emulated-gpu`.
+
+    python -m emulation.run [--seed N] [--seeds N] [--jobs N]
+
+First all tests marked `cuda`, with the kernels as g++ and Triton compile them, and the tests of the emulation
+with its random programs; then a third of the tests of the native kernels with these as nvcc's PTX.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import subprocess
+import sys
+
+from . import build
+from .ptx import nvcc
+
+PATHS = (
+    "emulation/tests",
+    "tests/cuda",
+    "tests/optimizer/test_torch_optimizers.py",
+    "tests/planner/test_find_processes.py",
+    "tests/benchmarks",
+)
+#: What share of the tests runs on nvcc's PTX: one of as many.
+PTX_SHARE = 3
+
+
+def run(seed: int, jobs: int, **settings: str) -> bool:
+    """Whether the tests pass with this seed."""
+    command = [sys.executable, "-m", "pytest", "-q", "-rsfE", "-p", "emulation.plugin", "-m", "cuda"]
+    # Stretches of tests stay together, with what their module made.
+    command += ["-n", str(jobs), "--dist", "worksteal"] if jobs > 1 else ["-p", "no:xdist"]
+    environment = os.environ | {"EMULATION_SEED": str(seed), "OMP_NUM_THREADS": "1"} | settings
+    print(f"EMULATION_SEED={seed}", *(f"{name}={value}" for name, value in settings.items()), flush=True)
+    return subprocess.run([*command, *PATHS], env=environment, cwd=build.ROOT).returncode == 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seed", type=int, help="of the orders of blocks and threads, and of the programs")
+    parser.add_argument("--seeds", type=int, default=1, help="how many runs, with seeds that follow (1)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (one for each core)")
+    options = parser.parse_args()
+    problem = build.obstacle()
+    if problem is not None:
+        print(f"skipped: {problem}")
+        return 0
+    no_ptx = nvcc.obstacle()
+    first = random.SystemRandom().randrange(2**32) if options.seed is None else options.seed
+    passed = True
+    for seed in range(first, first + options.seeds):
+        passed &= run(seed, options.jobs)
+        if no_ptx is None:
+            passed &= run(seed, options.jobs, EMULATION_PTX="1", EMULATION_SHARE=str(PTX_SHARE))
+        else:
+            print(f"nvcc's PTX is skipped: {no_ptx}")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""Models that are spread over a CPU and a GPU, over two GPUs, or moved after they were wrapped."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fusedacc
+
+pytestmark = pytest.mark.cuda
+STEPS, UPDATES = 2, 3
+
+
+class Split(nn.Module):
+    """Two layers on devices of their own."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(6, 6).to(first), nn.Linear(6, 3).to(second)
+
+    def forward(self, x):
+        hidden = torch.tanh(self.first(x.to(self.first.weight.device)))
+        return self.second(hidden.to(self.second.weight.device))
+
+
+def batch(seed: int) -> torch.Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
+
+
+def stock(model: nn.Module, params: list[nn.Parameter], clip: float, fused: bool) -> list[torch.Tensor]:
+    """The weights that the usual loop leaves, and the last norm."""
+    optimizer = torch.optim.AdamW(params, lr=0.01, fused=fused)
+    for micro_batch in range(STEPS * UPDATES):
+        (model(batch(micro_batch)).square().mean() / STEPS).backward()
+        if micro_batch % STEPS == STEPS - 1:
+            # torch's own function takes no tensors of several devices with foreach.
+            norm = torch.stack([p.grad.norm().cpu() for p in params]).norm()
+            for param in params:
+                param.grad.mul_((clip / (norm + 1e-6)).clamp(max=1.0).to(param.device))
+            optimizer.step()
+            optimizer.zero_grad()
+    return [*(param.detach().cpu() for param in params), norm]
+
+
+def wrapped(model: nn.Module, params: list[nn.Parameter], clip: float, fused: bool, **options: object):
+    inner = torch.optim.AdamW(params, lr=0.01, fused=fused)
+    optimizer = fusedacc.AccumulatingOptimizer(inner, STEPS, max_grad_norm=clip, **options)
+    for micro_batch in range(STEPS * UPDATES):
+        model(batch(micro_batch)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*(param.detach().cpu() for param in params), optimizer.grad_norm.cpu()]
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
+@pytest.mark.parametrize("skip", [False, True], ids=["", "skip"])
+@pytest.mark.parametrize("devices", [("cpu", "cuda"), ("cuda", "cpu"), ("cuda:0", "cuda:1")], ids=str)
+def test_clipping_over_devices_equals_the_usual_loop(devices, skip, fused):
+    """The norm joins numbers of both devices: nothing may read one before it has arrived."""
+    if "cuda:1" in devices and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    for reverse in (False, True):
+        models = Split(*devices), Split(*devices)
+        params = [list(model.parameters()) for model in models]
+        if reverse:
+            params = [list(reversed(each)) for each in params]
+        expected = stock(models[0], params[0], 0.05, fused)
+        found = wrapped(models[1], params[1], 0.05, fused, skip_nonfinite=skip)
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_weights_on_a_gpu_scale_sums_on_a_cpu():
+    """A window's weight is on the GPU, and so is the deferred scale of sums that are on the CPU."""
+    weights = [3.0, 1.0]
+    models = Split("cpu", "cuda"), Split("cpu", "cuda")
+    optimizer = fusedacc.AccumulatingOptimizer(
+        torch.optim.SGD(models[0].parameters(), lr=0.1), STEPS, reduction="weighted"
+    )
+    inner = torch.optim.SGD(models[1].parameters(), lr=0.1)
+    for micro_batch in range(STEPS * UPDATES):
+        weight = weights[micro_batch % STEPS]
+        with optimizer.accumulate(weight=torch.tensor(weight, device="cuda")):
+            models[0](batch(micro_batch)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        (models[1](batch(micro_batch)).square().mean() * (weight / sum(weights))).backward()
+        if micro_batch % STEPS == STEPS - 1:
+            inner.step()
+            inner.zero_grad()
+    for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_a_model_that_is_moved_after_it_was_wrapped():
+    models = Split("cpu", "cpu"), Split("cuda", "cuda")
+    for model in models:
+        params = list(model.parameters())
+        inner = torch.optim.SGD(params, lr=0.1)
+        optimizer = fusedacc.AccumulatingOptimizer(inner, STEPS, model=model, max_grad_norm=1.0)
+        model.cuda()
+        for micro_batch in range(STEPS * UPDATES):
+            model(batch(micro_batch)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.num_updates == UPDATES
+    for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert ours.is_cuda
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)

@@ -1,0 +1,45 @@
+"""The stream that trains is not the one on which the wrapper was made."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fusedacc
+from fusedacc.accumulators.add import Adder
+
+pytestmark = pytest.mark.cuda
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_later_windows_are_added_on_the_stream_that_trains(dtype, monkeypatch):
+    """As PyTorch's own gradients are. Else sums are allocated and written on the former stream for ever."""
+    seen: list[torch.cuda.Stream] = []
+    add = Adder.add
+
+    def noted(self: Adder, *arguments, **options):
+        seen.append(torch.cuda.current_stream())
+        return add(self, *arguments, **options)
+
+    monkeypatch.setattr(Adder, "add", noted)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).cuda().to(dtype)
+    inner = torch.optim.AdamW(net.parameters(), lr=0.01, fused=True)
+    optimizer = fusedacc.AccumulatingOptimizer(inner, 2, max_grad_norm=1.0)
+    batches = [torch.randn(8, 64, device="cuda", dtype=dtype) for _ in range(12)]
+    sides = [torch.cuda.Stream(), torch.cuda.Stream()]
+    for number, batch in enumerate(batches):
+        side = sides[number // 6]  # it changes again after three windows
+        side.wait_stream(sides[1 - number // 6])
+        side.wait_stream(torch.cuda.default_stream())
+        with torch.cuda.stream(side):
+            net(batch).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if number % 6 < 2:
+            seen.clear()  # the window in which the stream changes belongs to the former one
+        assert all(stream == side for stream in seen)
+    torch.cuda.synchronize()
+    assert seen
+    assert all(bool(parameter.isfinite().all()) for parameter in net.parameters())
