@@ -32,6 +32,7 @@ SHOWN = (
     "data_parallel",
     "wrapper_window",
     "gradients",
+    "host",
     "peak_memory",
 )
 #: Those that need other packages or more time, by the command that measures them.

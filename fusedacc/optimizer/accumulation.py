@@ -16,7 +16,7 @@ from torch import Tensor
 from ..accumulators import Accumulators, Slot
 from ..autograd.data_parallel import Reducers
 from ..autograd.graph_task import GraphTask
-from ..autograd.middle import Assumptions, Middle
+from ..autograd.middle import Assumptions, Attribute, Middle
 from ..distributed import pipelines
 from ..distributed.fsdp import Shards
 from ..kernels import launch_events, torch_state
@@ -176,11 +176,12 @@ class Accumulation:
     def assumptions(self) -> Assumptions:
         """What must be so for `middle` to hold on."""
         window, grads = self.window, self._grads
-        is_false = [(window, name) for name in ("tainted", "in_context", "unsynchronised", "withheld")]
+        names = "tainted", "in_context", "unsynchronised", "withheld"
+        is_false: list[Attribute] = [(window, name) for name in names]
         is_false += [(grads, name) for name in ("spent", "_num_ignored", "_aside")]
         is_false += [(self, "ignoring"), (self.ranks, "parallel"), *torch_state.process_group()]
         deferred = self.accumulators.deferred
-        stays = [(grads, "generation"), (deferred, "num_changes"), (window, "factor")]
+        stays: list[Attribute] = [(grads, "generation"), (deferred, "num_changes"), (window, "factor")]
         return Assumptions(is_false, stays)
 
     def scale_of(self, task: GraphTask) -> float | Tensor:
