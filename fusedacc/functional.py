@@ -177,8 +177,8 @@ def total_norm(tensors: Sequence[Tensor], norm_type: float = 2.0, *, backend: st
         backend: as for `scale_accumulate_`.
 
     Returns:
-        A 0-dim tensor on the first tensor's device, float64 if one of the tensors is, else float32. 0 if
-        there is no element. Nothing waits for a device.
+        A 0-dim tensor on the first GPU that has a tensor, else on the first tensor's device; float64 if one
+        of the tensors is, else float32. 0 if there is no element. Nothing waits for a device.
 
     Raises:
         TypeError: something is no dense tensor of one of those dtypes.

@@ -70,8 +70,13 @@ class InPlaceWriter:
         for index, scale in enumerate(scales):
             if isinstance(scale, Tensor):
                 accumulators[index] = None
+        by_lane: dict[int, list[int]] = {}
         for index in fresh:
-            (accumulators[index],), betas[index] = buffers([slots[index]], [True]), 0.0
+            by_lane.setdefault(slots[index].lane_key, []).append(index)
+        for indices in by_lane.values():
+            made = buffers([slots[index] for index in indices], [True] * len(indices))
+            for index, memory in zip(indices, made, strict=True):
+                accumulators[index], betas[index] = memory, 0.0
         return accumulators, betas
 
     def added_to(self, slots: Sequence[Slot]) -> None:
