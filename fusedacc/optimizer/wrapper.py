@@ -197,7 +197,7 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
         self._loss_scale = LossScaleLink(self._loop, self._inner_update, self._accumulators.norms)
         self._closed = False
         assumptions = accumulation.assumptions()
-        assumptions.is_false.extend([(self, "_closed"), *self._loss_scale.is_false_in_middle()])
+        assumptions.is_false.extend(self._loss_scale.is_false_in_middle())
         capture.deal_with_middle(optimizer, parameters, assumptions)
         self._middle = capture.hooks.middle
 
