@@ -35,8 +35,15 @@ py::object weak(const py::handle object) {
 }
 
 // The object of a weak reference, or none.
-py::object alive(const py::object& reference) {
-  return py::reinterpret_borrow<py::object>(PyWeakref_GetObject(reference.ptr()));
+py::object alive(const py::object& reference) { return reference(); }
+
+// The engine rethrows only this kind of error in the thread that has called backward(). Needs the GIL.
+python_error as_engines_own(py::error_already_set& error) {
+  const py::gil_scoped_acquire gil;
+  error.restore();
+  python_error known;
+  known.persist();
+  return known;
 }
 
 bool is_true(const py::handle object) {
@@ -47,7 +54,9 @@ bool is_true(const py::handle object) {
 
 // Whether a group has these parameters, by identity, and nothing stands in their p.grad.
 bool has_parameters(const py::handle group, const py::handle known) {
+  if (!PyDict_CheckExact(group.ptr())) return false;
   PyObject* params = PyDict_GetItemWithError(group.ptr(), names().params.ptr());
+  if (PyErr_Occurred()) throw py::error_already_set();
   if (params == nullptr || !PyList_Check(params)) return false;
   const Py_ssize_t count = PyList_GET_SIZE(known.ptr());
   if (PyList_GET_SIZE(params) != count) return false;
@@ -176,37 +185,39 @@ int64_t MiddleOfWindow::micro_step(const py::object& window) {
 }
 
 void MiddleOfWindow::leave(const Run& run) {
-  std::vector<int64_t> added;
-  bool still_owes = false;
-  if (!run.is_pythons) {
-    added = adder_->close();
-    still_owes = adder_->owes();
-    tasks_->drop(run.task);
+  try {
+    const auto held = adder_->hold();
+    const py::gil_scoped_acquire gil;
+    if (!run.is_pythons) {
+      end_by_ourselves(run.task);
+      return;
+    }
+  } catch (py::error_already_set& error) {
+    throw as_engines_own(error);
   }
   const py::gil_scoped_acquire gil;
   try {
-    if (run.is_pythons) {  // since before, or since this thread has waited for the GIL
-      on_end_(run.task);
-      return;
-    }
-    run_task_ = kNone;
-    const py::object window = alive(window_);
-    if (window.is_none()) return;
-    const py::object micro = py::getattr(window, names().micro);
-    py::setattr(micro, names().ran, py::bool_(true));
-    const py::int_ ended(py::getattr(micro, names().num_backwards).cast<int64_t>() + 1);
-    py::setattr(micro, names().num_backwards, ended);
-    if (owes_ && armed_) {
-      on_paid_(std::move(added));
-      owes_ = still_owes;
-      armed_ = assumptions_.note();
-    }
-  } catch (py::error_already_set& error) {  // for the engine, which knows its own kind alone
-    error.restore();
-    python_error known;
-    known.persist();
-    throw known;
+    on_end_(run.task);
+  } catch (py::error_already_set& error) {
+    throw as_engines_own(error);
   }
+}
+
+void MiddleOfWindow::end_by_ourselves(int task) {
+  std::vector<int64_t> added = adder_->close();
+  tasks_->drop(task);
+  run_task_ = kNone;
+  if (owes_) {
+    on_paid_(std::move(added));
+    owes_ = adder_->owes();
+    if (armed_) armed_ = assumptions_.note();
+  }
+  const py::object window = alive(window_);
+  if (window.is_none()) return;
+  const py::object micro = py::getattr(window, names().micro);
+  py::setattr(micro, names().ran, py::bool_(true));
+  const py::int_ ended(py::getattr(micro, names().num_backwards).cast<int64_t>() + 1);
+  py::setattr(micro, names().num_backwards, ended);
 }
 
 bool MiddleOfWindow::is_in_step() {

@@ -12,9 +12,9 @@
 
 namespace fusedacc::autograd {
 
-// Attributes of Python's objects that must stay as they are. They are looked up each time: nothing has to
-// tell of a change. The objects are known weakly, since whatever has them also has the hooks, and the garbage
-// collector does not see through here. Needs the GIL, for everything.
+// Attributes of Python's objects that must stay as they are. They are read each time, so that a change needs
+// no message. The references are weak: strong ones would form cycles that the garbage collector cannot see.
+// Everything needs the GIL.
 class Assumptions {
  public:
   // Pairs of an object and the name of an attribute: what must be false, and what must stay the same object.
@@ -89,6 +89,8 @@ class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
   // Whether the groups have the parameters that Python has seen, and nothing stands in their p.grad.
   bool is_in_step();
   void leave(const Run& run);
+  // The end of a task that Python has not taken over. Needs the adder's lock and the GIL.
+  void end_by_ourselves(int task);
 
   const pybind11::object window_, inner_, parameters_;  // weak references
   const pybind11::object on_end_, on_paid_;

@@ -60,7 +60,10 @@ std::shared_ptr<HookState> attach(py::object node, py::object slot, int64_t inde
   if (std::string_view(typeid(hook).name()) != "N5torch8autograd17PyFunctionPreHookE") return nullptr;
   if (PyDict_Size(static_cast<const torch::autograd::PyFunctionPreHook&>(hook).dict) != 1) return nullptr;
   const at::Tensor& parameter = accumulate->variable;
-  if (index >= 0) direct->expect(index, accumulator_dtype);
+  if (index >= 0) {
+    const py::gil_scoped_release without;  // a hook may wait for the GIL with the lock
+    direct->expect(index, accumulator_dtype);
+  }
   auto entry = std::shared_ptr<HookState>(new HookState{.direct = std::move(direct),
                                                         .lane = std::move(lane),
                                                         .tasks = std::move(tasks),

@@ -120,9 +120,14 @@ class Capture:
                 task = self._policy.middle_task()
                 identity = self.hooks.take_over(task)
                 if identity is not None:
-                    self._tasks[identity] = task
+                    self._tasks.setdefault(identity, task)
                     self.hooks.middle.let_go()
         return self._tasks
+
+    def stop_adding(self) -> None:
+        """Have native code add no more in the backwards that run; what it has added is noted."""
+        if self.tasks:
+            self.hooks.stop_adding()
 
     # A backward runs
 
@@ -266,7 +271,9 @@ class Capture:
         self.registry.check_graph()
         self.hooks.stop_adding()  # another task's hooks must not add to accumulators that change here
         task = self._policy.begin_backward(len(self.tasks) == 0)
-        self.tasks[identity] = task
+        self._tasks[identity] = task  # from here on native code begins no other
+        if len(self.tasks) > 1:
+            self.hooks.stop_adding()
         self._call_back(identity, task)
         if task.captures:
             self.hooks.begin(identity, task, len(self.tasks) == 1, self._scale(task))

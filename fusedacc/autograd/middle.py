@@ -1,8 +1,9 @@
 """Micro-batches in the middle of a window, with which native code deals without Python.
 
-They are all alike: the first of a window makes the sums, the last finishes them, and what is done with those
-between is decided once a window. `MiddleOfWindow` (csrc/autograd/middle_of_window.h) begins and ends their
-backward passes, and their `step()` and `zero_grad()`, as long as what was assumed then is still so.
+They are all alike: the first of a window makes the sums, and the last finishes them. When a backward that
+Python has handled ends, Python decides how native code handles those that follow, and lists the attributes on
+which this depends. `MiddleOfWindow` (csrc/autograd/middle_of_window.h) then begins and ends their backward
+passes, and does their `step()` and `zero_grad()`, until one of these attributes changes.
 """
 
 from __future__ import annotations

@@ -174,6 +174,9 @@ class HookRegistry:
 
     def _describe(self, slot: Slot) -> None:
         """Take note of what a parameter has become."""
+        owner = self._capture()
+        if owner is not None:
+            owner.stop_adding()  # a deferred scale may be applied here
         former = slot.lane
         if slot.shape != slot.param.shape:
             self._let_go(slot)

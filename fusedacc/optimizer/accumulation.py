@@ -161,6 +161,8 @@ class Accumulation:
         window = self.window
         if window.weighs or self.shards or not (window.counted or window.reduction == "sum"):
             return None
+        if any(slot.on_cuda for slot in self._slots):
+            return None  # its thread would begin the same backward beside the CPU's
         if window.counted and window.micro_step + 2 >= window.steps:
             return None
         scale, steps = window.base_scale * window.factor, window.steps if window.counted else 0
@@ -174,7 +176,7 @@ class Accumulation:
         return task
 
     def assumptions(self) -> Assumptions:
-        """What must be so for `middle` to hold on."""
+        """The attributes that `middle` depends on."""
         window, grads = self.window, self._grads
         names = "tainted", "in_context", "unsynchronised", "withheld"
         is_false: list[Attribute] = [(window, name) for name in names]

@@ -74,7 +74,7 @@ class LossScaleLink:
         self._update.expect_norm()
 
     def is_false_in_middle(self) -> list[tuple[object, str]]:
-        """What must be None for a `step()` to concern no scaler."""
+        """Attributes that are None while no GradScaler of ours is in use."""
         return [(self, "_scaling"), (self, "_scaled_by")]
 
     def closes_window(self) -> bool:

@@ -225,7 +225,8 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
                 had before (nothing is changed: mend it and call again); an exception has left sums that are
                 neither old nor new, or a parameter's shape has changed in mid-window (see `discard`).
         """
-        if closure is None and not arguments and "grad_scale" not in self.__dict__ and self._middle.step():
+        plain = closure is None and not arguments and "grad_scale" not in self.__dict__
+        if plain and not torch.compiler.is_compiling() and self._middle.step():
             return None
         return self._step(closure, arguments)
 
@@ -248,7 +249,7 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
             RuntimeError: counted loop: a backward has not been ended by `step()`; its gradients are in the
                 sums and cannot be taken back (see `ignore` and `discard`).
         """
-        if not self._middle.zero_grad():
+        if torch.compiler.is_compiling() or not self._middle.zero_grad():
             self._zero_grad(set_to_none)
 
     @_disable_dynamo

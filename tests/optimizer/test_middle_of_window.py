@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections import UserDict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -201,6 +202,45 @@ def test_what_happens_in_mid_window_counts(event, counted, between, monkeypatch)
     (native, mine), (python, its) = outcomes
     assert native == python
     assert all(map(torch.equal, mine, its))
+
+
+def add_a_group(training: Training) -> None:
+    training.opt.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+
+
+def freeze_and_unfreeze(training: Training) -> None:
+    for needed in (False, True):
+        training.model[0].bias.requires_grad_(needed)
+        training.opt.explain()
+
+
+def make_a_group_another_mapping(training: Training) -> None:
+    groups = training.opt.param_groups
+    groups[0] = UserDict(groups[0])
+
+
+@needs_native
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("event", [add_a_group, freeze_and_unfreeze, make_a_group_another_mapping])
+def test_what_happens_in_the_first_backward_of_the_middle_counts(event, reduction, monkeypatch):
+    """It is the one that pays deferred scales."""
+    outcomes = []
+    for choice in "10":
+        monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", choice)
+        training = Training(reduction=reduction)
+        for number in range(STEPS):
+            loss = training.loss()
+            if number == 1:
+                # The last layer's gradients are in the sums by then.
+                hook = training.model[0].weight.register_hook(lambda gradient: event(training))  # noqa: B023
+            loss.backward()
+            if number == 1:
+                hook.remove()
+            training.opt.step()
+            training.opt.zero_grad()
+        outcomes.append([p.detach().clone() for p in training.model.parameters()])
+    for mine, its in zip(*outcomes, strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-6, atol=1e-7)
 
 
 @needs_native
