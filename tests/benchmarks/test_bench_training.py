@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from benchmarks.contestants import training_loops as loops
+from benchmarks.harness import peak_by_kind as kinds
 from benchmarks.suites import training
 from examples.demo import measure
 from examples.demo.loops import Config, StockLoop
@@ -104,3 +107,31 @@ def test_peak_on_a_gpu_is_the_allocators():
     peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
     assert sum(found.values()) == peak
     assert found["weights"] == 2 * sum(p.numel() for p in of.model().parameters())
+
+
+def test_the_gpu_allocators_history_is_replayed(monkeypatch):
+    device = torch.device("cuda", 1)
+    old = {"action": "alloc", "addr": 8, "size": 10**6}
+    traces = [[], [old]]
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"device_traces": traces})
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda *_, **__: None)
+
+    def event(action, address, size):
+        traces[1].append({"action": action, "addr": address, "size": size})
+
+    def tensor(address, where):
+        storage = SimpleNamespace(data_ptr=lambda: address)
+        return SimpleNamespace(device=torch.device(where), untyped_storage=lambda: storage)
+
+    def train(look):
+        event("segment_alloc", 16, 2_000_000)
+        event("alloc", 16, 100)
+        event("alloc", 32, 50)
+        look({"weights": [tensor(16, "cuda")], "optimizer": [tensor(32, "cpu")]})
+        event("free_requested", 32, 50)
+        event("free_completed", 32, 50)
+        event("alloc", 32, 60)
+        look({"gradients": [tensor(32, "cuda")]})
+
+    found = kinds.peak_by_kind(train, device)
+    assert found == {"weights": 100, "gradients": 60, "optimizer": 0, kinds.OTHER: 0}
