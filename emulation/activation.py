@@ -36,7 +36,8 @@ class LibraryInPlace(importlib.abc.MetaPathFinder):
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         assert spec is not None
         assert isinstance(spec.loader, importlib.machinery.SourceFileLoader)
-        spec.loader.exec_module = functools.partial(self.exec_module, spec.loader)  # type: ignore[method-assign]
+        run = functools.partial(self.exec_module, spec.loader)
+        spec.loader.exec_module = run  # type: ignore[method-assign]  # the loader is this spec's alone
         return spec
 
     def exec_module(self, loader: importlib.machinery.SourceFileLoader, module: ModuleType) -> None:
@@ -48,7 +49,7 @@ class LibraryInPlace(importlib.abc.MetaPathFinder):
             importlib.machinery.SourceFileLoader.exec_module(loader, module)
         finally:
             torch.ops.load_library = load_library
-        module.LIBRARY = self.library  # type: ignore[attr-defined]
+        vars(module)["LIBRARY"] = self.library
 
 
 @functools.cache

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 HERE = ROOT / "emulation"
 sys.path.append(str(ROOT / "tests"))
 
-from build_cache import cached, contents, version_of  # noqa: E402
+from build_cache import cached, contents, version_of  # noqa: E402  (tests/ is on the path now)
 
 #: The torch whose internals the device is written for.
 TORCH = "2.13.0"
@@ -56,7 +56,7 @@ def obstacle() -> str | None:
     if torch_version().partition("+")[0] != TORCH:
         return f"the emulated device is written for torch {TORCH}, and this is {torch_version()}"
     if any((torch_folder() / "lib" / name).exists() for name in ("libtorch_cuda.so", "libtorch_hip.so")):
-        return "this torch has GPU code of its own, and leaves no room for an emulated device"
+        return "this torch was built with CUDA or ROCm, whose dispatch key the emulated device needs"
     if shutil.which(COMPILER) is None:
         return f"{COMPILER} was not found"
     return None

@@ -106,7 +106,7 @@ MUTANTS = (
         "tests/cuda/test_triton_cuda.py -k a_plan_that_is_gone",
     ),
     Mutant(
-        "nobody waits for what modules have added on other streams",
+        "the caller's stream does not wait for what modules have added on other streams",
         "fusedacc/autograd/graph_task.py",
         "        if current.cuda_stream != raw:\n            current.wait_stream(external(raw, device))\n"
         "        for slot in slots:",

@@ -385,7 +385,7 @@ FIXES = (
         "tests/accumulators/test_sparse.py",
     ),
     Mutant(
-        "a first sparse gradient is multiplied in a pass of its own",
+        "a first sparse gradient is multiplied in a separate pass",
         "fusedacc/accumulators",
         "stays = is_one(scale) or (self._may_defer(slot, scale) and not slot.in_bucket)",
         "stays = is_one(scale)",

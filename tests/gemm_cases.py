@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 import torch
-from cases import PAIRS, native, random_tensor  # noqa: F401 (tests of products import the mark from here)
+from cases import PAIRS, random_tensor
 from torch import Tensor
 
 from fusedacc.kernels import library

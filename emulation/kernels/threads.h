@@ -11,7 +11,7 @@
 #include <functional>
 #include <random>
 
-// Translated PTX, which is a library of its own, finds them by their names.
+// Translated PTX, which is another library, finds them by their names.
 namespace emulation __attribute__((visibility("default"))) {
 
   struct Index {

@@ -246,16 +246,19 @@ for _name in ("add", "sub", "div", "rem", "and", "or", "xor"):
     INSTRUCTIONS[_name] = _binary_of(_name)
 
 
-def _extreme_of(name: str) -> Translate:
+def _call_of(function: str, second: str | None = None) -> Translate:
+    """A call of a function of two values, the second of the kind `second`, else of the first one's."""
+
     def translate(entry: Entry, modifiers: list[str], operands: list[str]) -> None:
         kind = only(modifiers)
         to, a, b = operands
-        entry.put(to, f"{name}imum({entry.value(a, kind)}, {entry.value(b, kind)})", kind)
+        entry.put(to, f"{function}({entry.value(a, kind)}, {entry.value(b, second or kind)})", kind)
 
     return translate
 
 
-INSTRUCTIONS["min"], INSTRUCTIONS["max"] = _extreme_of("min"), _extreme_of("max")
+INSTRUCTIONS["min"], INSTRUCTIONS["max"] = _call_of("minimum"), _call_of("maximum")
+INSTRUCTIONS["shl"], INSTRUCTIONS["shr"] = _call_of("shift_left", "u32"), _call_of("shift_right", "u32")
 
 
 @instruction("mul", "mad")
@@ -316,18 +319,6 @@ def _negate(entry: Entry, modifiers: list[str], operands: list[str]) -> None:
 def _invert(entry: Entry, modifiers: list[str], operands: list[str]) -> None:
     kind = only(modifiers)
     entry.put(operands[0], f"{'!' if kind == 'pred' else '~'}{entry.value(operands[1], kind)}", kind)
-
-
-def _shift_of(name: str) -> Translate:
-    def translate(entry: Entry, modifiers: list[str], operands: list[str]) -> None:
-        kind = only(modifiers)
-        to, value, count = operands
-        entry.put(to, f"{name}({entry.value(value, kind)}, {entry.value(count, 'u32')})", kind)
-
-    return translate
-
-
-INSTRUCTIONS["shl"], INSTRUCTIONS["shr"] = _shift_of("shift_left"), _shift_of("shift_right")
 
 
 @instruction("shf")

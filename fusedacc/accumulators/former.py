@@ -23,7 +23,7 @@ class Former:
         gradient = self.gradient
         is_stored = gradient is not None and slot.is_foreign(gradient)
         is_published = gradient is not None and self.state is GradState.PUBLISHED
-        #: Whether it is a gradient, or what has become of one; else it is nothing, or ignored itself.
+        #: Whether p.grad holds a gradient that counts, or a copy of such gradients.
         self.counts = is_stored or is_published or self.state in _BESIDE
         # p.grad may be a view of a DistributedDataParallel's bucket, which it writes in every backward.
         self._copy: Tensor | None = None

@@ -27,7 +27,7 @@ from ..kernels.uncompiled import runs_as_written
 from . import eligibility, graph_task
 from .eligibility import Taker
 from .graph_task import Bucket, GraphTask
-from .middle import Assumptions, Middle
+from .middle import Assumptions, Middle, Owners
 from .native_hooks import hooks_for
 from .python_hooks import LET_THROUGH, SWALLOWED, task_id
 from .registration import HookRegistry, Shards
@@ -103,14 +103,14 @@ class Capture:
         """Let native code deal with micro-batches in the middle of a window, while nothing unusual happens.
 
         Args:
-            inner, parameters: as `PythonHooks.deal_with_middle`.
+            inner, parameters: as in `Owners`.
             assumptions: beside those made here.
         """
         own = [(self, "bypassed"), (self, "_tasks"), (launch_events, "watching")]
         own += [(self.registry, name) for name in ("closed", "reshaped", "on_delivery")]
         all_of_them = Assumptions(own + assumptions.is_false, assumptions.stays)
         on_end = functools.partial(_finish, weakref.ref(self))
-        self.hooks.deal_with_middle(self._policy.window, inner, parameters, on_end, all_of_them)
+        self.hooks.deal_with_middle(Owners(self._policy.window, inner, parameters, on_end), all_of_them)
 
     @property
     def tasks(self) -> dict[int, GraphTask]:
@@ -338,7 +338,7 @@ class Capture:
             self._call_back(identity, task)
             return
         self.hooks.stop_adding()
-        if len(self._tasks) > 1:  # tasks of other threads may come and go meanwhile
+        if len(self._tasks) > 1:  # other threads may begin and end tasks during this
             others = [other for other in list(self._tasks.values()) if other is not task]
             task.inner = any(other.delivered_late and other.callback() is not None for other in others)
         if not task.ignored:
@@ -359,7 +359,7 @@ class Capture:
     def _flush_shared(self, inner: GraphTask, slots: Sequence[Slot]) -> None:
         """Add what enclosing tasks hold for these parameters first, in autograd's order.
 
-        Tasks of other threads may come and go meanwhile.
+        Other threads may begin and end tasks during this call.
         """
         if len(self.tasks) == 1:
             return

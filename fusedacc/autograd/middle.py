@@ -8,7 +8,10 @@ passes, and does their `step()` and `zero_grad()`, until one of these attributes
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
+
+from torch.optim import Optimizer
 
 #: An object and the name of one of its attributes.
 Attribute = tuple[Any, str]
@@ -21,6 +24,19 @@ class Assumptions(NamedTuple):
     is_false: list[Attribute]
     #: What must stay the same object.
     stays: list[Attribute]
+
+
+class Owners(NamedTuple):
+    """What native code reads and writes in the middle of a window, and whom it tells."""
+
+    #: Counts the micro-batches.
+    window: Any
+    #: The inner optimizer, whose groups have the parameters.
+    inner: Optimizer
+    #: Has noted which parameters these are, in `_seen`.
+    parameters: Any
+    #: Called with the identity of a graph task at its end, where Python has taken it over.
+    on_end: Callable[[int], None]
 
 
 class Middle(NamedTuple):

@@ -5,20 +5,19 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.optim import Optimizer
 
 from ..accumulators import Accumulators, Slot
 from ..accumulators.param import nothing
 from ..kernels import launch_events, native_module
 from . import python_hooks
 from .graph_task import GraphTask
-from .middle import Assumptions, Middle
+from .middle import Assumptions, Middle, Owners
 from .python_hooks import PythonHooks
 
 #: Stands where a slot was: it has no accumulator.
@@ -59,17 +58,9 @@ class NativeHooks(PythonHooks):
         self._tasks = native.GraphTasks()
         self._direct = native.ImmediateAdder(native_module.add_flat())
 
-    def deal_with_middle(
-        self,
-        window: Any,
-        inner: Optimizer,
-        parameters: Any,
-        on_end: Callable[[int], None],
-        assumptions: Assumptions,
-    ) -> None:
+    def deal_with_middle(self, owners: Owners, assumptions: Assumptions) -> None:
         on_paid = functools.partial(_paid, weakref.ref(self))
-        owners = window, inner, parameters, on_end, on_paid
-        self.middle = self._native.MiddleOfWindow(*owners, *assumptions, self._direct, self._tasks)
+        self.middle = self._native.MiddleOfWindow(*owners, on_paid, *assumptions, self._direct, self._tasks)
 
     def _new_buckets(self) -> Any:
         return self._native.BucketMap()

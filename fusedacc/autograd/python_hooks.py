@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from ..accumulators import Accumulators, Slot
 from ..accumulators.buffers import tensor_references
 from ..kernels.torch_state import raw_stream
 from ..kernels.uncompiled import runs_as_written
 from .graph_task import Bucket, GraphTask
-from .middle import Assumptions, LeftToPython, Middle
+from .middle import Assumptions, LeftToPython, Middle, Owners
 
 #: Pending gradients are added when a bucket holds this many bytes.
 BUCKET_BYTES = 25 * 2**20
@@ -175,23 +174,8 @@ class PythonHooks:
     def forget(self, slots: Sequence[Slot]) -> None:
         """These slots have no hooks any more, and no others will have."""
 
-    def deal_with_middle(
-        self,
-        window: Any,
-        inner: Optimizer,
-        parameters: Any,
-        on_end: Callable[[int], None],
-        assumptions: Assumptions,
-    ) -> None:
-        """Have native code deal with micro-batches in the middle of a window.
-
-        Args:
-            window: counts them.
-            inner: whose groups have the parameters.
-            parameters: has noted which parameters these are, in `_seen`.
-            on_end: called with the identity of a graph task at its end, where Python has taken it over.
-            assumptions: without which it leaves them to Python.
-        """
+    def deal_with_middle(self, owners: Owners, assumptions: Assumptions) -> None:
+        """Have native code deal with micro-batches in the middle of a window, while the assumptions hold."""
 
     def go_on(self, middle: Middle) -> None:
         """Further micro-batches are in the middle of the window."""

@@ -28,7 +28,7 @@ def check(given: Any, slots: list[Slot], dtype: torch.dtype | None) -> None:
 
     Raises:
         TypeError: `given` is no DistributedDataParallel or process group, or `dtype` none for the wire.
-        ValueError: the DistributedDataParallel reduces in a way of its own or lacks a parameter, or a
+        ValueError: the DistributedDataParallel does not reduce as plain DDP does or lacks a parameter, or a
             parameter is a DTensor.
     """
     if isinstance(given, DistributedDataParallel):

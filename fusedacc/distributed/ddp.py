@@ -140,7 +140,7 @@ class UnarmedDDP:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() would update parameters {names} with gradients of this "
                 "rank alone: they are in a DistributedDataParallel that another optimizer was given as "
-                "data_parallel=ddp, which reduces the gradients of its own parameters only. Allowed: wrap "
+                "data_parallel=ddp, which reduces only the gradients of its parameters. Allowed: wrap "
                 "this optimizer too, with data_parallel=ddp, or give it to neither of them"
             )
 

@@ -88,7 +88,7 @@ def began_unseen(slots: Iterable[Slot]) -> bool:
 
 def _uninstall() -> None:
     for kind, (former, ours) in list(_replaced.items()):
-        if kind.step is ours:  # else somebody has replaced it once more, and calls ours
+        if kind.step is ours:  # else other code has replaced `step` after us, and calls ours
             kind.step = former
             del _replaced[kind]
 

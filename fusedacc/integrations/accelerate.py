@@ -59,7 +59,7 @@ def prepare(accelerator: Accelerator, *objects: Any, device_placement: list[bool
         RuntimeError: `accelerator.gradient_accumulation_steps` is not 1, its loss scaler is not torch's, or
             it is set up for DeepSpeed, Megatron-LM, FSDP or XLA, which step optimizers in ways of their own,
             or for FSDP on a CPU, which Accelerate leaves aside.
-        ValueError: a DistributedDataParallel reduces in a way of its own (a communication hook).
+        ValueError: a DistributedDataParallel does not reduce as plain DDP does (a communication hook).
     """
     wrappers = [item for item in objects if isinstance(item, AccumulatingOptimizer)]
     if wrappers:

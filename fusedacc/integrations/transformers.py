@@ -54,7 +54,7 @@ class AccumulationCallback(TrainerCallback):
         Raises:
             TypeError: it is no `AccumulatingOptimizer`.
             ValueError: it counts micro-batches itself, its reduction is not "sum", or the
-                DistributedDataParallel reduces in a way of its own.
+                DistributedDataParallel does not reduce as plain DDP does.
         """
         optimizer = kwargs["optimizer"].optimizer
         _check(optimizer, args)

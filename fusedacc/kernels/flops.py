@@ -95,7 +95,7 @@ class _Registering(MetaPathFinder):
         spec = PathFinder.find_spec(name, path) if name == _REGISTRY else None
         if spec is not None and spec.loader is not None:
             run = functools.partial(self._run, spec.loader.exec_module)
-            spec.loader.exec_module = run  # type: ignore[method-assign]
+            spec.loader.exec_module = run  # type: ignore[method-assign]  # the loader is this spec's alone
         return spec
 
     def _run(self, exec_module: Callable[[ModuleType], None], module: ModuleType) -> None:

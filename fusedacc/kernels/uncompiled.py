@@ -21,7 +21,7 @@ def runs_as_written(function: _Function, calls_too: bool = True) -> _Function:
     """Mark a function that Dynamo neither compiles by itself nor looks into for others to compile.
 
     Dynamo leaves the frames of torch.nn alone unless it inlines them, such as that of `nn.Linear.forward`; a
-    function of ours in its place, or in a backward, would be compiled with guards of its own. It is still
+    function of ours in its place, or in a backward, would be compiled with further guards. It is still
     inlined into a forward that is compiled. Imports no compiler.
 
     Args:

@@ -45,7 +45,7 @@ class StackedWeight(Tensor):
         args, kwargs = tree_map_only(StackedWeight, operator.attrgetter("plain"), (args, kwargs))
         return func(*args, **kwargs)
 
-    # What nn.Parameter has methods of its own for does not come to __torch_function__.
+    # nn.Parameter defines these methods, so that __torch_function__ is not asked.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.plain, memo)
@@ -53,7 +53,7 @@ class StackedWeight(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.plain.__reduce_ex__(protocol)
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self) -> str:  # type: ignore[override]  # repr() gives no tensor_contents
         return repr(self.plain)
 
     def __getattr__(self, name: str) -> Any:

@@ -172,7 +172,7 @@ class Accumulation:
         """The record of a backward in the middle of a window, as `begin_backward` would have made it."""
         scale = self.window.base_scale
         task = GraphTask(True, scale)
-        task.host_scale = scale * self.window.factor  # type: ignore[assignment]  # no tensors, says `middle`
+        task.host_scale = float(scale * self.window.factor)  # `middle` has refused tensors
         return task
 
     def assumptions(self) -> Assumptions:

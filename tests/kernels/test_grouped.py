@@ -6,8 +6,8 @@ import functools
 
 import pytest
 import torch
-from cases import PAIR_IDS
-from gemm_cases import BACKENDS, GEMM_PAIRS, NAN, OPERAND_LAYOUTS, native, rounds, ways
+from cases import PAIR_IDS, native
+from gemm_cases import BACKENDS, GEMM_PAIRS, NAN, OPERAND_LAYOUTS, rounds, ways
 from grouped_cases import (
     COUNTS,
     SHAPES,

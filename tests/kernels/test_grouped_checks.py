@@ -6,7 +6,8 @@ import re
 
 import pytest
 import torch
-from gemm_cases import BACKENDS, native
+from cases import native
+from gemm_cases import BACKENDS
 from grouped_cases import THRESHOLDS, groups, operator
 from torch._subclasses.fake_tensor import FakeTensorMode
 

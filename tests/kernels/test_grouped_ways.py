@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from answers import answer
-from cases import PAIR_IDS
-from gemm_cases import GEMM_PAIRS, native
+from cases import PAIR_IDS, native
+from gemm_cases import GEMM_PAIRS
 from grouped_cases import groups, offsets_of, operator
 
 from fusedacc.kernels import grouped, grouped_ways, library

@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 from answers import answer
-from cases import PAIR_IDS
+from cases import PAIR_IDS, native
 from gemm_cases import (
     BACKENDS,
     GEMM_PAIRS,
@@ -20,7 +20,6 @@ from gemm_cases import (
     assert_is_product,
     lay_out_sum,
     matrices,
-    native,
     rounds,
     ways,
 )

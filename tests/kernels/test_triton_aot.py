@@ -213,7 +213,7 @@ def wide_accesses(ptx):
 
 
 def registers_of(result):
-    """How many registers a kernel uses that spills none and has no memory of its own."""
+    """How many registers a kernel uses that spills none and has no local memory."""
     assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in result["usage"]
     assert ".local" not in result["ptx"]
     return int(re.search(r"Used (\d+) registers", result["usage"])[1])

@@ -38,15 +38,19 @@ class Indexed(nn.Module):
         return self.stack[self.index].sin().sum() + self.stack[0].sum()
 
 
-@pytest.mark.parametrize("index", INDICES.values(), ids=INDICES)
-def test_whatever_stands_in_brackets(index):
-    model, twin = Indexed(index), Indexed(index)
+def assert_trains_as_grouped(model: nn.Module, twin: nn.Module) -> None:
+    """The wrapped model has its twin's gradients, and its experts add theirs by themselves."""
     optimizer = wrapped(model, None)
     for _ in range(2):
         model().backward()
         twin().backward()
     assert_same_gradients(model, twin)
     assert optimizer._slots[0].paths == ("grouped",)
+
+
+@pytest.mark.parametrize("index", INDICES.values(), ids=INDICES)
+def test_whatever_stands_in_brackets(index):
+    assert_trains_as_grouped(Indexed(index), Indexed(index))
 
 
 def test_an_index_out_of_range_is_refused_as_by_stock():
@@ -113,13 +117,7 @@ class Copied(Indexed):
 
 
 def test_copies_of_a_stand_in_are_copies_of_the_parameter():
-    model, twin = Copied(0), Copied(0)
-    optimizer = wrapped(model, None)
-    for _ in range(2):
-        model().backward()
-        twin().backward()
-    assert_same_gradients(model, twin)
-    assert optimizer._slots[0].paths == ("grouped",)
+    assert_trains_as_grouped(Copied(0), Copied(0))
 
 
 class Opaque(torch.autograd.Function):

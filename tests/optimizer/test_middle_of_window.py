@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections import UserDict
 from collections.abc import Iterator
@@ -232,7 +233,8 @@ def test_what_happens_in_the_first_backward_of_the_middle_counts(event, reductio
             loss = training.loss()
             if number == 1:
                 # The last layer's gradients are in the sums by then.
-                hook = training.model[0].weight.register_hook(lambda gradient: event(training))  # noqa: B023
+                happens = functools.partial(lambda training, gradient: event(training), training)
+                hook = training.model[0].weight.register_hook(happens)
             loss.backward()
             if number == 1:
                 hook.remove()
