@@ -13,8 +13,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..harness.machine import ROOT
-from ..harness.results import RESULTS, read
+from fusedacc.commands.measuring.records import read
+
+from ..harness import RESULTS, ROOT
 from ..run_all import APART
 from ..suites.planner import PRECISIONS, TOLERANCE, WAYS
 from ..suites.planner_limit import ALLOCATORS, LARGEST, MAPPED, OURS

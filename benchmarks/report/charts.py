@@ -9,8 +9,9 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from fusedacc.commands.measuring.records import PEAK
+
 from ..harness import results
-from ..harness.measure import PEAK
 from .headline import MODE, MODEL, ROLES, TITLES, against_best, headline
 from .plot_style import (
     BLUE,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from fusedacc.commands.measuring.records import newest
+
+
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from ..harness.results import newest
 
 MODE = "window k=8"
 CASE = "counted"

@@ -16,11 +16,11 @@ from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
+from fusedacc.commands.measuring.records import newest, read
 from fusedacc.commands.plan.curves import Curve
 from fusedacc.commands.plan.plot import COLOURS, draw_curve
 
-from ..harness.machine import ROOT
-from ..harness.results import newest, read
+from ..harness import ROOT
 from ..suites.memory import GROWS, HALVES, MEMORY, SHUFFLED
 from .charts import NoRows
 from .plot import save

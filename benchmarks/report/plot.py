@@ -25,9 +25,9 @@ import matplotlib
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
-from ..harness.command import chosen
-from ..harness.machine import ROOT
-from ..harness.results import RESULTS, read
+from fusedacc.commands.measuring.records import read
+
+from ..harness import RESULTS, ROOT, chosen
 from ..machines.cells import RESULTS as MACHINES
 from . import charts, machines_chart
 from .plot_style import STYLE

@@ -15,8 +15,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..harness.machine import ROOT
-from ..harness.results import RESULTS, newest, read
+from fusedacc.commands.measuring.records import newest, read
+
+from ..harness import RESULTS, ROOT
 from ..machines import cells, loops
 from ..machines.zoo import LAYERS
 from ..run_all import APART, SHOWN

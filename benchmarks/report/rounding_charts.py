@@ -20,9 +20,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
+from fusedacc.commands.measuring.records import read
+
 from ..contestants.rounded import FLOAT32, NEAREST, STOCHASTIC
-from ..harness.machine import ROOT
-from ..harness.results import read
+from ..harness import ROOT
 from ..suites.rounding import ROUNDING
 from .charts import NoRows
 from .plot import save

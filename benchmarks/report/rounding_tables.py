@@ -5,9 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from fusedacc.commands.measuring.records import KINDS, newest
+
 from ..contestants.rounded import FLOAT32, NEAREST, STOCHASTIC, STOCK
-from ..harness.peak_by_kind import KINDS
-from ..harness.results import newest
 from .charts import MODELS, NoRows
 from .plot_style import Row
 from .readme_tables import conditions, figure

@@ -17,11 +17,12 @@ from torch import nn
 
 import fusedacc
 from fusedacc.autograd import python_hooks
+from fusedacc.commands.measuring.records import Case, Results, Variant
+from fusedacc.commands.measuring.timing import timer_for
 
+from .. import harness
 from ..contestants import model_shapes
-from ..harness import command
-from ..harness.measure import Variant, counted, measure, timer_for
-from ..harness.results import Case, Results
+from ..harness import measure, counted
 from .wrapper_window import STEPS, OneNode
 
 ROUNDS = {"quick": 3, "short": 11, "full": 31}
@@ -75,15 +76,15 @@ def figures(
 
 
 def main() -> None:
-    parser = command.arguments(__doc__)
+    parser = harness.arguments(__doc__)
     parser.add_argument(
         "--model", default="gpt2", help=f"one of {', '.join(model_shapes.NAMES)} (%(default)s)"
     )
     parser.add_argument("--mebibytes", default=",".join(map(str, MEBIBYTES)), help="limits (%(default)s)")
     options = parser.parse_args()
-    (name,) = command.chosen(options.model, model_shapes.NAMES, "model")
+    (name,) = harness.chosen(options.model, model_shapes.NAMES, "model")
     mebibytes = tuple(int(size) for size in options.mebibytes.split(","))
-    command.run(figures, options, name=name, mebibytes=mebibytes)
+    harness.run(figures, options, name=name, mebibytes=mebibytes)
 
 
 if __name__ == "__main__":

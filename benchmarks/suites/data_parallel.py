@@ -29,13 +29,23 @@ import torch.distributed as dist
 from examples.demo.loops import Config
 from examples.demo.measure import batches, peak_memory
 from examples.demo.model import load_text
-from fusedacc.commands.bench.timing import in_turn
+from fusedacc.commands.measuring.records import (
+    Case,
+    Goal,
+    Results,
+    Row,
+    Variant,
+    at_most,
+    cannot_run,
+    first_line,
+    row,
+    rows_of,
+)
+from fusedacc.commands.measuring.timing import in_turn
 
+from .. import harness
 from ..contestants.data_parallel_loops import MODEL, PLAIN, STOCK, WAYS, Way
-from ..harness import command
-from ..harness.measure import Goal, Variant, progress, rows_of
-from ..harness.processes import environment, use_all_cores
-from ..harness.results import Case, Results, Row, at_most, cannot_run, first_line, row
+from ..harness import environment, progress, use_all_cores
 
 RANKS = 2
 #: Rounds that are not timed: optimizer state is made, and both reducers learn, in the first windows.
@@ -168,7 +178,7 @@ def time_windows(config: Config, rounds: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    command.run(figures, command.arguments(__doc__).parse_args())
+    harness.run(figures, harness.arguments(__doc__).parse_args())
 
 
 if __name__ == "__main__":

@@ -26,12 +26,13 @@ from torch import Tensor, nn
 
 import fusedacc
 from fusedacc.commands.bench.layers import text_like
+from fusedacc.commands.measuring.records import Case, Goal, Results, Variant, cannot_run, first_line
+from fusedacc.commands.measuring.timing import timer_for
 from fusedacc.kernels import rows
 
-from ..contestants.stock import share_moments
-from ..harness import command
-from ..harness.measure import Goal, Variant, counted, measure, timer_for
-from ..harness.results import Case, Results, cannot_run, first_line
+from .. import harness
+from ..contestants.loops import share_moments
+from ..harness import measure, counted
 from .update import LIMIT, timed
 
 #: (rows, columns) of the table, and the numbers of tokens.
@@ -250,4 +251,4 @@ def operators(results: Results, effort: str) -> None:
 
 
 if __name__ == "__main__":
-    command.run(figures, command.arguments(__doc__).parse_args())
+    harness.run(figures, harness.arguments(__doc__).parse_args())

@@ -25,11 +25,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
+from fusedacc.commands.measuring.records import (
+    Case,
+    Goal,
+    Results,
+    Variant,
+    at_most,
+    cannot_run,
+    first_line,
+    row,
+    rows_of,
+)
+
+from .. import harness
 from ..contestants.experts import Experts, Shape
-from ..harness import command
-from ..harness.measure import Goal, Variant, in_turns, progress, rows_of
-from ..harness.processes import environment, use_all_cores
-from ..harness.results import Case, Results, at_most, cannot_run, first_line, row
+from ..harness import environment, progress, use_all_cores
 from .layers import INSIDE, STOCK, WRAPPED, Work
 
 SHAPES = {
@@ -198,4 +208,4 @@ def add(
 
 
 if __name__ == "__main__":
-    command.run(figures, command.arguments(__doc__).parse_args())
+    harness.run(figures, harness.arguments(__doc__).parse_args())

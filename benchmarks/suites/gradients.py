@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 import fusedacc
+from fusedacc.commands.measuring.records import Case, Goal, Results, Variant
 
-from ..harness import command
-from ..harness.measure import Goal, Variant, measure
-from ..harness.results import Case, Results
+from .. import harness
+from ..harness import measure
 from .layers import one_thread
 
 STEPS = 4
@@ -142,4 +142,4 @@ def figures(results: Results, effort: str) -> None:
 
 
 if __name__ == "__main__":
-    command.run(figures, command.arguments(__doc__).parse_args())
+    harness.run(figures, harness.arguments(__doc__).parse_args())

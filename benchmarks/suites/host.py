@@ -15,10 +15,9 @@ import torch
 from torch import nn
 
 import fusedacc
+from fusedacc.commands.measuring.records import Case, Results, at_most, row, spread
 
-from ..harness import command
-from ..harness.measure import in_turns
-from ..harness.results import Case, Results, at_most, row, spread
+from .. import harness
 from .gradients import thread_time
 from .layers import one_thread
 
@@ -84,4 +83,4 @@ def figures(results: Results, effort: str) -> None:
 
 
 if __name__ == "__main__":
-    command.run(figures, command.arguments(__doc__).parse_args())
+    harness.run(figures, harness.arguments(__doc__).parse_args())

@@ -29,10 +29,20 @@ from torch.nn import functional as F
 
 import fusedacc
 from fusedacc.commands.bench.layers import text_like
+from fusedacc.commands.measuring.records import (
+    Case,
+    Goal,
+    Results,
+    Row,
+    Variant,
+    at_most,
+    reached,
+    row,
+    spread,
+)
 
-from ..harness import command
-from ..harness.measure import Goal, Variant, counted, in_turns, measure
-from ..harness.results import Case, Results, Row, at_most, reached, row, spread
+from .. import harness
+from ..harness import measure, counted
 from .embedding import AT_LEAST, SETS
 from .linear import FEW, MOST, SHAPES
 
@@ -268,4 +278,4 @@ def figures(results: Results, effort: str) -> None:
 
 
 if __name__ == "__main__":
-    command.run(figures, command.arguments(__doc__).parse_args())
+    harness.run(figures, harness.arguments(__doc__).parse_args())

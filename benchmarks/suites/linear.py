@@ -23,11 +23,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fusedacc.commands.measuring.records import Case, Goal, Results, Variant, at_most, row
+from fusedacc.commands.measuring.timing import timer_for
 from fusedacc.kernels import matmul
 
-from ..harness import command
-from ..harness.measure import Goal, Variant, counted, measure, timer_for
-from ..harness.results import Case, Results, at_most, row
+from .. import harness
+from ..harness import measure, counted
 
 SHAPES = {
     "quick": [(24, 8), (8, 8)],
@@ -162,4 +163,4 @@ def figures(results: Results, effort: str) -> None:
 
 
 if __name__ == "__main__":
-    command.run(figures, command.arguments(__doc__).parse_args())
+    harness.run(figures, harness.arguments(__doc__).parse_args())

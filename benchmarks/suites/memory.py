@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 import fusedacc
+from fusedacc.commands.measuring.records import Results, spread
 from fusedacc.commands.plan.curves import curve
 from fusedacc.commands.plan.factory import Training
 from fusedacc.planner.allocations import TEMPORARIES
@@ -32,10 +33,9 @@ from fusedacc.planner.copies import Copy
 from fusedacc.planner.recorded import recorded_peak
 from fusedacc.planner.training import held
 
+from .. import harness
 from ..contestants import normed
-from ..harness import command
-from ..harness.measure import in_turns, progress
-from ..harness.results import RESULTS, Results, spread
+from ..harness import RESULTS, progress
 from ..machines.zoo import Entry, entries
 
 MEMORY = RESULTS.with_name("memory.csv")
@@ -288,13 +288,13 @@ PARTS = {"grows": grows, "halves": halves, "per_sample": per_sample, "norms": no
 
 
 def main() -> None:
-    parser = command.arguments(__doc__)
+    parser = harness.arguments(__doc__)
     parser.set_defaults(results=MEMORY)
     parser.add_argument("--only", help=f"comma-separated; all without it: {', '.join(PARTS)}")
     options = parser.parse_args()
     path: Path | None = None if options.quick else options.results
     kept = Results(path, "cpu", COLUMNS)
-    for name in command.chosen(options.only, list(PARTS), "part"):
+    for name in harness.chosen(options.only, list(PARTS), "part"):
         PARTS[name](kept, options.quick)
     for row in kept.rows:
         what = f"{row.benchmark}: {row.case}, {row.provider}, {row.micro_batch}"

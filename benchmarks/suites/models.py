@@ -27,17 +27,26 @@ from collections import Counter
 
 import torch
 
+from fusedacc.commands.measuring.records import (
+    Case,
+    Goal,
+    Results,
+    Row,
+    Variant,
+    cannot_run,
+    first_line,
+    row,
+)
+from fusedacc.commands.measuring.timing import timer_for
 from fusedacc.kernels import registry
 from fusedacc.traffic import TrafficMeter
 
+from .. import harness
 from ..contestants import model_shapes, windows
 from ..contestants.model_shapes import Parameters
 from ..contestants.synthetic_gradients import BF16, DTYPES, F32, SETTINGS, Memory
 from ..contestants.window import PARTS, Window, part_of
-from ..harness import command
-from ..harness.command import chosen
-from ..harness.measure import Goal, Variant, measure, progress, timer_for
-from ..harness.results import Case, Results, Row, cannot_run, first_line, row
+from ..harness import measure, chosen, progress
 from . import model_pass
 
 PROVIDERS = tuple(way.name for way in (*windows.WAYS, *windows.COUNTED_ONLY))
@@ -268,7 +277,7 @@ def release() -> None:
 
 
 def main() -> None:
-    parser = command.arguments(__doc__)
+    parser = harness.arguments(__doc__)
     parser.add_argument("--models", help=f"comma-separated; allowed: {', '.join(model_shapes.NAMES)}")
     parser.add_argument("--settings", help=f"comma-separated; allowed: {', '.join(SETTINGS)}")
     parser.add_argument("--providers", help=f"comma-separated; allowed: {', '.join(PROVIDERS)}")
@@ -283,14 +292,14 @@ def main() -> None:
     settings = chosen(options.settings, SETTINGS, "setting")
     providers = chosen(options.providers, PROVIDERS, "provider")
     clip = not options.no_clip
-    kept = command.results(options)
+    kept = harness.results(options)
     if options.count:
         loop = Loop(kept.device, options.k, clip, options.backend)
         count(kept, loop, settings=settings, providers=providers)
     else:
         figures(
             kept,
-            command.effort(options),
+            harness.effort(options),
             models=models,
             settings=settings if options.settings else None,
             providers=providers if options.providers else None,

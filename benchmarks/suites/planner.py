@@ -27,15 +27,15 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 import fusedacc
+from fusedacc.commands.measuring.records import Case, Results, Row, at_most, cannot_run, first_line, row
 from fusedacc.planner.allocations import Peak
 from fusedacc.planner.batches import Batch
 from fusedacc.planner.copies import recipe_of
 from fusedacc.planner.prediction import Predictor
 from fusedacc.planner.verification import measured_peak
 
-from ..harness import command
-from ..harness.measure import progress
-from ..harness.results import Case, Results, Row, at_most, cannot_run, first_line, row
+from .. import harness
+from ..harness import progress
 from ..machines.zoo.architectures import Architecture, architectures
 
 #: Micro-batches of a window.
@@ -153,14 +153,14 @@ def figures(results: Results, effort: str, only: Sequence[str] | None = None) ->
 
 
 def main() -> None:
-    parser = command.arguments(__doc__)
+    parser = harness.arguments(__doc__)
     parser.add_argument("--only", help="names of architectures, separated by semicolons")
     options = parser.parse_args()
     only = options.only.split(";") if options.only else None
     names = [own.name for own in architectures()]
     if only and not set(only) <= set(names):
         raise SystemExit(f"unknown architecture in {options.only!r}; allowed: {'; '.join(names)}")
-    command.run(figures, options, only=only)
+    harness.run(figures, options, only=only)
 
 
 if __name__ == "__main__":

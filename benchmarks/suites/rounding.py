@@ -31,16 +31,23 @@ from torch import Tensor
 from examples.demo.loops import Config
 from examples.demo.measure import batches
 from examples.demo.model import load_text
+from fusedacc.commands.measuring.records import (
+    Case,
+    Goal,
+    Results,
+    Variant,
+    at_most,
+    cannot_run,
+    count,
+    row,
+)
 from fusedacc.functional import prepare
 
 from ..contestants import model_shapes, rounded
 from ..contestants.accumulate import PEAK as PROVIDERS
 from ..contestants.accumulate import fused
 from ..contestants.rounded import FLOAT32, NEAREST, STOCHASTIC, STOCK, UNSEEN, WAYS, WITH_STOCK
-from ..harness import command, results
-from ..harness.measure import Goal, Variant, measure, progress
-from ..harness.processes import environment, use_all_cores
-from ..harness.results import RESULTS, Case, Results, at_most, cannot_run, count, row
+from ..harness import measure, RESULTS, environment, progress, results, use_all_cores
 
 ROUNDING = RESULTS.with_name("rounding.csv")
 CPU = torch.device("cpu")
@@ -335,14 +342,14 @@ PARTS = {
 
 
 def main() -> None:
-    parser = command.arguments(__doc__)
+    parser = harness.arguments(__doc__)
     parser.set_defaults(results=ROUNDING)
     parser.add_argument("--only", help=f"comma-separated; all without it: {', '.join(PARTS)}")
     options = parser.parse_args()
     path: Path | None = None if options.quick else options.results
     kept = Results(path, "cpu", COLUMNS)
-    for name in command.chosen(options.only, list(PARTS), "part"):
-        PARTS[name](kept, command.effort(options))
+    for name in harness.chosen(options.only, list(PARTS), "part"):
+        PARTS[name](kept, harness.effort(options))
     last = {(r.benchmark, r.case, r.provider, r.metric, r.seed, r.against): r for r in kept.rows}
     for figure in last.values():  # of curves the end
         print(line(figure))

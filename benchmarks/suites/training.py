@@ -34,14 +34,24 @@ from torch import Tensor
 from examples.demo.loops import DTYPES, Config
 from examples.demo.measure import batches
 from examples.demo.model import load_text
+from fusedacc.commands.measuring.records import (
+    KINDS,
+    Case,
+    Goal,
+    Results,
+    Row,
+    Variant,
+    at_most,
+    cannot_run,
+    first_line,
+    row,
+    spread,
+)
 from fusedacc.traffic import TrafficMeter
 
+from .. import harness
 from ..contestants.training_loops import BASELINE, INSIDE, KEPT, PHASES, UNFUSED, WAYS, Loop, Way, Wrapped
-from ..harness import command
-from ..harness.command import chosen
-from ..harness.measure import Goal, Variant, measure, progress
-from ..harness.peak_by_kind import KINDS
-from ..harness.results import Case, Results, Row, at_most, cannot_run, first_line, row, spread
+from ..harness import measure, chosen, progress
 from .training_clock import Timed, by_phase
 
 BUCKET = 25_000_000
@@ -289,15 +299,15 @@ def count(loop: Loop, text: Tensor) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = command.arguments(__doc__)
+    parser = harness.arguments(__doc__)
     parser.add_argument("--dtypes", help=f"some of {', '.join(DTYPES)}")
     parser.add_argument("--widths", help="of the model; which there are depends on the device")
     options = parser.parse_args()
-    effort, device = command.effort(options), torch.device(options.device)
+    effort, device = harness.effort(options), torch.device(options.device)
     dtypes = chosen(options.dtypes, DTYPES, "dtype") if options.dtypes else None
     known = list(dict.fromkeys(str(size.width) for size in sizes(effort, device)))
     widths = [int(w) for w in chosen(options.widths, known, "width")] if options.widths else None
-    command.run(figures, options, dtypes=dtypes, widths=widths)
+    harness.run(figures, options, dtypes=dtypes, widths=widths)
 
 
 if __name__ == "__main__":

@@ -20,14 +20,23 @@ import torch
 from torch import Tensor, nn
 
 import fusedacc
-from fusedacc.commands.bench.timing import cpu_timer, device_seconds
+from fusedacc.commands.measuring.records import (
+    Case,
+    Goal,
+    Results,
+    Variant,
+    at_most,
+    cannot_run,
+    first_line,
+    row,
+)
+from fusedacc.commands.measuring.timing import cpu_timer, device_seconds, timer_for
 from fusedacc.functional import total_norm
 from fusedacc.traffic import TrafficMeter
 
-from ..contestants.stock import share_moments
-from ..harness import command
-from ..harness.measure import Goal, Variant, measure, timer_for
-from ..harness.results import Case, Results, at_most, cannot_run, first_line, row
+from .. import harness
+from ..harness import measure
+from ..contestants.loops import share_moments
 
 LIMIT = 1e-3
 SIZES = {"quick": (4, 64), "short": (16, 1772), "full": (16, 1772)}  # 16 of 1772 x 1772: 50.2 M
@@ -211,4 +220,4 @@ def figures(results: Results, effort: str) -> None:
 
 
 if __name__ == "__main__":
-    command.run(figures, command.arguments(__doc__).parse_args())
+    harness.run(figures, harness.arguments(__doc__).parse_args())

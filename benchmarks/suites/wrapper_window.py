@@ -14,14 +14,21 @@ import torch
 from torch import Tensor, nn
 
 import fusedacc
-from fusedacc.commands.bench.timing import cpu_timer
+from fusedacc.commands.measuring.records import (
+    Case,
+    Goal,
+    Results,
+    Row,
+    Variant,
+    cannot_run,
+    first_line,
+)
+from fusedacc.commands.measuring.timing import cpu_timer
 from fusedacc.kernels.registry import NAMES
 
-from ..contestants.stock import adder, sum_in
-from ..harness import command
-from ..harness.command import chosen
-from ..harness.measure import Goal, Variant, measure
-from ..harness.results import Case, Results, Row, cannot_run, first_line
+from .. import harness
+from ..contestants.loops import adder, sum_in
+from ..harness import measure, chosen
 
 STEPS = 8
 F32, BF16 = torch.float32, torch.bfloat16
@@ -184,11 +191,11 @@ def to_the_end(window: Callable[[], object], calls: int) -> float:
 
 
 def main() -> None:
-    parser = command.arguments(__doc__)
+    parser = harness.arguments(__doc__)
     parser.add_argument("--backend", default="auto", help=f"auto or one of {', '.join(NAMES)} (%(default)s)")
     options = parser.parse_args()
     (backend,) = chosen(options.backend, ("auto", *NAMES), "backend")
-    command.run(figures, options, backend=backend)
+    harness.run(figures, options, backend=backend)
 
 
 if __name__ == "__main__":
