@@ -73,6 +73,25 @@ def run(figures: Callable[..., object], options: argparse.Namespace, **own: obje
     kept.report()
 
 
+def run_parts(
+    description: str | None,
+    parts: Mapping[str, Callable[[Results, str], object]],
+    path: Path,
+    columns: Sequence[str],
+    words: Callable[[list[Any]], Iterable[str]],
+) -> None:
+    """The command of a suite whose parts are chosen by --only, on a CPU. `words`: lines about the rows."""
+    parser = arguments(description, path)
+    parser.add_argument("--only", help=f"comma-separated; all without it: {', '.join(parts)}")
+    options = parser.parse_args()
+    kept = Results(None if options.quick else options.results, "cpu", columns)
+    for name in chosen(options.only, list(parts), "part"):
+        parts[name](kept, effort(options))
+    print("\n".join(words(kept.rows)))
+    if kept.path is not None:
+        print(f"appended to {kept.path}")
+
+
 def complete(kept: Results, figures: Callable[..., object], effort: str, **own: object) -> Any:
     """Measure a suite; once all of it is there, drop the same machine's older runs of it from the file.
 

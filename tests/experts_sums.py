@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from benchmarks.suites.layers import STOCK, Work
+from benchmarks.suites.layers import STOCK
 
 
 def assert_ways_add_the_same(ways: Mapping[str, Work], atol: float) -> None:

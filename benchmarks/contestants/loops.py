@@ -87,9 +87,7 @@ class HookSums:
         self.touched[:] = [False] * len(self.touched)
 
 
-def window(
-    optimizer: torch.optim.Optimizer, loss: Callable[[int], Tensor], steps: int
-) -> Callable[[], None]:
+def window(optimizer: torch.optim.Optimizer, loss: Callable[[int], Tensor], steps: int) -> Callable[[], None]:
     """A window with its update, as users write it. `loss(index)`: of a micro-batch."""
     if isinstance(optimizer, fusedacc.AccumulatingOptimizer):
 
@@ -435,7 +433,10 @@ class LoopVariant:
         hook.remove()  # it refers to the loop, whose memory must go with the last name of it
 
 
-STOCK, STOCK_FUSED = LoopVariant("stock", Loop, fused=False), LoopVariant("stock, fused AdamW", Loop, competes=True)
+STOCK, STOCK_FUSED = (
+    LoopVariant("stock", Loop, fused=False),
+    LoopVariant("stock, fused AdamW", Loop, competes=True),
+)
 BASELINE = LoopVariant("no accumulation, no update", NothingAccumulated)
 PLAIN, UNFUSED = LoopVariant("fusedacc, fused AdamW", Wrapped), LoopVariant("fusedacc", Wrapped, fused=False)
 INSIDE = LoopVariant("fusedacc, model=, fused AdamW", InsideBackward, exact=False)

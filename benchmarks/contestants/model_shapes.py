@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import torch
+
 from fusedacc.commands.measuring.machine import available_memory
 
 FOLDER = Path(__file__).resolve().parent / "shapes"

@@ -161,7 +161,9 @@ class Memory(Task):
     def optimizer(self, parameters: list[nn.Parameter], fused: bool | None) -> torch.optim.Optimizer:
         optimizer = self.kind(parameters, lr=1e-3, fused=fused)
         if self.kind is torch.optim.AdamW:
-            self._moments = self._moments or [(torch.zeros_like(w), torch.zeros_like(w)) for w in self.weights]
+            self._moments = self._moments or [
+                (torch.zeros_like(w), torch.zeros_like(w)) for w in self.weights
+            ]
             share_moments(optimizer, self._moments)
         return optimizer
 

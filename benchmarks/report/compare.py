@@ -13,10 +13,6 @@ Exit status: 0 where nothing got worse, 1 where something did, 2 for a file that
 
 from __future__ import annotations
 
-from fusedacc.commands.measuring.records import COLUMNS, PEAK, newest
-from fusedacc.commands.measuring.machine import CONDITIONS
-
-
 import argparse
 import csv
 import dataclasses
@@ -26,6 +22,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from fusedacc.commands.measuring.machine import CONDITIONS
+from fusedacc.commands.measuring.records import COLUMNS, PEAK, newest
 
 #: What makes a figure the same figure. Not `against`: rows that differ in it alone repeat one figure.
 KEY = ("benchmark", "case", "provider", "mode", "shapes", "dtypes", "metric", "unit")

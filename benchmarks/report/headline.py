@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from fusedacc.commands.measuring.records import newest
-
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from fusedacc.commands.measuring.records import newest
 
 MODE = "window k=8"
 CASE = "counted"

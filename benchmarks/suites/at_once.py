@@ -22,7 +22,8 @@ from fusedacc.commands.measuring.timing import timer_for
 
 from .. import harness
 from ..contestants import model_shapes
-from ..harness import measure, counted
+from ..contestants.loops import window
+from ..harness import counted, measure
 from .wrapper_window import STEPS, OneNode
 
 ROUNDS = {"quick": 3, "short": 11, "full": 31}
@@ -43,18 +44,11 @@ class Listed(nn.Module):
         return OneNode.apply(self.gradients, *self.listed)
 
 
-def window(model: nn.Module, limit: int, device: torch.device) -> Callable[[], None]:
+def at_limit(model: nn.Module, limit: int, device: torch.device) -> Callable[[], None]:
     """A counted window with that limit; hooks read it when they are made."""
     with mock.patch.dict(python_hooks.LARGE_BYTES, {device.type: limit}):
         optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), STEPS)
-
-    def run() -> None:
-        for _ in range(STEPS):
-            model().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return run
+    return window(optimizer, lambda index: model(), STEPS)
 
 
 def figures(
@@ -68,7 +62,7 @@ def figures(
     case = Case("at_once", name, "window", model_shapes.describe(parameters, parameters), "bfloat16")
     variants = []
     for size in mebibytes:
-        run = window(Listed(shapes, results.device), size * 2**20, results.device)
+        run = at_limit(Listed(shapes, results.device), size * 2**20, results.device)
         run()
         meter = counted(run)
         variants.append(Variant(f"from {size} MiB", run, meter.total_bytes, (), meter.calls))

@@ -16,12 +16,9 @@ and 2.4 in bfloat16, with memory kept 1.15 and 1.25; of a loop's, 3 with default
 
 from __future__ import annotations
 
-import concurrent.futures
-import contextlib
 import dataclasses
 import functools
-import multiprocessing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -36,11 +33,12 @@ from fusedacc.commands.measuring.records import (
     row,
     rows_of,
 )
+from fusedacc.commands.measuring.timing import take_turns
 
 from .. import harness
 from ..contestants.experts import Experts, Shape
-from ..harness import environment, progress, use_all_cores
-from .layers import INSIDE, STOCK, WRAPPED, Work
+from ..harness import processes, progress
+from .layers import INSIDE, STOCK, WRAPPED, EndlessWindow
 
 SHAPES = {
     "quick": (Shape(4, 32, 16, 8, 2),),
@@ -85,11 +83,11 @@ class Cell:
     by mode, how many times as fast as each way of stock ours is to be on a CPU."""
 
     case: Case
-    make: Callable[[str], Work]
+    make: Callable[[str], EndlessWindow]
     goals: Mapping[str, float]
 
 
-def work(shape: Shape, layer: str, dtypes: str, way: str, device: torch.device) -> Work:
+def work(shape: Shape, layer: str, dtypes: str, way: str, device: torch.device) -> EndlessWindow:
     """One way of training the layer."""
     read = "ours" if layer == "grouped" and way == INSIDE else layer
     torch.manual_seed(0)
@@ -108,9 +106,9 @@ def trained(
     way: str,
     forward: Callable[[torch.nn.Module], Sequence[torch.Tensor]],
     gradient: torch.Tensor,
-) -> Work:
+) -> EndlessWindow:
     """A model trained in one of `WAYS`. `gradient`: of its one output."""
-    made = Work(model, way, forward, [gradient])
+    made = EndlessWindow(model, way, forward, [gradient])
     if way == HOOK:
         add_by_hooks(model)
     return made
@@ -132,26 +130,16 @@ def add_by_hooks(model: torch.nn.Module) -> None:
 
 
 def measure(
-    make: Callable[[str], Work], names: Sequence[str], rounds: int, what: str
+    make: Callable[[str], EndlessWindow], names: Sequence[str], rounds: int, what: str
 ) -> tuple[dict[str, list[float]], dict[str, int]]:
     """Seconds of each round's micro-batch, and bytes of a later one's backward, by way."""
-    use_all_cores()
     ways = {way: make(way) for way in names}
     for each in ways.values():
         each.run()  # the window's first, which makes the sums
     counted = {way: each.bytes() for way, each in ways.items()}
     runs = {way: each.run for way, each in ways.items()}
-    seconds = in_turns(runs, rounds, what, timer=lambda run, calls: sum(run()))
+    seconds = take_turns(runs, harness.rounds(rounds, what), lambda run, calls: sum(run()))
     return seconds, counted
-
-
-@contextlib.contextmanager
-def process(values: Mapping[str, str]) -> Iterator[concurrent.futures.Executor]:
-    """One that starts with these variables, and takes calls."""
-    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as one:
-        with environment(values):
-            one.submit(int).result()  # it has started
-        yield one
 
 
 def figures(results: Results, effort: str) -> None:
@@ -171,7 +159,7 @@ def by_memory(results: Results, cells: Sequence[Cell], rounds: int, note: str = 
     """The rows of all cells in each of `MODES`, which differ on a CPU alone."""
     modes = MODES if results.device.type == "cpu" else {DEFAULTS: {}}
     for mode, values in modes.items():
-        with process(values) as apart:
+        with processes(values, 1) as apart:
             for cell in progress(cells, mode, "cell"):
                 case, names = dataclasses.replace(cell.case, mode=mode), WAYS[cell.case.dtypes]
                 try:
@@ -194,7 +182,7 @@ def add(
     ways = WAYS[case.dtypes]
     of_stock = [way for way in ways if way in (STOCK, HOOK)]
     held_to = tuple(Goal(way, least if results.device.type == "cpu" else 0.0) for way in of_stock)
-    variants = [Variant(way, lambda: None, goals=held_to if way == INSIDE else (), note=note) for way in ways]
+    variants = [Variant(way, goals=held_to if way == INSIDE else (), note=note) for way in ways]
     results.add(rows_of(case, variants, seconds))
     if case.mode == "micro-batch":
         counted = dataclasses.replace(case, mode="backward")

@@ -26,7 +26,7 @@ from fusedacc.commands.measuring.records import Case, Results
 
 from .. import harness
 from .experts import DEFAULTS, DTYPES, ROUNDS, Cell, by_memory, trained
-from .layers import Work
+from .layers import EndlessWindow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ GOALS = {
 }
 
 
-def work(size: Size, dtypes: str, way: str, device: torch.device) -> Work:
+def work(size: Size, dtypes: str, way: str, device: torch.device) -> EndlessWindow:
     """One way of training the model."""
     import transformers  # is not where the other suites run
 

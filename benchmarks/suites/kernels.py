@@ -153,12 +153,16 @@ def case_of(size: str, dtypes: str, work: Work, sets: int) -> Case:
             name = f"{len(sizes)} tensors of mixed sizes"
             shapes = f"{len(sizes)} tensors of {sizes[0]} to {sizes[-1]}, {sum(sizes)} elements"
     mode = "product" if size in PRODUCTS else "accumulate"
-    return Case("kernels", name, mode, f"{shapes}; {rotated}" if sets else shapes, dtypes.replace(":", " into "))
+    return Case(
+        "kernels", name, mode, f"{shapes}; {rotated}" if sets else shapes, dtypes.replace(":", " into ")
+    )
 
 
 def measure(work: Additions | Products, names: Sequence[str], effort: Effort) -> dict[str, Any]:
     """The facts of a case (`comparison.measure`), its entries by the providers' names."""
-    facts = comparison.measure(work, variants(work, names), effort, int(SHARE * available_memory(work.device)))
+    facts = comparison.measure(
+        work, variants(work, names), effort, int(SHARE * available_memory(work.device))
+    )
     for entry in facts["ways"]:
         entry["name"] = NAMES[COPY] if entry["name"] == COPY else entry["name"]
         # What passes no dispatcher moves what an ideal pass does.
@@ -228,7 +232,9 @@ def figures(
 
 def main() -> None:
     parser = harness.arguments(__doc__)
-    parser.add_argument("--providers", help=f"comma-separated; copy and triad always run: {', '.join(PROVIDERS)}")
+    parser.add_argument(
+        "--providers", help=f"comma-separated; copy and triad always run: {', '.join(PROVIDERS)}"
+    )
     parser.add_argument("--dtypes", help=f"comma-separated, of {', '.join(DTYPES)}")
     parser.add_argument("--sizes", help=f"comma-separated, of {', '.join(SIZES)}")
     options = parser.parse_args()

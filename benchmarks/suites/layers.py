@@ -16,11 +16,10 @@ window that does not end; "first" is its first micro-batch.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,9 +39,10 @@ from fusedacc.commands.measuring.records import (
     row,
     spread,
 )
+from fusedacc.commands.measuring.timing import take_turns
 
 from .. import harness
-from ..harness import measure, counted
+from ..harness import counted, measure, one_thread
 from .embedding import AT_LEAST, SETS
 from .linear import FEW, MOST, SHAPES
 
@@ -68,7 +68,7 @@ ALL_ROUNDS = 128
 ENDLESS = 2**20
 
 
-class Work:
+class EndlessWindow:
     """A model trained in one of WAYS, or with frozen weights, one micro-batch at a time.
 
     Args:
@@ -127,7 +127,7 @@ class Work:
 
 def linears(
     shapes: Sequence[tuple[int, int]], tokens: int, dtypes: str, device: torch.device, way: str
-) -> Work:
+) -> EndlessWindow:
     """A Linear of each shape (outputs, inputs), side by side."""
     torch.manual_seed(0)
     weight = DTYPES[dtypes]
@@ -141,7 +141,7 @@ def linears(
         with torch.autocast(device.type, BF16, enabled=dtypes.startswith("autocast")):
             return [layer(x) for layer, x in zip(model, needing, strict=True)]
 
-    return Work(model, way, forward, gradients)
+    return EndlessWindow(model, way, forward, gradients)
 
 
 def weight_gradients(results: Results, effort: str) -> None:
@@ -161,7 +161,7 @@ def weight_gradients(results: Results, effort: str) -> None:
             results.add(linear_times(case, work, rounds, tokens))
 
 
-def linear_bytes(case: Case, work: dict[str, Work], weights: int, operands: int) -> list[Row]:
+def linear_bytes(case: Case, work: dict[str, EndlessWindow], weights: int, operands: int) -> list[Row]:
     """Of the first and of a later micro-batch: it must not have run before."""
     rows = []
     for mode in ("first", "add"):
@@ -175,13 +175,13 @@ def linear_bytes(case: Case, work: dict[str, Work], weights: int, operands: int)
     return rows
 
 
-def linear_times(case: Case, work: dict[str, Work], rounds: int, tokens: int) -> list[Row]:
+def linear_times(case: Case, work: dict[str, EndlessWindow], rounds: int, tokens: int) -> list[Row]:
     """The part of the backward that is the weights', and forward and backward as a whole.
 
     Ratios are of medians: a difference of two times may be small in one round.
     """
     runs = {name: own.run for name, own in work.items()}
-    found = in_turns(runs, rounds, case.case, timer=lambda run, calls: run())
+    found = take_turns(runs, harness.rounds(rounds, case.case), lambda run, calls: run())
     whole = {way: [sum(times) for times in found[way]] for way in WAYS}
     frozen = [backward for _, backward in found[FROZEN]]
     part = {
@@ -204,7 +204,7 @@ def linear_times(case: Case, work: dict[str, Work], rounds: int, tokens: int) ->
 # The lookup
 
 
-def lookup(size: tuple[int, int, int], device: torch.device, way: str) -> Work:
+def lookup(size: tuple[int, int, int], device: torch.device, way: str) -> EndlessWindow:
     height, columns, count = size
     torch.manual_seed(0)
     model = nn.Embedding(height, columns, device=device)
@@ -213,7 +213,7 @@ def lookup(size: tuple[int, int, int], device: torch.device, way: str) -> Work:
     def forward(model: nn.Module) -> list[Tensor]:
         return [model(text_like(count, height, device))]
 
-    return Work(model, way, forward, gradients)
+    return EndlessWindow(model, way, forward, gradients)
 
 
 def lookups(results: Results, effort: str) -> None:
@@ -237,21 +237,11 @@ def lookups(results: Results, effort: str) -> None:
 # The host
 
 
-def chain(layers: int, width: int, device: torch.device, way: str) -> Work:
+def chain(layers: int, width: int, device: torch.device, way: str) -> EndlessWindow:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))).to(device)
     x = torch.randn(4, width, device=device)
-    return Work(model, way, lambda model: [F.relu(model(x))], [torch.randn(4, width, device=device)])
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    return EndlessWindow(model, way, lambda model: [F.relu(model(x))], [torch.randn(4, width, device=device)])
 
 
 def host(results: Results, effort: str) -> None:

@@ -28,7 +28,7 @@ from fusedacc.commands.measuring.timing import timer_for
 from fusedacc.kernels import matmul
 
 from .. import harness
-from ..harness import measure, counted
+from ..harness import counted, measure
 
 SHAPES = {
     "quick": [(24, 8), (8, 8)],

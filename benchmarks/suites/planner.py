@@ -46,7 +46,7 @@ FLOAT32, AUTOCAST, BFLOAT16 = PRECISIONS = ("float32", "autocast", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
+class PlannedLoop:
     """A loop: `make` gives its optimizer; in some precisions only, where it is for these."""
 
     make: Callable[[nn.Module], Optimizer]
@@ -64,13 +64,15 @@ def _wrapped(model: nn.Module, inside: bool = False, **how: Any) -> Optimizer:
 
 _SHORT = {"master_weights": True, "accumulate_dtype": torch.bfloat16}
 WAYS = {
-    "stock": Way(_adamw),
-    "stock, fused AdamW": Way(functools.partial(_adamw, fused=True), (FLOAT32, BFLOAT16)),
-    "wrapped": Way(_wrapped),
-    "wrapped, bfloat16 sums": Way(functools.partial(_wrapped, accumulate_dtype=torch.bfloat16), (FLOAT32,)),
-    "wrapped, masters, bfloat16 sums": Way(functools.partial(_wrapped, **_SHORT), (BFLOAT16,)),
-    "model=": Way(functools.partial(_wrapped, inside=True)),
-    "model=, kept casts": Way(functools.partial(_wrapped, inside=True, keep_casts=True), (AUTOCAST,)),
+    "stock": PlannedLoop(_adamw),
+    "stock, fused AdamW": PlannedLoop(functools.partial(_adamw, fused=True), (FLOAT32, BFLOAT16)),
+    "wrapped": PlannedLoop(_wrapped),
+    "wrapped, bfloat16 sums": PlannedLoop(
+        functools.partial(_wrapped, accumulate_dtype=torch.bfloat16), (FLOAT32,)
+    ),
+    "wrapped, masters, bfloat16 sums": PlannedLoop(functools.partial(_wrapped, **_SHORT), (BFLOAT16,)),
+    "model=": PlannedLoop(functools.partial(_wrapped, inside=True)),
+    "model=, kept casts": PlannedLoop(functools.partial(_wrapped, inside=True, keep_casts=True), (AUTOCAST,)),
 }
 #: What is measured with `--full` alone: precision and loop.
 FULL = ((BFLOAT16, "stock, fused AdamW"), (FLOAT32, "wrapped, bfloat16 sums"))

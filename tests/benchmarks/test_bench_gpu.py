@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 from bench_setup import ROOT, run_main
-
-from benchmarks.contestants import model_shapes
 from benchmarks.harness.command import chosen
 from benchmarks.harness.results import Results
+
+from benchmarks.contestants import model_shapes
 from benchmarks.suites import at_once, dram_check, kernel_cases, kernels, models
 
 SCRIPT = ROOT / "benchmarks" / "gpu_run.sh"

@@ -7,10 +7,10 @@ import sys
 import pytest
 import torch
 from bench_setup import run_main, some_rows
-
-from benchmarks import run_all
 from benchmarks.harness.measure import Goal, Variant, measure
 from benchmarks.harness.results import Case, Results, read, table
+
+from benchmarks import run_all
 
 # Timing
 

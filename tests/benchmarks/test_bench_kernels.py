@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from bench_setup import CPU
+from benchmarks.harness.measure import PEAK
+from benchmarks.harness.results import Results
 
 from benchmarks.contestants import accumulate as providers
 from benchmarks.contestants import products
-from benchmarks.harness.measure import PEAK
-from benchmarks.harness.results import Results
 from benchmarks.suites import kernel_cases, kernels
 from fusedacc.traffic import TrafficMeter
 

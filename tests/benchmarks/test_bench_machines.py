@@ -14,8 +14,8 @@ import pytest
 import sweeps
 import torch
 from bench_setup import ROOT, run_main
-
 from benchmarks.harness.results import Results, read
+
 from benchmarks.machines import cells, emulated, loops, zoo
 from benchmarks.machines import run as machines
 

@@ -7,9 +7,9 @@ import importlib
 import pytest
 import torch
 from bench_setup import page_of, run_main
+from benchmarks.harness.results import Results, read
 
 from benchmarks.contestants import normed
-from benchmarks.harness.results import Results, read
 from benchmarks.machines.zoo import entries
 from benchmarks.suites import memory
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from bench_setup import CPU, run_main
+from benchmarks.harness.results import Results, Row
 
 from benchmarks.contestants import windows
-from benchmarks.harness.results import Results, Row
 from benchmarks.suites import models
 
 PARTS = {"clip": "update: clip", "narrow": "update: cast", "optimizer": "update: optimizer"}

@@ -4,8 +4,8 @@ import pickle
 from types import SimpleNamespace
 
 import torch
-
 from benchmarks.harness.results import Results
+
 from benchmarks.suites import planner_limit
 
 

@@ -14,10 +14,10 @@ import pytest
 import sweeps
 import torch
 from bench_setup import CPU, ROOT, run_main
+from benchmarks.harness.results import Results
 from ranks import on_ranks
 
 from benchmarks import run_all
-from benchmarks.harness.results import Results
 from benchmarks.suites import (
     data_parallel,
     dram_check,

@@ -8,10 +8,10 @@ import importlib
 import pytest
 import torch
 from bench_setup import page_of, run_main
+from benchmarks.harness.results import Results, read
 
 from benchmarks.contestants import rounded
 from benchmarks.contestants.rounded import FLOAT32, NEAREST, STOCHASTIC, STOCK
-from benchmarks.harness.results import Results, read
 from benchmarks.suites import rounding
 from examples.demo.measure import batches
 from examples.demo.model import load_text

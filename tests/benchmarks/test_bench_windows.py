@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from bench_setup import ROOT
+from benchmarks.contestants.synthetic_gradients import Memory
 
 from benchmarks.contestants import model_shapes as lists
 from benchmarks.contestants import windows
-from benchmarks.contestants.synthetic_gradients import Memory
 
 SHAPES = [(5, 7), (3,), (64, 33), (1, 1, 8)]
 

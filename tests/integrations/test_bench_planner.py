@@ -14,6 +14,7 @@ with mock.patch.dict(os.environ):
     importlib.import_module("benchmarks")
 
 from benchmarks.harness.results import Results
+
 from benchmarks.machines.zoo.architectures import architectures
 from benchmarks.report import accuracy
 from benchmarks.suites import planner
