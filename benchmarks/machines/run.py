@@ -111,13 +111,7 @@ def measure(cells: Sequence[Key], kept: Results, caches: Path, minutes: float, q
 
 
 def run(
-    name: str,
-    model: str,
-    precisions: Sequence[str],
-    seconds: float,
-    kept: Results,
-    caches: Path,
-    quick: bool,
+    name: str, model: str, precisions: Sequence[str], seconds: float, kept: Results, caches: Path, quick: bool
 ) -> None:
     """One process, which writes its rows itself; if it breaks down, a row that says so."""
     command = [sys.executable, "-m", CHILD, "--machine", name, "--model", model]

@@ -37,12 +37,7 @@ MODELS = {
     "mlp": "MLP",
 }
 WHOLE = "stock, 1 x 64"
-HALVED = {
-    WHOLE: GREY,
-    "stock, 2 x 32": SKY,
-    "fusedacc, 2 x 32": BLUE,
-    "fusedacc model=, 2 x 32": GREEN,
-}
+HALVED = {WHOLE: GREY, "stock, 2 x 32": SKY, "fusedacc, 2 x 32": BLUE, "fusedacc model=, 2 x 32": GREEN}
 LINES = {"gpt-64": BLUE, "vit": GREEN, "conv": ORANGE, "unet": VERMILION, "lstm": SKY, "mlp": INK}
 TABLES = {
     name: (f"<!-- {name}: written by make memory-figures -->", f"<!-- end of {name} -->")

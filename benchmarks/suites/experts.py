@@ -42,27 +42,16 @@ from .layers import INSIDE, STOCK, WRAPPED, EndlessWindow
 
 SHAPES = {
     "quick": (Shape(4, 32, 16, 8, 2),),
-    "short": (
-        Shape(64, 512, 1024, 64, 2),
-        Shape(128, 512, 512, 64, 8),
-        Shape(16, 768, 2048, 256, 2),
-    ),
+    "short": (Shape(64, 512, 1024, 64, 2), Shape(128, 512, 512, 64, 8), Shape(16, 768, 2048, 256, 2)),
 }
 SHAPES["full"] = SHAPES["short"]
 #: Of the layers that read one expert after the other: stock takes seconds for those above.
-LOOP = {
-    "quick": SHAPES["quick"][0],
-    "short": Shape(32, 256, 512, 64, 2),
-    "full": Shape(32, 256, 512, 64, 2),
-}
+LOOP = {"quick": SHAPES["quick"][0], "short": Shape(32, 256, 512, 64, 2), "full": Shape(32, 256, 512, 64, 2)}
 ROUNDS = {"quick": 3, "short": 7, "full": 41}
 DTYPES = {"float32": torch.float32, "bfloat16 into float32": torch.bfloat16}
 #: A hook that adds each gradient to a float32 sum, the best of stock where weights are bfloat16.
 HOOK = "stock, add_ in a hook"
-WAYS = {
-    "float32": (STOCK, WRAPPED, INSIDE),
-    "bfloat16 into float32": (STOCK, HOOK, WRAPPED, INSIDE),
-}
+WAYS = {"float32": (STOCK, WRAPPED, INSIDE), "bfloat16 into float32": (STOCK, HOOK, WRAPPED, INSIDE)}
 #: What the C library reads as a process starts: it keeps what is freed.
 KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**60), "MALLOC_TOP_PAD_": str(2**28)}
 DEFAULTS = "micro-batch"

@@ -47,11 +47,7 @@ from .embedding import AT_LEAST, SETS
 from .linear import FEW, MOST, SHAPES
 
 F32, BF16 = torch.float32, torch.bfloat16
-DTYPES = {
-    "float32": F32,
-    "autocast bfloat16 into float32": F32,
-    "bfloat16 into float32": BF16,
-}
+DTYPES = {"float32": F32, "autocast bfloat16 into float32": F32, "bfloat16 into float32": BF16}
 STOCK, WRAPPED, INSIDE = "stock", "fusedacc", "fusedacc, model="
 WAYS = (STOCK, WRAPPED, INSIDE)
 FROZEN = "frozen weights"

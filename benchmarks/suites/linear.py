@@ -30,10 +30,7 @@ from fusedacc.kernels import matmul
 from .. import harness
 from ..harness import counted, measure
 
-SHAPES = {
-    "quick": [(24, 8), (8, 8)],
-    "short": [(2304, 768), (768, 768), (3072, 768), (768, 3072)],
-}
+SHAPES = {"quick": [(24, 8), (8, 8)], "short": [(2304, 768), (768, 768), (3072, 768), (768, 3072)]}
 TOKENS = {"quick": (4,), "short": (64, 1024), "full": (64, 128, 512, 1024, 4096)}
 ROUNDS = {"quick": 3, "short": 15, "full": 41}
 #: Bytes per parameter: the sum read and written, and written alone.

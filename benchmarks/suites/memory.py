@@ -212,10 +212,7 @@ def timed(
     """Rows of seconds by round, and of what they are of the base's in the same round."""
     row = functools.partial(Row, benchmark, case, provider, BATCH, size)
     shares = [seconds / first for seconds, first in zip(own, base, strict=True)]
-    return [
-        row("time", "ms", **spread(own, 1e3)),
-        row("time, share", "relative", **spread(shares)),
-    ]
+    return [row("time", "ms", **spread(own, 1e3)), row("time, share", "relative", **spread(shares))]
 
 
 def apart(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:

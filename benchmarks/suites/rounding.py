@@ -317,13 +317,7 @@ def line(figure: Row) -> str:
     return told + {"yes": ": goal reached", "no": ": goal MISSED"}.get(figure.reached, "")
 
 
-PARTS = {
-    "training": training,
-    "sums": sums,
-    "statistics": statistics,
-    "speed": speed,
-    "memory": memory,
-}
+PARTS = {"training": training, "sums": sums, "statistics": statistics, "speed": speed, "memory": memory}
 
 
 def words(rows: Sequence[Row]) -> list[str]:

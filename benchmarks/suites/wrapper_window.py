@@ -14,15 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import fusedacc
-from fusedacc.commands.measuring.records import (
-    Case,
-    Goal,
-    Results,
-    Row,
-    Variant,
-    cannot_run,
-    first_line,
-)
+from fusedacc.commands.measuring.records import Case, Goal, Results, Row, Variant, cannot_run, first_line
 from fusedacc.commands.measuring.timing import cpu_timer
 from fusedacc.kernels.registry import NAMES
 

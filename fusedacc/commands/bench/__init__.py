@@ -90,11 +90,7 @@ def collect(device: torch.device, effort: comparison.Effort, stream: TextIO | No
         stream: where a table of each case is printed as soon as it is measured; None: nowhere.
     """
     start = time.perf_counter()
-    found: dict[str, Any] = {
-        "machine": machine.collect(device),
-        "effort": effort.name,
-        "cases": [],
-    }
+    found: dict[str, Any] = {"machine": machine.collect(device), "effort": effort.name, "cases": []}
     if stream is not None:
         print(report.beginning(found), file=stream, flush=True)
     on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
