@@ -110,6 +110,12 @@ def latest(lines: Sequence[Line]) -> list[Line]:
     return list({tuple(line[name] for name in of): line for line in own}.values())
 
 
+def by_device(lines: Sequence[Line]) -> dict[str, list[Line]]:
+    """The newest rows of each processor on which machines were measured or emulated; none of one without any."""
+    measured = dict.fromkeys(line["device"] for line in lines if line["ratio"])
+    return {device: latest([line for line in lines if line["device"] == device]) for device in measured}
+
+
 def finished(path: Path, conditions: Mapping[str, str], digest: str) -> dict[tuple[str, ...], Row]:
     """The rows of `path` by cell and loop that were measured on these versions and this device; of several
     the last. Only those of `digest`; with an empty one the last of any.

@@ -63,7 +63,7 @@ def _wrapped(model: nn.Module, inside: bool = False, **how: Any) -> Optimizer:
 
 
 _SHORT = {"master_weights": True, "accumulate_dtype": torch.bfloat16}
-WAYS = {
+LOOPS = {
     "stock": PlannedLoop(_adamw),
     "stock, fused AdamW": PlannedLoop(functools.partial(_adamw, fused=True), (FLOAT32, BFLOAT16)),
     "wrapped": PlannedLoop(_wrapped),
@@ -107,7 +107,7 @@ def compared(architecture: Architecture, way: str, precision: str, device: torch
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == AUTOCAST):
             return architecture.loss(model, batch)
 
-    optimizer = WAYS[way].make(model)
+    optimizer = LOOPS[way].make(model)
     predictor = Predictor(model, recipe_of(optimizer), batch, loss_fn, device, lambda size: None)
     predicted = predictor.peak(batch.size, STEPS)
     measured, why = measured_peak(
@@ -131,7 +131,9 @@ def rows_of(case: Case, way: str, found: Found, note: str) -> list[Row]:
 
 def combinations(effort: str) -> list[tuple[str, str]]:
     """Precisions and loops."""
-    both = [(precision, way) for precision in PRECISIONS for way in WAYS if precision in WAYS[way].precisions]
+    both = [
+        (precision, way) for precision in PRECISIONS for way in LOOPS if precision in LOOPS[way].precisions
+    ]
     return [pair for pair in both if effort == "full" or pair not in FULL]
 
 
