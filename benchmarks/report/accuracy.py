@@ -98,7 +98,7 @@ def main() -> None:
         rows = read(options.results)
     except FileNotFoundError as error:
         raise SystemExit(f"{options.page}: {error}") from None
-    rewrite(options.page, {MARKERS: table(rows), LIMIT_MARKERS: limits(rows)})
+    rewrite({options.page: {MARKERS: table(rows), LIMIT_MARKERS: limits(rows)}})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What every page and plot is made by: figures with their conditions, sections between markers, one command."""
+"""What every page and plot is made by: figures, sections between markers, one command."""
 
 from __future__ import annotations
 
@@ -86,15 +86,19 @@ def rewritten(text: str, around: tuple[str, str], section: str) -> str:
     return f"{before}{begin}\n\n{section}\n\n{end}{after}"
 
 
-def rewrite(page: Path, sections: Mapping[tuple[str, str], str]) -> None:
-    """Write the sections into a page, all or none. An empty one leaves what is there. SystemExit if it cannot."""
-    try:
-        text = page.read_text()
-        for around, section in sections.items():
-            text = rewritten(text, around, section) if section else text
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"{page}: {error}") from None
-    page.write_text(text)
+def rewrite(pages: Mapping[Path, Mapping[tuple[str, str], str]]) -> None:
+    """Write the sections into their pages; an empty one leaves what is there. SystemExit, and no page is changed,
+    if one of them cannot be written."""
+    texts = {}
+    for page, sections in pages.items():
+        try:
+            texts[page] = page.read_text()
+            for around, section in sections.items():
+                texts[page] = rewritten(texts[page], around, section) if section else texts[page]
+        except (OSError, ValueError) as error:
+            raise SystemExit(f"{page}: {error}") from None
+    for page, text in texts.items():
+        page.write_text(text)
 
 
 def run(
@@ -126,4 +130,4 @@ def run(
             sections[markers(name, f"{suite}-figures")] = table(rows)
         except NoRows as why:
             print(f"{name}: not written: {why}")
-    rewrite(options.page, sections)
+    rewrite({options.page: sections})

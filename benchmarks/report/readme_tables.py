@@ -183,12 +183,12 @@ def main() -> None:
         raise SystemExit(f"{error}: run `make bench` first") from None
     beside = options.results.with_name(cells.RESULTS.name)
     of_machines = read(beside) if beside.exists() else []
-    pages = {
-        options.readme: ((BYTES, window_bytes(rows)), (SPEED, speed(of_machines))),
-        options.page: ((MACHINES, machines(of_machines)), (FIGURES, goals(rows))),
-    }
-    for path, sections in pages.items():
-        rewrite(path, dict(sections))
+    rewrite(
+        {
+            options.readme: {BYTES: window_bytes(rows), SPEED: speed(of_machines)},
+            options.page: {MACHINES: machines(of_machines), FIGURES: goals(rows)},
+        }
+    )
 
 
 if __name__ == "__main__":

@@ -200,11 +200,12 @@ def figures(
     results: Results,
     effort: str,
     *,
-    providers: Sequence[str] = PROVIDERS,
+    providers: Sequence[str] | None = None,
     dtypes: Sequence[str] | None = None,
     sizes: Sequence[str] | None = None,
 ) -> None:
     """Measure the sweep of that effort, or the dtypes and sizes given; each case's rows are kept at once."""
+    providers = PROVIDERS if providers is None else providers
     if sizes is None:
         # The goal for a GPU is on a size that no CPU's short sweep has time for.
         on_gpu = effort == "short" and results.device.type == "cuda"

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 from bench_setup import ROOT, run_main
-from benchmarks.harness.command import chosen
-from benchmarks.harness.results import Results
 
 from benchmarks.contestants import model_shapes
-from benchmarks.suites import at_once, dram_check, kernel_cases, kernels, models
+from benchmarks.harness import chosen
+from benchmarks.suites import at_once, dram_check, kernels, models
+from fusedacc.commands.measuring.records import Results
 
 SCRIPT = ROOT / "benchmarks" / "gpu_run.sh"
 PART_SECONDS = 570
@@ -93,8 +93,8 @@ def test_the_first_part_settles_things_in_their_order():
     asked = dict(
         re.findall(r"--(sizes|dtypes|providers|cases|models|settings) (.*?)(?= --|$)", found["kernels"])
     )
-    chosen(asked["sizes"], kernel_cases.SIZES, "size")
-    chosen(asked["dtypes"], tuple(kernel_cases.DTYPES), "dtypes")
+    chosen(asked["sizes"], kernels.SIZES, "size")
+    chosen(asked["dtypes"], tuple(kernels.DTYPES), "dtypes")
     chosen(asked["providers"], kernels.PROVIDERS, "provider")
     (settings,) = re.findall(r"--settings (\S+)", found["models"])
     chosen(settings, models.SETTINGS, "setting")

@@ -7,10 +7,9 @@ import sys
 import pytest
 import torch
 from bench_setup import run_main, some_rows
-from benchmarks.harness.measure import Goal, Variant, measure
-from benchmarks.harness.results import Case, Results, read, table
 
 from benchmarks import run_all
+from fusedacc.commands.measuring.records import Case, Goal, Results, Variant, measure, read, table
 
 # Timing
 

@@ -14,7 +14,6 @@ import pytest
 import sweeps
 import torch
 from bench_setup import CPU, ROOT, run_main
-from benchmarks.harness.results import Results
 from ranks import on_ranks
 
 from benchmarks import run_all
@@ -30,6 +29,7 @@ from benchmarks.suites import (
     training,
 )
 from benchmarks.suites.layers import INSIDE, STOCK
+from fusedacc.commands.measuring.records import Results
 
 
 def measured_here(loop, dtype, width, steps, updates, device):
@@ -46,11 +46,10 @@ def rows():
     """The rows of every benchmark, by its name; `make test-full` runs what takes long besides."""
     results, threads = Results(None, CPU), torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "SAMPLE_SECONDS", 0.0)
-        for name, provider in list(kernels.ACCUMULATE.items()):
-            if provider.compiled or "triton" in name:  # which is interpreted here
-                patch.delitem(kernels.ACCUMULATE, name)
-        patch.delitem(data_parallel.WAYS, "bfloat16")
+        slow = ("compiled", "triton")  # which is interpreted here
+        able = [name for name in kernels.PROVIDERS if not any(word in name for word in slow)]
+        patch.setattr(kernels, "PROVIDERS", able)
+        patch.delitem(data_parallel.VARIANTS, "bfloat16")
         # Processes that have loaded torch already.
         patch.setattr(multiprocessing, "get_context", lambda method: forked.context)
         patch.setattr(data_parallel, "on_all_ranks", lambda measure, *given: on_ranks(2, measure, *given)[0])
