@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from benchmarks.suites.layers import STOCK
+from benchmarks.suites.layers import STOCK, EndlessWindow
 
 
 def assert_ways_add_the_same(ways: Mapping[str, EndlessWindow], atol: float) -> None:

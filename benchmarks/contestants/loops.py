@@ -1,4 +1,4 @@
-"""Loops that accumulate gradients: stock torch's and ours, cut at their phases. Every suite that trains uses them."""
+"""Loops that accumulate gradients, stock torch's and ours, cut at their phases, for every suite that trains."""
 
 from __future__ import annotations
 

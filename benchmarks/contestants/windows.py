@@ -58,7 +58,7 @@ MAX_NORM = 1.0
 class Source(nn.Module):
     """Parameters, and gradients for them: a call returns a scalar whose backward hands every parameter one.
 
-    `scale` multiplies the gradients, `drop` makes them and hands over nothing. `phase`: entered as they are made.
+    `scale` multiplies the gradients, `drop` makes them and hands over nothing. `phase`: entered to make them.
     """
 
     def __init__(self, weights: Sequence[Tensor], dtype: torch.dtype, group_bytes: int) -> None:
@@ -214,8 +214,8 @@ class Floor(Loop):
 class Linears(InsideBackward):
     """On the weights of Linear layers, each with an input of its own, which needs no gradient.
 
-    What the products read is not counted, as the other loops have no products: of the micro-batches only casts
-    of the weights and what is added to the sums.
+    What the products read is not counted, as the other loops have no products: of the micro-batches only
+    casts of the weights and what is added to the sums.
     """
 
     tokens = 16
@@ -291,7 +291,8 @@ VARIANTS = (
     ),
     WindowVariant(
         "stock mixed add_", MixedAdd, "best stock",
-        "hook: acc.copy_(p.grad) in the first micro-batch, then acc.add_(p.grad); loss / k, AdamW(fused=True)",
+        "hook: acc.copy_(p.grad) in the first micro-batch, then acc.add_(p.grad); loss / k, "
+        "AdamW(fused=True)",
         _16,
     ),
     WindowVariant(

@@ -111,7 +111,7 @@ def latest(lines: Sequence[Line]) -> list[Line]:
 
 
 def by_device(lines: Sequence[Line]) -> dict[str, list[Line]]:
-    """The newest rows of each processor on which machines were measured or emulated; none of one without any."""
+    """The newest rows of each processor on which machines were measured or emulated, if it has any."""
     measured = dict.fromkeys(line["device"] for line in lines if line["ratio"])
     return {device: latest([line for line in lines if line["device"] == device]) for device in measured}
 
@@ -206,8 +206,8 @@ def _machine(about: str, rows: Sequence[Row]) -> list[str]:
 
 
 def by_machine(rows: Sequence[Row]) -> str:
-    """A table of Markdown with the range of each loop by machine, and over all of them. `keep_casts` has columns
-    where it was measured."""
+    """A table of Markdown with the range of each loop by machine, and over all of them. `keep_casts` has
+    columns where it was measured."""
     measured = [row for row in rows if row.ratio is not None and row.loop != STOCK]
     measured = [row for row in measured if row.model not in LAYERS]
     titles = {PLAIN: PLAIN, MODEL: "`model=`", KEPT: "`keep_casts`, `model=` being 1"}

@@ -87,8 +87,10 @@ def rewritten(text: str, around: tuple[str, str], section: str) -> str:
 
 
 def rewrite(pages: Mapping[Path, Mapping[tuple[str, str], str]]) -> None:
-    """Write the sections into their pages; an empty one leaves what is there. SystemExit, and no page is changed,
-    if one of them cannot be written."""
+    """Write the sections into their pages; an empty one leaves what is there.
+
+    If a page cannot be written: SystemExit, and none is changed.
+    """
     texts = {}
     for page, sections in pages.items():
         try:

@@ -3,8 +3,8 @@
     python -m benchmarks.suites.kernels [--quick | --full] [--sizes 64Mi,1000x1000] [--device cuda]
                                         [--dtypes bfloat16:float32] [--providers "fusedacc cpu,add_"]
 
-Dtypes are gradient:accumulator. Cases are checked, counted and timed by the code of `python -m fusedacc bench`
-(`fusedacc/commands/bench/comparison.py`), which has most of the providers; the others are in
+Dtypes are gradient:accumulator. `fusedacc/commands/bench/comparison.py` checks, counts and times the cases, as
+it does for `python -m fusedacc bench`, which has most of the providers; the others are in
 `contestants/accumulate.py`. `copy` and `triad`, which are the peak, always run.
 
 Buffers are rotated: a case has several sets of tensors, and consecutive calls of one provider take one set
@@ -17,8 +17,8 @@ have left the caches. Cases called "the same" leave that out: one set, on every 
 The triad is in place (a += s * b), as an accumulation is. Before it writes elsewhere, as in the copy, a CPU
 reads what is there, which no count of bytes has.
 
-`bytes` are counted by `fusedacc.traffic.TrafficMeter` in one call; where torch's dispatcher does not show them
-they are those of an ideal pass, and the note says so. `launches`: operators that move data.
+`bytes` are counted by `fusedacc.traffic.TrafficMeter` in one call; where torch's dispatcher does not show
+them they are those of an ideal pass, and the note says so. `launches`: operators that move data.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def measure(work: Additions | Products, names: Sequence[str], effort: Effort) ->
 
 
 def rows(case: Case, facts: dict[str, Any], goals: Mapping[str, Sequence[Goal]]) -> list[Row]:
-    """The rows of a case that was measured. `goals`: by provider; those against what did not run are left out."""
+    """The rows of a case that was measured. `goals`: by provider; without those against what did not run."""
     if facts["why"] is not None:
         return [cannot_run(case, "all", facts["why"])]
     able = {entry["name"]: entry for entry in facts["ways"] if entry["status"] == MEASURED}

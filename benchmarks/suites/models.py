@@ -55,8 +55,8 @@ SMALL = 64 * 10**6
 PATIENCE = {"quick": (1.0, 3), "short": (6.0, 5), "full": (30.0, 15)}
 
 
-#: One accumulate pass: the loop and the forms of foreach, and how many times as fast as the loop and the fastest
-#: foreach ours is to be (0: no goal).
+#: One accumulate pass: the loop and the forms of foreach, and how many times as fast as the loop and the
+#: fastest foreach ours is to be (0: no goal).
 LOOP, FOREACH = "add_", ("torch._foreach_add_", "foreach cast and add")
 BACKENDS = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}
 PASS_GOALS = {"cpu": (1.0, 1.0), "cuda": (0.0, 1.5)}

@@ -116,7 +116,7 @@ def bytes_by_part(kind: type[Loop], config: Config, text: Tensor) -> tuple[dict[
 def peak_memory(kind: type[Loop], config: Config, text: Tensor, updates: int = 2) -> int:
     """Peak bytes of live tensors from the model's construction through `updates` updates.
 
-    Each allocation and release counts as torch's allocator reports it, so the figure does not depend on malloc.
+    Each allocation and release counts as torch's allocator reports it: malloc has no influence.
     """
     return recorded_peak(lambda look: run(kind, config, text, updates), config.device, "all").bytes
 
