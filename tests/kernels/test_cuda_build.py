@@ -232,15 +232,3 @@ def test_rows_move_16_bytes_at_a_time_and_are_added_by_one_fma_after_a_correct_d
         assert f"fma.rn.{kind}" in body
         assert f"div.rn.{kind}" in body
         assert not re.search(r"div\.(full|approx)|\.ftz", body)
-
-
-def test_the_bench_of_variants_compiles_without_warnings() -> None:
-    source = ROOT / "benchmarks" / "suites" / "gpu_variants.cu"
-
-    def compile_in(folder: Path) -> None:
-        command = [str(NVCC), *FLAGS, str(source), "-o", str(folder / "variants")]
-        result = subprocess.run(command, capture_output=True, text=True)
-        assert result.returncode == 0, result.stderr
-
-    made_from = [*FLAGS, version_of(str(NVCC)), source.read_bytes()]
-    assert (cached("cuda-variants", made_from, compile_in) / "variants").exists()
