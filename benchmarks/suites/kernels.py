@@ -3,8 +3,8 @@
     python -m benchmarks.suites.kernels [--quick | --full] [--sizes 64Mi,1000x1000] [--device cuda]
                                         [--dtypes bfloat16:float32] [--providers "fusedacc cpu,add_"]
 
-Dtypes are gradient:accumulator. `fusedacc/commands/bench/comparison.py` checks, counts and times the cases, as
-it does for `python -m fusedacc bench`, which has most of the providers; the others are in
+Dtypes are gradient:accumulator. `fusedacc/commands/bench/comparison.py` checks, counts and times the cases,
+as it does for `python -m fusedacc bench`, which has most of the providers; the others are in
 `contestants/accumulate.py`. `copy` and `triad`, which are the peak, always run.
 
 Buffers are rotated: a case has several sets of tensors, and consecutive calls of one provider take one set

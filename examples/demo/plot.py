@@ -11,6 +11,7 @@ from fusedacc.commands.measuring.plots import (
     FAINT,
     GREEN,
     INK,
+    LEFT,
     ORANGE,
     QUIET,
     STYLE,
@@ -40,16 +41,16 @@ def plot(result: Result, path: Path) -> None:
         figure = Figure(figsize=(13.5, 3.7 * len(result.models)))
         rows = figure.subplots(len(result.models), 4, squeeze=False, width_ratios=(1.2, 1, 1.2, 0.9))
         for (losses, times, moved, peaks), model in zip(rows, result.models, strict=True):
-            losses.set_title(heading(model) + "\n\nTraining loss")
+            losses.set_title("\n\nTraining loss")  # leaves room for the row's heading
             draw_losses(losses, model)
             draw_times(times, model, max(1.1, 1.03 * highest))
             draw_bytes(moved, model)
             draw_peaks(peaks, model)
-        save(
-            finish(figure, "Two small transformers: what accumulation costs", [result.conditions]),
-            [path],
-            140,
-        )
+        finish(figure, "Two small transformers: what accumulation costs", [result.conditions])
+        for (losses, *_), model in zip(rows, result.models, strict=True):
+            top = losses.get_position().y1 + 0.42 / figure.get_figheight()
+            figure.text(LEFT, top, heading(model), fontsize=12, fontweight="bold", color=INK)
+        save(figure, [path], 140)
 
 
 def heading(model: ModelResult) -> str:

@@ -16,7 +16,6 @@ from fusedacc.commands.measuring.records import (
     Results,
     Variant,
     measure,
-    newest_runs,
     read,
     table,
 )

@@ -441,7 +441,8 @@ def test_it_runs_without_the_extension_and_without_benchmarks(tmp_path):
     shutil.copytree(package, tmp_path / "fusedacc", ignore=skip)
     program = (
         "import sys; from fusedacc import __main__; from fusedacc.commands.bench import comparison; "
-        f"comparison.SHORT = timing.{TINY}; sys.exit(__main__.main(['bench', '--json', '--device', 'cpu']))"
+        f"comparison.SHORT = comparison.{TINY}; "
+        "sys.exit(__main__.main(['bench', '--json', '--device', 'cpu']))"
     )
     done = forked.run(program, root=tmp_path, folder=tmp_path)
     assert done.returncode == 0, done.stderr
