@@ -1,7 +1,7 @@
-"""Ways to do `accumulator += scale * gradient`: those of `python -m fusedacc bench`, and other packages'.
+"""Ways to do `accumulator += scale * gradient`: those of `bench`, and other packages'.
 
-A new competitor is a `BenchVariant` in `additions` or `products`; one that belongs into `bench` too goes there,
-and its short name into `NAMES`.
+A new competitor is a `BenchVariant` in `additions` or `products`. One that belongs into `bench` too goes
+there, and its short name into `NAMES`.
 """
 
 from __future__ import annotations

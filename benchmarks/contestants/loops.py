@@ -1,4 +1,4 @@
-"""Loops that accumulate gradients, stock torch's and ours, cut at their phases, for every suite that trains."""
+"""Loops that accumulate gradients, stock torch's and ours, cut at their phases: what suites train with."""
 
 from __future__ import annotations
 

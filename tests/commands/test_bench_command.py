@@ -198,6 +198,10 @@ def test_a_full_run_takes_every_backend_that_can_run():
 # Wrong results
 
 
+def breaks(*_):
+    raise OSError("no such device")
+
+
 def forgets_the_scale(accumulators, gradients, scale, overwrite, keep=1.0):
     for accumulator, gradient in zip(accumulators, gradients, strict=True):
         accumulator.add_(gradient)
@@ -210,6 +214,7 @@ def forgets_the_scale(accumulators, gradients, scale, overwrite, keep=1.0):
         ("norms", "fusedacc, total_norm: the norm is "),
         ("products", "fusedacc, into the sum: "),
         ("rows", "fusedacc, rows: "),
+        ("exception", "fusedacc, total_norm: OSError: no such device"),
     ],
 )
 def test_wrong_results_are_told_and_fail(monkeypatch, capsys, tiny, broken, named):
@@ -222,24 +227,14 @@ def test_wrong_results_are_told_and_fail(monkeypatch, capsys, tiny, broken, name
         monkeypatch.setattr(eager, "norm_partials", lambda tensors, norm_type: one[None])
     elif broken == "products":
         monkeypatch.setattr(matmul_eager, "accumulate_", lambda acc, left, right, scale, keep: acc.add_(1))
-    else:
+    elif broken == "rows":
         monkeypatch.setattr(eager, "accumulate_rows_", lambda table, *_: table[0].add_(1))
+    else:
+        monkeypatch.setattr(eager, "norm_partials", breaks)
     assert __main__.main(["bench"]) == 1
     text = capsys.readouterr().out
     ending = text[text.index("WRONG RESULTS") :]
     assert named in ending
-
-
-def test_an_exception_of_ours_fails(monkeypatch, capsys, tiny):
-    def breaks(*_):
-        raise OSError("no such device")
-
-    monkeypatch.setenv(registry.VARIABLE, "eager")
-    monkeypatch.setattr(registry.get("eager"), "norm_partials", breaks)
-    assert __main__.main(["bench", "--json"]) == 1
-    wrong = report.wrong(json.loads(capsys.readouterr().out))
-    assert wrong
-    assert all(line.endswith("fusedacc, total_norm: OSError: no such device") for line in wrong)
 
 
 def broken_way(make, scale=1.0, role=STOCK):
@@ -327,24 +322,15 @@ def test_the_table_and_its_ending(capsys, tiny):
     assert "[1/10]" not in done.out
 
 
-def test_json_is_all_that_is_printed(capsys, tiny):
-    assert __main__.main(["bench", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert set(found) == {"machine", "effort", "seconds", "cases", "choices"}
-    assert found["effort"] == "tiny"
-    assert found["machine"]["torch"] == torch.__version__
-    assert set(found["cases"][0]) == CASE
-    assert set(found["cases"][0]["ways"][0]) == ENTRY
-
-
 def test_full_is_another_effort_and_threads_and_the_random_state_are_given_back(monkeypatch, capsys):
     monkeypatch.setattr(comparison, "FULL", TINY)
     monkeypatch.setattr(comparison, "SHORT", None)
     before, state = torch.get_num_threads(), torch.get_rng_state()
     assert __main__.main(["bench", "--full", "--threads", "1", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["cases"]
-    assert found["machine"]["threads"] == 1
+    found = json.loads(capsys.readouterr().out)  # and nothing else is printed
+    assert set(found) == {"machine", "effort", "seconds", "cases", "choices"}
+    assert set(found["cases"][0]) == CASE
+    assert (found["effort"], found["machine"]["threads"]) == ("tiny", 1)
     assert torch.get_num_threads() == before
     assert torch.equal(torch.get_rng_state(), state)
 

@@ -41,7 +41,7 @@ class Effort:
 
     `seconds`: of timing in each case, within `least_rounds` and `most_rounds`. `sample_seconds`: one sample
     makes as many calls as take that long. `cold_bytes`: sets of tensors that take turns hold so many bytes
-    together, if `most_sets` are enough.
+    together, if `most_sets` are enough; where the caches are larger, up to `most_times_cold` times as many.
     """
 
     name: str
@@ -51,6 +51,7 @@ class Effort:
     sample_seconds: float
     cold_bytes: int
     most_sets: int
+    most_times_cold: int = 8
 
 
 SHORT = Effort("short", 1.8, 11, 61, 0.5e-3, 64 * 2**20, 128)
@@ -120,7 +121,7 @@ def _sets(work: Work, effort: Effort, most: int) -> int:
     if room < 1 or work.warm:
         return max(0, min(1, room))
     caches = (4 if work.device.type == "cuda" else 2) * machine.cache_bytes(work.device)
-    cold = max(effort.cold_bytes, min(caches, 8 * effort.cold_bytes))
+    cold = max(effort.cold_bytes, min(caches, effort.most_times_cold * effort.cold_bytes))
     wanted = math.ceil(cold / max(1, work.set_bytes))
     return max(1, min(wanted, effort.most_sets, room, _MOST_TENSORS // work.tensors))
 
