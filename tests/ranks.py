@@ -89,7 +89,7 @@ class Pool:
             end.send((function, arguments))
 
     def close(self, patience: float = PATIENCE) -> None:
-        """Let the processes end, as one that measures coverage must; kill what has not after so many seconds."""
+        """Let the processes end, as coverage needs; kill those that have not after so many seconds."""
         for end in self._ends:
             end.close()
         for process in self._processes:

@@ -72,13 +72,3 @@ def test_float32_sums_are_rounded_once(generator):
             neighbours = [torch.nextafter(torch.tensor(value), torch.tensor(to)) for to in (-1e9, 1e9)]
             error = abs(Fraction(value) - true)
             assert all(error <= abs(Fraction(other.item()) - true) for other in neighbours)
-
-
-def test_scale_is_rounded_to_the_computation_first():
-    third = 1 / 3
-    accumulator = [torch.zeros(1), torch.zeros(1, dtype=torch.float64)]
-    gradient = [torch.ones(1), torch.ones(1, dtype=torch.float64)]
-    for scale in (third, torch.tensor(third, dtype=torch.float64)):
-        reference.scale_accumulate_(accumulator, gradient, scale, True)
-        assert accumulator[0].item() == torch.tensor(third).item() != third
-        assert accumulator[1].item() == third

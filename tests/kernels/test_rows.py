@@ -106,21 +106,6 @@ def test_backends_agree_to_the_bit(pair, generator):
         assert all(torch.equal(bits(result), bits(results[0])) for result in results)
 
 
-def test_other_rows_do_not_change_a_rows_bits(cpu_backend, generator):
-    """Nor does where its gradients stand among the others: only their own order counts."""
-    table, own = torch.zeros(4, 6), torch.randn(100, 6)
-    rows.accumulate_rows_(table, torch.full((100,), 2), own, 0.3, backend=cpu_backend)
-    indices = torch.randint(0, 4, (150,), generator=generator)
-    indices[torch.randperm(150, generator=generator)[:100]] = 5
-    indices[indices == 2] = 0
-    indices[indices == 5] = 2
-    gradients = torch.randn(150, 6)
-    gradients[indices == 2] = own
-    mixed = torch.zeros(4, 6)
-    rows.accumulate_rows_(mixed, indices, gradients, 0.3, backend=cpu_backend)
-    assert torch.equal(mixed[2], table[2])
-
-
 @pytest.mark.parametrize("kind", ["random", "one", "mixed"])
 def test_one_thread_and_more_give_the_same_bits(kind, generator, threads):
     needs("cpu")
@@ -179,15 +164,6 @@ def test_a_number_that_is_no_row_is_passed_over_by_kernels_that_nobody_waits_for
     table = torch.zeros(5, 3)
     rows.accumulate_rows_(table, torch.tensor([0, bad, 4]), torch.ones(3, 3), backend="triton")
     assert table.tolist() == [[1.0] * 3, [0.0] * 3, [0.0] * 3, [0.0] * 3, [1.0] * 3]
-
-
-def test_gradients_and_tables_that_autograd_knows(cpu_backend):
-    weight = torch.nn.Parameter(torch.zeros(4, 2))
-    gradients = torch.ones(3, 2, requires_grad=True)
-    rows.accumulate_rows_(weight, torch.tensor([1, 1, 2]), gradients, 2.0, backend=cpu_backend)
-    assert weight.tolist() == [[0, 0], [4, 4], [2, 2], [0, 0]]
-    assert weight.is_leaf
-    assert weight._version > 0
 
 
 def test_nothing_is_read_by_the_host(generator):
