@@ -339,13 +339,6 @@ def test_a_checkpoint_of_a_base_with_other_groups_changes_nothing(name: str) -> 
     assert identical(run.state(), before)
 
 
-def test_gradient_release_of_optimi_is_refused() -> None:
-    """Its hooks would update in every backward, window or not."""
-    inner = optimi.AdamW(network().parameters(), lr=1e-2, gradient_release=True, triton=False)
-    with pytest.raises(ValueError, match=r"AdamW\(gradient_release=True\).*allowed: gradient_release=False"):
-        fusedacc.AccumulatingOptimizer(inner, STEPS)
-
-
 # Optimizers that take a closure
 
 SGD = torch.optim.SGD
