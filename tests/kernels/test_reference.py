@@ -44,16 +44,6 @@ def test_no_needless_pass_and_no_needless_temporary(pair):
         assert operators(accumulator, gradient, 0.5, True) == [*widened, "copy_"]
 
 
-def test_a_scale_tensor_is_not_read_by_the_host():
-    scale = torch.tensor(0.5)
-    for gradient_dtype, accumulator_dtype in PAIRS:
-        gradient, accumulator = torch.ones(4, dtype=gradient_dtype), torch.ones(4, dtype=accumulator_dtype)
-        for overwrite in (False, True):
-            names = operators(accumulator, gradient, scale, overwrite)
-            assert "_local_scalar_dense" not in names
-        assert accumulator.tolist() == [0.5] * 4
-
-
 @pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX"), reason="no fused multiply-add here"
 )

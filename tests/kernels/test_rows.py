@@ -73,16 +73,6 @@ def test_rows_that_are_not_dense_are_plain_torchs(generator):
             rows.accumulate_rows_(turned, indices, gradients, backend=backend)
 
 
-def test_selection_is_that_of_the_backends(cpu_backend):
-    table = torch.zeros(3, 2)
-    assert rows.select(table, torch.bfloat16, cpu_backend).backend.name == cpu_backend
-    assert rows.select(table, torch.bfloat16) == registry.select(table.device, table.dtype, torch.bfloat16)
-    with pytest.raises(RuntimeError, match="backend='cuda' cannot run bfloat16 into float32 on cpu"):
-        rows.select(table, torch.bfloat16, "cuda")
-    with pytest.raises(ValueError, match="backend='fast' is no backend"):
-        rows.accumulate_rows_(table, torch.tensor([0]), torch.ones(1, 2), backend="fast")
-
-
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_indices_of_both_widths_and_any_strides(dtype, cpu_backend, generator):
     indices = random_indices((4, 6), 5, "random", generator, dtype)

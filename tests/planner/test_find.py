@@ -240,7 +240,7 @@ def test_a_step_of_an_interactive_session(monkeypatch: pytest.MonkeyPatch):
     main = types.ModuleType("__main__")
     exec("def step():\n    pass", main.__dict__)
     monkeypatch.setitem(sys.modules, "__main__", main)
-    with pytest.raises(TypeError, match="from an interactive session.*: move it to a module"):
+    with pytest.raises(TypeError, match=r"from an interactive session.*: move it to a module"):
         find_micro_batch_size(main.step, maximum=8)
 
 
