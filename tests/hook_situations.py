@@ -272,6 +272,12 @@ def one_memory_for_both(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
     return fresh.view(4, 3).view(3, 4), fresh.detach()
 
 
+@returning(as_stock=False)  # which stock adds to twice
+def views_of_tensors_that_share_memory(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
+    fresh = torch.full_like(a, 3.0) * gradient
+    return tuple(torch.empty(0, dtype=a.dtype).set_(fresh).view(4, 3).view(3, 4) for _ in range(2))
+
+
 @returning()
 def strides_of_all_kinds(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
     return gradient.expand(3, 4), (torch.ones(4, 6, dtype=a.dtype) * gradient)[:, ::2].t()
