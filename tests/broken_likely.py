@@ -291,7 +291,7 @@ BREAKS = (
         "csrc/common/norm_functors.h",
         "single ? 0x1p-110 :",
         "single ? 0.0f :",
-        "tests/kernels/test_norm.py",
+        "tests/kernels/test_host_headers.py",
     ),
     Mutant(
         "long reasons make the summary of info longer than a screen",
