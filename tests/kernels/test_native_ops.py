@@ -425,26 +425,3 @@ def test_other_norms_are_refused_and_change_nothing(norm_type):
         with pytest.raises(RuntimeError, match=r"norm_type is .*; allowed: 2 and inf"):
             call()
     assert sums[0].tolist() == [1.0] * 3
-
-
-@pytest.mark.parametrize(
-    ("tensors", "message"),
-    [
-        ([torch.ones(3), torch.ones(3).int()], r"tensors\[1\] has a dtype that is not float32"),
-        ([torch.ones(3).to_sparse()], r"tensors\[0\] is sparse"),
-        ([torch.ones(18).as_strided((2,) * 17, (1,) * 17)], r"tensors\[0\] .* more than 16 dimensions"),
-    ],
-    ids=["dtype", "sparse", "dimensions"],
-)
-def test_tensors_that_have_no_norm_here(tensors, message):
-    with pytest.raises(RuntimeError, match=message):
-        torch.ops.fusedacc.norm_partials(tensors)
-
-
-@pytest.mark.parametrize(
-    "partials", [[torch.ones(3)], [torch.ones(2, 2).double()], [torch.ones(6).double()[::2]]]
-)
-def test_partials_that_are_none(partials):
-    good = torch.ones(2, dtype=torch.float64)
-    with pytest.raises(RuntimeError, match=r"partials\[1\] is no contiguous float64 vector"):
-        torch.ops.fusedacc.finish_norm([good, *partials])
