@@ -28,17 +28,24 @@ NVCC = os.environ.get("CUDACXX") or shutil.which("nvcc", path=os.pathsep.join(FO
 FLAGS = ["-std=c++17", "-O3", "-fmad=false", "-Werror", "all-warnings", "-Xcompiler", "-Wall,-Wextra"]
 
 
+def triton_folder() -> Path | None:
+    """Where Triton keeps what it has of the CUDA toolkit, without importing it."""
+    triton = importlib.util.find_spec("triton")
+    if triton is None or triton.origin is None:
+        return None
+    return Path(triton.origin).parent / "backends" / "nvidia"
+
+
+TRITON = triton_folder()
+
+
 def find_disassembler() -> str | None:
     """cuobjdump, of a CUDA toolkit or of Triton's package."""
-    triton = importlib.util.find_spec("triton")
-    folders = ["/usr/local/cuda/bin"]
-    if triton is not None and triton.origin is not None:
-        folders.append(str(Path(triton.origin).parent / "backends" / "nvidia" / "bin"))
+    folders = ["/usr/local/cuda/bin", *([str(TRITON / "bin")] if TRITON else [])]
     return shutil.which("cuobjdump") or shutil.which("cuobjdump", path=os.pathsep.join(folders))
 
 
 CUOBJDUMP = find_disassembler()
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def obstacle(backend: str) -> str | None:
@@ -47,7 +54,7 @@ def obstacle(backend: str) -> str | None:
         return "cuobjdump was not found: neither in a CUDA toolkit nor in Triton's package"
     if backend == "cuda":
         return None if NVCC else "nvcc was not found: not on PATH, CUDA_HOME or CUDACXX"
-    return None if HAS_TRITON else "Triton is not installed"
+    return None if TRITON else "Triton is not installed"
 
 
 @functools.cache
