@@ -125,13 +125,12 @@ def main_loops(code: Sequence[Instruction], gradient: str, accumulator: str) -> 
     Of the innermost loops whose accesses to global memory are all vectors, those of one role are compared: a
     loop that stores adds or overwrites, by whether it loads accumulators; one that stores nothing reads. A
     loop of Triton's loads accumulators on a condition, and so does both. The main loop of a role moves the
-    most bytes in a round; among equals, it has the most loads in flight, and then the lowest address: of a
-    norm's passes, the first.
+    most bytes in a round; among equals, it has the lowest address: of a norm's passes, the first.
 
     How many elements a round takes follows from the bytes that it stores, or loads if it stores nothing, and
     from the size of an accumulator.
     """
-    best: dict[str, tuple[tuple[int, int], Loop]] = {}
+    best: dict[str, Loop] = {}
     for loop in loops(code):
         accesses = loop.accesses("LDG", "STG")
         if not accesses or any(each.bytes < VECTOR_BYTES for each in accesses):
@@ -139,13 +138,12 @@ def main_loops(code: Sequence[Instruction], gradient: str, accumulator: str) -> 
         elements = (loop.stored or loop.loaded) // BYTES[accumulator]
         moved = loop.loaded - (elements * BYTES[gradient] if gradient else 0)
         role = READS if not loop.stored else ADDS if moved else OVERWRITES
-        key = (loop.loaded + loop.stored, len(loop.loads_in_flight))
-        if role not in best or key > best[role][0]:
-            best[role] = key, loop
-    if ADDS in best and any(each.predicate for each in best[ADDS][1].accesses("LDG")):
+        if role not in best or loop.loaded + loop.stored > best[role].loaded + best[role].stored:
+            best[role] = loop
+    if ADDS in best and any(each.predicate for each in best[ADDS].accesses("LDG")):
         # Its loads of accumulators depend on a condition: it overwrites too.
         best.pop(OVERWRITES, None)
-    return [described(role, loop, BYTES[accumulator]) for role, (_, loop) in sorted(best.items())]
+    return [described(role, loop, BYTES[accumulator]) for role, loop in sorted(best.items())]
 
 
 def described(role: str, loop: Loop, size: int) -> MainLoop:
