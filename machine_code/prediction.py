@@ -23,7 +23,10 @@ DRAM, ISSUE = "DRAM", "issue"
 #: only: accesses to memory, jumps, and what the uniform datapath does once for a warp. Sources: RATES_SOURCE,
 #: and the pipelines in the Nsight Compute Profiling Guide.
 PIPES = (
-    ("", re.compile(r"LD|ST|RED|ATOM|MEMBAR|BAR|BRA|BSSY|BSYNC|BREAK|EXIT|RET|CALL|WARPSYNC|CCTL|DEPBAR|NOP")),
+    (
+        "",
+        re.compile(r"LD|ST|RED|ATOM|MEMBAR|BAR|BRA|BSSY|BSYNC|BREAK|EXIT|RET|CALL|WARPSYNC|CCTL|DEPBAR|NOP"),
+    ),
     ("", re.compile(r"U[A-Z]|S2|CS2|R2U|VOTE|SHFL|ELECT")),
     ("float64", re.compile(r"D(ADD|MUL|FMA|SETP|MNMX)")),
     ("64-bit conversions", re.compile(r"(F2F|F2I|I2F).*64")),

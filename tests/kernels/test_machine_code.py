@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import sweeps
 from build_cache import cached
 
 from machine_code import compile as compilers
@@ -15,6 +16,8 @@ from machine_code import disassembly, prediction, tables
 from machine_code.devices import ARCHITECTURES, COMPILED, DEVICES, SHARED_RESERVED
 from machine_code.kernels import ADDS, BYTES, OVERWRITES, READS, SOURCES, Kernel, MainLoop, kernels, pairs
 
+#: Where fewer tests are run, all architectures are looked at for the kernels that accumulate only.
+ACCUMULATING = ("accumulate", "accumulation")
 CODE = [
     pytest.param(
         backend,
@@ -28,10 +31,11 @@ CODE = [
     for backend, architectures in COMPILED.items()
     for source in SOURCES[backend]
     for architecture in architectures
+    if sweeps.FULL or source in ACCUMULATING or architecture == "sm_90"
 ]
 #: Streaming kernels that add or overwrite without a norm.
-ACCUMULATE = [each for each in CODE if each.values[1] in ("accumulate", "accumulation")]
-STREAMING = [each for each in CODE if each.values[1] in ("accumulate", "accumulation", "norm")]
+ACCUMULATE = [each for each in CODE if each.values[1] in ACCUMULATING]
+STREAMING = [each for each in CODE if each.values[1] in (*ACCUMULATING, "norm")]
 each_code = pytest.mark.parametrize(("backend", "source", "architecture"), CODE)
 each_accumulate = pytest.mark.parametrize(("backend", "source", "architecture"), ACCUMULATE)
 each_streaming = pytest.mark.parametrize(("backend", "source", "architecture"), STREAMING)
@@ -104,13 +108,15 @@ def test_memory_is_kept_busy(backend, source, architecture):
 
 @each_streaming
 def test_memory_is_the_first_bound(backend, source, architecture):
+    """On every device, but where random bits are made for sums that are overwritten, once in a window: on a
+    B200 the instructions for that take as long as its memory."""
     for kernel, loop in streams(backend, source, architecture):
         for device in DEVICES:
             if device.code[backend] == architecture:
                 found = prediction.predict(kernel, loop, device)
-                assert found.bound == prediction.DRAM, (kernel, loop.role, device.name)
-                if not kernel.stochastic and {kernel.gradient, kernel.accumulator} <= {"float32", "bfloat16"}:
-                    assert found.share < 0.75, (kernel, loop.role, device.name)
+                most = 0.65 if not kernel.stochastic else 0.9 if loop.role != OVERWRITES else 1.2
+                assert found.share < most, (kernel, loop.role, device.name)
+                assert (found.bound == prediction.DRAM) == (found.share <= 1)
 
 
 OCCUPANCY = """
@@ -220,12 +226,10 @@ def test_machine_code_is_read():
         read(SASS.replace("FFMA R4", "?? R4"))
 
 
-def test_the_page_has_the_tables_of_the_csv():
-    """Its rows name every streaming kernel of the CSV, and the shares that follow from the CSV's times."""
+def test_the_pages_tables_are_those_of_the_csv():
     lines = tables.read_csv()
     page = tables.PAGE.read_text()
-    for line in lines:
-        if line["loop"] and line["device"] == "H100 SXM" and "inf" not in line["variant"]:
-            share = float(line["instructions_ps_per_element"]) / float(line["dram_ps_per_element"])
-            assert f"{100 * share:.0f} % {line['slowest_instructions']}" in page, line
-    assert "Predicted from the compiled code, not measured" in page
+    assert tables.written(page, lines) == page
+    assert "## Predicted from the compiled code, not measured" in page
+    changed = [{**line, "registers": "99"} for line in lines]
+    assert tables.written(page, changed) != page
