@@ -111,7 +111,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
 
 
 def streaming(lines: Iterable[Line]) -> dict[tuple[str, str], list[Line]]:
-    """Lines of streaming kernels by the page's words and the dtypes, without norms of the largest magnitude."""
+    """Lines of streaming kernels by the page's words and the dtypes; of norms those of kind 2."""
     found: dict[tuple[str, str], list[Line]] = {}
     for role, line in itertools.product(STREAMS, lines):
         # The kernel that adds reads too, in its rare second pass.
