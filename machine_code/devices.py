@@ -11,19 +11,14 @@ LANES = 32
 SCHEDULERS = 4
 ISSUED = SCHEDULERS * LANES
 
-OCCUPANCY_SOURCE = (
-    "`cuda_occupancy.h` of the CUDA toolkit (blocks, units of allocation), and the tables of compute "
-    "capabilities in the CUDA programming guide (warps, registers, shared memory)"
-)
-RATES_SOURCE = (
-    "CUDA C++ Best Practices Guide, Throughput of Native Arithmetic Instructions, "
-    "docs.nvidia.com/cuda/cuda-c-best-practices-guide"
-)
-
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
     """What a multiprocessor holds, and how many results of an instruction it makes in a clock cycle.
+
+    Sources: `cuda_occupancy.h` of the CUDA toolkit for blocks and units; the CUDA programming guide, Compute
+    Capabilities, for warps, registers and shared memory; the CUDA C++ Best Practices Guide, Throughput of
+    Native Arithmetic Instructions, for results.
 
     `warps`, `blocks`: that it holds at most. `shared`: bytes of shared memory, of which each block takes
     1 KiB more than it asks for. `float32`, `float64`: results of additions, products and fused multiply-adds.

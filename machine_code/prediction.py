@@ -20,8 +20,8 @@ from .kernels import Kernel, MainLoop
 
 DRAM, ISSUE = "DRAM", "issue"
 #: Of instructions: what makes their results; the first that matches counts. What is "" takes an issue slot
-#: only: accesses to memory, jumps, and what the uniform datapath does once for a warp. Sources: RATES_SOURCE,
-#: and the pipelines in the Nsight Compute Profiling Guide.
+#: only: accesses to memory, jumps, and what the uniform datapath does once for a warp. Source: the
+#: pipelines in the Nsight Compute Profiling Guide.
 PIPES = (
     (
         "",
