@@ -310,8 +310,8 @@ BREAKS = (
     Mutant(
         "the GPU moves 8 bytes at a time",
         "csrc/cuda/device/accumulate_block.h",
-        "kVectorBytes = 16;",
-        "kVectorBytes = 8;",
+        "kPackedBytes<T, count> < kVectorBytes ? 8 : kVectorBytes;",
+        "8;",
         "tests/kernels/test_machine_code.py::"
         "test_accumulation_moves_16_bytes_of_the_wider_side_at_a_time[cuda-accumulate-sm_90]",
     ),
