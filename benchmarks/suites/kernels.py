@@ -8,11 +8,9 @@ as it does for `python -m fusedacc bench`, which has most of the providers; the 
 `contestants/accumulate.py`. `copy` and `triad`, which are the peak, always run.
 
 Buffers are rotated: a case has several sets of tensors, and consecutive calls of one provider take one set
-after the other, so that none finds what it just left in a cache. The sets hold at least 64 MiB, on CUDA also
-four times the second-level cache, as far as 512 sets, 40,000 tensors and memory allow; cases say how many.
-A last-level cache that is larger than that (some servers have hundreds of MiB) still holds small cases whole.
-Lists of many small tensors are cold in another way too: torch's own records of them, hundreds of bytes each,
-have left the caches. Cases called "the same" leave that out: one set, on every call.
+after the other. The sets hold at least 64 MiB, on CUDA also four times the second-level cache, as far as 512
+sets, 40,000 tensors and memory allow. Lists of many small tensors are cold in another way too: torch's own
+records of them have left the caches. Cases called "the same" leave that out: one set, on every call.
 
 The triad is in place (a += s * b), as an accumulation is. Before it writes elsewhere, as in the copy, a CPU
 reads what is there, which no count of bytes has.

@@ -5,13 +5,11 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 from machine_code.compile import NVCC, nvcc_compiled
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(NVCC is None, reason="needs nvcc: not on PATH, CUDA_HOME or CUDACXX")
 
 
