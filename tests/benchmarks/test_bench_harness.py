@@ -82,9 +82,9 @@ def run_of(path, date, *rows, device="here"):
 def test_a_complete_run_replaces_the_older_ones_of_its_suite_and_machine(tmp_path):
     path = tmp_path / "results.csv"
     run_of(path, "1", some_rows(2), device="elsewhere")
-    run_of(path, "2", some_rows(2))
     other = [dataclasses.replace(row, benchmark="others") for row in some_rows(1)]
-    run_of(path, "3", other, some_rows(1, case="failed later"))
+    run_of(path, "2", some_rows(2), other)
+    run_of(path, "3", some_rows(1), other)
 
     def figures(kept, effort):
         kept.add(some_rows(3, case=effort))
@@ -92,7 +92,7 @@ def test_a_complete_run_replaces_the_older_ones_of_its_suite_and_machine(tmp_pat
     newest = run_of(path, "4")
     harness.complete(newest, figures, "full")
     found = [(row["benchmark"], row["device"], row["date"]) for row in read(path)]
-    assert found == 2 * [("tests", "elsewhere", "1")] + [("others", "here", "3")] + 3 * [
+    assert found == 2 * [("tests", "elsewhere", "1")] + [("others", "here", date) for date in "23"] + 3 * [
         ("tests", "here", "4")
     ]
     assert [path] == list(tmp_path.iterdir())
@@ -103,7 +103,7 @@ def test_a_complete_run_replaces_the_older_ones_of_its_suite_and_machine(tmp_pat
 
     with pytest.raises(KeyboardInterrupt):
         harness.complete(run_of(path, "5"), interrupted, "full")
-    assert [row["date"] for row in read(path)] == ["1", "1", "3", "4", "4", "4", "5"]
+    assert [row["date"] for row in read(path)] == ["1", "1", "2", "3", "4", "4", "4", "5"]
 
 
 def test_the_recorded_results_have_no_history():
