@@ -43,9 +43,9 @@ BREAKS = (
     ),
     Mutant(
         "the deferred scale is applied twice",
-        "fusedacc/accumulators/plan_cache.py",
-        "            self._deferred.discharge(of)\n",
-        "",
+        "fusedacc/accumulators/passes.py",
+        "exposed, beta)\n            self._deferred.discharge(of)\n",
+        "exposed, beta)\n",
         "tests/accumulators/test_deferred_scale.py",
     ),
     Mutant(
@@ -53,14 +53,14 @@ BREAKS = (
         "fusedacc/accumulators",
         "self.run(gradients, scale, False, beta, norm_type, noise)",
         "self.run(gradients, scale, False, 1.0, norm_type, noise)",
-        "tests/accumulators/test_deferred_scale.py tests/accumulators/test_plan_cache.py",
+        "tests/accumulators/test_deferred_scale.py tests/accumulators/test_passes.py",
     ),
     Mutant(
         "a prepared list is used after its tensors have moved",
         "fusedacc/accumulators",
         "return self._addresses == [",
         "return [] != [",
-        "tests/accumulators/test_plan_cache.py",
+        "tests/accumulators/test_passes.py",
     ),
     Mutant(
         "a sum takes the memory of a gradient of another layout",
@@ -218,14 +218,14 @@ BREAKS = (
     ),
     Mutant(
         "experts that had no gradient keep what stood there",
-        "fusedacc/accumulators/partial_sums.py",
+        "fusedacc/accumulators/in_place.py",
         "if gaps:",
         "if False:",
         "tests/nn/test_expert_parts.py",
     ),
     Mutant(
         "a sum of experts takes the place of what was put into p.grad",
-        "fusedacc/accumulators/partial_sums.py",
+        "fusedacc/accumulators/in_place.py",
         "if present is None:",
         "if True:",
         "tests/nn/test_expert_parts.py",

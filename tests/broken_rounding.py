@@ -57,7 +57,7 @@ ROUNDING_BREAKS = (
     ),
     Mutant(
         "ranks that round otherwise go unseen",
-        "fusedacc/distributed/settings.py",
+        "fusedacc/distributed/agreement.py",
         '"rounding": (seed is None,',
         '"rounding": (None,',
         "tests/distributed/test_agreement.py",

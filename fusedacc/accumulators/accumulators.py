@@ -1,31 +1,36 @@
-"""Every parameter's accumulator: what the parts of this room are together."""
+"""Every parameter's accumulator: what the parts of this package are together.
+
+Note [Casts over accumulators]
+An update gives up the accumulators that it casts. All accumulators and their casts side by side would be the
+peak of training in low precision. A cast is at most half as long as its accumulator. So once the largest is
+cast, each accumulator that is done makes room for two more. The first casts take memory that the backward
+before had for gradients.
+"""
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..kernels import checks, grain_size, registry
+from ..kernels import checks, grain_size, registry, torch_state
 from ..kernels.dtypes import PAIRS
 from ..kernels.local_parts import distributed_as, is_distributed, local, placed_as
 from ..kernels.registry import Backend
 from ..kernels.torch_state import process_group_up
 from .add import Adder
-from .buffers import like
-from .casts import cast_over, reusable
 from .deferred_scale import DeferredScales, is_one, to_device_of
-from .finals import Finals
 from .in_place import InPlaceWriter
+from .memory import ALIGNMENT, SHOWN, Segment, like, tensor_references
 from .noise import NoiseSource
-from .p_grad import ParamGrads
+from .p_grad import Finals, ParamGrads
 from .param import Lane, Slot
 from .partial_norms import PartialNorms
-from .plan_cache import PlanCache
-from .rescaler import Rescaler
+from .passes import Passes, Rescaler
 
 
 class Accumulators:
@@ -49,12 +54,12 @@ class Accumulators:
         self.deferred = deferred = DeferredScales()
         self.norms = norms = PartialNorms()
         self.noise = noise = NoiseSource(seed)
-        self.plans = plans = PlanCache(slots, backend, deferred, norms, noise)
+        self.passes = passes = Passes(slots, backend, deferred, norms, noise)
         self._lock = lock = threading.RLock()
-        self.rescaler = rescaler = Rescaler(grads, plans, deferred, norms, lock)
+        self.rescaler = rescaler = Rescaler(grads, passes, deferred, norms, lock)
         self.in_place = InPlaceWriter(grads, deferred, norms, rescaler, noise, lock)
         self.partial = self.in_place.partial
-        self.adder = Adder(grads, plans, deferred, norms, rescaler, self.partial, noise, lock)
+        self.adder = Adder(grads, passes, deferred, norms, rescaler, self.partial, noise, lock)
 
     def finals(self) -> Finals:
         """Every accumulator there is, no scale deferred."""
@@ -185,7 +190,7 @@ class Accumulators:
         """Move a private accumulator to where its parameter has gone."""
         self.rescaler.apply([slot])
         self.grads.generation += 1
-        self.plans.clear()
+        self.passes.clear()
         device, _, dtype = slot.lane
         buffer, wanted = slot.buffer, (device, dtype, slot.shape, slot.strides)
         if buffer is not None and (buffer.device, buffer.dtype, buffer.shape, buffer.stride()) != wanted:
@@ -197,7 +202,7 @@ class Accumulators:
     def drop(self, slots: Sequence[Slot]) -> None:
         """These slots are accumulated no more: forget their accumulators; what is in p.grad stays."""
         self.grads.generation += 1
-        self.plans.clear()
+        self.passes.clear()
         self._forget(slots)
         for slot in slots:
             slot.drop_buffer()
@@ -239,3 +244,71 @@ def _casts_by_kernel(slot: Slot, accumulator: Tensor) -> bool:
     """Whether a kernel makes the copy in the parameter's dtype."""
     dtypes = accumulator.dtype, slot.param.dtype
     return dtypes[0] != dtypes[1] and dtypes in PAIRS and checks.is_plain(local(accumulator))
+
+
+#: Bytes of new memory for the first casts (Note [Casts over accumulators]); more where the largest needs it.
+FRESH = 1 << 20
+#: `(casts, accumulators)`: writes the casts, which share no memory with the accumulators.
+Cast = Callable[[list[Tensor], list[Tensor]], None]
+
+
+def reusable(slots: Sequence[Slot], dtype: torch.dtype) -> list[Slot]:
+    """Those of the slots, of one accumulate dtype, in whose accumulators' memory casts may be.
+
+    It has room for two casts, and nobody else refers to it; the caller must not either. None while a CUDA
+    graph is captured: its replays could not ask again.
+    """
+    if slots[0].accumulate_dtype.itemsize < 2 * dtype.itemsize or torch_state.capturing():
+        return []
+    segments = {slot.segment for slot in slots if slot.segment is not None}
+    free = {segment for segment in segments if not segment.is_shared()}
+    return [slot for slot in slots if slot.segment in free and _is_sole_sum(slot)]
+
+
+def _is_sole_sum(slot: Slot) -> bool:
+    """Whether the slot's buffer is its sum, and nobody but the slot and p.grad refers to it."""
+    private, shown = slot.accumulator is slot.buffer, slot.param.grad is slot.buffer
+    if not (private or shown):
+        return False
+    # Python's references: one or two of the slot's, p.grad's, and the argument's.
+    held = sys.getrefcount(slot.buffer) > 2 + private + SHOWN * shown
+    return not held and tensor_references(slot.buffer) == 1 + shown  # type: ignore[arg-type]
+
+
+def cast_over(slots: Sequence[Slot], dtype: torch.dtype, cast: Cast) -> list[Tensor]:
+    """The casts of `reusable` slots' accumulators, as many in the same order. These are written over.
+
+    Beside these it takes as much as the largest cast, or FRESH; `cast` is called about as often as the number
+    of accumulators has binary digits.
+    """
+    accumulators: list[Tensor] = [slot.buffer for slot in slots]  # type: ignore[misc]  # `reusable` have one
+    ratio = accumulators[0].itemsize // dtype.itemsize
+    unit = ALIGNMENT // accumulators[0].itemsize
+    sizes = [
+        -(-accumulator.numel() // unit) * unit for accumulator in accumulators
+    ]  # as they lie in their segments
+    order = sorted(range(len(accumulators)), key=sizes.__getitem__, reverse=True)
+    end = min(max(FRESH // dtype.itemsize, sizes[order[0]]), sum(sizes))
+    # Casts are put into a vector from `at` up to `end`, then into the memory of accumulators that are done.
+    vector, at = torch.empty(end, dtype=dtype, device=accumulators[0].device), 0
+    vectors: dict[Segment, Tensor] = {}
+    done: list[int] = []
+    ready: list[int] = []
+    casts = list(accumulators)
+    for index in order:
+        accumulator, size = accumulators[index], sizes[index]
+        if end - at < size:
+            if not done:
+                cast([casts[each] for each in ready], [accumulators[each] for each in ready])
+                done, ready = ready, []
+            freed = done.pop()
+            segment: Segment = slots[freed].segment  # type: ignore[assignment]
+            if segment not in vectors:
+                vectors[segment] = segment.memory.view(dtype)
+            vector, at = vectors[segment], ratio * int(accumulators[freed].storage_offset())
+            end = at + ratio * sizes[freed]
+        casts[index] = vector.as_strided(accumulator.shape, accumulator.stride(), at)
+        at += size
+        ready.append(index)
+    cast([casts[each] for each in ready], [accumulators[each] for each in ready])
+    return casts

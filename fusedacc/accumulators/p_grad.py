@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from .finals import Finals
-from .former import Former
+from ..kernels import torch_state
+from .memory import owns_memory
 from .param import GradState, Slot, nothing
 
 NOT_OURS, PUBLISHED, CAST, STOCK, IGNORED = GradState
@@ -398,3 +399,61 @@ class ParamGrads:
                 if slot.is_ignored():
                     slot.param.grad = None
                 self._set(slot, NOT_OURS)
+
+
+@dataclass(slots=True)
+class Finals:
+    """The accumulators of which an update is made, and what one look at each has shown.
+
+    Who holds accumulators keeps their memory from casts: the lists are emptied before casts are made.
+
+    Attributes:
+        slots: the parameters that have an accumulator.
+        tensors: the accumulator of each.
+        dtypes: of the accumulators.
+        on_gpu: True if a parameter is on a GPU, and False if one is not.
+        need_casts: whether any is of another dtype than its parameter.
+        stand: whether all are in p.grad already.
+    """
+
+    slots: list[Slot] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)
+    dtypes: set[torch.dtype] = field(default_factory=set)
+    on_gpu: set[bool] = field(default_factory=set)
+    need_casts: bool = False
+    stand: bool = True
+
+
+#: States in which there is an accumulator beside p.grad, whatever stands there.
+_BESIDE = (GradState.CAST, GradState.STOCK)
+
+
+class Former:
+    """What a slot's p.grad held before a backward that does not count."""
+
+    __slots__ = ("_copy", "_placed", "_version", "counts", "gradient", "state", "total")
+
+    def __init__(self, slot: Slot, total: Tensor | None) -> None:
+        self.gradient, self.state, self.total = slot.param.grad, slot.grad_state, total
+        self._placed, self._version = slot.placed, slot.placed_version
+        gradient = self.gradient
+        is_stored = gradient is not None and slot.is_foreign(gradient)
+        is_published = gradient is not None and self.state is GradState.PUBLISHED
+        #: Whether p.grad holds a gradient that counts, or a copy of such gradients.
+        self.counts = is_stored or is_published or self.state in _BESIDE
+        # p.grad may be a view of a DistributedDataParallel's bucket, which it writes in every backward.
+        self._copy: Tensor | None = None
+        if gradient is not None and is_stored and torch_state.process_group_up():
+            self._copy = None if owns_memory(gradient) else gradient.clone()
+
+    @property
+    def shown(self) -> bool:
+        """Whether it was the accumulator."""
+        return self.gradient is not None and self.gradient is self.total
+
+    def restore(self, slot: Slot) -> None:
+        """Put it into p.grad again."""
+        if self.gradient is not None and self._copy is not None:
+            self.gradient.copy_(self._copy)
+        slot.param.grad = self.gradient
+        slot.placed, slot.placed_version = self._placed, self._version

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..kernels import checks
 from ..kernels.dtypes import PAIRS
-from .buffers import Segment
+from .memory import Segment, cut, tensor_references
 
 #: (device, gradient dtype, accumulate dtype): what one launch may hold.
 Lane = tuple[torch.device, torch.dtype, torch.dtype]
@@ -181,6 +183,13 @@ class Slot:
         """Whether what stands in p.grad counts for nothing."""
         return self.grad_state is GradState.IGNORED and self.param.grad is self.placed()
 
+    def fits(self, accumulator: Tensor | None) -> bool:
+        """Whether there is an accumulator that the kernel takes; users may put another into p.grad."""
+        if accumulator is None or not checks.is_plain(accumulator):
+            return False
+        device, _, dtype = self.lane
+        return accumulator.dtype == dtype and accumulator.device == device
+
     def obeys_layout(self, gradient: Tensor) -> bool:
         """Whether a gradient's strides let it become p.grad as it is; dimensions of size 1 do not count."""
         strides = gradient.stride()
@@ -188,6 +197,33 @@ class Slot:
             size == 1 or have == want
             for size, have, want in zip(gradient.shape, strides, self.strides, strict=True)
         )
+
+
+def buffers(slots: Sequence[Slot], lacks_sum: Sequence[bool]) -> list[Any]:
+    """The slots' buffers; where a slot has no sum, one that nobody else refers to.
+
+    Slots that have none, or whose buffer a user still sees as an old p.grad, get a new segment together.
+
+    Args:
+        slots: of one lane.
+        lacks_sum: which of them have no sum yet.
+    """
+    segments = {slot.segment for slot in slots if slot.segment is not None}
+    free = {segment for segment in segments if not segment.is_shared()}
+    lacking = []
+    for slot, lacks in zip(slots, lacks_sum, strict=True):
+        # Two references to a buffer that only the slot knows: the slot's and the argument's.
+        held = slot.segment not in free or sys.getrefcount(slot.buffer) > 2
+        if lacks and (held or tensor_references(slot.buffer) > 1):  # type: ignore[arg-type]
+            lacking.append(slot)
+    if lacking:
+        device, _, dtype = slots[0].lane
+        memory, views = cut([(slot.param.shape, slot.strides) for slot in lacking], dtype, device)
+        segment = Segment(memory, len(views))
+        for slot, view in zip(lacking, views, strict=True):
+            slot.drop_buffer()
+            slot.buffer, slot.segment = view, segment
+    return [slot.buffer for slot in slots]
 
 
 def _gradient_strides(param: Tensor) -> tuple[int, ...]:

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..accumulators import Accumulators, Slot
-from ..accumulators.buffers import Segment, cut
+from ..accumulators.memory import Segment, cut
 from ..kernels import registry
 from ..kernels.rounding import Noise
-from . import numbers
+from . import wire
 
 #: A bucket is closed when it holds so many bytes; the first on its way is small, as in torch's DDP.
 BUCKET_BYTES, FIRST_BYTES = 25 * 2**20, 2**20
@@ -85,7 +85,7 @@ class Bucket:
         self.slots, self._backend = list(slots), backend
         self.lane = slots[0].lane
         self.shapes = [(slot.shape, slot.strides) for slot in slots]
-        self._tail = len(slots) + (_FLAGS + _NUMBERS * numbers.DIGITS) * carries
+        self._tail = len(slots) + (_FLAGS + _NUMBERS * wire.DIGITS) * carries
         self.renew()
 
     def renew(self) -> None:
@@ -233,7 +233,7 @@ class Reducer:
     def _check(self, slot: Slot) -> None:
         """Raise ValueError where a parameter's gradients cannot be reduced."""
         dtype = self._dtype or slot.accumulate_dtype
-        if slot.needs_eager or self.world_size > numbers.MOST_RANKS.get(dtype, 0):
+        if slot.needs_eager or self.world_size > wire.MOST_RANKS.get(dtype, 0):
             raise ValueError(
                 f"data_parallel cannot reduce the gradients of parameter {slot.name!r}, of "
                 f"{slot.param.dtype}, as {dtype} over {self.world_size} ranks; allowed: dense real "
@@ -361,7 +361,7 @@ class Reducer:
         """Write the window's numbers behind the gradients."""
         self._number += 1
         device = numbers_.device
-        sent = numbers.encode((part.micro_batches, part.weight, self._number), device)
+        sent = wire.encode((part.micro_batches, part.weight, self._number), device)
         bad = torch.zeros((), dtype=torch.bool) if part.bad_weights is None else part.bad_weights
         said = torch.tensor([part.flushing, part.reopened], device=device)
         numbers_.copy_(torch.cat([bad.to(device).reshape(1), said, sent]))
@@ -370,17 +370,84 @@ class Reducer:
         """The sums over the ranks of what `_send` has written."""
         if not self._buckets:
             return Totals(0.0, 0.0, self.world_size, None)
-        sizes = [1] * _FLAGS + [numbers.DIGITS] * _NUMBERS
+        sizes = [1] * _FLAGS + [wire.DIGITS] * _NUMBERS
         bad, flushing, reopened, *digits = self._buckets[-1].numbers.to(torch.float64).split(sizes)
         if bad.device.type == "cpu":
-            mine = numbers.encode((self._number,), bad.device) * self.world_size
+            mine = wire.encode((self._number,), bad.device) * self.world_size
             if not torch.equal(digits[2], mine.to(torch.float64)) or 0 < reopened < self.world_size:
                 raise RuntimeError(
                     "the ranks are not at the same reduction: they have run different numbers of windows, or "
                     "of backwards in a window's last micro-batch. Their sums are mixed up: restart from a "
                     "checkpoint"
                 )
-            sums = [numbers.decode(each).item() for each in digits[:2]]
+            sums = [wire.decode(each).item() for each in digits[:2]]
             return Totals(sums[0], sums[1], flushing.item(), None)
-        on_device = [numbers.decode(each).float() for each in digits[:2]]
+        on_device = [wire.decode(each).float() for each in digits[:2]]
         return Totals(on_device[0], on_device[1], flushing[0], bad[0] > 0)
+
+
+class Deliveries:
+    """Counts the deliveries of each parameter, whatever was delivered.
+
+    Args:
+        finish: adds what is pending for these slots, so that nothing is left to be added.
+    """
+
+    def __init__(self, finish: Callable[[list[Slot]], None]) -> None:
+        self._finish = finish
+        self._usual: dict[Slot, int] = {}
+        self._counts: dict[Slot, int] = {}
+        #: Whether the last two micro-batches were alike.
+        self.steady = False
+        self._launch: Callable[[], None] | None = None
+        self._buckets: list[list[Slot]] = []
+        self._bucket_of: dict[Slot, int] = {}
+        self._missing: list[int] = []
+        self._sent = 0
+
+    def begin_micro_batch(self) -> None:
+        """Another micro-batch begins: what the last had is what is usual."""
+        self.steady = bool(self._counts) and self._counts == self._usual
+        self._usual, self._counts = self._counts, {}
+        self._launch = None
+
+    def arm(self, buckets: list[list[Slot]], launch: Callable[[], None]) -> None:
+        """Call `launch` for each bucket, in order, as soon as it is final and those before it are sent."""
+        self._buckets, self._launch, self._sent = buckets, launch, 0
+        self._bucket_of = {slot: index for index, bucket in enumerate(buckets) for slot in bucket}
+        short = [slot for slot in self._bucket_of if self._counts.get(slot, 0) < self._usual.get(slot, 0)]
+        self._missing = [0] * len(buckets)
+        for slot in short:
+            self._missing[self._bucket_of[slot]] += 1
+
+    def disarm(self) -> None:
+        """Launch nothing more."""
+        self._launch = None
+
+    def forget(self) -> None:
+        """What there was, and is, tells nothing of what comes, as after a failure. Launch nothing more."""
+        self._usual, self._counts, self._launch = {}, {}, None
+
+    def count(self, slot: Slot) -> None:
+        """The slot's node has run.
+
+        Raises:
+            RuntimeError: its bucket is on its way already.
+        """
+        count = self._counts[slot] = self._counts.get(slot, 0) + 1
+        if self._launch is None or slot not in self._bucket_of:
+            return
+        index = self._bucket_of[slot]
+        if index < self._sent:
+            raise RuntimeError(
+                f"a gradient of parameter {slot.name!r} came after as many as it had in the micro-batches "
+                "before, and its sum is being reduced already. Where parameters are used now and then, make "
+                "the DistributedDataParallel with find_unused_parameters=True"
+            )
+        if count == self._usual.get(slot, 0):
+            self._missing[index] -= 1
+            # The last bucket carries the window's numbers, and goes when the backward has ended.
+            while self._sent < len(self._buckets) - 1 and not self._missing[self._sent]:
+                self._finish(self._buckets[self._sent])
+                self._launch()
+                self._sent += 1

@@ -18,7 +18,7 @@ from fastai.optimizer import OptimWrapper
 from fastai.torch_core import find_bs, num_distrib
 
 from ..optimizer import AccumulatingOptimizer
-from . import takeover
+from . import trainers
 
 __all__ = ["AccumulationCallback", "OptFunc"]
 
@@ -46,9 +46,9 @@ class OptFunc:
 
     def _make(self, groups: Any, **hypers: Any) -> AccumulatingOptimizer:
         inner = self._opt(groups, **hypers)
-        takeover.release(p for group in inner.param_groups for p in group["params"])
+        trainers.release(p for group in inner.param_groups for p in group["params"])
         optimizer = AccumulatingOptimizer(inner, **self._options)
-        takeover.remember([optimizer])
+        trainers.remember([optimizer])
         return optimizer
 
 

@@ -8,19 +8,21 @@ scale.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from ..accumulators import Accumulators, Slot
-from ..autograd.data_parallel import Reducers
+from ..autograd.capture import Capture
 from ..autograd.graph_task import GraphTask
 from ..autograd.middle import Assumptions, Attribute, Middle
+from ..autograd.unattached_ddp import Reducers
 from ..distributed import pipelines
 from ..distributed.fsdp import Shards
 from ..kernels import launch_events, torch_state
-from .over_ranks import OverRanks
+from .rank_reduction import RankReduction
 from .window import Window
 
 #: Registers hooks anew where a parameter's node may have changed.
@@ -48,7 +50,7 @@ class Accumulation:
         #: The stream on which the unit of the accumulators was made, where that is a tensor on a GPU.
         self._aimed_on: torch.cuda.Stream | None = None
         self._reducers = Reducers(slots)
-        self.ranks = OverRanks(window, accumulators)
+        self.ranks = RankReduction(window, accumulators)
         #: Those of the parameters that FSDP2 has sharded; they come when they are hooked.
         self.shards = window.shards = Shards(window.reduction)
 
@@ -431,3 +433,50 @@ class Accumulation:
         if self.accumulators.deferred.scales:
             with self.window.tainted_by("an exception has interrupted the scaling of the sums"):
                 self.accumulators.rescaler.apply()
+
+
+class PipelineSteps:
+    """Tells `Accumulation` when a pipeline schedule's `step()` begins and ends.
+
+    Args:
+        accumulation: the window and its accumulators.
+        capture: the parameters' hooks.
+    """
+
+    def __init__(self, accumulation: Accumulation, capture: Capture) -> None:
+        self._accumulation, self._capture = accumulation, capture
+        #: Whether a schedule trains the parameters, and gradients stay in p.grad until its `step()` ends.
+        self.hold_back = False
+        pipelines.listen(self)
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.close()
+
+    def close(self) -> None:
+        """Follow schedules no more."""
+        pipelines.leave(self)
+
+    @contextlib.contextmanager
+    def around_step(self, parameters: set[int]) -> Iterator[None]:
+        """Context around one `schedule.step()` that trains the parameters of these ids.
+
+        A manual loop that reduces over no ranks needs nothing: `p.grad` is its accumulator all the time.
+
+        Raises:
+            RuntimeError: as `Accumulation.begin_backward`, on entering; nothing is changed then.
+        """
+        accumulation, registry = self._accumulation, self._capture.registry
+        concerned = accumulation.window.counted or accumulation.ranks.parallel is not None
+        if not concerned or parameters.isdisjoint(id(slot.param) for slot in registry.slots):
+            yield
+            return
+        self.hold_back = accumulation.window.counted
+        self._capture.drop_failed_backwards()
+        task, failed = accumulation.begin_schedule(registry.refresh), True
+        try:
+            yield
+            accumulation.end_schedule(task, registry.refresh)
+            failed = False
+        finally:
+            accumulation.forget_schedule(task, failed)

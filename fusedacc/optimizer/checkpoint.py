@@ -31,9 +31,8 @@ from . import checkpoint_checks as checks
 from . import ranked_checkpoint
 from .checkpoint_checks import CHOICES, NOISE, OWN, RANKED_VERSION, VERSION
 from .master_weights import LOW, MasterWeights
-from .pickling import fresh_window
 from .ranked_checkpoint import RANK_COUNTERS, RANK_SUM, SUM, packed, unpacked
-from .window import Window
+from .window import Window, fresh_window
 
 COUNTERS = "fusedacc_counters"
 MASTER = "fusedacc_master"
@@ -398,3 +397,62 @@ def load(
             "state are lost; pass master_weights=True to take them over",
             stacklevel=3,
         )
+
+
+# Pickles and deep copies: new hooks, slots and accumulators are made around the copied inner optimizer,
+# and get the values, counters and masters.
+
+#: What stands beside the wrapper's own attributes.
+SNAPSHOT = (
+    "schedule",
+    "reduction",
+    "private",
+    "window",
+    "backend",
+    "masters",
+    "sums",
+    "spent",
+    "choices",
+    "noise",
+)
+
+
+def snapshot(window: Window, accumulators: Accumulators, masters: MasterWeights | None) -> dict[str, Any]:
+    """The window, sums and masters, by `SNAPSHOT`."""
+    # A manual loop's sums are its parameters' p.grad, which torch does not copy either.
+    grads = accumulators.grads
+    private = not (grads.visible or window.empty)
+    return {
+        "schedule": window.schedule,
+        "reduction": window.reduction,
+        "private": window.private,
+        "window": window.state(),
+        "backend": accumulators.backend,
+        "masters": None if masters is None else [masters.of(slot) for slot in accumulators.slots],
+        "sums": [
+            (grads.current(slot), slot.grad_state is GradState.PUBLISHED, accumulators.scale_of(slot))
+            if private
+            else None
+            for slot in accumulators.slots
+        ],
+        "spent": grads.spent,
+        "choices": dict(accumulators.choices),
+        "noise": accumulators.noise.state(),
+    }
+
+
+def restore_snapshot(
+    kept: dict[str, Any], window: Window, accumulators: Accumulators, masters: MasterWeights | None
+) -> None:
+    """Put what `snapshot` has returned into new parts."""
+    window.restore(kept["window"] if window.counted else fresh_window(kept["window"]))
+    for slot, held in zip(accumulators.slots, kept["sums"], strict=True):
+        if held is not None and held[0] is not None:
+            accumulators.restore(slot, *held)
+    accumulators.choices.update(kept["choices"] or {})
+    accumulators.noise.restore(kept["noise"], accumulators.slots)
+    if kept["spent"]:
+        accumulators.grads.note_spent()
+    for slot, master in zip(accumulators.slots, kept["masters"] or (), strict=False):
+        if master is not None and masters is not None:
+            masters.put(slot, master)

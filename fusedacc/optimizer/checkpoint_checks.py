@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 from ..accumulators import Slot
 from ..accumulators.noise import MOST_REDUCTIONS
 from ..kernels.rounding_arguments import MOST_ADDITIONS, MOST_SEEDS
-from .pickling import fresh_window
-from .window import REDUCTIONS, Window
+from .window import REDUCTIONS, Window, fresh_window
 
 OWN = "fusedacc"
 #: Under `OWN`: what was found out by trial (see `tuning`), and on which processor; and of which random bits

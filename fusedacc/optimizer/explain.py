@@ -124,7 +124,7 @@ def route(slot: Slot, accumulators: Accumulators, scheduled: bool = False) -> Ro
     if case.taker is Taker.MODULE:
         return _in_backward(slot, accumulators)
     if case.taker in (Taker.KERNEL, Taker.SHARD):
-        selection = accumulators.plans.select(slot.lane)
+        selection = accumulators.passes.select(slot.lane)
         cast = "a convolution's cast is kept over the window" if slot.keeps_cast and not slot.paths else ""
         reasons = [case.why or slot.left_to, cast, "" if case.why else selection.reason]
         return Route(case.taker.value, selection.backend.name, "; ".join(filter(None, reasons)))
@@ -146,7 +146,7 @@ def _in_backward(slot: Slot, accumulators: Accumulators) -> Route:
         names.append(name)
         ways.append(f"experts' products, of those that have rows: {how}")
     if "embedding" in slot.paths:
-        lookup = accumulators.plans.select(slot.lane)
+        lookup = accumulators.passes.select(slot.lane)
         names.append(lookup.backend.name)
         ways.append(f"an Embedding's rows: only those that were looked up; {lookup.reason}")
     return Route("+".join(sorted(slot.paths, reverse=True)), "+".join(dict.fromkeys(names)), "; ".join(ways))

@@ -14,15 +14,14 @@ from torch.optim import Optimizer
 
 from ..accumulators import Slot
 from ..autograd.capture import Capture
-from ..autograd.data_parallel import may_defer
+from ..autograd.unattached_ddp import may_defer
 from ..distributed import fsdp, pipelines
 from ..kernels import launch_events
 from .accumulation import Accumulation
-from .loss_scale import Scaling
 from .master_weights import MasterWeights
-from .micro_batch import MicroBatch
 from .parameters import ParameterSet
-from .update import Update
+from .update import Scaling, Update
+from .window import MicroBatch
 
 
 class Loop(abc.ABC):
@@ -350,7 +349,7 @@ class ManualLoop(Loop):
         """The inner optimizer evaluates the closure as often as it likes; gradients are readied each time."""
         update = self._update
         for name, is_set in (
-            ("skip_nonfinite", update.skip_nonfinite),
+            ("skip_nonfinite", update.settings.skip_nonfinite),
             ("master_weights", self._masters is not None),
         ):
             if is_set:

@@ -10,7 +10,7 @@ from loops import LOW, NoHostRead, through_file, wrap
 from torch import Tensor, nn
 
 from fusedacc.kernels import registry
-from fusedacc.optimizer import micro_batch
+from fusedacc.optimizer import window as window_module
 from fusedacc.traffic import TrafficMeter
 
 F32 = torch.float32
@@ -201,7 +201,7 @@ def test_a_launch_for_each_factor_that_is_owed():
 def test_the_last_additions_bring_the_sums_to_their_final_scale(reduction, late, count, monkeypatch):
     """With a weight on the device too, which is not read by the host; its bytes are a few per launch."""
     if late:
-        monkeypatch.setattr(micro_batch, "_on_host", lambda tensor: False)
+        monkeypatch.setattr(window_module, "_on_host", lambda tensor: False)
     numbers = [3.0, 5.0, 8.0][:count]
     weights = [torch.tensor(number) for number in numbers] if late else numbers
     model, optimizer = build(count, reduction=reduction)

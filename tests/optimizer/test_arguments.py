@@ -10,7 +10,7 @@ from loops import network, scalar, wrap
 from torch import nn
 
 import fusedacc
-from fusedacc.optimizer.micro_batch import check_weight
+from fusedacc.optimizer.window import check_weight
 
 
 def run_micro_batch(weight, optimizer, context=None) -> None:

@@ -10,7 +10,7 @@ import torch
 from loops import LOW, NoHostRead, assert_close_weights, loss_of, network
 
 import fusedacc
-from fusedacc.optimizer import micro_batch
+from fusedacc.optimizer import window as window_module
 
 F32 = torch.float32
 WEIGHTS = [3.0, 17.0, 9.0, 40.0]
@@ -18,7 +18,7 @@ WEIGHTS = [3.0, 17.0, 9.0, 40.0]
 
 @pytest.fixture
 def _on_device(monkeypatch):
-    monkeypatch.setattr(micro_batch, "_on_host", lambda tensor: False)
+    monkeypatch.setattr(window_module, "_on_host", lambda tensor: False)
 
 
 pytestmark = pytest.mark.usefixtures("_on_device")

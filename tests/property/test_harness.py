@@ -12,7 +12,7 @@ import torch
 from fusedacc import AccumulatingOptimizer as Wrapper
 from fusedacc.accumulators.p_grad import ParamGrads
 from fusedacc.accumulators.partial_norms import PartialNorms
-from fusedacc.optimizer import loss_scale
+from fusedacc.optimizer import update
 from fusedacc.optimizer.master_weights import MasterWeights
 from fusedacc.optimizer.parameters import ParameterSet
 from fusedacc.optimizer.window import Window
@@ -87,7 +87,7 @@ MISTAKES: dict[str, tuple[int, Mistake]] = {
     "dropped updates are not counted": (3, (Wrapper, "num_skipped", always(0))),
     "the loss scale stays": (
         5,
-        then(loss_scale.Scaling, "__init__", lambda it: setattr(it, "multiplier", None)),
+        then(update.Scaling, "__init__", lambda it: setattr(it, "multiplier", None)),
     ),
     "private gradients are shown": (6, given(private_gradients=False)),
     "groups changed by hand go unseen": (1, (ParameterSet, "in_step", always(True))),

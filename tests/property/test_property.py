@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fusedacc
-from fusedacc.accumulators.finals import Finals
+from fusedacc.accumulators.p_grad import Finals
 from fusedacc.autograd import python_hooks
 from fusedacc.kernels import native_module
 from fusedacc.optimizer.update import Update
@@ -84,7 +84,7 @@ def check_norms(monkeypatch: pytest.MonkeyPatch) -> None:
         norm, nonfinite = taken(update, finals)
         dense = [total.to_dense() if total.is_sparse else total for total in finals.tensors]
         flat = torch.cat([total.to(torch.complex128).flatten() for total in dense])
-        wanted = torch.linalg.vector_norm(flat, update.norm_type).double()
+        wanted = torch.linalg.vector_norm(flat, update.settings.norm_type).double()
         repeated = [total.dtype for total in finals.tensors if total.is_sparse]  # rows that are added at last
         rounding = max([1e-5, *(torch.finfo(dtype).eps for dtype in repeated)])
         torch.testing.assert_close(norm.double(), wanted, rtol=rounding, atol=1e-12, equal_nan=True)

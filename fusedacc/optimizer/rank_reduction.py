@@ -9,7 +9,7 @@ from ..distributed import DataParallel, Part
 from .window import Window
 
 
-class OverRanks:
+class RankReduction:
     """The window over the ranks of a `DataParallel`, if there are any.
 
     Args:
