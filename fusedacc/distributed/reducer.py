@@ -59,13 +59,6 @@ class Totals:
         """Whether no rank has had a micro-batch, as far as the host knows."""
         return not isinstance(self.micro_batches, Tensor) and not self.micro_batches
 
-    @staticmethod
-    def share_of(expected: int, found: float | Tensor) -> float | Tensor | None:
-        """By what sums divided by `expected` become sums divided by `found`; None where that is 0."""
-        if isinstance(found, Tensor):
-            return expected / found
-        return expected / found if found else None
-
 
 #: Behind the last bucket's accumulators: whether weights are bad, the rank flushes, and sums were reopened;
 #: the micro-batches, the weight, and this reduction's number.

@@ -161,7 +161,7 @@ class Accumulation:
         None where it is no micro-batch in the middle of the window, or these are not all alike.
         """
         window = self.window
-        if window.weighs or self.shards or not (window.counted or window.reduction == "sum"):
+        if window.reduction.weighs or self.shards or (window.reduction.divides and not window.counted):
             return None
         if any(slot.on_cuda for slot in self._slots):
             return None  # its thread would begin the same backward beside the CPU's
@@ -200,7 +200,7 @@ class Accumulation:
         """Ready p.grad for a gradient of this backward that autograd will store, beside nothing of ours."""
         if task.ignored:
             self._grads.set_aside([slot])  # it may have been brought back since
-        elif self.window.counted or self.window.weighs:
+        elif self.window.counted or self.window.reduction.weighs:
             self._grads.begin_stock(slot)
         task.stored.append(slot)
 
@@ -241,7 +241,7 @@ class Accumulation:
     @property
     def _takes_stored(self) -> bool:
         """Whether gradients that FSDP2 has put into p.grad are taken from there; else that is the sum."""
-        return self.window.counted or self.window.weighs
+        return self.window.counted or self.window.reduction.weighs
 
     def take_stored(self, task: GraphTask, slot: Slot) -> None:
         """FSDP2 has put a gradient into p.grad, beside nothing of ours."""
@@ -364,7 +364,7 @@ class Accumulation:
 
     def collect_stock(self) -> None:
         """Manual loop with weights: take in what autograd has stored."""
-        if self.window.weighs:
+        if self.window.reduction.weighs:
             self._add_stored(self._grads.end_stock(self._slots))
 
     def _add_stored(self, stored: Sequence[tuple[Slot, Tensor]]) -> None:

@@ -29,10 +29,11 @@ from ..distributed import Place
 from ..kernels import tuning
 from . import checkpoint_checks as checks
 from . import ranked_checkpoint
-from .checkpoint_checks import CHOICES, NOISE, OWN, RANKED_VERSION, VERSION
+from .checkpoint_checks import CHOICES, NOISE, OWN
 from .master_weights import LOW, MasterWeights
 from .ranked_checkpoint import RANK_COUNTERS, RANK_SUM, SUM, packed, unpacked
 from .window import Window, fresh_window
+from .window_fields import VERSION, version_of
 
 COUNTERS = "fusedacc_counters"
 MASTER = "fusedacc_master"
@@ -86,7 +87,7 @@ def save(
     """
     result = dict(optimizer.state_dict())
     partial = include_partial and not window.empty
-    own: dict[str, Any] = {"version": VERSION, "counted": window.counted, "reduction": window.reduction}
+    own: dict[str, Any] = {"version": VERSION, "counted": window.counted, "reduction": window.reduction.name}
     own["window"] = window.state() if partial else fresh_window(window.state())
     if accumulators.choices:
         own[CHOICES] = {"processor": tuning.processor(), "ways": dict(accumulators.choices)}
@@ -119,12 +120,12 @@ def _sums(
     ranked = place.count > 1
     if ranked:
         sums = ranked_checkpoint.rows_of(slots, sums, window.reduced)
-        own |= {"version": RANKED_VERSION, "ranks": place.count}
-        own["window"] |= ranked_checkpoint.state_over_ranks(window)
-    elif window.carried:
-        own["version"] = RANKED_VERSION
+        own |= {"ranks": place.count, "window": window.state(over_ranks=True)}
+    own["version"] = version_of(own["window"])
     unit = 1.0
-    if window.shards and window.weighs:  # what one process would save: sums of, and weights of, all ranks
+    if (
+        window.shards and window.reduction.weighs
+    ):  # what one process would save: sums of, and weights of, all ranks
         weights = {name: own["window"][name] for name in ("weight_total", "weight")}
         summed = window.shards.summed([weight or 0.0 for weight in weights.values()])
         pairs = zip(weights.items(), summed, strict=True)
@@ -279,7 +280,7 @@ class _Parts:
             for name, total in self.sums.items():
                 checks.check_counters(self.counters[name], self.own, name)
                 checks.check_sum(total, name, slots.get(name))
-            if window.shards and window.weighs and self.sums:
+            if window.shards and window.reduction.weighs and self.sums:
                 self._share(window.shards.ranks, window.shards.divisor)
             saved = self.own["window"]
             if place.count > 1 and not self.rank_counters and (saved["micro_step"] or saved["ran"]):
@@ -378,7 +379,6 @@ def load(
         window.shards.drop_withheld()
     saved = Window(None, None).state() if parts.own is None else parts.own["window"]
     window.restore(saved)
-    ranked_checkpoint.restore_over_ranks(window, saved)
     choices = (parts.own or {}).get(CHOICES)
     # On another processor torch's own products have other bits, and what was the fastest need not be so.
     if choices is not None and choices["processor"] == tuning.processor():
@@ -424,7 +424,7 @@ def snapshot(window: Window, accumulators: Accumulators, masters: MasterWeights 
     private = not (grads.visible or window.empty)
     return {
         "schedule": window.schedule,
-        "reduction": window.reduction,
+        "reduction": window.reduction.name,
         "private": window.private,
         "window": window.state(),
         "backend": accumulators.backend,

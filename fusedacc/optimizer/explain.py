@@ -99,7 +99,10 @@ def explain(
         )
     if window.shards:
         notes.append(window.shards.describe())
-    head, tail = f"{loop}, reduction {window.reduction!r}", [f"hooks: {_hooks(slots)}", f"update: {update}"]
+    head, tail = (
+        f"{loop}, reduction {window.reduction.name!r}",
+        [f"hooks: {_hooks(slots)}", f"update: {update}"],
+    )
     return "\n".join([head, *table, legend, *notes, *tail])
 
 
@@ -168,7 +171,7 @@ def _bytes(slot: Slot, chosen: Route, window: Window, stochastic: bool) -> tuple
     dtypes = slot.param.dtype, slot.param.dtype, slot.accumulate_dtype
     how: dict[str, Any] = {"loop": loop, "scale_is_one": not window.scales, "visible": not window.counted}
     how["rounding"] = "stochastic" if stochastic else "nearest"
-    if window.counted and window.reduction == "mean":
+    if window.counted and window.reduction.counts:
         how["scale"] = 1 / window.steps
     first, later = (
         traffic.total(traffic.bytes_per_micro_batch(*dtypes, **how, first=is_first))

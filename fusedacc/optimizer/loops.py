@@ -158,7 +158,7 @@ class CountedLoop(Loop):
         all_ours = self._accumulators.grads.num_published == len(self._slots)
         stored, window = not all_ours and self._capture.hooks.any_gradient(), self._window
         if stored and self._accumulation.collect(self._slots, self._registry.refresh):
-            self._capture.note_stored((window.steps > 1 or window.weighs) and not window.private)
+            self._capture.note_stored((window.steps > 1 or window.reduction.weighs) and not window.private)
 
     def _check_graphless(self) -> None:
         """Raise RuntimeError where a sum would lose the graph of a gradient."""
@@ -191,10 +191,10 @@ class CountedLoop(Loop):
         """
         window, micro = self._window, self._window.micro
         window.check_untainted()
-        if window.weighs and micro.ran and micro.weight is None:
+        if window.reduction.weighs and micro.ran and micro.weight is None:
             raise RuntimeError(
-                f"reduction={window.reduction!r} needs the weight of the window's last micro-batch before "
-                "unscale_(), which acts on the final gradient: set `micro_batch.weight` first"
+                f"reduction={window.reduction.name!r} needs the weight of the window's last micro-batch "
+                "before unscale_(), which acts on the final gradient: set `micro_batch.weight` first"
             )
         self._accumulation.publish(ending=micro.ran)
 
@@ -284,7 +284,7 @@ class CountedLoop(Loop):
             return contextlib.nullcontext()
         if fsdp.is_fsdp(model):
             return fsdp.synchronising(model, self._window.will_update)
-        if hasattr(model, "no_sync") and self._window.reduction != "weighted":
+        if hasattr(model, "no_sync") and not self._window.reduction.scales_by_weight:
             micro.deferred = not self._window.will_update and may_defer(model)
             if micro.deferred:
                 return model.no_sync()  # type: ignore[union-attr, operator]
@@ -329,7 +329,7 @@ class ManualLoop(Loop):
         for slot in self.follow():
             if window.in_context and slot.param.grad is not None:
                 window.micro.ran = True
-                if window.weighs:
+                if window.reduction.weighs:
                     self._accumulators.grads.note_stock(slot)
 
     def closes_window(self) -> bool:
@@ -343,7 +343,7 @@ class ManualLoop(Loop):
     def _reduces(self) -> bool:
         """Whether the sums are to be brought to another scale than the one that they were added in."""
         begun = self._window.micro_step > 0 or self._accumulation.ranks.parallel is not None
-        return self._window.reduction != "sum" and begun
+        return self._window.reduction.divides and begun
 
     def _step_with(self, closure: Callable[[], Any], arguments: Mapping[str, Any]) -> Any:
         """The inner optimizer evaluates the closure as often as it likes; gradients are readied each time."""

@@ -32,7 +32,7 @@ class RankReduction:
 
         Sums that are to be brought to another scale are reduced at `step()`.
         """
-        return not self.window.counted and self.window.reduction == "sum"
+        return not (self.window.counted or self.window.reduction.divides)
 
     def begin_backward(self, parallel: DataParallel, captures: bool) -> None:
         """A backward begins: have sent what becomes final in it, if it is the window's last.
@@ -51,7 +51,7 @@ class RankReduction:
             window.will_update
             and window.totals is None
             and micro.num_backwards + 1 >= window.usual_backwards
-            and not (window.weighs and micro.weight is None)
+            and not (window.reduction.weighs and micro.weight is None)
         ):
             parallel.overlap(self._part(ending=True), 1)
 
@@ -59,10 +59,10 @@ class RankReduction:
         """What this rank adds to the window's numbers. `ending`: the micro-batch at hand counts."""
         window = self.window
         weight, added = window.weight_total, window.micro.weight
-        if ending and window.weighs and added is not None:
+        if ending and window.reduction.weighs and added is not None:
             weight = weight + added
         return Part(
-            window.micro_step + ending + window.carried,
+            window.micro_step + ending + window.extra_micro_batches,
             weight,
             self.flushing,
             window.bad_weights,
@@ -77,7 +77,7 @@ class RankReduction:
         """
         window = self.window
         if window.micro.num_backwards < window.usual_backwards or (
-            window.weighs and window.micro.weight is None
+            window.reduction.weighs and window.micro.weight is None
         ):
             return False
         self.reduce(ending=True)

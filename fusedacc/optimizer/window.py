@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..accumulators.reduction import WEIGHING, Reduction, reduction_of
 from ..distributed import Totals
 from ..distributed.fsdp import Shards
+from . import window_fields
 
-REDUCTIONS = ("mean", "sum", "weighted", "normalized")
 Schedule = int | Callable[[int], int] | None
 
 
@@ -47,7 +48,7 @@ class Window:
 
     Args:
         schedule: `gradient_accumulation_steps`; None for the manual loop.
-        reduction: one of `REDUCTIONS`; None for "mean" when counted and "sum" when manual.
+        reduction: the name of one of `REDUCTIONS`; None for "mean" when counted and "sum" when manual.
         private: final gradients are not put into p.grad before the update; for counted loops only.
 
     Raises:
@@ -62,16 +63,12 @@ class Window:
         self.counted = schedule is not None
         if reduction is None:
             reduction = "sum" if schedule is None else "mean"
-        if reduction not in REDUCTIONS:
-            raise ValueError(
-                f"reduction must be one of {', '.join(map(repr, REDUCTIONS))} or None, got {reduction!r}"
-            )
+        self.reduction = reduction_of(reduction)
         if private and schedule is None:
             raise ValueError(
                 "private_gradients=True needs a counted loop: in a manual one p.grad is the accumulator; "
                 "allowed: private_gradients=False, or gradient_accumulation_steps of 1 or more"
             )
-        self.reduction = reduction
         self.private = private
         #: How many ranks' gradients come together.
         self.ranks = 1
@@ -95,8 +92,9 @@ class Window:
     def reset(self) -> None:
         """Open an empty window."""
         self.micro_step = 0
-        #: Micro-batches in the sums beside those counted here: of ranks that there were when it was saved.
-        self.carried = 0
+        #: Micro-batches in the sums that `micro_step` does not count: of ranks that saved them and are gone.
+        #: Negative where ranks were added.
+        self.extra_micro_batches = 0
         self.weight_total: float | Tensor = 0.0
         self.factor: float | Tensor = 1.0
         #: Where weights are on a device: a 0-dim bool tensor, whether one was negative or nan.
@@ -129,16 +127,16 @@ class Window:
         self.tainted = None
 
     @property
-    def weighs(self) -> bool:
-        """Whether micro-batches have weights."""
-        return self.reduction in ("weighted", "normalized")
-
-    @property
     def scales(self) -> bool:
         """Whether gradients are multiplied by anything but 1 as they are added."""
-        if self.ranks > 1 and self.counted and self.reduction in ("mean", "sum"):
-            return True
-        return self.reduction == "weighted" or (self.counted and self.reduction == "mean" and self.steps > 1)
+        return self.reduction.scales_by_weight or self.divided_by > 1
+
+    @property
+    def divided_by(self) -> int:
+        """By what gradients are divided as they are added: a counted loop knows how many will come."""
+        if not self.counted or self.reduction.weighs:
+            return 1
+        return self.ranks * (self.steps if self.reduction.counts else 1)
 
     @property
     def steps(self) -> int:
@@ -177,32 +175,30 @@ class Window:
             RuntimeError: a weight is needed and not set, or a manual loop that counts is outside
                 `accumulate()`.
         """
-        if not self.counted and self.reduction != "sum" and not self.in_context:
+        if not self.counted and self.reduction.divides and not self.in_context:
             raise RuntimeError(
-                f"reduction={self.reduction!r} in a manual loop needs `with optimizer.accumulate():` around "
-                "each micro-batch, to count it"
+                f"reduction={self.reduction.name!r} in a manual loop needs `with optimizer.accumulate():` "
+                "around each micro-batch, to count it"
             )
-        if self.reduction == "weighted":
+        if self.reduction.scales_by_weight:
             if self.micro.weight is None:
                 raise RuntimeError(
-                    "reduction='weighted' needs a weight before the backward: `with "
+                    f"reduction={self.reduction.name!r} needs a weight before the backward: `with "
                     "optimizer.accumulate(weight=...):` around the micro-batch"
                 )
             return self.micro.weight
-        if not self.counted or self.reduction == "normalized":
-            return 1.0
-        return 1.0 / (self.ranks * (self.steps if self.reduction == "mean" else 1))
+        return 1.0 / self.divided_by
 
     @property
     def leaves_out(self) -> bool:
         """Whether the micro-batch at hand has weight 0 and adds nothing; other ranks' may add something."""
-        return self.weighs and _is_zero(self.micro.weight) and not self.shards
+        return self.reduction.weighs and _is_zero(self.micro.weight) and not self.shards
 
     @property
     def faulty(self) -> Tensor | None:
         """Where weights are on a device: 0-dim float32, 1 if no mean can be taken over them."""
         total = self.weight_total if self.totals is None else self.totals.weight
-        if not (self.weighs and isinstance(total, Tensor)):
+        if not (self.reduction.weighs and isinstance(total, Tensor)):
             return None
         wrong = ~((total > 0) & total.isfinite())
         return (wrong if self.bad_weights is None else wrong | self.bad_weights).float()
@@ -216,16 +212,17 @@ class Window:
             ending: count the micro-batch at hand in.
             partial: the window ends here, full or not.
         """
-        if self.reduction == "sum":
+        if not self.reduction.divides:
             return 1.0
         if self.ranks > 1:
             return self._target_over_ranks()
-        count = self.micro_step + ending + self.carried
-        if self.reduction == "mean":
-            if not self.counted:
-                return 1.0 / max(count, 1)
-            short = partial and count < self.steps
-            return self.steps / count if count > 0 and (short or self.carried) else 1.0
+        count = self.micro_step + ending + self.extra_micro_batches
+        if self.reduction.counts:
+            if self.counted and not (
+                count > 0 and (self.extra_micro_batches or (partial and count < self.steps))
+            ):
+                return 1.0
+            return self.reduction.final_scale(self.divided_by, max(count, 1), 0.0)
         if ending and self.micro.weight is None:
             return None
         ended, weight = self.weight_total, self.micro.weight if ending else None
@@ -240,23 +237,18 @@ class Window:
                 known = self._reciprocal = ended, weight, total.reciprocal()  # type: ignore[union-attr]
             return known[2]
         total = ended if weight is None else ended + weight
-        return 1.0 / total if total > 0 else None
+        return self.reduction.final_scale(self.divided_by, count, total)
 
     def _target_over_ranks(self) -> float | Tensor | None:
         """`target`, of the sums of all ranks; None before they are that, but for what is likely then."""
         if self.totals is None:
-            return 1.0 if self.counted and self.reduction == "mean" else None
+            return 1.0 if self.counted and self.reduction.counts else None
         return self._final
 
     def settle(self, totals: Totals) -> None:
         """The sums are those of all ranks now, and these are their numbers."""
         self.totals, self.bad_weights = totals, totals.bad_weights
-        if self.weighs:
-            self._final = totals.share_of(1, totals.weight)
-        else:
-            self._final = totals.share_of(
-                self.steps * self.ranks if self.counted else 1, totals.micro_batches
-            )
+        self._final = self.reduction.final_scale(self.divided_by, totals.micro_batches, totals.weight)
 
     def _weight_of(self, ended: float | Tensor, weight: float | Tensor | None) -> float:
         """The window's weight on the host, nan if one was none."""
@@ -284,11 +276,12 @@ class Window:
         Raises:
             RuntimeError: it needs a weight and has none; nothing is changed, so that it may be set.
         """
-        if self.weighs:
+        if self.reduction.weighs:
             if self.micro.weight is None:
                 raise RuntimeError(
-                    f"reduction={self.reduction!r} needs a weight for each micro-batch; this one has none: "
-                    "use `with optimizer.accumulate(weight=...) as micro_batch:` or set `micro_batch.weight`"
+                    f"reduction={self.reduction.name!r} needs a weight for each micro-batch; this one has "
+                    "none: use `with optimizer.accumulate(weight=...) as micro_batch:` or set "
+                    "`micro_batch.weight`"
                 )
             weight = self.micro.weight
             if isinstance(weight, Tensor):
@@ -359,36 +352,33 @@ class Window:
                 f"(accumulate(model=...)): {consequence}"
             )
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint carries, plain numbers only; waits for weights that are on a device."""
-        carried = {"carried": self.carried} if self.carried else {}
-        return carried | {
-            "num_updates": self.num_updates,
-            "num_skipped": self.num_skipped,
-            "has_updated": self.has_updated,
-            "micro_step": self.micro_step,
-            "weight_total": _number(self.weight_total),
-            "factor": _number(self.factor),
-            "steps": self._steps,
-            "tainted": self.tainted,
-            "ran": self.micro.ran,
-            "weight": _number(self.micro.weight),
-        }
+    def state(self, over_ranks: bool = False) -> dict[str, Any]:
+        """What a checkpoint carries, plain numbers only; waits for weights that are on a device.
 
-    def restore(self, state: dict[str, Any]) -> None:
+        over_ranks: of a window of several ranks.
+        """
+        return window_fields.state_of(self, over_ranks)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Take over what `state` has returned."""
         self.reset()
-        self.has_updated = state["has_updated"]
-        self.num_updates = state["num_updates"]
-        self.num_skipped = state["num_skipped"]
-        self.micro_step = state["micro_step"]
-        self.weight_total = state["weight_total"]
-        self.factor = state["factor"]
-        self._steps = state["steps"]
-        self.tainted = state["tainted"]
-        self.micro = MicroBatch(self.reduction, state["weight"])
-        self.micro.ran = state["ran"]
-        self.carried = state.get("carried", 0)
+        for field in window_fields.FIELDS:
+            if field.name in state:
+                field.put(self, state[field.name])
+
+    @property
+    def saved_totals(self) -> list[float] | None:
+        """The totals of all ranks as plain numbers."""
+        totals = self.totals
+        if totals is None:
+            return None
+        return [float(number) for number in (totals.micro_batches, totals.weight, totals.num_flushing)]
+
+    @saved_totals.setter
+    def saved_totals(self, numbers: list[float] | None) -> None:
+        if numbers is not None:
+            micro_batches, weight, num_flushing = numbers
+            self.settle(Totals(micro_batches, weight, num_flushing, None))
 
 
 def fresh_window(state: dict[str, Any]) -> dict[str, Any]:
@@ -439,7 +429,7 @@ def _described(value: Any) -> str:
 class MicroBatch:
     """What is known of the micro-batch at hand; `accumulate()` yields it, and `weight` may be set late."""
 
-    def __init__(self, reduction: str, weight: float | Tensor | None = None) -> None:
+    def __init__(self, reduction: Reduction, weight: float | Tensor | None = None) -> None:
         self._reduction = reduction
         self._weight: float | Tensor | None = None
         self._given: Any = None
@@ -469,10 +459,10 @@ class MicroBatch:
 
     @weight.setter
     def weight(self, weight: float | Tensor) -> None:
-        if self._reduction not in ("weighted", "normalized"):
+        if not self._reduction.weighs:
             raise ValueError(
-                f"weight={weight!r} was given, but reduction={self._reduction!r} takes none; allowed with "
-                "'weighted' and 'normalized'"
+                f"weight={weight!r} was given, but reduction={self._reduction.name!r} takes none; allowed "
+                f"with {' and '.join(map(repr, WEIGHING))}"
             )
         value = check_weight(weight)
         on_device = isinstance(value, Tensor) or isinstance(self._weight, Tensor)
@@ -482,10 +472,10 @@ class MicroBatch:
                 f"weight={value} came after the backward of a micro-batch of weight {self._weight}; a "
                 "micro-batch has one weight, and step() ends it"
             )
-        if late and self._reduction == "weighted":
+        if late and self._reduction.scales_by_weight:
             raise RuntimeError(
-                f"weight={value} came after the backward; with reduction='weighted' it scales the gradients "
-                "as they arrive: set it before"
+                f"weight={value} came after the backward; with reduction={self._reduction.name!r} it scales "
+                "the gradients as they arrive: set it before"
             )
         if late and not on_device and value == 0:
             raise ValueError(

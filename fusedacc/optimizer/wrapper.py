@@ -493,7 +493,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
     @property
     def reduction(self) -> str:
         """How a window's gradients become one: "mean", "sum", "weighted" or "normalized"."""
-        return self._window.reduction
+        return self._window.reduction.name
 
     @property
     def has_partial_window(self) -> bool:
@@ -592,7 +592,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         schedule, settings = self._window.schedule, self._update_settings
         return {
             "gradient_accumulation_steps": "a callable" if callable(schedule) else schedule,
-            "reduction": self._window.reduction,
+            "reduction": self._window.reduction.name,
             "max_grad_norm": settings.max_grad_norm,
             "norm_type": settings.norm_type,
             "skip_nonfinite": settings.skip_nonfinite,

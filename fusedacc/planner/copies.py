@@ -91,7 +91,7 @@ def arguments_of(optimizer: AccumulatingOptimizer) -> dict[str, Any]:
     seed = optimizer._accumulators.noise.seed
     given = {
         "gradient_accumulation_steps": window.schedule,
-        "reduction": window.reduction,
+        "reduction": window.reduction.name,
         "accumulate_dtype": optimizer._accumulate_dtype,
         "rounding": NEAREST if seed is None else STOCHASTIC,
         "seed": seed,

@@ -9,6 +9,7 @@ import torch
 from loops import LOW, NoHostRead, through_file, wrap
 from torch import Tensor, nn
 
+from fusedacc.accumulators.reduction import WEIGHING
 from fusedacc.kernels import registry
 from fusedacc.optimizer import window as window_module
 from fusedacc.traffic import TrafficMeter
@@ -195,7 +196,7 @@ def test_a_launch_for_each_factor_that_is_owed():
 # The window's final scale
 
 
-@pytest.mark.parametrize("reduction", ["weighted", "normalized"])
+@pytest.mark.parametrize("reduction", WEIGHING)
 @pytest.mark.parametrize("late", [False, True], ids=["", "device"])
 @pytest.mark.parametrize("count", [2, 3])
 def test_the_last_additions_bring_the_sums_to_their_final_scale(reduction, late, count, monkeypatch):

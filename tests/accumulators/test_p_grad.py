@@ -12,6 +12,7 @@ from loops import assert_close_weights, loss_of, network, scalar
 from torch import nn
 
 import fusedacc
+from fusedacc.accumulators.reduction import WEIGHING
 
 F32 = torch.float32
 #: Micro-batches of an epoch whose last window, of 2, is not full.
@@ -54,7 +55,7 @@ def stock(model: nn.Module, epochs: int, reduction: str) -> None:
 def wrapped(trained: nn.Module, epochs: int, reduction: str, clears: bool, **options) -> None:
     inner = torch.optim.SGD(trained.parameters(), lr=0.1, momentum=0.9)
     optimizer = fusedacc.AccumulatingOptimizer(inner, 2, reduction=reduction, **options)
-    weighs = reduction in ("weighted", "normalized")
+    weighs = reduction in WEIGHING
     for _ in range(epochs):
         for seed in itertools.chain(*EPOCH):
             with optimizer.accumulate(weight=WEIGHTS[seed] if weighs else None):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedacc
+from fusedacc.accumulators.reduction import WEIGHING
 from fusedacc.distributed import reducer
 
 STOCHASTIC: dict[str, Any] = {"accumulate_dtype": LOW, "rounding": "stochastic"}
@@ -53,7 +54,7 @@ def trains(kind: str, options: dict[str, Any]) -> None:
     """Ranks stay equal over full windows, one that has an own parameter, one that ends early."""
     with small_buckets():
         net, called, optimizer = made(kind, seed=3 + dist.get_rank(), **options)
-        weighs, steps = options.get("reduction") in ("weighted", "normalized"), options.get("steps", K)
+        weighs, steps = options.get("reduction") in WEIGHING, options.get("steps", K)
         for index in range(2 * K + 1):
             rank = dist.get_rank()
             last = index % K == K - 1

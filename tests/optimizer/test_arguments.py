@@ -10,6 +10,7 @@ from loops import network, scalar, wrap
 from torch import nn
 
 import fusedacc
+from fusedacc.accumulators.reduction import WEIGHING
 from fusedacc.optimizer.window import check_weight
 
 
@@ -66,7 +67,7 @@ def test_a_schedule_that_returns_no_count(result):
 
 
 @pytest.mark.parametrize("steps", [None, 2])
-@pytest.mark.parametrize("reduction", ["weighted", "normalized"])
+@pytest.mark.parametrize("reduction", WEIGHING)
 def test_a_missing_weight(reduction, steps):
     weight, optimizer = scalar(steps, reduction=reduction)
     with pytest.raises(RuntimeError, match="weight"):
@@ -107,7 +108,7 @@ def test_a_bad_weight(bad, kind, message):
 
 def test_a_weight_after_the_backward():
     """ "normalized" takes it until step(), for the first time and not 0; "weighted" before only."""
-    for reduction in ("weighted", "normalized"):
+    for reduction in WEIGHING:
         weight, optimizer = scalar(2, reduction=reduction)
         with optimizer.accumulate(weight=1.0 if reduction == "weighted" else None) as micro_batch:
             (weight * 1.0).backward()
