@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from ..autograd.registration import HookRegistry
 from ..distributed import mesh_norm
 from ..kernels import launch_events, norm_prefetch, norms, torch_state
 from ..kernels.local_parts import is_distributed
+from ..kernels.norm_kind import norm_kind
 from ..kernels.transfers import to_device
 from .master_weights import MasterWeights
 from .window import Window
@@ -65,9 +65,8 @@ class UpdateSettings:
                 raise TypeError(f"{name} must be a number, got {value!r}")
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be above 0, or None for no clipping; got {max_grad_norm}")
-        if norm_type not in (2.0, math.inf):
-            raise ValueError(f"norm_type must be 2.0 or inf; got {norm_type!r}")
-        return cls(None if max_grad_norm is None else float(max_grad_norm), float(norm_type), skip_nonfinite)
+        kind = norm_kind(norm_type)
+        return cls(None if max_grad_norm is None else float(max_grad_norm), kind.norm_type, skip_nonfinite)
 
 
 def takes_scale(inner: Optimizer) -> bool:
@@ -163,7 +162,7 @@ class Update:
         """
         asked = []
         if self.settings.max_grad_norm is not None:
-            kind = "inf" if math.isinf(self.settings.norm_type) else "L2"
+            kind = norm_kind(self.settings.norm_type).name
             asked.append(f"clip to {kind} norm {self.settings.max_grad_norm:g}")
         if self.settings.skip_nonfinite:
             asked.append("drop what is not finite")

@@ -36,7 +36,7 @@ BAD = [
     ({"max_grad_norm": -1.0}, ValueError, "max_grad_norm must be above 0"),
     ({"max_grad_norm": float("nan")}, ValueError, "max_grad_norm must be above 0"),
     ({"max_grad_norm": "1"}, TypeError, "max_grad_norm must be a number"),
-    ({"max_grad_norm": 1.0, "norm_type": 1}, ValueError, r"norm_type must be 2\.0 or inf; got 1"),
+    ({"max_grad_norm": 1.0, "norm_type": 1}, ValueError, r"norm_type is 1; allowed: 2\.0 and inf"),
 ]
 
 
