@@ -21,17 +21,13 @@ from ..kernels.rounding import Noise, round_into_
 from .deferred_scale import DeferredScales, to_device_of
 from .noise import NoiseSource
 from .p_grad import ParamGrads
-from .param import Slot, buffers
+from .param import PRODUCT_PATHS, Slot, buffers
 from .partial_norms import PartialNorms
 from .passes import Rescaler
 
 #: Adds one gradient: `(accumulator, scale, beta, noise)`, accumulator = beta * accumulator + scale *
 #: gradient, rounded by the noise if there is any.
 Write = Callable[[Tensor, float | Tensor, float | Tensor, Noise | None], None]
-
-
-#: The paths of parameters whose modules write all of an accumulator.
-PRODUCTS = (("gemm",), ("grouped",))
 
 
 class InPlaceWriter:
@@ -67,7 +63,7 @@ class InPlaceWriter:
                 for index, slot in enumerate(slots)
                 if accumulators[index] is None
                 and not slot.needs_eager
-                and slot.paths in PRODUCTS
+                and slot.paths in PRODUCT_PATHS
                 and slot.buffer is not None
             ]
         if not (self._deferred.scales or fresh):

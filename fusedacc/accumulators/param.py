@@ -39,6 +39,30 @@ class GradState(enum.Enum):
     IGNORED = enum.auto()
 
 
+class Path(str, enum.Enum):
+    """How a parameter's gradient reaches its accumulator, as `explain()` names it.
+
+    `explain()` has a table with an entry for each (optimizer/explain.py).
+    """
+
+    #: A module adds inside its backward: a Linear's product, experts' products, the rows that were looked up.
+    GEMM = "gemm"
+    GROUPED = "grouped"
+    EMBEDDING = "embedding"
+    #: One launch for many gradients, and the same of FSDP2's shards.
+    MULTI_TENSOR = "multi_tensor"
+    FSDP2 = "fsdp2"
+    #: autograd or plain torch adds.
+    EAGER = "eager"
+    #: There is no gradient.
+    NONE = "none"
+
+
+#: The paths by which modules add, and those by which they write all of an accumulator.
+MODULE_PATHS = (Path.GEMM, Path.GROUPED, Path.EMBEDDING)
+PRODUCT_PATHS = ((Path.GEMM,), (Path.GROUPED,))
+
+
 def default_accumulate_dtype(param: Tensor) -> torch.dtype:
     """float32 for bfloat16 and float16 parameters, else the parameter's own dtype."""
     return torch.float32 if param.dtype in (torch.bfloat16, torch.float16) else param.dtype
@@ -106,7 +130,7 @@ class Slot:
         self.cleared_grad_dtype: torch.dtype | None = None
         #: The accumulate dtype that was asked for; None for the default.
         self.requested_dtype = accumulate_dtype
-        #: How modules of the model add to the accumulator by themselves, and why not where they might.
+        #: The `MODULE_PATHS` by which modules of the model add by themselves, and why not where they might.
         self.paths: tuple[str, ...] = ()
         self.left_to = ""
         #: Whether a module of the model keeps its cast under autocast over a window.
