@@ -35,8 +35,11 @@ class EmbeddingFunction : public torch::autograd::Function<EmbeddingFunction> {
     const bool by_frequency = options[2] != 0;
     const at::Tensor* weight = destination.weight();
     const int task = torch::autograd::get_current_graph_task_id();
-    const bool added = (weight && call->entry->direct->add_rows(task, call->entry->index, indices, gradient,
-                                                                *weight, padding, by_frequency)) ||
+    const auto add_rows = [&] {
+      return call->entry->direct->add_rows(task, call->entry->index, indices, gradient, *weight, padding,
+                                           by_frequency);
+    };
+    const bool added = (weight && call->adds_natively(task, add_rows)) ||
                        (call && !at::GradMode::is_enabled() &&
                         call->site->adds(indices, gradient, destination.armed(), padding, by_frequency));
     if (!added) found[0] = at::embedding_dense_backward(gradient, indices, rows, padding, by_frequency);

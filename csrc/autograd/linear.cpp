@@ -32,8 +32,10 @@ bool adds(const WeightTarget& destination, const at::Tensor& left, const at::Ten
   if (by > Multiplier::kPython) {
     const at::Tensor* weight = destination.weight();
     const int task = torch::autograd::get_current_graph_task_id();
-    if (weight && call->entry->direct->multiply(task, call->entry->index, left, right, *weight, by))
-      return true;
+    const auto multiply = [&] {
+      return call->entry->direct->multiply(task, call->entry->index, left, right, *weight, by);
+    };
+    if (weight && call->adds_natively(task, multiply)) return true;
   }
   return call->site->adds(left, right, destination.armed());
 }

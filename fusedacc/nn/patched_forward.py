@@ -151,6 +151,13 @@ def adds(patched: Callable[[], Any], *arguments: Any) -> bool:
     return known is not None and known.adds(*arguments)
 
 
+@runs_as_written
+def begins(patched: Callable[[], Any]) -> bool:
+    """The patched forward's own `begins`, while there is one."""
+    known = patched()
+    return known is not None and known.begins()
+
+
 class Copying:
     """Stands in a module's `__dict__` before a method that copies the module: the copy holds nothing of ours.
 

@@ -60,6 +60,11 @@ class WeightSum:
         if path not in self.slot.paths:
             self.slot.paths += (path,)
 
+    def begins(self) -> bool:
+        """As `Capture.begin_natively`."""
+        capture = self._capture()
+        return capture is not None and capture.begin_natively()
+
     def accumulate_in_place(
         self,
         node: Any,
