@@ -100,15 +100,15 @@ FIXES = (
     Mutant(
         "a gradient put by hand in place of what was spent is dropped",
         "fusedacc/accumulators",
-        "        if not self.spent:\n            return\n        self.disown_replaced()\n",
-        "        if not self.spent:\n            return\n",
+        "        if not self.consumed:\n            return\n        self.mark_user_gradients()\n",
+        "        if not self.consumed:\n            return\n",
         "tests/accumulators/test_p_grad.py tests/optimizer/test_contract.py",
     ),
     Mutant(
         "what an update has consumed counts again in the next window",
         "fusedacc/accumulators",
-        "self.spent = not self.visible",
-        "self.spent = False",
+        "self.consumed = not self.visible",
+        "self.consumed = False",
         "tests/optimizer/test_contract.py",
     ),
     Mutant(
@@ -373,7 +373,7 @@ FIXES = (
     Mutant(
         "a wrapper's large norm asks nothing",
         "fusedacc/optimizer/update.py",
-        "        norm_prefetch.tune_once(finals.tensors)\n",
+        "        norm_prefetch.tune_once(sums.tensors)\n",
         "",
         "tests/kernels/test_norm_prefetch.py",
     ),
@@ -450,15 +450,15 @@ FIXES = (
     Mutant(
         "native code begins a window's last backward though the sums have another unit at its end",
         "fusedacc/optimizer/accumulation.py",
-        "not (window.carried or self.accumulators.norms.wanted)",
+        "not (window.extra_micro_batches or self.accumulators.norms.wanted)",
         "not self.accumulators.norms.wanted",
         "tests/optimizer/test_middle_of_window.py",
     ),
     Mutant(
         "native code begins a window's last backward though it leaves no norms behind",
         "fusedacc/optimizer/accumulation.py",
-        "not (window.carried or self.accumulators.norms.wanted)",
-        "not window.carried",
+        "not (window.extra_micro_batches or self.accumulators.norms.wanted)",
+        "not window.extra_micro_batches",
         "tests/optimizer/test_middle_of_window.py",
     ),
 )

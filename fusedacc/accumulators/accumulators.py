@@ -27,7 +27,7 @@ from .deferred_scale import DeferredScales, is_one, to_device_of
 from .in_place import InPlaceWriter
 from .memory import ALIGNMENT, SHOWN, Segment, like, tensor_references
 from .noise import NoiseSource
-from .p_grad import Finals, ParamGrads
+from .p_grad import ParamGrads, SumsForUpdate
 from .param import Lane, Slot
 from .partial_norms import PartialNorms
 from .passes import Passes, Rescaler
@@ -61,11 +61,11 @@ class Accumulators:
         self.partial = self.in_place.partial
         self.adder = Adder(grads, passes, deferred, norms, rescaler, self.partial, noise, lock)
 
-    def finals(self) -> Finals:
+    def sums_for_update(self) -> SumsForUpdate:
         """Every accumulator there is, no scale deferred."""
         if self.deferred.scales:
             self.rescaler.apply()
-        return self.grads.finals()
+        return self.grads.sums_for_update()
 
     def publish(self) -> None:
         """Put every accumulator into p.grad, where it may stand there. No scale is deferred any more."""
@@ -80,24 +80,24 @@ class Accumulators:
 
     # An update
 
-    def enter_step(self, finals: Finals, scale: float | Tensor = 1.0) -> None:
+    def begin_update(self, sums: SumsForUpdate, scale: float | Tensor = 1.0) -> None:
         """Ready p.grad for the inner optimizer: the accumulator times `scale`, cast where the parameter has
         another dtype. Where a kernel casts, the same pass scales; then the accumulator is given up for the
         cast, which may take its memory.
 
-        finals: what `finals()` has returned; others than these have no gradient. It is emptied before casts.
+        sums: what `sums_for_update()` has returned; no other has a gradient. It is emptied before casts.
         """
         grads = self.grads
         grads.generation += 1
-        if not grads.visible and len(finals.slots) < len(self.slots):
-            grads.clear_others(finals.slots)
+        if not grads.visible and len(sums.slots) < len(self.slots):
+            grads.clear_others(sums.slots)
         grads.exposed = True
         is_scaled = isinstance(scale, Tensor) or scale != 1.0
-        if finals.stand and not (finals.need_casts or is_scaled):
+        if sums.all_published and not (sums.need_casts or is_scaled):
             return
-        pairs = list(zip(finals.slots, finals.tensors, strict=True))
-        finals.slots.clear()
-        finals.tensors.clear()
+        pairs = list(zip(sums.slots, sums.tensors, strict=True))
+        sums.slots.clear()
+        sums.tensors.clear()
         if is_scaled:
             self.rescaler.rescale([pair for pair in pairs if not _casts_by_kernel(*pair)], scale)
         lanes: dict[Lane, list[Slot]] = {}
@@ -107,7 +107,7 @@ class Accumulators:
                 lanes.setdefault(lane, []).append(slot)
             elif accumulator.dtype != slot.param.dtype:
                 grads.place_cast(slot, accumulator, accumulator.to(slot.param.dtype))
-            elif not (grads.visible or grads.stands(slot, accumulator)):
+            elif not (grads.visible or grads.is_published(slot, accumulator)):
                 grads.publish(slot, accumulator)
         pairs.clear()
         accumulator = None  # type: ignore[assignment]
@@ -136,13 +136,13 @@ class Accumulators:
                 whole = placed_as(accumulator, made) if is_distributed(accumulator) else made
                 grads.place_cast(slot, None if is_scaled else accumulator, whole)
 
-    def leave_step(self) -> None:
-        """After an update: as `ParamGrads.leave_step`, and no norm holds any more."""
+    def end_update(self) -> None:
+        """After an update: as `ParamGrads.end_update`, and no norm holds any more."""
         if self.norms.latest:
             self.norms.clear()
         if self.noise.seed is not None:
             self.noise.end_window()
-        self.grads.leave_step()
+        self.grads.end_update()
 
     def clear(self) -> None:
         """Forget every accumulator and clear every p.grad."""
@@ -207,9 +207,9 @@ class Accumulators:
         for slot in slots:
             slot.drop_buffer()
 
-    def drop_outgrown(self, slot: Slot) -> None:
+    def drop_wrong_shape(self, slot: Slot) -> None:
         """Counted loop, between windows: clear what an update has left, if it has another shape than now."""
-        if self.grads.drop_outgrown(slot):
+        if self.grads.drop_wrong_shape(slot):
             self._forget([slot])
 
     def _forget(self, slots: Sequence[Slot]) -> None:

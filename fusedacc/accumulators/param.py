@@ -25,17 +25,17 @@ class GradState(enum.Enum):
 
     #: Nothing, or what autograd or the user has put there. Counted loop: a gradient that is yet to be
     #: collected; the accumulator is private. Manual loop: the accumulator, whoever has made it.
-    NOT_OURS = enum.auto()
+    FOREIGN = enum.auto()
     #: The accumulator itself. What the user puts in its place is taken for it until the window's end.
     PUBLISHED = enum.auto()
     #: A copy of the accumulator in the parameter's dtype, for an update. The accumulator is private, or was
     #: given up for the copy.
-    CAST = enum.auto()
+    DTYPE_COPY = enum.auto()
     #: Manual loop: nothing, or what autograd has stored of the micro-batch at hand, which is to be scaled
     #: before it is added. The accumulator waits in private.
-    STOCK = enum.auto()
+    AUTOGRAD_PENDING = enum.auto()
     #: What counts for nothing: left by a backward inside `ignore()`. The accumulator is private in a counted
-    #: loop, and in a manual one there is none. What the user puts in its place is as in NOT_OURS.
+    #: loop, and in a manual one there is none. What the user puts in its place is as in FOREIGN.
     IGNORED = enum.auto()
 
 
@@ -120,7 +120,7 @@ class Slot:
         #: Whether the accumulator is to be made in the buffer whatever its dtype: it is reduced with others.
         self.in_bucket = False
         #: What stands in p.grad; a weak reference to what was last put or noted there, and its version then.
-        self.grad_state = GradState.NOT_OURS
+        self.grad_state = GradState.FOREIGN
         self.placed: Callable[[], Tensor | None] = nothing
         self.placed_version = 0
         #: Whether no kernel takes the gradients: complex dtypes, and once a sparse one or a subclass came.
@@ -199,7 +199,7 @@ class Slot:
     def is_foreign(self, gradient: Tensor) -> bool:
         """Whether what stands in p.grad was put there by somebody else, and counts."""
         state = self.grad_state
-        if state is GradState.NOT_OURS or state is GradState.STOCK:
+        if state is GradState.FOREIGN or state is GradState.AUTOGRAD_PENDING:
             return True
         return state is not GradState.PUBLISHED and gradient is not self.placed()
 

@@ -231,7 +231,8 @@ class Rescaler:
         """acc *= ratio for every accumulator: by the next addition to it, or by `apply`."""
         if not is_one(ratio):
             with self._lock:
-                self._deferred.defer([slot for slot, _ in self._grads.held(self._grads.slots)], ratio)
+                present = self._grads.with_accumulator(self._grads.slots)
+                self._deferred.defer([slot for slot, _ in present], ratio)
 
     def apply(self, slots: Iterable[Slot] | None = None) -> None:
         """Multiply the accumulators of these slots (None: all) by their deferred scales, in one pass."""
@@ -241,7 +242,7 @@ class Rescaler:
             pending = self._deferred.pending(slots)
             for factor, chosen in self._deferred.groups(pending):
                 of = [pending[index] for index in chosen]
-                self.rescale(self._grads.held(of), factor, records_norms=True)
+                self.rescale(self._grads.with_accumulator(of), factor, records_norms=True)
                 self._deferred.discharge(of)
 
     def rescale(

@@ -21,8 +21,8 @@ from .agreement import (
     share_parameters,
 )
 from .ddp import UnarmedDDP, unarm
-from .reducer import Deliveries, Part, Reducer, Totals
-from .rows import Place
+from .reducer import Deliveries, RankNumbers, Reducer, Totals
+from .rows import RankPlace
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -108,9 +108,9 @@ class DataParallel:
             self.link.synchronises = True
 
     @property
-    def place(self) -> Place:
+    def place(self) -> RankPlace:
         """This rank's."""
-        return Place.within(self.reducer.group)
+        return RankPlace.within(self.reducer.group)
 
     @property
     def synchronises(self) -> bool:
@@ -121,7 +121,7 @@ class DataParallel:
         """Whether this is the DistributedDataParallel whose gradients are reduced here."""
         return self.link is not None and self.link.parallel is model
 
-    def overlap(self, part: Part, divisor: int) -> None:
+    def overlap(self, part: RankNumbers, divisor: int) -> None:
         """A backward begins after which `reduce` will be called: send what is final before its end.
 
         Nothing is sent early where parameters may be used now and then: only a DistributedDataParallel
@@ -133,11 +133,11 @@ class DataParallel:
             self._trained = trained
             self.deliveries.forget()
         elif self.deliveries.steady and self.link is not None and not self.link.may_change:
-            self.reducer.follow()
+            self.reducer.rebuild_buckets()
             buckets = self.reducer.buckets()
             self.deliveries.arm(buckets, functools.partial(self.reducer.launch_next, part, divisor))
 
-    def reduce(self, part: Part, divisor: int = 1) -> Totals:
+    def reduce(self, part: RankNumbers, divisor: int = 1) -> Totals:
         """As `Reducer.reduce`."""
         self.deliveries.disarm()
         totals = self.reducer.reduce(part, divisor)

@@ -2,7 +2,7 @@
 
 Every rank reduces the same buckets in the same order, whatever gradients it has: what it lacks is zeros, and
 a flag behind the accumulators says whether any rank had one. The last bucket carries the window's numbers as
-well (`Part`), so that a window costs one collective per bucket and no other.
+well (`RankNumbers`), so that a window costs one collective per bucket and no other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BUCKET_BYTES, FIRST_BYTES = 25 * 2**20, 2**20
 
 
 @dataclass(frozen=True)
-class Part:
+class RankNumbers:
     """What one rank adds to the numbers of a window.
 
     Attributes:
@@ -65,7 +65,7 @@ class Totals:
 _FLAGS, _NUMBERS = 3, 3
 
 
-class Bucket:
+class ReduceBucket:
     """Accumulators of one lane that one collective reduces.
 
     Args:
@@ -190,7 +190,7 @@ class Reducer:
     ) -> None:
         self.group, self.world_size = group, dist.get_world_size(group)
         self._slots, self._accumulators, self._dtype = slots, accumulators, dtype
-        self._buckets: list[Bucket] = []
+        self._buckets: list[ReduceBucket] = []
         self._members: list[Slot] = []
         self._number = 0
         #: Called before the first bucket of each reduction is sent.
@@ -199,9 +199,9 @@ class Reducer:
         self._under_way = False
         #: Of each bucket that is on its way, the indices of the slots that lack an accumulator.
         self._absent: list[set[int]] = []
-        self.follow()
+        self.rebuild_buckets()
 
-    def follow(self) -> None:
+    def rebuild_buckets(self) -> None:
         """Put the accumulators of parameters that are trained into buckets, anew where any has changed."""
         wanted = [slot for slot in self._slots if slot.in_bucket or slot.param.requires_grad]
         if wanted == self._members and all(bucket.fits() for bucket in self._buckets):
@@ -221,7 +221,7 @@ class Reducer:
             nbytes += slot.param.numel() * slot.accumulate_dtype.itemsize
         last = len(groups) - 1
         backend = self._accumulators.backend
-        self._buckets = [Bucket(group, index == last, backend) for index, group in enumerate(groups)]
+        self._buckets = [ReduceBucket(group, index == last, backend) for index, group in enumerate(groups)]
 
     def _check(self, slot: Slot) -> None:
         """Raise ValueError where a parameter's gradients cannot be reduced."""
@@ -244,7 +244,7 @@ class Reducer:
         self._release(self._members)
         self._members, self._buckets = [], []
 
-    def reduce(self, part: Part, divisor: int = 1) -> Totals:
+    def reduce(self, part: RankNumbers, divisor: int = 1) -> Totals:
         """Replace each accumulator by the sum over all ranks' of it, divided by `divisor`.
 
         A parameter that has no accumulator here has one then if it has on any rank.
@@ -253,7 +253,7 @@ class Reducer:
             RuntimeError: a gradient is sparse; the ranks are not at the same reduction; or a rank has failed.
         """
         if not self._absent:
-            self.follow()
+            self.rebuild_buckets()
         while len(self._absent) < len(self._buckets):
             self.launch_next(part, divisor)
         absent, self._absent = self._absent, []
@@ -269,7 +269,7 @@ class Reducer:
         self._under_way = False
         return totals
 
-    def launch_next(self, part: Part, divisor: int) -> None:
+    def launch_next(self, part: RankNumbers, divisor: int) -> None:
         """Send the first bucket that is not on its way; arguments as `reduce`, which is to follow.
 
         Raises:
@@ -307,7 +307,7 @@ class Reducer:
             for bucket in self._buckets:
                 bucket.renew()
 
-    def _gather(self, bucket: Bucket) -> set[int]:
+    def _gather(self, bucket: ReduceBucket) -> set[int]:
         """Bring the accumulators into the bucket's memory; the indices of those that there are not."""
         accumulators = self._accumulators
         accumulators.rescaler.apply(bucket.slots)
@@ -331,7 +331,7 @@ class Reducer:
                 view.copy_(accumulator)
         return absent
 
-    def _scatter(self, bucket: Bucket, absent: Collection[int]) -> None:
+    def _scatter(self, bucket: ReduceBucket, absent: Collection[int]) -> None:
         """Make what was added up the accumulators."""
         grads = self._accumulators.grads
         for index in bucket.present(absent):
@@ -350,7 +350,7 @@ class Reducer:
         if grads.exposed:
             increment_version(written)
 
-    def _send(self, part: Part, numbers_: Tensor) -> None:
+    def _send(self, part: RankNumbers, numbers_: Tensor) -> None:
         """Write the window's numbers behind the gradients."""
         self._number += 1
         device = numbers_.device

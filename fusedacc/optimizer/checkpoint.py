@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..accumulators import Accumulators, GradState, Slot
-from ..distributed import Place
+from ..distributed import RankPlace
 from ..kernels import tuning
 from . import checkpoint_checks as checks
 from . import ranked_checkpoint
@@ -79,7 +79,7 @@ def save(
     accumulators: Accumulators,
     masters: MasterWeights | None,
     include_partial: bool,
-    place: Place,
+    place: RankPlace,
 ) -> dict[str, Any]:
     """The inner state_dict, the counters, masters and, of a part-filled window, copies of the sums.
 
@@ -113,7 +113,7 @@ def save(
 
 
 def _sums(
-    own: dict[str, Any], slots: dict[int, Slot], window: Window, accumulators: Accumulators, place: Place
+    own: dict[str, Any], slots: dict[int, Slot], window: Window, accumulators: Accumulators, place: RankPlace
 ) -> dict[int, dict[str, Tensor]]:
     """A part-filled window's sums, with the counters beside each; `own` gets how many there are."""
     sums = {index: accumulators.grads.current(slot) for index, slot in slots.items()}
@@ -252,7 +252,7 @@ class _Parts:
             self.masters[name] = entry[MASTER]
         return {key: value for key, value in entry.items() if key not in OURS}
 
-    def check(self, slots: dict[Any, Slot], window: Window, masters: bool, place: Place) -> None:
+    def check(self, slots: dict[Any, Slot], window: Window, masters: bool, place: RankPlace) -> None:
         """Take of the sums of many ranks this one's.
 
         Args:
@@ -335,7 +335,7 @@ def load(
     accumulators: Accumulators,
     masters: MasterWeights | None,
     state_dict: dict[str, Any],
-    place: Place,
+    place: RankPlace,
 ) -> None:
     """Load a checkpoint of the wrapper or of the bare inner optimizer.
 
@@ -435,7 +435,7 @@ def snapshot(window: Window, accumulators: Accumulators, masters: MasterWeights 
             else None
             for slot in accumulators.slots
         ],
-        "spent": grads.spent,
+        "spent": grads.consumed,
         "choices": dict(accumulators.choices),
         "noise": accumulators.noise.state(),
     }
@@ -452,7 +452,7 @@ def restore_snapshot(
     accumulators.choices.update(kept["choices"] or {})
     accumulators.noise.restore(kept["noise"], accumulators.slots)
     if kept["spent"]:
-        accumulators.grads.note_spent()
+        accumulators.grads.mark_consumed()
     for slot, master in zip(accumulators.slots, kept["masters"] or (), strict=False):
         if master is not None and masters is not None:
             masters.put(slot, master)

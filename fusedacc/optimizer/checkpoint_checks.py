@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..accumulators import Slot
-from ..accumulators.noise import MOST_REDUCTIONS
+from ..accumulators.noise import MAX_ALL_REDUCES
 from ..accumulators.reduction import NAMES
 from ..kernels.rounding_arguments import MOST_ADDITIONS, MOST_SEEDS
 from . import window_fields
@@ -90,7 +90,7 @@ _PER_RANK = {field.name for field in window_fields.FIELDS if field.ranks is not 
 _NOISE = {
     "seed": MOST_SEEDS,
     "addition": MOST_ADDITIONS,
-    "reduction": MOST_REDUCTIONS,
+    "reduction": MAX_ALL_REDUCES,
     "written": MOST_ADDITIONS,
 }
 

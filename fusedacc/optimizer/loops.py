@@ -79,15 +79,15 @@ class Loop(abc.ABC):
     ) -> contextlib.AbstractContextManager[None]:
         """Context around a micro-batch."""
 
-    def follow(self) -> list[Slot]:
+    def sync_param_groups(self) -> list[Slot]:
         """Be in step with what users have done to parameters; the slots that are new.
 
-        Raises as `ParameterSet.follow` and `HookRegistry.refresh`.
+        Raises as `ParameterSet.sync_param_groups` and `HookRegistry.refresh`.
         """
         pipelines.install()
         if self._accumulation.ignoring:
             self._accumulation.bring_back()
-        fresh = self._parameters.follow(self._capture, self._masters)
+        fresh = self._parameters.sync_param_groups(self._capture, self._masters)
         if self._registry.reshaped:
             self._registry.refresh()
         return fresh
@@ -102,7 +102,7 @@ class Loop(abc.ABC):
 
     def _clear(self, set_to_none: bool) -> None:
         """Begin a window from nothing; zeros stay in p.grad unless `set_to_none`."""
-        self._parameters.follow(self._capture, self._masters)
+        self._parameters.sync_param_groups(self._capture, self._masters)
         self._parameters.forget_casts()
         self._window.clear()
         # As torch's own zero_grad names itself in a profile (torch/optim/optimizer.py).
@@ -128,7 +128,7 @@ class CountedLoop(Loop):
             self._capture.drop_failed_backwards()
         if window.tainted is not None:
             window.check_untainted()
-        self.follow()
+        self.sync_param_groups()
         window.begin_step()
         if not self._inner.state and self._update.is_asked_for_state():
             with self._parameters.without_casts():
@@ -147,7 +147,7 @@ class CountedLoop(Loop):
         window = self._window
         if not (window.micro_step or window.micro.ran):
             self._registry.refresh()
-            self._accumulators.grads.disown_replaced()
+            self._accumulators.grads.mark_user_gradients()
         waiting = window.unsynchronised and not window.micro.ran  # for a backward that synchronises
         if self._inner.defaults.get("differentiable"):
             self._check_graphless()
@@ -176,7 +176,7 @@ class CountedLoop(Loop):
         window = self._window
         self._capture.drop_failed_backwards()
         if window.tainted is None and not self._registry.closed:
-            self.follow()
+            self.sync_param_groups()
             self._collect()
         return window.full or (window.micro.ran and window.will_update)
 
@@ -207,7 +207,7 @@ class CountedLoop(Loop):
         window = self._window
         if not window.withheld:
             window.check_synchronised("flush() would update every rank with gradients of its own")
-        self.follow()
+        self.sync_param_groups()
         # After the update, a parameter that was cast before it would look cast since.
         self._registry.refresh()
         if self._accumulation.shards:
@@ -215,7 +215,7 @@ class CountedLoop(Loop):
         if window.withheld:
             self._accumulation.synchronise(self._registry.refresh)
         if window.empty:
-            self._accumulators.grads.disown_replaced()
+            self._accumulators.grads.mark_user_gradients()
         self._collect_stored()
         if window.micro.ran:
             window.end_micro_batch()
@@ -255,9 +255,9 @@ class CountedLoop(Loop):
         if ratio is None:
             self._accumulators.clear()
         else:
-            self._accumulators.leave_step()
+            self._accumulators.end_update()
             if self._capture.bypassed:
-                self._accumulators.grads.drop_spent()
+                self._accumulators.grads.drop_consumed()
         self._end_update(skipped)
 
     def zero_grad(self, set_to_none: bool) -> None:
@@ -298,14 +298,14 @@ class ManualLoop(Loop):
         """Update; returns what the inner optimizer's step returned."""
         self._capture.drop_failed_backwards()
         window = self._window
-        self._follow()
+        self._sync_and_note_gradients()
         self._accumulators.grads.clear_ignored()
         window.begin_step()
         if closure is None and not self._inner.state and self._update.is_asked_for_state():
             with self._parameters.without_casts():
                 return self._update.make_state()
         if window.in_context and window.micro.ran:
-            self._accumulation.collect_stock()
+            self._accumulation.collect_autograd_gradients()
             window.end_micro_batch()
 
         with self._parameters.without_casts():
@@ -315,22 +315,22 @@ class ManualLoop(Loop):
                 window.check_untainted()
                 ratio = self._accumulation.conclude() if self._reduces else 1.0
                 loss, skipped = self._update.step(ratio, scaling, arguments)
-        self._accumulators.leave_step()
+        self._accumulators.end_update()
         self._end_update(skipped)
         return loss
 
-    def _follow(self) -> None:
+    def _sync_and_note_gradients(self) -> None:
         """Be in step with groups that were changed by hand.
 
         Inside `accumulate()`, what autograd has stored for parameters that are new belongs to this
         micro-batch.
         """
         window = self._window
-        for slot in self.follow():
+        for slot in self.sync_param_groups():
             if window.in_context and slot.param.grad is not None:
                 window.micro.ran = True
                 if window.reduction.weighs:
-                    self._accumulators.grads.note_stock(slot)
+                    self._accumulators.grads.note_autograd_gradient(slot)
 
     def closes_window(self) -> bool:
         """Whether a `step()` now would update."""
@@ -368,7 +368,7 @@ class ManualLoop(Loop):
             return loss
 
         self._finish_sums()
-        self._accumulators.enter_step(self._accumulators.finals())
+        self._accumulators.begin_update(self._accumulators.sums_for_update())
         try:
             return self._inner.step(evaluate, **arguments)
         finally:
@@ -392,8 +392,8 @@ class ManualLoop(Loop):
             yield
         finally:
             self._capture.drop_failed_backwards()
-            self._follow()
+            self._sync_and_note_gradients()
             window = self._window
             if window.micro is micro and micro.ran and window.tainted is None:
-                self._accumulation.collect_stock()
+                self._accumulation.collect_autograd_gradients()
                 window.end_micro_batch()

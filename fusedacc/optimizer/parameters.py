@@ -161,7 +161,7 @@ class ParameterSet:
         except Exception:
             groups.pop()
             raise
-        if len(self._seen) == last:  # else `follow` finds out what has become of the others
+        if len(self._seen) == last:  # else `sync_param_groups` finds out what has become of the others
             self._seen.append(list(groups[last]["params"]))
         self.slots.extend(slots)
         self._take_in(slots, capture)
@@ -184,7 +184,7 @@ class ParameterSet:
                 return False
         return True
 
-    def follow(self, capture: Capture, masters: MasterWeights | None) -> list[Slot]:
+    def sync_param_groups(self, capture: Capture, masters: MasterWeights | None) -> list[Slot]:
         """Be in step with groups that were changed by hand: parameters put in, taken out, or replaced.
 
         What is new is hooked; what is gone is given back as `close` would, and what was summed of its

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..accumulators import Accumulators
-from ..distributed import DataParallel, Part
+from ..distributed import DataParallel, RankNumbers
 from .window import Window
 
 
@@ -46,7 +46,7 @@ class RankReduction:
             return
         if not window.counted:
             if self.reduces_each and parallel.synchronises:
-                parallel.overlap(Part(0), parallel.world_size)
+                parallel.overlap(RankNumbers(0), parallel.world_size)
         elif (
             window.will_update
             and window.totals is None
@@ -55,13 +55,13 @@ class RankReduction:
         ):
             parallel.overlap(self._part(ending=True), 1)
 
-    def _part(self, ending: bool) -> Part:
+    def _part(self, ending: bool) -> RankNumbers:
         """What this rank adds to the window's numbers. `ending`: the micro-batch at hand counts."""
         window = self.window
         weight, added = window.weight_total, window.micro.weight
         if ending and window.reduction.weighs and added is not None:
             weight = weight + added
-        return Part(
+        return RankNumbers(
             window.micro_step + ending + window.extra_micro_batches,
             weight,
             self.flushing,
@@ -102,7 +102,7 @@ class RankReduction:
             totals = parallel.reduce(part, parallel.world_size if self.reduces_each else 1)
         window.reduced = True
         if not self.reduces_each:
-            window.settle(totals)
+            window.set_totals(totals)
         self.all_flush = self.flushing and int(totals.num_flushing) == parallel.world_size
 
     def join(self, parallel: DataParallel | None) -> None:
@@ -123,6 +123,6 @@ class RankReduction:
         accumulators.grads.make_private()
         with torch.no_grad():
             accumulators.rescaler.rescale(
-                accumulators.grads.held(accumulators.slots), 1.0 / self.window.ranks
+                accumulators.grads.with_accumulator(accumulators.slots), 1.0 / self.window.ranks
             )
         self.window.totals, self.window.reopened = None, True

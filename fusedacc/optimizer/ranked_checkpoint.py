@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..accumulators import Slot
 from ..accumulators.reduction import reduction_of
-from ..distributed import Place
+from ..distributed import RankPlace
 from ..distributed.rows import own_rows, spread
 from . import checkpoint_checks as checks
 from .window import Window
@@ -62,7 +62,7 @@ def rows_of(
     }
 
 
-def row(said: dict[str, Any], total: Tensor, reduced: bool, place: Place) -> dict[str, Any]:
+def row(said: dict[str, Any], total: Tensor, reduced: bool, place: RankPlace) -> dict[str, Any]:
     """What stands with a parameter's state of this rank's sum.
 
     Args:
@@ -82,7 +82,7 @@ def of_rank(
     sums: Mapping[Any, Tensor],
     rows: Mapping[Any, Any],
     counters: Mapping[Any, Any],
-    place: Place,
+    place: RankPlace,
 ) -> tuple[dict[str, Any], dict[Any, Tensor], dict[Any, dict[str, Any]]]:
     """A ranked window's share for this rank, as a checkpoint of one process would hold it.
 
@@ -132,7 +132,7 @@ def of_rank(
 
 
 def of_one(
-    own: dict[str, Any], sums: Mapping[Any, Tensor], counters: Mapping[Any, Any], place: Place
+    own: dict[str, Any], sums: Mapping[Any, Tensor], counters: Mapping[Any, Any], place: RankPlace
 ) -> tuple[dict[str, Any], dict[Any, Tensor], dict[Any, dict[str, Any]]]:
     """As `of_rank`, of a window that one process has saved: the first rank goes on with its sums."""
     fresh = Window(None, None).state(over_ranks=True)
@@ -150,7 +150,9 @@ def of_one(
     return result, totals, {name: result | said[name] for name in kept}
 
 
-def _records(name: Any, saved: Any, own: dict[str, Any], share: range, place: Place) -> list[dict[str, Any]]:
+def _records(
+    name: Any, saved: Any, own: dict[str, Any], share: range, place: RankPlace
+) -> list[dict[str, Any]]:
     """What this rank's rows say of a parameter, one after the other."""
     found = [unpacked(row) for row in _rows_of(name, saved, len(share), place)]
     for rank, record in zip(share, found, strict=True):
@@ -158,7 +160,7 @@ def _records(name: Any, saved: Any, own: dict[str, Any], share: range, place: Pl
     return found
 
 
-def _rows_of(name: Any, saved: Any, count: int, place: Place) -> Tensor:
+def _rows_of(name: Any, saved: Any, count: int, place: RankPlace) -> Tensor:
     """This rank's rows of what was saved of a parameter; `count` of them."""
     try:
         found = own_rows(saved, place)
@@ -169,7 +171,7 @@ def _rows_of(name: Any, saved: Any, count: int, place: Place) -> Tensor:
     return found
 
 
-def _merged(windows: Sequence[dict[str, Any]], own: dict[str, Any], place: Place) -> dict[str, Any]:
+def _merged(windows: Sequence[dict[str, Any]], own: dict[str, Any], place: RankPlace) -> dict[str, Any]:
     """The state of one window in which those of some ranks go on; of none: at the same micro-batch."""
     merged = own["window"] | {field.name: field.merged(windows, own["window"]) for field in FIELDS}
     done = sum(window["micro_step"] + window["ran"] + window.get("carried", 0) for window in windows)
@@ -181,7 +183,7 @@ def _merged(windows: Sequence[dict[str, Any]], own: dict[str, Any], place: Place
     return merged
 
 
-def _unit(own: dict[str, Any], place: Place) -> float:
+def _unit(own: dict[str, Any], place: RankPlace) -> float:
     """By what the sums of the ranks that there were are multiplied to be sums of those that there are."""
     return reduction_of(own["reduction"]).scale_for_ranks(own["counted"], own["ranks"], place.count)
 

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..accumulators import Accumulators, Slot
-from ..accumulators.p_grad import Finals
+from ..accumulators.p_grad import SumsForUpdate
 from ..autograd.registration import HookRegistry
 from ..distributed import mesh_norm
 from ..kernels import launch_events, norm_prefetch, norms, torch_state
@@ -198,9 +198,9 @@ class Update:
         if self._registry.reshaped:
             self._check_state()
         if isinstance(ratio, Tensor):
-            faulty = self._window.faulty
-            if faulty is not None:
-                scaling.drop_if(faulty)
+            invalid = self._window.weights_invalid
+            if invalid is not None:
+                scaling.drop_if(invalid)
         if isinstance(ratio, Tensor) or ratio != 1.0:
             scaling.multiply(ratio)
         try:
@@ -232,7 +232,7 @@ class Update:
     @contextlib.contextmanager
     def _swapped(self, masters: MasterWeights, slots: list[Slot] | None) -> Iterator[None]:
         if slots is None:
-            slots = self._accumulators.finals().slots
+            slots = self._accumulators.sums_for_update().slots
         try:
             with masters.swapped(slots):
                 yield
@@ -274,33 +274,33 @@ class Update:
     def prepare(self, scaling: Scaling) -> bool:
         """Ready every p.grad. Returns whether the inner optimizer's kernel drops what is not finite."""
         self.applied = False
-        finals = self._accumulators.finals()
-        multiplier = self._measure(scaling, finals)
+        sums = self._accumulators.sums_for_update()
+        multiplier = self._measure(scaling, sums)
         # Where sums are on a CPU and on a GPU, torch's kernel on the CPU reads the scale before it arrives.
-        kernel = takes_scale(self._inner) and len(finals.on_gpu) < 2
+        kernel = takes_scale(self._inner) and len(sums.on_gpu) < 2
         # float64 would lose digits to the kernel's float32 scale, and what is cast has to be scaled before.
-        uniform = not finals.need_casts and torch.float64 not in finals.dtypes
+        uniform = not sums.need_casts and torch.float64 not in sums.dtypes
         if kernel and multiplier is not None and uniform:
-            device = finals.tensors[0].device if finals.tensors else None
-            self._accumulators.enter_step(finals)
+            device = sums.tensors[0].device if sums.tensors else None
+            self._accumulators.begin_update(sums)
             self._inner.grad_scale = _reciprocal(multiplier, device)  # type: ignore[attr-defined]
         else:
             self.applied = multiplier is not None
-            self._accumulators.enter_step(finals, 1.0 if multiplier is None else multiplier)
+            self._accumulators.begin_update(sums, 1.0 if multiplier is None else multiplier)
         if scaling.found_inf is None or not kernel or self._would_leave_garbage():
             return False
         self._inner.found_inf = scaling.found_inf  # type: ignore[attr-defined]
         return True
 
-    def _measure(self, scaling: Scaling, finals: Finals) -> float | Tensor | None:
+    def _measure(self, scaling: Scaling, sums: SumsForUpdate) -> float | Tensor | None:
         """By what the sums are to be multiplied, clipping included; None for 1. One read, if any."""
         multiplier, checks = scaling.multiplier, self.settings.skip_nonfinite or scaling.checks
         self.grad_norm = None
         if self.settings.max_grad_norm is None and not checks:
             return multiplier
-        if not finals.tensors:
+        if not sums.tensors:
             return multiplier
-        norm, nonfinite = self._norm(finals)
+        norm, nonfinite = self._norm(sums)
         if multiplier is not None:
             norm = (norm * near(multiplier, norm)).to(norm.dtype)
         self.grad_norm = norm
@@ -311,16 +311,16 @@ class Update:
         clip = (self.settings.max_grad_norm / (norm + EPSILON)).clamp(max=1.0)
         return clip if multiplier is None else clip * near(multiplier, clip)
 
-    def _norm(self, finals: Finals) -> tuple[Tensor, Tensor]:
+    def _norm(self, sums: SumsForUpdate) -> tuple[Tensor, Tensor]:
         """Norm of the accumulators, and a float32 flag for inf and nan; reads what has no norm recorded."""
         accumulators = self._accumulators
-        found, unread = accumulators.norms.take(finals.slots, finals.tensors)
-        dtype = torch.float64 if torch.float64 in finals.dtypes else torch.float32
+        found, unread = accumulators.norms.take(sums.slots, sums.tensors)
+        dtype = torch.float64 if torch.float64 in sums.dtypes else torch.float32
         unusual = not set(map(type, unread)) <= {Tensor}
         over = mesh_norm if unusual and any(map(is_distributed, unread)) else norms
         norm_type = self.settings.norm_type
         measured = over.norm_with_partials(unread, found, norm_type, dtype, accumulators.backend)
-        norm_prefetch.tune_once(finals.tensors)
+        norm_prefetch.tune_once(sums.tensors)
         return measured
 
     def _would_leave_garbage(self) -> bool:

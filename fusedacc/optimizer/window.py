@@ -1,9 +1,24 @@
-"""The accumulation window: what counts, what it weighs and when it is full. No tensors here, but for weights
-that stay on the device.
+"""The accumulation window: it counts and weighs micro-batches, and knows when it is full.
 
-Sums are kept in a unit, `factor`: every sum, times what it owes, is `factor` times what was put in. It is 1
-until the final scale of the window is known (`target`), as a rule when its last micro-batch begins. From then
-on gradients are added in the final unit; the sums that there are owe the ratio, which these additions pay.
+It also knows by what gradients are multiplied. It holds no tensors but weights that stay on the device.
+
+Note [The window's scales]
+Five factors multiply gradients. With g_i a gradient of the window's i-th micro-batch, at any time
+
+    deferred_scale * accumulator  =  sum_scale * (sum over i of gradient_scale_i * g_i)
+
+and in the end
+
+    final gradient  =  final_scale * (sum over i of gradient_scale_i * g_i)
+                    =  ratio * deferred_scale * accumulator
+
+- `gradient_scale`: of one micro-batch: its weight, or 1 / (number of micro-batches and ranks), or 1.
+- `sum_scale`: of all sums. It is 1 until the final scale is known, as a rule when the window's last
+  micro-batch begins; then it is `final_scale`, and gradients are added already multiplied by it.
+- `deferred_scale`: of one accumulator (Note [The deferred scale]): what it lacks of the equation. Where
+  `sum_scale` changes, every accumulator must be multiplied by new / old: the next addition does so.
+- `final_scale`: of the window. `Reduction.final_scale` has the formula.
+- the ratio `final_scale / sum_scale`: what is left for the update to multiply by (`Accumulation.conclude`).
 """
 
 from __future__ import annotations
@@ -96,7 +111,7 @@ class Window:
         #: Negative where ranks were added.
         self.extra_micro_batches = 0
         self.weight_total: float | Tensor = 0.0
-        self.factor: float | Tensor = 1.0
+        self.sum_scale: float | Tensor = 1.0
         #: Where weights are on a device: a 0-dim bool tensor, whether one was negative or nan.
         self.bad_weights: Tensor | None = None
         self.tainted: str | None = None
@@ -115,8 +130,8 @@ class Window:
         self.reopened = False
         #: Whether no backward has come since the ranks' sums were made equal.
         self.reduced = False
-        #: What `target` is with `totals`.
-        self._final: float | Tensor | None = None
+        #: The final scale computed from `totals`.
+        self._final_of_totals: float | Tensor | None = None
         #: The last final factor that was asked for on a device, and the weights it is of.
         self._reciprocal: tuple[Tensor | float, Tensor | float | None, Tensor] | None = None
 
@@ -168,8 +183,8 @@ class Window:
         return self.schedule is None or self.micro_step + 1 >= (self._steps or self.steps)
 
     @property
-    def base_scale(self) -> float | Tensor:
-        """By what a gradient is multiplied as it is added, before the unit of the sums.
+    def gradient_scale(self) -> float | Tensor:
+        """The micro-batch's own factor of its gradients (Note [The window's scales]).
 
         Raises:
             RuntimeError: a weight is needed and not set, or a manual loop that counts is outside
@@ -190,12 +205,12 @@ class Window:
         return 1.0 / self.divided_by
 
     @property
-    def leaves_out(self) -> bool:
+    def has_zero_weight(self) -> bool:
         """Whether the micro-batch at hand has weight 0 and adds nothing; other ranks' may add something."""
         return self.reduction.weighs and _is_zero(self.micro.weight) and not self.shards
 
     @property
-    def faulty(self) -> Tensor | None:
+    def weights_invalid(self) -> Tensor | None:
         """Where weights are on a device: 0-dim float32, 1 if no mean can be taken over them."""
         total = self.weight_total if self.totals is None else self.totals.weight
         if not (self.reduction.weighs and isinstance(total, Tensor)):
@@ -203,8 +218,8 @@ class Window:
         wrong = ~((total > 0) & total.isfinite())
         return (wrong if self.bad_weights is None else wrong | self.bad_weights).float()
 
-    def target(self, ending: bool = False, partial: bool = False) -> float | Tensor | None:
-        """The final factor of the window's sums, or None where it is not known or all weights are 0.
+    def final_scale(self, ending: bool = False, partial: bool = False) -> float | Tensor | None:
+        """The final scale of the window's sums, or None where it is not known or all weights are 0.
 
         A tensor is the same object as long as the weights are.
 
@@ -215,7 +230,7 @@ class Window:
         if not self.reduction.divides:
             return 1.0
         if self.ranks > 1:
-            return self._target_over_ranks()
+            return self._final_scale_over_ranks()
         count = self.micro_step + ending + self.extra_micro_batches
         if self.reduction.counts:
             if self.counted and not (
@@ -239,16 +254,18 @@ class Window:
         total = ended if weight is None else ended + weight
         return self.reduction.final_scale(self.divided_by, count, total)
 
-    def _target_over_ranks(self) -> float | Tensor | None:
-        """`target`, of the sums of all ranks; None before they are that, but for what is likely then."""
+    def _final_scale_over_ranks(self) -> float | Tensor | None:
+        """The final scale of the sums of all ranks; before the all-reduce 1 for a counted mean, else None."""
         if self.totals is None:
             return 1.0 if self.counted and self.reduction.counts else None
-        return self._final
+        return self._final_of_totals
 
-    def settle(self, totals: Totals) -> None:
-        """The sums are those of all ranks now, and these are their numbers."""
+    def set_totals(self, totals: Totals) -> None:
+        """Note the numbers of all ranks, whose sums these are now."""
         self.totals, self.bad_weights = totals, totals.bad_weights
-        self._final = self.reduction.final_scale(self.divided_by, totals.micro_batches, totals.weight)
+        self._final_of_totals = self.reduction.final_scale(
+            self.divided_by, totals.micro_batches, totals.weight
+        )
 
     def _weight_of(self, ended: float | Tensor, weight: float | Tensor | None) -> float:
         """The window's weight on the host, nan if one was none."""
@@ -310,7 +327,7 @@ class Window:
         self.has_updated = True
 
     def taint(self, reason: str) -> None:
-        """What is in the accumulators is neither old nor new, for this reason."""
+        """Mark the window unusable, because its sums are partly updated, and note the reason."""
         self.tainted = reason
 
     @contextlib.contextmanager
@@ -378,7 +395,7 @@ class Window:
     def saved_totals(self, numbers: list[float] | None) -> None:
         if numbers is not None:
             micro_batches, weight, num_flushing = numbers
-            self.settle(Totals(micro_batches, weight, num_flushing, None))
+            self.set_totals(Totals(micro_batches, weight, num_flushing, None))
 
 
 def fresh_window(state: dict[str, Any]) -> dict[str, Any]:

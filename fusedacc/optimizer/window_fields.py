@@ -117,7 +117,7 @@ FIELDS = (
     Field("weight_total", "weight_total", *A_NUMBER, Ranks.SUM),
     Field(
         "factor",
-        "factor",
+        "sum_scale",
         *A_NUMBER,
         Ranks.OWN,
         holds_over_ranks=(_is_factor, "a finite number that is not 0"),

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from ..accumulators import Accumulators
 from ..autograd.capture import Capture
-from ..distributed import DataParallel, Place, check, parallel_in
+from ..distributed import DataParallel, RankPlace, check, parallel_in
 from ..kernels import registry, torch_state, tuning
 from ..kernels.rounding_arguments import STOCHASTIC, checked_seed
 from ..nn import name_slots
@@ -287,7 +287,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
             RuntimeError: contexts are nested.
         """
         window = self._window
-        self._follow()
+        self._sync_param_groups()
         self._capture.registry.refresh()
         if self._accumulation.ranks.parallel is None:
             self._attach_if_parallel(model)
@@ -308,7 +308,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         counts, those of the passes inside stay there to be read, until the next backward pass that counts,
         an update, or `zero_grad()`, in mid-window too. A forward of a compiled model belongs inside as well.
         """
-        self._follow()
+        self._sync_param_groups()
         self._capture.registry.refresh()
         self._capture.drop_failed_backwards()
         self._capture.hooks.stop_adding()
@@ -351,16 +351,16 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         self._accumulation.bring_back()
         if self._accumulation.ranks.parallel is not None:
             self._accumulation.ranks.parallel.abandon()
-        self._parameter_set.follow(self._capture, self._masters)
+        self._parameter_set.sync_param_groups(self._capture, self._masters)
         self._parameter_set.forget_casts()
         self._accumulators.clear()
         self._window.reset()
         self._capture.registry.refresh()
 
-    def _follow(self) -> None:
+    def _sync_param_groups(self) -> None:
         """Be in step with what users have done to groups and parameters."""
         if not self._closed:
-            self._loop.follow()
+            self._loop.sync_param_groups()
 
     def refresh_master_weights(self) -> None:
         """With `master_weights`: make every float32 master the value of its parameter, low bits and all.
@@ -411,7 +411,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
 
     def explain(self) -> str:
         """A table: each parameter's path, backend, dtypes, bytes per micro-batch, and why; and the update."""
-        self._follow()
+        self._sync_param_groups()
         self._capture.registry.refresh()
         update = self._inner_update.describe(self._masters is None, self._window.private)
         if self._masters is not None:
@@ -681,7 +681,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         self._window.check_untainted()
         if include_partial:
             self._window.check_synchronised("state_dict(include_partial=True) would save one rank's part")
-        self._follow()
+        self._sync_param_groups()
         self._count_skipped()
         parts = self._window, self._accumulators, self._masters
         return checkpoint.save(self.optimizer, *parts, include_partial, self._place)
@@ -696,7 +696,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
                 What its state must be like only that one knows: what it takes is not looked at.
         """
         self._capture.drop_failed_backwards()
-        self._follow()
+        self._sync_param_groups()
         self._count_skipped()
         try:
             parts = self._window, self._accumulators, self._masters
@@ -710,9 +710,9 @@ class AccumulatingOptimizer(Optimizer, Joinable):
             self._capture.registry.refresh()
 
     @property
-    def _place(self) -> Place:
+    def _place(self) -> RankPlace:
         parallel = self._accumulation.ranks.parallel
-        return Place() if parallel is None else parallel.place
+        return RankPlace() if parallel is None else parallel.place
 
     def __getstate__(self) -> dict[str, Any]:
         self._capture.drop_failed_backwards()
@@ -721,7 +721,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
                 "a copy or a pickle of the optimizer has no data_parallel, and this window holds one rank's "
                 "part of the sums; allowed: between windows, or state_dict()"
             )
-        self._follow()
+        self._sync_param_groups()
         self._count_skipped()
         own = {name: value for name, value in self.__dict__.items() if name not in _REBUILT}
         own["_finishing"] = dataclasses.astuple(self._update_settings)  # so pickles have it

@@ -26,7 +26,7 @@ from .batches import Batch
 from .budget import available, format_bytes
 from .copies import Recipe, fake_copy, real_copy, recipe_of
 from .fake_operators import GroupedProducts, RunLstmByOneDnn
-from .operators import Trials
+from .operators import OperatorTrials
 from .recorded import Look, recorded_peak
 from .trace import Trace
 from .training import KIND_IN, MICRO_BATCHES, LossFunction, held, train, windows_of
@@ -78,7 +78,7 @@ class Predictor:
         #: Fake tensors run on a CPU where torch has not that device, and oneDNN's needs are not its.
         self.runs_there = _has(device)
         self._runs_on = device if self.runs_there else torch.device("cpu")
-        self._trials = Trials() if device.type == "cpu" else None
+        self._trials = OperatorTrials() if device.type == "cpu" else None
         self._peaks: dict[tuple[int, int], Peak] = {}
         #: Operators whose traffic shapes alone do not tell, in what `traffic` has run.
         self.uncounted: set[str] = set()

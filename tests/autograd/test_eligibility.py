@@ -103,7 +103,7 @@ def test_a_subclass_is_not_plain(native, monkeypatch):
 
 def outcome(case: Case, slot) -> Taker:
     """Who has taken the gradient of the backward that has just run."""
-    if slot.grad_state is GradState.NOT_OURS and slot.param.grad is not None:
+    if slot.grad_state is GradState.FOREIGN and slot.param.grad is not None:
         return Taker.AUTOGRAD
     return Taker.NOBODY if slot.accumulator is None else case.taker
 

@@ -98,14 +98,14 @@ def vector(gradients: tuple[float, ...], before: bool = False, **options: Any) -
     how = STOCHASTIC | {"seed": 5, "reduction": "sum", "data_parallel": dist.group.WORLD} | options
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight], lr=1.0), len(gradients), **how)
     sent = []
-    launch = reducer.Bucket.launch
+    launch = reducer.ReduceBucket.launch
 
-    def watched(bucket: reducer.Bucket, *arguments: Any) -> None:
+    def watched(bucket: reducer.ReduceBucket, *arguments: Any) -> None:
         sent.append(bucket.views[0].clone())
         launch(bucket, *arguments)
         sent.append(bucket._sent[-1][0].dtype)
 
-    with mock.patch.object(reducer.Bucket, "launch", watched):
+    with mock.patch.object(reducer.ReduceBucket, "launch", watched):
         for gradient in gradients:
             weight.backward(torch.full_like(weight, gradient))
             optimizer.step()
