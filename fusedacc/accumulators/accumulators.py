@@ -10,7 +10,6 @@ before had for gradients.
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,7 +29,7 @@ from .noise import NoiseSource
 from .p_grad import ParamGrads, SumsForUpdate
 from .param import Lane, Slot
 from .partial_norms import PartialNorms
-from .passes import Passes, Rescaler
+from .passes import Passes, Record, Rescaler
 
 
 class Accumulators:
@@ -50,16 +49,15 @@ class Accumulators:
             grain_size.tune()
         #: What was found out by trial and changes bits, by question (see `tuning`): it stays as it is.
         self.choices: dict[str, str] = {}
-        self.grads = grads = ParamGrads(slots, visible)
-        self.deferred = deferred = DeferredScales()
-        self.norms = norms = PartialNorms()
-        self.noise = noise = NoiseSource(seed)
-        self.passes = passes = Passes(slots, backend, deferred, norms, noise)
-        self._lock = lock = threading.RLock()
-        self.rescaler = rescaler = Rescaler(grads, passes, deferred, norms, lock)
-        self.in_place = InPlaceWriter(grads, deferred, norms, rescaler, noise, lock)
+        self.grads, self.deferred = ParamGrads(slots, visible), DeferredScales()
+        self.norms, self.noise = PartialNorms(), NoiseSource(seed)
+        record = Record(self.grads, self.deferred, self.norms, self.noise)
+        self._lock = record.lock
+        self.passes = Passes(record, backend)
+        self.rescaler = Rescaler(record, self.passes)
+        self.in_place = InPlaceWriter(record, self.rescaler)
         self.partial = self.in_place.partial
-        self.adder = Adder(grads, passes, deferred, norms, rescaler, self.partial, noise, lock)
+        self.adder = Adder(record, self.passes, self.rescaler, self.partial)
 
     def sums_for_update(self) -> SumsForUpdate:
         """Every accumulator there is, no scale deferred."""

@@ -10,7 +10,6 @@ adds them up. What uses the sum adds up the rows of equal index.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -22,43 +21,27 @@ from ..kernels import checks
 from ..kernels.dtypes import PAIRS, is_deferrable
 from ..kernels.local_parts import are_alike, is_distributed, local, placed_as
 from ..kernels.rounding import round_into_
-from .deferred_scale import DeferredScales, is_one, scaled, to_device_of
+from .deferred_scale import is_one, scaled, to_device_of
 from .in_place import PartialSums
 from .memory import is_sole, owns_memory, storage_users
-from .noise import NoiseSource
-from .p_grad import ParamGrads
 from .param import GradState, Lane, Slot, buffers
-from .partial_norms import PartialNorms
-from .passes import Passes, Rescaler
+from .passes import Passes, Record, Rescaler
 
 
 class Adder:
     """Adds gradients to accumulators.
 
     Args:
-        grads: where the accumulators are.
+        record: kept right by passes, and by what is done past them, too.
         passes: runs them.
-        deferred, norms: discharged and recorded by passes; by what is done past them, too.
         rescaler: multiplies before plain torch adds.
         partial: what becomes an accumulator before anything is added.
-        noise: by which sums are rounded.
-        lock: held while accumulators are added to.
     """
 
-    def __init__(
-        self,
-        grads: ParamGrads,
-        passes: Passes,
-        deferred: DeferredScales,
-        norms: PartialNorms,
-        rescaler: Rescaler,
-        partial: PartialSums,
-        noise: NoiseSource,
-        lock: threading.RLock,
-    ) -> None:
-        self._noise = noise
-        self._grads, self._passes, self._deferred, self._norms = grads, passes, deferred, norms
-        self._rescaler, self._partial, self._lock = rescaler, partial, lock
+    def __init__(self, record: Record, passes: Passes, rescaler: Rescaler, partial: PartialSums) -> None:
+        self._grads, self._deferred, self._norms = record.grads, record.deferred, record.norms
+        self._noise, self._lock = record.noise, record.lock
+        self._passes, self._rescaler, self._partial = passes, rescaler, partial
 
     def may_adopt(self, slot: Slot, gradient: Tensor) -> bool:
         """Whether a gradient is likely to become the accumulator once nobody but us refers to it."""

@@ -11,19 +11,15 @@ added, stored or read. What a failed backward has written is forgotten.
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
 
 from ..kernels.rounding import Noise, round_into_
-from .deferred_scale import DeferredScales, to_device_of
-from .noise import NoiseSource
-from .p_grad import ParamGrads
+from .deferred_scale import to_device_of
 from .param import PRODUCT_PATHS, Slot, buffers
-from .partial_norms import PartialNorms
-from .passes import Rescaler
+from .passes import Record, Rescaler
 
 #: Adds one gradient: `(accumulator, scale, beta, noise)`, accumulator = beta * accumulator + scale *
 #: gradient, rounded by the noise if there is any.
@@ -33,18 +29,10 @@ Write = Callable[[Tensor, float | Tensor, float | Tensor, Noise | None], None]
 class InPlaceWriter:
     """Hands accumulators to those who add by themselves; arguments as `Adder`."""
 
-    def __init__(
-        self,
-        grads: ParamGrads,
-        deferred: DeferredScales,
-        norms: PartialNorms,
-        rescaler: Rescaler,
-        noise: NoiseSource,
-        lock: threading.RLock,
-    ) -> None:
-        self._grads, self._deferred, self._norms = grads, deferred, norms
-        self._rescaler, self._noise, self._lock = rescaler, noise, lock
-        self.partial = PartialSums(grads, rescaler, noise, lock)
+    def __init__(self, record: Record, rescaler: Rescaler) -> None:
+        self._grads, self._deferred, self._norms = record.grads, record.deferred, record.norms
+        self._rescaler, self._noise, self._lock = rescaler, record.noise, record.lock
+        self.partial = PartialSums(record, rescaler)
         #: Whether any module has ever added to an accumulator by itself.
         self.any_written = False
 
@@ -169,10 +157,13 @@ def _is_dense(accumulator: Tensor, by_rows: bool) -> bool:
 class PartialSums:
     """The stacks of which only some parts are written yet; arguments as `Adder`."""
 
-    def __init__(
-        self, grads: ParamGrads, rescaler: Rescaler, noise: NoiseSource, lock: threading.RLock
-    ) -> None:
-        self._grads, self._rescaler, self._noise, self._lock = grads, rescaler, noise, lock
+    def __init__(self, record: Record, rescaler: Rescaler) -> None:
+        self._grads, self._rescaler, self._noise, self._lock = (
+            record.grads,
+            rescaler,
+            record.noise,
+            record.lock,
+        )
         #: By slot, the stack and the indices of what is written; empty but while a backward runs.
         self.begun: dict[Slot, tuple[Tensor, set[int]]] = {}
 

@@ -228,7 +228,7 @@ class ParamGrads:
     def end_update(self) -> None:
         """After an update: the accumulator stands in p.grad again where it may, and its copy goes.
 
-        In a counted loop it is spent then.
+        In a counted loop it is consumed then.
         """
         self.generation += 1
         self.consumed = not self.visible
@@ -269,7 +269,7 @@ class ParamGrads:
         self.consumed, self.exposed = False, self.visible
 
     def keep_consumed(self, slot: Slot, moved: bool, hooked: bool) -> None:
-        """Between windows, after a parameter has changed: what was spent stays so, in p.grad's new place too.
+        """Between windows, after a parameter has changed: a consumed gradient stays so, in p.grad's new place too.
 
         Args:
             slot: the parameter's.
@@ -277,7 +277,7 @@ class ParamGrads:
             hooked: autograd cannot have stored a gradient meanwhile.
 
         Raises:
-            RuntimeError: something was added to what is spent; both can no longer be told apart.
+            RuntimeError: something was added to a consumed gradient; both can no longer be told apart.
         """
         gradient, placed = slot.param.grad, slot.placed()
         if gradient is None or placed is None or (gradient is not placed and not moved):

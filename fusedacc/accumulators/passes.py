@@ -9,6 +9,7 @@ import operator
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -27,6 +28,25 @@ from .partial_norms import PartialNorms
 #: In how many of the lists that are kept prepared a parameter may be, on average. One is usual; models that
 #: use other parameters every time would have ever new ones.
 MAX_LISTS = 2
+
+
+@dataclass(frozen=True)
+class Record:
+    """What whoever writes accumulators has to keep right.
+
+    Attributes:
+        grads: where the accumulators are.
+        deferred: by what they are yet to be multiplied.
+        norms: the partial norms of what they hold now.
+        noise: by which they are rounded; every write takes the parameter's next number.
+        lock: held while accumulators are added to.
+    """
+
+    grads: ParamGrads
+    deferred: DeferredScales
+    norms: PartialNorms
+    noise: NoiseSource
+    lock: threading.RLock = field(default_factory=threading.RLock)
 
 
 class PreparedPass:
@@ -86,26 +106,13 @@ class Passes:
     """Chooses backends and runs them.
 
     Args:
-        slots: the parameters; a list shared with its owner, who may append.
+        record: kept right by each pass.
         backend: as in `AccumulatingOptimizer`.
-        deferred: discharged by additions.
-        norms: recorded by additions.
-        noise: by which sums are rounded.
     """
 
-    def __init__(
-        self,
-        slots: Sequence[Slot],
-        backend: str,
-        deferred: DeferredScales,
-        norms: PartialNorms,
-        noise: NoiseSource,
-    ) -> None:
-        self._slots = slots
-        self._backend = backend
-        self._deferred = deferred
-        self._norms = norms
-        self._noise = noise
+    def __init__(self, record: Record, backend: str) -> None:
+        self._slots, self._backend = record.grads.slots, backend
+        self._deferred, self._norms, self._noise = record.deferred, record.norms, record.noise
         #: By the first of the parameters that were added together; the same come in every micro-batch.
         self.prepared: dict[Slot, PreparedPass] = {}
         self._kept = 0
@@ -209,23 +216,13 @@ class Rescaler:
     """Multiplies accumulators.
 
     Args:
-        grads: where the accumulators are.
-        plans: runs the passes.
-        deferred: what is still to be multiplied by.
-        norms: of accumulators before they are multiplied.
-        lock: held while accumulators are added to.
+        record: kept right.
+        passes: runs them.
     """
 
-    def __init__(
-        self,
-        grads: ParamGrads,
-        passes: Passes,
-        deferred: DeferredScales,
-        norms: PartialNorms,
-        lock: threading.RLock,
-    ) -> None:
-        self._grads, self._passes, self._deferred, self._norms = grads, passes, deferred, norms
-        self._lock = lock
+    def __init__(self, record: Record, passes: Passes) -> None:
+        self._grads, self._deferred, self._norms = record.grads, record.deferred, record.norms
+        self._lock, self._passes = record.lock, passes
 
     def defer(self, ratio: float | Tensor) -> None:
         """acc *= ratio for every accumulator: by the next addition to it, or by `apply`."""

@@ -231,7 +231,7 @@ class CountedLoop(Loop):
         try:
             while True:
                 if self._window.empty:
-                    self._accumulators.grads.make_private()  # what was spent is no part of this one
+                    self._accumulators.grads.make_private()  # what was consumed is no part of this one
                 again = copy.copy(scaling)  # an update changes it
                 self._close_window(scaling, arguments, partial=True)
                 if ranks.all_flush or not until_all:

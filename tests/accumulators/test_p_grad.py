@@ -1,4 +1,4 @@
-"""What an update has consumed is spent: it stays visible, and is never counted again."""
+"""What an update has consumed stays visible, and is never counted again."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def swap(layer: nn.Module) -> None:
 @pytest.mark.parametrize("clipped", [True, False])
 @pytest.mark.parametrize("tells", [True, False])
 def test_a_parameter_that_moves_before_the_next_backward(change, clipped, tells):
-    """Where a node without our hook may have added to what is spent, `step()` refuses."""
+    """Where a node without our hook may have added to a consumed gradient, `step()` refuses."""
     layer = nn.Linear(2, 2, bias=False)
     inner = torch.optim.SGD(layer.parameters(), lr=0.0)
     optimizer = fusedacc.AccumulatingOptimizer(inner, 2, max_grad_norm=0.5 if clipped else None)

@@ -63,7 +63,7 @@ MISTAKES: dict[str, tuple[int, Mistake]] = {
         13,
         (Wrapper, "accumulate", lambda original, opt, weight=None: original(opt, weight=weight and 1.0)),
     ),
-    "gradients of weight 0 are added": (38, (Window, "leaves_out", always(False))),
+    "gradients of weight 0 are added": (38, (Window, "has_zero_weight", always(False))),
     "a checkpoint loses the window": (
         22,
         (Wrapper, "state_dict", lambda original, opt: original(opt, include_partial=False)),
@@ -91,11 +91,11 @@ MISTAKES: dict[str, tuple[int, Mistake]] = {
     ),
     "private gradients are shown": (6, given(private_gradients=False)),
     "groups changed by hand go unseen": (1, (ParameterSet, "in_step", always(True))),
-    "what was spent counts again": (
+    "what was consumed counts again": (
         7,
-        then(ParamGrads, "leave_step", lambda it: setattr(it, "spent", False)),
+        then(ParamGrads, "end_update", lambda it: setattr(it, "consumed", False)),
     ),
-    "what replaces p.grad is dropped": (76, (ParamGrads, "disown_replaced", lambda _, grads: None)),
+    "what replaces p.grad is dropped": (76, (ParamGrads, "mark_user_gradients", lambda _, grads: None)),
     "norms are of before p.grad was changed": (58, (PartialNorms, "clear", lambda _, norms: None)),
 }
 
