@@ -269,7 +269,7 @@ class ParamGrads:
         self.consumed, self.exposed = False, self.visible
 
     def keep_consumed(self, slot: Slot, moved: bool, hooked: bool) -> None:
-        """Between windows, after a parameter has changed: a consumed gradient stays so, in p.grad's new place too.
+        """Between windows, after a parameter has changed: a consumed gradient stays so in its new place.
 
         Args:
             slot: the parameter's.
