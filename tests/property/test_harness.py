@@ -50,7 +50,7 @@ def always(value: Any) -> property:
 MISTAKES: dict[str, tuple[int, Mistake]] = {
     "a part-filled window is divided by the full size": (
         6,
-        (Window, "target", lambda original, window, ending=False, partial=False: original(window, ending)),
+        (Window, "final_scale", lambda original, window, ending=False, partial=False: original(window, ending)),
     ),
     "zero_grad() drops the window": (2, (Wrapper, "zero_grad", lambda _, opt, *__, **___: opt.discard())),
     "a step without a backward counts": (
