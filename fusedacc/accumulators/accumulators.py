@@ -22,14 +22,13 @@ from ..kernels.local_parts import distributed_as, is_distributed, local, placed_
 from ..kernels.registry import Backend
 from ..kernels.torch_state import process_group_up
 from .add import Adder
-from .deferred_scale import DeferredScales, is_one, to_device_of
 from .in_place import InPlaceWriter
 from .memory import ALIGNMENT, SHOWN, Segment, like, tensor_references
 from .noise import NoiseSource
 from .p_grad import ParamGrads, SumsForUpdate
 from .param import Lane, Slot
-from .partial_norms import PartialNorms
-from .passes import Passes, Record, Rescaler
+from .passes import Passes, Rescaler
+from .record import DeferredScales, PartialNorms, Record, is_one, to_device_of
 
 
 class Accumulators:

@@ -21,11 +21,11 @@ from ..kernels import checks
 from ..kernels.dtypes import PAIRS, is_deferrable
 from ..kernels.local_parts import are_alike, is_distributed, local, placed_as
 from ..kernels.rounding import round_into_
-from .deferred_scale import is_one, scaled, to_device_of
 from .in_place import PartialSums
 from .memory import is_sole, owns_memory, storage_users
 from .param import GradState, Lane, Slot, buffers
-from .passes import Passes, Record, Rescaler
+from .passes import Passes, Rescaler
+from .record import Record, is_one, scaled, to_device_of
 
 
 class Adder:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ..kernels.rounding import Noise, round_into_
-from .deferred_scale import to_device_of
 from .param import PRODUCT_PATHS, Slot, buffers
-from .passes import Record, Rescaler
+from .passes import Rescaler
+from .record import Record, to_device_of
 
 #: Adds one gradient: `(accumulator, scale, beta, noise)`, accumulator = beta * accumulator + scale *
 #: gradient, rounded by the noise if there is any.

@@ -11,7 +11,7 @@ import torch
 
 from fusedacc import AccumulatingOptimizer as Wrapper
 from fusedacc.accumulators.p_grad import ParamGrads
-from fusedacc.accumulators.partial_norms import PartialNorms
+from fusedacc.accumulators.record import PartialNorms
 from fusedacc.optimizer import update
 from fusedacc.optimizer.master_weights import MasterWeights
 from fusedacc.optimizer.parameters import ParameterSet
@@ -50,7 +50,7 @@ def always(value: Any) -> property:
 MISTAKES: dict[str, tuple[int, Mistake]] = {
     "a part-filled window is divided by the full size": (
         6,
-        (Window, "final_scale", lambda original, window, ending=False, partial=False: original(window, ending)),
+        (Window, "final_scale", lambda scale, window, ending=False, partial=False: scale(window, ending)),
     ),
     "zero_grad() drops the window": (2, (Wrapper, "zero_grad", lambda _, opt, *__, **___: opt.discard())),
     "a step without a backward counts": (
