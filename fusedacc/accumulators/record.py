@@ -12,7 +12,8 @@ scale, 1 as a rule. An addition discharges it,
 (`beta` of a backend's `accumulate_`), to the bits of a pass that multiplies before. That pass would read and
 write every accumulator once more; an addition has it at hand anyway. d is not 1 after a first gradient has
 become the accumulator as it was (d is the scale that it came with), and once `Window.sum_scale` has
-changed, before the window's last additions (d is new / old). `Rescaler.apply` multiplies what no addition has.
+changed, before the window's last additions (d is new / old). `Rescaler.apply` multiplies what no addition
+has.
 """
 
 from __future__ import annotations
