@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedacc
-from fusedacc.accumulators.reduction import WEIGHING
+from fusedacc.accumulators.reduction import NAMES, WEIGHING
 
 # Against one process, whose sums are in float64
 
@@ -237,7 +237,7 @@ def epochs(kind: str, counts: tuple[int, ...], reduction: str) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("reduction", ["mean", "sum", "weighted", "normalized"])
+@pytest.mark.parametrize("reduction", NAMES)
 @pytest.mark.parametrize("kind", ["ddp", "group"])
 @pytest.mark.parametrize("counts", [(4, 3), (3, 4), (4, 0), (8, 3), (0, 0), (2, 2)], ids=str)
 def test_windows_of_unequal_length(counts, kind, reduction):
@@ -360,6 +360,18 @@ def sharded() -> None:
 
 def test_tensor_parallel_parameters_are_refused():
     on_ranks(2, sharded)
+
+
+def sparse() -> None:
+    net = nn.Embedding(5, 2, sparse=True)
+    optimizer = wrap(net, 1, data_parallel=dist.group.WORLD)
+    with pytest.raises(RuntimeError, match=r"'0.0' is sparse, .*allowed: dense gradients"):
+        net(torch.tensor([1, 2])).sum().backward()
+    optimizer.close()
+
+
+def test_sparse_gradients_are_refused():
+    on_ranks(2, sparse)
 
 
 def untold() -> list[str]:
