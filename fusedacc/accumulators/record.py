@@ -190,7 +190,7 @@ class _Launch:
 
 @dataclass(frozen=True)
 class Record:
-    """What whoever writes accumulators has to keep right.
+    """What code that writes accumulators has to keep right.
 
     Attributes:
         grads: where the accumulators are.
