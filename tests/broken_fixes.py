@@ -489,4 +489,11 @@ FIXES = (
         "from ..kernels import matmul_ways, tuning\nfrom . import wrapper\n",
         "tests/packaging/test_layers.py",
     ),
+    Mutant(
+        "rows are written behind those of a sum that users may keep",
+        "fusedacc/accumulators/add.py",
+        "None if grads.exposed else slot.num_rows",
+        "slot.num_rows",
+        "tests/accumulators/test_sparse.py",
+    ),
 )
