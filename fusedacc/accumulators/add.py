@@ -399,7 +399,7 @@ def _lengthened(rows: Tensor, size: int) -> Tensor | None:
     # Memory that torch has not allocated cannot be resized.
     if not memory.resizable() or memory.nbytes() < math.prod(shape) * rows.element_size():
         return None
-    return rows.new_empty(0).set_(memory, 0, shape)
+    return rows.new_empty(0).set_(memory, 0, shape, rows.stride())
 
 
 def _may_join(total: Tensor, gradient: Tensor) -> bool:
