@@ -31,8 +31,7 @@ from fusedacc.commands.measuring.records import Case, Results, Row, at_most, can
 from fusedacc.planner.allocations import Peak
 from fusedacc.planner.batches import Batch
 from fusedacc.planner.copies import recipe_of
-from fusedacc.planner.prediction import Predictor
-from fusedacc.planner.verification import measured_peak
+from fusedacc.planner.prediction import Predictor, measured_peak
 
 from .. import harness
 from ..harness import progress
