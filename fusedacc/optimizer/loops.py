@@ -88,6 +88,7 @@ class Loop(abc.ABC):
         pipelines.install()
         if self._accumulation.ignoring:
             self._accumulation.bring_back()
+        self._parameters.choose_again(self._accumulators.plans)
         fresh = self._parameters.follow(self._capture, self._masters)
         if self._registry.reshaped:
             self._registry.refresh()

@@ -13,8 +13,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ..accumulators import Lane, Slot, default_accumulate_dtype
+from ..accumulators.plan_cache import PlanCache
 from ..autograd.capture import Capture
-from ..kernels import registry
+from ..kernels import grouped, matmul, registry, selftest
 from ..kernels.dtypes import PAIRS, allowed_pairs
 from ..nn import KeptCasts, Replacements
 from .master_weights import MasterWeights
@@ -53,6 +54,8 @@ class ParameterSet:
         self.without_casts: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self._slot_of: dict[int, Slot] = {}
         self._accepted: set[Lane] = set()
+        #: Of self-tests, when backends were last chosen.
+        self._num_failures = selftest.num_failures
         #: Shared with whoever works on the parameters, and changed in place.
         self.slots: list[Slot] = []
         self.slots += self._new_slots(range(len(inner.param_groups)), lenient)
@@ -69,11 +72,25 @@ class ParameterSet:
             self.casts = KeptCasts()
             self.without_casts = self.casts.dropped
         self._replacements = Replacements(model, capture, why_left, self.casts)
+        self._check_products()
 
     def forget_casts(self) -> None:
         """Let go of the casts that modules keep: weights may change where nothing tells."""
         if self.casts is not None:
             self.casts.drop()
+
+    def choose_again(self, plans: PlanCache) -> None:
+        """Run self-tests that a capture has deferred; if a backend has failed, keep no choice of it.
+
+        Raises:
+            RuntimeError: a backend has failed that was asked for by name.
+        """
+        if selftest.deferred:
+            selftest.retry()
+        if selftest.num_failures != self._num_failures:
+            self._num_failures = selftest.num_failures
+            plans.clear()
+            self.forget_choices()
 
     def forget_choices(self) -> None:
         """Have the modules ask anew what was found out by trial."""
@@ -130,9 +147,26 @@ class ParameterSet:
             )
         lane = param.device, param.dtype, dtype or default_accumulate_dtype(param)
         if lane not in self._accepted and lane[1:] in PAIRS and param.device.type != "meta":
-            registry.select(lane[0], lane[2], lane[1], self._backend)
+            self._check_backend(lane)
             self._accepted.add(lane)
         return Slot(param, index, name, dtype, number)
+
+    def _check_backend(self, lane: Lane) -> None:
+        """See that a backend runs the passes over this lane's tensors; on a GPU its self-test runs now."""
+        device, gradient, accumulator = lane
+        # Into the sum, in place to scale it, and from it into p.grad.
+        for source, target in ((gradient, accumulator), (accumulator, accumulator), (accumulator, gradient)):
+            if (source, target) in PAIRS:
+                registry.select(device, target, source, self._backend)
+
+    def _check_products(self) -> None:
+        """On a GPU, run the self-test of products that modules add to the sums."""
+        for path, lane in {(path, slot.lane) for slot in self.slots for path in slot.paths}:
+            device, operand, accumulator = lane
+            if device.type != "cpu" and path == "gemm":
+                matmul.select(device, accumulator, operand, self._backend, tokens=1)
+            elif device.type != "cpu" and path == "grouped":
+                grouped.select(device, accumulator, operand, self._backend)
 
     def _place_of(self, param: Tensor, name: str) -> str:
         """A parameter, and the module that has it, in words; `name` is the optimizer's."""

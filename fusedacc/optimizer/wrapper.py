@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ..accumulators import Accumulators
 from ..autograd.capture import Capture
-from ..kernels import registry, torch_state, tuning
+from ..kernels import registry, selftest, torch_state, tuning
 from ..kernels.rounding_arguments import STOCHASTIC, checked_seed
 from ..nn import name_slots
 from . import checkpoint, torch_kernels
@@ -85,11 +85,11 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
 
     Raises:
         TypeError: `optimizer` is no `torch.optim.Optimizer`, or an argument is of the wrong kind.
-        ValueError: an argument or FUSEDACC_TUNE has a value that is not allowed, a parameter is in another
+        ValueError: an argument, FUSEDACC_TUNE or FUSEDACC_SELFTEST has a value that is not allowed, a parameter is in another
             live wrapper or has no shape yet (a lazy module's, before its first forward pass), an L-BFGS is to
             be counted (it evaluates its closure many times per step), or `optimizer` updates inside the
             backward (optimi's `gradient_release`).
-        RuntimeError: the backend asked for cannot run here.
+        RuntimeError: the backend asked for cannot run here, or has failed its self-test.
     """
 
     __module__ = "fusedacc.optimizer"  # where pickles look for it
@@ -142,6 +142,7 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
                 f"{accumulate_dtype}; allowed: accumulate_dtype=torch.bfloat16, or rounding='nearest'"
             )
         tuning.fixed_by()
+        selftest.is_off()
         clipping = check_settings(max_grad_norm, norm_type)
         finishing = (*clipping, bool(skip_nonfinite))
         if not isinstance(model, torch.nn.Module | None):
