@@ -187,13 +187,13 @@ def retry() -> None:
 
 def warn_once(who: str, device: torch.device, instead: str) -> None:
     """Warn that somebody has failed on a device: once for each kind of device."""
-    here, why = machine(device), failure(who, device)
-    if why is None or (here, who) in _warned:
+    why = failure(who, device)
+    if why is None or (machine(device), who) in _warned:
         return
-    _warned.add((here, who))
+    _warned.add((machine(device), who))
     warnings.warn(
-        f"fusedacc: the self-test of {who!r} has failed on {device} ({_name(device)}): {why}. {instead} is used "
-        f"instead, and results stay right. Please report it: {HOW_TO_REPORT}",
+        f"fusedacc: the self-test of {who!r} has failed on {device} ({_name(device)}): {why}. {instead} is "
+        f"used instead. Please report it: {HOW_TO_REPORT}",
         RuntimeWarning,
         stacklevel=2,
     )

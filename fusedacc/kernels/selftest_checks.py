@@ -22,8 +22,8 @@ from .rounding_arguments import streams
 
 #: Of an accumulator and its gradient: elements from an address that is a multiple of 16 bytes.
 OFFSETS = ((0, 0), (1, 0), (0, 3), (5, 2))
-#: Shapes with these offsets: whole vectors of every width and what is left over, several blocks, and more than
-#: one part of a norm. The gradient of the last is the transpose of what lies in memory.
+#: Shapes with offsets: whole vectors of every width and what is left over, several blocks, and more than one
+#: part of a norm. The gradient of the last is the transpose of what lies in memory.
 CASES: tuple[tuple[tuple[int, ...], tuple[int, int]], ...] = (
     *(((size,), offsets) for size in (1, 2, 7, 8, 63, 513) for offsets in OFFSETS),
     ((4097,), (1, 0)),
@@ -95,7 +95,7 @@ def differences(found: Tensor, expected: Tensor, allowed: Tensor) -> str | None:
 def sums(
     backend: Backend, device: torch.device, gradient: torch.dtype, accumulator: torch.dtype
 ) -> str | None:
-    """Check all that a backend does with lists of a gradient's and an accumulator's dtype."""
+    """Check all that a backend does with gradients and accumulators of these dtypes."""
     checks: dict[str, Callable[..., str | None]] = {
         "addition": _addition,
         "overwriting": _overwriting,
@@ -111,7 +111,8 @@ def sums(
         problem = check(backend, device, lists(gradient, accumulator))
         if problem is not None:
             return f"{name}: {problem}"
-    return None
+    problem = _rows(backend, device, gradient, accumulator)
+    return None if problem is None else f"rows of a table: {problem}"
 
 
 def _wrong_sums(
@@ -196,9 +197,7 @@ def _norm(backend: Backend, device: torch.device, lists: Lists) -> str | None:
         [backend.norm_partials(there.accumulators, 2.0)], 2.0, torch.float32
     )
     if (norm.item(), not_finite.item()) != (math.inf, 1.0):
-        return (
-            f"of numbers and inf it is {norm.item()}, and {not_finite.item()} tells whether one is not finite"
-        )
+        return f"of numbers and inf it is {norm.item()}; whether one is not finite: {not_finite.item()}"
     return None
 
 
@@ -247,10 +246,7 @@ def _captured(backend: Backend, device: torch.device, lists: Lists) -> str | Non
     return problem or _unlike(norm, not_finite, there, 2.0)
 
 
-# What `model=` needs
-
-
-def rows(
+def _rows(
     backend: Backend, device: torch.device, gradient: torch.dtype, accumulator: torch.dtype
 ) -> str | None:
     """Check sums into the rows of a table, some of which come many times."""
@@ -266,7 +262,12 @@ def rows(
         torch.zeros(40, 65, dtype=torch.float64, device="cpu").index_add_(0, indices, each * taken)
         for each in (gradients.double(), gradients.double().abs())
     )
-    return _wrong_products(there, table.double() + SCALE * terms, table.double().abs() + SCALE * sizes)
+    sizes = table.double().abs() + SCALE * sizes
+    wide = torch.finfo(computation_dtype(accumulator))
+    return _wrong_products(there, table.double() + SCALE * terms, sizes * len(indices) * wide.eps)
+
+
+# Products, for `model=`
 
 
 Multiply = Callable[[Tensor, Tensor, Tensor, float | Tensor, float], None]
@@ -275,7 +276,7 @@ Multiply = Callable[[Tensor, Tensor, Tensor, float | Tensor, float], None]
 def product(
     multiply: Multiply, device: torch.device, operand: torch.dtype, accumulator: torch.dtype
 ) -> str | None:
-    """Check sum <- keep * sum + scale * left^T right, where the sum is part of a larger matrix."""
+    """Check sum <- keep * sum + scale * left^T right."""
     return _products(multiply, device, operand, accumulator, (65, 129), 37)
 
 
@@ -320,7 +321,9 @@ def _products(
         there = total.to(device, copy=True) if keep else torch.full_like(total, math.nan, device=device)
         multiply(there, left.to(device), right.to(device), scale, keep)
         kept = keep * total.double()
-        problem = _wrong_products(there, kept + SCALE * multiplied(), kept.abs() + SCALE * sizes)
+        # TF32, and the bfloat16 of some CPUs, round operands or products.
+        allowed = (kept.abs() + SCALE * sizes) * 2.0**-8
+        problem = _wrong_products(there, kept + SCALE * multiplied(), allowed)
         if problem is not None:
             where = "on the device" if isinstance(scale, Tensor) else "a number"
             return f"scale {where}, keep {keep:g}: {problem}"
@@ -335,7 +338,6 @@ def _multiplied(left: Tensor, right: Tensor, ends: Sequence[int]) -> Tensor:
     return torch.stack([left[s:e].t() @ right[s:e] for s, e in zip(starts, ends, strict=True)])
 
 
-def _wrong_products(found: Tensor, expected: Tensor, sizes: Tensor) -> str | None:
-    """`sizes` is what absolute values would give. TF32, and a CPU's bfloat16, round operands or products."""
-    eps = torch.finfo(found.dtype).eps
-    return differences(found, expected, sizes * 2.0**-8 + expected.abs() * eps)
+def _wrong_products(found: Tensor, expected: Tensor, allowed: Tensor) -> str | None:
+    """Compare, where `allowed` is in the sums; the result may be rounded too."""
+    return differences(found, expected, allowed + expected.abs() * torch.finfo(found.dtype).eps)
