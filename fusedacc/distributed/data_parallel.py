@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..accumulators import Accumulators, Slot
 from ..kernels.local_parts import is_distributed
 from . import checks, ddp
+from .backends import agree_on_backends
 from .ddp import UnarmedDDP, unarm
 from .deliveries import Deliveries
 from .process_group import agree, share
@@ -65,6 +66,7 @@ class DataParallel:
     Raises:
         ValueError: the ranks have different parameters or settings, one parameter cannot be reduced, or
             FUSEDACC_CHECK_RANKS has a value that is not allowed.
+        RuntimeError: the backend that was asked for has failed its self-test on a rank.
     """
 
     def __init__(
@@ -84,7 +86,9 @@ class DataParallel:
         self._noise = noise = accumulators.noise
         if given is group:
             agree(slots, group)
-        seed = agree_on_settings(slots, group, dtype, noise.seed, settings)
+        seed, failed = agree_on_settings(slots, group, dtype, noise.seed, settings)
+        if failed:
+            agree_on_backends(slots, group, accumulators.backend)
         if given is group:
             share(slots, group)
         self.reducer = Reducer(slots, accumulators, group, dtype)

@@ -13,9 +13,10 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ..accumulators import Lane, Slot, default_accumulate_dtype
+from ..accumulators.param import check_backend
 from ..accumulators.plan_cache import PlanCache
 from ..autograd.capture import Capture
-from ..kernels import grouped, matmul, registry, selftest
+from ..kernels import grouped, matmul, selftest
 from ..kernels.dtypes import PAIRS, allowed_pairs
 from ..nn import KeptCasts, Replacements
 from .master_weights import MasterWeights
@@ -147,17 +148,9 @@ class ParameterSet:
             )
         lane = param.device, param.dtype, dtype or default_accumulate_dtype(param)
         if lane not in self._accepted and lane[1:] in PAIRS and param.device.type != "meta":
-            self._check_backend(lane)
+            check_backend(lane, self._backend)
             self._accepted.add(lane)
         return Slot(param, index, name, dtype, number)
-
-    def _check_backend(self, lane: Lane) -> None:
-        """See that a backend runs the passes over this lane's tensors; on a GPU its self-test runs now."""
-        device, gradient, accumulator = lane
-        # Into the sum, in place to scale it, and from it into p.grad.
-        for source, target in ((gradient, accumulator), (accumulator, accumulator), (accumulator, gradient)):
-            if (source, target) in PAIRS:
-                registry.select(device, target, source, self._backend)
 
     def _check_products(self) -> None:
         """On a GPU, run the self-test of products that modules add to the sums."""

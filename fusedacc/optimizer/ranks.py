@@ -68,6 +68,7 @@ class Ranks(Joinable):
         parts = self._slots, self._accumulators, self._reduce_dtype, capture.add_pending
         accumulation.ranks.join(DataParallel(given, *parts, self._shared_settings()))
         capture.registry.count_deliveries(accumulation.count_delivery)
+        self._parameter_set.choose_again(self._accumulators.plans)
 
     def _shared_settings(self) -> dict[str, object]:
         """The arguments that all ranks must share: they decide when ranks reduce, and what an update does.

@@ -87,8 +87,8 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
         TypeError: `optimizer` is no `torch.optim.Optimizer`, or an argument is of the wrong kind.
         ValueError: an argument, FUSEDACC_TUNE or FUSEDACC_SELFTEST has a value that is not allowed, a
             parameter is in another live wrapper or has no shape yet (a lazy module's, before its first
-            forward pass), an L-BFGS is to be counted (it evaluates its closure many times per step), or `optimizer` updates inside the
-            backward (optimi's `gradient_release`).
+            forward pass), an L-BFGS is to be counted (it evaluates its closure many times per step), or
+            `optimizer` updates inside the backward (optimi's `gradient_release`).
         RuntimeError: the backend asked for cannot run here, or has failed its self-test.
     """
 
