@@ -54,10 +54,28 @@ _results: dict[str, dict[str, str | None]] = {}
 _failed: dict[str, dict[str, str]] = {}
 _warned: set[tuple[str, str]] = set()
 _caches: list[Any] = []
+_suspended = False
 #: Functions with arguments whose checks were deferred, in order.
 deferred: dict[tuple[Any, ...], None] = {}
 #: How often a backend was found to fail. Who keeps a choice of a backend chooses again when it has grown.
 num_failures = 0
+
+
+def _applies_to(device: torch.device) -> bool:
+    return device.type in DEVICE_TYPES and not (_suspended or is_off())
+
+
+@contextlib.contextmanager
+def suspended() -> Iterator[None]:
+    """Context: nothing is checked, and what was found before keeps no backend from being used."""
+    global _suspended
+    forget()
+    _suspended = True
+    try:
+        yield
+    finally:
+        _suspended = False
+        forget()
 
 
 def is_off() -> bool:
@@ -93,7 +111,7 @@ def problem_of(who: str, what: str, device: torch.device, check: Check) -> str |
         Deferred: the check cannot run now.
         RuntimeError: the check has left the device unusable in this process.
     """
-    if device.type not in DEVICE_TYPES or is_off():
+    if not _applies_to(device):
         return None
     with _lock:
         known = failure(who, device)
@@ -112,7 +130,7 @@ def problem_of(who: str, what: str, device: torch.device, check: Check) -> str |
 
 def failure(who: str, device: torch.device) -> str | None:
     """Return why somebody's results are not trusted on a device, as far as checks have run."""
-    if device.type not in DEVICE_TYPES or is_off():
+    if not _applies_to(device):
         return None
     here = machine(device)
     with _lock:
