@@ -164,7 +164,6 @@ def collect() -> dict[str, Any]:
         native_module.VARIABLE: os.environ.get(native_module.VARIABLE),
         registry.VARIABLE: os.environ.get(registry.VARIABLE),
         selftest.VARIABLE: os.environ.get(selftest.VARIABLE),
-        "selftest": _self_tests(),
         "choices": _choices(),
         "devices": [
             {
@@ -175,6 +174,7 @@ def collect() -> dict[str, Any]:
             }
             for device in devices()
         ],
+        "selftest": _self_tests(),  # last: "auto" runs the first
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -60,7 +61,7 @@ def test_all_is_in_the_report(capsys, tmp_path, monkeypatch):
 def test_what_is_used_by_default_must_be_right(capsys, name, status, what):
     with breaks(name, what):
         assert run("--no-benchmark") == status
-    (entry,) = json.loads(open(selftest.FILE).read())["devices"]
+    (entry,) = json.loads(Path(selftest.FILE).read_text())["devices"]
     failed = {check["who"] for check in entry["checks"] if check["problem"]}
     assert name in failed
     told = capsys.readouterr().out
@@ -105,8 +106,6 @@ def test_info_shows_the_state(monkeypatch, tmp_path):
 def test_info_shows_what_was_found(tmp_path):
     with self_tests(tmp_path, "cpu"):
         cpu = torch.device("cpu")
-        assert "self-test on cpu: not run yet" in info_text.summary(info.collect())
-        kept.record("cpu", "float32 into float32", cpu, None)
         facts = info.collect()
         assert info.healthy(facts)
         assert "self-test on cpu: passed: cpu: float32 into float32" in info_text.details(facts)
