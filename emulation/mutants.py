@@ -176,6 +176,13 @@ MUTANTS = (
         "scale = torch.tensor(0.7500001, device",
         "tests/cuda/test_sanitized.py -k plan",
     ),
+    Mutant(
+        "a self-test runs while a graph is captured",
+        "fusedacc/kernels/selftest.py",
+        "        captures = torch_state.capturing()\n",
+        "        captures = False\n",
+        "tests/cuda/test_selftest_cuda.py -k capture",
+    ),
 )
 
 

@@ -318,4 +318,11 @@ RANK_BREAKS = (
         "int(totals.num_flushing) > 0",
         "tests/distributed/test_data_parallel.py",
     ),
+    Mutant(
+        "a rank uses a backend that has failed its self-test on another rank",
+        "fusedacc/distributed/data_parallel.py",
+        "        if failed:\n",
+        "        if failed and False:\n",
+        "tests/distributed/test_agreement.py",
+    ),
 )

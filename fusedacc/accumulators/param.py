@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import checks
+from ..kernels import checks, registry
 from ..kernels.dtypes import PAIRS
 from .memory import Segment, cut, tensor_references
 
@@ -66,6 +66,19 @@ PRODUCT_PATHS = ((Path.GEMM,), (Path.GROUPED,))
 def default_accumulate_dtype(param: Tensor) -> torch.dtype:
     """float32 for bfloat16 and float16 parameters, else the parameter's own dtype."""
     return torch.float32 if param.dtype in (torch.bfloat16, torch.float16) else param.dtype
+
+
+def check_backend(lane: Lane, backend: str) -> None:
+    """See that a backend runs all passes over a lane's tensors. On a GPU its self-test runs now, if it must.
+
+    Raises:
+        RuntimeError: the backend that was asked for cannot run there, or has failed its self-test.
+    """
+    device, gradient, accumulator = lane
+    # Into the sum, in place to scale it, and from the sum into p.grad.
+    for source, target in ((gradient, accumulator), (accumulator, accumulator), (accumulator, gradient)):
+        if (source, target) in PAIRS:
+            registry.select(device, target, source, backend)
 
 
 class Slot:

@@ -18,6 +18,7 @@ from ..kernels import (
     norm_prefetch,
     reference,
     registry,
+    selftest,
     tuning,
 )
 from ..optimizer import AccumulatingOptimizer, small_layers
@@ -136,6 +137,20 @@ def _choices() -> dict[str, Any]:
     }
 
 
+def _self_tests() -> dict[str, Any]:
+    """What self-tests at first use have found on each GPU, in this process or an earlier one."""
+    try:
+        off = selftest.is_off()
+    except ValueError as problem:
+        return {"problem": str(problem)}
+    found = [] if off else [device for device in devices() if device.type in selftest.DEVICE_TYPES]
+    return {
+        "off": off,
+        "kept_in": str(tuning.folder() / selftest.FILE),
+        "devices": {str(device): selftest.results(device) for device in found},
+    }
+
+
 def collect() -> dict[str, Any]:
     """Return all that `info` knows, as plain values: versions, the library, each backend on each device."""
     problem = library.load_error()
@@ -152,6 +167,7 @@ def collect() -> dict[str, Any]:
         "hooks": _hooks(),
         native_module.VARIABLE: os.environ.get(native_module.VARIABLE),
         registry.VARIABLE: os.environ.get(registry.VARIABLE),
+        selftest.VARIABLE: os.environ.get(selftest.VARIABLE),
         "choices": _choices(),
         "devices": [
             {
@@ -162,14 +178,17 @@ def collect() -> dict[str, Any]:
             }
             for device in devices()
         ],
+        "selftest": _self_tests(),  # last: "auto" runs the first
     }
 
 
 def healthy(facts: dict[str, Any]) -> bool:
-    """Whether every trial run gave the right sums, a wrapper has hooks, and "auto" a backend everywhere."""
+    """Whether all sums and self-tests were right, a wrapper has hooks, and "auto" a backend everywhere."""
     return (
         facts["hooks"]["native"] is not None
         and "problem" not in facts["choices"]
+        and "problem" not in facts["selftest"]
+        and not any(any(found.values()) for found in facts["selftest"]["devices"].values())
         and all(
             device["auto"]["backend"] is not None and not any(row["failures"] for row in device["backends"])
             for device in facts["devices"]

@@ -7,13 +7,13 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any
 
-from ..kernels import dtypes, native_module, registry, tuning
+from ..kernels import dtypes, native_module, registry, selftest, tuning
 
 #: The most characters of a line, and the most lines of the summary.
 WIDTH, LINES = 110, 20
 #: The summary shortens each reason to the first of these lengths (in characters) with which it fits.
 _REASON_LENGTHS = (800, 400, 200, 100, 50, 25)
-_VARIABLES = (native_module.VARIABLE, registry.VARIABLE)
+_VARIABLES = (native_module.VARIABLE, registry.VARIABLE, selftest.VARIABLE)
 
 
 def summary(facts: dict[str, Any]) -> str:
@@ -33,7 +33,7 @@ def details(facts: dict[str, Any]) -> str:
     if facts["library"]["loaded"]:
         texts.insert(2, f"  file: {facts['library']['path']}")
     texts += [f"{name}: {facts[name] or 'not set'}" for name in _VARIABLES]
-    texts += ["", *_choices(facts["choices"])]
+    texts += ["", *_self_tests(facts["selftest"], full), "", *_choices(facts["choices"])]
     for device in facts["devices"]:
         auto = device["auto"]
         texts += ["", f"{device['device']} ({_hardware(facts, device)})"]
@@ -113,7 +113,7 @@ def _summary(facts: dict[str, Any], length: int) -> list[str]:
     texts.append("devices: " + ", ".join(f"{names} ({what})" for what, names in hardware.items()))
     texts.append('backend="auto": ' + ", ".join(f"{what} on {names}" for what, names in auto.items()))
     texts += [_backend(facts, name, length) for name in registry.NAMES]
-    return [*texts, _autotuning(facts["choices"], length)]
+    return [*texts, *_self_tests(facts["selftest"], length), _autotuning(facts["choices"], length)]
 
 
 def _group(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
@@ -169,6 +169,25 @@ def _backend(facts: dict[str, Any], name: str, length: int) -> str:
     return f"  {name:<7} {'; '.join(told)}"
 
 
+def _self_tests(found: dict[str, Any], length: int) -> list[str]:
+    """Return the state of the self-tests at first use: a line for each device on which any has run."""
+    if "problem" in found:
+        return [f"self-test: {_shorten(found['problem'], length)}"]
+    if found["off"]:
+        return [f"self-test: off ({selftest.VARIABLE}=0)"]
+    texts = []
+    for device, results in found["devices"].items():
+        passed = [subject for subject, problem in results.items() if problem is None]
+        told = [f"passed: {_shorten(', '.join(passed), length)}"] if passed else []
+        told += [
+            f"FAILED: {subject}: {_shorten(problem, length)}"
+            for subject, problem in results.items()
+            if problem is not None
+        ]
+        texts.append(f"self-test on {device}: {'; '.join(told) or 'not run yet'}")
+    return texts or ["self-test: none needed without a GPU (`python -m fusedacc selftest` checks the CPU)"]
+
+
 def _autotuning(choices: dict[str, Any], length: int) -> str:
     if "problem" in choices:
         return f"autotuning: {_shorten(choices['problem'], length)}"
@@ -198,5 +217,5 @@ def _backend_on_device(row: dict[str, Any]) -> list[str]:
     if not row["runs"]:
         return [f"{name} unavailable: {row['why_not']}"]
     every = len(row["pairs"]) == len(dtypes.PAIRS)
-    passed = [f"{name} works: self-test passed for {'all dtype pairs' if every else ', '.join(row['pairs'])}"]
+    passed = [f"{name} works: sums are right for {'all dtype pairs' if every else ', '.join(row['pairs'])}"]
     return passed + ([f"    not for the others: {row['why_not']}"] if row["why_not"] else [])

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..accumulators import Slot
 from ..kernels.environment import switch
+from .backends import own_failures
 
 
 def agree_on_settings(
@@ -23,7 +24,7 @@ def agree_on_settings(
     reduce_dtype: torch.dtype | None,
     seed: int | None,
     others: Mapping[str, object],
-) -> int:
+) -> tuple[int, bool]:
     """See that these are the same on all ranks, in one collective of a few numbers; waits for the device.
 
     Args:
@@ -31,7 +32,8 @@ def agree_on_settings(
         others: the wrapper's other arguments that all ranks must share, by name.
 
     Returns:
-        The seed of the group's first rank; 0 where sums are rounded to nearest.
+        The seed of the group's first rank; 0 where sums are rounded to nearest. And whether a backend has
+        failed its self-test on any rank.
 
     Raises:
         ValueError: ranks differ in one of them, or in their parameters' shapes and dtypes; on every rank.
@@ -49,18 +51,18 @@ def agree_on_settings(
         **{name: (value, repr(value)) for name, value in others.items()},
     }
     codes = torch.tensor([zlib.crc32(repr(compared).encode()) for compared, _ in settings.values()])
-    first = torch.tensor([seed or 0 if rank == 0 else 0])
+    first = torch.tensor([seed or 0 if rank == 0 else 0, int(bool(own_failures(slots)))])
     extremes = torch.cat([first, codes, ~codes])  # the complement turns the order round
     extremes = extremes.to(slots[0].param.device if slots else "cpu")
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
-    agreed, *found = extremes.tolist()
+    agreed, failed, *found = extremes.tolist()
     for place, (name, (_, own)) in enumerate(settings.items()):
         if found[place] != ~found[place + len(settings)]:
             raise ValueError(
                 f"data_parallel: the ranks' optimizers differ in {name}: rank {rank} has {own}; allowed: the "
                 "same on all ranks"
             )
-    return agreed
+    return agreed, bool(failed)
 
 
 def agree_on_parameters(slots: Sequence[Slot], group: dist.ProcessGroup) -> None:

@@ -20,6 +20,7 @@ from .agreement import (
     compares_parameters,
     share_parameters,
 )
+from .backends import agree_on_backends
 from .ddp import UnarmedDDP, unarm
 from .reducer import Deliveries, RankNumbers, Reducer, Totals
 from .rows import RankPlace
@@ -69,6 +70,7 @@ class DataParallel:
     Raises:
         ValueError: the ranks have different parameters or settings, one parameter cannot be reduced, or
             FUSEDACC_CHECK_RANKS has a value that is not allowed.
+        RuntimeError: the backend that was asked for has failed its self-test on a rank.
     """
 
     def __init__(
@@ -88,7 +90,9 @@ class DataParallel:
         self._noise = noise = accumulators.noise
         if given is group:
             agree_on_parameters(slots, group)
-        seed = agree_on_settings(slots, group, dtype, noise.seed, settings)
+        seed, failed = agree_on_settings(slots, group, dtype, noise.seed, settings)
+        if failed:
+            agree_on_backends(slots, group, accumulators.backend)
         if given is group:
             share_parameters(slots, group)
         self.reducer = Reducer(slots, accumulators, group, dtype)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import checks, grouped_eager, grouped_ways, registry
+from . import checks, grouped_eager, grouped_ways, registry, selftest
 from .lists import bump_versions
 from .matmul_eager import Number
 from .native import as_argument
@@ -139,16 +139,53 @@ def describe(
     return name, "; ".join([str(found), *found.because, reason])
 
 
-@functools.cache
+#: What fails a self-test where Triton's kernel is wrong.
+KERNEL = "triton, grouped products"
+
+
 def _backend(
     name: str, source: str, device: torch.device, accumulator: torch.dtype, operand: torch.dtype
 ) -> tuple[str, str]:
-    """The backend for a pair, and why."""
+    """The backend for a pair, and why; its self-test has passed, or is yet to come."""
+    try:
+        return _tested(name, source, device, accumulator, operand)
+    except selftest.Deferred:
+        selftest.defer(_tested, name, source, device, accumulator, operand)
+        return _untested(name, source, device, accumulator, operand)
+
+
+@selftest.remembered
+def _tested(
+    name: str, source: str, device: torch.device, accumulator: torch.dtype, operand: torch.dtype
+) -> tuple[str, str]:
+    while True:  # until none fails: then it is an obstacle
+        chosen, reason = _untested(name, source, device, accumulator, operand)
+        if chosen != "triton" or self_test(device, accumulator, operand) is None:
+            break
+    if name == "auto":
+        selftest.warn_once(KERNEL, device, "Torch's product for each expert")
+    return chosen, reason
+
+
+def self_test(device: torch.device, accumulator: torch.dtype, operand: torch.dtype) -> str | None:
+    """As `registry.self_test`, of Triton's kernel."""
+    if device.type not in selftest.DEVICE_TYPES:
+        return None
+    what = f"{str(operand)[6:]} into {str(accumulator)[6:]}"
+    check = functools.partial(selftest.checks().grouped, _triton, device, operand, accumulator)
+    return selftest.problem_of(KERNEL, what, device, check)
+
+
+@selftest.remembered
+def _untested(
+    name: str, source: str, device: torch.device, accumulator: torch.dtype, operand: torch.dtype
+) -> tuple[str, str]:
     names = [each for each in registry.order(device) if each in _NAMES] if name == "auto" else _NAMES
     task = f"add grouped products of {str(operand)[6:]} into {str(accumulator)[6:]} on {device}"
 
     def problem(each: str) -> str | None:
-        return registry.obstacle(each, device, accumulator, operand)
+        why_not = registry.obstacle(each, device, accumulator, operand)
+        return why_not or (registry.failed_selftest(KERNEL, device) if each == "triton" else None)
 
     chosen, reason = registry.choose(name, source, names, task, problem)
     if chosen in _NAMES:

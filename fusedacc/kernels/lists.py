@@ -81,7 +81,8 @@ def is_traced_natively(
         RuntimeError: Triton was asked for.
         ValueError, RuntimeError: as `registry.select`.
     """
-    name = registry.select(device, accumulator_dtype, gradient_dtype, backend).backend.name
+    # A trace is no place for a self-test.
+    name = registry.select_untested(device, accumulator_dtype, gradient_dtype, backend).name
     if name == "triton" and backend == "triton":
         raise RuntimeError(
             "backend='triton' cannot be traced by torch.compile; allowed: 'auto', 'cuda', 'cpu', 'eager'"

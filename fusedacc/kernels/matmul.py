@@ -123,6 +123,7 @@ def select(
     """
     name, reason = _backend(*registry.requested(backend), device, accumulator_dtype, operand_dtype)
     if name == "eager":
+        matmul_eager.passes(device, operand_dtype)
         return _in_torch(reason)
     question = None if stochastic else question_of(accumulator_dtype, operand_dtype, class_of(tokens))
     if question is None:

@@ -52,7 +52,8 @@ def finish(
 
     def join(vectors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         wanted = backend if backend != "auto" or all(map(checks.is_plain, vectors)) else "eager"
-        chosen = registry.select(vectors[0].device, torch.float64, torch.float64, wanted).backend
+        # Of any dtype, a self-test includes this.
+        chosen = registry.select_untested(vectors[0].device, torch.float64, torch.float64, wanted)
         return chosen.finish_norm(vectors, norm_type, dtype)
 
     return _over_devices(found, dtype, join)

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from . import selftest
 from .rounding import Noise
 
 #: The backends, the preferred first.
@@ -134,7 +135,14 @@ def obstacle(
 ) -> str | None:
     """Why the backend cannot run such a pair of tensors on this machine; None if it can."""
     chosen = get(name)
-    return chosen.unavailable() or chosen.unsupported(device, accumulator_dtype, gradient_dtype)
+    why_not = chosen.unavailable() or chosen.unsupported(device, accumulator_dtype, gradient_dtype)
+    return why_not or failed_selftest(name, device)
+
+
+def failed_selftest(who: str, device: torch.device) -> str | None:
+    """Why a backend, or one of its kernels, is not trusted on a device; None if nothing speaks against it."""
+    why = selftest.failure(who, device)
+    return None if why is None else f"its self-test has failed: {why} ({selftest.HOW_TO_REPORT})"
 
 
 def requested(backend: str) -> tuple[str, str]:
@@ -183,8 +191,8 @@ def choose(
     raise RuntimeError(f"no backend can {task}: {'; '.join(passed)}")
 
 
-@functools.cache
-def _selection(
+@selftest.remembered
+def _untested(
     name: str, source: str, device: torch.device, accumulator: torch.dtype, gradient: torch.dtype
 ) -> Selection:
     names = order(device) if name == "auto" else NAMES
@@ -193,6 +201,36 @@ def _selection(
         name, source, names, task, lambda each: obstacle(each, device, accumulator, gradient)
     )
     return Selection(get(chosen), reason)
+
+
+@selftest.remembered
+def _selection(
+    name: str, source: str, device: torch.device, accumulator: torch.dtype, gradient: torch.dtype
+) -> Selection:
+    """As `_untested`, of a backend whose self-test has passed."""
+    while True:  # until none fails: then it is an obstacle
+        found = _untested(name, source, device, accumulator, gradient)
+        if self_test(found.backend, device, accumulator, gradient) is None:
+            break
+    if name == "auto":
+        for passed in order(device)[: order(device).index(found.backend.name)]:
+            selftest.warn_once(passed, device, f"Backend {found.backend.name!r}")
+    return found
+
+
+def self_test(
+    backend: Backend, device: torch.device, accumulator: torch.dtype, gradient: torch.dtype
+) -> str | None:
+    """What is wrong with a backend's sums of a pair, by a check if there was none; eager is plain torch.
+
+    Raises:
+        selftest.Deferred, RuntimeError: as `selftest.problem_of`.
+    """
+    if backend.name == "eager" or device.type not in selftest.DEVICE_TYPES:
+        return None
+    what = f"{str(gradient)[6:]} into {str(accumulator)[6:]}"
+    check = functools.partial(selftest.checks().sums, backend, device, gradient, accumulator)
+    return selftest.problem_of(backend.name, what, device, check)
 
 
 def select(
@@ -209,9 +247,26 @@ def select(
         gradient_dtype: dtype of the gradients.
         backend: "auto" or one of `NAMES`. "auto" gives way to the environment variable `FUSEDACC_BACKEND`.
 
+    The first selection of a backend on a GPU checks its results (`selftest`).
+
     Raises:
-        ValueError: the name, or the value of `FUSEDACC_BACKEND`, is none of those.
-        RuntimeError: the backend that was asked for cannot run there.
+        ValueError: the name, or the value of `FUSEDACC_BACKEND`, is none of those; or FUSEDACC_SELFTEST is
+            neither "0" nor "1".
+        RuntimeError: the backend that was asked for cannot run there, or its self-test has failed.
     """
     name, source = requested(backend)
-    return _selection(name, source, device, accumulator_dtype, gradient_dtype)
+    try:
+        return _selection(name, source, device, accumulator_dtype, gradient_dtype)
+    except selftest.Deferred:
+        selftest.defer(_selection, name, source, device, accumulator_dtype, gradient_dtype)
+        return _untested(name, source, device, accumulator_dtype, gradient_dtype)
+
+
+def select_untested(
+    device: torch.device,
+    accumulator_dtype: torch.dtype,
+    gradient_dtype: torch.dtype,
+    backend: str = "auto",
+) -> Backend:
+    """The backend of `select`, without a self-test of this pair."""
+    return _untested(*requested(backend), device, accumulator_dtype, gradient_dtype).backend

@@ -164,7 +164,7 @@ def _answer(here: str, question: Question) -> Choice:
     with _lock:
         known = _best(_found.get((here, question.name)), _known(_read(), here, question))
         if known is None or known.is_due():
-            with _undisturbed():
+            with undisturbed():
                 verdict = decide(question.default, time_ways(question.trial(), question.default))
             tries = known.tries + 1 if known else 1
             fresh = Choice(
@@ -224,7 +224,7 @@ def may_try() -> bool:
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """Keep a trial from what surrounds it: modes, autocast, the graph and garbage collection."""
     _this_thread.trying = True
     collects = gc.isenabled()

@@ -87,6 +87,7 @@ class Loop(abc.ABC):
         pipelines.install()
         if self._accumulation.ignoring:
             self._accumulation.bring_back()
+        self._parameters.choose_again(self._accumulators.passes)
         fresh = self._parameters.sync_param_groups(self._capture, self._masters)
         if self._registry.reshaped:
             self._registry.refresh()

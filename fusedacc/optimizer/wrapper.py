@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from ..accumulators import Accumulators
 from ..autograd.capture import Capture
 from ..distributed import DataParallel, RankPlace, check, parallel_in
-from ..kernels import registry, torch_state, tuning
+from ..kernels import registry, selftest, torch_state, tuning
 from ..kernels.rounding_arguments import STOCHASTIC, checked_seed
 from ..nn import name_slots
 from . import checkpoint, small_layers
@@ -90,11 +90,11 @@ class AccumulatingOptimizer(Optimizer, Joinable):
 
     Raises:
         TypeError: `optimizer` is no `torch.optim.Optimizer`, or an argument is of the wrong kind.
-        ValueError: an argument or FUSEDACC_TUNE has a value that is not allowed, a parameter is in another
-            live wrapper or has no shape yet (a lazy module's, before its first forward pass), an L-BFGS is to
-            be counted (it evaluates its closure many times per step), or `optimizer` updates inside the
-            backward (optimi's `gradient_release`).
-        RuntimeError: the backend asked for cannot run here.
+        ValueError: an argument, FUSEDACC_TUNE or FUSEDACC_SELFTEST has a value that is not allowed, a
+            parameter is in another live wrapper or has no shape yet (a lazy module's, before its first
+            forward pass), an L-BFGS is to be counted (it evaluates its closure many times per step), or
+            `optimizer` updates inside the backward (optimi's `gradient_release`).
+        RuntimeError: the backend asked for cannot run here, or has failed its self-test.
     """
 
     __module__ = "fusedacc.optimizer"  # where pickles look for it
@@ -148,6 +148,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
                 f"{accumulate_dtype}; allowed: accumulate_dtype=torch.bfloat16, or rounding='nearest'"
             )
         tuning.fixed_by()
+        selftest.is_off()
         update_settings = UpdateSettings.checked(max_grad_norm, norm_type, bool(skip_nonfinite))
         if not isinstance(model, torch.nn.Module | None):
             raise TypeError(f"model must be a torch.nn.Module or None, got {type(model).__name__}")
@@ -583,6 +584,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         parts = self._slots, self._accumulators, self._reduce_dtype, capture.add_pending
         accumulation.ranks.join(DataParallel(given, *parts, self._shared_settings()))
         capture.registry.count_deliveries(accumulation.count_delivery)
+        self._parameter_set.choose_again(self._accumulators.passes)
 
     def _shared_settings(self) -> dict[str, object]:
         """The arguments that all ranks must share: they decide when ranks reduce, and what an update does.

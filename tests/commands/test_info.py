@@ -50,7 +50,7 @@ def joined(text):
 
 def test_text_names_everything(capsys):
     for arguments, works in (
-        (["--verbose"], "works: self-test passed for all dtype pairs"),
+        (["--verbose"], "works: sums are right for all dtype pairs"),
         ([], "works on cpu"),
     ):
         assert __main__.main(["info", *arguments]) == 0
