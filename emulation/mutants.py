@@ -150,7 +150,7 @@ MUTANTS = (
     ),
     Mutant(
         "the CPU reads a number before it has arrived",
-        "fusedacc/kernels/transfers.py",
+        "fusedacc/kernels/torch_state.py",
         'non_blocking=device.type != "cpu"',
         "non_blocking=True",
         "tests/cuda/test_devices_cuda.py",

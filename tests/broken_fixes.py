@@ -260,7 +260,7 @@ FIXES = (
     ),
     Mutant(
         "FLOPs of a launch outside of the dispatcher are not counted",
-        "fusedacc/kernels/triton/grouped.py",
+        "fusedacc/kernels/triton/backend.py",
         "    flops.show_launch(left, right)\n",
         "",
         "tests/nn/test_flops.py",
@@ -366,14 +366,14 @@ FIXES = (
     Mutant(
         "a large norm asks nothing",
         "fusedacc/kernels/norms.py",
-        "    norm_prefetch.tune_once(tensors)\n",
+        "    loop_settings.tune_prefetch_once(tensors)\n",
         "",
         "tests/kernels/test_norm_prefetch.py",
     ),
     Mutant(
         "a wrapper's large norm asks nothing",
         "fusedacc/optimizer/update.py",
-        "        norm_prefetch.tune_once(finals.tensors)\n",
+        "        loop_settings.tune_prefetch_once(finals.tensors)\n",
         "",
         "tests/kernels/test_norm_prefetch.py",
     ),

@@ -14,7 +14,7 @@ from torch import Tensor
 from fusedacc.kernels import library
 from fusedacc.kernels.constants import Way
 from fusedacc.kernels.dtypes import computation_dtype
-from fusedacc.kernels.grouped_ways import NEVER
+from fusedacc.kernels.grouped import NEVER
 
 #: (operand dtype, accumulator dtype) as in `checks.PAIRS`.
 GEMM_PAIRS = PAIRS

@@ -34,7 +34,7 @@ void run_grouped(const GroupedRequest& request);
 const Loops& loops();
 
 // A thread's least share, in elements, a multiple of a chunk's: some times what waking a thread costs, which
-// differs from machine to machine (see fusedacc/kernels/grain_size.py).
+// differs from machine to machine (see fusedacc/kernels/loop_settings.py).
 int64_t grain();
 
 template <typename Context>

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import checks, grain_size, registry
+from ..kernels import checks, loop_settings, registry
 from ..kernels.dtypes import PAIRS
 from ..kernels.local_parts import distributed_as, is_distributed, local, placed_as
 from ..kernels.registry import Backend
@@ -42,7 +42,7 @@ class Accumulators:
         self.slots = slots
         self.backend = backend
         if any(slot.lane[0].type == "cpu" for slot in slots):
-            grain_size.tune()
+            loop_settings.tune_grain_size()
         #: What was found out by trial and changes bits, by question (see `tuning`): it stays as it is.
         self.choices: dict[str, str] = {}
         self.grads = grads = ParamGrads(slots, visible)

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ..kernels.transfers import to_device
+from ..kernels.torch_state import to_device
 from .param import Slot
 
 

@@ -10,12 +10,11 @@ import torch
 
 from ..kernels import (
     dtypes,
-    grain_size,
-    grouped_ways,
+    grouped,
     library,
-    matmul_ways,
+    loop_settings,
+    matmul,
     native_module,
-    norm_prefetch,
     reference,
     registry,
     tuning,
@@ -118,9 +117,9 @@ def _choices() -> dict[str, Any]:
     try:
         tuning.fixed_by()  # raises, for a variable that is wrong
         if library.load_error() is None:
-            grain_size.tune()
-            norm_prefetch.tune()
-            for question in (*matmul_ways.questions(), *grouped_ways.questions(), *small_layers.questions()):
+            loop_settings.tune_grain_size()
+            loop_settings.tune_prefetch()
+            for question in (*matmul.questions(), *grouped.questions(), *small_layers.questions()):
                 tuning.choose(question)
     except ValueError as problem:
         return {"problem": str(problem)}

@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from ..accumulators import Slot
 from ..accumulators.param import nothing
 from ..kernels.local_parts import is_distributed
-from ..kernels.uncompiled import runs_as_written
+from ..kernels.torch_state import runs_as_written
 
 
 class Receiver(Protocol):

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from . import checks, registry, undispatched
+from . import checks, native_module, registry
 from .constants import MAX_DIMS
-from .rounding import Noise
-from .rounding_arguments import checked_offset, streams
+from .rounding import Noise, checked_offset, streams
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ class Plan:
         self._runs = [part.backend.prepare(part.of(self._accumulators)) for part in self._parts]
         self._direct = len(self._parts) == 1 and self._parts[0].backend.name in registry.SELF_CHECKING
         on_cpu = self.backends == ("cpu",)
-        self._undispatched = on_cpu and undispatched.prepare(self._accumulators, self._versions)
+        self._undispatched = on_cpu and native_module.prepare(self._accumulators, self._versions)
         self._seed = seed
         #: The number of the next addition, where sums are rounded stochastically; else None.
         self.offset = None if seed is None else offset

@@ -16,10 +16,10 @@ from ..autograd.capture import Capture
 from .convolution import kind_of as kind_of_convolution
 from .embedding import PatchedEmbedding
 from .experts import PatchedExperts, may_read_experts
-from .grouped import StackedSum
 from .kept_cast import KeptCasts
 from .linear import PatchedConv1D, PatchedLinear
 from .patched_forward import PatchedForward, is_stock
+from .stacked import StackedSum
 
 #: Before anybody can have put a forward of theirs into torch's classes.
 LINEAR, EMBEDDING = nn.Linear.forward, nn.Embedding.forward

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ..accumulators import Slot
 from ..accumulators.noise import MOST_REDUCTIONS
-from ..kernels.rounding_arguments import MOST_ADDITIONS, MOST_SEEDS
+from ..kernels.rounding import MOST_ADDITIONS, MOST_SEEDS
 from .pickling import fresh_window
 from .window import REDUCTIONS, Window
 

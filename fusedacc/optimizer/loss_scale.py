@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..accumulators.partial_norms import PartialNorms
-from ..kernels.transfers import to_device
+from ..kernels.torch_state import to_device
 
 if TYPE_CHECKING:
     from .loops import Loop

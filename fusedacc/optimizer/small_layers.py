@@ -8,7 +8,7 @@ from collections.abc import Callable, MutableMapping
 import torch
 
 from ..accumulators import default_accumulate_dtype
-from ..kernels import matmul_ways, tuning
+from ..kernels import matmul, tuning
 
 #: The most weights of each class; larger layers gain, and are not asked about.
 CLASSES = (32 * 32, 64 * 64, 128 * 128)
@@ -48,7 +48,7 @@ def why_left(weight: torch.Tensor, kept: MutableMapping[str, str]) -> str:
     question = question_of(weight)
     if question is None:
         return ""
-    product = matmul_ways.question_of(default_accumulate_dtype(weight), weight.dtype, 0)
+    product = matmul.question_of(default_accumulate_dtype(weight), weight.dtype, 0)
     if product is not None:
         tuning.choose(product)  # what the trial multiplies by
     choice = tuning.choose(question, kept)

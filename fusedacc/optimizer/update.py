@@ -22,9 +22,9 @@ from ..accumulators import Accumulators, Slot
 from ..accumulators.finals import Finals
 from ..autograd.registration import HookRegistry
 from ..distributed import mesh_norm
-from ..kernels import launch_events, norm_prefetch, norms, torch_state
+from ..kernels import launch_events, loop_settings, norms, torch_state
 from ..kernels.local_parts import is_distributed
-from ..kernels.transfers import to_device
+from ..kernels.torch_state import to_device
 from .loss_scale import Scaling, near
 from .master_weights import MasterWeights
 from .window import Window
@@ -264,7 +264,7 @@ class Update:
         unusual = not set(map(type, unread)) <= {Tensor}
         over = mesh_norm if unusual and any(map(is_distributed, unread)) else norms
         measured = over.norm_with_partials(unread, found, self.norm_type, dtype, accumulators.backend)
-        norm_prefetch.tune_once(finals.tensors)
+        loop_settings.tune_prefetch_once(finals.tensors)
         return measured
 
     def _would_leave_garbage(self) -> bool:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ..accumulators import Accumulators
 from ..autograd.capture import Capture
 from ..kernels import registry, torch_state, tuning
-from ..kernels.rounding_arguments import STOCHASTIC, checked_seed
+from ..kernels.rounding import STOCHASTIC, checked_seed
 from ..nn import name_slots
 from . import checkpoint, torch_kernels
 from .accumulation import Accumulation

@@ -15,12 +15,11 @@ import fusedacc
 from fusedacc import __main__
 from fusedacc.commands import info, info_text
 from fusedacc.kernels import (
-    grain_size,
-    grouped_ways,
+    grouped,
     library,
-    matmul_ways,
+    loop_settings,
+    matmul,
     native_module,
-    norm_prefetch,
     registry,
     tuning,
 )
@@ -98,8 +97,8 @@ def test_what_trials_have_found_is_shown_with_its_figures(capsys, tmp_path):
         choices = json.loads(capsys.readouterr().out)["choices"]
         assert __main__.main(["info", "--verbose"]) == 0
         text = joined(capsys.readouterr().out)
-    asked = [*matmul_ways.questions(), *grouped_ways.questions(), *small_layers.questions()]
-    asked += [grain_size.question(), norm_prefetch.question()]
+    asked = [*matmul.questions(), *grouped.questions(), *small_layers.questions()]
+    asked += [loop_settings.grain_choice(), loop_settings.prefetch_choice()]
     names = {question.name for question in asked if question is not None}
     assert {found["question"] for found in choices["found"]} == names
     for found in choices["found"]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fusedacc.kernels import constants, grain_size, library, norm_prefetch, rounding
+from fusedacc.kernels import constants, library, loop_settings, rounding
 from fusedacc.kernels.constants import DTYPE_NUMBERS, Multiplier, Way
 from fusedacc.kernels.dtypes import PAIRS
 
@@ -90,10 +90,10 @@ def test_random_bits():
 
 
 def test_what_holds_until_a_trial():
-    assert int(found("cpu/lists.cpp", r"least_share\{(\d+)\}")) == grain_size.GRAIN_SIZES[-1]
-    default = norm_prefetch.PREFETCH_BYTES[norm_prefetch.DEFAULT]
+    assert int(found("cpu/lists.cpp", r"least_share\{(\d+)\}")) == loop_settings.GRAIN_SIZES[-1]
+    default = loop_settings.PREFETCH_BYTES[loop_settings.DEFAULT_PREFETCH]
     assert int(found("cpu/loops.h", r"kAheadBytes = (\d+);")) == default
-    assert 1 << int(found("cpu/lists.cpp", r"kLargeNorm = 1 << (\d+);")) == norm_prefetch.LARGE_NORM
+    assert 1 << int(found("cpu/lists.cpp", r"kLargeNorm = 1 << (\d+);")) == loop_settings.LARGE_NORM
 
 
 @pytest.mark.skipif(library.load_error() is not None, reason=str(library.load_error()))

@@ -27,7 +27,7 @@ from loops import NoHostRead
 from memory import largest_allocation
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fusedacc.kernels import dtypes, library, matmul, matmul_eager, matmul_ways
+from fusedacc.kernels import dtypes, library, matmul, matmul_eager
 from fusedacc.kernels.constants import Way
 from fusedacc.kernels.matmul import gemm_accumulate_
 from fusedacc.traffic import TrafficMeter
@@ -230,7 +230,7 @@ def test_selection_says_who_and_why(monkeypatch):
 @pytest.mark.parametrize("has", [True, False])
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
 def test_without_trials_the_processor_says_whether_products_are_rounded(pair, has, monkeypatch):
-    monkeypatch.setattr(matmul_ways, "multiplies_bfloat16", lambda: has)
+    monkeypatch.setattr(matmul, "multiplies_bfloat16", lambda: has)
     how = matmul.select(torch.device("cpu"), pair[1], pair[0], tokens=200).how
     assert ("bfloat16 product" in how) == (has and pair == (BF16, F32))
     assert ("oneDNN" in how) == (has and pair == (BF16, BF16))
@@ -259,14 +259,14 @@ def test_loops_of_our_own_allocate_nothing(generator):
 
 
 @native
-@pytest.mark.parametrize("question", matmul_ways.questions(), ids=lambda question: question.name)
+@pytest.mark.parametrize("question", matmul.questions(), ids=lambda question: question.name)
 def test_every_answer_to_every_question_is_followed(question, generator, threads):
     """And what a trial times is what is then run."""
     threads(2)  # one has nothing to split for
     operand, accumulator = (
         getattr(torch, name) for name in re.match(r"product of (\w+) into (\w+),", question.name).groups()
     )
-    number = [matmul_ways.in_words(n) for n in range(4)].index(question.name.partition(", ")[2])
+    number = [matmul.in_words(n) for n in range(4)].index(question.name.partition(", ")[2])
     tokens = (8, 32, 64, 192)[number]
     for run in question.trial().values():
         run()

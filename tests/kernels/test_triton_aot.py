@@ -49,7 +49,7 @@ from fusedacc.kernels.triton.kernels import (
     ADDING, WARPS, finish_norm, join_partials, norm_partials, scale_accumulate,
 )
 from fusedacc.kernels.triton.grouped_kernels import TILES, grouped_accumulate
-from fusedacc.kernels.triton.row_kernels import add_long_rows, add_runs
+from fusedacc.kernels.triton.kernels import add_long_rows, add_runs
 
 def wide(dtype):
     return tl.float64 if dtype == "float64" else tl.float32

@@ -1,4 +1,8 @@
-"""Whether the CPU loops prefetch what norms read: it makes some processors faster and others slower."""
+"""Settings of the CPU loops that trials decide, for the whole process: the grain size, and prefetching.
+
+Every setting gives the same bits. A thread that gets fewer elements than the grain size takes longer to wake
+than it saves. Prefetching what norms read makes some processors faster and others slower.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,54 @@ from torch import Tensor
 
 from . import checks, library, tuning
 
+#: Elements. Torch's own additions take the first; the second suits processors that wake slowly.
+GRAIN_SIZES = (32768, 131072)
+#: Elements of a trial: two of torch's grains for each of two threads.
+_TRIED_ELEMENTS = 131072
+
+
+def set_grain_size(elements: int) -> None:
+    """From now on a thread of the extension gets no fewer elements, in the whole process."""
+    library.functions().fusedacc_set_grain(ctypes.c_int64(elements))
+
+
+def grain_choice() -> tuning.Question | None:
+    """What is to be found out; None with one thread, or without the extension."""
+    if library.load_error() is not None or torch.get_num_threads() == 1:
+        return None
+    return tuning.Question(
+        "elements of a thread's least share", tuple(map(str, GRAIN_SIZES)), str(GRAIN_SIZES[-1]), _grain_trial
+    )
+
+
+def _grain_trial() -> dict[str, Callable[[], object]]:
+    total, gradient = torch.zeros(_TRIED_ELEMENTS, device="cpu"), torch.ones(_TRIED_ELEMENTS, device="cpu")
+    operator = torch.ops.fusedacc.scale_accumulate_.default
+
+    def run(elements: int) -> None:
+        set_grain_size(elements)
+        operator([total], [gradient], None, 1.0, [])
+
+    return {str(elements): functools.partial(run, elements) for elements in GRAIN_SIZES}
+
+
+def tune_grain_size() -> None:
+    """Set what a trial finds, or has found. Every size gives the same bits: an inconclusive trial is repeated
+    when it is due."""
+    asked = grain_choice()
+    if asked is not None:
+        set_grain_size(int(tuning.choose(asked, kept={}).way))
+
+
+@functools.cache
+def tune_grain_size_once() -> None:
+    """Do the same once a process."""
+    tune_grain_size()
+
+
 #: How many bytes ahead of what it reads a norm prefetches, by way. Every way gives the same bits.
 PREFETCH_BYTES = {"prefetch": 2048, "no prefetch": 0}
-DEFAULT = "prefetch"
+DEFAULT_PREFETCH = "prefetch"
 #: Elements: a norm of fewer float32 numbers is not worth a trial.
 LARGE_NORM = 2**22
 #: Elements that a sample of a trial reads. Each sample reads the next stretch of the tensors, since the one
@@ -22,7 +71,7 @@ LARGE_NORM = 2**22
 _STRETCH = 2**21
 #: Elements that are made for a trial where no tensors are at hand.
 _MADE = 2**24
-_done = False
+_prefetch_tuned = False
 
 
 def set_prefetch(way: str) -> None:
@@ -30,32 +79,32 @@ def set_prefetch(way: str) -> None:
     library.functions().fusedacc_set_norm_ahead(ctypes.c_int64(PREFETCH_BYTES[way]))
 
 
-def question(tensors: Sequence[Tensor] | None = None) -> tuning.Question | None:
+def prefetch_choice(tensors: Sequence[Tensor] | None = None) -> tuning.Question | None:
     """What to find out, timed on large tensors, or on new ones; None without the extension."""
     if library.load_error() is not None:
         return None
-    trial = functools.partial(_trial, tensors)
-    return tuning.Question("reading large norms", tuple(PREFETCH_BYTES), DEFAULT, trial)
+    trial = functools.partial(_prefetch_trial, tensors)
+    return tuning.Question("reading large norms", tuple(PREFETCH_BYTES), DEFAULT_PREFETCH, trial)
 
 
-def tune_once(tensors: Sequence[Tensor]) -> None:
+def tune_prefetch_once(tensors: Sequence[Tensor]) -> None:
     """Time both ways on tensors whose norm was taken just now, after the first large norm of this process.
 
     The tensors are read only. They take no memory beside those of the user, and lie in the caches as they do
     in training.
     """
-    global _done
-    if _done or not _large_norm_ran().value or not tuning.may_try():
+    global _prefetch_tuned
+    if _prefetch_tuned or not _large_norm_ran().value or not tuning.may_try():
         return
     own = [tensor for tensor in tensors if _is_usual(tensor)]
     if sum(tensor.numel() for tensor in own) >= LARGE_NORM:
-        tune(own)
-        _done = True
+        tune_prefetch(own)
+        _prefetch_tuned = True
 
 
-def tune(tensors: Sequence[Tensor] | None = None) -> None:
+def tune_prefetch(tensors: Sequence[Tensor] | None = None) -> None:
     """Set what a trial finds, or has found."""
-    asked = question(tensors)
+    asked = prefetch_choice(tensors)
     if asked is not None:
         set_prefetch(tuning.choose(asked).way)
 
@@ -73,7 +122,7 @@ def _is_usual(tensor: Tensor) -> bool:
     return plain and tensor.dtype == torch.float32 and tensor.device.type == "cpu"
 
 
-def _trial(tensors: Sequence[Tensor] | None) -> dict[str, Callable[[], object]]:
+def _prefetch_trial(tensors: Sequence[Tensor] | None) -> dict[str, Callable[[], object]]:
     # Ones, since the pages of zeros would not be memory yet.
     stretches = itertools.cycle(_stretches(tensors or [torch.ones(_MADE, device="cpu")]))
     operator = torch.ops.fusedacc.norm_partials.default
