@@ -5,9 +5,8 @@
 
 #include <stdexcept>
 
-#include "../common/row_work.h"
+#include "../common/work.h"
 #include "gemm.h"
-#include "grouped.h"
 #include "loops.h"
 
 namespace fusedacc::cpu {
@@ -24,7 +23,7 @@ void add_rows(const RowWork& work, double scale);
 // A product into an accumulator, by torch's own BLAS and oneDNN or by loops of our own. A way that does not
 // fit the dtypes or the number of tokens is taken as kWhole; so is kRounded where the sum is rounded
 // stochastically.
-void run_gemm(const GemmRequest& request, Way way);
+void run_gemm(const GemmRequest& request, GemmMethod way);
 
 // Many of them, experts shared out among the threads, and those with few tokens by loops of our own.
 void run_grouped(const GroupedRequest& request);

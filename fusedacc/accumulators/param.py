@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.dtypes import PAIRS
+from ..kernels.dtypes import PAIRS, default_accumulate_dtype
 from .buffers import Segment
 
 #: (device, gradient dtype, accumulate dtype): what one launch may hold.
@@ -35,11 +35,6 @@ class GradState(enum.Enum):
     #: What counts for nothing: left by a backward inside `ignore()`. The accumulator is private in a counted
     #: loop, and in a manual one there is none. What the user puts in its place is as in NOT_OURS.
     IGNORED = enum.auto()
-
-
-def default_accumulate_dtype(param: Tensor) -> torch.dtype:
-    """float32 for bfloat16 and float16 parameters, else the parameter's own dtype."""
-    return torch.float32 if param.dtype in (torch.bfloat16, torch.float16) else param.dtype
 
 
 class Slot:

@@ -115,12 +115,12 @@ def _hooks() -> dict[str, Any]:
 def _choices() -> dict[str, Any]:
     """What trials have found on this machine; what nobody has asked yet is asked now."""
     try:
-        tuning.fixed_by()  # raises, for a variable that is wrong
+        tuning.trials_disabled_by()  # raises, for a variable that is wrong
         if library.load_error() is None:
             loop_settings.tune_grain_size()
             loop_settings.tune_prefetch()
-            for question in (*matmul.questions(), *grouped.questions(), *small_layers.questions()):
-                tuning.choose(question)
+            for choice in (*matmul.choices(), *grouped.choices(), *small_layers.questions()):
+                tuning.choose(choice)
     except ValueError as problem:
         return {"problem": str(problem)}
     return {

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ..accumulators import Accumulators, Slot
+from ..kernels.dtypes import DTYPES
 from ..kernels.local_parts import is_distributed
 from . import checks, ddp
 from .ddp import UnarmedDDP, unarm
@@ -19,8 +20,6 @@ from .process_group import agree, share
 from .reducer import Part, Reducer, Totals
 from .rows import Place
 from .settings import agree_on_settings
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def check(given: Any, slots: list[Slot], dtype: torch.dtype | None) -> None:

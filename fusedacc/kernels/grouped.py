@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from . import checks, matmul_eager, registry, tuning
-from .dtypes import PAIRS, allowed_pairs
+from .choices import Choice, Decision
+from .dtypes import PAIRS, TRIED_PRODUCTS, allowed_pairs, dtype_name
 from .lists import bump_versions
-from .matmul import multiplies_bfloat16
+from .matmul import Selection, multiplies_bfloat16, trial_operands
 from .matmul_eager import Number
 from .native import as_argument
 from .rounding import Noise
@@ -30,19 +31,6 @@ Run = Callable[[Tensor, Tensor, Tensor, Tensor, Number, Number, Noise | None], N
 
 #: The backends that there are for grouped products.
 _NAMES = ("triton", "cpu", "eager")
-
-
-@dataclass(frozen=True)
-class Selection:
-    """Who multiplies: the backend's name, what it does in words, and why it was chosen.
-
-    `run(accumulator, left, right, offsets, scale, keep, noise)` is `grouped_accumulate_` without the choice.
-    """
-
-    name: str
-    how: str
-    reason: str
-    run: Run
 
 
 def grouped_accumulate_(
@@ -112,7 +100,7 @@ def select(
         ValueError: the name, or the value of `FUSEDACC_BACKEND`, is no backend.
         RuntimeError: the backend that was asked for cannot run there.
     """
-    name, reason = _backend(*registry.requested(backend), device, accumulator_dtype, operand_dtype)
+    name, reason = _backend(backend, device, accumulator_dtype, operand_dtype)
     if name != "cpu":
         return Selection(name, _HOW[name], reason, _RUNS[name])
     found = thresholds(accumulator_dtype, operand_dtype, kept, rounds=not stochastic)
@@ -132,7 +120,7 @@ def describe(
 
     What is not in `kept` has not come up yet, and is not tried for this.
     """
-    name, reason = _backend(*registry.requested(backend), device, accumulator_dtype, operand_dtype)
+    name, reason = _backend(backend, device, accumulator_dtype, operand_dtype)
     if name != "cpu":
         return name, f"{_HOW[name]}; {reason}"
     found = known_thresholds(accumulator_dtype, operand_dtype, kept, rounds=not stochastic)
@@ -141,21 +129,14 @@ def describe(
     return name, "; ".join([str(found), *found.because, reason])
 
 
-@functools.cache
 def _backend(
-    name: str, source: str, device: torch.device, accumulator: torch.dtype, operand: torch.dtype
+    backend: str, device: torch.device, accumulator: torch.dtype, operand: torch.dtype
 ) -> tuple[str, str]:
     """The backend for a pair, and why."""
-    names = [each for each in registry.order(device) if each in _NAMES] if name == "auto" else _NAMES
-    task = f"add grouped products of {str(operand)[6:]} into {str(accumulator)[6:]} on {device}"
-
-    def problem(each: str) -> str | None:
-        return registry.obstacle(each, device, accumulator, operand)
-
-    chosen, reason = registry.choose(name, source, names, task, problem)
-    if chosen in _NAMES:
-        return chosen, reason
-    return "eager", f"{reason}, which has no kernel for grouped products"
+    chosen = registry.select_for_products(
+        *registry.requested(backend), "grouped products", _NAMES, device, accumulator, operand
+    )
+    return chosen.candidate, chosen.reason
 
 
 def _native(
@@ -211,7 +192,7 @@ class Thresholds:
     """How experts are added, by their tokens.
 
     rank_k_tokens: with so many at most, by loops of our own. rounded_tokens: with so many at least, by
-    torch's product of bfloat16, rounded to it. because: what was found, a line for each question.
+    torch's product of bfloat16, rounded to it. because: what was found, a line for each choice.
     """
 
     rank_k_tokens: int
@@ -234,7 +215,7 @@ def thresholds(
     rounds: bool = True,
 ) -> Thresholds:
     """What trials find, or have found; `kept` as `tuning.choose` has it. rounds: products may be rounded."""
-    found = _thresholds(accumulator, operand, lambda question: tuning.choose(question, kept), rounds)
+    found = _thresholds(accumulator, operand, lambda choice: tuning.choose(choice, kept), rounds)
     assert found is not None
     return found
 
@@ -242,10 +223,10 @@ def thresholds(
 def known_thresholds(
     accumulator: torch.dtype, operand: torch.dtype, kept: Mapping[str, str], rounds: bool = True
 ) -> Thresholds | None:
-    """The same by the answers in `kept` alone; None where one is missing."""
+    """The same by the decisions in `kept` alone; None where one is missing."""
 
-    def look_up(question: tuning.Question) -> tuning.Choice | None:
-        return tuning.choose(question, dict(kept)) if question.name in kept else None
+    def look_up(choice: Choice) -> Decision | None:
+        return tuning.choose(choice, dict(kept)) if choice.name in kept else None
 
     return _thresholds(accumulator, operand, look_up, rounds)
 
@@ -253,59 +234,57 @@ def known_thresholds(
 def _thresholds(
     accumulator: torch.dtype,
     operand: torch.dtype,
-    answer: Callable[[tuning.Question], tuning.Choice | None],
+    decide: Callable[[Choice], Decision | None],
     rounds: bool,
 ) -> Thresholds | None:
     because: list[str] = []
 
-    def ways(questions: list[tuning.Question], wanted: str) -> int | None:
-        """How many of them in a row are answered so; None where an answer is missing."""
-        for number, question in enumerate(questions):
-            choice = answer(question)
-            if choice is None:
+    def decided(choices: list[Choice], wanted: str) -> int | None:
+        """How many of them in a row are decided so; None where a decision is missing."""
+        for number, choice in enumerate(choices):
+            decision = decide(choice)
+            if decision is None:
                 return None
-            because.append(f"{question.name.partition(', ')[2]}: {choice}")
-            if choice.way != wanted:
+            because.append(f"{choice.name.partition(', ')[2]}: {decision}")
+            if decision.candidate != wanted:
                 return number
-        return len(questions)
+        return len(choices)
 
-    few = ways(_rank_k_questions(accumulator, operand), RANK_K)
+    few = decided(_rank_k_choices(accumulator, operand), RANK_K)
     if few is None:
         return None
     rank_k_tokens = (0, *RANK_K_CLASSES)[few]
-    questions = _rounding_questions(accumulator, operand, rank_k_tokens) if rounds else []
-    many = ways(questions, ROUNDED)
+    rounding = _rounding_choices(accumulator, operand, rank_k_tokens) if rounds else []
+    many = decided(rounding, ROUNDED)
     if many is None:
         return None
     return Thresholds(rank_k_tokens, (*ROUNDED_CLASSES, NEVER)[-1 - many], tuple(because))
 
 
-def _rank_k_questions(accumulator: torch.dtype, operand: torch.dtype) -> list[tuning.Question]:
-    return [_rank_k_question(accumulator, operand, tokens) for tokens in RANK_K_CLASSES]
+def _rank_k_choices(accumulator: torch.dtype, operand: torch.dtype) -> list[Choice]:
+    return [_rank_k_choice(accumulator, operand, tokens) for tokens in RANK_K_CLASSES]
 
 
-def _rounding_questions(
-    accumulator: torch.dtype, operand: torch.dtype, rank_k_tokens: int
-) -> list[tuning.Question]:
+def _rounding_choices(accumulator: torch.dtype, operand: torch.dtype, rank_k_tokens: int) -> list[Choice]:
     """From the most tokens down."""
     if operand != torch.bfloat16:
         return []
     has = multiplies_bfloat16()
     return [
-        _rounding_question(accumulator, operand, tokens, rank_k_tokens, has)
+        _rounding_choice(accumulator, operand, tokens, rank_k_tokens, has)
         for tokens in reversed(ROUNDED_CLASSES)
     ]
 
 
-def _question_name(accumulator: torch.dtype, operand: torch.dtype, of: str) -> str:
-    return f"grouped products of {str(operand)[6:]} into {str(accumulator)[6:]}, {of}"
+def _choice_name(accumulator: torch.dtype, operand: torch.dtype, of: str) -> str:
+    return f"grouped products of {dtype_name(operand)} into {dtype_name(accumulator)}, {of}"
 
 
 @functools.cache
-def _rank_k_question(accumulator: torch.dtype, operand: torch.dtype, tokens: int) -> tuning.Question:
+def _rank_k_choice(accumulator: torch.dtype, operand: torch.dtype, tokens: int) -> Choice:
     calls = {RANK_K: (tokens, NEVER), BLAS: (0, NEVER)}
-    return tuning.Question(
-        _question_name(accumulator, operand, f"{tokens} tokens each"),
+    return Choice(
+        _choice_name(accumulator, operand, f"{tokens} tokens each"),
         tuple(calls),
         RANK_K if tokens <= _SURELY_FEW else BLAS,
         functools.partial(_trial, accumulator, operand, tokens, calls),
@@ -313,12 +292,12 @@ def _rank_k_question(accumulator: torch.dtype, operand: torch.dtype, tokens: int
 
 
 @functools.cache
-def _rounding_question(
+def _rounding_choice(
     accumulator: torch.dtype, operand: torch.dtype, tokens: int, rank_k_tokens: int, has_bfloat16: bool
-) -> tuning.Question:
+) -> Choice:
     calls = {EXACT: (rank_k_tokens, NEVER), ROUNDED: (rank_k_tokens, 0)}
-    return tuning.Question(
-        _question_name(accumulator, operand, f"{tokens} tokens each, rounded or not"),
+    return Choice(
+        _choice_name(accumulator, operand, f"{tokens} tokens each, rounded or not"),
         tuple(calls),
         ROUNDED if has_bfloat16 else EXACT,
         functools.partial(_trial, accumulator, operand, tokens, calls),
@@ -329,11 +308,7 @@ def _trial(
     accumulator: torch.dtype, operand: torch.dtype, tokens: int, calls: Mapping[str, tuple[int, int]]
 ) -> dict[str, Callable[[], object]]:
     experts = max(2, min(_EXPERTS, _MOST_TOKENS // tokens))
-    generator = torch.Generator().manual_seed(0)
-    left, right = (
-        torch.empty(experts * tokens, size, device="cpu").uniform_(-1, 1, generator=generator).to(operand)
-        for size in (_ROWS, _COLUMNS)
-    )
+    left, right = trial_operands(experts * tokens, (_ROWS, _COLUMNS), operand)
     total = torch.zeros(experts, _ROWS, _COLUMNS, dtype=accumulator, device="cpu")
     offsets = torch.arange(tokens, experts * tokens + 1, tokens, dtype=torch.int32, device="cpu")
     operator = torch.ops.fusedacc.grouped_accumulate_.default
@@ -343,13 +318,12 @@ def _trial(
     }
 
 
-def questions() -> list[tuning.Question]:
-    """All that can be asked on this machine; those of rounding as if no loops of our own were taken."""
-    pairs = ((torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16,) * 2)
+def choices() -> list[Choice]:
+    """All choices of this machine; those of rounding as if no loops of our own were taken."""
     return [
-        question
-        for pair in pairs
-        for question in (*_rank_k_questions(*pair), *_rounding_questions(*pair, rank_k_tokens=0))
+        choice
+        for pair in TRIED_PRODUCTS
+        for choice in (*_rank_k_choices(*pair), *_rounding_choices(*pair, rank_k_tokens=0))
     ]
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from . import checks, library, tuning
+from .choices import Choice
 
 #: Elements. Torch's own additions take the first; the second suits processors that wake slowly.
 GRAIN_SIZES = (32768, 131072)
@@ -27,11 +28,11 @@ def set_grain_size(elements: int) -> None:
     library.functions().fusedacc_set_grain(ctypes.c_int64(elements))
 
 
-def grain_choice() -> tuning.Question | None:
-    """What is to be found out; None with one thread, or without the extension."""
+def grain_choice() -> Choice | None:
+    """The choice of the grain size; None with one thread, or without the extension."""
     if library.load_error() is not None or torch.get_num_threads() == 1:
         return None
-    return tuning.Question(
+    return Choice(
         "elements of a thread's least share", tuple(map(str, GRAIN_SIZES)), str(GRAIN_SIZES[-1]), _grain_trial
     )
 
@@ -48,11 +49,11 @@ def _grain_trial() -> dict[str, Callable[[], object]]:
 
 
 def tune_grain_size() -> None:
-    """Set what a trial finds, or has found. Every size gives the same bits: an inconclusive trial is repeated
-    when it is due."""
-    asked = grain_choice()
-    if asked is not None:
-        set_grain_size(int(tuning.choose(asked, kept={}).way))
+    """Set what a trial decides, or has decided. Every size gives the same bits: an inconclusive trial is
+    repeated when it is due."""
+    choice = grain_choice()
+    if choice is not None:
+        set_grain_size(int(tuning.choose(choice, kept={}).candidate))
 
 
 @functools.cache
@@ -61,7 +62,7 @@ def tune_grain_size_once() -> None:
     tune_grain_size()
 
 
-#: How many bytes ahead of what it reads a norm prefetches, by way. Every way gives the same bits.
+#: How many bytes ahead of what it reads a norm prefetches, by candidate. All give the same bits.
 PREFETCH_BYTES = {"prefetch": 2048, "no prefetch": 0}
 DEFAULT_PREFETCH = "prefetch"
 #: Elements: a norm of fewer float32 numbers is not worth a trial.
@@ -74,17 +75,17 @@ _MADE = 2**24
 _prefetch_tuned = False
 
 
-def set_prefetch(way: str) -> None:
-    """Read norms in this way from now on, in the whole process."""
-    library.functions().fusedacc_set_norm_ahead(ctypes.c_int64(PREFETCH_BYTES[way]))
+def set_prefetch(candidate: str) -> None:
+    """Read norms so from now on, in the whole process."""
+    library.functions().fusedacc_set_norm_ahead(ctypes.c_int64(PREFETCH_BYTES[candidate]))
 
 
-def prefetch_choice(tensors: Sequence[Tensor] | None = None) -> tuning.Question | None:
-    """What to find out, timed on large tensors, or on new ones; None without the extension."""
+def prefetch_choice(tensors: Sequence[Tensor] | None = None) -> Choice | None:
+    """The choice of prefetching, timed on large tensors, or on new ones; None without the extension."""
     if library.load_error() is not None:
         return None
     trial = functools.partial(_prefetch_trial, tensors)
-    return tuning.Question("reading large norms", tuple(PREFETCH_BYTES), DEFAULT_PREFETCH, trial)
+    return Choice("reading large norms", tuple(PREFETCH_BYTES), DEFAULT_PREFETCH, trial)
 
 
 def tune_prefetch_once(tensors: Sequence[Tensor]) -> None:
@@ -103,10 +104,10 @@ def tune_prefetch_once(tensors: Sequence[Tensor]) -> None:
 
 
 def tune_prefetch(tensors: Sequence[Tensor] | None = None) -> None:
-    """Set what a trial finds, or has found."""
-    asked = prefetch_choice(tensors)
-    if asked is not None:
-        set_prefetch(tuning.choose(asked).way)
+    """Set what a trial decides, or has decided."""
+    choice = prefetch_choice(tensors)
+    if choice is not None:
+        set_prefetch(tuning.choose(choice).candidate)
 
 
 @functools.cache
@@ -127,11 +128,11 @@ def _prefetch_trial(tensors: Sequence[Tensor] | None) -> dict[str, Callable[[], 
     stretches = itertools.cycle(_stretches(tensors or [torch.ones(_MADE, device="cpu")]))
     operator = torch.ops.fusedacc.norm_partials.default
 
-    def run(way: str) -> None:
-        set_prefetch(way)
+    def run(candidate: str) -> None:
+        set_prefetch(candidate)
         operator(next(stretches), 2.0)
 
-    return {way: functools.partial(run, way) for way in PREFETCH_BYTES}
+    return {candidate: functools.partial(run, candidate) for candidate in PREFETCH_BYTES}
 
 
 def _stretches(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

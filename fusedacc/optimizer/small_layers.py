@@ -9,6 +9,7 @@ import torch
 
 from ..accumulators import default_accumulate_dtype
 from ..kernels import matmul, tuning
+from ..kernels.choices import Choice
 
 #: The most weights of each class; larger layers gain, and are not asked about.
 CLASSES = (32 * 32, 64 * 64, 128 * 128)
@@ -17,25 +18,25 @@ INSIDE, STOCK = "inside", "stock"
 _LAYERS, _TOKENS, _ENDLESS = 6, 4, 2**20
 
 
-def question_of(weight: torch.Tensor) -> tuning.Question | None:
-    """What is to be found out before a Linear of this weight is replaced; None: it is large, or on no CPU."""
+def question_of(weight: torch.Tensor) -> Choice | None:
+    """The choice whether a Linear of this weight is replaced; None: it is large, or on no CPU."""
     if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
         return None
     most = next((size for size in CLASSES if weight.numel() <= size), None)
-    return None if most is None else _question(most, weight.dtype)
+    return None if most is None else _choice(most, weight.dtype)
 
 
 @functools.cache
-def _question(most: int, dtype: torch.dtype) -> tuning.Question:
-    # A processor's features do not tell: what one asks for by `model=` is done.
+def _choice(most: int, dtype: torch.dtype) -> Choice:
+    # A processor's features do not tell: without a trial, `model=` replaces the layer.
     trial = functools.partial(_trial, round(most**0.5), dtype)
     name = f"model= for a Linear of up to {most} weights of {str(dtype)[6:]}"
-    return tuning.Question(name, (INSIDE, STOCK), INSIDE, trial)
+    return Choice(name, (INSIDE, STOCK), INSIDE, trial)
 
 
-def questions() -> list[tuning.Question]:
-    """All that can be asked."""
-    return [_question(most, dtype) for most in CLASSES for dtype in (torch.float32, torch.bfloat16)]
+def questions() -> list[Choice]:
+    """All choices."""
+    return [_choice(most, dtype) for most in CLASSES for dtype in (torch.float32, torch.bfloat16)]
 
 
 def why_left(weight: torch.Tensor, kept: MutableMapping[str, str]) -> str:
@@ -43,16 +44,18 @@ def why_left(weight: torch.Tensor, kept: MutableMapping[str, str]) -> str:
 
     Args:
         weight: the Linear's.
-        kept: answers to stay with, as `tuning.choose` has them.
+        kept: decisions to stay with, as for `tuning.choose`.
     """
-    question = question_of(weight)
-    if question is None:
+    choice = question_of(weight)
+    if choice is None:
         return ""
-    product = matmul.question_of(default_accumulate_dtype(weight), weight.dtype, 0)
+    product = matmul.choice_of(default_accumulate_dtype(weight), weight.dtype, 0)
     if product is not None:
         tuning.choose(product)  # what the trial multiplies by
-    choice = tuning.choose(question, kept)
-    return "" if choice.way == INSIDE else f"so small that a node of ours costs more than it saves; {choice}"
+    decision = tuning.choose(choice, kept)
+    if decision.candidate == INSIDE:
+        return ""
+    return f"so small that a node of ours costs more than it saves; {decision}"
 
 
 def _trial(width: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:

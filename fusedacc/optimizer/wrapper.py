@@ -141,7 +141,7 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
                 f"rounding={rounding!r} is for sums of torch.bfloat16, and accumulate_dtype is "
                 f"{accumulate_dtype}; allowed: accumulate_dtype=torch.bfloat16, or rounding='nearest'"
             )
-        tuning.fixed_by()
+        tuning.trials_disabled_by()
         clipping = check_settings(max_grad_norm, norm_type)
         finishing = (*clipping, bool(skip_nonfinite))
         if not isinstance(model, torch.nn.Module | None):

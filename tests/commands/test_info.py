@@ -22,6 +22,7 @@ from fusedacc.kernels import (
     native_module,
     registry,
     tuning,
+    tuning_cache,
 )
 from fusedacc.optimizer import small_layers
 
@@ -97,7 +98,7 @@ def test_what_trials_have_found_is_shown_with_its_figures(capsys, tmp_path):
         choices = json.loads(capsys.readouterr().out)["choices"]
         assert __main__.main(["info", "--verbose"]) == 0
         text = joined(capsys.readouterr().out)
-    asked = [*matmul.questions(), *grouped.questions(), *small_layers.questions()]
+    asked = [*matmul.choices(), *grouped.choices(), *small_layers.questions()]
     asked += [loop_settings.grain_choice(), loop_settings.prefetch_choice()]
     names = {question.name for question in asked if question is not None}
     assert {found["question"] for found in choices["found"]} == names
@@ -107,13 +108,13 @@ def test_what_trials_have_found_is_shown_with_its_figures(capsys, tmp_path):
         kind = "conclusive" if found["conclusive"] else "inconclusive"
         assert f"; default {found['default']}; {kind} after 1 try)" in text
         assert found["conclusive"] or found["way"] == found["default"]
-    assert f"autotuning, cached in {tmp_path / tuning.FILE}" in text
+    assert f"autotuning, cached in {tmp_path / tuning_cache.CACHE_FILE}" in text
 
 
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        (tuning.VARIABLE, "maybe", "autotuning: FUSEDACC_TUNE='maybe': allowed are '0'"),
+        (tuning.TUNE_ENV, "maybe", "autotuning: FUSEDACC_TUNE='maybe': allowed are '0'"),
         (registry.VARIABLE, "gpu", "none (FUSEDACC_BACKEND='gpu' is no backend; allowed: "),
     ],
 )

@@ -35,7 +35,7 @@ def find_disassembler() -> str | None:
 
 
 CUOBJDUMP = find_disassembler()
-PAIRS = range(10)
+PAIRS = range((ROOT / "csrc" / "common" / "dtypes.h").read_text().count("    {Dtype::"))
 #: Those whose sums are rounded stochastically.
 STOCHASTIC = (8, 9)
 #: The pairs of a dtype with itself, whose norm kernels also read alone.

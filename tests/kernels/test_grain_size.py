@@ -56,7 +56,7 @@ def test_every_wrapper_asks_and_the_functions_ask_once(two_threads, monkeypatch)
 def test_a_trial_adds_by_every_size(two_threads):
     for run in loop_settings.grain_choice().trial().values():
         run()
-    assert loop_settings.grain_choice().default in loop_settings.grain_choice().ways
+    assert loop_settings.grain_choice().default in loop_settings.grain_choice().candidates
 
 
 def test_one_thread_is_not_asked(threads):

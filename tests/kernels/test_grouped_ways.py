@@ -78,9 +78,9 @@ def test_answers_become_thresholds(pair, few, rounded):
 
 
 @native
-@pytest.mark.parametrize("question", grouped.questions(), ids=lambda question: question.name)
+@pytest.mark.parametrize("question", grouped.choices(), ids=lambda question: question.name)
 def test_what_a_trial_times_runs(question):
-    assert question.default in question.ways
+    assert question.default in question.candidates
     for run in question.trial().values():
         run()
 
