@@ -447,4 +447,18 @@ FIXES = (
         "            pass\n",
         "tests/optimizer/test_middle_of_window.py",
     ),
+    Mutant(
+        "native code begins a window's last backward though the sums have another unit at its end",
+        "fusedacc/optimizer/accumulation.py",
+        "not (window.carried or self.accumulators.norms.wanted)",
+        "not self.accumulators.norms.wanted",
+        "tests/optimizer/test_middle_of_window.py",
+    ),
+    Mutant(
+        "native code begins a window's last backward though it leaves no norms behind",
+        "fusedacc/optimizer/accumulation.py",
+        "not (window.carried or self.accumulators.norms.wanted)",
+        "not window.carried",
+        "tests/optimizer/test_middle_of_window.py",
+    ),
 )

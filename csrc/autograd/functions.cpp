@@ -63,8 +63,11 @@ class EmbeddingFunction : public torch::autograd::Function<EmbeddingFunction> {
     const bool by_frequency = options[2] != 0;
     const at::Tensor* weight = destination.weight();
     const int task = torch::autograd::get_current_graph_task_id();
-    const bool added = (weight && call->entry->direct->add_rows(task, call->entry->index, indices, gradient,
-                                                                *weight, padding, by_frequency)) ||
+    const auto add_rows = [&] {
+      return call->entry->direct->add_rows(task, call->entry->index, indices, gradient, *weight, padding,
+                                           by_frequency);
+    };
+    const bool added = (weight && call->adds_natively(task, add_rows)) ||
                        (call && !at::GradMode::is_enabled() &&
                         call->site->adds(indices, gradient, destination.armed(), padding, by_frequency));
     if (!added) found[0] = at::embedding_dense_backward(gradient, indices, rows, padding, by_frequency);
@@ -92,8 +95,10 @@ bool adds(const WeightTarget& destination, const at::Tensor& left, const at::Ten
   if (by > Multiplier::kPython) {
     const at::Tensor* weight = destination.weight();
     const int task = torch::autograd::get_current_graph_task_id();
-    if (weight && call->entry->direct->multiply(task, call->entry->index, left, right, *weight, by))
-      return true;
+    const auto multiply = [&] {
+      return call->entry->direct->multiply(task, call->entry->index, left, right, *weight, by);
+    };
+    if (weight && call->adds_natively(task, multiply)) return true;
   }
   return call->site->adds(left, right, destination.armed());
 }

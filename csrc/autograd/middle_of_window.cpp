@@ -147,10 +147,11 @@ std::shared_ptr<MiddleOfWindow> MiddleOfWindow::make(const py::object& window, c
   return made;
 }
 
-void MiddleOfWindow::arm(double scale, int64_t steps, py::object not_imported, bool owes) {
+void MiddleOfWindow::arm(double scale, int64_t steps, bool begins_last, py::object not_imported, bool owes) {
   scale_ = scale;
   owes_ = owes;
   steps_ = steps;
+  begins_last_ = begins_last;
   armed_ = assumptions_.note(std::move(not_imported));
 }
 
@@ -158,8 +159,12 @@ bool MiddleOfWindow::enter(int task) {
   if (!armed_ || at::GradMode::is_enabled()) return false;
   const auto held = adder_->hold();
   const py::gil_scoped_acquire gil;
-  if (!armed_ || runs() || !may_begin()) return false;
-  auto run = std::make_shared<Run>(Run{task});
+  const py::object window = alive(window_);
+  if (!armed_ || runs() || window.is_none() || !may_begin(window)) return false;
+  const bool is_last = steps_ != 0 && micro_step(window) + 1 >= steps_;
+  if (is_last && !begins_last_) return false;
+  armed_ = !is_last;
+  auto run = std::make_shared<Run>(Run{task, /*is_pythons=*/is_last});
   torch::autograd::Engine::get_default_engine().queue_callback([middle = weak_from_this(), run] {
     const std::shared_ptr<MiddleOfWindow> found = middle.lock();
     if (found) found->leave(*run);
@@ -171,13 +176,11 @@ bool MiddleOfWindow::enter(int task) {
   return true;
 }
 
-bool MiddleOfWindow::may_begin() {
-  const py::object window = alive(window_);
-  if (window.is_none()) return false;
+bool MiddleOfWindow::may_begin(const py::object& window) {
   const py::object micro = py::getattr(window, names().micro);
   armed_ = !is_true(py::getattr(micro, names().in_schedule)) &&
            !is_true(py::getattr(micro, names().deferred)) && assumptions_.hold();
-  return armed_ && (steps_ == 0 || micro_step(window) + 1 < steps_);
+  return armed_;
 }
 
 int64_t MiddleOfWindow::micro_step(const py::object& window) {
@@ -239,7 +242,8 @@ bool MiddleOfWindow::step() {
   if (window.is_none()) return false;
   const py::object micro = py::getattr(window, names().micro);
   const int64_t ended = micro_step(window) + 1;
-  if (!is_true(py::getattr(micro, names().ran)) || !may_begin() || !is_in_step()) return false;
+  if (ended >= steps_ || !is_true(py::getattr(micro, names().ran))) return false;
+  if (!may_begin(window) || !is_in_step()) return false;
   py::setattr(window, names().has_updated, py::bool_(false));
   py::setattr(window, names().micro_step, py::int_(ended));
   py::setattr(window, names().usual_backwards, py::getattr(micro, names().num_backwards));

@@ -1,6 +1,6 @@
 // Micro-batches in the middle of a window: neither the first, which makes the sums, nor the last, at whose
 // end they are finished. All of them are alike, so that Python decides once a window what is done with them,
-// and none of it runs in their backward passes.
+// and none of it runs in their backward passes. The backward of the last may begin in the same way.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -53,10 +53,11 @@ class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
                                               std::shared_ptr<GraphTasks> tasks);
 
   // The next backward passes are like the last: their gradients are multiplied by `scale` and added to the
-  // sums that the adder was loaded with. steps: the micro-batches of the window, the last of which is
-  // Python's; 0: `step()` ends none, and Python says when this is over. not_imported: as in Assumptions.
-  // owes: sums may have to be multiplied first, or to be written over.
-  void arm(double scale, int64_t steps, pybind11::object not_imported, bool owes);
+  // sums that the adder was loaded with. steps: the micro-batches of the window, the last of which Python
+  // ends; 0: `step()` ends none, and Python says when this is over. begins_last: the backward of the last may
+  // begin here too. not_imported: as in Assumptions. owes: sums may have to be multiplied first, or to be
+  // written over.
+  void arm(double scale, int64_t steps, bool begins_last, pybind11::object not_imported, bool owes);
   void disarm() { armed_ = false; }
 
   // A graph task's first gradient is at hand: opens the adder for it, if it is one of those. Without the GIL.
@@ -76,15 +77,15 @@ class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
   static constexpr int kNone = -1;
   struct Run {
     const int task;
-    bool is_pythons = false;
+    bool is_pythons;  // Python ends it
   };
 
   MiddleOfWindow(const pybind11::object& window, const pybind11::object& inner,
                  const pybind11::object& parameters, pybind11::object on_end, pybind11::object on_paid,
                  Assumptions assumptions, std::shared_ptr<ImmediateAdder> adder,
                  std::shared_ptr<GraphTasks> tasks);
-  // Whether a backward pass now, or a `step()`, is one in the middle.
-  bool may_begin();
+  // Whether nothing has changed on which it depends what is done with a micro-batch now.
+  bool may_begin(const pybind11::object& window);
   static int64_t micro_step(const pybind11::object& window);
   // Whether the groups have the parameters that Python has seen, and nothing stands in their p.grad.
   bool is_in_step();
@@ -100,6 +101,7 @@ class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
   std::atomic<bool> armed_{false};
   double scale_ = 1;
   int64_t steps_ = 0;
+  bool begins_last_ = false;
   bool owes_ = false;
   int run_task_ = kNone;
   // The engine's callback has the only strong reference: it is gone when the graph task has failed.

@@ -133,8 +133,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         return kCaseNames[static_cast<size_t>(entry.case_of(gradient.value_or(at::Tensor()), parameter))];
       });
   py::class_<PatchedForward, c10::intrusive_ptr<PatchedForward>>(module, "PatchedForward")
-      .def(py::init([](py::object site, bool transposed) {
-        return c10::make_intrusive<PatchedForward>(site.ptr(), transposed);
+      .def(py::init([](py::object adds, py::object begins, bool transposed) {
+        return c10::make_intrusive<PatchedForward>(adds.ptr(), begins.ptr(), transposed);
       }))
       .def("set_multiplier",
            [](PatchedForward& site, at::ScalarType operand, at::ScalarType accumulator, int64_t tokens,

@@ -10,14 +10,22 @@ namespace py = pybind11;
 
 namespace fusedacc::autograd {
 
-PatchedForward::PatchedForward(PyObject* python, bool transposed) : transposed(transposed), python_(python) {
-  Py_INCREF(python_);
+PatchedForward::PatchedForward(PyObject* adds, PyObject* begins, bool transposed)
+    : transposed(transposed), adds_(adds), begins_(begins) {
+  Py_INCREF(adds_);
+  Py_INCREF(begins_);
 }
 
 PatchedForward::~PatchedForward() {
   if (Py_IsInitialized() == 0) return;
   py::gil_scoped_acquire gil;
-  Py_DECREF(python_);
+  Py_DECREF(adds_);
+  Py_DECREF(begins_);
+}
+
+bool PatchedForward::begins() const {
+  py::gil_scoped_acquire gil;
+  return py::handle(begins_)().cast<bool>();
 }
 
 namespace {

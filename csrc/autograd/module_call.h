@@ -17,8 +17,8 @@ namespace fusedacc::autograd {
 // One module. Python is asked where no accumulator may be added to at once.
 class PatchedForward : public torch::CustomClassHolder {
  public:
-  // python: `adds`. transposed: the weight of a Linear is (in, out).
-  PatchedForward(PyObject* python, bool transposed);
+  // adds, begins: Python's methods of those names. transposed: the weight of a Linear is (in, out).
+  PatchedForward(PyObject* adds, PyObject* begins, bool transposed);
   ~PatchedForward() override;
 
   // How products of operands of this dtype and so many tokens are added into accumulators of that dtype.
@@ -34,13 +34,17 @@ class PatchedForward : public torch::CustomClassHolder {
   template <class... Options>
   bool adds(const at::Tensor& left, const at::Tensor& right, bool armed, Options... options) const {
     pybind11::gil_scoped_acquire gil;
-    return pybind11::handle(python_)(left, right, armed, options...).template cast<bool>();
+    return pybind11::handle(adds_)(left, right, armed, options...).template cast<bool>();
   }
+  // Has Python begin the backward that runs, of which it knows nothing yet. Returns whether accumulators may
+  // be added to without Python from then on.
+  bool begins() const;
 
   const bool transposed;
 
  private:
-  PyObject* const python_;
+  PyObject* const adds_;
+  PyObject* const begins_;
   // By the operands' dtype, the accumulator's, and the class of tokens.
   std::array<std::atomic<Multiplier>, kDtypeCount * kDtypeCount * cpu::kClasses> multipliers_{};
 };
@@ -51,6 +55,13 @@ struct RecordedCall {
   // do with tensors, unlike capsules.
   static void keep(torch::autograd::AutogradContext* context, const c10::intrusive_ptr<PatchedForward>& site,
                    const std::shared_ptr<HookState>& entry);
+
+  // Whether `add` has added to the accumulator. Where it cannot, since this is the first gradient of the
+  // graph task, it is tried once more after Python has begun that.
+  template <class Add>
+  bool adds_natively(int task, Add add) const {
+    return add() || (!entry->tasks->has(task) && site->begins() && add());
+  }
 
   const c10::intrusive_ptr<PatchedForward> site;
   const std::shared_ptr<HookState> entry;

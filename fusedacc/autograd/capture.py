@@ -252,6 +252,15 @@ class Capture:
         task.added = True
         return self.accumulators.in_place.write(slot, write, self._scale(task), by_rows, part)
 
+    def begin_natively(self) -> bool:
+        """Begin the graph task that runs, of which no gradient was at hand before this one.
+
+        Returns:
+            Whether native code may add its gradients to sums that are ready for it.
+        """
+        with self._lock:
+            return self.hooks.adds_in(self.tasks.get(task_id()) or self._begin())
+
     def _begin(self) -> GraphTask:
         """The first gradient of a graph task: decide what is done with all of them.
 

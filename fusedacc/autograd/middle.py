@@ -3,7 +3,8 @@
 They are all alike: the first of a window makes the sums, and the last finishes them. When a backward that
 Python has handled ends, Python decides how native code handles those that follow, and lists the attributes on
 which this depends. `MiddleOfWindow` (csrc/autograd/middle_of_window.h) then begins and ends their backward
-passes, and does their `step()` and `zero_grad()`, until one of these attributes changes.
+passes, and does their `step()` and `zero_grad()`, until one of these attributes changes. Where the last
+micro-batch adds as they do, native code begins its backward too, and Python ends it.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ class Middle(NamedTuple):
     scale: float
     #: The micro-batches of the window; 0 where `step()` ends none.
     steps: int
+    #: Whether the last micro-batch adds its gradients as these do.
+    begins_last: bool
     #: A module whose import ends this; None: there is none.
     not_imported: str | None
 
@@ -56,7 +59,7 @@ class LeftToPython:
     #: Whether native code has begun a backward pass that goes on.
     runs = False
 
-    def arm(self, scale: float, steps: int, not_imported: str | None, owes: bool) -> None:
+    def arm(self, scale: float, steps: int, begins_last: bool, not_imported: str | None, owes: bool) -> None:
         """Deal with further micro-batches: they are like the last. owes: sums may have deferred scales."""
 
     def disarm(self) -> None:

@@ -129,6 +129,9 @@ class NativeHooks(PythonHooks):
                     noise.release = weakref.WeakMethod(self.release_to_python)
                 self._direct.open(identity, scale)
 
+    def adds_in(self, task: GraphTask) -> bool:
+        return self._task is task
+
     def _may_add(self, scale: float | Tensor) -> bool:
         """Whether gradients may be added at once, for all that is known before the first comes."""
         watched = launch_events.watching or self._accumulators.norms

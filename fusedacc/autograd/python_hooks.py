@@ -193,6 +193,10 @@ class PythonHooks:
     def begin(self, identity: int, task: GraphTask, alone: bool, scale: float | Tensor) -> None:
         """A graph task's first gradient is at hand. `alone`: no other task runs."""
 
+    def adds_in(self, task: GraphTask) -> bool:
+        """Whether native code may add gradients of this graph task to sums at once."""
+        return False
+
     def add_now(self, slot: Slot, identity: int, gradient: Tensor) -> bool:
         """Add a gradient at once without Python, if that is all that is to be done with it."""
         return False

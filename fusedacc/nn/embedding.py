@@ -20,7 +20,7 @@ from ..kernels.checks import ORDINARY_TYPES
 from ..kernels.rounding import Noise
 from ..kernels.rows import accumulate_rows_
 from ..kernels.torch_state import runs_as_written
-from .patched_forward import PATCHED, PatchedForward, adds
+from .patched_forward import PATCHED, PatchedForward, adds, begins
 
 
 class PatchedEmbedding(PatchedForward):
@@ -32,7 +32,8 @@ class PatchedEmbedding(PatchedForward):
         super().__init__(module, slot, capture)
         native: Any = native_module.module()
         if native is not None:
-            self._native = native.PatchedForward(partial(adds, weakref.ref(self)), False)
+            own = weakref.ref(self)
+            self._native = native.PatchedForward(partial(adds, own), partial(begins, own), False)
             self._recorded = native.lookup
 
     def adds(self, indices: Tensor, gradients: Tensor, armed: bool, padding: int, by_frequency: bool) -> bool:

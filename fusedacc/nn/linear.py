@@ -22,7 +22,7 @@ from ..kernels.matmul import class_of
 from ..kernels.rounding import Noise
 from ..kernels.torch_state import frame_compiler, runs_as_written
 from .kept_cast import CastFunction
-from .patched_forward import PATCHED, PatchedForward, adds
+from .patched_forward import PATCHED, PatchedForward, adds, begins
 
 
 class PatchedLinear(PatchedForward):
@@ -39,7 +39,8 @@ class PatchedLinear(PatchedForward):
         self._latest: tuple = (None, None, -1, None)
         native: Any = native_module.module()
         if native is not None:
-            self._native = native.PatchedForward(partial(adds, weakref.ref(self)), self.transposed)
+            own = weakref.ref(self)
+            self._native = native.PatchedForward(partial(adds, own), partial(begins, own), self.transposed)
             self._recorded = native.product
         self._cast: tuple[Callable[[], Tensor | None], tuple] = (_nothing, ())
 

@@ -77,6 +77,11 @@ class WeightSum:
         if path not in self.slot.paths:
             self.slot.paths += (path,)
 
+    def begins(self) -> bool:
+        """As `Capture.begin_natively`."""
+        capture = self._capture()
+        return capture is not None and capture.begin_natively()
+
     def accumulate_in_place(
         self,
         node: Any,
@@ -219,6 +224,13 @@ def adds(patched: Callable[[], Any], *arguments: Any) -> bool:
     """The patched forward's own `adds`, while there is one."""
     known = patched()
     return known is not None and known.adds(*arguments)
+
+
+@runs_as_written
+def begins(patched: Callable[[], Any]) -> bool:
+    """The patched forward's own `begins`, while there is one."""
+    known = patched()
+    return known is not None and known.begins()
 
 
 class Copying:

@@ -163,10 +163,15 @@ class Accumulation:
             return None
         if any(slot.on_cuda for slot in self._slots):
             return None  # its thread would begin the same backward beside the CPU's
-        if window.counted and window.micro_step + 2 >= window.steps:
+        factor, steps = window.factor, window.steps if window.counted else 0
+        scale = window.base_scale * factor
+        if isinstance(factor, Tensor) or isinstance(scale, Tensor):
             return None
-        scale, steps = window.base_scale * window.factor, window.steps if window.counted else 0
-        return None if isinstance(scale, Tensor) else Middle(scale, steps, pipelines.unseen_module())
+        # The last aims at the final scale of the sums, and may leave the norms of what it adds.
+        ends_alike = factor == 1.0 and not (window.carried or self.accumulators.norms.wanted)
+        if window.counted and window.micro_step + (1 if ends_alike else 2) >= steps:
+            return None
+        return Middle(scale, steps, ends_alike, pipelines.unseen_module())
 
     def middle_task(self) -> GraphTask:
         """The record of a backward in the middle of a window, as `begin_backward` would have made it."""
@@ -182,8 +187,9 @@ class Accumulation:
         is_false: list[Attribute] = [(window, name) for name in names]
         is_false += [(grads, name) for name in ("spent", "_num_ignored", "_aside")]
         is_false += [(self, "ignoring"), (self.ranks, "parallel"), *torch_state.process_group()]
-        deferred = self.accumulators.deferred
+        deferred, norms = self.accumulators.deferred, self.accumulators.norms
         stays: list[Attribute] = [(grads, "generation"), (deferred, "num_changes"), (window, "factor")]
+        stays.append((norms, "wanted"))
         return Assumptions(is_false, stays)
 
     def scale_of(self, task: GraphTask) -> float | Tensor:

@@ -96,6 +96,23 @@ def test_no_python_runs_in_later_backwards_of_a_manual_window():
         training.opt.zero_grad()
 
 
+@needs_native
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0, "private_gradients": True}], ids=["", "clip"])
+def test_the_last_backward_of_a_window_begins_as_those_before(options):
+    """But where it leaves norms behind, and where a checkpoint has brought sums of other ranks."""
+    for carried in (0, 2):
+        training = Training(**options)
+        training.opt._window.carried = carried
+        for number in range(STEPS):
+            loss = training.loss()
+            with python_calls() as called:
+                loss.backward()
+            last = number == STEPS - 1
+            assert ("begin_backward" in called) == (number == 0 or (last and bool(options or carried)))
+            training.opt.step()
+            training.opt.zero_grad()
+
+
 def put_a_gradient(training: Training) -> None:
     training.model[0].bias.grad = torch.ones(8)
 
@@ -169,17 +186,18 @@ EVENTS = (
 @needs_native
 @pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.parametrize("between", ["micro-batches", "backward and step", "step and zero_grad"])
-@pytest.mark.parametrize("counted", [True, False], ids=["counted", "manual"])
+@pytest.mark.parametrize("at", [3, STEPS - 1])
+@pytest.mark.parametrize("loop", ["counted", "manual", "model="])
 @pytest.mark.parametrize("event", EVENTS)
-def test_what_happens_in_mid_window_counts(event, counted, between, monkeypatch):
+def test_what_happens_in_mid_window_counts(event, loop, at, between, monkeypatch):
     """The same with hooks in Python, which look at everything each time."""
-    outcomes = []
+    outcomes, counted = [], loop != "manual"
     for choice in "10":
         monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", choice)
-        training, seen = Training(counted), []
+        training, seen = Training(counted, with_model=loop == "model="), []
         try:
             for number in range(3 * STEPS - 1):
-                happens = number == 3
+                happens = number == at
                 if happens and between == "micro-batches":
                     event(training)
                 training.loss().backward()
@@ -246,15 +264,16 @@ def test_what_happens_in_the_first_backward_of_the_middle_counts(event, reductio
 
 
 @needs_native
+@pytest.mark.parametrize("at", [3, STEPS - 1])
 @pytest.mark.parametrize("counted", [True, False], ids=["counted", "manual"])
-def test_a_backward_that_fails_in_the_middle_taints_the_window(counted):
+def test_a_backward_that_fails_in_the_middle_taints_the_window(counted, at):
     """It fails when the last layer's gradients are in the sums."""
 
     def fail(gradient: torch.Tensor) -> None:
         raise ValueError("fails")
 
     training = Training(counted)
-    for _ in range(3):
+    for _ in range(at):
         training.loss().backward()
         if counted:
             training.opt.step()
