@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .kernels import checks, loop_settings, native_module, norms, reference, registry
-from .kernels.lists import Plan, bump_versions, is_traced_natively, split_refused
+from .kernels.lists import PreparedAccumulation, bump_versions, is_traced_natively, split_refused
 from .kernels.native import as_argument
 from .kernels.rounding import NEAREST, Noise, noise_for
 
@@ -143,7 +143,7 @@ def prepare(
     seed: int | None = None,
     offset: int | None = None,
     backend: str = "auto",
-) -> Plan:
+) -> PreparedAccumulation:
     """Bind accumulators that stay to their backends: `plan(gradients, scale=1.0, *, overwrite=False)`.
 
     The plan does what `scale_accumulate_` does, with the accumulators' checks, pointers and groups cached.
@@ -160,7 +160,7 @@ def prepare(
     """
     loop_settings.tune_grain_size_once()
     noise = noise_for(accumulators, rounding, seed, offset)
-    return Plan(accumulators, backend, None if noise is None else noise.seed, offset or 0)
+    return PreparedAccumulation(accumulators, backend, None if noise is None else noise.seed, offset or 0)
 
 
 def total_norm(tensors: Sequence[Tensor], norm_type: float = 2.0, *, backend: str = "auto") -> Tensor:

@@ -289,12 +289,13 @@ Device read_tensors(const TensorList& tensors, Work& work) {
     const Place place{"tensors", i};
     const TensorView view = view_of(tensors[i], place);
     const Dtype dtype = dtype_of(view);
-    if (dtype == Dtype::kOther) fail_dtype(place, "has");
+    const int32_t pair = find_pair(dtype, dtype);
+    if (pair < 0) fail_dtype(place, "has");
     if (i == 0) device = view.device;
     check_beside(place, view, {"tensors[0] is", device});
     const int64_t numel = numel_of(view);
     if (numel == 0) continue;
-    if (!work.push({view.data, view.data, numel, 0, find_pair(dtype, dtype), -1, false}, view.dims,
+    if (!work.push({view.data, view.data, numel, 0, pair, -1, false}, view.dims,
                    view.sizes, view.strides, view.strides)) {
       fail(place, "needs a loop over more than " + std::to_string(kMaxDims) + " dimensions");
     }

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..kernels import norms
+from ..kernels.checks import is_infinity_norm
 from ..kernels.local_parts import is_distributed
 
 
@@ -58,7 +59,7 @@ def _over_mesh(mesh: Any, ways: list[tuple[int, ...]], own: Tensor, norm_type: f
 
     `ways`: for each entry, the dimensions of the mesh along which these tensors are sharded.
     """
-    squares = norm_type == 2.0
+    squares = not is_infinity_norm(norm_type)
     values = (own * own if squares else _with_flags(own)).to(mesh.device_type)
     for dim in range(mesh.ndim):
         sharded = [dim in way for way in ways]

@@ -15,10 +15,20 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 #: The (gradient dtype, accumulator dtype) pairs that every backend supports.
 PAIRS: frozenset[tuple[torch.dtype, torch.dtype]] = frozenset(
-    [(dtype, dtype) for dtype in DTYPES]
-    + [(torch.bfloat16, torch.float32), (torch.float16, torch.float32)]
-    + [(torch.float32, torch.bfloat16), (torch.float32, torch.float16)]
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float64, torch.float64),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float16),
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float16),
+    ]
 )
+
+#: The dtypes that accumulators may have, and tensors whose norm is taken.
+SUM_DTYPES = tuple(dtype for dtype in DTYPES if (dtype, dtype) in PAIRS)
 
 #: The (accumulator dtype, operand dtype) pairs whose products trials decide on a CPU.
 TRIED_PRODUCTS = (

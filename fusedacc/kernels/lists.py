@@ -16,7 +16,7 @@ from .rounding import Noise, checked_offset, streams
 
 
 @dataclass(frozen=True)
-class Part:
+class BackendShare:
     """The tensors, by index in the caller's lists, that one backend takes on one device."""
 
     backend: registry.Backend
@@ -31,7 +31,7 @@ class Part:
         return values if isinstance(values, bool) else [values[index] for index in self.indices]
 
 
-def split(accumulators: Sequence[Tensor], gradients: Sequence[Tensor], backend: str) -> list[Part]:
+def split(accumulators: Sequence[Tensor], gradients: Sequence[Tensor], backend: str) -> list[BackendShare]:
     """Parts of lists that `checks.check_lists` has passed, each of one device and backend.
 
     Under "auto", tensors that are no ordinary tensors (wrapper subclasses, meta tensors) or have more
@@ -50,7 +50,7 @@ def split(accumulators: Sequence[Tensor], gradients: Sequence[Tensor], backend: 
         if kind not in chosen:
             chosen[kind] = registry.select(*kind).backend
         found.setdefault((accumulator.device, chosen[kind]), []).append(index)
-    return [Part(taker, tuple(indices)) for (_, taker), indices in found.items()]
+    return [BackendShare(taker, tuple(indices)) for (_, taker), indices in found.items()]
 
 
 def split_refused(
@@ -59,7 +59,7 @@ def split_refused(
     backend: str,
     chosen: registry.Backend | None,
     refused: Exception | None,
-) -> list[Part]:
+) -> list[BackendShare]:
     """`split`, after `chosen` was tried on all of it and has raised `refused`, for nothing that checks know.
 
     It may have written before it did, so that it is never tried twice: raises `refused` where all would go to
@@ -106,10 +106,10 @@ def owners(accumulators: Sequence[Tensor]) -> list[Tensor]:
     return list({id(tensor): tensor for tensor in bases}.values())
 
 
-class Plan:
+class PreparedAccumulation:
     """An accumulation into accumulators that stay: checked, split and bound to their backends once.
 
-    Made by `functional.prepare`. A plan keeps the accumulators' memory alive and keeps writing to it: after
+    Made by `functional.prepare`. It keeps the accumulators' memory alive and keeps writing to it: after
     an accumulator's storage was swapped or resized (`.data = ...`, `resize_`), prepare again.
     """
 

@@ -39,8 +39,8 @@ def questions() -> list[Choice]:
     return [_choice(most, dtype) for most in CLASSES for dtype in (torch.float32, torch.bfloat16)]
 
 
-def why_left(weight: torch.Tensor, kept: MutableMapping[str, str]) -> str:
-    """Why a Linear is better left to stock's node; empty where it is replaced.
+def why_left(weight: torch.Tensor, kept: MutableMapping[str, str]) -> str | None:
+    """Why a Linear is better left to stock's node; None where it is replaced.
 
     Args:
         weight: the Linear's.
@@ -48,13 +48,13 @@ def why_left(weight: torch.Tensor, kept: MutableMapping[str, str]) -> str:
     """
     choice = question_of(weight)
     if choice is None:
-        return ""
+        return None
     product = matmul.choice_of(default_accumulate_dtype(weight), weight.dtype, 0)
     if product is not None:
         tuning.choose(product)  # what the trial multiplies by
     decision = tuning.choose(choice, kept)
     if decision.candidate == INSIDE:
-        return ""
+        return None
     return f"so small that a node of ours costs more than it saves; {decision}"
 
 

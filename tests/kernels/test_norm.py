@@ -218,6 +218,19 @@ def test_other_norms_are_refused(norm_type, cpu_backend):
         functional.total_norm([torch.ones(3)], norm_type, backend=cpu_backend)
 
 
+def test_each_function_of_a_backend_refuses_other_norms(cpu_backend):
+    """Beside the check of the public function: no norm without a kernel becomes another one."""
+    backend, ones = registry.get(cpu_backend), [torch.ones(3)]
+    partials = [torch.ones(3, dtype=torch.float64)]
+    for call in (
+        lambda: backend.norm_partials(ones, 1.0),
+        lambda: backend.finish_norm(partials, 1.0, torch.float32),
+        lambda: backend.accumulate_(ones, ones, 1.0, False, 1.0, 1.0),
+    ):
+        with pytest.raises((ValueError, RuntimeError), match=r"norm_type is 1\.0\d*; allowed: 2"):
+            call()
+
+
 def test_unknown_backends_are_refused():
     for tensors in ([torch.ones(3)], []):
         with pytest.raises(ValueError, match="backend='fast' is no backend"):

@@ -145,6 +145,16 @@ def test_many_partial_norms_end_in_one_norm(norm_type, monkeypatch, generator):
         assert (norm.item(), bad.item()) == (torch.inf, 1)
 
 
+def test_other_norms_are_refused():
+    ones = [torch.ones(3, device=DEVICE)]
+    for call in (
+        lambda: backend.triton.norm_partials(ones, 1.0),
+        lambda: backend.triton.finish_norm([ones[0].double()], 1.0, torch.float32),
+    ):
+        with pytest.raises(ValueError, match=r"norm_type is 1\.0; allowed: 2\.0 and inf"):
+            call()
+
+
 @pytest.mark.parametrize("layout", GRADIENT_LAYOUTS)
 def test_gradients_are_copied_only_into_another_layout(layout, monkeypatch, generator):
     copied = []

@@ -30,7 +30,7 @@ def _fresh_compiler():
 
 @pytest.fixture(autouse=True)
 def _small_layers_too():
-    with mock.patch.object(parameters, "why_left", return_value=""):
+    with mock.patch.object(parameters, "why_left", return_value=None):
         yield
 
 

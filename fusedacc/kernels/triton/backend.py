@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import flops, launch_events, reference
-from ..checks import overlaps_itself, overwrite_flags, reach
+from ..checks import is_infinity_norm, overlaps_itself, overwrite_flags, reach
 from ..constants import ROW_RUN
 from ..dtypes import computation_dtype
 from ..registry import Backend
@@ -367,7 +367,7 @@ def _partials_of(tensors: Sequence[Tensor], norm_type: float) -> tuple[Tensor, l
                 len(group),
                 dtype=triton_dtype(dtype),
                 wide=triton_dtype(computation_dtype(dtype)),
-                infinity=norm_type != 2.0,
+                infinity=is_infinity_norm(norm_type),
                 num_warps=kernels.WARPS,
             )
         if launch_events.watching:
@@ -382,7 +382,7 @@ def _finish_norm(partials: Sequence[Tensor], norm_type: float, dtype: torch.dtyp
     together = torch.cat(list(partials)) if len(partials) > 1 else partials[0].contiguous()
     norm = together.new_empty((), dtype=dtype)
     found = together.new_empty((), dtype=torch.float32)
-    options = {"infinity": norm_type != 2.0, "num_warps": kernels.WARPS}
+    options = {"infinity": is_infinity_norm(norm_type), "num_warps": kernels.WARPS}
     last = together
     with on_device(together.device):
         if together.numel() > kernels.MOST_PARTIALS:
