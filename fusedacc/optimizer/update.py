@@ -23,6 +23,7 @@ from ..accumulators.finals import Finals
 from ..autograd.registration import HookRegistry
 from ..distributed import mesh_norm
 from ..kernels import launch_events, loop_settings, norms, torch_state
+from ..kernels.checks import NORM_TYPES
 from ..kernels.local_parts import is_distributed
 from ..kernels.torch_state import to_device
 from .loss_scale import Scaling, near
@@ -46,8 +47,8 @@ def check_settings(max_grad_norm: Any, norm_type: Any) -> tuple[float | None, fl
             raise TypeError(f"{name} must be a number, got {value!r}")
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm must be above 0, or None for no clipping; got {max_grad_norm}")
-    if norm_type not in (2.0, math.inf):
-        raise ValueError(f"norm_type must be 2.0 or inf; got {norm_type!r}")
+    if norm_type not in NORM_TYPES:
+        raise ValueError(f"norm_type must be {' or '.join(map(str, NORM_TYPES))}; got {norm_type!r}")
     return None if max_grad_norm is None else float(max_grad_norm), float(norm_type)
 
 
@@ -107,7 +108,7 @@ class Update:
         """
         asked = []
         if self.max_grad_norm is not None:
-            kind = "inf" if math.isinf(self.norm_type) else "L2"
+            kind = "inf" if math.isinf(self.norm_type) else f"L{self.norm_type:g}"
             asked.append(f"clip to {kind} norm {self.max_grad_norm:g}")
         if self.skip_nonfinite:
             asked.append("drop what is not finite")

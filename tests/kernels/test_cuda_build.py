@@ -36,6 +36,8 @@ def find_disassembler() -> str | None:
 
 CUOBJDUMP = find_disassembler()
 PAIRS = range((ROOT / "csrc" / "common" / "dtypes.h").read_text().count("    {Dtype::"))
+#: By the numbers of `NormKind`.
+NORMS = range((ROOT / "csrc" / "common" / "norm_functors.h").read_text().count("    case NormKind::"))
 #: Those whose sums are rounded stochastically.
 STOCHASTIC = (8, 9)
 #: The pairs of a dtype with itself, whose norm kernels also read alone.
@@ -83,13 +85,13 @@ KERNELS = {
     },
     "norm": {
         f"{kind}_norm_kernel{pair}E{norm}{reads}E{capacity}": size
-        for norm in (0, 1)
+        for norm in NORMS
         for reads, pairs in ((0, PAIRS), (1, OWN_PAIRS))
         for pair in pairs
         for kind, sizes in norm_capacities(pair).items()
         for capacity, size in sizes.items()
     }
-    | {f"finish_norm_kernel{norm}": MANY for norm in (0, 1)},
+    | {f"finish_norm_kernel{norm}": MANY for norm in NORMS},
     # By pair, aligned or not, the first launch and the second.
     "rows": {f"row_kernel{pair}E{which}": 0 for pair in PAIRS for which in ("00", "01", "10", "11")},
 }
@@ -207,7 +209,7 @@ def test_all_loads_of_several_steps_are_issued_before_the_first_is_used() -> Non
     assert min(found.values()) >= 7
 
 
-@pytest.mark.parametrize("norm", [0, 1])
+@pytest.mark.parametrize("norm", NORMS)
 def test_norms_read_16_bytes_at_a_time(norm: int) -> None:
     for pair in OWN_PAIRS:
         body = kernels("norm")[f"flat_norm_kernel{pair}E{norm}1E907"]
