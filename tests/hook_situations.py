@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fusedacc
+from fusedacc.accumulators.reduction import WEIGHING
 from fusedacc.traffic import TrafficMeter
 
 LOW = torch.bfloat16
@@ -36,7 +37,7 @@ class Loop:
 
     @property
     def weighs(self) -> bool:
-        return self.options.get("reduction") in ("weighted", "normalized")
+        return self.options.get("reduction") in WEIGHING
 
 
 STOCHASTIC = {"accumulate_dtype": LOW, "rounding": "stochastic", "seed": 5}

@@ -1,7 +1,7 @@
 """Deferred scales: factors by which accumulators are yet to be multiplied, as a rule by the next addition.
 
 Note [The deferred scale]
-What a window has summed up so far, in the unit `Window.factor`, is d * acc: `acc` is the tensor, d its
+What a window has summed up so far, in the unit `Window.sum_scale`, is d * acc: `acc` is the tensor, d its
 deferred scale, 1 as a rule. An addition discharges it,
 
     acc <- scale * gradient + round(d * acc),    d <- 1

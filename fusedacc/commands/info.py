@@ -119,7 +119,11 @@ def _choices() -> dict[str, Any]:
         if library.load_error() is None:
             loop_settings.tune_grain_size()
             loop_settings.tune_prefetch()
-            for choice in (*matmul.choices(), *grouped.choices(), *small_layers.questions()):
+            for choice in (
+                *matmul.choices(),
+                *grouped.choices(),
+                *small_layers.questions(AccumulatingOptimizer),
+            ):
                 tuning.choose(choice)
     except ValueError as problem:
         return {"problem": str(problem)}

@@ -22,8 +22,6 @@ from .dtypes import PAIRS, SUM_DTYPES, allowed_pairs, dtype_name
 GRADIENT_TYPES = frozenset({Tensor, FakeTensor})
 #: The types of tensors that are no subclass with a behaviour of its own.
 ORDINARY_TYPES = GRADIENT_TYPES | {torch.nn.Parameter, torch.nn.Buffer}
-#: The norms that there are, as `kNormTypes` of csrc/common/norm_functors.h.
-NORM_TYPES = (2.0, float("inf"))
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -209,26 +207,6 @@ def check_tensors(tensors: Any) -> None:
     for index, tensor in enumerate(tensors):
         if tensor.dtype not in SUM_DTYPES:
             raise TypeError(f"tensors[{index}] is {tensor.dtype}; allowed: {allowed}")
-
-
-def check_norm_type(norm_type: Any) -> float:
-    """`norm_type` as a float.
-
-    Raises:
-        ValueError: it is not one of `NORM_TYPES`.
-    """
-    if isinstance(norm_type, (int, float)) and norm_type in NORM_TYPES:
-        return float(norm_type)
-    raise ValueError(f"norm_type is {norm_type!r}; allowed: {' and '.join(map(str, NORM_TYPES))}")
-
-
-def is_infinity_norm(norm_type: float) -> bool:
-    """Whether it is the largest magnitude, and not the root of a sum of squares.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    return check_norm_type(norm_type) == float("inf")
 
 
 def check_accumulators(accumulators: Any) -> MemoryMap:

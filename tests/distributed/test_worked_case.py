@@ -10,6 +10,7 @@ from ranks_setting import given
 from torch import Tensor, nn
 
 import fusedacc
+from fusedacc.accumulators.reduction import WEIGHING
 
 RANKS, STEPS, FEATURES = 3, 2, 50
 EPS = torch.finfo(torch.float32).eps
@@ -50,7 +51,7 @@ def counted(per_step: int, kind: str, reduction: str) -> None:
             # Over ranks "sum" is the mean of their sums, as with DistributedDataParallel.
             loss = losses.mean() if reduction in ("mean", "weighted") else losses.sum()
             loss = RANKS * loss if reduction == "sum" else loss
-            with optimizer.accumulate(weight=per_step if reduction in ("weighted", "normalized") else None):
+            with optimizer.accumulate(weight=per_step if reduction in WEIGHING else None):
                 loss.backward()
             optimizer.step()
         total = window.sum((0, 1, 2))

@@ -37,7 +37,7 @@ F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float1
 
 def operator(accumulator, left, right, scale=1.0, keep=1.0, *, way=GemmMethod.WHOLE):
     """The operator itself, any way, whatever this processor would choose."""
-    numbers = [argument for value in (scale, keep) for argument in matmul._number(value)]
+    numbers = [argument for value in (scale, keep) for argument in matmul.as_argument(value)]
     torch.ops.fusedacc.gemm_accumulate_(accumulator, left, right, *numbers, int(way))
 
 

@@ -21,7 +21,8 @@ from cases import (
 from loops import NoHostRead
 
 from fusedacc import functional
-from fusedacc.kernels import norms, registry
+from fusedacc.distributed import mesh_norm
+from fusedacc.kernels import norms, reference, registry
 from fusedacc.kernels.dtypes import computation_dtype
 
 INF, NAN = math.inf, math.nan
@@ -228,6 +229,20 @@ def test_each_function_of_a_backend_refuses_other_norms(cpu_backend):
         lambda: backend.accumulate_(ones, ones, 1.0, False, 1.0, 1.0),
     ):
         with pytest.raises((ValueError, RuntimeError), match=r"norm_type is 1\.0\d*; allowed: 2"):
+            call()
+
+
+def test_no_part_takes_another_norm_for_one_that_it_knows():
+    """Norm 1 was inf in Triton's kernels, and a maximum over ranks."""
+    vector = torch.ones(3, dtype=torch.float64)
+    triton = pytest.importorskip("fusedacc.kernels.triton.backend")
+        torch.ones(3, dtype=torch.float64),
+        lambda: reference.norm_partials([vector], 1.0),
+        lambda: reference.finish_norm([vector], 1.0, torch.float64),
+        lambda: triton._finish_norm([vector], 1.0, torch.float64),
+        lambda: mesh_norm._over_mesh(None, [(0,)], vector, 1.0),
+    ):
+        with pytest.raises(ValueError, match=r"norm_type is 1\.0; allowed: 2\.0 and inf"):
             call()
 
 

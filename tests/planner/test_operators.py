@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusedacc.planner import operators
 from fusedacc.planner.allocations import Inside
-from fusedacc.planner.operators import Operand, Trials, signature
+from fusedacc.planner.operators import Operand, OperatorTrials, signature
 
 aten = torch.ops.aten
 PRODUCT = aten.mm.default
@@ -57,7 +57,7 @@ def test_a_trial_finds_a_copy_and_what_is_kept():
     """A product of two dtypes' sum casts one: its bytes are there in the call, beside the result's."""
     wide, narrow = torch.ones(256, 64), torch.ones(256, 64, dtype=torch.bfloat16)
     mixed = asked_of(aten.where.self, wide > 0, wide, narrow)
-    (found,) = Trials()([mixed]).values()
+    (found,) = OperatorTrials()([mixed]).values()
     assert found.kept == wide.nbytes
     assert found.peak >= found.kept
 
@@ -68,7 +68,7 @@ def test_each_is_tried_once_and_those_that_fail_are_left_out(monkeypatch):
     monkeypatch.setattr(operators, "inside_of_calls", lambda own: calls.append(len(own)) or real(own))
     x = torch.ones(8, 8, dtype=torch.bfloat16)
     good, bad = asked_of(PRODUCT, x, x), asked_of(PRODUCT, x, torch.ones(3, 3, dtype=torch.bfloat16))
-    trials = Trials()
+    trials = OperatorTrials()
     assert set(trials([good, bad, good])) == {good}
     assert set(trials([good])) == {good}
     assert calls == [2, 0]
@@ -92,7 +92,7 @@ def test_of_large_ones_a_share_of_the_samples_is_tried(monkeypatch):
 
     small, large = of(4), of(64)
     assert small.bytes <= 10_000 < large.bytes
-    found = Trials()([small, large])
+    found = OperatorTrials()([small, large])
     assert found[small] == Inside(700, 200)
     assert found[large] == Inside(700 * 8, 200 * 8)
     assert sorted(tried) == [(4, 4, 8, 8), (8, 4, 8, 8)]

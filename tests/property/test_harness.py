@@ -12,7 +12,7 @@ import torch
 from fusedacc import AccumulatingOptimizer as Wrapper
 from fusedacc.accumulators.p_grad import ParamGrads
 from fusedacc.accumulators.partial_norms import PartialNorms
-from fusedacc.optimizer import loss_scale
+from fusedacc.optimizer import update
 from fusedacc.optimizer.master_weights import MasterWeights
 from fusedacc.optimizer.parameters import ParameterSet
 from fusedacc.optimizer.window import Window
@@ -63,7 +63,7 @@ MISTAKES: dict[str, tuple[int, Mistake]] = {
         13,
         (Wrapper, "accumulate", lambda original, opt, weight=None: original(opt, weight=weight and 1.0)),
     ),
-    "gradients of weight 0 are added": (38, (Window, "leaves_out", always(False))),
+    "gradients of weight 0 are added": (38, (Window, "has_zero_weight", always(False))),
     "a checkpoint loses the window": (
         22,
         (Wrapper, "state_dict", lambda original, opt: original(opt, include_partial=False)),
@@ -87,15 +87,15 @@ MISTAKES: dict[str, tuple[int, Mistake]] = {
     "dropped updates are not counted": (3, (Wrapper, "num_skipped", always(0))),
     "the loss scale stays": (
         5,
-        then(loss_scale.Scaling, "__init__", lambda it: setattr(it, "multiplier", None)),
+        then(update.Scaling, "__init__", lambda it: setattr(it, "multiplier", None)),
     ),
     "private gradients are shown": (6, given(private_gradients=False)),
     "groups changed by hand go unseen": (1, (ParameterSet, "in_step", always(True))),
-    "what was spent counts again": (
+    "what was consumed counts again": (
         7,
-        then(ParamGrads, "leave_step", lambda it: setattr(it, "spent", False)),
+        then(ParamGrads, "end_update", lambda it: setattr(it, "consumed", False)),
     ),
-    "what replaces p.grad is dropped": (76, (ParamGrads, "disown_replaced", lambda _, grads: None)),
+    "what replaces p.grad is dropped": (76, (ParamGrads, "mark_user_gradients", lambda _, grads: None)),
     "norms are of before p.grad was changed": (58, (PartialNorms, "clear", lambda _, norms: None)),
 }
 

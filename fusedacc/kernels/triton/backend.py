@@ -30,9 +30,10 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import flops, launch_events, reference
-from ..checks import is_infinity_norm, overlaps_itself, overwrite_flags, reach
+from ..checks import overlaps_itself, overwrite_flags, reach
 from ..constants import ROW_RUN
 from ..dtypes import computation_dtype
+from ..norm_kind import INFINITY, norm_kind
 from ..registry import Backend
 from ..rounding import BLOCK, Noise
 from ..torch_state import raw_stream
@@ -367,7 +368,7 @@ def _partials_of(tensors: Sequence[Tensor], norm_type: float) -> tuple[Tensor, l
                 len(group),
                 dtype=triton_dtype(dtype),
                 wide=triton_dtype(computation_dtype(dtype)),
-                infinity=is_infinity_norm(norm_type),
+                infinity=norm_kind(norm_type) is INFINITY,
                 num_warps=kernels.WARPS,
             )
         if launch_events.watching:
@@ -382,7 +383,7 @@ def _finish_norm(partials: Sequence[Tensor], norm_type: float, dtype: torch.dtyp
     together = torch.cat(list(partials)) if len(partials) > 1 else partials[0].contiguous()
     norm = together.new_empty((), dtype=dtype)
     found = together.new_empty((), dtype=torch.float32)
-    options = {"infinity": is_infinity_norm(norm_type), "num_warps": kernels.WARPS}
+    options = {"infinity": norm_kind(norm_type) is INFINITY, "num_warps": kernels.WARPS}
     last = together
     with on_device(together.device):
         if together.numel() > kernels.MOST_PARTIALS:
