@@ -236,7 +236,7 @@ def test_no_part_takes_another_norm_for_one_that_it_knows():
     """Norm 1 was inf in Triton's kernels, and a maximum over ranks."""
     vector = torch.ones(3, dtype=torch.float64)
     triton = pytest.importorskip("fusedacc.kernels.triton.backend")
-        torch.ones(3, dtype=torch.float64),
+    for call in (
         lambda: reference.norm_partials([vector], 1.0),
         lambda: reference.finish_norm([vector], 1.0, torch.float64),
         lambda: triton._finish_norm([vector], 1.0, torch.float64),
