@@ -95,7 +95,7 @@ def _decide(here: str, choice: Choice) -> Decision:
         known = better(_found.get((here, choice.name)), tuning_cache.load(here, choice))
         if known is None or known.is_due():
             assert choice.trial is not None
-            with _undisturbed():
+            with undisturbed():
                 fresh = decide(choice.default, time_candidates(choice.trial(), choice.default))
             tries = known.tries + 1 if known else 1
             fresh = dataclasses.replace(fresh, tries=tries, tried_at=time.time())
@@ -136,7 +136,7 @@ def may_try() -> bool:
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """Keep a trial from what surrounds it: modes, autocast, the graph and garbage collection."""
     _this_thread.trying = True
     collects = gc.isenabled()
