@@ -27,8 +27,10 @@ PAIRS: frozenset[tuple[torch.dtype, torch.dtype]] = frozenset(
     ]
 )
 
-#: The dtypes that accumulators may have, and tensors whose norm is taken.
-SUM_DTYPES = tuple(dtype for dtype in DTYPES if (dtype, dtype) in PAIRS)
+#: The dtypes that accumulators may have, and tensors whose norm is taken, the widest first.
+SUM_DTYPES = tuple(
+    sorted((dtype for dtype in DTYPES if (dtype, dtype) in PAIRS), key=lambda dtype: -dtype.itemsize)
+)
 
 #: The (accumulator dtype, operand dtype) pairs whose products trials decide on a CPU.
 TRIED_PRODUCTS = (

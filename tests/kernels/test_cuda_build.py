@@ -35,15 +35,22 @@ def find_disassembler() -> str | None:
 
 
 CUOBJDUMP = find_disassembler()
-PAIRS = range((ROOT / "csrc" / "common" / "dtypes.h").read_text().count("    {Dtype::"))
+HEADERS = ROOT / "csrc" / "common"
+#: The enumerators of the gradient's dtype and of the accumulator's, by the pairs' numbers.
+DTYPES_OF = re.findall(
+    r"^    \{Dtype::k(\w+), Dtype::k(\w+)\},", (HEADERS / "dtypes.h").read_text(), re.MULTILINE
+)
+PAIRS = range(len(DTYPES_OF))
 #: By the numbers of `NormKind`.
-NORMS = range((ROOT / "csrc" / "common" / "norm_functors.h").read_text().count("    case NormKind::"))
+NORMS = range((HEADERS / "norm_functors.h").read_text().count("    case NormKind::"))
 #: Those whose sums are rounded stochastically.
-STOCHASTIC = (8, 9)
+STOCHASTIC = tuple(pair for pair in PAIRS if DTYPES_OF[pair][1].startswith("Stochastic"))
 #: The pairs of a dtype with itself, whose norm kernels also read alone.
-OWN_PAIRS = (0, 3, 4, 5)
-#: The pairs one of whose sides is half as wide as the other.
-NARROW_GRADIENT, NARROW_SUM = (1, 2), (6, 7, 9)
+OWN_PAIRS = tuple(pair for pair in PAIRS if DTYPES_OF[pair][0] == DTYPES_OF[pair][1])
+#: The bits of each side, and the pairs one of whose sides is half as wide as the other.
+BITS = [tuple(int(re.search(r"\d+", name)[0]) for name in names) for names in DTYPES_OF]
+NARROW_GRADIENT = tuple(pair for pair in PAIRS if 2 * BITS[pair][0] == BITS[pair][1])
+NARROW_SUM = tuple(pair for pair in PAIRS if BITS[pair][0] == 2 * BITS[pair][1])
 #: A Hopper multiprocessor has 65,536 registers: 64 a thread leave it four blocks of 256 threads.
 MAX_REGISTERS = 64
 #: Bytes of arguments of launches over few tensors, over some, and over many (the limit from CUDA 12.1 on).
