@@ -22,14 +22,13 @@ from ..kernels.local_parts import distributed_as, is_distributed, local, placed_
 from ..kernels.registry import Backend
 from ..kernels.torch_state import process_group_up
 from .add import Adder
-from .deferred_scale import DeferredScales, is_one, to_device_of
 from .in_place import InPlaceWriter
 from .memory import ALIGNMENT, SHOWN, Segment, like, tensor_references
 from .noise import NoiseSource
 from .p_grad import ParamGrads, SumsForUpdate
 from .param import Lane, Slot
-from .partial_norms import PartialNorms
-from .passes import Passes, Record, Rescaler
+from .passes import Passes, Rescaler
+from .record import DeferredScales, PartialNorms, Record, is_one, to_device_of
 
 
 class Accumulators:
@@ -251,10 +250,10 @@ Cast = Callable[[list[Tensor], list[Tensor]], None]
 
 
 def reusable(slots: Sequence[Slot], dtype: torch.dtype) -> list[Slot]:
-    """Those of the slots, of one accumulate dtype, in whose accumulators' memory casts may be.
+    """Select the slots, of one accumulate dtype, whose accumulators' memory casts may take.
 
-    It has room for two casts, and nobody else refers to it; the caller must not either. None while a CUDA
-    graph is captured: its replays could not ask again.
+    The memory has room for two casts, and only the slot refers to it; the caller must not either. There are
+    none while a CUDA graph is captured: its replays could not check again.
     """
     if slots[0].accumulate_dtype.itemsize < 2 * dtype.itemsize or torch_state.capturing():
         return []
@@ -264,7 +263,7 @@ def reusable(slots: Sequence[Slot], dtype: torch.dtype) -> list[Slot]:
 
 
 def _is_sole_sum(slot: Slot) -> bool:
-    """Whether the slot's buffer is its sum, and nobody but the slot and p.grad refers to it."""
+    """Whether the slot's buffer is its sum, and only the slot and p.grad refer to it."""
     private, shown = slot.accumulator is slot.buffer, slot.param.grad is slot.buffer
     if not (private or shown):
         return False

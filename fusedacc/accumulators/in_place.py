@@ -3,8 +3,8 @@
 Note [Parts that are written]
 A window's first gradient of one matrix of a stack is written over whatever its part of the buffer holds; more
 of them are added to that. Parts that got none are filled with zeros once, when the stack becomes the
-accumulator. Until then it is none: whoever asks finds no accumulator, as stock has no p.grad before the
-parameter's node has run. It becomes one at the end of a backward, or as soon as anything else is about to be
+accumulator. Until then the parameter has no accumulator, as in PyTorch it has no p.grad before its node has
+run. The stack becomes one at the end of a backward, or as soon as anything else is about to be
 added, stored or read. What a failed backward has written is forgotten.
 """
 
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ..kernels.rounding import Noise, round_into_
-from .deferred_scale import to_device_of
 from .param import PRODUCT_PATHS, Slot, buffers
-from .passes import Record, Rescaler
+from .passes import Rescaler
+from .record import Record, to_device_of
 
 #: Adds one gradient: `(accumulator, scale, beta, noise)`, accumulator = beta * accumulator + scale *
 #: gradient, rounded by the noise if there is any.
@@ -199,7 +199,7 @@ class PartialSums:
         present = self._grads.current(slot)
         if present is None:
             self._grads.put(slot, stack)
-        else:  # somebody has put a gradient into p.grad meanwhile
+        else:  # a gradient was put into p.grad since
             self._rescaler.apply([slot])
             noise = self._noise.of([slot], present.dtype)
             if noise is None:

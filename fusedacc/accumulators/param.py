@@ -219,7 +219,7 @@ class Slot:
 
 
 def buffers(slots: Sequence[Slot], lacks_sum: Sequence[bool]) -> list[Any]:
-    """The slots' buffers; where a slot has no sum, one that nobody else refers to.
+    """The slots' buffers; where a slot has no sum, one to which no other object refers.
 
     Slots that have none, or whose buffer a user still sees as an old p.grad, get a new segment together.
 

@@ -6,10 +6,8 @@ A pass discharges deferred scales and records the norms that are wanted.
 from __future__ import annotations
 
 import operator
-import threading
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -19,34 +17,12 @@ from ..kernels.dtypes import PAIRS
 from ..kernels.local_parts import is_distributed, local
 from ..kernels.registry import SELF_CHECKING, Backend, Run
 from ..kernels.rounding import Noise
-from .deferred_scale import DeferredScales, is_one, to_device_of
-from .noise import NoiseSource
-from .p_grad import ParamGrads
 from .param import Lane, Slot
-from .partial_norms import PartialNorms
+from .record import Record, is_one, to_device_of
 
 #: In how many of the lists that are kept prepared a parameter may be, on average. One is usual; models that
 #: use other parameters every time would have ever new ones.
 MAX_LISTS = 2
-
-
-@dataclass(frozen=True)
-class Record:
-    """What whoever writes accumulators has to keep right.
-
-    Attributes:
-        grads: where the accumulators are.
-        deferred: by what they are yet to be multiplied.
-        norms: the partial norms of what they hold now.
-        noise: by which they are rounded; every write takes the parameter's next number.
-        lock: held while accumulators are added to.
-    """
-
-    grads: ParamGrads
-    deferred: DeferredScales
-    norms: PartialNorms
-    noise: NoiseSource
-    lock: threading.RLock = field(default_factory=threading.RLock)
 
 
 class PreparedPass:

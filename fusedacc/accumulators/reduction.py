@@ -7,6 +7,7 @@ checkpoints of several ranks, and windows that end early add up what they have.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
@@ -27,7 +28,7 @@ class Reduction:
     weighs: bool = False
     scales_by_weight: bool = False
 
-    @property
+    @cached_property
     def divides(self) -> bool:
         """Whether the sum is divided by anything; else it is final as soon as the last gradient is added."""
         return self.counts or self.weighs

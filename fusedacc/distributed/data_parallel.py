@@ -122,7 +122,7 @@ class DataParallel:
         """Whether this is the DistributedDataParallel whose gradients are reduced here."""
         return self.link is not None and self.link.parallel is model
 
-    def overlap(self, part: RankNumbers, divisor: int) -> None:
+    def overlap(self, own: RankNumbers, divisor: int) -> None:
         """A backward begins after which `reduce` will be called: send what is final before its end.
 
         Nothing is sent early where parameters may be used now and then: only a DistributedDataParallel
@@ -136,12 +136,12 @@ class DataParallel:
         elif self.deliveries.steady and self.link is not None and not self.link.may_change:
             self.reducer.rebuild_buckets()
             buckets = self.reducer.buckets()
-            self.deliveries.arm(buckets, functools.partial(self.reducer.launch_next, part, divisor))
+            self.deliveries.arm(buckets, functools.partial(self.reducer.launch_next, own, divisor))
 
-    def reduce(self, part: RankNumbers, divisor: int = 1) -> Totals:
+    def reduce(self, own: RankNumbers, divisor: int = 1) -> Totals:
         """As `Reducer.reduce`."""
         self.deliveries.disarm()
-        totals = self.reducer.reduce(part, divisor)
+        totals = self.reducer.reduce(own, divisor)
         if self.link is not None:
             self.link.broadcast_buffers()
         return totals

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..accumulators.partial_norms import PartialNorms
+from ..accumulators.record import PartialNorms
 from .loops import Loop
 from .update import Scaling, Update
 

@@ -79,8 +79,8 @@ class Scaling:
 
     Args:
         loss_scale: 0-dim; the sums are divided by it. None: they are not scaled.
-        found_inf: 0-dim float32, 1 where the update must be dropped; None where nobody has looked yet.
-        checks: whether somebody needs `found_inf`.
+        found_inf: 0-dim float32, 1 where the update must be dropped; None where it is not known yet.
+        checks: whether the caller needs `found_inf`.
     """
 
     def __init__(
