@@ -25,13 +25,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-<<<<<<< HEAD:fusedacc/accumulators/deferred_scale.py
-from ..kernels.torch_state import to_device
-=======
 from ..kernels.torch_state import to_device
 from .noise import NoiseSource
 from .p_grad import ParamGrads
->>>>>>> opt33:fusedacc/accumulators/record.py
 from .param import Slot
 
 
