@@ -489,4 +489,25 @@ FIXES = (
         "from ..kernels import matmul, tuning\nfrom . import wrapper\n",
         "tests/packaging/test_layers.py",
     ),
+    Mutant(
+        "the table of dtypes is not that of csrc",
+        "fusedacc/kernels/dtypes.py",
+        "DTYPES = (torch.float32, torch.bfloat16,",
+        "DTYPES = (torch.bfloat16, torch.float32,",
+        "tests/kernels/test_constants.py",
+    ),
+    Mutant(
+        "a choice takes a candidate in spite of its obstacle",
+        "fusedacc/kernels/choices.py",
+        "            if problem is None:\n                first = ",
+        "            if problem is None or len(passed) == 1:\n                first = ",
+        "tests/kernels/test_selection.py",
+    ),
+    Mutant(
+        "a module with a forward of its user is patched",
+        "fusedacc/nn/patches.py",
+        "kind is not None and not is_stock(module)",
+        "False",
+        "tests/nn/test_patches.py",
+    ),
 )
