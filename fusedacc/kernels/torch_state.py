@@ -41,6 +41,11 @@ def process_group_up() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
+def reduced_from_p_grad(by_wrapper: bool) -> bool:
+    """Whether a process group's reducer takes gradients from p.grad, since the wrapper reduces no sums."""
+    return not by_wrapper and process_group_up()
+
+
 def process_group() -> list[tuple[object, str]]:
     """The object and the name of its attribute that is None while no process group is up."""
     if not torch.distributed.is_available():
