@@ -20,7 +20,7 @@ from pathlib import Path
 from .build import ROOT
 
 #: What is copied; the copy has links to the rest.
-COPIED = ("csrc", "fusedacc", "tests", "emulation")
+COPIED = ("csrc", "fusedacc", "tests", "emulation", "machine_code")
 NORMS = "tests/cuda/test_norm_cuda.py -k cuda"
 SUMS = "tests/cuda/test_cuda_ops.py"
 PROGRAMS = "emulation/tests/test_programs.py"
