@@ -17,7 +17,6 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from fusedacc.kernels.triton.row_kernels import add_long_rows, add_runs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -25,6 +24,8 @@ from fusedacc.kernels.triton.grouped_kernels import TILES, grouped_accumulate
 from fusedacc.kernels.triton.kernels import (
     ADDING,
     WARPS,
+    add_long_rows,
+    add_runs,
     finish_norm,
     join_partials,
     norm_partials,
