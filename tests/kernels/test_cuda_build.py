@@ -13,7 +13,7 @@ from machine_code.kernels import COMMON, pairs
 
 pytestmark = pytest.mark.skipif(NVCC is None, reason="needs nvcc: not on PATH, CUDA_HOME or CUDACXX")
 
-#: By the pairs' numbers: the gradient's dtype, the accumulator's, and whether sums are rounded stochastically.
+#: By the pairs' numbers: the dtype of gradients, that of sums, and whether these are rounded stochastically.
 TABLE = pairs()
 PAIRS = range(len(TABLE))
 #: By the numbers of `NormKind`.
