@@ -24,12 +24,13 @@ from fusedacc.kernels.triton.grouped_kernels import TILES, grouped_accumulate
 from fusedacc.kernels.triton.kernels import (
     ADDING,
     WARPS,
+    add_long_rows,
+    add_runs,
     finish_norm,
     join_partials,
     norm_partials,
     scale_accumulate,
 )
-from fusedacc.kernels.triton.row_kernels import add_long_rows, add_runs
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ..accumulators import Accumulators, Slot
+from ..kernels.dtypes import SUM_DTYPES
 from ..kernels.local_parts import is_distributed
 from . import ddp
 from .agreement import (
@@ -24,8 +25,6 @@ from .backends import agree_on_backends
 from .ddp import UnarmedDDP, unarm
 from .reducer import Deliveries, RankNumbers, Reducer, Totals
 from .rows import RankPlace
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def check(given: Any, slots: list[Slot], dtype: torch.dtype | None) -> None:
@@ -44,8 +43,10 @@ def check(given: Any, slots: list[Slot], dtype: torch.dtype | None) -> None:
             "data_parallel must be a DistributedDataParallel, a process group or None, got "
             f"{type(given).__name__}"
         )
-    if dtype is not None and dtype not in DTYPES:
-        raise TypeError(f"reduce_dtype must be None or one of {', '.join(map(str, DTYPES))}, got {dtype!r}")
+    if dtype is not None and dtype not in SUM_DTYPES:
+        raise TypeError(
+            f"reduce_dtype must be None or one of {', '.join(map(str, SUM_DTYPES))}, got {dtype!r}"
+        )
     for slot in slots:
         param: Any = slot.param
         if is_distributed(param):

@@ -1,8 +1,8 @@
 """Whether a backend's results are right on this GPU: checked once, before the backend is used.
 
 The first selection of a backend for a GPU runs a check of about a second against plain torch
-(`selftest_checks`). Results are kept in the folder of `tuning`, by the GPU's name, the driver, torch, Triton
-and the library. If several processes of a host ask at once, one runs the check, and the others wait for its
+(`selftest_checks`). Results are kept in the folder of `tuning_cache`, by the name of the GPU, the driver, torch,
+Triton and the library. If several processes of a host ask at once, one runs the check, and the others wait for its
 result. A backend that fails is not used by this process any more: `registry.obstacle` gives the reason.
 `FUSEDACC_SELFTEST=0` turns all of this off. A CPU's backends are checked by `python -m fusedacc selftest`.
 
@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from . import library, torch_state, tuning
+from . import library, torch_state, tuning, tuning_cache
 from .environment import switch
 
 #: "0": no checks; "1", "" or not set: checks.
@@ -347,15 +347,15 @@ def _locked_file() -> Iterator[None]:
     """Let no other process of this host check or write at the same time, if files can be locked here."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError, RuntimeError):  # read-only, or no home: each process for itself
-            tuning.folder().mkdir(parents=True, exist_ok=True)
-            lock = stack.enter_context(open(tuning.folder() / f"{FILE}.lock", "w"))
+            tuning_cache.folder().mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(open(tuning_cache.folder() / f"{FILE}.lock", "w"))
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def _read() -> dict[str, Any]:
     try:
-        found = json.loads((tuning.folder() / FILE).read_text())
+        found = json.loads((tuning_cache.folder() / FILE).read_text())
     except (OSError, ValueError, RuntimeError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -375,7 +375,7 @@ def _load(here: str) -> None:
 
 def _write(here: str, subject: str, problem: str | None) -> None:
     with contextlib.suppress(OSError, RuntimeError):  # then it holds for this process
-        found, where = _read(), tuning.folder()
+        found, where = _read(), tuning_cache.folder()
         entries = found.get(here)
         found[here] = {
             **(entries if isinstance(entries, dict) else {}),

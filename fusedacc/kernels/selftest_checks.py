@@ -17,8 +17,7 @@ from torch import Tensor
 from . import reference
 from .dtypes import computation_dtype
 from .registry import Backend
-from .rounding import Noise
-from .rounding_arguments import streams
+from .rounding import Noise, streams
 
 #: Of an accumulator and its gradient: elements from an address that is a multiple of 16 bytes.
 OFFSETS = ((0, 0), (1, 0), (0, 3), (5, 2))

@@ -21,7 +21,7 @@ from ..accumulators import Accumulators
 from ..autograd.capture import Capture
 from ..distributed import DataParallel, RankPlace, check, parallel_in
 from ..kernels import registry, selftest, torch_state, tuning
-from ..kernels.rounding_arguments import STOCHASTIC, checked_seed
+from ..kernels.rounding import STOCHASTIC, checked_seed
 from ..nn import name_slots
 from . import checkpoint, small_layers
 from .accumulation import Accumulation, PipelineSteps
@@ -147,7 +147,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
                 f"rounding={rounding!r} is for sums of torch.bfloat16, and accumulate_dtype is "
                 f"{accumulate_dtype}; allowed: accumulate_dtype=torch.bfloat16, or rounding='nearest'"
             )
-        tuning.fixed_by()
+        tuning.trials_disabled_by()
         selftest.is_off()
         update_settings = UpdateSettings.checked(max_grad_norm, norm_type, bool(skip_nonfinite))
         if not isinstance(model, torch.nn.Module | None):

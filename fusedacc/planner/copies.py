@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from ..kernels.rounding_arguments import NEAREST, STOCHASTIC
+from ..kernels.rounding import NEAREST, STOCHASTIC
 from ..optimizer import AccumulatingOptimizer
 
 

@@ -9,17 +9,23 @@ from collections import Counter
 import pytest
 
 from machine_code.compile import NVCC, nvcc_compiled
+from machine_code.kernels import COMMON, pairs
 
 pytestmark = pytest.mark.skipif(NVCC is None, reason="needs nvcc: not on PATH, CUDA_HOME or CUDACXX")
 
-
-PAIRS = range(10)
+#: By the pairs' numbers: the dtype of gradients, that of sums, and whether these are rounded stochastically.
+TABLE = pairs()
+PAIRS = range(len(TABLE))
+#: By the numbers of `NormKind`.
+NORMS = range((COMMON / "norm_functors.h").read_text().count("    case NormKind::"))
 #: Those whose sums are rounded stochastically.
-STOCHASTIC = (8, 9)
+STOCHASTIC = tuple(pair for pair in PAIRS if TABLE[pair][2])
 #: The pairs of a dtype with itself, whose norm kernels also read alone.
-OWN_PAIRS = (0, 3, 4, 5)
-#: The pairs one of whose sides is half as wide as the other.
-NARROW_GRADIENT, NARROW_SUM = (1, 2), (6, 7, 9)
+OWN_PAIRS = tuple(pair for pair in PAIRS if TABLE[pair][0] == TABLE[pair][1] and not TABLE[pair][2])
+#: The bits of each side, and the pairs one of whose sides is half as wide as the other.
+BITS = [[int(name.lstrip("abflot")) for name in names[:2]] for names in TABLE]
+NARROW_GRADIENT = tuple(pair for pair in PAIRS if 2 * BITS[pair][0] == BITS[pair][1])
+NARROW_SUM = tuple(pair for pair in PAIRS if BITS[pair][0] == 2 * BITS[pair][1])
 #: A Hopper multiprocessor has 65,536 registers: 64 a thread leave it four blocks of 256 threads.
 MAX_REGISTERS = 64
 #: Bytes of arguments of launches over few tensors, over some, and over many (the limit from CUDA 12.1 on).
@@ -61,13 +67,13 @@ KERNELS = {
     },
     "norm": {
         f"{kind}_norm_kernel{pair}E{norm}{reads}E{capacity}": size
-        for norm in (0, 1)
+        for norm in NORMS
         for reads, pairs in ((0, PAIRS), (1, OWN_PAIRS))
         for pair in pairs
         for kind, sizes in norm_capacities(pair).items()
         for capacity, size in sizes.items()
     }
-    | {f"finish_norm_kernel{norm}": MANY for norm in (0, 1)},
+    | {f"finish_norm_kernel{norm}": MANY for norm in NORMS},
     # By pair, aligned or not, the first launch and the second.
     "rows": {f"row_kernel{pair}E{which}": 0 for pair in PAIRS for which in ("00", "01", "10", "11")},
 }
@@ -124,7 +130,7 @@ def test_the_wider_side_moves_16_bytes_at_a_time(pair: int) -> None:
     assert made <= len(re.findall(MULTIPLIER, body)) <= most
 
 
-@pytest.mark.parametrize("norm", [0, 1])
+@pytest.mark.parametrize("norm", NORMS)
 def test_norms_read_16_bytes_at_a_time(norm: int) -> None:
     for pair in OWN_PAIRS:
         body = kernels("norm")[f"flat_norm_kernel{pair}E{norm}1E907"]

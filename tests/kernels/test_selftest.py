@@ -120,13 +120,14 @@ def test_a_device_that_is_left_unusable_raises_and_the_next_process_knows(folder
         assert select().backend.name == "eager"
 
 
-def test_it_can_be_turned_off(folder, monkeypatch):
-    monkeypatch.setenv("FUSEDACC_SELFTEST", "0")
-    with breaks("cpu", "raises"):
-        assert select().backend.name == "cpu"
-    monkeypatch.setenv("FUSEDACC_SELFTEST", "no")
-    with pytest.raises(ValueError, match="FUSEDACC_SELFTEST='no': allowed are '0' "):
-        wrap()
+def test_it_can_be_turned_off(folder):
+    with pytest.MonkeyPatch.context() as variables:
+        variables.setenv("FUSEDACC_SELFTEST", "0")
+        with breaks("cpu", "raises"):
+            assert select().backend.name == "cpu"
+        variables.setenv("FUSEDACC_SELFTEST", "no")
+        with pytest.raises(ValueError, match="FUSEDACC_SELFTEST='no': allowed are '0' "):
+            wrap()
 
 
 def test_a_wrapper_on_a_cpu_runs_none(tmp_path):
