@@ -158,7 +158,7 @@ MUTANTS = (
     Mutant(
         "torch's kernel on a CPU takes a scale that is on a GPU",
         "fusedacc/optimizer/update.py",
-        " and len(finals.on_gpu) < 2",
+        " and len(sums.on_gpu) < 2",
         "",
         "tests/cuda/test_devices_cuda.py",
     ),

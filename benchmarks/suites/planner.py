@@ -30,8 +30,7 @@ import fusedacc
 from fusedacc.planner.allocations import Peak
 from fusedacc.planner.batches import Batch
 from fusedacc.planner.copies import recipe_of
-from fusedacc.planner.prediction import Predictor
-from fusedacc.planner.verification import measured_peak
+from fusedacc.planner.prediction import Predictor, measured_peak
 
 from ..harness import command
 from ..harness.measure import progress

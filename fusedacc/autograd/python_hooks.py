@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..accumulators import Accumulators, Slot
-from ..accumulators.buffers import tensor_references
+from ..accumulators.memory import tensor_references
 from ..kernels.torch_state import raw_stream
 from ..kernels.uncompiled import runs_as_written
 from .graph_task import Bucket, GraphTask

@@ -120,7 +120,11 @@ def _choices() -> dict[str, Any]:
         if library.load_error() is None:
             grain_size.tune()
             norm_prefetch.tune()
-            for question in (*matmul_ways.questions(), *grouped_ways.questions(), *small_layers.questions()):
+            for question in (
+                *matmul_ways.questions(),
+                *grouped_ways.questions(),
+                *small_layers.questions(AccumulatingOptimizer),
+            ):
                 tuning.choose(question)
     except ValueError as problem:
         return {"problem": str(problem)}

@@ -12,13 +12,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..accumulators import Accumulators, Slot
 from ..kernels.local_parts import is_distributed
-from . import checks, ddp
+from . import ddp
+from .agreement import (
+    agree_on_parameters,
+    agree_on_settings,
+    compare_parameters,
+    compares_parameters,
+    share_parameters,
+)
 from .ddp import UnarmedDDP, unarm
-from .deliveries import Deliveries
-from .process_group import agree, share
-from .reducer import Part, Reducer, Totals
-from .rows import Place
-from .settings import agree_on_settings
+from .reducer import Deliveries, RankNumbers, Reducer, Totals
+from .rows import RankPlace
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -77,16 +81,16 @@ class DataParallel:
         settings: Mapping[str, object],
     ) -> None:
         self.link: UnarmedDDP | None = None
-        self.slots, self._compares = slots, checks.wanted()
+        self.slots, self._compares = slots, compares_parameters()
         #: The parameters that were trained when a reduction was last prepared.
         self._trained = [slot for slot in slots if slot.param.requires_grad]
         group = given.process_group if isinstance(given, DistributedDataParallel) else given
         self._noise = noise = accumulators.noise
         if given is group:
-            agree(slots, group)
+            agree_on_parameters(slots, group)
         seed = agree_on_settings(slots, group, dtype, noise.seed, settings)
         if given is group:
-            share(slots, group)
+            share_parameters(slots, group)
         self.reducer = Reducer(slots, accumulators, group, dtype)
         noise.be_rank(dist.get_rank(group), seed)
         self.deliveries = Deliveries(finish)
@@ -104,9 +108,9 @@ class DataParallel:
             self.link.synchronises = True
 
     @property
-    def place(self) -> Place:
+    def place(self) -> RankPlace:
         """This rank's."""
-        return Place.within(self.reducer.group)
+        return RankPlace.within(self.reducer.group)
 
     @property
     def synchronises(self) -> bool:
@@ -117,7 +121,7 @@ class DataParallel:
         """Whether this is the DistributedDataParallel whose gradients are reduced here."""
         return self.link is not None and self.link.parallel is model
 
-    def overlap(self, part: Part, divisor: int) -> None:
+    def overlap(self, part: RankNumbers, divisor: int) -> None:
         """A backward begins after which `reduce` will be called: send what is final before its end.
 
         Nothing is sent early where parameters may be used now and then: only a DistributedDataParallel
@@ -129,11 +133,11 @@ class DataParallel:
             self._trained = trained
             self.deliveries.forget()
         elif self.deliveries.steady and self.link is not None and not self.link.may_change:
-            self.reducer.follow()
+            self.reducer.rebuild_buckets()
             buckets = self.reducer.buckets()
             self.deliveries.arm(buckets, functools.partial(self.reducer.launch_next, part, divisor))
 
-    def reduce(self, part: Part, divisor: int = 1) -> Totals:
+    def reduce(self, part: RankNumbers, divisor: int = 1) -> Totals:
         """As `Reducer.reduce`."""
         self.deliveries.disarm()
         totals = self.reducer.reduce(part, divisor)
@@ -145,10 +149,10 @@ class DataParallel:
         """An update was made: compare the ranks' parameters, where FUSEDACC_CHECK_RANKS says so.
 
         Raises:
-            RuntimeError: as `checks.compare_parameters`.
+            RuntimeError: as `compare_parameters`.
         """
         if self._compares:
-            checks.compare_parameters(self.slots, self.reducer.group)
+            compare_parameters(self.slots, self.reducer.group)
 
     def abandon(self) -> None:
         """The window is thrown away, and what of it is on its way."""

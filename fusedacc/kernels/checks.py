@@ -209,17 +209,6 @@ def check_tensors(tensors: Any) -> None:
             raise TypeError(f"tensors[{index}] is {tensor.dtype}; allowed: {allowed}")
 
 
-def check_norm_type(norm_type: Any) -> float:
-    """`norm_type` as a float.
-
-    Raises:
-        ValueError: it is neither 2 nor infinity.
-    """
-    if isinstance(norm_type, (int, float)) and norm_type in (2, float("inf")):
-        return float(norm_type)
-    raise ValueError(f"norm_type is {norm_type!r}; allowed: 2.0 and inf")
-
-
 def check_accumulators(accumulators: Any) -> MemoryMap:
     """Raise unless `accumulators` is a list of dense floating tensors without overlap.
 

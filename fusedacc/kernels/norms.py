@@ -9,6 +9,7 @@ from torch import Tensor
 
 from . import checks, norm_prefetch, reference, registry, transfers, undispatched
 from .lists import is_traced_natively, split_refused
+from .norm_kind import norm_kind
 
 #: Joins partial norms of one device to a norm of that dtype.
 Join = Callable[[Sequence[Tensor], torch.dtype], tuple[Tensor, Tensor]]
@@ -103,7 +104,7 @@ def norm_and_nonfinite(
     The second is what torch's fused optimizers take as `found_inf`: 0-dim, float32. Both are on the first
     GPU if any tensor is on one, else on the CPU. Nothing waits for a device.
     """
-    norm_type = checks.check_norm_type(norm_type)
+    norm_type = norm_kind(norm_type).norm_type
     if torch.compiler.is_compiling():
         return _traced(tensors, norm_type, backend)
     found = undispatched.total_norm(tensors, norm_type) if backend == "auto" else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from operator import is_
 from typing import Any
 
@@ -18,7 +18,6 @@ from ..kernels import registry
 from ..kernels.dtypes import PAIRS, allowed_pairs
 from ..nn import KeptCasts, Replacements
 from .master_weights import MasterWeights
-from .small_layers import why_left
 
 
 class ParameterSet:
@@ -60,9 +59,16 @@ class ParameterSet:
         #: Each group's parameters, when the slots were last in step with them.
         self._seen = self._present()
 
-    def replace_in(self, model: torch.nn.Module, capture: Capture, keep_casts: bool) -> None:
+    def replace_in(
+        self,
+        model: torch.nn.Module,
+        capture: Capture,
+        why_left: Callable[[Tensor, MutableMapping[str, str]], str],
+        keep_casts: bool,
+    ) -> None:
         """Have those modules of `model` that can add gradients of these parameters to the sums.
 
+        why_left: why a Linear of this weight is better left to PyTorch; empty where it is replaced.
         keep_casts: and keep the casts of their weights, and of convolutions', in `casts`.
         """
         if keep_casts:
@@ -155,7 +161,7 @@ class ParameterSet:
         except Exception:
             groups.pop()
             raise
-        if len(self._seen) == last:  # else `follow` finds out what has become of the others
+        if len(self._seen) == last:  # else `sync_param_groups` finds out what has become of the others
             self._seen.append(list(groups[last]["params"]))
         self.slots.extend(slots)
         self._take_in(slots, capture)
@@ -178,7 +184,7 @@ class ParameterSet:
                 return False
         return True
 
-    def follow(self, capture: Capture, masters: MasterWeights | None) -> list[Slot]:
+    def sync_param_groups(self, capture: Capture, masters: MasterWeights | None) -> list[Slot]:
         """Be in step with groups that were changed by hand: parameters put in, taken out, or replaced.
 
         What is new is hooked; what is gone is given back as `close` would, and what was summed of its

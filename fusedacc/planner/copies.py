@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -87,17 +88,14 @@ def real_copy(model: nn.Module, recipe: Recipe, windows: Sequence[int]) -> Copy:
 def arguments_of(optimizer: AccumulatingOptimizer) -> dict[str, Any]:
     """What the wrapper was made with, but for the inner optimizer, the model and ranks."""
     window, parameters = optimizer._window, optimizer._parameter_set
-    clip, norm_type, skip = optimizer._finishing
     seed = optimizer._accumulators.noise.seed
     given = {
         "gradient_accumulation_steps": window.schedule,
-        "reduction": window.reduction,
+        "reduction": window.reduction.name,
         "accumulate_dtype": optimizer._accumulate_dtype,
         "rounding": NEAREST if seed is None else STOCHASTIC,
         "seed": seed,
-        "max_grad_norm": clip,
-        "norm_type": norm_type,
-        "skip_nonfinite": skip,
+        **dataclasses.asdict(optimizer._update_settings),
         "master_weights": optimizer._masters is not None,
         "keep_casts": parameters.casts is not None,
         "backend": optimizer._accumulators.backend,

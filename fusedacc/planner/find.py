@@ -110,12 +110,12 @@ def find_micro_batch_size(
         RuntimeError: the step raised something else, or its process died for another reason than memory.
     """
     finder = _Finder(
-        _order(step, device, memory_budget, margin),
-        _number("timeout", timeout, "seconds above 0", lambda number: number > 0),
-        _whole("steps", steps, TRIED_UPDATES),
-        _whole("maximum", maximum, 1),
+        _trial_spec(step, device, memory_budget, margin),
+        _check_number("timeout", timeout, "seconds above 0", lambda number: number > 0),
+        _check_int("steps", steps, TRIED_UPDATES),
+        _check_int("maximum", maximum, 1),
     )
-    if _whole("start", start, 1) > maximum:
+    if _check_int("start", start, 1) > maximum:
         raise ValueError(f"start is at most maximum, {maximum}; it was {start}")
     if trial.in_child:
         raise RuntimeError(
@@ -127,7 +127,7 @@ def find_micro_batch_size(
         return finder.find(start)
 
 
-def _whole(name: str, number: int, least: int) -> int:
+def _check_int(name: str, number: int, least: int) -> int:
     if isinstance(number, bool) or not isinstance(number, int):
         raise TypeError(f"{name} is an int of at least {least}; it was {number!r}")
     if number < least:
@@ -135,7 +135,7 @@ def _whole(name: str, number: int, least: int) -> int:
     return number
 
 
-def _number(name: str, number: float, allowed: str, right: Callable[[float], bool]) -> float:
+def _check_number(name: str, number: float, allowed: str, right: Callable[[float], bool]) -> float:
     if isinstance(number, bool) or not isinstance(number, int | float):
         raise TypeError(f"{name} is a number, {allowed}; it was {number!r}")
     if not right(number):
@@ -143,7 +143,9 @@ def _number(name: str, number: float, allowed: str, right: Callable[[float], boo
     return float(number)
 
 
-def _order(step: object, device: torch.device | str, budget: int | str | None, margin: float) -> trial.Order:
+def _trial_spec(
+    step: object, device: torch.device | str, budget: int | str | None, margin: float
+) -> trial.Order:
     """What all tries have in common, checked."""
     if not callable(step):
         raise TypeError(
@@ -170,17 +172,17 @@ def _order(step: object, device: torch.device | str, budget: int | str | None, m
         raise RuntimeError("memory of a CPU can be limited on Linux only: there is no /proc/self/statm")
     return trial.Order(
         pickled,
-        _main() if b"__main__" in pickled else {},
+        _main_module_spec() if b"__main__" in pickled else {},
         str(where),
         torch.get_num_threads(),
         size=0,
         updates=TRIED_UPDATES,
         budget=None if budget is None else parse_bytes(budget, "memory_budget"),
-        margin=_number("margin", margin, "at least 0 and below 1", lambda number: 0 <= number < 1),
+        margin=_check_number("margin", margin, "at least 0 and below 1", lambda number: 0 <= number < 1),
     )
 
 
-def _main() -> dict[str, Any]:
+def _main_module_spec() -> dict[str, Any]:
     """What makes the caller's `__main__` again. `spawn.get_preparation_data` would settle the start method of
     the caller's own processes."""
     module = sys.modules["__main__"]
@@ -235,7 +237,7 @@ def search(attempt: Callable[[int], Outcome], start: int, maximum: int) -> int:
     return low
 
 
-def descend(attempt: Callable[[int], Outcome], largest: int) -> int:
+def search_downwards(attempt: Callable[[int], Outcome], largest: int) -> int:
     """The same, where `largest` or a size little below it is expected: one lower, then 2, 4 and so on."""
     low, high, size, stride = 0, largest + 1, largest, 1
     while high - low > 1:
@@ -262,7 +264,7 @@ class _Finder:
 
     def find(self, start: int) -> FoundSize:
         size = search(self.attempt, start, self.maximum)
-        size = descend(lambda size: self.attempt(size, self.steps), size)
+        size = search_downwards(lambda size: self.attempt(size, self.steps), size)
         if size == 0:
             self._refuse(self.outcomes[1])
         if size + 1 in self.outcomes and self.outcomes[size + 1].doubtful:
@@ -274,9 +276,9 @@ class _Finder:
     def attempt(self, size: int, updates: int = TRIED_UPDATES) -> Outcome:
         """Try a size within the budget; the first try says what it is, where the caller did not."""
         began = time.monotonic()
-        self._tell(size, 0, updates)
+        self._show_progress(size, 0, updates)
         order = dataclasses.replace(self.order, size=size, updates=updates)
-        with Child(order, self.timeout, self._tell) as child:
+        with Child(order, self.timeout, self._show_progress) as child:
             outcome = child.outcome()
         self.order = dataclasses.replace(self.order, budget=child.budget or self.order.budget)
         self.outcomes[size] = outcome
@@ -285,7 +287,7 @@ class _Finder:
             self.bar.update()
         return outcome
 
-    def _tell(self, size: int, done: int, updates: int) -> None:
+    def _show_progress(self, size: int, done: int, updates: int) -> None:
         now = time.monotonic()
         if self.bar is not None and (done == 0 or now - self.shown >= _SHOWN):
             self.shown = now
@@ -309,7 +311,7 @@ class _Finder:
         """See whether the smallest size that does not run would do so with all memory that there is: if it
         fails alike with far more than the budget, then not for want of memory."""
         order = dataclasses.replace(self.order, size=size, budget=None)
-        with Child(order, self.timeout, self._tell) as child:
+        with Child(order, self.timeout, self._show_progress) as child:
             outcome = child.outcome()
         if outcome.doubtful and (child.budget or 0) > 1.25 * (self.order.budget or 0):
             raise RuntimeError(

@@ -118,7 +118,7 @@ def _operand(leaf: Any) -> Any:
     return leaf
 
 
-class Trials:
+class OperatorTrials:
     """Runs each signature once in this object's life, on a CPU."""
 
     def __init__(self) -> None:

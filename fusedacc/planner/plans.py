@@ -14,15 +14,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from . import libraries, table
-from .allocations import KINDS, LIBRARIES, Peak
+from ..optimizer import AccumulatingOptimizer
+from . import libraries
+from .allocations import ACTIVATIONS, KINDS, LIBRARIES, Peak
 from .batches import Batch, BatchDims
-from .budget import available, parse_bytes
+from .budget import available, format_bytes, parse_bytes
 from .copies import recipe_of
-from .prediction import DataDependentError, Predictor
-from .search import TooSmallError, largest
+from .prediction import DataDependentError, Predictor, measured_peak
 from .training import LossFunction, models_own_loss
-from .verification import measured_peak
 
 #: What of a device's free memory a plan leaves alone, where no budget is given.
 RESERVE = 0.05
@@ -128,7 +127,7 @@ class Plan:
         return plain | {"headroom_bytes": self.headroom_bytes, "ragged": self.ragged}
 
     def __str__(self) -> str:
-        return table.render(self)
+        return _render(self)
 
 
 def plan(
@@ -200,7 +199,7 @@ def plan(
     try:
         chosen = largest(lambda size: peak(size).bytes + scratch, per_rank, budget, least)
     except TooSmallError as error:
-        raise ValueError(table.too_small(error, peak(least), scratch, optimizer)) from None
+        raise ValueError(_too_small(error, peak(least), scratch, optimizer)) from None
     arguments = dict(recipe.arguments or {}) | ({"model": model} if recipe.takes_model else {})
 
     def of(size: int) -> Plan:
@@ -275,3 +274,110 @@ def _place(model: nn.Module, device: torch.device | str | None) -> torch.device:
         return torch.device(device)
     first = next(model.parameters()).device
     return torch.device("cpu") if first.type == "meta" else first
+
+
+def _render(plan: Plan) -> str:
+    """The table that `str(plan)` is."""
+    steps, last = plan.gradient_accumulation_steps, plan.micro_batch_sizes[-1]
+    times = f"{plan.micro_batch_size} x {steps}"
+    if plan.world_size > 1:
+        times += f" x {plan.world_size} ranks"
+    ragged = f", the last micro-batch of {last}" if last != plan.micro_batch_size else ""
+    lines = [
+        f"micro_batch_size={plan.micro_batch_size}, gradient_accumulation_steps={steps}: "
+        f"{times} for a batch of {plan.global_batch_size}{ragged}",
+        "",
+        f"{'at the peak':<28}{'bytes':>12}  {'share':>6}",
+    ]
+    for kind in (*KINDS, LIBRARIES):
+        size = plan.bytes_by_kind[kind]
+        lines.append(_line(kind, size, plan.peak_bytes, plan.certainty.get(kind, "")))
+    lines.append(_line("peak, predicted", plan.peak_bytes, plan.memory_budget, plan.certainty["peak_bytes"]))
+    if plan.measured_peak_bytes is None:
+        lines.append(f"{'peak, measured':<28}{'none':>12}  {plan.not_measured}")
+    else:
+        lines.append(_line("peak, measured", plan.measured_peak_bytes, plan.memory_budget, "measured"))
+    lines.append(_line("budget", plan.memory_budget, plan.memory_budget, ""))
+    lines.append(_line("headroom", plan.headroom_bytes, plan.memory_budget, ""))
+    share = plan.accumulation_bytes_per_update / max(1, plan.bytes_per_update)
+    moved = f"{format_bytes(plan.bytes_per_update)}, {share:.0%} of it to accumulate gradients"
+    if plan.wrapper_arguments().get("model") is not None:
+        moved += ", beside what products add by themselves"
+    lines += [
+        "",
+        f"an update moves {moved}",
+        "shares of kinds are of the peak, the others of the budget",
+    ]
+    if plan.bytes_by_kind[LIBRARIES]:
+        lines.append(
+            "counted is what is alive: the C library may keep more of a CPU's memory (docs/memory.md)"
+        )
+    return "\n".join(lines)
+
+
+def _line(name: str, size: int, whole: int, certainty: str) -> str:
+    return f"{name:<28}{format_bytes(size):>12}  {size / max(1, whole):>6.1%}  {certainty}".rstrip()
+
+
+def _too_small(error: TooSmallError, peak: Peak, scratch: int, optimizer: Optimizer) -> str:
+    """Why no micro-batch fits, and what would make one."""
+    held = [f"{kind} {format_bytes(size)}" for kind, size in peak.by_kind.items() if size]
+    missing = error.cost - error.budget
+    cures = []
+    if peak.by_kind.get(ACTIVATIONS, 0) > missing:
+        cures.append("activation checkpointing")
+    wrapper = optimizer if isinstance(optimizer, AccumulatingOptimizer) else None
+    if wrapper is not None and wrapper._masters is not None:
+        cures.append("no master_weights")
+    if wrapper is not None and any(slot.accumulate_dtype.itemsize > 2 for slot in wrapper._slots):
+        cures.append('accumulate_dtype=torch.bfloat16 with rounding="stochastic"')
+    fixed = error.cost - peak.by_kind.get(ACTIVATIONS, 0) - scratch
+    ranks = 2
+    while ranks < 1024 and fixed / ranks + peak.by_kind.get(ACTIVATIONS, 0) + scratch > error.budget:
+        ranks *= 2
+    if ranks < 1024:
+        cures.append(f"sharding model and optimizer over {ranks} ranks")
+    return (
+        f"memory_budget={format_bytes(error.budget)} is {format_bytes(missing)} less than one sample "
+        f"takes ({format_bytes(error.cost)}: {', '.join(held)}); what may help: "
+        f"{', '.join(cures) or 'a smaller model'}"
+    )
+
+
+class TooSmallError(ValueError):
+    """Even one sample costs more than the budget holds."""
+
+    def __init__(self, cost: int, budget: int) -> None:
+        super().__init__(f"one sample costs {cost} of {budget}")
+        self.cost, self.budget = cost, budget
+
+
+def largest(cost: Callable[[int], int], most: int, budget: int, least: int = 1) -> int:
+    """The largest of `least` ... `most` that costs at most `budget`; costs grow with the size.
+
+    Each guess is where a line through the costs of the largest size that fits and the smallest that does not
+    meets the budget. Costs are nearly linear, so that few are asked for; where they bend, halves are taken.
+    Raises TooSmallError where even the least does not fit.
+    """
+    low, low_cost = least, cost(least)
+    if low_cost > budget:
+        raise TooSmallError(low_cost, budget)
+    if most == least:
+        return least
+    high, high_cost = most, cost(most)
+    if high_cost <= budget:
+        return most
+    turns = 0
+    while high - low > 1:
+        share = (budget - low_cost) / max(1, high_cost - low_cost)
+        guess = low + int(share * (high - low))
+        if turns % 3 == 2:  # a bent line would creep
+            guess = (low + high) // 2
+        guess = min(max(guess, low + 1), high - 1)
+        turns += 1
+        own = cost(guess)
+        if own <= budget:
+            low, low_cost = guess, own
+        else:
+            high, high_cost = guess, own
+    return low

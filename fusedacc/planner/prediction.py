@@ -21,12 +21,13 @@ from torch._subclasses.fake_tensor import (
 from torch.optim import Optimizer
 
 from ..traffic import TrafficMeter
-from .allocations import Peak
+from .allocations import TEMPORARIES, Peak
 from .batches import Batch
-from .copies import Recipe, fake_copy, recipe_of
-from .grouped import GroupedProducts
-from .lstm import RunLstmByOneDnn
-from .operators import Trials
+from .budget import available, format_bytes
+from .copies import Recipe, fake_copy, real_copy, recipe_of
+from .fake_operators import GroupedProducts, RunLstmByOneDnn
+from .operators import OperatorTrials
+from .recorded import Look, recorded_peak
 from .trace import Trace
 from .training import KIND_IN, MICRO_BATCHES, LossFunction, held, train, windows_of
 
@@ -77,7 +78,7 @@ class Predictor:
         #: Fake tensors run on a CPU where torch has not that device, and oneDNN's needs are not its.
         self.runs_there = _has(device)
         self._runs_on = device if self.runs_there else torch.device("cpu")
-        self._trials = Trials() if device.type == "cpu" else None
+        self._trials = OperatorTrials() if device.type == "cpu" else None
         self._peaks: dict[tuple[int, int], Peak] = {}
         #: Operators whose traffic shapes alone do not tell, in what `traffic` has run.
         self.uncounted: set[str] = set()
@@ -179,3 +180,45 @@ def kept_random_state(device: torch.device) -> Iterator[None]:
 def _nothing(_: str) -> contextlib.AbstractContextManager[None]:
     """No phase is told."""
     return contextlib.nullcontext()
+
+
+def measured_peak(
+    model: nn.Module,
+    optimizer: Optimizer | Recipe,
+    batch: Batch,
+    loss_fn: LossFunction,
+    device: torch.device,
+    size: int,
+    steps: int,
+    predicted: int,
+) -> tuple[int | None, str]:
+    """The bytes at the peak of real updates on a copy of model and optimizer, which are not touched.
+
+    Args:
+        size, steps: the micro-batch, and how many make an update.
+        predicted: bytes that it may need.
+
+    Returns:
+        The bytes and "", or None and why they were not measured.
+    """
+    first = next(model.parameters()).device
+    if first.type != device.type:
+        return None, f"the model is on {first.type}, and is planned for {device.type}"
+    free = available(device)
+    if predicted > free:
+        return None, f"a copy would take {format_bytes(predicted)}, and {format_bytes(free)} are free"
+    windows, recipe = windows_of(steps), recipe_of(optimizer)
+
+    def updates(look: Look) -> None:
+        copy = real_copy(model, recipe, windows)
+
+        def at_rest() -> None:
+            look(held(copy))
+
+        def draw() -> Any:
+            return batch.drawn(size)
+
+        train(copy, draw, loss_fn, windows, lambda _: contextlib.nullcontext(), at_rest)
+
+    with kept_random_state(device):
+        return recorded_peak(updates, device, TEMPORARIES).bytes, ""

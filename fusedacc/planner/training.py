@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..accumulators.reduction import reduction_of
 from ..optimizer import AccumulatingOptimizer
 from .allocations import ACCUMULATORS, ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS, TEMPORARIES
 from .copies import Copy
@@ -53,7 +54,7 @@ def train(
     model, optimizer = copy
     wrapper = optimizer if isinstance(optimizer, AccumulatingOptimizer) else None
     counted = wrapper is not None and wrapper.gradient_accumulation_steps is not None
-    weighted = wrapper is not None and wrapper.reduction in ("weighted", "normalized")
+    weighted = wrapper is not None and reduction_of(wrapper.reduction).weighs
     look()
     for steps in windows:
         for step in range(steps):

@@ -98,7 +98,11 @@ def test_what_trials_have_found_is_shown_with_its_figures(capsys, tmp_path):
         choices = json.loads(capsys.readouterr().out)["choices"]
         assert __main__.main(["info", "--verbose"]) == 0
         text = joined(capsys.readouterr().out)
-    asked = [*matmul_ways.questions(), *grouped_ways.questions(), *small_layers.questions()]
+    asked = [
+        *matmul_ways.questions(),
+        *grouped_ways.questions(),
+        *small_layers.questions(fusedacc.AccumulatingOptimizer),
+    ]
     asked += [grain_size.question(), norm_prefetch.question()]
     names = {question.name for question in asked if question is not None}
     assert {found["question"] for found in choices["found"]} == names

@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedacc
+from fusedacc.accumulators.reduction import WEIGHING
 
 # Against one process, whose sums are in float64
 
@@ -198,7 +199,7 @@ def test_equal_to_stock(case):
 
 
 def epochs(kind: str, counts: tuple[int, ...], reduction: str) -> None:
-    rank, weighs = dist.get_rank(), reduction in ("weighted", "normalized")
+    rank, weighs = dist.get_rank(), reduction in WEIGHING
 
     def weight(of_rank: int, index: int) -> float:
         return float(index + 10 * of_rank) if weighs else 1.0  # the first of the first rank weighs nothing

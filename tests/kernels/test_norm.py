@@ -21,7 +21,8 @@ from cases import (
 from loops import NoHostRead
 
 from fusedacc import functional
-from fusedacc.kernels import norms, registry
+from fusedacc.distributed import mesh_norm
+from fusedacc.kernels import norms, reference, registry
 from fusedacc.kernels.dtypes import computation_dtype
 
 INF, NAN = math.inf, math.nan
@@ -205,6 +206,19 @@ def test_bad_tensors(case, cpu_backend):
 def test_other_norms_are_refused(norm_type, cpu_backend):
     with pytest.raises(ValueError, match=r"norm_type is .*; allowed: 2\.0 and inf"):
         functional.total_norm([torch.ones(3)], norm_type, backend=cpu_backend)
+
+
+def test_no_part_takes_another_norm_for_one_that_it_knows():
+    """Norm 1 was inf in Triton's kernels, and a maximum over ranks."""
+    vector, triton = torch.ones(3, dtype=torch.float64), pytest.importorskip("fusedacc.kernels.triton.norms")
+    for call in (
+        lambda: reference.norm_partials([vector], 1.0),
+        lambda: reference.finish_norm([vector], 1.0, torch.float64),
+        lambda: triton.finish([vector], 1.0, torch.float64),
+        lambda: mesh_norm._over_mesh(None, [(0,)], vector, 1.0),
+    ):
+        with pytest.raises(ValueError, match=r"norm_type is 1\.0; allowed: 2\.0 and inf"):
+            call()
 
 
 # The norm that an accumulation leaves

@@ -15,8 +15,7 @@ import fusedacc
 from fusedacc.planner import Plan, plan
 from fusedacc.planner.batches import Batch
 from fusedacc.planner.copies import recipe_of
-from fusedacc.planner.prediction import Predictor
-from fusedacc.planner.verification import measured_peak
+from fusedacc.planner.prediction import Predictor, measured_peak
 
 CPU = torch.device("cpu")
 

@@ -87,7 +87,7 @@ def test_a_size_little_below_is_found_in_few_tries():
                 asked.append(size)
                 return child.Outcome(size <= fits)
 
-            assert find.descend(attempt, largest) == fits
+            assert find.search_downwards(attempt, largest) == fits
             assert asked[:2] in ([largest], [largest, largest - 1], [1])
             assert len(asked) == len(set(asked)) <= 9
 

@@ -6,7 +6,7 @@ import torch
 
 from fusedacc.planner import operators
 from fusedacc.planner.allocations import Inside
-from fusedacc.planner.operators import Trials, signature
+from fusedacc.planner.operators import OperatorTrials, signature
 
 aten = torch.ops.aten
 PRODUCT = aten.mm.default
@@ -24,7 +24,7 @@ def test_each_is_tried_once_and_those_that_fail_are_left_out(monkeypatch):
     monkeypatch.setattr(operators, "inside_of_calls", lambda own: calls.append(len(own)) or real(own))
     x = torch.ones(8, 8, dtype=torch.bfloat16)
     good, bad = asked_of(PRODUCT, x, x), asked_of(PRODUCT, x, torch.ones(3, 3, dtype=torch.bfloat16))
-    trials = Trials()
+    trials = OperatorTrials()
     assert set(trials([good, bad, good])) == {good}
     assert set(trials([good])) == {good}
     assert calls == [2, 0]
@@ -48,7 +48,7 @@ def test_of_large_ones_a_share_of_the_samples_is_tried(monkeypatch):
 
     small, large = of(4), of(64)
     assert small.bytes <= 10_000 < large.bytes
-    found = Trials()([small, large])
+    found = OperatorTrials()([small, large])
     assert found[small] == Inside(700, 200)
     assert found[large] == Inside(700 * 8, 200 * 8)
     assert sorted(tried) == [(4, 4, 8, 8), (8, 4, 8, 8)]

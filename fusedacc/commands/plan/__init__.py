@@ -12,7 +12,7 @@ import torch
 
 from ...planner import Plan, plan
 from ...planner.budget import format_bytes, parse_bytes
-from ...planner.search import TooSmallError
+from ...planner.plans import TooSmallError
 from ..bench import MISUSED, STOPPED, WRONG
 from ..bench import plot as pictures
 from ..bench.report import Progress

@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import launch_events
 from ..checks import overlaps_itself
 from ..dtypes import computation_dtype
+from ..norm_kind import INFINITY, norm_kind
 from . import address_table as shared
 
 
@@ -43,7 +44,7 @@ def partials(tensors: Sequence[Tensor], norm_type: float) -> tuple[Tensor, list[
                 len(group),
                 dtype=shared.triton_dtype(dtype),
                 wide=shared.triton_dtype(computation_dtype(dtype)),
-                infinity=norm_type != 2.0,
+                infinity=norm_kind(norm_type) is INFINITY,
                 num_warps=kernels.WARPS,
             )
         if launch_events.watching:
@@ -58,7 +59,7 @@ def finish(partials: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> 
     together = torch.cat(list(partials)) if len(partials) > 1 else partials[0].contiguous()
     norm = together.new_empty((), dtype=dtype)
     found = together.new_empty((), dtype=torch.float32)
-    options = {"infinity": norm_type != 2.0, "num_warps": kernels.WARPS}
+    options = {"infinity": norm_kind(norm_type) is INFINITY, "num_warps": kernels.WARPS}
     last = together
     with shared.on_device(together.device):
         if together.numel() > kernels.MOST_PARTIALS:

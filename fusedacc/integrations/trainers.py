@@ -1,10 +1,15 @@
-"""Under torchrun the frameworks make the DistributedDataParallel; the wrapper is attached to it here."""
+"""What the adapters share: trainers make the DistributedDataParallel, and a new optimizer for each fit.
+
+The wrapper is attached to the one, and its predecessor gives up the parameters of the other.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..distributed import parallel_in
 from ..optimizer import AccumulatingOptimizer
@@ -30,3 +35,20 @@ def attach(optimizer: AccumulatingOptimizer, models: Iterable[nn.Module | None])
     ]
     if len(found) == 1:
         optimizer.attach(found[0])
+
+
+_made: weakref.WeakSet[AccumulatingOptimizer] = weakref.WeakSet()
+
+
+def remember(optimizers: Iterable[Optimizer]) -> None:
+    """Let a later `release` of any of its parameters close each of these that is a wrapper."""
+    _made.update(each for each in optimizers if isinstance(each, AccumulatingOptimizer))
+
+
+def release(parameters: Iterable[Tensor]) -> None:
+    """Close the remembered wrappers of any of these parameters."""
+    wanted = {id(parameter) for parameter in parameters}
+    for optimizer in list(_made):
+        if any(id(p) in wanted for group in optimizer.param_groups for p in group["params"]):
+            optimizer.close()
+            _made.discard(optimizer)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from ..accumulators import Accumulators
-from ..distributed import DataParallel, Part
+from ..distributed import DataParallel, RankNumbers
 from .window import Window
 
 
-class OverRanks:
+class RankReduction:
     """The window over the ranks of a `DataParallel`, if there are any.
 
     Args:
@@ -32,7 +32,7 @@ class OverRanks:
 
         Sums that are to be brought to another scale are reduced at `step()`.
         """
-        return not self.window.counted and self.window.reduction == "sum"
+        return not (self.window.counted or self.window.reduction.divides)
 
     def begin_backward(self, parallel: DataParallel, captures: bool) -> None:
         """A backward begins: have sent what becomes final in it, if it is the window's last.
@@ -46,23 +46,23 @@ class OverRanks:
             return
         if not window.counted:
             if self.reduces_each and parallel.synchronises:
-                parallel.overlap(Part(0), parallel.world_size)
+                parallel.overlap(RankNumbers(0), parallel.world_size)
         elif (
             window.will_update
             and window.totals is None
             and micro.num_backwards + 1 >= window.usual_backwards
-            and not (window.weighs and micro.weight is None)
+            and not (window.reduction.weighs and micro.weight is None)
         ):
             parallel.overlap(self._part(ending=True), 1)
 
-    def _part(self, ending: bool) -> Part:
+    def _part(self, ending: bool) -> RankNumbers:
         """What this rank adds to the window's numbers. `ending`: the micro-batch at hand counts."""
         window = self.window
         weight, added = window.weight_total, window.micro.weight
-        if ending and window.weighs and added is not None:
+        if ending and window.reduction.weighs and added is not None:
             weight = weight + added
-        return Part(
-            window.micro_step + ending + window.carried,
+        return RankNumbers(
+            window.micro_step + ending + window.extra_micro_batches,
             weight,
             self.flushing,
             window.bad_weights,
@@ -77,7 +77,7 @@ class OverRanks:
         """
         window = self.window
         if window.micro.num_backwards < window.usual_backwards or (
-            window.weighs and window.micro.weight is None
+            window.reduction.weighs and window.micro.weight is None
         ):
             return False
         self.reduce(ending=True)
@@ -102,7 +102,7 @@ class OverRanks:
             totals = parallel.reduce(part, parallel.world_size if self.reduces_each else 1)
         window.reduced = True
         if not self.reduces_each:
-            window.settle(totals)
+            window.set_totals(totals)
         self.all_flush = self.flushing and int(totals.num_flushing) == parallel.world_size
 
     def join(self, parallel: DataParallel | None) -> None:
@@ -123,6 +123,6 @@ class OverRanks:
         accumulators.grads.make_private()
         with torch.no_grad():
             accumulators.rescaler.rescale(
-                accumulators.grads.held(accumulators.slots), 1.0 / self.window.ranks
+                accumulators.grads.with_accumulator(accumulators.slots), 1.0 / self.window.ranks
             )
         self.window.totals, self.window.reopened = None, True

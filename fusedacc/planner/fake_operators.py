@@ -1,7 +1,8 @@
-"""torch's LSTM on fake CPU tensors as it runs on real ones: by oneDNN's layers.
+"""Operators that torch runs otherwise on fake CPU tensors than on real ones: grouped products, and the LSTM.
 
-torch asks whether tensors are a CPU's by a key that fake ones lack, and would run each time step by itself,
-which takes other memory.
+torch's fake implementation of grouped products knows a GPU's alone. An LSTM of real tensors runs by oneDNN's
+layers; torch asks whether tensors are a CPU's by a key that fake ones lack, and would run each time step by
+itself, which takes other memory.
 """
 
 from __future__ import annotations
@@ -13,6 +14,42 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+#: Rows of a product begin at multiples of so many bytes.
+_ALIGNMENT = 16
+
+
+class GroupedProducts(TorchDispatchMode):
+    """While it is entered, `grouped_mm` of CPU tensors returns what it does there, in any dtype.
+
+    Enter it inside a `FakeTensorMode`.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._grouped_mm.default and args[0].device.type == "cpu":
+            return _product(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _product(
+    left: Tensor,
+    right: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Rows are those of `left`, columns of `right`; where neither is stacked, each group has a product."""
+    groups = [left.shape[0]] if left.dim() == 3 and right.dim() == 3 else []
+    if left.dim() == 2 and right.dim() == 2:
+        groups = [0 if offs is None else offs.shape[0]]
+    step = _ALIGNMENT // left.element_size()
+    width = right.shape[-1]
+    shape = [*groups, left.shape[-2], -(-width // step) * step]
+    return torch.empty(shape, dtype=out_dtype or left.dtype, device=left.device)[..., :width]
+
 
 #: How many weights a layer has in one direction; those with projections have one more, and no oneDNN.
 _WITH_BIASES = 4

@@ -7,25 +7,25 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ..kernels import registry
+from ..kernels import checks, registry
+from ..kernels.dtypes import PAIRS
+from ..kernels.local_parts import is_distributed, local
 from ..kernels.registry import SELF_CHECKING, Backend, Run
 from ..kernels.rounding import Noise
-from .deferred_scale import DeferredScales, to_device_of
-from .noise import NoiseSource
 from .param import Lane, Slot
-from .partial_norms import PartialNorms
+from .record import Record, is_one, to_device_of
 
 #: In how many of the lists that are kept prepared a parameter may be, on average. One is usual; models that
 #: use other parameters every time would have ever new ones.
 MAX_LISTS = 2
 
 
-class CachedPlan:
+class PreparedPass:
     """What a backend has prepared for a list of accumulators, without keeping these alive.
 
     An accumulator is known by its identity and its address: the memory of a tensor can be swapped under it
@@ -78,32 +78,19 @@ class CachedPlan:
         return self.run(gradients, scale, False, beta, norm_type, noise)
 
 
-class PlanCache:
+class Passes:
     """Chooses backends and runs them.
 
     Args:
-        slots: the parameters; a list shared with its owner, who may append.
+        record: kept right by each pass.
         backend: as in `AccumulatingOptimizer`.
-        deferred: discharged by additions.
-        norms: recorded by additions.
-        noise: by which sums are rounded.
     """
 
-    def __init__(
-        self,
-        slots: Sequence[Slot],
-        backend: str,
-        deferred: DeferredScales,
-        norms: PartialNorms,
-        noise: NoiseSource,
-    ) -> None:
-        self._slots = slots
-        self._backend = backend
-        self._deferred = deferred
-        self._norms = norms
-        self._noise = noise
+    def __init__(self, record: Record, backend: str) -> None:
+        self._slots, self._backend = record.grads.slots, backend
+        self._deferred, self._norms, self._noise = record.deferred, record.norms, record.noise
         #: By the first of the parameters that were added together; the same come in every micro-batch.
-        self.plans: dict[Slot, CachedPlan] = {}
+        self.prepared: dict[Slot, PreparedPass] = {}
         self._kept = 0
 
     def select(self, lane: Lane) -> registry.Selection:
@@ -163,23 +150,23 @@ class PlanCache:
             self._norms.record(slots, accumulators, partials)
 
     def keep(self, slots: Sequence[Slot], accumulators: Sequence[Tensor], generation: int) -> None:
-        """Have these accumulators of one lane prepared when they come again; as `CachedPlan`."""
-        former = self.plans.pop(slots[0], None)
+        """Have these accumulators of one lane prepared when they come again; as `PreparedPass`."""
+        former = self.prepared.pop(slots[0], None)
         self._kept += len(slots) - (0 if former is None else len(former.slots))
         if self._kept > MAX_LISTS * len(self._slots):
             self.clear()
             self._kept = len(slots)
         backend = self.select(slots[0].lane).backend
-        self.plans[slots[0]] = CachedPlan(backend, slots, accumulators, generation)
+        self.prepared[slots[0]] = PreparedPass(backend, slots, accumulators, generation)
 
     def clear(self) -> None:
         """Forget all that is prepared."""
-        self.plans.clear()
+        self.prepared.clear()
         self._kept = 0
 
-    def run_plan(
+    def run_prepared(
         self,
-        plan: CachedPlan,
+        prepared: PreparedPass,
         accumulators: list[Tensor] | None,
         gradients: list[Tensor],
         scale: float | Tensor,
@@ -188,10 +175,10 @@ class PlanCache:
         """As `run`, for what the plan holds; None for accumulators that are private and have not changed."""
         if isinstance(scale, Tensor) or isinstance(beta, Tensor):
             scale, beta = to_device_of(scale, gradients[0]), to_device_of(beta, gradients[0])
-        slots = plan.slots
+        slots = prepared.slots
         source = self._noise
         noise = None if source.seed is None else source.of(slots, slots[0].accumulate_dtype)
-        partials = plan.add(accumulators, gradients, scale, self._norms.norm_type, beta, noise)
+        partials = prepared.add(accumulators, gradients, scale, self._norms.norm_type, beta, noise)
         if self._deferred.scales:
             self._deferred.discharge(slots)
         if partials is None:
@@ -199,3 +186,59 @@ class PlanCache:
                 self._norms.forget(slots)
         else:
             self._norms.record(slots, accumulators or [slot.accumulator for slot in slots], partials)  # type: ignore[misc]
+
+
+class Rescaler:
+    """Multiplies accumulators.
+
+    Args:
+        record: kept right.
+        passes: runs them.
+    """
+
+    def __init__(self, record: Record, passes: Passes) -> None:
+        self._grads, self._deferred, self._norms = record.grads, record.deferred, record.norms
+        self._lock, self._passes = record.lock, passes
+
+    def defer(self, ratio: float | Tensor) -> None:
+        """acc *= ratio for every accumulator: by the next addition to it, or by `apply`."""
+        if not is_one(ratio):
+            with self._lock:
+                present = self._grads.with_accumulator(self._grads.slots)
+                self._deferred.defer([slot for slot, _ in present], ratio)
+
+    def apply(self, slots: Iterable[Slot] | None = None) -> None:
+        """Multiply the accumulators of these slots (None: all) by their deferred scales, in one pass."""
+        if not self._deferred.scales:
+            return
+        with self._lock:
+            pending = self._deferred.pending(slots)
+            for factor, chosen in self._deferred.groups(pending):
+                of = [pending[index] for index in chosen]
+                self.rescale(self._grads.with_accumulator(of), factor, records_norms=True)
+                self._deferred.discharge(of)
+
+    def rescale(
+        self, held: Iterable[tuple[Slot, Tensor]], ratio: float | Tensor, records_norms: bool = False
+    ) -> None:
+        """acc *= ratio, in a pass for each dtype; with `records_norms` it leaves those that are wanted."""
+        groups: dict[tuple, tuple[list[Slot], list[Tensor]]] = {}
+        for slot, accumulator in held:
+            self._norms.forget([slot])
+            dtypes, part = (accumulator.dtype, accumulator.dtype), local(accumulator)
+            if checks.is_plain(part) and dtypes in PAIRS:
+                chosen = groups.setdefault((part.device, part.dtype), ([], []))
+                chosen[0].append(slot)
+                chosen[1].append(part)
+                if is_distributed(accumulator) and self._grads.exposed:
+                    increment_version([accumulator])
+            elif accumulator.is_sparse:
+                # A product would sum repeated indices.
+                accumulator._values().mul_(to_device_of(ratio, accumulator))
+            else:
+                accumulator.mul_(to_device_of(ratio, accumulator))
+        for slots, accumulators in groups.values():
+            exposed = self._grads.exposed
+            self._passes.run(
+                accumulators, accumulators, ratio, True, slots, exposed, records_norms=records_norms
+            )

@@ -5,14 +5,10 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-
-if TYPE_CHECKING:
-    from .param import Slot
 
 #: Views in a segment start at multiples of this many bytes: a cache line, and the widest vector load.
 ALIGNMENT = 128
@@ -113,30 +109,3 @@ def like(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     if not all(tensor.is_contiguous() for tensor in tensors):
         return [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
     return cut([(tensor.shape, tensor.stride()) for tensor in tensors], dtype, tensors[0].device)[1]
-
-
-def buffers(slots: Sequence[Slot], lacks_sum: Sequence[bool]) -> list[Any]:
-    """The slots' buffers; where a slot has no sum, one that nobody else refers to.
-
-    Slots that have none, or whose buffer a user still sees as an old p.grad, get a new segment together.
-
-    Args:
-        slots: of one lane.
-        lacks_sum: which of them have no sum yet.
-    """
-    segments = {slot.segment for slot in slots if slot.segment is not None}
-    free = {segment for segment in segments if not segment.is_shared()}
-    lacking = []
-    for slot, lacks in zip(slots, lacks_sum, strict=True):
-        # Two references to a buffer that only the slot knows: the slot's and the argument's.
-        held = slot.segment not in free or sys.getrefcount(slot.buffer) > 2
-        if lacks and (held or tensor_references(slot.buffer) > 1):  # type: ignore[arg-type]
-            lacking.append(slot)
-    if lacking:
-        device, _, dtype = slots[0].lane
-        memory, views = cut([(slot.param.shape, slot.strides) for slot in lacking], dtype, device)
-        segment = Segment(memory, len(views))
-        for slot, view in zip(lacking, views, strict=True):
-            slot.drop_buffer()
-            slot.buffer, slot.segment = view, segment
-    return [slot.buffer for slot in slots]

@@ -54,14 +54,14 @@ def test_lists_that_are_never_used_again_are_let_go(monkeypatch):
     weights = model()
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(weights, lr=0.0), None, backend="cpu")
     sum(weight.sum() for weight in weights).backward()
-    plans = optimizer._accumulators.plans
+    passes = optimizer._accumulators.passes
     seen = []
     for first in range(0, LAYERS - 30):
         sum(weight.sum() for weight in weights[first : first + 30]).backward()
-        seen.append(sum(len(binding.slots) for binding in plans.plans.values()))
+        seen.append(sum(len(binding.slots) for binding in passes.prepared.values()))
     assert seen[:3] == [30, 60, 90]
     assert max(seen) <= 2 * LAYERS
-    assert plans.plans
+    assert passes.prepared
 
 
 def test_memory_that_is_put_under_a_prepared_sum_is_what_is_added_to(monkeypatch):
@@ -71,8 +71,8 @@ def test_memory_that_is_put_under_a_prepared_sum_is_what_is_added_to(monkeypatch
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight], lr=0.0), None, backend="cpu")
     for _ in range(3):
         weight.sum().backward()
-    plans = optimizer._accumulators.plans.plans
-    assert [plan.run is not None for plan in plans.values()] == [True]
+    prepared = optimizer._accumulators.passes.prepared
+    assert [each.run is not None for each in prepared.values()] == [True]
     former = weight.grad.data
     weight.grad.data = torch.full_like(former, 10.0)
     weight.sum().backward()
