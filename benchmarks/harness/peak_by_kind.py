@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from fusedacc.planner.recorded import Look, recorded_peak
+from fusedacc.planner.allocations import Look, recorded_peak
 
 OTHER = "activations and others"
 KINDS = ("weights", "gradients", "optimizer", OTHER)

@@ -27,10 +27,8 @@ from torch.utils._pytree import tree_map
 import fusedacc
 from fusedacc.commands.plan.curves import curve
 from fusedacc.commands.plan.factory import Training
-from fusedacc.planner.allocations import TEMPORARIES
-from fusedacc.planner.copies import Copy
-from fusedacc.planner.recorded import recorded_peak
-from fusedacc.planner.training import held
+from fusedacc.planner.allocations import TEMPORARIES, recorded_peak
+from fusedacc.planner.training import Copy, held
 
 from ..contestants import normed
 from ..harness import command

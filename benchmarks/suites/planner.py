@@ -28,9 +28,8 @@ from torch.utils._pytree import tree_map
 
 import fusedacc
 from fusedacc.planner.allocations import Peak
-from fusedacc.planner.batches import Batch
-from fusedacc.planner.copies import recipe_of
 from fusedacc.planner.prediction import Predictor, measured_peak
+from fusedacc.planner.training import Batch, recipe_of
 
 from ..harness import command
 from ..harness.measure import progress

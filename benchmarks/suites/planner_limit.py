@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import fusedacc
 from fusedacc.planner import find_micro_batch_size, plan
-from fusedacc.planner.batches import Batch
+from fusedacc.planner.training import Batch
 
 from ..harness import command
 from ..harness.measure import progress

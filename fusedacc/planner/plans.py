@@ -15,13 +15,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..optimizer import AccumulatingOptimizer
-from . import libraries
+from . import budget as amounts
 from .allocations import ACTIVATIONS, KINDS, LIBRARIES, Peak
-from .batches import Batch, BatchDims
 from .budget import available, format_bytes, parse_bytes
-from .copies import recipe_of
 from .prediction import DataDependentError, Predictor, measured_peak
-from .training import LossFunction, models_own_loss
+from .training import Batch, BatchDims, LossFunction, models_own_loss, recipe_of
 
 #: What of a device's free memory a plan leaves alone, where no budget is given.
 RESERVE = 0.05
@@ -193,7 +191,7 @@ def plan(
         return predictor.peak(size, math.ceil(per_rank / size))
 
     with ThreadPoolExecutor(1) as beside:  # another process's work
-        asked = beside.submit(libraries.scratch_bytes) if place.type == "cpu" else None
+        asked = beside.submit(amounts.scratch_bytes) if place.type == "cpu" else None
         least = _least(peak, per_rank)
     scratch = 0 if asked is None else asked.result()
     try:

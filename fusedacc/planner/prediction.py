@@ -21,15 +21,22 @@ from torch._subclasses.fake_tensor import (
 from torch.optim import Optimizer
 
 from ..traffic import TrafficMeter
-from .allocations import TEMPORARIES, Peak
-from .batches import Batch
+from .allocations import TEMPORARIES, Look, Peak, recorded_peak
 from .budget import available, format_bytes
-from .copies import Recipe, fake_copy, real_copy, recipe_of
-from .fake_operators import GroupedProducts, RunLstmByOneDnn
-from .operators import OperatorTrials
-from .recorded import Look, recorded_peak
-from .trace import Trace
-from .training import KIND_IN, MICRO_BATCHES, LossFunction, held, train, windows_of
+from .fake_tensors import GroupedProducts, OperatorTrials, RunLstmByOneDnn, Trace
+from .training import (
+    KIND_IN,
+    MICRO_BATCHES,
+    Batch,
+    LossFunction,
+    Recipe,
+    fake_copy,
+    held,
+    real_copy,
+    recipe_of,
+    train,
+    windows_of,
+)
 
 
 class DataDependentError(RuntimeError):

@@ -13,9 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedacc
 from fusedacc.planner import Plan, plan
-from fusedacc.planner.batches import Batch
-from fusedacc.planner.copies import recipe_of
 from fusedacc.planner.prediction import Predictor, measured_peak
+from fusedacc.planner.training import Batch, recipe_of
 
 CPU = torch.device("cpu")
 

@@ -75,7 +75,7 @@ FACTORIES = types.SimpleNamespace(
 @pytest.fixture(autouse=True)
 def module(monkeypatch):
     monkeypatch.setitem(sys.modules, MODULE, FACTORIES)
-    monkeypatch.setattr("fusedacc.planner.libraries.scratch_bytes", lambda: 1000)
+    monkeypatch.setattr("fusedacc.planner.budget.scratch_bytes", lambda: 1000)
 
 
 def run(name, *options, batch=BATCH):

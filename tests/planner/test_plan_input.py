@@ -12,13 +12,13 @@ from planned_models import adamw, classified, mlp, planned, rows, wrapped
 from torch import nn
 
 import fusedacc
-from fusedacc.planner import DataDependentError, libraries, plan
+from fusedacc.planner import DataDependentError, budget, plan
 
 
 @pytest.fixture(autouse=True)
 def _known_scratch(monkeypatch):
     """What libraries keep is measured in a process of its own, and is tested elsewhere."""
-    monkeypatch.setattr(libraries, "scratch_bytes", lambda: 3 * 2**20)
+    monkeypatch.setattr(budget, "scratch_bytes", lambda: 3 * 2**20)
 
 
 class Counts(nn.Module):

@@ -8,11 +8,10 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from ...planner import libraries
+from ...planner import budget as amounts
 from ...planner.allocations import KINDS, LIBRARIES
-from ...planner.batches import Batch
 from ...planner.prediction import Predictor
-from ...planner.training import models_own_loss
+from ...planner.training import Batch, models_own_loss
 from .factory import Training
 
 #: Sizes at which a curve is asked for; it is nearly straight in between.
@@ -69,7 +68,7 @@ def curve(
         device,
         note,
     )
-    scratch = libraries.scratch_bytes() if device.type == "cpu" else 0
+    scratch = amounts.scratch_bytes() if device.type == "cpu" else 0
 
     def kinds(size: int) -> dict[str, int]:
         found = predictor.peak(size, math.ceil(samples / size)).by_kind
