@@ -300,4 +300,34 @@ BREAKS = (
         "_REASON_LENGTHS = (800,)",
         "tests/commands/test_info.py",
     ),
+    Mutant(
+        "the GPU waits for each step's loads before it issues the next",
+        "csrc/cuda/device/accumulate_block.h",
+        "kUnroll = 4;",
+        "kUnroll = 1;",
+        "tests/kernels/test_machine_code.py::test_loads_are_issued_before_the_first_is_used[cuda-accumulate-sm_90]",
+    ),
+    Mutant(
+        "the GPU moves 8 bytes at a time",
+        "csrc/cuda/device/accumulate_block.h",
+        "kPackedBytes<T, count> < kVectorBytes ? 8 : kVectorBytes;",
+        "8;",
+        "tests/kernels/test_machine_code.py::"
+        "test_accumulation_moves_16_bytes_of_the_wider_side_at_a_time[cuda-accumulate-sm_90]",
+    ),
+    Mutant(
+        "the GPU's kernels spill registers",
+        "csrc/cuda/launch.h",
+        "kBlocks = 4;",
+        "kBlocks = 8;",
+        "tests/kernels/test_machine_code.py::test_no_kernel_spills[cuda-accumulate-sm_90]",
+    ),
+    Mutant(
+        "bfloat16 is rounded by hand on a GPU, with more instructions than memory has time for",
+        "csrc/common/functors.h",
+        "  return {__bfloat16_as_ushort(__float2bfloat16_rn(value))};",
+        "  const uint32_t bits = bits_as<uint32_t>(value), rounded = bits + 0x7fffu + ((bits >> 16) & 1u);\n"
+        "  return {static_cast<uint16_t>((value != value ? bits | 0x400000u : rounded) >> 16)};",
+        "tests/kernels/test_machine_code.py::test_memory_is_the_first_bound[cuda-accumulate-sm_100]",
+    ),
 )

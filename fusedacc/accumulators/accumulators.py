@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import checks, grain_size, registry, torch_state
+from ..kernels import checks, loop_settings, registry, torch_state
 from ..kernels.dtypes import PAIRS
 from ..kernels.local_parts import distributed_as, is_distributed, local, placed_as
 from ..kernels.registry import Backend
@@ -45,7 +45,7 @@ class Accumulators:
         self.slots = slots
         self.backend = backend
         if any(slot.lane[0].type == "cpu" for slot in slots):
-            grain_size.tune()
+            loop_settings.tune_grain_size()
         #: What was found out by trial and changes bits, by question (see `tuning`): it stays as it is.
         self.choices: dict[str, str] = {}
         self.grads, self.deferred = ParamGrads(slots, visible), DeferredScales()
@@ -250,10 +250,10 @@ Cast = Callable[[list[Tensor], list[Tensor]], None]
 
 
 def reusable(slots: Sequence[Slot], dtype: torch.dtype) -> list[Slot]:
-    """Those of the slots, of one accumulate dtype, in whose accumulators' memory casts may be.
+    """Select the slots, of one accumulate dtype, whose accumulators' memory casts may take.
 
-    It has room for two casts, and nobody else refers to it; the caller must not either. None while a CUDA
-    graph is captured: its replays could not ask again.
+    The memory has room for two casts, and only the slot refers to it; the caller must not either. There are
+    none while a CUDA graph is captured: its replays could not check again.
     """
     if slots[0].accumulate_dtype.itemsize < 2 * dtype.itemsize or torch_state.capturing():
         return []
@@ -263,7 +263,7 @@ def reusable(slots: Sequence[Slot], dtype: torch.dtype) -> list[Slot]:
 
 
 def _is_sole_sum(slot: Slot) -> bool:
-    """Whether the slot's buffer is its sum, and nobody but the slot and p.grad refers to it."""
+    """Whether the slot's buffer is its sum, and only the slot and p.grad refer to it."""
     private, shown = slot.accumulator is slot.buffer, slot.param.grad is slot.buffer
     if not (private or shown):
         return False

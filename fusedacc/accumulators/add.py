@@ -1,8 +1,8 @@
 """How gradients come into accumulators: the first becomes it or is written over a buffer, others are added.
 
 Note [Who owns a gradient]
-A gradient that nobody but us refers to may become the accumulator as it is (`_adopt`, `memory.is_sole`):
-nobody else can write to it, nor see it written. All others are read and never kept.
+A gradient to which only this package refers may become the accumulator as it is (`_adopt`,
+`memory.is_sole`): no other code can write to it, or see it written. All others are read and never kept.
 
 A sum of sparse gradients has the rows of one gradient after another's, repeated indices included, as autograd
 adds them up. What uses the sum adds up the rows of equal index.

@@ -3,8 +3,8 @@
 Note [Parts that are written]
 A window's first gradient of one matrix of a stack is written over whatever its part of the buffer holds; more
 of them are added to that. Parts that got none are filled with zeros once, when the stack becomes the
-accumulator. Until then it is none: whoever asks finds no accumulator, as stock has no p.grad before the
-parameter's node has run. It becomes one at the end of a backward, or as soon as anything else is about to be
+accumulator. Until then the parameter has no accumulator, as in PyTorch it has no p.grad before its node has
+run. The stack becomes one at the end of a backward, or as soon as anything else is about to be
 added, stored or read. What a failed backward has written is forgotten.
 """
 
@@ -199,7 +199,7 @@ class PartialSums:
         present = self._grads.current(slot)
         if present is None:
             self._grads.put(slot, stack)
-        else:  # somebody has put a gradient into p.grad meanwhile
+        else:  # a gradient was put into p.grad since
             self._rescaler.apply([slot])
             noise = self._noise.of([slot], present.dtype)
             if noise is None:

@@ -21,8 +21,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..kernels.rounding import Noise, stream_of
-from ..kernels.rounding_arguments import MOST_ADDITIONS, MOST_SEEDS
+from ..kernels.rounding import MOST_ADDITIONS, MOST_SEEDS, Noise, stream_of
 from .param import Slot, nothing
 
 #: A rank's seed is so much further: odd, so that no two ranks have the same.

@@ -357,7 +357,7 @@ class ParamGrads:
         self._set(slot, AUTOGRAD_PENDING)
 
     def take_autograd_gradients(self, slots: Sequence[Slot]) -> list[tuple[Slot, Tensor]]:
-        """Manual loop: what autograd has stored meanwhile; accumulators are p.grad again."""
+        """Manual loop: take what autograd has stored; accumulators are p.grad again."""
         self.generation += 1
         stored = []
         for slot in slots:
@@ -448,7 +448,7 @@ class SumsForUpdate:
     all_published: bool = True
 
 
-#: States in which there is an accumulator beside p.grad, whatever stands there.
+#: States in which the accumulator is private, whatever p.grad is.
 _BESIDE = (GradState.DTYPE_COPY, GradState.AUTOGRAD_PENDING)
 
 

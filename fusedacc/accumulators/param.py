@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import checks
-from ..kernels.dtypes import PAIRS
+from ..kernels.dtypes import PAIRS, default_accumulate_dtype
 from .memory import Segment, cut, tensor_references
 
 #: (device, gradient dtype, accumulate dtype): what one launch may hold.
@@ -61,11 +61,6 @@ class Path(str, enum.Enum):
 #: The paths by which modules add, and those by which they write all of an accumulator.
 MODULE_PATHS = (Path.GEMM, Path.GROUPED, Path.EMBEDDING)
 PRODUCT_PATHS = ((Path.GEMM,), (Path.GROUPED,))
-
-
-def default_accumulate_dtype(param: Tensor) -> torch.dtype:
-    """float32 for bfloat16 and float16 parameters, else the parameter's own dtype."""
-    return torch.float32 if param.dtype in (torch.bfloat16, torch.float16) else param.dtype
 
 
 class Slot:
@@ -224,7 +219,7 @@ class Slot:
 
 
 def buffers(slots: Sequence[Slot], lacks_sum: Sequence[bool]) -> list[Any]:
-    """The slots' buffers; where a slot has no sum, one that nobody else refers to.
+    """The slots' buffers; where a slot has no sum, one to which no other object refers.
 
     Slots that have none, or whose buffer a user still sees as an old p.grad, get a new segment together.
 

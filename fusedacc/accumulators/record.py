@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..kernels.transfers import to_device
+from ..kernels.torch_state import to_device
 from .noise import NoiseSource
 from .p_grad import ParamGrads
 from .param import Slot
@@ -190,7 +190,7 @@ class _Launch:
 
 @dataclass(frozen=True)
 class Record:
-    """What whoever writes accumulators has to keep right.
+    """What code that writes accumulators has to keep right.
 
     Attributes:
         grads: where the accumulators are.

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ..accumulators import Accumulators, Slot
 from ..accumulators.memory import tensor_references
-from ..kernels.torch_state import raw_stream
-from ..kernels.uncompiled import runs_as_written
+from ..kernels.torch_state import raw_stream, runs_as_written
 from .graph_task import Bucket, GraphTask
 from .middle import Assumptions, LeftToPython, Middle, Owners
 

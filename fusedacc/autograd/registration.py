@@ -14,8 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from ..accumulators import Accumulators, GradState, Slot
 from ..accumulators.param import nothing
 from ..kernels import torch_state
-from ..kernels.torch_state import process_group_up, raw_stream
-from ..kernels.uncompiled import runs_as_written
+from ..kernels.torch_state import process_group_up, raw_stream, runs_as_written
 from .graph_task import GraphTask
 from .python_hooks import Hook, PythonHooks, accumulate_grad_node, hook_maker
 

@@ -10,12 +10,11 @@ import torch
 
 from ..kernels import (
     dtypes,
-    grain_size,
-    grouped_ways,
+    grouped,
     library,
-    matmul_ways,
+    loop_settings,
+    matmul,
     native_module,
-    norm_prefetch,
     reference,
     registry,
     tuning,
@@ -116,16 +115,16 @@ def _hooks() -> dict[str, Any]:
 def _choices() -> dict[str, Any]:
     """What trials have found on this machine; what nobody has asked yet is asked now."""
     try:
-        tuning.fixed_by()  # raises, for a variable that is wrong
+        tuning.trials_disabled_by()  # raises, for a variable that is wrong
         if library.load_error() is None:
-            grain_size.tune()
-            norm_prefetch.tune()
-            for question in (
-                *matmul_ways.questions(),
-                *grouped_ways.questions(),
+            loop_settings.tune_grain_size()
+            loop_settings.tune_prefetch()
+            for choice in (
+                *matmul.choices(),
+                *grouped.choices(),
                 *small_layers.questions(AccumulatingOptimizer),
             ):
-                tuning.choose(question)
+                tuning.choose(choice)
     except ValueError as problem:
         return {"problem": str(problem)}
     return {

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ..accumulators import Accumulators, Slot
+from ..kernels.dtypes import SUM_DTYPES
 from ..kernels.local_parts import is_distributed
 from . import ddp
 from .agreement import (
@@ -23,8 +24,6 @@ from .agreement import (
 from .ddp import UnarmedDDP, unarm
 from .reducer import Deliveries, RankNumbers, Reducer, Totals
 from .rows import RankPlace
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def check(given: Any, slots: list[Slot], dtype: torch.dtype | None) -> None:
@@ -43,8 +42,10 @@ def check(given: Any, slots: list[Slot], dtype: torch.dtype | None) -> None:
             "data_parallel must be a DistributedDataParallel, a process group or None, got "
             f"{type(given).__name__}"
         )
-    if dtype is not None and dtype not in DTYPES:
-        raise TypeError(f"reduce_dtype must be None or one of {', '.join(map(str, DTYPES))}, got {dtype!r}")
+    if dtype is not None and dtype not in SUM_DTYPES:
+        raise TypeError(
+            f"reduce_dtype must be None or one of {', '.join(map(str, SUM_DTYPES))}, got {dtype!r}"
+        )
     for slot in slots:
         param: Any = slot.param
         if is_distributed(param):
@@ -121,7 +122,7 @@ class DataParallel:
         """Whether this is the DistributedDataParallel whose gradients are reduced here."""
         return self.link is not None and self.link.parallel is model
 
-    def overlap(self, part: RankNumbers, divisor: int) -> None:
+    def overlap(self, own: RankNumbers, divisor: int) -> None:
         """A backward begins after which `reduce` will be called: send what is final before its end.
 
         Nothing is sent early where parameters may be used now and then: only a DistributedDataParallel
@@ -135,12 +136,12 @@ class DataParallel:
         elif self.deliveries.steady and self.link is not None and not self.link.may_change:
             self.reducer.rebuild_buckets()
             buckets = self.reducer.buckets()
-            self.deliveries.arm(buckets, functools.partial(self.reducer.launch_next, part, divisor))
+            self.deliveries.arm(buckets, functools.partial(self.reducer.launch_next, own, divisor))
 
-    def reduce(self, part: RankNumbers, divisor: int = 1) -> Totals:
+    def reduce(self, own: RankNumbers, divisor: int = 1) -> Totals:
         """As `Reducer.reduce`."""
         self.deliveries.disarm()
-        totals = self.reducer.reduce(part, divisor)
+        totals = self.reducer.reduce(own, divisor)
         if self.link is not None:
             self.link.broadcast_buffers()
         return totals

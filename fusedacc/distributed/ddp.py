@@ -246,7 +246,7 @@ def _noting(own: weakref.ref[UnarmedDDP]) -> Callable[..., Any]:
 
 
 class IdleReducer:
-    """Stands in a DistributedDataParallel where its reducer was, and the logger, which holds the reducer."""
+    """Takes the place of a DistributedDataParallel's reducer, and of its logger, which refers to it."""
 
     def _rebuild_buckets(self) -> bool:
         """Asked by every forward; there are none."""
@@ -261,10 +261,10 @@ class IdleReducer:
         return SimpleNamespace(strs_map={}, ints_map={})
 
     def _set_uneven_input_join(self) -> None:
-        """Told by `Join`, before the forward that refuses it in words."""
+        """Called by `Join`, before the forward that raises."""
 
     def set_error_and_log(self, error: str) -> None:
-        """Told of an error that is raised next."""
+        """Called with an error that is raised next."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -274,7 +274,7 @@ class IdleReducer:
 
 
 def put_away(parallel: DistributedDataParallel) -> None:
-    """Let the reducer go, with its hooks and its memory. `bring_back` makes it anew."""
+    """Let the reducer go, with its hooks and its memory. `bring_back` makes another."""
     idle = IdleReducer()
     parallel.__dict__.update(reducer=idle, logger=idle)
 

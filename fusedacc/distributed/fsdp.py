@@ -26,7 +26,7 @@ from ..accumulators import Slot
 from ..accumulators.param import nothing
 from ..accumulators.reduction import Reduction
 from ..kernels.local_parts import is_distributed
-from ..kernels.uncompiled import runs_as_written
+from ..kernels.torch_state import runs_as_written
 
 
 class Receiver(Protocol):

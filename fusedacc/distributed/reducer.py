@@ -244,7 +244,7 @@ class Reducer:
         self._release(self._members)
         self._members, self._buckets = [], []
 
-    def reduce(self, part: RankNumbers, divisor: int = 1) -> Totals:
+    def reduce(self, own: RankNumbers, divisor: int = 1) -> Totals:
         """Replace each accumulator by the sum over all ranks' of it, divided by `divisor`.
 
         A parameter that has no accumulator here has one then if it has on any rank.
@@ -255,7 +255,7 @@ class Reducer:
         if not self._absent:
             self.rebuild_buckets()
         while len(self._absent) < len(self._buckets):
-            self.launch_next(part, divisor)
+            self.launch_next(own, divisor)
         absent, self._absent = self._absent, []
         noise = self._accumulators.noise
         number = noise.begin_reduction()
@@ -269,7 +269,7 @@ class Reducer:
         self._under_way = False
         return totals
 
-    def launch_next(self, part: RankNumbers, divisor: int) -> None:
+    def launch_next(self, own: RankNumbers, divisor: int) -> None:
         """Send the first bucket that is not on its way; arguments as `reduce`, which is to follow.
 
         Raises:
@@ -291,7 +291,7 @@ class Reducer:
             bucket.memory.mul_(1.0 / divisor)
         bucket.flag(absent)
         if bucket is self._buckets[-1]:
-            self._send(part, bucket.numbers)
+            self._send(own, bucket.numbers)
         self._under_way = True
         bucket.launch(self.group, self._dtype, divisor, rounds, noise)
         self._absent.append(absent)
@@ -350,13 +350,13 @@ class Reducer:
         if grads.exposed:
             increment_version(written)
 
-    def _send(self, part: RankNumbers, numbers_: Tensor) -> None:
+    def _send(self, own: RankNumbers, numbers_: Tensor) -> None:
         """Write the window's numbers behind the gradients."""
         self._number += 1
         device = numbers_.device
-        sent = wire.encode((part.micro_batches, part.weight, self._number), device)
-        bad = torch.zeros((), dtype=torch.bool) if part.bad_weights is None else part.bad_weights
-        said = torch.tensor([part.flushing, part.reopened], device=device)
+        sent = wire.encode((own.micro_batches, own.weight, self._number), device)
+        bad = torch.zeros((), dtype=torch.bool) if own.bad_weights is None else own.bad_weights
+        said = torch.tensor([own.flushing, own.reopened], device=device)
         numbers_.copy_(torch.cat([bad.to(device).reshape(1), said, sent]))
 
     def _received(self) -> Totals:

@@ -1,6 +1,7 @@
-"""What the adapters share: trainers make the DistributedDataParallel, and a new optimizer for each fit.
+"""What adapters of trainers share.
 
-The wrapper is attached to the one, and its predecessor gives up the parameters of the other.
+A trainer makes the DistributedDataParallel itself: `attach` gives it to the wrapper. It also makes a new
+optimizer for each fit: `release` closes the former wrapper of the same parameters.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from . import checks, norm_prefetch, reference, registry, transfers, undispatched
+from . import checks, loop_settings, native_module, reference, registry, torch_state
 from .lists import is_traced_natively, split_refused
 from .norm_kind import norm_kind
 
@@ -61,7 +61,7 @@ def finish(
 def _over_devices(found: Sequence[Tensor], dtype: torch.dtype, join: Join) -> tuple[Tensor, Tensor]:
     if not found:
         return torch.zeros((), dtype=dtype), torch.zeros(())
-    home = transfers.common_device(found)
+    home = torch_state.common_device(found)
     here = []
     for device in dict.fromkeys(vector.device for vector in found):
         there = [vector for vector in found if vector.device == device]
@@ -70,7 +70,7 @@ def _over_devices(found: Sequence[Tensor], dtype: torch.dtype, join: Join) -> tu
         else:
             # A norm in float64 is a partial norm: eight bytes go from device to device.
             norm, _ = join(there, torch.float64)
-            here.append(transfers.to_device(norm.reshape(1), home))
+            here.append(torch_state.to_device(norm.reshape(1), home))
     return join(here, dtype)
 
 
@@ -107,10 +107,10 @@ def norm_and_nonfinite(
     norm_type = norm_kind(norm_type).norm_type
     if torch.compiler.is_compiling():
         return _traced(tensors, norm_type, backend)
-    found = undispatched.total_norm(tensors, norm_type) if backend == "auto" else None
+    found = native_module.total_norm(tensors, norm_type) if backend == "auto" else None
     if not found:
         found = finish(partials(tensors, norm_type, backend), norm_type, norm_dtype(tensors), backend)
-    norm_prefetch.tune_once(tensors)
+    loop_settings.tune_prefetch_once(tensors)
     return found
 
 
@@ -127,7 +127,7 @@ def norm_with_partials(
         backend: who reads the dense ones.
     """
     if not found and backend == "auto":
-        norm = undispatched.total_norm(tensors, norm_type)
+        norm = native_module.total_norm(tensors, norm_type)
         if norm:
             return norm
     plain = [tensor for tensor in tensors if _is_ordinary(tensor)]

@@ -16,6 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from .choices import Choice, Decision
+from .dtypes import dtype_name
 from .rounding import Noise
 
 #: The backends, the preferred first.
@@ -153,34 +155,41 @@ def requested(backend: str) -> tuple[str, str]:
     return backend, source
 
 
-def choose(
-    name: str, source: str, names: Sequence[str], task: str, problem: Callable[[str], str | None]
-) -> tuple[str, str]:
-    """Which backend runs a task, and why.
+@functools.cache
+def select_for_products(
+    name: str,
+    source: str,
+    kind: str,
+    names: tuple[str, ...],
+    device: torch.device,
+    accumulator: torch.dtype,
+    operand: torch.dtype,
+) -> Decision:
+    """Choose the backend for products into sums; "eager" stands for a backend that has no kernel for them.
 
     Args:
         name, source: as `requested` returns them.
-        names: those that there are for the task, the preferred first.
-        task: what it is to do, in words that go on after "cannot".
-        problem: why a backend cannot; None if it can.
+        kind: of the products: "products" or "grouped products".
+        names: the backends that have a kernel for them, the preferred first.
+        device, accumulator, operand: the place and the dtypes.
 
     Raises:
-        RuntimeError: the backend that was asked for cannot; or none can.
+        RuntimeError: the backend that was asked for cannot run; or none can.
     """
-    if name != "auto":
-        why_not = problem(name)
-        if why_not is None:
-            return name, f"chosen by {source}={name!r}"
-        able = ("auto", *(other for other in names if problem(other) is None))
-        allowed = ", ".join(map(repr, able))
-        raise RuntimeError(f"{source}={name!r} cannot {task}: {why_not}. Allowed here: {allowed}")
-    passed: list[str] = []
-    for candidate in names:
-        why_not = problem(candidate)
-        if why_not is None:
-            return candidate, "; ".join([f"first of {', '.join(names)} that can run here", *passed])
-        passed.append(f"not {candidate}: {why_not}")
-    raise RuntimeError(f"no backend can {task}: {'; '.join(passed)}")
+
+    def problem(each: str) -> str | None:
+        # Where there is no Triton, torch's product runs all the same.
+        if each == "triton" and each not in names:
+            return None
+        return obstacle(each, device, accumulator, operand)
+
+    candidates = tuple(each for each in names if name != "auto" or each in order(device))
+    what = "a product" if kind == "products" else kind
+    task = f"add {what} of {dtype_name(operand)} into {dtype_name(accumulator)} on {device}"
+    chosen = Choice(task, candidates, obstacle=problem).select(name, source)
+    if chosen.candidate in names:
+        return chosen
+    return Decision("eager", f"{chosen.reason}, which has no kernel for {kind}")
 
 
 @functools.cache
@@ -188,11 +197,10 @@ def _selection(
     name: str, source: str, device: torch.device, accumulator: torch.dtype, gradient: torch.dtype
 ) -> Selection:
     names = order(device) if name == "auto" else NAMES
-    task = f"run {str(gradient)[6:]} into {str(accumulator)[6:]} on {device}"
-    chosen, reason = choose(
-        name, source, names, task, lambda each: obstacle(each, device, accumulator, gradient)
-    )
-    return Selection(get(chosen), reason)
+    task = f"run {dtype_name(gradient)} into {dtype_name(accumulator)} on {device}"
+    choice = Choice(task, names, obstacle=lambda each: obstacle(each, device, accumulator, gradient))
+    chosen = choice.select(name, source)
+    return Selection(get(chosen.candidate), chosen.reason)
 
 
 def select(

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import grouped
-from .stacked import plain_of
+from .stacked import apply, plain_of, target_of
 
 __all__ = ["grouped_linear"]
 
@@ -34,8 +33,8 @@ def grouped_linear(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     """
     plain = torch.compiler.is_compiling() or not torch.is_grad_enabled()
     if not (plain or _transform_at_hand() is not None or forward_ad._current_level >= 0):
-        target = grouped.target_of(plain_of(weight))
-        output = None if target is None else grouped.apply(input, target, offs, inward=False)
+        target = target_of(plain_of(weight))
+        output = None if target is None else apply(input, target, offs, inward=False)
         if output is not None:
             return output
     return torch.nn.functional.grouped_mm(input, weight.transpose(-2, -1), offs=offs)

@@ -10,14 +10,15 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..accumulators import Slot
+from ..accumulators.in_place import Write
 from ..autograd.capture import Capture
 from ..kernels.checks import ORDINARY_TYPES
-from ..kernels.uncompiled import runs_as_written
+from ..kernels.torch_state import runs_as_written
 from .kept_cast import KeptCasts
-from .weight_sum import WeightSum
 
 _grad_enabled, _tracing = torch.is_grad_enabled, torch._C._is_tracing
 _transform_at_hand = torch._C._functorch.peek_interpreter_stack
@@ -28,6 +29,80 @@ COPYING = ("__reduce_ex__", "__deepcopy__", "_replicate_for_data_parallel", "__p
 PATCHED = "_accumulating_site"
 #: The functions that stand in for a forward.
 _forwards: set[Any] = set()
+
+
+class WeightSum:
+    """What such a function knows of the parameter, its sum, and the wrapper that has both.
+
+    Args:
+        slot: the parameter's.
+        capture: asked in every backward what is to become of the gradient; referred to weakly.
+    """
+
+    def __init__(self, slot: Slot, capture: Capture) -> None:
+        self._capture = weakref.ref(capture)
+        self.slot = slot
+
+    @property
+    def backend(self) -> str:
+        """The one that the wrapper was asked for."""
+        capture = self._capture()
+        return "auto" if capture is None else capture.accumulators.backend
+
+    @property
+    def updates(self) -> int:
+        """Updates of the inner optimizer so far; its kernels write weights and bump no version."""
+        capture = self._capture()
+        return 0 if capture is None else capture.num_updates
+
+    @property
+    def node(self) -> Any:
+        """The AccumulateGrad node that carries the parameter's hook; None where there is none."""
+        capture = self._capture()
+        return None if capture is None else capture.registry.nodes.get(self.slot, (None,))[0]
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether a gradient of the parameter would be added to the sum, as far as a forward can tell."""
+        param = self.slot.param
+        return (
+            self._capture() is not None
+            and param.requires_grad
+            and type(param) in ORDINARY_TYPES
+            and not param.is_meta
+        )
+
+    def declare(self, path: str) -> None:
+        """Gradients take this way, as `explain()` shows it."""
+        if path not in self.slot.paths:
+            self.slot.paths += (path,)
+
+    def begins(self) -> bool:
+        """As `Capture.begin_natively`."""
+        capture = self._capture()
+        return capture is not None and capture.begin_natively()
+
+    def accumulate_in_place(
+        self,
+        node: Any,
+        write: Write,
+        operands: tuple[Tensor, ...],
+        by_rows: bool = False,
+        part: int | None = None,
+    ) -> bool:
+        """As `Capture.take_in_place`, for the parameter, whose AccumulateGrad node this is.
+
+        `operands`: what `write` reads; where p.grad itself was fed to the function, not while it is written.
+        """
+        capture, shown = self._capture(), self.slot.param.grad
+        if capture is None or (shown is not None and _share_memory(shown, operands)):
+            return False
+        return capture.take_in_place(self.slot, node, write, by_rows, part)
+
+
+def _share_memory(total: Tensor, operands: tuple[Tensor, ...]) -> bool:
+    # torch's stubs lack it; public functions ask for a storage, which sparse gradients have none of.
+    return any(torch._C._is_alias_of(total, operand) for operand in operands)  # type: ignore[attr-defined]
 
 
 class PatchedForward(WeightSum):

@@ -131,7 +131,7 @@ class Accumulation:
         window = self.window
         scale = window.gradient_scale
         differentiable = torch.is_grad_enabled()
-        reduced = self.ranks.parallel is None and torch_state.process_group_up()
+        reduced = torch_state.reduced_from_p_grad(self.ranks.parallel is not None)
         # The schedule divides p.grad before its `step()` ends: what is in private sums would escape it.
         scheduled = schedule or (window.counted and window.micro.in_schedule)
         captures = schedule or not (differentiable or reduced or scheduled)

@@ -402,7 +402,7 @@ def load(
 # Pickles and deep copies: new hooks, slots and accumulators are made around the copied inner optimizer,
 # and get the values, counters and masters.
 
-#: What stands beside the wrapper's own attributes.
+#: The entries of a pickle beside the wrapper's own attributes.
 SNAPSHOT = (
     "schedule",
     "reduction",

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ..accumulators import Slot
 from ..accumulators.noise import MAX_ALL_REDUCES
 from ..accumulators.reduction import NAMES
-from ..kernels.rounding_arguments import MOST_ADDITIONS, MOST_SEEDS
+from ..kernels.rounding import MOST_ADDITIONS, MOST_SEEDS
 from . import window_fields
 from .window import Window, fresh_window
 from .window_fields import (

@@ -63,7 +63,7 @@ class ParameterSet:
         self,
         model: torch.nn.Module,
         capture: Capture,
-        why_left: Callable[[Tensor, MutableMapping[str, str]], str],
+        why_left: Callable[[Tensor, MutableMapping[str, str]], str | None],
         keep_casts: bool,
     ) -> None:
         """Have those modules of `model` that can add gradients of these parameters to the sums.

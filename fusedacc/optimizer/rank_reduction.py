@@ -53,9 +53,9 @@ class RankReduction:
             and micro.num_backwards + 1 >= window.usual_backwards
             and not (window.reduction.weighs and micro.weight is None)
         ):
-            parallel.overlap(self._part(ending=True), 1)
+            parallel.overlap(self._own_numbers(ending=True), 1)
 
-    def _part(self, ending: bool) -> RankNumbers:
+    def _own_numbers(self, ending: bool) -> RankNumbers:
         """What this rank adds to the window's numbers. `ending`: the micro-batch at hand counts."""
         window = self.window
         weight, added = window.weight_total, window.micro.weight
@@ -97,9 +97,9 @@ class RankReduction:
         """Replace the sums by those of all ranks. `ending`: the micro-batch at hand counts."""
         window, parallel = self.window, self.parallel
         assert parallel is not None
-        part = self._part(ending)
+        own = self._own_numbers(ending)
         with window.tainted_by("an exception has interrupted the reduction over the ranks"), torch.no_grad():
-            totals = parallel.reduce(part, parallel.world_size if self.reduces_each else 1)
+            totals = parallel.reduce(own, parallel.world_size if self.reduces_each else 1)
         window.reduced = True
         if not self.reduces_each:
             window.set_totals(totals)

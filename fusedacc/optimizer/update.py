@@ -26,10 +26,10 @@ from ..accumulators import Accumulators, Slot
 from ..accumulators.p_grad import SumsForUpdate
 from ..autograd.registration import HookRegistry
 from ..distributed import mesh_norm
-from ..kernels import launch_events, norm_prefetch, norms, torch_state
+from ..kernels import launch_events, loop_settings, norms, torch_state
 from ..kernels.local_parts import is_distributed
 from ..kernels.norm_kind import norm_kind
-from ..kernels.transfers import to_device
+from ..kernels.torch_state import to_device
 from .master_weights import MasterWeights
 from .window import Window
 
@@ -79,8 +79,8 @@ class Scaling:
 
     Args:
         loss_scale: 0-dim; the sums are divided by it. None: they are not scaled.
-        found_inf: 0-dim float32, 1 where the update must be dropped; None where nobody has looked yet.
-        checks: whether somebody needs `found_inf`.
+        found_inf: 0-dim float32, 1 where the update must be dropped; None where it is not known yet.
+        checks: whether the caller needs `found_inf`.
     """
 
     def __init__(
@@ -320,7 +320,7 @@ class Update:
         over = mesh_norm if unusual and any(map(is_distributed, unread)) else norms
         norm_type = self.settings.norm_type
         measured = over.norm_with_partials(unread, found, norm_type, dtype, accumulators.backend)
-        norm_prefetch.tune_once(sums.tensors)
+        loop_settings.tune_prefetch_once(sums.tensors)
         return measured
 
     def _would_leave_garbage(self) -> bool:

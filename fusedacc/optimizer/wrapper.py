@@ -21,7 +21,7 @@ from ..accumulators import Accumulators
 from ..autograd.capture import Capture
 from ..distributed import DataParallel, RankPlace, check, parallel_in
 from ..kernels import registry, torch_state, tuning
-from ..kernels.rounding_arguments import STOCHASTIC, checked_seed
+from ..kernels.rounding import STOCHASTIC, checked_seed
 from ..nn import name_slots
 from . import checkpoint, small_layers
 from .accumulation import Accumulation, PipelineSteps
@@ -147,7 +147,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
                 f"rounding={rounding!r} is for sums of torch.bfloat16, and accumulate_dtype is "
                 f"{accumulate_dtype}; allowed: accumulate_dtype=torch.bfloat16, or rounding='nearest'"
             )
-        tuning.fixed_by()
+        tuning.trials_disabled_by()
         update_settings = UpdateSettings.checked(max_grad_norm, norm_type, bool(skip_nonfinite))
         if not isinstance(model, torch.nn.Module | None):
             raise TypeError(f"model must be a torch.nn.Module or None, got {type(model).__name__}")
@@ -617,7 +617,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         """What a rank does in `Join([optimizer])` when it has no more micro-batches.
 
         It takes part in the windows of the ranks that have, with what its own window holds, and makes their
-        updates. Outside counted loops nobody could tell it when there is one. What the last windows have left
+        updates. Only in a counted loop does it know when there is one. What the last windows have left
         waits for a `flush()` on every rank, or for the next micro-batches.
 
         Args:
@@ -626,7 +626,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
             others: of other objects in the same `Join`.
 
         Raises:
-            RuntimeError: nobody has told the wrapper of its ranks, or the loop is manual.
+            RuntimeError: the wrapper is attached to no ranks, or the loop is manual.
         """
         parallel = self._accumulation.ranks.parallel
         if parallel is None:
@@ -692,8 +692,8 @@ class AccumulatingOptimizer(Optimizer, Joinable):
 
         Raises:
             ValueError, TypeError: the checkpoint does not fit; everything is left as it was, but for tensors
-                that an inner optimizer with a `load_state_dict` of its own has written in place by then.
-                What its state must be like only that one knows: what it takes is not looked at.
+                that an inner optimizer's own `load_state_dict` has written in place before it raised. The
+                state of such an optimizer is not checked.
         """
         self._capture.drop_failed_backwards()
         self._sync_param_groups()
@@ -765,7 +765,7 @@ class _TakingPart(JoinHook):
         self._optimizer._loss_scale.check = None
 
 
-#: What unpickling makes anew. A scheduler's patch of step() belongs to the scheduler's own optimizer.
+#: What unpickling makes again. A scheduler's patch of step() belongs to the optimizer that it was made on.
 _REBUILT = (
     "_window",
     "_parameter_set",

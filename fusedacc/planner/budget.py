@@ -149,20 +149,16 @@ def _rooms(group: Path) -> Iterator[int]:
 def scratch_bytes() -> int:
     """Bytes of address space that the libraries add to a process that trains; 0 where that cannot be read.
 
-    oneDNN and MKL keep generated code and buffers for packed operands, and the C library an arena of addresses
-    for each thread. A process runs products, convolutions and attention, forward and backward, and compares the
-    addresses that it holds before and after.
+    oneDNN and MKL keep generated code and buffers for packed operands, and the C library keeps an arena of
+    addresses for each thread. A process runs products, convolutions and attention, forward and backward, and
+    compares the addresses that it holds before and after.
     """
     if not Path("/proc/self/statm").exists():
         return 0
     package = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH", ""))))
     done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            f"from {__name__} import print_scratch_bytes as main; main({torch.get_num_threads()})",
-        ],
+        [sys.executable, "-c", f"import {__name__} as it; it.print_scratch_bytes({torch.get_num_threads()})"],
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,

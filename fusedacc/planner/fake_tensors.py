@@ -1,8 +1,8 @@
 """A step on fake tensors: what its operators would have allocated, and when it would have been released.
 
 Fake tensors show what operators return. What operators allocate beyond that on a CPU is measured: each shape
-runs once on real tensors (`OperatorTrials`). Operators that torch runs differently on fake CPU tensors than on
-real ones are replaced while the step runs (`GroupedProducts`, `RunLstmByOneDnn`).
+runs once on real tensors (`OperatorTrials`). Some operators run differently on fake CPU tensors than on real
+ones; they are replaced while the step runs (`GroupedProducts`, `RunLstmByOneDnn`).
 """
 
 from __future__ import annotations

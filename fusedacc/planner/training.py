@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map_with_path
 
 from ..accumulators.reduction import reduction_of
-from ..kernels.rounding_arguments import NEAREST, STOCHASTIC
+from ..kernels.rounding import NEAREST, STOCHASTIC
 from ..optimizer import AccumulatingOptimizer
 from .allocations import ACCUMULATORS, ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS, TEMPORARIES
 

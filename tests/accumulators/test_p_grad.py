@@ -12,7 +12,7 @@ from loops import assert_close_weights, loss_of, network, scalar
 from torch import nn
 
 import fusedacc
-from fusedacc.accumulators.reduction import WEIGHING
+from fusedacc.accumulators.reduction import NAMES, WEIGHING
 
 F32 = torch.float32
 #: Micro-batches of an epoch whose last window, of 2, is not full.
@@ -68,7 +68,7 @@ def wrapped(trained: nn.Module, epochs: int, reduction: str, clears: bool, **opt
 
 
 @pytest.mark.parametrize("clears", [True, False])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "weighted", "normalized"])
+@pytest.mark.parametrize("reduction", NAMES)
 @pytest.mark.parametrize(
     "options", [{}, {"model": True}, {"max_grad_norm": 1e6}, {"private_gradients": True}]
 )

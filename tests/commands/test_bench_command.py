@@ -21,7 +21,7 @@ from fusedacc.commands import bench
 from fusedacc.commands.bench import cases, conditions, measuring, plot, report, timing
 from fusedacc.commands.bench.lists import Additions, Norms
 from fusedacc.commands.bench.work import OURS, STOCK, YARDSTICK, Way
-from fusedacc.kernels import library, matmul_eager, registry, tuning
+from fusedacc.kernels import library, matmul_eager, registry, tuning, tuning_cache
 from fusedacc.traffic import bytes_per_micro_batch
 
 TINY = timing.Effort("tiny", 0.0, 7, 7, 0.0, 1024, 2)
@@ -384,7 +384,7 @@ def test_a_missing_matplotlib_is_named_before_anything_is_measured(monkeypatch, 
     [
         (registry.VARIABLE, "gpu", "FUSEDACC_BACKEND='gpu' is no backend; allowed: "),
         (registry.VARIABLE, "cuda", "FUSEDACC_BACKEND='cuda' cannot run float32 into float32 on cpu: "),
-        (tuning.VARIABLE, "no", "FUSEDACC_TUNE='no': allowed are '0'"),
+        (tuning.TUNE_ENV, "no", "FUSEDACC_TUNE='no': allowed are '0'"),
     ],
 )
 def test_wrong_variables_are_refused(monkeypatch, capsys, nothing_measured, name, value, said):
@@ -395,7 +395,7 @@ def test_wrong_variables_are_refused(monkeypatch, capsys, nothing_measured, name
 
 @pytest.mark.skipif(library.load_error() is not None, reason=f"{library.load_error()}")
 def test_what_trials_have_found_is_told(monkeypatch, tmp_path, capsys, tiny):
-    with trials(**{tuning.FOLDER: str(tmp_path)}):
+    with trials(**{tuning_cache.CACHE_DIR_ENV: str(tmp_path)}):
         assert __main__.main(["bench", "--device", "cpu"]) == 0
         asked = tuning.report()
     text = capsys.readouterr().out

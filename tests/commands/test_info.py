@@ -15,14 +15,14 @@ import fusedacc
 from fusedacc import __main__
 from fusedacc.commands import info, info_text
 from fusedacc.kernels import (
-    grain_size,
-    grouped_ways,
+    grouped,
     library,
-    matmul_ways,
+    loop_settings,
+    matmul,
     native_module,
-    norm_prefetch,
     registry,
     tuning,
+    tuning_cache,
 )
 from fusedacc.optimizer import small_layers
 
@@ -99,11 +99,11 @@ def test_what_trials_have_found_is_shown_with_its_figures(capsys, tmp_path):
         assert __main__.main(["info", "--verbose"]) == 0
         text = joined(capsys.readouterr().out)
     asked = [
-        *matmul_ways.questions(),
-        *grouped_ways.questions(),
+        *matmul.choices(),
+        *grouped.choices(),
         *small_layers.questions(fusedacc.AccumulatingOptimizer),
     ]
-    asked += [grain_size.question(), norm_prefetch.question()]
+    asked += [loop_settings.grain_choice(), loop_settings.prefetch_choice()]
     names = {question.name for question in asked if question is not None}
     assert {found["question"] for found in choices["found"]} == names
     for found in choices["found"]:
@@ -112,13 +112,13 @@ def test_what_trials_have_found_is_shown_with_its_figures(capsys, tmp_path):
         kind = "conclusive" if found["conclusive"] else "inconclusive"
         assert f"; default {found['default']}; {kind} after 1 try)" in text
         assert found["conclusive"] or found["way"] == found["default"]
-    assert f"autotuning, cached in {tmp_path / tuning.FILE}" in text
+    assert f"autotuning, cached in {tmp_path / tuning_cache.CACHE_FILE}" in text
 
 
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        (tuning.VARIABLE, "maybe", "autotuning: FUSEDACC_TUNE='maybe': allowed are '0'"),
+        (tuning.TUNE_ENV, "maybe", "autotuning: FUSEDACC_TUNE='maybe': allowed are '0'"),
         (registry.VARIABLE, "gpu", "none (FUSEDACC_BACKEND='gpu' is no backend; allowed: "),
     ],
 )

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fusedacc
-from fusedacc.accumulators.reduction import WEIGHING
+from fusedacc.accumulators.reduction import NAMES, WEIGHING
 
 
 def assert_close(got: torch.Tensor, exact: torch.Tensor, magnitude: torch.Tensor, terms: int) -> None:
@@ -80,7 +80,7 @@ def test_steps_may_be_a_schedule_of_the_update():
     assert sorted(set(asked)) in ([0, 1, 2], [0, 1, 2, 3])
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "weighted", "normalized"])
+@pytest.mark.parametrize("reduction", NAMES)
 def test_flush_takes_the_true_reduction_of_a_ragged_window(reduction):
     weight = nn.Parameter(torch.zeros(()))
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight], lr=1.0), 4, reduction=reduction)

@@ -112,7 +112,7 @@ def test_a_checkpoint_lets_alone_what_its_answers_do_not_change():
 def test_a_trial_trains_both_ways_and_leaves_no_trace(question):
     state, threads = torch.get_rng_state(), torch.get_num_threads()
     ways = question.trial()
-    assert tuple(ways) == question.ways
+    assert tuple(ways) == question.candidates
     for run in ways.values():
         for _ in range(3):
             run()

@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     device = options.device or _device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         registry.select(device, torch.float32, torch.float32)
-        tuning.fixed_by()
+        tuning.trials_disabled_by()
     except (RuntimeError, ValueError) as problem:  # by FUSEDACC_BACKEND or FUSEDACC_TUNE
         print(f"python -m fusedacc bench: error: {problem}", file=sys.stderr)
         return MISUSED

@@ -44,7 +44,7 @@ class Progress:
 
 def choices() -> dict[str, Any]:
     """What `kernels.tuning` has `found` by trial in this run; `fixed_by`: what forbids trials."""
-    fixed = tuning.fixed_by()
+    fixed = tuning.trials_disabled_by()
     return {"fixed_by": fixed, "found": [] if fixed else tuning.report()}
 
 

@@ -2,8 +2,11 @@
 
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/_unsafe_view.h>
+#include <ATen/ops/embedding.h>
+#include <ATen/ops/embedding_dense_backward.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 namespace fusedacc::autograd {
@@ -11,6 +14,66 @@ namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
+
+class CastFunction : public torch::autograd::Function<CastFunction> {
+ public:
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& weight, const at::Tensor& kept) {
+    context->set_materialize_grads(false);
+    context->saved_data["dtype"] = weight.scalar_type();
+    return kept.detach();
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    if (!gradients[0].defined()) return {at::Tensor(), at::Tensor()};
+    // Autograd casts nothing for a parameter whose grad_dtype the wrapper has set to None.
+    return {gradients[0].to(context->saved_data["dtype"].toScalarType()), at::Tensor()};
+  }
+};
+
+}  // namespace
+
+at::Tensor cast_of(const at::Tensor& weight, const at::Tensor& kept) {
+  return CastFunction::apply(weight, kept);
+}
+
+namespace {
+
+class EmbeddingFunction : public torch::autograd::Function<EmbeddingFunction> {
+ public:
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& weight, const at::Tensor& indices,
+                            int64_t padding, bool by_frequency,
+                            const c10::intrusive_ptr<PatchedForward>& site,
+                            const std::shared_ptr<HookState>& entry) {
+    context->set_materialize_grads(false);
+    RecordedCall::keep(context, site, entry);
+    context->saved_data["options"] = c10::List<int64_t>({weight.size(0), padding, by_frequency ? 1 : 0});
+    context->save_for_backward({indices});
+    return at::embedding(weight, indices, padding, by_frequency, false);
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    variable_list found(6);
+    const at::Tensor& gradient = gradients[0];
+    if (!gradient.defined() || !context->needs_input_grad(0)) return found;
+    const at::Tensor indices = context->get_saved_variables()[0];
+    const WeightTarget destination(context, 0);
+    const RecordedCall* call = destination.call();
+    const auto options = context->saved_data["options"].toIntVector();
+    const int64_t rows = options[0], padding = options[1];
+    const bool by_frequency = options[2] != 0;
+    const at::Tensor* weight = destination.weight();
+    const int task = torch::autograd::get_current_graph_task_id();
+    const auto add_rows = [&] {
+      return call->entry->direct->add_rows(task, call->entry->index, indices, gradient, *weight, padding,
+                                           by_frequency);
+    };
+    const bool added = (weight && call->adds_natively(task, add_rows)) ||
+                       (call && !at::GradMode::is_enabled() &&
+                        call->site->adds(indices, gradient, destination.armed(), padding, by_frequency));
+    if (!added) found[0] = at::embedding_dense_backward(gradient, indices, rows, padding, by_frequency);
+    return found;
+  }
+};
 
 // Where the tensors stand among the function's arguments.
 constexpr uint32_t kInput = 0, kWeight = 1, kBias = 2;
@@ -102,6 +165,14 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
 };
 
 }  // namespace
+
+std::optional<at::Tensor> lookup(const c10::intrusive_ptr<PatchedForward>& site,
+                                 const std::shared_ptr<HookState>& entry, const at::Tensor& indices,
+                                 const at::Tensor& weight, int64_t padding, bool by_frequency) {
+  const bool integers = indices.scalar_type() == at::kLong || indices.scalar_type() == at::kInt;
+  if (!integers || !may_record(indices, weight)) return std::nullopt;
+  return EmbeddingFunction::apply(weight, indices, padding, by_frequency, site, entry);
+}
 
 std::optional<at::Tensor> product(const c10::intrusive_ptr<PatchedForward>& site,
                                   const std::shared_ptr<HookState>& entry, const at::Tensor& input,
