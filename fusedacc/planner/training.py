@@ -1,4 +1,4 @@
-"""The step that is planned: batches of any size, copies of model and optimizer, and the loop that trains them."""
+"""The step that is planned: batches of any size, copies of model and optimizer, and their training loop."""
 
 from __future__ import annotations
 
