@@ -21,8 +21,8 @@ from ..kernels import (
 )
 from ..optimizer import AccumulatingOptimizer, small_layers
 from .bench import report
-from .bench.conditions import version
 from .bench.work import name_of, off, wrong
+from .measuring.machine import version
 
 _ELEMENTS = 1000
 _SCALE = 0.3

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import functools
 import re
-import subprocess
 from collections import Counter
-from pathlib import Path
 
 import pytest
-from build_cache import cached, version_of
 
-from machine_code.compile import FLAGS, NVCC, nvcc_compiled
+from machine_code.compile import NVCC, nvcc_compiled
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(NVCC is None, reason="needs nvcc: not on PATH, CUDA_HOME or CUDACXX")
 
 
@@ -162,15 +158,3 @@ def test_rows_move_16_bytes_at_a_time_and_are_added_by_one_fma_after_a_correct_d
         assert f"fma.rn.{kind}" in body
         assert f"div.rn.{kind}" in body
         assert not re.search(r"div\.(full|approx)|\.ftz", body)
-
-
-def test_the_bench_of_variants_compiles_without_warnings() -> None:
-    source = ROOT / "benchmarks" / "suites" / "gpu_variants.cu"
-
-    def compile_in(folder: Path) -> None:
-        command = [str(NVCC), *FLAGS, "-arch=sm_90", str(source), "-o", str(folder / "variants")]
-        result = subprocess.run(command, capture_output=True, text=True)
-        assert result.returncode == 0, result.stderr
-
-    made_from = [*FLAGS, version_of(str(NVCC)), source.read_bytes()]
-    assert (cached("cuda-variants", made_from, compile_in) / "variants").exists()

@@ -14,8 +14,8 @@ from ...planner import Plan, plan
 from ...planner.budget import format_bytes, parse_bytes
 from ...planner.plans import TooSmallError
 from ..bench import MISUSED, STOPPED, WRONG
-from ..bench import plot as pictures
 from ..bench.report import Progress
+from ..measuring import plots
 from . import curves, devices, plot
 from .factory import InputError, NothingFitsError, Training, is_the_users, load, one_line
 
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the plan's figures as JSON")
     parser.add_argument(
         "--plot",
-        type=pictures.picture,
+        type=plots.picture,
         metavar="FILE",
         help="draw memory by kind against the micro-batch, in both loops (.png, .svg, ...; needs matplotlib)",
     )

@@ -6,6 +6,7 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +78,39 @@ def collect(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
+
+
+#: The columns of a figure's conditions.
+CONDITIONS = ("device", "threads", "allocator", "torch", "triton", "cuda", "python", "commit", "date")
+
+
+def columns(device: torch.device) -> dict[str, str]:
+    """What a figure depends on, by `CONDITIONS`; `date` is that of the run."""
+    found = collect(device)
+    set_here = [f"{name}={value}" for name, value in sorted(os.environ.items())]
+    malloc = [text for text in set_here if text.startswith(("MALLOC_", "LD_PRELOAD="))]
+    threads = [text for text in set_here if text.startswith(("OMP_", "GOMP_", "KMP_"))]
+    return {
+        "device": found["name"],
+        "threads": " ".join([str(torch.get_num_threads()), *threads]),
+        "allocator": " ".join(malloc) or "libc, defaults",
+        **{name: found[name] or "" for name in ("torch", "triton", "cuda", "python")},
+        "commit": commit(),
+        "date": found["date"],
+    }
+
+
+def commit() -> str:
+    """The commit measured, with "+" if files differ from it; "unknown" outside a git checkout.
+
+    The environment variable FUSEDACC_COMMIT tells it for a copy that is no checkout.
+    """
+    told = os.environ.get("FUSEDACC_COMMIT")
+    if told:
+        return told
+    command = ["git", "describe", "--always", "--dirty=+", "--abbrev=10", "--exclude=*"]
+    try:
+        found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    except OSError:  # no git
+        return "unknown"
+    return found.stdout.strip() or "unknown"

@@ -1,4 +1,4 @@
-"""Rows that are safe once they are measured, and their table."""
+"""Figures as rows: measured in turns, held against goals, appended to a CSV file and printed as a table."""
 
 from __future__ import annotations
 
@@ -9,22 +9,25 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from fusedacc.commands.bench.timing import quantile
-
 from . import machine
+from .timing import Run, Timer, cpu_timer, quantile, ratio, take_turns
 
-RESULTS = machine.ROOT / "benchmarks" / "results" / "results.csv"
+#: Variants of these names measure the machine: the peak is the faster of them.
+PEAK = ("copy", "triad")
+#: A line of a results file, by column.
+Line = dict[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is worked on: the columns that say so. `mode`: what one call does ("accumulate", "window", ...);
-    `shapes`: in words a reader can check; `dtypes`: "bfloat16 into float32"."""
+    """What is worked on. `mode`: what one call does ("accumulate", "window", ...); `shapes`: in words that a
+    reader can check; `dtypes`: "bfloat16 into float32"."""
 
     benchmark: str
     case: str
@@ -38,10 +41,8 @@ class Row:
     """One figure against at most one goal: a line of the CSV.
 
     `median`, `p20` and `p80` are in `unit`; empty where the provider could not run, and `note` says why.
-    `speedup` is the median over rounds of the ratio within a round, so that a busy machine, which slows
-    neighbours alike, moves it little. `percent_of_peak` is of the faster of a copy and a triad in the same
-    rounds. `host_us` is, on CUDA, the time to issue one call; on a CPU, the time of the same call on tensors
-    of one element.
+    `speedup` is the median over rounds of the ratio within a round. `percent_of_peak` is of the faster of a
+    copy and a triad in the same rounds. `host_us` is the time to issue one call on a GPU.
     """
 
     benchmark: str
@@ -82,37 +83,93 @@ def cannot_run(case: Case, provider: str, why: str) -> Row:
 
 
 def first_line(error: BaseException) -> str:
-    """The error's first line, as a reason for a row."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return f"{type(error).__name__}: {lines[0][:160]}"
+    """An error in one line: its type and its first sentence, shortened."""
+    lines = str(error).strip().splitlines() or [""]
+    text = lines[0].partition(". ")[0]
+    return f"{type(error).__name__}: {textwrap.shorten(text, 120, placeholder=' ...')}"
 
 
 def reached(value: float | None, goal: float) -> str:
     return "" if value is None or not goal else "yes" if value >= goal else "no"
 
 
-def spread(seconds: Sequence[float], scale: float = 1.0) -> dict[str, float | int]:
-    """The columns of what was seen in each round."""
-    scaled = [scale * value for value in seconds]
-    return {
-        "median": statistics.median(scaled),
-        "p20": quantile(scaled, 0.2),
-        "p80": quantile(scaled, 0.8),
-        "rounds": len(scaled),
-    }
+def spread(values: Sequence[float], scale: float = 1.0) -> dict[str, float | int]:
+    """The columns of what was measured in each round."""
+    scaled = [scale * value for value in values]
+    ends = {"p20": quantile(scaled, 0.2), "p80": quantile(scaled, 0.8)}
+    return {"median": statistics.median(scaled), **ends, "rounds": len(scaled)}
 
 
 def at_most(
     limit: float, found: float, against: str = "limit", tolerance: float = 0.0
 ) -> dict[str, str | float]:
-    """The columns of a figure that is to be at most `limit`, or above it by a share of `tolerance`."""
+    """The columns of a figure that may be at most `limit`, or exceed it by a share of `tolerance`."""
     room = limit / found
-    return {
-        "against": against,
-        "speedup": room,
-        "goal": 1.0,
-        "reached": reached(room, 1.0 - tolerance),
-    }
+    return {"against": against, "speedup": room, "goal": 1.0, "reached": reached(room, 1.0 - tolerance)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Goal:
+    """To be `at_least` so many times as fast as the variant `against` (0: no goal, only the ratio),
+    in bytes per second if `by_bandwidth`, else in calls per second."""
+
+    against: str
+    at_least: float = 0.0
+    by_bandwidth: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One way to do the work.
+
+    `bytes`: read and written by one call, each operand counted once (0: show no bandwidth). `launches`:
+    operators (CPU) or kernels (CUDA) of one call. `host_us`: see `Row`. `note`: what a reader must know.
+    """
+
+    name: str
+    run: Run = lambda: None
+    bytes: int = 0
+    goals: tuple[Goal, ...] = ()
+    launches: int | None = None
+    host_us: float | None = None
+    note: str = ""
+
+
+def measure(
+    case: Case, variants: Sequence[Variant], rounds: Iterable[int], calls: int = 1, timer: Timer = cpu_timer
+) -> list[Row]:
+    """Time the variants in turns and return their rows."""
+    times = take_turns({variant.name: variant.run for variant in variants}, rounds, timer, calls)
+    return rows_of(case, variants, times)
+
+
+def rows_of(case: Case, variants: Sequence[Variant], times: Mapping[str, Sequence[float]]) -> list[Row]:
+    """Rows of the seconds that each variant took in each round; one for each goal."""
+    moved = {variant.name: variant.bytes for variant in variants}
+    peaks = [moved[name] / statistics.median(times[name]) for name in PEAK if name in moved]
+    rows = []
+    for variant in variants:
+        own = {name: getattr(variant, name) for name in ("launches", "host_us", "note")}
+        if variant.bytes:
+            bandwidth = variant.bytes / statistics.median(times[variant.name])
+            own |= {"bytes": variant.bytes, "gb_per_s": bandwidth / 1e9}
+            own["percent_of_peak"] = 100 * bandwidth / max(peaks) if peaks else None
+        figure = row(case, variant.name, **spread(times[variant.name], 1e6), **own)
+        rows += [_against(figure, goal, times, moved) for goal in variant.goals] or [figure]
+    return rows
+
+
+def _against(figure: Row, goal: Goal, times: Mapping[str, Sequence[float]], moved: Mapping[str, int]) -> Row:
+    speedup, *_ = ratio(times[goal.against], times[figure.provider])
+    if goal.by_bandwidth:
+        speedup *= moved[figure.provider] / moved[goal.against]
+    return dataclasses.replace(
+        figure,
+        against=goal.against + (" (bytes/s)" if goal.by_bandwidth else ""),
+        speedup=speedup,
+        goal=goal.at_least or None,
+        reached=reached(speedup, goal.at_least),
+    )
 
 
 class Results:
@@ -131,7 +188,7 @@ class Results:
         self, path: Path | None, device: torch.device | str = "cpu", columns: Sequence[str] = COLUMNS
     ) -> None:
         self.path, self.device, self.columns = path, torch.device(device), columns
-        self.conditions = machine.environment(device)
+        self.conditions = machine.columns(self.device)
         self.rows: list[Row] = []
         header = [*columns, *machine.CONDITIONS]
         if path is not None and path.exists() and path.stat().st_size:
@@ -146,7 +203,7 @@ class Results:
             self._append([header])
 
     def add(self, rows: Sequence[Row]) -> None:
-        """Keeps the rows and appends them to the file, on the disk when this returns.
+        """Keep the rows and append them to the file; they are on the disk when this returns.
 
         If the disk is full the file is cut back to its last whole row, the rows are printed as CSV instead,
         and OSError is raised.
@@ -177,8 +234,29 @@ class Results:
                 file.truncate(end)
                 raise
 
+    def drop_older_runs(self, benchmarks: Collection[str]) -> None:
+        """Remove this device's older runs of these benchmarks from the file, once this run is complete.
+
+        The file is replaced as a whole, so an interruption leaves the old one.
+        """
+        if self.path is None:
+            return
+        own = {(name, self.conditions["device"]) for name in benchmarks}
+        lines = read(self.path)
+        kept = newest_runs(lines, own)
+        if len(kept) == len(lines):
+            return
+        beside = self.path.with_suffix(".new")
+        with beside.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(kept)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(self.path)
+
     def report(self) -> None:
-        """Prints the table with its conditions, and which goals were missed."""
+        """Print the table with its conditions, and which goals were missed."""
         print(table(self.rows))
         print("\n" + ", ".join(f"{key} {value}" for key, value in self.conditions.items() if value))
         missed = [
@@ -194,31 +272,42 @@ def _short(value: object) -> str:
     return f"{value:.5g}" if isinstance(value, float) else "" if value is None else str(value)
 
 
-def read(path: Path) -> list[dict[str, str]]:
+def read(path: Path) -> list[Line]:
     """All rows of a results file, as text."""
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
 
 
-def newest(rows: Sequence[dict[str, str]], benchmark: str) -> list[dict[str, str]]:
+def newest(rows: Sequence[Line], benchmark: str) -> list[Line]:
     """The rows of a benchmark's last run."""
     own = [found for found in rows if found["benchmark"] == benchmark]
     return [found for found in own if found["date"] == own[-1]["date"]]
 
 
+def newest_runs(rows: Sequence[Line], of: Collection[tuple[str, str]] | None = None) -> list[Line]:
+    """The rows without older runs of the same benchmark on the same device.
+
+    of: benchmarks and devices whose older runs go; None: all.
+    """
+
+    def run(found: Line) -> tuple[str, str]:
+        return found["benchmark"], found["device"]
+
+    last = {run(found): found["date"] for found in rows}
+    chosen = last if of is None else of
+    return [found for found in rows if run(found) not in chosen or found["date"] == last[run(found)]]
+
+
 def table(rows: Sequence[Row]) -> str:
     """The rows as aligned text, one block per case."""
+
+    def key(row: Row) -> tuple[str, ...]:
+        return row.benchmark, row.case, row.mode, row.dtypes, row.metric
+
     lines: list[str] = []
     previous: Row | None = None
     for row in rows:
-        what = (row.benchmark, row.case, row.mode, row.dtypes, row.metric)
-        if previous is None or what != (
-            previous.benchmark,
-            previous.case,
-            previous.mode,
-            previous.dtypes,
-            previous.metric,
-        ):
+        if previous is None or key(row) != key(previous):
             metric = row.metric if row.metric != "time" else ""
             title = ", ".join(filter(None, (f"{row.benchmark}: {row.case}", row.mode, row.dtypes, metric)))
             lines += ["", title, f"  {'':<42}{'median':>12}{'p20':>10}{'p80':>10}   GB/s % peak  calls"]
@@ -237,11 +326,15 @@ def table(rows: Sequence[Row]) -> str:
                 line = f"{line:<99}  {row.speedup:.2f} x {row.against}"
             if row.reached:
                 line += f"; goal {row.goal:.3g} {'reached' if row.reached == 'yes' else 'MISSED'}"
-            if row.note:
-                line += f"  ({row.note})"
-            lines.append(line.rstrip())
+            lines.append((line + (f"  ({row.note})" if row.note else "")).rstrip())
         previous = row
     return "\n".join(lines)
+
+
+def markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A table of Markdown."""
+    body = [f"| {' | '.join(cells)} |" for cells in lines]
+    return "\n".join([f"| {' | '.join(head)} |", "|" + "---|" * len(head), *body])
 
 
 def _figure(value: float | None) -> str:

@@ -1,26 +1,30 @@
-"""One case: every way checked against a reference, its bytes counted, all timed in turns with a copy."""
+"""One case: every variant checked against a reference, its bytes counted, all timed in turns with a copy."""
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ...kernels import registry
 from ...traffic import TrafficMeter
-from . import conditions, timing
-from .timing import Effort, Timer
-from .work import OURS, STOCK, YARDSTICK, Run, Way, Work, first_line
+from ..measuring import machine, timing
+from ..measuring.records import first_line
+from ..measuring.timing import Run, Timer, rotated
+from .work import OURS, STOCK, YARDSTICK, BenchVariant, Work
 
 COPY = "copy of as many bytes as an ideal pass"
 MEASURED, NOT_MEASURED, WRONG = "measured", "not measured", "wrong"
 
+_MOST_CALLS = 1000
+#: The fewest calls of a sample where all take the same tensors: the first finds others' data in the caches.
+_LEAST_WARM_CALLS = 10
 #: Of the memory that is free: what a case may take.
 SHARE = 0.25
 #: Seconds of untimed calls with the other sets.
@@ -29,6 +33,29 @@ _WARMING = 0.5
 _MOST_TENSORS = 40_000
 
 Entry = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much to measure.
+
+    `seconds`: of timing in each case, within `least_rounds` and `most_rounds`. `sample_seconds`: one sample
+    makes as many calls as take that long. `cold_bytes`: sets of tensors that take turns hold so many bytes
+    together, if `most_sets` are enough; where the caches are larger, up to `most_times_cold` times as many.
+    """
+
+    name: str
+    seconds: float
+    least_rounds: int
+    most_rounds: int
+    sample_seconds: float
+    cold_bytes: int
+    most_sets: int
+    most_times_cold: int = 8
+
+
+SHORT = Effort("short", 1.8, 11, 61, 0.5e-3, 64 * 2**20, 128)
+FULL = Effort("full", 4.0, 21, 101, 1e-3, 64 * 2**20, 128)
 #: What an entry holds once its way was checked, counted, timed and compared.
 _FIGURES = (
     *("inexact", "note", "bytes", "calls", "uncounted", "seconds", "samples"),
@@ -38,7 +65,7 @@ _FIGURES = (
 
 def limit(device: torch.device) -> int:
     """Bytes that a case may take now."""
-    return int(SHARE * conditions.available_memory(device))
+    return int(SHARE * machine.available_memory(device))
 
 
 def our_backends(device: torch.device, effort: str) -> list[str]:
@@ -51,12 +78,12 @@ def our_backends(device: torch.device, effort: str) -> list[str]:
     return ["auto", *able]
 
 
-def measure(work: Work, names: Sequence[str], effort: Effort, most: int) -> dict[str, Any]:
+def measure(work: Work, variants: Sequence[BenchVariant], effort: Effort, most: int) -> dict[str, Any]:
     """The figures of one case, as plain values.
 
     Args:
         work: the case.
-        names: our backends, "auto" first.
+        variants: those of it to measure, beside a copy.
         effort: how much to measure.
         most: bytes that it may take.
 
@@ -81,7 +108,7 @@ def measure(work: Work, names: Sequence[str], effort: Effort, most: int) -> dict
         facts["why"] = f"needs {needed} bytes; allowed are {most}, a quarter of the free memory"
         return facts
     try:
-        facts["ways"] = _ways(work, names, effort, facts["sets"])
+        facts["ways"] = _entries(work, variants, effort, facts["sets"])
     except (MemoryError, RuntimeError) as error:  # out of memory, say: the other cases are still measured
         facts["why"] = first_line(error)
     facts["rounds"] = max((len(entry["samples"]) for entry in facts["ways"]), default=0)
@@ -93,31 +120,31 @@ def _sets(work: Work, effort: Effort, most: int) -> int:
     room = (most - work.working_bytes) // max(1, work.set_bytes + work.moved)
     if room < 1 or work.warm:
         return max(0, min(1, room))
-    caches = (4 if work.device.type == "cuda" else 2) * conditions.cache_bytes(work.device)
-    cold = max(effort.cold_bytes, min(caches, 8 * effort.cold_bytes))
+    caches = (4 if work.device.type == "cuda" else 2) * machine.cache_bytes(work.device)
+    cold = max(effort.cold_bytes, min(caches, effort.most_times_cold * effort.cold_bytes))
     wanted = math.ceil(cold / max(1, work.set_bytes))
     return max(1, min(wanted, effort.most_sets, room, _MOST_TENSORS // work.tensors))
 
 
-def _ways(work: Work, names: Sequence[str], effort: Effort, sets: int) -> list[Entry]:
+def _entries(work: Work, variants: Sequence[BenchVariant], effort: Effort, sets: int) -> list[Entry]:
     tensors = [work.make() for _ in range(sets)]
     copies = [_copy(work) for _ in range(sets)]
     entries, runs = [], {}
-    for way in work.ways(names):
-        entry, run = _checked(work, way, tensors)
+    for variant in variants:
+        entry, run = _checked(work, variant, tensors)
         entries.append(entry)
         if run is not None:
-            runs[way.name] = run
+            runs[variant.name] = run
     entries.append(_entry(COPY, YARDSTICK, MEASURED))
     runs[COPY] = rotated(copies)
     _count(entries[-1], runs[COPY])
-    timer: Timer = timing.cpu_timer
     if work.device.type == "cuda":
-        timer = timing.queued_timer
         for entry in entries:
             if entry["name"] in runs:
                 entry["host_seconds"] = timing.host_seconds(runs[entry["name"]])
-    times = timing.take_turns(runs, timer, effort)
+    timer = timing.timer_for(work.device)
+    calls, rounds = samples_and_rounds(runs, timer, effort, _LEAST_WARM_CALLS if work.warm else 1)
+    times = timing.take_turns(runs, range(-1, rounds), timer, calls)
     for entry in entries:
         if entry["name"] in times:
             _add_times(entry, times[entry["name"]])
@@ -125,17 +152,23 @@ def _ways(work: Work, names: Sequence[str], effort: Effort, sets: int) -> list[E
     return entries
 
 
+def samples_and_rounds(
+    runs: Mapping[str, Run], timer: Timer, effort: Effort, least_calls: int = 1
+) -> tuple[dict[str, int], int]:
+    """How many calls a sample of each makes, and how many rounds there is time for."""
+    with timing.garbage_uncollected():
+        once = {name: statistics.median(timer(run, 1) for _ in range(3)) for name, run in runs.items()}
+    calls = {
+        name: max(least_calls, min(_MOST_CALLS, math.ceil(effort.sample_seconds / max(seconds, 1e-7))))
+        for name, seconds in once.items()
+    }
+    rounds = int(effort.seconds / max(sum(calls[name] * once[name] for name in runs), 1e-7))
+    return calls, max(effort.least_rounds, min(effort.most_rounds, rounds))
+
+
 def _copy(work: Work) -> Run:
     source = torch.ones(max(1, work.moved // 8), device=work.device)
     return functools.partial(torch.zeros_like(source).copy_, source)
-
-
-def rotated(runs: Sequence[Run]) -> Run:
-    """Each call calls the next."""
-    if len(runs) == 1:
-        return runs[0]
-    following: Callable[[], Run] = itertools.cycle(runs).__next__
-    return lambda: following()()
 
 
 def _entry(name: str, role: str, status: str, why: str | None = None) -> Entry:
@@ -149,25 +182,29 @@ def _entry(name: str, role: str, status: str, why: str | None = None) -> Entry:
     return {"name": name, "role": role, "status": status, "why": why, **figures}
 
 
-def _checked(work: Work, way: Way, tensors: Sequence[Any]) -> tuple[Entry, Run | None]:
-    """The way's entry, and what calls it with each set in turn unless it cannot run or is wrong."""
-    if way.obstacle is not None:
-        return _entry(way.name, way.role, NOT_MEASURED, way.obstacle), None
+def _checked(work: Work, variant: BenchVariant, tensors: Sequence[Any]) -> tuple[Entry, Run | None]:
+    """The variant's entry, and what calls it with each set in turn unless it cannot run or is wrong."""
+    if variant.obstacle is not None:
+        return _entry(variant.name, variant.role, NOT_MEASURED, variant.obstacle), None
     try:
-        runs = [way.make(each) for each in tensors]
-        problem = work.check(way, runs[0], tensors[0])
+        runs = [variant.make(each) for each in tensors]
+        problem = None
+        if variant.role == YARDSTICK:
+            runs[0]()
+        else:
+            problem = work.check(variant, runs[0], tensors[0])
     except Exception as error:  # whatever this torch, or a broken installation, raises is what is reported
-        status = WRONG if way.role == OURS else NOT_MEASURED
-        return _entry(way.name, way.role, status, first_line(error)), None
+        status = WRONG if variant.role == OURS else NOT_MEASURED
+        return _entry(variant.name, variant.role, status, first_line(error)), None
     if problem is not None:
-        return _entry(way.name, way.role, WRONG, problem), None
+        return _entry(variant.name, variant.role, WRONG, problem), None
     start = time.perf_counter()
     for run in runs[1:]:
         if time.perf_counter() - start > _WARMING:  # hundreds of sets of a slow form
             break
         run()
-    entry = _entry(way.name, way.role, MEASURED)
-    entry["inexact"], entry["note"] = way.inexact, work.notes.get(way.name)
+    entry = _entry(variant.name, variant.role, MEASURED)
+    entry["inexact"], entry["note"] = variant.inexact, work.notes.get(variant.name)
     _count(entry, runs[0])
     return entry, rotated(runs)
 
@@ -202,9 +239,8 @@ def _compare(entries: Sequence[Entry]) -> None:
         return
     for entry in entries:
         if entry["role"] == OURS and entry["samples"]:
-            ratios = [b / own for b, own in zip(base["samples"], entry["samples"], strict=True)]
             entry["against"] = base["name"]
-            entry["speed"], entry["interval"] = statistics.median(ratios), timing.interval(ratios)
+            entry["speed"], *entry["interval"] = timing.ratio(base["samples"], entry["samples"])
 
 
 def fastest(entries: Sequence[Entry]) -> Entry | None:

@@ -1,16 +1,23 @@
-"""What the plots share: style, colours, titles with their conditions, bars in groups, labels beside lines."""
+"""What all pictures share: style, colors, titles, keys, bars in groups, and labels beside lines.
+
+matplotlib is optional: it is imported when something is drawn.
+"""
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
+import os
 import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from matplotlib import pyplot as plt
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-Row = dict[str, str]
-
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -23,7 +30,7 @@ STYLE = {
     "svg.hashsalt": "fusedacc",
 }
 INK, QUIET, FAINT = "#222222", "#555555", "#E6E6E6"
-# Okabe and Ito's colours, which the colour-blind can tell apart.
+# The colors of Okabe and Ito, which color-blind readers can tell apart.
 BLUE, SKY, GREEN, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#E69F00"
 VERMILION, PINK, YELLOW, GREY = "#D55E00", "#CC79A7", "#F0E442", "#B4B4B4"
 #: Providers whose names begin so are drawn bold.
@@ -31,30 +38,75 @@ OURS = "fusedacc"
 LEFT = 0.012
 
 
-def finish(
-    figure: Figure, title: str, about: Row, text: str, colours: dict[str, str] | None = None
-) -> Figure:
-    """Title and key above; beneath, `text` and the conditions of the row `about`; the axes in between."""
-    conditions = [about["device"], f"threads {about['threads']}", f"torch {about['torch']}"]
-    conditions += [f"CUDA {about['cuda']}"] if about["cuda"] else []
-    conditions += [f"commit {about['commit']}", about["date"][:10]]
+def problem(path: Path) -> str | None:
+    """Return why no picture can be drawn there; None if one can."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return "the package matplotlib, which draws, is not installed: pip install matplotlib"
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    allowed = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix.removeprefix(".") not in allowed:
+        return f"{str(path)!r} has no ending of a picture; allowed: .{', .'.join(allowed)}"
+    if not path.parent.is_dir():
+        return f"{str(path)!r} is in no folder that exists; allowed: a file in an existing folder"
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        return f"{str(path)!r} cannot be written; allowed: a file that can"
+    return None
+
+
+def picture(text: str) -> Path:
+    """A file to draw, as the type of a command's argument."""
+    why = problem(Path(text))
+    if why is not None:
+        raise argparse.ArgumentTypeError(why)
+    return Path(text)
+
+
+def conditions(about: Mapping[str, str]) -> str:
+    """The conditions of a row of results, in words."""
+    words = [about["device"], f"threads {about['threads']}", f"torch {about['torch']}"]
+    words += [f"CUDA {about['cuda']}"] if about["cuda"] else []
+    return ", ".join([*words, f"commit {about['commit']}", about["date"][:10]])
+
+
+def swatches(colours: Mapping[str, str]) -> dict[str, Any]:
+    """Handles of a key: a rectangle of each color."""
+    from matplotlib.patches import Rectangle
+
+    return {name: Rectangle((0, 0), 1, 1, color=colour) for name, colour in colours.items()}
+
+
+def finish(figure: Figure, title: str, notes: Sequence[str], key: Mapping[str, Any] | None = None) -> Figure:
+    """Put the title and the key above the axes and the notes beneath them.
+
+    Args:
+        figure: with its axes.
+        title: in bold.
+        notes: each begins a line.
+        key: handles by name; see `swatches`.
+    """
     width = int(figure.get_figwidth() * 13)  # characters, capitals among them
-    lines = [*textwrap.wrap(text, width), *textwrap.wrap(", ".join(conditions), width)]
+    lines = [line for note in notes for line in textwrap.wrap(note, width)]
     inch = 1 / figure.get_figheight()
     figure.text(LEFT, 0.1 * inch, "\n".join(lines), fontsize=8.5, color=QUIET, ha="left", va="bottom")
     figure.text(LEFT, 1 - 0.12 * inch, title, fontsize=13, fontweight="bold", ha="left", va="top")
     top = 0.45
-    if colours:
-        handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in colours.values()]
+    if key:
         figure.legend(
-            handles, list(colours), frameon=False, loc="upper left", bbox_to_anchor=(LEFT, 1 - top * inch),
-            ncols=len(colours), borderaxespad=0, borderpad=0, columnspacing=1.3, handlelength=1.1,
-            handletextpad=0.5, fontsize=9,
+            list(key.values()), list(key), frameon=False, loc="upper left",
+            bbox_to_anchor=(LEFT, 1 - top * inch), ncols=len(key), borderaxespad=0, borderpad=0,
+            columnspacing=1.3, handlelength=1.1, handletextpad=0.5, fontsize=9,
         )  # fmt: skip
         top += 0.25
     beneath = 0.19 * len(lines) + 0.16
     figure.tight_layout(rect=(0, beneath * inch, 1, 1 - top * inch), w_pad=2.0)
     return figure
+
+
+def save(figure: Figure, paths: Iterable[Path], dpi: int = 150) -> None:
+    """Write the figure. The same figure gives the same bytes: an SVG has no date."""
+    for path in paths:
+        figure.savefig(path, dpi=dpi, metadata={"Date": None} if path.suffix == ".svg" else {})
 
 
 class Bars:
