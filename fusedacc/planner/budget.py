@@ -54,6 +54,15 @@ def parse_bytes(amount: int | str, name: str) -> int:
     return number
 
 
+def check_int(name: str, number: int, least: int) -> int:
+    """Return `number` if it is an int of at least `least`; raise an error that names it otherwise."""
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise TypeError(f"{name} is an int of at least {least}; it was {number!r}")
+    if number < least:
+        raise ValueError(f"{name} is an int of at least {least}; it was {number}")
+    return number
+
+
 def format_bytes(number: int) -> str:
     """An amount of memory for people: three figures, in powers of 1024."""
     if number < 0:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import trial
-from .budget import format_bytes, parse_bytes
+from .budget import check_int, format_bytes, parse_bytes
 
 #: Characters of what a child has written that an error repeats.
 TAIL = 4000
@@ -266,10 +266,10 @@ def find_micro_batch_size(
     finder = _Finder(
         _trial_spec(step, device, memory_budget, margin),
         _check_number("timeout", timeout, "seconds above 0", lambda number: number > 0),
-        _check_int("steps", steps, TRIED_UPDATES),
-        _check_int("maximum", maximum, 1),
+        check_int("steps", steps, TRIED_UPDATES),
+        check_int("maximum", maximum, 1),
     )
-    if _check_int("start", start, 1) > maximum:
+    if check_int("start", start, 1) > maximum:
         raise ValueError(f"start is at most maximum, {maximum}; it was {start}")
     if trial.in_child:
         raise RuntimeError(
@@ -279,14 +279,6 @@ def find_micro_batch_size(
     with _bar(progress) as bar:
         finder.bar = bar
         return finder.find(start)
-
-
-def _check_int(name: str, number: int, least: int) -> int:
-    if isinstance(number, bool) or not isinstance(number, int):
-        raise TypeError(f"{name} is an int of at least {least}; it was {number!r}")
-    if number < least:
-        raise ValueError(f"{name} is an int of at least {least}; it was {number}")
-    return number
 
 
 def _check_number(name: str, number: float, allowed: str, right: Callable[[float], bool]) -> float:

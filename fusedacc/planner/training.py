@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import itertools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,15 +63,12 @@ class Batch:
     def drawn(self, size: int) -> Any:
         """The same nest with so many samples: the first, and where there are fewer all of them again."""
 
-        def draw(path: Any, leaf: Any) -> Any:
-            dim = self._dims.get(keystr(path)) if isinstance(leaf, Tensor) else None
-            if dim is None:
-                return leaf
+        def draw(leaf: Tensor, dim: int) -> Tensor:
             if size <= self.size:
                 return leaf.narrow(dim, 0, size).clone()
             return leaf.index_select(dim, torch.arange(size, device=leaf.device) % self.size)
 
-        return tree_map_with_path(draw, self._sample)
+        return self._map(draw, self._sample)
 
     def shapes(self, size: int, device: torch.device) -> Any:
         """Empty tensors of the shapes and dtypes of `drawn(size)`, made on a device."""
@@ -88,21 +86,30 @@ class Batch:
 
     def sizes(self, batch: Any, size: int) -> list[int]:
         """The samples of each part of a batch laid out as this one, cut into parts of at most `size`."""
-        whole, rest = divmod(Batch(batch, self._dims).size, size)
-        return [size] * whole + [rest] * bool(rest)
+        return parts_of(Batch(batch, self._dims).size, size)
 
     def split(self, batch: Any, sizes: list[int]) -> list[Any]:
         """Views of a batch that is laid out as this one, each of so many samples, in turn."""
-        starts = [sum(sizes[:index]) for index in range(len(sizes))]
 
-        def part(start: int, size: int) -> Any:
-            def cut(path: Any, leaf: Any) -> Any:
-                dim = self._dims.get(keystr(path)) if isinstance(leaf, Tensor) else None
-                return leaf if dim is None else leaf.narrow(dim, start, size)
+        def part(size: int, end: int) -> Any:
+            return self._map(lambda leaf, dim: leaf.narrow(dim, end - size, size), batch)
 
-            return tree_map_with_path(cut, batch)
+        return [part(size, end) for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
 
-        return [part(start, size) for start, size in zip(starts, sizes, strict=True)]
+    def _map(self, change: Callable[[Tensor, int], Tensor], batch: Any) -> Any:
+        """The nest with each tensor that counts samples changed, given it and its dimension."""
+
+        def changed(path: Any, leaf: Any) -> Any:
+            dim = self._dims.get(keystr(path)) if isinstance(leaf, Tensor) else None
+            return leaf if dim is None else change(leaf, dim)
+
+        return tree_map_with_path(changed, batch)
+
+
+def parts_of(samples: int, size: int) -> list[int]:
+    """The numbers of samples of parts of at most `size`: the last may be smaller."""
+    whole, rest = divmod(samples, size)
+    return [size] * whole + [rest] * bool(rest)
 
 
 def _named(path: str, name: str) -> bool:
@@ -215,7 +222,7 @@ def arguments_of(optimizer: AccumulatingOptimizer) -> dict[str, Any]:
     """What the wrapper was made with, but for the inner optimizer, the model and ranks."""
     window, parameters = optimizer._window, optimizer._parameter_set
     seed = optimizer._accumulators.noise.seed
-    given = {
+    return {
         "gradient_accumulation_steps": window.schedule,
         "reduction": window.reduction.name,
         "accumulate_dtype": optimizer._accumulate_dtype,
@@ -227,7 +234,6 @@ def arguments_of(optimizer: AccumulatingOptimizer) -> dict[str, Any]:
         "backend": optimizer._accumulators.backend,
         "private_gradients": window.private,
     }
-    return given
 
 
 def _copy(

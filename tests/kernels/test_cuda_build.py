@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +13,7 @@ from machine_code.compile import NVCC, nvcc_compiled
 
 pytestmark = pytest.mark.skipif(NVCC is None, reason="needs nvcc: not on PATH, CUDA_HOME or CUDACXX")
 
-
+ROOT = Path(__file__).resolve().parents[2]
 HEADERS = ROOT / "csrc" / "common"
 #: The enumerators of the gradient's dtype and of the accumulator's, by the pairs' numbers.
 DTYPES_OF = re.findall(
