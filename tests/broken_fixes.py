@@ -510,4 +510,11 @@ FIXES = (
         "False",
         "tests/nn/test_patches.py",
     ),
+    Mutant(
+        "rows are written behind those of a sum that users may keep",
+        "fusedacc/accumulators/add.py",
+        "None if grads.exposed else slot.num_rows",
+        "slot.num_rows",
+        "tests/accumulators/test_sparse.py",
+    ),
 )

@@ -10,6 +10,7 @@ adds them up. What uses the sum adds up the rows of equal index.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -333,7 +334,10 @@ class Adder:
             return True
         if not (accumulator.is_sparse and _may_join(accumulator, gradient)):
             return False
-        grads.put(slot, _joined(accumulator, deferred[slot], gradient, scale))
+        room = None if grads.exposed else slot.num_rows  # users may hold what p.grad was
+        total = _joined(accumulator, deferred[slot], gradient, scale, room)
+        slot.num_rows = len(total._values())
+        grads.put(slot, total)
         deferred.discharge([slot])
         return True
 
@@ -359,26 +363,43 @@ def _owned_rows(gradient: Tensor, dtype: torch.dtype, sole: bool) -> Tensor:
     return _like(gradient, own(gradient._indices()), values, gradient.is_coalesced())
 
 
-def _joined(total: Tensor, beta: float | Tensor, gradient: Tensor, scale: float | Tensor) -> Tensor:
-    """Return beta * total + scale * gradient, reading and writing each row once.
+def _joined(
+    total: Tensor, beta: float | Tensor, gradient: Tensor, scale: float | Tensor, room: int | None
+) -> Tensor:
+    """Return beta * total + scale * gradient, reading and writing each row once at most.
 
     Args:
         total: a sparse tensor; its dtype is that of the result.
         beta: multiplies `total`.
         gradient: a sparse tensor of the same shape and number of sparse dimensions.
         scale: multiplies `gradient`.
+        room: how many rows the sum is likely to get: memory for them is taken at once, and later gradients
+            are written behind the rows that are there. None: others may hold `total`, which is copied.
     """
     rows, more = total._values(), gradient._values().to(total.dtype)
     indices = torch.cat((total._indices(), gradient._indices()), 1)
-    if is_one(beta) and is_one(scale):
-        values = torch.cat((rows, more))
-    else:
-        values = rows.new_empty((len(rows) + len(more), *rows.shape[1:]))
+    size = len(rows) + len(more)
+    values = None if room is None or not is_one(beta) else _lengthened(rows, size)
+    if values is None:
+        values = rows.new_empty((max(size, room or 0), *rows.shape[1:]))[:size]
         torch.mul(rows, to_device_of(beta, rows), out=values[: len(rows)])
-        torch.mul(more, to_device_of(scale, more), out=values[len(rows) :])
+    torch.mul(more, to_device_of(scale, more), out=values[len(rows) :])
     found = _like(total, indices, values, coalesced=False)
     # As autograd does: the list of rows must not outgrow the dense tensor without limit.
     return found.coalesce() if len(values) > total.numel() else found
+
+
+def _lengthened(rows: Tensor, size: int) -> Tensor | None:
+    """`size` rows, of which the first are these, in the same memory; None if it is too small or shared."""
+    # Two users: the sum, and the variable here.
+    if storage_users(rows) != 2 or rows.storage_offset() != 0 or not rows.is_contiguous():
+        return None
+    memory = rows.untyped_storage()
+    shape = (size, *rows.shape[1:])
+    # Memory that torch has not allocated cannot be resized.
+    if not memory.resizable() or memory.nbytes() < math.prod(shape) * rows.element_size():
+        return None
+    return rows.new_empty(0).set_(memory, 0, shape, rows.stride())
 
 
 def _may_join(total: Tensor, gradient: Tensor) -> bool:

@@ -83,6 +83,7 @@ class Slot:
         "native",
         "nbytes",
         "needs_eager",
+        "num_rows",
         "number",
         "on_cuda",
         "param",
@@ -120,6 +121,8 @@ class Slot:
         self.placed_version = 0
         #: Whether no kernel takes the gradients: complex dtypes, and once a sparse one or a subclass came.
         self.needs_eager: bool
+        #: Of a sparse sum, when a gradient was last joined to it: the next window's is likely to get as many.
+        self.num_rows = 0
         #: What `grad_dtype` was before it was set to None, if it was.
         self.widened = False
         self.cleared_grad_dtype: torch.dtype | None = None

@@ -79,7 +79,10 @@ def peak(
     blocks, known = list(blocks), inside or {}
     measured = [(call, known[call.signature]) for call in operators if call.signature in known]
     for call, own in measured:
-        _count_what_is_kept(call, own)
+        # The last output also gets what the fake ones did not show, such as workspaces of unknown size.
+        unseen = own.kept - sum(block.bytes for block in call.outputs)
+        if unseen > 0 and call.outputs:
+            call.outputs[-1].bytes += unseen
     changes: dict[int, int] = {}
     for block in blocks:
         changes[block.start] = changes.get(block.start, 0) + block.bytes
@@ -98,13 +101,6 @@ def peak(
         if block.start <= at < block.end and block.bytes:
             kinds[block.kind] += block.bytes
     return Peak(most, kinds)
-
-
-def _count_what_is_kept(call: Operator, own: Inside) -> None:
-    """Add to the last output what the fake ones did not show, such as workspaces of unknown size."""
-    unseen = own.kept - sum(block.bytes for block in call.outputs)
-    if unseen > 0 and call.outputs:
-        call.outputs[-1].bytes += unseen
 
 
 #: Called with the known tensors by kind.

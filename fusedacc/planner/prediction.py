@@ -30,9 +30,9 @@ from .training import (
     Batch,
     LossFunction,
     Recipe,
+    copy_of,
     fake_copy,
     held,
-    real_copy,
     recipe_of,
     train,
     windows_of,
@@ -152,7 +152,7 @@ class Predictor:
         windows = windows_of(steps)
 
         def updates(look: Look) -> None:
-            copy = real_copy(self._model, self._recipe, windows)
+            copy = copy_of(self._model, self._recipe, windows)
             draw = partial(self._batch.drawn, size)
             train(copy, draw, self._loss_fn, windows, _nothing, lambda: look(held(copy)))
 

@@ -210,12 +210,7 @@ def fake_copy(
 
     with mode, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        return _copy(model, recipe, windows, fake)
-
-
-def real_copy(model: nn.Module, recipe: Recipe, windows: Sequence[int]) -> Copy:
-    """A copy that can be trained and thrown away."""
-    return _copy(model, recipe, windows, None)
+        return copy_of(model, recipe, windows, fake)
 
 
 def arguments_of(optimizer: AccumulatingOptimizer) -> dict[str, Any]:
@@ -236,12 +231,13 @@ def arguments_of(optimizer: AccumulatingOptimizer) -> dict[str, Any]:
     }
 
 
-def _copy(
+def copy_of(
     model: nn.Module,
     recipe: Recipe,
     windows: Sequence[int],
-    replaced: Callable[[Tensor], Tensor] | None,
+    replaced: Callable[[Tensor], Tensor] | None = None,
 ) -> Copy:
+    """A copy that can be trained and thrown away; `replaced` makes its tensors in place of copying them."""
     inner, given = recipe.inner, recipe.arguments
     memo: dict[int, Any] = {}
     if replaced is not None:

@@ -64,12 +64,10 @@ class Loaded:
     budget: int
 
 
-@dataclass(frozen=True)
 class Updated:
     """An update has ended."""
 
 
-@dataclass(frozen=True)
 class Done:
     """All have."""
 
