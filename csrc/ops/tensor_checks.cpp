@@ -295,8 +295,8 @@ Device read_tensors(const TensorList& tensors, Work& work) {
     check_beside(place, view, {"tensors[0] is", device});
     const int64_t numel = numel_of(view);
     if (numel == 0) continue;
-    if (!work.push({view.data, view.data, numel, 0, pair, -1, false}, view.dims,
-                   view.sizes, view.strides, view.strides)) {
+    if (!work.push({view.data, view.data, numel, 0, pair, -1, false}, view.dims, view.sizes, view.strides,
+                   view.strides)) {
       fail(place, "needs a loop over more than " + std::to_string(kMaxDims) + " dimensions");
     }
   }

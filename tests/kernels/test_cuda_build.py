@@ -5,29 +5,25 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 from machine_code.compile import NVCC, nvcc_compiled
+from machine_code.kernels import COMMON, pairs
 
 pytestmark = pytest.mark.skipif(NVCC is None, reason="needs nvcc: not on PATH, CUDA_HOME or CUDACXX")
 
-ROOT = Path(__file__).resolve().parents[2]
-HEADERS = ROOT / "csrc" / "common"
-#: The enumerators of the gradient's dtype and of the accumulator's, by the pairs' numbers.
-DTYPES_OF = re.findall(
-    r"^    \{Dtype::k(\w+), Dtype::k(\w+)\},", (HEADERS / "dtypes.h").read_text(), re.MULTILINE
-)
-PAIRS = range(len(DTYPES_OF))
+#: By the pairs' numbers: the dtype of gradients, that of sums, and whether these are rounded stochastically.
+TABLE = pairs()
+PAIRS = range(len(TABLE))
 #: By the numbers of `NormKind`.
-NORMS = range((HEADERS / "norm_functors.h").read_text().count("    case NormKind::"))
+NORMS = range((COMMON / "norm_functors.h").read_text().count("    case NormKind::"))
 #: Those whose sums are rounded stochastically.
-STOCHASTIC = tuple(pair for pair in PAIRS if DTYPES_OF[pair][1].startswith("Stochastic"))
+STOCHASTIC = tuple(pair for pair in PAIRS if TABLE[pair][2])
 #: The pairs of a dtype with itself, whose norm kernels also read alone.
-OWN_PAIRS = tuple(pair for pair in PAIRS if DTYPES_OF[pair][0] == DTYPES_OF[pair][1])
+OWN_PAIRS = tuple(pair for pair in PAIRS if TABLE[pair][0] == TABLE[pair][1] and not TABLE[pair][2])
 #: The bits of each side, and the pairs one of whose sides is half as wide as the other.
-BITS = [tuple(int(re.search(r"\d+", name)[0]) for name in names) for names in DTYPES_OF]
+BITS = [[int(name.lstrip("abflot")) for name in names[:2]] for names in TABLE]
 NARROW_GRADIENT = tuple(pair for pair in PAIRS if 2 * BITS[pair][0] == BITS[pair][1])
 NARROW_SUM = tuple(pair for pair in PAIRS if BITS[pair][0] == 2 * BITS[pair][1])
 #: A Hopper multiprocessor has 65,536 registers: 64 a thread leave it four blocks of 256 threads.
