@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from .commands import bench, info, info_text, plan, selftest
+from .commands import bench, info, plan, selftest
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.json:
         print(json.dumps(facts, indent=2))
     else:
-        print(info_text.details(facts) if chosen.verbose else info_text.summary(facts))
+        print(info.details(facts) if chosen.verbose else info.summary(facts))
     return 0 if info.healthy(facts) else 1
 
 

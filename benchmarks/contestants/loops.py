@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fusedacc
 from examples.demo.loops import Config
-from fusedacc.planner.recorded import Look, recorded_peak
+from fusedacc.planner.allocations import Look, recorded_peak
 
 #: Of an update, with the parts of `Loop.step` taken together.
 PHASES = ("forward", "backward", "accumulate", "update")

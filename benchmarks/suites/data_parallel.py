@@ -39,7 +39,7 @@ from fusedacc.commands.measuring.records import (
     rows_of,
 )
 from fusedacc.commands.measuring.timing import Run, take_turns
-from fusedacc.planner.recorded import recorded_peak
+from fusedacc.planner.allocations import recorded_peak
 
 from .. import harness
 from ..contestants.data_parallel_loops import MODEL, PLAIN, STOCK, VARIANTS, RankVariant

@@ -26,10 +26,9 @@ from torch.utils._pytree import tree_map
 import fusedacc
 from fusedacc.commands.measuring.records import Results, spread
 from fusedacc.commands.measuring.timing import take_turns
-from fusedacc.commands.plan.curves import curve
 from fusedacc.commands.plan.factory import Training
-from fusedacc.planner.allocations import TEMPORARIES
-from fusedacc.planner.recorded import recorded_peak
+from fusedacc.commands.plan.plot import curve
+from fusedacc.planner.allocations import TEMPORARIES, recorded_peak
 
 from .. import harness
 from ..contestants import normed

@@ -29,9 +29,8 @@ from torch.utils._pytree import tree_map
 import fusedacc
 from fusedacc.commands.measuring.records import Case, Results, Row, at_most, cannot_run, first_line, row
 from fusedacc.planner.allocations import Peak
-from fusedacc.planner.batches import Batch
-from fusedacc.planner.copies import recipe_of
-from fusedacc.planner.prediction import Predictor, measured_peak
+from fusedacc.planner.prediction import Predictor
+from fusedacc.planner.training import Batch, recipe_of
 
 from .. import harness
 from ..harness import progress
@@ -109,9 +108,7 @@ def compared(architecture: Architecture, way: str, precision: str, device: torch
     optimizer = LOOPS[way].make(model)
     predictor = Predictor(model, recipe_of(optimizer), batch, loss_fn, device, lambda size: None)
     predicted = predictor.peak(batch.size, STEPS)
-    measured, why = measured_peak(
-        model, recipe_of(optimizer), batch, loss_fn, device, batch.size, STEPS, predicted.bytes
-    )
+    measured, why = predictor.measured_peak(batch.size, STEPS)
     if measured is None:
         raise RuntimeError(why)
     return Found(predicted, measured)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import fusedacc
 from fusedacc.commands.measuring.records import Case, Results, cannot_run, first_line, reached, row
 from fusedacc.planner import find_micro_batch_size, plan
-from fusedacc.planner.batches import Batch
+from fusedacc.planner.training import Batch
 
 from .. import harness
 from ..harness import environment, progress

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fusedacc.commands.measuring.timing import Run, synchronize, take_turns
-from fusedacc.planner.recorded import recorded_peak
+from fusedacc.planner.allocations import recorded_peak
 from fusedacc.traffic import TrafficMeter
 
 from .loops import Batches, Config, StockLoop, WrappedLoop

@@ -19,7 +19,7 @@ from fastai.torch_core import find_bs, num_distrib
 
 from ..accumulators.reduction import WEIGHING
 from ..optimizer import AccumulatingOptimizer
-from . import trainers
+from . import release, remember
 
 __all__ = ["AccumulationCallback", "OptFunc"]
 
@@ -45,9 +45,9 @@ class OptFunc:
 
     def _make(self, groups: Any, **hypers: Any) -> AccumulatingOptimizer:
         inner = self._opt(groups, **hypers)
-        trainers.release(p for group in inner.param_groups for p in group["params"])
+        release(p for group in inner.param_groups for p in group["params"])
         optimizer = AccumulatingOptimizer(inner, **self._options)
-        trainers.remember([optimizer])
+        remember([optimizer])
         return optimizer
 
 

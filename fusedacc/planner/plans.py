@@ -15,13 +15,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..optimizer import AccumulatingOptimizer
-from . import libraries
+from . import budget as amounts
 from .allocations import ACTIVATIONS, KINDS, LIBRARIES, Peak
-from .batches import Batch, BatchDims
-from .budget import available, format_bytes, parse_bytes
-from .copies import recipe_of
-from .prediction import DataDependentError, Predictor, measured_peak
-from .training import LossFunction, models_own_loss
+from .budget import available, check_int, format_bytes, parse_bytes
+from .prediction import DataDependentError, Predictor
+from .training import Batch, BatchDims, LossFunction, models_own_loss, parts_of, recipe_of
 
 #: What of a device's free memory a plan leaves alone, where no budget is given.
 RESERVE = 0.05
@@ -73,8 +71,7 @@ class Plan:
     @property
     def micro_batch_sizes(self) -> list[int]:
         """The samples of each micro-batch of an update: the last may be smaller."""
-        whole, rest = divmod(self.samples_per_rank, self.micro_batch_size)
-        return [self.micro_batch_size] * whole + [rest] * bool(rest)
+        return parts_of(self.samples_per_rank, self.micro_batch_size)
 
     @property
     def ragged(self) -> bool:
@@ -193,7 +190,7 @@ def plan(
         return predictor.peak(size, math.ceil(per_rank / size))
 
     with ThreadPoolExecutor(1) as beside:  # another process's work
-        asked = beside.submit(libraries.scratch_bytes) if place.type == "cpu" else None
+        asked = beside.submit(amounts.scratch_bytes) if place.type == "cpu" else None
         least = _least(peak, per_rank)
     scratch = 0 if asked is None else asked.result()
     try:
@@ -206,9 +203,7 @@ def plan(
         found, steps = peak(size), math.ceil(per_rank / size)
         measured, why = None, "verify=False"
         if verify:
-            measured, why = measured_peak(
-                model, recipe, batch, loss_fn or models_own_loss, place, size, steps, found.bytes
-            )
+            measured, why = predictor.measured_peak(size, steps)
             measured = None if measured is None else measured + scratch
         moved = predictor.traffic(size, steps)
         kinds = {kind: found.by_kind.get(kind, 0) for kind in KINDS} | {LIBRARIES: scratch}
@@ -238,11 +233,8 @@ def _check(model: Any, optimizer: Any, global_batch_size: Any, world_size: Any) 
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    for name, value in (("global_batch_size", global_batch_size), ("world_size", world_size)):
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name} must be an int, got {value!r}")
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+    check_int("global_batch_size", global_batch_size, 1)
+    check_int("world_size", world_size, 1)
     if global_batch_size < world_size:
         raise ValueError(
             f"global_batch_size={global_batch_size} is less than world_size={world_size}: some ranks would "

@@ -48,7 +48,7 @@ def test_halves_make_the_same_step_in_less_memory(monkeypatch, kept):
 
 def test_what_grows_is_predicted_for_both_loops(monkeypatch, kept):
     monkeypatch.setattr(memory, "GROWS", ("gpt-64",))
-    monkeypatch.setattr("fusedacc.planner.libraries.scratch_bytes", lambda: 1000)
+    monkeypatch.setattr("fusedacc.planner.budget.scratch_bytes", lambda: 1000)
     memory.grows(kept, "quick")
     activations = figures(kept, "activations")
     assert activations["fusedacc", 3] > activations["fusedacc", 1]

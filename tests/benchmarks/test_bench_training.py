@@ -12,7 +12,7 @@ from benchmarks.suites import training
 from examples.demo import measure
 from examples.demo.loops import StockLoop
 from examples.demo.model import load_text
-from fusedacc.planner.recorded import recorded_peak
+from fusedacc.planner.allocations import recorded_peak
 
 DTYPES = ("float32", "bfloat16", "autocast")
 

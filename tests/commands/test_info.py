@@ -13,7 +13,7 @@ from answers import trials
 
 import fusedacc
 from fusedacc import __main__
-from fusedacc.commands import info, info_text
+from fusedacc.commands import info
 from fusedacc.kernels import (
     grouped,
     library,
@@ -79,9 +79,9 @@ def test_the_summary_is_short_and_shows_every_problem():
         auto = {"backend": None, "reason": "y" * 3000} if index else {"backend": "triton", "reason": ""}
         facts["devices"].append({"device": f"cuda:{index}", "name": "GPU", "auto": auto, "backends": rows})
     by_name(facts, "eager").update(fails)
-    lines = info_text.summary(facts).splitlines()
+    lines = info.summary(facts).splitlines()
     assert len(lines) <= 20
-    assert max(map(len, [*lines, *info_text.details(facts).splitlines()])) <= 110
+    assert max(map(len, [*lines, *info.details(facts).splitlines()])) <= 110
     text = joined("\n".join(lines))
     assert "cuda unavailable: 15: xxx" in text
     assert "remedy 15 (and 16 more, see --verbose) triton FAILS on cuda:1, cuda:3, " in text
@@ -167,8 +167,8 @@ def test_wrong_sums_and_exceptions_are_reported_and_fail(monkeypatch, broken, sa
     assert len(failures) == 8
     assert all(said in problem for problem in failures.values())
     assert not info.healthy(facts)
-    assert "eager   FAILS" in info_text.summary(facts)
-    assert all(f"{pair}: " in info_text.details(facts) for pair in failures)
+    assert "eager   FAILS" in info.summary(facts)
+    assert all(f"{pair}: " in info.details(facts) for pair in failures)
 
 
 @pytest.mark.skipif(native_module.module() is None, reason=f"{native_module.why_not()}")

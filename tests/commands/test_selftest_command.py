@@ -11,7 +11,7 @@ import torch
 from broken_backends import breaks, self_tests
 
 from fusedacc import __main__
-from fusedacc.commands import info, info_text, selftest
+from fusedacc.commands import info, selftest
 from fusedacc.kernels import dtypes, library, registry
 from fusedacc.kernels import selftest as kept
 
@@ -93,13 +93,13 @@ def test_results_replace_those_of_the_first_use(tmp_path):
 
 
 def test_info_shows_the_state(monkeypatch, tmp_path):
-    assert "self-test: off (FUSEDACC_SELFTEST=0)" in info_text.summary(info.collect())
+    assert "self-test: off (FUSEDACC_SELFTEST=0)" in info.summary(info.collect())
     monkeypatch.setenv("FUSEDACC_SELFTEST", "1")
-    assert "self-test: none needed without a GPU" in info_text.summary(info.collect())
+    assert "self-test: none needed without a GPU" in info.summary(info.collect())
     monkeypatch.setenv("FUSEDACC_SELFTEST", "maybe")
     facts = info.collect()
     assert not info.healthy(facts)
-    assert "self-test: FUSEDACC_SELFTEST='maybe': allowed are '0'" in info_text.summary(facts)
+    assert "self-test: FUSEDACC_SELFTEST='maybe': allowed are '0'" in info.summary(facts)
 
 
 @pytest.mark.skipif(FIRST == "eager", reason=f"no backend but eager: {library.load_error()}")
@@ -108,11 +108,11 @@ def test_info_shows_what_was_found(tmp_path):
         cpu = torch.device("cpu")
         facts = info.collect()
         assert info.healthy(facts)
-        assert "self-test on cpu: passed: cpu: float32 into float32" in info_text.details(facts)
+        assert "self-test on cpu: passed: cpu: float32 into float32" in info.details(facts)
         kept.record("cpu", "bfloat16 into float32", cpu, "addition: 3 of 9 elements are wrong")
         facts = info.collect()
         assert not info.healthy(facts)
         said = "FAILED: cpu: bfloat16 into float32: addition: 3 of 9 elements are wrong"
-        assert said in " ".join(info_text.summary(facts).split())
+        assert said in " ".join(info.summary(facts).split())
         assert facts["devices"][0]["auto"]["backend"] == "eager"
         assert "its self-test has failed" in registry.obstacle("cpu", cpu, torch.float32, torch.float32)

@@ -5,5 +5,5 @@
 - `records`: figures as rows of a CSV file and as a table.
 - `plots`: colours, style, titles, keys and bars of every picture.
 
-Peak memory is recorded by `fusedacc.planner.recorded`.
+Peak memory is recorded by `fusedacc.planner.allocations`.
 """
