@@ -1,10 +1,11 @@
 """Whether a backend's results are right on this GPU: checked once, before the backend is used.
 
 The first selection of a backend for a GPU runs a check of about a second against plain torch
-(`selftest_checks`). Results are kept in the folder of `tuning_cache`, by the name of the GPU, the driver, torch,
-Triton and the library. If several processes of a host ask at once, one runs the check, and the others wait for its
-result. A backend that fails is not used by this process any more: `registry.obstacle` gives the reason.
-`FUSEDACC_SELFTEST=0` turns all of this off. A CPU's backends are checked by `python -m fusedacc selftest`.
+(`selftest_checks`). Results are kept in the folder of `tuning_cache`, by the name of the GPU, the driver,
+torch, Triton and the library. If several processes of a host ask at once, one runs the check, and the others
+wait for its result. A backend that fails is not used by this process any more: `registry.obstacle` gives the
+reason. `FUSEDACC_SELFTEST=0` turns all of this off. A CPU's backends are checked by `python -m fusedacc
+selftest`.
 
 A check waits for the device. While a CUDA graph is captured or a model is traced it cannot run, and is
 deferred (`Deferred`): the backend is used as if there were no check, and the check runs later (`retry`).
