@@ -16,6 +16,7 @@ from ..accumulators import Slot
 from ..autograd.capture import Capture
 from ..kernels.checks import ORDINARY_TYPES
 from ..kernels.uncompiled import runs_as_written
+from . import compiled
 from .kept_cast import KeptCasts
 from .weight_sum import WeightSum
 
@@ -26,6 +27,8 @@ _transform_at_hand = torch._C._functorch.peek_interpreter_stack
 COPYING = ("__reduce_ex__", "__deepcopy__", "_replicate_for_data_parallel", "__prepare_scriptable__")
 #: Where a module's `__dict__` has its patched forward.
 PATCHED = "_accumulating_site"
+#: Where it has what a compiler reads: a `compiled.Traced`, or None.
+TRACED = "_accumulating_traced"
 #: The functions that stand in for a forward.
 _forwards: set[Any] = set()
 
@@ -86,7 +89,9 @@ class PatchedForward(WeightSum):
         # A method of the module: its code is that of all modules of a kind, and Dynamo asks no more of it, so
         # that they share a graph. What copies or pickles it gets the copy's.
         forward = types.MethodType(type(self).forward, self.module)
-        self._entries = {"forward": forward, PATCHED: self} | {name: Copying(self, name) for name in COPYING}
+        traced = compiled.Traced(self, self.window) if self.path and self.accumulates else None
+        self._entries = {"forward": forward, PATCHED: self, TRACED: traced}
+        self._entries |= {name: Copying(self, name) for name in COPYING}
         self.module.__dict__.update(self._entries)
 
     def remove(self) -> None:
@@ -98,7 +103,7 @@ class PatchedForward(WeightSum):
         """Take what is ours out of the module; returns it."""
         module = self.module
         own: dict[str, Any] = {} if module is None else module.__dict__
-        return {name: own.pop(name) for name, entry in self._entries.items() if own.get(name) is entry}
+        return {name: own.pop(name) for name, entry in self._entries.items() if name in own and own[name] is entry}
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[Any]:

@@ -55,6 +55,12 @@ class WeightSum:
             and not param.is_meta
         )
 
+    @property
+    def window(self) -> Any:
+        """The wrapper's."""
+        capture = self._capture()
+        return None if capture is None else capture.window
+
     def declare(self, path: str) -> None:
         """Gradients take this way, as `explain()` shows it."""
         if path not in self.slot.paths:
@@ -81,6 +87,32 @@ class WeightSum:
         if capture is None or (shown is not None and _share_memory(shown, operands)):
             return False
         return capture.take_in_place(self.slot, node, write, by_rows, part)
+
+    def deliver(self, node: Any, gradient: Tensor) -> None:
+        """Do what autograd would do with a gradient that a compiled graph adds by an operator.
+
+        Args:
+            node: the parameter's AccumulateGrad node in the graph that runs.
+            gradient: of the parameter, in the dtype of the products.
+
+        Raises:
+            RuntimeError: a hook was registered on the parameter after the forward.
+        """
+        param, capture = self.slot.param, self._capture()
+        if not param.requires_grad:  # frozen since the forward
+            return
+        if param._backward_hooks:  # the engine will call them without a gradient
+            raise RuntimeError(
+                f"a hook was registered on parameter {self.slot.name!r} between a compiled forward and its "
+                "backward, whose graph has no gradient for it: register hooks before the forward"
+            )
+        gradient = gradient.to(param.device, param.dtype)
+        if capture is not None and capture.receive(self.slot, gradient, True) is not None:
+            return
+        if param.grad is None:
+            param.grad = gradient
+        else:
+            param.grad.add_(gradient)
 
 
 def _share_memory(total: Tensor, operands: tuple[Tensor, ...]) -> bool:

@@ -72,6 +72,8 @@ class Window:
             )
         self.reduction = reduction
         self.private = private
+        #: Whether backwards do not count (`ignore()`).
+        self.ignoring = False
         #: How many ranks' gradients come together.
         self.ranks = 1
         self.num_updates = 0
