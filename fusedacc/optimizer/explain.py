@@ -149,6 +149,8 @@ def _in_backward(slot: Slot, accumulators: Accumulators) -> Route:
         lookup = accumulators.plans.select(slot.lane)
         names.append(lookup.backend.name)
         ways.append(f"an Embedding's rows: only those that were looked up; {lookup.reason}")
+    if slot.compiled:
+        ways.append("compiled: an operator in the backward's graph adds it")
     return Route("+".join(sorted(slot.paths, reverse=True)), "+".join(dict.fromkeys(names)), "; ".join(ways))
 
 
