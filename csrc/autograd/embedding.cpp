@@ -10,6 +10,19 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
+// Adds these gradients to the rows of the weight's accumulator, where that can be done without Python.
+bool adds_natively(const WeightTarget& destination, const at::Tensor& indices, const at::Tensor& gradient,
+                   int64_t padding, bool by_frequency) {
+  const RecordedCall* call = destination.call();
+  const at::Tensor* weight = destination.weight();
+  const int task = torch::autograd::get_current_graph_task_id();
+  const auto add_rows = [&] {
+    return call->entry->direct->add_rows(task, call->entry->index, indices, gradient, *weight, padding,
+                                         by_frequency);
+  };
+  return weight && call->adds_natively(task, add_rows);
+}
+
 class EmbeddingFunction : public torch::autograd::Function<EmbeddingFunction> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& weight, const at::Tensor& indices,
@@ -33,13 +46,7 @@ class EmbeddingFunction : public torch::autograd::Function<EmbeddingFunction> {
     const auto options = context->saved_data["options"].toIntVector();
     const int64_t rows = options[0], padding = options[1];
     const bool by_frequency = options[2] != 0;
-    const at::Tensor* weight = destination.weight();
-    const int task = torch::autograd::get_current_graph_task_id();
-    const auto add_rows = [&] {
-      return call->entry->direct->add_rows(task, call->entry->index, indices, gradient, *weight, padding,
-                                           by_frequency);
-    };
-    const bool added = (weight && call->adds_natively(task, add_rows)) ||
+    const bool added = adds_natively(destination, indices, gradient, padding, by_frequency) ||
                        (call && !at::GradMode::is_enabled() &&
                         call->site->adds(indices, gradient, destination.armed(), padding, by_frequency));
     if (!added) found[0] = at::embedding_dense_backward(gradient, indices, rows, padding, by_frequency);
@@ -48,6 +55,12 @@ class EmbeddingFunction : public torch::autograd::Function<EmbeddingFunction> {
 };
 
 }  // namespace
+
+bool add_rows(const c10::intrusive_ptr<PatchedForward>& site, const std::shared_ptr<HookState>& entry,
+              const at::Tensor& indices, const at::Tensor& gradient, int64_t padding, bool by_frequency) {
+  const RecordedCall call{site, entry};
+  return adds_natively(WeightTarget(call), indices, gradient, padding, by_frequency);
+}
 
 std::optional<at::Tensor> lookup(const c10::intrusive_ptr<PatchedForward>& site,
                                  const std::shared_ptr<HookState>& entry, const at::Tensor& indices,

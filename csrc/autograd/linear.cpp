@@ -22,22 +22,25 @@ int64_t tokens(const at::Tensor& tensor) {
 
 at::Tensor as_rows(const at::Tensor& tensor) { return tensor.reshape({tokens(tensor), tensor.size(-1)}); }
 
-// Adds left^T right to the weight's accumulator; false where autograd is to have it, as in a backward that is
-// recorded.
+// Adds left^T right to the weight's accumulator, where that can be done without Python.
+bool adds_natively(const WeightTarget& destination, const at::Tensor& left, const at::Tensor& right) {
+  const RecordedCall* call = destination.call();
+  const Multiplier by =
+      call->site->multiplier(left.scalar_type(), call->entry->accumulator_dtype, left.size(0));
+  if (by <= Multiplier::kPython) return false;
+  const at::Tensor* weight = destination.weight();
+  const int task = torch::autograd::get_current_graph_task_id();
+  const auto multiply = [&] {
+    return call->entry->direct->multiply(task, call->entry->index, left, right, *weight, by);
+  };
+  return weight && call->adds_natively(task, multiply);
+}
+
+// The same, by Python if need be; false where autograd is to have it, as in a backward that is recorded.
 bool adds(const WeightTarget& destination, const at::Tensor& left, const at::Tensor& right) {
   const RecordedCall* call = destination.call();
   if (call == nullptr || at::GradMode::is_enabled()) return false;
-  const Multiplier by =
-      call->site->multiplier(left.scalar_type(), call->entry->accumulator_dtype, left.size(0));
-  if (by > Multiplier::kPython) {
-    const at::Tensor* weight = destination.weight();
-    const int task = torch::autograd::get_current_graph_task_id();
-    const auto multiply = [&] {
-      return call->entry->direct->multiply(task, call->entry->index, left, right, *weight, by);
-    };
-    if (weight && call->adds_natively(task, multiply)) return true;
-  }
-  return call->site->adds(left, right, destination.armed());
+  return adds_natively(destination, left, right) || call->site->adds(left, right, destination.armed());
 }
 
 // The same memory, differentiable by the parameter: this backward is recorded.
@@ -102,6 +105,12 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
 };
 
 }  // namespace
+
+bool add_product(const c10::intrusive_ptr<PatchedForward>& site, const std::shared_ptr<HookState>& entry,
+                 const at::Tensor& left, const at::Tensor& right) {
+  const RecordedCall call{site, entry};
+  return adds_natively(WeightTarget(call), left, right);
+}
 
 std::optional<at::Tensor> product(const c10::intrusive_ptr<PatchedForward>& site,
                                   const std::shared_ptr<HookState>& entry, const at::Tensor& input,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -33,6 +34,8 @@ class Holder(Protocol):
     def node(self) -> Any: ...
 
     def adds(self, *arguments: Any) -> bool: ...
+
+    def adds_natively(self, *arguments: Any) -> bool: ...
 
     def deliver(self, node: Any, gradient: Tensor) -> None: ...
 
@@ -70,24 +73,25 @@ class Traced:
     def __init__(self, holder: Holder, window: Any) -> None:
         param = holder.slot.param
         if param._backward_hooks is None:
-            # Dynamo makes no guard for a dictionary that is missing: this leaves the one that hooks will go to.
-            param.register_hook(lambda gradient: None).remove()
+            # Dynamo makes no guard for a missing dictionary. Hooks that are registered later go to this one.
+            param._backward_hooks = OrderedDict()
         self.ticket = ticket_for(holder)
         self.weight = param
         self.hooks: Any = param._backward_hooks
         self.window = window
 
     def __reduce__(self) -> tuple:
-        return type(None), ()  # in a copy of a module's `__dict__`: nothing of ours
+        # Copies of a module's or a parameter's attributes have nothing of ours, and `torch.load` allows this.
+        return OrderedDict, ()
 
 
-def accumulates(traced: Traced | None, weight: Tensor) -> bool:
+def accumulates(traced: Any, weight: Tensor) -> bool:
     """Whether the operator of ours goes into the graph that Dynamo is tracing.
 
     Dynamo traces this function. It compiles again when one of the values that are read here has changed.
     """
     return (
-        traced is not None
+        isinstance(traced, Traced)
         # Not another parameter that was put into the module, or that functional_call puts there.
         and weight is traced.weight
         and torch.is_grad_enabled()
@@ -125,12 +129,16 @@ def _add(holder: Holder, gradient: Callable[[], Tensor], *arguments: Any) -> Non
     Args:
         holder: of the weight.
         gradient: makes it.
-        arguments: of the holder's `adds`, which adds the gradient without making it.
+        arguments: of the holder's `adds`, which adds the gradient without making it, but for `armed`.
 
     Raises:
         RuntimeError: `torch.autograd.grad` asks for the gradient itself, which the graph does not return.
     """
-    slot, node = holder.slot, holder.node
+    slot = holder.slot
+    slot.compiled = True
+    if holder.adds_natively(*arguments):
+        return
+    node = holder.node
     try:
         hooked = node is not None and torch._C._will_engine_execute_node(node)
         if not hooked:  # not wanted; or the graph ends in another node, as the parameter had before it was moved
@@ -143,8 +151,8 @@ def _add(holder: Holder, gradient: Callable[[], Tensor], *arguments: Any) -> Non
             "gradient to its sum and does not return it. Call both the forward and torch.autograd.grad() inside "
             "optimizer.ignore(), or run the forward uncompiled"
         ) from error
-    slot.compiled = True
-    if not (hooked and holder.adds(*arguments)):
+    first, second, *options = arguments
+    if not (hooked and holder.adds(first, second, True, *options)):
         holder.deliver(node, gradient())
 
 
@@ -156,7 +164,7 @@ def _end_of_graph(param: Tensor) -> Any:
 
 
 def _add_product(ticket: Tensor, left: Tensor, right: Tensor) -> None:
-    _add(_holder_of(ticket), lambda: torch.mm(left.t(), right), left, right, True)
+    _add(_holder_of(ticket), lambda: torch.mm(left.t(), right), left, right)
 
 
 def _add_rows(ticket: Tensor, indices: Tensor, gradients: Tensor, padding: int, by_frequency: bool) -> None:
@@ -166,7 +174,7 @@ def _add_rows(ticket: Tensor, indices: Tensor, gradients: Tensor, padding: int, 
         rows = holder.slot.param.shape[0]
         return torch.ops.aten.embedding_dense_backward(gradients, indices, rows, padding, by_frequency)
 
-    _add(holder, dense, indices, gradients, True, padding, by_frequency)
+    _add(holder, dense, indices, gradients, padding, by_frequency)
 
 
 def _define(name: str, arguments: str, function: Callable[..., None]) -> Callable[..., None]:
@@ -192,12 +200,17 @@ def _define(name: str, arguments: str, function: Callable[..., None]) -> Callabl
     return call
 
 
+def _add_grouped(ticket: Tensor, left: Tensor, right: Tensor, offs: Tensor) -> None:
+    _add(_holder_of(ticket), lambda: torch._grouped_mm(left.t(), right, offs=offs), left, right, offs)
+
+
 _ORDERED = torch._library.effects.EffectType.ORDERED
 _add_product_ = _define("add_product", "Tensor left, Tensor right", _add_product)
 _add_rows_ = _define(
     "add_rows", "Tensor indices, Tensor gradients, int padding, bool by_frequency", _add_rows
 )
-for _form in ("add_product_", "add_product"):
+_add_grouped_ = _define("add_grouped", "Tensor left, Tensor right, Tensor offs", _add_grouped)
+for _form in ("add_product_", "add_product", "add_grouped_", "add_grouped"):
     flops.add_formula(f"{NAMESPACE}::{_form}", flops.into_sum)
 
 
@@ -250,6 +263,23 @@ class _Embedding(torch.autograd.Function):
         return None, None, None, None, None
 
 
+class _Grouped(torch.autograd.Function):
+    """As `grouped.GroupedFunction`, not inward."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, offs: Tensor, ticket: Tensor) -> Tensor:
+        used = weight.detach()
+        ctx.save_for_backward(rows, used, offs, ticket)
+        return torch._grouped_mm(rows, used.transpose(-2, -1), offs=offs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, used, offs, ticket = ctx.saved_tensors
+        of_rows = torch._grouped_mm(gradient, used, offs=offs) if ctx.needs_input_grad[0] else None
+        _add_grouped_(ticket, gradient, rows, offs)
+        return of_rows, None, None, None
+
+
 def _plain_linear(
     input: Tensor, weight: Tensor, bias: Tensor | None, ticket: Tensor, transposed: bool
 ) -> Tensor:
@@ -260,6 +290,10 @@ def _plain_embedding(
     indices: Tensor, weight: Tensor, ticket: Tensor, padding: int, by_frequency: bool
 ) -> Tensor:
     return F.embedding(indices, weight)
+
+
+def _plain_grouped(rows: Tensor, weight: Tensor, offs: Tensor, ticket: Tensor) -> Tensor:
+    return F.grouped_mm(rows, weight.transpose(-2, -1), offs=offs)
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None, ticket: Tensor, transposed: bool) -> Tensor:
@@ -289,6 +323,12 @@ def _embedding(
     return _Embedding.apply(indices, weight, ticket, padding, by_frequency)
 
 
+def _grouped(rows: Tensor, weight: Tensor, offs: Tensor, ticket: Tensor) -> Tensor:
+    if rows.dim() != 2 or rows.dtype != weight.dtype or rows.device != weight.device:
+        return _plain_grouped(rows, weight, offs, ticket)  # which may refuse it
+    return _Grouped.apply(rows, weight, offs, ticket)
+
+
 for _schema, _recorded, _plain in (
     (
         "linear(Tensor input, Tensor weight, Tensor? bias, Tensor ticket, bool transposed) -> Tensor",
@@ -300,6 +340,7 @@ for _schema, _recorded, _plain in (
         _embedding,
         _plain_embedding,
     ),
+    ("grouped(Tensor rows, Tensor weight, Tensor offs, Tensor ticket) -> Tensor", _grouped, _plain_grouped),
 ):
     _name = _library.define(_schema)
     _library.impl(_name, _recorded, "Autograd")
@@ -309,3 +350,5 @@ for _schema, _recorded, _plain in (
 linear = getattr(torch.ops, NAMESPACE).linear.default
 #: weight[indices]: `(indices, weight, ticket, padding, by_frequency)`, as in `PatchedEmbedding.adds`.
 embedding = getattr(torch.ops, NAMESPACE).embedding.default
+#: A Linear layer for each group of rows: `(rows, weight, offs, ticket)`, as `functional.grouped_linear`.
+grouped = getattr(torch.ops, NAMESPACE).grouped.default

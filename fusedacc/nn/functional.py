@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import grouped
+from . import compiled, grouped
+from .patched_forward import TRACED
 from .stacked import plain_of
 
 __all__ = ["grouped_linear"]
@@ -32,8 +33,11 @@ def grouped_linear(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     Raises:
         RuntimeError, ValueError: as `torch.nn.functional.grouped_mm`.
     """
-    plain = torch.compiler.is_compiling() or not torch.is_grad_enabled()
-    if not (plain or _transform_at_hand() is not None or forward_ad._current_level >= 0):
+    if torch.compiler.is_compiling():
+        traced = getattr(weight, TRACED, None)
+        if compiled.accumulates(traced, weight):
+            return compiled.grouped(input, weight, offs, traced.ticket)
+    elif torch.is_grad_enabled() and _transform_at_hand() is None and forward_ad._current_level < 0:
         target = grouped.target_of(plain_of(weight))
         output = None if target is None else grouped.apply(input, target, offs, inward=False)
         if output is not None:

@@ -54,9 +54,11 @@ class PatchedForward(WeightSum):
     #: Whether its weight's cast under autocast can be kept over a window, and where that is, if it shall be.
     keeps_cast = False
     kept: KeptCasts | None = None
-    #: The native patched forward and its function, where there are any.
+    #: The native patched forward, its function, and what adds in the backward of a compiled graph, where
+    #: there are any.
     _native: Any = None
     _recorded: Any = None
+    _added: Any = None
 
     def __init_subclass__(cls) -> None:
         _forwards.add(runs_as_written(cls.forward, calls_too=not cls.compiled_by_itself))
@@ -89,7 +91,7 @@ class PatchedForward(WeightSum):
         # A method of the module: its code is that of all modules of a kind, and Dynamo asks no more of it, so
         # that they share a graph. What copies or pickles it gets the copy's.
         forward = types.MethodType(type(self).forward, self.module)
-        traced = compiled.Traced(self, self.window) if self.path and self.accumulates else None
+        traced = compiled.Traced(self, self.window) if self.path and self.is_ordinary else None
         self._entries = {"forward": forward, PATCHED: self, TRACED: traced}
         self._entries |= {name: Copying(self, name) for name in COPYING}
         self.module.__dict__.update(self._entries)
@@ -143,6 +145,11 @@ class PatchedForward(WeightSum):
             and forward_ad._current_level < 0
             and not _tracing()
         )
+
+    def adds_natively(self, *arguments: Any) -> bool:
+        """Add in the backward of a compiled graph, if Python has nothing to decide; `arguments`: of `adds`."""
+        hook = self.slot.native
+        return hook is not None and self._added is not None and self._added(self._native, hook, *arguments)
 
     def leave(self, slots: Collection[Slot]) -> bool:
         """Have no more to do with the parameters of these slots; whether nothing is left to do then."""

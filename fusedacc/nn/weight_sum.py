@@ -47,13 +47,16 @@ class WeightSum:
     @property
     def accumulates(self) -> bool:
         """Whether a gradient of the parameter would be added to the sum, as far as a forward can tell."""
-        param = self.slot.param
-        return (
-            self._capture() is not None
-            and param.requires_grad
-            and type(param) in ORDINARY_TYPES
-            and not param.is_meta
-        )
+        return self._capture() is not None and self.slot.param.requires_grad and self.is_ordinary
+
+    @property
+    def is_ordinary(self) -> bool:
+        """Whether the parameter is no subclass and has memory."""
+        return type(self.slot.param) in ORDINARY_TYPES and not self.slot.param.is_meta
+
+    def adds_natively(self, *arguments: Any) -> bool:
+        """Whether native code has added in the backward of a compiled graph; `arguments`: of `adds`."""
+        return False
 
     @property
     def window(self) -> Any:
