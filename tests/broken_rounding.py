@@ -49,7 +49,7 @@ ROUNDING_BREAKS = (
         "tests/optimizer/test_stochastic_checkpoints.py",
     ),
     Mutant(
-        "a float32 sum that a user has put into p.grad is taken for bfloat16",
+        "the sums of a model that was cast are taken for bfloat16",
         "fusedacc/accumulators/noise.py",
         "if accumulator is None or not self.rounds(accumulator.dtype)",
         "if accumulator is None",

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fusedacc
@@ -222,12 +221,6 @@ def reentrant_checkpoint(run: Run) -> None:
     run.train(loss)
 
 
-@situation()
-def checkpoint_without_reentry(run: Run) -> None:
-    model = run.wrapped(6, 6, 6, 6)
-    run.train(lambda: checkpoint(model, model[0](run.input(4, 6)), use_reentrant=False).square().sum())
-
-
 # Gradients of odd kinds
 
 
@@ -295,12 +288,6 @@ def own_parameter(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
     return b.detach(), a
 
 
-@returning(as_stock=False)
-def its_own_p_grad(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
-    grads = [torch.ones_like(p) if p.grad is None else p.grad.to(p.dtype) for p in (a, b)]
-    return grads[0], grads[1].view(12).view(3, 4)
-
-
 @returning()
 def with_a_graph(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
     with torch.enable_grad():
@@ -311,11 +298,6 @@ def with_a_graph(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
 @returning()
 def lazily_negated(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
     return torch._neg_view(torch.ones_like(a)), torch._neg_view(b.detach().clone())
-
-
-@returning(as_stock=False)
-def lazily_zero(gradient: Tensor, a: Tensor, b: Tensor) -> Any:
-    return torch._efficientzerotensor((3, 4), dtype=a.dtype), torch.ones_like(b)
 
 
 @returning()
@@ -348,13 +330,6 @@ def negated_by_autograd(run: Run) -> None:
         return (z * (1 - 2j)).abs().square().sum() + (real * imaginary).sum()
 
     run.train(loss)
-
-
-@situation(native=False, where=lambda loop: loop.dtype != LOW)  # of which there is no complex dtype
-def negated_of_its_own_dtype(run: Run) -> None:
-    real, imaginary = run.parameters((1,), (1,))
-    run.wrap([imaginary, real])
-    run.train(lambda: (torch.conj(torch.complex(real, imaginary)) * (1 - 2j)).abs().square().sum())
 
 
 @situation(as_stock=False)
@@ -454,18 +429,6 @@ def create_graph_in_between(run: Run) -> None:
 def anomaly_detection(run: Run) -> None:
     model = run.wrapped()
     with torch.autograd.detect_anomaly(check_nan=True):
-        run.train_on(model)
-
-
-class PassesOn(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-@situation()
-def a_dispatch_mode(run: Run) -> None:
-    model = run.wrapped()
-    with PassesOn():
         run.train_on(model)
 
 

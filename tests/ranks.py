@@ -57,7 +57,7 @@ class Pool:
                 break  # the others may wait for the one that failed
         answers = [found.get(end, (False, "no answer")) for end in self._ends]
         if not all(well for well, _ in answers):
-            self.close()
+            self.close(patience=0)
             raise AssertionError("\n".join(f"rank {rank}: {said}" for rank, (_, said) in enumerate(answers)))
         return [value for _, value in answers]
 
@@ -88,9 +88,12 @@ class Pool:
         for end in self._ends:
             end.send((function, arguments))
 
-    def close(self) -> None:
-        """End the processes."""
+    def close(self, patience: float = PATIENCE) -> None:
+        """Let the processes end, as coverage needs; kill those that have not after so many seconds."""
+        for end in self._ends:
+            end.close()
         for process in self._processes:
+            process.join(patience)
             process.kill()
             process.join()
         if _pools.get(self.count) is self:

@@ -137,8 +137,8 @@ class NoiseSource:
     def next_streams(self, slots: Sequence[Slot], accumulators: Sequence[Tensor | None]) -> list[int]:
         """The stream of each slot's next addition, for native code; -1 where it is rounded to nearest.
 
-        It numbers further additions itself, and `skip` is to be told of all. What users have put into p.grad
-        may be of another dtype than the slot's sums.
+        It numbers further additions itself, and `skip` is to be told of all. A parameter that was cast has
+        sums of another dtype, and native code would write bfloat16 into them.
         """
         if self.seed is None:
             return []

@@ -78,14 +78,3 @@ def test_memory_that_is_put_under_a_prepared_sum_is_what_is_added_to(monkeypatch
     weight.sum().backward()
     assert torch.equal(weight.grad, torch.full_like(former, 11.0))
     assert torch.equal(former, torch.full_like(former, 3.0))
-
-
-def test_what_is_large_depends_on_the_device(monkeypatch):
-    class Slot:
-        def __init__(self, kind: str, nbytes: int) -> None:
-            self.lane, self.nbytes = (torch.device(kind, 0),), nbytes
-
-    assert [python_hooks.is_large(Slot("cpu", size)) for size in (2**20 - 1, 2**20)] == [False, True]
-    assert [python_hooks.is_large(Slot("cuda", size)) for size in (2**20, 2**24)] == [False, True]
-    monkeypatch.setitem(python_hooks.LARGE_BYTES, "cuda", 2**25)
-    assert not python_hooks.is_large(Slot("cuda", 2**24))

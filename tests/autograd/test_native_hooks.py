@@ -273,13 +273,6 @@ def test_native_hooks_that_are_asked_for_and_not_there_are_an_error(tmp_path):
 
 
 @needs_native
-def test_native_hooks_that_are_asked_for_and_there_are_used(monkeypatch):
-    monkeypatch.setenv("FUSEDACC_NATIVE_HOOKS", "1")
-    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=1.0))
-    assert "hooks: native" in optimizer.explain()
-
-
-@needs_native
 @pytest.mark.parametrize("loop", ["float32", "bfloat16", "manual-float32"])
 @pytest.mark.parametrize("failed", [False, True])
 def test_nothing_is_kept_alive(uncollected, loop, failed):
@@ -303,21 +296,6 @@ def test_nothing_is_kept_alive(uncollected, loop, failed):
     assert all(p.grad is not None for p in run.params)
     gone, model, kept, run = [weakref.ref(p) for p in run.params], None, None, None
     assert [reference() for reference in gone] == [None] * len(gone)
-
-
-@needs_native
-@pytest.mark.parametrize("how", ["close", "delete"])
-def test_a_wrapper_that_is_gone_lets_gradients_through(how, calls):
-    run = Run(LOOPS["manual-float32"])
-    model = run.network()
-    optimizer = run.wrap(model)
-    kept = loss_of(run, model)
-    if how == "close":
-        optimizer.close()
-    run.opt = optimizer = None
-    kept.backward()
-    assert all(map(torch.equal, [p.grad for p in run.params], stock_gradients()))
-    assert calls.take() == 0
 
 
 @needs_native

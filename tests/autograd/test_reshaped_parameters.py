@@ -95,6 +95,18 @@ def test_a_shape_that_changes_between_windows_trains_on_as_stock(monkeypatch, ki
     assert any(f"{ours.embedding.num_embeddings}x4" in row for row in rows_of)
 
 
+def test_a_loop_that_clears_nothing_loses_what_has_the_former_shape():
+    stock, ours = Tied(LOW), Tied(LOW)
+    optimizers = torch.optim.SGD(stock.parameters(), lr=0.5), wrap(ours, "counted")
+    optimizers[1].zero_grad = lambda: None
+    for window in range(3):
+        for net, optimizer in zip((stock, ours), optimizers, strict=True):
+            if window == 1:
+                net.resize(9)
+            update(net, optimizer, K * window, net is ours)
+        assert all(map(torch.equal, stock.parameters(), ours.parameters()))
+
+
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_the_hooks_are_back_after_the_first_micro_batch_of_the_new_shape(options):
     net = Tied(LOW)

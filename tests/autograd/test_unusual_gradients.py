@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from loops import assert_gradients, expected, gradients, loss_of, micro_batch, network, wrap
+from loops import assert_gradients, expected, loss_of, micro_batch, network, wrap
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -70,44 +70,6 @@ def test_memory_that_somebody_else_writes_is_not_kept(build, steps):
         results.append((a.grad, b.grad, a.detach(), b.detach()))
     assert results[0][0].tolist() == [7.0] * 3
     assert all(map(torch.equal, *results))
-
-
-@pytest.mark.parametrize("stored", [False, True])
-@pytest.mark.parametrize("micro", [0, 1])
-def test_an_ignored_backward_beside_a_micro_batch(micro, stored):
-    """In the window's last micro-batch too, where p.grad holds the result, or autograd has stored there."""
-    model = network()
-    for p in model.parameters() if stored else ():
-        p.register_post_accumulate_grad_hook(lambda _: None)
-    optimizer = wrap(model, 2)
-    wanted = expected(model, (0, 1), 0.5)
-    for seed in (0, 1):
-        loss_of(model, seed).backward()
-        if seed == micro:
-            with optimizer.ignore():
-                loss_of(model, 7).backward()
-        optimizer.step()
-        if seed == 0:
-            optimizer.zero_grad()
-            assert gradients(model) == [None] * 4
-    assert optimizer.num_updates == 1
-    assert_gradients(model, wanted)
-
-
-@pytest.mark.parametrize("stored", [False, True])
-def test_an_ignored_backward_beside_a_micro_batch_of_a_manual_loop(stored):
-    model = network()
-    for p in model.parameters() if stored else ():
-        p.register_post_accumulate_grad_hook(lambda _: None)
-    optimizer = wrap(model, reduction="weighted", lr=0.0)
-    wanted = expected(model, (0, 1), 0.5)
-    for seed in (0, 1):
-        with optimizer.accumulate(weight=3):
-            loss_of(model, seed).backward()
-            with optimizer.ignore():
-                loss_of(model, 7).backward()
-    optimizer.step()
-    assert_gradients(model, wanted)
 
 
 @pytest.mark.parametrize(

@@ -361,6 +361,18 @@ def test_tensor_parallel_parameters_are_refused():
     on_ranks(2, sharded)
 
 
+def sparse() -> None:
+    net = nn.Embedding(5, 2, sparse=True)
+    optimizer = wrap(net, 1, data_parallel=dist.group.WORLD)
+    with pytest.raises(RuntimeError, match=r"'0.0' is sparse, .*allowed: dense gradients"):
+        net(torch.tensor([1, 2])).sum().backward()
+    optimizer.close()
+
+
+def test_sparse_gradients_are_refused():
+    on_ranks(2, sparse)
+
+
 def untold() -> list[str]:
     net = Net()
     parallel = DistributedDataParallel(net, find_unused_parameters=True)

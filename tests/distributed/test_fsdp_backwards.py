@@ -15,8 +15,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-import fusedacc
-
 
 class Checkpointed(nn.Module):
     """A network in pieces that the backward runs again."""
@@ -94,23 +92,6 @@ def a_frozen_layer() -> None:
             inner.step(), inner.zero_grad()
     assert far(model, reference) < 3e-7, far(model, reference)
     optimizer.close()
-
-
-def two_wrappers() -> None:
-    """Of one model's parameters, one of which gets a group later, between windows."""
-    K, UPDATES = 2, 2
-    wanted, _ = alone(K, UPDATES)
-    model = sharded()
-    first = fusedacc.AccumulatingOptimizer(torch.optim.AdamW(model[0].parameters(), lr=0.01), K)
-    second = fusedacc.AccumulatingOptimizer(torch.optim.AdamW(model[2].parameters(), lr=0.01), K)
-    second.add_param_group({"params": list(model[4].parameters())})
-    for index in range(K * UPDATES):
-        model.set_requires_gradient_sync(first.will_update)
-        loss_of(model, index).backward()
-        for optimizer in (first, second):
-            optimizer.step(), optimizer.zero_grad()
-    assert far(model, wanted) < 3e-7, far(model, wanted)
-    first.close(), second.close()
 
 
 class Failing(torch.autograd.Function):
@@ -199,7 +180,6 @@ def no_hooked_module() -> None:
         kinds_of_backwards,
         zeros_that_stay,
         a_frozen_layer,
-        two_wrappers,
         an_exception,
         a_hook_of_the_users,
         a_wrapper_that_is_forgotten,

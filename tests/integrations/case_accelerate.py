@@ -11,7 +11,7 @@ from typing import Any
 import accelerate
 import torch
 from accelerate import Accelerator
-from comparison import Row, difference, snapshot
+from comparison import Row, compared, snapshot
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -206,25 +206,11 @@ def tolerance(case: Case) -> float:
 
 def compare() -> list[Row]:
     """A row for each case."""
-    rows = []
-    for case, name, remark in (
-        (Digits(), "part-filled last window", "divides the last window by k"),
-        (Text(), "token-weighted loss, ragged lengths", "mean of means; divides the last window by k"),
-    ):
-        start = snapshot(case.model())
-        runs = exact(case), theirs(case), ours(case)
-        (reference, updates), (their_model, their_updates), (our_model, our_updates) = runs
-        wanted = snapshot(reference)
-        rows.append(
-            Row(
-                f"Accelerate {accelerate.__version__}",
-                name,
-                difference(snapshot(their_model), wanted, start),
-                difference(snapshot(our_model), wanted, start),
-                updates,
-                their_updates,
-                our_updates,
-                remark,
-            )
+    framework, lost = f"Accelerate {accelerate.__version__}", "divides the last window by k"
+    return [
+        compared(framework, name, snapshot(case.model()), exact(case), theirs(case), ours(case), remark)
+        for case, name, remark in (
+            (Digits(), "part-filled last window", lost),
+            (Text(), "token-weighted loss, ragged lengths", f"mean of means; {lost}"),
         )
-    return rows
+    ]

@@ -9,7 +9,7 @@ from typing import Any
 import fastai
 import torch
 from bigrams import Batch, batches, network
-from comparison import Row, difference, snapshot
+from comparison import Row, compared, snapshot
 from fastai.callback.schedule import Learner
 from fastai.callback.training import GradientAccumulation
 from fastai.data.core import DataLoaders
@@ -112,23 +112,10 @@ CASES = (
 
 
 def compare() -> list[Row]:
-    start = snapshot(network())
-    rows = []
+    start, rows = snapshot(network()), []
     for case, sizes, epochs, remark in CASES:
         data = batches(sizes)
-        exact = snapshot(reference(data, epochs))
-        their_net, their_updates = fit_theirs(data, epochs)
-        our_net, our_updates = fit_ours(data, epochs)
-        rows.append(
-            Row(
-                VERSION,
-                case,
-                difference(snapshot(their_net), exact, start),
-                difference(snapshot(our_net), exact, start),
-                epochs * len(list(windows(data))),
-                their_updates,
-                our_updates,
-                remark,
-            )
-        )
+        exact = reference(data, epochs), epochs * len(list(windows(data)))
+        runs = exact, fit_theirs(data, epochs), fit_ours(data, epochs)
+        rows.append(compared(VERSION, case, start, *runs, remark))
     return rows

@@ -170,47 +170,36 @@ def branching() -> tuple[np.ndarray, np.ndarray]:
     return x, y
 
 
+#: Name, what Keras does otherwise, and what `three_ways` trains.
+CASES: list[tuple[str, str, Any, Callable, Any, str]] = [
+    (
+        "part-filled last window",
+        "carries the last window into the next epoch; drops it after `fit`",
+        *(regression, samples, momentum, "mse"),
+    ),
+    (
+        "token-weighted loss, ragged lengths",
+        "mean of means; carries the last window on",
+        *(Tagger, sentences, momentum, "sparse_categorical_crossentropy"),
+    ),
+    (
+        "learning rate schedule",
+        "its schedule counts micro-batches",
+        *(regression, full_windows, scheduled, "mse"),
+    ),
+    (
+        "moving average (`use_ema`)",
+        "averages after every micro-batch",
+        *(regression, full_windows, averaged, "mse"),
+    ),
+    (
+        "layer without gradient in the last micro-batch",
+        "drops that layer's sum",
+        *(Branches, branching, momentum, "mse"),
+    ),
+    ("full windows", "", regression, full_windows, momentum, "mse"),
+]
+
+
 def compare() -> list[Row]:
-    return [
-        three_ways(
-            "part-filled last window",
-            "carries the last window into the next epoch; drops it after `fit`",
-            regression,
-            samples(),
-            momentum,
-            "mse",
-        ),
-        three_ways(
-            "token-weighted loss, ragged lengths",
-            "mean of means; carries the last window on",
-            Tagger,
-            sentences(),
-            momentum,
-            "sparse_categorical_crossentropy",
-        ),
-        three_ways(
-            "learning rate schedule",
-            "its schedule counts micro-batches",
-            regression,
-            full_windows(),
-            scheduled,
-            "mse",
-        ),
-        three_ways(
-            "moving average (`use_ema`)",
-            "averages after every micro-batch",
-            regression,
-            full_windows(),
-            averaged,
-            "mse",
-        ),
-        three_ways(
-            "layer without gradient in the last micro-batch",
-            "drops that layer's sum",
-            Branches,
-            branching(),
-            momentum,
-            "mse",
-        ),
-        three_ways("full windows", "", regression, full_windows(), momentum, "mse"),
-    ]
+    return [three_ways(case, remark, build, data(), *how) for case, remark, build, data, *how in CASES]

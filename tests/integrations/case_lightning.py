@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import lightning.pytorch as lightning
 import torch
 from bigrams import Batch, batches, network
-from comparison import Row, difference, snapshot
+from comparison import Row, compared, snapshot
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -123,23 +123,11 @@ CASES = (
 
 
 def compare() -> list[Row]:
-    start = snapshot(network())
-    rows = []
+    start, rows = snapshot(network()), []
     for case, lengths, epochs, options, remark in CASES:
         data = batches(lengths)
-        exact = snapshot(reference(data, epochs))
-        theirs, their_trainer = fit_theirs(data, epochs)
-        ours, our_trainer = fit_ours(data, epochs, **options)
-        rows.append(
-            Row(
-                VERSION,
-                case,
-                difference(snapshot(theirs), exact, start),
-                difference(snapshot(ours), exact, start),
-                epochs * len(list(windows(data))),
-                their_trainer.global_step,
-                our_trainer.global_step,
-                remark,
-            )
-        )
+        exact = reference(data, epochs), epochs * len(list(windows(data)))
+        fits = fit_theirs(data, epochs), fit_ours(data, epochs, **options)
+        runs = [(net, runner.global_step) for net, runner in fits]
+        rows.append(compared(VERSION, case, start, exact, *runs, remark))
     return rows

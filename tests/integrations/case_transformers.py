@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import transformers
-from comparison import Row, difference, snapshot
+from comparison import Row, compared, snapshot
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Trainer
@@ -206,14 +206,7 @@ def _row(
     updates = exact(reference, (ours or {}).get("lr_scheduler_type", "linear"))
     their_trainer = train(their_model, stock(their_model), **(theirs or {}))
     our_trainer = train_ours(our_model, **(ours or {}))
-    wanted = snapshot(reference)
-    return Row(
-        f"Transformers {transformers.__version__}",
-        case,
-        difference(snapshot(their_model), wanted, snapshot(start)),
-        difference(snapshot(our_model), wanted, snapshot(start)),
-        updates,
-        their_trainer.state.global_step,
-        our_trainer.state.global_step,
-        remark,
-    )
+    their_run = their_model, their_trainer.state.global_step
+    our_run = our_model, our_trainer.state.global_step
+    framework = f"Transformers {transformers.__version__}"
+    return compared(framework, case, snapshot(start), (reference, updates), their_run, our_run, remark)

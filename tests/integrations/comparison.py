@@ -59,6 +59,18 @@ def snapshot(model: torch.nn.Module) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
+Run = tuple[torch.nn.Module, int]
+
+
+def compared(
+    framework: str, case: str, start: Sequence[Tensor], exact: Run, theirs: Run, ours: Run, remark: str = ""
+) -> Row:
+    """The row of three runs from `start`: of each the trained model, and how many updates it took."""
+    wanted = snapshot(exact[0])
+    differences = [difference(snapshot(net), wanted, start) for net, _ in (theirs, ours)]
+    return Row(framework, case, *differences, exact[1], theirs[1], ours[1], remark)
+
+
 def equal(model: torch.nn.Module, other: torch.nn.Module) -> bool:
     """Whether all parameters have the same bits."""
     return all(map(torch.equal, snapshot(model), snapshot(other)))

@@ -56,25 +56,6 @@ def test_is_the_whole_batch_and_keras_is_not() -> None:
             assert (row.our_updates, row.their_updates) == (case.UPDATES, case.THEIR_UPDATES)
 
 
-def test_sums_are_filled_inside_the_backward() -> None:
-    model = compiled(wrapped())
-    x, y = case.samples()
-    grads: list[Any] = []
-
-    class Seen(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            grads.append([variable.value.grad for variable in model.trainable_weights])
-            assert model.optimizer.accumulator.micro_step == (batch + 1) % case.STEPS
-
-    train(model, x[: 3 * case.MICRO], y[: 3 * case.MICRO], Seen())
-    assert len(grads) == 3
-    assert not any(g is not None for seen in grads for g in seen)
-    explained = model.optimizer.accumulator.explain()
-    assert explained.count("multi_tensor") == len(model.trainable_weights)
-    assert "4 micro-batches per update" in explained
-    assert model.trainable_weights[0].path in explained
-
-
 KERAS_OPTIMIZERS = [
     *("SGD", "RMSprop", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "Adafactor"),
     *("Nadam", "Ftrl", "Lion", "Lamb", "Muon", "ScheduleFreeAdamW"),
@@ -255,13 +236,6 @@ def test_without_the_callback_the_last_window_ends_with_fit() -> None:
     assert model.optimizer.accumulator.micro_step == 0
 
 
-def test_plateau_and_learning_rate_callbacks_reach_the_inner_optimizer() -> None:
-    model = compiled(wrapped())
-    rates = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
-    train(model, *case.samples(), rates, epochs=2)
-    assert float(model.optimizer.inner_optimizer.learning_rate.numpy()) == np.float32(0.05) / 4
-
-
 def test_a_schedule_of_steps_asks_by_updates() -> None:
     asked: list[int] = []
 
@@ -274,18 +248,6 @@ def test_a_schedule_of_steps_asks_by_updates() -> None:
     train(model, x[:96], y[:96])  # 6 micro-batches: 1 + 2 + 3
     assert int(model.optimizer.iterations) == 3
     assert asked[:3] == [0, 1, 2]
-
-
-def test_compiled_again_with_another_wrapper() -> None:
-    model = compiled(wrapped())
-    train(model, *case.samples())
-    first = model.optimizer
-    model.compile(optimizer=wrapped(), loss="mse")
-    with pytest.raises(ValueError, match=r"already accumulated by another live.* close\(\) that one first"):
-        train(model, *case.samples())
-    first.accumulator.close()
-    train(model, *case.samples())
-    assert int(model.optimizer.iterations) == 3
 
 
 # Loops of one's own

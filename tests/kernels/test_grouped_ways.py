@@ -7,7 +7,7 @@ import torch
 from answers import answer
 from cases import PAIR_IDS, native
 from gemm_cases import GEMM_PAIRS
-from grouped_cases import groups, offsets_of, operator
+from grouped_cases import groups, operator
 
 from fusedacc.kernels import grouped, grouped_ways, library
 from fusedacc.kernels.grouped import grouped_accumulate_
@@ -96,13 +96,3 @@ def test_every_answer_is_followed(generator):
         with answer(*answers_for((BF16, F32), few, rounded)):
             grouped_accumulate_(accumulator, *others, 0.5, 0.25)
         assert torch.equal(accumulator, expected)
-
-
-def test_refused_backends():
-    tensors = torch.zeros(1, 2, 2), torch.ones(1, 2), torch.ones(1, 2), offsets_of((1,))
-    says = "backend='cuda' cannot add grouped products of float32 into float32 on cpu"
-    with pytest.raises(RuntimeError, match=says):
-        grouped_accumulate_(*tensors, backend="cuda")
-    with pytest.raises(ValueError, match="backend='fast' is no backend"):
-        grouped_accumulate_(*tensors, backend="fast")
-    assert tensors[0].eq(0).all()

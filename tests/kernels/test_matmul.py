@@ -160,25 +160,6 @@ def test_tensors_are_not_read_by_the_host(backend, pair, generator):
         torch.testing.assert_close(tensors[0], expected)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
-def test_autograd_records_nothing_and_sees_the_write(backend, pair, generator):
-    for shape in ((5, 7, 3), (6, 5, 0)):
-        accumulator, left, right = matrices(pair, shape, generator)
-        version = accumulator._version
-        gemm_accumulate_(accumulator, left.requires_grad_(), right, 0.3, 0.5, backend=backend)
-        assert not accumulator.requires_grad
-        assert accumulator._version > version
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
-def test_autocast_changes_nothing(way, pair, generator):
-    with torch.autocast("cpu", BF16):
-        for scale in (0.3, torch.tensor(0.3)):
-            run(way, matrices(pair, (5, 7, 3), generator), scale, 0.5)
-
-
 # What is allocated and moved
 
 

@@ -44,16 +44,6 @@ def test_no_needless_pass_and_no_needless_temporary(pair):
         assert operators(accumulator, gradient, 0.5, True) == [*widened, "copy_"]
 
 
-def test_a_scale_tensor_is_not_read_by_the_host():
-    scale = torch.tensor(0.5)
-    for gradient_dtype, accumulator_dtype in PAIRS:
-        gradient, accumulator = torch.ones(4, dtype=gradient_dtype), torch.ones(4, dtype=accumulator_dtype)
-        for overwrite in (False, True):
-            names = operators(accumulator, gradient, scale, overwrite)
-            assert "_local_scalar_dense" not in names
-        assert accumulator.tolist() == [0.5] * 4
-
-
 @pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX"), reason="no fused multiply-add here"
 )
@@ -72,13 +62,3 @@ def test_float32_sums_are_rounded_once(generator):
             neighbours = [torch.nextafter(torch.tensor(value), torch.tensor(to)) for to in (-1e9, 1e9)]
             error = abs(Fraction(value) - true)
             assert all(error <= abs(Fraction(other.item()) - true) for other in neighbours)
-
-
-def test_scale_is_rounded_to_the_computation_first():
-    third = 1 / 3
-    accumulator = [torch.zeros(1), torch.zeros(1, dtype=torch.float64)]
-    gradient = [torch.ones(1), torch.ones(1, dtype=torch.float64)]
-    for scale in (third, torch.tensor(third, dtype=torch.float64)):
-        reference.scale_accumulate_(accumulator, gradient, scale, True)
-        assert accumulator[0].item() == torch.tensor(third).item() != third
-        assert accumulator[1].item() == third

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import rounding_oracle as oracle
 import torch
@@ -145,36 +143,6 @@ def test_many_small_additions_are_kept_on_average():
     assert abs(mean - 1.5) < 4 * deviation / 64
     # By the theory, p (1 - p) unit**2 for each addition.
     assert deviation**2 == pytest.approx(512 * 1 / 8 * 7 / 8 * 2.0**-14, rel=0.15)
-
-
-def deviations(bins):
-    """How many standard deviations chi-square of 256 bins is from its mean."""
-    counts = torch.bincount(bins, minlength=256).double()
-    mean = bins.numel() / 256
-    return abs(((counts - mean) ** 2 / mean).sum().item() - 255) / (2 * 255) ** 0.5
-
-
-@functools.cache
-def sample(seed=11, parameter=3, addition=5, first=0):
-    """Bits of 2**18 elements."""
-    return rounding.random_bits(seed, stream_of(parameter, addition), torch.arange(1 << 18) + first)
-
-
-def test_bytes_are_uniform():
-    assert deviations(sample() >> 8) < 5
-    assert deviations(sample() & 0xFF) < 5
-
-
-NEXT = ({"first": 1}, {"first": 2}, {"first": 8}, {"parameter": 4}, {"addition": 6}, {"seed": 12})
-
-
-@pytest.mark.parametrize("other", [*NEXT, {"seed": 11 | 1 << 32}], ids=str)
-def test_neighbours_are_independent(other):
-    """Elements, blocks, parameters, additions and seeds."""
-    for shift in (0, 4, 12):
-        ours, others = (bits >> shift & 15 for bits in (sample(), sample(**other)))
-        assert deviations(ours * 16 + others) < 5
-    assert (sample() == sample(**other)).sum() < 40  # 4 are expected
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)

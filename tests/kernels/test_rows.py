@@ -73,16 +73,6 @@ def test_rows_that_are_not_dense_are_plain_torchs(generator):
             rows.accumulate_rows_(turned, indices, gradients, backend=backend)
 
 
-def test_selection_is_that_of_the_backends(cpu_backend):
-    table = torch.zeros(3, 2)
-    assert rows.select(table, torch.bfloat16, cpu_backend).backend.name == cpu_backend
-    assert rows.select(table, torch.bfloat16) == registry.select(table.device, table.dtype, torch.bfloat16)
-    with pytest.raises(RuntimeError, match="backend='cuda' cannot run bfloat16 into float32 on cpu"):
-        rows.select(table, torch.bfloat16, "cuda")
-    with pytest.raises(ValueError, match="backend='fast' is no backend"):
-        rows.accumulate_rows_(table, torch.tensor([0]), torch.ones(1, 2), backend="fast")
-
-
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_indices_of_both_widths_and_any_strides(dtype, cpu_backend, generator):
     indices = random_indices((4, 6), 5, "random", generator, dtype)
@@ -104,21 +94,6 @@ def test_backends_agree_to_the_bit(pair, generator):
             results.append(table.clone())
             rows.accumulate_rows_(results[-1], indices, gradients, **options, backend=backend)
         assert all(torch.equal(bits(result), bits(results[0])) for result in results)
-
-
-def test_other_rows_do_not_change_a_rows_bits(cpu_backend, generator):
-    """Nor does where its gradients stand among the others: only their own order counts."""
-    table, own = torch.zeros(4, 6), torch.randn(100, 6)
-    rows.accumulate_rows_(table, torch.full((100,), 2), own, 0.3, backend=cpu_backend)
-    indices = torch.randint(0, 4, (150,), generator=generator)
-    indices[torch.randperm(150, generator=generator)[:100]] = 5
-    indices[indices == 2] = 0
-    indices[indices == 5] = 2
-    gradients = torch.randn(150, 6)
-    gradients[indices == 2] = own
-    mixed = torch.zeros(4, 6)
-    rows.accumulate_rows_(mixed, indices, gradients, 0.3, backend=cpu_backend)
-    assert torch.equal(mixed[2], table[2])
 
 
 @pytest.mark.parametrize("kind", ["random", "one", "mixed"])
@@ -179,15 +154,6 @@ def test_a_number_that_is_no_row_is_passed_over_by_kernels_that_nobody_waits_for
     table = torch.zeros(5, 3)
     rows.accumulate_rows_(table, torch.tensor([0, bad, 4]), torch.ones(3, 3), backend="triton")
     assert table.tolist() == [[1.0] * 3, [0.0] * 3, [0.0] * 3, [0.0] * 3, [1.0] * 3]
-
-
-def test_gradients_and_tables_that_autograd_knows(cpu_backend):
-    weight = torch.nn.Parameter(torch.zeros(4, 2))
-    gradients = torch.ones(3, 2, requires_grad=True)
-    rows.accumulate_rows_(weight, torch.tensor([1, 1, 2]), gradients, 2.0, backend=cpu_backend)
-    assert weight.tolist() == [[0, 0], [4, 4], [2, 2], [0, 0]]
-    assert weight.is_leaf
-    assert weight._version > 0
 
 
 def test_nothing_is_read_by_the_host(generator):

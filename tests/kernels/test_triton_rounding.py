@@ -5,12 +5,10 @@ Scales are powers of two and gradients short, since the interpreter's multiply-a
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 import rounding_oracle as oracle
 import torch
-from cases import LAYOUTS, copies, random_tensor
+from cases import LAYOUTS, random_tensor
 from grouped_cases import offsets_of
 from row_cases import TABLES, lay_out, random_indices
 
@@ -63,40 +61,6 @@ def test_the_eager_backend_s_bits(layout, dtype, on_device, generator):
     found = backend.triton.accumulate_(results, gradients, *factors, 2.0, noise)
     assert all(map(torch.equal, results, expected))
     assert torch.linalg.vector_norm(found) == pytest.approx(torch.linalg.vector_norm(norms).item())
-
-
-def test_each_value_by_the_rule():
-    """Overwritten by every kind of float32: all exponents, subnormal numbers, infinities and nan."""
-    bits = torch.arange(-(2**15), 2**15, 7, dtype=torch.int64).mul(2**16)
-    patterns = torch.cat([bits + low for low in (0, 1, 0x7FFF, 0x8000, 0xFFFF)]).to(torch.int32)
-    values = patterns.view(F32)
-    values = values[~values.isnan()]  # a device's product gives any nan
-    result = torch.empty_like(values, dtype=BF16, device=DEVICE)
-    backend.triton.accumulate_([result], [values.to(DEVICE)], 1.0, True, noise=noise_for(1))
-    expected = torch.empty_like(values, dtype=BF16)
-    reference.scale_accumulate_([expected], [values], 1.0, True, noise=noise_for(1))
-    assert torch.equal(result.cpu().view(torch.int16), expected.view(torch.int16))
-    nan = torch.full((9,), torch.nan, device=DEVICE)
-    backend.triton.accumulate_([result[:9]], [nan], 1.0, False, noise=noise_for(1))
-    assert result[:9].isnan().all()
-
-
-def test_a_plan_takes_other_noise_each_time(generator):
-    shapes = [(300,), (5, 4)]
-    accumulators = [random_tensor(shape, BF16, generator, device=DEVICE) for shape in shapes]
-    gradients = [random_tensor(shape, BF16, generator, device=DEVICE) for shape in shapes]
-    before, seen = copies(accumulators), []
-    run = backend.triton.prepare(accumulators)
-    for noise in (noise_for(2), noise_for(2, 4), Noise(SEED + 1, noise_for(2).streams), None, noise_for(2)):
-        expected = copies(before)
-        for accumulator, values in zip(accumulators, before, strict=True):
-            accumulator.copy_(values)
-        run(gradients, 0.125, False, noise=noise)
-        reference.scale_accumulate_(expected, gradients, 0.125, False, noise=noise)
-        assert all(map(torch.equal, accumulators, expected))
-        seen.append(accumulators[0].clone())
-    assert torch.equal(seen[0], seen[-1])
-    assert not any(torch.equal(one, other) for one, other in pairwise(seen))
 
 
 @pytest.mark.sweep

@@ -10,8 +10,6 @@ import torch
 from kept_casts import BF16, F32, FP16, autocast, casts_of, make
 from torch import nn
 
-from fusedacc.nn import convolution
-
 LAYERS = (
     nn.Conv1d(4, 6, 3),
     nn.Conv2d(4, 6, 3, padding="same", padding_mode="reflect"),
@@ -103,15 +101,6 @@ def test_other_forwards_are_left_alone():
     with autocast():
         for _ in range(2):
             assert torch.equal(model(x), twin(x))
-    assert len(casts_of(optimizer)) == 1
-
-
-def test_a_small_weight_is_cast_as_before(monkeypatch):
-    monkeypatch.setattr(convolution, "SMALLEST", 4 * 4 * 3)
-    model, optimizer = make(lambda: nn.Sequential(nn.Conv1d(4, 4, 3), nn.Conv1d(4, 4, 2)))
-    with autocast():
-        model(torch.randn(1, 4, 9)).sum().backward()
-    assert ["forward" in module.__dict__ for module in model] == [True, False]
     assert len(casts_of(optimizer)) == 1
 
 

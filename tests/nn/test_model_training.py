@@ -7,7 +7,6 @@ import math
 
 import pytest
 import torch
-from loops import NoHostRead
 from test_autograd import Net, loss_of, tokens
 from torch import nn
 
@@ -194,25 +193,6 @@ def test_gradients_written_between_windows_leave_no_trace(clip, height):
         optimizer.zero_grad()
         torch.testing.assert_close(window(0), want)
         optimizer.zero_grad()
-
-
-def test_nothing_is_read_by_the_host_over_a_window_of_rows():
-    torch.manual_seed(0)
-    model = nn.Embedding(500, 6)
-    optimizer = fusedacc.AccumulatingOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1, fused=True), 2, model=model
-    )
-
-    def window(seed):
-        for micro in range(2):
-            model(tokens(seed + micro)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    window(0)
-    with NoHostRead():
-        window(2)
-    assert optimizer.num_updates == 2
 
 
 def test_the_indices_memory_may_be_filled_anew():

@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 import forked
 import pytest
 import torch
-from kept_casts import Conv1D
 from test_autograd import Net, assert_same_gradients, loss_of, wrap
 from torch import nn
 
@@ -33,16 +32,6 @@ def named(model, **options):
 
 def is_stock(module):
     return getattr(module.forward, "__func__", None) is type(module).forward
-
-
-def test_explain_shows_the_paths():
-    optimizer = named(Net())
-    assert route_of(optimizer, "embedding.weight") == "gemm+embedding"
-    assert route_of(optimizer, "up.weight") == "gemm"
-    assert route_of(optimizer, "up.bias") == "multi_tensor"
-    optimizer = named(Net(tied=False))
-    assert route_of(optimizer, "embedding.weight") == "embedding"
-    assert route_of(optimizer, "head.weight") == "gemm"
 
 
 def test_explain_and_errors_name_parameters_as_the_model_does():
@@ -425,17 +414,3 @@ def test_data_parallel_is_left_alone():
         optimizer = named(model)
     assert "replicas" in optimizer.explain()
     assert all(map(is_stock, model.modules()))
-
-
-def test_the_conv1d_of_transformers():
-    torch.manual_seed(0)
-    model = nn.Sequential(Conv1D(5, 4), nn.Tanh(), Conv1D(4, 5))
-    twin = copy.deepcopy(model)
-    optimizer = named(model)
-    assert route_of(optimizer, "0.weight") == "gemm"
-    for seed in range(2):
-        x = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(seed))
-        for net in (model, twin):
-            net(x).square().sum().backward()
-    assert_same_gradients(model, twin)
-    assert is_stock(copy.deepcopy(model)[0])

@@ -55,6 +55,10 @@ def test_what_cannot_be_wrapped():
         fusedacc.AccumulatingOptimizer(optimizer.param_groups)
     with pytest.raises(ValueError, match=STEPS):
         fusedacc.AccumulatingOptimizer(torch.optim.LBFGS(network().parameters()), 4)
+    inner = torch.optim.SGD(network().parameters(), lr=0.1)
+    inner.defaults["gradient_release"] = True  # as optimi's optimizers have it
+    with pytest.raises(ValueError, match=r"SGD\(gradient_release=True\).*allowed: gradient_release=False"):
+        fusedacc.AccumulatingOptimizer(inner)
 
 
 @pytest.mark.parametrize("result", [0, -1, 2.5, None])

@@ -222,6 +222,7 @@ DAMAGE = {
         r"float64; allowed.*float32",
     ),
     "a sum of nothing": (put(0, checkpoint.SUM, None), "sum of parameter 0"),
+    "counters that are no dict": (put(0, checkpoint.COUNTERS, checkpoint.packed([1])), "0 are damaged"),
     "truncated counters": (lambda s: cut(s["state"][2], checkpoint.COUNTERS), "damaged"),
     "counters of another window": (repack(lambda c: c["window"].update(micro_step=1)), "another window"),
     "no counters at the top, and none beside": (

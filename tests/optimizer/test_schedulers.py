@@ -218,16 +218,6 @@ class TestCounting:
             scheduler.step()
         assert (optimizer.num_updates, int(optimizer.num_skipped), scheduler.last_epoch) == (1, 1, 1)
 
-    def test_a_schedule_made_for_a_resumed_optimizer_starts_anew(self):
-        """Made before the optimizer is loaded, as torch asks for, and not loaded itself."""
-        trained = halving()
-        for _ in range(5 * K + 1):
-            micro_batch(*trained)
-        parts = halving()
-        parts[1].load_state_dict(trained[1].state_dict())
-        micro_batch(*parts)
-        assert (parts[1].num_updates, parts[2].last_epoch) == (6, 1)
-
     def test_an_optimizer_that_is_set_back_alone(self):
         parts = halving()
         early = parts[1].state_dict()
@@ -264,12 +254,6 @@ class TestUpdateScheduler:
         scheduler.last_epoch = 3
         assert inner.last_epoch == 3
         assert not hasattr(scheduler, "no_such_attribute")
-
-    def test_making_one_changes_no_rate(self):
-        _, optimizer = scalar(K)
-        inner = lr_scheduler.ConstantLR(optimizer, factor=0.25)
-        UpdateScheduler(inner)
-        assert (optimizer.param_groups[0]["lr"], inner.last_epoch) == (0.25, 0)
 
     def test_a_bare_schedulers_state_goes_in_and_out(self):
         """Stepped by hand until here, and for every update."""

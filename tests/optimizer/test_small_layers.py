@@ -13,7 +13,6 @@ from fusedacc import AccumulatingOptimizer
 from fusedacc.kernels import native_module
 from fusedacc.optimizer import small_layers
 
-F32 = torch.float32
 needs_hooks = pytest.mark.skipif(native_module.why_not() is not None, reason=str(native_module.why_not()))
 SMALLEST = small_layers.questions()[0].name
 #: The second layer's, so that its trial is none of a test's business.
@@ -102,13 +101,6 @@ def test_a_checkpoint_lets_alone_what_its_answers_do_not_change():
     assert model[0].forward is not ours
     assert optimizer._slots[0].paths == ("gemm",)
     assert_trains_as_without(model, optimizer)
-
-
-def test_larger_layers_are_not_asked_about():
-    with trials():
-        model = nn.Sequential(nn.Linear(200, 200))
-        optimizer = AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
-        assert optimizer._accumulators.choices == {}
 
 
 @pytest.mark.parametrize("question", small_layers.questions(), ids=lambda question: question.name)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import forked
 import pytest
 import torch
 from loops import LOW, assert_mean, loss_of, network, wrap
@@ -282,3 +284,26 @@ def test_a_sum_of_float32_that_the_user_has_put_there_is_no_bfloat16(native, mon
         (weight * 0.3).sum().backward()
     torch.testing.assert_close(weight.grad, torch.full((5000,), 0.7))
     optimizer.close()
+
+
+CAST = """
+import sys, torch, fusedacc
+model = torch.nn.Linear(100, 50, bias=False)
+how = {"accumulate_dtype": torch.bfloat16, "rounding": "stochastic", "reduction": "sum"}
+optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(model.parameters()), 3, **how)
+model.to(getattr(torch, sys.argv[1]))
+for number in range(3):
+    (model.weight * 0.3).sum().backward()
+    optimizer.step()
+print(model.weight.grad.unique().tolist())
+"""
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_sums_of_a_model_that_is_cast_to_a_dtype_that_bfloat16_cannot_sum(dtype):
+    """In a process: kernels that take them for bfloat16 write where they must not."""
+    done = forked.run(CAST, str(dtype)[6:])
+    assert done.returncode == 0, done.stderr
+    (found,) = json.loads(done.stdout)
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    assert found == pytest.approx(3 * torch.tensor(0.3, dtype=dtype).item(), rel=4 * torch.finfo(wide).eps)

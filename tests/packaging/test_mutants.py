@@ -13,10 +13,3 @@ def test_tests_of_every_mutant_are_there():
     assert [
         m.name for m in mutants.MUTANTS for path in m.tests.split() if not (mutants.ROOT / path).exists()
     ] == []
-
-
-def test_there_are_enough_of_either_kind_and_names_say_which():
-    assert len(mutants.FIXES) >= 20
-    assert len(mutants.BREAKS) >= 20
-    assert len({mutant.name for mutant in mutants.MUTANTS}) == len(mutants.MUTANTS)
-    assert all(mutant.old != mutant.new for mutant in mutants.MUTANTS)

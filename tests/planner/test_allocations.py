@@ -16,11 +16,6 @@ from fusedacc.planner.allocations import (
 )
 
 
-def test_nothing_has_no_peak():
-    assert peak([]).bytes == 0
-    assert not peak([]).by_kind
-
-
 def test_what_an_operator_takes_inside_is_there_in_its_call_alone():
     blocks = [Block(5, 0, PARAMETERS), Block(3, 4, ACTIVATIONS)]
     calls = [Operator(2, "a"), Operator(6, "b"), Operator(7, "unknown")]

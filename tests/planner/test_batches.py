@@ -41,13 +41,6 @@ def test_draws_are_the_first_samples_and_then_all_again():
     assert torch.equal(kept.drawn(4), x)  # draws are copies
 
 
-def test_a_tensor_alone_and_inputs_that_require_gradients():
-    batch = Batch(torch.ones(5, 2, requires_grad=True))
-    assert batch.size == 5
-    assert batch.shapes(7, CPU).requires_grad
-    assert batch.shapes(7, CPU).is_leaf
-
-
 def test_dimensions_by_name_path_and_number():
     sample = {"x": torch.ones(4, 3), "mask": torch.ones(2, 4), "table": torch.ones(7)}
     for dims in ({"mask": 1, "table": None}, {"['mask']": -1, "['table']": None}):

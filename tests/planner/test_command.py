@@ -13,7 +13,7 @@ from torch import nn
 import fusedacc
 from fusedacc import __main__
 from fusedacc.commands import plan as command
-from fusedacc.commands.plan import curves, devices, factory
+from fusedacc.commands.plan import devices
 from fusedacc.planner import KINDS
 
 MODULE = "planned_by_tests"
@@ -142,39 +142,9 @@ def test_a_picture(capsys, tmp_path):
         assert ((pixels - wanted).abs().amax(-1) < 0.01).sum() > 1000, colour
 
 
-@pytest.mark.parametrize(("batch", "ending"), [(1, "png"), (2, "svg")])
-def test_a_picture_of_few_sizes(tmp_path, batch, ending):
-    pytest.importorskip("matplotlib")
-    path = tmp_path / f"plan.{ending}"
-    assert run("bare", "--memory", "1GiB", "--no-verify", "--plot", str(path), batch=batch) == 0
-    assert path.stat().st_size > 5000
-
-
-def test_sizes_of_a_curve():
-    assert curves.sizes_to(1) == [1]
-    assert curves.sizes_to(4) == [1, 2, 3, 4]
-    assert curves.sizes_to(101)[0] == 1
-    assert curves.sizes_to(101)[-1] == 101
-    assert len(curves.sizes_to(10_000)) == curves.POINTS
-    assert curves.reach_of(None, 64) == 4
-    assert curves.reach_of(10, 64) == 20
-    assert curves.reach_of(64, 64) == 63
-    assert curves.reach_of(1, 1) == 1
-
-
 def test_a_peak_above_the_budget_fails(monkeypatch, capsys):
     monkeypatch.setattr("fusedacc.planner.plans.measured_peak", lambda *_: (2**40, ""))
     assert run("wrapped", "--memory", "1MiB", "--json") == command.WRONG
-
-
-def test_a_mistake_of_ours_is_no_input_error(monkeypatch):
-    def breaks(*_, **__):
-        return {}["missing"]
-
-    monkeypatch.setattr("fusedacc.planner.plans.Predictor", breaks)
-    monkeypatch.setattr(factory, "_frames", lambda error: [])  # which would be this file's
-    with pytest.raises(KeyError):
-        run("wrapped", "--memory", "1MiB")
 
 
 def test_stopping(monkeypatch, capsys):

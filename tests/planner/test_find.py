@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import resource
 import sys
+import types
 from typing import Any
 
 import pytest
@@ -233,6 +234,14 @@ def test_bad_input(
     options = {"step": blocks, "maximum": 8, "memory_budget": "1GiB", "progress": False, **changed}
     with pytest.raises(error, match=said):
         find_micro_batch_size(options.pop("step"), **options)
+
+
+def test_a_step_of_an_interactive_session(monkeypatch: pytest.MonkeyPatch):
+    main = types.ModuleType("__main__")
+    exec("def step():\n    pass", main.__dict__)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    with pytest.raises(TypeError, match=r"from an interactive session.*: move it to a module"):
+        find_micro_batch_size(main.step, maximum=8)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -140,20 +140,6 @@ def test_wrapper_arguments_are_those_that_were_planned_with():
     assert stock.wrapper_arguments() == {"gradient_accumulation_steps": 1}
 
 
-@pytest.mark.parametrize("inside", [False, True])
-def test_sums_that_are_rounded_stochastically_take_what_others_of_their_dtype_take(inside):
-    model = mlp().bfloat16()
-    sample = rows(4, 128)[0].bfloat16(), rows(4, 128)[1]
-    how = {"accumulate_dtype": torch.bfloat16, "model": model if inside else None}
-    nearest = planned(model, wrapped(model, **how), sample, 8)
-    stochastic = planned(model, wrapped(model, **how, rounding="stochastic", seed=5), sample, 8)
-    given = stochastic.wrapper_arguments()
-    assert (given["rounding"], given["seed"]) == ("stochastic", 5)
-    # Inside a product it is added in float32, in a part of the sum's size.
-    assert inside or stochastic.bytes_by_kind == nearest.bytes_by_kind
-    assert stochastic.peak_bytes == pytest.approx(nearest.peak_bytes, rel=0.01)
-
-
 def test_traffic_is_exact_where_shapes_tell_it():
     """How many rows of an embedding's sum are written depends on the words."""
     for inside, told in ((False, "exact"), (True, "estimated")):

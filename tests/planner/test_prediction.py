@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from planned_models import CPU, KINDS, adamw, classified, mlp, rows, text, under_autocast, wrapped
+from planned_models import CPU, KINDS, adamw, classified, mlp, rows, under_autocast, wrapped
 from planned_models import predicted_and_measured as both
-from torch import nn
 
-from fusedacc.planner import DataDependentError
 from fusedacc.planner.batches import Batch
 from fusedacc.planner.copies import recipe_of
 from fusedacc.planner.prediction import Predictor
@@ -90,48 +88,3 @@ def test_each_size_is_run_once():
     assert own.peak(3, 1) is not first
     assert seen == [3, 3]
     assert set(own.tried) == {3}
-
-
-def test_random_states_and_fakes_leave_nothing():
-    model = KINDS["checkpointed"].make()
-    own = predictor(model, text(4))
-    before = torch.get_rng_state()
-    own.peak(4, 2)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert all(type(own) is nn.Parameter for own in model.parameters())
-
-
-class Picks(nn.Module):
-    """Its shapes depend on its data."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 10)
-
-    def forward(self, x):
-        return self.layer(x[x[:, 0] > 0])
-
-
-class Asks(Picks):
-    def forward(self, x):
-        return self.layer(x if x.sum().item() > 0 else -x)
-
-
-@pytest.mark.parametrize(("kind", "operator"), [(Picks, "nonzero"), (Asks, "_local_scalar_dense")])
-def test_data_dependent_models_are_told_apart(kind, operator):
-    with pytest.raises(DataDependentError, match=rf"{operator}.*find_micro_batch_size"):
-        predictor(kind(), rows(4, 8)).peak(4, 2)
-
-
-def test_a_models_own_error_names_the_size():
-    class Refuses(nn.Linear):
-        def forward(self, x):
-            if len(x) > 2:
-                raise LookupError("three is a crowd")
-            return super().forward(x)
-
-    with pytest.raises(LookupError, match="a crowd") as raised:
-        predictor(Refuses(8, 10), rows(4, 8)).peak(3, 2)
-    assert any(
-        "micro-batch of 3" in note for note in getattr(raised.value, "__notes__", ["micro-batch of 3"])
-    )

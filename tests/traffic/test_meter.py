@@ -176,21 +176,6 @@ def test_a_loop_by_hand_is_named_by_the_user():
     assert "evaluation" not in phases
 
 
-def test_gradients_collected_from_autograd_count_as_accumulation():
-    model = network()
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(lambda p: None)
-    optimizer = wrap(model, 2)
-    loss_of(model, 0).backward()
-    optimizer.step()
-    with TrafficMeter(model) as meter:
-        loss_of(model, 1).backward()
-        optimizer.step()
-    phases = meter.as_dict()["by_phase_and_op"]
-    assert any(op.startswith("fusedacc") for op in phases["accumulate"])
-    assert not any(op.startswith("fusedacc") for op in phases.get("update", {}))
-
-
 def test_after_an_exception_in_a_step_nothing_is_an_update():
     weight = nn.Parameter(torch.zeros(1000))
 
@@ -278,56 +263,6 @@ def test_the_engines_own_threads_are_counted():
     counted = meter.as_dict()["by_op"]
     assert counted["aten::add"]["total_bytes"] == counted["triton::scale_accumulate"]["total_bytes"] == 800
     assert meter.uncounted_threads == []
-
-
-def test_somebody_elses_profile_function_is_called_as_before():
-    called: list[str] = []
-    former = threading.getprofile()
-    threading.setprofile(lambda frame, event, argument: called.append(event))
-    own = threading.getprofile()
-    try:
-        meters = [TrafficMeter() for _ in range(3)]
-        for meter in meters:
-            meter._threads.begin()
-        # tqdm's, which looks after bars that stand still, is none that was missed.
-        for name in ("profiled", "tqdm_monitor"):
-            thread = threading.Thread(target=lambda: len("ab"), name=name)
-            thread.start()
-            thread.join()
-        for index in (1, 0, 2):
-            meters[index]._threads.end()
-        assert threading.getprofile() is own
-    finally:
-        threading.setprofile(former)
-    assert meters[0].uncounted_threads == ["profiled"]
-    assert called.count("c_call") > 1
-
-
-def test_what_other_threads_do_changes_no_phase_and_no_figure():
-    """A launch outside the dispatcher, a phase that fusedacc names, an optimizer at work."""
-    x, weight = torch.randn(100), nn.Parameter(torch.zeros(100))
-    weight.grad = torch.ones(100)
-    inside, leave = threading.Event(), threading.Event()
-
-    class Slow(torch.optim.SGD):
-        @torch.no_grad()
-        def step(self, closure=None):
-            inside.set()
-            assert leave.wait(60)
-            super().step(closure)
-
-    def work() -> None:
-        with launch_events.phase("update"):
-            launch_events.launched("triton::scale_accumulate", [x], [x], (1.0, 1.0), [True])
-            Slow([weight], lr=0.1).step()
-
-    with TrafficMeter() as meter, ThreadPoolExecutor(1) as pool:
-        done = pool.submit(work)
-        assert inside.wait(60)
-        x.add(1)
-        leave.set()
-        done.result()
-    assert meter.as_dict()["by_phase"] == {"forward": 800}
 
 
 def test_figures_agree_with_each_other(tmp_path):
@@ -423,28 +358,6 @@ def test_bad_arguments():
     assert "total" in meter.table()
 
 
-def test_compiled_regions_run_as_they_are_written():
-    @torch.compile(backend="eager")
-    def region(x):
-        return (x * 2).sin()
-
-    x = torch.randn(100)
-    region(x)
-    with TrafficMeter() as meter:
-        region(x)
-    assert meter.total_bytes == 2 * 800
-
-
-def test_what_is_gone_is_forgotten():
-    weight = nn.Parameter(torch.zeros(10))
-    meter = TrafficMeter([weight])
-    with meter:
-        for _ in range(1000):
-            torch.zeros(10, requires_grad=True).mul(2)
-    assert len(meter._ledger._memories) < 600
-    assert meter.as_dict()["by_op"]["aten::mul"]["total_bytes"] == 1000 * 80
-
-
 def test_inference_mode_leaves_no_hook_and_loses_no_step():
     class Mixed(torch.optim.SGD):
         def step(self, closure=None):
@@ -477,36 +390,6 @@ def test_a_step_inside_a_hook_is_an_update():
         (weight * 2).sum().backward()
     assert meter.as_dict()["by_phase_and_kind"]["update"]["weights"] == 8000
     assert "accumulate" not in meter.as_dict()["by_phase"]
-
-
-def test_only_the_gradients_own_cast_is_accumulation():
-    class Product(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, w):
-            ctx.save_for_backward(x, w)
-            return x @ w.to(x.dtype)
-
-        @staticmethod
-        def backward(ctx, g):
-            x, w = ctx.saved_tensors
-            return g @ w.to(g.dtype).t(), (x.t() @ g).to(w.dtype)
-
-    weight = nn.Parameter(torch.randn(64, 64))
-    x = torch.randn(8, 64, dtype=BF16, requires_grad=True)
-    with TrafficMeter([weight]) as meter:
-        Product.apply(x, weight).sum().backward()
-    assert meter.as_dict()["by_phase_and_op"]["accumulate"]["aten::_to_copy"]["total_bytes"] == 64 * 64 * 6
-
-
-def test_kinds_do_not_depend_on_a_phases_name():
-    def kinds(named: bool):
-        model = large()
-        optimizer = torch.optim.AdamW(model.parameters())
-        with TrafficMeter(model) as meter, meter.phase("all") if named else contextlib.nullcontext():
-            stock_window(model, optimizer)
-        return meter.as_dict()["by_kind"]
-
-    assert kinds(True) == kinds(False)
 
 
 def test_a_backward_that_was_compiled_before_is_uncounted():

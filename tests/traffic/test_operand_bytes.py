@@ -61,6 +61,7 @@ TABLE, ROWS = new(50, 8), torch.tensor([3, 3, 7])
 SCORES, TARGETS = new(6, 11), torch.zeros(6, dtype=torch.int64)
 Q = new(2, 3, 5, 8)
 IMAGE, KERNEL = new(1, 2, 6, 6), new(3, 2, 3, 3)
+CONVOLVED = IMAGE, KERNEL, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [False, True, False]
 
 CASES = {  # name: (call, bytes read, bytes written)
     "add": (of(torch.add, X, Y), 8 * N, 4 * N),
@@ -118,11 +119,7 @@ CASES = {  # name: (call, bytes read, bytes written)
     "index by a mask": (lambda: X[FLAGS], N, 0),
     "gather": (lambda: torch.gather(SCORES, 1, TARGETS[:, None]), 48 + 24, 24),
     "index_add_": (lambda: TABLE.index_add_(0, ROWS, TABLE[:3].clone()), 24 + 96 + 96 + 96, 96 + 96),
-    "scatter_add_": (
-        lambda: SCORES.scatter_add_(1, TARGETS[:, None], C[:6]),
-        48 + 24 + 24,
-        24,
-    ),
+    "scatter_add_": (lambda: SCORES.scatter_add_(1, TARGETS[:, None], C[:6]), 48 + 24 + 24, 24),
     "index_put_": (lambda: TABLE.index_put_((ROWS,), torch.zeros(())), 24 + 4, 96 + 4),
     "index_put_ that adds": (lambda: TABLE.index_put_((ROWS,), C[:3, :8], True), 24 + 96 + 96, 96),
     "nll_loss": (lambda: F.nll_loss(SCORES, TARGETS), 48 + 24, 4 + 4),
@@ -145,20 +142,7 @@ CASES = {  # name: (call, bytes read, bytes written)
     ),
     "convolution": (of(F.conv2d, IMAGE, KERNEL), 288 + 216, 192),
     "convolution, backward to the weight only": (
-        of(
-            torch.ops.aten.convolution_backward,
-            IMAGE[:, :1, :4, :4].expand(1, 3, 4, 4),
-            IMAGE,
-            KERNEL,
-            None,
-            [1, 1],
-            [0, 0],
-            [1, 1],
-            False,
-            [0, 0],
-            1,
-            [False, True, False],
-        ),
+        of(torch.ops.aten.convolution_backward, IMAGE[:, :1, :4, :4].expand(1, 3, 4, 4), *CONVOLVED),
         64 + 288,
         216,
     ),

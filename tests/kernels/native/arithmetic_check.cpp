@@ -2,8 +2,9 @@
 #include <cmath>
 #include <cstring>
 #include <random>
+#include <vector>
 
-#include "common/functors.h"
+#include "common/norm_functors.h"
 
 #include "check.h"
 
@@ -90,6 +91,26 @@ void check_keep() {
   }
 }
 
+// A norm of numbers whose squares leave the range of their dtype, and of what is not finite.
+template <NormKind kind, typename T>
+void check_norms(const std::vector<double>& magnitudes) {
+  const auto norm_over = [](const std::vector<T>& values) {
+    const auto reduce = [&](auto functor) {
+      typename decltype(functor)::State state = 0;
+      for (const T value : values) state = functor.add(state, value);
+      return state;
+    };
+    return norm_of<kind, T>(reduce, reduce);
+  };
+  for (const double magnitude : magnitudes) {
+    const T value = static_cast<T>(magnitude);
+    const double wanted = static_cast<double>(value) * (kind == NormKind::kTwo ? 5 : 4);
+    CHECK(std::fabs(norm_over({3 * value, 0, -4 * value}) - wanted) <= wanted * 0x1p-20);
+    CHECK(norm_over({value, -INFINITY, value}) == INFINITY && std::isnan(norm_over({value, NAN, INFINITY})));
+  }
+  CHECK(norm_over({}) == 0 && norm_over({0, 0}) == 0);
+}
+
 }  // namespace
 
 int main() {
@@ -99,6 +120,9 @@ int main() {
   check_multiply_add();
   check_keep<float>();
   check_keep<double>();
+  check_norms<NormKind::kTwo, float>({1, 1e-30, 1e-19, 1e19, 1e30});
+  check_norms<NormKind::kTwo, double>({1, 1e-290, 1e290});
+  check_norms<NormKind::kInfinity, float>({1, 1e-30, 1e30});
   std::printf("rounded once\n");
   return 0;
 }

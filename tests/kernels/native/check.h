@@ -6,9 +6,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <random>
-#include <vector>
-
-#include "common/functors.h"
 
 #define CHECK(condition)                                                        \
   do {                                                                          \
@@ -32,20 +29,4 @@ inline uint64_t random_stream() {
 template <typename T>
 bool same_bits(T a, T b) {
   return std::memcmp(&a, &b, sizeof(T)) == 0;
-}
-
-template <typename T>
-T element_of(double value) {
-  if constexpr (sizeof(T) == 8) {
-    return value;
-  } else {
-    return fusedacc::narrow<T, float>(static_cast<float>(value));
-  }
-}
-
-template <typename T>
-std::vector<T> random_elements(int64_t count) {
-  std::vector<T> elements(static_cast<size_t>(count));
-  for (T& element : elements) element = element_of<T>(static_cast<double>(random_below(4001) - 2000) / 64);
-  return elements;
 }
