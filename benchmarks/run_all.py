@@ -26,6 +26,7 @@ SHOWN = (
     "linear",
     "embedding",
     "layers",
+    "compiled",
     "training",
     "experts",
     "experts_model",

@@ -26,7 +26,10 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import fusedacc
+from fusedacc.kernels import native_module
 from fusedacc.nn import compiled
+from fusedacc.nn.embedding import PatchedEmbedding
+from fusedacc.nn.linear import PatchedLinear
 from fusedacc.optimizer import parameters
 
 WIDTH = 8
@@ -577,8 +580,27 @@ def test_a_compiled_micro_batch_allocates_nothing_of_a_weights_size():
     _optimizer = wrap(model, 4)
     call = torch.compile(model, backend="aot_eager")
     for _ in range(3):
-        allocated = allocated_by(lambda: call(inputs(0, 8, width)).square().mean().backward())
+        allocated = allocated_by(lambda: call(inputs(0, 2, width)).square().mean().backward())
     assert allocated <= 0.1 * width * width * 4
+
+
+@pytest.mark.skipif(native_module.module() is None, reason="needs the native module")
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_native_code_adds_in_the_middle_of_a_window(is_compiled):
+    model = Tied()
+    optimizer = wrap(model, 8)
+    call = Run(model, optimizer, {"backend": "aot_eager"} if is_compiled else None).call
+    with contextlib.ExitStack() as stack:
+        for seed in range(4):
+            if seed == 2:
+                asked = [
+                    stack.enter_context(mock.patch.object(kind, "adds", wraps=lambda *_: False))
+                    for kind in (PatchedLinear, PatchedEmbedding)
+                ]
+            call(inputs(seed)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert not any(each.called for each in asked)
 
 
 def test_experts_that_grouped_linear_multiplies_add_up():
