@@ -1,6 +1,6 @@
 # `make help` lists the targets. SYSTEM_PYTHON=1 uses the current interpreter: no virtual environment, no network.
 .DEFAULT_GOAL := help
-.PHONY: help build build-cuda build-integrations demo test test-full test-mutants test-emulated-gpu test-gpu-mutants test-integrations lint format wheel test-versions bench bench-full bench-integrations bench-machines figures memory-figures rounding-figures clean
+.PHONY: help build build-cuda build-integrations demo test test-full test-mutants test-emulated-gpu test-gpu-mutants test-integrations lint format wheel test-versions bench bench-full bench-integrations bench-machines figures memory-figures rounding-figures machine-code clean
 
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
 
@@ -165,6 +165,9 @@ figures: $(BUILT)  ## the newest results as plots in docs/figures, tables in doc
 
 memory-figures: $(BUILT)  ## the plots and tables of docs/memory.md from the newest rows of benchmarks/results/memory.csv
 	$(PYTHON) -m benchmarks.report.memory_charts
+
+machine-code: $(DEPENDENCIES)  ## what the machine code of the GPU kernels predicts: docs/machine-code.md and benchmarks/results/machine_code.csv
+	$(PYTHON) -m machine_code
 
 rounding-figures: $(BUILT)  ## the plots and tables of docs/rounding.md from the newest rows of benchmarks/results/rounding.csv
 	$(PYTHON) -m benchmarks.report.rounding_charts

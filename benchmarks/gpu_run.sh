@@ -3,8 +3,8 @@
 #
 #   benchmarks/gpu_run.sh [PART]
 #
-#   first  what a first run on a new machine is to settle: the cuda tests, variants of the kernel, L2 and DRAM
-#          counters, kernels and two models, memcheck, from how many bytes on a gradient is best added at once
+#   first  what a first run on a new machine is to settle: the cuda tests, L2 and DRAM counters, kernels
+#          and two models, memcheck, from how many bytes on a gradient is best added at once
 #   1  build, what runs here, the cuda tests, the demo
 #   2  a few small tests under compute-sanitizer: memcheck, racecheck, initcheck
 #   3  the kernels' and the update's figures, and the byte counter against the DRAM counters where ncu can read them
@@ -127,14 +127,6 @@ gpu_tests() { # gpu_tests SECONDS: eight at a time where pytest-xdist is there
     -m cuda "${paths[@]}"
 }
 
-variants() { # variants SECONDS
-  step variants "$1" bash -c '
-set -e
-for model in resnet50 gpt2; do "$PYTHON" -m benchmarks.contestants.model_shapes $model >"$0/$model"; done
-nvcc -O3 -std=c++17 -fmad=false -arch=native benchmarks/suites/gpu_variants.cu -o "$0/variants"
-"$0/variants" "$0/resnet50" "$0/gpt2"' "$scratch"
-}
-
 backends() { # Tests of a backend that cannot run are skipped, so this fails where one cannot.
   step backends 20 "$PYTHON" -c '
 import sys, torch
@@ -171,7 +163,6 @@ part_first() {
   step info 30 "$PYTHON" -m fusedacc info --verbose
   backends
   gpu_tests 120
-  variants 50
   figures dram_check 60 --elements $((1 << 28)) --cases "fusedacc cuda bf16,torch mixed add_"
   figures kernels 70 --sizes 1Ki,1Mi,64Mi,1Gi --dtypes bfloat16:float32,float32:float32 \
     --providers "fusedacc cuda,fusedacc triton,add_,torch._foreach_add_,foreach cast and add"

@@ -14,8 +14,9 @@ import traceback
 
 from tqdm import tqdm
 
-from .harness.command import INTERRUPTED, arguments, chosen, effort, results
-from .harness.results import Results, first_line
+from fusedacc.commands.measuring.records import Results, first_line
+
+from .harness import INTERRUPTED, arguments, chosen, complete, effort, results
 
 #: Suites, each with `figures(results, effort)`, as the documents show them. First those that the README's
 #: head is made from.
@@ -50,7 +51,7 @@ def run(names: list[str], kept: Results, effort: str) -> dict[str, str]:
     for name in bar:
         bar.set_postfix_str(name)
         try:
-            importlib.import_module(f"benchmarks.suites.{name}").figures(kept, effort)
+            complete(kept, importlib.import_module(f"benchmarks.suites.{name}").figures, effort)
         except Exception as error:
             with tqdm.external_write_mode(file=sys.stderr):
                 traceback.print_exc()

@@ -20,7 +20,7 @@ from pathlib import Path
 from .build import ROOT
 
 #: What is copied; the copy has links to the rest.
-COPIED = ("csrc", "fusedacc", "tests", "emulation")
+COPIED = ("csrc", "fusedacc", "tests", "emulation", "machine_code")
 NORMS = "tests/cuda/test_norm_cuda.py -k cuda"
 SUMS = "tests/cuda/test_cuda_ops.py"
 PROGRAMS = "emulation/tests/test_programs.py"
@@ -50,14 +50,14 @@ class Mutant:
 MUTANTS = (
     Mutant(
         "no barrier before the warps' values are read",
-        "csrc/cuda/device/block_reduce.h",
+        "csrc/cuda/norm.cu",
         "of_warp[threadIdx.x / 32] = state;\n    __syncthreads();",
         "of_warp[threadIdx.x / 32] = state;",
         NORMS,
     ),
     Mutant(
         "a barrier that only some threads reach",
-        "csrc/cuda/device/block_reduce.h",
+        "csrc/cuda/norm.cu",
         "    __syncthreads();  // a join before may still be read",
         "    if (threadIdx.x < 64) __syncthreads();",
         NORMS,
@@ -150,7 +150,7 @@ MUTANTS = (
     ),
     Mutant(
         "the CPU reads a number before it has arrived",
-        "fusedacc/kernels/transfers.py",
+        "fusedacc/kernels/torch_state.py",
         'non_blocking=device.type != "cpu"',
         "non_blocking=True",
         "tests/cuda/test_devices_cuda.py",
@@ -158,7 +158,7 @@ MUTANTS = (
     Mutant(
         "torch's kernel on a CPU takes a scale that is on a GPU",
         "fusedacc/optimizer/update.py",
-        " and len(finals.on_gpu) < 2",
+        " and len(sums.on_gpu) < 2",
         "",
         "tests/cuda/test_devices_cuda.py",
     ),
@@ -175,6 +175,13 @@ MUTANTS = (
         "scale = torch.tensor(0.75, device",
         "scale = torch.tensor(0.7500001, device",
         "tests/cuda/test_sanitized.py -k plan",
+    ),
+    Mutant(
+        "a self-test runs while a graph is captured",
+        "fusedacc/kernels/selftest.py",
+        "        captures = torch_state.capturing()\n",
+        "        captures = False\n",
+        "tests/cuda/test_selftest_cuda.py -k capture",
     ),
 )
 

@@ -270,9 +270,15 @@ def is_capturing() -> bool:
     return bool(device.is_captured(device.current_stream(device.current_device())))
 
 
+#: As `torch.cuda.set_sync_debug_mode` has it.
+_sync_mode = 0
+
+
 def _set_sync_debug_mode(mode: int | str) -> None:
+    global _sync_mode
     names = {"default": 0, "warn": 1, "error": 2}
-    device.set_sync_mode(names[mode] if isinstance(mode, str) else mode)
+    _sync_mode = names[mode] if isinstance(mode, str) else mode
+    device.set_sync_mode(_sync_mode)
 
 
 class Properties:
@@ -362,6 +368,7 @@ def activate(library: ctypes.CDLL) -> None:
         "get_stream_from_external": stream_from_external,
         "synchronize": lambda given=None: device.device_synchronize(),
         "set_sync_debug_mode": _set_sync_debug_mode,
+        "get_sync_debug_mode": lambda: _sync_mode,
         "_sleep": lambda cycles: None,
         "CUDAGraph": CUDAGraph,
         "graph": Capture,

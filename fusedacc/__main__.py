@@ -1,4 +1,4 @@
-"""Commands: `python -m fusedacc info`, `python -m fusedacc bench` and `python -m fusedacc plan`."""
+"""Commands: `python -m fusedacc` with `info`, `bench`, `plan` or `selftest`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from .commands import bench, info, info_text, plan
+from .commands import bench, info, plan, selftest
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,16 +36,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "plan", help="which micro-batch fits in a budget, and where the memory goes"
     )
     plan.add_arguments(command)
+    command = commands.add_parser(
+        "selftest",
+        help="check and measure every backend here, and write a report to attach to an issue",
+        description=selftest.DESCRIPTION,
+    )
+    selftest.add_arguments(command)
     chosen = parser.parse_args(arguments)
     if chosen.command == "bench":
         return bench.run(chosen)
     if chosen.command == "plan":
         return plan.run(chosen)
+    if chosen.command == "selftest":
+        return selftest.run(chosen)
     facts = info.collect()
     if chosen.json:
         print(json.dumps(facts, indent=2))
     else:
-        print(info_text.details(facts) if chosen.verbose else info_text.summary(facts))
+        print(info.details(facts) if chosen.verbose else info.summary(facts))
     return 0 if info.healthy(facts) else 1
 
 

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from .kernels.transfers import common_device, to_device
+from .kernels.torch_state import common_device, to_device
 from .optimizer import AccumulatingOptimizer
-from .optimizer.loss_scale import Scaling
+from .optimizer.update import Scaling
 
 __all__ = ["GradScaler"]
 

@@ -13,11 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .kernels import checks, grain_size, norms, reference, registry, undispatched
-from .kernels.lists import Plan, bump_versions, is_traced_natively, split_refused
+from .kernels import checks, loop_settings, native_module, norms, reference, registry
+from .kernels.lists import PreparedAccumulation, bump_versions, is_traced_natively, split_refused
 from .kernels.native import as_argument
-from .kernels.rounding import Noise
-from .kernels.rounding_arguments import NEAREST, noise_for
+from .kernels.rounding import NEAREST, Noise, noise_for
 
 __all__ = ["prepare", "scale_accumulate_", "scale_cast_", "total_norm"]
 
@@ -84,8 +83,8 @@ def accumulate_rounded_(
     if torch.compiler.is_compiling():
         _traced(accumulators, gradients, scale, overwrite, backend, noise)
         return
-    grain_size.tune_once()
-    if backend == "auto" and undispatched.accumulate(
+    loop_settings.tune_grain_size_once()
+    if backend == "auto" and native_module.accumulate(
         accumulators, gradients, scale, overwrite, 1.0, None, True, True, noise
     ):
         return
@@ -144,7 +143,7 @@ def prepare(
     seed: int | None = None,
     offset: int | None = None,
     backend: str = "auto",
-) -> Plan:
+) -> PreparedAccumulation:
     """Bind accumulators that stay to their backends: `plan(gradients, scale=1.0, *, overwrite=False)`.
 
     The plan does what `scale_accumulate_` does, with the accumulators' checks, pointers and groups cached.
@@ -159,9 +158,9 @@ def prepare(
     Raises:
         TypeError, ValueError, RuntimeError: as `scale_accumulate_`.
     """
-    grain_size.tune_once()
+    loop_settings.tune_grain_size_once()
     noise = noise_for(accumulators, rounding, seed, offset)
-    return Plan(accumulators, backend, None if noise is None else noise.seed, offset or 0)
+    return PreparedAccumulation(accumulators, backend, None if noise is None else noise.seed, offset or 0)
 
 
 def total_norm(tensors: Sequence[Tensor], norm_type: float = 2.0, *, backend: str = "auto") -> Tensor:

@@ -47,7 +47,7 @@ class ScriptedClock:
 def trials(**variables: str) -> Iterator[None]:
     """Trials are allowed, and this process has found nothing yet."""
     with (
-        mock.patch.dict(os.environ, {tuning.VARIABLE: "1", **variables}),
+        mock.patch.dict(os.environ, {tuning.TUNE_ENV: "1", **variables}),
         mock.patch.dict(tuning._found, clear=True),
         mock.patch.object(Interruptions, "since_mark", return_value=False),  # other tests run beside
         mock.patch.object(Interruptions, "stolen_share", return_value=0.0),
@@ -60,5 +60,5 @@ def answer(*answers: str) -> Iterator[None]:
     """This process has found these answers: a question's name, its way, and so on in pairs."""
     with trials():
         for name, way in zip(answers[::2], answers[1::2], strict=True):
-            tuning._found[tuning.machine(), name] = tuning.Choice(way, "says the test")
+            tuning._found[tuning.machine(), name] = tuning.Decision(way, "says the test")
         yield

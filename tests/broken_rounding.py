@@ -44,7 +44,7 @@ ROUNDING_BREAKS = (
     Mutant(
         "random bits' numbers depend on when users look",
         "fusedacc/optimizer/accumulation.py",
-        "            if outermost:\n                self._noise.settle()",
+        "            if outermost:\n                self._noise.finish_numbering()",
         "            pass",
         "tests/optimizer/test_stochastic_checkpoints.py",
     ),
@@ -57,7 +57,7 @@ ROUNDING_BREAKS = (
     ),
     Mutant(
         "ranks that round otherwise go unseen",
-        "fusedacc/distributed/settings.py",
+        "fusedacc/distributed/agreement.py",
         '"rounding": (seed is None,',
         '"rounding": (None,',
         "tests/distributed/test_agreement.py",

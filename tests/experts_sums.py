@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import torch
 
-from benchmarks.suites.layers import STOCK, Work
+from benchmarks.suites.layers import STOCK, EndlessWindow
 
 
-def assert_ways_add_the_same(ways: Mapping[str, Work], atol: float) -> None:
+def assert_ways_add_the_same(ways: Mapping[str, EndlessWindow], atol: float) -> None:
     """Runs two micro-batches of each, and holds every sum's direction to stock's."""
     for own in ways.values():
         own.run()
@@ -23,7 +23,7 @@ def assert_ways_add_the_same(ways: Mapping[str, Work], atol: float) -> None:
             torch.testing.assert_close(found, wanted, rtol=0.02, atol=atol, msg=way)
 
 
-def _sums_of(own: Work) -> list[torch.Tensor]:
+def _sums_of(own: EndlessWindow) -> list[torch.Tensor]:
     if own.optimizer is not None:
         return [slot.accumulator for slot in own.optimizer._slots]
     return [getattr(p, "total", p.grad) for p in own.model.parameters()]

@@ -12,9 +12,9 @@ from cases import PAIRS, random_tensor
 from torch import Tensor
 
 from fusedacc.kernels import library
-from fusedacc.kernels.constants import Way
+from fusedacc.kernels.constants import GemmMethod
 from fusedacc.kernels.dtypes import computation_dtype
-from fusedacc.kernels.grouped_ways import NEVER
+from fusedacc.kernels.grouped import NEVER
 
 #: (operand dtype, accumulator dtype) as in `checks.PAIRS`.
 GEMM_PAIRS = PAIRS
@@ -50,7 +50,7 @@ def ways(function: Callable, operators: Mapping[str, Callable]) -> list:
 def rounds(way: functools.partial, left: Tensor, accumulator: Tensor) -> torch.dtype | None:
     """The dtype to which one of those ways may round a product."""
     given = way.keywords
-    may = given.get("backend") == "cpu" or given.get("way") == Way.ROUNDED
+    may = given.get("backend") == "cpu" or given.get("way") == GemmMethod.ROUNDED
     may = may or given.get("thresholds", (0, NEVER))[1] != NEVER
     return (
         torch.bfloat16 if may and (left.dtype, accumulator.dtype) == (torch.bfloat16, torch.float32) else None

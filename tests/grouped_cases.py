@@ -10,7 +10,7 @@ from cases import random_tensor
 from gemm_cases import NAN, assert_is_product, lay_out_operand
 from torch import Tensor
 
-from fusedacc.kernels.grouped_ways import NEVER
+from fusedacc.kernels.grouped import NEVER
 from fusedacc.kernels.native import as_argument
 
 #: Tokens of each expert: none in places, none at all, one expert, wild imbalance.

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fusedacc
+from fusedacc.accumulators.reduction import WEIGHING
 from fusedacc.traffic import TrafficMeter
 
 LOW = torch.bfloat16
@@ -35,7 +36,7 @@ class Loop:
 
     @property
     def weighs(self) -> bool:
-        return self.options.get("reduction") in ("weighted", "normalized")
+        return self.options.get("reduction") in WEIGHING
 
 
 STOCHASTIC = {"accumulate_dtype": LOW, "rounding": "stochastic", "seed": 5}

@@ -14,7 +14,7 @@ class Mutant:
         where: a file, or a folder in whose files, from the root. Nothing is built: of csrc only headers that
             tests compile can be broken.
         old, new: the text replaced, which stands there once, and what it becomes.
-        tests: paths of which one test at least must fail, apart by blanks.
+        tests: paths, or tests as pytest names them, of which one at least must fail; apart by blanks.
     """
 
     name: str

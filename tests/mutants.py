@@ -32,7 +32,7 @@ from mutant import Mutant
 ROOT = Path(__file__).resolve().parents[1]
 MUTANTS = (*FIXES, *RANK_FIXES, *BREAKS, *RANK_BREAKS, *ROUNDING_BREAKS)
 #: What a mutant may change, or what finds the root by its own place; of the rest the copy has links.
-COPIED = ("csrc", "fusedacc", "tests")
+COPIED = ("csrc", "fusedacc", "tests", "machine_code")
 #: Seconds after which tests that a mutant has brought to a stop have caught it.
 PATIENCE = 900
 

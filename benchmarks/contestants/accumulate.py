@@ -1,7 +1,7 @@
-"""Ways to do `accumulator += scale * gradient` over lists of tensors: ours, torch's and other packages'.
+"""Ways to do `accumulator += scale * gradient`: those of `bench`, and other packages'.
 
-A new competitor is one `Provider` in the registry `ACCUMULATE`. `products.py` has those that compute the
-gradient too.
+A new competitor is a `BenchVariant` in `additions` or `products`. One that belongs into `bench` too goes
+there, and its short name into `NAMES`.
 """
 
 from __future__ import annotations
@@ -9,338 +9,154 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
-from collections.abc import Callable, Iterable, Sequence
+import inspect
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from fusedacc.commands.bench.work import grad_dtype_obstacle, parameter_with
-from fusedacc.functional import prepare, scale_accumulate_
+from fusedacc.commands.bench.comparison import COPY
+from fusedacc.commands.bench.layers import Products, Three
+from fusedacc.commands.bench.lists import SCALE, Additions, Lists
+from fusedacc.commands.bench.work import OURS, STOCK, YARDSTICK, BenchVariant, calling
+from fusedacc.commands.measuring.records import PEAK
+from fusedacc.commands.measuring.timing import Run
+from fusedacc.functional import prepare
 from fusedacc.kernels import registry
-from fusedacc.kernels.dtypes import computation_dtype
 
-from ..harness import measure
-from ..harness.results import first_line
-
-Make = Callable[[Sequence[Tensor], Sequence, float], Callable[[], object]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Provider:
-    """One way to accumulate.
-
-    `make(accumulators, gradients, scale)` returns a function without arguments that accumulates once; it may
-    allocate and compile, and so may that function's first call.
-    `moved(accumulators, gradients)`: bytes of one call by hand, each operand of each operator once.
-    `unavailable(device)` and `unsupported(accumulators, gradients)`: why it cannot run, or None.
-    `kept` and `temporary` (of the itemsizes of accumulator and gradient): bytes per element held between
-    calls, and during one. `counted`: its operators pass torch's dispatcher, and no others do, so that
-    `fusedacc.traffic.TrafficMeter` tells what it moves. `compiled`: by torch.compile, slow to start.
-    """
-
-    name: str
-    description: str
-    make: Make | None = None
-    moved: Callable[[Sequence[Tensor], Sequence], int] = lambda accumulators, gradients: 0
-    unavailable: Callable[[torch.device], str | None] = lambda device: None
-    unsupported: Callable[[Sequence[Tensor], Sequence], str | None] = lambda accumulators, gradients: None
-    kept: Callable[[int, int], int] = lambda accumulator, gradient: 0
-    temporary: Callable[[int, int], int] = lambda accumulator, gradient: 0
-    counted: bool = True
-    compiled: bool = False
-    note: str = ""
+BACKENDS = ("cpu", "cuda", "triton", "eager")
+#: The providers of rows, by the names that `bench` has for them.
+NAMES = {
+    COPY: PEAK[0],
+    **{f"fusedacc {name}, prepared": f"fusedacc {name}" for name in BACKENDS},
+    **{f"fusedacc {name}, fresh lists": f"fusedacc {name} fresh lists" for name in BACKENDS[:3]},
+    "acc.add_(g, alpha=s)": "add_",
+    "acc.add_(g.to(acc.dtype), alpha=s)": "cast and add_",
+    **{f"acc += g.to({dtype}) * s": "by hand" for dtype in ("float32", "float64")},
+    "torch._foreach_add_(accs, gs, alpha=s)": "torch._foreach_add_",
+    "torch._foreach_copy_ to casts, _foreach_add_": "foreach cast and add",
+    "autograd into .grad": "autograd grad_dtype",
+    "torch.compile of _foreach_add_": "compiled foreach",
+    **{f"fusedacc {name}, into the sum": f"fusedacc {name} into the sum" for name in BACKENDS},
+    "torch.addmm(out_dtype=acc.dtype, out=acc)": "addmm out_dtype",
+    "acc.addmm_(dy.t(), x)": "addmm_",
+    "acc.add_(dy.t() @ x)": "product then add_",
+    "acc.add_((dy.t() @ x).to(acc.dtype))": "product then cast and add_",
+}
+#: Of those here.
+OWN = ("add_ same dtype", "apex axpby")
+OWN_PRODUCTS = ("product then fusedacc", "apex wgrad_gemm_accum", "TransformerEngine gemm")
+PROVIDERS = tuple(dict.fromkeys((*PEAK, *NAMES.values(), *OWN, *OWN_PRODUCTS)))
 
 
-def per_element(
-    formula: Callable[[int, int, int], int],
-) -> Callable[[Sequence[Tensor], Sequence[Tensor]], int]:
-    """Bytes of a list from bytes per element, by the itemsizes of accumulator, gradient and computation."""
-
-    def moved(accumulators: Sequence[Tensor], gradients: Sequence[Tensor]) -> int:
-        return sum(
-            acc.numel() * formula(acc.itemsize, gradient.itemsize, computation_dtype(acc.dtype).itemsize)
-            for acc, gradient in zip(accumulators, gradients, strict=True)
-        )
-
-    return moved
+def triad(elements: int, device: torch.device) -> Run:
+    """`a += s * b` in place on float32 tensors: three operands of so many elements."""
+    a, b = (torch.full((elements,), value, device=device) for value in (1.0, 0.01))
+    return lambda: torch.add(a, b, alpha=SCALE, out=a)
 
 
-fused = per_element(lambda a, g, c: g + 2 * a)
-
-# Lists beside the accumulators, of their shapes and dtypes, which all providers of one set of tensors share.
-_scratch: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-
-def scratch(accumulators: Sequence[Tensor], name: str) -> list[Tensor]:
-    """The list of that name, made of tensors like the accumulators on the first call."""
-    lists = _scratch.setdefault(accumulators[0], {})
-    if name not in lists:
-        lists[name] = [torch.full_like(accumulator, 0.01) for accumulator in accumulators]
-    return lists[name]
+def variants(work: Additions | Products, names: Sequence[str]) -> list[BenchVariant]:
+    """Those of a case that are named, and the triad, by the providers of rows."""
+    backends = [name for name in BACKENDS if missing(name, work.device) is None]
+    own = additions(work) if isinstance(work, Additions) else products(work)
+    listed = [dataclasses.replace(v, name=NAMES[v.name]) for v in work.variants(backends) if v.name in NAMES]
+    listed = [each for each in (*listed, *own) if each.name in names]
+    # Of as many bytes as an ideal pass, as the copy that `bench` adds.
+    yardstick = functools.partial(triad, max(1, work.moved // 12), work.device)
+    return [BenchVariant(PEAK[1], YARDSTICK, lambda tensors: yardstick()), *listed]
 
 
-def flat(accumulators: Sequence[Tensor], name: str) -> Tensor:
-    """One tensor of as many elements as the whole list."""
-    if len(accumulators) == 1:
-        return (accumulators if name == "sum" else scratch(accumulators, name))[0].view(-1)
-    lists = _scratch.setdefault(accumulators[0], {})
-    if ("flat", name) not in lists:
-        elements = sum(accumulator.numel() for accumulator in accumulators)
-        lists["flat", name] = accumulators[0].new_full((elements,), 0.01)
-    return lists["flat", name]
-
-
-def copy(accumulators: Sequence[Tensor], gradients: Sequence, scale: float) -> Callable[[], object]:
-    return functools.partial(flat(accumulators, "out").copy_, flat(accumulators, "sum"))
-
-
-def triad(accumulators: Sequence[Tensor], gradients: Sequence, scale: float) -> Callable[[], object]:
-    a, b = flat(accumulators, "sum"), flat(accumulators, "other")
-    return lambda: torch.add(a, b, alpha=scale, out=a)
-
-
-def times_accumulators(factor: int) -> Callable[[Sequence[Tensor], Sequence], int]:
-    return lambda accumulators, gradients: factor * sum(accumulator.nbytes for accumulator in accumulators)
-
-
-# Ours
-
-
-def plan(backend: str) -> Make:
-    def make(accumulators: Sequence[Tensor], gradients: Sequence[Tensor], scale: float):
-        return functools.partial(prepare(accumulators, backend=backend), gradients, scale)
-
-    return make
-
-
-def fresh_lists(backend: str) -> Make:
-    def make(accumulators: Sequence[Tensor], gradients: Sequence[Tensor], scale: float):
-        return lambda: scale_accumulate_(list(accumulators), list(gradients), scale, backend=backend)
-
-    return make
-
-
-def ours(backend: str) -> Iterable[Provider]:
-    def unavailable(device: torch.device) -> str | None:
-        return registry.obstacle(backend, device, torch.float32, torch.float32)
-
-    def unsupported(accumulators: Sequence[Tensor], gradients: Sequence[Tensor]) -> str | None:
-        kinds = {(a.device, a.dtype, g.dtype) for a, g in zip(accumulators, gradients, strict=True)}
-        return next(filter(None, (registry.obstacle(backend, *kind) for kind in kinds)), None)
-
-    # A 16-bit sum is widened, added to and narrowed again by plain torch.
-    eager = per_element(lambda a, g, c: g + 2 * a + (4 * c if a < c else 0))
-    columns = {
-        "moved": eager if backend == "eager" else fused,
-        "unavailable": unavailable,
-        "unsupported": unsupported,
-        "temporary": (lambda a, g: 8 if backend == "eager" else 0),
-        # A launch of Triton is no operator, and an eager plan's checks are: on addresses, in small tensors.
-        "counted": backend not in ("triton", "eager"),
+def missing(name: str, device: torch.device) -> str | None:
+    """Why a backend of ours, or a package, cannot run on this device at all."""
+    modules = {
+        "apex axpby": ("amp_C", "Apex"),
+        "apex wgrad_gemm_accum": ("fused_weight_gradient_mlp_cuda", "Apex with --wgrad"),
+        "TransformerEngine gemm": ("transformer_engine", "TransformerEngine"),
     }
-    name = f"fusedacc {backend}"
-    yield Provider(name, f"a prepared plan of the {backend} backend", plan(backend), **columns)
-    if backend != "eager":
-        description = f"scale_accumulate_ with new lists on every call, {backend} backend"
-        yield Provider(f"{name} fresh lists", description, fresh_lists(backend), **columns)
+    if name in BACKENDS:
+        return registry.obstacle(name, device, torch.float32, torch.float32)
+    if name.startswith("fusedacc "):
+        return missing(name.split()[1], device)
+    if name not in modules:
+        return None
+    module, package = modules[name]
+    if importlib.util.find_spec(module) is None:
+        return f"{package} is not installed"
+    return None if device.type == "cuda" else f"{package} has CUDA kernels only"
 
 
-# torch's
+# Sums of gradients
 
 
-def loop(step: Callable[[Tensor, Tensor, float], object]) -> Make:
-    """A step per tensor."""
-
-    def make(accumulators: Sequence[Tensor], gradients: Sequence[Tensor], scale: float):
-        def run() -> None:
-            for accumulator, gradient in zip(accumulators, gradients, strict=True):
-                step(accumulator, gradient, scale)
-
-        return run
-
-    return make
+def additions(work: Additions) -> list[BenchVariant]:
+    """What `bench` has not."""
+    same = "the dtypes are equal: nothing to cast" if work.gradient == work.accumulator else None
+    apex = missing("apex axpby", work.device)
+    return [
+        BenchVariant("add_ same dtype", YARDSTICK, _same_dtype, obstacle=same),
+        *([] if apex else [BenchVariant("apex axpby", STOCK, _apex_axpby, SCALE)]),
+    ]
 
 
-def by_hand(accumulator: Tensor, gradient: Tensor, scale: float) -> None:
-    accumulator += gradient.to(computation_dtype(accumulator.dtype)) * scale
-
-
-def same_dtype(accumulators: Sequence[Tensor], gradients: Sequence[Tensor], scale: float):
-    return loop(lambda acc, other, s: acc.add_(other, alpha=s))(
-        accumulators, scratch(accumulators, "other"), scale
-    )
-
-
-def foreach(accumulators: Sequence[Tensor], gradients: Sequence[Tensor], scale: float):
-    return lambda: torch._foreach_add_(accumulators, gradients, alpha=scale)
-
-
-def foreach_cast(accumulators: Sequence[Tensor], gradients: Sequence[Tensor], scale: float):
-    copies = scratch(accumulators, "out")
+def _same_dtype(tensors: Lists) -> Run:
+    """Another, larger gradient: in the accumulator's dtype."""
+    others = [torch.full_like(accumulator, 0.01) for accumulator in tensors[0]]
 
     def run() -> None:
-        torch._foreach_copy_(copies, gradients)
-        torch._foreach_add_(accumulators, copies, alpha=scale)
+        for accumulator, other in zip(tensors[0], others, strict=True):
+            accumulator.add_(other, alpha=SCALE)
 
     return run
 
 
-def autograd(accumulators: Sequence[Tensor], gradients: Sequence[Tensor], scale: float):
-    """Parameters in the gradients' dtype whose `.grad` is the accumulator, each a whole graph by itself."""
-    scaled = [gradient * scale for gradient in gradients]
-    # The parameters' values, which are never read, are the gradients.
-    parameters = [parameter_with(g, a) for a, g in zip(accumulators, scaled, strict=True)]
-    return lambda: torch.autograd.backward(parameters, scaled)
-
-
-def foreach_add(accumulators: list[Tensor], gradients: list[Tensor], scale: float) -> None:
-    torch._foreach_add_(accumulators, gradients, alpha=scale)
-
-
-@functools.cache
-def _compiled() -> Callable[[list[Tensor], list[Tensor], float], None]:
-    return torch.compile(foreach_add, dynamic=False, fullgraph=True)
-
-
-def compiled(accumulators: Sequence[Tensor], gradients: Sequence[Tensor], scale: float):
-    return functools.partial(_compiled(), list(accumulators), list(gradients), scale)
-
-
-def no_compiler(device: torch.device) -> str | None:
-    if device.type == "cpu" and importlib.util.find_spec("torch._inductor") is not None:
-        from torch._inductor.cpp_builder import get_cpp_compiler
-
-        try:
-            get_cpp_compiler()
-        except Exception as error:
-            return first_line(error)
-    return None
-
-
-def equal_dtypes(accumulators: Sequence[Tensor], gradients: Sequence[Tensor]) -> str | None:
-    if all(a.dtype == g.dtype for a, g in zip(accumulators, gradients, strict=True)):
-        return "the dtypes are equal: nothing to cast"
-    return None
-
-
-# Other packages'
-
-
-def not_installed(module: str, package: str) -> str | None:
-    return None if importlib.util.find_spec(module) else f"{package} is not installed"
-
-
-def only(reason: str, module: str, package: str) -> Callable[[torch.device], str]:
-    """Never available: not installed, or else for that reason."""
-    return lambda device: not_installed(module, package) or reason
-
-
-def needs_cuda(module: str, package: str) -> Callable[[torch.device], str | None]:
-    def unavailable(device: torch.device) -> str | None:
-        return not_installed(module, package) or (
-            None if device.type == "cuda" else f"{package} has CUDA kernels only"
-        )
-
-    return unavailable
-
-
-def apex_axpby(accumulators: Sequence[Tensor], gradients: Sequence[Tensor], scale: float):
+def _apex_axpby(tensors: Lists) -> Run:
     import amp_C
     from apex.multi_tensor_apply import multi_tensor_applier
 
+    accumulators, gradients = tensors
     # The kernel writes 1 into `overflow` for a gradient (argument 1) that is not finite.
     overflow = torch.zeros(1, dtype=torch.int32, device=accumulators[0].device)
     lists = [list(accumulators), list(gradients), list(accumulators)]
-    return lambda: multi_tensor_applier(amp_C.multi_tensor_axpby, overflow, lists, 1.0, scale, 1)
+    return lambda: multi_tensor_applier(amp_C.multi_tensor_axpby, overflow, lists, 1.0, SCALE, 1)
 
 
-COPY, TRIAD = measure.PEAK
-PEAK = (
-    Provider(COPY, "out.copy_(a), one tensor of as many elements", copy, times_accumulators(2)),
-    Provider(TRIAD, "torch.add(a, b, alpha=s, out=a), likewise", triad, times_accumulators(3)),
-)
+# Products that are added
 
-_OPTIMI = "accumulates into the optimizer's state, so has no sum to compare: see benchmarks/suites/models.py"
-_ENGINE = "adds only inside its weight-gradient product: see the product cases"
 
-ACCUMULATE = {
-    provider.name: provider
-    for provider in (
-        *PEAK,
-        *(provider for backend in ("cpu", "cuda", "triton", "eager") for provider in ours(backend)),
-        Provider("add_", "acc.add_(g, alpha=s), per tensor", loop(lambda a, g, s: a.add_(g, alpha=s)), fused),
-        Provider(
-            "add_ same dtype",
-            "acc.add_(b, alpha=s) with b in the accumulator's dtype: another, larger gradient",
-            same_dtype,
-            per_element(lambda a, g, c: 3 * a),
-            unsupported=equal_dtypes,
-        ),
-        Provider(
-            "cast and add_",
-            "acc.add_(g.to(acc.dtype), alpha=s), per tensor",
-            loop(lambda a, g, s: a.add_(g.to(a.dtype), alpha=s)),
-            per_element(lambda a, g, c: g + 4 * a),
-            unsupported=equal_dtypes,
-            temporary=lambda a, g: a,
-        ),
-        Provider(
-            "by hand",
-            "acc += g.float() * s, per tensor (in float64 for float64)",
-            loop(by_hand),
-            per_element(lambda a, g, c: (g + c if g < c else 0) + 2 * c + c + 2 * a),
-            temporary=lambda a, g: 2 * max(4, a),
-        ),
-        Provider("torch._foreach_add_", "torch._foreach_add_(accs, gs, alpha=s)", foreach, fused),
-        Provider(
-            "foreach cast and add",
-            "torch._foreach_copy_ into lists of the accumulators' dtype that are kept, then _foreach_add_",
-            foreach_cast,
-            per_element(lambda a, g, c: g + 4 * a),
-            unsupported=equal_dtypes,
-        ),
-        Provider(
-            "autograd grad_dtype",
-            "autograd accumulates into .grad, parameter.grad_dtype being the accumulator's dtype",
-            autograd,
-            per_element(lambda a, g, c: 3 * a if a == g else g + 4 * a),
-            unavailable=lambda device: grad_dtype_obstacle(),
-            kept=lambda a, g: g,
-            temporary=lambda a, g: a,
-            note="gradients scaled before; a call of backward and one accumulation node per tensor included",
-        ),
-        Provider(
-            "compiled foreach",
-            "torch.compile of torch._foreach_add_ over the lists",
-            compiled,
-            fused,
-            unavailable=no_compiler,
-            counted=False,
-            compiled=True,
-        ),
-        Provider(
-            "apex axpby",
-            "amp_C.multi_tensor_axpby by apex.multi_tensor_apply",
-            apex_axpby,
-            fused,
-            unavailable=needs_cuda("amp_C", "Apex"),
-            counted=False,
-        ),
-        Provider(
-            "TransformerEngine",
-            "its kernels for lists of tensors",
-            unavailable=only(_ENGINE, "transformer_engine", "TransformerEngine"),
-        ),
-        Provider(
-            "torch-optimi",
-            "its optimizers' accumulation",
-            unavailable=only(_OPTIMI, "optimi", "torch-optimi"),
-        ),
-        Provider(
-            "bitsandbytes",
-            "its optimizers with 8-bit state",
-            unavailable=only("optimizers only, no accumulation kernel", "bitsandbytes", "bitsandbytes"),
-        ),
-    )
-}
+def products(work: Products) -> list[BenchVariant]:
+    """Ours in two steps, and other packages'."""
+    others = {"apex wgrad_gemm_accum": _apex_product, "TransformerEngine gemm": _transformer_engine}
+    able = {name: make for name, make in others.items() if missing(name, work.device) is None}
+    return [
+        BenchVariant("product then fusedacc", OURS, _product_then_plan),
+        *(BenchVariant(name, STOCK, calling(make())) for name, make in able.items()),
+    ]
+
+
+def _product_then_plan(operands: Three) -> Run:
+    accumulator, dy, x = operands
+    add = prepare([accumulator])
+    return lambda: add([dy.t() @ x])
+
+
+def _apex_product() -> Any:
+    import fused_weight_gradient_mlp_cuda
+
+    add = fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32
+    return lambda accumulator, dy, x: add(x, dy, accumulator)
+
+
+def _transformer_engine() -> Any:
+    from transformer_engine.pytorch.cpp_extensions import general_gemm
+
+    how: dict[str, Any] = {"layout": "NT", "grad": True, "accumulate": True}
+    if "workspace" in inspect.signature(general_gemm).parameters:
+        from transformer_engine.pytorch.module.base import get_workspace
+
+        how["workspace"] = get_workspace()
+
+    def run(accumulator: Tensor, dy: Tensor, x: Tensor) -> None:
+        general_gemm(x, dy, out=accumulator, out_dtype=accumulator.dtype, **how)
+
+    return run

@@ -1,21 +1,15 @@
-"""The parameters of real models, names and shapes: `shapes/MODEL.csv`, in order of registration.
-
-    python -m benchmarks.contestants.model_shapes MODEL
-
-prints each parameter's number of elements, for `gpu_variants.cu`.
-"""
+"""The parameters of real models, names and shapes: `shapes/MODEL.csv`, in order of registration."""
 
 from __future__ import annotations
 
 import csv
 import math
 import re
-import sys
 from pathlib import Path
 
 import torch
 
-from fusedacc.commands.bench.conditions import available_memory
+from fusedacc.commands.measuring.machine import available_memory
 
 FOLDER = Path(__file__).resolve().parent / "shapes"
 NAMES = ("resnet50", "vit_b_16", "bert_base", "gpt2", "gpt2_xl", "llama3_8b", "mixtral_8x7b")
@@ -94,14 +88,3 @@ def tiny(parameters: Parameters, most: int = 24, side: int = 16) -> Parameters:
 
 def _millions(count: int) -> str:
     return f"{count / 1e9:.2f} B elements" if count >= 1e9 else f"{count / 1e6:.3g} M elements"
-
-
-def main() -> None:
-    if len(sys.argv) != 2:
-        raise SystemExit(f"usage: model_shapes MODEL, one of {', '.join(NAMES)}")
-    for _, shape in load(sys.argv[1]):
-        print(math.prod(shape))
-
-
-if __name__ == "__main__":
-    main()

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from examples.demo.loops import Config
 from examples.demo.measure import batches
 from examples.demo.model import micro_batch
 from fusedacc.functional import scale_accumulate_
 
-from .training_loops import Loop, Way, Wrapped
+from .loops import Demo, Loop, LoopVariant, Wrapped
 
 FLOAT32, NEAREST, STOCHASTIC = "float32 sums", "bfloat16 sums, to nearest", "bfloat16 sums, stochastic"
 STOCK = "stock, bfloat16 sums"
@@ -28,31 +27,35 @@ class ToNearest(Wrapped):
     """The wrapper with sums of half the size."""
 
     def options(self) -> dict[str, Any]:
-        return {"accumulate_dtype": BF16}
+        return {**super().options(), "accumulate_dtype": BF16}
 
 
-class Stochastic(Wrapped):
+class Stochastic(ToNearest):
     """The same, rounded up or down by chance."""
 
     def options(self) -> dict[str, Any]:
-        return {"accumulate_dtype": BF16, "rounding": "stochastic", "seed": self.config.seed}
+        return {**super().options(), "rounding": "stochastic", "seed": self.task.seed}
 
 
-WAYS = (Way(FLOAT32, Wrapped), Way(NEAREST, ToNearest), Way(STOCHASTIC, Stochastic))
+VARIANTS = (
+    LoopVariant(FLOAT32, Wrapped),
+    LoopVariant(NEAREST, ToNearest),
+    LoopVariant(STOCHASTIC, Stochastic),
+)
 #: With the loop of stock torch that has bfloat16 parameters and sums.
-WITH_STOCK = (*WAYS, Way(STOCK, Loop))
+WITH_STOCK = (*VARIANTS, LoopVariant(STOCK, Loop))
 
 
-def train(way: Way, config: Config, text: Tensor, updates: int) -> Iterator[float]:
+def train(variant: LoopVariant, config: Demo, text: Tensor, updates: int) -> Iterator[float]:
     """The loss of each update's micro-batches, and last that on what was not trained on."""
-    loop = way.make(config)
+    loop = variant.make(config)
     for update in range(updates):
         yield loop.update(batches(text[:-UNSEEN], config, update)).item()
     yield unseen_loss(loop.model, config, text)
 
 
 @torch.no_grad()
-def unseen_loss(model: nn.Module, config: Config, text: Tensor, size: int = 32) -> float:
+def unseen_loss(model: nn.Module, config: Demo, text: Tensor, size: int = 32) -> float:
     """The mean over the same windows for every model."""
     losses = []
     for index in range(WINDOWS // size):
@@ -61,9 +64,9 @@ def unseen_loss(model: nn.Module, config: Config, text: Tensor, size: int = 32) 
     return sum(losses) / len(losses)
 
 
-def trained(config: Config, text: Tensor, updates: int) -> nn.Module:
+def trained(config: Demo, text: Tensor, updates: int) -> nn.Module:
     """A model after so many updates with float32 sums."""
-    loop = WAYS[0].make(config)
+    loop = VARIANTS[0].make(config)
     for update in range(updates):
         loop.update(batches(text[:-UNSEEN], config, update))
     loop.optimizer.close()
@@ -71,7 +74,7 @@ def trained(config: Config, text: Tensor, updates: int) -> nn.Module:
 
 
 def sums_of(
-    model: nn.Module, config: Config, text: Tensor, counts: Sequence[int]
+    model: nn.Module, config: Demo, text: Tensor, counts: Sequence[int]
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """The same gradients added up in each way: after so many micro-batches, the sum as a float64 vector."""
     parameters = list(model.parameters())

@@ -1,124 +1,179 @@
-"""The ways to run a window. A new competitor is a subclass of `Window` in `WAYS`.
+"""The loops on which suites/models.py runs windows, on gradients that are made without a forward pass.
 
-`Linears` alone has layers and makes its gradients by products, which `model=` adds into the accumulators.
+Every parameter hangs on a node whose backward makes its gradient by one write (`torch.full` in the dtype that
+the weight-gradient product would write): exactly the bytes of that product's output. The nodes form a chain,
+so the backward delivers gradients one after the other, last parameter first. On CUDA a node serves a group of
+consecutive parameters of up to 32 MiB, so that it is not Python that is timed. A gradient's value depends on
+the parameter and the micro-batch, so sums can be checked. Division of the loss by the number of micro-batches
+reaches the values through the host (`Source.scale`), which saves a wait for the device.
+
+Settings: "float32": weights and gradients in float32. "autocast": float32 weights, whose bfloat16 casts get
+the gradients, so that autograd casts these back. "bfloat16": bfloat16 weights, gradients and Adam states,
+float32 sums, cast at the update.
+
+A new competitor is a `WindowVariant` in `VARIANTS`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import importlib
-from collections.abc import Callable
-from typing import Any, ClassVar
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-import fusedacc
+from .loops import (
+    BF16,
+    F32,
+    ByHand,
+    GradDtype,
+    InsideBackward,
+    KeptCasts,
+    Loop,
+    Manual,
+    MicroBatch,
+    MixedAdd,
+    Task,
+    WithSums,
+    Wrapped,
+    share_moments,
+)
 
-from .stock import sum_in
-from .synthetic_gradients import BF16, F32
-from .window import MAX_NORM, Window
-
-
-class AsWritten(Window):
-    name, settings, role = "stock as written", ("float32", "autocast"), "as written"
-    note = "loss / k, clip_grad_norm_, AdamW with torch's default"
-    fused = None
-
-
-class Fused(Window):
-    name, settings, role = "stock fused AdamW", ("float32", "autocast"), "best stock"
-    note = "loss / k, clip_grad_norm_, AdamW(fused=True)"
-
-
-class WithSums(Window):
-    """float32 sums beside bfloat16 weights: at the update they become `p.grad`, in bfloat16."""
-
-    settings = ("bfloat16",)
-
-    def update(self) -> None:
-        with self.phase("update: cast"):
-            for parameter, total in zip(self.parameters, self.memory.sums(), strict=True):
-                parameter.grad = total.to(parameter.dtype)
-        super().update()
-
-
-class ByHand(WithSums):
-    name, role = "stock by hand", "as written"
-    note = "acc += p.grad.float() / k after each backward, AdamW with torch's default"
-    fused = None
-    divides = False
-
-    def run(self) -> None:
-        with self.phase("first touch"):
-            for total in self.memory.sums():
-                total.zero_()
-        for _ in range(self.steps):
-            self.backward()
-            with self.phase("accumulate"):
-                for parameter, total in zip(self.parameters, self.memory.sums(), strict=True):
-                    total += parameter.grad.float() / self.steps
-                    parameter.grad = None
-        self.update()
+SETTINGS = ("float32", "autocast", "bfloat16")
+#: The column `dtypes` of a setting.
+DTYPES = {
+    "float32": "float32 into float32",
+    "autocast": "autocast bfloat16 into float32",
+    "bfloat16": "bfloat16 into float32",
+}
+GROUP_BYTES = 32 * 2**20
+#: Gradients are clipped to this norm.
+MAX_NORM = 1.0
 
 
-class GradDtype(Window):
-    name, settings = "stock grad_dtype", ("bfloat16",)
-    note = "p.grad_dtype = torch.float32, loss / k, cast at the update, AdamW(fused=True)"
+class Source(nn.Module):
+    """Parameters, and gradients for them: a call returns a scalar whose backward hands every parameter one.
 
-    def run(self) -> None:
-        sum_in(self.parameters, F32)
-        super().run()
+    `scale` multiplies the gradients, `drop` makes them and hands over nothing. `phase`: entered to make them.
+    """
 
-    def update(self) -> None:
-        with self.phase("update: cast"):
-            sum_in(self.parameters, BF16)
-        super().update()
+    def __init__(self, weights: Sequence[Tensor], dtype: torch.dtype, group_bytes: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(weight) for weight in weights)
+        self.dtype, self.cast = dtype, weights[0].dtype != dtype
+        self.scale, self.drop, self.micro_batches = 1.0, False, 0
+        self.phase: Callable[[str], contextlib.AbstractContextManager] | None = None
+        self.start = torch.zeros((), device=weights[0].device)
+        self.groups: list[dict[int, nn.Parameter]] = []
+        filled = math.inf
+        for index, parameter in enumerate(self.weights):
+            size = parameter.numel() * dtype.itemsize
+            if filled + size > group_bytes:
+                self.groups.append({})
+                filled = 0
+            self.groups[-1][index] = parameter
+            filled += size
+
+    def forward(self) -> Tensor:
+        self.micro_batches += 1
+        chain = self.start
+        for group in self.groups:
+            used = [parameter.to(self.dtype) for parameter in group.values()] if self.cast else group.values()
+            chain = _Node.apply(chain, self, group, *used)
+        return chain
+
+    def gradients(self, group: dict[int, nn.Parameter]) -> list[Tensor]:
+        with contextlib.nullcontext() if self.phase is None else self.phase("weight gradients"):
+            return [
+                torch.full(parameter.shape, self.value(index), dtype=self.dtype, device=parameter.device)
+                for index, parameter in group.items()
+            ]
+
+    def value(self, index: int) -> float:
+        """Of every element of a parameter's gradient in this micro-batch."""
+        # 1/128 times at most 19: exact in bfloat16, and never 0.
+        return ((3 * index + 5 * self.micro_batches) % 17 - 7.5) / 64 * self.scale
 
 
-class MixedAdd(WithSums):
-    name, role = "stock mixed add_", "best stock"
-    note = (
-        "hook: acc.copy_(p.grad) in the first micro-batch, then acc.add_(p.grad); loss / k, AdamW(fused=True)"
-    )
+class _Node(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, chain: Tensor, source: Source, group: dict, *parameters: Tensor) -> Tensor:
+        ctx.source, ctx.group = source, group
+        return chain.view_as(chain)
 
-    def prepare(self) -> None:
-        self.first = True
-        self.hooks = [
-            parameter.register_post_accumulate_grad_hook(self.adder(total))
-            for parameter, total in zip(self.parameters, self.memory.sums(), strict=True)
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = ctx.source.gradients(ctx.group)
+        return grad, None, None, *([None] * len(gradients) if ctx.source.drop else gradients)
+
+
+class Memory(Task):
+    """Weights, Adam's two states and float32 sums, made once, that several loops use in turn.
+
+    What the sums hold at the beginning of a window is another loop's.
+
+    Args:
+        shapes: of the parameters.
+        setting: one of SETTINGS.
+        device: where they are.
+        steps: micro-batches of a window.
+        clip: whether gradients are clipped to norm 1 before the update.
+        backend: fusedacc's.
+        kind: the optimizer's class, which takes `lr` and `fused`.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[tuple[int, ...]],
+        setting: str,
+        device: torch.device | str,
+        steps: int = 8,
+        clip: bool = True,
+        backend: str = "auto",
+        kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    ) -> None:
+        if setting not in SETTINGS:
+            raise ValueError(f"unknown setting {setting!r}; allowed: {', '.join(SETTINGS)}")
+        if steps < 1:
+            raise ValueError(f"steps must be at least 1; got {steps}")
+        self.setting, self.device, self.steps, self.backend = setting, torch.device(device), steps, backend
+        self.max_grad_norm, self.kind = MAX_NORM if clip else None, kind
+        dtype = BF16 if setting == "bfloat16" else F32
+        # Weights of different values, so that weight decay is not the same everywhere.
+        self.weights = [
+            torch.full(shape, 0.01 * (index % 7 - 3), dtype=dtype, device=device)
+            for index, shape in enumerate(shapes)
         ]
+        self._moments: list[tuple[Tensor, Tensor]] = []
+        self._sums: list[Tensor] = []
 
-    def adder(self, total: Tensor) -> Callable[[Tensor], None]:
-        def add(parameter: Tensor) -> None:
-            if self.first:
-                total.copy_(parameter.grad)
-            else:
-                total.add_(parameter.grad)
-            parameter.grad = None
+    def model(self) -> Source:
+        dtype = F32 if self.setting == "float32" else BF16
+        return Source(self.weights, dtype, GROUP_BYTES if self.device.type == "cuda" else 0)
 
-        return add
+    def loss(self, model: nn.Module, *micro_batch: Any) -> Tensor:
+        return model()
 
-    def run(self) -> None:
-        for step in range(self.steps):
-            self.first = step == 0
-            self.backward()
-        self.update()
+    def optimizer(self, parameters: list[nn.Parameter], fused: bool | None) -> torch.optim.Optimizer:
+        optimizer = self.kind(parameters, lr=1e-3, fused=fused)
+        if self.kind is torch.optim.AdamW:
+            self._moments = self._moments or [
+                (torch.zeros_like(w), torch.zeros_like(w)) for w in self.weights
+            ]
+            share_moments(optimizer, self._moments)
+        return optimizer
 
-    def close(self) -> None:
-        for hook in self.hooks:
-            hook.remove()
-        super().close()
-
-
-class NarrowSums(Window):
-    name, settings, role = "stock bfloat16 sums", ("bfloat16",), "inexact"
-    note = "inexact: .grad += gradient in bfloat16; loss / k, AdamW(fused=True)"
+    def sums(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        self._sums = self._sums or super().sums(self.weights)
+        return self._sums
 
 
-class Optimi(Window):
-    name, role = "torch-optimi", "inexact"
-    note = "inexact: gradients go into Adam's states, each rounded there; it cannot clip"
-    keeps: ClassVar[dict[str, int]] = {"float32": 8, "autocast": 8, "bfloat16": 6}
+class Optimi(Loop):
+    """Gradients go into Adam's states."""
 
     @classmethod
     def obstacle(cls) -> str:
@@ -128,162 +183,189 @@ class Optimi(Window):
             return f"torch-optimi is not installed ({error})"
         return ""
 
-    def make_optimizer(self, kind: Callable[..., torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    def make_optimizer(self, fused: bool) -> torch.optim.Optimizer:
         optimi = importlib.import_module("optimi")
         optimizer = optimi.AdamW(self.parameters, lr=1e-3, gradient_release=True)
-        self.module = nn.ParameterList(self.parameters)
-        optimi.prepare_for_gradient_release(self.module, optimizer)
+        optimi.prepare_for_gradient_release(self.model, optimizer)
         return optimizer
 
-    def run(self) -> None:
-        for step in range(self.steps):
-            self.optimizer.optimizer_accumulation = step < self.steps - 1
-            self.backward()
+    def micro_batch(self, micro_batch: MicroBatch, is_last: bool) -> Tensor:
+        self.inner.optimizer_accumulation = not is_last
+        return super().micro_batch(micro_batch, is_last)
+
+    def step(self) -> None:
+        """Done in the last backward."""
 
     def close(self) -> None:
-        importlib.import_module("optimi").remove_gradient_release(self.module)
+        importlib.import_module("optimi").remove_gradient_release(self.model)
         super().close()
 
 
-class Floor(Window):
-    name, role = "floor", "floor"
-    note = "the gradients are made and dropped: no sums, no update"
+class Floor(Loop):
+    """The gradients are made and dropped."""
 
     def prepare(self) -> None:
-        self.source.drop = True
+        self.model.drop = True
 
-    def update(self) -> None:
-        pass
-
-
-class Fusedacc(Window):
-    name, role = "fusedacc", "ours"
-    note = "counted loop around AdamW(fused=True), max_grad_norm"
-    keeps: ClassVar[dict[str, int]] = {"bfloat16": 4}
-    divides = False
-
-    def prepare(self) -> None:
-        self.wrapper = self.wrap(self.steps)
-
-    def wrap(self, steps: int | None) -> fusedacc.AccumulatingOptimizer:
-        return fusedacc.AccumulatingOptimizer(
-            self.optimizer, steps, max_grad_norm=MAX_NORM if self.clip else None, backend=self.backend
-        )
-
-    def run(self) -> None:
-        for _ in range(self.steps):
-            self.backward()
-            with self.phase("update: optimizer"):
-                self.wrapper.step()
-                self.wrapper.zero_grad()
-
-    def close(self) -> None:
-        self.wrapper.close()
-        super().close()
+    def step(self) -> None:
+        """None."""
 
 
-class Manual(Fusedacc):
-    name, role = "fusedacc manual loop", "ours, manual loop"
-    note = "loss / k, AdamW(fused=True) wrapped without a count, max_grad_norm"
-    divides = True
-
-    def prepare(self) -> None:
-        self.wrapper = self.wrap(None)
-
-    def run(self) -> None:
-        for _ in range(self.steps):
-            self.backward()
-        with self.phase("update: optimizer"):
-            self.wrapper.step()
-            self.wrapper.zero_grad()
-
-
-class Linears(Fusedacc):
+class Linears(InsideBackward):
     """On the weights of Linear layers, each with an input of its own, which needs no gradient.
 
-    What the products read is not counted, as the other ways have no products: of the micro-batches only casts
-    of the weights and what is added to the sums.
+    What the products read is not counted, as the other loops have no products: of the micro-batches only
+    casts of the weights and what is added to the sums.
     """
 
-    name, role = "fusedacc model=", "ours, model="
-    note = "counted loop around AdamW(fused=True), max_grad_norm, model=: weights of Linear layers"
     tokens = 16
-    keeps_casts = False
 
-    def prepare(self) -> None:
-        self.layers = nn.ModuleList()
+    def build(self, task: Memory) -> nn.Module:
+        self.source = task.model()
+        layers = nn.ModuleList()
         self.inputs = []
-        for weight in self.parameters:
+        for weight in self.source.weights:
             outputs, inputs = weight.shape
             layer = nn.Linear(inputs, outputs, bias=False, device="meta")
             layer.weight = weight
-            self.layers.append(layer)
+            layers.append(layer)
             self.inputs.append(torch.ones(self.tokens, inputs, dtype=self.source.dtype, device=weight.device))
-        super().prepare()
+        return layers
 
-    def wrap(self, steps: int | None) -> fusedacc.AccumulatingOptimizer:
-        return fusedacc.AccumulatingOptimizer(
-            self.optimizer,
-            steps,
-            max_grad_norm=MAX_NORM if self.clip else None,
-            model=self.layers,
-            keep_casts=self.keeps_casts,
-            backend=self.backend,
-        )
-
-    def backward(self) -> None:
+    def micro_batch(self, micro_batch: MicroBatch, is_last: bool) -> Tensor:
         self.source.micro_batches += 1
-        device, autocast = self.parameters[0].device.type, self.memory.setting == "autocast"
-        with self.phase("forward"), torch.autocast(device, BF16, enabled=autocast):
-            outputs = [layer(x) for layer, x in zip(self.layers, self.inputs, strict=True)]
-        # Each token has its share of the gradient that is provided in the other ways.
+        autocast = torch.autocast(self.task.device.type, BF16, enabled=self.task.setting == "autocast")
+        with self.phase("forward"), autocast:
+            outputs = [layer(x) for layer, x in zip(self.model, self.inputs, strict=True)]
+        # Each token has its share of the gradient that is provided in the other loops.
         value = [self.source.value(index) / self.tokens for index in range(len(outputs))]
         gradients = [torch.full_like(output, v) for output, v in zip(outputs, value, strict=True)]
         with self.phase("accumulate"):
             torch.autograd.backward(outputs, gradients)
-
-    @staticmethod
-    def moved(phase: str, op: str, found: dict[str, Any]) -> int:
-        if phase == "accumulate":
-            return found["by_kind"].get("gradients", 0)
-        casts = phase == "forward" and op == "aten::_to_copy"
-        return found["total_bytes"] if casts or phase.startswith("update") else 0
+        return self.source.start
 
 
-class KeptCasts(Linears):
+class LinearsKeptCasts(Linears, KeptCasts):
     """The same, where each weight is cast once a window."""
 
-    name, settings, role = "fusedacc keep_casts=", ("autocast",), "ours, model=, keep_casts="
-    note = "as fusedacc model=, with keep_casts=True"
-    keeps_casts = True
+
+@dataclasses.dataclass(frozen=True)
+class WindowVariant:
+    """A way to run a window.
+
+    `role`: "as written", "best stock", "stock", "ours", "ours, manual loop", "ours, model=", "inexact" or
+    "floor". `keeps`: bytes per element that the loop itself holds from window to window, by setting.
+    """
+
+    name: str
+    kind: type[Loop]
+    role: str
+    note: str
+    settings: tuple[str, ...] = SETTINGS
+    fused: bool = True
+    keeps: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    def make(self, memory: Memory) -> Loop:
+        loop = self.kind(memory, self.fused)
+        if isinstance(loop.model, Source) and loop.divides:
+            loop.model.scale = 1 / memory.steps
+        return loop
 
 
-WAYS: tuple[type[Window], ...] = (
-    AsWritten,
-    ByHand,
-    GradDtype,
-    Fused,
-    MixedAdd,
-    Fusedacc,
-    Manual,
-    NarrowSums,
-    Optimi,
-    Floor,
-)
-
-
+_32, _16 = ("float32", "autocast"), ("bfloat16",)
+VARIANTS = (
+    WindowVariant(
+        "stock as written", Loop, "as written",
+        "loss / k, clip_grad_norm_, AdamW with torch's default", _32, fused=False,
+    ),
+    WindowVariant(
+        "stock by hand", ByHand, "as written",
+        "acc += p.grad.float() / k after each backward, AdamW with torch's default", _16, fused=False,
+    ),
+    WindowVariant(
+        "stock grad_dtype", GradDtype, "stock",
+        "p.grad_dtype = torch.float32, loss / k, cast at the update, AdamW(fused=True)", _16,
+    ),
+    WindowVariant(
+        "stock fused AdamW", Loop, "best stock", "loss / k, clip_grad_norm_, AdamW(fused=True)", _32
+    ),
+    WindowVariant(
+        "stock mixed add_", MixedAdd, "best stock",
+        "hook: acc.copy_(p.grad) in the first micro-batch, then acc.add_(p.grad); loss / k, "
+        "AdamW(fused=True)",
+        _16,
+    ),
+    WindowVariant(
+        "fusedacc", Wrapped, "ours", "counted loop around AdamW(fused=True), max_grad_norm",
+        keeps={"bfloat16": 4},
+    ),
+    WindowVariant(
+        "fusedacc manual loop", Manual, "ours, manual loop",
+        "loss / k, AdamW(fused=True) wrapped without a count, max_grad_norm", keeps={"bfloat16": 4},
+    ),
+    WindowVariant(
+        "stock bfloat16 sums", Loop, "inexact",
+        "inexact: .grad += gradient in bfloat16; loss / k, AdamW(fused=True)", _16,
+    ),
+    WindowVariant(
+        "torch-optimi", Optimi, "inexact",
+        "inexact: gradients go into Adam's states, each rounded there; it cannot clip",
+        keeps={"float32": 8, "autocast": 8, "bfloat16": 6},
+    ),
+    WindowVariant("floor", Floor, "floor", "the gradients are made and dropped: no sums, no update"),
+)  # fmt: skip
+_INSIDE = "counted loop around AdamW(fused=True), max_grad_norm, model=: weights of Linear layers"
 #: Of these only bytes are counted.
-COUNTED_ONLY: tuple[type[Window], ...] = (Linears, KeptCasts)
+COUNTED_ONLY = (
+    WindowVariant("fusedacc model=", Linears, "ours, model=", _INSIDE),
+    WindowVariant(
+        "fusedacc keep_casts=", LinearsKeptCasts, "ours, model=, keep_casts=",
+        "as fusedacc model=, with keep_casts=True", ("autocast",),
+    ),
+)  # fmt: skip
 
 
-def ways(setting: str) -> list[type[Window]]:
-    """The ways of a setting, in order of the tables."""
-    return [way for way in WAYS if setting in way.settings]
+def variants(setting: str) -> list[WindowVariant]:
+    """The variants of a setting, in order of the tables."""
+    return [variant for variant in VARIANTS if setting in variant.settings]
 
 
-def need(setting: str, of: list[type[Window]]) -> int:
-    """Bytes per element that these ways take in turns on one `Memory`, with a pass's temporaries."""
+def need(setting: str, of: Sequence[WindowVariant]) -> int:
+    """Bytes per element that these variants take in turns on one `Memory`, with a pass's temporaries."""
     # Weights, two states; then sums, or gradients of the update, and foreach's temporary.
     base = {"float32": 12 + 8, "autocast": 12 + 8, "bfloat16": 6 + 4 + 4}[setting]
-    shared = 4 if any(issubclass(way, WithSums) for way in of) else 0
-    return base + shared + sum(way.keeps.get(setting, 0) for way in of if not way.obstacle())
+    shared = 4 if any(issubclass(variant.kind, WithSums) for variant in of) else 0
+    return base + shared + sum(each.keeps.get(setting, 0) for each in of if not each.kind.obstacle())
+
+
+#: The parts of a window in order, as `part_of` makes them of a meter's phases and operators. "forward": casts
+#: of the weights; "weight gradients": the provided gradients are written; "cast": each of them into float32;
+#: "accumulate": added or stored, and divided where that is a pass of its own; "first touch": sums set to
+#: zero; "update: cast": sums into gradients of the weights' dtype; "update: clip"; "update: optimizer".
+PARTS = (
+    *("forward", "weight gradients", "cast", "accumulate", "first touch"),
+    *("update: cast", "update: clip", "update: optimizer"),
+)
+#: What reads sums for their norm inside step().
+NORMS = ("fusedacc::norm_partials", "fusedacc::finish_norm", "triton::norm_partials")
+
+
+def part_of(phase: str, op: str) -> str:
+    """The part of PARTS that an operator belongs to, in a phase of a loop."""
+    if phase in ("backward", "accumulate"):
+        return "cast" if op == "aten::_to_copy" else "accumulate"
+    if phase == "update: optimizer" and op in NORMS:
+        return "update: clip"
+    if phase == "update: optimizer" and op.startswith(("fusedacc::", "triton::")):
+        return "update: cast"  # step() makes the inner optimizer's gradients
+    return phase
+
+
+def moved(loop: Loop, phase: str, op: str, found: dict[str, Any]) -> int:
+    """Bytes that count, of what a meter's `by_phase_and_op` has found of an operator in a phase."""
+    if not isinstance(loop, Linears):
+        return found["total_bytes"]
+    if phase == "accumulate":
+        return found["by_kind"].get("gradients", 0)
+    casts = phase == "forward" and op == "aten::_to_copy"
+    return found["total_bytes"] if casts or phase.startswith("update") else 0

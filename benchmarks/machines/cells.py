@@ -8,8 +8,9 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from ..harness.machine import ROOT
-from ..harness.results import read
+from fusedacc.commands.measuring.records import Line, markdown, read
+
+from ..harness import ROOT
 from .emulated import MACHINES
 from .loops import KEPT, MODEL, PLAIN, PRECISIONS, ours
 from .zoo import LAYERS
@@ -27,13 +28,10 @@ ROOM, SHARE = 1_000_000, 0.01
 BUSY = 0.1
 #: What a figure depends on beside the machine, and a rerun measures again when it has changed.
 SOURCES = ("fusedacc/**/*.py", "csrc/**/*", "benchmarks/machines/**/*.py")
-SOURCES += ("benchmarks/contestants/training_loops.py", "benchmarks/contestants/stock.py")
-SOURCES += ("benchmarks/contestants/experts.py",)
+SOURCES += ("benchmarks/contestants/loops.py", "benchmarks/contestants/experts.py")
 SOURCES += ("examples/demo/model.py",)
 
 Key = tuple[str, str, str]
-#: Of the CSV, as text by column.
-Line = Mapping[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +108,12 @@ def latest(lines: Sequence[Line]) -> list[Line]:
     measured = [line for line in lines if line["ratio"]]
     own = [line for line in measured if all(line[name] == measured[-1][name] for name in same)]
     return list({tuple(line[name] for name in of): line for line in own}.values())
+
+
+def by_device(lines: Sequence[Line]) -> dict[str, list[Line]]:
+    """The newest rows of each processor on which machines were measured or emulated, if it has any."""
+    measured = dict.fromkeys(line["device"] for line in lines if line["ratio"])
+    return {device: latest([line for line in lines if line["device"] == device]) for device in measured}
 
 
 def finished(path: Path, conditions: Mapping[str, str], digest: str) -> dict[tuple[str, ...], Row]:
@@ -201,30 +205,26 @@ def _machine(about: str, rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def markdown(rows: Sequence[Row]) -> str:
-    """A table with the range of each loop by machine, and over all of them. `keep_casts` has columns where it
-    was measured."""
+def by_machine(rows: Sequence[Row]) -> str:
+    """A table of Markdown with the range of each loop by machine, and over all of them. `keep_casts` has
+    columns where it was measured."""
     measured = [row for row in rows if row.ratio is not None and row.loop != STOCK]
     measured = [row for row in measured if row.model not in LAYERS]
     titles = {PLAIN: PLAIN, MODEL: "`model=`", KEPT: "`keep_casts`, `model=` being 1"}
     titles = {loop: title for loop, title in titles.items() if any(row.loop == loop for row in measured)}
-    lines = [
-        "| machine | cells |" + "".join(f" {title}: worst | median | best |" for title in titles.values())
-    ]
-    lines.append("|---|---|" + 3 * len(titles) * "---|")
+    lines = []
     named = [(machine.about, {machine.name}) for machine in MACHINES]
     for about, names in (*named, ("**all**", {machine.name for machine in MACHINES})):
         told = []
         for loop in titles:
             own = sorted((row for row in measured if row.machine in names and row.loop == loop), key=_ratio)
-            if own:
-                told += [ratio(own[0]), f"{statistics.median(map(_ratio, own)):.2f}", f"{own[-1].ratio:.2f}"]
-            else:
-                told += 3 * [""]
+            middle = f"{statistics.median(map(_ratio, own)):.2f}" if own else ""
+            told += [ratio(own[0]), middle, f"{own[-1].ratio:.2f}"] if own else 3 * [""]
         if any(told):
             cells = len({row.key for row in measured if row.machine in names})
-            lines.append(f"| {about} | {cells} | {' | '.join(told)} |")
-    return "\n".join(lines)
+            lines.append([about, str(cells), *told])
+    head = [cell for title in titles.values() for cell in (f"{title}: worst", "median", "best")]
+    return markdown(["machine", "cells", *head], lines)
 
 
 def _ratio(row: Row) -> float:

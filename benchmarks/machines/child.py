@@ -16,14 +16,15 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from fusedacc.commands.bench.timing import interval
+from fusedacc.commands.measuring.records import Results, first_line, spread
+from fusedacc.commands.measuring.timing import ratio as ratio_of
+from fusedacc.commands.measuring.timing import take_turns
 
-from ..contestants.training_loops import Way
-from ..harness.measure import in_turns, progress
-from ..harness.results import Results, first_line, spread
+from ..contestants.loops import LoopVariant
+from ..harness import progress, rounds
 from .cells import COLUMNS, STOCK, Row, baseline, names, ratio, sources
 from .emulated import MACHINES, effects
-from .loops import PRECISIONS, STOCK_WAYS, Training, ours
+from .loops import PRECISIONS, STOCK_VARIANTS, Training, ours
 from .zoo import entries
 
 #: The least and the most rounds that are timed: of fewer than seven the interval is no 95 %.
@@ -58,7 +59,7 @@ class Others:
 class Turn:
     """A loop that trains on two windows in turn."""
 
-    def __init__(self, way: Way, training: Training) -> None:
+    def __init__(self, way: LoopVariant, training: Training) -> None:
         self.loop = way.make(training)
         self.windows = [training.window(number) for number in range(2)]
         self.count = 0
@@ -88,23 +89,23 @@ def cell(training: Training, seconds: float, what: str) -> list[Row]:
 
     A few rounds of stock's ways say which of them is the fastest; the others are not in those that count.
     """
-    stock, own = STOCK_WAYS[training.precision], ours(training.precision)
+    stock, own = STOCK_VARIANTS[training.precision], ours(training.precision)
     training = dataclasses.replace(training, steps=micro_batches(training, seconds))
     turns = {way.name: Turn(way, training) for way in (*stock, *own)}
     for turn in progress(turns.values(), f"{what}, first windows", "loop"):
         turn()  # what is compiled, tried and allocated once takes no part of the time
     end = time.perf_counter() + seconds
     theirs = {way.name: turns[way.name] for way in stock}
-    trial = in_turns(theirs, 3 if len(stock) > 1 else 1, f"{what}, trial")
-    medians = {name: statistics.median(times) for name, times in trial.items()}
+    first = take_turns(theirs, rounds(3 if len(stock) > 1 else 1, f"{what}, first rounds"))
+    medians = {name: statistics.median(times) for name, times in first.items()}
     best = min(stock, key=lambda way: medians[way.name])
     ways = {STOCK: best, **{way.name: way for way in own}}
     runs = {name: turns[way.name] for name, way in ways.items()}
     del turns, theirs
     gc.collect()
-    rounds = int((end - time.perf_counter()) / (len(runs) * medians[best.name])) - 1
+    count = int((end - time.perf_counter()) / (len(runs) * medians[best.name])) - 1
     busy = Others()
-    times = in_turns(runs, min(max(rounds, ROUNDS[0]), ROUNDS[1]), what)
+    times = take_turns(runs, rounds(min(max(count, ROUNDS[0]), ROUNDS[1]), what))
     others = busy.share()
     del runs
     gc.collect()
@@ -113,8 +114,7 @@ def cell(training: Training, seconds: float, what: str) -> list[Row]:
     rows = []
     for name in ways:
         held_to = baseline(name)
-        pairs = [before / after for before, after in zip(times[held_to], times[name], strict=True)]
-        low, high = interval(pairs)
+        median, low, high = ratio_of(times[held_to], times[name])
         rows.append(
             Row(
                 machine="",
@@ -125,7 +125,7 @@ def cell(training: Training, seconds: float, what: str) -> list[Row]:
                 steps=training.steps,
                 **spread(times[name], 1e6),
                 way=ways[held_to].name,
-                ratio=statistics.median(pairs),
+                ratio=median,
                 low=low,
                 high=high,
                 peak=peaks[name],
@@ -136,7 +136,7 @@ def cell(training: Training, seconds: float, what: str) -> list[Row]:
     return rows
 
 
-def peak(way: Way, training: Training) -> int:
+def peak(way: LoopVariant, training: Training) -> int:
     """Live bytes through two updates of two micro-batches."""
     training = dataclasses.replace(training, steps=2)
     data = [training.window(number) for number in range(2)]

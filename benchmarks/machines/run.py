@@ -31,9 +31,9 @@ from pathlib import Path
 # Else this process is pinned to a core when torch is loaded, and what it starts is with it.
 os.environ["OMP_PROC_BIND"] = "false"
 
-from ..harness.command import INTERRUPTED
-from ..harness.machine import ROOT
-from ..harness.results import Results
+from fusedacc.commands.measuring.records import Results
+
+from ..harness import INTERRUPTED, ROOT
 from .cells import COLUMNS, RESULTS, STOCK, Key, Row, disturbed, finished, report, sources
 from .emulated import MACHINES, flags
 from .loops import PRECISIONS
@@ -111,13 +111,7 @@ def measure(cells: Sequence[Key], kept: Results, caches: Path, minutes: float, q
 
 
 def run(
-    name: str,
-    model: str,
-    precisions: Sequence[str],
-    seconds: float,
-    kept: Results,
-    caches: Path,
-    quick: bool,
+    name: str, model: str, precisions: Sequence[str], seconds: float, kept: Results, caches: Path, quick: bool
 ) -> None:
     """One process, which writes its rows itself; if it breaks down, a row that says so."""
     command = [sys.executable, "-m", CHILD, "--machine", name, "--model", model]

@@ -13,18 +13,19 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..harness.machine import ROOT
-from ..harness.results import RESULTS, read
+from fusedacc.commands.measuring.records import Line, read
+
+from ..harness import RESULTS, ROOT
 from ..run_all import APART
-from ..suites.planner import PRECISIONS, TOLERANCE, WAYS
+from ..suites.planner import LOOPS, PRECISIONS, TOLERANCE
 from ..suites.planner_limit import ALLOCATORS, LARGEST, MAPPED, OURS
-from .readme_tables import Row, conditions, rewritten
+from .pages import conditions, markers, rewrite
 
 MARKERS = ("<!-- accuracy -->", "<!-- /accuracy -->")
-LIMIT_MARKERS = ("<!-- limit: written by make figures -->", "<!-- end of limit -->")
+LIMIT_MARKERS = markers("limit")
 
 
-def ratios(rows: Sequence[Row]) -> dict[tuple[str, str, str], tuple[float, int]]:
+def ratios(rows: Sequence[Line]) -> dict[tuple[str, str, str], tuple[float, int]]:
     """Predicted to measured, and bytes measured, by architecture, precision and loop."""
     bytes_of = {}
     for row in rows:
@@ -39,14 +40,14 @@ def ratios(rows: Sequence[Row]) -> dict[tuple[str, str, str], tuple[float, int]]
     }
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[Line]) -> str:
     """A row per architecture and precision, a column per loop; "" where there is nothing to tell."""
     found = ratios(rows)
     if not found:
         print(f"no rows of benchmarks/suites/planner.py: {APART['planner']}", file=sys.stderr)
         return ""
     about = next(row for row in reversed(rows) if row["benchmark"] == "planner" and row["bytes"])
-    ways = [way for way in WAYS if any(key[2] == way for key in found)]
+    ways = [way for way in LOOPS if any(key[2] == way for key in found)]
     off = [abs(ratio - 1) for ratio, _ in found.values()]
     within = sum(own <= TOLERANCE for own in off)
     cases = list(dict.fromkeys(key[0] for key in found))
@@ -71,7 +72,7 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def limits(rows: Sequence[Row]) -> str:
+def limits(rows: Sequence[Line]) -> str:
     """A row per model: the planner's micro-batch, and the largest that runs; "" where there is nothing."""
     own = [row for row in rows if row["benchmark"] == "planner limit" and row["median"]]
     if not own:
@@ -93,16 +94,11 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="the CSV (%(default)s)")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "memory.md", help="(%(default)s)")
     options = parser.parse_args()
-    if not options.page.exists():
-        raise SystemExit(f"there is no page {options.page}")
     try:
-        rows, text = read(options.results), options.page.read_text()
-        for markers, section in ((MARKERS, table(rows)), (LIMIT_MARKERS, limits(rows))):
-            if section:
-                text = rewritten(text, markers, section)
-    except (FileNotFoundError, ValueError) as error:
+        rows = read(options.results)
+    except FileNotFoundError as error:
         raise SystemExit(f"{options.page}: {error}") from None
-    options.page.write_text(text)
+    rewrite({options.page: {MARKERS: table(rows), LIMIT_MARKERS: limits(rows)}})
 
 
 if __name__ == "__main__":

@@ -9,10 +9,8 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ..harness import results
-from ..harness.measure import PEAK
-from .headline import MODE, MODEL, ROLES, TITLES, against_best, headline
-from .plot_style import (
+from fusedacc.commands.measuring import records
+from fusedacc.commands.measuring.plots import (
     BLUE,
     FAINT,
     GREEN,
@@ -25,10 +23,12 @@ from .plot_style import (
     VERMILION,
     YELLOW,
     Bars,
-    Row,
-    finish,
     label_ends,
 )
+from fusedacc.commands.measuring.records import PEAK, Line
+
+from .headline import MODE, MODEL, ROLES, TITLES, against_best, headline
+from .pages import NoRows, finish
 
 PARTS = {
     "weight gradients": GREY,
@@ -66,19 +66,15 @@ LINES = {
 PEAK_LABEL = "measured peak: copy, triad"
 
 
-class NoRows(Exception):
-    """The file holds no rows for a plot; the message says which."""
-
-
-def newest(rows: Sequence[Row], benchmark: str, wanted: Callable[[Row], object], what: str) -> list[Row]:
+def newest(rows: Sequence[Line], benchmark: str, wanted: Callable[[Line], object], what: str) -> list[Line]:
     """The rows that are wanted, of the last run that has such; none of what could not run."""
     own = [row for row in rows if row["benchmark"] == benchmark and row["median"] and wanted(row)]
     if not own:
         raise NoRows(f"there are no rows of benchmarks/suites/{benchmark}.py with {what}")
-    return results.newest(own, benchmark)
+    return records.newest(own, benchmark)
 
 
-def bytes_per_parameter(rows: Sequence[Row]) -> Figure:
+def bytes_per_parameter(rows: Sequence[Line]) -> Figure:
     """A bar per setting and way, stacked by part; ours is told against the best of stock."""
     found = headline(rows)
     if not found:
@@ -108,7 +104,7 @@ def bytes_per_parameter(rows: Sequence[Row]) -> Figure:
     return finish(figure, title, about, text, PARTS)
 
 
-def bandwidth(rows: Sequence[Row]) -> Figure:
+def bandwidth(rows: Sequence[Line]) -> Figure:
     """A panel per dtype pair, a line per provider; the same bytes for all, so that higher is faster."""
     own = newest(rows, "kernels", lambda row: row["mode"] == "accumulate" and elements(row), "one tensor")
     wanted = ("bfloat16 into float32", "float32 into float32")
@@ -135,13 +131,13 @@ def bandwidth(rows: Sequence[Row]) -> Figure:
     return finish(figure, "How fast one tensor is accumulated, against its size", own[0], text)
 
 
-def elements(row: Row) -> int:
+def elements(row: Line) -> int:
     """Of one tensor; 0 for lists of more."""
     size = re.match(r"1 tensor of (\d+)", row["shapes"])
     return int(size[1]) if size else 0
 
 
-def lines_of_pair(axes: Axes, own: Sequence[Row]) -> float:
+def lines_of_pair(axes: Axes, own: Sequence[Line]) -> float:
     """Draws a line per provider, and the faster of copy and triad. Returns the highest value."""
     sizes = sorted({elements(row) for row in own})
     lines: dict[str, dict[int, float]] = {PEAK_LABEL: {}}
@@ -160,18 +156,18 @@ def lines_of_pair(axes: Axes, own: Sequence[Row]) -> float:
             style = {"color": colour, "marker": marker, "markersize": 5, "linewidth": width, "zorder": order}
         axes.plot(list(line), list(line.values()), label=name, **style)
     axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, [results.count(size) for size in sizes])
+    axes.set_xticks(sizes, [records.count(size) for size in sizes])
     axes.grid(axis="y", color=FAINT)
     axes.set_axisbelow(True)
     return max(value for line in lines.values() for value in line.values())
 
 
-def speedup(rows: Sequence[Row]) -> Figure:
+def speedup(rows: Sequence[Line]) -> Figure:
     """A bar per model and setting: a window's time by the fastest exact way of stock, over ours."""
     own = newest(
         rows, "models", lambda row: (row["mode"], row["metric"]) == (MODE, "time"), "a window's time"
     )
-    cases: dict[tuple[str, str], dict[str, Row]] = {}
+    cases: dict[tuple[str, str], dict[str, Line]] = {}
     for row in (row for row in own if row["provider"] == OURS and row["speedup"]):
         cases.setdefault((row["dtypes"], row["case"]), {})[row["against"]] = row
     if not cases:
@@ -203,7 +199,7 @@ def speedup(rows: Sequence[Row]) -> Figure:
     return finish(figure, "Time of one window on the parameters of real models", own[-1], text)
 
 
-def memory(rows: Sequence[Row]) -> Figure:
+def memory(rows: Sequence[Line]) -> Figure:
     """A bar per way, stacked by kind, for the largest model that was trained in each dtype."""
     by_kind = "peak memory: "
     own = newest(rows, "training", lambda row: row["metric"].startswith(by_kind), "peak memory by kind")

@@ -22,9 +22,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..harness.machine import CONDITIONS
-from ..harness.measure import PEAK
-from ..harness.results import COLUMNS, newest
+from fusedacc.commands.measuring.machine import CONDITIONS
+from fusedacc.commands.measuring.records import COLUMNS, PEAK, newest
 
 #: What makes a figure the same figure. Not `against`: rows that differ in it alone repeat one figure.
 KEY = ("benchmark", "case", "provider", "mode", "shapes", "dtypes", "metric", "unit")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from ..harness.results import newest
+from fusedacc.commands.measuring.records import newest
 
 MODE = "window k=8"
 CASE = "counted"

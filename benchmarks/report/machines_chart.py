@@ -9,20 +9,21 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MultipleLocator, NullFormatter, NullLocator
 
-from ..machines.cells import LEAST, parsed
+from fusedacc.commands.measuring.plots import BLUE, FAINT, GREEN, INK
+from fusedacc.commands.measuring.records import Line
+
+from ..machines.cells import LEAST, by_device, parsed
 from ..machines.cells import Row as Cell
 from ..machines.emulated import MACHINES
 from ..machines.loops import MODEL, PLAIN, PRECISIONS
 from ..machines.zoo import LAYERS
-from .charts import NoRows
-from .devices import by_device
-from .plot_style import BLUE, FAINT, GREEN, INK, Row, finish
+from .pages import NoRows, finish
 
 COLOURS = {PLAIN: BLUE, MODEL: GREEN}
 MARKERS = dict(zip(PRECISIONS, ("o", "s", "^", "v"), strict=True))
 
 
-def machines(lines: Sequence[Row]) -> Figure:
+def machines(lines: Sequence[Line]) -> Figure:
     """A panel per device; in it a row per machine and loop, a mark per cell: the median of stock's time over
     the loop's."""
     of_devices = by_device(lines)
@@ -70,7 +71,7 @@ def machines(lines: Sequence[Row]) -> Figure:
     return finish(figure, "Training speed by machine, model and precision", about, text, COLOURS)
 
 
-def _cells(lines: Sequence[Row]) -> list[Cell]:
+def _cells(lines: Sequence[Line]) -> list[Cell]:
     return [row for row in map(parsed, lines) if row.loop in COLOURS and row.model not in LAYERS]
 
 

@@ -6,26 +6,19 @@ into docs/memory.md: `make memory-figures`.
 
 from __future__ import annotations
 
-import argparse
-import functools
 from collections.abc import Sequence
-from pathlib import Path
 
-import matplotlib
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from fusedacc.commands.plan.curves import Curve
-from fusedacc.commands.plan.plot import COLOURS, draw_curve
+from fusedacc.commands.measuring.plots import BLUE, FAINT, GREEN, GREY, INK, ORANGE, SKY, VERMILION
+from fusedacc.commands.measuring.records import Line, markdown
+from fusedacc.commands.plan.plot import COLOURS, Curve, draw_curve
 
-from ..harness.machine import ROOT
-from ..harness.results import newest, read
+from ..harness import ROOT
 from ..suites.memory import GROWS, HALVES, MEMORY, SHUFFLED
-from .charts import NoRows
-from .plot import save
-from .plot_style import BLUE, FAINT, GREEN, GREY, INK, ORANGE, SKY, VERMILION, Row, finish
-from .readme_tables import conditions, rewritten
+from .pages import conditions, finish, of, run
 
 MIB = 2**20
 MODELS = {
@@ -37,27 +30,11 @@ MODELS = {
     "mlp": "MLP",
 }
 WHOLE = "stock, 1 x 64"
-HALVED = {
-    WHOLE: GREY,
-    "stock, 2 x 32": SKY,
-    "fusedacc, 2 x 32": BLUE,
-    "fusedacc model=, 2 x 32": GREEN,
-}
+HALVED = {WHOLE: GREY, "stock, 2 x 32": SKY, "fusedacc, 2 x 32": BLUE, "fusedacc model=, 2 x 32": GREEN}
 LINES = {"gpt-64": BLUE, "vit": GREEN, "conv": ORANGE, "unet": VERMILION, "lstm": SKY, "mlp": INK}
-TABLES = {
-    name: (f"<!-- {name}: written by make memory-figures -->", f"<!-- end of {name} -->")
-    for name in ("grows", "halves")
-}
 
 
-def of(rows: Sequence[Row], benchmark: str) -> list[Row]:
-    """The newest rows of a part of the suite. Raises NoRows."""
-    if not any(row["benchmark"] == benchmark for row in rows):
-        raise NoRows(f"there are no rows of benchmarks/suites/memory.py --only {benchmark}")
-    return newest(rows, benchmark)
-
-
-def curve_of(rows: Sequence[Row], model: str, loop: str) -> Curve:
+def curve_of(rows: Sequence[Line], model: str, loop: str) -> Curve:
     """What was predicted of a model, as the command draws it."""
     sizes: dict[int, dict[str, int]] = {}
     for row in (row for row in rows if (row["case"], row["provider"]) == (model, loop)):
@@ -74,9 +51,9 @@ def share(found: Curve) -> tuple[float, float]:
     return low - each * first, each
 
 
-def grows(rows: Sequence[Row]) -> Figure:
+def grows(rows: Sequence[Line]) -> Figure:
     """A panel for each model: areas by kind, and the whole batch as a bar."""
-    own = of(rows, "grows")
+    own = of(rows, "memory", "grows")
     found = [curve_of(own, model, "fusedacc") for model in GROWS]
     figure, panels = plt.subplots(1, len(found), figsize=(13.5, 4.6))
     for axes, each in zip(panels, found, strict=True):
@@ -94,14 +71,14 @@ def grows(rows: Sequence[Row]) -> Figure:
     return finish(figure, "What grows with a micro-batch, and what stays", own[0], text, colours)
 
 
-def figure_of(rows: Sequence[Row], model: str, loop: str, metric: str) -> float:
+def figure_of(rows: Sequence[Line], model: str, loop: str, metric: str) -> float:
     wanted = (model, loop, metric)
     return next(float(r["median"]) for r in rows if (r["case"], r["provider"], r["metric"]) == wanted)
 
 
-def halves(rows: Sequence[Row]) -> Figure:
+def halves(rows: Sequence[Line]) -> Figure:
     """Bars for each model, peak on the left and time on the right, the whole batch being 1."""
-    own = of(rows, "halves")
+    own = of(rows, "memory", "halves")
     figure, panels = plt.subplots(1, 2, figsize=(11.5, 4.4))
     for axes, metric in zip(panels, ("peak", "time, share"), strict=True):
         for place, model in enumerate(HALVES):
@@ -124,11 +101,11 @@ def halves(rows: Sequence[Row]) -> Figure:
     return finish(figure, "64 samples at once, and as 2 x 32", own[0], text, HALVED)
 
 
-def per_sample(rows: Sequence[Row]) -> Figure:
+def per_sample(rows: Sequence[Line]) -> Figure:
     """A line for each model: the time of a sample, that in the largest micro-batch being 1."""
-    own = of(rows, "per_sample")
+    own = of(rows, "memory", "per_sample")
     figure, axes = plt.subplots(figsize=(9.5, 5.0))
-    lines: dict[str, dict[int, Row]] = {}
+    lines: dict[str, dict[int, Line]] = {}
     for row in (row for row in own if row["metric"] == "time, share"):
         lines.setdefault(row["case"], {})[int(row["micro_batch"])] = row
     colours = {}
@@ -153,9 +130,9 @@ def per_sample(rows: Sequence[Row]) -> Figure:
     return finish(figure, "Where a smaller micro-batch costs time, and where not", own[0], text, colours)
 
 
-def norms(rows: Sequence[Row]) -> Figure:
+def norms(rows: Sequence[Line]) -> Figure:
     """A panel for each norm: the loss by epoch, for each micro-batch."""
-    own = of(rows, "norms")
+    own = of(rows, "memory", "norms")
     names = list(dict.fromkeys(row["case"] for row in own))
     figure, panels = plt.subplots(1, len(names), figsize=(10.5, 4.6), sharey=True)
     batch = own[0]["batch"]
@@ -187,62 +164,41 @@ def norms(rows: Sequence[Row]) -> Figure:
     return finish(figure, "Micro-batches are not the batch for a norm over samples", own[0], text)
 
 
-def grows_table(rows: Sequence[Row]) -> str:
-    own = of(rows, "grows")
-    lines = [
-        "| | what stays, MiB | a sample adds, MiB | 1 x 64 | 2 x 32 | 64 x 1 |",
-        "|---|---|---|---|---|---|",
-    ]
+def table(row: Line, part: str, head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """The conditions and the table."""
+    return (
+        conditions(row, f"python -m benchmarks.suites.memory --only {part}") + "\n\n" + markdown(head, lines)
+    )
+
+
+def grows_table(rows: Sequence[Line]) -> str:
+    own, lines = of(rows, "memory", "grows"), []
     for model in GROWS:
         found = curve_of(own, model, "fusedacc")
         fixed, each = share(found)
         at = (found.full, found.by_size[found.samples // 2], found.by_size[1])
-        sizes = " | ".join(f"{sum(kinds.values()) / MIB:.0f}" for kinds in at)
-        lines.append(f"| {MODELS[model]} | {fixed / MIB:.0f} | {each / MIB:.2f} | {sizes} |")
-    about = conditions(own[0], "python -m benchmarks.suites.memory --only grows")
-    return about + "\n\n" + "\n".join(lines)
+        sizes = [f"{sum(kinds.values()) / MIB:.0f}" for kinds in at]
+        lines.append([MODELS[model], f"{fixed / MIB:.0f}", f"{each / MIB:.2f}", *sizes])
+    head = ("", "what stays, MiB", "a sample adds, MiB", "1 x 64", "2 x 32", "64 x 1")
+    return table(own[0], "grows", head, lines)
 
 
-def halves_table(rows: Sequence[Row]) -> str:
-    own = of(rows, "halves")
-    head = (
-        "| | peak of 1 x 64, MiB | of 2 x 32 | by the wrapper | gradients: 2 x 32 by the wrapper | shuffled |"
-    )
-    lines = [head, "|---|---|---|---|---|---|"]
+def halves_table(rows: Sequence[Line]) -> str:
+    own, lines = of(rows, "memory", "halves"), []
     for model in HALVES:
         peaks = [figure_of(own, model, loop, "peak") for loop in list(HALVED)[:3]]
         off = [figure_of(own, model, loop, "gradients apart") for loop in ("fusedacc, 2 x 32", SHUFFLED)]
-        cells = [f"{peak:.0f}" for peak in peaks] + [f"{each:.1e}" for each in off]
-        lines.append(f"| {MODELS[model]} | {' | '.join(cells)} |")
-    about = conditions(own[0], "python -m benchmarks.suites.memory --only halves")
-    return about + "\n\n" + "\n".join(lines)
+        lines.append([MODELS[model], *(f"{peak:.0f}" for peak in peaks), *(f"{each:.1e}" for each in off)])
+    head = ("", "peak of 1 x 64, MiB", "of 2 x 32", "by the wrapper")
+    return table(own[0], "halves", (*head, "gradients: 2 x 32 by the wrapper", "shuffled"), lines)
 
 
 CHARTS = {"grows": grows, "halves": halves, "per_sample": per_sample, "norms": norms}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--results", type=Path, default=MEMORY, help="the CSV (%(default)s)")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "figures", help="(%(default)s)")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "memory.md", help="(%(default)s)")
-    options = parser.parse_args()
-    matplotlib.use("Agg")
-    try:
-        rows = read(options.results)
-    except FileNotFoundError as error:
-        raise SystemExit(f"{error}: run `python -m benchmarks.suites.memory` first") from None
-    for name, make in CHARTS.items():
-        save(f"memory_{name}", functools.partial(make, rows), options.out)
-    text = options.page.read_text()
-    for name, section in (("grows", grows_table), ("halves", halves_table)):
-        try:
-            text = rewritten(text, TABLES[name], section(rows))
-        except NoRows as why:
-            print(f"{name}: not written: {why}")
-    options.page.write_text(text)
+    tables = {"grows": grows_table, "halves": halves_table}
+    run(__doc__, MEMORY, ROOT / "docs" / "memory.md", "memory", CHARTS, tables)
 
 
 if __name__ == "__main__":

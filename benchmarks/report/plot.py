@@ -16,21 +16,18 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
-from matplotlib import pyplot as plt
-from matplotlib.figure import Figure
 
-from ..harness.command import chosen
-from ..harness.machine import ROOT
-from ..harness.results import RESULTS, read
+from fusedacc.commands.measuring.records import Line, read
+
+from ..harness import RESULTS, chosen
 from ..machines.cells import RESULTS as MACHINES
 from . import charts, machines_chart
-from .plot_style import STYLE
+from .pages import FIGURES, save
 
 CHARTS = {
     "bytes": charts.bytes_per_parameter,
@@ -41,10 +38,7 @@ CHARTS = {
 }
 
 
-Rows = Sequence[dict[str, str]]
-
-
-def draw(rows: Rows, of_machines: Rows, out: Path, names: Sequence[str]) -> list[Path]:
+def draw(rows: Sequence[Line], of_machines: Sequence[Line], out: Path, names: Sequence[str]) -> list[Path]:
     """Writes a PNG and an SVG of each plot that has its rows, and prints why the others have none."""
     written = []
     for name in names:
@@ -53,31 +47,12 @@ def draw(rows: Rows, of_machines: Rows, out: Path, names: Sequence[str]) -> list
     return written
 
 
-def save(name: str, make: Callable[[], Figure], out: Path) -> list[Path]:
-    """Writes what `make` draws as a PNG and an SVG, or prints why there are no rows for it."""
-    out.mkdir(parents=True, exist_ok=True)
-    with plt.rc_context(STYLE):
-        try:
-            figure = make()
-        except charts.NoRows as why:
-            print(f"{name}: not drawn: {why}")
-            return []
-        written = [out / f"{name}.png", out / f"{name}.svg"]
-        for path in written:
-            # No date in the file: the same rows give the same bytes.
-            metadata = {"Date": None} if path.suffix == ".svg" else {}
-            figure.savefig(path, dpi=150, metadata=metadata)
-        plt.close(figure)
-    print(f"{name}: {os.path.relpath(out / name)}.png, .svg")
-    return written
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--results", type=Path, default=RESULTS, help="the CSV (%(default)s)")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "figures", help="(%(default)s)")
+    parser.add_argument("--out", type=Path, default=FIGURES, help="(%(default)s)")
     parser.add_argument("--only", help=f"comma-separated; all without it: {', '.join(CHARTS)}")
     options = parser.parse_args()
     names = chosen(options.only, list(CHARTS), "plot")

@@ -15,22 +15,21 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..harness.machine import ROOT
-from ..harness.results import RESULTS, newest, read
+from fusedacc.commands.measuring.records import Line, markdown, newest, read
+
+from ..harness import RESULTS, ROOT
 from ..machines import cells, loops
 from ..machines.zoo import LAYERS
 from ..run_all import APART, SHOWN
 from . import headline
-from .devices import by_device
+from .pages import conditions, figure, markers, rewrite
 
-Row = dict[str, str]
-
-SPEED = ("<!-- speed: written by make figures -->", "<!-- end of speed -->")
-FIGURES = ("<!-- figures: written by make figures -->", "<!-- end of figures -->")
-BYTES = ("<!-- bytes: written by make figures -->", "<!-- end of bytes -->")
+SPEED = markers("speed")
+FIGURES = markers("figures")
+BYTES = markers("bytes")
 #: The processor itself, with nothing held back.
 WHOLE = "native"
-MACHINES = ("<!-- machines: written by make figures -->", "<!-- end of machines -->")
+MACHINES = markers("machines")
 #: Of the bytes, by role: those of ours with the difference to the best of stock.
 COLUMNS = {
     "as written": ("stock, as written",),
@@ -43,25 +42,7 @@ COLUMNS = {
 CASE = ("case", "mode", "shapes", "dtypes", "metric")
 
 
-def conditions(row: Row, command: str = "") -> str:
-    """`command`: what measured it; of a suite where none is given."""
-    command = command or f"python -m benchmarks.suites.{row['benchmark']}"
-    parts = [row["date"][:10], f"commit {row['commit']}", row["device"], f"threads {row['threads']}"]
-    parts += [f"allocator {row['allocator']}", f"torch {row['torch']}"]
-    parts += [f"CUDA {row['cuda']}"] if row["cuda"] else []
-    return f"`{command}`, {', '.join(parts)}:"
-
-
-def figure(row: Row) -> str:
-    value = float(row["median"])
-    if row["unit"] != "us":
-        return f"{value:.1f} {row['unit']}"
-    if value >= 1e6:
-        return f"{value / 1e6:.2f} s"
-    return f"{value / 1000:.2f} ms" if value >= 1000 else f"{value:.0f} µs"
-
-
-def outcome(row: Row, of: dict[tuple[str, ...], Row]) -> str:
+def outcome(row: Line, of: dict[tuple[str, ...], Line]) -> str:
     """The comparison, in words a reader can check."""
     ratio, goal = float(row["speedup"]), float(row["goal"])
     missed = " **missed**" if row["reached"] == "no" else ""
@@ -74,7 +55,7 @@ def outcome(row: Row, of: dict[tuple[str, ...], Row]) -> str:
     return told + (f" ({figure(baseline)})" if baseline else "") + f", goal {goal:.3g}{missed}"
 
 
-def goals(rows: Sequence[Row]) -> str:
+def goals(rows: Sequence[Line]) -> str:
     """A table per benchmark: what has a goal, and whether it was reached, in the newest run that has such."""
     lines = []
     for name in SHOWN:
@@ -88,14 +69,15 @@ def goals(rows: Sequence[Row]) -> str:
         lines += [
             conditions(own[-1], APART.get(name, "")),
             "",
-            "| case | dtypes | way | median | against |",
-            "|---|---|---|---|---|",
+            markdown(
+                ("case", "dtypes", "way", "median", "against"),
+                (
+                    (f"{r['case']}, {r['mode']}", r["dtypes"], r["provider"], figure(r), outcome(r, of))
+                    for r in with_goals
+                ),
+            ),
+            "",
         ]
-        for row in with_goals:
-            case = f"{row['case']}, {row['mode']}"
-            told = (case, row["dtypes"], row["provider"], figure(row), outcome(row, of))
-            lines.append(f"| {' | '.join(told)} |")
-        lines.append("")
     return "\n".join(lines).rstrip()
 
 
@@ -104,7 +86,7 @@ def cell(counted: headline.Counted) -> str:
     return f"{counted.total:.1f}" + (f" ({way})" if way else "")
 
 
-def window_bytes(rows: Sequence[Row]) -> str:
+def window_bytes(rows: Sequence[Line]) -> str:
     """A row per setting, a column per way."""
     found = headline.headline(rows)
     if not found:
@@ -138,9 +120,9 @@ def window_bytes(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def machines(lines: Sequence[Row]) -> str:
+def machines(lines: Sequence[Line]) -> str:
     """The range of each loop's speed by machine, from the newest rows of each device."""
-    of_devices = by_device(lines)
+    of_devices = cells.by_device(lines)
     if not of_devices:
         print("no speed from benchmarks/machines", file=sys.stderr)
         return ""
@@ -149,7 +131,7 @@ def machines(lines: Sequence[Row]) -> str:
         rows = [cells.parsed(line) for line in own]
         models = len({row.model for row in rows} - LAYERS)
         last = {**own[-1], "threads": "as named"}
-        parts.append(f"{conditions(last, 'make bench-machines')} {models} models\n\n{cells.markdown(rows)}")
+        parts.append(f"{conditions(last, 'make bench-machines')} {models} models\n\n{cells.by_machine(rows)}")
     about = (
         "Speed of training against the fastest exact loop of stock torch in the same precision, in up to "
         f"{len(loops.PRECISIONS)} precisions: medians of ratios within a round, the worst with its 95 % "
@@ -158,9 +140,9 @@ def machines(lines: Sequence[Row]) -> str:
     return "\n\n".join([about, *parts])
 
 
-def speed(lines: Sequence[Row]) -> str:
+def speed(lines: Sequence[Line]) -> str:
     """The range of speeds over all devices and machines, in a sentence."""
-    of_devices = by_device(lines)
+    of_devices = cells.by_device(lines)
     if not of_devices:
         return ""
     rows = [cells.parsed(line) for own in of_devices.values() for line in own]
@@ -187,16 +169,6 @@ def speed(lines: Sequence[Row]) -> str:
     )
 
 
-def rewritten(text: str, markers: tuple[str, str], section: str) -> str:
-    """The text with the section between the markers. ValueError if they are not there."""
-    begin, end = markers
-    before, _, rest = text.partition(begin)
-    _, found, after = rest.partition(end)
-    if not found:
-        raise ValueError(f"no line {begin!r} followed by {end!r}")
-    return f"{before}{begin}\n\n{section}\n\n{end}{after}"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -211,19 +183,12 @@ def main() -> None:
         raise SystemExit(f"{error}: run `make bench` first") from None
     beside = options.results.with_name(cells.RESULTS.name)
     of_machines = read(beside) if beside.exists() else []
-    pages = {
-        options.readme: ((BYTES, window_bytes(rows)), (SPEED, speed(of_machines))),
-        options.page: ((MACHINES, machines(of_machines)), (FIGURES, goals(rows))),
-    }
-    texts = {path: path.read_text() for path in pages}
-    for path, sections in pages.items():
-        for markers, section in sections:
-            try:
-                texts[path] = rewritten(texts[path], markers, section)
-            except ValueError as error:
-                raise SystemExit(f"{path}: {error}") from None
-    for path, text in texts.items():
-        path.write_text(text)
+    rewrite(
+        {
+            options.readme: {BYTES: window_bytes(rows), SPEED: speed(of_machines)},
+            options.page: {MACHINES: machines(of_machines), FIGURES: goals(rows)},
+        }
+    )
 
 
 if __name__ == "__main__":

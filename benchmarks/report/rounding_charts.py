@@ -6,36 +6,31 @@ tables into docs/rounding.md: `make rounding-figures`.
 
 from __future__ import annotations
 
-import argparse
-import functools
 import itertools
 import re
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 
-import matplotlib
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
+from fusedacc.commands.measuring.plots import BLUE, FAINT, INK, QUIET, VERMILION
+from fusedacc.commands.measuring.records import Line
+
 from ..contestants.rounded import FLOAT32, NEAREST, STOCHASTIC
-from ..harness.machine import ROOT
-from ..harness.results import read
+from ..harness import ROOT
 from ..suites.rounding import ROUNDING
-from .charts import NoRows
-from .plot import save
-from .plot_style import BLUE, FAINT, INK, QUIET, VERMILION, Row, finish
-from .readme_tables import rewritten
-from .rounding_tables import PLACES, STATES, TABLES, by_seed, of, of_training
+from .pages import finish, of, run
+from .rounding_tables import STATES, TABLES, by_seed, of_training
 
 COLOURS = {FLOAT32: INK, NEAREST: VERMILION, STOCHASTIC: BLUE}
 LINES = {FLOAT32: "-", NEAREST: "--", STOCHASTIC: "-"}
 ABOVE = f"loss above {FLOAT32}"
 
 
-def curve(axes: Axes, rows: Sequence[Row], name: str, scale: float = 1.0) -> None:
+def curve(axes: Axes, rows: Sequence[Line], name: str, scale: float = 1.0) -> None:
     """A line through the medians over seeds, and their range."""
     points = {at: [scale * value for value in values] for at, values in by_seed(rows).items()}
     middle = [statistics.median(values) for values in points.values()]
@@ -44,7 +39,7 @@ def curve(axes: Axes, rows: Sequence[Row], name: str, scale: float = 1.0) -> Non
     axes.fill_between(list(points), low, high, color=COLOURS[name], alpha=0.15, linewidth=0)
 
 
-def training(rows: Sequence[Row]) -> Figure:
+def training(rows: Sequence[Line]) -> Figure:
     """A column for each k: the loss, and beneath it how far it is above that with float32 sums."""
     own = of_training(rows)
     counts = sorted({int(row["k"]) for row in own})
@@ -74,9 +69,9 @@ def training(rows: Sequence[Row]) -> Figure:
     return finish(figure, "Training with sums in float32 and in bfloat16", own[0], text, COLOURS)
 
 
-def sums(rows: Sequence[Row]) -> Figure:
+def sums(rows: Sequence[Line]) -> Figure:
     """A column for each state of the model: the error, and how much of the sum there is."""
-    own = of(rows, "sums")
+    own = of(rows, "rounding", "sums")
     cases = list(dict.fromkeys(row["case"] for row in own))
     states = list(dict.fromkeys(case.split(", ")[1] for case in cases))
     sizes = list(dict.fromkeys(case.split(", ")[0] for case in cases))
@@ -115,9 +110,9 @@ def sums(rows: Sequence[Row]) -> Figure:
     return finish(figure, "What is left of a window's gradient", own[0], text, colours)
 
 
-def additions(rows: Sequence[Row]) -> Figure:
+def additions(rows: Sequence[Line]) -> Figure:
     """The mean over elements by the number of additions, and their values at the end."""
-    own = of(rows, "statistics")
+    own = of(rows, "rounding", "statistics")
     figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 4.4), width_ratios=(3, 2))
     step = 2.0 ** int(re.search(r"2\^(-?\d+)", own[0]["case"])[1])
     for name in (NEAREST, STOCHASTIC):
@@ -148,27 +143,7 @@ CHARTS = {"training": training, "sums": sums, "statistics": additions}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--results", type=Path, default=ROUNDING, help="the CSV (%(default)s)")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "figures", help="(%(default)s)")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "rounding.md", help="(%(default)s)")
-    options = parser.parse_args()
-    matplotlib.use("Agg")
-    try:
-        rows = read(options.results)
-    except FileNotFoundError as error:
-        raise SystemExit(f"{error}: run `python -m benchmarks.suites.rounding` first") from None
-    for name, make in CHARTS.items():
-        save(f"rounding_{name}", functools.partial(make, rows), options.out)
-    text = options.page.read_text()
-    for name, section in TABLES.items():
-        try:
-            text = rewritten(text, PLACES[name], section(rows))
-        except NoRows as why:
-            print(f"{name}: not written: {why}")
-    options.page.write_text(text)
+    run(__doc__, ROUNDING, ROOT / "docs" / "rounding.md", "rounding", CHARTS, TABLES)
 
 
 if __name__ == "__main__":

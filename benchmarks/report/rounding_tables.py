@@ -5,12 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from fusedacc.commands.measuring.records import Line, markdown
+
+from ..contestants.loops import KINDS
 from ..contestants.rounded import FLOAT32, NEAREST, STOCHASTIC, STOCK
-from ..harness.peak_by_kind import KINDS
-from ..harness.results import newest
-from .charts import MODELS, NoRows
-from .plot_style import Row
-from .readme_tables import conditions, figure
+from .charts import MODELS
+from .pages import conditions, figure, of
 
 COMMAND = "python -m benchmarks.suites.rounding --only"
 #: Micro-batches whose sums have a line.
@@ -18,21 +18,14 @@ COUNTS = (8, 64, 256, 512, 1024, 2048)
 STATES = {"after 0 updates": "initial weights"}
 
 
-def of(rows: Sequence[Row], benchmark: str) -> list[Row]:
-    """The newest rows of a part of the suite. Raises NoRows."""
-    if not any(row["benchmark"] == benchmark for row in rows):
-        raise NoRows(f"there are no rows {benchmark!r} of benchmarks/suites/rounding.py")
-    return newest(rows, benchmark)
-
-
-def of_training(rows: Sequence[Row]) -> list[Row]:
+def of_training(rows: Sequence[Line]) -> list[Line]:
     """Of each k the newest, which may be of several runs. Raises NoRows."""
     last = {row["case"]: row["date"] for row in rows if row["benchmark"] == "training"}
     found = [row for row in rows if last.get(row["case"]) == row["date"] and row["benchmark"] == "training"]
-    return found or of(rows, "training")
+    return found or of(rows, "rounding", "training")
 
 
-def by_seed(rows: Sequence[Row]) -> dict[float, list[float]]:
+def by_seed(rows: Sequence[Line]) -> dict[float, list[float]]:
     """What was found with each seed, by `at`, in ascending order."""
     found: dict[float, list[float]] = {}
     for row in sorted(rows, key=lambda row: (float(row["at"]), int(row["seed"]))):
@@ -40,11 +33,10 @@ def by_seed(rows: Sequence[Row]) -> dict[float, list[float]]:
     return found
 
 
-def written(row: Row, part: str, head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+def written(row: Line, part: str, head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """The conditions and the table."""
     about = conditions(row, f"{COMMAND} {part}")
-    body = [f"| {' | '.join(cells)} |" for cells in (head, *lines)]
-    return "\n".join([about, "", body[0], "|" + "---|" * len(head), *body[1:]])
+    return about + "\n\n" + markdown(head, lines)
 
 
 def mean_and_spread(values: Sequence[float], digits: int) -> str:
@@ -53,7 +45,7 @@ def mean_and_spread(values: Sequence[float], digits: int) -> str:
     return f"{statistics.mean(values):.{digits}f} ± {spread:.{digits}f}"
 
 
-def training(rows: Sequence[Row]) -> str:
+def training(rows: Sequence[Line]) -> str:
     """The loss on unseen text, and how far it is above that with float32 sums."""
     own = of_training(rows)
     lines = []
@@ -70,9 +62,9 @@ def training(rows: Sequence[Row]) -> str:
     return written(own[0], "training", head, lines)
 
 
-def sums(rows: Sequence[Row]) -> str:
+def sums(rows: Sequence[Line]) -> str:
     """The error of a window's sum and what is left of it, by micro-batches, for each case."""
-    own = of(rows, "sums")
+    own = of(rows, "rounding", "sums")
     cases = sorted(dict.fromkeys(row["case"] for row in own))
     lines = []
     for case in cases:
@@ -93,9 +85,9 @@ def sums(rows: Sequence[Row]) -> str:
     return written(own[0], "sums", ("error / share kept", "", *(f"k = {at}" for at in COUNTS)), lines)
 
 
-def additions(rows: Sequence[Row]) -> str:
+def additions(rows: Sequence[Line]) -> str:
     """What the elements are at the end."""
-    own = of(rows, "statistics")
+    own = of(rows, "rounding", "statistics")
     last = max(float(row["at"]) for row in own if row["metric"] == "mean")
     lines = []
     for name in (NEAREST, STOCHASTIC):
@@ -111,9 +103,9 @@ def additions(rows: Sequence[Row]) -> str:
     return written(own[0], "statistics", head, lines)
 
 
-def speed(rows: Sequence[Row]) -> str:
+def speed(rows: Sequence[Line]) -> str:
     """One addition to one large tensor."""
-    own = of(rows, "speed")
+    own = of(rows, "rounding", "speed")
     lines = []
     for name in dict.fromkeys(row["provider"] for row in own):
         mine = [row for row in own if row["provider"] == name]
@@ -125,9 +117,9 @@ def speed(rows: Sequence[Row]) -> str:
     return written(own[0], "speed", head, lines)
 
 
-def lists(rows: Sequence[Row]) -> str:
+def lists(rows: Sequence[Line]) -> str:
     """One addition to all parameters of a model."""
-    own = of(rows, "lists")
+    own = of(rows, "rounding", "lists")
     lines = []
     for model in dict.fromkeys(row["case"] for row in own):
         mine = [row for row in own if row["case"] == model and row["median"]]
@@ -142,9 +134,9 @@ def lists(rows: Sequence[Row]) -> str:
     return written(own[0], "speed", head, lines)
 
 
-def memory(rows: Sequence[Row]) -> str:
+def memory(rows: Sequence[Line]) -> str:
     """Bytes a parameter at the peak, and their kinds."""
-    own = of(rows, "memory")
+    own = of(rows, "rounding", "memory")
     lines = []
     for name in (FLOAT32, NEAREST, STOCHASTIC, STOCK):
         mine = {row["metric"]: float(row["median"]) for row in own if row["provider"] == name}
@@ -161,7 +153,4 @@ TABLES = {
     "speed": speed,
     "lists": lists,
     "memory": memory,
-}
-PLACES = {
-    name: (f"<!-- {name}: written by make rounding-figures -->", f"<!-- end of {name} -->") for name in TABLES
 }

@@ -17,11 +17,13 @@ from torch import nn
 
 import fusedacc
 from fusedacc.autograd import python_hooks
+from fusedacc.commands.measuring.records import Case, Results, Variant
+from fusedacc.commands.measuring.timing import timer_for
 
+from .. import harness
 from ..contestants import model_shapes
-from ..harness import command
-from ..harness.measure import Variant, counted, measure, timer_for
-from ..harness.results import Case, Results
+from ..contestants.loops import window
+from ..harness import counted, measure
 from .wrapper_window import STEPS, OneNode
 
 ROUNDS = {"quick": 3, "short": 11, "full": 31}
@@ -42,18 +44,11 @@ class Listed(nn.Module):
         return OneNode.apply(self.gradients, *self.listed)
 
 
-def window(model: nn.Module, limit: int, device: torch.device) -> Callable[[], None]:
+def at_limit(model: nn.Module, limit: int, device: torch.device) -> Callable[[], None]:
     """A counted window with that limit; hooks read it when they are made."""
     with mock.patch.dict(python_hooks.LARGE_BYTES, {device.type: limit}):
         optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), STEPS)
-
-    def run() -> None:
-        for _ in range(STEPS):
-            model().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return run
+    return window(optimizer, lambda index: model(), STEPS)
 
 
 def figures(
@@ -67,7 +62,7 @@ def figures(
     case = Case("at_once", name, "window", model_shapes.describe(parameters, parameters), "bfloat16")
     variants = []
     for size in mebibytes:
-        run = window(Listed(shapes, results.device), size * 2**20, results.device)
+        run = at_limit(Listed(shapes, results.device), size * 2**20, results.device)
         run()
         meter = counted(run)
         variants.append(Variant(f"from {size} MiB", run, meter.total_bytes, (), meter.calls))
@@ -75,15 +70,15 @@ def figures(
 
 
 def main() -> None:
-    parser = command.arguments(__doc__)
+    parser = harness.arguments(__doc__)
     parser.add_argument(
         "--model", default="gpt2", help=f"one of {', '.join(model_shapes.NAMES)} (%(default)s)"
     )
     parser.add_argument("--mebibytes", default=",".join(map(str, MEBIBYTES)), help="limits (%(default)s)")
     options = parser.parse_args()
-    (name,) = command.chosen(options.model, model_shapes.NAMES, "model")
+    (name,) = harness.chosen(options.model, model_shapes.NAMES, "model")
     mebibytes = tuple(int(size) for size in options.mebibytes.split(","))
-    command.run(figures, options, name=name, mebibytes=mebibytes)
+    harness.run(figures, options, name=name, mebibytes=mebibytes)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Compiled models: what a window takes against the same loop of plain compiled PyTorch.
 
-Of each model the CPU time of one thread for a window of eight micro-batches, forward and backward compiled by
-Inductor, without an update; per micro-batch, and as a share of stock's in the same round. Stock's float32 loop
-accumulates in `p.grad`. In bfloat16 there are two: `grad_dtype=float32`, and a hook with a mixed `add_`.
+Of each model the CPU time of one thread for a window of eight micro-batches, forward and backward compiled
+by Inductor, without an update; per micro-batch, and as a share of stock's in the same round. Stock's
+float32 loop accumulates in `p.grad`. In bfloat16 there are two: `grad_dtype=float32`, and a hook with a
+mixed `add_`.
 
     python -m benchmarks.suites.compiled [--quick | --full]
 """
@@ -101,12 +102,12 @@ def _tokens() -> Tensor:
 WORKLOADS = (
     Workload("MLP 1024", "16 tokens", lambda: mlp(1024), lambda: torch.randn(16, 1024), 0.70),
     Workload("MLP 512", "32 tokens", lambda: mlp(512), lambda: torch.randn(32, 512), 0.92),
-    Workload("head", "512 x 8192, 64 tokens", lambda: nn.Linear(512, 8192), lambda: torch.randn(64, 512), 0.82),
+    Workload(
+        "head", "512 x 8192, 64 tokens", lambda: nn.Linear(512, 8192), lambda: torch.randn(64, 512), 0.82
+    ),
     Workload("GPT", "3 layers of width 512, 64 tokens", _gpt, _tokens, 0.80),
     Workload("GPT", "3 layers of width 512, 64 tokens", _gpt, _tokens, 0.88, autocast=True),
-    Workload(
-        "MLP 1024", "16 tokens", lambda: mlp(1024), lambda: torch.randn(16, 1024), 0.40, torch.bfloat16
-    ),
+    Workload("MLP 1024", "16 tokens", lambda: mlp(1024), lambda: torch.randn(16, 1024), 0.40, torch.bfloat16),
 )
 QUICK = (Workload("MLP 64", "4 tokens", lambda: mlp(64), lambda: torch.randn(4, 64), 1.0),)
 

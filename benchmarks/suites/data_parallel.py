@@ -1,7 +1,7 @@
 """A window on two ranks: the wrapper's reduction against the best that stock DistributedDataParallel has.
 
 Two processes of one thread each, gloo over loopback, train the demo's transformer on data of their own. The
-time of a window is from a barrier to a barrier; ways take turns. "peak memory" is of live bytes above those
+time of a window is from a barrier to a barrier; loops take turns. "peak memory" is of live bytes above those
 of the parameters, on the first rank, through two windows of two micro-batches; the least of three, since the
 profiler misses what a thread of gloo's lets go, as it may the broadcast of the parameters in the beginning.
 
@@ -13,10 +13,8 @@ by hand in bfloat16, and in float32 a peak at least 3 bytes a parameter below st
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import gc
-import multiprocessing
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,16 +24,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from examples.demo.loops import Config
-from examples.demo.measure import batches, peak_memory
+from examples.demo.measure import batches
 from examples.demo.model import load_text
-from fusedacc.commands.bench.timing import in_turn
+from fusedacc.commands.measuring.records import (
+    Case,
+    Goal,
+    Results,
+    Row,
+    Variant,
+    at_most,
+    cannot_run,
+    first_line,
+    row,
+    rows_of,
+)
+from fusedacc.commands.measuring.timing import Run, take_turns
+from fusedacc.planner.allocations import recorded_peak
 
-from ..contestants.data_parallel_loops import MODEL, PLAIN, STOCK, WAYS, Way
-from ..harness import command
-from ..harness.measure import Goal, Variant, progress, rows_of
-from ..harness.processes import environment, use_all_cores
-from ..harness.results import Case, Results, Row, at_most, cannot_run, first_line, row
+from .. import harness
+from ..contestants.data_parallel_loops import MODEL, PLAIN, STOCK, VARIANTS, RankVariant
+from ..contestants.loops import Demo
+from ..harness import ONE_THREAD, processes, progress
 
 RANKS = 2
 #: Rounds that are not timed: optimizer state is made, and both reducers learn, in the first windows.
@@ -55,8 +64,8 @@ def figures(results: Results, effort: str) -> None:
         "full": (256, 3, 64, 4, 41),
     }[effort]
     shape = {"width": width, "layers": layers, "context": context, "micro_batch_size": size}
-    for dtype in progress(WAYS, "data parallel", "dtype"):
-        config = Config(dtype, torch.device("cpu"), 4, **shape)
+    for dtype in progress(VARIANTS, "data parallel", "dtype"):
+        config = Demo(dtype, torch.device("cpu"), 4, **shape)
         parameters = sum(p.numel() for p in config.model().parameters())
         shapes = f"{parameters / 1e6:.1f} M parameters; {RANKS} processes of one thread, gloo over loopback; "
         shapes += f"{config.steps} micro-batches of {size} x {context} bytes each"
@@ -68,23 +77,23 @@ def figures(results: Results, effort: str) -> None:
         try:
             seconds, peaks = on_all_ranks(measure_rank, config, rounds)
         except Exception as error:
-            results.add([cannot_run(case, way.name, first_line(error)) for way in WAYS[dtype]])
+            results.add([cannot_run(case, way.name, first_line(error)) for way in VARIANTS[dtype]])
             continue
-        results.add(rows_of(case, [variant(way, dtype) for way in WAYS[dtype]], seconds))
+        results.add(rows_of(case, [variant(way, dtype) for way in VARIANTS[dtype]], seconds))
         above = {name: peak / parameters - config_itemsize(config) for name, peak in peaks.items()}
         results.add(memory(dataclasses.replace(case, mode="peak above the parameters"), above))
 
 
-def config_itemsize(config: Config) -> int:
+def config_itemsize(config: Demo) -> int:
     """Bytes of a parameter."""
     return getattr(torch, config.dtype).itemsize
 
 
-def variant(way: Way, dtype: str) -> Variant:
+def variant(way: RankVariant, dtype: str) -> Variant:
     """A way with what it is held against; of `model=` the ratios are shown."""
-    held_to = [other.name for other in WAYS[dtype] if other.competes] if way in (PLAIN, MODEL) else []
+    held_to = [other.name for other in VARIANTS[dtype] if other.competes] if way in (PLAIN, MODEL) else []
     at_least = AT_LEAST[dtype] if way is PLAIN else 0.0
-    return Variant(way.name, lambda: None, goals=tuple(Goal(name, at_least) for name in held_to))
+    return Variant(way.name, goals=tuple(Goal(name, at_least) for name in held_to))
 
 
 def memory(case: Case, above: dict[str, float]) -> list[Row]:
@@ -100,24 +109,16 @@ def memory(case: Case, above: dict[str, float]) -> list[Row]:
 
 def on_all_ranks(measure: Callable[..., Any], *arguments: Any) -> Any:
     """What `measure(*arguments)` returns on the first rank, where it runs on all at once."""
-    with (
-        environment(_OF_RANKS),  # read as torch is loaded, before anything of ours runs there
-        tempfile.TemporaryDirectory() as folder,
-        concurrent.futures.ProcessPoolExecutor(RANKS, multiprocessing.get_context("spawn")) as pool,
-    ):
+    loopback = {**ONE_THREAD, "GLOO_SOCKET_IFNAME": "lo"}
+    with tempfile.TemporaryDirectory() as folder, processes(loopback, RANKS) as pool:
         meeting = Path(folder, "meeting")
         ranks = [pool.submit(run_rank, rank, meeting, measure, *arguments) for rank in range(RANKS)]
         first, *_ = [rank.result() for rank in ranks]  # all, or the error of any
         return first
 
 
-#: One thread each; all would be held to the first core if OpenMP placed them.
-_OF_RANKS = {"OMP_NUM_THREADS": "1", "OMP_PROC_BIND": "false", "GLOO_SOCKET_IFNAME": "lo"}
-
-
 def run_rank(rank: int, meeting: Path, measure: Callable[..., Any], *arguments: Any) -> Any:
     """What `measure(*arguments)` returns in this process, as a rank."""
-    use_all_cores()
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
     try:
         found = measure(*arguments)
@@ -128,47 +129,53 @@ def run_rank(rank: int, meeting: Path, measure: Callable[..., Any], *arguments: 
         dist.destroy_process_group()
 
 
-def measure_rank(config: Config, rounds: int) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Seconds of each round's window, and bytes at the peak, by way."""
+def measure_rank(config: Demo, rounds: int) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Seconds of each round's window, and bytes at the peak, by loop."""
     config = dataclasses.replace(config, seed=dist.get_rank())
     seconds = time_windows(config, rounds)
     gc.collect()
     short, text = dataclasses.replace(config, steps=2, micro_batch_size=1), load_text()
-    peaks, alive = {}, []
+    peaks = {}
+    for way in VARIANTS[config.dtype]:
+        alive: list[Any] = []  # whose end is not to be measured
 
-    def make(of: Config) -> Any:
-        alive.append(way.make(of, **way.options))  # whose end is not to be measured
-        return alive[-1]
+        def train(look: Any, way: RankVariant = way, alive: list[Any] = alive) -> None:
+            alive.append(way.make(short))
+            for update in range(2):
+                alive[-1].update(batches(text, short, update))
 
-    for way in WAYS[config.dtype]:
         found = []
         for _ in range(3):
-            found.append(peak_memory(make, short, text))
+            found.append(recorded_peak(train, config.device, "all").bytes)
             alive.clear()
             gc.collect()
         peaks[way.name] = min(found)
     return seconds, peaks
 
 
-def time_windows(config: Config, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each round's window, by way."""
+def time_windows(config: Demo, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each round's window, by loop."""
     text = load_text()
-    loops = {way.name: way.make(config, **way.options) for way in WAYS[config.dtype]}
-    seconds: dict[str, list[float]] = {name: [] for name in loops}
-    for index in range(-UNTIMED, rounds):
-        data = batches(text, config, index + UNTIMED)
-        for name in in_turn(list(loops), index):
-            dist.barrier()
-            start = time.perf_counter()
-            loops[name].update(data)
-            dist.barrier()
-            if index >= 0:
-                seconds[name].append(time.perf_counter() - start)
-    return seconds
+
+    data = [batches(text, config, update) for update in range(UNTIMED + rounds)]
+
+    def window_of(way: RankVariant) -> Run:
+        loop, own = way.make(config), iter(data)
+        return lambda: loop.update(next(own))
+
+    def between_barriers(run: Run, calls: int) -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        run()
+        dist.barrier()
+        return time.perf_counter() - start
+
+    runs = {way.name: window_of(way) for way in VARIANTS[config.dtype]}
+    return take_turns(runs, range(-UNTIMED, rounds), between_barriers)
 
 
 def main() -> None:
-    command.run(figures, command.arguments(__doc__).parse_args())
+    harness.run(figures, harness.arguments(__doc__).parse_args())
 
 
 if __name__ == "__main__":

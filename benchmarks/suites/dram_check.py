@@ -26,13 +26,11 @@ from pathlib import Path
 
 import torch
 
+from fusedacc.commands.measuring.records import Case, Results, Row, cannot_run, count, row
 from fusedacc.functional import prepare
 
-from ..harness import command
-from ..harness.command import chosen
-from ..harness.machine import ROOT
-from ..harness.measure import progress
-from ..harness.results import Case, Results, Row, cannot_run, count, row
+from .. import harness
+from ..harness import ROOT, chosen, progress
 
 SCALE = 0.125
 TOLERANCE = 0.05
@@ -296,7 +294,7 @@ def figures(
 
 
 def main() -> int:
-    parser = command.arguments(__doc__)
+    parser = harness.arguments(__doc__)
     parser.add_argument("--elements", type=int, help="of each tensor (default: 1 Gi, or what fits)")
     parser.add_argument("--cases", help=f"some of: {', '.join(CHECKS)} (default: all)")
     parser.add_argument("--launch", metavar="CASE", help="what ncu runs: one case, counted and called again")
@@ -308,8 +306,8 @@ def main() -> int:
     names = chosen(options.cases, list(CHECKS), "case")
     if options.device != "cuda" or not torch.cuda.is_available():
         raise SystemExit(f"dram_check.py needs a CUDA GPU, and torch {torch.__version__} sees none")
-    results = command.results(options)
-    why = figures(results, command.effort(options), names, options.elements)
+    results = harness.results(options)
+    why = figures(results, harness.effort(options), names, options.elements)
     results.report()
     if why is not None:
         print(f"skipped: {why}")

@@ -20,18 +20,19 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-import fusedacc
 from fusedacc.commands.bench.layers import text_like
+from fusedacc.commands.measuring.records import Case, Goal, Results, Variant, cannot_run, first_line
+from fusedacc.commands.measuring.timing import timer_for
 from fusedacc.kernels import rows
 
-from ..contestants.stock import share_moments
-from ..harness import command
-from ..harness.measure import Goal, Variant, counted, measure, timer_for
-from ..harness.results import Case, Results, cannot_run, first_line
+from .. import harness
+from ..contestants.loops import InsideBackward, Loop, Task, share_moments
+from ..harness import counted, measure
 from .update import LIMIT, timed
 
 #: (rows, columns) of the table, and the numbers of tokens.
@@ -60,7 +61,7 @@ WINDOW_GOALS = {"AdamW": 1.5, "SGD": 2.0}
 
 
 @dataclasses.dataclass
-class Work:
+class Lookups:
     """A sum, and sets of tokens and gradients that take turns."""
 
     sums: Tensor
@@ -78,9 +79,9 @@ class Work:
         return next(self._turns)
 
 
-def work(size: tuple[int, int], count: int, dtypes: tuple[torch.dtype, torch.dtype], device) -> Work:
+def work(size: tuple[int, int], count: int, dtypes: tuple[torch.dtype, torch.dtype], device) -> Lookups:
     height, columns = size
-    return Work(
+    return Lookups(
         torch.zeros(size, dtype=dtypes[1], device=device),
         [text_like(count, height, device) for _ in range(SETS)],
         [torch.randn(count, columns, device=device).to(dtypes[0]) for _ in range(SETS)],
@@ -92,7 +93,7 @@ def variant(name: str, run: Callable[[], object], goals: tuple[Goal, ...] = ()) 
     return Variant(name, run, meter.total_bytes, goals, meter.calls)
 
 
-def accumulations(own: Work, size: tuple[int, int], count: int) -> list[Variant]:
+def accumulations(own: Lookups, size: tuple[int, int], count: int) -> list[Variant]:
     height, _ = size
 
     def stock() -> None:
@@ -118,84 +119,77 @@ def accumulations(own: Work, size: tuple[int, int], count: int) -> list[Variant]
 # Windows
 
 
-class Training:
-    """Stock's window: `run()` is what is timed, after `ready()`.
+class Table(Task):
+    """An `nn.Embedding` whose weight and Adam's moments all loops share.
 
     Args:
         kind: of optimizer.
-        weight: the table's, which all ways share.
-        moments: Adam's, likewise.
-        batches: tokens and output gradients of the micro-batches.
+        weight: the table's.
+        moments: Adam's.
         clip: whether the gradient is clipped.
+    """
+
+    def __init__(
+        self, kind: type[torch.optim.Optimizer], weight: Tensor, moments: tuple[Tensor, Tensor], clip: bool
+    ) -> None:
+        self.kind, self.weight, self.moments = kind, weight, moments
+        self.steps, self.device, self.max_grad_norm = STEPS, weight.device, LIMIT if clip else None
+
+    def model(self) -> nn.Module:
+        return nn.Embedding.from_pretrained(self.weight, freeze=False)
+
+    def optimizer(self, parameters: list[nn.Parameter], fused: bool | None) -> torch.optim.Optimizer:
+        optimizer = self.kind(parameters, lr=1e-6, fused=fused)
+        if self.kind is torch.optim.AdamW:
+            share_moments(optimizer, [self.moments])
+        return optimizer
+
+    def loss(self, model: nn.Module, *micro_batch: Tensor) -> Tensor:
+        tokens, gradient = micro_batch
+        return _Handed.apply(model(tokens), gradient)
+
+
+class _Handed(torch.autograd.Function):
+    """A scalar whose backward hands the output its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, gradient: Tensor) -> Tensor:
+        ctx.gradient = gradient
+        return output.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, None]:
+        as_it_is = scale.device.type == "cpu" and scale.item() == 1  # on a GPU the host must not wait
+        return ctx.gradient if as_it_is else ctx.gradient * scale, None
+
+
+class Training:
+    """A loop's window: `run()` is what is timed, after `ready()`.
+
+    Args:
+        loop: stock's or ours.
+        batches: tokens and output gradients of the micro-batches.
         whole: time the micro-batches too.
     """
 
-    name = "stock"
-
-    def __init__(
-        self,
-        kind: type[torch.optim.Optimizer],
-        weight: Tensor,
-        moments: tuple[Tensor, Tensor],
-        batches: list[tuple[Tensor, Tensor]],
-        clip: bool,
-        whole: bool,
-    ) -> None:
-        self.table = nn.Embedding.from_pretrained(weight, freeze=False)
-        self.parameters = list(self.table.parameters())
-        self.batches, self.clip, self.whole = batches, clip, whole
-        inner = kind(self.parameters, lr=1e-6, fused=True)
-        if kind is torch.optim.AdamW:
-            share_moments(inner, [moments])
-        self.optimizer = self.wrap(inner)
-
-    def wrap(self, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        return inner
-
-    def micro_batches(self) -> None:
-        for tokens, gradient in self.batches:
-            self.table(tokens).backward(gradient / len(self.batches))
-
-    def update(self) -> None:
-        if self.clip:
-            nn.utils.clip_grad_norm_(self.parameters, LIMIT)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+    def __init__(self, loop: Loop, batches: list[tuple[Tensor, Tensor]], whole: bool) -> None:
+        self.loop, self.batches, self.whole = loop, batches, whole
+        self.parameters = loop.parameters
 
     def ready(self) -> None:
         if not self.whole:
-            self.micro_batches()
+            self.loop.accumulate_all(self.batches)
 
     def run(self) -> None:
         if self.whole:
-            self.micro_batches()
-        self.update()
+            self.loop.accumulate_all(self.batches)
+        self.loop.step()
 
     def close(self) -> None:
         """`run` has cleared the gradients."""
 
 
-class Wrapped(Training):
-    name = "fusedacc, model="
-
-    def wrap(self, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        return fusedacc.AccumulatingOptimizer(
-            inner, len(self.batches), max_grad_norm=LIMIT if self.clip else None, model=self.table
-        )
-
-    def micro_batches(self) -> None:
-        for index, (tokens, gradient) in enumerate(self.batches):
-            if index:
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-            self.table(tokens).backward(gradient)
-
-    def update(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-
-def window_ways(name: str, own: Work, moments: tuple[Tensor, Tensor], whole: bool) -> list[Variant]:
+def window_ways(name: str, own: Lookups, moments: tuple[Tensor, Tensor], whole: bool) -> list[Variant]:
     """Both ways, and without clipping where only the update is timed."""
     batches = list(zip(own.tokens[0].chunk(STEPS), own.gradients[0].chunk(STEPS), strict=True))
     goals = WINDOW_GOALS if whole else UPDATE_GOALS
@@ -203,15 +197,15 @@ def window_ways(name: str, own: Work, moments: tuple[Tensor, Tensor], whole: boo
     variants = []
     for clip in (True,) if whole else (True, False):
         suffix = "" if clip else ", not clipped"
-        for kind in (Training, Wrapped):
-            way = kind(OPTIMIZERS[name], own.sums, moments, batches, clip, whole)
+        for label, kind in (("stock", Loop), ("fusedacc, model=", InsideBackward)):
+            way = Training(kind(Table(OPTIMIZERS[name], own.sums, moments, clip)), batches, whole)
             for _ in range(2):  # the first one makes sums and state
                 way.ready()
                 meter = counted(way.run, way.parameters)
             against = ()
-            if kind is Wrapped:
+            if kind is InsideBackward:
                 against = (Goal(f"stock{suffix}", goals[name] if large and clip else 0.0),)
-            variants.append(Variant(way.name + suffix, way.run, meter.total_bytes, against, meter.calls))
+            variants.append(Variant(label + suffix, way.run, meter.total_bytes, against, meter.calls))
     return variants
 
 
@@ -250,4 +244,4 @@ def operators(results: Results, effort: str) -> None:
 
 
 if __name__ == "__main__":
-    command.run(figures, command.arguments(__doc__).parse_args())
+    harness.run(figures, harness.arguments(__doc__).parse_args())

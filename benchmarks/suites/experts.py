@@ -16,45 +16,42 @@ and 2.4 in bfloat16, with memory kept 1.15 and 1.25; of a loop's, 3 with default
 
 from __future__ import annotations
 
-import concurrent.futures
-import contextlib
 import dataclasses
 import functools
-import multiprocessing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from fusedacc.commands.measuring.records import (
+    Case,
+    Goal,
+    Results,
+    Variant,
+    at_most,
+    cannot_run,
+    first_line,
+    row,
+    rows_of,
+)
+from fusedacc.commands.measuring.timing import take_turns
+
+from .. import harness
 from ..contestants.experts import Experts, Shape
-from ..harness import command
-from ..harness.measure import Goal, Variant, in_turns, progress, rows_of
-from ..harness.processes import environment, use_all_cores
-from ..harness.results import Case, Results, at_most, cannot_run, first_line, row
-from .layers import INSIDE, STOCK, WRAPPED, Work
+from ..harness import processes, progress
+from .layers import INSIDE, STOCK, WRAPPED, EndlessWindow
 
 SHAPES = {
     "quick": (Shape(4, 32, 16, 8, 2),),
-    "short": (
-        Shape(64, 512, 1024, 64, 2),
-        Shape(128, 512, 512, 64, 8),
-        Shape(16, 768, 2048, 256, 2),
-    ),
+    "short": (Shape(64, 512, 1024, 64, 2), Shape(128, 512, 512, 64, 8), Shape(16, 768, 2048, 256, 2)),
 }
 SHAPES["full"] = SHAPES["short"]
 #: Of the layers that read one expert after the other: stock takes seconds for those above.
-LOOP = {
-    "quick": SHAPES["quick"][0],
-    "short": Shape(32, 256, 512, 64, 2),
-    "full": Shape(32, 256, 512, 64, 2),
-}
+LOOP = {"quick": SHAPES["quick"][0], "short": Shape(32, 256, 512, 64, 2), "full": Shape(32, 256, 512, 64, 2)}
 ROUNDS = {"quick": 3, "short": 7, "full": 41}
 DTYPES = {"float32": torch.float32, "bfloat16 into float32": torch.bfloat16}
 #: A hook that adds each gradient to a float32 sum, the best of stock where weights are bfloat16.
 HOOK = "stock, add_ in a hook"
-WAYS = {
-    "float32": (STOCK, WRAPPED, INSIDE),
-    "bfloat16 into float32": (STOCK, HOOK, WRAPPED, INSIDE),
-}
+WAYS = {"float32": (STOCK, WRAPPED, INSIDE), "bfloat16 into float32": (STOCK, HOOK, WRAPPED, INSIDE)}
 #: What the C library reads as a process starts: it keeps what is freed.
 KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**60), "MALLOC_TOP_PAD_": str(2**28)}
 DEFAULTS = "micro-batch"
@@ -75,11 +72,11 @@ class Cell:
     by mode, how many times as fast as each way of stock ours is to be on a CPU."""
 
     case: Case
-    make: Callable[[str], Work]
+    make: Callable[[str], EndlessWindow]
     goals: Mapping[str, float]
 
 
-def work(shape: Shape, layer: str, dtypes: str, way: str, device: torch.device) -> Work:
+def work(shape: Shape, layer: str, dtypes: str, way: str, device: torch.device) -> EndlessWindow:
     """One way of training the layer."""
     read = "ours" if layer == "grouped" and way == INSIDE else layer
     torch.manual_seed(0)
@@ -98,9 +95,9 @@ def trained(
     way: str,
     forward: Callable[[torch.nn.Module], Sequence[torch.Tensor]],
     gradient: torch.Tensor,
-) -> Work:
+) -> EndlessWindow:
     """A model trained in one of `WAYS`. `gradient`: of its one output."""
-    made = Work(model, way, forward, [gradient])
+    made = EndlessWindow(model, way, forward, [gradient])
     if way == HOOK:
         add_by_hooks(model)
     return made
@@ -122,26 +119,16 @@ def add_by_hooks(model: torch.nn.Module) -> None:
 
 
 def measure(
-    make: Callable[[str], Work], names: Sequence[str], rounds: int, what: str
+    make: Callable[[str], EndlessWindow], names: Sequence[str], rounds: int, what: str
 ) -> tuple[dict[str, list[float]], dict[str, int]]:
     """Seconds of each round's micro-batch, and bytes of a later one's backward, by way."""
-    use_all_cores()
     ways = {way: make(way) for way in names}
     for each in ways.values():
         each.run()  # the window's first, which makes the sums
     counted = {way: each.bytes() for way, each in ways.items()}
     runs = {way: each.run for way, each in ways.items()}
-    seconds = in_turns(runs, rounds, what, timer=lambda run, calls: sum(run()))
+    seconds = take_turns(runs, harness.rounds(rounds, what), lambda run, calls: sum(run()))
     return seconds, counted
-
-
-@contextlib.contextmanager
-def process(values: Mapping[str, str]) -> Iterator[concurrent.futures.Executor]:
-    """One that starts with these variables, and takes calls."""
-    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as one:
-        with environment(values):
-            one.submit(int).result()  # it has started
-        yield one
 
 
 def figures(results: Results, effort: str) -> None:
@@ -161,7 +148,7 @@ def by_memory(results: Results, cells: Sequence[Cell], rounds: int, note: str = 
     """The rows of all cells in each of `MODES`, which differ on a CPU alone."""
     modes = MODES if results.device.type == "cpu" else {DEFAULTS: {}}
     for mode, values in modes.items():
-        with process(values) as apart:
+        with processes(values, 1) as apart:
             for cell in progress(cells, mode, "cell"):
                 case, names = dataclasses.replace(cell.case, mode=mode), WAYS[cell.case.dtypes]
                 try:
@@ -184,7 +171,7 @@ def add(
     ways = WAYS[case.dtypes]
     of_stock = [way for way in ways if way in (STOCK, HOOK)]
     held_to = tuple(Goal(way, least if results.device.type == "cpu" else 0.0) for way in of_stock)
-    variants = [Variant(way, lambda: None, goals=held_to if way == INSIDE else (), note=note) for way in ways]
+    variants = [Variant(way, goals=held_to if way == INSIDE else (), note=note) for way in ways]
     results.add(rows_of(case, variants, seconds))
     if case.mode == "micro-batch":
         counted = dataclasses.replace(case, mode="backward")
@@ -198,4 +185,4 @@ def add(
 
 
 if __name__ == "__main__":
-    command.run(figures, command.arguments(__doc__).parse_args())
+    harness.run(figures, harness.arguments(__doc__).parse_args())

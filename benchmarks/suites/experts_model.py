@@ -22,10 +22,11 @@ import importlib.util
 
 import torch
 
-from ..harness import command
-from ..harness.results import Case, Results
+from fusedacc.commands.measuring.records import Case, Results
+
+from .. import harness
 from .experts import DEFAULTS, DTYPES, ROUNDS, Cell, by_memory, trained
-from .layers import Work
+from .layers import EndlessWindow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +58,7 @@ GOALS = {
 }
 
 
-def work(size: Size, dtypes: str, way: str, device: torch.device) -> Work:
+def work(size: Size, dtypes: str, way: str, device: torch.device) -> EndlessWindow:
     """One way of training the model."""
     import transformers  # is not where the other suites run
 
@@ -104,4 +105,4 @@ def figures(results: Results, effort: str) -> None:
 
 
 if __name__ == "__main__":
-    command.run(figures, command.arguments(__doc__).parse_args())
+    harness.run(figures, harness.arguments(__doc__).parse_args())

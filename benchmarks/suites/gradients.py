@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 import fusedacc
+from fusedacc.commands.measuring.records import Case, Goal, Results, Variant
 
-from ..harness import command
-from ..harness.measure import Goal, Variant, measure
-from ..harness.results import Case, Results
-from .layers import one_thread
+from .. import harness
+from ..contestants.loops import window
+from ..harness import measure, one_thread
 
 STEPS = 4
 STOCK, WRAPPED, INSIDE = "stock", "fusedacc", "fusedacc, model="
@@ -42,25 +42,6 @@ SPARSE_AT_LEAST, PENALTY_AT_LEAST = 1 / 1.1, 1 / 1.05
 Loss = Callable[[int], Tensor]
 
 
-def window(optimizer: torch.optim.Optimizer, loss: Loss) -> Callable[[], None]:
-    """A window of STEPS micro-batches with its update."""
-    wrapped = isinstance(optimizer, fusedacc.AccumulatingOptimizer)
-
-    def run() -> None:
-        for index in range(STEPS):
-            if wrapped:
-                loss(index).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            else:
-                (loss(index) / STEPS).backward()
-        if not wrapped:
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return run
-
-
 def variant(
     way: str, module: nn.Module, kind: type[torch.optim.Optimizer], loss: Loss, at_least: float
 ) -> Variant:
@@ -69,7 +50,7 @@ def variant(
         model = module if way == INSIDE else None
         optimizer = fusedacc.AccumulatingOptimizer(optimizer, STEPS, model=model)
     goals = () if way == STOCK else (Goal(STOCK, at_least),)
-    return Variant(way, window(optimizer, loss), goals=goals)
+    return Variant(way, window(optimizer, loss, STEPS), goals=goals)
 
 
 def thread_time(run: Callable[[], object], calls: int) -> float:
@@ -142,4 +123,4 @@ def figures(results: Results, effort: str) -> None:
 
 
 if __name__ == "__main__":
-    command.run(figures, command.arguments(__doc__).parse_args())
+    harness.run(figures, harness.arguments(__doc__).parse_args())

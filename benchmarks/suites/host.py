@@ -15,12 +15,13 @@ import torch
 from torch import nn
 
 import fusedacc
+from fusedacc.commands.measuring.records import Case, Results, at_most, row, spread
+from fusedacc.commands.measuring.timing import take_turns
 
-from ..harness import command
-from ..harness.measure import in_turns
-from ..harness.results import Case, Results, at_most, row, spread
+from .. import harness
+from ..contestants.loops import window
+from ..harness import one_thread, rounds
 from .gradients import thread_time
-from .layers import one_thread
 
 STEPS = 8
 STOCK, WRAPPED, INSIDE = "stock", "fusedacc", "fusedacc, model="
@@ -40,39 +41,23 @@ def policy(layers: int) -> nn.Module:
     return nn.Sequential(*itertools.chain(*parts))
 
 
-def window(way: str, layers: int) -> Callable[[], None]:
+def window_of(way: str, layers: int) -> Callable[[], None]:
     model = policy(layers)
     given, wanted = torch.randn(1, 4), torch.randn(1, 2)
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, fused=True)
-    if way == STOCK:
-
-        def stock() -> None:
-            for _ in range(STEPS):
-                (nn.functional.mse_loss(model(given), wanted) / STEPS).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return stock
-    inside = model if way == INSIDE else None
-    optimizer = fusedacc.AccumulatingOptimizer(optimizer, STEPS, model=inside)
-
-    def wrapped() -> None:
-        for _ in range(STEPS):
-            nn.functional.mse_loss(model(given), wanted).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return wrapped
+    if way != STOCK:
+        optimizer = fusedacc.AccumulatingOptimizer(optimizer, STEPS, model=model if way == INSIDE else None)
+    return window(optimizer, lambda index: nn.functional.mse_loss(model(given), wanted), STEPS)
 
 
 def figures(results: Results, effort: str) -> None:
     """On the CPU."""
     with one_thread():
         for layers in LAYERS[effort]:
-            runs = {way: window(way, layers) for way in (STOCK, WRAPPED, INSIDE)}
+            runs = {way: window_of(way, layers) for way in (STOCK, WRAPPED, INSIDE)}
             shapes = f"{layers} Linears of up to 64 x 64, 1 row, k={STEPS}"
             case = Case("host", f"policy of {layers} Linears", "micro-batch", shapes, "float32")
-            times = in_turns(runs, ROUNDS[effort], case.case, CALLS, thread_time)
+            times = take_turns(runs, rounds(ROUNDS[effort], case.case), thread_time, CALLS)
             each = {way: [seconds / STEPS for seconds in own] for way, own in times.items()}
             rows = [row(case, way, **spread(own, 1e6)) for way, own in each.items()]
             for way in (WRAPPED, INSIDE):
@@ -84,4 +69,4 @@ def figures(results: Results, effort: str) -> None:
 
 
 if __name__ == "__main__":
-    command.run(figures, command.arguments(__doc__).parse_args())
+    harness.run(figures, harness.arguments(__doc__).parse_args())

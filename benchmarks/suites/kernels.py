@@ -3,263 +3,210 @@
     python -m benchmarks.suites.kernels [--quick | --full] [--sizes 64Mi,1000x1000] [--device cuda]
                                         [--dtypes bfloat16:float32] [--providers "fusedacc cpu,add_"]
 
-Dtypes are gradient:accumulator. The providers are those of `contestants/accumulate.py`; `copy` and `triad`,
-which are the peak, always run.
+Dtypes are gradient:accumulator. `fusedacc/commands/bench/comparison.py` checks, counts and times the cases,
+as it does for `python -m fusedacc bench`, which has most of the providers; the others are in
+`contestants/accumulate.py`. `copy` and `triad`, which are the peak, always run.
 
 Buffers are rotated: a case has several sets of tensors, and consecutive calls of one provider take one set
-after the other, so that none finds what it just left in a cache. The sets hold at least 64 MiB, on CUDA also
-four times the second-level cache, as far as 512 sets, 20,000 tensors and memory allow; cases say how many.
-A last-level cache that is larger than that (some servers have hundreds of MiB) still holds small cases whole.
-Lists of many small tensors are cold in another way too: torch's own records of them, hundreds of bytes each,
-have left the caches. Cases called "the same" leave that out: one set, on every call.
+after the other. The sets hold at least 64 MiB, on CUDA also four times the second-level cache, as far as 512
+sets, 40,000 tensors and memory allow. Lists of many small tensors are cold in another way too: torch's own
+records of them have left the caches. Cases called "the same" leave that out: one set, on every call.
 
 The triad is in place (a += s * b), as an accumulation is. Before it writes elsewhere, as in the copy, a CPU
 reads what is there, which no count of bytes has.
 
-Time: providers in turns, as many calls per sample as take half a millisecond. On CUDA the time is the
-device's, with the calls queued behind a kernel that waits, so that the host is not what is timed; a provider
-that synchronises, or fills the queue, shows as the time it takes. `host_us` is the host's part (see
-`results.Row`), empty for compiled providers on a CPU, which would compile anew. `bytes` are counted by
-`fusedacc.traffic.TrafficMeter` in one call, or follow a formula where torch's dispatcher does not show them;
-the note says so. `launches`: operators that move data on a CPU, kernels on CUDA (by torch.profiler).
+`bytes` are counted by `fusedacc.traffic.TrafficMeter` in one call; where torch's dispatcher does not show
+them they are those of an ideal pass, and the note says so. `launches`: operators that move data.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import gc
 import itertools
-import json
 import math
-import statistics
-import tempfile
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from fusedacc.commands.bench import timing
-from fusedacc.commands.bench.conditions import available_memory
-from fusedacc.commands.bench.measuring import rotated
-
-from ..contestants.accumulate import ACCUMULATE, Provider
-from ..contestants.products import PRODUCT
-from ..harness import command
-from ..harness.command import chosen
-from ..harness.measure import PEAK, Variant, measure, progress, timer_for
-from ..harness.results import Case, Results, Row, cannot_run, first_line
-from .kernel_cases import (
-    DTYPES,
-    GOALS,
-    LISTS,
-    MAIN_DTYPES,
-    OTHER_DTYPES_ON_CUDA,
-    PRODUCT_DTYPES,
-    PRODUCTS,
-    SIZES,
-    SWEEPS,
-    Work,
+from fusedacc.commands.bench import comparison
+from fusedacc.commands.bench.comparison import COPY, MEASURED, Effort
+from fusedacc.commands.bench.layers import Products
+from fusedacc.commands.bench.lists import Additions, Shapes
+from fusedacc.commands.bench.work import Work
+from fusedacc.commands.measuring.machine import available_memory
+from fusedacc.commands.measuring.records import (
+    PEAK,
+    Case,
+    Goal,
+    Results,
+    Row,
+    Variant,
+    cannot_run,
+    count,
+    rows_of,
 )
+from fusedacc.kernels.dtypes import PAIRS
 
-SCALE = 0.125
-SAMPLE_SECONDS = 0.5e-3
-CALL = "one call of "
-PROVIDERS = tuple(dict.fromkeys((*ACCUMULATE, *PRODUCT)))
+from .. import harness
+from ..contestants.accumulate import NAMES, PROVIDERS, missing, variants
+from ..harness import chosen, progress
 
+DTYPES = {f"{str(g)[6:]}:{str(a)[6:]}": (g, a) for g, a in sorted(PAIRS, key=str)}
+MAIN_DTYPES = ("bfloat16:float32", "float32:float32")
+PRODUCT_DTYPES = (*MAIN_DTYPES, "float16:float32")
+_SINGLE = ("1Ki", "16Ki", "64Ki", "256Ki", "1Mi", "4Mi", "16Mi", "64Mi", "256Mi", "1Gi")
+_UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
+_MIXED: Shapes = ((1,), (3,), (64,), (1000,), (768,), (64, 3, 7, 7), (512, 512), (512, 1000))
+LISTS: dict[str, Shapes] = {
+    **{name: ((int(name[:-2]) * _UNITS[name[-2:]],),) for name in _SINGLE},
+    "1000x1000": ((1000,),) * 1000,
+    "300x4": ((4,),) * 300,
+    "300x(16x16)": ((16, 16),) * 300,
+    "16x1Mi": ((2**20,),) * 16,
+    "mixed": (*_MIXED,) * 8,
+}
+#: One set, the same tensors on every call: torch's records of them stay in the caches.
+_SAME = ("1000x1000 same", "300x4 same")
+LISTS |= {name: LISTS[name.removesuffix(" same")] for name in _SAME}
+#: tokens, outputs and inputs of the layer.
+PRODUCTS = {
+    "product 16:32x32": (16, 32, 32),
+    "product 512:1024x1024": (512, 1024, 1024),
+    "product 512:4096x1024": (512, 4096, 1024),
+    "product 2048:4096x4096": (2048, 4096, 4096),
+}
+SIZES = (*LISTS, *PRODUCTS)
+SWEEPS = {
+    "quick": ("1Ki", "300x4", "product 16:32x32"),
+    "short": ("1Ki", "64Ki", "1Mi", "64Mi", *list(LISTS)[len(_SINGLE) :], "product 512:1024x1024"),
+    "full": (*LISTS, *list(PRODUCTS)[1:]),
+}
+#: What a full sweep on CUDA leaves the dtypes that are not the main ones, to end in minutes.
+OTHER_DTYPES_ON_CUDA = ("1Ki", "1Mi", "64Mi", "1000x1000", "mixed")
+EFFORTS = {
+    "quick": Effort("quick", 0.0, 3, 3, 0.0, 2**16, 4),
+    "short": Effort("short", 1.0, 7, 15, 0.5e-3, 64 * 2**20, 512),
+    "full": Effort("full", 2.0, 5, 31, 0.5e-3, 64 * 2**20, 512),
+}
+#: Longer lists take too long to compile.
+MOST_COMPILED = 100
+#: Of the free memory: what a case may take.
+SHARE = 0.8
 
-# What is known of one provider before it is timed
-
-
-def moved(provider: Provider, run: Callable[[], object], by_hand: int) -> tuple[int, int | None, str]:
-    """Bytes and operator calls of one call, and a note where the bytes follow the formula."""
-    if provider.counted:
-        from fusedacc.traffic import TrafficMeter
-
-        with TrafficMeter() as meter:
-            run()
-        if not meter.uncounted:
-            return meter.total_bytes, meter.calls, ""
-    return by_hand, None, "bytes by formula"
-
-
-def host_seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Median seconds to issue one call into an empty queue (on a CPU: of the call)."""
-    if device.type == "cuda":
-        return timing.host_seconds(run)
-    run()
-    calls = max(1, min(100, int(100e-6 / max(timing.cpu_timer(run, 1), 1e-7))))
-    return statistics.median(timing.cpu_timer(run, calls) for _ in range(7))
-
-
-def kernels_of(variants: Sequence[Variant]) -> dict[str, int]:
-    """Kernels that one call of each launches, by one profile of all."""
-    from torch.profiler import ProfilerActivity, profile, record_function
-
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        for variant in variants:
-            torch.cuda.synchronize()
-            with record_function(CALL + variant.name):
-                variant.run()
-                torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    return kernels_in(events, [variant.name for variant in variants])
-
-
-def kernels_in(events: Sequence[dict], names: Sequence[str]) -> dict[str, int]:
-    """From a trace's events: the kernels that started within the annotation of each name that has one."""
-    starts = [event["ts"] for event in events if event.get("cat") == "kernel"]
-    found = {}
-    for event in events:
-        name = str(event.get("name", "")).removeprefix(CALL)
-        if event.get("cat") == "user_annotation" and name in names:
-            found[name] = sum(event["ts"] <= start < event["ts"] + event["dur"] for start in starts)
-    return found
-
-
-def with_kernels(variants: Sequence[Variant]) -> list[Variant]:
-    """The variants with the kernels that they launch, or a note why these were not counted."""
-    try:
-        found = kernels_of(variants)
-    except Exception as error:
-        note = f"launches not counted: {first_line(error)}"
-        return [
-            dataclasses.replace(variant, launches=None, note="; ".join(filter(None, (variant.note, note))))
-            for variant in variants
-        ]
-    return [dataclasses.replace(variant, launches=found.get(variant.name)) for variant in variants]
-
-
-# One cell
-
-
-def figures_of(work: Work, providers: dict[str, Provider], hosts: dict[tuple, float]) -> list[Row]:
-    """The rows of one cell; `hosts` keeps host times of calls that are the same for all sizes."""
-    available = available_memory(work.device)
-    sets = work.sets(available)
-    case = work.case(sets)
-    if sets == 0:
-        return [
-            cannot_run(case, "all", f"needs {work.held_bytes} bytes; {available} of memory are available")
-        ]
-    try:
-        tensors = [work.make() for _ in range(sets)]
-    except (MemoryError, RuntimeError) as error:
-        return [cannot_run(case, "all", first_line(error))]
-    rows, variants = [], []
-    for provider in providers.values():
-        try:
-            found = variant_of(work, provider, tensors, hosts)
-        except Exception as error:
-            found = first_line(error)
-        if isinstance(found, str):
-            rows.append(cannot_run(case, provider.name, found))
-        else:
-            variants.append(found)
-    if work.device.type == "cuda":
-        variants = with_kernels(variants)
-    names = {variant.name for variant in variants}
-    variants = [
-        dataclasses.replace(v, goals=tuple(goal for goal in v.goals if goal.against in names))
-        for v in variants
-    ]
-    return measure(case, variants, rounds(work), timer=fitting_timer(work)) + rows
+_FOREACH = "torch._foreach_add_"
+#: Of a prepared plan. New lists may never be slower than foreach.
+_PLAN_GOALS = {
+    ("1000x1000 same", "bfloat16:float32"): 4.0,
+    ("1000x1000 same", "float32:float32"): 1.5,
+    ("300x4 same", "bfloat16:float32"): 1.0,
+    ("300x4 same", "float32:float32"): 1.0,
+    **{(size, dtypes): 0.0 for size in ("1000x1000", "300x4") for dtypes in MAIN_DTYPES},
+}
+#: By size, dtypes and provider.
+GOALS: dict[tuple[str, str, str], tuple[Goal, ...]] = {
+    ("64Mi", "float32:float32", "fusedacc cpu"): (Goal("add_"),),
+    ("64Mi", "bfloat16:float32", "fusedacc cpu"): (
+        Goal("add_ same dtype", 0.9, by_bandwidth=True),
+        Goal("add_", 5.0),
+    ),
+    **{(*case, "fusedacc cpu"): (Goal(_FOREACH, goal),) for case, goal in _PLAN_GOALS.items()},
+    **{(*case, "fusedacc cpu fresh lists"): (Goal(_FOREACH, 1.0),) for case in _PLAN_GOALS},
+    **{
+        ("1Gi", dtypes, f"fusedacc {backend}"): (Goal(PEAK[0], 0.92, by_bandwidth=True),)
+        for dtypes in MAIN_DTYPES
+        for backend in ("cuda", "triton")
+    },
+}
 
 
-def variant_of(
-    work: Work, provider: Provider, tensors: Sequence[tuple[list[Tensor], list]], hosts: dict[tuple, float]
-) -> Variant | str:
-    """The provider over the sets of tensors, warmed up and counted; or why it cannot run."""
-    accumulators, gradients = tensors[0]
-    why = provider.unsupported(accumulators, gradients)
-    if why is None and provider.compiled:
-        why = work.compile_obstacle()
-    if why is not None:
-        return why
-    sizes = (work.accumulator.itemsize, work.gradient.itemsize)
-    needed = provider.kept(*sizes) * work.elements * len(tensors)
-    needed += provider.temporary(*sizes) * max(map(math.prod, work.shapes))
-    available = available_memory(work.device)
-    if needed > available:
-        return f"needs {needed} bytes beside the tensors; {available} of memory are available"
-    assert provider.make is not None
-    runs = [provider.make(*lists, SCALE) for lists in tensors]
-    for run in runs:
-        run()
-    size, launches, note = moved(provider, runs[0], provider.moved(accumulators, gradients))
-    run = rotated(runs)
-    if work.device.type == "cuda":
-        host = host_seconds(run, work.device)
-    elif provider.compiled:
-        host = None
+def work_of(size: str, dtypes: str, device: torch.device, effort: str) -> Additions | Products:
+    """The work of a case. A quick run compiles for one case only."""
+    if size in PRODUCTS:
+        return Products(*PRODUCTS[size], *DTYPES[dtypes], device)
+    compiled = dtypes in MAIN_DTYPES and len(LISTS[size]) <= MOST_COMPILED
+    if effort == "quick":
+        compiled = (size, dtypes) == ("1Ki", MAIN_DTYPES[0])
+    return Additions(size, LISTS[size], *DTYPES[dtypes], device, warm=size in _SAME, compiled=compiled)
+
+
+def case_of(size: str, dtypes: str, work: Work, sets: int) -> Case:
+    rotated = f"{sets} sets in turn, {sets * work.set_bytes / 2**20:.3g} MiB"
+    rotated = "the same on every call" if sets == 1 else rotated
+    if size in PRODUCTS:
+        tokens, outputs, inputs = PRODUCTS[size]
+        name = f"product of {tokens} tokens, weight {outputs} x {inputs}"
+        shapes = f"dy {tokens} x {outputs}, x {tokens} x {inputs}"
     else:
-        key = (provider.name, work.dtypes, work.is_product, len(work.shapes))
-        if key not in hosts:
-            hosts[key] = host_seconds(provider.make(*work.smallest(), SCALE), work.device)
-        host = hosts[key]
-    return Variant(
-        provider.name,
-        run,
-        size,
-        GOALS.get((work.size, work.dtypes, provider.name), ()),
-        launches,
-        None if host is None else 1e6 * host,
-        "; ".join(filter(None, (provider.note, note))),
+        listed = LISTS[size]
+        sizes = sorted(map(math.prod, listed))
+        each = " x ".join(map(str, listed[0]))
+        if len(listed) == 1:
+            name, shapes = f"{count(sizes[0])} elements in one tensor", f"1 tensor of {sizes[0]}"
+        elif len(set(listed)) == 1:
+            name = f"{len(listed)} tensors of {each if len(each) < 8 else count(sizes[0])}"
+            name += ", the same" if size in _SAME else ""
+            shapes = f"{len(listed)} tensors of {each}"
+        else:
+            name = f"{len(sizes)} tensors of mixed sizes"
+            shapes = f"{len(sizes)} tensors of {sizes[0]} to {sizes[-1]}, {sum(sizes)} elements"
+    mode = "product" if size in PRODUCTS else "accumulate"
+    return Case(
+        "kernels", name, mode, f"{shapes}; {rotated}" if sets else shapes, dtypes.replace(":", " into ")
     )
 
 
-def rounds(work: Work) -> int:
-    if work.effort == "quick":
-        return 3
-    if work.device.type == "cuda":
-        return 9
-    if work.effort == "short":
-        return 7 if work.elements >= 2**24 else 15
-    return 5 if work.elements >= 2**28 else 15 if work.elements >= 2**24 else 31
+def measure(work: Additions | Products, names: Sequence[str], effort: Effort) -> dict[str, Any]:
+    """The facts of a case (`comparison.measure`), its entries by the providers' names."""
+    # On a CPU the sets may fit into a large last-level cache.
+    effort = dataclasses.replace(effort, most_times_cold=16 if work.device.type == "cuda" else 1)
+    facts = comparison.measure(
+        work, variants(work, names), effort, int(SHARE * available_memory(work.device))
+    )
+    for entry in facts["ways"]:
+        entry["name"] = NAMES[COPY] if entry["name"] == COPY else entry["name"]
+        # What passes no dispatcher moves what an ideal pass does.
+        if entry["status"] == MEASURED and not entry["bytes"]:
+            entry["bytes"], entry["note"] = work.moved, "bytes by formula"
+    return facts
 
 
-def fitting_timer(work: Work) -> timing.Timer:
-    """A timer that makes as many calls per sample as take half a millisecond, for each function its own."""
-    timer = timer_for(work.device)
-    most = 200 if work.device.type == "cuda" else 1000
-    least = 10 if work.is_same else 1  # the first of a sample finds what other providers left in the caches
-
-    @functools.cache
-    def calls_of(run: Callable[[], object]) -> int:
-        seconds = statistics.median(timer(run, 1) for _ in range(3))
-        return max(least, min(most, math.ceil(SAMPLE_SECONDS / max(seconds, 1e-7))))
-
-    return lambda run, calls: timer(run, calls_of(run))
-
-
-# The sweep
-
-
-def runnable(registry: dict[str, Provider], names: Sequence[str], mode: str, results: Results):
-    """The providers of those names that can run on the device; a row says why of each other."""
-    found = {}
-    for name in (*PEAK, *(name for name in names if name in registry and name not in PEAK)):
-        why = registry[name].unavailable(results.device)
-        if why is None:
-            found[name] = registry[name]
-        else:
-            results.add([cannot_run(Case("kernels", "cannot run here", mode), name, why)])
-    return found
+def rows(case: Case, facts: dict[str, Any], goals: Mapping[str, Sequence[Goal]]) -> list[Row]:
+    """The rows of a case that was measured. `goals`: by provider; without those against what did not run."""
+    if facts["why"] is not None:
+        return [cannot_run(case, "all", facts["why"])]
+    able = {entry["name"]: entry for entry in facts["ways"] if entry["status"] == MEASURED}
+    timed = []
+    for name in (*PEAK, *(name for name in able if name not in PEAK)):
+        entry = able[name]
+        host = entry["host_seconds"]
+        held_to = tuple(goal for goal in goals.get(name, ()) if goal.against in able)
+        timed.append(
+            Variant(
+                name,
+                bytes=entry["bytes"],
+                goals=held_to,
+                launches=entry["calls"],
+                host_us=None if host is None else 1e6 * host,
+                note=entry["note"] or "",
+            )
+        )
+    found = rows_of(case, timed, {name: entry["samples"] for name, entry in able.items()})
+    others = [entry for entry in facts["ways"] if entry["status"] != MEASURED]
+    return found + [cannot_run(case, entry["name"], entry["why"]) for entry in others]
 
 
 def figures(
     results: Results,
     effort: str,
     *,
-    providers: Sequence[str] = PROVIDERS,
+    providers: Sequence[str] | None = None,
     dtypes: Sequence[str] | None = None,
     sizes: Sequence[str] | None = None,
 ) -> None:
-    """Measures the sweep of that effort, or the dtypes and sizes given; each cell's rows are kept at once."""
+    """Measure the sweep of that effort, or the dtypes and sizes given; each case's rows are kept at once."""
+    providers = PROVIDERS if providers is None else providers
     if sizes is None:
         # The goal for a GPU is on a size that no CPU's short sweep has time for.
         on_gpu = effort == "short" and results.device.type == "cuda"
@@ -268,40 +215,28 @@ def figures(
     left_out: set[str] = set()
     if dtypes is None and results.device.type == "cuda":
         left_out = set(LISTS) - set(OTHER_DTYPES_ON_CUDA)
-    hosts: dict[tuple, float] = {}
-    for registry, mode, own in ((ACCUMULATE, "accumulate", LISTS), (PRODUCT, "product", PRODUCTS)):
-        chosen_sizes = [size for size in sizes if size in own]
-        chosen_pairs = [pair for pair in pairs if mode == "accumulate" or pair in PRODUCT_DTYPES]
-        if not chosen_sizes or not chosen_pairs:
-            continue
-        able = runnable(registry, providers, mode, results)
-        cells = [
-            (size, pair)
-            for size, pair in itertools.product(chosen_sizes, chosen_pairs)
-            if size not in left_out or pair in MAIN_DTYPES
-        ]
-        for size, pair in progress(cells, f"kernels, {mode}", "case"):
-            work = Work(size, pair, results.device, effort)
-            try:
-                rows = figures_of(work, able, hosts)
-            except RuntimeError as error:  # out of memory, say: the other cases still run
-                rows = [cannot_run(work.case(0), "all", first_line(error))]
-            results.add(rows)
-            free_compiled(able)
-
-
-def free_compiled(providers: dict[str, Provider]) -> None:
-    """Lets the tensors of a case go, and its compiled code: the next case would count as a recompilation."""
-    if any(provider.compiled for provider in providers.values()):
-        torch._dynamo.reset()
-    gc.collect()
+    why = {name: missing(name, results.device) for name in providers}
+    here = Case("kernels", "cannot run here")
+    results.add([cannot_run(here, name, reason) for name, reason in why.items() if reason])
+    cells = [
+        (size, pair)
+        for size, pair in itertools.product(sizes, pairs)
+        if (size not in left_out or pair in MAIN_DTYPES) and (size in LISTS or pair in PRODUCT_DTYPES)
+    ]
+    for size, pair in progress(cells, "kernels", "case"):
+        work = work_of(size, pair, results.device, effort)
+        facts = measure(work, providers, EFFORTS[effort])
+        goals = {name: own for (of, dtypes_of, name), own in GOALS.items() if (of, dtypes_of) == (size, pair)}
+        results.add(rows(case_of(size, pair, work, facts["sets"]), facts, goals))
+        torch._dynamo.reset()  # the next case would count as a recompilation
+        gc.collect()
 
 
 def main() -> None:
-    parser = command.arguments(__doc__)
-    described = {**PRODUCT, **ACCUMULATE}
-    parser.epilog = "providers:\n" + "\n".join(f"  {n:<28}{described[n].description}" for n in PROVIDERS)
-    parser.add_argument("--providers", help="comma-separated; copy and triad always run (default: all)")
+    parser = harness.arguments(__doc__)
+    parser.add_argument(
+        "--providers", help=f"comma-separated; copy and triad always run: {', '.join(PROVIDERS)}"
+    )
     parser.add_argument("--dtypes", help=f"comma-separated, of {', '.join(DTYPES)}")
     parser.add_argument("--sizes", help=f"comma-separated, of {', '.join(SIZES)}")
     options = parser.parse_args()
@@ -310,7 +245,7 @@ def main() -> None:
         "dtypes": chosen(options.dtypes, tuple(DTYPES), "dtypes") if options.dtypes else None,
         "sizes": chosen(options.sizes, SIZES, "size") if options.sizes else None,
     }
-    command.run(figures, options, **own)
+    harness.run(figures, options, **own)
 
 
 if __name__ == "__main__":

@@ -16,11 +16,10 @@ window that does not end; "first" is its first micro-batch.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,19 +28,26 @@ from torch.nn import functional as F
 
 import fusedacc
 from fusedacc.commands.bench.layers import text_like
+from fusedacc.commands.measuring.records import (
+    Case,
+    Goal,
+    Results,
+    Row,
+    Variant,
+    at_most,
+    reached,
+    row,
+    spread,
+)
+from fusedacc.commands.measuring.timing import take_turns
 
-from ..harness import command
-from ..harness.measure import Goal, Variant, counted, in_turns, measure
-from ..harness.results import Case, Results, Row, at_most, reached, row, spread
+from .. import harness
+from ..harness import counted, measure, one_thread
 from .embedding import AT_LEAST, SETS
 from .linear import FEW, MOST, SHAPES
 
 F32, BF16 = torch.float32, torch.bfloat16
-DTYPES = {
-    "float32": F32,
-    "autocast bfloat16 into float32": F32,
-    "bfloat16 into float32": BF16,
-}
+DTYPES = {"float32": F32, "autocast bfloat16 into float32": F32, "bfloat16 into float32": BF16}
 STOCK, WRAPPED, INSIDE = "stock", "fusedacc", "fusedacc, model="
 WAYS = (STOCK, WRAPPED, INSIDE)
 FROZEN = "frozen weights"
@@ -58,7 +64,7 @@ ALL_ROUNDS = 128
 ENDLESS = 2**20
 
 
-class Work:
+class EndlessWindow:
     """A model trained in one of WAYS, or with frozen weights, one micro-batch at a time.
 
     Args:
@@ -117,7 +123,7 @@ class Work:
 
 def linears(
     shapes: Sequence[tuple[int, int]], tokens: int, dtypes: str, device: torch.device, way: str
-) -> Work:
+) -> EndlessWindow:
     """A Linear of each shape (outputs, inputs), side by side."""
     torch.manual_seed(0)
     weight = DTYPES[dtypes]
@@ -131,7 +137,7 @@ def linears(
         with torch.autocast(device.type, BF16, enabled=dtypes.startswith("autocast")):
             return [layer(x) for layer, x in zip(model, needing, strict=True)]
 
-    return Work(model, way, forward, gradients)
+    return EndlessWindow(model, way, forward, gradients)
 
 
 def weight_gradients(results: Results, effort: str) -> None:
@@ -151,7 +157,7 @@ def weight_gradients(results: Results, effort: str) -> None:
             results.add(linear_times(case, work, rounds, tokens))
 
 
-def linear_bytes(case: Case, work: dict[str, Work], weights: int, operands: int) -> list[Row]:
+def linear_bytes(case: Case, work: dict[str, EndlessWindow], weights: int, operands: int) -> list[Row]:
     """Of the first and of a later micro-batch: it must not have run before."""
     rows = []
     for mode in ("first", "add"):
@@ -165,13 +171,13 @@ def linear_bytes(case: Case, work: dict[str, Work], weights: int, operands: int)
     return rows
 
 
-def linear_times(case: Case, work: dict[str, Work], rounds: int, tokens: int) -> list[Row]:
+def linear_times(case: Case, work: dict[str, EndlessWindow], rounds: int, tokens: int) -> list[Row]:
     """The part of the backward that is the weights', and forward and backward as a whole.
 
     Ratios are of medians: a difference of two times may be small in one round.
     """
     runs = {name: own.run for name, own in work.items()}
-    found = in_turns(runs, rounds, case.case, timer=lambda run, calls: run())
+    found = take_turns(runs, harness.rounds(rounds, case.case), lambda run, calls: run())
     whole = {way: [sum(times) for times in found[way]] for way in WAYS}
     frozen = [backward for _, backward in found[FROZEN]]
     part = {
@@ -194,7 +200,7 @@ def linear_times(case: Case, work: dict[str, Work], rounds: int, tokens: int) ->
 # The lookup
 
 
-def lookup(size: tuple[int, int, int], device: torch.device, way: str) -> Work:
+def lookup(size: tuple[int, int, int], device: torch.device, way: str) -> EndlessWindow:
     height, columns, count = size
     torch.manual_seed(0)
     model = nn.Embedding(height, columns, device=device)
@@ -203,7 +209,7 @@ def lookup(size: tuple[int, int, int], device: torch.device, way: str) -> Work:
     def forward(model: nn.Module) -> list[Tensor]:
         return [model(text_like(count, height, device))]
 
-    return Work(model, way, forward, gradients)
+    return EndlessWindow(model, way, forward, gradients)
 
 
 def lookups(results: Results, effort: str) -> None:
@@ -227,21 +233,11 @@ def lookups(results: Results, effort: str) -> None:
 # The host
 
 
-def chain(layers: int, width: int, device: torch.device, way: str) -> Work:
+def chain(layers: int, width: int, device: torch.device, way: str) -> EndlessWindow:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))).to(device)
     x = torch.randn(4, width, device=device)
-    return Work(model, way, lambda model: [F.relu(model(x))], [torch.randn(4, width, device=device)])
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    return EndlessWindow(model, way, lambda model: [F.relu(model(x))], [torch.randn(4, width, device=device)])
 
 
 def host(results: Results, effort: str) -> None:
@@ -268,4 +264,4 @@ def figures(results: Results, effort: str) -> None:
 
 
 if __name__ == "__main__":
-    command.run(figures, command.arguments(__doc__).parse_args())
+    harness.run(figures, harness.arguments(__doc__).parse_args())

@@ -23,16 +23,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fusedacc.commands.measuring.records import Case, Goal, Results, Variant, at_most, row
+from fusedacc.commands.measuring.timing import timer_for
 from fusedacc.kernels import matmul
 
-from ..harness import command
-from ..harness.measure import Goal, Variant, counted, measure, timer_for
-from ..harness.results import Case, Results, at_most, row
+from .. import harness
+from ..contestants.loops import HookSums
+from ..harness import counted, measure
 
-SHAPES = {
-    "quick": [(24, 8), (8, 8)],
-    "short": [(2304, 768), (768, 768), (3072, 768), (768, 3072)],
-}
+SHAPES = {"quick": [(24, 8), (8, 8)], "short": [(2304, 768), (768, 768), (3072, 768), (768, 3072)]}
 TOKENS = {"quick": (4,), "short": (64, 1024), "full": (64, 128, 512, 1024, 4096)}
 ROUNDS = {"quick": 3, "short": 15, "full": 41}
 #: Bytes per parameter: the sum read and written, and written alone.
@@ -65,62 +64,54 @@ class Layers:
         self.sums = [torch.zeros(shape, device=device) for shape in shapes]
         self.inputs = [torch.randn(tokens, inputs, device=device).to(operand) for _, inputs in shapes]
         self.gradients = [torch.randn(tokens, outputs, device=device).to(operand) for outputs, _ in shapes]
-        self.outputs = [F.linear(x, w.to(operand)) for x, w in zip(self.inputs, self.weights, strict=True)]
+        self.elements = sum(weight.numel() for weight in self.weights)
+        self.operand_bytes = sum(tensor.nbytes for tensor in (*self.inputs, *self.gradients))
 
-    @property
-    def elements(self) -> int:
-        return sum(weight.numel() for weight in self.weights)
+    def each(self, step: Callable[[int, Tensor, Tensor], object]) -> Callable[[], None]:
+        """A step for each layer: its number, the output's gradient and the input."""
+        numbers = range(len(self.weights))
 
-    @property
-    def operand_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (*self.inputs, *self.gradients))
+        def run() -> None:
+            for index, gradient, x in zip(numbers, self.gradients, self.inputs, strict=True):
+                step(index, gradient, x)
+
+        return run
 
 
-def stock_autograd(layers: Layers, first: bool):
-    def add(weight: nn.Parameter, total: Tensor) -> None:
-        if first:
-            total.copy_(weight.grad)
+def stock_autograd(layers: Layers, first: bool) -> Callable[[], None]:
+    operands = zip(layers.inputs, layers.weights, strict=True)
+    outputs = [F.linear(x, weight.to(x.dtype)) for x, weight in operands]
+    mixed = layers.weights[0].dtype != F32
+    sums = HookSums(layers.weights, layers.sums) if mixed else None
+
+    def backward(index: int, gradient: Tensor, x: Tensor) -> None:
+        if sums is None:
+            layers.weights[index].grad = None if first else layers.sums[index]
         else:
-            total.add_(weight.grad)
-        weight.grad = None
+            sums.touched[index] = not first
+        outputs[index].backward(gradient, retain_graph=True)
 
-    for weight, total in zip(layers.weights, layers.sums, strict=True):
-        if weight.dtype != total.dtype:
-            weight.register_post_accumulate_grad_hook(lambda w, total=total: add(w, total))
-
-    def run() -> None:
-        for weight, total, output, gradient in zip(
-            layers.weights, layers.sums, layers.outputs, layers.gradients, strict=True
-        ):
-            if weight.dtype == total.dtype:
-                weight.grad = None if first else total
-            output.backward(gradient, retain_graph=True)
-
-    return run
+    return layers.each(backward)
 
 
-def product_and_add(layers: Layers, first: bool):
-    def run() -> None:
-        for index, (gradient, x) in enumerate(zip(layers.gradients, layers.inputs, strict=True)):
-            product = gradient.t() @ x
-            if not first:
-                layers.sums[index].add_(product)
-            elif product.dtype == F32:
-                layers.sums[index] = product
-            else:
-                layers.sums[index].copy_(product)
+def product_and_add(layers: Layers, first: bool) -> Callable[[], None]:
+    def step(index: int, gradient: Tensor, x: Tensor) -> None:
+        product = gradient.t() @ x
+        if not first:
+            layers.sums[index].add_(product)
+        elif product.dtype == F32:
+            layers.sums[index] = product
+        else:
+            layers.sums[index].copy_(product)
 
-    return run
+    return layers.each(step)
 
 
-def fused(layers: Layers, first: bool):
+def fused(layers: Layers, first: bool) -> Callable[[], None]:
     keep = 0.0 if first else 1.0
-
-    def run() -> None:
-        for total, gradient, x in zip(layers.sums, layers.gradients, layers.inputs, strict=True):
-            matmul.gemm_accumulate_(total, gradient, x, 1.0, keep)
-
-    return run
+    return layers.each(
+        lambda index, gradient, x: matmul.gemm_accumulate_(layers.sums[index], gradient, x, 1.0, keep)
+    )
 
 
 WAYS = {"stock autograd": stock_autograd, "product and add_": product_and_add, "fusedacc": fused}
@@ -162,4 +153,4 @@ def figures(results: Results, effort: str) -> None:
 
 
 if __name__ == "__main__":
-    command.run(figures, command.arguments(__doc__).parse_args())
+    harness.run(figures, harness.arguments(__doc__).parse_args())

@@ -17,7 +17,6 @@ import dataclasses
 import functools
 import statistics
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,17 +24,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 import fusedacc
-from fusedacc.commands.plan.curves import curve
+from fusedacc.commands.measuring.records import Results, spread
+from fusedacc.commands.measuring.timing import take_turns
 from fusedacc.commands.plan.factory import Training
-from fusedacc.planner.allocations import TEMPORARIES
-from fusedacc.planner.copies import Copy
-from fusedacc.planner.recorded import recorded_peak
-from fusedacc.planner.training import held
+from fusedacc.commands.plan.plot import curve
+from fusedacc.planner.allocations import TEMPORARIES, recorded_peak
 
+from .. import harness
 from ..contestants import normed
-from ..harness import command
-from ..harness.measure import in_turns, progress
-from ..harness.results import RESULTS, Results, spread
+from ..contestants.loops import InsideBackward, Loop, Task, Wrapped
+from ..harness import RESULTS, progress, rounds
 from ..machines.zoo import Entry, entries
 
 MEMORY = RESULTS.with_name("memory.csv")
@@ -105,10 +103,10 @@ def loss_of(entry: Entry, model: nn.Module, batch: Any) -> Tensor:
     return entry.loss(model(*inputs), targets)
 
 
-def grows(results: Results, quick: bool) -> None:
+def grows(results: Results, effort: str) -> None:
     """Predicted for the wrapped and the stock loop."""
     for name in progress(GROWS, "memory by kind", "model"):
-        entry, reach = entries(quick)[name], 3 if quick else BATCH // 2
+        entry, reach = entries(effort == "quick")[name], 3 if effort == "quick" else BATCH // 2
         model = model_of(entry)
         given = Training(
             model,
@@ -129,81 +127,77 @@ def grows(results: Results, quick: bool) -> None:
                 training.stock()  # closes the wrapper
 
 
+@dataclasses.dataclass(frozen=True)
+class OfEntry(Task):
+    """A model of the zoo; `make(parameters)` gives its optimizer."""
+
+    entry: Entry
+    steps: int
+    make: Callable[[Any], torch.optim.Optimizer]
+    device: torch.device = CPU
+
+    def model(self) -> nn.Module:
+        return model_of(self.entry)
+
+    def loss(self, model: nn.Module, *batch: Any) -> Tensor:
+        return loss_of(self.entry, model, batch)
+
+    def optimizer(self, parameters: list[nn.Parameter], fused: bool | None) -> torch.optim.Optimizer:
+        return self.make(parameters)
+
+
 @dataclasses.dataclass
-class Loop:
+class BatchVariant:
     """One way to make an update of a batch."""
 
     name: str
     size: int
-    wrapped: bool = False
-    by_model: bool = False
+    kind: type[Loop] = Loop
     shuffled: bool = False
 
     def prepare(
-        self,
-        entry: Entry,
-        batch: Any,
-        make: Callable[[Any], torch.optim.Optimizer],
-    ) -> tuple[Copy, Callable[[], None]]:
-        """A model with its optimizer, and what makes one update of it."""
-        model = model_of(entry)
+        self, entry: Entry, batch: Any, make: Callable[[Any], torch.optim.Optimizer]
+    ) -> tuple[Loop, Callable[[], Any]]:
+        """A loop, and what makes one update of it."""
         if self.shuffled:
             order = torch.randperm(BATCH, generator=torch.Generator().manual_seed(1))
             batch = tree_map(lambda leaf: leaf[order], batch)
-        steps = BATCH // self.size
         parts = [
             tree_map(lambda leaf, at=at: leaf[at : at + self.size], batch)
             for at in range(0, BATCH, self.size)
         ]
-        optimizer = make(model.parameters())
-        if self.wrapped:
-            optimizer = fusedacc.AccumulatingOptimizer(
-                optimizer, steps, model=model if self.by_model else None
-            )
-
-        def update() -> None:
-            for part in parts:
-                loss = loss_of(entry, model, part)
-                (loss if self.wrapped else loss / steps).backward()
-                if self.wrapped:
-                    optimizer.step()
-                    optimizer.zero_grad()
-            if not self.wrapped:
-                optimizer.step()
-                optimizer.zero_grad()
-
-        return Copy(model, optimizer), update
+        loop = self.kind(OfEntry(entry, len(parts), make))
+        return loop, lambda: loop.window(parts)
 
 
 LOOPS = (
-    Loop("stock, 1 x 64", BATCH),
-    Loop(SHUFFLED, BATCH, shuffled=True),
-    Loop("stock, 2 x 32", BATCH // 2),
-    Loop("fusedacc, 2 x 32", BATCH // 2, wrapped=True),
-    Loop("fusedacc model=, 2 x 32", BATCH // 2, wrapped=True, by_model=True),
+    BatchVariant("stock, 1 x 64", BATCH),
+    BatchVariant(SHUFFLED, BATCH, shuffled=True),
+    BatchVariant("stock, 2 x 32", BATCH // 2),
+    BatchVariant("fusedacc, 2 x 32", BATCH // 2, Wrapped),
+    BatchVariant("fusedacc model=, 2 x 32", BATCH // 2, InsideBackward),
 )
 
 
-def halves(results: Results, quick: bool) -> None:
+def halves(results: Results, effort: str) -> None:
     """Recorded, timed in turns, and compared."""
     for name in progress(HALVES, "64 and 2 x 32", "model"):
-        entry = entries(quick)[name]
+        entry = entries(effort == "quick")[name]
         batch = batch_of(entry, BATCH)
         exact: list[Tensor] = []
         runs = {}
         for loop in LOOPS:
             row = functools.partial(Row, "halves", name, loop.name, BATCH, loop.size, note=entry.shapes)
-            (_, optimizer), update = loop.prepare(entry, batch, Gradients)
+            made, update = loop.prepare(entry, batch, Gradients)
             update()
-            inner = getattr(optimizer, "optimizer", optimizer)
-            exact = exact or inner.found
-            results.add([row("gradients apart", "relative", apart(inner.found, exact))])
+            exact = exact or made.inner.found
+            results.add([row("gradients apart", "relative", apart(made.inner.found, exact))])
             if loop.shuffled:
                 continue
             adamw = functools.partial(torch.optim.AdamW, lr=1e-4)
             results.add([row("peak", "MiB", peak_of(loop, entry, batch, adamw) / MIB)])
             runs[loop.name] = loop.prepare(entry, batch, adamw)[1]
-        times = in_turns(runs, 1 if quick else 7, name)
+        times = take_turns(runs, rounds(1 if effort == "quick" else 7, name))
         for loop in LOOPS:
             if loop.name in times:
                 results.add(
@@ -217,10 +211,7 @@ def timed(
     """Rows of seconds by round, and of what they are of the base's in the same round."""
     row = functools.partial(Row, benchmark, case, provider, BATCH, size)
     shares = [seconds / first for seconds, first in zip(own, base, strict=True)]
-    return [
-        row("time", "ms", **spread(own, 1e3)),
-        row("time, share", "relative", **spread(shares)),
-    ]
+    return [row("time", "ms", **spread(own, 1e3)), row("time, share", "relative", **spread(shares))]
 
 
 def apart(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
@@ -230,24 +221,22 @@ def apart(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     return float((off / sum(b.double().square().sum() for _, b in pairs)).sqrt())
 
 
-def peak_of(loop: Loop, entry: Entry, batch: Any, make: Callable[[Any], Any]) -> int:
+def peak_of(loop: BatchVariant, entry: Entry, batch: Any, make: Callable[[Any], Any]) -> int:
     """Of two updates, parameters and optimizer included; the batch itself was there before."""
 
     def train(look: Callable[[Any], None]) -> None:
-        made, update = loop.prepare(entry, batch, make)
-        look(held(made))
-        for _ in range(2):
-            update()
-            look(held(made))
+        _, update = loop.prepare(entry, batch, make)
+        update()
+        update()
 
     return recorded_peak(train, CPU, TEMPORARIES).bytes
 
 
-def per_sample(results: Results, quick: bool) -> None:
+def per_sample(results: Results, effort: str) -> None:
     """A micro-batch in mid-window: forward, backward, accumulation; sizes take turns."""
-    sizes = [2**power for power in range(2 if quick else 9)]
+    sizes = [2**power for power in range(2 if effort == "quick" else 9)]
     for name in progress(PER_SAMPLE, "time per sample", "model"):
-        entry = entries(quick)[name]
+        entry = entries(effort == "quick")[name]
         batch, model = batch_of(entry, max(sizes)), model_of(entry)
         optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), 2**30)
 
@@ -258,16 +247,17 @@ def per_sample(results: Results, quick: bool) -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-        times = in_turns({str(size): functools.partial(run, size) for size in sizes}, 1 if quick else 9, name)
+        runs = {str(size): functools.partial(run, size) for size in sizes}
+        times = take_turns(runs, rounds(1 if effort == "quick" else 9, name))
         each = {size: [seconds / size for seconds in times[str(size)]] for size in sizes}
         for size in sizes:
             results.add(timed("per_sample", name, "fusedacc", size, each[size], each[max(sizes)]))
         optimizer.close()
 
 
-def norms(results: Results, quick: bool) -> None:
+def norms(results: Results, effort: str) -> None:
     """How far gradients are from the whole batch's at the start, and the loss on unseen digits by epoch."""
-    width, epochs, seeds = (4, 1, 1) if quick else (16, 12, 3)
+    width, epochs, seeds = (4, 1, 1) if effort == "quick" else (16, 12, 3)
     images, labels = (each[:BATCH] for each in normed.digits())
     for norm in progress(normed.NORMS, "norms", "norm"):
         model = normed.net(norm, width, 0)
@@ -287,20 +277,16 @@ def norms(results: Results, quick: bool) -> None:
 PARTS = {"grows": grows, "halves": halves, "per_sample": per_sample, "norms": norms}
 
 
+def words(rows: Sequence[Row]) -> list[str]:
+    return [
+        f"{row.benchmark}: {row.case}, {row.provider}, {row.micro_batch}: "
+        f"{row.metric} {row.median:.4g} {row.unit}"
+        for row in rows
+    ]
+
+
 def main() -> None:
-    parser = command.arguments(__doc__)
-    parser.set_defaults(results=MEMORY)
-    parser.add_argument("--only", help=f"comma-separated; all without it: {', '.join(PARTS)}")
-    options = parser.parse_args()
-    path: Path | None = None if options.quick else options.results
-    kept = Results(path, "cpu", COLUMNS)
-    for name in command.chosen(options.only, list(PARTS), "part"):
-        PARTS[name](kept, options.quick)
-    for row in kept.rows:
-        what = f"{row.benchmark}: {row.case}, {row.provider}, {row.micro_batch}"
-        print(f"{what}: {row.metric} {row.median:.4g} {row.unit}")
-    if path is not None:
-        print(f"appended to {path}")
+    harness.run_parts(__doc__, PARTS, MEMORY, COLUMNS, words)
 
 
 if __name__ == "__main__":

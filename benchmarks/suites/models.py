@@ -3,15 +3,14 @@
     python -m benchmarks.suites.models [--models resnet50,gpt2] [--settings bfloat16] [--providers fusedacc]
     python -m benchmarks.suites.models --count      only the bytes, on a small list: seconds
 
-Ways are in contestants/windows.py, settings in contestants/synthetic_gradients.py, lists in
-contestants/shapes/. Rows of benchmark "models":
+Loops and settings are in contestants/windows.py, lists in contestants/shapes/. Rows of benchmark "models":
 
 mode "window k=8", metric "time": a whole window; `bytes` and `launches` are what a TrafficMeter counts in it.
 mode "window k=8", metric "bytes: total" and, for case "counted" only, "bytes: PART" for each of
-    window.PARTS: counted bytes of one window per parameter, in B/param. They depend on the way, not on the
+    windows.PARTS: counted bytes of one window per parameter, in B/param. They depend on the way, not on the
     model. Case "counted" is a small list, but so large that scalars do not show. It alone has the way
     "fusedacc model=".
-mode "accumulate", metric "time": one pass over the whole list (model_pass.py).
+mode "accumulate", metric "time": one pass over the whole list, `sum += gradient / 8`.
 
 The `note` of a window begins with the way's role: "as written", "best stock", "stock", "ours", "ours, manual
 loop", "ours, model=", "inexact", "floor". All ways work on the same weights and Adam states in turns. Where
@@ -22,25 +21,28 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import statistics
 import time
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
 
+from fusedacc.commands.bench.lists import Additions
+from fusedacc.commands.measuring.records import Case, Goal, Results, Row, Variant, cannot_run, first_line, row
+from fusedacc.commands.measuring.timing import synchronize, timer_for
 from fusedacc.kernels import registry
 from fusedacc.traffic import TrafficMeter
 
+from .. import harness
 from ..contestants import model_shapes, windows
+from ..contestants.loops import BF16, F32, Loop
 from ..contestants.model_shapes import Parameters
-from ..contestants.synthetic_gradients import BF16, DTYPES, F32, SETTINGS, Memory
-from ..contestants.window import PARTS, Window, part_of
-from ..harness import command
-from ..harness.command import chosen
-from ..harness.measure import Goal, Variant, measure, progress, timer_for
-from ..harness.results import Case, Results, Row, cannot_run, first_line, row
-from . import model_pass
+from ..contestants.windows import DTYPES, PARTS, SETTINGS, Memory, WindowVariant, moved, part_of
+from ..harness import chosen, measure, progress
+from . import kernels
 
-PROVIDERS = tuple(way.name for way in (*windows.WAYS, *windows.COUNTED_ONLY))
+PROVIDERS = tuple(variant.name for variant in (*windows.VARIANTS, *windows.COUNTED_ONLY))
 COUNTED: Parameters = [(f"weight{index}", (512, 512)) for index in range(4)]
 #: Bytes per parameter below which a part of the counted window is left out: it is scalars.
 NOTHING = 0.01
@@ -53,9 +55,16 @@ SMALL = 64 * 10**6
 PATIENCE = {"quick": (1.0, 3), "short": (6.0, 5), "full": (30.0, 15)}
 
 
+#: One accumulate pass: the loop and the forms of foreach, and how many times as fast as the loop and the
+#: fastest foreach ours is to be (0: no goal).
+LOOP, FOREACH = "add_", ("torch._foreach_add_", "foreach cast and add")
+BACKENDS = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}
+PASS_GOALS = {"cpu": (1.0, 1.0), "cuda": (0.0, 1.5)}
+
+
 @dataclasses.dataclass(frozen=True)
-class Loop:
-    """What a window is like, whatever the model and the way."""
+class Setup:
+    """What a window is like, whatever the model and the loop."""
 
     device: torch.device
     steps: int = 8
@@ -69,11 +78,15 @@ class Loop:
 
 @dataclasses.dataclass
 class Opened:
-    """A way that has run a window, and what the next one moved and took."""
+    """A loop that has run a window, and what the next one moved and took."""
 
-    window: Window
+    variant: WindowVariant
+    loop: Loop
     meter: TrafficMeter
     seconds: float
+
+    def run(self) -> None:
+        self.loop.window([()] * self.loop.task.steps)
 
 
 def figures(
@@ -88,27 +101,52 @@ def figures(
     backend: str = "auto",
 ) -> None:
     """The bytes on a small list; then per model its windows, and one accumulate pass per gradient dtype."""
-    loop = Loop(results.device, steps, clip, backend)
-    count(results, loop, settings=settings, providers=providers)
+    setup = Setup(results.device, steps, clip, backend)
+    count(results, setup, settings=settings, providers=providers)
     for name in models or {"quick": SHORT[:1], "short": SHORT}.get(effort, model_shapes.NAMES):
         whole = model_shapes.load(name)
         if effort == "quick":
             whole = model_shapes.tiny(whole)
         brief = effort == "short" and model_shapes.elements(whole) > SMALL
         for setting in settings or [name for name in SETTINGS if not (brief and name == "autocast")]:
-            of = ways(setting, providers)
+            of = variants(setting, providers)
             if brief and not providers:
-                of = [way for way in of if way.role in MAIN_ROLES and way.role != "floor"]
+                of = [each for each in of if each.role in MAIN_ROLES and each.role != "floor"]
             if of:
-                model(results, name, whole, setting, of, effort, loop)
+                model(results, name, whole, setting, of, effort, setup)
                 release()
         for dtype in (BF16, F32):
-            model_pass.figures(results, name, whole, dtype, effort, backend)
+            one_pass(results, name, whole, dtype, effort, backend)
             release()
 
 
-def ways(setting: str, providers: list[str] | None) -> list[type[Window]]:
-    return [way for way in windows.ways(setting) if not providers or way.name in providers]
+def variants(setting: str, providers: Sequence[str] | None) -> list[WindowVariant]:
+    return [each for each in windows.variants(setting) if not providers or each.name in providers]
+
+
+def one_pass(
+    results: Results, name: str, whole: Parameters, dtype: torch.dtype, effort: str, backend: str
+) -> None:
+    """Gradients of `dtype` into float32 sums, as many layers as memory has room for.
+
+    backend: ours; "auto" for all that are made for the device.
+    """
+    device = results.device
+    # Sums, gradients, and what a case takes beside them.
+    parameters = model_shapes.fitting_memory(whole, 2 * (4 + dtype.itemsize) + 20, device)
+    shapes = model_shapes.describe(parameters or whole, whole)
+    case = Case("models", name, "accumulate", shapes, f"{str(dtype)[6:]} into float32")
+    ours = [f"fusedacc {own}" for own in (BACKENDS[device.type] if backend == "auto" else (backend,))]
+    names = [LOOP, *FOREACH, *ours]
+    if not parameters:
+        results.add([cannot_run(case, name, "no memory for one layer of each stack") for name in names])
+        return
+    work = Additions(name, model_shapes.shapes(parameters), dtype, F32, device)
+    facts = kernels.measure(work, names, kernels.EFFORTS[effort])
+    forms = {e["name"]: e["samples"] for e in facts["ways"] if e["name"] in FOREACH and e["samples"]}
+    best = min(forms, key=lambda form: statistics.median(forms[form]), default=LOOP)
+    goals = [Goal(*pair) for pair in zip((LOOP, best), PASS_GOALS[device.type], strict=True)]
+    results.add(kernels.rows(case, facts, dict.fromkeys(ours, goals)))
 
 
 # Windows
@@ -116,19 +154,19 @@ def ways(setting: str, providers: list[str] | None) -> list[type[Window]]:
 
 def count(
     results: Results,
-    loop: Loop,
+    setup: Setup,
     *,
-    settings: list[str] | None = None,
-    providers: list[str] | None = None,
+    settings: Sequence[str] | None = None,
+    providers: Sequence[str] | None = None,
 ) -> None:
     """The bytes of a window by part, on a small list."""
     for setting in settings or SETTINGS:
-        case = Case("models", "counted", loop.mode, "4 parameters of 512 x 512", DTYPES[setting])
-        alone = [way for way in windows.COUNTED_ONLY if setting in way.settings]
-        alone = [way for way in alone if not providers or way.name in providers]
-        opened = start(results, case, setting, ways(setting, providers) + alone, COUNTED, loop)
+        case = Case("models", "counted", setup.mode, "4 parameters of 512 x 512", DTYPES[setting])
+        alone = [each for each in windows.COUNTED_ONLY if setting in each.settings]
+        alone = [each for each in alone if not providers or each.name in providers]
+        opened = start(results, case, setting, variants(setting, providers) + alone, COUNTED, setup)
         for part in (*PARTS, "total"):
-            found = [part_of_window(case, way, part, COUNTED) for way in opened]
+            found = [part_of_window(case, each, part, COUNTED) for each in opened]
             results.add([figure for figure in found if figure.median >= NOTHING])
         stop(opened)
 
@@ -138,50 +176,49 @@ def model(
     name: str,
     whole: Parameters,
     setting: str,
-    of: list[type[Window]],
+    of: list[WindowVariant],
     effort: str,
-    loop: Loop,
+    setup: Setup,
 ) -> None:
-    """The windows of a model in one setting: bytes and times of every way, ours against the others."""
-    left_out: list[type[Window]] = []
-    if len(model_shapes.fitting_memory(whole, windows.need(setting, of), loop.device)) < len(whole):
-        left_out = [way for way in of if way.role not in MAIN_ROLES]
-        of = [way for way in of if way.role in MAIN_ROLES] or left_out
-        left_out = [way for way in left_out if way not in of]
+    """The windows of a model in one setting: bytes and times of every loop, ours against the others."""
+    left_out: list[WindowVariant] = []
+    if len(model_shapes.fitting_memory(whole, windows.need(setting, of), setup.device)) < len(whole):
+        main = [each for each in of if each.role in MAIN_ROLES] or of
+        left_out, of = [each for each in of if each not in main], main
     needed = windows.need(setting, of)
-    parameters = model_shapes.fitting_memory(whole, needed, loop.device)
+    parameters = model_shapes.fitting_memory(whole, needed, setup.device)
     shapes = model_shapes.describe(parameters or whole, whole)
-    case = Case("models", name, loop.mode, shapes, DTYPES[setting])
-    results.add([cannot_run(case, way.name, "left out, so that more layers fit") for way in left_out])
+    case = Case("models", name, setup.mode, shapes, DTYPES[setting])
+    results.add([cannot_run(case, each.name, "left out, so that more layers fit") for each in left_out])
     if not parameters:
         size = needed * model_shapes.elements(whole) / 1e9
         why = f"no memory for one layer of each stack; the whole model needs {size:.3g} GB"
-        results.add([cannot_run(case, way.name, why) for way in of])
+        results.add([cannot_run(case, each.name, why) for each in of])
         return
-    opened = start(results, case, setting, of, parameters, loop)
-    results.add([part_of_window(case, way, "total", parameters) for way in opened])
-    exact = [way.window for way in opened if way.window.role in ("as written", "best stock", "stock")]
-    goals = tuple(Goal(window.name, 1.0 if window.role == "best stock" else 0.0) for window in exact)
-    variants = [
+    opened = start(results, case, setting, of, parameters, setup)
+    results.add([part_of_window(case, each, "total", parameters) for each in opened])
+    exact = [each.variant for each in opened if each.variant.role in ("as written", "best stock", "stock")]
+    goals = tuple(Goal(each.name, 1.0 if each.role == "best stock" else 0.0) for each in exact)
+    timed = [
         Variant(
-            way.window.name,
-            way.window.run,
-            way.meter.total_bytes,
-            goals if way.window.role.startswith("ours") else (),
-            way.meter.calls,
-            note=note(way),
+            each.variant.name,
+            each.run,
+            each.meter.total_bytes,
+            goals if each.variant.role.startswith("ours") else (),
+            each.meter.calls,
+            note=note(each),
         )
-        for way in opened
+        for each in opened
     ]
     patience, most = PATIENCE[effort]
     # One round is not timed; on CUDA every timed call has one before it, to fill the queue.
-    calls = 2 if loop.device.type == "cuda" else 1
-    once = calls * sum(way.seconds for way in opened)
+    calls = 2 if setup.device.type == "cuda" else 1
+    once = calls * sum(each.seconds for each in opened)
     rounds = min(most, max(3, int(patience / once) - 1)) if once else most
     try:
-        rows = measure(case, variants, rounds, timer=timer_for(loop.device)) if variants else []
+        rows = measure(case, timed, rounds, timer=timer_for(setup.device)) if timed else []
     except Exception as error:
-        rows = [cannot_run(case, variant.name, first_line(error)) for variant in variants]
+        rows = [cannot_run(case, each.name, first_line(error)) for each in timed]
     results.add(rows)
     stop(opened)
 
@@ -190,70 +227,73 @@ def start(
     results: Results,
     case: Case,
     setting: str,
-    of: list[type[Window]],
+    of: Sequence[WindowVariant],
     parameters: Parameters,
-    loop: Loop,
+    setup: Setup,
 ) -> list[Opened]:
-    """The ways that can run here, each after two windows, the second counted. The others leave a row."""
-    memory = Memory(model_shapes.shapes(parameters), setting, loop.device)
+    """The loops that can run here, each after two windows, the second counted. The others leave a row."""
+    shapes = model_shapes.shapes(parameters)
+    memory = Memory(shapes, setting, setup.device, setup.steps, setup.clip, setup.backend)
     opened = []
-    for way in progress(of, f"{case.case}, {setting}", "way"):
-        if obstacle := way.obstacle():
-            results.add([cannot_run(case, way.name, obstacle)])
+    for variant in progress(of, f"{case.case}, {setting}", "loop"):
+        if obstacle := variant.kind.obstacle():
+            results.add([cannot_run(case, variant.name, obstacle)])
             continue
         try:
-            window = way(memory, loop.steps, loop.clip, loop.backend)
-            seconds = one_window(window, loop.device)
-            meter = TrafficMeter(window.parameters)
-            with meter, window.counting(meter.phase):
-                window.run()
-            if loop.device.type == "cuda":  # the first one has built kernels
-                seconds = one_window(window, loop.device)
-            opened.append(Opened(window, meter, seconds))
+            own = Opened(variant, variant.make(memory), TrafficMeter(), 0.0)
+            own.seconds = one_window(own, setup.device)
+            own.meter = TrafficMeter(own.loop.parameters)
+            source = own.loop.model
+            with own.meter:
+                source.phase = own.meter.phase
+                own.loop.window([()] * setup.steps, own.meter.phase)
+                source.phase = None
+            if setup.device.type == "cuda":  # the first one has built kernels
+                own.seconds = one_window(own, setup.device)
+            opened.append(own)
         except Exception as error:
-            results.add([cannot_run(case, way.name, first_line(error))])
+            results.add([cannot_run(case, variant.name, first_line(error))])
             release()
     return opened
 
 
-def one_window(window: Window, device: torch.device) -> float:
+def one_window(opened: Opened, device: torch.device) -> float:
     """Seconds, roughly."""
     begin = time.perf_counter()
-    window.run()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    opened.run()
+    synchronize(device)
     return time.perf_counter() - begin
 
 
-def stop(opened: list[Opened]) -> None:
-    for way in opened:
-        way.window.close()
+def stop(opened: Sequence[Opened]) -> None:
+    for each in opened:
+        each.loop.close()
 
 
-def part_of_window(case: Case, way: Opened, part: str, parameters: Parameters) -> Row:
+def part_of_window(case: Case, opened: Opened, part: str, parameters: Parameters) -> Row:
     """The counted bytes of a part of a window, or of its "total", per parameter."""
     by_part: Counter[str] = Counter()
-    for phase, ops in way.meter.as_dict()["by_phase_and_op"].items():
+    for phase, ops in opened.meter.as_dict()["by_phase_and_op"].items():
         for op, found in ops.items():
-            by_part[part_of(phase, op)] += way.window.moved(phase, op, found)
+            by_part[part_of(phase, op)] += moved(opened.loop, phase, op, found)
     size = sum(by_part.values()) if part == "total" else by_part[part]
     return row(
         case,
-        way.window.name,
+        opened.variant.name,
         metric=f"bytes: {part}",
         unit="B/param",
         median=size / model_shapes.elements(parameters),
         bytes=size,
-        launches=way.meter.calls if part == "total" else None,
-        note=note(way),
+        launches=opened.meter.calls if part == "total" else None,
+        note=note(opened),
     )
 
 
-def note(way: Opened) -> str:
-    """The way's role, what it does, and what was not counted."""
-    window = way.window
-    text = window.note if window.note.startswith(window.role) else f"{window.role}: {window.note}"
-    missed = ", ".join(way.meter.uncounted)
+def note(opened: Opened) -> str:
+    """The loop's role, what it does, and what was not counted."""
+    role, text = opened.variant.role, opened.variant.note
+    text = text if text.startswith(role) else f"{role}: {text}"
+    missed = ", ".join(opened.meter.uncounted)
     return f"{text}; not counted: {missed}" if missed else text
 
 
@@ -268,7 +308,7 @@ def release() -> None:
 
 
 def main() -> None:
-    parser = command.arguments(__doc__)
+    parser = harness.arguments(__doc__)
     parser.add_argument("--models", help=f"comma-separated; allowed: {', '.join(model_shapes.NAMES)}")
     parser.add_argument("--settings", help=f"comma-separated; allowed: {', '.join(SETTINGS)}")
     parser.add_argument("--providers", help=f"comma-separated; allowed: {', '.join(PROVIDERS)}")
@@ -283,22 +323,22 @@ def main() -> None:
     settings = chosen(options.settings, SETTINGS, "setting")
     providers = chosen(options.providers, PROVIDERS, "provider")
     clip = not options.no_clip
-    kept = command.results(options)
     if options.count:
-        loop = Loop(kept.device, options.k, clip, options.backend)
-        count(kept, loop, settings=settings, providers=providers)
-    else:
-        figures(
-            kept,
-            command.effort(options),
-            models=models,
-            settings=settings if options.settings else None,
-            providers=providers if options.providers else None,
-            steps=options.k,
-            clip=clip,
-            backend=options.backend,
-        )
-    kept.report()
+        kept = harness.results(options)
+        setup = Setup(kept.device, options.k, clip, options.backend)
+        count(kept, setup, settings=settings, providers=providers)
+        kept.report()
+        return
+    harness.run(
+        figures,
+        options,
+        models=models,
+        settings=settings if options.settings else None,
+        providers=providers if options.providers else None,
+        steps=options.k,
+        clip=clip,
+        backend=options.backend,
+    )
 
 
 if __name__ == "__main__":

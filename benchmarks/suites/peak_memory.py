@@ -24,11 +24,10 @@ import torch
 from examples.demo.loops import DTYPES, Config, StockLoop, WrappedLoop
 from examples.demo.measure import peak_memory, run
 from examples.demo.model import load_text
+from fusedacc.commands.measuring.records import Case, Results, at_most, cannot_run, row
 
-from ..harness import command
-from ..harness.machine import ROOT
-from ..harness.measure import progress
-from ..harness.results import Case, Results, at_most, cannot_run, row
+from .. import harness
+from ..harness import ROOT, progress
 
 BUCKET = 25_000_000
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
@@ -103,7 +102,7 @@ def figures(results: Results, effort: str) -> None:
 
 
 def main() -> None:
-    parser = command.arguments(__doc__)
+    parser = harness.arguments(__doc__)
     one = parser.add_argument_group("one loop in this process, printed as JSON")
     one.add_argument("--measure", choices=KINDS)
     one.add_argument("--dtype", choices=DTYPES, default="float32")
@@ -116,7 +115,7 @@ def main() -> None:
         config = dataclasses.replace(config, width=options.width)
         print(json.dumps(measure_here(options.measure, config, options.updates)))
         return
-    command.run(figures, options)
+    harness.run(figures, options)
 
 
 if __name__ == "__main__":

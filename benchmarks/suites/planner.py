@@ -27,15 +27,13 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 import fusedacc
+from fusedacc.commands.measuring.records import Case, Results, Row, at_most, cannot_run, first_line, row
 from fusedacc.planner.allocations import Peak
-from fusedacc.planner.batches import Batch
-from fusedacc.planner.copies import recipe_of
 from fusedacc.planner.prediction import Predictor
-from fusedacc.planner.verification import measured_peak
+from fusedacc.planner.training import Batch, recipe_of
 
-from ..harness import command
-from ..harness.measure import progress
-from ..harness.results import Case, Results, Row, at_most, cannot_run, first_line, row
+from .. import harness
+from ..harness import progress
 from ..machines.zoo.architectures import Architecture, architectures
 
 #: Micro-batches of a window.
@@ -46,7 +44,7 @@ FLOAT32, AUTOCAST, BFLOAT16 = PRECISIONS = ("float32", "autocast", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
+class PlannedLoop:
     """A loop: `make` gives its optimizer; in some precisions only, where it is for these."""
 
     make: Callable[[nn.Module], Optimizer]
@@ -63,14 +61,16 @@ def _wrapped(model: nn.Module, inside: bool = False, **how: Any) -> Optimizer:
 
 
 _SHORT = {"master_weights": True, "accumulate_dtype": torch.bfloat16}
-WAYS = {
-    "stock": Way(_adamw),
-    "stock, fused AdamW": Way(functools.partial(_adamw, fused=True), (FLOAT32, BFLOAT16)),
-    "wrapped": Way(_wrapped),
-    "wrapped, bfloat16 sums": Way(functools.partial(_wrapped, accumulate_dtype=torch.bfloat16), (FLOAT32,)),
-    "wrapped, masters, bfloat16 sums": Way(functools.partial(_wrapped, **_SHORT), (BFLOAT16,)),
-    "model=": Way(functools.partial(_wrapped, inside=True)),
-    "model=, kept casts": Way(functools.partial(_wrapped, inside=True, keep_casts=True), (AUTOCAST,)),
+LOOPS = {
+    "stock": PlannedLoop(_adamw),
+    "stock, fused AdamW": PlannedLoop(functools.partial(_adamw, fused=True), (FLOAT32, BFLOAT16)),
+    "wrapped": PlannedLoop(_wrapped),
+    "wrapped, bfloat16 sums": PlannedLoop(
+        functools.partial(_wrapped, accumulate_dtype=torch.bfloat16), (FLOAT32,)
+    ),
+    "wrapped, masters, bfloat16 sums": PlannedLoop(functools.partial(_wrapped, **_SHORT), (BFLOAT16,)),
+    "model=": PlannedLoop(functools.partial(_wrapped, inside=True)),
+    "model=, kept casts": PlannedLoop(functools.partial(_wrapped, inside=True, keep_casts=True), (AUTOCAST,)),
 }
 #: What is measured with `--full` alone: precision and loop.
 FULL = ((BFLOAT16, "stock, fused AdamW"), (FLOAT32, "wrapped, bfloat16 sums"))
@@ -105,12 +105,10 @@ def compared(architecture: Architecture, way: str, precision: str, device: torch
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == AUTOCAST):
             return architecture.loss(model, batch)
 
-    optimizer = WAYS[way].make(model)
+    optimizer = LOOPS[way].make(model)
     predictor = Predictor(model, recipe_of(optimizer), batch, loss_fn, device, lambda size: None)
     predicted = predictor.peak(batch.size, STEPS)
-    measured, why = measured_peak(
-        model, recipe_of(optimizer), batch, loss_fn, device, batch.size, STEPS, predicted.bytes
-    )
+    measured, why = predictor.measured_peak(batch.size, STEPS)
     if measured is None:
         raise RuntimeError(why)
     return Found(predicted, measured)
@@ -129,7 +127,9 @@ def rows_of(case: Case, way: str, found: Found, note: str) -> list[Row]:
 
 def combinations(effort: str) -> list[tuple[str, str]]:
     """Precisions and loops."""
-    both = [(precision, way) for precision in PRECISIONS for way in WAYS if precision in WAYS[way].precisions]
+    both = [
+        (precision, way) for precision in PRECISIONS for way in LOOPS if precision in LOOPS[way].precisions
+    ]
     return [pair for pair in both if effort == "full" or pair not in FULL]
 
 
@@ -153,14 +153,14 @@ def figures(results: Results, effort: str, only: Sequence[str] | None = None) ->
 
 
 def main() -> None:
-    parser = command.arguments(__doc__)
+    parser = harness.arguments(__doc__)
     parser.add_argument("--only", help="names of architectures, separated by semicolons")
     options = parser.parse_args()
     only = options.only.split(";") if options.only else None
     names = [own.name for own in architectures()]
     if only and not set(only) <= set(names):
         raise SystemExit(f"unknown architecture in {options.only!r}; allowed: {'; '.join(names)}")
-    command.run(figures, options, only=only)
+    harness.run(figures, options, only=only)
 
 
 if __name__ == "__main__":

@@ -19,13 +19,12 @@ import torch
 from torch import Tensor, nn
 
 import fusedacc
+from fusedacc.commands.measuring.records import Case, Results, cannot_run, first_line, reached, row
 from fusedacc.planner import find_micro_batch_size, plan
-from fusedacc.planner.batches import Batch
+from fusedacc.planner.training import Batch
 
-from ..harness import command
-from ..harness.measure import progress
-from ..harness.processes import environment
-from ..harness.results import Case, Results, cannot_run, first_line, reached, row
+from .. import harness
+from ..harness import environment, progress
 from ..machines import zoo
 
 #: A model, and the budget.
@@ -119,4 +118,4 @@ def figures(results: Results, effort: str) -> None:
 
 
 if __name__ == "__main__":
-    command.run(figures, command.arguments(__doc__).parse_args())
+    harness.run(figures, harness.arguments(__doc__).parse_args())

@@ -18,35 +18,32 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
-import multiprocessing
 import statistics as of_values
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from examples.demo.loops import Config
 from examples.demo.measure import batches
 from examples.demo.model import load_text
+from fusedacc.commands.measuring import records
+from fusedacc.commands.measuring.records import Case, Goal, Results, Variant, at_most, cannot_run, count, row
 from fusedacc.functional import prepare
 
+from .. import harness
 from ..contestants import model_shapes, rounded
-from ..contestants.accumulate import PEAK as PROVIDERS
-from ..contestants.accumulate import fused
-from ..contestants.rounded import FLOAT32, NEAREST, STOCHASTIC, STOCK, UNSEEN, WAYS, WITH_STOCK
-from ..harness import command, results
-from ..harness.measure import Goal, Variant, measure, progress
-from ..harness.processes import environment, use_all_cores
-from ..harness.results import RESULTS, Case, Results, at_most, cannot_run, count, row
+from ..contestants.accumulate import triad
+from ..contestants.loops import Demo
+from ..contestants.rounded import FLOAT32, NEAREST, STOCHASTIC, STOCK, UNSEEN, VARIANTS, WITH_STOCK
+from ..harness import ONE_THREAD, RESULTS, measure, processes, progress
 
 ROUNDING = RESULTS.with_name("rounding.csv")
 CPU = torch.device("cpu")
 BF16, F32 = torch.bfloat16, torch.float32
 #: The demo's transformer, and a micro-batch of one sequence of 32 bytes.
-SMALL = Config("bfloat16", CPU, width=64, layers=2, heads=2, context=32, micro_batch_size=1)
+SMALL = Demo("bfloat16", CPU, width=64, layers=2, heads=2, context=32, micro_batch_size=1)
 LARGE = dataclasses.replace(SMALL, steps=2, width=256, layers=3, heads=4)
 TINY = {"width": 16, "layers": 1, "heads": 1, "context": 8}
 #: Updates by the micro-batches of each; losses are recorded as means of so many stretches of them.
@@ -67,12 +64,10 @@ MODELS = {
 SCALE = 0.125
 #: How many bytes a parameter below float32 sums' the peak is to be.
 SAVED = 2
-#: One thread each; all would be held to the first core if OpenMP placed them.
-_OF_WORKERS = {"OMP_NUM_THREADS": "1", "OMP_PROC_BIND": "false"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Row(results.Row):
+class Row(records.Row):
     """A figure: a line of the CSV."""
 
     seed: int | None = None
@@ -83,7 +78,7 @@ class Row(results.Row):
 COLUMNS = tuple(field.name for field in dataclasses.fields(Row))
 
 
-def add(kept: Results, rows: Iterable[results.Row], **own: Any) -> None:
+def add(kept: Results, rows: Iterable[records.Row], **own: Any) -> None:
     """Adds rows with these columns of their own."""
     kept.add([Row(**dataclasses.asdict(each) | own) for each in rows])
 
@@ -110,13 +105,13 @@ def training(kept: Results, effort: str) -> None:
         kept.add(training_rows(own, found, stretches))
 
 
-def losses_of(config: Config, updates: int) -> Losses:
+def losses_of(config: Demo, updates: int) -> Losses:
     """By way: the loss of each update, and last that on text that was not trained on."""
     text = load_text()
-    return {way.name: list(rounded.train(way, config, text, updates)) for way in WAYS}
+    return {way.name: list(rounded.train(way, config, text, updates)) for way in VARIANTS}
 
 
-def training_rows(config: Config, found: Losses, stretches: int) -> list[Row]:
+def training_rows(config: Demo, found: Losses, stretches: int) -> list[Row]:
     """The curve as means of stretches of updates, and what differs from float32 sums: the CSV has five
     digits, which hide it."""
     updates = len(found[FLOAT32]) - 1
@@ -151,12 +146,7 @@ def side_by_side(
     if here:
         yield from ((given, job(*given)) for given in arguments)
         return
-    spawn = multiprocessing.get_context("spawn")
-    # The environment is read as torch is loaded, before anything of ours runs there.
-    with (
-        environment(_OF_WORKERS),
-        concurrent.futures.ProcessPoolExecutor(mp_context=spawn, initializer=use_all_cores) as pool,
-    ):
+    with processes(ONE_THREAD) as pool:
         started = {pool.submit(job, *given): given for given in arguments}
         for done in concurrent.futures.as_completed(started):
             yield started[done], done.result()
@@ -183,7 +173,7 @@ def sums(kept: Results, effort: str) -> None:
             kept.add([own(metric="apart", median=apart), own(metric="share kept", median=share)])
 
 
-def errors_of(config: Config, before: int, quick: bool) -> list[tuple[int, str, float, float]]:
+def errors_of(config: Demo, before: int, quick: bool) -> list[tuple[int, str, float, float]]:
     """Micro-batches, way, length of the difference, and the sum's part along the one in float32."""
     text = load_text()
     model = rounded.trained(dataclasses.replace(config, micro_batch_size=1), text, before)
@@ -260,7 +250,7 @@ def speed(kept: Results, effort: str) -> None:
 
 def timed(
     case: Case, shapes: Sequence[tuple[int, ...]], rounds: int, bandwidth: bool = False
-) -> list[results.Row]:
+) -> list[records.Row]:
     """One addition by each way, of prepared plans.
 
     bandwidth: beside a copy and a triad in float32.
@@ -274,16 +264,18 @@ def timed(
     goals = [Goal(FLOAT32, 1.0), Goal(NEAREST)]
     variants = []
     if bandwidth:
-        for provider in PROVIDERS:
-            assert provider.make is not None
-            run = provider.make(sums[FLOAT32], gradients, SCALE)
-            variants.append(Variant(provider.name, run, provider.moved(sums[FLOAT32], gradients)))
-            goals.append(Goal(provider.name, BANDWIDTH, by_bandwidth=True))
+        (total,) = sums[FLOAT32]
+        yardsticks = {"copy": functools.partial(torch.zeros_like(total).copy_, total)}
+        yardsticks["triad"] = triad(total.numel(), CPU)
+        for passes, (name, run) in enumerate(yardsticks.items(), 2):
+            variants.append(Variant(name, run, passes * total.nbytes))
+            goals.append(Goal(name, BANDWIDTH, by_bandwidth=True))
     for name, own in sums.items():
         how = {"rounding": "stochastic", "seed": 0} if name == STOCHASTIC else {}
         plan = functools.partial(prepare(own, **how), gradients, SCALE)
         held_to = tuple(goals) if name == STOCHASTIC else ()
-        variants.append(Variant(name, plan, fused(own, gradients), held_to))
+        moved = sum(2 * total.nbytes + each.nbytes for total, each in zip(own, gradients, strict=True))
+        variants.append(Variant(name, plan, moved, held_to))
     return measure(case, variants, rounds)
 
 
@@ -325,29 +317,17 @@ def line(figure: Row) -> str:
     return told + {"yes": ": goal reached", "no": ": goal MISSED"}.get(figure.reached, "")
 
 
-PARTS = {
-    "training": training,
-    "sums": sums,
-    "statistics": statistics,
-    "speed": speed,
-    "memory": memory,
-}
+PARTS = {"training": training, "sums": sums, "statistics": statistics, "speed": speed, "memory": memory}
+
+
+def words(rows: Sequence[Row]) -> list[str]:
+    """Of curves the end."""
+    last = {(r.benchmark, r.case, r.provider, r.metric, r.seed, r.against): r for r in rows}
+    return [line(figure) for figure in last.values()]
 
 
 def main() -> None:
-    parser = command.arguments(__doc__)
-    parser.set_defaults(results=ROUNDING)
-    parser.add_argument("--only", help=f"comma-separated; all without it: {', '.join(PARTS)}")
-    options = parser.parse_args()
-    path: Path | None = None if options.quick else options.results
-    kept = Results(path, "cpu", COLUMNS)
-    for name in command.chosen(options.only, list(PARTS), "part"):
-        PARTS[name](kept, command.effort(options))
-    last = {(r.benchmark, r.case, r.provider, r.metric, r.seed, r.against): r for r in kept.rows}
-    for figure in last.values():  # of curves the end
-        print(line(figure))
-    if path is not None:
-        print(f"appended to {path}")
+    harness.run_parts(__doc__, PARTS, ROUNDING, COLUMNS, words)
 
 
 if __name__ == "__main__":

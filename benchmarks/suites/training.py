@@ -1,14 +1,14 @@
 """Training the demo's transformer, end to end: time by phase, tokens per second, peak memory by kind, bytes.
 
-Every way trains the same model on the same text (`training_loops.WAYS`). The rows of a way:
+Every loop trains the same model on the same text (`loops.VARIANTS`). The rows of a loop:
 
-- "time": one update, all its micro-batches; the ways take turns. "time: forward" and "time: update": by
+- "time": one update, all its micro-batches; the loops take turns. "time: forward" and "time: update": by
   clock, or by CUDA events, at the boundaries of the phases. What accumulates runs inside the backward, where
   no clock can be put: "time: backward" is that of the same micro-batches through `torch.autograd.grad`, which
-  accumulates nothing, timed in the same round, and "time: accumulate" is what the way's own backward takes
+  accumulates nothing, timed in the same round, and "time: accumulate" is what the loop's own backward takes
   longer than that, with what its loop does after each backward. In each round the four add up to the update.
 - "tokens per second", from the time of an update.
-- "peak memory" of live bytes through two updates of two micro-batches, and by kind (harness/peak_by_kind.py).
+- "peak memory" of live bytes through two updates of two micro-batches, and by kind (`loops.KINDS`).
 - "bytes": read and written in one window, per parameter, as `fusedacc.traffic.TrafficMeter` counts them, of
   weights, gradients with their sums, and optimizer state, also by phase; "bytes: others" are all the rest.
 
@@ -25,24 +25,48 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-from collections.abc import Sequence
+import itertools
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from examples.demo.loops import DTYPES, Config
+from examples.demo.loops import DTYPES
 from examples.demo.measure import batches
 from examples.demo.model import load_text
+from fusedacc.commands.measuring.records import (
+    Case,
+    Goal,
+    Results,
+    Row,
+    Variant,
+    at_most,
+    cannot_run,
+    first_line,
+    row,
+    spread,
+)
+from fusedacc.commands.measuring.timing import synchronize
 from fusedacc.traffic import TrafficMeter
 
-from ..contestants.training_loops import BASELINE, INSIDE, KEPT, PHASES, UNFUSED, WAYS, Loop, Way, Wrapped
-from ..harness import command
-from ..harness.command import chosen
-from ..harness.measure import Goal, Variant, measure, progress
-from ..harness.peak_by_kind import KINDS
-from ..harness.results import Case, Results, Row, at_most, cannot_run, first_line, row, spread
-from .training_clock import Timed, by_phase
+from .. import harness
+from ..contestants.loops import (
+    BASELINE,
+    INSIDE,
+    KEPT,
+    KINDS,
+    PHASES,
+    UNFUSED,
+    VARIANTS,
+    Demo,
+    Loop,
+    LoopVariant,
+    Wrapped,
+    phase_of,
+)
+from ..harness import chosen, measure, progress
 
 BUCKET = 25_000_000
 #: With `keep_casts=True`: of the speed of `model=`; by what share its peak may be above stock's, since casts
@@ -96,8 +120,8 @@ def figures(
     for size, dtype in choose(effort, results.device, dtypes, widths):
         shape = {"layers": size.layers, "heads": size.heads, "context": size.context}
         shape |= {"micro_batch_size": size.micro_batch_size, "width": size.width}
-        config = Config(dtype, results.device, size.steps, **shape)
-        ways = [way for way in WAYS[dtype] if effort == "full" or way is not UNFUSED]
+        config = Demo(dtype, results.device, size.steps, **shape)
+        ways = [way for way in VARIANTS[dtype] if effort == "full" or way is not UNFUSED]
         one_case(results, config, ways, text, size.rounds * (2 if effort == "full" else 1), size.at_least)
 
 
@@ -120,7 +144,12 @@ def choose(
 
 
 def one_case(
-    results: Results, config: Config, ways: Sequence[Way], text: Tensor, rounds: int, at_least: float = 1.0
+    results: Results,
+    config: Demo,
+    ways: Sequence[LoopVariant],
+    text: Tensor,
+    rounds: int,
+    at_least: float = 1.0,
 ) -> None:
     """Adds the rows of one model and dtype: times, then memory, then bytes."""
     parameters = sum(p.numel() for p in dataclasses.replace(config, device=META).model().parameters())
@@ -142,8 +171,70 @@ def one_case(
 # Time
 
 
+class Clock:
+    """Marks the ends of phases, without waiting for the device; all time is some phase's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.marks: list[tuple[str, float | torch.cuda.Event]] = []
+        synchronize(device)
+        self._mark("start")
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        yield
+        self._mark(phase_of(name))
+
+    def _mark(self, name: str) -> None:
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append((name, event))
+        else:
+            self.marks.append((name, time.perf_counter()))
+
+    def seconds(self) -> dict[str, float]:
+        """By phase, all its turns together."""
+        synchronize(self.device)
+        found = dict.fromkeys(PHASES, 0.0)
+        for (_, before), (name, after) in itertools.pairwise(self.marks):
+            on_device = isinstance(after, torch.cuda.Event)
+            found[name] += before.elapsed_time(after) / 1e3 if on_device else after - before
+        return found
+
+
+class Timed:
+    """A loop, and what each of its updates took; update i has the same data in every loop."""
+
+    def __init__(self, loop: Loop, text: Tensor) -> None:
+        self.loop, self.text = loop, text
+        self.losses: list[float] = []
+        self.seconds: list[dict[str, float]] = []
+
+    def run(self) -> float:
+        """Seconds of one update."""
+        data = batches(self.text, self.loop.task, len(self.losses))
+        clock = Clock(self.loop.task.device)
+        loss = self.loop.update(data, clock.phase)
+        self.seconds.append(clock.seconds())
+        self.losses.append(loss.item())
+        return sum(self.seconds[-1].values())
+
+
+def by_phase(own: Sequence[dict[str, float]], baseline: Sequence[dict[str, float]]) -> list[dict[str, float]]:
+    """Each round's seconds with `backward` that of the baseline, and what it took longer in `accumulate`."""
+    return [
+        {
+            **mine,
+            "backward": plain["backward"],
+            "accumulate": mine["backward"] - plain["backward"] + mine["accumulate"],
+        }
+        for mine, plain in zip(own, baseline, strict=True)
+    ]
+
+
 def speed(
-    case: Case, config: Config, ways: Sequence[Way], text: Tensor, rounds: int, at_least: float = 1.0
+    case: Case, config: Demo, ways: Sequence[LoopVariant], text: Tensor, rounds: int, at_least: float = 1.0
 ) -> list[Row]:
     """Time per update, tokens per second, and time by phase. `at_least`: as `Size.at_least`."""
     timed: dict[str, Timed] = {}
@@ -178,7 +269,9 @@ def speed(
     return rows + failed
 
 
-def goals_of(way: Way, running: Sequence[Way], first: Way, at_least: float) -> tuple[Goal, ...]:
+def goals_of(
+    way: LoopVariant, running: Sequence[LoopVariant], first: LoopVariant, at_least: float
+) -> tuple[Goal, ...]:
     """fusedacc is held to every competitor that runs; against `first` only the ratio is shown.
 
     `at_least`: how many times as fast it is to be with `model=`.
@@ -192,7 +285,7 @@ def goals_of(way: Way, running: Sequence[Way], first: Way, at_least: float) -> t
     return (*held_to, *(Goal(other.name) for other in running if other is first))
 
 
-def departure(timed: dict[str, Timed], way: Way, running: Sequence[Way], config: Config) -> str:
+def departure(timed: dict[str, Timed], way: LoopVariant, running: Sequence[LoopVariant], config: Demo) -> str:
     """A note if the losses of a way's first two updates are not those of the ways before it.
 
     Before the first update all weights are equal, so the losses must be. After it, on a CPU, they still must
@@ -214,7 +307,7 @@ def departure(timed: dict[str, Timed], way: Way, running: Sequence[Way], config:
 # Memory and bytes
 
 
-def memory(case: Case, config: Config, ways: Sequence[Way], text: Tensor) -> list[Row]:
+def memory(case: Case, config: Demo, ways: Sequence[LoopVariant], text: Tensor) -> list[Row]:
     """Peak memory of each way through two updates of two micro-batches, and what it was made of."""
     config = dataclasses.replace(config, steps=min(2, config.steps))
     data = [batches(text, config, update) for update in range(2)]
@@ -243,7 +336,9 @@ def memory(case: Case, config: Config, ways: Sequence[Way], text: Tensor) -> lis
     return rows + failed
 
 
-def traffic(case: Case, config: Config, ways: Sequence[Way], text: Tensor, parameters: int) -> list[Row]:
+def traffic(
+    case: Case, config: Demo, ways: Sequence[LoopVariant], text: Tensor, parameters: int
+) -> list[Row]:
     """Bytes per parameter of each way's second window, by phase."""
     rows, failed = [], []
     counts = {}
@@ -277,27 +372,28 @@ def of_known(kinds: dict[str, int]) -> int:
 
 def count(loop: Loop, text: Tensor) -> dict[str, Any]:
     """What the meter counts in a loop's second update, when all state is there."""
-    loop.update(batches(text, loop.config, 0))
+    loop.update(batches(text, loop.task, 0))
     with TrafficMeter(loop.model) as meter:
 
         def phase(name: str) -> contextlib.AbstractContextManager:
             # Forward and backward the meter knows, and what accumulates inside a backward too.
-            return meter.phase(name) if name in ("accumulate", "update") else contextlib.nullcontext()
+            known = phase_of(name) in ("forward", "backward")
+            return contextlib.nullcontext() if known else meter.phase(phase_of(name))
 
-        loop.update(batches(text, loop.config, 1), phase)
+        loop.update(batches(text, loop.task, 1), phase)
     return meter.as_dict()
 
 
 def main() -> None:
-    parser = command.arguments(__doc__)
+    parser = harness.arguments(__doc__)
     parser.add_argument("--dtypes", help=f"some of {', '.join(DTYPES)}")
     parser.add_argument("--widths", help="of the model; which there are depends on the device")
     options = parser.parse_args()
-    effort, device = command.effort(options), torch.device(options.device)
+    effort, device = harness.effort(options), torch.device(options.device)
     dtypes = chosen(options.dtypes, DTYPES, "dtype") if options.dtypes else None
     known = list(dict.fromkeys(str(size.width) for size in sizes(effort, device)))
     widths = [int(w) for w in chosen(options.widths, known, "width")] if options.widths else None
-    command.run(figures, options, dtypes=dtypes, widths=widths)
+    harness.run(figures, options, dtypes=dtypes, widths=widths)
 
 
 if __name__ == "__main__":

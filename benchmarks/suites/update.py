@@ -20,14 +20,23 @@ import torch
 from torch import Tensor, nn
 
 import fusedacc
-from fusedacc.commands.bench.timing import cpu_timer, device_seconds
+from fusedacc.commands.measuring.records import (
+    Case,
+    Goal,
+    Results,
+    Variant,
+    at_most,
+    cannot_run,
+    first_line,
+    row,
+)
+from fusedacc.commands.measuring.timing import cpu_timer, device_seconds, timer_for
 from fusedacc.functional import total_norm
 from fusedacc.traffic import TrafficMeter
 
-from ..contestants.stock import share_moments
-from ..harness import command
-from ..harness.measure import Goal, Variant, measure, timer_for
-from ..harness.results import Case, Results, at_most, cannot_run, first_line, row
+from .. import harness
+from ..contestants.loops import share_moments
+from ..harness import measure
 
 LIMIT = 1e-3
 SIZES = {"quick": (4, 64), "short": (16, 1772), "full": (16, 1772)}  # 16 of 1772 x 1772: 50.2 M
@@ -37,11 +46,11 @@ SCALE = 2.0**10
 AHEAD = 1e-3
 
 
-class Way:
+class UpdateVariant:
     """`ready()` puts gradients in place, `run()` is what is timed.
 
     Args:
-        weights, moments: shared by all ways.
+        weights, moments: shared by all variants.
         gradient: one tensor of each shape, which stands for all.
         scaled: whether losses are scaled.
     """
@@ -80,7 +89,7 @@ class Way:
         self.optimizer.zero_grad()
 
 
-class Stock(Way):
+class Stock(UpdateVariant):
     name = "stock"
 
     def run(self) -> None:
@@ -90,7 +99,7 @@ class Stock(Way):
         self.scaler.update()
 
 
-class Ours(Way):
+class Ours(UpdateVariant):
     name = "fusedacc"
     steps: int | None = None
 
@@ -125,7 +134,7 @@ class Provided(torch.autograd.Function):
     """A scalar whose backward hands every parameter its gradient."""
 
     @staticmethod
-    def forward(ctx, way: Way, *parameters: Tensor) -> Tensor:
+    def forward(ctx, way: UpdateVariant, *parameters: Tensor) -> Tensor:
         ctx.way = way
         return torch.zeros((), device=parameters[0].device)
 
@@ -136,7 +145,7 @@ class Provided(torch.autograd.Function):
 
 def timed(run: Callable[[], object], calls: int) -> float:
     """Seconds of one `run` of a way, made ready before."""
-    way: Way = run.__self__  # type: ignore[attr-defined]
+    way: UpdateVariant = run.__self__  # type: ignore[attr-defined]
     way.ready()
     on_gpu = way.parameters[0].device.type == "cuda"
     seconds = device_seconds(run, 1, AHEAD) if on_gpu else cpu_timer(run, 1)
@@ -211,4 +220,4 @@ def figures(results: Results, effort: str) -> None:
 
 
 if __name__ == "__main__":
-    command.run(figures, command.arguments(__doc__).parse_args())
+    harness.run(figures, harness.arguments(__doc__).parse_args())

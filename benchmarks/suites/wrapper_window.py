@@ -14,14 +14,13 @@ import torch
 from torch import Tensor, nn
 
 import fusedacc
-from fusedacc.commands.bench.timing import cpu_timer
+from fusedacc.commands.measuring.records import Case, Goal, Results, Row, Variant, cannot_run, first_line
+from fusedacc.commands.measuring.timing import cpu_timer
 from fusedacc.kernels.registry import NAMES
 
-from ..contestants.stock import adder, sum_in
-from ..harness import command
-from ..harness.command import chosen
-from ..harness.measure import Goal, Variant, measure
-from ..harness.results import Case, Results, Row, cannot_run, first_line
+from .. import harness
+from ..contestants.loops import HookSums, sum_in, window
+from ..harness import chosen, measure
 
 STEPS = 8
 F32, BF16 = torch.float32, torch.bfloat16
@@ -70,69 +69,45 @@ class Layers(nn.Module):
         return self.layers(self.inputs).float().square().mean()
 
 
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-6, foreach=True)
+
+
 def stock(model: nn.Module) -> Callable[[], None]:
     """Plain torch; sums have the parameters' dtype."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, foreach=True)
-
-    def window() -> None:
-        for _ in range(STEPS):
-            (model() / STEPS).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return window
+    return window(sgd(model), lambda index: model(), STEPS)
 
 
 def stock_grad_dtype(model: nn.Module) -> Callable[[], None]:
     """bfloat16 parameters, float32 sums kept by autograd, cast at the update."""
-    parameters = list(model.parameters())
-    optimizer = torch.optim.SGD(parameters, lr=1e-6, foreach=True)
+    parameters, optimizer = list(model.parameters()), sgd(model)
+    optimizer.register_step_pre_hook(lambda *_: sum_in(parameters, BF16))
+    run = window(optimizer, lambda index: model(), STEPS)
 
-    def window() -> None:
+    def window_in_float32() -> None:
         sum_in(parameters, F32)
-        for _ in range(STEPS):
-            (model() / STEPS).backward()
-        sum_in(parameters, BF16)
-        optimizer.step()
-        optimizer.zero_grad()
+        run()
 
-    return window
+    return window_in_float32
 
 
 def stock_mixed_add(model: nn.Module) -> Callable[[], None]:
     """bfloat16 parameters, float32 sums in a buffer that a hook adds each gradient to, cast at the update."""
-    parameters = list(model.parameters())
-    optimizer = torch.optim.SGD(parameters, lr=1e-6, foreach=True)
-    sums = [torch.zeros_like(parameter, dtype=F32) for parameter in parameters]
-    for parameter, total in zip(parameters, sums, strict=True):
-        parameter.register_post_accumulate_grad_hook(adder(total))
+    parameters, optimizer = list(model.parameters()), sgd(model)
+    hook_sums = HookSums(parameters, [torch.zeros_like(parameter, dtype=F32) for parameter in parameters])
 
-    def window() -> None:
-        for _ in range(STEPS):
-            (model() / STEPS).backward()
-        for parameter, total in zip(parameters, sums, strict=True):
+    def cast(*_: object) -> None:
+        hook_sums.finish()
+        for parameter, total in zip(parameters, hook_sums.sums, strict=True):
             parameter.grad = total.to(BF16)
-        optimizer.step()
-        optimizer.zero_grad()
-        torch._foreach_zero_(sums)
 
-    return window
+    optimizer.register_step_pre_hook(cast)
+    return window(optimizer, lambda index: model(), STEPS)
 
 
 def wrapped(model: nn.Module, backend: str) -> Callable[[], None]:
-    optimizer = fusedacc.AccumulatingOptimizer(
-        torch.optim.SGD(model.parameters(), lr=1e-6, foreach=True),
-        gradient_accumulation_steps=STEPS,
-        backend=backend,
-    )
-
-    def window() -> None:
-        for _ in range(STEPS):
-            model().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return window
+    optimizer = fusedacc.AccumulatingOptimizer(sgd(model), STEPS, backend=backend)
+    return window(optimizer, lambda index: model(), STEPS)
 
 
 def figures(results: Results, effort: str, backend: str = "auto") -> None:
@@ -184,11 +159,11 @@ def to_the_end(window: Callable[[], object], calls: int) -> float:
 
 
 def main() -> None:
-    parser = command.arguments(__doc__)
+    parser = harness.arguments(__doc__)
     parser.add_argument("--backend", default="auto", help=f"auto or one of {', '.join(NAMES)} (%(default)s)")
     options = parser.parse_args()
     (backend,) = chosen(options.backend, ("auto", *NAMES), "backend")
-    command.run(figures, options, backend=backend)
+    harness.run(figures, options, backend=backend)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@
 #include <c10/core/UndefinedTensorImpl.h>
 
 #include <algorithm>
-#include <array>
 #include <utility>
 
 #include "../common/dtypes.h"
@@ -14,11 +13,15 @@
 namespace fusedacc::autograd {
 
 int32_t dtype_number(at::ScalarType dtype) {
-  // In the order of Dtype.
-  constexpr std::array known{at::kFloat, at::kBFloat16, at::kHalf, at::kDouble};
-  static_assert(known.size() == kDtypeCount, "each Dtype needs torch's");
-  const auto found = std::find(known.begin(), known.end(), dtype);
-  return found == known.end() ? -1 : static_cast<int32_t>(found - known.begin());
+#define FUSEDACC_CASE(name, enumerator, Element, Scalar) \
+  case at::ScalarType::Scalar:                           \
+    return static_cast<int32_t>(Dtype::enumerator);
+  switch (dtype) {
+    FUSEDACC_DTYPES(FUSEDACC_CASE)
+    default:
+      return -1;
+  }
+#undef FUSEDACC_CASE
 }
 
 // Whether it is an ordinary tensor: no subclass, no wrapper of a function transform, no lazy bits.

@@ -271,10 +271,12 @@ bool Reading::measure(const Items& tensors) {
     c10::TensorImpl& record = *found.record;
     if (!record.is_contiguous() && !record.is_non_overlapping_and_dense()) return false;
     const auto dtype = static_cast<Dtype>(found.dtype);
+    const int32_t pair = find_pair(dtype, dtype);
+    if (pair < 0) return false;
     wide = wide || dtype == Dtype::kFloat64;
     if (record.numel() == 0) return true;
     const void* data = static_cast<const c10::TensorImpl&>(record).data();
-    work.push({const_cast<void*>(data), data, record.numel(), 0, find_pair(dtype, dtype), -1, false});
+    work.push({const_cast<void*>(data), data, record.numel(), 0, pair, -1, false});
     return true;
   });
 }

@@ -8,7 +8,6 @@
 #include <memory>
 #include <vector>
 
-#include "../common/ranges.h"
 #include "../common/work.h"
 
 namespace fusedacc::autograd {

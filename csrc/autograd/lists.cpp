@@ -6,7 +6,6 @@
 
 #include <cmath>
 #include <cstdlib>
-#include <limits>
 
 #include "list_tasks.h"
 
@@ -65,11 +64,11 @@ class Unlocked {
   std::vector<PyObject*> held_;
 };
 
-bool norm_kind(PyObject* norm_type, int32_t& kind) {
-  if (!PyFloat_CheckExact(norm_type)) return false;
-  const double value = PyFloat_AS_DOUBLE(norm_type);
-  kind = static_cast<int32_t>(value == 2 ? NormKind::kTwo : NormKind::kInfinity);
-  return value == 2 || value == std::numeric_limits<double>::infinity();
+bool norm_kind(PyObject* norm_type, int32_t& number) {
+  NormKind kind{};
+  if (!PyFloat_CheckExact(norm_type) || !find_norm_kind(PyFloat_AS_DOUBLE(norm_type), kind)) return false;
+  number = static_cast<int32_t>(kind);
+  return true;
 }
 
 // `overwrite` as one bool, or one for each of `count` tensors.

@@ -49,16 +49,15 @@ struct ScaleArgument {
 template <typename Compute>
 FUSEDACC_INLINE Compute read_scale(const ScaleArgument& scale) {
   if (scale.tensor == nullptr) return static_cast<Compute>(scale.value);
+#define FUSEDACC_READ(name, enumerator, Element, ...) \
+  case Dtype::enumerator:                             \
+    return static_cast<Compute>(widen(*static_cast<const Element*>(scale.tensor)));
   switch (static_cast<Dtype>(scale.dtype)) {
-    case Dtype::kFloat64:
-      return static_cast<Compute>(*static_cast<const double*>(scale.tensor));
-    case Dtype::kBFloat16:
-      return widen(*static_cast<const BFloat16*>(scale.tensor));
-    case Dtype::kFloat16:
-      return widen(*static_cast<const Float16*>(scale.tensor));
+    FUSEDACC_DTYPES(FUSEDACC_READ)
     default:
-      return *static_cast<const float*>(scale.tensor);
+      __builtin_unreachable();  // operators refuse other dtypes
   }
+#undef FUSEDACC_READ
 }
 
 // What a pass multiplies by, as a kernel gets it.

@@ -1,52 +1,78 @@
-// The allowed (gradient, accumulator) dtypes, and the way from their run-time number to C++ types.
-// Torch-free.
+// The one description of the dtypes and of the allowed (gradient, accumulator) pairs, and the way from their
+// run-time number to C++ types. All other files take them from here; tests compare
+// fusedacc/kernels/dtypes.py with it. Torch-free.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
-#include <tuple>
+#include <type_traits>
 
 #include "functors.h"
 
 namespace fusedacc {
 
-enum class Dtype : int32_t { kFloat32, kBFloat16, kFloat16, kFloat64, kStochasticBFloat16, kOther };
+// A row for each dtype of tensors: ROW(name as in Python, enumerator, type of one element, at::ScalarType's
+// name). The order is part of prepared plans, and of what csrc/autograd/ passes to libfusedacc.so.
+#define FUSEDACC_DTYPES(ROW)                   \
+  ROW(float32, kFloat32, float, Float)         \
+  ROW(bfloat16, kBFloat16, BFloat16, BFloat16) \
+  ROW(float16, kFloat16, Float16, Half)        \
+  ROW(float64, kFloat64, double, Double)
+
+enum class Dtype : int32_t {
+#define FUSEDACC_ENUMERATOR(name, enumerator, ...) enumerator,
+  FUSEDACC_DTYPES(FUSEDACC_ENUMERATOR)
+#undef FUSEDACC_ENUMERATOR
+  // bfloat16 that is rounded stochastically: an accumulator's only. It has its own range of numbers, so that
+  // no new dtype can take its number.
+  kStochasticBFloat16 = 64,
+  kOther = 65,
+};
 
 // What it is called outside, where a dtype says nothing of how sums are rounded to it.
 constexpr Dtype stored_as(Dtype dtype) {
   return dtype == Dtype::kStochasticBFloat16 ? Dtype::kBFloat16 : dtype;
 }
 
-// The type of one element, in the order of Dtype. kOther has none.
-using Elements = std::tuple<float, BFloat16, Float16, double, StochasticBFloat16>;
-static_assert(std::tuple_size_v<Elements> == static_cast<size_t>(Dtype::kOther),
-              "Elements needs one type for each Dtype before kOther");
-
-// How many dtypes a tensor of ours can have: all before kStochasticBFloat16, which is stored as kBFloat16.
-constexpr int32_t kDtypeCount = static_cast<int32_t>(Dtype::kStochasticBFloat16);
-
-template <typename>
-struct SizesOf;
-template <typename... Element>
-struct SizesOf<std::tuple<Element...>> {
-  static constexpr int64_t values[] = {sizeof(Element)...};
+struct DtypeFacts {
+  const char* name;
+  int64_t size;  // of an element, in bytes
 };
+constexpr DtypeFacts kDtypes[] = {
+#define FUSEDACC_FACTS(name, enumerator, Element, ...) {#name, sizeof(Element)},
+    FUSEDACC_DTYPES(FUSEDACC_FACTS)
+#undef FUSEDACC_FACTS
+};
+constexpr int32_t kDtypeCount = sizeof(kDtypes) / sizeof(*kDtypes);
+static_assert(kDtypeCount < static_cast<int32_t>(Dtype::kStochasticBFloat16), "numbers must not meet");
 
 // In bytes. dtype: any but kOther.
-constexpr int64_t element_size(Dtype dtype) { return SizesOf<Elements>::values[static_cast<int32_t>(dtype)]; }
+constexpr int64_t element_size(Dtype dtype) { return kDtypes[static_cast<int32_t>(stored_as(dtype))].size; }
 
 constexpr const char* dtype_name(Dtype dtype) {
-  constexpr const char* names[] = {
-      "float32", "bfloat16", "float16", "float64", "bfloat16, rounded stochastically", "another dtype"};
-  static_assert(sizeof(names) / sizeof(*names) == static_cast<size_t>(Dtype::kOther) + 1,
-                "each Dtype needs a name");
-  return names[static_cast<int32_t>(dtype)];
+  if (dtype == Dtype::kStochasticBFloat16) return "bfloat16, rounded stochastically";
+  return dtype == Dtype::kOther ? "another dtype" : kDtypes[static_cast<int32_t>(dtype)].name;
 }
+
+// The type of one element. kOther has none.
+template <Dtype dtype>
+struct ElementFor;
+#define FUSEDACC_ELEMENT(name, enumerator, Element, ...) \
+  template <>                                            \
+  struct ElementFor<Dtype::enumerator> {                 \
+    using Type = Element;                                \
+  };
+FUSEDACC_DTYPES(FUSEDACC_ELEMENT)
+FUSEDACC_ELEMENT(, kStochasticBFloat16, StochasticBFloat16)
+#undef FUSEDACC_ELEMENT
+template <Dtype dtype>
+using ElementOf = typename ElementFor<dtype>::Type;
 
 struct DtypePair {
   Dtype gradient, accumulator;
 };
 
+// The pairs whose sums are rounded to nearest come first.
 constexpr DtypePair kPairs[] = {
     {Dtype::kFloat32, Dtype::kFloat32},
     {Dtype::kBFloat16, Dtype::kFloat32},
@@ -60,9 +86,6 @@ constexpr DtypePair kPairs[] = {
     {Dtype::kFloat32, Dtype::kStochasticBFloat16},
 };
 constexpr int32_t kPairCount = sizeof(kPairs) / sizeof(kPairs[0]);
-constexpr const char* kAllowedPairs =
-    "float32, bfloat16 or float16 into float32; float64, bfloat16 and float16 into their own; "
-    "float32 into bfloat16 and float16";
 
 // The index in kPairs, or -1.
 constexpr int32_t find_pair(Dtype gradient, Dtype accumulator) {
@@ -78,8 +101,6 @@ constexpr int32_t stochastic(int32_t pair) {
   return find_pair(kPairs[pair].gradient, Dtype::kStochasticBFloat16);
 }
 
-template <Dtype dtype>
-using ElementOf = std::tuple_element_t<static_cast<size_t>(dtype), Elements>;
 template <int32_t pair>
 using GradientOf = ElementOf<kPairs[pair].gradient>;
 template <int32_t pair>

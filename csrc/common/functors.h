@@ -18,7 +18,10 @@
 #include "random.h"
 
 #if defined(__CUDACC__)
+#include <cuda_bf16.h>
 #include <cuda_fp16.h>
+
+#include <cmath>
 #endif
 
 namespace fusedacc {
@@ -89,19 +92,30 @@ FUSEDACC_INLINE float narrow<float, float>(float value, uint32_t) {
 // what bfloat16 can hold stays as it is. Finite values stay finite.
 template <>
 FUSEDACC_INLINE StochasticBFloat16 narrow<StochasticBFloat16, float>(float value, uint32_t noise) {
-  const uint32_t bits = bits_as<uint32_t>(value), magnitude = bits & 0x7fffffffu;
+  const uint32_t bits = bits_as<uint32_t>(value);
+#if defined(__CUDA_ARCH__)
+  // One comparison, which holds for no nan. A GPU's arithmetic makes one nan of all, whose upper half is one.
+  const uint32_t added = fabsf(value) < bits_as<float>(0x7f7f0000u) ? noise : 0;
+  return {static_cast<uint16_t>((bits + added) >> 16)};
+#else
+  const uint32_t magnitude = bits & 0x7fffffffu;
   const uint32_t rounded = bits + (magnitude >= 0x7f7f0000u ? 0 : noise);
   const uint32_t quiet = bits | 0x400000u;
   return {static_cast<uint16_t>((magnitude > 0x7f800000u ? quiet : rounded) >> 16)};
+#endif
 }
 
 template <>
 FUSEDACC_INLINE BFloat16 narrow<BFloat16, float>(float value, uint32_t) {
+#if defined(__CUDA_ARCH__)
+  return {__bfloat16_as_ushort(__float2bfloat16_rn(value))};
+#else
   const uint32_t bits = bits_as<uint32_t>(value);
   const uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
   const uint32_t quiet = bits | 0x400000u;
   const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
   return {static_cast<uint16_t>((is_nan ? quiet : rounded) >> 16)};
+#endif
 }
 
 template <>

@@ -16,8 +16,29 @@
 
 namespace fusedacc {
 
+// The norms that there are, and the numbers that name them.
 enum class NormKind : int32_t { kTwo, kInfinity };
-constexpr int32_t kNormKinds = 2;
+constexpr double kNormTypes[] = {2, std::numeric_limits<double>::infinity()};
+constexpr int32_t kNormKinds = sizeof(kNormTypes) / sizeof(*kNormTypes);
+
+// The kind of the norm that a number names. False: there is no such norm.
+inline bool find_norm_kind(double norm_type, NormKind& kind) {
+  for (int32_t i = 0; i < kNormKinds; ++i) {
+    if (kNormTypes[i] == norm_type) return kind = static_cast<NormKind>(i), true;
+  }
+  return false;
+}
+
+// Calls visit(kind) with the kind as a constant.
+template <typename Visit>
+inline void with_norm_kind(NormKind kind, Visit&& visit) {
+  switch (kind) {
+    case NormKind::kTwo:
+      return visit(std::integral_constant<NormKind, NormKind::kTwo>());
+    case NormKind::kInfinity:
+      return visit(std::integral_constant<NormKind, NormKind::kInfinity>());
+  }
+}
 
 template <typename Compute>
 struct Magnitude {
@@ -84,6 +105,7 @@ FUSEDACC_INLINE double norm_of(First&& first, Again&& again) {
   if constexpr (kind == NormKind::kInfinity) {
     return static_cast<double>(Bits::value(first(Largest<Compute>{})));
   } else {
+    static_assert(kind == NormKind::kTwo);
     const Compute plain = first(SumOfSquares<Compute>{});
     if (SumOfSquares<Compute>::in_range(plain)) return std::sqrt(static_cast<double>(plain));
     const auto largest = again(Largest<Compute>{});

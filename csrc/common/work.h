@@ -1,10 +1,12 @@
-// What one call has to do, after all checks: a list of tasks, one per pair of tensors. Torch-free.
+// What one call has to do, after all checks: a list of tasks, one per pair of tensors, or the rows of a
+// table. Torch-free.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <vector>
 
+#include "dtypes.h"
 #include "norm_functors.h"
 
 namespace fusedacc {
@@ -168,5 +170,103 @@ inline bool strides_nest(int64_t dims, const int64_t* sizes, const int64_t* stri
   dense = span == numel;
   return true;
 }
+
+// The memory of tensors, and who overlaps whom.
+
+// [begin, end), of the tensor at this index.
+struct Range {
+  int64_t begin, end, index;
+};
+
+// Sorts ranges. Returns the place of the first that overlaps the one before it; their number if none does.
+inline size_t sort_ranges(std::vector<Range>& ranges) {
+  const auto ascending = [](const Range& a, const Range& b) { return a.begin < b.begin; };
+  if (!std::is_sorted(ranges.begin(), ranges.end(), ascending)) {
+    std::sort(ranges.begin(), ranges.end(), ascending);
+  }
+  for (size_t i = 1; i < ranges.size(); ++i) {
+    if (ranges[i].begin < ranges[i - 1].end) return i;
+  }
+  return ranges.size();
+}
+
+// The range that [begin, end) overlaps first, or null, of ranges that are sorted and apart. Most gradients
+// lie between two accumulators in the order of the list, so `hint`, the last place found, is tried first.
+inline const Range* find_overlap(const Range* ranges, int64_t count, int64_t begin, int64_t end,
+                                 int64_t& hint) {
+  const auto is_first = [&](int64_t i) {
+    return (i == count || ranges[i].end > begin) && (i == 0 || ranges[i - 1].end <= begin);
+  };
+  if (!is_first(hint)) {
+    if (hint < count && is_first(hint + 1)) {
+      ++hint;
+    } else {
+      hint = std::partition_point(ranges, ranges + count, [&](const Range& r) { return r.end <= begin; }) -
+             ranges;
+    }
+  }
+  return hint == count || ranges[hint].begin >= end ? nullptr : &ranges[hint];
+}
+
+// What one call on the rows of a table has to do, after all checks, and the arithmetic of one row:
+// acc <- acc + s * (g1 + g2 + ...), the sum in the order of the gradients, and where it is asked for a mean
+// instead.
+//
+// Gradients are summed in runs of kRowRun, and then the runs' sums, both from the first on: long sums lose
+// less, and a GPU can work on a row's runs at once.
+
+constexpr int64_t kRowRun = 64;
+
+// Strides in elements; the elements of a row lie side by side.
+struct Table {
+  void* data;
+  int64_t stride;
+  int64_t rows;
+  int64_t columns;
+  int32_t pair;  // an index into kPairs
+};
+
+// Row numbers, int64 or int32. On a GPU they are sorted, and `order` says where each stood.
+struct RowNumbers {
+  const void* data;
+  int64_t stride;
+  int64_t count;
+  bool wide;
+  const int64_t* order;
+
+  FUSEDACC_INLINE int64_t operator[](int64_t i) const {
+    return wide ? static_cast<const int64_t*>(data)[i * stride]
+                : static_cast<const int32_t*>(data)[i * stride];
+  }
+};
+
+// Gradient i belongs to row numbers[i], unless that is `padding`, which is -1 for none.
+struct RowWork {
+  Table table;
+  RowNumbers numbers;
+  const void* gradients;
+  int64_t gradient_stride;
+  int64_t padding;
+  bool by_frequency;  // a row takes the mean of its gradients
+  Noise noise{};      // where the table's pair is stochastic
+};
+
+template <typename Gradient, typename Accumulator>
+struct RowAccumulate {
+  using Compute = ComputeOf<Accumulator>;
+
+  ScaleAccumulate<Compute, Accumulator> into;
+
+  FUSEDACC_INLINE explicit RowAccumulate(const Multipliers& by) : into(by) {}
+
+  static FUSEDACC_INLINE Compute first(Gradient gradient) { return widen(gradient); }
+  static FUSEDACC_INLINE Compute join(Compute sum, Gradient gradient) { return sum + widen(gradient); }
+  static FUSEDACC_INLINE Compute mean(Compute sum, int64_t count) {
+    return sum / static_cast<Compute>(count);
+  }
+  FUSEDACC_INLINE Accumulator add(Compute sum, Accumulator accumulator, uint32_t bits = 0) const {
+    return into.template add<false>(sum, accumulator, bits);
+  }
+};
 
 }  // namespace fusedacc

@@ -5,9 +5,8 @@
 
 #include <stdexcept>
 
-#include "../common/row_work.h"
+#include "../common/work.h"
 #include "gemm.h"
-#include "grouped.h"
 #include "loops.h"
 
 namespace fusedacc::cpu {
@@ -24,7 +23,7 @@ void add_rows(const RowWork& work, double scale);
 // A product into an accumulator, by torch's own BLAS and oneDNN or by loops of our own. A way that does not
 // fit the dtypes or the number of tokens is taken as kWhole; so is kRounded where the sum is rounded
 // stochastically.
-void run_gemm(const GemmRequest& request, Way way);
+void run_gemm(const GemmRequest& request, GemmMethod way);
 
 // Many of them, experts shared out among the threads, and those with few tokens by loops of our own.
 void run_grouped(const GroupedRequest& request);
@@ -34,7 +33,7 @@ void run_grouped(const GroupedRequest& request);
 const Loops& loops();
 
 // A thread's least share, in elements, a multiple of a chunk's: some times what waking a thread costs, which
-// differs from machine to machine (see fusedacc/kernels/grain_size.py).
+// differs from machine to machine (see fusedacc/kernels/loop_settings.py).
 int64_t grain();
 
 template <typename Context>

@@ -9,7 +9,7 @@
 
 #include "../common/chunk_plan.h"
 
-// 1 after the norm of a large float32 list: fusedacc/kernels/norm_prefetch.py then times how to read one.
+// 1 after the norm of a large float32 list: fusedacc/kernels/loop_settings.py then times how to read one.
 extern "C" {
 __attribute__((visibility("default"))) int32_t fusedacc_large_norm_ran = 0;
 }
@@ -192,12 +192,12 @@ __attribute__((visibility("default"))) void fusedacc_add_flat(void* accumulator,
   cpu::parallel_for(numel, cpu::grain(), cpu::add_part, context);
 }
 
-// For fusedacc/kernels/grain_size.py: from now on this is a thread's least share.
+// For fusedacc/kernels/loop_settings.py: from now on this is a thread's least share.
 __attribute__((visibility("default"))) void fusedacc_set_grain(int64_t elements) {
   fusedacc::cpu::least_share = std::max<int64_t>(elements, fusedacc::kChunkElements);
 }
 
-// For fusedacc/kernels/norm_prefetch.py: from now on norms prefetch so far ahead; 0: not at all.
+// For fusedacc/kernels/loop_settings.py: from now on norms prefetch so far ahead; 0: not at all.
 __attribute__((visibility("default"))) void fusedacc_set_norm_ahead(int64_t bytes) {
   __atomic_store_n(&fusedacc::cpu::norm_ahead_bytes, bytes, __ATOMIC_RELAXED);
 }

@@ -10,7 +10,6 @@
 #endif
 
 #include "../common/functors.h"
-#include "bits_impl.h"
 #include "loops.h"
 
 // A gradient may be its own accumulator: equal addresses, which carry nothing from one iteration to another.
@@ -22,6 +21,159 @@
 
 namespace fusedacc::cpu {
 namespace {
+
+// Random bits by vectors, and the sums that are rounded by them.
+
+#if defined(__AVX512F__)
+constexpr int64_t kCounterBytes = 64;
+#elif defined(__AVX2__)
+constexpr int64_t kCounterBytes = 32;
+#else
+constexpr int64_t kCounterBytes = 16;
+#endif
+// One word of several counters, each in the lower half of 64 bits; what stands in the upper half is no
+// matter.
+using CounterWords = uint64_t __attribute__((vector_size(kCounterBytes)));
+constexpr int64_t kCounters = kCounterBytes / 8;
+// What a call of make_bits() makes is a multiple of this.
+constexpr int64_t kBitsStep = kCounters * random::kElements;
+
+inline CounterWords times(CounterWords words, uint32_t by) {
+  [[maybe_unused]] const CounterWords all = CounterWords{} + by;
+#if defined(__AVX512F__)
+  return reinterpret_cast<CounterWords>(
+      _mm512_maskz_mul_epu32(0xff, reinterpret_cast<__m512i>(words), reinterpret_cast<__m512i>(all)));
+#elif defined(__AVX2__)
+  return reinterpret_cast<CounterWords>(
+      _mm256_mul_epu32(reinterpret_cast<__m256i>(words), reinterpret_cast<__m256i>(all)));
+#elif defined(__SSE2__)
+  return reinterpret_cast<CounterWords>(
+      _mm_mul_epu32(reinterpret_cast<__m128i>(words), reinterpret_cast<__m128i>(all)));
+#else
+  return (words & 0xffffffffu) * by;
+#endif
+}
+
+// Upper halves in the place of lower ones, by a shuffle: other units do it than those that multiply and
+// shift.
+inline CounterWords upper(CounterWords words) {
+#if defined(__clang__)
+  return words >> 32;  // of which it makes what it likes
+#else
+  using Halves = uint32_t __attribute__((vector_size(kCounterBytes)));
+  Halves order;
+  for (int64_t i = 0; i < 2 * kCounters; ++i) order[i] = static_cast<uint32_t>(i | 1);
+  return reinterpret_cast<CounterWords>(__builtin_shuffle(reinterpret_cast<Halves>(words), order));
+#endif
+}
+
+// Elements of both in turns: 0 of the first, 0 of the second, 1 of the first ...
+inline void store_in_turns(uint16_t* to, CounterWords first, CounterWords second) {
+#if defined(__clang__)
+  uint64_t turns[2 * kCounters];
+  for (int64_t i = 0; i < 2 * kCounters; ++i) turns[i] = i % 2 ? second[i / 2] : first[i / 2];
+  std::memcpy(to, turns, sizeof(turns));
+#else
+  CounterWords order;
+  for (int64_t i = 0; i < kCounters; ++i) order[i] = static_cast<uint64_t>(i / 2 + i % 2 * kCounters);
+  const CounterWords lower = __builtin_shuffle(first, second, order);
+  const CounterWords higher = __builtin_shuffle(first, second, order + kCounters / 2);
+  std::memcpy(to, &lower, sizeof(lower));
+  std::memcpy(to + kBitsStep / 2, &higher, sizeof(higher));
+#endif
+}
+
+// random::philox() for elements [begin, begin + count) of a stream, which begin with a counter: 16 bits each.
+// There is room for a multiple of kBitsStep.
+inline void make_bits(const Noise& noise, int64_t begin, int64_t count, uint16_t* bits) {
+  constexpr uint64_t kLower = 0xffffffffu;
+  CounterWords block;
+  for (int64_t i = 0; i < kCounters; ++i) block[i] = static_cast<uint64_t>(begin / random::kElements + i);
+  for (int64_t at = 0; at < count; at += kBitsStep, block += kCounters) {
+    CounterWords a = block, b = block >> 32;
+    CounterWords c = CounterWords{} + (noise.stream & kLower), d = CounterWords{} + (noise.stream >> 32);
+    uint64_t x = noise.seed & kLower, y = noise.seed >> 32;
+#pragma GCC unroll 7
+    for (int32_t round = 0; round < random::kRounds; ++round) {
+      const CounterWords p = times(a, random::kMultipliers[0]), q = times(c, random::kMultipliers[1]);
+      a = upper(q) ^ b ^ x;
+      b = q;
+      c = upper(p) ^ d ^ y;
+      d = p;
+      x = (x + random::kWeyl[0]) & kLower;
+      y = (y + random::kWeyl[1]) & kLower;
+    }
+    const CounterWords first = (a & kLower) | (b << 32), second = (c & kLower) | (d << 32);
+    store_in_turns(bits + at, first, second);
+  }
+}
+
+#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
+#define FUSEDACC_PAIRS_BY_VECTOR
+
+// Two bfloat16 in each word, or one in its upper half, which is a float then.
+using PairWords = uint32_t __attribute__((vector_size(kCounterBytes)));
+using PairFloats = float __attribute__((vector_size(kCounterBytes)));
+constexpr int64_t kPairElements = kCounterBytes / 2;
+
+inline PairFloats multiply_add(PairFloats a, PairFloats b, PairFloats c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#else
+  return _mm256_fmadd_ps(a, b, c);
+#endif
+}
+
+// Whether one of the words is `limit` at least; none has its highest bit.
+inline bool reaches(PairWords words, uint32_t limit) {
+#if defined(__AVX512F__)
+  return _mm512_cmpge_epu32_mask(reinterpret_cast<__m512i>(words), _mm512_set1_epi32(limit)) != 0;
+#else
+  const __m256i above = _mm256_cmpgt_epi32(reinterpret_cast<__m256i>(words), _mm256_set1_epi32(limit - 1));
+  return !_mm256_testz_si256(above, above);
+#endif
+}
+
+// beta * old + scale * fresh by ScaleAccumulate, for kPairElements of bfloat16: rounded stochastically, or
+// false with nothing done where one comes near infinity or is none.
+template <bool has_beta>
+inline bool add_pairs_by_vector(void* accumulator, const void* gradient, const void* noise, float scale,
+                                float beta) {
+  constexpr uint32_t kUpper = 0xffff0000u, kMagnitude = 0x7fffffffu;
+  PairWords old, fresh, bits;
+  std::memcpy(&old, accumulator, sizeof(old));
+  std::memcpy(&fresh, gradient, sizeof(fresh));
+  std::memcpy(&bits, noise, sizeof(bits));
+  const PairFloats by = PairFloats{} + scale;
+  const auto sum = [&](PairWords from, PairWords into) {
+    PairFloats kept = reinterpret_cast<PairFloats>(into);
+    if (has_beta) kept = kept * beta;
+    return reinterpret_cast<PairWords>(multiply_add(by, reinterpret_cast<PairFloats>(from), kept));
+  };
+  const PairWords lower = sum(fresh << 16, old << 16), higher = sum(fresh & kUpper, old & kUpper);
+  const PairWords one = lower & kMagnitude, other = higher & kMagnitude;
+  if (reaches(one > other ? one : other, 0x7f7f0000u)) return false;
+  const PairWords both = ((lower + (bits & 0xffffu)) >> 16) | ((higher + (bits >> 16)) & kUpper);
+  std::memcpy(accumulator, &both, sizeof(both));
+  return true;
+}
+#endif
+
+// The bits of elements, of one or of two neighbours; and of what needs none.
+struct Bits {
+  const uint16_t* values;
+
+  FUSEDACC_INLINE uint32_t operator[](int64_t i) const { return values[i]; }
+  FUSEDACC_INLINE uint32_t pair(int64_t i) const {
+    uint32_t both;
+    std::memcpy(&both, values + i, sizeof(both));
+    return both;
+  }
+};
+struct NoBits {
+  FUSEDACC_INLINE uint32_t operator[](int64_t) const { return 0; }
+  FUSEDACC_INLINE uint32_t pair(int64_t) const { return 0; }
+};
 
 constexpr int64_t kLineBytes = 64;
 
@@ -300,6 +452,229 @@ struct PairLoops {
         strided_row(target + to, source + from, target_step, source_step, count, functor.from(to), overwrite);
       }
     });
+  }
+};
+
+// The loop that adds to one row of a table.
+
+// Columns whose sums stay in the first-level cache while the row's gradients pass.
+constexpr int64_t kRowBlock = 2048;
+
+template <int32_t pair>
+struct RowLoops {
+  using Gradient = GradientOf<pair>;
+  using Accumulator = AccumulatorOf<pair>;
+  using Functor = RowAccumulate<Gradient, Accumulator>;
+  using Compute = typename Functor::Compute;
+  static constexpr Dtype kCompute = std::is_same_v<Compute, double> ? Dtype::kFloat64 : Dtype::kFloat32;
+  using Into = PairLoops<find_pair(kCompute, kPairs[pair].accumulator)>;
+
+  static void add(void* row, const RowGradients& gradients, int64_t begin, int64_t end, const Multipliers& by,
+                  bool by_frequency) {
+    auto* target = static_cast<Accumulator*>(row);
+    if (gradients.count == 1) {
+      const ScaleAccumulate<Gradient, Accumulator> functor(by);
+      PairLoops<pair>::row(target + begin, at(gradients, 0) + begin, end - begin, functor.from(begin), false);
+      return;
+    }
+    const Functor functor(by);
+    for (int64_t column = begin; column < end; column += kRowBlock) {
+      const int64_t length = end - column < kRowBlock ? end - column : kRowBlock;
+      alignas(kLineBytes) Compute sums[kRowBlock];
+      sum(sums, gradients, column, length);
+      if (by_frequency) {
+        for (int64_t i = 0; i < length; ++i) sums[i] = Functor::mean(sums[i], gradients.count);
+      }
+      Into::with_bits(target + column, sums, length, functor.into.from(column),
+                      [&](int64_t first, int64_t count, auto bits) {
+                        Accumulator* into = target + column + first;
+                        FUSEDACC_INDEPENDENT
+                        for (int64_t i = 0; i < count; ++i)
+                          into[i] = functor.add(sums[first + i], into[i], bits[i]);
+                      });
+    }
+  }
+
+ private:
+  static const Gradient* at(const RowGradients& gradients, int64_t i) {
+    return static_cast<const Gradient*>(gradients.data) + gradients.places[i].position * gradients.stride;
+  }
+
+  static void sum(Compute* sums, const RowGradients& gradients, int64_t column, int64_t length) {
+    sum_run(sums, gradients, 0, column, length);
+    for (int64_t first = kRowRun; first < gradients.count; first += kRowRun) {
+      alignas(kLineBytes) Compute run[kRowBlock];
+      sum_run(run, gradients, first, column, length);
+      for (int64_t i = 0; i < length; ++i) sums[i] += run[i];
+    }
+  }
+
+  static void sum_run(Compute* sums, const RowGradients& gradients, int64_t first, int64_t column,
+                      int64_t length) {
+    const int64_t left = gradients.count - first;
+    const Gradient* gradient = at(gradients, first) + column;
+    FUSEDACC_INDEPENDENT
+    for (int64_t i = 0; i < length; ++i) sums[i] = Functor::first(gradient[i]);
+    for (int64_t k = 1; k < (left < kRowRun ? left : kRowRun); ++k) {
+      join(sums, at(gradients, first + k) + column, length);
+    }
+  }
+
+  // On its own: where compilers see the loop around it they join its rounds by twos, and then vectorise none.
+  static __attribute__((noinline)) void join(Compute* sums, const Gradient* gradient, int64_t length) {
+    FUSEDACC_INDEPENDENT
+    for (int64_t i = 0; i < length; ++i) sums[i] = Functor::join(sums[i], gradient[i]);
+  }
+};
+
+// The loops that add a product of few tokens to a matrix, at the cost of one pass over it.
+
+// Products of rows of the accumulator, summed for a block of its columns: a long one, since
+// memory is fetched ahead where it is walked through.
+template <typename Compute>
+struct RankSums {
+  static constexpr int64_t kColumns = 1024, kRows = 4, kGroup = 4;
+  // Rows that are no power of two apart, which would have them all in the same few places of the cache.
+  static constexpr int64_t kStride = kColumns + 32;
+  alignas(kLineBytes) Compute sums[kRows][kStride];
+
+  // The sum over all tokens of factors[token * rows + row] * right[token * stride + column].
+  template <int rows>
+  void make(const Compute* factors, const Compute* right, int64_t stride, int64_t tokens, int64_t columns) {
+    group<rows, true>(factors, right, stride, tokens, columns);
+    for (int64_t token = kGroup; token < tokens; token += kGroup) {
+      group<rows, false>(factors + token * rows, right + token * stride, stride, tokens - token, columns);
+    }
+  }
+
+ private:
+  // Of the first tokens, a group's at most.
+  template <int rows, bool first>
+  void group(const Compute* factors, const Compute* right, int64_t stride, int64_t tokens, int64_t columns) {
+    if (tokens >= kGroup) return join<rows, kGroup, first>(sums[0], factors, right, stride, columns);
+    if (tokens == 3) return join<rows, 3, first>(sums[0], factors, right, stride, columns);
+    if (tokens == 2) return join<rows, 2, first>(sums[0], factors, right, stride, columns);
+    join<rows, 1, first>(sums[0], factors, right, stride, columns);
+  }
+
+  // Apart, so that the sums are seen to be no one else's.
+  template <int rows, int tokens, bool first>
+  static __attribute__((noinline)) void join(Compute* sums, const Compute* factors, const Compute* right,
+                                             int64_t stride, int64_t columns) {
+    Compute by[tokens * rows];
+    for (int i = 0; i < tokens * rows; ++i) by[i] = factors[i];
+    FUSEDACC_INDEPENDENT
+    for (int64_t column = 0; column < columns; ++column) {
+      // Read before any sum is written, which for all that the compiler knows might change them.
+      Compute values[tokens];
+#pragma GCC unroll 4
+      for (int token = 0; token < tokens; ++token) values[token] = right[token * stride + column];
+#pragma GCC unroll 4
+      for (int row = 0; row < rows; ++row) {
+        Compute& sum = sums[row * kStride + column];
+        Compute added = first ? by[row] * values[0] : multiply_add(by[row], values[0], sum);
+#pragma GCC unroll 4
+        for (int token = 1; token < tokens; ++token) {
+          added = multiply_add(by[token * rows + row], values[token], added);
+        }
+        sum = added;
+      }
+    }
+  }
+
+  static FUSEDACC_INLINE Compute multiply_add(Compute a, Compute b, Compute c) {
+#if defined(FUSEDACC_SLOW_FMA)
+    return a * b + c;
+#else
+    return fused_multiply_add(a, b, c);
+#endif
+  }
+};
+
+template <int32_t pair>
+struct RankLoops {
+  using Operand = GradientOf<pair>;
+  using Accumulator = AccumulatorOf<pair>;
+  using Compute = ComputeOf<Accumulator>;
+  using Sums = RankSums<Compute>;
+  static constexpr Dtype kCompute = std::is_same_v<Compute, double> ? Dtype::kFloat64 : Dtype::kFloat32;
+  using Into = PairLoops<find_pair(kCompute, kPairs[pair].accumulator)>;
+  // Elements of right that are kept converted, in the second-level cache.
+  static constexpr int64_t kConverted = 16384;
+
+  // Of no more than kRankTokens tokens.
+  static void add(const GemmRequest& all) {
+    if (std::is_same_v<Operand, Compute> && all.right.col_stride == 1) {
+      add_all_rows(all, static_cast<const Compute*>(all.right.data), all.right.row_stride);
+      return;
+    }
+    const int64_t tokens = all.left.rows, cols = all.accumulator.cols;
+    alignas(kLineBytes) Compute converted[kConverted];
+    const int64_t width = kConverted / tokens / kLineBytes * kLineBytes - kLineBytes;
+    for (int64_t first = 0; first < cols; first += width) {
+      const int64_t count = cols - first < width ? cols - first : width;
+      // As RankSums::kStride: no power of two.
+      const int64_t stride = (count + kLineBytes - 1) / kLineBytes * kLineBytes + kLineBytes / 4;
+      const GemmRequest part = all.cols_part(first, count);
+      for (int64_t token = 0; token < tokens; ++token) convert(converted + token * stride, part.right, token);
+      add_all_rows(part, converted, stride);
+    }
+  }
+
+ private:
+  static void convert(Compute* to, const Matrix& right, int64_t token) {
+    const auto* from = static_cast<const Operand*>(right.data) + token * right.row_stride;
+    if (right.col_stride == 1) {
+      for (int64_t i = 0; i < right.cols; ++i) to[i] = widen(from[i]);
+    } else {
+      for (int64_t i = 0; i < right.cols; ++i) to[i] = widen(from[i * right.col_stride]);
+    }
+  }
+
+  static Accumulator* row_of(const Matrix& accumulator, int64_t row) {
+    return static_cast<Accumulator*>(accumulator.data) + row * accumulator.row_stride;
+  }
+
+  static void fetch(const Accumulator* from, int64_t count) {
+    for (int64_t i = 0; i < count; i += kLineBytes / static_cast<int64_t>(sizeof(Accumulator))) {
+      __builtin_prefetch(from + i, 1);
+    }
+  }
+
+  static void add_all_rows(const GemmRequest& part, const Compute* right, int64_t stride) {
+    int64_t row = 0;
+    for (; row + Sums::kRows <= part.accumulator.rows; row += Sums::kRows) {
+      add_rows<Sums::kRows>(part, row, right, stride);
+    }
+    for (; row < part.accumulator.rows; ++row) add_rows<1>(part, row, right, stride);
+  }
+
+  template <int rows>
+  static void add_rows(const GemmRequest& part, int64_t first, const Compute* right, int64_t stride) {
+    const Matrix &left = part.left, &accumulator = part.accumulator;
+    const ScaleAccumulate<Compute, Accumulator> functor(Multipliers{part.scale, part.beta, part.noise});
+    Compute factors[kRankTokens * rows];
+    for (int64_t token = 0; token < left.rows; ++token) {
+      const auto* own = static_cast<const Operand*>(left.data) + token * left.row_stride;
+      for (int row = 0; row < rows; ++row) {
+        factors[token * rows + row] = widen(own[(first + row) * left.col_stride]);
+      }
+    }
+    Sums sums;
+    for (int64_t column = 0; column < accumulator.cols; column += Sums::kColumns) {
+      const int64_t left_over = accumulator.cols - column;
+      const int64_t count = left_over < Sums::kColumns ? left_over : Sums::kColumns;
+      // Sums that take longer would leave the memory idle.
+      for (int row = 0; left.rows > Sums::kGroup && row < rows; ++row) {
+        fetch(row_of(accumulator, first + row) + column, count);
+      }
+      sums.template make<rows>(factors, right + column, stride, left.rows, count);
+      for (int row = 0; row < rows; ++row) {
+        const int64_t offset = (first + row) * accumulator.row_stride + column;
+        Into::row(row_of(accumulator, first + row) + column, sums.sums[row], count, functor.from(offset),
+                  part.beta == 0);
+      }
+    }
   }
 };
 

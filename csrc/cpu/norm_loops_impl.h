@@ -7,8 +7,6 @@
 #include <cstring>
 
 #include "loops_impl.h"
-#include "rank_loops_impl.h"
-#include "row_loops_impl.h"
 
 namespace fusedacc::cpu {
 namespace {

@@ -4,10 +4,10 @@
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
+#include <stdexcept>
 #include <string>
 
 #include "../common/chunk_plan.h"
-#include "../common/row_work.h"
 
 namespace fusedacc::cuda {
 
@@ -31,5 +31,18 @@ std::string build_info();
 
 // Torch's current stream of that device.
 void* current_stream(int32_t device_index);
+
+#ifndef FUSEDACC_CUDA
+// A build without CUDA.
+[[noreturn]] inline void refuse() {
+  throw std::runtime_error("fusedacc: this build has no CUDA kernels; build it again where nvcc is found");
+}
+
+inline void run(const Work&, const Factors&, uint64_t, int32_t) { refuse(); }
+inline void run_norm(const Work&, const Factors&, uint64_t, const NormRequest&, int32_t) { refuse(); }
+inline void finish_norm(const FinishRequest&, int32_t) { refuse(); }
+inline void add_rows(RowWork, AtenTensorHandle, const ScaleArgument&, int32_t) { refuse(); }
+inline std::string build_info() { return R"("cuda": null, "cuda_architectures": "")"; }
+#endif
 
 }  // namespace fusedacc::cuda

@@ -6,7 +6,6 @@
 #include <string>
 
 #include "../common/chunk_plan.h"
-#include "../common/row_work.h"
 
 namespace fusedacc::cuda {
 

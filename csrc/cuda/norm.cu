@@ -1,12 +1,37 @@
 // The kernels that leave norms, and their launchers.
 #include <type_traits>
 
-#include "device/block_reduce.h"
 #include "device/norm_block.h"
 #include "launch.h"
 
 namespace fusedacc::cuda {
 namespace {
+
+// What the values of a block's threads join to, for every thread alike. Each warp by exchanges, then all
+// warps' values by every warp; `join` commutes, so that all get the same bits.
+template <int32_t threads>
+struct JoinBlock {
+  template <typename Functor, typename Value>
+  __device__ __forceinline__ typename Functor::State operator()(Functor, Value&& value) const {
+    using State = typename Functor::State;
+    constexpr int32_t warps = threads / 32;
+    __shared__ State of_warp[warps];
+    State state = value(static_cast<int32_t>(threadIdx.x));
+#pragma unroll
+    for (int32_t other = 16; other > 0; other /= 2) {
+      state = Functor::join(state, __shfl_xor_sync(0xffffffffu, state, other));
+    }
+    __syncthreads();  // a join before may still be read
+    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = state;
+    __syncthreads();
+    state = of_warp[threadIdx.x % warps];
+#pragma unroll
+    for (int32_t other = warps / 2; other > 0; other /= 2) {
+      state = Functor::join(state, __shfl_xor_sync(0xffffffffu, state, other));
+    }
+    return state;
+  }
+};
 
 using Lists = PartialLists<kArgumentBytes>;
 static_assert(sizeof(Lists) <= kArgumentBytes);
@@ -60,15 +85,13 @@ void launch_pair(const Work& work, const Factors& factors, uint64_t seed, double
 template <int32_t pair>
 void launch_kind(const Work& work, const Factors& factors, uint64_t seed, const NormRequest& norm,
                  const Need& need, bool strided, cudaStream_t stream) {
-  constexpr NormKind two = NormKind::kTwo, infinity = NormKind::kInfinity;
-  const bool is_two = norm.kind == two;
-  if (!norm.reads) {
-    (is_two ? launch_pair<pair, two, false>
-            : launch_pair<pair, infinity, false>)(work, factors, seed, norm.partials, need, strided, stream);
-  } else if constexpr (kPairs[pair].gradient == kPairs[pair].accumulator) {
-    (is_two ? launch_pair<pair, two, true>
-            : launch_pair<pair, infinity, true>)(work, factors, seed, norm.partials, need, strided, stream);
-  }
+  with_norm_kind(norm.kind, [&](auto kind) {
+    if (!norm.reads) {
+      launch_pair<pair, kind, false>(work, factors, seed, norm.partials, need, strided, stream);
+    } else if constexpr (kPairs[pair].gradient == kPairs[pair].accumulator) {
+      launch_pair<pair, kind, true>(work, factors, seed, norm.partials, need, strided, stream);
+    }
+  });
 }
 
 }  // namespace
@@ -107,11 +130,8 @@ void launch_finish(const FinishRequest& finish, int32_t device_index, void* stre
   lists.found = finish.found;
   lists.wide = finish.wide;
   const auto on = static_cast<cudaStream_t>(stream);
-  if (finish.kind == NormKind::kTwo) {
-    finish_norm_kernel<NormKind::kTwo><<<1, kFinishThreads, 0, on>>>(lists);
-  } else {
-    finish_norm_kernel<NormKind::kInfinity><<<1, kFinishThreads, 0, on>>>(lists);
-  }
+  with_norm_kind(finish.kind,
+                 [&](auto kind) { finish_norm_kernel<kind><<<1, kFinishThreads, 0, on>>>(lists); });
   check(cudaGetLastError(), "launch of finish_norm_kernel");
 }
 

@@ -1,6 +1,5 @@
 // The operators on lists of tensors: their arguments, checked, and the device that runs them.
 #include <cstring>
-#include <limits>
 
 #include "../cpu/cpu.h"
 #include "../cuda/cuda.h"
@@ -12,8 +11,8 @@ namespace {
 
 NormKind norm_kind(StableIValue norm_type) {
   const double value = value_of<double>(norm_type);
-  if (value == 2) return NormKind::kTwo;
-  if (value == std::numeric_limits<double>::infinity()) return NormKind::kInfinity;
+  NormKind kind;
+  if (find_norm_kind(value, kind)) return kind;
   throw std::runtime_error("fusedacc: norm_type is " + std::to_string(value) + "; allowed: 2 and inf");
 }
 

@@ -4,12 +4,12 @@
 #include <array>
 #include <cstring>
 #include <stdexcept>
+#include <utility>
 
 namespace fusedacc {
 namespace {
 
 constexpr int64_t kMagic = 0x6663636164657375;
-constexpr const char* kOtherDtype = "has a dtype that is not float32, bfloat16, float16 or float64";
 
 Place accumulator_at(int64_t i) { return {"accumulators", i}; }
 Place gradient_at(int64_t i) { return {"gradients", i}; }
@@ -29,10 +29,38 @@ int64_t numel_of(const TensorView& view) {
 
 // In the order of Dtype.
 const auto& codes() {
-  static const std::array found{aoti_torch_dtype_float32(), aoti_torch_dtype_bfloat16(),
-                                aoti_torch_dtype_float16(), aoti_torch_dtype_float64()};
-  static_assert(std::tuple_size_v<decltype(found)> == kDtypeCount, "each Dtype needs its code");
+#define FUSEDACC_CODE(name, ...) aoti_torch_dtype_##name(),
+  static const std::array<int32_t, kDtypeCount> found{FUSEDACC_DTYPES(FUSEDACC_CODE)};
+#undef FUSEDACC_CODE
   return found;
+}
+
+// "float32, bfloat16 or ...".
+std::string dtype_names() {
+  std::string names;
+  for (int32_t i = 0; i < kDtypeCount; ++i) {
+    names += (i == 0 ? "" : i + 1 < kDtypeCount ? ", " : " or ") + std::string(kDtypes[i].name);
+  }
+  return names;
+}
+
+// As fusedacc/kernels/dtypes.py has it: by the accumulator's name, then by the gradient's.
+std::string allowed_pairs() {
+  std::vector<std::pair<std::string, std::string>> found;
+  for (const DtypePair& pair : kPairs) {
+    if (pair.accumulator != stored_as(pair.accumulator)) continue;
+    found.emplace_back(dtype_name(pair.accumulator), dtype_name(pair.gradient));
+  }
+  std::sort(found.begin(), found.end());
+  std::string names;
+  for (const auto& [accumulator, gradient] : found) {
+    names += (names.empty() ? "" : ", ") + gradient + " into " + accumulator;
+  }
+  return names;
+}
+
+[[noreturn]] void fail_dtype(const Place& place, const char* what) {
+  fail(place, std::string(what) + " a dtype that is not " + dtype_names());
 }
 
 }  // namespace
@@ -103,7 +131,7 @@ int32_t checked_pair(const Place& place, Dtype gradient, const char* accumulator
   const int32_t pair = find_pair(gradient, own);
   if (pair < 0) {
     fail(place, std::string("has ") + dtype_name(gradient) + " and " + accumulator + " " + dtype_name(own) +
-                    "; allowed: " + kAllowedPairs);
+                    "; allowed: " + allowed_pairs());
   }
   return pair;
 }
@@ -132,8 +160,7 @@ ScaleArgument scalar_argument(const char* name, AtenTensorHandle tensor, double 
   const TensorView view = view_of(tensor, name);
   const Dtype dtype = dtype_of(view);
   if (view.dims != 0) fail(name, "must be a number or a 0-dim tensor");
-  if (dtype == Dtype::kOther)
-    fail(name, "is a tensor of a dtype that is not float32, bfloat16, float16 or float64");
+  if (dtype == Dtype::kOther) fail_dtype(name, "is a tensor of");
   check_beside(name, view, beside);
   return {view.data, 0, static_cast<int32_t>(dtype)};
 }
@@ -148,7 +175,7 @@ void AccumulatorTable::pack(const TensorList& accumulators, std::vector<int64_t>
   for (int64_t i = 0; i < count; ++i) {
     const TensorView view = view_of(accumulators[i], accumulator_at(i));
     const Dtype dtype = dtype_of(view);
-    if (dtype == Dtype::kOther) fail(accumulator_at(i), kOtherDtype);
+    if (dtype == Dtype::kOther) fail_dtype(accumulator_at(i), "has");
     if (i == 0) device = view.device;
     check_beside(accumulator_at(i), view, {"accumulators[0] is", device});
     bool dense = true;
@@ -262,13 +289,14 @@ Device read_tensors(const TensorList& tensors, Work& work) {
     const Place place{"tensors", i};
     const TensorView view = view_of(tensors[i], place);
     const Dtype dtype = dtype_of(view);
-    if (dtype == Dtype::kOther) fail(place, kOtherDtype);
+    const int32_t pair = find_pair(dtype, dtype);
+    if (pair < 0) fail_dtype(place, "has");
     if (i == 0) device = view.device;
     check_beside(place, view, {"tensors[0] is", device});
     const int64_t numel = numel_of(view);
     if (numel == 0) continue;
-    if (!work.push({view.data, view.data, numel, 0, find_pair(dtype, dtype), -1, false}, view.dims,
-                   view.sizes, view.strides, view.strides)) {
+    if (!work.push({view.data, view.data, numel, 0, pair, -1, false}, view.dims, view.sizes, view.strides,
+                   view.strides)) {
       fail(place, "needs a loop over more than " + std::to_string(kMaxDims) + " dimensions");
     }
   }
@@ -276,3 +304,20 @@ Device read_tensors(const TensorList& tensors, Work& work) {
 }
 
 }  // namespace fusedacc
+
+// The table of common/dtypes.h, which tests compare with fusedacc/kernels/dtypes.py: a line for each dtype
+// with its size, then one for each pair.
+extern "C" __attribute__((visibility("default"))) const char* fusedacc_dtype_table() {
+  using namespace fusedacc;
+  static const std::string table = [] {
+    std::string lines;
+    for (const DtypeFacts& dtype : kDtypes) {
+      lines += std::string(dtype.name) + " of " + std::to_string(dtype.size) + " bytes\n";
+    }
+    for (const DtypePair& pair : kPairs) {
+      lines += std::string(dtype_name(pair.gradient)) + " into " + dtype_name(pair.accumulator) + "\n";
+    }
+    return lines;
+  }();
+  return table.c_str();
+}

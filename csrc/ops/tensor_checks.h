@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "../common/chunk_plan.h"
-#include "../common/ranges.h"
 #include "arguments.h"
 
 namespace fusedacc {

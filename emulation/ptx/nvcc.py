@@ -5,10 +5,10 @@ from __future__ import annotations
 import ctypes
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+
+from machine_code.compile import NVCC, nvcc_compiled
 
 from .. import build
 
@@ -17,17 +17,7 @@ SOURCES = ("accumulate", "norm", "rows")
 
 def obstacle() -> str | None:
     """Why there is no PTX of nvcc's, or None."""
-    return None if _tests().NVCC else "nvcc was not found"
-
-
-def _tests() -> Any:
-    """The tests that look at the compiled kernels: their PTX is the PTX that runs here."""
-    folder = str(build.ROOT / "tests" / "kernels")
-    if folder not in sys.path:
-        sys.path.append(folder)
-    import test_cuda_build
-
-    return test_cuda_build
+    return None if NVCC else "nvcc was not found"
 
 
 def plain_name(mangled: str) -> str:
@@ -69,7 +59,7 @@ def use(kernels: ctypes.CDLL, library: Path) -> int:
     kernels.emu_use_ptx.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     used = set()
     for source in SOURCES:
-        ptx = (_tests().compiled(source) / f"{source}.ptx").read_text()
+        ptx = (nvcc_compiled(source) / f"{source}.ptx").read_text()
         run = ctypes.CDLL(str(build.ptx_library(ptx, f"nvcc-{source}")))
         for entry in re.findall(r"\.entry\s+([\w$]+)", ptx):
             name = plain_name(entry)

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-import json
-import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
-from fusedacc.commands.bench.timing import interval
+from fusedacc.commands.measuring.timing import Run, synchronize, take_turns
+from fusedacc.planner.allocations import recorded_peak
 from fusedacc.traffic import TrafficMeter
 
 from .loops import Batches, Config, StockLoop, WrappedLoop
@@ -73,38 +66,34 @@ def train_in_turns(
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Return the losses of every update, and the seconds of those that are timed, by loop.
 
-    In each round every loop makes the same update, in an order that changes, so that work of others slows
-    neighbours alike. `tick` is called with each loss, and `decided` with the number of rounds, which follows
+    In each round every loop makes the same update, in an order that changes, so that other programs slow
+    neighbors alike. `tick` is called with each loss, and `decided` with the number of rounds, which follows
     from the time of the last round that is not timed.
     """
     losses: dict[str, list[float]] = {loop.name: [] for loop in loops}
-    times: dict[str, list[float]] = {loop.name: [] for loop in loops}
-    orders = list(itertools.permutations(loops))
-    rounds = UNTIMED if length.updates is None else min(UNTIMED, length.updates)
-    update = 0
-    while update < rounds:
-        data = batches(text, loops[0].config, update)
-        for loop in orders[update % len(orders)]:
-            synchronize(loop.config.device)
-            start = clock()
-            losses[loop.name].append(loop.update(data))
-            synchronize(loop.config.device)
-            times[loop.name].append(clock() - start)
-            tick(losses[loop.name][-1])
-        update += 1
-        if update == rounds <= UNTIMED:
-            rounds = length.rounds(sum(seconds[-1] for seconds in times.values()))
-            decided(rounds)
-    untimed = min(UNTIMED, rounds - 1)
-    return losses, {name: seconds[untimed:] for name, seconds in times.items()}
 
+    def update_of(loop: Loop) -> Run:
+        def run() -> None:
+            losses[loop.name].append(loop.update(batches(text, loop.config, len(losses[loop.name]))))
 
-def ratio(times: Sequence[float], stock: Sequence[float]) -> tuple[float, float, float]:
-    """Time against stock's: the median of the rounds' ratios, and the ends of its 95 % interval, or of their
-    whole range below six rounds, which are too few for one."""
-    ratios = [own / other for own, other in zip(times, stock, strict=True)]
-    low, high = interval(ratios) or (min(ratios), max(ratios))
-    return statistics.median(ratios), low, high
+        return run
+
+    def timer(run: Run, calls: int) -> float:
+        synchronize(loops[0].config.device)
+        start = clock()
+        run()
+        synchronize(loops[0].config.device)
+        taken = clock() - start
+        tick(losses[loops[0].name][-1])
+        return taken
+
+    runs = {loop.name: update_of(loop) for loop in loops}
+    first = UNTIMED if length.updates is None else min(UNTIMED, length.updates)
+    times = take_turns(runs, range(first), timer)
+    rounds = length.rounds(sum(seconds[-1] for seconds in times.values()))
+    decided(rounds)
+    timed = take_turns(runs, range(first, rounds), timer)
+    return losses, timed if rounds > first else {name: seconds[-1:] for name, seconds in times.items()}
 
 
 def bytes_by_part(kind: type[Loop], config: Config, text: Tensor) -> tuple[dict[str, int], int]:
@@ -127,35 +116,11 @@ def bytes_by_part(kind: type[Loop], config: Config, text: Tensor) -> tuple[dict[
 def peak_memory(kind: type[Loop], config: Config, text: Tensor, updates: int = 2) -> int:
     """Peak bytes of live tensors from the model's construction through `updates` updates.
 
-    On CUDA the caching allocator's own count; on the CPU every allocation and release that torch's allocator
-    reports to the profiler, down to the byte, so the figure does not depend on malloc.
+    Each allocation and release counts as torch's allocator reports it: malloc has no influence.
     """
-    if config.device.type == "cuda":
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        run(kind, config, text, updates)
-        return torch.cuda.max_memory_allocated() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run(kind, config, text, updates)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json")
-        profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    found = [event["args"] for event in sorted(events, key=_time) if event["name"] == "[memory]"]
-    # The total may still hold what an earlier profile of this process has seen made and not let go.
-    before = found[0]["Total Allocated"] - found[0]["Bytes"]
-    return max(each["Total Allocated"] for each in found) - before
-
-
-def _time(event: dict[str, Any]) -> float:
-    return event.get("ts", 0.0)
+    return recorded_peak(lambda look: run(kind, config, text, updates), config.device, "all").bytes
 
 
 def run(kind: type[Loop], config: Config, text: Tensor, updates: int) -> None:
     for _ in train(kind(config), text, updates):
         pass
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

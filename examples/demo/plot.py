@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 import statistics
-import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from fusedacc.commands.measuring.plots import (
+    BLUE,
+    FAINT,
+    GREEN,
+    INK,
+    LEFT,
+    ORANGE,
+    QUIET,
+    STYLE,
+    VERMILION,
+    finish,
+    save,
+)
 
 from .measure import PARTS
 from .report import ModelResult, Result, equality
@@ -13,47 +26,31 @@ from .report import ModelResult, Result, equality
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours, which the colour-blind can tell apart.
-LOOP_COLOURS = {"stock": "#E69F00", "fusedacc": "#0072B2", "fusedacc, model=": "#222222"}
-PART_COLOURS = dict(zip(PARTS, ("#C8C8C8", "#D55E00", "#009E73"), strict=True))
-GREY, LIGHT = "#555555", "#E6E6E6"
+LOOP_COLOURS = {"stock": ORANGE, "fusedacc": BLUE, "fusedacc, model=": INK}
+PART_COLOURS = dict(zip(PARTS, ("#C8C8C8", VERMILION, GREEN), strict=True))
 FASTER, SLOWER = "#007A5A", "#C04A00"
-STYLE = {
-    "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": GREY,
-    "axes.axisbelow": True,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 11,
-    "figure.facecolor": "white",
-}
 
 
 def plot(result: Result, path: Path) -> None:
     """A row for each model: losses, time, bytes by part, peak. Writes a PNG to `path`."""
     import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure
 
     highest = max(model.ratio(loop)[2] for model in result.models for loop in model.wrapped)
-    with plt.rc_context(STYLE):
-        figure = plt.figure(figsize=(13.5, 7.2), layout="constrained")
-        *rows, foot = figure.subfigures(
-            len(result.models) + 1, 1, height_ratios=[1] * len(result.models) + [0.1]
-        )
-        for row, model in zip(rows, result.models, strict=True):
-            row.suptitle(heading(model), x=0.012, ha="left", fontsize=12, fontweight="bold")
-            losses, times, moved, peaks = row.subplots(1, 4, width_ratios=(1.2, 1, 1.2, 0.9))
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(13.5, 3.7 * len(result.models)))
+        rows = figure.subplots(len(result.models), 4, squeeze=False, width_ratios=(1.2, 1, 1.2, 0.9))
+        for (losses, times, moved, peaks), model in zip(rows, result.models, strict=True):
+            losses.set_title("\n\nTraining loss")  # leaves room for the row's heading
             draw_losses(losses, model)
             draw_times(times, model, max(1.1, 1.03 * highest))
             draw_bytes(moved, model)
             draw_peaks(peaks, model)
-        note = textwrap.fill(result.conditions, 180)
-        foot.text(0.012, 0.5, note, fontsize=8.5, color=GREY, ha="left", va="center")
-        figure.savefig(path, dpi=140)
-        plt.close(figure)
+        finish(figure, "Two small transformers: what accumulation costs", [result.conditions])
+        for (losses, *_), model in zip(rows, result.models, strict=True):
+            top = losses.get_position().y1 + 0.42 / figure.get_figheight()
+            figure.text(LEFT, top, heading(model), fontsize=12, fontweight="bold", color=INK)
+        save(figure, [path], 140)
 
 
 def heading(model: ModelResult) -> str:
@@ -74,8 +71,8 @@ def draw_losses(axes: Axes, model: ModelResult) -> None:
     for (loop, losses), line in zip(model.losses.items(), lines, strict=True):
         told = f": {equality(model, loop)}" if loop in model.wrapped else ""
         axes.plot(updates, losses, color=LOOP_COLOURS[loop], label=short(loop) + told, **line)
-    axes.set(xlabel="update", title="Training loss")
-    axes.grid(axis="y", color=LIGHT)
+    axes.set_xlabel("update")
+    axes.grid(axis="y", color=FAINT)
     axes.legend(frameon=False, loc="upper right", fontsize=9)
 
 
@@ -89,10 +86,10 @@ def draw_times(axes: Axes, model: ModelResult, right: float) -> None:
         axes.barh(position, median, color=LOOP_COLOURS[loop], alpha=0.75, height=0.62)
         errors = [[median - low], [high - median]]
         axes.errorbar(median, position, xerr=errors, color="#999999", capsize=4, linewidth=1.8)
-        colour = FASTER if high < 1 else SLOWER if low > 1 else GREY
+        colour = FASTER if high < 1 else SLOWER if low > 1 else QUIET
         axes.text(right, position, f"{median:.2f}", va="bottom", color=colour, fontweight="bold", fontsize=12)
         axes.text(right, position + 0.03, f"{low:.2f} to {high:.2f}", va="top", color=colour, fontsize=8)
-    axes.axvline(1, color=GREY, linewidth=1, linestyle="--")
+    axes.axvline(1, color=QUIET, linewidth=1, linestyle="--")
     finish_bars(axes, list(model.times), "Time per update (stock's is 1)")
     axes.set_xlim(0, right)
 
@@ -126,7 +123,7 @@ def finish_bars(axes: Axes, loops: list[str], title: str, room: float = 0.0) -> 
     axes.set_ylim(len(loops) - 0.5, -0.5 - room)
     axes.tick_params(axis="y", length=0)
     axes.set_title(title)
-    axes.grid(axis="x", color=LIGHT)
+    axes.grid(axis="x", color=FAINT)
     axes.spines["left"].set_visible(False)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-from .measure import PARTS, ratio
+from fusedacc.commands.measuring import timing
+
+from .measure import PARTS
 
 SETTINGS = {
     "float32": "float32 parameters and sums",
@@ -53,8 +55,8 @@ class ModelResult:
         return max(abs(a - b) for a, b in zip(self.losses["stock"], self.losses[loop], strict=True))
 
     def ratio(self, loop: str) -> tuple[float, float, float]:
-        """Time per update against stock's, and the ends of its interval."""
-        return ratio(self.times[loop], self.times["stock"])
+        """Time per update against stock's, and the ends of its 95 % interval."""
+        return timing.ratio(self.times[loop], self.times["stock"])
 
     def bytes(self, loop: str) -> int:
         return sum(self.parts[loop].values())

@@ -1,6 +1,6 @@
 """Each parameter's accumulator and its p.grad: one record, one state machine, one place that adds."""
 
 from .accumulators import Accumulators
-from .param import GradState, Lane, Slot, default_accumulate_dtype
+from .param import GradState, Lane, Path, Slot, default_accumulate_dtype
 
-__all__ = ["Accumulators", "GradState", "Lane", "Slot", "default_accumulate_dtype"]
+__all__ = ["Accumulators", "GradState", "Lane", "Path", "Slot", "default_accumulate_dtype"]

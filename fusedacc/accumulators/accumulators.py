@@ -1,31 +1,34 @@
-"""Every parameter's accumulator: what the parts of this room are together."""
+"""Every parameter's accumulator: what the parts of this package are together.
+
+Note [Casts over accumulators]
+An update gives up the accumulators that it casts. All accumulators and their casts side by side would be the
+peak of training in low precision. A cast is at most half as long as its accumulator. So once the largest is
+cast, each accumulator that is done makes room for two more. The first casts take memory that the backward
+before had for gradients.
+"""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..kernels import checks, grain_size, registry
+from ..kernels import checks, loop_settings, registry, torch_state
 from ..kernels.dtypes import PAIRS
 from ..kernels.local_parts import distributed_as, is_distributed, local, placed_as
 from ..kernels.registry import Backend
 from ..kernels.torch_state import process_group_up
 from .add import Adder
-from .buffers import like
-from .casts import cast_over, reusable
-from .deferred_scale import DeferredScales, is_one, to_device_of
-from .finals import Finals
 from .in_place import InPlaceWriter
+from .memory import ALIGNMENT, SHOWN, Segment, like, tensor_references
 from .noise import NoiseSource
-from .p_grad import ParamGrads
+from .p_grad import ParamGrads, SumsForUpdate
 from .param import Lane, Slot
-from .partial_norms import PartialNorms
-from .plan_cache import PlanCache
-from .rescaler import Rescaler
+from .passes import Passes, Rescaler
+from .record import DeferredScales, PartialNorms, Record, is_one, to_device_of
 
 
 class Accumulators:
@@ -42,25 +45,24 @@ class Accumulators:
         self.slots = slots
         self.backend = backend
         if any(slot.lane[0].type == "cpu" for slot in slots):
-            grain_size.tune()
+            loop_settings.tune_grain_size()
         #: What was found out by trial and changes bits, by question (see `tuning`): it stays as it is.
         self.choices: dict[str, str] = {}
-        self.grads = grads = ParamGrads(slots, visible)
-        self.deferred = deferred = DeferredScales()
-        self.norms = norms = PartialNorms()
-        self.noise = noise = NoiseSource(seed)
-        self.plans = plans = PlanCache(slots, backend, deferred, norms, noise)
-        self._lock = lock = threading.RLock()
-        self.rescaler = rescaler = Rescaler(grads, plans, deferred, norms, lock)
-        self.in_place = InPlaceWriter(grads, deferred, norms, rescaler, noise, lock)
+        self.grads, self.deferred = ParamGrads(slots, visible), DeferredScales()
+        self.norms, self.noise = PartialNorms(), NoiseSource(seed)
+        record = Record(self.grads, self.deferred, self.norms, self.noise)
+        self._lock = record.lock
+        self.passes = Passes(record, backend)
+        self.rescaler = Rescaler(record, self.passes)
+        self.in_place = InPlaceWriter(record, self.rescaler)
         self.partial = self.in_place.partial
-        self.adder = Adder(grads, plans, deferred, norms, rescaler, self.partial, noise, lock)
+        self.adder = Adder(record, self.passes, self.rescaler, self.partial)
 
-    def finals(self) -> Finals:
+    def sums_for_update(self) -> SumsForUpdate:
         """Every accumulator there is, no scale deferred."""
         if self.deferred.scales:
             self.rescaler.apply()
-        return self.grads.finals()
+        return self.grads.sums_for_update()
 
     def publish(self) -> None:
         """Put every accumulator into p.grad, where it may stand there. No scale is deferred any more."""
@@ -75,24 +77,24 @@ class Accumulators:
 
     # An update
 
-    def enter_step(self, finals: Finals, scale: float | Tensor = 1.0) -> None:
+    def begin_update(self, sums: SumsForUpdate, scale: float | Tensor = 1.0) -> None:
         """Ready p.grad for the inner optimizer: the accumulator times `scale`, cast where the parameter has
         another dtype. Where a kernel casts, the same pass scales; then the accumulator is given up for the
         cast, which may take its memory.
 
-        finals: what `finals()` has returned; others than these have no gradient. It is emptied before casts.
+        sums: what `sums_for_update()` has returned; no other has a gradient. It is emptied before casts.
         """
         grads = self.grads
         grads.generation += 1
-        if not grads.visible and len(finals.slots) < len(self.slots):
-            grads.clear_others(finals.slots)
+        if not grads.visible and len(sums.slots) < len(self.slots):
+            grads.clear_others(sums.slots)
         grads.exposed = True
         is_scaled = isinstance(scale, Tensor) or scale != 1.0
-        if finals.stand and not (finals.need_casts or is_scaled):
+        if sums.all_published and not (sums.need_casts or is_scaled):
             return
-        pairs = list(zip(finals.slots, finals.tensors, strict=True))
-        finals.slots.clear()
-        finals.tensors.clear()
+        pairs = list(zip(sums.slots, sums.tensors, strict=True))
+        sums.slots.clear()
+        sums.tensors.clear()
         if is_scaled:
             self.rescaler.rescale([pair for pair in pairs if not _casts_by_kernel(*pair)], scale)
         lanes: dict[Lane, list[Slot]] = {}
@@ -102,7 +104,7 @@ class Accumulators:
                 lanes.setdefault(lane, []).append(slot)
             elif accumulator.dtype != slot.param.dtype:
                 grads.place_cast(slot, accumulator, accumulator.to(slot.param.dtype))
-            elif not (grads.visible or grads.stands(slot, accumulator)):
+            elif not (grads.visible or grads.is_published(slot, accumulator)):
                 grads.publish(slot, accumulator)
         pairs.clear()
         accumulator = None  # type: ignore[assignment]
@@ -131,13 +133,13 @@ class Accumulators:
                 whole = placed_as(accumulator, made) if is_distributed(accumulator) else made
                 grads.place_cast(slot, None if is_scaled else accumulator, whole)
 
-    def leave_step(self) -> None:
-        """After an update: as `ParamGrads.leave_step`, and no norm holds any more."""
+    def end_update(self) -> None:
+        """After an update: as `ParamGrads.end_update`, and no norm holds any more."""
         if self.norms.latest:
             self.norms.clear()
         if self.noise.seed is not None:
             self.noise.end_window()
-        self.grads.leave_step()
+        self.grads.end_update()
 
     def clear(self) -> None:
         """Forget every accumulator and clear every p.grad."""
@@ -185,7 +187,7 @@ class Accumulators:
         """Move a private accumulator to where its parameter has gone."""
         self.rescaler.apply([slot])
         self.grads.generation += 1
-        self.plans.clear()
+        self.passes.clear()
         device, _, dtype = slot.lane
         buffer, wanted = slot.buffer, (device, dtype, slot.shape, slot.strides)
         if buffer is not None and (buffer.device, buffer.dtype, buffer.shape, buffer.stride()) != wanted:
@@ -197,14 +199,14 @@ class Accumulators:
     def drop(self, slots: Sequence[Slot]) -> None:
         """These slots are accumulated no more: forget their accumulators; what is in p.grad stays."""
         self.grads.generation += 1
-        self.plans.clear()
+        self.passes.clear()
         self._forget(slots)
         for slot in slots:
             slot.drop_buffer()
 
-    def drop_outgrown(self, slot: Slot) -> None:
+    def drop_wrong_shape(self, slot: Slot) -> None:
         """Counted loop, between windows: clear what an update has left, if it has another shape than now."""
-        if self.grads.drop_outgrown(slot):
+        if self.grads.drop_wrong_shape(slot):
             self._forget([slot])
 
     def _forget(self, slots: Sequence[Slot]) -> None:
@@ -239,3 +241,71 @@ def _casts_by_kernel(slot: Slot, accumulator: Tensor) -> bool:
     """Whether a kernel makes the copy in the parameter's dtype."""
     dtypes = accumulator.dtype, slot.param.dtype
     return dtypes[0] != dtypes[1] and dtypes in PAIRS and checks.is_plain(local(accumulator))
+
+
+#: Bytes of new memory for the first casts (Note [Casts over accumulators]); more where the largest needs it.
+FRESH = 1 << 20
+#: `(casts, accumulators)`: writes the casts, which share no memory with the accumulators.
+Cast = Callable[[list[Tensor], list[Tensor]], None]
+
+
+def reusable(slots: Sequence[Slot], dtype: torch.dtype) -> list[Slot]:
+    """Select the slots, of one accumulate dtype, whose accumulators' memory casts may take.
+
+    The memory has room for two casts, and only the slot refers to it; the caller must not either. There are
+    none while a CUDA graph is captured: its replays could not check again.
+    """
+    if slots[0].accumulate_dtype.itemsize < 2 * dtype.itemsize or torch_state.capturing():
+        return []
+    segments = {slot.segment for slot in slots if slot.segment is not None}
+    free = {segment for segment in segments if not segment.is_shared()}
+    return [slot for slot in slots if slot.segment in free and _is_sole_sum(slot)]
+
+
+def _is_sole_sum(slot: Slot) -> bool:
+    """Whether the slot's buffer is its sum, and only the slot and p.grad refer to it."""
+    private, shown = slot.accumulator is slot.buffer, slot.param.grad is slot.buffer
+    if not (private or shown):
+        return False
+    # Python's references: one or two of the slot's, p.grad's, and the argument's.
+    held = sys.getrefcount(slot.buffer) > 2 + private + SHOWN * shown
+    return not held and tensor_references(slot.buffer) == 1 + shown  # type: ignore[arg-type]
+
+
+def cast_over(slots: Sequence[Slot], dtype: torch.dtype, cast: Cast) -> list[Tensor]:
+    """The casts of `reusable` slots' accumulators, as many in the same order. These are written over.
+
+    Beside these it takes as much as the largest cast, or FRESH; `cast` is called about as often as the number
+    of accumulators has binary digits.
+    """
+    accumulators: list[Tensor] = [slot.buffer for slot in slots]  # type: ignore[misc]  # `reusable` have one
+    ratio = accumulators[0].itemsize // dtype.itemsize
+    unit = ALIGNMENT // accumulators[0].itemsize
+    sizes = [
+        -(-accumulator.numel() // unit) * unit for accumulator in accumulators
+    ]  # as they lie in their segments
+    order = sorted(range(len(accumulators)), key=sizes.__getitem__, reverse=True)
+    end = min(max(FRESH // dtype.itemsize, sizes[order[0]]), sum(sizes))
+    # Casts are put into a vector from `at` up to `end`, then into the memory of accumulators that are done.
+    vector, at = torch.empty(end, dtype=dtype, device=accumulators[0].device), 0
+    vectors: dict[Segment, Tensor] = {}
+    done: list[int] = []
+    ready: list[int] = []
+    casts = list(accumulators)
+    for index in order:
+        accumulator, size = accumulators[index], sizes[index]
+        if end - at < size:
+            if not done:
+                cast([casts[each] for each in ready], [accumulators[each] for each in ready])
+                done, ready = ready, []
+            freed = done.pop()
+            segment: Segment = slots[freed].segment  # type: ignore[assignment]
+            if segment not in vectors:
+                vectors[segment] = segment.memory.view(dtype)
+            vector, at = vectors[segment], ratio * int(accumulators[freed].storage_offset())
+            end = at + ratio * sizes[freed]
+        casts[index] = vector.as_strided(accumulator.shape, accumulator.stride(), at)
+        at += size
+        ready.append(index)
+    cast([casts[each] for each in ready], [accumulators[each] for each in ready])
+    return casts

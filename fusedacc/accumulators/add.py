@@ -1,13 +1,16 @@
 """How gradients come into accumulators: the first becomes it or is written over a buffer, others are added.
 
 Note [Who owns a gradient]
-A gradient that nobody but us refers to may become the accumulator as it is (`_adopt`, `buffers.is_sole`):
-nobody else can write to it, nor see it written. All others are read and never kept.
+A gradient to which only this package refers may become the accumulator as it is (`_adopt`,
+`memory.is_sole`): no other code can write to it, or see it written. All others are read and never kept.
+
+A sum of sparse gradients has the rows of one gradient after another's, repeated indices included, as autograd
+adds them up. What uses the sum adds up the rows of equal index.
 """
 
 from __future__ import annotations
 
-import threading
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -19,45 +22,27 @@ from ..kernels import checks
 from ..kernels.dtypes import PAIRS, is_deferrable
 from ..kernels.local_parts import are_alike, is_distributed, local, placed_as
 from ..kernels.rounding import round_into_
-from . import sparse
-from .buffers import buffers, is_sole, owns_memory
-from .deferred_scale import DeferredScales, is_one, scaled, to_device_of
-from .noise import NoiseSource
-from .p_grad import ParamGrads
-from .param import GradState, Lane, Slot
-from .partial_norms import PartialNorms
-from .partial_sums import PartialSums
-from .plan_cache import PlanCache
-from .rescaler import Rescaler
+from .in_place import PartialSums
+from .memory import is_sole, owns_memory, storage_users
+from .param import GradState, Lane, Slot, buffers
+from .passes import Passes, Rescaler
+from .record import Record, is_one, scaled, to_device_of
 
 
 class Adder:
     """Adds gradients to accumulators.
 
     Args:
-        grads: where the accumulators are.
-        plans: runs the passes.
-        deferred, norms: discharged and recorded by passes; by what is done past them, too.
+        record: kept right by passes, and by what is done past them, too.
+        passes: runs them.
         rescaler: multiplies before plain torch adds.
         partial: what becomes an accumulator before anything is added.
-        noise: by which sums are rounded.
-        lock: held while accumulators are added to.
     """
 
-    def __init__(
-        self,
-        grads: ParamGrads,
-        plans: PlanCache,
-        deferred: DeferredScales,
-        norms: PartialNorms,
-        rescaler: Rescaler,
-        partial: PartialSums,
-        noise: NoiseSource,
-        lock: threading.RLock,
-    ) -> None:
-        self._noise = noise
-        self._grads, self._plans, self._deferred, self._norms = grads, plans, deferred, norms
-        self._rescaler, self._partial, self._lock = rescaler, partial, lock
+    def __init__(self, record: Record, passes: Passes, rescaler: Rescaler, partial: PartialSums) -> None:
+        self._grads, self._deferred, self._norms = record.grads, record.deferred, record.norms
+        self._noise, self._lock = record.noise, record.lock
+        self._passes, self._rescaler, self._partial = passes, rescaler, partial
 
     def may_adopt(self, slot: Slot, gradient: Tensor) -> bool:
         """Whether a gradient is likely to become the accumulator once nobody but us refers to it."""
@@ -96,33 +81,33 @@ class Adder:
             gradients.clear()
 
     def _add(self, slots: Sequence[Slot], gradients: list[Tensor], scale: float | Tensor) -> None:
-        grads, plans = self._grads, self._plans
-        plan = plans.plans.get(slots[0]) if slots else None
+        grads, passes = self._grads, self._passes
+        prepared = passes.prepared.get(slots[0]) if slots else None
         beta = self._deferred.common(slots) if self._deferred.scales else 1.0
         if beta is None:
-            plan, beta = None, 1.0  # `PlanCache.add` takes those apart whose deferred scales differ
-        elif plan is not None and plan.slots != slots:
-            plan = None
+            prepared, beta = None, 1.0  # `Passes.add` takes those apart whose deferred scales differ
+        elif prepared is not None and prepared.slots != slots:
+            prepared = None
         private = not grads.exposed
-        if plan is not None and private and plan.generation == grads.generation and plan.run:
-            plans.run_plan(plan, None, gradients, scale, beta)
+        if prepared is not None and private and prepared.generation == grads.generation and prepared.run:
+            passes.run_prepared(prepared, None, gradients, scale, beta)
             return
         accumulators: list[Any] = (
             [slot.accumulator for slot in slots] if private else [grads.current(slot) for slot in slots]
         )
-        if plan is not None and plan.holds(accumulators):
-            plans.run_plan(plan, accumulators, gradients, scale, beta)
+        if prepared is not None and prepared.holds(accumulators):
+            passes.run_prepared(prepared, accumulators, gradients, scale, beta)
             if private:
-                plan.generation = grads.generation
+                prepared.generation = grads.generation
             else:
                 increment_version(accumulators)
             return
         slots = self._add_eager_ones(slots, gradients, scale)
         accumulators = [grads.current(slot) for slot in slots]
-        if all(map(fits, slots, accumulators)):
-            plans.add(accumulators, gradients, scale, False, slots, not private)
+        if all(map(Slot.fits, slots, accumulators)):
+            passes.add(accumulators, gradients, scale, False, slots, not private)
             if slots:
-                plans.keep(slots, accumulators, grads.generation if private else -1)
+                passes.keep(slots, accumulators, grads.generation if private else -1)
         else:
             self._add_some_first(slots, gradients, scale)
 
@@ -176,12 +161,12 @@ class Adder:
         fresh: list[Slot] = []
         added: list[Slot] = []
         adopted: list[Slot] = []
-        grads, plans = self._grads, self._plans
+        grads, passes = self._grads, self._passes
         same_dtype = slots[0].lane[1] == slots[0].lane[2] and not any(slot.in_bucket for slot in slots)
         kept = None if same_dtype else buffers(slots, [grads.current(slot) is None for slot in slots])
         private = not grads.exposed
         if kept is not None and private and all(slot.accumulator is None for slot in slots):
-            plans.add(kept, gradients, scale, True, slots, False)
+            passes.add(kept, gradients, scale, True, slots, False)
             grads.generation += 1
             for slot, accumulator in zip(slots, kept, strict=True):
                 slot.accumulator = accumulator
@@ -206,7 +191,7 @@ class Adder:
                     continue
                 fresh.append(slot)
                 first.append(True)
-            elif not fits(slot, accumulator):
+            elif not slot.fits(accumulator):
                 self.add_eagerly(slot, gradients[index], scale)
                 continue
             else:
@@ -219,7 +204,7 @@ class Adder:
         if self._noise.rounds(slots[0].accumulate_dtype):
             self._noise.skip(adopted)
         flags = first if len(fresh) < len(accumulators) and fresh else bool(fresh)
-        plans.add(accumulators, terms, scale, flags, added, grads.exposed)
+        passes.add(accumulators, terms, scale, flags, added, grads.exposed)
         written = (accumulator for accumulator, new in zip(accumulators, first, strict=True) if new)
         for slot, accumulator in zip(fresh, written, strict=True):
             grads.put(slot, accumulator)
@@ -274,7 +259,7 @@ class Adder:
                         self._deferred.defer([slot], scale)
                     return True
                 into = torch.empty_like(term, dtype=dtype)
-                self._plans.run([into], [term], scale, True, [slot], False, records_norms=False)
+                self._passes.run([into], [term], scale, True, [slot], False, records_norms=False)
                 self._grads.put(slot, placed_as(gradient, into))
                 return True
             if accumulator is None or not (is_distributed(accumulator) and checks.is_plain(into)):
@@ -282,7 +267,7 @@ class Adder:
             if not are_alike(accumulator, gradient):
                 return False
             beta = self._deferred[slot]
-            self._plans.run([into], [term], scale, False, [slot], exposed, beta, records_norms=False)
+            self._passes.run([into], [term], scale, False, [slot], exposed, beta, records_norms=False)
             self._deferred.discharge([slot])
             if exposed:
                 increment_version([accumulator])
@@ -339,7 +324,7 @@ class Adder:
         the sum is of another kind."""
         grads, deferred = self._grads, self._deferred
         if accumulator is None:
-            rows = sparse.owned(gradient, slot.accumulate_dtype, sole)
+            rows = _owned_rows(gradient, slot.accumulate_dtype, sole)
             stays = is_one(scale) or (self._may_defer(slot, scale) and not slot.in_bucket)
             if not stays:
                 rows._values().mul_(to_device_of(scale, rows))
@@ -347,16 +332,83 @@ class Adder:
             if stays and not is_one(scale):
                 deferred.defer([slot], scale)
             return True
-        if not (accumulator.is_sparse and sparse.may_join(accumulator, gradient)):
+        if not (accumulator.is_sparse and _may_join(accumulator, gradient)):
             return False
-        grads.put(slot, sparse.joined(accumulator, deferred[slot], gradient, scale))
+        room = None if grads.exposed else slot.num_rows  # users may hold what p.grad was
+        total = _joined(accumulator, deferred[slot], gradient, scale, room)
+        slot.num_rows = len(total._values())
+        grads.put(slot, total)
         deferred.discharge([slot])
         return True
 
 
-def fits(slot: Slot, accumulator: Tensor | None) -> bool:
-    """Whether there is an accumulator that the slot's kernel takes; users may put another into p.grad."""
-    if accumulator is None or not checks.is_plain(accumulator):
-        return False
-    device, _, dtype = slot.lane
-    return accumulator.dtype == dtype and accumulator.device == device
+def _owned_rows(gradient: Tensor, dtype: torch.dtype, sole: bool) -> Tensor:
+    """Return a sparse gradient in `dtype`, in memory that nothing else uses.
+
+    An embedding's gradient has the tokens themselves as indices, and its values may be a tensor that the user
+    passed to `backward()`. Those are copied; memory that belongs to the gradient alone is kept.
+
+    Args:
+        gradient: a sparse tensor.
+        dtype: of the result.
+        sole: nothing else refers to the gradient itself.
+    """
+
+    def own(part: Tensor) -> Tensor:
+        # Two users: the gradient, and the variable here.
+        return part if sole and part.is_contiguous() and storage_users(part) == 2 else part.clone()
+
+    values = gradient._values()
+    values = own(values) if values.dtype == dtype else values.to(dtype)
+    return _like(gradient, own(gradient._indices()), values, gradient.is_coalesced())
+
+
+def _joined(
+    total: Tensor, beta: float | Tensor, gradient: Tensor, scale: float | Tensor, room: int | None
+) -> Tensor:
+    """Return beta * total + scale * gradient, reading and writing each row once at most.
+
+    Args:
+        total: a sparse tensor; its dtype is that of the result.
+        beta: multiplies `total`.
+        gradient: a sparse tensor of the same shape and number of sparse dimensions.
+        scale: multiplies `gradient`.
+        room: how many rows the sum is likely to get: memory for them is taken at once, and later gradients
+            are written behind the rows that are there. None: others may hold `total`, which is copied.
+    """
+    rows, more = total._values(), gradient._values().to(total.dtype)
+    indices = torch.cat((total._indices(), gradient._indices()), 1)
+    size = len(rows) + len(more)
+    values = None if room is None or not is_one(beta) else _lengthened(rows, size)
+    if values is None:
+        values = rows.new_empty((max(size, room or 0), *rows.shape[1:]))[:size]
+        torch.mul(rows, to_device_of(beta, rows), out=values[: len(rows)])
+    torch.mul(more, to_device_of(scale, more), out=values[len(rows) :])
+    found = _like(total, indices, values, coalesced=False)
+    # As autograd does: the list of rows must not outgrow the dense tensor without limit.
+    return found.coalesce() if len(values) > total.numel() else found
+
+
+def _lengthened(rows: Tensor, size: int) -> Tensor | None:
+    """`size` rows, of which the first are these, in the same memory; None if it is too small or shared."""
+    # Two users: the sum, and the variable here.
+    if storage_users(rows) != 2 or rows.storage_offset() != 0 or not rows.is_contiguous():
+        return None
+    memory = rows.untyped_storage()
+    shape = (size, *rows.shape[1:])
+    # Memory that torch has not allocated cannot be resized.
+    if not memory.resizable() or memory.nbytes() < math.prod(shape) * rows.element_size():
+        return None
+    return rows.new_empty(0).set_(memory, 0, shape, rows.stride())
+
+
+def _may_join(total: Tensor, gradient: Tensor) -> bool:
+    """Whether `_joined` takes both. torch merges two coalesced tensors, and their sum stays coalesced."""
+    coalesced = total.is_coalesced() and gradient.is_coalesced()
+    return gradient.is_sparse and total.sparse_dim() == gradient.sparse_dim() and not coalesced
+
+
+def _like(tensor: Tensor, indices: Tensor, values: Tensor, coalesced: bool) -> Tensor:
+    return torch.sparse_coo_tensor(
+        indices, values, tensor.shape, check_invariants=False, is_coalesced=coalesced
+    )

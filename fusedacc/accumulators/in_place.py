@@ -1,47 +1,38 @@
-"""How others add to accumulators: a module of the model to all or some rows of one, native hooks to any."""
+"""How others add to accumulators: a module of the model to all or some rows of one, native hooks to any.
+
+Note [Parts that are written]
+A window's first gradient of one matrix of a stack is written over whatever its part of the buffer holds; more
+of them are added to that. Parts that got none are filled with zeros once, when the stack becomes the
+accumulator. Until then the parameter has no accumulator, as in PyTorch it has no p.grad before its node has
+run. The stack becomes one at the end of a backward, or as soon as anything else is about to be
+added, stored or read. What a failed backward has written is forgotten.
+"""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Collection, Sequence
 
+import torch
 from torch import Tensor
 
-from ..kernels.rounding import Noise
-from .add import fits
-from .buffers import buffers
-from .deferred_scale import DeferredScales, to_device_of
-from .noise import NoiseSource
-from .p_grad import ParamGrads
-from .param import Slot
-from .partial_norms import PartialNorms
-from .partial_sums import PartialSums
-from .rescaler import Rescaler
+from ..kernels.rounding import Noise, round_into_
+from .param import PRODUCT_PATHS, Slot, buffers
+from .passes import Rescaler
+from .record import Record, to_device_of
 
 #: Adds one gradient: `(accumulator, scale, beta, noise)`, accumulator = beta * accumulator + scale *
 #: gradient, rounded by the noise if there is any.
 Write = Callable[[Tensor, float | Tensor, float | Tensor, Noise | None], None]
 
 
-#: The paths of parameters whose modules write all of an accumulator.
-PRODUCTS = (("gemm",), ("grouped",))
-
-
 class InPlaceWriter:
     """Hands accumulators to those who add by themselves; arguments as `Adder`."""
 
-    def __init__(
-        self,
-        grads: ParamGrads,
-        deferred: DeferredScales,
-        norms: PartialNorms,
-        rescaler: Rescaler,
-        noise: NoiseSource,
-        lock: threading.RLock,
-    ) -> None:
-        self._grads, self._deferred, self._norms = grads, deferred, norms
-        self._rescaler, self._noise, self._lock = rescaler, noise, lock
-        self.partial = PartialSums(grads, rescaler, noise, lock)
+    def __init__(self, record: Record, rescaler: Rescaler) -> None:
+        self._grads, self._deferred, self._norms = record.grads, record.deferred, record.norms
+        self._rescaler, self._noise, self._lock = rescaler, record.noise, record.lock
+        self.partial = PartialSums(record, rescaler)
         #: Whether any module has ever added to an accumulator by itself.
         self.any_written = False
 
@@ -60,7 +51,7 @@ class InPlaceWriter:
                 for index, slot in enumerate(slots)
                 if accumulators[index] is None
                 and not slot.needs_eager
-                and slot.paths in PRODUCTS
+                and slot.paths in PRODUCT_PATHS
                 and slot.buffer is not None
             ]
         if not (self._deferred.scales or fresh):
@@ -130,7 +121,7 @@ class InPlaceWriter:
                 accumulator = partial.memory(slot)
             if accumulator is None:
                 (accumulator,) = buffers([slot], [True])
-            if not fits(slot, accumulator) or not _is_dense(accumulator, by_rows or part is not None):
+            if not slot.fits(accumulator) or not _is_dense(accumulator, by_rows or part is not None):
                 return False
             if fresh and part is not None:
                 known = partial.has(slot, part)
@@ -161,3 +152,62 @@ def _is_dense(accumulator: Tensor, by_rows: bool) -> bool:
     if accumulator.dim() not in (2, 3):
         return False
     return accumulator.is_contiguous() or (not by_rows and accumulator.mT.is_contiguous())
+
+
+class PartialSums:
+    """The stacks of which only some parts are written yet; arguments as `Adder`."""
+
+    def __init__(self, record: Record, rescaler: Rescaler) -> None:
+        self._grads, self._rescaler, self._noise, self._lock = (
+            record.grads,
+            rescaler,
+            record.noise,
+            record.lock,
+        )
+        #: By slot, the stack and the indices of what is written; empty but while a backward runs.
+        self.begun: dict[Slot, tuple[Tensor, set[int]]] = {}
+
+    def memory(self, slot: Slot) -> Tensor | None:
+        """The slot's stack, where one has been begun."""
+        found = self.begun.get(slot)
+        return None if found is None else found[0]
+
+    def has(self, slot: Slot, part: int) -> bool:
+        """Whether this part of the slot's stack is written."""
+        found = self.begun.get(slot)
+        return found is not None and part in found[1]
+
+    def note(self, slot: Slot, stack: Tensor, part: int) -> None:
+        """A part of the slot's stack has been written."""
+        self.begun.setdefault(slot, (stack, set()))[1].add(part)
+
+    def complete(self, slots: Collection[Slot] | None = None) -> None:
+        """Fill what is not written with zeros, and let the stacks of these slots (None: all) be sums."""
+        if not self.begun:
+            return
+        with self._lock:
+            for slot in list(self.begun if slots is None else slots):
+                if slot in self.begun:
+                    self._complete(slot, *self.begun.pop(slot))
+
+    def _complete(self, slot: Slot, stack: Tensor, written: Collection[int]) -> None:
+        bounds = [-1, *sorted(written), len(stack)]
+        gaps = [stack[before + 1 : after] for before, after in itertools.pairwise(bounds)]
+        gaps = [gap for gap in gaps if len(gap)]
+        if gaps:
+            torch._foreach_zero_(gaps)
+        present = self._grads.current(slot)
+        if present is None:
+            self._grads.put(slot, stack)
+        else:  # a gradient was put into p.grad since
+            self._rescaler.apply([slot])
+            noise = self._noise.of([slot], present.dtype)
+            if noise is None:
+                present.add_(stack)
+            else:
+                round_into_(present, present.float().add_(stack), noise.seed, noise.streams[0])
+
+    def forget(self, slots: Collection[Slot] | None = None) -> None:
+        """Drop what is written for these slots (None: all)."""
+        for slot in list(self.begun if slots is None else slots):
+            self.begun.pop(slot, None)

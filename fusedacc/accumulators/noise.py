@@ -6,7 +6,7 @@ parameter are numbered in ascending order, and no number comes twice: whatever w
 module's product, a native hook, a deferred scale) takes the parameter's next, one for each write, and so does
 a first gradient that becomes the sum. Every backend and every kind of hook must write as often as the others.
 Whenever users' code may run outside a backward, all parameters go on from one number above those that were
-taken (`settle`), so that this number is all that a checkpoint has to carry.
+taken (`finish_numbering`), so that this number is all that a checkpoint has to carry.
 
 Ranks have seeds of their own: with equal ones the errors of all ranks would be alike, and their mean as large
 as one rank's. What follows a reduction all ranks must do alike: from there to the window's end, or to a
@@ -21,8 +21,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..kernels.rounding import Noise, stream_of
-from ..kernels.rounding_arguments import MOST_ADDITIONS, MOST_SEEDS
+from ..kernels.rounding import MOST_ADDITIONS, MOST_SEEDS, Noise, stream_of
 from .param import Slot, nothing
 
 #: A rank's seed is so much further: odd, so that no two ranks have the same.
@@ -33,7 +32,7 @@ _SHARED, _BUCKETS = 1 << 31, 3 << 30
 #: Numbers of additions that one reduction has room for.
 _AFTER_REDUCTION = 64
 #: Reductions that there is room for.
-MOST_REDUCTIONS = MOST_ADDITIONS // _AFTER_REDUCTION
+MAX_ALL_REDUCES = MOST_ADDITIONS // _AFTER_REDUCTION
 
 
 class NoiseSource:
@@ -120,10 +119,10 @@ class NoiseSource:
     def end_window(self) -> None:
         """The sums are used up."""
         self._since = None
-        self.settle()
+        self.finish_numbering()
 
     def drop_window(self, slots: Sequence[Slot]) -> None:
-        """The sums of all slots are thrown away, and with them what was added since `settle`.
+        """The sums of all slots are thrown away, and with them what was added since `finish_numbering`.
 
         How much of a backward that has failed was added depends on who waits with what: its numbers come
         again.
@@ -149,14 +148,14 @@ class NoiseSource:
             for slot, accumulator in zip(slots, accumulators, strict=True)
         ]
 
-    def settle(self) -> None:
+    def finish_numbering(self) -> None:
         """All slots go on from one number; no backward may be running."""
         with self._lock:
             self._floor = self._ceiling
 
     def number(self, slots: Sequence[Slot]) -> None:
         """Number the slots by their places, as a checkpoint has them; no backward may be running."""
-        self.settle()
+        self.finish_numbering()
         for number, slot in enumerate(slots):
             slot.number = number
 

@@ -1,30 +1,53 @@
-"""What stands in each parameter's `p.grad`, and every way from one such state to another.
+"""The state of each parameter's `p.grad`, and every transition from one state to another.
 
 Note [Who owns p.grad]
-In a manual loop p.grad is the accumulator, and the truth. In a counted loop accumulators are private until
-the window's last backward ends; then they are published: p.grad is the accumulator, and again the truth,
-until an update has consumed it. What is spent so stays visible until the next backward, and is never counted
-again. What else is found in p.grad was put there by autograd or the user, and is a gradient, unless a
-backward inside `ignore()` has left it. `GradState` has the cases; no other file changes a state.
+In a manual loop p.grad is the accumulator at any time. In a counted loop accumulators are private until the
+window's last backward ends. Then they are published: p.grad is the accumulator, and what users write there
+counts, until an update has consumed it. A consumed gradient stays readable in p.grad until the next backward
+and is never added again. Any other tensor in p.grad was put there by autograd or the user and is a gradient,
+unless a backward inside `ignore()` has left it.
 
-Inside `ignore()` whatever counts is out of p.grad, so that autograd adds nothing to it; then it comes back.
-What backwards there have left stays in p.grad only if no parameter's p.grad holds a gradient that counts, and
-only until the next one: what clips or logs must not see both.
+Inside `ignore()` every gradient that counts is out of p.grad, so that autograd adds nothing to it; then it
+comes back. The gradients of backwards inside stay in p.grad only if no parameter's p.grad holds a gradient
+that counts, and only until the next one: code that clips or logs must not see both.
+
+`GradState` says what each state means. These methods are the only transitions:
+
+    method                        from               to
+    publish, publish_all          any                PUBLISHED
+    put, restore                  any                PUBLISHED where sums are visible, else the same
+    mark_consumed                 any                PUBLISHED
+    mark_user_gradients           PUBLISHED          FOREIGN, where the user has replaced the accumulator
+    mark_added_gradient           PUBLISHED          FOREIGN, where autograd has added to it
+    stash, make_private           any                FOREIGN
+    forget, clear, drop_consumed  any                FOREIGN
+    zero                          any                FOREIGN; PUBLISHED or DTYPE_COPY in a counted loop
+    place_cast                    any                DTYPE_COPY
+    end_update                    DTYPE_COPY         PUBLISHED; FOREIGN, where the user has replaced the copy
+    begin_autograd_gradient       any                AUTOGRAD_PENDING; FOREIGN in a counted loop
+    note_autograd_gradient        any                AUTOGRAD_PENDING
+    take_autograd_gradients       AUTOGRAD_PENDING   PUBLISHED; FOREIGN, where there is no accumulator yet
+    set_aside                     any                IGNORED, where nothing is left in p.grad; else the same
+    bring_back                    any                that of before, where a gradient came back; else IGNORED,
+                                                     or FOREIGN where p.grad is empty
+    ignore_present                all but PUBLISHED  IGNORED
+    clear_ignored                 IGNORED            FOREIGN
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from .finals import Finals
-from .former import Former
+from ..kernels import torch_state
+from .memory import owns_memory
 from .param import GradState, Slot, nothing
 
-NOT_OURS, PUBLISHED, CAST, STOCK, IGNORED = GradState
+FOREIGN, PUBLISHED, DTYPE_COPY, AUTOGRAD_PENDING, IGNORED = GradState
 
 
 class ParamGrads:
@@ -40,11 +63,11 @@ class ParamGrads:
         self.visible = visible
         #: Whether users may see accumulators.
         self.exposed = visible
-        #: How many of the slots are in the state PUBLISHED: in these nobody else's gradient can stand.
+        #: Number of slots in the state PUBLISHED, whose p.grad is the accumulator.
         self.num_published = 0
-        #: Counted loop: whether an update has consumed what stands in p.grad.
-        self.spent = False
-        #: Counts the changes of which tensors are private accumulators.
+        #: Counted loop: whether an update has consumed the gradients in p.grad.
+        self.consumed = False
+        #: A version: it grows whenever another tensor becomes a private accumulator.
         self.generation = 0
         #: How many of the slots are in the state IGNORED.
         self._num_ignored = 0
@@ -56,16 +79,16 @@ class ParamGrads:
         state = slot.grad_state
         if state is PUBLISHED:
             return slot.param.grad
-        if not self.visible or state is STOCK or slot in self._aside:
+        if not self.visible or state is AUTOGRAD_PENDING or slot in self._aside:
             return slot.accumulator
         gradient = slot.param.grad
-        if state is NOT_OURS:
+        if state is FOREIGN:
             return gradient
         return gradient if gradient is None or gradient is not slot.placed() else slot.accumulator
 
-    def finals(self) -> Finals:
+    def sums_for_update(self) -> SumsForUpdate:
         """The accumulators of all slots that have one, whatever scale is deferred."""
-        found = Finals()
+        found = SumsForUpdate()
         for slot in self.slots:
             accumulator = self.current(slot)
             if accumulator is None:
@@ -77,11 +100,11 @@ class ParamGrads:
             if accumulator.dtype != slot.param.dtype:
                 found.need_casts = True
             if slot.grad_state is not PUBLISHED or accumulator is not slot.placed():
-                found.stand = False
-        found.stand = found.stand or self.visible
+                found.all_published = False
+        found.all_published = found.all_published or self.visible
         return found
 
-    def held(self, slots: Iterable[Slot]) -> list[tuple[Slot, Tensor]]:
+    def with_accumulator(self, slots: Iterable[Slot]) -> list[tuple[Slot, Tensor]]:
         """The accumulators that these slots have, whatever scale is deferred, each with its slot."""
         pairs = ((slot, self.current(slot)) for slot in slots)
         return [(slot, accumulator) for slot, accumulator in pairs if accumulator is not None]
@@ -89,7 +112,7 @@ class ParamGrads:
     def put(self, slot: Slot, accumulator: Tensor) -> None:
         """Make a tensor the accumulator, where accumulators are now."""
         state = slot.grad_state
-        if state is PUBLISHED or (self.visible and state is not STOCK):
+        if state is PUBLISHED or (self.visible and state is not AUTOGRAD_PENDING):
             self.publish(slot, accumulator)
         else:
             self.generation += 1
@@ -111,7 +134,7 @@ class ParamGrads:
     def forget(self, slot: Slot) -> None:
         """No accumulator, and nothing of ours in p.grad."""
         slot.accumulator = None
-        self._set(slot, NOT_OURS)
+        self._set(slot, FOREIGN)
 
     def _set(self, slot: Slot, state: GradState, placed: Tensor | None = None) -> None:
         self.num_published += (state is PUBLISHED) - (slot.grad_state is PUBLISHED)
@@ -125,7 +148,7 @@ class ParamGrads:
     # Publishing
 
     @staticmethod
-    def stands(slot: Slot, accumulator: Tensor) -> bool:
+    def is_published(slot: Slot, accumulator: Tensor) -> bool:
         """Whether this tensor has been published as the slot's accumulator."""
         return slot.grad_state is PUBLISHED and accumulator is slot.placed()
 
@@ -150,9 +173,9 @@ class ParamGrads:
 
     def make_private(self) -> None:
         """Begin a window: accumulators that no update has consumed, and nobody cleared, go on in private."""
-        self.drop_spent()
+        self.drop_consumed()
         if self.exposed:
-            self.disown_replaced()
+            self.mark_user_gradients()
             for slot in self.slots:
                 self.stash(slot)
             self.exposed = self.visible
@@ -165,25 +188,27 @@ class ParamGrads:
             slot.accumulator = gradient
             if gradient is not None and not slot.needs_eager and gradient.dtype != slot.accumulate_dtype:
                 slot.accumulator = gradient.to(slot.accumulate_dtype)
-        elif state is CAST and gradient is None:
+        elif state is DTYPE_COPY and gradient is None:
             slot.accumulator = None
         if gradient is not None and not slot.is_foreign(gradient):
             slot.param.grad = None
-        self._set(slot, NOT_OURS)
+        self._set(slot, FOREIGN)
 
-    def disown_replaced(self) -> None:
+    def mark_user_gradients(self) -> None:
         """Between windows: what the user has put into p.grad in place of an accumulator is a gradient."""
         self.generation += 1
         if self.exposed:
             for slot in self.slots:
                 if slot.grad_state is PUBLISHED and slot.param.grad is not slot.placed():
-                    self._set(slot, NOT_OURS)
+                    self._set(slot, FOREIGN)
 
-    def disown_added(self, slot: Slot) -> None:
+    def mark_added_gradient(self, slot: Slot) -> None:
         """Between windows, after a move: what autograd has added to our zeros is a gradient."""
         gradient = slot.param.grad
-        if gradient is not None and self.stands(slot, gradient) and gradient._version != slot.placed_version:
-            self._set(slot, NOT_OURS)
+        if gradient is None or not self.is_published(slot, gradient):
+            return
+        if gradient._version != slot.placed_version:
+            self._set(slot, FOREIGN)
 
     # An update
 
@@ -191,7 +216,7 @@ class ParamGrads:
         """Put a copy in the parameter's dtype into p.grad; None: the accumulator was given up for it."""
         slot.accumulator = accumulator
         slot.param.grad = cast
-        self._set(slot, CAST, cast)
+        self._set(slot, DTYPE_COPY, cast)
 
     def clear_others(self, slots: Sequence[Slot]) -> None:
         """Counted loop: nothing stands in p.grad but for these slots."""
@@ -200,21 +225,21 @@ class ParamGrads:
             if slot not in kept and slot.param.grad is not None:
                 slot.param.grad = None
 
-    def leave_step(self) -> None:
+    def end_update(self) -> None:
         """After an update: the accumulator stands in p.grad again where it may, and its copy goes.
 
-        In a counted loop it is spent then.
+        In a counted loop it is consumed then.
         """
         self.generation += 1
-        self.spent = not self.visible
+        self.consumed = not self.visible
         for slot in self.slots:
-            if slot.grad_state is CAST and slot.may_publish():
-                self._leave_cast(slot)
+            if slot.grad_state is DTYPE_COPY and slot.may_publish():
+                self._drop_cast(slot)
             left = slot.param.grad
-            if self.spent and left is not None:
+            if self.consumed and left is not None:
                 slot.placed_version = left._version  # the update has scaled it, perhaps
 
-    def _leave_cast(self, slot: Slot) -> None:
+    def _drop_cast(self, slot: Slot) -> None:
         gradient = slot.param.grad
         if gradient is None or gradient is not slot.placed():
             self.forget(slot)
@@ -224,27 +249,27 @@ class ParamGrads:
             masters = gradient.dtype != slot.param.dtype
             self.publish(slot, gradient.to(slot.accumulate_dtype) if masters else gradient)
 
-    def note_spent(self) -> None:
-        """What stands in p.grad, of whatever origin, has been consumed by an update."""
+    def mark_consumed(self) -> None:
+        """Mark every gradient in p.grad as used by an update already."""
         for slot in self.slots:
             if slot.param.grad is not None:
                 self.publish(slot, slot.param.grad)
-        self.spent = self.exposed = True
+        self.consumed = self.exposed = True
 
-    def drop_spent(self) -> None:
-        """Let go of what an update has consumed; what the user has put into p.grad in its place stays."""
-        if not self.spent:
+    def drop_consumed(self) -> None:
+        """Drop gradients that an update has consumed; a tensor that the user has put in their place stays."""
+        if not self.consumed:
             return
-        self.disown_replaced()
+        self.mark_user_gradients()
         for slot in self.slots:
             gradient = slot.param.grad
             if gradient is not None and not slot.is_foreign(gradient):
                 slot.param.grad = None
             self.forget(slot)
-        self.spent, self.exposed = False, self.visible
+        self.consumed, self.exposed = False, self.visible
 
-    def keep_spent(self, slot: Slot, moved: bool, hooked: bool) -> None:
-        """Between windows, after a parameter has changed: what was spent stays so, in p.grad's new place too.
+    def keep_consumed(self, slot: Slot, moved: bool, hooked: bool) -> None:
+        """Between windows, after a parameter has changed: a consumed gradient stays so in its new place.
 
         Args:
             slot: the parameter's.
@@ -252,7 +277,7 @@ class ParamGrads:
             hooked: autograd cannot have stored a gradient meanwhile.
 
         Raises:
-            RuntimeError: something was added to what is spent; both can no longer be told apart.
+            RuntimeError: something was added to a consumed gradient; both can no longer be told apart.
         """
         gradient, placed = slot.param.grad, slot.placed()
         if gradient is None or placed is None or (gradient is not placed and not moved):
@@ -267,7 +292,7 @@ class ParamGrads:
         if gradient is not placed:
             self.publish(slot, gradient)
 
-    def drop_outgrown(self, slot: Slot) -> bool:
+    def drop_wrong_shape(self, slot: Slot) -> bool:
         """Counted loop, between windows: clear what an update has left, if it has another shape than now.
 
         Returns whether the accumulator is to be forgotten.
@@ -285,7 +310,7 @@ class ParamGrads:
     def clear(self) -> None:
         """Forget every accumulator and clear every p.grad."""
         self.generation += 1
-        self.spent, self.exposed = False, self.visible
+        self.consumed, self.exposed = False, self.visible
         for slot in self.slots:
             self.forget(slot)
             if slot.param.grad is not None:
@@ -294,10 +319,10 @@ class ParamGrads:
     def zero(self) -> None:
         """As `clear`, but where there is a gradient, zeros stay visible in p.grad."""
         self.generation += 1
-        self.spent, self.exposed = False, True
+        self.consumed, self.exposed = False, True
         for slot in self.slots:
             gradient = slot.param.grad
-            is_cast = slot.grad_state is CAST and gradient is not None and gradient is slot.placed()
+            is_cast = slot.grad_state is DTYPE_COPY and gradient is not None and gradient is slot.placed()
             if is_cast and slot.accumulator is not None and slot.may_publish():
                 gradient = slot.accumulator
             self.forget(slot)
@@ -317,26 +342,26 @@ class ParamGrads:
 
     # What autograd stores
 
-    def begin_stock(self, slot: Slot) -> None:
-        """Ready p.grad for a gradient that autograd will store, and that is to be scaled or counted after."""
+    def begin_autograd_gradient(self, slot: Slot) -> None:
+        """Empty p.grad, so that autograd can store a gradient there, which is scaled or counted later."""
         self.generation += 1
-        self.drop_spent()
+        self.drop_consumed()
         if not self.visible:
             self.stash(slot)
-        elif slot.grad_state is not STOCK:
+        elif slot.grad_state is not AUTOGRAD_PENDING:
             slot.accumulator, slot.param.grad = self.current(slot), None
-            self._set(slot, STOCK)
+            self._set(slot, AUTOGRAD_PENDING)
 
-    def note_stock(self, slot: Slot) -> None:
+    def note_autograd_gradient(self, slot: Slot) -> None:
         """Manual loop: what stands in p.grad is of the micro-batch at hand; nothing came before."""
-        self._set(slot, STOCK)
+        self._set(slot, AUTOGRAD_PENDING)
 
-    def end_stock(self, slots: Sequence[Slot]) -> list[tuple[Slot, Tensor]]:
-        """Manual loop: what autograd has stored since `begin_stock`; accumulators are p.grad again."""
+    def take_autograd_gradients(self, slots: Sequence[Slot]) -> list[tuple[Slot, Tensor]]:
+        """Manual loop: take what autograd has stored; accumulators are p.grad again."""
         self.generation += 1
         stored = []
         for slot in slots:
-            if slot.grad_state is STOCK:
+            if slot.grad_state is AUTOGRAD_PENDING:
                 gradient, accumulator = slot.param.grad, slot.accumulator
                 if accumulator is None:
                     slot.param.grad = None
@@ -378,7 +403,7 @@ class ParamGrads:
                     former.restore(slot)
                 slot.accumulator = None if former.shown else total
             else:
-                self._set(slot, NOT_OURS if left is None else IGNORED, left)
+                self._set(slot, FOREIGN if left is None else IGNORED, left)
         if any(slot.param.grad is not None and not slot.is_ignored() for slot in self.slots):
             self.clear_ignored()
 
@@ -397,4 +422,62 @@ class ParamGrads:
             if slot.grad_state is IGNORED:
                 if slot.is_ignored():
                     slot.param.grad = None
-                self._set(slot, NOT_OURS)
+                self._set(slot, FOREIGN)
+
+
+@dataclass(slots=True)
+class SumsForUpdate:
+    """The accumulators of one update, and facts collected while listing them.
+
+    These lists keep the accumulators' memory alive: they are emptied before casts, which reuse that memory.
+
+    Attributes:
+        slots: the parameters that have an accumulator.
+        tensors: the accumulator of each.
+        dtypes: of the accumulators.
+        on_gpu: True if a parameter is on a GPU, and False if one is not.
+        need_casts: whether any is of another dtype than its parameter.
+        all_published: whether all are in p.grad already.
+    """
+
+    slots: list[Slot] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)
+    dtypes: set[torch.dtype] = field(default_factory=set)
+    on_gpu: set[bool] = field(default_factory=set)
+    need_casts: bool = False
+    all_published: bool = True
+
+
+#: States in which the accumulator is private, whatever p.grad is.
+_BESIDE = (GradState.DTYPE_COPY, GradState.AUTOGRAD_PENDING)
+
+
+class Former:
+    """What a slot's p.grad held before a backward that does not count."""
+
+    __slots__ = ("_copy", "_placed", "_version", "counts", "gradient", "state", "total")
+
+    def __init__(self, slot: Slot, total: Tensor | None) -> None:
+        self.gradient, self.state, self.total = slot.param.grad, slot.grad_state, total
+        self._placed, self._version = slot.placed, slot.placed_version
+        gradient = self.gradient
+        is_stored = gradient is not None and slot.is_foreign(gradient)
+        is_published = gradient is not None and self.state is GradState.PUBLISHED
+        #: Whether p.grad holds a gradient that counts, or a copy of such gradients.
+        self.counts = is_stored or is_published or self.state in _BESIDE
+        # p.grad may be a view of a DistributedDataParallel's bucket, which it writes in every backward.
+        self._copy: Tensor | None = None
+        if gradient is not None and is_stored and torch_state.process_group_up():
+            self._copy = None if owns_memory(gradient) else gradient.clone()
+
+    @property
+    def shown(self) -> bool:
+        """Whether it was the accumulator."""
+        return self.gradient is not None and self.gradient is self.total
+
+    def restore(self, slot: Slot) -> None:
+        """Put it into p.grad again."""
+        if self.gradient is not None and self._copy is not None:
+            self.gradient.copy_(self._copy)
+        slot.param.grad = self.gradient
+        slot.placed, slot.placed_version = self._placed, self._version

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..kernels.dtypes import PAIRS
-from .buffers import Segment
+from ..kernels import checks, registry
+from ..kernels.dtypes import PAIRS, default_accumulate_dtype
+from .memory import Segment, cut, tensor_references
 
 #: (device, gradient dtype, accumulate dtype): what one launch may hold.
 Lane = tuple[torch.device, torch.dtype, torch.dtype]
@@ -23,23 +25,55 @@ class GradState(enum.Enum):
 
     #: Nothing, or what autograd or the user has put there. Counted loop: a gradient that is yet to be
     #: collected; the accumulator is private. Manual loop: the accumulator, whoever has made it.
-    NOT_OURS = enum.auto()
+    FOREIGN = enum.auto()
     #: The accumulator itself. What the user puts in its place is taken for it until the window's end.
     PUBLISHED = enum.auto()
     #: A copy of the accumulator in the parameter's dtype, for an update. The accumulator is private, or was
     #: given up for the copy.
-    CAST = enum.auto()
+    DTYPE_COPY = enum.auto()
     #: Manual loop: nothing, or what autograd has stored of the micro-batch at hand, which is to be scaled
     #: before it is added. The accumulator waits in private.
-    STOCK = enum.auto()
+    AUTOGRAD_PENDING = enum.auto()
     #: What counts for nothing: left by a backward inside `ignore()`. The accumulator is private in a counted
-    #: loop, and in a manual one there is none. What the user puts in its place is as in NOT_OURS.
+    #: loop, and in a manual one there is none. What the user puts in its place is as in FOREIGN.
     IGNORED = enum.auto()
 
 
-def default_accumulate_dtype(param: Tensor) -> torch.dtype:
-    """float32 for bfloat16 and float16 parameters, else the parameter's own dtype."""
-    return torch.float32 if param.dtype in (torch.bfloat16, torch.float16) else param.dtype
+class Path(str, enum.Enum):
+    """How a parameter's gradient reaches its accumulator, as `explain()` names it.
+
+    `explain()` has a table with an entry for each (optimizer/explain.py).
+    """
+
+    #: A module adds inside its backward: a Linear's product, experts' products, the rows that were looked up.
+    GEMM = "gemm"
+    GROUPED = "grouped"
+    EMBEDDING = "embedding"
+    #: One launch for many gradients, and the same of FSDP2's shards.
+    MULTI_TENSOR = "multi_tensor"
+    FSDP2 = "fsdp2"
+    #: autograd or plain torch adds.
+    EAGER = "eager"
+    #: There is no gradient.
+    NONE = "none"
+
+
+#: The paths by which modules add, and those by which they write all of an accumulator.
+MODULE_PATHS = (Path.GEMM, Path.GROUPED, Path.EMBEDDING)
+PRODUCT_PATHS = ((Path.GEMM,), (Path.GROUPED,))
+
+
+def check_backend(lane: Lane, backend: str) -> None:
+    """See that a backend runs all passes over a lane's tensors. On a GPU its self-test runs now, if it must.
+
+    Raises:
+        RuntimeError: the backend that was asked for cannot run there, or has failed its self-test.
+    """
+    device, gradient, accumulator = lane
+    # Into the sum, in place to scale it, and from the sum into p.grad.
+    for source, target in ((gradient, accumulator), (accumulator, accumulator), (accumulator, gradient)):
+        if (source, target) in PAIRS:
+            registry.select(device, target, source, backend)
 
 
 class Slot:
@@ -63,6 +97,7 @@ class Slot:
         "native",
         "nbytes",
         "needs_eager",
+        "num_rows",
         "number",
         "on_cuda",
         "param",
@@ -95,17 +130,19 @@ class Slot:
         #: Whether the accumulator is to be made in the buffer whatever its dtype: it is reduced with others.
         self.in_bucket = False
         #: What stands in p.grad; a weak reference to what was last put or noted there, and its version then.
-        self.grad_state = GradState.NOT_OURS
+        self.grad_state = GradState.FOREIGN
         self.placed: Callable[[], Tensor | None] = nothing
         self.placed_version = 0
         #: Whether no kernel takes the gradients: complex dtypes, and once a sparse one or a subclass came.
         self.needs_eager: bool
+        #: Of a sparse sum, when a gradient was last joined to it: the next window's is likely to get as many.
+        self.num_rows = 0
         #: What `grad_dtype` was before it was set to None, if it was.
         self.widened = False
         self.cleared_grad_dtype: torch.dtype | None = None
         #: The accumulate dtype that was asked for; None for the default.
         self.requested_dtype = accumulate_dtype
-        #: How modules of the model add to the accumulator by themselves, and why not where they might.
+        #: The `MODULE_PATHS` by which modules of the model add by themselves, and why not where they might.
         self.paths: tuple[str, ...] = ()
         self.left_to = ""
         #: Whether the backward of a compiled graph has delivered a gradient by an operator of ours.
@@ -176,13 +213,20 @@ class Slot:
     def is_foreign(self, gradient: Tensor) -> bool:
         """Whether what stands in p.grad was put there by somebody else, and counts."""
         state = self.grad_state
-        if state is GradState.NOT_OURS or state is GradState.STOCK:
+        if state is GradState.FOREIGN or state is GradState.AUTOGRAD_PENDING:
             return True
         return state is not GradState.PUBLISHED and gradient is not self.placed()
 
     def is_ignored(self) -> bool:
         """Whether what stands in p.grad counts for nothing."""
         return self.grad_state is GradState.IGNORED and self.param.grad is self.placed()
+
+    def fits(self, accumulator: Tensor | None) -> bool:
+        """Whether there is an accumulator that the kernel takes; users may put another into p.grad."""
+        if accumulator is None or not checks.is_plain(accumulator):
+            return False
+        device, _, dtype = self.lane
+        return accumulator.dtype == dtype and accumulator.device == device
 
     def obeys_layout(self, gradient: Tensor) -> bool:
         """Whether a gradient's strides let it become p.grad as it is; dimensions of size 1 do not count."""
@@ -191,6 +235,33 @@ class Slot:
             size == 1 or have == want
             for size, have, want in zip(gradient.shape, strides, self.strides, strict=True)
         )
+
+
+def buffers(slots: Sequence[Slot], lacks_sum: Sequence[bool]) -> list[Any]:
+    """The slots' buffers; where a slot has no sum, one to which no other object refers.
+
+    Slots that have none, or whose buffer a user still sees as an old p.grad, get a new segment together.
+
+    Args:
+        slots: of one lane.
+        lacks_sum: which of them have no sum yet.
+    """
+    segments = {slot.segment for slot in slots if slot.segment is not None}
+    free = {segment for segment in segments if not segment.is_shared()}
+    lacking = []
+    for slot, lacks in zip(slots, lacks_sum, strict=True):
+        # Two references to a buffer that only the slot knows: the slot's and the argument's.
+        held = slot.segment not in free or sys.getrefcount(slot.buffer) > 2
+        if lacks and (held or tensor_references(slot.buffer) > 1):  # type: ignore[arg-type]
+            lacking.append(slot)
+    if lacking:
+        device, _, dtype = slots[0].lane
+        memory, views = cut([(slot.param.shape, slot.strides) for slot in lacking], dtype, device)
+        segment = Segment(memory, len(views))
+        for slot, view in zip(lacking, views, strict=True):
+            slot.drop_buffer()
+            slot.buffer, slot.segment = view, segment
+    return [slot.buffer for slot in slots]
 
 
 def _gradient_strides(param: Tensor) -> tuple[int, ...]:

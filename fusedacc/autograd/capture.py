@@ -22,8 +22,7 @@ from torch.optim import Optimizer
 from ..accumulators import Accumulators, Slot
 from ..accumulators.in_place import Write
 from ..kernels import launch_events, torch_state
-from ..kernels.torch_state import raw_stream
-from ..kernels.uncompiled import runs_as_written
+from ..kernels.torch_state import raw_stream, runs_as_written
 from . import eligibility, graph_task
 from .eligibility import Taker
 from .graph_task import Bucket, GraphTask

@@ -100,7 +100,7 @@ PROCESS_GROUP = Case(
     "process_group",
     Taker.AUTOGRAD,
     "a process group is up that data_parallel= does not name: autograd fills p.grad",
-    lambda slot: torch_state.process_group_up() and not slot.in_bucket,
+    lambda slot: torch_state.reduced_from_p_grad(slot.in_bucket),
     None,
 )
 POST_ACCUMULATE_HOOK = Case(

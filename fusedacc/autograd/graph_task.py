@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..accumulators import Slot
 from ..kernels.torch_state import raw_stream
-from .data_parallel import Watch
+from .unattached_ddp import Watch
 
 
 class Bucket:

@@ -72,7 +72,7 @@ class NativeHooks(PythonHooks):
         """Put a native hook before the Python hook of the slot's node, which has no other."""
         at_once = self._at_once.get(slot.lane_key)
         if at_once is None:
-            at_once = self._accumulators.plans.select(slot.lane).backend.name == "cpu"
+            at_once = self._accumulators.passes.select(slot.lane).backend.name == "cpu"
             self._at_once[slot.lane_key] = at_once
         index = self._number(slot) if at_once else -1
         shared = slot.accumulate_dtype, self._direct, self.buckets_for(slot), self._tasks

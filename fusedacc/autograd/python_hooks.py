@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from ..accumulators import Accumulators, Slot
-from ..accumulators.buffers import tensor_references
-from ..kernels.torch_state import raw_stream
-from ..kernels.uncompiled import runs_as_written
+from ..accumulators.memory import tensor_references
+from ..kernels.torch_state import raw_stream, runs_as_written
 from .graph_task import Bucket, GraphTask
 from .middle import Assumptions, LeftToPython, Middle, Owners
 

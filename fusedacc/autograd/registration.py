@@ -14,8 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from ..accumulators import Accumulators, GradState, Slot
 from ..accumulators.param import nothing
 from ..kernels import torch_state
-from ..kernels.torch_state import process_group_up, raw_stream
-from ..kernels.uncompiled import runs_as_written
+from ..kernels.torch_state import process_group_up, raw_stream, runs_as_written
 from .graph_task import GraphTask
 from .python_hooks import Hook, PythonHooks, accumulate_grad_node, hook_maker
 
@@ -184,10 +183,10 @@ class HookRegistry:
         slot.describe()
         self._accumulators.convert(slot)
         if self._windows.between_windows:
-            if self._accumulators.grads.spent:
-                self._accumulators.grads.keep_spent(slot, slot.lane != former, self._is_hooked(slot))
+            if self._accumulators.grads.consumed:
+                self._accumulators.grads.keep_consumed(slot, slot.lane != former, self._is_hooked(slot))
             else:
-                self._accumulators.grads.disown_added(slot)
+                self._accumulators.grads.mark_added_gradient(slot)
         if slot.widened and slot.cleared_grad_dtype == former[1]:
             slot.cleared_grad_dtype = slot.param.dtype
 
@@ -201,11 +200,11 @@ class HookRegistry:
         self._disarm(slot)
         self.reshaped.setdefault(slot, set()).add(slot.shape)
         if self._windows.between_windows:
-            self._accumulators.drop_outgrown(slot)
+            self._accumulators.drop_wrong_shape(slot)
 
     def _check_shape(self, slot: Slot) -> None:
         accumulator, shape = self._accumulators.grads.current(slot), slot.param.shape
-        is_p_grad = self._accumulators.grads.visible and slot.grad_state is not GradState.STOCK
+        is_p_grad = self._accumulators.grads.visible and slot.grad_state is not GradState.AUTOGRAD_PENDING
         if accumulator is not None and accumulator.shape != shape and not is_p_grad:
             raise RuntimeError(
                 f"parameter {slot.name!r} is of shape {tuple(shape)} now, and gradients of shape "

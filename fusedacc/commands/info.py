@@ -1,29 +1,33 @@
-"""What is built and what would run where: the facts that `python -m fusedacc info` prints (`info_text`)."""
+"""`python -m fusedacc info`: what is built, what would run where, and how that is printed."""
 
 from __future__ import annotations
 
 import os
 import platform
+import sys
+import textwrap
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from ..kernels import (
     dtypes,
-    grain_size,
-    grouped_ways,
+    grouped,
     library,
-    matmul_ways,
+    loop_settings,
+    matmul,
     native_module,
-    norm_prefetch,
     reference,
     registry,
+    selftest,
     tuning,
+    tuning_cache,
 )
 from ..optimizer import AccumulatingOptimizer, small_layers
 from .bench import report
-from .bench.conditions import version
 from .bench.work import name_of, off, wrong
+from .measuring.machine import version
 
 _ELEMENTS = 1000
 _SCALE = 0.3
@@ -116,12 +120,16 @@ def _hooks() -> dict[str, Any]:
 def _choices() -> dict[str, Any]:
     """What trials have found on this machine; what nobody has asked yet is asked now."""
     try:
-        tuning.fixed_by()  # raises, for a variable that is wrong
+        tuning.trials_disabled_by()  # raises, for a variable that is wrong
         if library.load_error() is None:
-            grain_size.tune()
-            norm_prefetch.tune()
-            for question in (*matmul_ways.questions(), *grouped_ways.questions(), *small_layers.questions()):
-                tuning.choose(question)
+            loop_settings.tune_grain_size()
+            loop_settings.tune_prefetch()
+            for choice in (
+                *matmul.choices(),
+                *grouped.choices(),
+                *small_layers.questions(AccumulatingOptimizer),
+            ):
+                tuning.choose(choice)
     except ValueError as problem:
         return {"problem": str(problem)}
     return {
@@ -129,6 +137,20 @@ def _choices() -> dict[str, Any]:
         "kept_in": tuning.kept_where(),
         "is_saved": tuning.is_saved(),
         **report.choices(),
+    }
+
+
+def _self_tests() -> dict[str, Any]:
+    """What self-tests at first use have found on each GPU, in this process or an earlier one."""
+    try:
+        off = selftest.is_off()
+    except ValueError as problem:
+        return {"problem": str(problem)}
+    found = [] if off else [device for device in devices() if device.type in selftest.DEVICE_TYPES]
+    return {
+        "off": off,
+        "kept_in": str(tuning_cache.folder() / selftest.FILE),
+        "devices": {str(device): selftest.results(device) for device in found},
     }
 
 
@@ -148,6 +170,7 @@ def collect() -> dict[str, Any]:
         "hooks": _hooks(),
         native_module.VARIABLE: os.environ.get(native_module.VARIABLE),
         registry.VARIABLE: os.environ.get(registry.VARIABLE),
+        selftest.VARIABLE: os.environ.get(selftest.VARIABLE),
         "choices": _choices(),
         "devices": [
             {
@@ -158,16 +181,231 @@ def collect() -> dict[str, Any]:
             }
             for device in devices()
         ],
+        "selftest": _self_tests(),  # last: "auto" runs the first
     }
 
 
 def healthy(facts: dict[str, Any]) -> bool:
-    """Whether every trial run gave the right sums, a wrapper has hooks, and "auto" a backend everywhere."""
+    """Whether all sums and self-tests were right, a wrapper has hooks, and "auto" a backend everywhere."""
     return (
         facts["hooks"]["native"] is not None
         and "problem" not in facts["choices"]
+        and "problem" not in facts["selftest"]
+        and not any(any(found.values()) for found in facts["selftest"]["devices"].values())
         and all(
             device["auto"]["backend"] is not None and not any(row["failures"] for row in device["backends"])
             for device in facts["devices"]
         )
     )
+
+
+#: The most characters of a line, and the most lines of the summary.
+WIDTH, LINES = 110, 20
+#: The summary shortens each reason to the first of these lengths (in characters) with which it fits.
+_REASON_LENGTHS = (800, 400, 200, 100, 50, 25)
+_VARIABLES = (native_module.VARIABLE, registry.VARIABLE, selftest.VARIABLE)
+
+
+def summary(facts: dict[str, Any]) -> str:
+    """Return versions, what is built, each backend with its problems, and one line about autotuning."""
+    lines: list[str] = []
+    for length in _REASON_LENGTHS:
+        lines = _wrap(_summary(facts, length))
+        if len(lines) <= LINES:
+            break
+    return "\n".join(lines)
+
+
+def details(facts: dict[str, Any]) -> str:
+    """Return all facts, with the measurements of autotuning and each backend on each device."""
+    full = sys.maxsize
+    texts = [_versions(facts), _library_line(facts, full), _hooks_line(facts, full)]
+    if facts["library"]["loaded"]:
+        texts.insert(2, f"  file: {facts['library']['path']}")
+    texts += [f"{name}: {facts[name] or 'not set'}" for name in _VARIABLES]
+    texts += ["", *_self_test_lines(facts["selftest"], full), "", *_choice_lines(facts["choices"])]
+    for device in facts["devices"]:
+        auto = device["auto"]
+        texts += ["", f"{device['device']} ({_hardware(facts, device)})"]
+        texts.append(f"  auto: {auto['backend'] or 'none'} ({auto['reason']})")
+        for row in device["backends"]:
+            texts += _backend_lines(row)
+    return "\n".join(_wrap(texts))
+
+
+def _wrap(texts: Iterable[str]) -> list[str]:
+    """Break texts into lines; what follows the first line of a text is indented."""
+    lines: list[str] = []
+    for text in texts:
+        indent = " " * (len(text) - len(text.lstrip()) + 8)
+        lines += textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_on_hyphens=False) or [""]
+    return lines
+
+
+def _shorten(reason: str, length: int) -> str:
+    """Return a reason in one line. A long one loses its middle, because its end may say what to do."""
+    text = " ".join(reason.split())
+    if len(text) <= length:
+        return text
+    return f"{text[: length * 2 // 3].rstrip()} ... {text[-(length // 3) :].lstrip()}"
+
+
+def _versions(facts: dict[str, Any]) -> str:
+    return (
+        f"fusedacc {facts['fusedacc'] or '(not installed: run from its sources)'}, Python {facts['python']}, "
+        f"torch {facts['torch']}, Triton {facts['triton'] or 'not installed'}"
+    )
+
+
+def _library_line(facts: dict[str, Any], length: int) -> str:
+    built = facts["library"]
+    if not built["loaded"]:
+        return f"native library: not loaded: {_shorten(built['why_not'], length)}"
+    architectures = ", ".join(built["cuda_architectures"])
+    cuda = f"CUDA {built['cuda']} for {architectures}" if architectures else "no CUDA"
+    return (
+        f"native library: built with torch {built['torch']}; {cuda}; CPU kernels: {built['cpu_capability']}"
+    )
+
+
+def _hooks_line(facts: dict[str, Any], length: int) -> str:
+    hooks = facts["hooks"]
+    kind = {True: "native", False: "in Python", None: "none"}[hooks["native"]]
+    return f"hooks: {kind} ({_reason(facts, hooks['why'], length)})"
+
+
+def _reason(facts: dict[str, Any], reason: str, length: int) -> str:
+    """Return a reason, shortened, or a reference to the library's line if that has given it already."""
+    return _shorten(
+        "the native library is not loaded" if reason == facts["library"]["why_not"] else reason, length
+    )
+
+
+def _hardware(facts: dict[str, Any], device: dict[str, Any]) -> str:
+    if device["device"] != "cpu":
+        return str(device["name"])
+    return f"{device['name']}, {facts['threads']} thread{'' if facts['threads'] == 1 else 's'}"
+
+
+def _summary(facts: dict[str, Any], length: int) -> list[str]:
+    devices = facts["devices"]
+    hardware = _group((_hardware(facts, device), device["device"]) for device in devices)
+    auto = _group(
+        (
+            device["auto"]["backend"] or f"none ({_shorten(device['auto']['reason'], length)})",
+            device["device"],
+        )
+        for device in devices
+    )
+    texts = [_versions(facts), _library_line(facts, length), _hooks_line(facts, length)]
+    if any(facts[name] for name in _VARIABLES):
+        texts.append(", ".join(f"{name}={facts[name]}" for name in _VARIABLES if facts[name]))
+    texts.append("devices: " + ", ".join(f"{names} ({what})" for what, names in hardware.items()))
+    texts.append('backend="auto": ' + ", ".join(f"{what} on {names}" for what, names in auto.items()))
+    texts += [_backend(facts, name, length) for name in registry.NAMES]
+    return [*texts, *_self_test_lines(facts["selftest"], length), _autotuning(facts["choices"], length)]
+
+
+def _group(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Return for each first item the devices that come with it: "cpu, cuda:0-7"."""
+    found: dict[str, list[str]] = {}
+    for key, device in pairs:
+        found.setdefault(key, []).append(device)
+    return {key: _list_devices(devices) for key, devices in found.items()}
+
+
+def _list_devices(devices: Iterable[str]) -> str:
+    runs: list[list[str]] = []
+    for device in devices:
+        kind, _, number = device.partition(":")
+        if number and runs and runs[-1][-1] == f"{kind}:{int(number) - 1}":
+            runs[-1].append(device)
+        else:
+            runs.append([device])
+    return ", ".join(run[0] if len(run) == 1 else f"{run[0]}-{run[-1].partition(':')[2]}" for run in runs)
+
+
+def _backend(facts: dict[str, Any], name: str, length: int) -> str:
+    """Return one backend's states: where it fails, where it works, where it is unavailable, and why."""
+    rows = [
+        (device["device"], row)
+        for device in facts["devices"]
+        for row in device["backends"]
+        if row["backend"] == name
+    ]
+    tried = {device.partition(":")[0] for device, row in rows if row["pairs"] or row["failures"]}
+    states: dict[str, list[tuple[str, list[str]]]] = {"FAILS": [], "works": [], "unavailable": []}
+    for device, row in rows:
+        if row["failures"]:
+            states["FAILS"].append((device, [f"{pair}: {why}" for pair, why in row["failures"].items()]))
+        elif row["runs"]:
+            others = [f"not for all dtype pairs: {row['why_not']}"] if row["why_not"] else []
+            states["works"].append((device, others))
+        # A backend for GPUs has no problem on a CPU, nor one for CPUs on a GPU.
+        elif not tried or device.partition(":")[0] in tried:
+            states["unavailable"].append((device, [_reason(facts, row["why_not"], sys.maxsize)]))
+    told = []
+    for state, found in states.items():
+        if not found:
+            continue
+        text = state + (f" on {_list_devices(device for device, _ in found)}" if tried else "")
+        reasons = list(dict.fromkeys(reason for _, own in found for reason in own))
+        if reasons:
+            # The last one: that of the CPU, which comes first, may only say that the backend is for GPUs.
+            text += f": {_shorten(reasons[-1], length)}"
+        if len(reasons) > 1:
+            text += f" (and {len(reasons) - 1} more, see --verbose)"
+        told.append(text)
+    return f"  {name:<7} {'; '.join(told)}"
+
+
+def _self_test_lines(found: dict[str, Any], length: int) -> list[str]:
+    """Return the state of the self-tests at first use: a line for each device on which any has run."""
+    if "problem" in found:
+        return [f"self-test: {_shorten(found['problem'], length)}"]
+    if found["off"]:
+        return [f"self-test: off ({selftest.VARIABLE}=0)"]
+    texts = []
+    for device, results in found["devices"].items():
+        passed = [subject for subject, problem in results.items() if problem is None]
+        told = [f"passed: {_shorten(', '.join(passed), length)}"] if passed else []
+        told += [
+            f"FAILED: {subject}: {_shorten(problem, length)}"
+            for subject, problem in results.items()
+            if problem is not None
+        ]
+        texts.append(f"self-test on {device}: {'; '.join(told) or 'not run yet'}")
+    return texts or ["self-test: none needed without a GPU (`python -m fusedacc selftest` checks the CPU)"]
+
+
+def _autotuning(choices: dict[str, Any], length: int) -> str:
+    if "problem" in choices:
+        return f"autotuning: {_shorten(choices['problem'], length)}"
+    if choices["fixed_by"]:
+        return f"autotuning: off ({choices['fixed_by']}): the defaults for this CPU are used"
+    found = choices["found"]
+    differ = sum(choice["way"] != choice["default"] for choice in found)
+    inconclusive = sum(not choice["conclusive"] for choice in found)
+    told = [f"{len(found)} choices {'cached' if choices['is_saved'] else 'measured, not cached'}"]
+    told.append(f"{differ} differ from the defaults for this CPU")
+    if inconclusive:
+        told.append(f"{inconclusive} inconclusive")
+    return f"autotuning: {', '.join(told)}; see --verbose"
+
+
+def _choice_lines(choices: dict[str, Any]) -> list[str]:
+    if "problem" in choices or choices["fixed_by"]:
+        return [_autotuning(choices, sys.maxsize)]
+    head = [f"autotuning, cached in {choices['kept_in']}", f"  measured on {choices['machine']}"]
+    return head + [f"  {tuning.describe(found)}" for found in choices["found"]]
+
+
+def _backend_lines(row: dict[str, Any]) -> list[str]:
+    name = f"  {row['backend']:<7}"
+    if row["failures"]:
+        return [f"{name} FAILS"] + [f"    {pair}: {why}" for pair, why in row["failures"].items()]
+    if not row["runs"]:
+        return [f"{name} unavailable: {row['why_not']}"]
+    every = len(row["pairs"]) == len(dtypes.PAIRS)
+    passed = [f"{name} works: sums are right for {'all dtype pairs' if every else ', '.join(row['pairs'])}"]
+    return passed + ([f"    not for the others: {row['why_not']}"] if row["why_not"] else [])

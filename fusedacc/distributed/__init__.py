@@ -2,7 +2,7 @@
 
 from .data_parallel import DataParallel, check
 from .ddp import parallel_in
-from .reducer import Part, Totals
-from .rows import Place
+from .reducer import RankNumbers, Totals
+from .rows import RankPlace
 
-__all__ = ["DataParallel", "Part", "Place", "Totals", "check", "parallel_in"]
+__all__ = ["DataParallel", "RankNumbers", "RankPlace", "Totals", "check", "parallel_in"]

@@ -11,16 +11,20 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ..accumulators import Accumulators, Slot
+from ..kernels.dtypes import SUM_DTYPES
 from ..kernels.local_parts import is_distributed
-from . import checks, ddp
+from . import ddp
+from .agreement import (
+    agree_on_parameters,
+    agree_on_settings,
+    compare_parameters,
+    compares_parameters,
+    share_parameters,
+)
+from .backends import agree_on_backends
 from .ddp import UnarmedDDP, unarm
-from .deliveries import Deliveries
-from .process_group import agree, share
-from .reducer import Part, Reducer, Totals
-from .rows import Place
-from .settings import agree_on_settings
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+from .reducer import Deliveries, RankNumbers, Reducer, Totals
+from .rows import RankPlace
 
 
 def check(given: Any, slots: list[Slot], dtype: torch.dtype | None) -> None:
@@ -39,8 +43,10 @@ def check(given: Any, slots: list[Slot], dtype: torch.dtype | None) -> None:
             "data_parallel must be a DistributedDataParallel, a process group or None, got "
             f"{type(given).__name__}"
         )
-    if dtype is not None and dtype not in DTYPES:
-        raise TypeError(f"reduce_dtype must be None or one of {', '.join(map(str, DTYPES))}, got {dtype!r}")
+    if dtype is not None and dtype not in SUM_DTYPES:
+        raise TypeError(
+            f"reduce_dtype must be None or one of {', '.join(map(str, SUM_DTYPES))}, got {dtype!r}"
+        )
     for slot in slots:
         param: Any = slot.param
         if is_distributed(param):
@@ -65,6 +71,7 @@ class DataParallel:
     Raises:
         ValueError: the ranks have different parameters or settings, one parameter cannot be reduced, or
             FUSEDACC_CHECK_RANKS has a value that is not allowed.
+        RuntimeError: the backend that was asked for has failed its self-test on a rank.
     """
 
     def __init__(
@@ -77,16 +84,18 @@ class DataParallel:
         settings: Mapping[str, object],
     ) -> None:
         self.link: UnarmedDDP | None = None
-        self.slots, self._compares = slots, checks.wanted()
+        self.slots, self._compares = slots, compares_parameters()
         #: The parameters that were trained when a reduction was last prepared.
         self._trained = [slot for slot in slots if slot.param.requires_grad]
         group = given.process_group if isinstance(given, DistributedDataParallel) else given
         self._noise = noise = accumulators.noise
         if given is group:
-            agree(slots, group)
-        seed = agree_on_settings(slots, group, dtype, noise.seed, settings)
+            agree_on_parameters(slots, group)
+        seed, failed = agree_on_settings(slots, group, dtype, noise.seed, settings)
+        if failed:
+            agree_on_backends(slots, group, accumulators.backend)
         if given is group:
-            share(slots, group)
+            share_parameters(slots, group)
         self.reducer = Reducer(slots, accumulators, group, dtype)
         noise.be_rank(dist.get_rank(group), seed)
         self.deliveries = Deliveries(finish)
@@ -104,9 +113,9 @@ class DataParallel:
             self.link.synchronises = True
 
     @property
-    def place(self) -> Place:
+    def place(self) -> RankPlace:
         """This rank's."""
-        return Place.within(self.reducer.group)
+        return RankPlace.within(self.reducer.group)
 
     @property
     def synchronises(self) -> bool:
@@ -117,7 +126,7 @@ class DataParallel:
         """Whether this is the DistributedDataParallel whose gradients are reduced here."""
         return self.link is not None and self.link.parallel is model
 
-    def overlap(self, part: Part, divisor: int) -> None:
+    def overlap(self, own: RankNumbers, divisor: int) -> None:
         """A backward begins after which `reduce` will be called: send what is final before its end.
 
         Nothing is sent early where parameters may be used now and then: only a DistributedDataParallel
@@ -129,14 +138,14 @@ class DataParallel:
             self._trained = trained
             self.deliveries.forget()
         elif self.deliveries.steady and self.link is not None and not self.link.may_change:
-            self.reducer.follow()
+            self.reducer.rebuild_buckets()
             buckets = self.reducer.buckets()
-            self.deliveries.arm(buckets, functools.partial(self.reducer.launch_next, part, divisor))
+            self.deliveries.arm(buckets, functools.partial(self.reducer.launch_next, own, divisor))
 
-    def reduce(self, part: Part, divisor: int = 1) -> Totals:
+    def reduce(self, own: RankNumbers, divisor: int = 1) -> Totals:
         """As `Reducer.reduce`."""
         self.deliveries.disarm()
-        totals = self.reducer.reduce(part, divisor)
+        totals = self.reducer.reduce(own, divisor)
         if self.link is not None:
             self.link.broadcast_buffers()
         return totals
@@ -145,10 +154,10 @@ class DataParallel:
         """An update was made: compare the ranks' parameters, where FUSEDACC_CHECK_RANKS says so.
 
         Raises:
-            RuntimeError: as `checks.compare_parameters`.
+            RuntimeError: as `compare_parameters`.
         """
         if self._compares:
-            checks.compare_parameters(self.slots, self.reducer.group)
+            compare_parameters(self.slots, self.reducer.group)
 
     def abandon(self) -> None:
         """The window is thrown away, and what of it is on its way."""

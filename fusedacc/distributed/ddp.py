@@ -1,7 +1,8 @@
 """A DistributedDataParallel whose reducer is put away: the wrapper reduces its gradients.
 
-It is unarmed as well, so that no forward asks for a reducer (torch/nn/parallel/distributed.py,
-`require_backward_grad_sync`). Buffers are broadcast with each reduction, where all ranks take part.
+The reducer's buckets are as large as all gradients, 4 bytes a float32 parameter. The module is unarmed as
+well, so that no forward asks for a reducer (torch/nn/parallel/distributed.py, `require_backward_grad_sync`).
+Buffers are broadcast with each reduction, where all ranks take part.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,8 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
-
-from .idle_reducer import bring_back, put_away
 
 #: What keeps the reducer quiet: its forward does not ready it, and no node of a static graph queues its own
 #: reduction (an attribute that only a static graph has).
@@ -243,3 +243,53 @@ def _noting(own: weakref.ref[UnarmedDDP]) -> Callable[..., Any]:
             link.note_forward()
 
     return hook
+
+
+class IdleReducer:
+    """Takes the place of a DistributedDataParallel's reducer, and of its logger, which refers to it."""
+
+    def _rebuild_buckets(self) -> bool:
+        """Asked by every forward; there are none."""
+        return False
+
+    def get_backward_stats(self) -> list[int]:
+        """No backward is ever reduced."""
+        return []
+
+    def _get_ddp_logging_data(self) -> SimpleNamespace:
+        """Nothing was logged; Lightning asks at its end."""
+        return SimpleNamespace(strs_map={}, ints_map={})
+
+    def _set_uneven_input_join(self) -> None:
+        """Called by `Join`, before the forward that raises."""
+
+    def set_error_and_log(self, error: str) -> None:
+        """Called with an error that is raised next."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"{name}: this DistributedDataParallel has no reducer as long as an AccumulatingOptimizer "
+            "reduces its gradients; optimizer.close() gives it back"
+        )
+
+
+def put_away(parallel: DistributedDataParallel) -> None:
+    """Let the reducer go, with its hooks and its memory. `bring_back` makes another."""
+    idle = IdleReducer()
+    parallel.__dict__.update(reducer=idle, logger=idle)
+
+
+def bring_back(parallel: DistributedDataParallel) -> None:
+    """Make a reducer as the one that was put away, unless the process group is gone.
+
+    As torch does when a DistributedDataParallel is unpickled (nn/parallel/distributed.py, `__setstate__`).
+    """
+    if not (isinstance(parallel.reducer, IdleReducer) and dist.is_initialized()):
+        return
+    parameters, expects_sparse = parallel._build_params_for_reducer()
+    names = parallel._build_debug_param_to_name_mapping(parameters)
+    parallel._ddp_init_helper(parameters, expects_sparse, names, parallel.static_graph)
+    parallel._has_rebuilt_buckets = False
+    if parallel.static_graph:
+        parallel.reducer._set_static_graph()
+        parallel.__dict__["logger"]._set_static_graph()

@@ -24,8 +24,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ..accumulators import Slot
 from ..accumulators.param import nothing
+from ..accumulators.reduction import Reduction
 from ..kernels.local_parts import is_distributed
-from ..kernels.uncompiled import runs_as_written
+from ..kernels.torch_state import runs_as_written
 
 
 class Receiver(Protocol):
@@ -45,7 +46,7 @@ class Shards:
         reduction: the wrapper's.
     """
 
-    def __init__(self, reduction: str) -> None:
+    def __init__(self, reduction: Reduction) -> None:
         #: A weak reference to who is told.
         self.receiver: Callable[[], Receiver | None] = nothing
         self._reduction = reduction
@@ -73,17 +74,18 @@ class Shards:
         }
         divisors = set()
         for key, group in found.items():
-            if self._reduction == "weighted":
+            if self._reduction.scales_by_weight:
                 raise ValueError(
-                    f"reduction='weighted' cannot be had for parameter {distributed[key].name!r}: FSDP2 "
-                    "has sharded it, and averages the ranks' gradients before anybody can multiply them by "
-                    "their weights; allowed: 'mean', 'sum', and for losses that are sums 'normalized'"
+                    f"reduction={self._reduction.name!r} cannot be had for parameter "
+                    f"{distributed[key].name!r}: FSDP2 has sharded it, and averages the ranks' gradients "
+                    "before the weights can multiply them; allowed: 'mean', 'sum', and for losses that are "
+                    "sums 'normalized'"
                 )
             divisors.add(_divisor(group))
-        if len(divisors) > 1 and self._reduction == "normalized":
+        if len(divisors) > 1 and self._reduction.weighs:
             raise ValueError(
-                "reduction='normalized' cannot be had where FSDP2 averages some parameters over other "
-                f"numbers of ranks than others, here {sorted(divisors)}; allowed: 'mean' and 'sum'"
+                f"reduction={self._reduction.name!r} cannot be had where FSDP2 averages some parameters over "
+                f"other numbers of ranks than others, here {sorted(divisors)}; allowed: 'mean' and 'sum'"
             )
         for key in distributed:
             self._groups.pop(key, None)  # of a parameter that was at this address before

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..kernels import norms
 from ..kernels.local_parts import is_distributed
+from ..kernels.norm_kind import norm_kind
 
 
 def norm_with_partials(
@@ -58,24 +59,14 @@ def _over_mesh(mesh: Any, ways: list[tuple[int, ...]], own: Tensor, norm_type: f
 
     `ways`: for each entry, the dimensions of the mesh along which these tensors are sharded.
     """
-    squares = norm_type == 2.0
-    values = (own * own if squares else _with_flags(own)).to(mesh.device_type)
+    kind = norm_kind(norm_type)
+    values = kind.values(own).to(mesh.device_type)
     for dim in range(mesh.ndim):
         sharded = [dim in way for way in ways]
         if mesh.size(dim) == 1 or not any(sharded):
             continue
-        if squares and mesh.get_local_rank(dim) != 0:
+        if kind.over_ranks == "SUM" and mesh.get_local_rank(dim) != 0:
             # What all ranks of this dimension have whole counts once.
             values = torch.where(torch.tensor(sharded, device=values.device), values, 0.0)
-        op = dist.ReduceOp.SUM if squares else dist.ReduceOp.MAX
-        dist.all_reduce(values, op, group=mesh.get_group(dim))
-    return values.sqrt() if squares else _of_flags(values)
-
-
-def _with_flags(norms_: Tensor) -> Tensor:
-    """Norms, and whether each is nan: a maximum over ranks may pass nan by."""
-    return torch.stack([norms_.nan_to_num(0.0, posinf=torch.inf), norms_.isnan().double()])
-
-
-def _of_flags(values: Tensor) -> Tensor:
-    return torch.where(values[1] > 0, torch.nan, values[0])
+        dist.all_reduce(values, getattr(dist.ReduceOp, kind.over_ranks), group=mesh.get_group(dim))
+    return kind.norms(values)

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from torch.nn.parallel import DistributedDataParallel
 
 from ..accumulators import Slot
-from .idle_reducer import IdleReducer
+from .ddp import IdleReducer
 
 _MODULE = "torch.distributed.pipelining.schedules"
 _CLASSES = ("PipelineScheduleSingle", "PipelineScheduleMulti")

@@ -2,7 +2,7 @@
 
 Every rank reduces the same buckets in the same order, whatever gradients it has: what it lacks is zeros, and
 a flag behind the accumulators says whether any rank had one. The last bucket carries the window's numbers as
-well (`Part`), so that a window costs one collective per bucket and no other.
+well (`RankNumbers`), so that a window costs one collective per bucket and no other.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..accumulators import Accumulators, Slot
-from ..accumulators.buffers import Segment, cut
+from ..accumulators.memory import Segment, cut
 from ..kernels import registry
 from ..kernels.rounding import Noise
-from . import numbers
+from . import wire
 
 #: A bucket is closed when it holds so many bytes; the first on its way is small, as in torch's DDP.
 BUCKET_BYTES, FIRST_BYTES = 25 * 2**20, 2**20
 
 
 @dataclass(frozen=True)
-class Part:
+class RankNumbers:
     """What one rank adds to the numbers of a window.
 
     Attributes:
@@ -59,20 +59,13 @@ class Totals:
         """Whether no rank has had a micro-batch, as far as the host knows."""
         return not isinstance(self.micro_batches, Tensor) and not self.micro_batches
 
-    @staticmethod
-    def share_of(expected: int, found: float | Tensor) -> float | Tensor | None:
-        """By what sums divided by `expected` become sums divided by `found`; None where that is 0."""
-        if isinstance(found, Tensor):
-            return expected / found
-        return expected / found if found else None
-
 
 #: Behind the last bucket's accumulators: whether weights are bad, the rank flushes, and sums were reopened;
 #: the micro-batches, the weight, and this reduction's number.
 _FLAGS, _NUMBERS = 3, 3
 
 
-class Bucket:
+class ReduceBucket:
     """Accumulators of one lane that one collective reduces.
 
     Args:
@@ -85,7 +78,7 @@ class Bucket:
         self.slots, self._backend = list(slots), backend
         self.lane = slots[0].lane
         self.shapes = [(slot.shape, slot.strides) for slot in slots]
-        self._tail = len(slots) + (_FLAGS + _NUMBERS * numbers.DIGITS) * carries
+        self._tail = len(slots) + (_FLAGS + _NUMBERS * wire.DIGITS) * carries
         self.renew()
 
     def renew(self) -> None:
@@ -197,7 +190,7 @@ class Reducer:
     ) -> None:
         self.group, self.world_size = group, dist.get_world_size(group)
         self._slots, self._accumulators, self._dtype = slots, accumulators, dtype
-        self._buckets: list[Bucket] = []
+        self._buckets: list[ReduceBucket] = []
         self._members: list[Slot] = []
         self._number = 0
         #: Called before the first bucket of each reduction is sent.
@@ -206,9 +199,9 @@ class Reducer:
         self._under_way = False
         #: Of each bucket that is on its way, the indices of the slots that lack an accumulator.
         self._absent: list[set[int]] = []
-        self.follow()
+        self.rebuild_buckets()
 
-    def follow(self) -> None:
+    def rebuild_buckets(self) -> None:
         """Put the accumulators of parameters that are trained into buckets, anew where any has changed."""
         wanted = [slot for slot in self._slots if slot.in_bucket or slot.param.requires_grad]
         if wanted == self._members and all(bucket.fits() for bucket in self._buckets):
@@ -228,12 +221,12 @@ class Reducer:
             nbytes += slot.param.numel() * slot.accumulate_dtype.itemsize
         last = len(groups) - 1
         backend = self._accumulators.backend
-        self._buckets = [Bucket(group, index == last, backend) for index, group in enumerate(groups)]
+        self._buckets = [ReduceBucket(group, index == last, backend) for index, group in enumerate(groups)]
 
     def _check(self, slot: Slot) -> None:
         """Raise ValueError where a parameter's gradients cannot be reduced."""
         dtype = self._dtype or slot.accumulate_dtype
-        if slot.needs_eager or self.world_size > numbers.MOST_RANKS.get(dtype, 0):
+        if slot.needs_eager or self.world_size > wire.MOST_RANKS.get(dtype, 0):
             raise ValueError(
                 f"data_parallel cannot reduce the gradients of parameter {slot.name!r}, of "
                 f"{slot.param.dtype}, as {dtype} over {self.world_size} ranks; allowed: dense real "
@@ -251,7 +244,7 @@ class Reducer:
         self._release(self._members)
         self._members, self._buckets = [], []
 
-    def reduce(self, part: Part, divisor: int = 1) -> Totals:
+    def reduce(self, own: RankNumbers, divisor: int = 1) -> Totals:
         """Replace each accumulator by the sum over all ranks' of it, divided by `divisor`.
 
         A parameter that has no accumulator here has one then if it has on any rank.
@@ -260,9 +253,9 @@ class Reducer:
             RuntimeError: a gradient is sparse; the ranks are not at the same reduction; or a rank has failed.
         """
         if not self._absent:
-            self.follow()
+            self.rebuild_buckets()
         while len(self._absent) < len(self._buckets):
-            self.launch_next(part, divisor)
+            self.launch_next(own, divisor)
         absent, self._absent = self._absent, []
         noise = self._accumulators.noise
         number = noise.begin_reduction()
@@ -276,7 +269,7 @@ class Reducer:
         self._under_way = False
         return totals
 
-    def launch_next(self, part: Part, divisor: int) -> None:
+    def launch_next(self, own: RankNumbers, divisor: int) -> None:
         """Send the first bucket that is not on its way; arguments as `reduce`, which is to follow.
 
         Raises:
@@ -298,7 +291,7 @@ class Reducer:
             bucket.memory.mul_(1.0 / divisor)
         bucket.flag(absent)
         if bucket is self._buckets[-1]:
-            self._send(part, bucket.numbers)
+            self._send(own, bucket.numbers)
         self._under_way = True
         bucket.launch(self.group, self._dtype, divisor, rounds, noise)
         self._absent.append(absent)
@@ -314,7 +307,7 @@ class Reducer:
             for bucket in self._buckets:
                 bucket.renew()
 
-    def _gather(self, bucket: Bucket) -> set[int]:
+    def _gather(self, bucket: ReduceBucket) -> set[int]:
         """Bring the accumulators into the bucket's memory; the indices of those that there are not."""
         accumulators = self._accumulators
         accumulators.rescaler.apply(bucket.slots)
@@ -338,7 +331,7 @@ class Reducer:
                 view.copy_(accumulator)
         return absent
 
-    def _scatter(self, bucket: Bucket, absent: Collection[int]) -> None:
+    def _scatter(self, bucket: ReduceBucket, absent: Collection[int]) -> None:
         """Make what was added up the accumulators."""
         grads = self._accumulators.grads
         for index in bucket.present(absent):
@@ -357,30 +350,97 @@ class Reducer:
         if grads.exposed:
             increment_version(written)
 
-    def _send(self, part: Part, numbers_: Tensor) -> None:
+    def _send(self, own: RankNumbers, numbers_: Tensor) -> None:
         """Write the window's numbers behind the gradients."""
         self._number += 1
         device = numbers_.device
-        sent = numbers.encode((part.micro_batches, part.weight, self._number), device)
-        bad = torch.zeros((), dtype=torch.bool) if part.bad_weights is None else part.bad_weights
-        said = torch.tensor([part.flushing, part.reopened], device=device)
+        sent = wire.encode((own.micro_batches, own.weight, self._number), device)
+        bad = torch.zeros((), dtype=torch.bool) if own.bad_weights is None else own.bad_weights
+        said = torch.tensor([own.flushing, own.reopened], device=device)
         numbers_.copy_(torch.cat([bad.to(device).reshape(1), said, sent]))
 
     def _received(self) -> Totals:
         """The sums over the ranks of what `_send` has written."""
         if not self._buckets:
             return Totals(0.0, 0.0, self.world_size, None)
-        sizes = [1] * _FLAGS + [numbers.DIGITS] * _NUMBERS
+        sizes = [1] * _FLAGS + [wire.DIGITS] * _NUMBERS
         bad, flushing, reopened, *digits = self._buckets[-1].numbers.to(torch.float64).split(sizes)
         if bad.device.type == "cpu":
-            mine = numbers.encode((self._number,), bad.device) * self.world_size
+            mine = wire.encode((self._number,), bad.device) * self.world_size
             if not torch.equal(digits[2], mine.to(torch.float64)) or 0 < reopened < self.world_size:
                 raise RuntimeError(
                     "the ranks are not at the same reduction: they have run different numbers of windows, or "
                     "of backwards in a window's last micro-batch. Their sums are mixed up: restart from a "
                     "checkpoint"
                 )
-            sums = [numbers.decode(each).item() for each in digits[:2]]
+            sums = [wire.decode(each).item() for each in digits[:2]]
             return Totals(sums[0], sums[1], flushing.item(), None)
-        on_device = [numbers.decode(each).float() for each in digits[:2]]
+        on_device = [wire.decode(each).float() for each in digits[:2]]
         return Totals(on_device[0], on_device[1], flushing[0], bad[0] > 0)
+
+
+class Deliveries:
+    """Counts the deliveries of each parameter, whatever was delivered.
+
+    Args:
+        finish: adds what is pending for these slots, so that nothing is left to be added.
+    """
+
+    def __init__(self, finish: Callable[[list[Slot]], None]) -> None:
+        self._finish = finish
+        self._usual: dict[Slot, int] = {}
+        self._counts: dict[Slot, int] = {}
+        #: Whether the last two micro-batches were alike.
+        self.steady = False
+        self._launch: Callable[[], None] | None = None
+        self._buckets: list[list[Slot]] = []
+        self._bucket_of: dict[Slot, int] = {}
+        self._missing: list[int] = []
+        self._sent = 0
+
+    def begin_micro_batch(self) -> None:
+        """Another micro-batch begins: what the last had is what is usual."""
+        self.steady = bool(self._counts) and self._counts == self._usual
+        self._usual, self._counts = self._counts, {}
+        self._launch = None
+
+    def arm(self, buckets: list[list[Slot]], launch: Callable[[], None]) -> None:
+        """Call `launch` for each bucket, in order, as soon as it is final and those before it are sent."""
+        self._buckets, self._launch, self._sent = buckets, launch, 0
+        self._bucket_of = {slot: index for index, bucket in enumerate(buckets) for slot in bucket}
+        short = [slot for slot in self._bucket_of if self._counts.get(slot, 0) < self._usual.get(slot, 0)]
+        self._missing = [0] * len(buckets)
+        for slot in short:
+            self._missing[self._bucket_of[slot]] += 1
+
+    def disarm(self) -> None:
+        """Launch nothing more."""
+        self._launch = None
+
+    def forget(self) -> None:
+        """What there was, and is, tells nothing of what comes, as after a failure. Launch nothing more."""
+        self._usual, self._counts, self._launch = {}, {}, None
+
+    def count(self, slot: Slot) -> None:
+        """The slot's node has run.
+
+        Raises:
+            RuntimeError: its bucket is on its way already.
+        """
+        count = self._counts[slot] = self._counts.get(slot, 0) + 1
+        if self._launch is None or slot not in self._bucket_of:
+            return
+        index = self._bucket_of[slot]
+        if index < self._sent:
+            raise RuntimeError(
+                f"a gradient of parameter {slot.name!r} came after as many as it had in the micro-batches "
+                "before, and its sum is being reduced already. Where parameters are used now and then, make "
+                "the DistributedDataParallel with find_unused_parameters=True"
+            )
+        if count == self._usual.get(slot, 0):
+            self._missing[index] -= 1
+            # The last bucket carries the window's numbers, and goes when the backward has ended.
+            while self._sent < len(self._buckets) - 1 and not self._missing[self._sent]:
+                self._finish(self._buckets[self._sent])
+                self._launch()
+                self._sent += 1

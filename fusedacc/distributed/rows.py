@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """A rank among those whose sums come together; the only one if nothing is given.
 
     Attributes:
@@ -30,7 +30,7 @@ class Place:
     group: dist.ProcessGroup | None = None
 
     @classmethod
-    def within(cls, group: dist.ProcessGroup) -> Place:
+    def within(cls, group: dist.ProcessGroup) -> RankPlace:
         """This process's."""
         return cls(dist.get_rank(group), dist.get_world_size(group), group)
 
@@ -40,7 +40,7 @@ class Place:
         return range(min(self.rank * each, rows), min((self.rank + 1) * each, rows))
 
 
-def spread(own: Tensor, place: Place, rows: int | None = None) -> Any:
+def spread(own: Tensor, place: RankPlace, rows: int | None = None) -> Any:
     """A DTensor of which `own` are this rank's rows; no rank waits for another.
 
     Args:
@@ -58,13 +58,13 @@ def spread(own: Tensor, place: Place, rows: int | None = None) -> Any:
     return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
 
-def room(shape: torch.Size, dtype: torch.dtype, place: Place) -> Any:
+def room(shape: torch.Size, dtype: torch.dtype, place: RankPlace) -> Any:
     """Where torch.distributed.checkpoint reads this rank's rows of a tensor to."""
     own = torch.empty((len(place.share_of(shape[0])), *shape[1:]), dtype=dtype)
     return own if place.group is None else spread(own, place, shape[0])
 
 
-def own_rows(saved: Tensor, place: Place) -> Tensor:
+def own_rows(saved: Tensor, place: RankPlace) -> Tensor:
     """This rank's rows of what `spread` has made, or of all rows in a plain tensor.
 
     Raises:

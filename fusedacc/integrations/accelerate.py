@@ -27,7 +27,7 @@ from torch import Tensor
 from ..amp import GradScaler
 from ..optimizer import AccumulatingOptimizer
 from ..optimizer.window import MicroBatch
-from . import ranks
+from . import attach
 
 __all__ = ["CountedOptimizer", "prepare"]
 
@@ -71,7 +71,7 @@ def prepare(accelerator: Accelerator, *objects: Any, device_placement: list[bool
         models = prepared if isinstance(prepared, tuple) else [prepared]
         for accelerated in accelerator._optimizers:  # one may have been prepared before its model
             if isinstance(accelerated.optimizer, AccumulatingOptimizer):
-                ranks.attach(accelerated.optimizer, models)
+                attach(accelerated.optimizer, models)
         for optimizer in wrappers:
             accelerator.register_save_state_pre_hook(partial(_check_between_windows, weakref.ref(optimizer)))
     return prepared

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader, StorageReader, TensorStorageMetadata
 
-from ..distributed.rows import Place, room
+from ..distributed.rows import RankPlace, room
 from ..optimizer.checkpoint import OURS, RANK_COUNTERS, RANK_SUM
 
 __all__ = ["make_room"]
@@ -42,7 +42,7 @@ def make_room(
     _take_out(state_dict, (), saved)
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
-    place = Place() if group is None else Place.within(group)
+    place = RankPlace() if group is None else RankPlace.within(group)
     for path, stored in saved.items():
         entry = _entry(state_dict, path[:-1])
         if entry is None or not isinstance(stored, TensorStorageMetadata):  # a group's counters

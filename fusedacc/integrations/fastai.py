@@ -17,12 +17,11 @@ from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.optimizer import OptimWrapper
 from fastai.torch_core import find_bs, num_distrib
 
+from ..accumulators.reduction import WEIGHING
 from ..optimizer import AccumulatingOptimizer
-from . import takeover
+from . import release, remember
 
 __all__ = ["AccumulationCallback", "OptFunc"]
-
-_WEIGHTED = ("weighted", "normalized")
 
 
 class OptFunc:
@@ -46,9 +45,9 @@ class OptFunc:
 
     def _make(self, groups: Any, **hypers: Any) -> AccumulatingOptimizer:
         inner = self._opt(groups, **hypers)
-        takeover.release(p for group in inner.param_groups for p in group["params"])
+        release(p for group in inner.param_groups for p in group["params"])
         optimizer = AccumulatingOptimizer(inner, **self._options)
-        takeover.remember([optimizer])
+        remember([optimizer])
         return optimizer
 
 
@@ -102,7 +101,7 @@ class AccumulationCallback(FastaiCallback):
             ]
         for group, held in zip(optimizer.param_groups, self._held, strict=True):
             group.update(held)
-        if optimizer.reduction in _WEIGHTED:
+        if optimizer.reduction in WEIGHING:
             weight = self._weight(self.learn.xb, self.learn.yb)
             self._around.enter_context(optimizer.accumulate(weight=weight))
 
@@ -136,7 +135,7 @@ def _check(learn: Any, n_acc: int | None) -> None:
             "fusedacc.AccumulatingOptimizer in an OptimWrapper: opt_func=OptFunc(torch.optim.AdamW)"
         )
     steps, reduction = optimizer.gradient_accumulation_steps, optimizer.reduction
-    if n_acc is not None and (steps is not None or reduction not in _WEIGHTED):
+    if n_acc is not None and (steps is not None or reduction not in WEIGHING):
         raise ValueError(
             f"n_acc={n_acc} does not go with gradient_accumulation_steps={steps!r} and "
             f"reduction={reduction!r}; allowed: None and 'weighted', or 'normalized' for losses that "

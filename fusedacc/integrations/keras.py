@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import optimizer
+from ..accumulators.reduction import reduction_of
 from ..kernels import registry
 from ..optimizer.window import Window
 
@@ -130,8 +131,9 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
     @weight.setter
     def weight(self, weight: float | Tensor | None) -> None:
         self._weight = weight
-        if self.accumulator is not None and self._reduction in ("weighted", "normalized"):
-            if weight is None and self._reduction == "weighted":
+        reduction = reduction_of(self._reduction)
+        if self.accumulator is not None and reduction.weighs:
+            if weight is None and reduction.scales_by_weight:
                 weight = 1.0
             with self.accumulator.accumulate(weight=weight):
                 pass

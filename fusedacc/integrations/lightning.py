@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..amp import GradScaler
 from ..optimizer import AccumulatingOptimizer
-from . import ranks, takeover
+from . import attach, release, remember
 
 __all__ = ["AccumulationCallback"]
 
@@ -54,8 +54,8 @@ class AccumulationCallback(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
             # Left by a fit that an exception has ended, or by the Tuner, which takes callbacks away.
-            takeover.remember(trainer.optimizers)
-            takeover.release(pl_module.parameters())
+            remember(trainer.optimizers)
+            release(pl_module.parameters())
             self._updates_before, self._cleared_after = 0, None
 
     def state_dict(self) -> dict[str, Any]:
@@ -65,12 +65,12 @@ class AccumulationCallback(Callback):
         self._updates_before = state_dict["updates_before"]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        takeover.remember(trainer.optimizers)
+        remember(trainer.optimizers)
         _check(trainer)
         self._optimizers = list(trainer.optimizers)
         if trainer.world_size != 1:
             for optimizer in self._optimizers:
-                ranks.attach(optimizer, [trainer.strategy.model])
+                attach(optimizer, [trainer.strategy.model])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if pl_module.automatic_optimization:

@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer_callback import DefaultFlowCallback
 
 from ..optimizer import AccumulatingOptimizer
-from . import ranks
+from . import attach
 
 __all__ = ["AccumulationCallback"]
 
@@ -59,7 +59,7 @@ class AccumulationCallback(TrainerCallback):
         optimizer = kwargs["optimizer"].optimizer
         _check(optimizer, args)
         if args.world_size > 1:
-            ranks.attach(optimizer, [_trainer_of(state).model_wrapped])
+            attach(optimizer, [_trainer_of(state).model_wrapped])
         name = type(kwargs["model"]).__name__
         loss_type = getattr(kwargs["model"], "loss_type", None)
         if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and loss_type not in LOSS_MAPPING:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .dtypes import DTYPES, PAIRS, allowed_pairs
+from .dtypes import PAIRS, SUM_DTYPES, allowed_pairs, dtype_name
 
 #: The types of ordinary gradients; fake ones stand for real ones.
 GRADIENT_TYPES = frozenset({Tensor, FakeTensor})
@@ -202,22 +202,11 @@ def check_tensors(tensors: Any) -> None:
     Raises:
         TypeError: not a list of tensors; a sparse, complex or integer tensor; an unsupported dtype.
     """
-    allowed = ", ".join(str(dtype)[6:] for dtype in DTYPES)
+    allowed = ", ".join(map(dtype_name, SUM_DTYPES))
     _check_list("tensors", tensors, allowed)
     for index, tensor in enumerate(tensors):
-        if tensor.dtype not in DTYPES:
+        if tensor.dtype not in SUM_DTYPES:
             raise TypeError(f"tensors[{index}] is {tensor.dtype}; allowed: {allowed}")
-
-
-def check_norm_type(norm_type: Any) -> float:
-    """`norm_type` as a float.
-
-    Raises:
-        ValueError: it is neither 2 nor infinity.
-    """
-    if isinstance(norm_type, (int, float)) and norm_type in (2, float("inf")):
-        return float(norm_type)
-    raise ValueError(f"norm_type is {norm_type!r}; allowed: 2.0 and inf")
 
 
 def check_accumulators(accumulators: Any) -> MemoryMap:
@@ -232,7 +221,7 @@ def check_accumulators(accumulators: Any) -> MemoryMap:
     """
     _check_list("accumulators", accumulators)
     for index, tensor in enumerate(accumulators):
-        if tensor.dtype not in DTYPES:
+        if tensor.dtype not in SUM_DTYPES:
             raise TypeError(f"accumulators[{index}] is {tensor.dtype}; allowed: {allowed_pairs()}")
         if overlaps_itself(tensor):
             raise ValueError(

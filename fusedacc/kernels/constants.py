@@ -11,23 +11,23 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .dtypes import DTYPES
+
 #: `kMaxDims` of csrc/common/work.h: the dimensions that the compiled operators loop over at most.
 MAX_DIMS = 16
 #: `kChunkElements` of csrc/common/work.h: the elements behind one partial norm.
 CHUNK_ELEMENTS = 8192
-#: `kRowRun` of csrc/common/row_work.h: gradients of one row that are summed before their sum is added to
+#: `kRowRun` of csrc/common/work.h: gradients of one row that are summed before their sum is added to
 #: others.
 ROW_RUN = 64
 #: `kTokenClasses` of csrc/cpu/gemm.h: the most tokens of each class but the last.
 TOKEN_CLASSES = (16, 47, 100)
-#: `kSplitRows` of csrc/cpu/gemm.cpp: the rows of a part where a product is cut up by `Way.SPLIT`.
+#: `kSplitRows` of csrc/cpu/gemm.cpp: the rows of a part where a product is cut up by `GemmMethod.SPLIT`.
 SPLIT_ROWS = 128
-#: `Dtype` of csrc/common/dtypes.h, by its numbers.
-DTYPE_NUMBERS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-class Way(enum.IntEnum):
-    """`Way` of csrc/cpu/gemm.h: how the extension multiplies on a CPU."""
+class GemmMethod(enum.IntEnum):
+    """`GemmMethod` of csrc/cpu/gemm.h: how the extension multiplies on a CPU."""
 
     #: One product in the computation's dtype; 16-bit operands are cast to it in parts.
     WHOLE = 0
@@ -40,7 +40,7 @@ class Way(enum.IntEnum):
 
 
 class Multiplier(enum.IntEnum):
-    """`Multiplier` of csrc/autograd/immediate_add.h: who multiplies; `Way` number w is OPERATOR + w."""
+    """`Multiplier` of csrc/autograd/immediate_add.h: who multiplies. Method number m is OPERATOR + m."""
 
     UNKNOWN = 0
     PYTHON = 1
@@ -64,4 +64,4 @@ def plan_words(accumulators: Sequence[Tensor]) -> int:
 def plan_entry(words: Sequence[int], index: int) -> tuple[int, int, torch.dtype]:
     """An accumulator's address, number of elements and dtype, of a plan's words."""
     first = _HEADER_WORDS + _ENTRY_WORDS * index
-    return words[first], words[first + 1], DTYPE_NUMBERS[words[first + 3] & 0xFF]
+    return words[first], words[first + 1], DTYPES[words[first + 3] & 0xFF]

@@ -1,4 +1,7 @@
-"""Which dtypes go together, and in which one sums are computed; `csrc/common/dtypes.h` has the same."""
+"""The dtypes, which of them go together, and in which one sums are computed.
+
+The one description in Python: `csrc/common/dtypes.h` has the same, and a test compares both.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,51 @@ import math
 import torch
 from torch import Tensor
 
-#: The dtypes of gradients and accumulators.
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+#: The dtypes of gradients and accumulators, in the order of their numbers in csrc.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 #: The (gradient dtype, accumulator dtype) pairs that every backend supports.
 PAIRS: frozenset[tuple[torch.dtype, torch.dtype]] = frozenset(
-    [(dtype, dtype) for dtype in DTYPES]
-    + [(torch.bfloat16, torch.float32), (torch.float16, torch.float32)]
-    + [(torch.float32, torch.bfloat16), (torch.float32, torch.float16)]
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float64, torch.float64),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float16),
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float16),
+    ]
 )
+
+#: The dtypes that accumulators may have, and tensors whose norm is taken, the widest first.
+SUM_DTYPES = tuple(
+    sorted((dtype for dtype in DTYPES if (dtype, dtype) in PAIRS), key=lambda dtype: -dtype.itemsize)
+)
+
+#: The (accumulator dtype, operand dtype) pairs whose products trials decide on a CPU.
+TRIED_PRODUCTS = (
+    (torch.float32, torch.float32),
+    (torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.bfloat16),
+)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The dtype without "torch."."""
+    return str(dtype).removeprefix("torch.")
 
 
 def allowed_pairs() -> str:
     """The supported dtype pairs in one line, for error messages."""
-    names = sorted((str(acc)[6:], str(grad)[6:]) for grad, acc in PAIRS)
+    names = sorted((dtype_name(acc), dtype_name(grad)) for grad, acc in PAIRS)
     return ", ".join(f"{grad} into {acc}" for acc, grad in names)
+
+
+def default_accumulate_dtype(param: Tensor) -> torch.dtype:
+    """float32 for parameters of fewer bits that a float32 sum can take, else the parameter's own dtype."""
+    narrow = param.dtype.itemsize < 4 and (param.dtype, torch.float32) in PAIRS
+    return torch.float32 if narrow else param.dtype
 
 
 def computation_dtype(accumulator_dtype: torch.dtype) -> torch.dtype:

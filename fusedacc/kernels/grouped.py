@@ -5,7 +5,7 @@
 As `matmul` for each expert, with its roundings, and by one call for all: on a CPU experts are shared out
 among the threads, and those with few tokens, whose product would cost more than the pass over their sum, are
 added by loops of our own. Trials tell what few is, and from how many tokens on products of bfloat16 are
-rounded (`grouped_ways`). Equal arguments give equal bits on every run.
+rounded. Equal arguments give equal bits on every run.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import checks, grouped_eager, grouped_ways, registry
+from . import checks, matmul_eager, registry, selftest, tuning
+from .choices import Choice, Decision
+from .dtypes import PAIRS, TRIED_PRODUCTS, allowed_pairs, dtype_name
 from .lists import bump_versions
+from .matmul import Selection, multiplies_bfloat16, trial_operands
 from .matmul_eager import Number
 from .native import as_argument
 from .rounding import Noise
@@ -28,19 +31,6 @@ Run = Callable[[Tensor, Tensor, Tensor, Tensor, Number, Number, Noise | None], N
 
 #: The backends that there are for grouped products.
 _NAMES = ("triton", "cpu", "eager")
-
-
-@dataclass(frozen=True)
-class Selection:
-    """Who multiplies: the backend's name, what it does in words, and why it was chosen.
-
-    `run(accumulator, left, right, offsets, scale, keep, noise)` is `grouped_accumulate_` without the choice.
-    """
-
-    name: str
-    how: str
-    reason: str
-    run: Run
 
 
 def grouped_accumulate_(
@@ -110,10 +100,10 @@ def select(
         ValueError: the name, or the value of `FUSEDACC_BACKEND`, is no backend.
         RuntimeError: the backend that was asked for cannot run there.
     """
-    name, reason = _backend(*registry.requested(backend), device, accumulator_dtype, operand_dtype)
+    name, reason = _backend(backend, device, accumulator_dtype, operand_dtype)
     if name != "cpu":
         return Selection(name, _HOW[name], reason, _RUNS[name])
-    found = grouped_ways.thresholds(accumulator_dtype, operand_dtype, kept, rounds=not stochastic)
+    found = thresholds(accumulator_dtype, operand_dtype, kept, rounds=not stochastic)
     run = functools.partial(_native, rank_k_tokens=found.rank_k_tokens, rounded_tokens=found.rounded_tokens)
     return Selection(name, str(found), "; ".join([reason, *found.because]), run)
 
@@ -130,30 +120,61 @@ def describe(
 
     What is not in `kept` has not come up yet, and is not tried for this.
     """
-    name, reason = _backend(*registry.requested(backend), device, accumulator_dtype, operand_dtype)
+    name, reason = _backend(backend, device, accumulator_dtype, operand_dtype)
     if name != "cpu":
         return name, f"{_HOW[name]}; {reason}"
-    found = grouped_ways.known_thresholds(accumulator_dtype, operand_dtype, kept, rounds=not stochastic)
+    found = known_thresholds(accumulator_dtype, operand_dtype, kept, rounds=not stochastic)
     if found is None:
         return name, f"a trial will tell how; {reason}"
     return name, "; ".join([str(found), *found.because, reason])
 
 
-@functools.cache
+#: What fails a self-test where Triton's kernel is wrong.
+KERNEL = "triton, grouped products"
+
+
 def _backend(
+    backend: str, device: torch.device, accumulator: torch.dtype, operand: torch.dtype
+) -> tuple[str, str]:
+    """The backend for a pair, and why; its self-test has passed, or is yet to come."""
+    arguments = *registry.requested(backend), device, accumulator, operand
+    try:
+        return _tested(*arguments)
+    except selftest.Deferred:
+        selftest.defer(_tested, *arguments)
+        return _untested(*arguments)
+
+
+@selftest.remembered
+def _tested(
     name: str, source: str, device: torch.device, accumulator: torch.dtype, operand: torch.dtype
 ) -> tuple[str, str]:
-    """The backend for a pair, and why."""
-    names = [each for each in registry.order(device) if each in _NAMES] if name == "auto" else _NAMES
-    task = f"add grouped products of {str(operand)[6:]} into {str(accumulator)[6:]} on {device}"
+    while True:  # until none fails: then it is an obstacle
+        chosen, reason = _untested(name, source, device, accumulator, operand)
+        if chosen != "triton" or self_test(device, accumulator, operand) is None:
+            break
+    if name == "auto":
+        selftest.warn_once(KERNEL, device, "Torch's product for each expert")
+    return chosen, reason
 
-    def problem(each: str) -> str | None:
-        return registry.obstacle(each, device, accumulator, operand)
 
-    chosen, reason = registry.choose(name, source, names, task, problem)
-    if chosen in _NAMES:
-        return chosen, reason
-    return "eager", f"{reason}, which has no kernel for grouped products"
+def self_test(device: torch.device, accumulator: torch.dtype, operand: torch.dtype) -> str | None:
+    """As `registry.self_test`, of Triton's kernel."""
+    if device.type not in selftest.DEVICE_TYPES:
+        return None
+    what = f"{str(operand)[6:]} into {str(accumulator)[6:]}"
+    check = functools.partial(selftest.checks().grouped, _triton, device, operand, accumulator)
+    return selftest.problem_of(KERNEL, what, device, check)
+
+
+@selftest.remembered
+def _untested(
+    name: str, source: str, device: torch.device, accumulator: torch.dtype, operand: torch.dtype
+) -> tuple[str, str]:
+    chosen = registry.select_for_products(
+        name, source, "grouped products", _NAMES, device, accumulator, operand, triton_kernel=KERNEL
+    )
+    return chosen.candidate, chosen.reason
 
 
 def _native(
@@ -185,10 +206,236 @@ def _triton(
     noise: Noise | None = None,
 ) -> None:
     # Imported where it is needed: Triton takes a second, and may not be there.
-    module = importlib.import_module(".triton.grouped", __package__)
+    module = importlib.import_module(".triton.backend", __package__)
     module.grouped_accumulate_(accumulator, left, right, offsets, scale, keep, noise)
     bump_versions([accumulator])
 
 
-_RUNS: dict[str, Run] = {"triton": _triton, "eager": grouped_eager.accumulate_}
+RANK_K, BLAS = "rank_k", "blas"
+EXACT, ROUNDED = "exact", "rounded"
+#: Tokens of an expert that are asked about: up to which its product is added by loops of our own, in
+#: ascending order, and from which on it is rounded.
+RANK_K_CLASSES, ROUNDED_CLASSES = (4, 8, 16, 32), (16, 64, 256)
+#: Up to how many the loops are taken without a trial.
+_SURELY_FEW = 8
+#: More tokens than there are.
+NEVER = 2**63 - 1
+#: Experts and their sums' shape of a trial; of one with so many tokens that it would take long, fewer.
+_EXPERTS, _ROWS, _COLUMNS = 16, 256, 512
+_MOST_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """How experts are added, by their tokens.
+
+    rank_k_tokens: with so many at most, by loops of our own. rounded_tokens: with so many at least, by
+    torch's product of bfloat16, rounded to it. because: what was found, a line for each choice.
+    """
+
+    rank_k_tokens: int
+    rounded_tokens: int
+    because: tuple[str, ...]
+
+    def __str__(self) -> str:
+        parts = ["BLAS for each expert"]
+        if self.rank_k_tokens:
+            parts.append(f"loops of our own for up to {self.rank_k_tokens} tokens")
+        if self.rounded_tokens != NEVER:
+            parts.append(f"torch's bfloat16 product from {self.rounded_tokens} on")
+        return ", ".join(parts)
+
+
+def thresholds(
+    accumulator: torch.dtype,
+    operand: torch.dtype,
+    kept: MutableMapping[str, str] | None = None,
+    rounds: bool = True,
+) -> Thresholds:
+    """What trials find, or have found; `kept` as `tuning.choose` has it. rounds: products may be rounded."""
+    found = _thresholds(accumulator, operand, lambda choice: tuning.choose(choice, kept), rounds)
+    assert found is not None
+    return found
+
+
+def known_thresholds(
+    accumulator: torch.dtype, operand: torch.dtype, kept: Mapping[str, str], rounds: bool = True
+) -> Thresholds | None:
+    """The same by the decisions in `kept` alone; None where one is missing."""
+
+    def look_up(choice: Choice) -> Decision | None:
+        return tuning.choose(choice, dict(kept)) if choice.name in kept else None
+
+    return _thresholds(accumulator, operand, look_up, rounds)
+
+
+def _thresholds(
+    accumulator: torch.dtype,
+    operand: torch.dtype,
+    decide: Callable[[Choice], Decision | None],
+    rounds: bool,
+) -> Thresholds | None:
+    because: list[str] = []
+
+    def decided(choices: list[Choice], wanted: str) -> int | None:
+        """How many of them in a row are decided so; None where a decision is missing."""
+        for number, choice in enumerate(choices):
+            decision = decide(choice)
+            if decision is None:
+                return None
+            because.append(f"{choice.name.partition(', ')[2]}: {decision}")
+            if decision.candidate != wanted:
+                return number
+        return len(choices)
+
+    few = decided(_rank_k_choices(accumulator, operand), RANK_K)
+    if few is None:
+        return None
+    rank_k_tokens = (0, *RANK_K_CLASSES)[few]
+    rounding = _rounding_choices(accumulator, operand, rank_k_tokens) if rounds else []
+    many = decided(rounding, ROUNDED)
+    if many is None:
+        return None
+    return Thresholds(rank_k_tokens, (*ROUNDED_CLASSES, NEVER)[-1 - many], tuple(because))
+
+
+def _rank_k_choices(accumulator: torch.dtype, operand: torch.dtype) -> list[Choice]:
+    return [_rank_k_choice(accumulator, operand, tokens) for tokens in RANK_K_CLASSES]
+
+
+def _rounding_choices(accumulator: torch.dtype, operand: torch.dtype, rank_k_tokens: int) -> list[Choice]:
+    """From the most tokens down."""
+    if operand != torch.bfloat16:
+        return []
+    has = multiplies_bfloat16()
+    return [
+        _rounding_choice(accumulator, operand, tokens, rank_k_tokens, has)
+        for tokens in reversed(ROUNDED_CLASSES)
+    ]
+
+
+def _choice_name(accumulator: torch.dtype, operand: torch.dtype, of: str) -> str:
+    return f"grouped products of {dtype_name(operand)} into {dtype_name(accumulator)}, {of}"
+
+
+@functools.cache
+def _rank_k_choice(accumulator: torch.dtype, operand: torch.dtype, tokens: int) -> Choice:
+    calls = {RANK_K: (tokens, NEVER), BLAS: (0, NEVER)}
+    return Choice(
+        _choice_name(accumulator, operand, f"{tokens} tokens each"),
+        tuple(calls),
+        RANK_K if tokens <= _SURELY_FEW else BLAS,
+        functools.partial(_trial, accumulator, operand, tokens, calls),
+    )
+
+
+@functools.cache
+def _rounding_choice(
+    accumulator: torch.dtype, operand: torch.dtype, tokens: int, rank_k_tokens: int, has_bfloat16: bool
+) -> Choice:
+    calls = {EXACT: (rank_k_tokens, NEVER), ROUNDED: (rank_k_tokens, 0)}
+    return Choice(
+        _choice_name(accumulator, operand, f"{tokens} tokens each, rounded or not"),
+        tuple(calls),
+        ROUNDED if has_bfloat16 else EXACT,
+        functools.partial(_trial, accumulator, operand, tokens, calls),
+    )
+
+
+def _trial(
+    accumulator: torch.dtype, operand: torch.dtype, tokens: int, calls: Mapping[str, tuple[int, int]]
+) -> dict[str, Callable[[], object]]:
+    experts = max(2, min(_EXPERTS, _MOST_TOKENS // tokens))
+    left, right = trial_operands(experts * tokens, (_ROWS, _COLUMNS), operand)
+    total = torch.zeros(experts, _ROWS, _COLUMNS, dtype=accumulator, device="cpu")
+    offsets = torch.arange(tokens, experts * tokens + 1, tokens, dtype=torch.int32, device="cpu")
+    operator = torch.ops.fusedacc.grouped_accumulate_.default
+    return {
+        way: functools.partial(operator, total, left, right, offsets, None, 1.0, None, 1.0, *own)
+        for way, own in calls.items()
+    }
+
+
+def choices() -> list[Choice]:
+    """All choices of this machine; those of rounding as if no loops of our own were taken."""
+    return [
+        choice
+        for pair in TRIED_PRODUCTS
+        for choice in (*_rank_k_choices(*pair), *_rounding_choices(*pair, rank_k_tokens=0))
+    ]
+
+
+def _accumulate_eagerly_(
+    accumulator: Tensor,
+    left: Tensor,
+    right: Tensor,
+    offsets: Tensor,
+    scale: Number,
+    keep: Number,
+    noise: Noise | None = None,
+) -> None:
+    """Expert by expert, once the arguments are found right. Waits for the device, to read the offsets.
+
+    With `noise`, of one stream, the accumulator is bfloat16 and is rounded stochastically.
+
+    Raises:
+        RuntimeError: an argument is not as `grouped.grouped_accumulate_` wants it; nothing has been modified.
+    """
+    _check_arguments(accumulator, left, right, offsets)
+    start = 0
+    with torch.no_grad():
+        for expert, end in enumerate(_read_ends(offsets, left.shape[0])):
+            operands = left[start:end], right[start:end]
+            first = expert * accumulator.stride(0)
+            matmul_eager.accumulate_(accumulator[expert], *operands, scale, keep, noise, first)
+            start = end
+
+
+def _check_arguments(accumulator: Tensor, left: Tensor, right: Tensor, offsets: Tensor) -> None:
+    """All but the offsets' values, in the words of the native operator."""
+    dims = {"accumulator": (accumulator, 3), "left": (left, 2), "right": (right, 2), "offsets": (offsets, 1)}
+    for name, (tensor, count) in dims.items():
+        _require(tensor.dim() == count, f"{name} has {tensor.dim()} dimensions; it must have {count}")
+        where = f"{name} is on {tensor.device} but accumulator is on {accumulator.device}"
+        _require(tensor.device == accumulator.device, where)
+    own = str(accumulator.dtype)[6:]
+    memory = None
+    if checks.is_plain(accumulator):
+        try:
+            memory = checks.check_accumulators([accumulator])
+        except (TypeError, ValueError) as problem:
+            raise RuntimeError(f"fusedacc: {problem}".replace("accumulators[0]", "accumulator")) from None
+    for name, operand, along in (("left", left, 1), ("right", right, 2)):
+        dtype = f"{name} has {str(operand.dtype)[6:]}"
+        pair = (operand.dtype, accumulator.dtype)
+        _require(pair in PAIRS, f"{dtype} and accumulator {own}; allowed: {allowed_pairs()}")
+        shapes = f"has shape {list(operand.shape)} but accumulator has {list(accumulator.shape)}"
+        _require(operand.shape[1] == accumulator.shape[along], f"{name} {shapes}")
+        if memory is not None and checks.is_plain(operand):
+            _require(not memory.overlapping(operand), f"{name} overlaps accumulator in memory")
+    dtypes = f"right has {str(right.dtype)[6:]} but left has {str(left.dtype)[6:]}"
+    _require(right.dtype == left.dtype, dtypes)
+    rows = f"right has {right.shape[0]} rows but left has {left.shape[0]}"
+    _require(right.shape[0] == left.shape[0], rows)
+    dtype = f"offsets has {str(offsets.dtype)[6:]}; it must be int32"
+    _require(offsets.dtype == torch.int32, dtype)
+    elements = f"offsets has {offsets.shape[0]} elements; it must have {accumulator.shape[0]}"
+    _require(offsets.shape[0] == accumulator.shape[0], f"{elements}, one for each matrix of accumulator")
+
+
+def _read_ends(offsets: Tensor, tokens: int) -> list[int]:
+    ends, least = offsets.tolist(), 0
+    for index, end in enumerate(ends):
+        allowed = f"allowed: {least} to {tokens}, from the offset before to the rows of left"
+        _require(least <= end <= tokens, f"offsets[{index}] is {end}; {allowed}")
+        least = end
+    return ends
+
+
+def _require(right: bool, problem: str) -> None:
+    if not right:
+        raise RuntimeError(f"fusedacc: {problem}")
+
+
+_RUNS: dict[str, Run] = {"triton": _triton, "eager": _accumulate_eagerly_}
 _HOW = {"triton": "one Triton kernel into the sums", "eager": "torch's product for each expert"}

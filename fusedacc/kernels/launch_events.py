@@ -14,7 +14,7 @@ class Observer(Protocol):
     """What `fusedacc.traffic.TrafficMeter` is to the code that it watches."""
 
     def launched(self, kernel: str, *operands: Any) -> None:
-        """A kernel has been launched; `fusedacc.traffic.our_rules` has what each kernel's operands are."""
+        """A kernel has been launched; `fusedacc.traffic.rules` has what each kernel's operands are."""
 
     def enter_phase(self, name: str) -> None: ...
 

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from . import checks, registry, undispatched
+from . import checks, native_module, registry
 from .constants import MAX_DIMS
-from .rounding import Noise
-from .rounding_arguments import checked_offset, streams
+from .rounding import Noise, checked_offset, streams
 
 
 @dataclass(frozen=True)
-class Part:
+class BackendShare:
     """The tensors, by index in the caller's lists, that one backend takes on one device."""
 
     backend: registry.Backend
@@ -32,7 +31,7 @@ class Part:
         return values if isinstance(values, bool) else [values[index] for index in self.indices]
 
 
-def split(accumulators: Sequence[Tensor], gradients: Sequence[Tensor], backend: str) -> list[Part]:
+def split(accumulators: Sequence[Tensor], gradients: Sequence[Tensor], backend: str) -> list[BackendShare]:
     """Parts of lists that `checks.check_lists` has passed, each of one device and backend.
 
     Under "auto", tensors that are no ordinary tensors (wrapper subclasses, meta tensors) or have more
@@ -51,7 +50,7 @@ def split(accumulators: Sequence[Tensor], gradients: Sequence[Tensor], backend: 
         if kind not in chosen:
             chosen[kind] = registry.select(*kind).backend
         found.setdefault((accumulator.device, chosen[kind]), []).append(index)
-    return [Part(taker, tuple(indices)) for (_, taker), indices in found.items()]
+    return [BackendShare(taker, tuple(indices)) for (_, taker), indices in found.items()]
 
 
 def split_refused(
@@ -60,7 +59,7 @@ def split_refused(
     backend: str,
     chosen: registry.Backend | None,
     refused: Exception | None,
-) -> list[Part]:
+) -> list[BackendShare]:
     """`split`, after `chosen` was tried on all of it and has raised `refused`, for nothing that checks know.
 
     It may have written before it did, so that it is never tried twice: raises `refused` where all would go to
@@ -81,7 +80,8 @@ def is_traced_natively(
         RuntimeError: Triton was asked for.
         ValueError, RuntimeError: as `registry.select`.
     """
-    name = registry.select(device, accumulator_dtype, gradient_dtype, backend).backend.name
+    # A trace is no place for a self-test.
+    name = registry.select_untested(device, accumulator_dtype, gradient_dtype, backend).name
     if name == "triton" and backend == "triton":
         raise RuntimeError(
             "backend='triton' cannot be traced by torch.compile; allowed: 'auto', 'cuda', 'cpu', 'eager'"
@@ -107,10 +107,10 @@ def owners(accumulators: Sequence[Tensor]) -> list[Tensor]:
     return list({id(tensor): tensor for tensor in bases}.values())
 
 
-class Plan:
+class PreparedAccumulation:
     """An accumulation into accumulators that stay: checked, split and bound to their backends once.
 
-    Made by `functional.prepare`. A plan keeps the accumulators' memory alive and keeps writing to it: after
+    Made by `functional.prepare`. It keeps the accumulators' memory alive and keeps writing to it: after
     an accumulator's storage was swapped or resized (`.data = ...`, `resize_`), prepare again.
     """
 
@@ -129,7 +129,7 @@ class Plan:
         self._runs = [part.backend.prepare(part.of(self._accumulators)) for part in self._parts]
         self._direct = len(self._parts) == 1 and self._parts[0].backend.name in registry.SELF_CHECKING
         on_cpu = self.backends == ("cpu",)
-        self._undispatched = on_cpu and undispatched.prepare(self._accumulators, self._versions)
+        self._undispatched = on_cpu and native_module.prepare(self._accumulators, self._versions)
         self._seed = seed
         #: The number of the next addition, where sums are rounded stochastically; else None.
         self.offset = None if seed is None else offset

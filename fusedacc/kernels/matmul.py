@@ -17,6 +17,8 @@ torch, on any device, and the only one on CUDA: stream, workspace, determinism a
 from __future__ import annotations
 
 import functools
+import os
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 
@@ -24,9 +26,11 @@ import torch
 from torch import Tensor
 
 from . import checks, matmul_eager, registry, tuning
-from .constants import TOKEN_CLASSES, Multiplier, Way
+from .choices import Choice, Decision
+from .constants import SPLIT_ROWS, TOKEN_CLASSES, GemmMethod, Multiplier
+from .dtypes import TRIED_PRODUCTS, dtype_name
 from .lists import bump_versions
-from .matmul_ways import class_of, question_of
+from .native import as_argument
 from .rounding import Noise
 
 Number = matmul_eager.Number
@@ -40,15 +44,16 @@ _NAMES = ("cpu", "eager")
 class Selection:
     """Who multiplies: the backend's name, what it does in words, and why it was chosen.
 
-    `run(accumulator, left, right, scale, keep, noise)` is `gemm_accumulate_` without the choice.
+    `run(accumulator, left, right, scale, keep, noise)` is `gemm_accumulate_` without the choice; of grouped
+    products (`grouped`) it takes the offsets after the operands, and is `grouped_accumulate_`.
     `multiplier`: the same for the native modules, a `Multiplier` or the operator's way.
     """
 
     name: str
     how: str
     reason: str
-    run: Run
-    multiplier: int
+    run: Callable[..., None]
+    multiplier: int = Multiplier.PYTHON
 
 
 def gemm_accumulate_(
@@ -121,19 +126,20 @@ def select(
         ValueError: the name, or the value of `FUSEDACC_BACKEND`, is no backend.
         RuntimeError: the backend that was asked for cannot run there.
     """
-    name, reason = _backend(*registry.requested(backend), device, accumulator_dtype, operand_dtype)
+    name, reason = _backend(backend, device, accumulator_dtype, operand_dtype)
     if name == "eager":
+        matmul_eager.passes(device, operand_dtype)
         return _in_torch(reason)
-    question = None if stochastic else question_of(accumulator_dtype, operand_dtype, class_of(tokens))
-    if question is None:
-        return _on_cpu(accumulator_dtype, operand_dtype, Way.WHOLE, reason)
-    choice = tuning.choose(question, kept)
-    way = Way[choice.way.upper()]
-    return _on_cpu(accumulator_dtype, operand_dtype, way, f"{reason}; {_because(question, choice)}")
+    choice = None if stochastic else choice_of(accumulator_dtype, operand_dtype, class_of(tokens))
+    if choice is None:
+        return _on_cpu(accumulator_dtype, operand_dtype, GemmMethod.WHOLE, reason)
+    decision = tuning.choose(choice, kept)
+    method = GemmMethod[decision.candidate.upper()]
+    return _on_cpu(accumulator_dtype, operand_dtype, method, f"{reason}; {_because(choice, decision)}")
 
 
-def _because(question: tuning.Question, choice: tuning.Choice) -> str:
-    return f"with {question.name.partition(', ')[2]} {choice}"
+def _because(choice: Choice, decision: Decision) -> str:
+    return f"with {choice.name.partition(', ')[2]} {decision}"
 
 
 def describe(
@@ -148,54 +154,47 @@ def describe(
 
     What is not in `kept` has not come up yet, and is not tried for this.
     """
-    name, reason = _backend(*registry.requested(backend), device, accumulator_dtype, operand_dtype)
+    name, reason = _backend(backend, device, accumulator_dtype, operand_dtype)
     if name == "eager":
         return name, f"{_in_torch(reason).how}; {reason}"
-    by_class, open_questions = [], False
+    by_class, undecided = [], False
     for number in range(len(TOKEN_CLASSES) + 1):
-        question = None if stochastic else question_of(accumulator_dtype, operand_dtype, number)
-        if question is not None and question.name not in kept:
-            open_questions = True
-        elif question is not None:
-            way = Way[kept[question.name].upper()]
-            how = _on_cpu(accumulator_dtype, operand_dtype, way, "").how
-            by_class.append(f"{how}, {_because(question, tuning.choose(question, dict(kept)))}")
+        choice = None if stochastic else choice_of(accumulator_dtype, operand_dtype, number)
+        if choice is not None and choice.name not in kept:
+            undecided = True
+        elif choice is not None:
+            method = GemmMethod[kept[choice.name].upper()]
+            how = _on_cpu(accumulator_dtype, operand_dtype, method, "").how
+            by_class.append(f"{how}, {_because(choice, tuning.choose(choice, dict(kept)))}")
     if not by_class:
-        how = _on_cpu(accumulator_dtype, operand_dtype, Way.WHOLE, "").how
-        by_class = ["a trial will tell how"] if open_questions else [how]
+        how = _on_cpu(accumulator_dtype, operand_dtype, GemmMethod.WHOLE, "").how
+        by_class = ["a trial will tell how"] if undecided else [how]
     return name, "; ".join([*by_class, reason])
 
 
-@functools.cache
 def _backend(
-    name: str, source: str, device: torch.device, accumulator: torch.dtype, operand: torch.dtype
+    backend: str, device: torch.device, accumulator: torch.dtype, operand: torch.dtype
 ) -> tuple[str, str]:
     """The backend for a pair, and why."""
-
-    def problem(each: str) -> str | None:
-        # Where there is no Triton, torch's product runs all the same.
-        return None if each == "triton" else registry.obstacle(each, device, accumulator, operand)
-
-    task = f"add a product of {str(operand)[6:]} into {str(accumulator)[6:]} on {device}"
-    chosen, reason = registry.choose(name, source, _NAMES, task, problem)
-    if chosen in _NAMES:
-        return chosen, reason
-    return "eager", f"{reason}, which has no kernel for products"
+    chosen = registry.select_for_products(
+        *registry.requested(backend), "products", _NAMES, device, accumulator, operand
+    )
+    return chosen.candidate, chosen.reason
 
 
 def _in_torch(reason: str) -> Selection:
-    return Selection("eager", "torch's product", reason, matmul_eager.accumulate_, Multiplier.PYTHON)
+    return Selection("eager", "torch's product", reason, matmul_eager.accumulate_)
 
 
-def _on_cpu(accumulator: torch.dtype, operand: torch.dtype, way: Way, reason: str) -> Selection:
-    multiplier, run = Multiplier.OPERATOR + way, _RUNS[way]
-    if way is Way.ROUNDED:
+def _on_cpu(accumulator: torch.dtype, operand: torch.dtype, method: GemmMethod, reason: str) -> Selection:
+    multiplier, run = Multiplier.OPERATOR + method, _RUNS[method]
+    if method is GemmMethod.ROUNDED:
         how = "oneDNN into the sum"
         if accumulator == torch.float32:
             how = "parts of torch's bfloat16 product, added one by one"
-    elif way is Way.RANK_K:
+    elif method is GemmMethod.RANK_K:
         how = "loops of our own into the sum"
-    elif way is Way.SPLIT:
+    elif method is GemmMethod.SPLIT:
         how = "BLAS into the sum, rows shared out among the threads"
     elif operand.itemsize > 2 and operand == accumulator:
         how, multiplier, run = "BLAS into the sum", Multiplier.BLAS, _blas
@@ -231,13 +230,13 @@ def _native(
     scale: Number,
     keep: Number,
     noise: Noise | None = None,
-    way: int = Way.WHOLE,
+    way: int = GemmMethod.WHOLE,
 ) -> None:
     if left.shape[0] == 0:
         matmul_eager.keep_only(accumulator, keep, noise)
         return
     operator = torch.ops.fusedacc.gemm_accumulate_.default
-    last = *_number(scale), *_number(keep), way, *(noise or ())
+    last = *as_argument(scale), *as_argument(keep), way, *(noise or ())
     if torch.is_grad_enabled():
         with torch.no_grad():
             operator(accumulator, left, right, *last)
@@ -246,9 +245,127 @@ def _native(
     bump_versions([accumulator])
 
 
-#: The operator by each of its ways.
-_RUNS: dict[Way, Run] = {way: functools.partial(_native, way=int(way)) for way in Way}
+#: The operator by each of its methods.
+_RUNS: dict[GemmMethod, Run] = {method: functools.partial(_native, way=int(method)) for method in GemmMethod}
 
 
-def _number(value: Number) -> tuple[Tensor | None, float]:
-    return (value, 1.0) if isinstance(value, Tensor) else (None, value)
+#: Tokens, by class, and the sum's shape, of a trial.
+_TRIED = (8, 32, 64, 192)
+_SHAPE = 512, 512
+#: The shape where loops of our own are tried. They are at their best while the sum fits a second-level cache,
+#: but most of a model's time goes to sums that do not.
+_BEYOND_CACHE = 2048, 1024
+#: Of so many classes, each with few tokens, loops of our own may multiply bfloat16.
+_RANK_K_CLASSES = 2
+#: Parts that a thread gets at least where a product is cut up, as in csrc/cpu/gemm.cpp.
+_PARTS_PER_THREAD = 2
+#: Values of ONEDNN_MAX_CPU_ISA under which it multiplies bfloat16 by float32's instructions.
+_WITHOUT_BFLOAT16 = frozenset(
+    ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
+)
+
+
+def class_of(tokens: int) -> int:
+    """The number of a class: tokens of one class are multiplied by one method."""
+    return bisect_left(TOKEN_CLASSES, tokens)
+
+
+def in_words(number: int) -> str:
+    """A class as it stands in the names of choices."""
+    if number == len(TOKEN_CLASSES):
+        return f"over {TOKEN_CLASSES[-1]} tokens"
+    first = TOKEN_CLASSES[number - 1] + 1 if number else 1
+    return f"{first} to {TOKEN_CLASSES[number]} tokens"
+
+
+def choice_of(accumulator: torch.dtype, operand: torch.dtype, number: int) -> Choice | None:
+    """The choice of a method for such a product; None where there is one only."""
+    return _choice(accumulator, operand, number, torch.get_num_threads(), multiplies_bfloat16())
+
+
+@functools.cache
+def _choice(
+    accumulator: torch.dtype, operand: torch.dtype, number: int, threads: int, has_bfloat16: bool
+) -> Choice | None:
+    methods = methods_of(accumulator, operand, number, threads)
+    if len(methods) == 1:
+        return None
+    # Splitting needs a trial: on some processors it takes a quarter less time, on others more.
+    default = GemmMethod.WHOLE
+    if GemmMethod.ROUNDED in methods and has_bfloat16:
+        default = GemmMethod.RANK_K if number == 0 else GemmMethod.ROUNDED
+    shape = _SHAPE
+    if GemmMethod.SPLIT in methods:
+        shape = max(shape[0], SPLIT_ROWS * _PARTS_PER_THREAD * threads), shape[1]
+    elif GemmMethod.RANK_K in methods:
+        shape = _BEYOND_CACHE
+    return Choice(
+        f"product of {dtype_name(operand)} into {dtype_name(accumulator)}, {in_words(number)}",
+        tuple(method.name.lower() for method in methods),
+        default.name.lower(),
+        functools.partial(_trial, accumulator, operand, _TRIED[number], shape, methods),
+    )
+
+
+def methods_of(
+    accumulator: torch.dtype, operand: torch.dtype, number: int, threads: int
+) -> tuple[GemmMethod, ...]:
+    """The methods for a pair of dtypes and a class of tokens."""
+    if operand == torch.bfloat16:
+        # With few tokens, parts of a product that is rounded first cost what two passes over the sum cost.
+        return (
+            (GemmMethod.WHOLE, GemmMethod.ROUNDED, GemmMethod.RANK_K)
+            if number < _RANK_K_CLASSES
+            else (GemmMethod.WHOLE, GemmMethod.ROUNDED)
+        )
+    # With fewer tokens than that BLAS packs nothing, with more there is enough to do between the packing.
+    few_dozen = number == len(TOKEN_CLASSES) - 1
+    if operand == accumulator == torch.float32 and few_dozen and threads > 1:
+        return GemmMethod.WHOLE, GemmMethod.SPLIT
+    return (GemmMethod.WHOLE,)
+
+
+def _trial(
+    accumulator: torch.dtype,
+    operand: torch.dtype,
+    tokens: int,
+    shape: tuple[int, int],
+    methods: tuple[GemmMethod, ...],
+) -> dict[str, Callable[[], object]]:
+    left, right = trial_operands(tokens, shape, operand)
+    total = torch.zeros(shape, dtype=accumulator, device="cpu")
+    operator = torch.ops.fusedacc.gemm_accumulate_.default
+    return {
+        method.name.lower(): functools.partial(
+            operator, total, left, right, None, 1.0, None, 1.0, int(method)
+        )
+        for method in methods
+    }
+
+
+def trial_operands(tokens: int, sizes: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
+    """Random operands of a product, for a trial."""
+    generator = torch.Generator().manual_seed(0)
+    values = (torch.empty(tokens, size, device="cpu").uniform_(-1, 1, generator=generator) for size in sizes)
+    return [each.to(dtype) for each in values]
+
+
+def choices() -> list[Choice]:
+    """All choices of this machine."""
+    found = [choice_of(*pair, number) for pair in TRIED_PRODUCTS for number in range(len(TOKEN_CLASSES) + 1)]
+    return [choice for choice in found if choice is not None]
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether the processor has instructions for it, and oneDNN may use them."""
+    if os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper() in _WITHOUT_BFLOAT16:
+        return False
+    if not torch.backends.mkldnn.is_available() or not torch._C._get_mkldnn_enabled():
+        return False
+    return _has_bfloat16()
+
+
+@functools.cache
+def _has_bfloat16() -> bool:
+    asked = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
+    return any(getattr(torch.cpu, name, lambda: False)() for name in asked)

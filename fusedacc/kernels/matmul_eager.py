@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from . import checks
+from . import checks, selftest
 from .dtypes import computation_dtype
 from .rounding import Noise, round_into_
 
@@ -123,7 +123,34 @@ def _widens(name: str, accumulator: Tensor, operand: Tensor) -> bool:
     """Whether torch has `name` from 16-bit operands into float32 on the accumulator's device."""
     if not checks.is_plain(accumulator) or accumulator.device.type != "cuda" or operand.itemsize != 2:
         return False
-    return _widens_on(name, accumulator.device, operand.dtype)
+    return _widens_on(name, accumulator.device, operand.dtype) and passes(accumulator.device, operand.dtype)
+
+
+#: Who fails a self-test where torch's products of 16-bit operands into a float32 sum are wrong.
+WIDENING = "torch's product into a float32 sum"
+
+
+def passes(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the self-test of 16-bit operands into a float32 sum has passed, or is yet to come.
+
+    If it fails, the operands are cast to float32.
+    """
+    try:
+        return _passes(device, dtype)
+    except selftest.Deferred:
+        selftest.defer(_passes, device, dtype)
+        return selftest.failure(WIDENING, device) is None
+
+
+@selftest.remembered
+def _passes(device: torch.device, dtype: torch.dtype) -> bool:
+    if device.type not in selftest.DEVICE_TYPES or dtype.itemsize != 2:
+        return True
+    check = functools.partial(selftest.checks().product, accumulate_, device, dtype, torch.float32)
+    what = f"{str(dtype)[6:]} into float32"
+    passed = selftest.problem_of(WIDENING, what, device, check) is None
+    selftest.warn_once(WIDENING, device, "A product of operands that are cast to float32")
+    return passed
 
 
 @functools.cache

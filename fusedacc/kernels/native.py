@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import library, undispatched
+from . import library, native_module
 from .dtypes import PAIRS
 from .registry import Backend, Run
 from .rounding import Noise
@@ -80,7 +80,7 @@ def _accumulate_on_cpu_(
     norm_type: float | None = None,
     noise: Noise | None = None,
 ) -> Tensor | None:
-    found = undispatched.accumulate(
+    found = native_module.accumulate(
         accumulators, gradients, scale, overwrite, beta, norm_type, False, False, noise
     )
     if found is False:
@@ -105,7 +105,7 @@ def _accumulate_(
 def _prepare(name: str, accumulators: Sequence[Tensor]) -> Run:
     """Accumulators with their checks done, as a table that the operators read."""
     plan = torch.ops.fusedacc.prepare.default(accumulators)
-    quick = name == "cpu" and undispatched.prepare(accumulators, ())
+    quick = name == "cpu" and native_module.prepare(accumulators, ())
 
     def run(
         gradients: Sequence[Tensor],
@@ -151,7 +151,7 @@ def _call(
 
 def _norm_partials(name: str, tensors: Sequence[Tensor], norm_type: float) -> Tensor:
     if name == "cpu":
-        found = undispatched.norm_partials(tensors, norm_type)
+        found = native_module.norm_partials(tensors, norm_type)
         if found is not False:
             return found
     with torch.no_grad():

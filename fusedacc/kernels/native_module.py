@@ -2,6 +2,12 @@
 
 It is made for exactly one torch and one Python, since autograd has no stable ABI. Where it is missing, Python
 does the same.
+
+The module also has the list operators past torch's dispatcher (`csrc/autograd/lists.cpp`), which costs more
+than the work on lists of small tensors. They take ordinary CPU tensors whose elements lie alike. Each
+returns False, with nothing done, for everything else: where the module was not built, a dispatch mode, a
+transform or a tracer is on, FUSEDACC_NATIVE_HOOKS is 0, or a check fails. The caller then takes the
+operator, whose results have the same bits and whose errors say what is wrong.
 """
 
 from __future__ import annotations
@@ -10,6 +16,7 @@ import functools
 import importlib.machinery
 import importlib.util
 import sysconfig
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +24,7 @@ import torch
 from . import library
 from .environment import switch
 
-#: "0": do without them, and without `undispatched`; "1": raise where they are not there; not set or "": use
+#: "0": do without the module; "1": raise where they are not there; not set or "": use
 #: them where they are.
 VARIABLE = "FUSEDACC_NATIVE_HOOKS"
 
@@ -84,3 +91,33 @@ def why_not() -> str | None:
 def add_flat() -> int:
     """Address of the native library's addition of one flat tensor."""
     return library.address_of("fusedacc_add_flat")
+
+
+def _left_to_the_operator(*arguments: Any) -> bool:
+    return False
+
+
+#: (accumulators, gradients, scale, overwrite, beta, norm_type or None, automatic, bumps, noise or None) ->
+#: True, or the partial norms. `automatic`: refuse where FUSEDACC_BACKEND names a backend; `bumps`: versions
+#: too; `noise`: a `rounding.Noise`.
+accumulate: Callable[..., Any] = _left_to_the_operator
+#: (accumulators, owners of versions to bump) -> (gradients, scale, overwrite, beta, norm_type or None, noise
+#: or None), which does as `accumulate`. The accumulators' memory is not kept alive.
+prepare: Callable[..., Any] = _left_to_the_operator
+#: (tensors, norm_type) -> the partial norms.
+norm_partials: Callable[..., Any] = _left_to_the_operator
+#: (tensors, norm_type) -> the norm, and 1.0 or 0.0: whether an element was not finite. Automatic.
+total_norm: Callable[..., Any] = _left_to_the_operator
+
+
+def _take_list_functions() -> None:
+    global accumulate, prepare, norm_partials, total_norm
+    module = loaded()
+    if module is None or not hasattr(module, "set_kernels"):  # not built, or by an older release
+        return
+    module.set_kernels(*map(library.address_of, ("fusedacc_run", "fusedacc_run_norm", "fusedacc_join_norms")))
+    accumulate, prepare = module.accumulate, module.prepare
+    norm_partials, total_norm = module.norm_partials, module.total_norm
+
+
+_take_list_functions()

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from . import checks, norm_prefetch, reference, registry, transfers, undispatched
+from . import checks, loop_settings, native_module, reference, registry, torch_state
 from .lists import is_traced_natively, split_refused
+from .norm_kind import norm_kind
 
 #: Joins partial norms of one device to a norm of that dtype.
 Join = Callable[[Sequence[Tensor], torch.dtype], tuple[Tensor, Tensor]]
@@ -51,7 +52,8 @@ def finish(
 
     def join(vectors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         wanted = backend if backend != "auto" or all(map(checks.is_plain, vectors)) else "eager"
-        chosen = registry.select(vectors[0].device, torch.float64, torch.float64, wanted).backend
+        # Of any dtype, a self-test includes this.
+        chosen = registry.select_untested(vectors[0].device, torch.float64, torch.float64, wanted)
         return chosen.finish_norm(vectors, norm_type, dtype)
 
     return _over_devices(found, dtype, join)
@@ -60,7 +62,7 @@ def finish(
 def _over_devices(found: Sequence[Tensor], dtype: torch.dtype, join: Join) -> tuple[Tensor, Tensor]:
     if not found:
         return torch.zeros((), dtype=dtype), torch.zeros(())
-    home = transfers.common_device(found)
+    home = torch_state.common_device(found)
     here = []
     for device in dict.fromkeys(vector.device for vector in found):
         there = [vector for vector in found if vector.device == device]
@@ -69,7 +71,7 @@ def _over_devices(found: Sequence[Tensor], dtype: torch.dtype, join: Join) -> tu
         else:
             # A norm in float64 is a partial norm: eight bytes go from device to device.
             norm, _ = join(there, torch.float64)
-            here.append(transfers.to_device(norm.reshape(1), home))
+            here.append(torch_state.to_device(norm.reshape(1), home))
     return join(here, dtype)
 
 
@@ -103,13 +105,13 @@ def norm_and_nonfinite(
     The second is what torch's fused optimizers take as `found_inf`: 0-dim, float32. Both are on the first
     GPU if any tensor is on one, else on the CPU. Nothing waits for a device.
     """
-    norm_type = checks.check_norm_type(norm_type)
+    norm_type = norm_kind(norm_type).norm_type
     if torch.compiler.is_compiling():
         return _traced(tensors, norm_type, backend)
-    found = undispatched.total_norm(tensors, norm_type) if backend == "auto" else None
+    found = native_module.total_norm(tensors, norm_type) if backend == "auto" else None
     if not found:
         found = finish(partials(tensors, norm_type, backend), norm_type, norm_dtype(tensors), backend)
-    norm_prefetch.tune_once(tensors)
+    loop_settings.tune_prefetch_once(tensors)
     return found
 
 
@@ -126,7 +128,7 @@ def norm_with_partials(
         backend: who reads the dense ones.
     """
     if not found and backend == "auto":
-        norm = undispatched.total_norm(tensors, norm_type)
+        norm = native_module.total_norm(tensors, norm_type)
         if norm:
             return norm
     plain = [tensor for tensor in tensors if _is_ordinary(tensor)]

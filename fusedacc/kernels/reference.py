@@ -27,6 +27,7 @@ from torch import Tensor
 from .checks import overwrite_flags
 from .constants import ROW_RUN
 from .dtypes import computation_dtype
+from .norm_kind import INFINITY, norm_kind
 from .registry import Backend
 from .rounding import Noise, round_into_, round_rows_
 
@@ -120,7 +121,7 @@ def _factor(value: float | Tensor, dtype: torch.dtype) -> float | Tensor:
 def _norm(tensor: Tensor, norm_type: float) -> Tensor:
     """The norm in float64, not finite only where an element is not."""
     largest = torch.linalg.vector_norm(tensor, float("inf")).double()
-    if norm_type == float("inf"):
+    if norm_kind(norm_type) is INFINITY:
         return largest
     if tensor.dtype != torch.float64:
         return torch.linalg.vector_norm(tensor.double(), norm_type)

@@ -16,6 +16,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from . import selftest
+from .choices import Choice, Decision
+from .dtypes import dtype_name
 from .rounding import Noise
 
 #: The backends, the preferred first.
@@ -134,7 +137,14 @@ def obstacle(
 ) -> str | None:
     """Why the backend cannot run such a pair of tensors on this machine; None if it can."""
     chosen = get(name)
-    return chosen.unavailable() or chosen.unsupported(device, accumulator_dtype, gradient_dtype)
+    why_not = chosen.unavailable() or chosen.unsupported(device, accumulator_dtype, gradient_dtype)
+    return why_not or failed_selftest(name, device)
+
+
+def failed_selftest(who: str, device: torch.device) -> str | None:
+    """Why a backend, or one of its kernels, is not trusted on a device; None if nothing speaks against it."""
+    why = selftest.failure(who, device)
+    return None if why is None else f"its self-test has failed: {why} ({selftest.HOW_TO_REPORT})"
 
 
 def requested(backend: str) -> tuple[str, str]:
@@ -153,46 +163,87 @@ def requested(backend: str) -> tuple[str, str]:
     return backend, source
 
 
-def choose(
-    name: str, source: str, names: Sequence[str], task: str, problem: Callable[[str], str | None]
-) -> tuple[str, str]:
-    """Which backend runs a task, and why.
+@selftest.remembered
+def select_for_products(
+    name: str,
+    source: str,
+    kind: str,
+    names: tuple[str, ...],
+    device: torch.device,
+    accumulator: torch.dtype,
+    operand: torch.dtype,
+    triton_kernel: str | None = None,
+) -> Decision:
+    """Choose the backend for products into sums; "eager" stands for a backend that has no kernel for them.
 
     Args:
         name, source: as `requested` returns them.
-        names: those that there are for the task, the preferred first.
-        task: what it is to do, in words that go on after "cannot".
-        problem: why a backend cannot; None if it can.
+        kind: of the products: "products" or "grouped products".
+        names: the backends that have a kernel for them, the preferred first.
+        device, accumulator, operand: the place and the dtypes.
+        triton_kernel: under this name Triton's kernel fails a self-test.
 
     Raises:
-        RuntimeError: the backend that was asked for cannot; or none can.
+        RuntimeError: the backend that was asked for cannot run; or none can.
     """
-    if name != "auto":
-        why_not = problem(name)
-        if why_not is None:
-            return name, f"chosen by {source}={name!r}"
-        able = ("auto", *(other for other in names if problem(other) is None))
-        allowed = ", ".join(map(repr, able))
-        raise RuntimeError(f"{source}={name!r} cannot {task}: {why_not}. Allowed here: {allowed}")
-    passed: list[str] = []
-    for candidate in names:
-        why_not = problem(candidate)
-        if why_not is None:
-            return candidate, "; ".join([f"first of {', '.join(names)} that can run here", *passed])
-        passed.append(f"not {candidate}: {why_not}")
-    raise RuntimeError(f"no backend can {task}: {'; '.join(passed)}")
+
+    def problem(each: str) -> str | None:
+        # Where there is no Triton, torch's product runs all the same.
+        if each == "triton" and each not in names:
+            return None
+        why_not = obstacle(each, device, accumulator, operand)
+        if why_not is None and each == "triton" and triton_kernel is not None:
+            return failed_selftest(triton_kernel, device)
+        return why_not
+
+    candidates = tuple(each for each in names if name != "auto" or each in order(device))
+    what = "a product" if kind == "products" else kind
+    task = f"add {what} of {dtype_name(operand)} into {dtype_name(accumulator)} on {device}"
+    chosen = Choice(task, candidates, obstacle=problem).select(name, source)
+    if chosen.candidate in names:
+        return chosen
+    return Decision("eager", f"{chosen.reason}, which has no kernel for {kind}")
 
 
-@functools.cache
-def _selection(
+@selftest.remembered
+def _untested(
     name: str, source: str, device: torch.device, accumulator: torch.dtype, gradient: torch.dtype
 ) -> Selection:
     names = order(device) if name == "auto" else NAMES
-    task = f"run {str(gradient)[6:]} into {str(accumulator)[6:]} on {device}"
-    chosen, reason = choose(
-        name, source, names, task, lambda each: obstacle(each, device, accumulator, gradient)
-    )
-    return Selection(get(chosen), reason)
+    task = f"run {dtype_name(gradient)} into {dtype_name(accumulator)} on {device}"
+    choice = Choice(task, names, obstacle=lambda each: obstacle(each, device, accumulator, gradient))
+    chosen = choice.select(name, source)
+    return Selection(get(chosen.candidate), chosen.reason)
+
+
+@selftest.remembered
+def _selection(
+    name: str, source: str, device: torch.device, accumulator: torch.dtype, gradient: torch.dtype
+) -> Selection:
+    """As `_untested`, of a backend whose self-test has passed."""
+    while True:  # until none fails: then it is an obstacle
+        found = _untested(name, source, device, accumulator, gradient)
+        if self_test(found.backend, device, accumulator, gradient) is None:
+            break
+    if name == "auto":
+        for passed in order(device)[: order(device).index(found.backend.name)]:
+            selftest.warn_once(passed, device, f"Backend {found.backend.name!r}")
+    return found
+
+
+def self_test(
+    backend: Backend, device: torch.device, accumulator: torch.dtype, gradient: torch.dtype
+) -> str | None:
+    """What is wrong with a backend's sums of a pair, by a check if there was none; eager is plain torch.
+
+    Raises:
+        selftest.Deferred, RuntimeError: as `selftest.problem_of`.
+    """
+    if backend.name == "eager" or device.type not in selftest.DEVICE_TYPES:
+        return None
+    what = f"{str(gradient)[6:]} into {str(accumulator)[6:]}"
+    check = functools.partial(selftest.checks().sums, backend, device, gradient, accumulator)
+    return selftest.problem_of(backend.name, what, device, check)
 
 
 def select(
@@ -209,9 +260,26 @@ def select(
         gradient_dtype: dtype of the gradients.
         backend: "auto" or one of `NAMES`. "auto" gives way to the environment variable `FUSEDACC_BACKEND`.
 
+    The first selection of a backend on a GPU checks its results (`selftest`).
+
     Raises:
-        ValueError: the name, or the value of `FUSEDACC_BACKEND`, is none of those.
-        RuntimeError: the backend that was asked for cannot run there.
+        ValueError: the name, or the value of `FUSEDACC_BACKEND`, is none of those; or FUSEDACC_SELFTEST is
+            neither "0" nor "1".
+        RuntimeError: the backend that was asked for cannot run there, or its self-test has failed.
     """
     name, source = requested(backend)
-    return _selection(name, source, device, accumulator_dtype, gradient_dtype)
+    try:
+        return _selection(name, source, device, accumulator_dtype, gradient_dtype)
+    except selftest.Deferred:
+        selftest.defer(_selection, name, source, device, accumulator_dtype, gradient_dtype)
+        return _untested(name, source, device, accumulator_dtype, gradient_dtype)
+
+
+def select_untested(
+    device: torch.device,
+    accumulator_dtype: torch.dtype,
+    gradient_dtype: torch.dtype,
+    backend: str = "auto",
+) -> Backend:
+    """The backend of `select`, without a self-test of this pair."""
+    return _untested(*requested(backend), device, accumulator_dtype, gradient_dtype).backend

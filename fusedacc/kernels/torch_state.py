@@ -5,7 +5,10 @@ They are asked in every backward, so that the cheapest answer comes first.
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,6 +41,11 @@ def process_group_up() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
+def reduced_from_p_grad(by_wrapper: bool) -> bool:
+    """Whether a process group's reducer takes gradients from p.grad, since the wrapper reduces no sums."""
+    return not by_wrapper and process_group_up()
+
+
 def process_group() -> list[tuple[object, str]]:
     """The object and the name of its attribute that is None while no process group is up."""
     if not torch.distributed.is_available():
@@ -48,3 +56,48 @@ def process_group() -> list[tuple[object, str]]:
 def raw_stream(tensor: Tensor) -> int:
     """The address of the stream that is current where the tensor is; 0 on a CPU."""
     return torch._C._cuda_getCurrentRawStream(tensor.device.index) if tensor.is_cuda else 0
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+# Private names of torch, here since 2.7. Reading them imports no compiler.
+_compiler: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+
+#: Returns what compiles the frames that this thread calls; None where they run as written. Ask
+#: `torch.compiler.is_compiling()` first: Dynamo cannot trace a call of this C function.
+frame_compiler: Callable[[], Any] = getattr(_compiler, "get_eval_frame_callback", type(None))
+
+
+def runs_as_written(function: _Function, calls_too: bool = True) -> _Function:
+    """Mark a function that Dynamo neither compiles by itself nor looks into for others to compile.
+
+    Dynamo leaves the frames of torch.nn alone unless it inlines them, such as that of `nn.Linear.forward`; a
+    function of ours in its place, or in a backward, would be compiled with further guards. It is still
+    inlined into a forward that is compiled. Imports no compiler.
+
+    Args:
+        function: what is marked, and returned.
+        calls_too: whether Dynamo also leaves alone what the function calls.
+    """
+    with contextlib.suppress(AttributeError):
+        skip, default = _compiler._FrameAction.SKIP, _compiler._FrameAction.DEFAULT
+        strategy = _compiler._FrameExecStrategy(skip, skip if calls_too else default)
+        _compiler.set_code_exec_strategy(function.__code__, strategy)
+    return function
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor to another device; return it as it is if it is there already.
+
+    What is read on a GPU needs no wait: streams order the copy and its readers. A copy to the CPU has no such
+    order. The CPU would read memory that the GPU has not written yet, so the host waits for it.
+    """
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
+def common_device(tensors: Sequence[Tensor]) -> torch.device:
+    """Return where to bring numbers of several devices together: the first GPU, or the first device.
+
+    On a GPU nothing has to wait for numbers of the others.
+    """
+    first = tensors[0].device
+    return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), first)

@@ -1,221 +1,133 @@
-"""Choices by trial: several ways are right, and which one is the fastest depends on the machine.
+"""Choices by trial: several candidates are right, and which one is the fastest depends on the machine.
 
-The first time that a question comes up, its ways run in turns for some milliseconds (`tuning_trial`). The
-process then uses the fastest way, or the default where no other way is faster beyond doubt. Answers are kept
-in `FUSEDACC_CACHE` (default: `fusedacc` in `XDG_CACHE_HOME` or `~/.cache`), by processor, instruction sets,
-threads and versions, for later processes. If several processes ask at once, all use the first answer that is
-written. `FUSEDACC_TUNE=0` and `torch.use_deterministic_algorithms(True)` forbid trials and ignore answers.
+When a choice first comes up, its candidates run in turns for some milliseconds (`tuning_trial`). The process
+then uses the fastest one, or the default where no other is faster beyond doubt. A file keeps decisions for
+later processes (`tuning_cache`). `FUSEDACC_TUNE=0` and `torch.use_deterministic_algorithms(True)` forbid
+trials and ignore decisions.
 
 A trial on a busy machine may be inconclusive. The process then uses the default, and the trial is repeated by
 a later process, or for a new wrapper. The first pause between two tries is a minute. Each pause is twice as
 long as the one before, up to a day: there are 11 tries on the first day at most, and one on each later day.
-A conclusive answer replaces an inconclusive one, never the reverse.
+A conclusive decision replaces an inconclusive one, never the reverse.
 
-Ways may differ in the last bits of their results. A wrapper keeps the answers that it has used, and its
-checkpoints carry them, so that a run that resumes on the same processor continues with the same bits.
+Candidates may differ in the last bits of their results. A wrapper keeps the decisions that it has used, and
+its checkpoints carry them, so that a run that resumes on the same processor continues with the same bits.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
-import functools
 import gc
-import importlib.metadata
-import json
-import os
-import platform
-import tempfile
 import threading
 import time
-import zlib
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import library
+from . import tuning_cache
+from .choices import Choice, Decision, better
 from .environment import switch
-from .tuning_trial import decide, time_ways
+from .tuning_cache import is_saved, kept_where, machine, processor
+from .tuning_trial import decide, time_candidates
+
+__all__ = ["Choice", "Decision", "choose", "is_saved", "kept_where", "machine", "processor"]
 
 #: "0": no trials, the processor's features decide; "1", "" or not set: trials.
-VARIABLE = "FUSEDACC_TUNE"
-#: The folder in which answers are kept.
-FOLDER = "FUSEDACC_CACHE"
-FILE = "choices.json"
-#: Seconds from an inconclusive trial to the next one: the first time, and at most. They double in between.
-FIRST_PAUSE, LONGEST_PAUSE = 60.0, 86400.0
-
-
-@dataclass(frozen=True)
-class Question:
-    """Which of several ways is the fastest here.
-
-    name: the same in every process and release in which it means the same; it stands in checkpoints.
-    ways: their names. default: the one that is taken without a trial.
-    trial: makes the operands on the CPU; returns what is timed, by the names of the ways.
-    """
-
-    name: str
-    ways: tuple[str, ...]
-    default: str
-    trial: Callable[[], Mapping[str, Callable[[], object]]] = field(compare=False)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A way, and why it was chosen.
-
-    Attributes:
-        way, why: in words.
-        microseconds: the medians of the trial, if there was one.
-        default: the way without a trial.
-        conclusive: whether the answer is final. If not, the trial is repeated later.
-        tries: how many trials were made.
-        tried_at: when the last one was made, in seconds since 1970.
-    """
-
-    way: str
-    why: str
-    microseconds: Mapping[str, float] = field(default_factory=dict)
-    default: str = ""
-    conclusive: bool = True
-    tries: int = 0
-    tried_at: float = 0.0
-
-    def __str__(self) -> str:
-        times = self._times()
-        return f"{self.way}: {self.why}{f' ({times})' if times else ''}"
-
-    def _times(self) -> str:
-        return ", ".join(f"{way} {own:g} us" for way, own in self.microseconds.items())
-
-    def in_full(self) -> str:
-        """The same with the default, the number of tries, and whether the answer is final."""
-        kind = "conclusive" if self.conclusive else "inconclusive"
-        tries = f"{self.tries} {'try' if self.tries == 1 else 'tries'}"
-        facts = filter(None, (self._times(), f"default {self.default}", f"{kind} after {tries}"))
-        return f"{self.way}: {self.why} ({'; '.join(facts)})"
-
-    def is_due(self) -> bool:
-        """Whether the trial should be repeated now."""
-        pause = min(FIRST_PAUSE * 2.0 ** min(self.tries - 1, 30), LONGEST_PAUSE)
-        # A time in the future means that the clock was set back since.
-        return not self.conclusive and not self.tried_at <= time.time() < self.tried_at + pause
-
+TUNE_ENV = "FUSEDACC_TUNE"
 
 _lock = threading.RLock()
-_found: dict[tuple[str, str], Choice] = {}
+#: This process's decisions, by machine and name.
+_found: dict[tuple[str, str], Decision] = {}
 _this_thread = threading.local()
-_unsaved = ""
 
 
-def fixed_by() -> str | None:
+def trials_disabled_by() -> str | None:
     """What forbids trials; None where they are allowed.
 
     Raises:
         ValueError: FUSEDACC_TUNE is neither "0" nor "1".
     """
     off = "no trials: the processor's features decide"
-    if switch(VARIABLE, on="trials", off=off, unset="trials") is False:
-        return f"{VARIABLE}=0"
+    if switch(TUNE_ENV, on="trials", off=off, unset="trials") is False:
+        return f"{TUNE_ENV}=0"
     return "torch.use_deterministic_algorithms" if torch.are_deterministic_algorithms_enabled() else None
 
 
-def choose(question: Question, kept: MutableMapping[str, str] | None = None) -> Choice:
-    """The way to go, found by a trial if need be.
+def choose(choice: Choice, kept: MutableMapping[str, str] | None = None) -> Decision:
+    """Decide, by a trial if need be.
 
     Args:
-        question: asked as often as one likes; the answer is looked up.
-        kept: answers to stay with, by the names of questions; this one is added. If it is not there yet, an
-            inconclusive trial may be repeated. Without `kept` this process's first answer holds.
+        choice: a choice that was decided before is looked up.
+        kept: candidates to stay with, by the names of choices; this decision is added. If it is not there
+            yet, an inconclusive trial may be repeated. Without `kept` this process's first decision holds.
 
     Raises:
-        ValueError: as `fixed_by`.
+        ValueError: as `trials_disabled_by`.
     """
-    reason, wanted = fixed_by(), None if kept is None else kept.get(question.name)
-    if reason is not None:
-        choice = Choice(question.default, f"by the processor's features, since {reason} forbids trials")
+    disabled, wanted = trials_disabled_by(), None if kept is None else kept.get(choice.name)
+    if disabled is not None:
+        decision = Decision(choice.default, f"by the processor's features, since {disabled} forbids trials")
     else:
         here = machine()
-        known = _found.get((here, question.name))
-        if wanted in question.ways:
-            if known is None or known.way != wanted:
-                return Choice(wanted, "as it was when the wrapper began, or in its checkpoint")
+        known = _found.get((here, choice.name))
+        if wanted in choice.candidates:
+            if known is None or known.candidate != wanted:
+                return Decision(wanted, "as it was when the wrapper began, or in its checkpoint")
             return known
         if not may_try():
-            return known or Choice(
-                question.default, "by the processor's features: this is no place for a trial"
+            return known or Decision(
+                choice.default, "by the processor's features: this is no place for a trial"
             )
         if known is None or (kept is not None and known.is_due()):
-            known = _answer(here, question)
-        choice = known
+            known = _decide(here, choice)
+        decision = known
     if kept is not None:
-        kept[question.name] = choice.way
-    return choice
+        kept[choice.name] = decision.candidate
+    return decision
 
 
-def _answer(here: str, question: Question) -> Choice:
-    """The answer of this process or an earlier one; of a trial if there is none, or its repetition is due."""
+def _decide(here: str, choice: Choice) -> Decision:
+    """The decision of this process or of an earlier one; a trial makes it if there is none, or one is due."""
     with _lock:
-        known = _best(_found.get((here, question.name)), _known(_read(), here, question))
+        known = better(_found.get((here, choice.name)), tuning_cache.load(here, choice))
         if known is None or known.is_due():
-            with _undisturbed():
-                verdict = decide(question.default, time_ways(question.trial(), question.default))
+            assert choice.trial is not None
+            with undisturbed():
+                fresh = decide(choice.default, time_candidates(choice.trial(), choice.default))
             tries = known.tries + 1 if known else 1
-            fresh = Choice(
-                verdict.way,
-                verdict.why,
-                verdict.microseconds,
-                question.default,
-                verdict.conclusive,
-                tries,
-                time.time(),
-            )
-            known = _save(here, question, fresh)
-        _found[here, question.name] = known
+            fresh = dataclasses.replace(fresh, tries=tries, tried_at=time.time())
+            known = tuning_cache.save(here, choice, fresh)
+        _found[here, choice.name] = known
     return known
 
 
-def _best(first: Choice | None, second: Choice | None) -> Choice | None:
-    """The one of two answers that counts: the conclusive one, else that of the later try, else the first."""
-    if first is None or second is None:
-        return first or second
-    later = second.conclusive or second.tries > first.tries
-    return second if later and not first.conclusive else first
-
-
 def report() -> list[dict[str, Any]]:
-    """What this process has found or looked up on the machine as it is now: plain values, by question."""
+    """What this process has decided or looked up on the machine as it is now: plain values, by choice."""
     here = machine()
     return [
-        {"question": name, **dataclasses.asdict(choice)}
-        for (where, name), choice in sorted(_found.items())
+        {"question": name, **decision.as_entry()}
+        for (where, name), decision in sorted(_found.items(), key=lambda item: item[0])
         if where == here
     ]
 
 
 def describe(found: Mapping[str, Any]) -> str:
     """One of a report's entries, as a line."""
-    facts = {name: value for name, value in found.items() if name != "question"}
-    return f"{found['question']}: {Choice(**facts).in_full()}"
+    facts = {name: value for name, value in found.items() if name not in ("question", "way", "why")}
+    return f"{found['question']}: {Decision(found['way'], found['why'], **facts).in_full()}"
 
 
 def forget() -> None:
-    """Let go of what this process has found; the file stays."""
+    """Drop what this process has decided; the file stays."""
     with _lock:
         _found.clear()
 
 
-# Trials
-
-
 def may_try() -> bool:
-    """Whether nothing would see a trial that cannot be kept from it: an outer trial, a trace, a transform."""
+    """Whether a trial may run here: not inside another one, a jit trace or a functorch transform."""
     return not (
         getattr(_this_thread, "trying", False)
         or torch._C._is_tracing()
@@ -224,7 +136,7 @@ def may_try() -> bool:
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """Keep a trial from what surrounds it: modes, autocast, the graph and garbage collection."""
     _this_thread.trying = True
     collects = gc.isenabled()
@@ -242,119 +154,3 @@ def _undisturbed() -> Iterator[None]:
         if collects:
             gc.enable()
         _this_thread.trying = False
-
-
-# The machine and the file
-
-
-#: Of other libraries: which instructions they use, and how threads wait for work.
-_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "OMP_WAIT_POLICY")
-
-
-def machine() -> str:
-    """What an answer depends on beside the question: processor, instruction sets, threads and versions."""
-    onednn = torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled()
-    set_by = [f"{name}={os.environ[name]}" for name in _VARIABLES if os.environ.get(name)]
-    return _machine(torch.get_num_threads(), bool(onednn), *set_by)
-
-
-@functools.cache
-def _machine(threads: int, onednn: bool, *set_by: str) -> str:
-    own = library.built_with()["cpu_capability"] if library.load_error() is None else "no library"
-    try:
-        version = importlib.metadata.version("fusedacc")
-    except importlib.metadata.PackageNotFoundError:
-        version = "from its sources"
-    parts = (
-        processor(),
-        f"fusedacc {version}",
-        f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()}",
-        f"kernels {own}",
-        "oneDNN" if onednn else "no oneDNN",
-        f"{threads} thread{'s' if threads > 1 else ''}",
-        *set_by,
-    )
-    return "; ".join(parts)
-
-
-@functools.cache
-def processor() -> str:
-    """Its model, and a number that stands for its features, which virtual machines hide from the name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
-    except OSError:
-        lines = []
-    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-    name = facts.get("model name") or platform.processor() or platform.machine()
-    details = [facts.get(key, "") for key in ("cpu family", "model", "stepping", "flags", "Features")]
-    return f"{name} ({zlib.crc32(' '.join(details).encode()):08x})"
-
-
-def folder() -> Path:
-    """Where answers are kept."""
-    own = os.environ.get(FOLDER)
-    if own:
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fusedacc"
-
-
-def kept_where() -> str:
-    """Where answers are kept, and why they are not, if so."""
-    return f"{folder() / FILE}{f' (not written: {_unsaved})' if _unsaved else ''}"
-
-
-def is_saved() -> bool:
-    """Whether every answer of this process could be written."""
-    return not _unsaved
-
-
-def _read() -> dict[str, dict[str, Any]]:
-    """The file's answers by machine; nothing where it is not there, or not ours to read."""
-    try:
-        found = json.loads((folder() / FILE).read_text())
-    except (OSError, ValueError, RuntimeError):  # the last: no home
-        return {}
-    if not isinstance(found, dict):
-        return {}
-    return {name: answers for name, answers in found.items() if isinstance(answers, dict)}
-
-
-def _known(answers: dict[str, dict[str, Any]], here: str, question: Question) -> Choice | None:
-    entry = answers.get(here, {}).get(question.name)
-    if not isinstance(entry, dict) or entry.get("way") not in question.ways:
-        return None
-    figures, why = entry.get("microseconds"), str(entry.get("why"))
-    conclusive, tries, tried_at = (entry.get(name) for name in ("conclusive", "tries", "tried_at"))
-    return Choice(
-        entry["way"],
-        why,
-        figures if isinstance(figures, dict) else {},
-        question.default,
-        # Releases before these fields existed said it in words only.
-        conclusive if isinstance(conclusive, bool) else "disturbed the trial" not in why,
-        tries if isinstance(tries, int) and tries > 0 else 1,
-        tried_at if isinstance(tried_at, int | float) else 0.0,
-    )
-
-
-def _save(here: str, question: Question, choice: Choice) -> Choice:
-    """Write an answer; returns the one that counts, which another process may have written before."""
-    global _unsaved
-    try:
-        where = folder()
-        where.mkdir(parents=True, exist_ok=True)
-        with open(where / f"{FILE}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            answers = _read()
-            known = _known(answers, here, question)
-            if known is not None and _best(known, choice) is known:
-                return known
-            entry = dataclasses.asdict(choice)
-            del entry["default"]
-            answers.setdefault(here, {})[question.name] = entry
-            with tempfile.TemporaryDirectory(dir=where) as new:
-                (Path(new) / FILE).write_text(json.dumps(answers, indent=1))
-                os.replace(Path(new) / FILE, where / FILE)
-    except (OSError, RuntimeError) as problem:  # read-only, full, no home: then it holds for this process
-        _unsaved = f"{type(problem).__name__}: {problem}"
-    return choice

@@ -1,9 +1,9 @@
-"""Time several ways to do the same work, and decide which is the fastest.
+"""Time several candidates for the same work, and decide which is the fastest.
 
-Delays must not decide. Each round times every way once, so that a slow period slows all of them, and ways are
-compared round by round. A round in which this process lost a core is discarded. The default loses only to a
-way that was faster in most of the rounds, after all rounds. A trial that cannot tell says so: `tuning` then
-uses the default for now, and repeats the trial later.
+Delays must not decide. Each round times every candidate once, so that a slow period slows all of them, and
+candidates are compared round by round. A round in which this process lost a core is discarded. The default
+loses only to a candidate that was faster in most of the rounds, after all rounds. A trial that cannot tell
+says so: `tuning` then uses the default for now, and repeats the trial later.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
 
+from .choices import Decision
 from .interruptions import Interruptions
 
-#: A way must take this share less time than the default, in the median of the rounds.
+#: A candidate must take this share less time than the default, in the median of the rounds.
 MIN_SPEEDUP = 0.05
-#: The share of rounds that must agree, that a way is faster or that it is not.
+#: The share of rounds that must agree, that a candidate is faster or that it is not.
 MIN_AGREEMENT = 0.75
 #: Rounds without an interruption that a trial needs.
 ROUNDS = 15
 #: A trial stops after this many seconds, whether it has its rounds or not.
 TRIAL_SECONDS = 0.25
-#: A sample calls a way as often as fits into these seconds, but at least once.
+#: A sample calls a candidate as often as fits into these seconds, but at least once.
 SAMPLE_SECONDS = 40e-6
-#: A way is dropped when every sample takes this many times the best median, after so many rounds at least.
+#: A candidate is dropped when every sample takes this many times the best median, after so many rounds at
+#: least.
 MAX_SLOWDOWN, MIN_ROUNDS = 3.0, 3
 #: A virtual machine's host may take this share of the cores' time during a trial.
 MAX_STOLEN = 0.05
@@ -39,7 +41,7 @@ class Trial:
     """What was timed.
 
     Attributes:
-        times: seconds per call of each way in each round that counts. A way that was dropped has fewer.
+        times: seconds per call of each candidate in each round that counts, fewer of one that was dropped.
         complete: whether there were enough rounds.
         discarded: the same of the rounds that were interrupted.
         stolen: the share of the cores' time that a virtual machine's host took.
@@ -59,33 +61,23 @@ class Trial:
         return "other processes disturbed the trial" if any(self.discarded.values()) else _TOO_LONG
 
     def medians(self) -> dict[str, float]:
-        """Seconds per call of each way; of rounds that were interrupted, if it has no others."""
+        """Seconds per call of each candidate; of rounds that were interrupted, if it has no others."""
         times = {name: own or self.discarded[name] for name, own in self.times.items()}
         return {name: statistics.median(own) for name, own in times.items()}
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """A way and why it was chosen; whether the trial could tell; medians in microseconds."""
-
-    way: str
-    conclusive: bool
-    why: str
-    microseconds: Mapping[str, float]
-
-
-def time_ways(ways: Mapping[str, Callable[[], object]], default: str) -> Trial:
-    """Time the ways in rounds until there are `ROUNDS` without an interruption, or the time is up.
+def time_candidates(candidates: Mapping[str, Callable[[], object]], default: str) -> Trial:
+    """Time the candidates in rounds until there are `ROUNDS` without an interruption, or the time is up.
 
     Args:
-        ways: what to call, by name.
-        default: the way that is never dropped.
+        candidates: what to call, by name.
+        default: the candidate that is never dropped.
     """
-    calls = {name: _calls_per_sample(run) for name, run in ways.items()}
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    discarded: dict[str, list[float]] = {name: [] for name in ways}
-    running, attempt = list(ways), 0
-    # A random order, then its reverse: a delay that returns every few samples hits all ways alike.
+    calls = {name: _calls_per_sample(run) for name, run in candidates.items()}
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    discarded: dict[str, list[float]] = {name: [] for name in candidates}
+    running, attempt = list(candidates), 0
+    # A random order, then its reverse: a delay that returns every few samples hits all candidates alike.
     shuffle = random.Random(0).shuffle
     with Interruptions() as interruptions:
         end = perf_counter() + TRIAL_SECONDS
@@ -93,7 +85,7 @@ def time_ways(ways: Mapping[str, Callable[[], object]], default: str) -> Trial:
             running.reverse() if attempt % 2 else shuffle(running)
             attempt += 1
             interruptions.mark()
-            samples = {name: _seconds(ways[name], calls[name]) for name in running}
+            samples = {name: _seconds(candidates[name], calls[name]) for name in running}
             taken = discarded if interruptions.since_mark() else times
             for name, seconds in samples.items():
                 taken[name].append(seconds)
@@ -117,44 +109,44 @@ def _seconds(run: Callable[[], object], calls: int) -> float:
 
 
 def _without_hopeless(running: list[str], times: Mapping[str, list[float]], default: str) -> list[str]:
-    """The ways that may still be the fastest, and the default.
+    """The candidates that may still be the fastest, and the default.
 
-    A delay lengthens a sample and never shortens one: the fastest sample of a way speaks for it.
+    A delay lengthens a sample and never shortens one: the fastest sample of a candidate speaks for it.
     """
     longest = MAX_SLOWDOWN * min(statistics.median(times[name]) for name in running)
     return [name for name in running if name == default or min(times[name]) <= longest]
 
 
-def decide(default: str, trial: Trial) -> Verdict:
-    """Choose a way that is faster than the default beyond doubt, else the default."""
+def decide(default: str, trial: Trial) -> Decision:
+    """Choose a candidate that is faster than the default beyond doubt, else the default."""
     medians = trial.medians()
     figures = {name: round(1e6 * seconds, 1) for name, seconds in medians.items()}
     problem = trial.problem()
     if problem:
-        return Verdict(default, False, f"by the processor's features: {problem}", figures)
+        return Decision(default, f"by the processor's features: {problem}", figures, default, False)
     ratios = {
-        # A way that was dropped has fewer rounds than the default.
+        # A candidate that was dropped has fewer rounds than the default.
         name: [its / other for its, other in zip(own, trial.times[default], strict=False)]
         for name, own in trial.times.items()
         if name != default
     }
     faster = [name for name, own in ratios.items() if len(own) >= ROUNDS and _is_faster(own)]
     if faster:
-        way = min(faster, key=lambda name: statistics.median(ratios[name]))
-        return Verdict(way, True, "the fastest in a trial", figures)
+        best = min(faster, key=lambda name: statistics.median(ratios[name]))
+        return Decision(best, "the fastest in a trial", figures, default, True)
     doubtful = [name for name, own in ratios.items() if not _is_not_faster(own)]
     if doubtful:
         why = f"by the processor's features: the rounds of the trial disagreed on {' and '.join(doubtful)}"
-        return Verdict(default, False, why, figures)
+        return Decision(default, why, figures, default, False)
     fastest = min(medians, key=lambda name: medians[name])
     if fastest == default:
-        return Verdict(default, True, "the fastest in a trial", figures)
+        return Decision(default, "the fastest in a trial", figures, default, True)
     why = f"by the processor's features: {fastest} was not faster beyond doubt in a trial"
-    return Verdict(default, True, why, figures)
+    return Decision(default, why, figures, default, True)
 
 
 def _is_faster(ratios: list[float]) -> bool:
-    """Whether a way with these times, in units of the default's, is faster beyond doubt."""
+    """Whether a candidate with these times, in units of the default's, is faster beyond doubt."""
     return statistics.median(ratios) <= 1 - MIN_SPEEDUP and _most(ratio < 1 for ratio in ratios)
 
 

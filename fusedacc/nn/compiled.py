@@ -1,9 +1,10 @@
 """Operators by which a graph of torch.compile adds weight gradients to their sums inside its backward.
 
-The forward has one operator per module. Dynamo sees only its name. Its Autograd kernel is an autograd.Function that
-AOTAutograd traces, so the forward's graph has torch's own operators, which Inductor fuses as usual. The
-backward's graph has one operator of ours per product. Instead of the sum it gets a *ticket*: a CPU tensor that
-holds a number. By that number it finds the parameter at run time, and decides then what to do with the gradient.
+The forward has one operator per module. Dynamo sees only its name. Its Autograd kernel is an
+autograd.Function that AOTAutograd traces, so the forward's graph has torch's own operators, which Inductor
+fuses as usual. The backward's graph has one operator of ours per product. Instead of the sum it gets a
+*ticket*: a CPU tensor that holds a number. By that number it finds the parameter at run time, and decides
+then what to do with the gradient.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.nn import functional as F
 
 from ..accumulators import Slot
 from ..kernels import flops
-from ..kernels.uncompiled import runs_as_written
+from ..kernels.torch_state import runs_as_written
 
 
 class Holder(Protocol):
@@ -40,8 +41,8 @@ class Holder(Protocol):
     def deliver(self, node: Any, gradient: Tensor) -> None: ...
 
 
-# Compiled graphs that are cached on disk are found by the names of their operators. AOTAutograd traces the code
-# of this file into them, so a change of that code must change the names.
+# Compiled graphs that are cached on disk are found by the names of their operators. AOTAutograd traces the
+# code of this file into them, so a change of that code must change the names.
 _SOURCE = __spec__.loader.get_data(__file__)  # type: ignore[union-attr]
 NAMESPACE = f"fusedacc_compiled_{hashlib.sha256(_SOURCE).hexdigest()[:12]}"
 
@@ -116,8 +117,9 @@ def _holder_of(ticket: Tensor) -> Holder:
     holder = _holders.get(int(ticket.item()))
     if holder is None:
         raise RuntimeError(
-            "the backward of a compiled graph has a weight's gradient for an AccumulatingOptimizer(model=...) "
-            "that no longer exists, and neither does the module: run the forward again"
+            "the backward of a compiled graph has a weight's gradient for an "
+            "AccumulatingOptimizer(model=...) that no longer exists, and neither does the module: run the "
+            "forward again"
         )
     return holder
 
@@ -141,15 +143,17 @@ def _add(holder: Holder, gradient: Callable[[], Tensor], *arguments: Any) -> Non
     node = holder.node
     try:
         hooked = node is not None and torch._C._will_engine_execute_node(node)
-        if not hooked:  # not wanted; or the graph ends in another node, as the parameter had before it was moved
+        if (
+            not hooked
+        ):  # not wanted; or the graph ends in another node, as the parameter had before it was moved
             node = _end_of_graph(slot.param)
             if node is None or not torch._C._will_engine_execute_node(node):
                 return
     except RuntimeError as error:
         raise RuntimeError(
             f"torch.autograd.grad() asks for the gradient by {slot.name!r}. The compiled forward adds this "
-            "gradient to its sum and does not return it. Call both the forward and torch.autograd.grad() inside "
-            "optimizer.ignore(), or run the forward uncompiled"
+            "gradient to its sum and does not return it. Call both the forward and torch.autograd.grad() "
+            "inside optimizer.ignore(), or run the forward uncompiled"
         ) from error
     first, second, *options = arguments
     if not (hooked and holder.adds(first, second, True, *options)):
@@ -315,9 +319,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None, ticket: Tensor, 
     return _Linear.apply(cast, weight, bias, ticket, transposed)
 
 
-def _embedding(
-    indices: Tensor, weight: Tensor, ticket: Tensor, padding: int, by_frequency: bool
-) -> Tensor:
+def _embedding(indices: Tensor, weight: Tensor, ticket: Tensor, padding: int, by_frequency: bool) -> Tensor:
     if indices.dtype not in (torch.int64, torch.int32) or indices.device != weight.device:
         return _plain_embedding(indices, weight, ticket, padding, by_frequency)
     return _Embedding.apply(indices, weight, ticket, padding, by_frequency)
@@ -346,7 +348,8 @@ for _schema, _recorded, _plain in (
     _library.impl(_name, _recorded, "Autograd")
     _library.impl(_name, _plain, "CompositeExplicitAutograd")
 
-#: input @ weight.T + bias, or input @ weight + bias if `transposed`: `(input, weight, bias, ticket, transposed)`.
+#: input @ weight.T + bias, or input @ weight + bias if `transposed`:
+#: `(input, weight, bias, ticket, transposed)`.
 linear = getattr(torch.ops, NAMESPACE).linear.default
 #: weight[indices]: `(indices, weight, ticket, padding, by_frequency)`, as in `PatchedEmbedding.adds`.
 embedding = getattr(torch.ops, NAMESPACE).embedding.default

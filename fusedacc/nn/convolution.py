@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from ..accumulators import Slot
 from ..autograd.capture import Capture
 from ..kernels import native_module
-from .cast_function import CastFunction
+from .kept_cast import CastFunction
 from .patched_forward import PATCHED, PatchedForward
 
 #: Elements of a weight from which on its cast costs more than a forward in Python does.

@@ -19,7 +19,7 @@ from ..kernels import native_module
 from ..kernels.checks import ORDINARY_TYPES
 from ..kernels.rounding import Noise
 from ..kernels.rows import accumulate_rows_
-from ..kernels.uncompiled import runs_as_written
+from ..kernels.torch_state import runs_as_written
 from . import compiled
 from .patched_forward import PATCHED, TRACED, PatchedForward, adds, begins
 

@@ -17,10 +17,9 @@ from torch.compiler import is_compiling
 
 from ..accumulators import Slot
 from ..autograd.capture import Capture
-from ..kernels.uncompiled import frame_compiler
-from .grouped import StackedSum
+from ..kernels.torch_state import frame_compiler
 from .patched_forward import PATCHED, PatchedForward
-from .stacked import stand_in
+from .stacked import StackedSum, stand_in
 
 #: Transformers' implementations that read one expert's weight after the other, or multiply by groups.
 _KNOWN = (None, "eager", "grouped_mm")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ..accumulators import Slot
 from ..kernels import torch_state
+from ..kernels.torch_state import runs_as_written
 
 #: Elements of a weight that are looked at in each forward.
 SAMPLED = 8
@@ -130,3 +132,21 @@ def _is_traced() -> bool:
         type(mode).__module__.startswith("torch.") and not isinstance(mode, FakeTensorMode)
         for mode in _get_current_dispatch_mode_stack()
     )
+
+
+class CastFunction(torch.autograd.Function):
+    """`weight.to(kept.dtype)` without a copy: `kept` has its elements already, and the output has its memory.
+
+    The gradient is cast as autocast casts it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, kept: Tensor) -> Tensor:
+        ctx.dtype = weight.dtype
+        ctx.set_materialize_grads(False)
+        return kept.detach()
+
+    @staticmethod
+    @runs_as_written
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:
+        return None if gradient is None else gradient.to(ctx.dtype), None

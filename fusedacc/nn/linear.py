@@ -18,11 +18,11 @@ from ..autograd.capture import Capture
 from ..kernels import matmul, native_module
 from ..kernels.checks import ORDINARY_TYPES
 from ..kernels.dtypes import PAIRS
-from ..kernels.matmul_ways import class_of
+from ..kernels.matmul import class_of
 from ..kernels.rounding import Noise
-from ..kernels.uncompiled import frame_compiler, runs_as_written
+from ..kernels.torch_state import frame_compiler, runs_as_written
 from . import compiled
-from .cast_function import CastFunction
+from .kept_cast import CastFunction
 from .patched_forward import PATCHED, TRACED, PatchedForward, adds, begins
 
 

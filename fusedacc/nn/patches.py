@@ -6,6 +6,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
@@ -16,25 +17,22 @@ from ..autograd.capture import Capture
 from .convolution import kind_of as kind_of_convolution
 from .embedding import PatchedEmbedding
 from .experts import PatchedExperts, may_read_experts
-from .grouped import StackedSum
 from .kept_cast import KeptCasts
 from .linear import PatchedConv1D, PatchedLinear
 from .patched_forward import PatchedForward, is_stock
+from .stacked import StackedSum
 
-#: Before anybody can have put a forward of theirs into torch's classes.
-LINEAR, EMBEDDING = nn.Linear.forward, nn.Embedding.forward
-WhyLeft = Callable[[Tensor, MutableMapping[str, str]], str]
+WhyLeft = Callable[[Tensor, MutableMapping[str, str]], str | None]
 REPLICAS = "DataParallel calls replicas of the modules, whose weights are others"
 
 
 class Replacements:
-    """Sites on the modules of `model` whose weights are among the slots.
+    """The forwards that replace those of the modules of `model` whose weights are among the slots.
 
     Args:
         model: searched through; a module that is in it many times is replaced once.
         capture: of the wrapper that has the slots.
-        why_left: given a Linear's weight and answers to stay with, says why it had better not be replaced;
-            empty where it had.
+        why_left: given a Linear's weight and decisions to stay with, the reason not to replace it, or None.
         casts: keeps the casts of weights over a window, those of convolutions too; None: they are not kept.
     """
 
@@ -77,7 +75,7 @@ class Replacements:
                 if kind is not None and issubclass(kind, PatchedLinear):
                     why = self._why_left(slot.param, self._capture.accumulators.choices)
                 if kind is None or why:
-                    slot.left_to = slot.left_to or why
+                    slot.left_to = slot.left_to or why or ""
                     continue
                 patched = self._patched[module] = kind(module, slot, self._capture)
                 patched.install()
@@ -157,40 +155,62 @@ def name_slots(model: nn.Module, slots: Sequence[Slot]) -> None:
         slot.name = names.get(id(slot.param), slot.name)
 
 
-def _kind_of(module: nn.Module, name: str, casts: bool) -> tuple[type[PatchedForward] | None, str]:
-    """What patches a module whose own parameter `name` is optimized, or None and the reason for explain().
+def _kind_of(module: nn.Module, name: str, casts: bool) -> tuple[type[PatchedForward] | None, str | None]:
+    """What patches a module whose own parameter `name` is optimized, and the reason why nothing does.
 
-    casts: convolutions too, which gain by a kept cast alone.
+    Args:
+        module, name: the module, and what it calls the parameter.
+        casts: convolutions too, which gain by a kept cast alone.
+
+    Returns:
+        The class, or None; and the reason for `explain()`, None where there is nothing to say.
     """
-    if isinstance(module, parametrize.ParametrizationList):
-        return None, "parametrized: its gradient goes on through the parametrization"
-    parameter = module._parameters[name]
-    kind = _known(module) or (
-        kind_of_convolution(module, module._parameters.get("weight")) if casts else None
-    )
+    kind, parameter = _by_forward(module), module._parameters.get(name)
+    if kind is None and casts:
+        kind = kind_of_convolution(module, module._parameters.get("weight"))
     if kind is None and parameter is not None and may_read_experts(module, parameter):
         kind = PatchedExperts
-    if kind is None or name == "bias":
-        return None, ""
-    if name != "weight" and kind is not PatchedExperts:
-        return None, "weight or spectral norm: its gradient goes on through the norm"
-    if not is_stock(module):
-        return None, "somebody has replaced the module's forward"
-    if hasattr(type(module), "__copy__"):
-        return None, "its class has a __copy__ of its own, which would copy the forward too"
-    if kind is PatchedEmbedding and module.sparse:
-        return None, "sparse=True: its gradients are sparse already"
-    return kind, ""
+    if name == "bias":
+        kind = None
+    reason = next((reason for holds, reason in _REASONS if holds(module, name, kind)), None)
+    return (kind if reason is None else None), reason
 
 
-def _known(module: nn.Module) -> type[PatchedForward] | None:
-    """By the forward that a module runs, which a subclass may have inherited."""
-    forward = type(module).forward
-    if forward is LINEAR:
-        return PatchedLinear
-    if forward is EMBEDDING:
-        return PatchedEmbedding
+#: Why a module is not patched: the first reason that holds for the module, its name of the parameter, and the
+#: class that would patch it.
+_REASONS: tuple[tuple[Callable[[nn.Module, str, type[PatchedForward] | None], bool], str], ...] = (
+    (
+        lambda module, name, kind: isinstance(module, parametrize.ParametrizationList),
+        "parametrized: its gradient goes on through the parametrization",
+    ),
+    (
+        lambda module, name, kind: kind not in (None, PatchedExperts) and name != "weight",
+        "weight or spectral norm: its gradient goes on through the norm",
+    ),
+    (
+        lambda module, name, kind: kind is not None and not is_stock(module),
+        "somebody has replaced the module's forward",
+    ),
+    (
+        lambda module, name, kind: kind is not None and hasattr(type(module), "__copy__"),
+        "its class has a __copy__ of its own, which would copy the forward too",
+    ),
+    (
+        lambda module, name, kind: kind is PatchedEmbedding and bool(module.sparse),
+        "sparse=True: its gradients are sparse already",
+    ),
+)
+
+#: What patches a module, by the forward that it runs, which a subclass may have inherited. Read at import,
+#: before a user can have replaced the forward of one of torch's classes.
+_KINDS: dict[Any, type[PatchedForward]] = {
+    nn.Linear.forward: PatchedLinear,
+    nn.Embedding.forward: PatchedEmbedding,
+}
+
+
+def _by_forward(module: nn.Module) -> type[PatchedForward] | None:
     kind = type(module)
     if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
         return PatchedConv1D
-    return None
+    return _KINDS.get(kind.forward)

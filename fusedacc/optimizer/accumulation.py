@@ -8,19 +8,21 @@ scale.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from ..accumulators import Accumulators, Slot
-from ..autograd.data_parallel import Reducers
+from ..autograd.capture import Capture
 from ..autograd.graph_task import GraphTask
 from ..autograd.middle import Assumptions, Attribute, Middle
+from ..autograd.unattached_ddp import Reducers
 from ..distributed import pipelines
 from ..distributed.fsdp import Shards
 from ..kernels import launch_events, torch_state
-from .over_ranks import OverRanks
+from .rank_reduction import RankReduction
 from .window import Window
 
 #: Registers hooks anew where a parameter's node may have changed.
@@ -43,10 +45,10 @@ class Accumulation:
         self._grads, self._noise = accumulators.grads, accumulators.noise
         #: Whether a CUDA graph was being captured when the window began.
         self._began_in_graph = False
-        #: The stream on which the unit of the accumulators was made, where that is a tensor on a GPU.
-        self._aimed_on: torch.cuda.Stream | None = None
+        #: The stream on which `Window.sum_scale` was computed, where that is a tensor on a GPU.
+        self._sum_scale_stream: torch.cuda.Stream | None = None
         self._reducers = Reducers(slots)
-        self.ranks = OverRanks(window, accumulators)
+        self.ranks = RankReduction(window, accumulators)
         #: Those of the parameters that FSDP2 has sharded; they come when they are hooked.
         self.shards = window.shards = Shards(window.reduction)
 
@@ -57,7 +59,7 @@ class Accumulation:
         """Context: backwards inside do not count."""
         window = self.window
         before, window.ignoring = window.ignoring, True
-        self._grads.drop_spent()
+        self._grads.drop_consumed()
         self._grads.set_aside(self._slots)
         try:
             yield
@@ -130,13 +132,13 @@ class Accumulation:
 
     def _begin_counted(self, schedule: bool) -> GraphTask:
         window = self.window
-        scale = window.base_scale
+        scale = window.gradient_scale
         differentiable = torch.is_grad_enabled()
-        reduced = self.ranks.parallel is None and torch_state.process_group_up()
+        reduced = torch_state.reduced_from_p_grad(self.ranks.parallel is not None)
         # The schedule divides p.grad before its `step()` ends: what is in private sums would escape it.
         scheduled = schedule or (window.counted and window.micro.in_schedule)
         captures = schedule or not (differentiable or reduced or scheduled)
-        task = GraphTask(captures, scale, drops=window.leaves_out)
+        task = GraphTask(captures, scale, drops=window.has_zero_weight)
         task.reducer = "ahead" if reduced and not differentiable else ""
         if reduced and window.counted and not (window.micro.deferred or scheduled):
             task.watch = self._reducers.watch()
@@ -147,13 +149,15 @@ class Accumulation:
         if window.totals is not None:
             self.ranks.reopen()
         if not window.counted:
-            self.collect_stock()
+            self.collect_autograd_gradients()
         elif window.empty:
             self._grads.make_private()
         if window.counted and window.will_update:
-            self._aim(window.target(ending=True))  # the last additions bring the accumulators to it
-        if not (isinstance(scale, Tensor) or isinstance(window.factor, Tensor)):
-            task.host_scale = scale * window.factor
+            self._change_sum_scale(
+                window.final_scale(ending=True)
+            )  # the last additions bring the accumulators to it
+        if not (isinstance(scale, Tensor) or isinstance(window.sum_scale, Tensor)):
+            task.host_scale = scale * window.sum_scale
         return task
 
     def middle(self) -> Middle | None:
@@ -162,25 +166,25 @@ class Accumulation:
         None where it is no micro-batch in the middle of the window, or these are not all alike.
         """
         window = self.window
-        if window.weighs or self.shards or not (window.counted or window.reduction == "sum"):
+        if window.reduction.weighs or self.shards or (window.reduction.divides and not window.counted):
             return None
         if any(slot.on_cuda for slot in self._slots):
             return None  # its thread would begin the same backward beside the CPU's
-        factor, steps = window.factor, window.steps if window.counted else 0
-        scale = window.base_scale * factor
+        factor, steps = window.sum_scale, window.steps if window.counted else 0
+        scale = window.gradient_scale * factor
         if isinstance(factor, Tensor) or isinstance(scale, Tensor):
             return None
         # The last aims at the final scale of the sums, and may leave the norms of what it adds.
-        ends_alike = factor == 1.0 and not (window.carried or self.accumulators.norms.wanted)
+        ends_alike = factor == 1.0 and not (window.extra_micro_batches or self.accumulators.norms.wanted)
         if window.counted and window.micro_step + (1 if ends_alike else 2) >= steps:
             return None
         return Middle(scale, steps, ends_alike, pipelines.unseen_module())
 
     def middle_task(self) -> GraphTask:
         """The record of a backward in the middle of a window, as `begin_backward` would have made it."""
-        scale = self.window.base_scale
+        scale = self.window.gradient_scale
         task = GraphTask(True, scale)
-        task.host_scale = float(scale * self.window.factor)  # `middle` has refused tensors
+        task.host_scale = float(scale * self.window.sum_scale)  # `middle` has refused tensors
         return task
 
     def assumptions(self) -> Assumptions:
@@ -188,27 +192,27 @@ class Accumulation:
         window, grads = self.window, self._grads
         names = "tainted", "in_context", "unsynchronised", "withheld", "ignoring"
         is_false: list[Attribute] = [(window, name) for name in names]
-        is_false += [(grads, name) for name in ("spent", "_num_ignored", "_aside")]
+        is_false += [(grads, name) for name in ("consumed", "_num_ignored", "_aside")]
         is_false += [(self.ranks, "parallel"), *torch_state.process_group()]
         deferred, norms = self.accumulators.deferred, self.accumulators.norms
-        stays: list[Attribute] = [(grads, "generation"), (deferred, "num_changes"), (window, "factor")]
+        stays: list[Attribute] = [(grads, "generation"), (deferred, "num_changes"), (window, "sum_scale")]
         stays.append((norms, "wanted"))
         return Assumptions(is_false, stays)
 
     def scale_of(self, task: GraphTask) -> float | Tensor:
         """By what the gradients of a graph task are multiplied, ready on the current stream."""
-        if self._aimed_on is not None and isinstance(self.window.factor, Tensor):
-            stream = torch.cuda.current_stream(self._aimed_on.device)
-            if stream != self._aimed_on:
-                stream.wait_stream(self._aimed_on)
-        return task.scale_in(self.window.factor)
+        if self._sum_scale_stream is not None and isinstance(self.window.sum_scale, Tensor):
+            stream = torch.cuda.current_stream(self._sum_scale_stream.device)
+            if stream != self._sum_scale_stream:
+                stream.wait_stream(self._sum_scale_stream)
+        return task.scale_in(self.window.sum_scale)
 
     def leave_to_autograd(self, task: GraphTask, slot: Slot) -> None:
         """Ready p.grad for a gradient of this backward that autograd will store, beside nothing of ours."""
         if task.ignored:
             self._grads.set_aside([slot])  # it may have been brought back since
-        elif self.window.counted or self.window.weighs:
-            self._grads.begin_stock(slot)
+        elif self.window.counted or self.window.reduction.weighs:
+            self._grads.begin_autograd_gradient(slot)
         task.stored.append(slot)
 
     def note_withheld(self, task: GraphTask, withheld: bool) -> None:
@@ -230,7 +234,7 @@ class Accumulation:
     def check_unmixed(self, slot: Slot) -> None:
         """Raise RuntimeError where FSDP2 has added a gradient to what stood in p.grad and is no gradient."""
         gradient = slot.param.grad
-        if gradient is not None and self._takes_stored and self._grads.stands(slot, gradient):
+        if gradient is not None and self._takes_stored and self._grads.is_published(slot, gradient):
             raise RuntimeError(
                 f"FSDP2 has added a gradient of parameter {slot.name!r} to what stood in p.grad, in a "
                 "backward that came through no module that fully_shard was applied to: call "
@@ -248,7 +252,7 @@ class Accumulation:
     @property
     def _takes_stored(self) -> bool:
         """Whether gradients that FSDP2 has put into p.grad are taken from there; else that is the sum."""
-        return self.window.counted or self.window.weighs
+        return self.window.counted or self.window.reduction.weighs
 
     def take_stored(self, task: GraphTask, slot: Slot) -> None:
         """FSDP2 has put a gradient into p.grad, beside nothing of ours."""
@@ -260,7 +264,7 @@ class Accumulation:
             return  # FSDP2 adds the next ones to it
         slot.param.grad = None
         with torch.no_grad(), launch_events.phase("accumulate"):
-            scale = self.window.base_scale * self.window.factor if self._takes_stored else 1.0
+            scale = self.window.gradient_scale * self.window.sum_scale if self._takes_stored else 1.0
             adder = self.accumulators.adder
             if not adder.add_part(slot, gradient, scale, adoptable=True):
                 adder.add_eagerly(slot, gradient, scale)
@@ -287,7 +291,7 @@ class Accumulation:
                 self._conclude_backward(task, refresh, outermost)
         finally:
             if outermost:
-                self._noise.settle()
+                self._noise.finish_numbering()
 
     def _conclude_backward(self, task: GraphTask, refresh: Refresh, outermost: bool) -> None:
         """Bring the sums to where users or the other ranks look for them."""
@@ -364,27 +368,27 @@ class Accumulation:
         if not foreign:
             return False
         refresh()  # a hook that did not fire may belong to a node that is gone
-        self._grads.drop_spent()  # no backward of ours has begun this window
+        self._grads.drop_consumed()  # no backward of ours has begun this window
         self._add_stored(foreign)
         self.window.micro.ran = True
         return True
 
-    def collect_stock(self) -> None:
+    def collect_autograd_gradients(self) -> None:
         """Manual loop with weights: take in what autograd has stored."""
-        if self.window.weighs:
-            self._add_stored(self._grads.end_stock(self._slots))
+        if self.window.reduction.weighs:
+            self._add_stored(self._grads.take_autograd_gradients(self._slots))
 
     def _add_stored(self, stored: Sequence[tuple[Slot, Tensor]]) -> None:
         window = self.window
-        if not stored or window.leaves_out:
+        if not stored or window.has_zero_weight:
             return
         for slot, gradient in stored:
             if gradient.layout is not torch.strided:
                 slot.set_needs_eager(True)
         slots, gradients = zip(*stored, strict=True)
         with torch.no_grad(), launch_events.phase("accumulate"):
-            self.accumulators.adder.add_mixed(slots, gradients, window.base_scale * window.factor)
-        self._noise.settle()
+            self.accumulators.adder.add_mixed(slots, gradients, window.gradient_scale * window.sum_scale)
+        self._noise.finish_numbering()
 
     # The final scale
 
@@ -394,14 +398,14 @@ class Accumulation:
         ending: count the micro-batch at hand in.
         """
         self.ranks.reduce_once(ending)
-        target = self.window.target(ending)
-        if target is None:
+        final = self.window.final_scale(ending)
+        if final is None:
             return False
         with torch.no_grad():
-            self._aim(target)
+            self._change_sum_scale(final)
             self._apply_scales()
             self.accumulators.publish()
-        self._noise.settle()
+        self._noise.finish_numbering()
         return True
 
     def conclude(self, partial: bool = False) -> float | Tensor | None:
@@ -416,27 +420,74 @@ class Accumulation:
                 self.publish(ending=False)  # as where a backward has reduced: the norm has the same bits
             else:
                 self.ranks.reduce_once(ending=False)
-        target = window.target(False, partial)
-        if target is None or (window.totals is not None and window.totals.nothing_came):
+        final = window.final_scale(False, partial)
+        if final is None or (window.totals is not None and window.totals.nothing_came):
             return None
         with torch.no_grad():
             self._apply_scales()
-        known = not (isinstance(target, Tensor) or isinstance(window.factor, Tensor))
-        return 1.0 if known and target == window.factor else target / window.factor
+        known = not (isinstance(final, Tensor) or isinstance(window.sum_scale, Tensor))
+        return 1.0 if known and final == window.sum_scale else final / window.sum_scale
 
-    def _aim(self, target: float | Tensor | None) -> None:
-        """Let the accumulators be in this unit from now on: the ratio is deferred. None: not known."""
+    def _change_sum_scale(self, scale: float | Tensor | None) -> None:
+        """Give the sums another `sum_scale`; each is multiplied by new / old later. None: not known yet."""
         window = self.window
-        if target is None or target is window.factor:
+        if scale is None or scale is window.sum_scale:
             return
-        if isinstance(target, Tensor) or isinstance(window.factor, Tensor) or target != window.factor:
-            self.accumulators.rescaler.defer(target / window.factor)
-            window.factor = target
-            if isinstance(target, Tensor) and target.is_cuda:
-                self._aimed_on = torch.cuda.current_stream(target.device)
+        if isinstance(scale, Tensor) or isinstance(window.sum_scale, Tensor) or scale != window.sum_scale:
+            self.accumulators.rescaler.defer(scale / window.sum_scale)
+            window.sum_scale = scale
+            if isinstance(scale, Tensor) and scale.is_cuda:
+                self._sum_scale_stream = torch.cuda.current_stream(scale.device)
 
     def _apply_scales(self) -> None:
         """Multiply the accumulators by what is deferred."""
         if self.accumulators.deferred.scales:
             with self.window.tainted_by("an exception has interrupted the scaling of the sums"):
                 self.accumulators.rescaler.apply()
+
+
+class PipelineSteps:
+    """Tells `Accumulation` when a pipeline schedule's `step()` begins and ends.
+
+    Args:
+        accumulation: the window and its accumulators.
+        capture: the parameters' hooks.
+    """
+
+    def __init__(self, accumulation: Accumulation, capture: Capture) -> None:
+        self._accumulation, self._capture = accumulation, capture
+        #: Whether a schedule trains the parameters, and gradients stay in p.grad until its `step()` ends.
+        self.hold_back = False
+        pipelines.listen(self)
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.close()
+
+    def close(self) -> None:
+        """Follow schedules no more."""
+        pipelines.leave(self)
+
+    @contextlib.contextmanager
+    def around_step(self, parameters: set[int]) -> Iterator[None]:
+        """Context around one `schedule.step()` that trains the parameters of these ids.
+
+        A manual loop that reduces over no ranks needs nothing: `p.grad` is its accumulator all the time.
+
+        Raises:
+            RuntimeError: as `Accumulation.begin_backward`, on entering; nothing is changed then.
+        """
+        accumulation, registry = self._accumulation, self._capture.registry
+        concerned = accumulation.window.counted or accumulation.ranks.parallel is not None
+        if not concerned or parameters.isdisjoint(id(slot.param) for slot in registry.slots):
+            yield
+            return
+        self.hold_back = accumulation.window.counted
+        self._capture.drop_failed_backwards()
+        task, failed = accumulation.begin_schedule(registry.refresh), True
+        try:
+            yield
+            accumulation.end_schedule(task, registry.refresh)
+            failed = False
+        finally:
+            accumulation.forget_schedule(task, failed)

@@ -25,15 +25,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..accumulators import Accumulators, GradState, Slot
-from ..distributed import Place
+from ..distributed import RankPlace
 from ..kernels import tuning
 from . import checkpoint_checks as checks
 from . import ranked_checkpoint
-from .checkpoint_checks import CHOICES, NOISE, OWN, RANKED_VERSION, VERSION
+from .checkpoint_checks import CHOICES, NOISE, OWN
 from .master_weights import LOW, MasterWeights
-from .pickling import fresh_window
 from .ranked_checkpoint import RANK_COUNTERS, RANK_SUM, SUM, packed, unpacked
-from .window import Window
+from .window import Window, fresh_window
+from .window_fields import VERSION, version_of
 
 COUNTERS = "fusedacc_counters"
 MASTER = "fusedacc_master"
@@ -79,7 +79,7 @@ def save(
     accumulators: Accumulators,
     masters: MasterWeights | None,
     include_partial: bool,
-    place: Place,
+    place: RankPlace,
 ) -> dict[str, Any]:
     """The inner state_dict, the counters, masters and, of a part-filled window, copies of the sums.
 
@@ -87,7 +87,7 @@ def save(
     """
     result = dict(optimizer.state_dict())
     partial = include_partial and not window.empty
-    own: dict[str, Any] = {"version": VERSION, "counted": window.counted, "reduction": window.reduction}
+    own: dict[str, Any] = {"version": VERSION, "counted": window.counted, "reduction": window.reduction.name}
     own["window"] = window.state() if partial else fresh_window(window.state())
     if accumulators.choices:
         own[CHOICES] = {"processor": tuning.processor(), "ways": dict(accumulators.choices)}
@@ -113,19 +113,19 @@ def save(
 
 
 def _sums(
-    own: dict[str, Any], slots: dict[int, Slot], window: Window, accumulators: Accumulators, place: Place
+    own: dict[str, Any], slots: dict[int, Slot], window: Window, accumulators: Accumulators, place: RankPlace
 ) -> dict[int, dict[str, Tensor]]:
     """A part-filled window's sums, with the counters beside each; `own` gets how many there are."""
     sums = {index: accumulators.grads.current(slot) for index, slot in slots.items()}
     ranked = place.count > 1
     if ranked:
         sums = ranked_checkpoint.rows_of(slots, sums, window.reduced)
-        own |= {"version": RANKED_VERSION, "ranks": place.count}
-        own["window"] |= ranked_checkpoint.state_over_ranks(window)
-    elif window.carried:
-        own["version"] = RANKED_VERSION
+        own |= {"ranks": place.count, "window": window.state(over_ranks=True)}
+    own["version"] = version_of(own["window"])
     unit = 1.0
-    if window.shards and window.weighs:  # what one process would save: sums of, and weights of, all ranks
+    if (
+        window.shards and window.reduction.weighs
+    ):  # what one process would save: sums of, and weights of, all ranks
         weights = {name: own["window"][name] for name in ("weight_total", "weight")}
         summed = window.shards.summed([weight or 0.0 for weight in weights.values()])
         pairs = zip(weights.items(), summed, strict=True)
@@ -252,7 +252,7 @@ class _Parts:
             self.masters[name] = entry[MASTER]
         return {key: value for key, value in entry.items() if key not in OURS}
 
-    def check(self, slots: dict[Any, Slot], window: Window, masters: bool, place: Place) -> None:
+    def check(self, slots: dict[Any, Slot], window: Window, masters: bool, place: RankPlace) -> None:
         """Take of the sums of many ranks this one's.
 
         Args:
@@ -280,7 +280,7 @@ class _Parts:
             for name, total in self.sums.items():
                 checks.check_counters(self.counters[name], self.own, name)
                 checks.check_sum(total, name, slots.get(name))
-            if window.shards and window.weighs and self.sums:
+            if window.shards and window.reduction.weighs and self.sums:
                 self._share(window.shards.ranks, window.shards.divisor)
             saved = self.own["window"]
             if place.count > 1 and not self.rank_counters and (saved["micro_step"] or saved["ran"]):
@@ -335,7 +335,7 @@ def load(
     accumulators: Accumulators,
     masters: MasterWeights | None,
     state_dict: dict[str, Any],
-    place: Place,
+    place: RankPlace,
 ) -> None:
     """Load a checkpoint of the wrapper or of the bare inner optimizer.
 
@@ -379,7 +379,6 @@ def load(
         window.shards.drop_withheld()
     saved = Window(None, None).state() if parts.own is None else parts.own["window"]
     window.restore(saved)
-    ranked_checkpoint.restore_over_ranks(window, saved)
     choices = (parts.own or {}).get(CHOICES)
     # On another processor torch's own products have other bits, and what was the fastest need not be so.
     if choices is not None and choices["processor"] == tuning.processor():
@@ -398,3 +397,62 @@ def load(
             "state are lost; pass master_weights=True to take them over",
             stacklevel=3,
         )
+
+
+# Pickles and deep copies: new hooks, slots and accumulators are made around the copied inner optimizer,
+# and get the values, counters and masters.
+
+#: The entries of a pickle beside the wrapper's own attributes.
+SNAPSHOT = (
+    "schedule",
+    "reduction",
+    "private",
+    "window",
+    "backend",
+    "masters",
+    "sums",
+    "spent",
+    "choices",
+    "noise",
+)
+
+
+def snapshot(window: Window, accumulators: Accumulators, masters: MasterWeights | None) -> dict[str, Any]:
+    """The window, sums and masters, by `SNAPSHOT`."""
+    # A manual loop's sums are its parameters' p.grad, which torch does not copy either.
+    grads = accumulators.grads
+    private = not (grads.visible or window.empty)
+    return {
+        "schedule": window.schedule,
+        "reduction": window.reduction.name,
+        "private": window.private,
+        "window": window.state(),
+        "backend": accumulators.backend,
+        "masters": None if masters is None else [masters.of(slot) for slot in accumulators.slots],
+        "sums": [
+            (grads.current(slot), slot.grad_state is GradState.PUBLISHED, accumulators.scale_of(slot))
+            if private
+            else None
+            for slot in accumulators.slots
+        ],
+        "spent": grads.consumed,
+        "choices": dict(accumulators.choices),
+        "noise": accumulators.noise.state(),
+    }
+
+
+def restore_snapshot(
+    kept: dict[str, Any], window: Window, accumulators: Accumulators, masters: MasterWeights | None
+) -> None:
+    """Put what `snapshot` has returned into new parts."""
+    window.restore(kept["window"] if window.counted else fresh_window(kept["window"]))
+    for slot, held in zip(accumulators.slots, kept["sums"], strict=True):
+        if held is not None and held[0] is not None:
+            accumulators.restore(slot, *held)
+    accumulators.choices.update(kept["choices"] or {})
+    accumulators.noise.restore(kept["noise"], accumulators.slots)
+    if kept["spent"]:
+        accumulators.grads.mark_consumed()
+    for slot, master in zip(accumulators.slots, kept["masters"] or (), strict=False):
+        if master is not None and masters is not None:
+            masters.put(slot, master)

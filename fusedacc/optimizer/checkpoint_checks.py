@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Mapping
-from numbers import Real
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,18 +11,27 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..accumulators import Slot
-from ..accumulators.noise import MOST_REDUCTIONS
-from ..kernels.rounding_arguments import MOST_ADDITIONS, MOST_SEEDS
-from .pickling import fresh_window
-from .window import REDUCTIONS, Window
+from ..accumulators.noise import MAX_ALL_REDUCES
+from ..accumulators.reduction import NAMES
+from ..kernels.rounding import MOST_ADDITIONS, MOST_SEEDS
+from . import window_fields
+from .window import Window, fresh_window
+from .window_fields import (
+    A_BOOL,
+    A_COUNT,
+    A_NUMBER,
+    RANKED_VERSION,
+    VERSION,
+    Check,
+    is_bool,
+    is_count,
+    is_number,
+)
 
 OWN = "fusedacc"
 #: Under `OWN`: what was found out by trial (see `tuning`), and on which processor; and of which random bits
 #: sums are rounded.
 CHOICES, NOISE = "choices", "noise"
-VERSION = 2
-#: Of a window that holds micro-batches of many ranks.
-RANKED_VERSION = 3
 #: Those that can be read; before 2, no scale was deferred.
 READABLE = (1, VERSION, RANKED_VERSION)
 
@@ -66,67 +73,24 @@ def check_structure(state_dict: Any) -> None:
             raise ValueError(f"the state of parameter {name!r} must be a dict, got {type(entry).__name__}")
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _is_weight(value: Any) -> bool:
-    return value is None or (_is_number(value) and math.isfinite(value) and value >= 0)
-
-
-def _is_bool(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _are_totals(value: Any) -> bool:
-    return value is None or (isinstance(value, list) and len(value) == 3 and all(map(_is_number, value)))
-
-
-_OWN: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "counted": (_is_bool, "a bool"),
-    "reduction": (lambda v: v in REDUCTIONS, ", ".join(REDUCTIONS)),
+_OWN: Mapping[str, tuple[Check, str]] = {
+    "counted": A_BOOL,
+    "reduction": (lambda v: v in NAMES, ", ".join(NAMES)),
     "window": (lambda v: isinstance(v, dict), "a dict"),
 }
-_WINDOW: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "num_updates": (_is_count, "an int >= 0"),
-    "num_skipped": (_is_count, "an int >= 0"),
-    "has_updated": (_is_bool, "a bool"),
-    "micro_step": (_is_count, "an int >= 0"),
-    "weight_total": (_is_number, "a number"),
-    "factor": (_is_number, "a number"),
-    "steps": (lambda v: v is None or (type(v) is int and v >= 1), "an int >= 1 or None"),
-    "tainted": (lambda v: v is None, "None"),
-    "ran": (_is_bool, "a bool"),
-    "weight": (_is_weight, "None or a finite number >= 0"),
-}
-_OVER_RANKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "reduced": (_is_bool, "a bool"),
-    "totals": (_are_totals, "None or three numbers"),
-    "usual_backwards": (_is_count, "an int >= 0"),
-    "num_backwards": (_is_count, "an int >= 0"),
-    "factor": (lambda v: _is_number(v) and math.isfinite(v) and v != 0, "a finite number that is not 0"),
-}
-_OF_RANK: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "held": (_is_bool, "a bool"),
-    "delivered": (_is_bool, "a bool"),
-    "owed": (_is_number, "a number"),
-    "rank": (_is_count, "an int >= 0"),
+_OF_RANK: Mapping[str, tuple[Check, str]] = {
+    "held": A_BOOL,
+    "delivered": A_BOOL,
+    "owed": A_NUMBER,
+    "rank": A_COUNT,
 }
 #: Of a window's state, what is not the same on all ranks.
-_OWN_OF_RANK = frozenset(
-    ("micro_step", "ran", "weight_total", "weight", "carried", "usual_backwards", "num_backwards", "factor")
-)
-
-
+_PER_RANK = {field.name for field in window_fields.FIELDS if field.ranks is not window_fields.Ranks.SAME}
 #: Of random bits: what there is room for.
 _NOISE = {
     "seed": MOST_SEEDS,
     "addition": MOST_ADDITIONS,
-    "reduction": MOST_REDUCTIONS,
+    "reduction": MAX_ALL_REDUCES,
     "written": MOST_ADDITIONS,
 }
 
@@ -139,12 +103,12 @@ def _are_choices(value: Any) -> bool:
 
 
 def _is_noise(value: Any) -> bool:
-    if not isinstance(value, dict) or not _is_bool(value.get("reduced")):
+    if not isinstance(value, dict) or not is_bool(value.get("reduced")):
         return False
-    return all(_is_count(value.get(name)) and value[name] < end for name, end in _NOISE.items())
+    return all(is_count(value.get(name)) and value[name] < end for name, end in _NOISE.items())
 
 
-def _check_entries(values: dict[str, Any], rules: Mapping[str, tuple[Callable[[Any], bool], str]]) -> None:
+def _check_entries(values: dict[str, Any], rules: Mapping[str, tuple[Check, str]]) -> None:
     missing = rules.keys() - values.keys()
     if missing:
         raise ValueError(f"state_dict[{OWN!r}] is damaged: it lacks {', '.join(sorted(missing))}")
@@ -157,11 +121,10 @@ def _check_entries(values: dict[str, Any], rules: Mapping[str, tuple[Callable[[A
 
 def _check_window_state(saved: dict[str, Any]) -> None:
     """What `Window.state` has returned must be whole."""
-    _check_entries(saved, _WINDOW)
-    # Negative where ranks were added: their share of the sums has fewer micro-batches than they count.
+    left_out = {field.name: 0 for field in window_fields.FIELDS if field.optional}
+    _check_entries(left_out | saved, window_fields.rules())
     least = -(saved["micro_step"] + saved["ran"])
-    rule = {"carried": (lambda v: type(v) is int and v >= least, f"an int >= {least}")}
-    _check_entries({"carried": 0} | saved, rule)  # which is left out where it is 0
+    _check_entries(left_out | saved, {"carried": (lambda v: v >= least, f"an int >= {least}")})
 
 
 def check_window(own: Any, sums: int, window: Window) -> None:
@@ -187,7 +150,7 @@ def check_window(own: Any, sums: int, window: Window) -> None:
     _check_window_state(saved)
     partial = saved["micro_step"] > 0 or saved["ran"]
     expected = own.get("sums") if partial else 0
-    if not _is_count(expected) or sums != expected:
+    if not is_count(expected) or sums != expected:
         raise ValueError(
             f"state_dict is damaged: its window has the sums of {expected!r} parameters, it holds those of "
             f"{sums}. Distributed checkpoint loads only what it is given room for: see "
@@ -199,31 +162,31 @@ def check_window(own: Any, sums: int, window: Window) -> None:
         ):
             raise ValueError(f"state_dict[{OWN!r}]['window'] is damaged: it is neither empty nor part-filled")
         return
-    if (own["counted"], own["reduction"]) != (window.counted, window.reduction):
+    if (own["counted"], own["reduction"]) != (window.counted, window.reduction.name):
         loops = {True: "counted", False: "manual"}
         raise ValueError(
             f"state_dict holds a part-filled window of a {loops[own['counted']]} loop with "
             f"reduction={own['reduction']!r}, this is a {loops[window.counted]} loop with "
-            f"reduction={window.reduction!r}; save with include_partial=False to change between them"
+            f"reduction={window.reduction.name!r}; save with include_partial=False to change between them"
         )
-    if saved["weight"] is not None and not window.weighs:
+    if saved["weight"] is not None and not window.reduction.weighs:
         raise ValueError(
-            f"state_dict[{OWN!r}]['window'] is damaged: reduction={window.reduction!r} has no weights"
+            f"state_dict[{OWN!r}]['window'] is damaged: reduction={window.reduction.name!r} has no weights"
         )
 
 
 def check_over_ranks(own: Any) -> None:
     """Counters of a window that many ranks have saved must be whole."""
-    if not isinstance(own, dict) or own.get("version") != RANKED_VERSION or not _is_count(own.get("ranks")):
+    if not isinstance(own, dict) or own.get("version") != RANKED_VERSION or not is_count(own.get("ranks")):
         raise ValueError(f"state_dict[{OWN!r}] is damaged: it has sums of ranks, but not how many")
     _check_entries(own, _OWN)
     _check_window_state(own["window"])
-    _check_entries(own["window"], _OVER_RANKS)
+    _check_entries(own["window"], window_fields.rules(over_ranks=True))
 
 
 def shared_by_ranks(own: dict[str, Any]) -> dict[str, Any]:
     """Of counters, what is the same on all ranks."""
-    window = {key: value for key, value in own["window"].items() if key not in _OWN_OF_RANK}
+    window = {key: value for key, value in own["window"].items() if key not in _PER_RANK}
     names = "counted", "reduction", "ranks", "sums", "inner_steps"
     return {name: own.get(name) for name in names} | {"window": window, "version": RANKED_VERSION}
 
@@ -256,7 +219,7 @@ def check_counters(counters: Any, own: dict[str, Any], name: Any) -> None:
     """What stands beside a sum must be of the same window, and say whether it was shown and what it owes."""
     where = f"the counters beside the sum of parameter {name!r}"
     check_copy(counters, own, where)
-    if not _is_bool(counters.get("delivered")) or not _is_number(counters.get("owed", 1.0)):
+    if not is_bool(counters.get("delivered")) or not is_number(counters.get("owed", 1.0)):
         raise ValueError(f"{where} are damaged")
 
 
@@ -349,7 +312,7 @@ def _check_value(kind: type, key: str, value: Any, name: Any, param: Tensor) -> 
         fits = _has_values(value, param) and value.shape == param.shape
         fits = fits or (value is None and key == "momentum_buffer")
     else:
-        allowed, fits = "a tensor of numbers, or a number", _has_values(value, param) or _is_number(value)
+        allowed, fits = "a tensor of numbers, or a number", _has_values(value, param) or is_number(value)
         if kind is not torch.optim.Adafactor:
             allowed, fits = "one number", fits and (not isinstance(value, Tensor) or value.numel() == 1)
     if not fits:
@@ -377,6 +340,6 @@ def _is_alike(loaded: Any, present: Any) -> bool:
     if isinstance(present, tuple | list):
         several = isinstance(loaded, tuple | list) and len(loaded) == len(present)
         return several and all(map(_is_alike, loaded, present))
-    if _is_number(present) or isinstance(present, Tensor):
-        return loaded is None or _is_number(loaded) or (isinstance(loaded, Tensor) and loaded.numel() == 1)
-    return loaded is None or _is_bool(loaded) or not _is_bool(present)
+    if is_number(present) or isinstance(present, Tensor):
+        return loaded is None or is_number(loaded) or (isinstance(loaded, Tensor) and loaded.numel() == 1)
+    return loaded is None or is_bool(loaded) or not is_bool(present)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields
+from functools import partial
 from typing import Any
 
 from .. import traffic
-from ..accumulators import Accumulators, Slot
+from ..accumulators import Accumulators, Path, Slot
+from ..accumulators.param import MODULE_PATHS
 from ..autograd import eligibility
 from ..autograd.eligibility import Taker
 from ..kernels import grouped, matmul, native_module
@@ -31,15 +33,40 @@ class Row:
 
 @dataclass(frozen=True)
 class Route:
-    """How one parameter's gradient reaches its sum, who adds it, and why that is so."""
+    """How one parameter's gradient reaches its sum, who adds it, and why that is so.
 
-    path: str
+    Several modules may share the parameter, each with its path.
+    """
+
+    paths: tuple[Path, ...]
     backend: str
     why: str
 
+    @property
+    def path(self) -> str:
+        """The paths in one word."""
+        return "+".join(self.paths)
+
 
 #: Path and backend where no kernel of ours adds.
-_WAYS = {Taker.NOBODY: ("none", "-"), Taker.AUTOGRAD: ("eager", "stock"), Taker.TORCH: ("eager", "eager")}
+_NOT_OURS = {
+    Taker.NOBODY: (Path.NONE, "-"),
+    Taker.AUTOGRAD: (Path.EAGER, "stock"),
+    Taker.TORCH: (Path.EAGER, "eager"),
+}
+#: The path of gradients that a kernel of ours adds after the backward of the module.
+_KERNELS = {Taker.KERNEL: Path.MULTI_TENSOR, Taker.SHARD: Path.FSDP2}
+#: What the columns of bytes show for a path: this text, or the bytes of a loop of `traffic.accounting` in a
+#: counted and in a manual wrapper. What autograd stores in a manual loop it adds itself.
+BYTES: dict[Path, str | tuple[str, str]] = {
+    Path.NONE: "0",
+    Path.EMBEDDING: "rows",
+    Path.GEMM: ("gemm", "gemm"),
+    Path.GROUPED: ("gemm", "gemm"),
+    Path.MULTI_TENSOR: ("fusedacc", "fusedacc"),
+    Path.FSDP2: ("fusedacc", "fusedacc"),
+    Path.EAGER: ("fusedacc", "mixed_add"),
+}
 
 _SCHEDULED = (
     "trained by a pipeline schedule, which may divide p.grad: autograd fills p.grad, and the sum takes it "
@@ -99,7 +126,10 @@ def explain(
         )
     if window.shards:
         notes.append(window.shards.describe())
-    head, tail = f"{loop}, reduction {window.reduction!r}", [f"hooks: {_hooks(slots)}", f"update: {update}"]
+    head, tail = (
+        f"{loop}, reduction {window.reduction.name!r}",
+        [f"hooks: {_hooks(slots)}", f"update: {update}"],
+    )
     return "\n".join([head, *table, legend, *notes, *tail])
 
 
@@ -120,57 +150,62 @@ def route(slot: Slot, accumulators: Accumulators, scheduled: bool = False) -> Ro
     """The way that this parameter's next gradient takes; `scheduled`: as in `explain`."""
     case = eligibility.of_parameter(slot)
     if scheduled and case.taker in (Taker.KERNEL, Taker.MODULE):
-        return Route(*_WAYS[Taker.AUTOGRAD], _SCHEDULED)
+        path, backend = _NOT_OURS[Taker.AUTOGRAD]
+        return Route((path,), backend, _SCHEDULED)
     if case.taker is Taker.MODULE:
         return _in_backward(slot, accumulators)
-    if case.taker in (Taker.KERNEL, Taker.SHARD):
-        selection = accumulators.plans.select(slot.lane)
+    if case.taker in _KERNELS:
+        selection = accumulators.passes.select(slot.lane)
         cast = "a convolution's cast is kept over the window" if slot.keeps_cast and not slot.paths else ""
         reasons = [case.why or slot.left_to, cast, "" if case.why else selection.reason]
-        return Route(case.taker.value, selection.backend.name, "; ".join(filter(None, reasons)))
-    return Route(*_WAYS[case.taker], case.why)
+        return Route((_KERNELS[case.taker],), selection.backend.name, "; ".join(filter(None, reasons)))
+    path, backend = _NOT_OURS[case.taker]
+    return Route((path,), backend, case.why)
+
+
+def _product(describe: Any, words: str, slot: Slot, accumulators: Accumulators) -> tuple[str, str]:
+    device, gradient, accumulator = slot.lane
+    stochastic = accumulators.noise.rounds(accumulator)
+    how: dict[str, Any] = {"kept": accumulators.choices, "stochastic": stochastic}
+    name, reason = describe(device, accumulator, gradient, accumulators.backend, **how)
+    return name, f"{words}: {reason}"
+
+
+def _lookup(slot: Slot, accumulators: Accumulators) -> tuple[str, str]:
+    lookup = accumulators.passes.select(slot.lane)
+    return lookup.backend.name, f"an Embedding's rows: only those that were looked up; {lookup.reason}"
+
+
+#: By the path of a module that adds inside its backward: the backend, and why.
+IN_MODULE: dict[Path, Callable[[Slot, Accumulators], tuple[str, str]]] = {
+    Path.GEMM: partial(_product, matmul.describe, "a Linear's product"),
+    Path.GROUPED: partial(_product, grouped.describe, "experts' products, of those that have rows"),
+    Path.EMBEDDING: _lookup,
+}
 
 
 def _in_backward(slot: Slot, accumulators: Accumulators) -> Route:
     """A module of the model adds to the sum inside its backward; two may where they share the weight."""
-    device, gradient, accumulator = slot.lane
-    asked, names, ways = accumulators.backend, [], []
-    stochastic = accumulators.noise.rounds(accumulator)
-    of_sum: dict[str, Any] = {"kept": accumulators.choices, "stochastic": stochastic}
-    if "gemm" in slot.paths:
-        name, how = matmul.describe(device, accumulator, gradient, asked, **of_sum)
-        names.append(name)
-        ways.append(f"a Linear's product: {how}")
-    if "grouped" in slot.paths:
-        name, how = grouped.describe(device, accumulator, gradient, asked, **of_sum)
-        names.append(name)
-        ways.append(f"experts' products, of those that have rows: {how}")
-    if "embedding" in slot.paths:
-        lookup = accumulators.plans.select(slot.lane)
-        names.append(lookup.backend.name)
-        ways.append(f"an Embedding's rows: only those that were looked up; {lookup.reason}")
+    paths = tuple(sorted(map(Path, slot.paths), reverse=True))
+    found = [IN_MODULE[path](slot, accumulators) for path in MODULE_PATHS if path in paths]
+    names, reasons = [name for name, _ in found], [why for _, why in found]
     if slot.compiled:
-        ways.append("compiled: an operator in the backward's graph adds it")
-    return Route("+".join(sorted(slot.paths, reverse=True)), "+".join(dict.fromkeys(names)), "; ".join(ways))
+        reasons.append("compiled: an operator in the backward's graph adds it")
+    return Route(paths, "+".join(dict.fromkeys(names)), "; ".join(reasons))
 
 
 def _bytes(slot: Slot, chosen: Route, window: Window, stochastic: bool) -> tuple[str, str]:
     """Bytes per element in the window's first micro-batch and in later ones; "-" where not counted."""
-    if chosen.path == "none":
-        return "0", "0"
-    if chosen.path == "embedding":
-        return "rows", "rows"
+    shown = BYTES[chosen.paths[0]]
+    if isinstance(shown, str):
+        return shown, shown
     if slot.needs_eager:
         return "-", "-"
-    # What autograd stores in a manual loop is added by autograd itself.
-    if chosen.path.startswith(("gemm", "grouped")):
-        loop = "gemm"
-    else:
-        loop = "fusedacc" if chosen.path in ("multi_tensor", "fsdp2") or window.counted else "mixed_add"
+    loop = shown[0] if window.counted else shown[1]
     dtypes = slot.param.dtype, slot.param.dtype, slot.accumulate_dtype
     how: dict[str, Any] = {"loop": loop, "scale_is_one": not window.scales, "visible": not window.counted}
     how["rounding"] = "stochastic" if stochastic else "nearest"
-    if window.counted and window.reduction == "mean":
+    if window.counted and window.reduction.counts:
         how["scale"] = 1 / window.steps
     first, later = (
         traffic.total(traffic.bytes_per_micro_batch(*dtypes, **how, first=is_first))

@@ -14,15 +14,14 @@ from torch.optim import Optimizer
 
 from ..accumulators import Slot
 from ..autograd.capture import Capture
-from ..autograd.data_parallel import may_defer
+from ..autograd.unattached_ddp import may_defer
 from ..distributed import fsdp, pipelines
 from ..kernels import launch_events
 from .accumulation import Accumulation
-from .loss_scale import Scaling
 from .master_weights import MasterWeights
-from .micro_batch import MicroBatch
 from .parameters import ParameterSet
-from .update import Update
+from .update import Scaling, Update
+from .window import MicroBatch
 
 
 class Loop(abc.ABC):
@@ -80,15 +79,16 @@ class Loop(abc.ABC):
     ) -> contextlib.AbstractContextManager[None]:
         """Context around a micro-batch."""
 
-    def follow(self) -> list[Slot]:
+    def sync_param_groups(self) -> list[Slot]:
         """Be in step with what users have done to parameters; the slots that are new.
 
-        Raises as `ParameterSet.follow` and `HookRegistry.refresh`.
+        Raises as `ParameterSet.sync_param_groups` and `HookRegistry.refresh`.
         """
         pipelines.install()
         if self._accumulation.ignoring:
             self._accumulation.bring_back()
-        fresh = self._parameters.follow(self._capture, self._masters)
+        self._parameters.choose_again(self._accumulators.passes)
+        fresh = self._parameters.sync_param_groups(self._capture, self._masters)
         if self._registry.reshaped:
             self._registry.refresh()
         return fresh
@@ -103,7 +103,7 @@ class Loop(abc.ABC):
 
     def _clear(self, set_to_none: bool) -> None:
         """Begin a window from nothing; zeros stay in p.grad unless `set_to_none`."""
-        self._parameters.follow(self._capture, self._masters)
+        self._parameters.sync_param_groups(self._capture, self._masters)
         self._parameters.forget_casts()
         self._window.clear()
         # As torch's own zero_grad names itself in a profile (torch/optim/optimizer.py).
@@ -129,7 +129,7 @@ class CountedLoop(Loop):
             self._capture.drop_failed_backwards()
         if window.tainted is not None:
             window.check_untainted()
-        self.follow()
+        self.sync_param_groups()
         window.begin_step()
         if not self._inner.state and self._update.is_asked_for_state():
             with self._parameters.without_casts():
@@ -148,7 +148,7 @@ class CountedLoop(Loop):
         window = self._window
         if not (window.micro_step or window.micro.ran):
             self._registry.refresh()
-            self._accumulators.grads.disown_replaced()
+            self._accumulators.grads.mark_user_gradients()
         waiting = window.unsynchronised and not window.micro.ran  # for a backward that synchronises
         if self._inner.defaults.get("differentiable"):
             self._check_graphless()
@@ -159,7 +159,7 @@ class CountedLoop(Loop):
         all_ours = self._accumulators.grads.num_published == len(self._slots)
         stored, window = not all_ours and self._capture.hooks.any_gradient(), self._window
         if stored and self._accumulation.collect(self._slots, self._registry.refresh):
-            self._capture.note_stored((window.steps > 1 or window.weighs) and not window.private)
+            self._capture.note_stored((window.steps > 1 or window.reduction.weighs) and not window.private)
 
     def _check_graphless(self) -> None:
         """Raise RuntimeError where a sum would lose the graph of a gradient."""
@@ -177,7 +177,7 @@ class CountedLoop(Loop):
         window = self._window
         self._capture.drop_failed_backwards()
         if window.tainted is None and not self._registry.closed:
-            self.follow()
+            self.sync_param_groups()
             self._collect()
         return window.full or (window.micro.ran and window.will_update)
 
@@ -192,10 +192,10 @@ class CountedLoop(Loop):
         """
         window, micro = self._window, self._window.micro
         window.check_untainted()
-        if window.weighs and micro.ran and micro.weight is None:
+        if window.reduction.weighs and micro.ran and micro.weight is None:
             raise RuntimeError(
-                f"reduction={window.reduction!r} needs the weight of the window's last micro-batch before "
-                "unscale_(), which acts on the final gradient: set `micro_batch.weight` first"
+                f"reduction={window.reduction.name!r} needs the weight of the window's last micro-batch "
+                "before unscale_(), which acts on the final gradient: set `micro_batch.weight` first"
             )
         self._accumulation.publish(ending=micro.ran)
 
@@ -208,7 +208,7 @@ class CountedLoop(Loop):
         window = self._window
         if not window.withheld:
             window.check_synchronised("flush() would update every rank with gradients of its own")
-        self.follow()
+        self.sync_param_groups()
         # After the update, a parameter that was cast before it would look cast since.
         self._registry.refresh()
         if self._accumulation.shards:
@@ -216,7 +216,7 @@ class CountedLoop(Loop):
         if window.withheld:
             self._accumulation.synchronise(self._registry.refresh)
         if window.empty:
-            self._accumulators.grads.disown_replaced()
+            self._accumulators.grads.mark_user_gradients()
         self._collect_stored()
         if window.micro.ran:
             window.end_micro_batch()
@@ -232,7 +232,7 @@ class CountedLoop(Loop):
         try:
             while True:
                 if self._window.empty:
-                    self._accumulators.grads.make_private()  # what was spent is no part of this one
+                    self._accumulators.grads.make_private()  # what was consumed is no part of this one
                 again = copy.copy(scaling)  # an update changes it
                 self._close_window(scaling, arguments, partial=True)
                 if ranks.all_flush or not until_all:
@@ -256,9 +256,9 @@ class CountedLoop(Loop):
         if ratio is None:
             self._accumulators.clear()
         else:
-            self._accumulators.leave_step()
+            self._accumulators.end_update()
             if self._capture.bypassed:
-                self._accumulators.grads.drop_spent()
+                self._accumulators.grads.drop_consumed()
         self._end_update(skipped)
 
     def zero_grad(self, set_to_none: bool) -> None:
@@ -285,7 +285,7 @@ class CountedLoop(Loop):
             return contextlib.nullcontext()
         if fsdp.is_fsdp(model):
             return fsdp.synchronising(model, self._window.will_update)
-        if hasattr(model, "no_sync") and self._window.reduction != "weighted":
+        if hasattr(model, "no_sync") and not self._window.reduction.scales_by_weight:
             micro.deferred = not self._window.will_update and may_defer(model)
             if micro.deferred:
                 return model.no_sync()  # type: ignore[union-attr, operator]
@@ -299,14 +299,14 @@ class ManualLoop(Loop):
         """Update; returns what the inner optimizer's step returned."""
         self._capture.drop_failed_backwards()
         window = self._window
-        self._follow()
+        self._sync_and_note_gradients()
         self._accumulators.grads.clear_ignored()
         window.begin_step()
         if closure is None and not self._inner.state and self._update.is_asked_for_state():
             with self._parameters.without_casts():
                 return self._update.make_state()
         if window.in_context and window.micro.ran:
-            self._accumulation.collect_stock()
+            self._accumulation.collect_autograd_gradients()
             window.end_micro_batch()
 
         with self._parameters.without_casts():
@@ -316,22 +316,22 @@ class ManualLoop(Loop):
                 window.check_untainted()
                 ratio = self._accumulation.conclude() if self._reduces else 1.0
                 loss, skipped = self._update.step(ratio, scaling, arguments)
-        self._accumulators.leave_step()
+        self._accumulators.end_update()
         self._end_update(skipped)
         return loss
 
-    def _follow(self) -> None:
+    def _sync_and_note_gradients(self) -> None:
         """Be in step with groups that were changed by hand.
 
         Inside `accumulate()`, what autograd has stored for parameters that are new belongs to this
         micro-batch.
         """
         window = self._window
-        for slot in self.follow():
+        for slot in self.sync_param_groups():
             if window.in_context and slot.param.grad is not None:
                 window.micro.ran = True
-                if window.weighs:
-                    self._accumulators.grads.note_stock(slot)
+                if window.reduction.weighs:
+                    self._accumulators.grads.note_autograd_gradient(slot)
 
     def closes_window(self) -> bool:
         """Whether a `step()` now would update."""
@@ -344,13 +344,13 @@ class ManualLoop(Loop):
     def _reduces(self) -> bool:
         """Whether the sums are to be brought to another scale than the one that they were added in."""
         begun = self._window.micro_step > 0 or self._accumulation.ranks.parallel is not None
-        return self._window.reduction != "sum" and begun
+        return self._window.reduction.divides and begun
 
     def _step_with(self, closure: Callable[[], Any], arguments: Mapping[str, Any]) -> Any:
         """The inner optimizer evaluates the closure as often as it likes; gradients are readied each time."""
         update = self._update
         for name, is_set in (
-            ("skip_nonfinite", update.skip_nonfinite),
+            ("skip_nonfinite", update.settings.skip_nonfinite),
             ("master_weights", self._masters is not None),
         ):
             if is_set:
@@ -369,7 +369,7 @@ class ManualLoop(Loop):
             return loss
 
         self._finish_sums()
-        self._accumulators.enter_step(self._accumulators.finals())
+        self._accumulators.begin_update(self._accumulators.sums_for_update())
         try:
             return self._inner.step(evaluate, **arguments)
         finally:
@@ -393,8 +393,8 @@ class ManualLoop(Loop):
             yield
         finally:
             self._capture.drop_failed_backwards()
-            self._follow()
+            self._sync_and_note_gradients()
             window = self._window
             if window.micro is micro and micro.ran and window.tainted is None:
-                self._accumulation.collect_stock()
+                self._accumulation.collect_autograd_gradients()
                 window.end_micro_batch()

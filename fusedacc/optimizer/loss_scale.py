@@ -1,54 +1,16 @@
-"""The loss scale, and what GradScalers have found in the gradients: known on the device only."""
+"""From GradScalers to the update at hand."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from ..accumulators.partial_norms import PartialNorms
-from ..kernels.transfers import to_device
-
-if TYPE_CHECKING:
-    from .loops import Loop
-    from .update import Update
-
-
-class Scaling:
-    """What is known on the device only: by what the sums are multiplied, and whether they are finite.
-
-    Args:
-        loss_scale: 0-dim; the sums are divided by it. None: they are not scaled.
-        found_inf: 0-dim float32, 1 where the update must be dropped; None where nobody has looked yet.
-        checks: whether somebody needs `found_inf`.
-    """
-
-    def __init__(
-        self, loss_scale: Tensor | None = None, found_inf: Tensor | None = None, checks: bool = False
-    ) -> None:
-        # In float64: float64 sums keep their digits, and the reciprocal of a large scale is not one ulp off.
-        self.multiplier: float | Tensor | None = None
-        if loss_scale is not None:
-            self.multiplier = loss_scale.double().reciprocal()
-        self.found_inf = found_inf
-        self.checks = checks
-        #: Called after an update of a `flush()` that goes on with another window: what is known of that one.
-        self.go_on: Callable[[], Scaling] | None = None
-
-    def drop_if(self, flag: Tensor) -> None:
-        """Drop the update too where `flag`, 0-dim float32, is 1."""
-        found = self.found_inf
-        moved = flag if found is None else to_device(flag, found.device)
-        self.found_inf = moved if found is None else torch.maximum(found, moved)
-
-    def multiply(self, ratio: float | Tensor) -> None:
-        """The sums are to be multiplied by `ratio` too."""
-        if isinstance(ratio, Tensor) or ratio != 1.0:
-            own = self.multiplier
-            self.multiplier = ratio if own is None else own * near(ratio, own)
+from ..accumulators.record import PartialNorms
+from .loops import Loop
+from .update import Scaling, Update
 
 
 class LossScaleLink:
@@ -125,10 +87,3 @@ class LossScaleLink:
             return self._scaling
         found = attributes.get("found_inf")
         return Scaling(attributes.get("grad_scale"), found if isinstance(found, Tensor) else None)
-
-
-def near(scale: float | Tensor, other: float | Tensor) -> float | Tensor:
-    """The scale where the other number is."""
-    if isinstance(scale, Tensor) and isinstance(other, Tensor):
-        return to_device(scale, other.device)
-    return scale

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from operator import is_
 from typing import Any
 
@@ -13,12 +13,13 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ..accumulators import Lane, Slot, default_accumulate_dtype
+from ..accumulators.param import check_backend
+from ..accumulators.passes import Passes
 from ..autograd.capture import Capture
-from ..kernels import registry
+from ..kernels import grouped, matmul, selftest
 from ..kernels.dtypes import PAIRS, allowed_pairs
 from ..nn import KeptCasts, Replacements
 from .master_weights import MasterWeights
-from .small_layers import why_left
 
 
 class ParameterSet:
@@ -53,6 +54,8 @@ class ParameterSet:
         self.without_casts: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self._slot_of: dict[int, Slot] = {}
         self._accepted: set[Lane] = set()
+        #: Of self-tests, when backends were last chosen.
+        self._num_failures = selftest.num_failures
         #: Shared with whoever works on the parameters, and changed in place.
         self.slots: list[Slot] = []
         self.slots += self._new_slots(range(len(inner.param_groups)), lenient)
@@ -60,20 +63,41 @@ class ParameterSet:
         #: Each group's parameters, when the slots were last in step with them.
         self._seen = self._present()
 
-    def replace_in(self, model: torch.nn.Module, capture: Capture, keep_casts: bool) -> None:
+    def replace_in(
+        self,
+        model: torch.nn.Module,
+        capture: Capture,
+        why_left: Callable[[Tensor, MutableMapping[str, str]], str | None],
+        keep_casts: bool,
+    ) -> None:
         """Have those modules of `model` that can add gradients of these parameters to the sums.
 
+        why_left: why a Linear of this weight is better left to PyTorch; empty where it is replaced.
         keep_casts: and keep the casts of their weights, and of convolutions', in `casts`.
         """
         if keep_casts:
             self.casts = KeptCasts()
             self.without_casts = self.casts.dropped
         self._replacements = Replacements(model, capture, why_left, self.casts)
+        self._check_products()
 
     def forget_casts(self) -> None:
         """Let go of the casts that modules keep: weights may change where nothing tells."""
         if self.casts is not None:
             self.casts.drop()
+
+    def choose_again(self, passes: Passes) -> None:
+        """Run self-tests that a capture has deferred; if a backend has failed, keep no choice of it.
+
+        Raises:
+            RuntimeError: a backend has failed that was asked for by name.
+        """
+        if selftest.deferred:
+            selftest.retry()
+        if selftest.num_failures != self._num_failures:
+            self._num_failures = selftest.num_failures
+            passes.clear()
+            self.forget_choices()
 
     def forget_choices(self) -> None:
         """Have the modules ask anew what was found out by trial."""
@@ -130,9 +154,18 @@ class ParameterSet:
             )
         lane = param.device, param.dtype, dtype or default_accumulate_dtype(param)
         if lane not in self._accepted and lane[1:] in PAIRS and param.device.type != "meta":
-            registry.select(lane[0], lane[2], lane[1], self._backend)
+            check_backend(lane, self._backend)
             self._accepted.add(lane)
         return Slot(param, index, name, dtype, number)
+
+    def _check_products(self) -> None:
+        """On a GPU, run the self-test of products that modules add to the sums."""
+        for path, lane in {(path, slot.lane) for slot in self.slots for path in slot.paths}:
+            device, operand, accumulator = lane
+            if device.type != "cpu" and path == "gemm":
+                matmul.select(device, accumulator, operand, self._backend, tokens=1)
+            elif device.type != "cpu" and path == "grouped":
+                grouped.select(device, accumulator, operand, self._backend)
 
     def _place_of(self, param: Tensor, name: str) -> str:
         """A parameter, and the module that has it, in words; `name` is the optimizer's."""
@@ -155,7 +188,7 @@ class ParameterSet:
         except Exception:
             groups.pop()
             raise
-        if len(self._seen) == last:  # else `follow` finds out what has become of the others
+        if len(self._seen) == last:  # else `sync_param_groups` finds out what has become of the others
             self._seen.append(list(groups[last]["params"]))
         self.slots.extend(slots)
         self._take_in(slots, capture)
@@ -178,7 +211,7 @@ class ParameterSet:
                 return False
         return True
 
-    def follow(self, capture: Capture, masters: MasterWeights | None) -> list[Slot]:
+    def sync_param_groups(self, capture: Capture, masters: MasterWeights | None) -> list[Slot]:
         """Be in step with groups that were changed by hand: parameters put in, taken out, or replaced.
 
         What is new is hooked; what is gone is given back as `close` would, and what was summed of its

@@ -19,19 +19,18 @@ import torch
 from torch import Tensor
 
 from ..accumulators import Slot
-from ..distributed import Place, Totals
+from ..accumulators.reduction import reduction_of
+from ..distributed import RankPlace
 from ..distributed.rows import own_rows, spread
 from . import checkpoint_checks as checks
-from .checkpoint_checks import RANKED_VERSION
 from .window import Window
+from .window_fields import FIELDS, RANKED_VERSION
 
 SUM = "fusedacc_sum"
 RANK_SUM = "fusedacc_rank_sum"
 RANK_COUNTERS = "fusedacc_rank_counters"
 #: Bytes of a rank's counters, which have to be as many on all ranks.
 WIDTH = 2048
-#: `state_over_ranks` of a fresh window.
-_NEW = {"reduced": False, "totals": None, "usual_backwards": 0, "num_backwards": 0}
 
 
 def packed(counters: dict[str, Any], width: int = 0) -> Tensor:
@@ -51,29 +50,6 @@ def unpacked(saved: Any) -> Any:
         raise ValueError(f"the counters are damaged: {error}") from None
 
 
-def state_over_ranks(window: Window) -> dict[str, Any]:
-    """What a window's state has beside `Window.state`, plain numbers; waits for what is on a device."""
-    totals = window.totals
-    numbers = None if totals is None else [totals.micro_batches, totals.weight, totals.num_flushing]
-    return {
-        "reduced": window.reduced,
-        "totals": None if numbers is None else [float(number) for number in numbers],
-        "usual_backwards": window.usual_backwards,
-        "num_backwards": window.micro.num_backwards,
-    }
-
-
-def restore_over_ranks(window: Window, state: Mapping[str, Any]) -> None:
-    """Give a window what `state_over_ranks` has returned, if it is in the state."""
-    if "reduced" in state:
-        window.reduced = state["reduced"]
-        window.usual_backwards = state["usual_backwards"]
-        window.micro.num_backwards = state["num_backwards"]
-        if state["totals"] is not None:
-            micro_batches, weight, num_flushing = state["totals"]
-            window.settle(Totals(micro_batches, weight, num_flushing, None))
-
-
 def rows_of(
     slots: Mapping[int, Slot], sums: Mapping[int, Tensor | None], reduced: bool
 ) -> dict[int, Tensor | None]:
@@ -86,7 +62,7 @@ def rows_of(
     }
 
 
-def row(said: dict[str, Any], total: Tensor, reduced: bool, place: Place) -> dict[str, Any]:
+def row(said: dict[str, Any], total: Tensor, reduced: bool, place: RankPlace) -> dict[str, Any]:
     """What stands with a parameter's state of this rank's sum.
 
     Args:
@@ -106,7 +82,7 @@ def of_rank(
     sums: Mapping[Any, Tensor],
     rows: Mapping[Any, Any],
     counters: Mapping[Any, Any],
-    place: Place,
+    place: RankPlace,
 ) -> tuple[dict[str, Any], dict[Any, Tensor], dict[Any, dict[str, Any]]]:
     """A ranked window's share for this rank, as a checkpoint of one process would hold it.
 
@@ -156,10 +132,12 @@ def of_rank(
 
 
 def of_one(
-    own: dict[str, Any], sums: Mapping[Any, Tensor], counters: Mapping[Any, Any], place: Place
+    own: dict[str, Any], sums: Mapping[Any, Tensor], counters: Mapping[Any, Any], place: RankPlace
 ) -> tuple[dict[str, Any], dict[Any, Tensor], dict[Any, dict[str, Any]]]:
     """As `of_rank`, of a window that one process has saved: the first rank goes on with its sums."""
-    whole = own | {"ranks": 1, "window": own["window"] | _NEW}
+    fresh = Window(None, None).state(over_ranks=True)
+    alone = {field.name: fresh[field.name] for field in FIELDS if field.over_ranks}
+    whole = own | {"ranks": 1, "window": own["window"] | alone}
     mine = place.rank == 0
     window = _merged([whole["window"]] if mine else [], whole, place)
     kept = sums if mine else {}
@@ -172,7 +150,9 @@ def of_one(
     return result, totals, {name: result | said[name] for name in kept}
 
 
-def _records(name: Any, saved: Any, own: dict[str, Any], share: range, place: Place) -> list[dict[str, Any]]:
+def _records(
+    name: Any, saved: Any, own: dict[str, Any], share: range, place: RankPlace
+) -> list[dict[str, Any]]:
     """What this rank's rows say of a parameter, one after the other."""
     found = [unpacked(row) for row in _rows_of(name, saved, len(share), place)]
     for rank, record in zip(share, found, strict=True):
@@ -180,7 +160,7 @@ def _records(name: Any, saved: Any, own: dict[str, Any], share: range, place: Pl
     return found
 
 
-def _rows_of(name: Any, saved: Any, count: int, place: Place) -> Tensor:
+def _rows_of(name: Any, saved: Any, count: int, place: RankPlace) -> Tensor:
     """This rank's rows of what was saved of a parameter; `count` of them."""
     try:
         found = own_rows(saved, place)
@@ -191,30 +171,21 @@ def _rows_of(name: Any, saved: Any, count: int, place: Place) -> Tensor:
     return found
 
 
-def _merged(windows: Sequence[dict[str, Any]], own: dict[str, Any], place: Place) -> dict[str, Any]:
+def _merged(windows: Sequence[dict[str, Any]], own: dict[str, Any], place: RankPlace) -> dict[str, Any]:
     """The state of one window in which those of some ranks go on; of none: at the same micro-batch."""
-    some = windows or [own["window"]]
-    merged = dict(own["window"])
-    for name in ("micro_step", "ran", "usual_backwards", "num_backwards"):
-        merged[name] = max(window[name] for window in some)
+    merged = own["window"] | {field.name: field.merged(windows, own["window"]) for field in FIELDS}
     done = sum(window["micro_step"] + window["ran"] + window.get("carried", 0) for window in windows)
     merged["carried"] = done - merged["micro_step"] - merged["ran"]
-    merged["weight_total"] = sum((window["weight_total"] for window in windows), 0.0)
-    weights = [window["weight"] for window in windows]
-    unset = None in weights or own["window"]["weight"] is None
-    merged["weight"] = None if unset else sum(weights, 0.0)
     if not merged["reduced"]:
         merged["factor"] = 1.0
-    elif own["counted"] and own["reduction"] == "mean":
-        merged["factor"] *= place.count / own["ranks"]
+    elif own["counted"]:
+        merged["factor"] *= reduction_of(own["reduction"]).scale_for_ranks(True, place.count, own["ranks"])
     return merged
 
 
-def _unit(own: dict[str, Any], place: Place) -> float:
+def _unit(own: dict[str, Any], place: RankPlace) -> float:
     """By what the sums of the ranks that there were are multiplied to be sums of those that there are."""
-    if own["counted"]:
-        return own["ranks"] / place.count if own["reduction"] == "mean" else 1.0
-    return place.count / own["ranks"] if own["reduction"] == "sum" else 1.0
+    return reduction_of(own["reduction"]).scale_for_ranks(own["counted"], own["ranks"], place.count)
 
 
 def _added(rows: Sequence[Tensor] | Tensor, records: Sequence[dict[str, Any]], unit: float) -> Tensor:

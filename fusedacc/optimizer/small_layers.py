@@ -6,63 +6,68 @@ import functools
 from collections.abc import Callable, MutableMapping
 
 import torch
+from torch.optim import Optimizer
 
 from ..accumulators import default_accumulate_dtype
-from ..kernels import matmul_ways, tuning
+from ..kernels import matmul, tuning
+from ..kernels.choices import Choice
 
 #: The most weights of each class; larger layers gain, and are not asked about.
 CLASSES = (32 * 32, 64 * 64, 128 * 128)
 INSIDE, STOCK = "inside", "stock"
+#: Makes a wrapper of an optimizer; it is handed in, since the wrapper's file imports this one.
+Wrap = Callable[..., Optimizer]
 #: Layers in a row and tokens of a trial, and micro-batches of a window that does not end.
 _LAYERS, _TOKENS, _ENDLESS = 6, 4, 2**20
 
 
-def question_of(weight: torch.Tensor) -> tuning.Question | None:
-    """What is to be found out before a Linear of this weight is replaced; None: it is large, or on no CPU."""
+def question_of(weight: torch.Tensor, wrap: Wrap) -> Choice | None:
+    """The choice whether a Linear of this weight is replaced; None: it is large, or on no CPU."""
     if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
         return None
     most = next((size for size in CLASSES if weight.numel() <= size), None)
-    return None if most is None else _question(most, weight.dtype)
+    return None if most is None else _choice(most, weight.dtype, wrap)
 
 
 @functools.cache
-def _question(most: int, dtype: torch.dtype) -> tuning.Question:
-    # A processor's features do not tell: what one asks for by `model=` is done.
-    trial = functools.partial(_trial, round(most**0.5), dtype)
+def _choice(most: int, dtype: torch.dtype, wrap: Wrap) -> Choice:
+    # A processor's features do not tell: without a trial, `model=` replaces the layer.
+    trial = functools.partial(_trial, wrap, round(most**0.5), dtype)
     name = f"model= for a Linear of up to {most} weights of {str(dtype)[6:]}"
-    return tuning.Question(name, (INSIDE, STOCK), INSIDE, trial)
+    return Choice(name, (INSIDE, STOCK), INSIDE, trial)
 
 
-def questions() -> list[tuning.Question]:
-    """All that can be asked."""
-    return [_question(most, dtype) for most in CLASSES for dtype in (torch.float32, torch.bfloat16)]
+def questions(wrap: Wrap) -> list[Choice]:
+    """All choices; `wrap`: as in `why_left`."""
+    return [_choice(most, dtype, wrap) for most in CLASSES for dtype in (torch.float32, torch.bfloat16)]
 
 
-def why_left(weight: torch.Tensor, kept: MutableMapping[str, str]) -> str:
-    """Why a Linear is better left to stock's node; empty where it is replaced.
+def why_left(wrap: Wrap, weight: torch.Tensor, kept: MutableMapping[str, str]) -> str | None:
+    """Why a Linear is better left to stock's node; None where it is replaced.
 
     Args:
+        wrap: `AccumulatingOptimizer`, which a trial trains with.
         weight: the Linear's.
-        kept: answers to stay with, as `tuning.choose` has them.
+        kept: decisions to stay with, as for `tuning.choose`.
     """
-    question = question_of(weight)
-    if question is None:
-        return ""
-    product = matmul_ways.question_of(default_accumulate_dtype(weight), weight.dtype, 0)
+    choice = question_of(weight, wrap)
+    if choice is None:
+        return None
+    product = matmul.choice_of(default_accumulate_dtype(weight), weight.dtype, 0)
     if product is not None:
         tuning.choose(product)  # what the trial multiplies by
-    choice = tuning.choose(question, kept)
-    return "" if choice.way == INSIDE else f"so small that a node of ours costs more than it saves; {choice}"
+    decision = tuning.choose(choice, kept)
+    if decision.candidate == INSIDE:
+        return None
+    return f"so small that a node of ours costs more than it saves; {decision}"
 
 
-def _trial(width: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
-    return {way: _training(width, dtype, way == INSIDE) for way in (INSIDE, STOCK)}
+def _trial(wrap: Wrap, width: int, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
+    return {way: _training(wrap, width, dtype, way == INSIDE) for way in (INSIDE, STOCK)}
 
 
-def _training(width: int, dtype: torch.dtype, inside: bool) -> Callable[[], object]:
+def _training(wrap: Wrap, width: int, dtype: torch.dtype, inside: bool) -> Callable[[], object]:
     """One micro-batch of a row of layers, in a window that does not end."""
-    from .wrapper import AccumulatingOptimizer
-
     layers = []
     for _ in range(_LAYERS):  # without a word to the generator
         layer = torch.nn.Linear(width, width, device="meta", dtype=dtype).to_empty(device="cpu")
@@ -71,7 +76,7 @@ def _training(width: int, dtype: torch.dtype, inside: bool) -> Callable[[], obje
     for parameter in model.parameters():
         torch.nn.init.constant_(parameter, 1 / width)
     inner = torch.optim.SGD(model.parameters(), lr=0.0)
-    optimizer = AccumulatingOptimizer(inner, _ENDLESS, model=model if inside else None)
+    optimizer = wrap(inner, _ENDLESS, model=model if inside else None)
     x = torch.ones(_TOKENS, width, device="cpu", dtype=dtype)
     gradient = torch.ones_like(x)
 

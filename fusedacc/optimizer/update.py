@@ -8,8 +8,11 @@ have to be dropped and the inner optimizer cannot do so by itself.
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Iterator, Mapping
+import functools
+import itertools
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
@@ -17,15 +20,16 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..accumulators import Accumulators, Slot
-from ..accumulators.finals import Finals
+from ..accumulators.p_grad import SumsForUpdate
 from ..autograd.registration import HookRegistry
 from ..distributed import mesh_norm
-from ..kernels import launch_events, norm_prefetch, norms, torch_state
+from ..kernels import launch_events, loop_settings, norms, torch_state
 from ..kernels.local_parts import is_distributed
-from ..kernels.transfers import to_device
-from .loss_scale import Scaling, near
+from ..kernels.norm_kind import norm_kind
+from ..kernels.torch_state import to_device
 from .master_weights import MasterWeights
 from .window import Window
 
@@ -35,25 +39,80 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagr
 EPSILON = 1e-6
 
 
-def check_settings(max_grad_norm: Any, norm_type: Any) -> tuple[float | None, float]:
-    """The arguments as floats.
+@dataclass(frozen=True)
+class UpdateSettings:
+    """What an update does with the final gradient; `checked` makes it of arguments.
 
-    Raises:
-        TypeError: no real number. ValueError: a `max_grad_norm` that is not above 0, or an unknown norm.
+    Attributes:
+        max_grad_norm: clip to this norm; None: do not.
+        norm_type: 2.0 or inf.
+        skip_nonfinite: drop an update whose gradient holds inf or nan.
     """
-    for name, value in (("max_grad_norm", max_grad_norm), ("norm_type", norm_type)):
-        if isinstance(value, bool) or not isinstance(value, Real | None):
-            raise TypeError(f"{name} must be a number, got {value!r}")
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise ValueError(f"max_grad_norm must be above 0, or None for no clipping; got {max_grad_norm}")
-    if norm_type not in (2.0, math.inf):
-        raise ValueError(f"norm_type must be 2.0 or inf; got {norm_type!r}")
-    return None if max_grad_norm is None else float(max_grad_norm), float(norm_type)
+
+    max_grad_norm: float | None
+    norm_type: float
+    skip_nonfinite: bool
+
+    @classmethod
+    def checked(cls, max_grad_norm: Any, norm_type: Any, skip_nonfinite: bool) -> UpdateSettings:
+        """The arguments as floats.
+
+        Raises:
+            TypeError: no real number. ValueError: a `max_grad_norm` that is not above 0, or an unknown norm.
+        """
+        for name, value in (("max_grad_norm", max_grad_norm), ("norm_type", norm_type)):
+            if isinstance(value, bool) or not isinstance(value, Real | None):
+                raise TypeError(f"{name} must be a number, got {value!r}")
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm must be above 0, or None for no clipping; got {max_grad_norm}")
+        kind = norm_kind(norm_type)
+        return cls(None if max_grad_norm is None else float(max_grad_norm), kind.norm_type, skip_nonfinite)
 
 
 def takes_scale(inner: Optimizer) -> bool:
     """Whether the inner optimizer's kernel applies `grad_scale` and honours `found_inf`."""
     return type(inner) in FUSED and all(group.get("fused") for group in inner.param_groups)
+
+
+class Scaling:
+    """What is known on the device only: by what the sums are multiplied, and whether they are finite.
+
+    Args:
+        loss_scale: 0-dim; the sums are divided by it. None: they are not scaled.
+        found_inf: 0-dim float32, 1 where the update must be dropped; None where it is not known yet.
+        checks: whether the caller needs `found_inf`.
+    """
+
+    def __init__(
+        self, loss_scale: Tensor | None = None, found_inf: Tensor | None = None, checks: bool = False
+    ) -> None:
+        # In float64: float64 sums keep their digits, and the reciprocal of a large scale is not one ulp off.
+        self.multiplier: float | Tensor | None = None
+        if loss_scale is not None:
+            self.multiplier = loss_scale.double().reciprocal()
+        self.found_inf = found_inf
+        self.checks = checks
+        #: Called after an update of a `flush()` that goes on with another window: what is known of that one.
+        self.go_on: Callable[[], Scaling] | None = None
+
+    def drop_if(self, flag: Tensor) -> None:
+        """Drop the update too where `flag`, 0-dim float32, is 1."""
+        found = self.found_inf
+        moved = flag if found is None else to_device(flag, found.device)
+        self.found_inf = moved if found is None else torch.maximum(found, moved)
+
+    def multiply(self, ratio: float | Tensor) -> None:
+        """The sums are to be multiplied by `ratio` too."""
+        if isinstance(ratio, Tensor) or ratio != 1.0:
+            own = self.multiplier
+            self.multiplier = ratio if own is None else own * near(ratio, own)
+
+
+def near(scale: float | Tensor, other: float | Tensor) -> float | Tensor:
+    """The scale where the other number is."""
+    if isinstance(scale, Tensor) and isinstance(other, Tensor):
+        return to_device(scale, other.device)
+    return scale
 
 
 class Update:
@@ -65,9 +124,7 @@ class Update:
         window: tainted where an update fails that has scaled its gradients.
         registry: the parameters' hooks, which masters take along.
         masters: the parameters' float32 masters, if there are any.
-        max_grad_norm: clip to this norm; None: do not.
-        norm_type: 2.0 or inf.
-        skip_nonfinite: drop an update whose gradient holds inf or nan.
+        settings: what it does with them.
     """
 
     def __init__(
@@ -77,11 +134,9 @@ class Update:
         window: Window,
         registry: HookRegistry,
         masters: MasterWeights | None,
-        max_grad_norm: float | None,
-        norm_type: float,
-        skip_nonfinite: bool,
+        settings: UpdateSettings,
     ) -> None:
-        self.max_grad_norm, self.norm_type, self.skip_nonfinite = max_grad_norm, norm_type, skip_nonfinite
+        self.settings = settings
         #: The norm of the last update's gradient before it was clipped: 0-dim, on the gradients' device. None
         #: where it was not taken.
         self.grad_norm: Tensor | None = None
@@ -91,12 +146,12 @@ class Update:
         self.skipped: Tensor | None = None
         self._inner, self._accumulators = inner, accumulators
         self._window, self._registry, self._masters = window, registry, masters
-        if max_grad_norm is not None or skip_nonfinite:
+        if settings.max_grad_norm is not None or settings.skip_nonfinite:
             self.expect_norm()
 
     def expect_norm(self) -> None:
         """The next update will ask for the norm: let a window's last additions leave what they can of it."""
-        self._accumulators.norms.wanted = self.norm_type
+        self._accumulators.norms.wanted = self.settings.norm_type
 
     def describe(self, casts: bool, private: bool) -> str:
         """In words: what happens between the final sums and the inner optimizer, and where.
@@ -106,10 +161,10 @@ class Update:
             private: whether gradients are private until `step()`.
         """
         asked = []
-        if self.max_grad_norm is not None:
-            kind = "inf" if math.isinf(self.norm_type) else "L2"
-            asked.append(f"clip to {kind} norm {self.max_grad_norm:g}")
-        if self.skip_nonfinite:
+        if self.settings.max_grad_norm is not None:
+            kind = norm_kind(self.settings.norm_type).name
+            asked.append(f"clip to {kind} norm {self.settings.max_grad_norm:g}")
+        if self.settings.skip_nonfinite:
             asked.append("drop what is not finite")
         low = casts and any(slot.param.dtype != slot.accumulate_dtype for slot in self._accumulators.slots)
         name = type(self._inner).__name__
@@ -119,7 +174,7 @@ class Update:
         norm = "; the window's last additions leave the norm" if private else "; p.grad is read for the norm"
         if not takes_scale(self._inner):
             where = f"in one pass{', with the cast' if low else ''}; {name} does not scale by itself"
-            dropping = "; dropping waits for the device" if self.skip_nonfinite else ""
+            dropping = "; dropping waits for the device" if self.settings.skip_nonfinite else ""
             return f"{', '.join(asked)} {where}{dropping}{norm}"
         where = "in the pass that casts" if low else f"inside {name}'s fused kernel"
         return f"{', '.join(asked)} {where}{norm}"
@@ -143,9 +198,9 @@ class Update:
         if self._registry.reshaped:
             self._check_state()
         if isinstance(ratio, Tensor):
-            faulty = self._window.faulty
-            if faulty is not None:
-                scaling.drop_if(faulty)
+            invalid = self._window.weights_invalid
+            if invalid is not None:
+                scaling.drop_if(invalid)
         if isinstance(ratio, Tensor) or ratio != 1.0:
             scaling.multiply(ratio)
         try:
@@ -177,7 +232,7 @@ class Update:
     @contextlib.contextmanager
     def _swapped(self, masters: MasterWeights, slots: list[Slot] | None) -> Iterator[None]:
         if slots is None:
-            slots = self._accumulators.finals().slots
+            slots = self._accumulators.sums_for_update().slots
         try:
             with masters.swapped(slots):
                 yield
@@ -219,52 +274,53 @@ class Update:
     def prepare(self, scaling: Scaling) -> bool:
         """Ready every p.grad. Returns whether the inner optimizer's kernel drops what is not finite."""
         self.applied = False
-        finals = self._accumulators.finals()
-        multiplier = self._measure(scaling, finals)
+        sums = self._accumulators.sums_for_update()
+        multiplier = self._measure(scaling, sums)
         # Where sums are on a CPU and on a GPU, torch's kernel on the CPU reads the scale before it arrives.
-        kernel = takes_scale(self._inner) and len(finals.on_gpu) < 2
+        kernel = takes_scale(self._inner) and len(sums.on_gpu) < 2
         # float64 would lose digits to the kernel's float32 scale, and what is cast has to be scaled before.
-        uniform = not finals.need_casts and torch.float64 not in finals.dtypes
+        uniform = not sums.need_casts and torch.float64 not in sums.dtypes
         if kernel and multiplier is not None and uniform:
-            device = finals.tensors[0].device if finals.tensors else None
-            self._accumulators.enter_step(finals)
+            device = sums.tensors[0].device if sums.tensors else None
+            self._accumulators.begin_update(sums)
             self._inner.grad_scale = _reciprocal(multiplier, device)  # type: ignore[attr-defined]
         else:
             self.applied = multiplier is not None
-            self._accumulators.enter_step(finals, 1.0 if multiplier is None else multiplier)
+            self._accumulators.begin_update(sums, 1.0 if multiplier is None else multiplier)
         if scaling.found_inf is None or not kernel or self._would_leave_garbage():
             return False
         self._inner.found_inf = scaling.found_inf  # type: ignore[attr-defined]
         return True
 
-    def _measure(self, scaling: Scaling, finals: Finals) -> float | Tensor | None:
+    def _measure(self, scaling: Scaling, sums: SumsForUpdate) -> float | Tensor | None:
         """By what the sums are to be multiplied, clipping included; None for 1. One read, if any."""
-        multiplier, checks = scaling.multiplier, self.skip_nonfinite or scaling.checks
+        multiplier, checks = scaling.multiplier, self.settings.skip_nonfinite or scaling.checks
         self.grad_norm = None
-        if self.max_grad_norm is None and not checks:
+        if self.settings.max_grad_norm is None and not checks:
             return multiplier
-        if not finals.tensors:
+        if not sums.tensors:
             return multiplier
-        norm, nonfinite = self._norm(finals)
+        norm, nonfinite = self._norm(sums)
         if multiplier is not None:
             norm = (norm * near(multiplier, norm)).to(norm.dtype)
         self.grad_norm = norm
         if checks:
             scaling.drop_if(nonfinite)
-        if self.max_grad_norm is None:
+        if self.settings.max_grad_norm is None:
             return multiplier
-        clip = (self.max_grad_norm / (norm + EPSILON)).clamp(max=1.0)
+        clip = (self.settings.max_grad_norm / (norm + EPSILON)).clamp(max=1.0)
         return clip if multiplier is None else clip * near(multiplier, clip)
 
-    def _norm(self, finals: Finals) -> tuple[Tensor, Tensor]:
+    def _norm(self, sums: SumsForUpdate) -> tuple[Tensor, Tensor]:
         """Norm of the accumulators, and a float32 flag for inf and nan; reads what has no norm recorded."""
         accumulators = self._accumulators
-        found, unread = accumulators.norms.take(finals.slots, finals.tensors)
-        dtype = torch.float64 if torch.float64 in finals.dtypes else torch.float32
+        found, unread = accumulators.norms.take(sums.slots, sums.tensors)
+        dtype = torch.float64 if torch.float64 in sums.dtypes else torch.float32
         unusual = not set(map(type, unread)) <= {Tensor}
         over = mesh_norm if unusual and any(map(is_distributed, unread)) else norms
-        measured = over.norm_with_partials(unread, found, self.norm_type, dtype, accumulators.backend)
-        norm_prefetch.tune_once(finals.tensors)
+        norm_type = self.settings.norm_type
+        measured = over.norm_with_partials(unread, found, norm_type, dtype, accumulators.backend)
+        loop_settings.tune_prefetch_once(sums.tensors)
         return measured
 
     def _would_leave_garbage(self) -> bool:
@@ -308,3 +364,57 @@ def _reciprocal(multiplier: float | Tensor, device: torch.device | None) -> Tens
     if isinstance(multiplier, Tensor):
         return multiplier.reciprocal().float()
     return torch.full((), 1.0 / multiplier, dtype=torch.float32, device=device)
+
+
+#: Lengths of vectors, in elements, of the CPUs that torch has kernels for.
+VECTORS = (4, 8, 16, 32, 64, 128)
+
+
+@functools.cache
+def unwritten_from(dtype: torch.dtype) -> int | None:
+    """From how many elements on torch's fused SGD on a CPU leaves parameters unwritten; None: it does not.
+
+    In torch 2.13 its loop over full vectors of 16-bit parameters stores nothing, only the rest is written
+    (pytorch/pytorch#191763).
+    """
+    with _disable_current_modes(), torch.no_grad():
+        for size in VECTORS:
+            param, gradient = torch.zeros(size, dtype=dtype), torch.ones(size, dtype=dtype)
+            torch._fused_sgd_(
+                [param],
+                [gradient],
+                [],
+                weight_decay=0.0,
+                momentum=0.0,
+                lr=1.0,
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+                is_first_step=True,
+            )
+            if not bool(param.all()):
+                return size
+    return None
+
+
+def warn_of_unwritten(inner: Optimizer, groups: Iterable[dict[str, Any]], stacklevel: int) -> None:
+    """Warn where a step of `inner` leaves a parameter of these groups of it unwritten.
+
+    Args:
+        stacklevel: the caller's, as of `warnings.warn`.
+    """
+    if not isinstance(inner, torch.optim.SGD):
+        return
+    for param in itertools.chain.from_iterable(group["params"] for group in groups if group.get("fused")):
+        if param.device.type == "cpu" and param.dtype in (torch.bfloat16, torch.float16):
+            size = unwritten_from(param.dtype)
+            if size is not None and param.numel() >= size:
+                dtype = str(param.dtype)[6:]
+                warnings.warn(
+                    f"SGD(fused=True) of torch {torch.__version__} leaves {dtype} parameters of {size} "
+                    "elements and more on a CPU unwritten, but for what fills no vector: they do not train, "
+                    "with this wrapper or without (pytorch/pytorch#191763). Use fused=False, or "
+                    "master_weights=True",
+                    stacklevel=stacklevel + 1,
+                )
+                return

@@ -1,25 +1,42 @@
-"""The accumulation window: what counts, what it weighs and when it is full. No tensors here, but for weights
-that stay on the device.
+"""The accumulation window: it counts and weighs micro-batches, and knows when it is full.
 
-Sums are kept in a unit, `factor`: every sum, times what it owes, is `factor` times what was put in. It is 1
-until the final scale of the window is known (`target`), as a rule when its last micro-batch begins. From then
-on gradients are added in the final unit; the sums that there are owe the ratio, which these additions pay.
+It also knows by what gradients are multiplied. It holds no tensors but weights that stay on the device.
+
+Note [The window's scales]
+Five factors multiply gradients. With g_i a gradient of the window's i-th micro-batch, at any time
+
+    deferred_scale * accumulator  =  sum_scale * (sum over i of gradient_scale_i * g_i)
+
+and in the end
+
+    final gradient  =  final_scale * (sum over i of gradient_scale_i * g_i)
+                    =  ratio * deferred_scale * accumulator
+
+- `gradient_scale`: of one micro-batch: its weight, or 1 / (number of micro-batches and ranks), or 1.
+- `sum_scale`: of all sums. It is 1 until the final scale is known, as a rule when the window's last
+  micro-batch begins; then it is `final_scale`, and gradients are added already multiplied by it.
+- `deferred_scale`: of one accumulator (Note [The deferred scale]): what it lacks of the equation. Where
+  `sum_scale` changes, every accumulator must be multiplied by new / old: the next addition does so.
+- `final_scale`: of the window. `Reduction.final_scale` has the formula.
+- the ratio `final_scale / sum_scale`: what is left for the update to multiply by (`Accumulation.conclude`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from numbers import Real
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ..accumulators.reduction import WEIGHING, Reduction, reduction_of
 from ..distributed import Totals
 from ..distributed.fsdp import Shards
-from .micro_batch import MicroBatch
+from . import window_fields
 
-REDUCTIONS = ("mean", "sum", "weighted", "normalized")
 Schedule = int | Callable[[int], int] | None
 
 
@@ -46,7 +63,7 @@ class Window:
 
     Args:
         schedule: `gradient_accumulation_steps`; None for the manual loop.
-        reduction: one of `REDUCTIONS`; None for "mean" when counted and "sum" when manual.
+        reduction: the name of one of `REDUCTIONS`; None for "mean" when counted and "sum" when manual.
         private: final gradients are not put into p.grad before the update; for counted loops only.
 
     Raises:
@@ -61,16 +78,12 @@ class Window:
         self.counted = schedule is not None
         if reduction is None:
             reduction = "sum" if schedule is None else "mean"
-        if reduction not in REDUCTIONS:
-            raise ValueError(
-                f"reduction must be one of {', '.join(map(repr, REDUCTIONS))} or None, got {reduction!r}"
-            )
+        self.reduction = reduction_of(reduction)
         if private and schedule is None:
             raise ValueError(
                 "private_gradients=True needs a counted loop: in a manual one p.grad is the accumulator; "
                 "allowed: private_gradients=False, or gradient_accumulation_steps of 1 or more"
             )
-        self.reduction = reduction
         self.private = private
         #: Whether backwards do not count (`ignore()`).
         self.ignoring = False
@@ -96,10 +109,11 @@ class Window:
     def reset(self) -> None:
         """Open an empty window."""
         self.micro_step = 0
-        #: Micro-batches in the sums beside those counted here: of ranks that there were when it was saved.
-        self.carried = 0
+        #: Micro-batches in the sums that `micro_step` does not count: of ranks that saved them and are gone.
+        #: Negative where ranks were added.
+        self.extra_micro_batches = 0
         self.weight_total: float | Tensor = 0.0
-        self.factor: float | Tensor = 1.0
+        self.sum_scale: float | Tensor = 1.0
         #: Where weights are on a device: a 0-dim bool tensor, whether one was negative or nan.
         self.bad_weights: Tensor | None = None
         self.tainted: str | None = None
@@ -118,8 +132,8 @@ class Window:
         self.reopened = False
         #: Whether no backward has come since the ranks' sums were made equal.
         self.reduced = False
-        #: What `target` is with `totals`.
-        self._final: float | Tensor | None = None
+        #: The final scale computed from `totals`.
+        self._final_of_totals: float | Tensor | None = None
         #: The last final factor that was asked for on a device, and the weights it is of.
         self._reciprocal: tuple[Tensor | float, Tensor | float | None, Tensor] | None = None
 
@@ -130,16 +144,16 @@ class Window:
         self.tainted = None
 
     @property
-    def weighs(self) -> bool:
-        """Whether micro-batches have weights."""
-        return self.reduction in ("weighted", "normalized")
-
-    @property
     def scales(self) -> bool:
         """Whether gradients are multiplied by anything but 1 as they are added."""
-        if self.ranks > 1 and self.counted and self.reduction in ("mean", "sum"):
-            return True
-        return self.reduction == "weighted" or (self.counted and self.reduction == "mean" and self.steps > 1)
+        return self.reduction.scales_by_weight or self.divided_by > 1
+
+    @property
+    def divided_by(self) -> int:
+        """By what gradients are divided as they are added: a counted loop knows how many will come."""
+        if not self.counted or self.reduction.weighs:
+            return 1
+        return self.ranks * (self.steps if self.reduction.counts else 1)
 
     @property
     def steps(self) -> int:
@@ -171,45 +185,43 @@ class Window:
         return self.schedule is None or self.micro_step + 1 >= (self._steps or self.steps)
 
     @property
-    def base_scale(self) -> float | Tensor:
-        """By what a gradient is multiplied as it is added, before the unit of the sums.
+    def gradient_scale(self) -> float | Tensor:
+        """The micro-batch's own factor of its gradients (Note [The window's scales]).
 
         Raises:
             RuntimeError: a weight is needed and not set, or a manual loop that counts is outside
                 `accumulate()`.
         """
-        if not self.counted and self.reduction != "sum" and not self.in_context:
+        if not self.counted and self.reduction.divides and not self.in_context:
             raise RuntimeError(
-                f"reduction={self.reduction!r} in a manual loop needs `with optimizer.accumulate():` around "
-                "each micro-batch, to count it"
+                f"reduction={self.reduction.name!r} in a manual loop needs `with optimizer.accumulate():` "
+                "around each micro-batch, to count it"
             )
-        if self.reduction == "weighted":
+        if self.reduction.scales_by_weight:
             if self.micro.weight is None:
                 raise RuntimeError(
-                    "reduction='weighted' needs a weight before the backward: `with "
+                    f"reduction={self.reduction.name!r} needs a weight before the backward: `with "
                     "optimizer.accumulate(weight=...):` around the micro-batch"
                 )
             return self.micro.weight
-        if not self.counted or self.reduction == "normalized":
-            return 1.0
-        return 1.0 / (self.ranks * (self.steps if self.reduction == "mean" else 1))
+        return 1.0 / self.divided_by
 
     @property
-    def leaves_out(self) -> bool:
+    def has_zero_weight(self) -> bool:
         """Whether the micro-batch at hand has weight 0 and adds nothing; other ranks' may add something."""
-        return self.weighs and _is_zero(self.micro.weight) and not self.shards
+        return self.reduction.weighs and _is_zero(self.micro.weight) and not self.shards
 
     @property
-    def faulty(self) -> Tensor | None:
+    def weights_invalid(self) -> Tensor | None:
         """Where weights are on a device: 0-dim float32, 1 if no mean can be taken over them."""
         total = self.weight_total if self.totals is None else self.totals.weight
-        if not (self.weighs and isinstance(total, Tensor)):
+        if not (self.reduction.weighs and isinstance(total, Tensor)):
             return None
         wrong = ~((total > 0) & total.isfinite())
         return (wrong if self.bad_weights is None else wrong | self.bad_weights).float()
 
-    def target(self, ending: bool = False, partial: bool = False) -> float | Tensor | None:
-        """The final factor of the window's sums, or None where it is not known or all weights are 0.
+    def final_scale(self, ending: bool = False, partial: bool = False) -> float | Tensor | None:
+        """The final scale of the window's sums, or None where it is not known or all weights are 0.
 
         A tensor is the same object as long as the weights are.
 
@@ -217,16 +229,17 @@ class Window:
             ending: count the micro-batch at hand in.
             partial: the window ends here, full or not.
         """
-        if self.reduction == "sum":
+        if not self.reduction.divides:
             return 1.0
         if self.ranks > 1:
-            return self._target_over_ranks()
-        count = self.micro_step + ending + self.carried
-        if self.reduction == "mean":
-            if not self.counted:
-                return 1.0 / max(count, 1)
-            short = partial and count < self.steps
-            return self.steps / count if count > 0 and (short or self.carried) else 1.0
+            return self._final_scale_over_ranks()
+        count = self.micro_step + ending + self.extra_micro_batches
+        if self.reduction.counts:
+            if self.counted and not (
+                count > 0 and (self.extra_micro_batches or (partial and count < self.steps))
+            ):
+                return 1.0
+            return self.reduction.final_scale(self.divided_by, max(count, 1), 0.0)
         if ending and self.micro.weight is None:
             return None
         ended, weight = self.weight_total, self.micro.weight if ending else None
@@ -241,23 +254,20 @@ class Window:
                 known = self._reciprocal = ended, weight, total.reciprocal()  # type: ignore[union-attr]
             return known[2]
         total = ended if weight is None else ended + weight
-        return 1.0 / total if total > 0 else None
+        return self.reduction.final_scale(self.divided_by, count, total)
 
-    def _target_over_ranks(self) -> float | Tensor | None:
-        """`target`, of the sums of all ranks; None before they are that, but for what is likely then."""
+    def _final_scale_over_ranks(self) -> float | Tensor | None:
+        """The final scale of the sums of all ranks; before the all-reduce 1 for a counted mean, else None."""
         if self.totals is None:
-            return 1.0 if self.counted and self.reduction == "mean" else None
-        return self._final
+            return 1.0 if self.counted and self.reduction.counts else None
+        return self._final_of_totals
 
-    def settle(self, totals: Totals) -> None:
-        """The sums are those of all ranks now, and these are their numbers."""
+    def set_totals(self, totals: Totals) -> None:
+        """Note the numbers of all ranks, whose sums these are now."""
         self.totals, self.bad_weights = totals, totals.bad_weights
-        if self.weighs:
-            self._final = totals.share_of(1, totals.weight)
-        else:
-            self._final = totals.share_of(
-                self.steps * self.ranks if self.counted else 1, totals.micro_batches
-            )
+        self._final_of_totals = self.reduction.final_scale(
+            self.divided_by, totals.micro_batches, totals.weight
+        )
 
     def _weight_of(self, ended: float | Tensor, weight: float | Tensor | None) -> float:
         """The window's weight on the host, nan if one was none."""
@@ -285,11 +295,12 @@ class Window:
         Raises:
             RuntimeError: it needs a weight and has none; nothing is changed, so that it may be set.
         """
-        if self.weighs:
+        if self.reduction.weighs:
             if self.micro.weight is None:
                 raise RuntimeError(
-                    f"reduction={self.reduction!r} needs a weight for each micro-batch; this one has none: "
-                    "use `with optimizer.accumulate(weight=...) as micro_batch:` or set `micro_batch.weight`"
+                    f"reduction={self.reduction.name!r} needs a weight for each micro-batch; this one has "
+                    "none: use `with optimizer.accumulate(weight=...) as micro_batch:` or set "
+                    "`micro_batch.weight`"
                 )
             weight = self.micro.weight
             if isinstance(weight, Tensor):
@@ -318,7 +329,7 @@ class Window:
         self.has_updated = True
 
     def taint(self, reason: str) -> None:
-        """What is in the accumulators is neither old nor new, for this reason."""
+        """Mark the window unusable, because its sums are partly updated, and note the reason."""
         self.tainted = reason
 
     @contextlib.contextmanager
@@ -360,36 +371,39 @@ class Window:
                 f"(accumulate(model=...)): {consequence}"
             )
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint carries, plain numbers only; waits for weights that are on a device."""
-        carried = {"carried": self.carried} if self.carried else {}
-        return carried | {
-            "num_updates": self.num_updates,
-            "num_skipped": self.num_skipped,
-            "has_updated": self.has_updated,
-            "micro_step": self.micro_step,
-            "weight_total": _number(self.weight_total),
-            "factor": _number(self.factor),
-            "steps": self._steps,
-            "tainted": self.tainted,
-            "ran": self.micro.ran,
-            "weight": _number(self.micro.weight),
-        }
+    def state(self, over_ranks: bool = False) -> dict[str, Any]:
+        """What a checkpoint carries, plain numbers only; waits for weights that are on a device.
 
-    def restore(self, state: dict[str, Any]) -> None:
+        over_ranks: of a window of several ranks.
+        """
+        return window_fields.state_of(self, over_ranks)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Take over what `state` has returned."""
         self.reset()
-        self.has_updated = state["has_updated"]
-        self.num_updates = state["num_updates"]
-        self.num_skipped = state["num_skipped"]
-        self.micro_step = state["micro_step"]
-        self.weight_total = state["weight_total"]
-        self.factor = state["factor"]
-        self._steps = state["steps"]
-        self.tainted = state["tainted"]
-        self.micro = MicroBatch(self.reduction, state["weight"])
-        self.micro.ran = state["ran"]
-        self.carried = state.get("carried", 0)
+        for field in window_fields.FIELDS:
+            if field.name in state:
+                field.put(self, state[field.name])
+
+    @property
+    def saved_totals(self) -> list[float] | None:
+        """The totals of all ranks as plain numbers."""
+        totals = self.totals
+        if totals is None:
+            return None
+        return [float(number) for number in (totals.micro_batches, totals.weight, totals.num_flushing)]
+
+    @saved_totals.setter
+    def saved_totals(self, numbers: list[float] | None) -> None:
+        if numbers is not None:
+            micro_batches, weight, num_flushing = numbers
+            self.set_totals(Totals(micro_batches, weight, num_flushing, None))
+
+
+def fresh_window(state: dict[str, Any]) -> dict[str, Any]:
+    """A window's state as it would be had the window just begun: only the updates counted."""
+    fresh = Window(None, None).state()
+    return fresh | {name: state[name] for name in ("num_updates", "num_skipped", "has_updated")}
 
 
 def _is_zero(value: float | Tensor | None) -> bool:
@@ -399,3 +413,92 @@ def _is_zero(value: float | Tensor | None) -> bool:
 
 def _number(value: float | Tensor | None) -> float | None:
     return value.item() if isinstance(value, Tensor) else value
+
+
+def check_weight(weight: Any) -> float | Tensor:
+    """`weight` as a float, or as a 0-dim float32 tensor where it is on another device than the CPU.
+
+    What is on a device is not waited for: a weight there that is negative or not finite shows at the update.
+
+    Raises:
+        TypeError: neither a real number nor a 0-dim real tensor.
+        ValueError: negative, infinite or nan.
+    """
+    if isinstance(weight, Tensor) and weight.ndim == 0 and not weight.is_complex():
+        if not _on_host(weight):
+            return weight.detach().to(torch.float32)
+        weight = weight.item()
+    if not isinstance(weight, Real):
+        raise TypeError(f"weight must be a real number or a 0-dim tensor, got {_described(weight)}")
+    value = float(weight)
+    if not math.isfinite(value) or value < 0:
+        raise ValueError(f"weight must be finite and at least 0, got {value}")
+    return value
+
+
+def _on_host(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def _described(value: Any) -> str:
+    kind = type(value).__name__
+    return f"a {value.dtype} tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind
+
+
+class MicroBatch:
+    """What is known of the micro-batch at hand; `accumulate()` yields it, and `weight` may be set late."""
+
+    def __init__(self, reduction: Reduction, weight: float | Tensor | None = None) -> None:
+        self._reduction = reduction
+        self._weight: float | Tensor | None = None
+        self._given: Any = None
+        #: Whether a backward has ended in this micro-batch.
+        self.ran = False
+        #: How many of its backwards have ended, those inside others aside.
+        self.num_backwards = 0
+        #: Whether a pipeline schedule's `step()` runs, whose backwards are not counted one by one.
+        self.in_schedule = False
+        #: Whether its gradients were left unsynchronised in `p.grad`, to be collected with a later one's.
+        self.deferred = False
+        if weight is not None:
+            self.weight = weight
+
+    @property
+    def weight(self) -> float | Tensor | None:
+        """The weight of this micro-batch: tokens or samples, a number or a 0-dim tensor; None until set.
+
+        A tensor on a device stays there. A weight of 0 there cannot leave the micro-batch out, so that an inf
+        or nan of its gradient reaches the sums.
+
+        Settable before the backward for "weighted", before `step()` for "normalized". Setting raises
+        ValueError where the reduction takes no weight or the value is negative or not finite, TypeError for
+        what is no number, RuntimeError when it comes too late.
+        """
+        return self._weight
+
+    @weight.setter
+    def weight(self, weight: float | Tensor) -> None:
+        if not self._reduction.weighs:
+            raise ValueError(
+                f"weight={weight!r} was given, but reduction={self._reduction.name!r} takes none; allowed "
+                f"with {' and '.join(map(repr, WEIGHING))}"
+            )
+        value = check_weight(weight)
+        on_device = isinstance(value, Tensor) or isinstance(self._weight, Tensor)
+        late = self.ran and (weight is not self._given if on_device else value != self._weight)
+        if late and self._weight is not None:
+            raise RuntimeError(
+                f"weight={value} came after the backward of a micro-batch of weight {self._weight}; a "
+                "micro-batch has one weight, and step() ends it"
+            )
+        if late and self._reduction.scales_by_weight:
+            raise RuntimeError(
+                f"weight={value} came after the backward; with reduction={self._reduction.name!r} it scales "
+                "the gradients as they arrive: set it before"
+            )
+        if late and not on_device and value == 0:
+            raise ValueError(
+                "weight=0 came after the backward, whose gradients can no longer be left out: set a weight "
+                "of 0 before"
+            )
+        self._weight, self._given = value, weight

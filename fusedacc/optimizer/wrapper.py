@@ -1,40 +1,45 @@
-"""The drop-in wrapper: what users call. It makes the parts and commands them, and does no arithmetic."""
+"""The drop-in wrapper: what users call. It builds the parts and forwards calls; no arithmetic."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import inspect
+import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..accumulators import Accumulators
 from ..autograd.capture import Capture
-from ..kernels import registry, torch_state, tuning
-from ..kernels.rounding_arguments import STOCHASTIC, checked_seed
+from ..distributed import DataParallel, RankPlace, check, parallel_in
+from ..kernels import registry, selftest, torch_state, tuning
+from ..kernels.rounding import STOCHASTIC, checked_seed
 from ..nn import name_slots
-from . import checkpoint, torch_kernels
-from .accumulation import Accumulation
-from .delegating import Delegate
+from . import checkpoint, small_layers
+from .accumulation import Accumulation, PipelineSteps
 from .explain import explain
 from .loops import CountedLoop, ManualLoop
 from .loss_scale import LossScaleLink
 from .master_weights import MasterWeights
-from .micro_batch import MicroBatch
 from .parameters import ParameterSet
-from .pipeline_steps import PipelineSteps
-from .progress import Progress
-from .ranks import Ranks
-from .saving import Saving
-from .update import Update, check_settings
-from .window import Schedule, Window
+from .update import Scaling, Update, UpdateSettings, warn_of_unwritten
+from .window import MicroBatch, Schedule, Window
+
+#: Modules that must not find the inner optimizer: Lightning has two names.
+_UNWRAPS = frozenset(
+    f"{package}.callbacks.lr_monitor" for package in ("lightning.pytorch", "pytorch_lightning")
+)
 
 
-class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
+class AccumulatingOptimizer(Optimizer, Joinable):
     """Any torch optimizer, with gradients accumulated over micro-batches in fused passes.
 
     In a **counted loop** (`gradient_accumulation_steps=k`) the training loop looks as if there were no
@@ -85,17 +90,18 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
 
     Raises:
         TypeError: `optimizer` is no `torch.optim.Optimizer`, or an argument is of the wrong kind.
-        ValueError: an argument or FUSEDACC_TUNE has a value that is not allowed, a parameter is in another
-            live wrapper or has no shape yet (a lazy module's, before its first forward pass), an L-BFGS is to
-            be counted (it evaluates its closure many times per step), or `optimizer` updates inside the
-            backward (optimi's `gradient_release`).
-        RuntimeError: the backend asked for cannot run here.
+        ValueError: an argument, FUSEDACC_TUNE or FUSEDACC_SELFTEST has a value that is not allowed, a
+            parameter is in another live wrapper or has no shape yet (a lazy module's, before its first
+            forward pass), an L-BFGS is to be counted (it evaluates its closure many times per step), or
+            `optimizer` updates inside the backward (optimi's `gradient_release`).
+        RuntimeError: the backend asked for cannot run here, or has failed its self-test.
     """
 
     __module__ = "fusedacc.optimizer"  # where pickles look for it
     #: torch's GradScaler hands over its scale and what it has found, and `step` honours both.
     _step_supports_amp_scaling = True
     _reduce_dtype: torch.dtype | None = None  # pickles of former releases have none
+    _join_config: Any = _JoinConfig.construct_disabled_join_config()
 
     def __init__(
         self,
@@ -141,9 +147,9 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
                 f"rounding={rounding!r} is for sums of torch.bfloat16, and accumulate_dtype is "
                 f"{accumulate_dtype}; allowed: accumulate_dtype=torch.bfloat16, or rounding='nearest'"
             )
-        tuning.fixed_by()
-        clipping = check_settings(max_grad_norm, norm_type)
-        finishing = (*clipping, bool(skip_nonfinite))
+        tuning.trials_disabled_by()
+        selftest.is_off()
+        update_settings = UpdateSettings.checked(max_grad_norm, norm_type, bool(skip_nonfinite))
         if not isinstance(model, torch.nn.Module | None):
             raise TypeError(f"model must be a torch.nn.Module or None, got {type(model).__name__}")
         if keep_casts and model is None:
@@ -152,10 +158,11 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
                 "allowed: keep_casts=False, or model=model"
             )
         masters = bool(master_weights)
-        self._build(optimizer, window, accumulate_dtype, backend, finishing, masters, model, seed=seed)
+        self._build(optimizer, window, accumulate_dtype, backend, update_settings, masters, model, seed=seed)
         checkpoint.forget_stale(optimizer)
         if model is not None:
-            self._parameter_set.replace_in(model, self._capture, bool(keep_casts))
+            why_left = partial(small_layers.why_left, AccumulatingOptimizer)
+            self._parameter_set.replace_in(model, self._capture, why_left, bool(keep_casts))
         if reduce_dtype is not None:
             self._reduce_dtype = reduce_dtype
         if data_parallel is not None:
@@ -171,14 +178,14 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
         window: Window,
         accumulate_dtype: torch.dtype | None,
         backend: str,
-        finishing: tuple[float | None, float, bool],
+        update_settings: UpdateSettings,
         master_weights: bool,
         model: torch.nn.Module | None = None,
         lenient: bool = False,
         seed: int | None = None,
     ) -> None:
         self.optimizer = optimizer
-        self._accumulate_dtype, self._finishing = accumulate_dtype, finishing
+        self._accumulate_dtype, self._update_settings = accumulate_dtype, update_settings
         self._window = window
         self._parameter_set = parameters = ParameterSet(optimizer, accumulate_dtype, backend, model, lenient)
         self._slots = slots = parameters.slots
@@ -191,7 +198,7 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
         self._capture = capture = Capture(slots, self._accumulators, accumulation)
         self._pipeline_steps = PipelineSteps(accumulation, capture)
         parts = self._accumulators, window, capture.registry, self._masters
-        self._inner_update = Update(optimizer, *parts, *finishing)
+        self._inner_update = Update(optimizer, *parts, update_settings)
         loop = CountedLoop if window.counted else ManualLoop
         self._loop = loop(optimizer, parameters, capture, accumulation, self._inner_update, self._masters)
         self._loss_scale = LossScaleLink(self._loop, self._inner_update, self._accumulators.norms)
@@ -281,7 +288,7 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
             RuntimeError: contexts are nested.
         """
         window = self._window
-        self._follow()
+        self._sync_param_groups()
         self._capture.registry.refresh()
         if self._accumulation.ranks.parallel is None:
             self._attach_if_parallel(model)
@@ -302,7 +309,7 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
         counts, those of the passes inside stay there to be read, until the next backward pass that counts,
         an update, or `zero_grad()`, in mid-window too. A forward of a compiled model belongs inside as well.
         """
-        self._follow()
+        self._sync_param_groups()
         self._capture.registry.refresh()
         self._capture.drop_failed_backwards()
         self._capture.hooks.stop_adding()
@@ -345,16 +352,16 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
         self._accumulation.bring_back()
         if self._accumulation.ranks.parallel is not None:
             self._accumulation.ranks.parallel.abandon()
-        self._parameter_set.follow(self._capture, self._masters)
+        self._parameter_set.sync_param_groups(self._capture, self._masters)
         self._parameter_set.forget_casts()
         self._accumulators.clear()
         self._window.reset()
         self._capture.registry.refresh()
 
-    def _follow(self) -> None:
+    def _sync_param_groups(self) -> None:
         """Be in step with what users have done to groups and parameters."""
         if not self._closed:
-            self._loop.follow()
+            self._loop.sync_param_groups()
 
     def refresh_master_weights(self) -> None:
         """With `master_weights`: make every float32 master the value of its parameter, low bits and all.
@@ -401,14 +408,380 @@ class AccumulatingOptimizer(Saving, Delegate, Progress, Ranks):
 
     def _warn_of_unwritten(self, groups: list[dict[str, Any]], stacklevel: int) -> None:
         if self._masters is None:  # else torch's kernel runs on float32
-            torch_kernels.warn_of_unwritten(self.optimizer, groups, stacklevel)
+            warn_of_unwritten(self.optimizer, groups, stacklevel)
 
     def explain(self) -> str:
         """A table: each parameter's path, backend, dtypes, bytes per micro-batch, and why; and the update."""
-        self._follow()
+        self._sync_param_groups()
         self._capture.registry.refresh()
         update = self._inner_update.describe(self._masters is None, self._window.private)
         if self._masters is not None:
             update += "; on float32 masters, which one pass then rounds into the parameters"
         scheduled = self._pipeline_steps.hold_back
         return explain(self._slots, self._window, self._accumulators, update, scheduled)
+
+    # The inner optimizer: groups, state, defaults and whatever else the wrapper lacks are its own
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The inner optimizer.
+
+        Lightning's LearningRateMonitor takes whatever has this attribute for a pair of DeepSpeed's and looks
+        the inner one up among the schedulers' optimizers, where only the outer one is: it would log each rate
+        twice. It does not see the attribute.
+        """
+        if sys._getframe(1).f_globals.get("__name__") in _UNWRAPS or "optimizer" not in self.__dict__:
+            raise AttributeError("optimizer")
+        return self.__dict__["optimizer"]
+
+    @optimizer.setter
+    def optimizer(self, optimizer: Optimizer) -> None:
+        self.__dict__["optimizer"] = optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The inner optimizer's, live."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """The inner optimizer's, live."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The inner optimizer's, live."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizer.defaults = defaults
+
+    def _check_arguments(self, arguments: dict[str, Any]) -> None:
+        """Raise TypeError for what the inner optimizer's `step` does not take."""
+        if not arguments:
+            return
+        try:
+            signature = inspect.signature(self.optimizer.step)
+        except ValueError:  # compiled, without one
+            return
+        try:
+            signature.bind_partial(**arguments)
+        except TypeError as error:
+            raise TypeError(f"step() of the inner {type(self.optimizer).__name__}: {error}") from None
+
+    def __getattr__(self, name: str) -> Any:
+        # Hooks registered here, train() and eval() of schedule-free optimizers, and the like.
+        if name == "optimizer" or (name.startswith("__") and name.endswith("__")):
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    # How far the wrapper is, and what has become of its updates: readable at any time, without waiting
+
+    @property
+    def gradient_accumulation_steps(self) -> Schedule:
+        """As it was given: an int, a callable of the number of updates, or None for the manual loop."""
+        return self._window.schedule
+
+    @property
+    def reduction(self) -> str:
+        """How a window's gradients become one: "mean", "sum", "weighted" or "normalized"."""
+        return self._window.reduction.name
+
+    @property
+    def has_partial_window(self) -> bool:
+        """Whether a backward has come since the window began: `flush()` would update."""
+        return not self._window.empty
+
+    @property
+    def micro_step(self) -> int:
+        """Micro-batches that have ended in this window (manual loop: those inside `accumulate()`)."""
+        return self._window.micro_step
+
+    @property
+    def num_updates(self) -> int:
+        """Updates attempted so far."""
+        return self._window.num_updates
+
+    @property
+    def num_skipped(self) -> int | Tensor:
+        """Updates among `num_updates` that were dropped: all weights were 0, or the gradient was not finite.
+
+        A 0-dim int64 tensor on the device, once updates may have been dropped there.
+        """
+        dropped = self._inner_update.skipped
+        return self._window.num_skipped if dropped is None else dropped + self._window.num_skipped
+
+    def _count_skipped(self) -> None:
+        """Bring the count of updates that the device has dropped to the host; waits for the device."""
+        dropped, self._inner_update.skipped = self._inner_update.skipped, None
+        if dropped is not None:
+            self._window.count_skipped(int(dropped.item()))
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """Norm of the last update's gradient before it was clipped: 0-dim, on the device.
+
+        None before the first update, and where nothing (`max_grad_norm`, `skip_nonfinite`, a
+        `fusedacc.amp.GradScaler` without `unscale_`) needed it.
+        """
+        return self._inner_update.grad_norm
+
+    @property
+    def has_updated(self) -> bool:
+        """Whether the last `step()` or `flush()` attempted an update: when to step a scheduler."""
+        return self._window.has_updated
+
+    @property
+    def will_update(self) -> bool:
+        """Whether the next `step()` after a backward updates."""
+        return self._window.will_update
+
+    @property
+    def accumulator_bytes(self) -> int:
+        """Bytes of memory that the sums take now, buffers kept for the next window included."""
+        return self._accumulators.nbytes
+
+    # Ranks: to which the wrapper is attached, and those that have fewer micro-batches
+
+    def attach(self, data_parallel: Any) -> None:
+        """Reduce over these ranks from now on, as `data_parallel=` says it from the beginning.
+
+        Nothing happens where the DistributedDataParallel is attached already; another one, or a process
+        group, is given back as it was.
+
+        Args:
+            data_parallel: a DistributedDataParallel, a module of which it is a child (one that is compiled,
+                or that Fabric has set up), or a process group.
+
+        Raises:
+            TypeError, ValueError: as `__init__`; nothing is changed then.
+            RuntimeError: the window is part-filled, or the wrapper is closed.
+        """
+        window, accumulation, capture = self._window, self._accumulation, self._capture
+        given, former = parallel_in(data_parallel) or data_parallel, accumulation.ranks.parallel
+        if former is not None and former.serves(given):
+            return
+        if self._closed or not window.empty:
+            state = "closed" if self._closed else f"in mid-window (micro_step is {window.micro_step})"
+            raise RuntimeError(
+                f"attach(data_parallel): the optimizer is {state}, and what it has added so far would not be "
+                "reduced; allowed: between windows, or discard() first, and not after close()"
+            )
+        check(given, self._slots, self._reduce_dtype)
+        if former is not None:
+            former.close()
+            accumulation.ranks.join(None)
+        self._parameter_set.forget_casts()  # weights may come from another rank
+        parts = self._slots, self._accumulators, self._reduce_dtype, capture.add_pending
+        accumulation.ranks.join(DataParallel(given, *parts, self._shared_settings()))
+        capture.registry.count_deliveries(accumulation.count_delivery)
+        self._parameter_set.choose_again(self._accumulators.passes)
+
+    def _shared_settings(self) -> dict[str, object]:
+        """The arguments that all ranks must share: they decide when ranks reduce, and what an update does.
+
+        A callable schedule is compared with ints only, since two callables may return the same numbers.
+        """
+        schedule, settings = self._window.schedule, self._update_settings
+        return {
+            "gradient_accumulation_steps": "a callable" if callable(schedule) else schedule,
+            "reduction": self._window.reduction.name,
+            "max_grad_norm": settings.max_grad_norm,
+            "norm_type": settings.norm_type,
+            "skip_nonfinite": settings.skip_nonfinite,
+            "master_weights": self._masters is not None,
+        }
+
+    def _attach_if_parallel(self, model: torch.nn.Module | None) -> None:
+        """Attach the DistributedDataParallel that this module is or has, if any, and if a window begins."""
+        if self._window.empty and not self._closed:
+            parallel = parallel_in(model)
+            if parallel is not None:
+                self.attach(parallel)
+
+    @property
+    def _takes_part(self) -> bool:
+        """Whether `flush()` takes part in windows of other ranks, also where this one's is empty."""
+        return self._window.counted and self._accumulation.ranks.parallel is not None
+
+    # torch.distributed.algorithms.Join
+
+    def join_hook(self, after_update: Callable[[], Any] | None = None, **others: Any) -> JoinHook:
+        """What a rank does in `Join([optimizer])` when it has no more micro-batches.
+
+        It takes part in the windows of the ranks that have, with what its own window holds, and makes their
+        updates. Only in a counted loop does it know when there is one. What the last windows have left
+        waits for a `flush()` on every rank, or for the next micro-batches.
+
+        Args:
+            after_update: called after each of them, as `Join([optimizer], after_update=scheduler.step)`: the
+                ranks' learning rates must not part.
+            others: of other objects in the same `Join`.
+
+        Raises:
+            RuntimeError: the wrapper is attached to no ranks, or the loop is manual.
+        """
+        parallel = self._accumulation.ranks.parallel
+        if parallel is None:
+            raise RuntimeError(
+                "Join([optimizer]) needs to know the ranks: make the optimizer with data_parallel=, or call "
+                "optimizer.attach(ddp) before"
+            )
+        if not self._window.counted:
+            raise RuntimeError(
+                "Join([optimizer]) needs a counted loop (gradient_accumulation_steps=k); in a manual one a "
+                "rank without micro-batches cannot know when the others update"
+            )
+        parallel.reducer.announce = partial(Join.notify_join_context, self)
+        self._loss_scale.check = self._check_unscaled
+        return _TakingPart(self, after_update)
+
+    def _check_unscaled(self) -> None:
+        if self._join_config.enable:
+            raise RuntimeError(
+                "a GradScaler inside Join([optimizer]): a rank without micro-batches does not learn its "
+                "scale; allowed: scaler.flush(optimizer) on every rank after its last micro-batch"
+            )
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where `Join` counts the ranks."""
+        return self._slots[0].param.device if self._slots else torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> Any:
+        """Among whom `Join` counts."""
+        parallel = self._accumulation.ranks.parallel
+        return None if parallel is None else parallel.reducer.group
+
+    # Checkpoints, copies and pickles
+
+    @_disable_dynamo
+    def state_dict(self, include_partial: bool = True) -> dict[str, Any]:
+        """The inner optimizer's state, and with `include_partial` a part-filled window's sums and counters.
+
+        Without a part-filled window the result loads into the bare inner optimizer too. With `data_parallel`
+        a part-filled window's sums are each rank's own row of DTensors: save on every rank, by
+        torch.distributed.checkpoint or to a file for each. With FSDP2 and reduction="normalized" every rank
+        calls this at once in mid-window: their weights are summed.
+
+        Raises:
+            RuntimeError: the window's sums are neither old nor new after an exception (see `discard`), a
+                parameter's shape has changed in mid-window, or gradients that `accumulate(model)` has left
+                unsynchronised.
+        """
+        self._capture.drop_failed_backwards()
+        self._window.check_untainted()
+        if include_partial:
+            self._window.check_synchronised("state_dict(include_partial=True) would save one rank's part")
+        self._sync_param_groups()
+        self._count_skipped()
+        parts = self._window, self._accumulators, self._masters
+        return checkpoint.save(self.optimizer, *parts, include_partial, self._place)
+
+    @_disable_dynamo
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned, from here or from the bare inner optimizer.
+
+        Raises:
+            ValueError, TypeError: the checkpoint does not fit; everything is left as it was, but for tensors
+                that an inner optimizer's own `load_state_dict` has written in place before it raised. The
+                state of such an optimizer is not checked.
+        """
+        self._capture.drop_failed_backwards()
+        self._sync_param_groups()
+        self._count_skipped()
+        try:
+            parts = self._window, self._accumulators, self._masters
+            checkpoint.load(self.optimizer, *parts, state_dict, self._place)
+            if self._accumulation.ranks.parallel is not None:
+                self._accumulation.ranks.parallel.abandon()
+        finally:
+            self._parameter_set.forget_choices()
+            self._parameter_set.forget_casts()
+            self._capture.registry.reregister(self._slots if self._masters is not None else ())
+            self._capture.registry.refresh()
+
+    @property
+    def _place(self) -> RankPlace:
+        parallel = self._accumulation.ranks.parallel
+        return RankPlace() if parallel is None else parallel.place
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._capture.drop_failed_backwards()
+        if self._place.count > 1 and not self._window.empty:
+            raise RuntimeError(
+                "a copy or a pickle of the optimizer has no data_parallel, and this window holds one rank's "
+                "part of the sums; allowed: between windows, or state_dict()"
+            )
+        self._sync_param_groups()
+        self._count_skipped()
+        own = {name: value for name, value in self.__dict__.items() if name not in _REBUILT}
+        own["_finishing"] = dataclasses.astuple(self._update_settings)  # so pickles have it
+        return own | checkpoint.snapshot(self._window, self._accumulators, self._masters)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        own = dict(state)
+        kept = {name: own.pop(name, None) for name in checkpoint.SNAPSHOT}  # an older pickle lacks some
+        window = Window(kept["schedule"], kept["reduction"], bool(kept["private"]))
+        settings = own.pop("_accumulate_dtype"), kept["backend"], UpdateSettings(*own.pop("_finishing"))
+        seed, masters = (kept["noise"] or {}).get("seed"), kept["masters"] is not None
+        self._build(own.pop("optimizer"), window, *settings, masters, lenient=True, seed=seed)
+        self.__dict__.update(own)
+        checkpoint.restore_snapshot(kept, window, self._accumulators, self._masters)
+
+
+class _TakingPart(JoinHook):
+    def __init__(self, optimizer: Any, after_update: Callable[[], Any] | None) -> None:
+        self._optimizer, self._after_update = optimizer, after_update
+
+    def _join(self) -> None:
+        """This rank has joined: what it reduces from now on is for others."""
+        parallel = self._optimizer._accumulation.ranks.parallel
+        if parallel is not None:
+            parallel.reducer.announce = None
+
+    def main_hook(self) -> None:
+        self._join()
+        optimizer = self._optimizer
+        optimizer._capture.drop_failed_backwards()
+        optimizer._window.check_untainted()
+        optimizer._window.begin_step()
+        optimizer._loop.flush(Scaling(), {}, until_all=False)
+        if optimizer.has_updated and self._after_update is not None:
+            optimizer._opt_called = True  # torch's schedulers ask for it
+            self._after_update()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self._join()
+        self._optimizer._join_config = AccumulatingOptimizer._join_config
+        self._optimizer._loss_scale.check = None
+
+
+#: What unpickling makes again. A scheduler's patch of step() belongs to the optimizer that it was made on.
+_REBUILT = (
+    "_window",
+    "_parameter_set",
+    "_slots",
+    "_accumulators",
+    "_inner_update",
+    "_masters",
+    "_accumulation",
+    "_capture",
+    "_pipeline_steps",
+    "_update_settings",
+    "_loop",
+    "_middle",
+    "_loss_scale",
+    "_closed",
+    "step",
+)

@@ -1,15 +1,25 @@
 """What was allocated when, what it was for, and what was alive at the peak.
 
-A record is the same whether tensors were real, and the allocator told of them, or fake, and nobody allocated
-anything: blocks with a beginning and an end.
+A record has blocks with a beginning and an end. Tensors may be fake (`fake_tensors.py`). In real training the
+profiler records a CPU's allocations, and the caching allocator a GPU's. At a few points the recorder looks
+where the known tensors are: an allocation that holds one of them is of its kind from its beginning to its
+end. Bytes are those asked for, without the allocator's rounding.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import json
+import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
 
 #: What memory is for. Accumulators are the wrapper's sums; gradients are those on their way to a sum, and the
 #: stock loop's `p.grad`; temporaries are what the backward and the update need in passing.
@@ -69,7 +79,10 @@ def peak(
     blocks, known = list(blocks), inside or {}
     measured = [(call, known[call.signature]) for call in operators if call.signature in known]
     for call, own in measured:
-        _count_what_is_kept(call, own)
+        # The last output also gets what the fake ones did not show, such as workspaces of unknown size.
+        unseen = own.kept - sum(block.bytes for block in call.outputs)
+        if unseen > 0 and call.outputs:
+            call.outputs[-1].bytes += unseen
     changes: dict[int, int] = {}
     for block in blocks:
         changes[block.start] = changes.get(block.start, 0) + block.bytes
@@ -90,8 +103,150 @@ def peak(
     return Peak(most, kinds)
 
 
-def _count_what_is_kept(call: Operator, own: Inside) -> None:
-    """Add to the last output what the fake ones did not show, such as workspaces of unknown size."""
-    unseen = own.kept - sum(block.bytes for block in call.outputs)
-    if unseen > 0 and call.outputs:
-        call.outputs[-1].bytes += unseen
+#: Called with the known tensors by kind.
+Look = Callable[[Mapping[str, Iterable[Tensor]]], None]
+
+
+@dataclasses.dataclass
+class Event:
+    """`bytes` > 0: allocated at `address`; < 0: released; 0: a look, whose number is `address`."""
+
+    address: int
+    bytes: int
+
+
+def recorded_peak(train: Callable[[Look], object], device: torch.device, other: str) -> Peak:
+    """Runs `train`, which must make all it uses and look where kinds may have changed.
+
+    Returns what was alive at the first moment at which most bytes were; `other` is the kind of what no look
+    has found.
+    """
+    looks: list[dict[int, str]] = []
+
+    def address_kinds(held: Mapping[str, Iterable[Tensor]]) -> None:
+        looks.append(
+            {
+                tensor.untyped_storage().data_ptr(): kind
+                for kind, tensors in held.items()
+                for tensor in tensors
+                if tensor.device.type == device.type
+            }
+        )
+
+    record = _record_cuda if device.type == "cuda" else _record_cpu
+    return peak(blocks_of(record(train, address_kinds, device), looks, other))
+
+
+def blocks_of(events: Sequence[Event], looks: Sequence[Mapping[int, str]], other: str) -> list[Block]:
+    """The allocations. Releases of what was there before the first event do not count."""
+    alive: dict[int, Block] = {}
+    blocks = []
+    for index, event in enumerate(events):
+        if event.bytes == 0:
+            for address, kind in looks[event.address].items():
+                if address in alive:
+                    alive[address].kind = kind
+        elif event.bytes > 0:
+            blocks.append(Block(event.bytes, index, other))
+            alive[event.address] = blocks[-1]
+        elif event.address in alive:
+            alive.pop(event.address).end = index
+    return blocks
+
+
+def inside_of_calls(calls: Sequence[Callable[[], Callable[[], Any]]]) -> list[Inside | None]:
+    """What calls of operators on a CPU allocate; None of those that fail.
+
+    calls: each makes operands, and returns what calls the operator with them.
+    """
+    failed = set()
+
+    def run() -> None:
+        for number, call in enumerate(calls):
+            try:
+                run_once = call()
+                with record_function(f"call {number}"):
+                    result = run_once()
+                del result, run_once
+            except Exception:  # zeros may be no operands for it
+                failed.add(number)
+
+    trace = _profiled(run) if calls else []
+    spans = {
+        int(found["name"].removeprefix("call ")): (found["ts"], found["ts"] + found["dur"])
+        for found in trace
+        if found["name"].startswith("call ") and found.get("cat") == "user_annotation"
+    }
+    events = [(found["ts"], found["args"]["Bytes"]) for found in trace if found["name"] == "[memory]"]
+    times = [time for time, _ in events]
+    inside: list[Inside | None] = []
+    for number in range(len(calls)):
+        if number in failed or number not in spans:
+            inside.append(None)
+            continue
+        begin, end = spans[number]
+        now = most = 0
+        for _, size in events[bisect.bisect_left(times, begin) : bisect.bisect_right(times, end)]:
+            now += size
+            most = max(most, now)
+        inside.append(Inside(most, max(now, 0)))
+    return inside
+
+
+def _profiled(run: Callable[[], object]) -> list[dict[str, Any]]:
+    """The profiler's events with memory, by time."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        traced = json.loads(path.read_text())["traceEvents"]
+    return sorted((event for event in traced if "ts" in event), key=lambda event: event["ts"])
+
+
+def _record_cpu(train: Callable[[Look], object], look: Look, device: torch.device) -> list[Event]:
+    count = 0
+
+    def mark(held: Mapping[str, Iterable[Tensor]]) -> None:
+        nonlocal count
+        with record_function(f"look {count}"):
+            look(held)
+        count += 1
+
+    events = []
+    for found in _profiled(lambda: train(mark)):
+        if found["name"] == "[memory]":
+            events.append(Event(found["args"]["Addr"], found["args"]["Bytes"]))
+        elif found["name"].startswith("look ") and found.get("cat") == "user_annotation":
+            events.append(Event(int(found["name"].removeprefix("look ")), 0))
+    return events
+
+
+def _record_cuda(train: Callable[[Look], object], look: Look, device: torch.device) -> list[Event]:
+    index = device.index if device.index is not None else torch.cuda.current_device()
+
+    def history() -> list[dict]:
+        return torch.cuda.memory._snapshot()["device_traces"][index]
+
+    positions: list[int] = []
+
+    def mark(held: Mapping[str, Iterable[Tensor]]) -> None:
+        look(held)
+        positions.append(len(history()))
+
+    torch.cuda.memory._record_memory_history("all", context=None)
+    try:
+        before = len(history())
+        train(mark)
+        traced = history()
+    finally:
+        torch.cuda.memory._record_memory_history(None)
+    events = []
+    for place in range(before, len(traced) + 1):
+        events += [Event(number, 0) for number, at in enumerate(positions) if at == place]
+        if place < len(traced):
+            found = traced[place]
+            sign = {"alloc": 1, "free_completed": -1}.get(found["action"], 0)
+            if sign:
+                events.append(Event(found["addr"], sign * found["size"]))
+    return events

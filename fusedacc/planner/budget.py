@@ -1,13 +1,21 @@
-"""Amounts of memory: read, written, and how much there is."""
+"""Amounts of memory: read, written, how much there is, and what torch's libraries take of it."""
 
 from __future__ import annotations
 
+import functools
+import gc
+import os
 import re
+import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 #: Bytes of a unit, by its name in small letters.
 UNITS = {"": 1, "b": 1}
@@ -43,6 +51,15 @@ def parse_bytes(amount: int | str, name: str) -> int:
         number = int(Fraction(match[1]) * unit)
     if number < 1:
         raise ValueError(f"{name} is {_ALLOWED}; it was {amount!r}")
+    return number
+
+
+def check_int(name: str, number: int, least: int) -> int:
+    """Return `number` if it is an int of at least `least`; raise an error that names it otherwise."""
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise TypeError(f"{name} is an int of at least {least}; it was {number!r}")
+    if number < least:
+        raise ValueError(f"{name} is an int of at least {least}; it was {number}")
     return number
 
 
@@ -88,7 +105,7 @@ def host_memory(root: Path) -> int:
     except (OSError, StopIteration, ValueError, IndexError) as problem:
         raise RuntimeError(
             "how much memory is free cannot be told here: /proc/meminfo has no MemAvailable"
-        ) from (problem)
+        ) from problem
     left = [room for group in _groups(root) for room in _rooms(group)]
     return max(0, min([free, *left]))
 
@@ -135,3 +152,58 @@ def _rooms(group: Path) -> Iterator[int]:
             yield int(limit) - taken + int(stat.get(cached, 0))
         except (OSError, ValueError):  # a group without limits has no such files
             continue
+
+
+@functools.cache
+def scratch_bytes() -> int:
+    """Bytes of address space that the libraries add to a process that trains; 0 where that cannot be read.
+
+    oneDNN and MKL keep generated code and buffers for packed operands, and the C library keeps an arena of
+    addresses for each thread. A process runs products, convolutions and attention, forward and backward, and
+    compares the addresses that it holds before and after.
+    """
+    if not Path("/proc/self/statm").exists():
+        return 0
+    package = str(Path(__file__).parents[2])
+    path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH", ""))))
+    done = subprocess.run(
+        [sys.executable, "-c", f"import {__name__} as it; it.print_scratch_bytes({torch.get_num_threads()})"],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    return int(done.stdout) if done.returncode == 0 else 0
+
+
+def _training(dtype: torch.dtype) -> None:
+    def leaf(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, requires_grad=True)
+
+    query, key, value = (leaf(1, 4, 256, 64) for _ in range(3))
+    outputs = [
+        functional.linear(leaf(256, 512), leaf(512, 512), leaf(512)),
+        functional.conv2d(leaf(2, 32, 28, 28), leaf(32, 32, 3, 3), padding=1),
+        functional.scaled_dot_product_attention(query, key, value),
+        functional.layer_norm(leaf(256, 512), (512,)),
+    ]
+    for output in outputs:
+        output.sum().backward()
+
+
+def print_scratch_bytes(threads: int) -> None:
+    """Do the work of `scratch_bytes` in its process."""
+    torch.set_num_threads(threads)
+    torch.zeros(2**20).add_(1).sum()  # starts the threads
+    gc.collect()
+    before = address_space_bytes()
+    for dtype in (torch.float32, torch.bfloat16):
+        _training(dtype)
+    gc.collect()
+    print(max(0, address_space_bytes() - before))
+
+
+def address_space_bytes() -> int:
+    """Return the size of this process's address space (Linux)."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

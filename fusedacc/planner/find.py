@@ -1,4 +1,4 @@
-"""The largest micro-batch with which training runs, found by trying."""
+"""The largest micro-batch with which training runs, found by trying each size in a process of its own."""
 
 from __future__ import annotations
 
@@ -7,19 +7,173 @@ import dataclasses
 import math
 import os
 import pickle
+import signal
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import spawn
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from . import trial
-from .budget import format_bytes, parse_bytes
-from .child import Child, Outcome
+from .budget import check_int, format_bytes, parse_bytes
+
+#: Characters of what a child has written that an error repeats.
+TAIL = 4000
+#: Seconds: how often a child is looked at, and how long it may take to exit.
+_LOOK, _EXIT = 0.1, 10.0
+
+
+class Outcome(NamedTuple):
+    """How a try ended. `why`: it did not fit; `doubtful`: perhaps for want of memory, perhaps not; `lacked`:
+    bytes, at least, 0 where that is not known."""
+
+    fits: bool
+    doubtful: bool = False
+    why: str = ""
+    lacked: int = 0
+
+
+class Child:
+    """A process that tries one size. When the context ends, so do it and all that it has started."""
+
+    def __init__(self, order: trial.Order, timeout: float, tell: Callable[[int, int, int], None]) -> None:
+        self.order, self.timeout, self.tell = order, timeout, tell
+        self.budget: int | None = None
+        self.done = 0
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Child:
+        with contextlib.ExitStack() as opened:
+            #: Has no name in the file system.
+            self.written = opened.enter_context(tempfile.TemporaryFile())
+            self.ours, theirs = Pipe()
+            opened.enter_context(self.ours)
+            opened.callback(self._end)
+            with theirs:
+                self._start(theirs)
+            self._keep = opened.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._keep.close()
+
+    def _start(self, theirs: Connection) -> None:
+        path = [os.path.abspath(each) for each in sys.path]
+        code = f"import sys; sys.path[:] = {path!r}; from fusedacc.planner.trial import main; "
+        self.process = subprocess.Popen(
+            [
+                os.fsdecode(spawn.get_executable()),
+                # This interpreter's options (-O, -W, -X), as multiprocessing hands them on; no stub has it.
+                *subprocess._args_from_interpreter_flags(),  # type: ignore[attr-defined]
+                *("-X", "faulthandler", "-c", f"{code}main({theirs.fileno()})"),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=self.written,
+            stderr=self.written,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+
+    def _end(self) -> None:
+        if self.process is not None and self.process.returncode is None:
+            # Nobody has waited for it: its number, and so its group's, cannot be anybody else's.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def outcome(self) -> Outcome:
+        """Follow the child until it ends."""
+        try:
+            self.ours.send(self.order)
+            while True:
+                said = self._next()
+                if isinstance(said, trial.Loaded):
+                    self.budget = said.budget
+                elif isinstance(said, trial.Updated):
+                    self.done += 1
+                    self.tell(self.order.size, self.done, self.order.updates)
+                elif isinstance(said, trial.Failed):
+                    return self._failed(said)
+                else:
+                    self._ends(_EXIT)
+                    return Outcome(True)
+        except TimeoutError:
+            raise
+        except (EOFError, OSError):
+            return self._died()
+
+    def _next(self) -> object:
+        """What the child says next."""
+        began = time.monotonic()
+        while not self.ours.poll(_LOOK):
+            # What it has started may hold its end of the connection open.
+            if self._ends(0) and not self.ours.poll(0):
+                raise EOFError
+            if time.monotonic() - began > self.timeout:
+                assert self.process is not None
+                os.kill(self.process.pid, signal.SIGABRT)  # writes its stack
+                self._ends(1.0)
+                raise TimeoutError(
+                    f"{self._where()} took longer than the timeout of {self.timeout:g} s{self._tail()}"
+                )
+        return self.ours.recv()
+
+    def _ends(self, seconds: float) -> bool:
+        """Whether the process ends by itself in that time. It stays a zombie, which keeps its number."""
+        assert self.process is not None
+        end = time.monotonic() + seconds
+        while os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            if time.monotonic() >= end:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def _where(self) -> str:
+        if self.budget is None:
+            return "loading torch and the step in a process of its own"
+        return f"update {self.done + 1} with micro-batch size {self.order.size}"
+
+    def _tail(self) -> str:
+        """The end of what the process has written. The open file, and its offset, are shared: no seeking."""
+        length = os.fstat(self.written.fileno()).st_size
+        text = os.pread(self.written.fileno(), TAIL, max(0, length - TAIL)).decode(errors="replace").strip()
+        return f"; its process had written:\n{text}" if text else ""
+
+    def _failed(self, said: trial.Failed) -> Outcome:
+        if said.kind == "memory":
+            return Outcome(False, False, said.what, said.lacked)
+        if said.kind == "doubtful":
+            return Outcome(False, True, f"{said.what}\n\n{said.trace}")
+        try:
+            problem = pickle.loads(said.problem)
+        except Exception:  # of a class that is not here, or that takes other arguments
+            problem = None
+        raise RuntimeError(f"{self._where()} failed: {said.what}\n\n{said.trace}{self._tail()}") from (
+            problem if isinstance(problem, BaseException) else None
+        )
+
+    def _died(self) -> Outcome:
+        """Without a word: by the system's hand, or in C++."""
+        assert self.process is not None
+        alone = self._ends(_EXIT)
+        self._end()
+        code, tail = self.process.returncode, self._tail()
+        how = f"died by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+        what = f"the process {how}{tail}" if alone else f"the process closed its connection{tail}"
+        if self.budget is None:
+            raise RuntimeError(f"{self._where()} failed: {what}")
+        # SIGKILL is what the system sends where its memory runs out.
+        short = alone and (code == -signal.SIGKILL or trial.SHORT.search(tail) is not None)
+        return Outcome(False, not short, what)
+
 
 #: Updates of a try: the first makes the optimizer's state, and so needs less than those that follow.
 TRIED_UPDATES = 3
@@ -110,12 +264,12 @@ def find_micro_batch_size(
         RuntimeError: the step raised something else, or its process died for another reason than memory.
     """
     finder = _Finder(
-        _order(step, device, memory_budget, margin),
-        _number("timeout", timeout, "seconds above 0", lambda number: number > 0),
-        _whole("steps", steps, TRIED_UPDATES),
-        _whole("maximum", maximum, 1),
+        _trial_spec(step, device, memory_budget, margin),
+        _check_number("timeout", timeout, "seconds above 0", lambda number: number > 0),
+        check_int("steps", steps, TRIED_UPDATES),
+        check_int("maximum", maximum, 1),
     )
-    if _whole("start", start, 1) > maximum:
+    if check_int("start", start, 1) > maximum:
         raise ValueError(f"start is at most maximum, {maximum}; it was {start}")
     if trial.in_child:
         raise RuntimeError(
@@ -127,15 +281,7 @@ def find_micro_batch_size(
         return finder.find(start)
 
 
-def _whole(name: str, number: int, least: int) -> int:
-    if isinstance(number, bool) or not isinstance(number, int):
-        raise TypeError(f"{name} is an int of at least {least}; it was {number!r}")
-    if number < least:
-        raise ValueError(f"{name} is an int of at least {least}; it was {number}")
-    return number
-
-
-def _number(name: str, number: float, allowed: str, right: Callable[[float], bool]) -> float:
+def _check_number(name: str, number: float, allowed: str, right: Callable[[float], bool]) -> float:
     if isinstance(number, bool) or not isinstance(number, int | float):
         raise TypeError(f"{name} is a number, {allowed}; it was {number!r}")
     if not right(number):
@@ -143,7 +289,9 @@ def _number(name: str, number: float, allowed: str, right: Callable[[float], boo
     return float(number)
 
 
-def _order(step: object, device: torch.device | str, budget: int | str | None, margin: float) -> trial.Order:
+def _trial_spec(
+    step: object, device: torch.device | str, budget: int | str | None, margin: float
+) -> trial.Order:
     """What all tries have in common, checked."""
     if not callable(step):
         raise TypeError(
@@ -170,17 +318,17 @@ def _order(step: object, device: torch.device | str, budget: int | str | None, m
         raise RuntimeError("memory of a CPU can be limited on Linux only: there is no /proc/self/statm")
     return trial.Order(
         pickled,
-        _main() if b"__main__" in pickled else {},
+        _main_module_spec() if b"__main__" in pickled else {},
         str(where),
         torch.get_num_threads(),
         size=0,
         updates=TRIED_UPDATES,
         budget=None if budget is None else parse_bytes(budget, "memory_budget"),
-        margin=_number("margin", margin, "at least 0 and below 1", lambda number: 0 <= number < 1),
+        margin=_check_number("margin", margin, "at least 0 and below 1", lambda number: 0 <= number < 1),
     )
 
 
-def _main() -> dict[str, Any]:
+def _main_module_spec() -> dict[str, Any]:
     """What makes the caller's `__main__` again. `spawn.get_preparation_data` would settle the start method of
     the caller's own processes."""
     module = sys.modules["__main__"]
@@ -235,7 +383,7 @@ def search(attempt: Callable[[int], Outcome], start: int, maximum: int) -> int:
     return low
 
 
-def descend(attempt: Callable[[int], Outcome], largest: int) -> int:
+def search_downwards(attempt: Callable[[int], Outcome], largest: int) -> int:
     """The same, where `largest` or a size little below it is expected: one lower, then 2, 4 and so on."""
     low, high, size, stride = 0, largest + 1, largest, 1
     while high - low > 1:
@@ -262,7 +410,7 @@ class _Finder:
 
     def find(self, start: int) -> FoundSize:
         size = search(self.attempt, start, self.maximum)
-        size = descend(lambda size: self.attempt(size, self.steps), size)
+        size = search_downwards(lambda size: self.attempt(size, self.steps), size)
         if size == 0:
             self._refuse(self.outcomes[1])
         if size + 1 in self.outcomes and self.outcomes[size + 1].doubtful:
@@ -274,9 +422,9 @@ class _Finder:
     def attempt(self, size: int, updates: int = TRIED_UPDATES) -> Outcome:
         """Try a size within the budget; the first try says what it is, where the caller did not."""
         began = time.monotonic()
-        self._tell(size, 0, updates)
+        self._show_progress(size, 0, updates)
         order = dataclasses.replace(self.order, size=size, updates=updates)
-        with Child(order, self.timeout, self._tell) as child:
+        with Child(order, self.timeout, self._show_progress) as child:
             outcome = child.outcome()
         self.order = dataclasses.replace(self.order, budget=child.budget or self.order.budget)
         self.outcomes[size] = outcome
@@ -285,7 +433,7 @@ class _Finder:
             self.bar.update()
         return outcome
 
-    def _tell(self, size: int, done: int, updates: int) -> None:
+    def _show_progress(self, size: int, done: int, updates: int) -> None:
         now = time.monotonic()
         if self.bar is not None and (done == 0 or now - self.shown >= _SHOWN):
             self.shown = now
@@ -309,7 +457,7 @@ class _Finder:
         """See whether the smallest size that does not run would do so with all memory that there is: if it
         fails alike with far more than the budget, then not for want of memory."""
         order = dataclasses.replace(self.order, size=size, budget=None)
-        with Child(order, self.timeout, self._tell) as child:
+        with Child(order, self.timeout, self._show_progress) as child:
             outcome = child.outcome()
         if outcome.doubtful and (child.budget or 0) > 1.25 * (self.order.budget or 0):
             raise RuntimeError(

@@ -14,15 +14,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from . import libraries, table
-from .allocations import KINDS, LIBRARIES, Peak
-from .batches import Batch, BatchDims
-from .budget import available, parse_bytes
-from .copies import recipe_of
+from ..optimizer import AccumulatingOptimizer
+from . import budget as amounts
+from .allocations import ACTIVATIONS, KINDS, LIBRARIES, Peak
+from .budget import available, check_int, format_bytes, parse_bytes
 from .prediction import DataDependentError, Predictor
-from .search import TooSmallError, largest
-from .training import LossFunction, models_own_loss
-from .verification import measured_peak
+from .training import Batch, BatchDims, LossFunction, models_own_loss, parts_of, recipe_of
 
 #: What of a device's free memory a plan leaves alone, where no budget is given.
 RESERVE = 0.05
@@ -74,8 +71,7 @@ class Plan:
     @property
     def micro_batch_sizes(self) -> list[int]:
         """The samples of each micro-batch of an update: the last may be smaller."""
-        whole, rest = divmod(self.samples_per_rank, self.micro_batch_size)
-        return [self.micro_batch_size] * whole + [rest] * bool(rest)
+        return parts_of(self.samples_per_rank, self.micro_batch_size)
 
     @property
     def ragged(self) -> bool:
@@ -128,7 +124,7 @@ class Plan:
         return plain | {"headroom_bytes": self.headroom_bytes, "ragged": self.ragged}
 
     def __str__(self) -> str:
-        return table.render(self)
+        return _render(self)
 
 
 def plan(
@@ -194,22 +190,20 @@ def plan(
         return predictor.peak(size, math.ceil(per_rank / size))
 
     with ThreadPoolExecutor(1) as beside:  # another process's work
-        asked = beside.submit(libraries.scratch_bytes) if place.type == "cpu" else None
+        asked = beside.submit(amounts.scratch_bytes) if place.type == "cpu" else None
         least = _least(peak, per_rank)
     scratch = 0 if asked is None else asked.result()
     try:
         chosen = largest(lambda size: peak(size).bytes + scratch, per_rank, budget, least)
     except TooSmallError as error:
-        raise ValueError(table.too_small(error, peak(least), scratch, optimizer)) from None
+        raise ValueError(_too_small(error, peak(least), scratch, optimizer)) from None
     arguments = dict(recipe.arguments or {}) | ({"model": model} if recipe.takes_model else {})
 
     def of(size: int) -> Plan:
         found, steps = peak(size), math.ceil(per_rank / size)
         measured, why = None, "verify=False"
         if verify:
-            measured, why = measured_peak(
-                model, recipe, batch, loss_fn or models_own_loss, place, size, steps, found.bytes
-            )
+            measured, why = predictor.measured_peak(size, steps)
             measured = None if measured is None else measured + scratch
         moved = predictor.traffic(size, steps)
         kinds = {kind: found.by_kind.get(kind, 0) for kind in KINDS} | {LIBRARIES: scratch}
@@ -239,11 +233,8 @@ def _check(model: Any, optimizer: Any, global_batch_size: Any, world_size: Any) 
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    for name, value in (("global_batch_size", global_batch_size), ("world_size", world_size)):
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name} must be an int, got {value!r}")
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+    check_int("global_batch_size", global_batch_size, 1)
+    check_int("world_size", world_size, 1)
     if global_batch_size < world_size:
         raise ValueError(
             f"global_batch_size={global_batch_size} is less than world_size={world_size}: some ranks would "
@@ -275,3 +266,110 @@ def _place(model: nn.Module, device: torch.device | str | None) -> torch.device:
         return torch.device(device)
     first = next(model.parameters()).device
     return torch.device("cpu") if first.type == "meta" else first
+
+
+def _render(plan: Plan) -> str:
+    """The table that `str(plan)` is."""
+    steps, last = plan.gradient_accumulation_steps, plan.micro_batch_sizes[-1]
+    times = f"{plan.micro_batch_size} x {steps}"
+    if plan.world_size > 1:
+        times += f" x {plan.world_size} ranks"
+    ragged = f", the last micro-batch of {last}" if last != plan.micro_batch_size else ""
+    lines = [
+        f"micro_batch_size={plan.micro_batch_size}, gradient_accumulation_steps={steps}: "
+        f"{times} for a batch of {plan.global_batch_size}{ragged}",
+        "",
+        f"{'at the peak':<28}{'bytes':>12}  {'share':>6}",
+    ]
+    for kind in (*KINDS, LIBRARIES):
+        size = plan.bytes_by_kind[kind]
+        lines.append(_line(kind, size, plan.peak_bytes, plan.certainty.get(kind, "")))
+    lines.append(_line("peak, predicted", plan.peak_bytes, plan.memory_budget, plan.certainty["peak_bytes"]))
+    if plan.measured_peak_bytes is None:
+        lines.append(f"{'peak, measured':<28}{'none':>12}  {plan.not_measured}")
+    else:
+        lines.append(_line("peak, measured", plan.measured_peak_bytes, plan.memory_budget, "measured"))
+    lines.append(_line("budget", plan.memory_budget, plan.memory_budget, ""))
+    lines.append(_line("headroom", plan.headroom_bytes, plan.memory_budget, ""))
+    share = plan.accumulation_bytes_per_update / max(1, plan.bytes_per_update)
+    moved = f"{format_bytes(plan.bytes_per_update)}, {share:.0%} of it to accumulate gradients"
+    if plan.wrapper_arguments().get("model") is not None:
+        moved += ", beside what products add by themselves"
+    lines += [
+        "",
+        f"an update moves {moved}",
+        "shares of kinds are of the peak, the others of the budget",
+    ]
+    if plan.bytes_by_kind[LIBRARIES]:
+        lines.append(
+            "counted is what is alive: the C library may keep more of a CPU's memory (docs/memory.md)"
+        )
+    return "\n".join(lines)
+
+
+def _line(name: str, size: int, whole: int, certainty: str) -> str:
+    return f"{name:<28}{format_bytes(size):>12}  {size / max(1, whole):>6.1%}  {certainty}".rstrip()
+
+
+def _too_small(error: TooSmallError, peak: Peak, scratch: int, optimizer: Optimizer) -> str:
+    """Why no micro-batch fits, and what would make one."""
+    held = [f"{kind} {format_bytes(size)}" for kind, size in peak.by_kind.items() if size]
+    missing = error.cost - error.budget
+    cures = []
+    if peak.by_kind.get(ACTIVATIONS, 0) > missing:
+        cures.append("activation checkpointing")
+    wrapper = optimizer if isinstance(optimizer, AccumulatingOptimizer) else None
+    if wrapper is not None and wrapper._masters is not None:
+        cures.append("no master_weights")
+    if wrapper is not None and any(slot.accumulate_dtype.itemsize > 2 for slot in wrapper._slots):
+        cures.append('accumulate_dtype=torch.bfloat16 with rounding="stochastic"')
+    fixed = error.cost - peak.by_kind.get(ACTIVATIONS, 0) - scratch
+    ranks = 2
+    while ranks < 1024 and fixed / ranks + peak.by_kind.get(ACTIVATIONS, 0) + scratch > error.budget:
+        ranks *= 2
+    if ranks < 1024:
+        cures.append(f"sharding model and optimizer over {ranks} ranks")
+    return (
+        f"memory_budget={format_bytes(error.budget)} is {format_bytes(missing)} less than one sample "
+        f"takes ({format_bytes(error.cost)}: {', '.join(held)}); what may help: "
+        f"{', '.join(cures) or 'a smaller model'}"
+    )
+
+
+class TooSmallError(ValueError):
+    """Even one sample costs more than the budget holds."""
+
+    def __init__(self, cost: int, budget: int) -> None:
+        super().__init__(f"one sample costs {cost} of {budget}")
+        self.cost, self.budget = cost, budget
+
+
+def largest(cost: Callable[[int], int], most: int, budget: int, least: int = 1) -> int:
+    """The largest of `least` ... `most` that costs at most `budget`; costs grow with the size.
+
+    Each guess is where a line through the costs of the largest size that fits and the smallest that does not
+    meets the budget. Costs are nearly linear, so that few are asked for; where they bend, halves are taken.
+    Raises TooSmallError where even the least does not fit.
+    """
+    low, low_cost = least, cost(least)
+    if low_cost > budget:
+        raise TooSmallError(low_cost, budget)
+    if most == least:
+        return least
+    high, high_cost = most, cost(most)
+    if high_cost <= budget:
+        return most
+    turns = 0
+    while high - low > 1:
+        share = (budget - low_cost) / max(1, high_cost - low_cost)
+        guess = low + int(share * (high - low))
+        if turns % 3 == 2:  # a bent line would creep
+            guess = (low + high) // 2
+        guess = min(max(guess, low + 1), high - 1)
+        turns += 1
+        own = cost(guess)
+        if own <= budget:
+            low, low_cost = guess, own
+        else:
+            high, high_cost = guess, own
+    return low

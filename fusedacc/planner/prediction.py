@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,35 +21,40 @@ from torch._subclasses.fake_tensor import (
 from torch.optim import Optimizer
 
 from ..traffic import TrafficMeter
-from .allocations import Peak
-from .batches import Batch
-from .copies import Recipe, fake_copy, recipe_of
-from .grouped import GroupedProducts
-from .lstm import RunLstmByOneDnn
-from .operators import Trials
-from .trace import Trace
-from .training import KIND_IN, MICRO_BATCHES, LossFunction, held, train, windows_of
+from .allocations import TEMPORARIES, Look, Peak, recorded_peak
+from .budget import available, format_bytes
+from .fake_tensors import GroupedProducts, OperatorTrials, RunLstmByOneDnn, Trace
+from .training import (
+    KIND_IN,
+    MICRO_BATCHES,
+    Batch,
+    LossFunction,
+    Recipe,
+    copy_of,
+    fake_copy,
+    held,
+    recipe_of,
+    train,
+    windows_of,
+)
+
+#: What fake tensors raise at an operator whose result they cannot tell.
+_UNKNOWN_TO_FAKES = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
 
 
 class DataDependentError(RuntimeError):
     """The model asks what is in its tensors, which fake ones do not know."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Traffic:
+class Traffic(NamedTuple):
     """Bytes read and written in an update, and those of them that accumulate gradients."""
 
     bytes: int
     accumulation: int
-
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.bytes + other.bytes, self.accumulation + other.accumulation)
-
-    def __sub__(self, other: Traffic) -> Traffic:
-        return self + other.times(-1)
-
-    def times(self, number: int) -> Traffic:
-        return Traffic(number * self.bytes, number * self.accumulation)
 
 
 class Predictor:
@@ -75,9 +80,9 @@ class Predictor:
         self._model, self._recipe, self._batch = model, recipe_of(optimizer), batch
         self._loss_fn, self._device, self._note = loss_fn, device, note
         #: Fake tensors run on a CPU where torch has not that device, and oneDNN's needs are not its.
-        self.runs_there = _has(device)
+        self.runs_there = device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available())
         self._runs_on = device if self.runs_there else torch.device("cpu")
-        self._trials = Trials() if device.type == "cpu" else None
+        self._trials = OperatorTrials() if device.type == "cpu" else None
         self._peaks: dict[tuple[int, int], Peak] = {}
         #: Operators whose traffic shapes alone do not tell, in what `traffic` has run.
         self.uncounted: set[str] = set()
@@ -127,8 +132,32 @@ class Predictor:
                 train(copy, draw, self._loss_fn, (window,), _nothing, look)
         self.uncounted.update(meter.uncounted)
         # At rest: before, then after each backward, and after each micro-batch's end.
-        last = rests[-2] - rests[-3]
-        return rests[-1] + last.times(steps - window)
+        more = steps - window
+        counts = zip(*rests[-3:], strict=True)
+        return Traffic(*(end + more * (after - before) for before, after, end in counts))
+
+    def measured_peak(self, size: int, steps: int) -> tuple[int | None, str]:
+        """The bytes at the peak of real updates on a copy of model and optimizer, which are not touched.
+
+        Returns:
+            The bytes and "", or None and why they were not measured.
+        """
+        device, predicted = self._device, self.peak(size, steps).bytes
+        first = next(self._model.parameters()).device
+        if first.type != device.type:
+            return None, f"the model is on {first.type}, and is planned for {device.type}"
+        free = available(device)
+        if predicted > free:
+            return None, f"a copy would take {format_bytes(predicted)}, and {format_bytes(free)} are free"
+        windows = windows_of(steps)
+
+        def updates(look: Look) -> None:
+            copy = copy_of(self._model, self._recipe, windows)
+            draw = partial(self._batch.drawn, size)
+            train(copy, draw, self._loss_fn, windows, _nothing, lambda: look(held(copy)))
+
+        with kept_random_state(device):
+            return recorded_peak(updates, device, TEMPORARIES).bytes, ""
 
     @contextlib.contextmanager
     def _fake(self, size: int, steps: int) -> Iterator[tuple[Any, Callable[[], Any]]]:
@@ -139,25 +168,16 @@ class Predictor:
             try:
                 with mode, GroupedProducts(), self._lstm():
                     yield copy, lambda: self._batch.shapes(size, self._runs_on)
-            except (DataDependentOutputException, DynamicOutputShapeException) as error:
-                raise DataDependentError(_data_dependent(str(error.func))) from error
-            except UnsupportedOperatorException as error:
-                raise DataDependentError(_data_dependent(str(error.func))) from error
+            except _UNKNOWN_TO_FAKES as error:
+                raise DataDependentError(
+                    f"the model calls {error.func}, whose result depends on what is in its tensors, so that "
+                    "its memory cannot be predicted; allowed: fusedacc.planner.find_micro_batch_size, which "
+                    "tries sizes for real"
+                ) from error
             except Exception as error:
                 if sys.version_info >= (3, 11):
                     error.add_note(f"with fake tensors, at a micro-batch of {size}")
                 raise
-
-
-def _data_dependent(operator: str) -> str:
-    return (
-        f"the model calls {operator}, whose result depends on what is in its tensors, so that its memory "
-        "cannot be predicted; allowed: fusedacc.planner.find_micro_batch_size, which tries sizes for real"
-    )
-
-
-def _has(device: torch.device) -> bool:
-    return device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available())
 
 
 @contextlib.contextmanager

@@ -1,16 +1,271 @@
-"""The step that is planned: windows of micro-batches, by the wrapper or by the stock loop."""
+"""The step that is planned: batches of any size, copies of model and optimizer, and their training loop."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+import copy
+import dataclasses
+import itertools
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map_with_path
 
+from ..accumulators.reduction import reduction_of
+from ..kernels.rounding import NEAREST, STOCHASTIC
 from ..optimizer import AccumulatingOptimizer
 from .allocations import ACCUMULATORS, ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS, TEMPORARIES
-from .copies import Copy
+
+#: Where samples are counted: a dimension for all tensors, or for some by their path, None where nowhere.
+BatchDims = int | Mapping[str, int | None]
+
+
+class Batch:
+    """One real batch, and how to draw others from it.
+
+    Args:
+        sample: a tensor, or a nest of tuples, lists and dicts of them; other leaves stay as they are.
+        batch_dims: the dimension of every tensor that counts samples; or by a tensor's path, as
+            `"['mask']"` or `"[0]"`, or the last part of it, `"mask"`, its own; None: it has none. Tensors
+            that are not named have it first.
+
+    Raises:
+        TypeError: there is no tensor, or `batch_dims` is of the wrong kind.
+        ValueError: the tensors do not agree on the number of samples, or a name or dimension is none of
+            theirs.
+    """
+
+    def __init__(self, sample: Any, batch_dims: BatchDims = 0) -> None:
+        self._sample = sample
+        leaves, _ = tree_flatten_with_path(sample)
+        tensors = {keystr(path): leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
+        if not tensors:
+            raise TypeError(f"sample_batch must hold a tensor, got {type(sample).__name__} without any")
+        self._dims = {path: _dim(path, tensor, batch_dims) for path, tensor in tensors.items()}
+        _check_names(batch_dims, tensors)
+        sizes = {path: tensors[path].shape[dim] for path, dim in self._dims.items() if dim is not None}
+        if not sizes:
+            raise ValueError(f"batch_dims={batch_dims!r} leaves no tensor that counts samples")
+        if len(set(sizes.values())) > 1:
+            raise ValueError(_disagreement(sizes, self._dims))
+        #: Samples in it.
+        self.size = next(iter(sizes.values()))
+        if self.size == 0:
+            raise ValueError("sample_batch has no samples; allowed: at least one")
+
+    def drawn(self, size: int) -> Any:
+        """The same nest with so many samples: the first, and where there are fewer all of them again."""
+
+        def draw(leaf: Tensor, dim: int) -> Tensor:
+            if size <= self.size:
+                return leaf.narrow(dim, 0, size).clone()
+            return leaf.index_select(dim, torch.arange(size, device=leaf.device) % self.size)
+
+        return self._map(draw, self._sample)
+
+    def shapes(self, size: int, device: torch.device) -> Any:
+        """Empty tensors of the shapes and dtypes of `drawn(size)`, made on a device."""
+
+        def make(path: Any, leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            shape, dim = list(leaf.shape), self._dims[keystr(path)]
+            if dim is not None:
+                shape[dim] = size
+            made = torch.empty(shape, dtype=leaf.dtype, device=device)
+            return made.requires_grad_() if leaf.requires_grad else made
+
+        return tree_map_with_path(make, self._sample)
+
+    def sizes(self, batch: Any, size: int) -> list[int]:
+        """The samples of each part of a batch laid out as this one, cut into parts of at most `size`."""
+        return parts_of(Batch(batch, self._dims).size, size)
+
+    def split(self, batch: Any, sizes: list[int]) -> list[Any]:
+        """Views of a batch that is laid out as this one, each of so many samples, in turn."""
+
+        def part(size: int, end: int) -> Any:
+            return self._map(lambda leaf, dim: leaf.narrow(dim, end - size, size), batch)
+
+        return [part(size, end) for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
+
+    def _map(self, change: Callable[[Tensor, int], Tensor], batch: Any) -> Any:
+        """The nest with each tensor that counts samples changed, given it and its dimension."""
+
+        def changed(path: Any, leaf: Any) -> Any:
+            dim = self._dims.get(keystr(path)) if isinstance(leaf, Tensor) else None
+            return leaf if dim is None else change(leaf, dim)
+
+        return tree_map_with_path(changed, batch)
+
+
+def parts_of(samples: int, size: int) -> list[int]:
+    """The numbers of samples of parts of at most `size`: the last may be smaller."""
+    whole, rest = divmod(samples, size)
+    return [size] * whole + [rest] * bool(rest)
+
+
+def _named(path: str, name: str) -> bool:
+    return path == name or path.endswith((f"['{name}']", f".{name}"))
+
+
+def _dim(path: str, tensor: Tensor, batch_dims: BatchDims) -> int | None:
+    dim: Any = batch_dims
+    if isinstance(batch_dims, Mapping):
+        found = [own for name, own in batch_dims.items() if _named(path, name)]
+        dim = found[0] if found else 0
+    if dim is None:
+        return None
+    if not isinstance(dim, int) or isinstance(dim, bool):
+        raise TypeError(f"batch_dims must be an int, or a dict of ints and None; got {batch_dims!r}")
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise ValueError(
+            f"sample_batch{path} has shape {tuple(tensor.shape)}, and so no dimension {dim} that counts "
+            f"samples; name its own, or None if it has none: batch_dims={{{path!r}: ...}}"
+        )
+    return dim
+
+
+def _check_names(batch_dims: BatchDims, tensors: Mapping[str, Tensor]) -> None:
+    if isinstance(batch_dims, Mapping):
+        for name in batch_dims:
+            if not any(_named(path, name) for path in tensors):
+                raise ValueError(
+                    f"batch_dims names {name!r}, which sample_batch has not; allowed: {', '.join(tensors)}"
+                )
+
+
+def _disagreement(sizes: Mapping[str, int], dims: Mapping[str, int | None]) -> str:
+    most, _ = Counter(sizes.values()).most_common(1)[0]
+    odd = next(path for path, size in sizes.items() if size != most)
+    seen = ", ".join(f"{path}: {size} in dimension {dims[path]}" for path, size in sizes.items())
+    return (
+        f"sample_batch's tensors do not agree on the number of samples ({seen}); name the dimension that "
+        f"counts them, or None where there is none, as batch_dims={{{odd!r}: None}}"
+    )
+
+
+class Copy(NamedTuple):
+    """A model and the optimizer that trains it: the wrapper, or a bare one."""
+
+    model: nn.Module
+    optimizer: Optimizer
+
+    @property
+    def inner(self) -> Optimizer:
+        """The optimizer that has the state."""
+        own = self.optimizer
+        return own.optimizer if isinstance(own, AccumulatingOptimizer) else own
+
+
+class Recipe(NamedTuple):
+    """How an optimizer is made for a copy. The wrapper is not kept: another may claim its parameters."""
+
+    #: The optimizer that has the state.
+    inner: Optimizer
+    #: What the wrapper was made with; None for the stock loop.
+    arguments: dict[str, Any] | None
+    #: Whether the wrapper was made with `model=`.
+    takes_model: bool
+
+
+def recipe_of(optimizer: Optimizer | Recipe) -> Recipe:
+    """That of an optimizer as it is now: the wrapper, or a bare one; a recipe as it is."""
+    if isinstance(optimizer, Recipe):
+        return optimizer
+    if not isinstance(optimizer, AccumulatingOptimizer):
+        return Recipe(optimizer, None, False)
+    replaced = optimizer._parameter_set._replacements is not None
+    return Recipe(optimizer.optimizer, arguments_of(optimizer), replaced)
+
+
+def fake_copy(
+    mode: FakeTensorMode,
+    model: nn.Module,
+    recipe: Recipe,
+    windows: Sequence[int],
+    device: torch.device,
+) -> Copy:
+    """A copy of fake tensors of `mode`, on `device`; nothing is allocated. Enter `mode` for its use.
+
+    windows: micro-batches of each update to come, where the wrapper counts them.
+    """
+
+    def fake(tensor: Tensor) -> Tensor:
+        if tensor.dim() == 0 and tensor.device.type == "cpu" and not tensor.requires_grad:
+            with _disable_current_modes():
+                value = tensor.item()
+            return torch.tensor(value, dtype=tensor.dtype)  # whose value stays known, as a step's must be
+        if tensor.device.type == device.type:
+            return mode.from_tensor(tensor)
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+    with mode, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        return copy_of(model, recipe, windows, fake)
+
+
+def arguments_of(optimizer: AccumulatingOptimizer) -> dict[str, Any]:
+    """What the wrapper was made with, but for the inner optimizer, the model and ranks."""
+    window, parameters = optimizer._window, optimizer._parameter_set
+    seed = optimizer._accumulators.noise.seed
+    return {
+        "gradient_accumulation_steps": window.schedule,
+        "reduction": window.reduction.name,
+        "accumulate_dtype": optimizer._accumulate_dtype,
+        "rounding": NEAREST if seed is None else STOCHASTIC,
+        "seed": seed,
+        **dataclasses.asdict(optimizer._update_settings),
+        "master_weights": optimizer._masters is not None,
+        "keep_casts": parameters.casts is not None,
+        "backend": optimizer._accumulators.backend,
+        "private_gradients": window.private,
+    }
+
+
+def copy_of(
+    model: nn.Module,
+    recipe: Recipe,
+    windows: Sequence[int],
+    replaced: Callable[[Tensor], Tensor] | None = None,
+) -> Copy:
+    """A copy that can be trained and thrown away; `replaced` makes its tensors in place of copying them."""
+    inner, given = recipe.inner, recipe.arguments
+    memo: dict[int, Any] = {}
+    if replaced is not None:
+        for tensor in _tensors(model, inner):
+            memo.setdefault(id(tensor), replaced(tensor))
+    copied_model = copy.deepcopy(model, memo)
+    copied_model.zero_grad(set_to_none=True)
+    copied = copy.deepcopy(inner, memo)
+    if given is None:
+        return Copy(copied_model, copied)
+    given = dict(given)
+    if given["gradient_accumulation_steps"] is not None:
+        given["gradient_accumulation_steps"] = lambda updates: windows[min(updates, len(windows) - 1)]
+    given["model"] = copied_model if recipe.takes_model else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # who made the wrapper has seen them
+        return Copy(copied_model, AccumulatingOptimizer(copied, **given))
+
+
+def _tensors(model: nn.Module, inner: Optimizer) -> Iterator[Tensor]:
+    """All that a copy would allocate: of modules, also where they are no parameters and no buffers."""
+    yield from model.parameters()
+    yield from model.buffers()
+    for values in (*map(vars, model.modules()), *inner.param_groups, *inner.state.values()):
+        yield from (
+            leaf for value in values.values() for leaf in tree_leaves(value) if isinstance(leaf, Tensor)
+        )
+
 
 #: The loss of a batch, a 0-dim tensor.
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -53,7 +308,7 @@ def train(
     model, optimizer = copy
     wrapper = optimizer if isinstance(optimizer, AccumulatingOptimizer) else None
     counted = wrapper is not None and wrapper.gradient_accumulation_steps is not None
-    weighted = wrapper is not None and wrapper.reduction in ("weighted", "normalized")
+    weighted = wrapper is not None and reduction_of(wrapper.reduction).weighs
     look()
     for steps in windows:
         for step in range(steps):
@@ -86,22 +341,14 @@ def checked_loss(loss: Any) -> Tensor:
 def held(copy: Copy) -> dict[str, list[Tensor]]:
     """The tensors that outlive a micro-batch, by kind."""
     model, optimizer = copy
-    wrapper = optimizer if isinstance(optimizer, AccumulatingOptimizer) else None
-    sums: list[Tensor] = []
-    state = list(_tensors(value for own in copy.inner.state.values() for value in own.values()))
-    if wrapper is not None:
-        grads = wrapper._accumulators.grads
-        sums = list(_tensors(grads.current(slot) for slot in wrapper._slots))
-        if wrapper._masters is not None:
-            state += wrapper._masters.tensors()
-    present = [p.grad for p in model.parameters() if p.grad is not None]
+    sums: list[Any] = []
+    state = [value for own in copy.inner.state.values() for value in own.values()]
+    if isinstance(optimizer, AccumulatingOptimizer):
+        sums = [optimizer._accumulators.grads.current(slot) for slot in optimizer._slots]
+        state += optimizer._masters.tensors() if optimizer._masters is not None else []
     return {
-        GRADIENTS: present,
-        ACCUMULATORS: sums,
-        OPTIMIZER: state,
+        GRADIENTS: [p.grad for p in model.parameters() if p.grad is not None],
+        ACCUMULATORS: [value for value in sums if isinstance(value, Tensor)],
+        OPTIMIZER: [value for value in state if isinstance(value, Tensor)],
         PARAMETERS: [*model.parameters(), *model.buffers()],
     }
-
-
-def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
-    return (value for value in values if isinstance(value, Tensor))

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import torch
 
-from .budget import available
+from .budget import address_space_bytes, available
 
 #: What is said where memory is short: by torch, by C++, by the system, by OpenMP.
 SHORT = re.compile(
@@ -64,12 +64,10 @@ class Loaded:
     budget: int
 
 
-@dataclass(frozen=True)
 class Updated:
     """An update has ended."""
 
 
-@dataclass(frozen=True)
 class Done:
     """All have."""
 
@@ -167,11 +165,7 @@ class Limit:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.before = resource.getrlimit(resource.RLIMIT_AS)
-        self.base, self.allowed = self._now(), 0
-
-    def _now(self) -> int:
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        return pages * resource.getpagesize()
+        self.base, self.allowed = address_space_bytes(), 0
 
     def set(self, allowed: int) -> None:
         """Give so many bytes; less where the process had a limit before."""
@@ -187,7 +181,7 @@ class Limit:
     def lacked(self, problem: BaseException) -> int:
         """By how many bytes the allocation that failed went beyond the limit, at least; 0: not known."""
         asked = _ASKED.search(str(problem))
-        return max(0, self._now() - self.base + int(asked[1]) - self.allowed) if asked else 0
+        return max(0, address_space_bytes() - self.base + int(asked[1]) - self.allowed) if asked else 0
 
 
 class CudaLimit(Limit):

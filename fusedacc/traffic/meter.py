@@ -24,13 +24,94 @@ from torch.utils._python_dispatch import (
 )
 
 from ..kernels import launch_events
-from .kinds import Ledger, leaves_of
-from .operands import Operand, name_of, tensors_in
-from .our_rules import launch_operands
-from .phases import ACCUMULATE_GRAD, Phases, goes_to_a_leaf
-from .report import Counts
-from .rules import is_metadata, is_view, operands_of
-from .threads import Threads
+from .ledger import Counts, Ledger, leaves_of
+from .rules import Operand, is_metadata, is_view, launch_operands, name_of, operands_of, tensors_in
+
+ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
+
+
+class Phases:
+    """The phase of each thread, by what fusedacc says, by optimizers' steps, and by autograd's engine."""
+
+    def __init__(self) -> None:
+        #: Names that the user has given, the innermost last: they hold for all threads.
+        self.named: list[str] = []
+        #: What fusedacc says that it does, by thread.
+        self._observed = threading.local()
+        #: Steps of optimizers that run: thread, graph task and Python frame.
+        self._steps: list[tuple[int, int, Any]] = []
+
+    def enter(self, name: str) -> None:
+        """fusedacc says what it does."""
+        self._observed.__dict__.setdefault("names", []).append(name)
+
+    def leave(self) -> None:
+        """The end of `enter`."""
+        self._observed.names.pop()
+
+    def begin_step(self, frame: Any) -> None:
+        """An optimizer's step begins in this thread; `frame` is on the stack as long as it lasts."""
+        self._steps.append((threading.get_ident(), torch._C._current_graph_task_id(), frame))
+
+    def end_step(self) -> None:
+        """The thread's innermost step has ended."""
+        if self._steps and self._steps[-1][0] == threading.get_ident():
+            self._steps.pop()
+
+    def end_steps(self) -> None:
+        """None is watched any longer."""
+        self._steps.clear()
+
+    def automatic(self, namespace: str, touches_gradients: bool, casts_gradient: bool) -> str:
+        """The phase, whatever name the user has given it."""
+        if names := getattr(self._observed, "names", None):
+            return names[-1]
+        task = torch._C._current_graph_task_id()
+        if self._in_step(task):
+            return "update"
+        if task != -1:
+            node = torch._C._current_autograd_node()
+            accumulates = casts_gradient or node is None or node.name() == ACCUMULATE_GRAD
+            return "accumulate" if accumulates else "backward"
+        if namespace == "fusedacc":
+            return "accumulate"
+        return "update" if touches_gradients else "forward"
+
+    def _in_step(self, task: int) -> bool:
+        """Whether an optimizer's step is at work here, and not a closure or a backward that it has called."""
+        while self._steps:
+            thread, began_in, frame = self._steps[-1]
+            if thread != threading.get_ident():
+                return False
+            if _on_stack(frame):
+                return began_in == task and not torch.is_grad_enabled()
+            self._steps.pop()  # an exception has ended it
+        return False
+
+
+def goes_to_a_leaf(result: Tensor) -> bool:
+    """Whether what was made inside the engine is a gradient that goes to AccumulateGrad next.
+
+    Autograd casts so for `grad_dtype` and for parameters that autocast has cast.
+    """
+    node: Any = torch._C._current_autograd_node()
+    if torch._C._current_graph_task_id() == -1 or node is None:
+        return False
+    following = [function for function, _ in node.next_functions if function is not None]
+    leaves = [function.variable for function in following if function.name() == ACCUMULATE_GRAD]
+    return any(leaf.shape == result.shape and _grad_dtype(leaf) == result.dtype for leaf in leaves)
+
+
+def _on_stack(frame: Any) -> bool:
+    above: Any = sys._getframe(1)
+    while above is not None and above is not frame:
+        above = above.f_back
+    return above is frame
+
+
+def _grad_dtype(leaf: Tensor) -> torch.dtype:
+    return getattr(leaf, "grad_dtype", None) or leaf.dtype
+
 
 _CAST = torch.ops.aten._to_copy.default
 _COMPILED = "CompiledFunctionBackward"
@@ -285,3 +366,77 @@ class TrafficMeter(TorchDispatchMode):
 
 def _is_composite(func: OpOverload) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+#: Names of threads that run no operator: that of tqdm's progress bars looks after those that stand still.
+IDLE = frozenset({"tqdm_monitor"})
+
+
+class Threads:
+    """Python's threads that are alive between `begin` and `end`, but for those in which operators were seen.
+
+    The engine's own threads run under the modes of the thread that has called `backward()`, and are no
+    Python threads.
+    """
+
+    def __init__(self) -> None:
+        #: Names by number, which a thread that has ended leaves to another.
+        self._alive: dict[int, set[str]] = {}
+        self._seen: set[int] = set()
+        self._former: Any = None
+        self._ended = False
+
+    def begin(self) -> None:
+        """Note who is alive, and from now on who begins."""
+        self._note_all()
+        self._ended, self._former = False, threading.getprofile()
+        threading.setprofile(self._begins)
+
+    def end(self) -> None:
+        """Look no longer."""
+        self._ended = True
+        if self._looks():  # else somebody else does by now
+            threading.setprofile(_still_wanted(self._former))
+
+    def saw(self) -> None:
+        """An operator of the current thread was seen."""
+        self._seen.add(threading.get_ident())
+
+    def unseen(self) -> list[str]:
+        """Names of the threads in which no operator was seen."""
+        others = (names for number, names in self._alive.items() if number not in self._seen)
+        return sorted(name for names in others for name in names)
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self._alive.clear()
+        self._seen.clear()
+        if self._looks():
+            self._note_all()
+
+    def _looks(self) -> bool:
+        return threading.getprofile() == self._begins
+
+    def _note_all(self) -> None:
+        self.saw()
+        for thread in threading.enumerate():
+            if type(thread).__name__ != "_DummyThread":  # not Python's, and never taken off the list
+                self._note(thread)
+
+    def _note(self, thread: threading.Thread) -> None:
+        assert thread.ident is not None
+        if thread.name not in IDLE:
+            self._alive.setdefault(thread.ident, set()).add(thread.name)
+
+    def _begins(self, frame: Any, event: str, argument: Any) -> None:
+        """The profile function of a thread that begins: it steps aside at once."""
+        sys.setprofile(self._former)
+        self._note(threading.current_thread())
+        if self._former is not None:
+            self._former(frame, event, argument)
+
+
+def _still_wanted(function: Any) -> Any:
+    """The profile function that was there before, but for those of meters that have ended meanwhile."""
+    owner = getattr(function, "__self__", None)
+    return _still_wanted(owner._former) if isinstance(owner, Threads) and owner._ended else function

@@ -1,21 +1,401 @@
-"""What an operator call has read and written, by whose operator it is; the rules of torch's own are here.
+"""What one operator call reads and writes: each operand once.
 
-By the schema each operand counts once, but where a part of one is moved.
+Compulsory bytes: what an ideal kernel with a perfect cache would move. A tensor that is passed twice is read
+once, an expanded one only in the elements it really has, and temporaries inside an operator count nothing. By
+the schema each operand counts whole; a rule says where only a part of one is moved.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
-from . import grouped_rules, operators, our_rules
-from .operands import Call, Operand, Rule, bytes_of, identity, name_of, reads, tensors_in, whole
-from .operators import OVERWRITING, UNREAD, WHOLE
+from ..kernels.constants import plan_entry
+
+
+@dataclass
+class Operand:
+    """Bytes read from and written to one tensor, or, where there is no tensor to hand, to some sum."""
+
+    tensor: Tensor | None
+    read: int = 0
+    written: int = 0
+    device: str = ""
+
+
+class Call:
+    """One operator call, its arguments by name, its results in a list."""
+
+    def __init__(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        schema = func._schema
+        self.func = func
+        self.arguments = schema.arguments
+        self.values: dict[str, Any] = {}
+        for index, argument in enumerate(schema.arguments):
+            given = args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value)
+            self.values[argument.name] = given
+        self.results = list(tensors_in(result))
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values.get(name)
+
+    def tensors(self, name: str) -> list[Tensor]:
+        return list(tensors_in(self.values.get(name)))
+
+
+Rule = Callable[[Call], "list[Operand] | None"]
+
+
+def name_of(func: OpOverload) -> str:
+    """The operator's name with its namespace, without the overload."""
+    return func._schema.name
+
+
+def tensors_in(*values: Any) -> Iterator[Tensor]:
+    """All tensors in nested lists, tuples and dicts."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(*value)
+        elif isinstance(value, dict):
+            yield from tensors_in(*value.values())
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """Bytes of the elements that a strided tensor really has: those of an expanded one are counted once."""
+    if tensor.numel() == 0:
+        return 0
+    sizes = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
+    elements = math.prod(size for size, _ in sizes)
+    reach = 1 + sum((size - 1) * abs(stride) for size, stride in sizes)  # windows that overlap
+    return min(elements, reach) * tensor.element_size()
+
+
+def whole(
+    call: Call,
+    unread: Sequence[str] = (),
+    overwrites: bool = False,
+    kept: Sequence[str] = (),
+    partial: dict[str, int] | None = None,
+) -> list[Operand]:
+    """Each operand once: arguments read, those that the schema marks as changed written, results written.
+
+    Args:
+        call: the call.
+        unread: arguments that are not read.
+        overwrites: arguments that are changed in place are not read either.
+        kept: arguments that the schema marks as changed and that are not.
+        partial: bytes read of arguments that are read in part only.
+    """
+    found: list[Operand] = []
+    partial = partial or {}
+    for argument in call.arguments:
+        changed = argument.alias_info is not None and argument.alias_info.is_write
+        written = changed and argument.name not in kept
+        read = not (argument.name in unread or argument.is_out or (written and overwrites))
+        for tensor in call.tensors(argument.name):
+            size = bytes_of(tensor)
+            share = min(size, partial.get(argument.name, size))
+            found.append(Operand(tensor, share if read else 0, size if written else 0))
+    given = set(map(identity, tensors_in(call.values)))
+    return merged([*found, *writes(result for result in call.results if identity(result) not in given)])
+
+
+def reads(*values: Any) -> list[Operand]:
+    """All tensors in these values, each read whole."""
+    return [Operand(tensor, bytes_of(tensor)) for tensor in tensors_in(*values)]
+
+
+def writes(tensors: Iterable[Tensor]) -> list[Operand]:
+    """These tensors, each written whole."""
+    return [Operand(tensor, written=bytes_of(tensor)) for tensor in tensors]
+
+
+def has_data(tensor: Tensor) -> bool:
+    """Whether the tensor's elements can be looked at now; on a GPU they are waited for."""
+    if isinstance(tensor, FakeTensor) or tensor.is_meta:
+        return False
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def merged(operands: Iterable[Operand]) -> list[Operand]:
+    """Each tensor once, with the most that is read and written of it."""
+    found: dict[tuple, Operand] = {}
+    for operand in operands:
+        assert operand.tensor is not None
+        known = found.setdefault(identity(operand.tensor), operand)
+        known.read, known.written = max(known.read, operand.read), max(known.written, operand.written)
+    return list(found.values())
+
+
+def identity(tensor: Tensor) -> tuple:
+    """Equal for two tensors that are the same elements in the same order."""
+    return (
+        tensor.untyped_storage()._cdata,
+        tensor.storage_offset(),
+        tuple(tensor.shape),
+        tuple(tensor.stride()),
+        tensor.dtype,
+    )
+
+
+#: Operators that look at no data.
+_OUR_METADATA = frozenset({"fusedacc::prepare", "fusedacc::build_info", "fusedacc::launched_product"})
+
+
+def accumulation(
+    accumulators: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    factors: Sequence[float | Tensor | None],
+    overwrite: Sequence[bool],
+) -> list[Operand]:
+    """accumulator <- beta * accumulator + scale * gradient; a gradient may be its accumulator.
+
+    factors: what is multiplied by; tensors among them are read.
+    """
+    found = writes(accumulators)
+    for index, operand in enumerate(found):
+        operand.read = 0 if _flag(overwrite, index) else operand.written
+    return merged([*found, *reads(gradients, factors)])
+
+
+def measurement(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> list[Operand]:
+    """Tensors are read and results are written, each once."""
+    return merged([*reads(tensors), *writes(results)])
+
+
+def _rows_named(indices: Tensor, padding: int) -> tuple[int, int] | None:
+    """How many indices name a row other than `padding`, and how many such rows: by the data, for which a GPU
+    is waited for. None where there is none to read."""
+    if not has_data(indices):
+        return None
+    with _disable_current_modes():  # the meter's own look is nobody's traffic
+        named = indices[indices != padding]
+        return named.numel(), named.unique().numel()
+
+
+def rows_accumulation(
+    table: Tensor, indices: Tensor, gradients: Tensor, scale: float | Tensor | None, padding: int
+) -> list[Operand] | None:
+    """Gradients are added into the rows that the indices name, each row read and written once."""
+    named = _rows_named(indices, padding)
+    if named is None:
+        return None
+    columns = table.shape[1]
+    fresh = min(bytes_of(gradients), named[0] * columns * gradients.element_size())
+    touched = named[1] * columns * table.element_size()
+    return [Operand(table, touched, touched), Operand(gradients, fresh), *reads(indices, scale)]
+
+
+def _accumulate_rows(call: Call) -> list[Operand] | None:
+    return rows_accumulation(
+        call["table"], call["indices"], call["gradients"], call["scale_tensor"], call["padding"]
+    )
+
+
+def _flag(overwrite: Sequence[bool], index: int) -> bool:
+    """As the operators take flags: none for all False, one for all, or one per tensor."""
+    return bool(overwrite) and overwrite[index if len(overwrite) > 1 else 0]
+
+
+def _scale_accumulate(call: Call) -> list[Operand]:
+    """And partial norms, where some come out."""
+    lists = call.tensors("accumulators"), call.tensors("gradients")
+    factors = call["scale_tensor"], call["keep_tensor"]
+    return [*accumulation(*lists, factors, call["overwrite"]), *writes(call.results)]
+
+
+def _accumulate_prepared(call: Call) -> list[Operand] | None:
+    """The plan says what its accumulators are; partial norms may come out."""
+    (plan,) = call.tensors("plan")
+    gradients = call.tensors("gradients")
+    if isinstance(plan, FakeTensor):
+        return None
+    words = plan.tolist()
+    found = [*reads(gradients, call["scale_tensor"], call["keep_tensor"]), *writes(call.results)]
+    for index, gradient in enumerate(gradients):
+        address, elements, dtype = plan_entry(words, index)
+        size = elements * dtype.itemsize
+        in_place = address == gradient.data_ptr()  # read already
+        read = 0 if in_place or _flag(call["overwrite"], index) else size
+        found.append(Operand(None, read, size, str(gradient.device)))
+    return found
+
+
+def _shares(offsets: Tensor, rows: int) -> tuple[float, float] | None:
+    """Of the experts and of the rows, the share that is worked on; a GPU is waited for."""
+    if not has_data(offsets):
+        return None
+    with _disable_current_modes():  # the meter's own look is nobody's traffic
+        ends = offsets.tolist()
+    used = sum(end > start for start, end in zip([0, *ends], ends, strict=False))
+    return used / max(len(ends), 1), (ends[-1] if ends else 0) / max(rows, 1)
+
+
+def _grouped_product(call: Call) -> list[Operand] | None:
+    """aten::_grouped_mm: of rows with their experts' matrices, or of rows and rows into all of these."""
+    left, right, offsets = call["self"], call["mat2"], call["offs"]
+    if offsets is None or left.dim() != 2:
+        return whole(call)
+    shares = _shares(offsets, left.shape[0 if right.dim() == 3 else 1])
+    if shares is None:
+        return None
+    experts, rows = shares
+    read = {"self": round(bytes_of(left) * rows)}
+    read["mat2"] = round(bytes_of(right) * (experts if right.dim() == 3 else rows))
+    found = whole(call, partial=read)
+    if right.dim() == 3:
+        for operand in found:
+            operand.written = round(operand.written * rows)
+    return found
+
+
+def grouped_accumulation(
+    accumulator: Tensor,
+    left: Tensor,
+    right: Tensor,
+    offsets: Tensor,
+    scale: float | Tensor | None,
+    keep: float | Tensor,
+) -> list[Operand] | None:
+    """Products of rows are added into the matrices of their experts; all are written where none is kept."""
+    shares = _shares(offsets, left.shape[0])
+    if shares is None:
+        return None
+    experts, rows = shares
+    with _disable_current_modes():
+        kept = float(keep)
+    (total,) = writes([accumulator])
+    if kept == 1:
+        total.written = round(total.written * experts)
+    total.read = 0 if kept == 0 else total.written
+    operands = [Operand(each, round(bytes_of(each) * rows)) for each in (left, right)]
+    return [total, *operands, *reads(offsets, scale, keep)]
+
+
+def _grouped_accumulate(call: Call) -> list[Operand] | None:
+    keep = call["keep"] if call["keep_tensor"] is None else call["keep_tensor"]
+    operands = call["accumulator"], call["left"], call["right"], call["offsets"]
+    return grouped_accumulation(*operands, call["scale_tensor"], keep)
+
+
+def _gemm_accumulate(call: Call) -> list[Operand]:
+    """Both factors, and the sum, which is not read where none of it is kept."""
+    overwrites = call["keep_tensor"] is None and call["keep"] == 0
+    return whole(call, overwrites=overwrites)
+
+
+#: What a call of `fusedacc::` such a name has read and written.
+_OUR_RULES: dict[str, Rule] = {
+    "scale_accumulate_": _scale_accumulate,
+    "accumulate_prepared_": _accumulate_prepared,
+    "scale_accumulate_norm_": _scale_accumulate,
+    "accumulate_prepared_norm_": _accumulate_prepared,
+    "gemm_accumulate_": _gemm_accumulate,
+    "grouped_accumulate_": _grouped_accumulate,
+    "norm_partials": whole,
+    "finish_norm": whole,
+    "accumulate_rows_": _accumulate_rows,
+}
+
+#: Launches outside the dispatcher, and what their operands are to these.
+_LAUNCHES: dict[str, Callable[..., list[Operand] | None]] = {
+    "triton::scale_accumulate": accumulation,
+    "triton::norm_partials": measurement,
+    "triton::finish_norm": measurement,
+    "triton::add_rows": rows_accumulation,
+    "triton::grouped_accumulate": grouped_accumulation,
+}
+
+
+def launch_operands(kernel: str, *operands: Any) -> list[Operand] | None:
+    """What a kernel that no dispatcher has seen has read and written; None where it cannot be known."""
+    return _LAUNCHES[kernel](*operands)
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# torch's own operators. The sets name operators without overload or a trailing underscore. An operator is not
+# counted if it is in no set, has no rule, and torch does not tag it as pointwise.
+
+#: Views and metadata: no data is touched (views by their schema need no entry).
+METADATA = _names(
+    """
+    _assert_tensor_metadata _fused_sdp_choice _has_compatible_shallow_copy_type _nested_tensor_size
+    _reshape_alias _unsafe_view alias can_cast dense_dim detach detach_ dim empty empty_like
+    empty_permuted empty_quantized empty_strided is_complex is_contiguous is_floating_point is_pinned
+    is_same_size is_strides_like_format lift lift_fresh new_empty new_empty_strided numel record_stream
+    resize_ result_type set_ set_data size sparse_dim storage_offset stride sym_is_contiguous sym_numel
+    sym_size sym_storage_offset sym_stride unsafe_split unsafe_split_with_sizes
+    """
+)
+
+#: Every operand is read once and every result written once. Operators that torch tags as pointwise, those
+#: of `_foreach_*`, and the in-place and out forms of these names need no entry.
+WHOLE = _names(
+    """
+    _adaptive_avg_pool2d _adaptive_avg_pool2d_backward _addmm_activation
+    _amp_foreach_non_finite_check_and_unscale _amp_update_scale _conj_physical _convolution
+    _efficient_attention_backward _efficient_attention_forward _flash_attention_backward
+    _flash_attention_forward _fused_rms_norm _fused_rms_norm_backward _int_mm _local_scalar_dense
+    _log_softmax _log_softmax_backward_data _pin_memory _safe_softmax
+    _scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward
+    _scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward
+    _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward
+    _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward
+    _scaled_mm _softmax _softmax_backward_data _to_copy _weight_norm_interface
+    _weight_norm_interface_backward addbmm addmm addmv addr all amax amin aminmax any arange argmax
+    argmin argsort avg_pool2d avg_pool2d_backward baddbmm bernoulli binary_cross_entropy
+    binary_cross_entropy_backward bincount bmm bucketize cat clone col2im complex constant_pad_nd
+    convolution copy count_nonzero cudnn_convolution cummax cumprod cumsum diag_embed diagonal_backward
+    dot embedding_dense_backward equal eye flip floor_divide full glu glu_backward histc huber_loss
+    huber_loss_backward im2col kthvalue linalg_vector_norm linear linspace logcumsumexp logsumexp
+    masked_fill max max_pool2d_with_indices max_pool2d_with_indices_backward mean median min
+    mkldnn_convolution mm mode mse_loss mse_loss_backward multinomial mv native_channel_shuffle
+    native_dropout native_dropout_backward native_group_norm native_layer_norm nonzero norm ones outer
+    pixel_shuffle pixel_unshuffle prod rand randint randn randperm reflection_pad2d repeat
+    repeat_interleave roll rot90 scalar_tensor searchsorted select_backward slice_backward
+    smooth_l1_loss smooth_l1_loss_backward soft_margin_loss sort split_with_sizes_copy stack std
+    std_mean sum topk trace tril tril_indices triu triu_indices unfold_backward upsample_bilinear2d
+    upsample_bilinear2d_backward upsample_nearest2d upsample_nearest2d_backward var var_mean zeros
+    """
+)
+
+#: In-place operators that write what they do not read.
+OVERWRITING = _names(
+    """
+    _foreach_copy_ _foreach_zero_ bernoulli_ cauchy_ copy_ exponential_ fill_ geometric_ log_normal_
+    normal_ random_ uniform_ zero_
+    """
+)
+
+#: Arguments of which only shape and dtype are looked at.
+UNREAD = {
+    **dict.fromkeys(
+        _names(
+            """
+            empty_like full_like new_full new_ones new_zeros ones_like rand_like randint_like randn_like
+            zeros_like
+            """
+        ),
+        ("self",),
+    ),
+    "copy": ("self",),
+    "native_layer_norm_backward": ("bias",),
+    "nll_loss_backward": ("self",),
+    "nll_loss2d_backward": ("self",),
+}
 
 
 def is_metadata(func: OpOverload) -> bool:
@@ -23,7 +403,7 @@ def is_metadata(func: OpOverload) -> bool:
     namespace, _, name = name_of(func).partition("::")
     if namespace in ("prim", "profiler"):
         return True
-    return name in operators.METADATA if namespace == "aten" else name_of(func) in our_rules.METADATA
+    return name in METADATA if namespace == "aten" else name_of(func) in _OUR_METADATA
 
 
 def is_view(func: OpOverload) -> bool:
@@ -39,8 +419,8 @@ def operands_of(
         return None
     call = Call(func, args, kwargs, result)
     namespace, _, name = name_of(func).partition("::")
-    if namespace == "fusedacc" and name in our_rules.RULES:
-        return our_rules.RULES[name](call)
+    if namespace == "fusedacc" and name in _OUR_RULES:
+        return _OUR_RULES[name](call)
     return _of_torch(call, name) if namespace == "aten" else None
 
 
@@ -176,7 +556,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("scatter", "index_copy"), _scattered(adds=False)),
     **dict.fromkeys(("index_add", "scatter_add"), _scattered(adds=True)),
     "index_fill": _filled,
-    "_grouped_mm": grouped_rules.product,
+    "_grouped_mm": _grouped_product,
     "convolution_backward": _convolution_backward,
     "native_group_norm_backward": _norm_backward,
     "native_batch_norm_backward": _batch_norm_backward,

@@ -9,7 +9,7 @@ from memory import peak_of
 from torch import nn
 
 import fusedacc
-from fusedacc.accumulators import casts
+from fusedacc.accumulators import accumulators
 
 SHAPES = {
     "one": [(1500, 1000)],
@@ -50,7 +50,7 @@ def wrap(net: nn.Module, steps, **options) -> fusedacc.AccumulatingOptimizer:
 def test_casts_have_the_bits_of_casts_beside_the_sums(cpu_backend, dtype, shapes, steps, monkeypatch):
     if cpu_backend == "triton" and shapes != "small":
         pytest.skip("interpreted, such lists take minutes")
-    monkeypatch.setattr(casts, "FRESH", 1 << 16)
+    monkeypatch.setattr(accumulators, "FRESH", 1 << 16)
     beside, over = (Net(SHAPES[shapes], dtype) for _ in range(2))
     optimizers = [wrap(net, steps, backend=cpu_backend) for net in (beside, over)]
     kept = []
@@ -90,7 +90,7 @@ def test_sums_and_all_their_casts_are_not_alive_together(widths, inside, steps):
     net = layers(widths)
     optimizer = wrap(net, steps, model=net if inside else None)
     total = sum(p.numel() for p in net.parameters())
-    most = max(casts.FRESH, *(p.nbytes for p in net.parameters())) + 2**17
+    most = max(accumulators.FRESH, *(p.nbytes for p in net.parameters())) + 2**17
     assert most < 1.5 * total
     for window in range(2):
         for micro_batch in range(2):

@@ -9,8 +9,9 @@ import torch
 from loops import LOW, NoHostRead, through_file, wrap
 from torch import Tensor, nn
 
+from fusedacc.accumulators.reduction import WEIGHING
 from fusedacc.kernels import registry
-from fusedacc.optimizer import micro_batch
+from fusedacc.optimizer import window as window_module
 from fusedacc.traffic import TrafficMeter
 
 F32 = torch.float32
@@ -195,13 +196,13 @@ def test_a_launch_for_each_factor_that_is_owed():
 # The window's final scale
 
 
-@pytest.mark.parametrize("reduction", ["weighted", "normalized"])
+@pytest.mark.parametrize("reduction", WEIGHING)
 @pytest.mark.parametrize("late", [False, True], ids=["", "device"])
 @pytest.mark.parametrize("count", [2, 3])
 def test_the_last_additions_bring_the_sums_to_their_final_scale(reduction, late, count, monkeypatch):
     """With a weight on the device too, which is not read by the host; its bytes are a few per launch."""
     if late:
-        monkeypatch.setattr(micro_batch, "_on_host", lambda tensor: False)
+        monkeypatch.setattr(window_module, "_on_host", lambda tensor: False)
     numbers = [3.0, 5.0, 8.0][:count]
     weights = [torch.tensor(number) for number in numbers] if late else numbers
     model, optimizer = build(count, reduction=reduction)

@@ -1,4 +1,4 @@
-"""What an update has consumed is spent: it stays visible, and is never counted again."""
+"""What an update has consumed stays visible, and is never counted again."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from loops import assert_close_weights, loss_of, network, scalar
 from torch import nn
 
 import fusedacc
+from fusedacc.accumulators.reduction import NAMES, WEIGHING
 
 F32 = torch.float32
 #: Micro-batches of an epoch whose last window, of 2, is not full.
@@ -54,7 +55,7 @@ def stock(model: nn.Module, epochs: int, reduction: str) -> None:
 def wrapped(trained: nn.Module, epochs: int, reduction: str, clears: bool, **options) -> None:
     inner = torch.optim.SGD(trained.parameters(), lr=0.1, momentum=0.9)
     optimizer = fusedacc.AccumulatingOptimizer(inner, 2, reduction=reduction, **options)
-    weighs = reduction in ("weighted", "normalized")
+    weighs = reduction in WEIGHING
     for _ in range(epochs):
         for seed in itertools.chain(*EPOCH):
             with optimizer.accumulate(weight=WEIGHTS[seed] if weighs else None):
@@ -67,7 +68,7 @@ def wrapped(trained: nn.Module, epochs: int, reduction: str, clears: bool, **opt
 
 
 @pytest.mark.parametrize("clears", [True, False])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "weighted", "normalized"])
+@pytest.mark.parametrize("reduction", NAMES)
 @pytest.mark.parametrize(
     "options", [{}, {"model": True}, {"max_grad_norm": 1e6}, {"private_gradients": True}]
 )
@@ -143,7 +144,7 @@ def swap(layer: nn.Module) -> None:
 @pytest.mark.parametrize("clipped", [True, False])
 @pytest.mark.parametrize("tells", [True, False])
 def test_a_parameter_that_moves_before_the_next_backward(change, clipped, tells):
-    """Where a node without our hook may have added to what is spent, `step()` refuses."""
+    """Where a node without our hook may have added to a consumed gradient, `step()` refuses."""
     layer = nn.Linear(2, 2, bias=False)
     inner = torch.optim.SGD(layer.parameters(), lr=0.0)
     optimizer = fusedacc.AccumulatingOptimizer(inner, 2, max_grad_norm=0.5 if clipped else None)

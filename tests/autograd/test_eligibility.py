@@ -9,10 +9,13 @@ import torch
 from loops import wrap
 from torch import Tensor, nn
 
-from fusedacc.accumulators import GradState
+import fusedacc
+from fusedacc.accumulators import GradState, Path
+from fusedacc.accumulators.param import MODULE_PATHS
 from fusedacc.autograd import eligibility
 from fusedacc.autograd.eligibility import Case, Taker
 from fusedacc.kernels import native_module
+from fusedacc.optimizer import explain
 
 
 class Subclass(Tensor):
@@ -100,7 +103,7 @@ def test_a_subclass_is_not_plain(native, monkeypatch):
 
 def outcome(case: Case, slot) -> Taker:
     """Who has taken the gradient of the backward that has just run."""
-    if slot.grad_state is GradState.NOT_OURS and slot.param.grad is not None:
+    if slot.grad_state is GradState.FOREIGN and slot.param.grad is not None:
         return Taker.AUTOGRAD
     return Taker.NOBODY if slot.accumulator is None else case.taker
 
@@ -157,3 +160,12 @@ def test_explain_lists_every_parameter(steps):
     assert all(word in rows["low.weight"] for word in ("bfloat16", "float32"))
     assert "hook" in rows["hooked.weight"]
     assert "froz" in rows["frozen.weight"]
+
+
+def test_every_path_has_its_words_and_bytes():
+    assert explain.BYTES.keys() == set(Path)
+    assert explain.IN_MODULE.keys() == set(MODULE_PATHS)
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(torch.nn.Linear(2, 2).parameters()), 2)
+    optimizer._slots[0].paths = ("bilinear",)
+    with pytest.raises(ValueError, match="'bilinear' is not a valid Path"):
+        optimizer.explain()

@@ -9,27 +9,27 @@ import torch.distributed as dist
 from bench_setup import CPU
 from ranks import on_ranks
 
-from benchmarks.contestants.data_parallel_loops import MODEL, WAYS
-from examples.demo.loops import Config
+from benchmarks.contestants.data_parallel_loops import MODEL, VARIANTS
+from benchmarks.contestants.loops import Demo
 from examples.demo.measure import batches
 from examples.demo.model import load_text
 
 
-def config(dtype: str) -> Config:
-    return Config(dtype, CPU, 2, width=32, layers=2, heads=2, context=16, micro_batch_size=2)
+def config(dtype: str) -> Demo:
+    return Demo(dtype, CPU, 2, width=32, layers=2, heads=2, context=16, micro_batch_size=2)
 
 
 def losses(dtype: str) -> dict[str, list[float]]:
     """Of each way's updates on this rank."""
     of, text = dataclasses.replace(config(dtype), seed=dist.get_rank()), load_text()
     found = {}
-    for way in WAYS[dtype]:
-        loop = way.make(of, **way.options)
-        found[way.name] = [loop.update(batches(text, of, update)) for update in range(4)]
+    for way in VARIANTS[dtype]:
+        loop = way.make(of)
+        found[way.name] = [loop.update(batches(text, of, update)).item() for update in range(4)]
     return found
 
 
-@pytest.mark.parametrize("dtype", WAYS)
+@pytest.mark.parametrize("dtype", VARIANTS)
 def test_all_ways_train_alike(dtype):
     for found in on_ranks(2, losses, dtype):
         inside = found.pop(MODEL.name)

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 
 import pytest
 import torch
 from bench_setup import run_main, some_rows
 
-from benchmarks import run_all
-from benchmarks.harness.measure import Goal, Variant, measure
-from benchmarks.harness.results import Case, Results, read, table
+from benchmarks import harness, run_all
+from fusedacc.commands.measuring.records import (
+    Case,
+    Goal,
+    Results,
+    Variant,
+    measure,
+    read,
+    table,
+)
 
 # Timing
 
@@ -28,7 +36,7 @@ def test_figures_are_medians_and_ratios_within_a_round():
         Variant("fast", lambda: "fast", 50, goals, launches=3, host_us=7.0, note="a note"),
     ]
     timer = clock(slow=[9.0, 4.0, 2.0, 8.0], fast=[9.0, 1.0, 1.0, 2.0])
-    slow, by_time, by_bandwidth = measure(Case("tests", "case"), variants, 3, timer=timer)
+    slow, by_time, by_bandwidth = measure(Case("tests", "case"), variants, range(-1, 3), timer=timer)
     assert (slow.median, slow.p20, slow.p80, slow.rounds) == (4e6, 2e6, 8e6, 3)
     assert slow.gb_per_s == 25 / 1e9
     assert slow.percent_of_peak is None, "no copy, no peak"
@@ -44,7 +52,7 @@ def test_figures_are_medians_and_ratios_within_a_round():
 def test_the_peak_is_the_faster_of_copy_and_triad():
     variants = [Variant(name, lambda name=name: name, 60) for name in ("copy", "triad", "ours")]
     timer = clock(copy=[1.0, 2.0], triad=[1.0, 1.5], ours=[1.0, 3.0])
-    rows = measure(Case("tests", "case"), variants, 1, timer=timer)
+    rows = measure(Case("tests", "case"), variants, range(-1, 1), timer=timer)
     assert [row.percent_of_peak for row in rows] == [75.0, 100.0, 50.0]
 
 
@@ -61,6 +69,45 @@ def test_the_file_grows_by_rows_that_name_their_conditions(tmp_path):
     assert rows[0]["torch"] == torch.__version__
     for name in ("date", "commit", "device", "threads", "allocator", "python"):
         assert rows[0][name], name
+
+
+def run_of(path, date, *rows, device="here"):
+    kept = Results(path)
+    kept.conditions = {**kept.conditions, "date": date, "device": device}
+    for row in rows:
+        kept.add(row)
+    return kept
+
+
+def test_a_complete_run_replaces_the_older_ones_of_its_suite_and_machine(tmp_path):
+    path = tmp_path / "results.csv"
+    run_of(path, "1", some_rows(2), device="elsewhere")
+    other = [dataclasses.replace(row, benchmark="others") for row in some_rows(1)]
+    run_of(path, "2", some_rows(2), other)
+    run_of(path, "3", some_rows(1), other)
+
+    def figures(kept, effort):
+        kept.add(some_rows(3, case=effort))
+
+    newest = run_of(path, "4")
+    harness.complete(newest, figures, "full")
+    found = [(row["benchmark"], row["device"], row["date"]) for row in read(path)]
+    assert found == 2 * [("tests", "elsewhere", "1")] + [("others", "here", date) for date in "23"] + 3 * [
+        ("tests", "here", "4")
+    ]
+    assert [path] == list(tmp_path.iterdir())
+
+    def interrupted(kept, effort):
+        kept.add(some_rows(1, case="half"))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        harness.complete(run_of(path, "5"), interrupted, "full")
+    assert [row["date"] for row in read(path)] == ["1", "1", "2", "3", "4", "4", "4", "5"]
+
+
+def test_the_recorded_results_have_no_history():
+    assert 0 < len(read(harness.RESULTS)) <= 4000
 
 
 def test_a_file_with_other_columns_is_refused_and_kept(tmp_path):

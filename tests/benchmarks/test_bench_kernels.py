@@ -2,158 +2,80 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from bench_setup import CPU
 
-from benchmarks.contestants import accumulate as providers
-from benchmarks.contestants import products
-from benchmarks.harness.measure import PEAK
-from benchmarks.harness.results import Results
-from benchmarks.suites import kernel_cases, kernels
-from fusedacc.traffic import TrafficMeter
+from benchmarks.contestants import accumulate
+from benchmarks.suites import kernels
+from fusedacc.commands.bench.comparison import MEASURED, WRONG
+from fusedacc.commands.bench.layers import Products
+from fusedacc.commands.bench.lists import Additions
+from fusedacc.commands.measuring.records import Results
 
 SHAPES = ((1,), (3,), (7, 5), (1023,), (2, 3, 5, 7))
-SCALE = 0.125
+#: What the bytes of one addition are, by the itemsizes of sum and gradient.
+BYTES = {
+    "fusedacc cpu": lambda a, g: g + 2 * a,
+    "add_": lambda a, g: g + 2 * a,
+    "add_ same dtype": lambda a, g: 3 * a,
+    "cast and add_": lambda a, g: g + 4 * a,
+    "torch._foreach_add_": lambda a, g: g + 2 * a,
+    "foreach cast and add": lambda a, g: g + 4 * a,
+    "autograd grad_dtype": lambda a, g: 3 * a if a == g else g + 4 * a,
+}
 
 
-def can_run(registry) -> list[str]:
-    """The providers that do the job on CPU tensors here; copy and triad do another."""
-    return [
-        name for name, provider in registry.items() if name not in PEAK and provider.unavailable(CPU) is None
-    ]
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("dtypes", kernels.DTYPES)
+def test_every_provider_computes_the_sum_and_moves_its_bytes(dtypes, device):
+    work = Additions("some", SHAPES, *kernels.DTYPES[dtypes], torch.device(device))
+    names = [name for name in accumulate.PROVIDERS if "triton" not in name]  # which is interpreted here
+    found = {entry["name"]: entry for entry in kernels.measure(work, names, kernels.EFFORTS["quick"])["ways"]}
+    assert {"copy", "triad", "fusedacc cpu", *BYTES} <= found.keys() | {"fusedacc cpu"} - {device}
+    sizes = (work.accumulator.itemsize, work.gradient.itemsize)
+    for name, entry in found.items():
+        assert entry["status"] != WRONG, entry
+        if entry["status"] == MEASURED and name in BYTES:
+            assert entry["bytes"] == work.elements * BYTES[name](*sizes), name
+        elif entry["status"] != MEASURED:
+            assert any(words in entry["why"] for words in ("nothing to cast", "too long")), entry
 
 
-def lists(dtypes: str, generator: torch.Generator, shapes=SHAPES):
-    gradient, accumulator = kernel_cases.DTYPES[dtypes]
-    accumulators = [torch.randn(shape, generator=generator).to(accumulator) for shape in shapes]
-    return accumulators, [torch.randn(shape, generator=generator).to(gradient) for shape in shapes]
-
-
-def layer(dtypes: str, generator: torch.Generator):
-    gradient, accumulator = kernel_cases.DTYPES[dtypes]
-    dy, x = (torch.randn(5, n, generator=generator).to(gradient) for n in (7, 3))
-    return [torch.randn(7, 3, generator=generator).to(accumulator)], [(dy, x)]
-
-
-@pytest.mark.parametrize("dtypes", kernel_cases.DTYPES)
-@pytest.mark.parametrize("name", can_run(providers.ACCUMULATE))
-def test_every_provider_computes_the_sum(name, dtypes, generator):
-    provider = providers.ACCUMULATE[name]
-    accumulators, gradients = lists(dtypes, generator)
-    if provider.compiled and dtypes not in kernel_cases.MAIN_DTYPES:
-        assert kernels.Work("1Ki", dtypes, CPU, "full").compile_obstacle()
-        return
-    why = provider.unsupported(accumulators, gradients)
-    if why is not None:
-        assert "dtypes are equal" in why
-        assert gradients[0].dtype == accumulators[0].dtype
-        return
-    added = providers.scratch(accumulators, "other") if name == "add_ same dtype" else gradients
-    before = [(acc.clone(), gradient.clone()) for acc, gradient in zip(accumulators, added, strict=True)]
-    run = provider.make(accumulators, gradients, SCALE)
-    run()
-    run()
-    for acc, gradient, (old, given) in zip(accumulators, added, before, strict=True):
-        expected = old.double() + 2 * SCALE * given.double()
-        roundings = 4 * torch.finfo(acc.dtype).eps * (old.double().abs() + given.double().abs())
-        assert ((acc.double() - expected).abs() <= roundings).all()
-        assert torch.equal(gradient, given), "the gradient is read only"
-
-
-@pytest.mark.parametrize("dtypes", kernel_cases.PRODUCT_DTYPES)
-@pytest.mark.parametrize("name", can_run(products.PRODUCT))
-def test_every_product_is_added(name, dtypes, generator):
-    provider = products.PRODUCT[name]
-    accumulators, gradients = layer(dtypes, generator)
-    if why := provider.unsupported(accumulators, gradients):
-        assert "needs one dtype" in why
-        return
-    ((dy, x),) = gradients
-    product = dy.double().t() @ x.double()
-    largest = dy.double().abs().t() @ x.double().abs()
-    expected = accumulators[0].double() + product
-    provider.make(accumulators, gradients, 1.0)()
-    allowed = 2 * torch.finfo(dy.dtype).eps * largest + 1e-6
-    assert ((accumulators[0].double() - expected).abs() <= allowed).all()
-
-
-def counted(provider, accumulators, gradients) -> int:
-    run = provider.make(accumulators, gradients, SCALE)
-    run()
-    with TrafficMeter() as meter:
-        run()
-    if provider.name != "fusedacc eager":
-        assert not meter.uncounted
-        return meter.total_bytes
-    # The plan compares addresses in small integer tensors before it adds.
-    by_op = meter.as_dict()["by_op"]
-    sums = sum(by_op[op]["total_bytes"] for op in ("aten::add_", "aten::copy_") if op in by_op)
-    size = accumulators[0].itemsize
-    wide = sum(acc.numel() for acc in accumulators) * (size + 4) if size < 4 else 0
-    return sums + wide
-
-
-@pytest.mark.parametrize(
-    ("registry", "make", "dtypes"),
-    [(providers.ACCUMULATE, lists, dtypes) for dtypes in kernel_cases.DTYPES]
-    + [(products.PRODUCT, layer, dtypes) for dtypes in kernel_cases.PRODUCT_DTYPES],
-)
-def test_counted_bytes_are_those_of_the_formula(registry, make, dtypes, generator):
-    for name, provider in registry.items():
-        tensors = make(dtypes, generator)
-        seen = provider.counted or name == "fusedacc eager"
-        if seen and not provider.unavailable(CPU) and not provider.unsupported(*tensors):
-            assert counted(provider, *tensors) == provider.moved(*tensors), name
+@pytest.mark.parametrize("dtypes", kernels.PRODUCT_DTYPES)
+def test_every_product_is_added(dtypes):
+    work = Products(5, 7, 3, *kernels.DTYPES[dtypes], CPU)
+    found = kernels.measure(work, accumulate.PROVIDERS, kernels.EFFORTS["quick"])["ways"]
+    assert {"product then fusedacc", "product then add_"} <= {e["name"] for e in found if e["samples"]}
+    assert not [entry for entry in found if entry["status"] == WRONG]
 
 
 def test_goals_name_what_exists():
-    for (size, dtypes, provider), goals in kernel_cases.GOALS.items():
-        assert size in kernel_cases.SIZES
-        assert dtypes in kernel_cases.DTYPES
+    for (size, dtypes, provider), goals in kernels.GOALS.items():
+        assert size in kernels.SIZES
+        assert dtypes in kernels.DTYPES
         assert {provider, *(goal.against for goal in goals)} <= set(kernels.PROVIDERS)
-    for sweep in kernel_cases.SWEEPS.values():
-        assert set(sweep) <= set(kernel_cases.SIZES)
-    assert not any("," in name for name in (*kernels.PROVIDERS, *kernel_cases.SIZES))
-
-
-def measured(size: str, *names: str, dtypes: str = "bfloat16:float32") -> list:
-    results = Results(None)
-    kernels.figures(results, "quick", providers=names, dtypes=[dtypes], sizes=[size])
-    return results.rows
+    for sweep in kernels.SWEEPS.values():
+        assert set(sweep) <= set(kernels.SIZES)
+    assert not any("," in name for name in (*kernels.PROVIDERS, *kernels.SIZES))
 
 
 def test_a_provider_that_fails_is_a_row(monkeypatch):
-    def make(accumulators, gradients, scale):
+    def fails(tensors):
         raise RuntimeError("no such kernel\nand a long story")
 
-    monkeypatch.setitem(providers.ACCUMULATE, "add_", providers.Provider("add_", "", make))
-    rows = {row.provider: row for row in measured("300x4", "add_", "torch._foreach_add_", "fusedacc cpu")}
-    assert rows["add_"].note == "not run: RuntimeError: no such kernel"
-    assert rows["fusedacc cpu"].median > 0
+    listed = accumulate.additions
 
+    def additions(work):
+        return [dataclasses.replace(each, make=fails) for each in listed(work)]
 
-@pytest.mark.cuda
-@pytest.mark.parametrize("dtypes", kernel_cases.MAIN_DTYPES)
-def test_every_provider_computes_the_sum_on_a_gpu(dtypes, generator):
-    device = torch.device("cuda")
-    for name, provider in providers.ACCUMULATE.items():
-        accumulators, gradients = ([t.to(device) for t in tensors] for tensors in lists(dtypes, generator))
-        if name in PEAK or provider.unavailable(device) or provider.unsupported(accumulators, gradients):
-            continue
-        added = providers.scratch(accumulators, "other") if name == "add_ same dtype" else gradients
-        expected = [a.double() + SCALE * g.double() for a, g in zip(accumulators, added, strict=True)]
-        provider.make(accumulators, gradients, SCALE)()
-        for acc, exact in zip(accumulators, expected, strict=True):
-            torch.testing.assert_close(acc.double(), exact, rtol=1e-5, atol=1e-5, msg=name)
-
-
-@pytest.mark.cuda
-def test_a_gpus_row_counts_kernels_and_host_time():
-    results = Results(None, "cuda")
-    names, dtypes = ["fusedacc cuda", "add_"], ["float32:float32"]
-    kernels.figures(results, "quick", providers=names, dtypes=dtypes, sizes=["300x4"])
+    monkeypatch.setattr(accumulate, "additions", additions)
+    results, names = Results(None), ["add_ same dtype", "torch._foreach_add_", "fusedacc cpu fresh lists"]
+    kernels.figures(results, "quick", providers=names, dtypes=["bfloat16:float32"], sizes=["300x4"])
     rows = {row.provider: row for row in results.rows}
-    assert rows["add_"].launches == 300
-    assert rows["fusedacc cuda"].launches == 1
-    assert all(row.host_us > 0 and row.median > 0 for row in rows.values())
+    assert rows["add_ same dtype"].note == "not run: RuntimeError: no such kernel"
+    ours = rows["fusedacc cpu fresh lists"]
+    assert (ours.against, ours.goal, ours.launches) == ("torch._foreach_add_", 1.0, 1)
+    assert ours.percent_of_peak > 0

@@ -15,9 +15,9 @@ import sweeps
 import torch
 from bench_setup import ROOT, run_main
 
-from benchmarks.harness.results import Results, read
 from benchmarks.machines import cells, emulated, loops, zoo
 from benchmarks.machines import run as machines
+from fusedacc.commands.measuring.records import Results, read
 
 MODELS = (
     "gpt-64", "gpt-256", "gpt-words", "vit", "lstm", "mlp", "conv", "unet", "moe", "moe-stacked", "t5",
@@ -58,7 +58,7 @@ def test_all_ways_train_alike(precision):
     training = loops.Training(entry("mlp"), precision, steps=4)
     data = [training.window(number) for number in range(3)]
     losses, weights = {}, {}
-    for way in (*loops.STOCK_WAYS[precision], *loops.ours(precision)):
+    for way in (*loops.STOCK_VARIANTS[precision], *loops.ours(precision)):
         loop = way.make(training)
         losses[way.name] = [loop.update(window).item() for window in data]
         weights[way.name] = loop.parameters

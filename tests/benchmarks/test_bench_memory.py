@@ -9,9 +9,9 @@ import torch
 from bench_setup import page_of, run_main
 
 from benchmarks.contestants import normed
-from benchmarks.harness.results import Results, read
 from benchmarks.machines.zoo import entries
 from benchmarks.suites import memory
+from fusedacc.commands.measuring.records import Results, read
 
 PAGE = page_of("memory-figures", "grows", "halves")
 
@@ -35,7 +35,7 @@ def test_a_batch_has_as_many_different_samples():
 
 def test_halves_make_the_same_step_in_less_memory(monkeypatch, kept):
     monkeypatch.setattr(memory, "HALVES", ("vit",))
-    memory.halves(kept, quick=True)
+    memory.halves(kept, "quick")
     off, peak = figures(kept, "gradients apart"), figures(kept, "peak")
     assert off.pop(("stock, 1 x 64", 64)) == 0
     assert set(off) == {(loop.name, loop.size) for loop in memory.LOOPS[1:]}
@@ -48,8 +48,8 @@ def test_halves_make_the_same_step_in_less_memory(monkeypatch, kept):
 
 def test_what_grows_is_predicted_for_both_loops(monkeypatch, kept):
     monkeypatch.setattr(memory, "GROWS", ("gpt-64",))
-    monkeypatch.setattr("fusedacc.planner.libraries.scratch_bytes", lambda: 1000)
-    memory.grows(kept, quick=True)
+    monkeypatch.setattr("fusedacc.planner.budget.scratch_bytes", lambda: 1000)
+    memory.grows(kept, "quick")
     activations = figures(kept, "activations")
     assert activations["fusedacc", 3] > activations["fusedacc", 1]
     assert activations["stock", 64] > activations["stock", 3]
@@ -70,7 +70,7 @@ def test_a_norm_over_samples_changes_the_gradient():
 
 def test_per_sample_updates_nothing(monkeypatch, kept):
     monkeypatch.setattr(memory, "PER_SAMPLE", ("mlp",))
-    memory.per_sample(kept, quick=True)
+    memory.per_sample(kept, "quick")
     time, share = figures(kept, "time"), figures(kept, "time, share")
     assert list(time) == list(share) == [("fusedacc", 1), ("fusedacc", 2)]
     assert min(time.values()) > 0

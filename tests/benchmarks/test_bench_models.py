@@ -8,8 +8,8 @@ import pytest
 from bench_setup import CPU, run_main
 
 from benchmarks.contestants import windows
-from benchmarks.harness.results import Results, Row
 from benchmarks.suites import models
+from fusedacc.commands.measuring.records import Results, Row
 
 PARTS = {"clip": "update: clip", "narrow": "update: cast", "optimizer": "update: optimizer"}
 PARTS |= {"weights": "weight gradients", "first": "first touch"}
@@ -55,7 +55,7 @@ COUNTED = {
 
 def test_counted_bytes_are_those_of_hand_counts() -> None:
     results = Results(None)
-    models.count(results, models.Loop(CPU))
+    models.count(results, models.Setup(CPU))
     setting_of = {dtypes: setting for setting, dtypes in models.DTYPES.items()}
     found: dict[tuple[str, str], dict[str, float]] = {}
     for row in results.rows:
@@ -80,11 +80,11 @@ def test_a_way_that_raises_is_a_row_that_says_why(monkeypatch: pytest.MonkeyPatc
         raise RuntimeError("no such kernel\nand a long tale")
 
     def measured() -> list[Row]:
-        results, of = Results(None), models.ways("float32", None)
-        models.model(results, "some", [("a", (4, 4))], "float32", of, "quick", models.Loop(CPU, 1))
+        results, of = Results(None), models.variants("float32", None)
+        models.model(results, "some", [("a", (4, 4))], "float32", of, "quick", models.Setup(CPU, 1))
         return results.rows
 
-    monkeypatch.setattr(windows.Fused, "run", fails)
+    monkeypatch.setattr(models.Loop, "step", lambda self: fails() if self.inner.defaults["fused"] else None)
     monkeypatch.setattr(windows.Floor, "obstacle", classmethod(lambda cls: "it is closed today"))
     rows = measured()
     notes = {row.provider: row.note for row in rows if row.median is None}

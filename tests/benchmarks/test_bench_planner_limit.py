@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import torch
 
-from benchmarks.harness.results import Results
 from benchmarks.suites import planner_limit
+from fusedacc.commands.measuring.records import Results
 
 
 def test_rows_hold_the_choice_to_within_one_where_memory_is_mapped(monkeypatch):

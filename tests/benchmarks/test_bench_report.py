@@ -8,9 +8,9 @@ import pytest
 import torch
 from bench_setup import ROOT, page_of, run_main, write_rows
 
-from benchmarks.harness.results import Case, Results, cannot_run, count, read, row
 from benchmarks.machines import cells
 from benchmarks.report import headline, readme_tables
+from fusedacc.commands.measuring.records import Case, Results, cannot_run, count, read, row
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from bench_setup import page_of, run_main
 
 from benchmarks.contestants import rounded
 from benchmarks.contestants.rounded import FLOAT32, NEAREST, STOCHASTIC, STOCK
-from benchmarks.harness.results import Results, read
 from benchmarks.suites import rounding
 from examples.demo.measure import batches
 from examples.demo.model import load_text
+from fusedacc.commands.measuring.records import Results, read
 
 TINY = dataclasses.replace(rounding.SMALL, **rounding.TINY, steps=2)
 PARTS = ("training", "sums", "statistics", "speed", "lists", "memory")

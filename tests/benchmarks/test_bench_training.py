@@ -7,19 +7,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.contestants import training_loops as loops
-from benchmarks.harness import peak_by_kind as kinds
+from benchmarks.contestants import loops
 from benchmarks.suites import training
 from examples.demo import measure
-from examples.demo.loops import Config, StockLoop
+from examples.demo.loops import StockLoop
 from examples.demo.model import load_text
+from fusedacc.planner.allocations import recorded_peak
 
 DTYPES = ("float32", "bfloat16", "autocast")
 
 
 def config(dtype: str, steps: int = 4, device: str = "cpu"):
     shape = {"width": 32, "layers": 2, "heads": 2, "context": 16, "micro_batch_size": 2}
-    return Config(dtype, torch.device(device), steps, **shape)
+    return loops.Demo(dtype, torch.device(device), steps, **shape)
 
 
 def text():
@@ -35,17 +35,17 @@ def test_all_ways_train_alike(dtype):
     of = config(dtype)
     data = batches(of, 3)
     losses, weights = {}, {}
-    for way in loops.WAYS[dtype]:
+    for way in loops.VARIANTS[dtype]:
         loop = way.make(of)
         losses[way.name] = [loop.update(of_one).item() for of_one in data]
         weights[way.name] = loop.parameters
     for fused in (True, False):
-        first, *others = [way.name for way in loops.WAYS[dtype] if way.fused == fused and way.exact]
+        first, *others = [way.name for way in loops.VARIANTS[dtype] if way.fused == fused and way.exact]
         assert others
         for name in others:  # float32 sums in one order, scaled by a power of two: bit for bit
             assert losses[name] == losses[first]
             assert all(map(torch.equal, weights[name], weights[first]))
-    inside = [way.name for way in loops.WAYS[dtype] if not way.exact]
+    inside = [way.name for way in loops.VARIANTS[dtype] if not way.exact]
     assert inside == [loops.INSIDE.name, loops.KEPT.name][: 1 + (dtype == "autocast")]
     rounding = training.ROUNDING[dtype]
     for name in inside:
@@ -64,7 +64,7 @@ def test_peak_holds_weights_sums_and_state_whole(dtype):
     data = batches(of, 2)
     size = sum(p.numel() for p in of.model().parameters())
     unit = 2 if dtype == "bfloat16" else 4
-    for way in loops.WAYS[dtype]:
+    for way in loops.VARIANTS[dtype]:
         found = way.peak(of, data)
         tensors = len(list(of.model().parameters()))
         assert found["weights"] == unit * size
@@ -78,7 +78,7 @@ def test_peak_holds_weights_sums_and_state_whole(dtype):
 def test_meter_counts_every_operator_of_every_way(dtype):
     of = config(dtype)
     size = sum(p.numel() for p in of.model().parameters())
-    found = {way.name: training.count(way.make(of), text()) for way in loops.WAYS[dtype]}
+    found = {way.name: training.count(way.make(of), text()) for way in loops.VARIANTS[dtype]}
     for name, counted in found.items():
         assert counted["uncounted"] == {}, name
         assert training.of_known(counted["by_phase_and_kind"]["update"]) > 4 * size
@@ -99,8 +99,8 @@ def test_meter_counts_every_operator_of_every_way(dtype):
 def test_peak_on_a_gpu_is_the_allocators():
     of = config("bfloat16", 2, "cuda")
     data = batches(of, 2)
-    way = loops.WAYS["bfloat16"][0]
-    way.watch(of, data, lambda held: None)  # the libraries' workspaces
+    way = loops.VARIANTS["bfloat16"][0]
+    way._train(of, data, lambda held: None)  # the libraries' workspaces
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     found = way.peak(of, data)
@@ -133,5 +133,4 @@ def test_the_gpu_allocators_history_is_replayed(monkeypatch):
         event("alloc", 32, 60)
         look({"gradients": [tensor(32, "cuda")]})
 
-    found = kinds.peak_by_kind(train, device)
-    assert found == {"weights": 100, "gradients": 60, "optimizer": 0, kinds.OTHER: 0}
+    assert recorded_peak(train, device, "other").by_kind == {"weights": 100, "gradients": 60}

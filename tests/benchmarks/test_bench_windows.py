@@ -8,7 +8,7 @@ from bench_setup import ROOT
 
 from benchmarks.contestants import model_shapes as lists
 from benchmarks.contestants import windows
-from benchmarks.contestants.synthetic_gradients import Memory
+from benchmarks.contestants.windows import Memory
 
 SHAPES = [(5, 7), (3,), (64, 33), (1, 1, 8)]
 
@@ -47,13 +47,13 @@ def sgd(parameters, lr: float, fused: bool | None) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.5)
 
 
-def after(way, setting: str, steps: int, clip: bool, count: int = 2) -> list[torch.Tensor]:
+def after(variant, setting: str, steps: int, clip: bool, count: int = 2) -> list[torch.Tensor]:
     """The weights after `count` windows."""
-    memory = Memory(SHAPES, setting, "cpu")
-    window = way(memory, steps, clip=clip, optimizer=sgd)
+    memory = Memory(SHAPES, setting, "cpu", steps, clip, kind=sgd)
+    loop = variant.make(memory)
     for _ in range(count):
-        window.run()
-    window.close()
+        loop.window([()] * steps)
+    loop.close()
     return memory.weights
 
 
@@ -81,7 +81,7 @@ def test_all_exact_ways_end_with_the_same_weights(setting: str, steps: int, clip
     reference = expected(setting, steps, clip)
     # bfloat16 gradients of a divided loss are rounded; so are bfloat16 weights and what is cast for them.
     rtol, atol = {"float32": (1e-6, 1e-7), "autocast": (1e-3, 1e-4), "bfloat16": (8e-3, 5e-4)}[setting]
-    ways = [way for way in windows.ways(setting) if way.role not in ("inexact", "floor")]
+    ways = [way for way in windows.variants(setting) if way.role not in ("inexact", "floor")]
     assert len(ways) == (5 if setting == "bfloat16" else 4)
     for way in ways:
         found = after(way, setting, steps, clip)
@@ -96,13 +96,13 @@ def test_all_exact_ways_end_with_the_same_weights(setting: str, steps: int, clip
 def test_the_layers_of_model_get_the_same_gradients(setting: str, clip: bool) -> None:
     shapes = [(5, 7), (64, 33)]
     ends = []
-    for way in (windows.Fusedacc, windows.Linears):
-        memory = Memory(shapes, setting, "cpu")
-        window = way(memory, 3, clip=clip, optimizer=sgd)
+    for kind in (windows.Wrapped, windows.Linears):
+        memory = Memory(shapes, setting, "cpu", 3, clip, kind=sgd)
+        loop = kind(memory)
         for _ in range(2):
-            window.run()
-        assert ("gemm" in window.wrapper.explain()) == (way is windows.Linears)
-        window.close()
+            loop.window([()] * 3)
+        assert ("gemm" in loop.optimizer.explain()) == (kind is windows.Linears)
+        loop.close()
         ends.append(memory.weights)
     rtol, atol = (1e-5, 1e-6) if setting == "float32" else (1e-2, 1e-3)
     for got, want in zip(*ends, strict=True):

@@ -18,13 +18,14 @@ from answers import trials
 import fusedacc
 from fusedacc import __main__
 from fusedacc.commands import bench
-from fusedacc.commands.bench import cases, conditions, measuring, plot, report, timing
+from fusedacc.commands.bench import cases, comparison, plot, report
 from fusedacc.commands.bench.lists import Additions, Norms
-from fusedacc.commands.bench.work import OURS, STOCK, YARDSTICK, Way
-from fusedacc.kernels import library, matmul_eager, registry, tuning
+from fusedacc.commands.bench.work import OURS, STOCK, BenchVariant
+from fusedacc.commands.measuring import machine, timing
+from fusedacc.kernels import library, matmul_eager, registry, tuning, tuning_cache
 from fusedacc.traffic import bytes_per_micro_batch
 
-TINY = timing.Effort("tiny", 0.0, 7, 7, 0.0, 1024, 2)
+TINY = comparison.Effort("tiny", 0.0, 7, 7, 0.0, 1024, 2)
 CPU = torch.device("cpu")
 F32, BF16 = torch.float32, torch.bfloat16
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,7 +84,7 @@ def found():
 
 @pytest.fixture
 def tiny(monkeypatch):
-    monkeypatch.setattr(timing, "SHORT", TINY)
+    monkeypatch.setattr(comparison, "SHORT", TINY)
 
 
 @pytest.fixture
@@ -107,7 +108,7 @@ def test_no_stock_form_is_missing(found):
         names = {entry["name"] for entry in case["ways"] if entry["role"] == STOCK}
         assert names == STOCK_FORMS[case["what"]], case["title"]
     for case, entry in entries(found):
-        if entry["status"] != measuring.MEASURED:
+        if entry["status"] != comparison.MEASURED:
             assert entry["role"] == STOCK
             assert any(reason in entry["why"] for reason in REASONS), (case["title"], entry)
 
@@ -115,7 +116,7 @@ def test_no_stock_form_is_missing(found):
 def test_every_figure_is_there(found):
     for case, entry in entries(found):
         assert set(entry) == ENTRY
-        if entry["status"] == measuring.MEASURED:
+        if entry["status"] == comparison.MEASURED:
             assert len(entry["samples"]) == case["rounds"] == 7
             assert min(entry["samples"]) <= entry["seconds"]["median"] <= max(entry["samples"])
             assert (entry["bytes"] is None) == bool(entry["uncounted"])
@@ -141,7 +142,8 @@ def test_ours_is_held_against_the_fastest_of_stock_that_is_exact(found):
 @pytest.mark.parametrize("gradient", [F32, BF16])
 def test_bytes_are_those_of_the_accounting(gradient):
     shapes = ((64,), (3, 5))
-    case = measuring.measure(Additions("two", shapes, gradient, F32, CPU), ["auto"], TINY, 2**30)
+    work = Additions("two", shapes, gradient, F32, CPU)
+    case = comparison.measure(work, work.variants(["auto"]), TINY, 2**30)
     counted = {entry["name"]: entry["bytes"] for entry in case["ways"]}
     for loop, name in (
         ("fusedacc", "fusedacc, prepared"),
@@ -165,14 +167,15 @@ def test_the_lists_are_those_of_the_models():
 def test_no_case_takes_more_memory_than_it_may(effort):
     for limit in (2**24, 2**27, 2**29, 2**31, 2**34):
         for work in cases.of(effort, CPU, limit):
-            sets = measuring._sets(work, timing.SHORT, limit)
+            sets = comparison._sets(work, comparison.SHORT, limit)
             assert sets == 0 or sets * (work.set_bytes + work.moved) + work.working_bytes <= limit
     names = [work.name for work in cases.of(effort, CPU, 2**29)]
     assert any(name.startswith("ResNet-50's first ") for name in names)
 
 
 def test_a_case_without_room_says_what_it_needs():
-    case = measuring.measure(Additions("one", ((4096,),), F32, F32, CPU), ["auto"], TINY, 1000)
+    work = Additions("one", ((4096,),), F32, F32, CPU)
+    case = comparison.measure(work, work.variants(["auto"]), TINY, 1000)
     assert case["ways"] == []
     assert case["why"].startswith("needs ")
     assert "allowed are 1000, a quarter of the free memory" in case["why"]
@@ -180,12 +183,12 @@ def test_a_case_without_room_says_what_it_needs():
 
 
 def test_a_full_run_takes_every_backend_that_can_run():
-    assert measuring.our_backends(CPU, "short") == ["auto"]
+    assert comparison.our_backends(CPU, "short") == ["auto"]
     taken = registry.select(CPU, F32, F32).backend.name
-    others = measuring.our_backends(CPU, "full")[1:]
+    others = comparison.our_backends(CPU, "full")[1:]
     assert ("eager" in others) == (taken != "eager")
     work = Additions("one", ((8,),), F32, F32, CPU)
-    case = measuring.measure(work, ["auto", "eager"], TINY, 2**30)
+    case = comparison.measure(work, work.variants(["auto", "eager"]), TINY, 2**30)
     assert {e["name"] for e in case["ways"] if e["role"] == OURS} == {
         *("fusedacc, prepared", "fusedacc, fresh lists"),
         *("fusedacc eager, prepared", "fusedacc eager, fresh lists"),
@@ -193,6 +196,10 @@ def test_a_full_run_takes_every_backend_that_can_run():
 
 
 # Wrong results
+
+
+def breaks(*_):
+    raise OSError("no such device")
 
 
 def forgets_the_scale(accumulators, gradients, scale, overwrite, keep=1.0):
@@ -207,6 +214,7 @@ def forgets_the_scale(accumulators, gradients, scale, overwrite, keep=1.0):
         ("norms", "fusedacc, total_norm: the norm is "),
         ("products", "fusedacc, into the sum: "),
         ("rows", "fusedacc, rows: "),
+        ("exception", "fusedacc, total_norm: OSError: no such device"),
     ],
 )
 def test_wrong_results_are_told_and_fail(monkeypatch, capsys, tiny, broken, named):
@@ -219,28 +227,18 @@ def test_wrong_results_are_told_and_fail(monkeypatch, capsys, tiny, broken, name
         monkeypatch.setattr(eager, "norm_partials", lambda tensors, norm_type: one[None])
     elif broken == "products":
         monkeypatch.setattr(matmul_eager, "accumulate_", lambda acc, left, right, scale, keep: acc.add_(1))
-    else:
+    elif broken == "rows":
         monkeypatch.setattr(eager, "accumulate_rows_", lambda table, *_: table[0].add_(1))
+    else:
+        monkeypatch.setattr(eager, "norm_partials", breaks)
     assert __main__.main(["bench"]) == 1
     text = capsys.readouterr().out
     ending = text[text.index("WRONG RESULTS") :]
     assert named in ending
 
 
-def test_an_exception_of_ours_fails(monkeypatch, capsys, tiny):
-    def breaks(*_):
-        raise OSError("no such device")
-
-    monkeypatch.setenv(registry.VARIABLE, "eager")
-    monkeypatch.setattr(registry.get("eager"), "norm_partials", breaks)
-    assert __main__.main(["bench", "--json"]) == 1
-    wrong = report.wrong(json.loads(capsys.readouterr().out))
-    assert wrong
-    assert all(line.endswith("fusedacc, total_norm: OSError: no such device") for line in wrong)
-
-
 def broken_way(make, scale=1.0, role=STOCK):
-    return Way("broken", role, make, scale)
+    return BenchVariant("broken", role, make, scale)
 
 
 def test_checks_find_what_is_off_by_little():
@@ -281,14 +279,13 @@ def test_a_norm_of_stock_may_be_off_by_a_little_and_is_noted():
         problem = work.check(way, lambda error=error: exact * (1 + error), tensors)
         assert (problem is not None) == wrong
         assert (work.notes == {"broken": "off by 0.0001"}) == noted
-    assert work.check(broken_way(None, role=YARDSTICK), lambda: None, tensors) is None
 
 
 # Time
 
 
 def test_the_interval_is_that_of_the_binomial_distribution():
-    assert timing.interval(range(5)) is None
+    assert timing.interval(range(5)) == (0, 4)  # too few: the whole range
     assert timing.interval(range(6)) == (0, 5)
     assert timing.interval(range(11)) == (1, 9)
     for count in (6, 8, 9, 20, 61):
@@ -300,9 +297,9 @@ def test_the_interval_is_that_of_the_binomial_distribution():
 
 def test_rounds_follow_the_time_there_is():
     for seconds, least, most, wanted in ((0.0, 3, 9, 3), (5.0, 3, 9, 5), (100.0, 3, 9, 9)):
-        effort = timing.Effort("", seconds, least, most, 0.0, 0, 1)
-        times = timing.take_turns({"one": lambda: None}, lambda run, calls: 1.0, effort)
-        assert len(times["one"]) == wanted
+        effort = comparison.Effort("", seconds, least, most, 0.0, 0, 1)
+        found = comparison.samples_and_rounds({"one": lambda: None}, lambda run, calls: 1.0, effort)
+        assert found == ({"one": 1}, wanted)
 
 
 # The command
@@ -311,7 +308,7 @@ def test_rounds_follow_the_time_there_is():
 def test_the_table_and_its_ending(capsys, tiny):
     assert __main__.main(["bench", "--device", "cpu"]) == 0
     done = capsys.readouterr()
-    assert done.out.startswith(f"cpu: {conditions.cpu_name()}")
+    assert done.out.startswith(f"cpu: {machine.cpu_name()}")
     for form in STOCK_FORMS["add"]:
         assert form in done.out
     for title in ("our fastest way in each case", "slower than the best of stock", "chosen", "not measured"):
@@ -325,24 +322,15 @@ def test_the_table_and_its_ending(capsys, tiny):
     assert "[1/10]" not in done.out
 
 
-def test_json_is_all_that_is_printed(capsys, tiny):
-    assert __main__.main(["bench", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert set(found) == {"machine", "effort", "seconds", "cases", "choices"}
-    assert found["effort"] == "tiny"
-    assert found["machine"]["torch"] == torch.__version__
-    assert set(found["cases"][0]) == CASE
-    assert set(found["cases"][0]["ways"][0]) == ENTRY
-
-
 def test_full_is_another_effort_and_threads_and_the_random_state_are_given_back(monkeypatch, capsys):
-    monkeypatch.setattr(timing, "FULL", TINY)
-    monkeypatch.setattr(timing, "SHORT", None)
+    monkeypatch.setattr(comparison, "FULL", TINY)
+    monkeypatch.setattr(comparison, "SHORT", None)
     before, state = torch.get_num_threads(), torch.get_rng_state()
     assert __main__.main(["bench", "--full", "--threads", "1", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["cases"]
-    assert found["machine"]["threads"] == 1
+    found = json.loads(capsys.readouterr().out)  # and nothing else is printed
+    assert set(found) == {"machine", "effort", "seconds", "cases", "choices"}
+    assert set(found["cases"][0]) == CASE
+    assert (found["effort"], found["machine"]["threads"]) == ("tiny", 1)
     assert torch.get_num_threads() == before
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -384,7 +372,7 @@ def test_a_missing_matplotlib_is_named_before_anything_is_measured(monkeypatch, 
     [
         (registry.VARIABLE, "gpu", "FUSEDACC_BACKEND='gpu' is no backend; allowed: "),
         (registry.VARIABLE, "cuda", "FUSEDACC_BACKEND='cuda' cannot run float32 into float32 on cpu: "),
-        (tuning.VARIABLE, "no", "FUSEDACC_TUNE='no': allowed are '0'"),
+        (tuning.TUNE_ENV, "no", "FUSEDACC_TUNE='no': allowed are '0'"),
     ],
 )
 def test_wrong_variables_are_refused(monkeypatch, capsys, nothing_measured, name, value, said):
@@ -395,7 +383,7 @@ def test_wrong_variables_are_refused(monkeypatch, capsys, nothing_measured, name
 
 @pytest.mark.skipif(library.load_error() is not None, reason=f"{library.load_error()}")
 def test_what_trials_have_found_is_told(monkeypatch, tmp_path, capsys, tiny):
-    with trials(**{tuning.FOLDER: str(tmp_path)}):
+    with trials(**{tuning_cache.CACHE_DIR_ENV: str(tmp_path)}):
         assert __main__.main(["bench", "--device", "cpu"]) == 0
         asked = tuning.report()
     text = capsys.readouterr().out
@@ -411,7 +399,7 @@ def test_stopping_it_is_no_traceback(monkeypatch, capsys, tiny):
     def stops(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(measuring, "measure", stops)
+    monkeypatch.setattr(comparison, "measure", stops)
     assert __main__.main(["bench"]) == 130
     assert "stopped" in capsys.readouterr().err
 
@@ -438,8 +426,9 @@ def test_it_runs_without_the_extension_and_without_benchmarks(tmp_path):
     skip = shutil.ignore_patterns("*.so", "__pycache__")
     shutil.copytree(package, tmp_path / "fusedacc", ignore=skip)
     program = (
-        "import sys; from fusedacc import __main__; from fusedacc.commands.bench import timing; "
-        f"timing.SHORT = timing.{TINY}; sys.exit(__main__.main(['bench', '--json', '--device', 'cpu']))"
+        "import sys; from fusedacc import __main__; from fusedacc.commands.bench import comparison; "
+        f"comparison.SHORT = comparison.{TINY}; "
+        "sys.exit(__main__.main(['bench', '--json', '--device', 'cpu']))"
     )
     done = forked.run(program, root=tmp_path, folder=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -13,16 +13,16 @@ from answers import trials
 
 import fusedacc
 from fusedacc import __main__
-from fusedacc.commands import info, info_text
+from fusedacc.commands import info
 from fusedacc.kernels import (
-    grain_size,
-    grouped_ways,
+    grouped,
     library,
-    matmul_ways,
+    loop_settings,
+    matmul,
     native_module,
-    norm_prefetch,
     registry,
     tuning,
+    tuning_cache,
 )
 from fusedacc.optimizer import small_layers
 
@@ -50,7 +50,7 @@ def joined(text):
 
 def test_text_names_everything(capsys):
     for arguments, works in (
-        (["--verbose"], "works: self-test passed for all dtype pairs"),
+        (["--verbose"], "works: sums are right for all dtype pairs"),
         ([], "works on cpu"),
     ):
         assert __main__.main(["info", *arguments]) == 0
@@ -79,9 +79,9 @@ def test_the_summary_is_short_and_shows_every_problem():
         auto = {"backend": None, "reason": "y" * 3000} if index else {"backend": "triton", "reason": ""}
         facts["devices"].append({"device": f"cuda:{index}", "name": "GPU", "auto": auto, "backends": rows})
     by_name(facts, "eager").update(fails)
-    lines = info_text.summary(facts).splitlines()
+    lines = info.summary(facts).splitlines()
     assert len(lines) <= 20
-    assert max(map(len, [*lines, *info_text.details(facts).splitlines()])) <= 110
+    assert max(map(len, [*lines, *info.details(facts).splitlines()])) <= 110
     text = joined("\n".join(lines))
     assert "cuda unavailable: 15: xxx" in text
     assert "remedy 15 (and 16 more, see --verbose) triton FAILS on cuda:1, cuda:3, " in text
@@ -98,8 +98,12 @@ def test_what_trials_have_found_is_shown_with_its_figures(capsys, tmp_path):
         choices = json.loads(capsys.readouterr().out)["choices"]
         assert __main__.main(["info", "--verbose"]) == 0
         text = joined(capsys.readouterr().out)
-    asked = [*matmul_ways.questions(), *grouped_ways.questions(), *small_layers.questions()]
-    asked += [grain_size.question(), norm_prefetch.question()]
+    asked = [
+        *matmul.choices(),
+        *grouped.choices(),
+        *small_layers.questions(fusedacc.AccumulatingOptimizer),
+    ]
+    asked += [loop_settings.grain_choice(), loop_settings.prefetch_choice()]
     names = {question.name for question in asked if question is not None}
     assert {found["question"] for found in choices["found"]} == names
     for found in choices["found"]:
@@ -108,13 +112,13 @@ def test_what_trials_have_found_is_shown_with_its_figures(capsys, tmp_path):
         kind = "conclusive" if found["conclusive"] else "inconclusive"
         assert f"; default {found['default']}; {kind} after 1 try)" in text
         assert found["conclusive"] or found["way"] == found["default"]
-    assert f"autotuning, cached in {tmp_path / tuning.FILE}" in text
+    assert f"autotuning, cached in {tmp_path / tuning_cache.CACHE_FILE}" in text
 
 
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        (tuning.VARIABLE, "maybe", "autotuning: FUSEDACC_TUNE='maybe': allowed are '0'"),
+        (tuning.TUNE_ENV, "maybe", "autotuning: FUSEDACC_TUNE='maybe': allowed are '0'"),
         (registry.VARIABLE, "gpu", "none (FUSEDACC_BACKEND='gpu' is no backend; allowed: "),
     ],
 )
@@ -163,8 +167,8 @@ def test_wrong_sums_and_exceptions_are_reported_and_fail(monkeypatch, broken, sa
     assert len(failures) == 8
     assert all(said in problem for problem in failures.values())
     assert not info.healthy(facts)
-    assert "eager   FAILS" in info_text.summary(facts)
-    assert all(f"{pair}: " in info_text.details(facts) for pair in failures)
+    assert "eager   FAILS" in info.summary(facts)
+    assert all(f"{pair}: " in info.details(facts) for pair in failures)
 
 
 @pytest.mark.skipif(native_module.module() is None, reason=f"{native_module.why_not()}")

@@ -24,7 +24,7 @@ from grouped_cases import (
 )
 
 from fusedacc.kernels import registry
-from fusedacc.kernels.triton.grouped import grouped_accumulate_
+from fusedacc.kernels.triton.backend import grouped_accumulate_
 
 pytestmark = pytest.mark.cuda
 

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 import torch
 from ranks_setting import LOW
 
+from fusedacc.accumulators.reduction import WEIGHING
+
 INNER = (
     (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
     (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
@@ -60,7 +62,7 @@ class Loop:
 
     @property
     def weighs(self) -> bool:
-        return self.reduction in ("weighted", "normalized")
+        return self.reduction in WEIGHING
 
     @property
     def drops(self) -> bool:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from broken_backends import self_tests
 from ranks import on_ranks
 from ranks_setting import assert_ranks_equal
 from ranks_setting import given as given_to
 from torch import nn
 
 import fusedacc
+from fusedacc.kernels import library, registry, selftest
 
 LOW: dict[str, Any] = {"accumulate_dtype": torch.bfloat16}
 #: What the two ranks give, and what the error says of them.
@@ -95,3 +100,37 @@ def given_apart(name: str, kind: str) -> None:
 )
 def test_ranks_are_given_the_same(kind, name):
     on_ranks(2, given_apart, name, kind)
+
+
+def fails_on_one_rank(folder: Path, backend: str) -> tuple[str, str]:
+    """What this rank takes, and the warning or error, where the first backend is wrong on rank 1 alone."""
+    net = nn.Linear(4, 3)
+    inner = torch.optim.SGD(net.parameters(), lr=0.1)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(self_tests(folder / str(dist.get_rank()), "cpu"))
+        caught = stack.enter_context(warnings.catch_warnings(record=True))
+        warnings.simplefilter("always")
+        optimizer = fusedacc.AccumulatingOptimizer(inner, 2, backend=backend)
+        if dist.get_rank() == 1:  # as its own GPU's self-test would have
+            selftest.exclude("cpu", net.weight.device, "addition: 3 of 9 elements are wrong")
+        try:
+            optimizer.attach(dist.group.WORLD)
+        except RuntimeError as error:
+            return "", str(error)
+        chosen = registry.select(net.weight.device, torch.float32, torch.float32)
+        optimizer.close()
+        return chosen.backend.name, " ".join(str(each.message) for each in caught)
+
+
+@pytest.mark.skipif(library.load_error() is not None, reason=f"no backend but eager: {library.load_error()}")
+def test_what_fails_on_one_rank_is_used_by_none(tmp_path):
+    (first, said), (second, _) = on_ranks(2, fails_on_one_rank, tmp_path, "auto")
+    assert first == second == "eager"
+    assert "the self-test of 'cpu' has failed on cpu" in said
+    assert "on rank 1: addition: 3 of 9 elements are wrong. Backend 'eager' is used instead" in said
+
+
+@pytest.mark.skipif(library.load_error() is not None, reason=f"no backend but eager: {library.load_error()}")
+def test_a_backend_that_was_asked_for_and_fails_on_one_rank_raises_on_all(tmp_path):
+    for _, said in on_ranks(2, fails_on_one_rank, tmp_path, "cpu"):
+        assert "backend='cpu' cannot run float32 into float32 on cpu: its self-test has failed: " in said

@@ -13,13 +13,13 @@ from ranks import on_ranks
 from ranks_setting import given, refused, small_loss, wrap
 from torch import Tensor, nn
 
-from fusedacc.distributed import checks
+from fusedacc.distributed import agreement
 
 
 def takes_no_other_value() -> None:
     net = network()
     with (
-        mock.patch.dict("os.environ", {checks.VARIABLE: "yes"}),
+        mock.patch.dict("os.environ", {agreement.VARIABLE: "yes"}),
         pytest.raises(ValueError, match="FUSEDACC_CHECK_RANKS='yes'") as error,
     ):
         wrap(net, 2, model=net, data_parallel=dist.group.WORLD)
@@ -47,7 +47,7 @@ def finds_a_bit(dtype: torch.dtype, steps: int | None, kind: str) -> None:
                 optimizer.step(), optimizer.zero_grad()
 
     with (
-        mock.patch.dict("os.environ", {checks.VARIABLE: "1"}),
+        mock.patch.dict("os.environ", {agreement.VARIABLE: "1"}),
         mock.patch.object(dist, "all_reduce", counting),
     ):
         optimizer = wrap(net, steps, model=net, data_parallel=parallel)
@@ -73,12 +73,12 @@ def test_one_bit_is_found_on_both_ranks(dtype, steps, kind):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.complex64, torch.int8])
 def test_a_checksum_is_of_every_bit(dtype):
     values = torch.arange(-6, 6).to(dtype).reshape(3, 4)
-    known = checks.checksum(values)
+    known = agreement.checksum(values)
     assert (known.dtype, known.shape) == (torch.int64, ())
-    assert checks.checksum(values.t()) == known
-    assert checks.checksum(values[1:]) != known
+    assert agreement.checksum(values.t()) == known
+    assert agreement.checksum(values[1:]) != known
     for bit in range(8 * values.element_size()):
         changed = values.clone()
         changed.view(torch.uint8).view(3, -1)[2, bit // 8] ^= 1 << bit % 8
-        assert checks.checksum(changed) != known
-    assert checks.checksum(torch.zeros(0, 3)) == 0
+        assert agreement.checksum(changed) != known
+    assert agreement.checksum(torch.zeros(0, 3)) == 0

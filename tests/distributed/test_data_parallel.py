@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedacc
+from fusedacc.accumulators.reduction import NAMES, WEIGHING
 
 # Against one process, whose sums are in float64
 
@@ -198,7 +199,7 @@ def test_equal_to_stock(case):
 
 
 def epochs(kind: str, counts: tuple[int, ...], reduction: str) -> None:
-    rank, weighs = dist.get_rank(), reduction in ("weighted", "normalized")
+    rank, weighs = dist.get_rank(), reduction in WEIGHING
 
     def weight(of_rank: int, index: int) -> float:
         return float(index + 10 * of_rank) if weighs else 1.0  # the first of the first rank weighs nothing
@@ -236,7 +237,7 @@ def epochs(kind: str, counts: tuple[int, ...], reduction: str) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("reduction", ["mean", "sum", "weighted", "normalized"])
+@pytest.mark.parametrize("reduction", NAMES)
 @pytest.mark.parametrize("kind", ["ddp", "group"])
 @pytest.mark.parametrize("counts", [(4, 3), (3, 4), (4, 0), (8, 3), (0, 0), (2, 2)], ids=str)
 def test_windows_of_unequal_length(counts, kind, reduction):

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from fusedacc.accumulators.reduction import WEIGHING
 from fusedacc.integrations.distributed_checkpoint import make_room
 
 K = 4
@@ -61,7 +62,7 @@ class Pair:
         if not alone:
             self.net, parallel = given(self.model, kind)
         self.optimizer = wrap(self.model, self.steps, data_parallel=parallel, **options)
-        self.weighs = self.optimizer.reduction in ("weighted", "normalized")
+        self.weighs = self.optimizer.reduction in WEIGHING
 
     def weight(self, index: int, of_rank: int) -> float:
         return index + 1.5 + of_rank

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedacc
+from fusedacc.accumulators.reduction import WEIGHING
 from fusedacc.distributed import reducer
 
 STOCHASTIC: dict[str, Any] = {"accumulate_dtype": LOW, "rounding": "stochastic"}
@@ -53,7 +54,7 @@ def trains(kind: str, options: dict[str, Any]) -> None:
     """Ranks stay equal over full windows, one that has an own parameter, one that ends early."""
     with small_buckets():
         net, called, optimizer = made(kind, seed=3 + dist.get_rank(), **options)
-        weighs, steps = options.get("reduction") in ("weighted", "normalized"), options.get("steps", K)
+        weighs, steps = options.get("reduction") in WEIGHING, options.get("steps", K)
         for index in range(2 * K + 1):
             rank = dist.get_rank()
             last = index % K == K - 1
@@ -97,14 +98,14 @@ def vector(gradients: tuple[float, ...], before: bool = False, **options: Any) -
     how = STOCHASTIC | {"seed": 5, "reduction": "sum", "data_parallel": dist.group.WORLD} | options
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight], lr=1.0), len(gradients), **how)
     sent = []
-    launch = reducer.Bucket.launch
+    launch = reducer.ReduceBucket.launch
 
-    def watched(bucket: reducer.Bucket, *arguments: Any) -> None:
+    def watched(bucket: reducer.ReduceBucket, *arguments: Any) -> None:
         sent.append(bucket.views[0].clone())
         launch(bucket, *arguments)
         sent.append(bucket._sent[-1][0].dtype)
 
-    with mock.patch.object(reducer.Bucket, "launch", watched):
+    with mock.patch.object(reducer.ReduceBucket, "launch", watched):
         for gradient in gradients:
             weight.backward(torch.full_like(weight, gradient))
             optimizer.step()

@@ -89,13 +89,13 @@ def test_nothing_is_sent_before_the_last_micro_batch(way):
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_formula_gives_what_is_sent(world):
     names = ("stock, each", "stock", "ours", "ours, bfloat16")
-    for way, name in zip(wire.WAYS, names, strict=True):
-        wanted = wire.bytes_per_update(way, PARAMETERS, world, STEPS)
+    for scheme, name in zip(wire.SCHEMES, names, strict=True):
+        wanted = wire.bytes_per_update(scheme, PARAMETERS, world, STEPS)
         assert sum(sent(world, name)) / world == pytest.approx(wanted, rel=0.01), name
 
 
 def test_time_is_bytes_by_the_rate_of_the_link():
-    stock, ours = wire.WAYS[1], wire.WAYS[3]
+    stock, ours = wire.SCHEMES[1], wire.SCHEMES[3]
     assert wire.seconds_per_update(stock, 10**9, 2, 8, 4e9) == 1.0
     assert wire.seconds_per_update(ours, 10**9, 4, 8, 3e9) == 1.0
 

@@ -13,10 +13,10 @@ import torch
 with mock.patch.dict(os.environ):
     importlib.import_module("benchmarks")
 
-from benchmarks.harness.results import Results
 from benchmarks.machines.zoo.architectures import architectures
 from benchmarks.report import accuracy
 from benchmarks.suites import planner
+from fusedacc.commands.measuring.records import Results
 
 TINY = {own.name: own for own in architectures(tiny=True)}
 CPU = torch.device("cpu")

@@ -3,45 +3,29 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
-import os
 import re
-import shutil
-import subprocess
-import tempfile
 from collections import Counter
-from pathlib import Path
 
 import pytest
-from build_cache import cached, contents, version_of
 
-ROOT = Path(__file__).resolve().parents[2]
-#: Where nvcc is looked for, as by setup.py.
-FOLDERS = [os.environ.get("PATH", ""), f"{os.environ.get('CUDA_HOME') or '/usr/local/cuda'}/bin"]
-NVCC = os.environ.get("CUDACXX") or shutil.which("nvcc", path=os.pathsep.join(FOLDERS))
-FLAGS = ["-std=c++17", "-O3", "-fmad=false", "-arch=sm_90"]
-FLAGS += ["-Werror", "all-warnings", "-Xcompiler", "-Wall,-Wextra"]
+from machine_code.compile import NVCC, nvcc_compiled
+from machine_code.kernels import COMMON, pairs
 
 pytestmark = pytest.mark.skipif(NVCC is None, reason="needs nvcc: not on PATH, CUDA_HOME or CUDACXX")
 
-
-def find_disassembler() -> str | None:
-    """cuobjdump, of a CUDA toolkit or of Triton's package."""
-    triton = importlib.util.find_spec("triton")
-    folders = ["/usr/local/cuda/bin"]
-    if triton is not None and triton.origin is not None:
-        folders.append(str(Path(triton.origin).parent / "backends" / "nvidia" / "bin"))
-    return shutil.which("cuobjdump") or shutil.which("cuobjdump", path=os.pathsep.join(folders))
-
-
-CUOBJDUMP = find_disassembler()
-PAIRS = range(10)
+#: By the pairs' numbers: the dtype of gradients, that of sums, and whether these are rounded stochastically.
+TABLE = pairs()
+PAIRS = range(len(TABLE))
+#: By the numbers of `NormKind`.
+NORMS = range((COMMON / "norm_functors.h").read_text().count("    case NormKind::"))
 #: Those whose sums are rounded stochastically.
-STOCHASTIC = (8, 9)
+STOCHASTIC = tuple(pair for pair in PAIRS if TABLE[pair][2])
 #: The pairs of a dtype with itself, whose norm kernels also read alone.
-OWN_PAIRS = (0, 3, 4, 5)
-#: The pairs one of whose sides is half as wide as the other.
-NARROW_GRADIENT, NARROW_SUM = (1, 2), (6, 7, 9)
+OWN_PAIRS = tuple(pair for pair in PAIRS if TABLE[pair][0] == TABLE[pair][1] and not TABLE[pair][2])
+#: The bits of each side, and the pairs one of whose sides is half as wide as the other.
+BITS = [[int(name.lstrip("abflot")) for name in names[:2]] for names in TABLE]
+NARROW_GRADIENT = tuple(pair for pair in PAIRS if 2 * BITS[pair][0] == BITS[pair][1])
+NARROW_SUM = tuple(pair for pair in PAIRS if BITS[pair][0] == 2 * BITS[pair][1])
 #: A Hopper multiprocessor has 65,536 registers: 64 a thread leave it four blocks of 256 threads.
 MAX_REGISTERS = 64
 #: Bytes of arguments of launches over few tensors, over some, and over many (the limit from CUDA 12.1 on).
@@ -83,56 +67,25 @@ KERNELS = {
     },
     "norm": {
         f"{kind}_norm_kernel{pair}E{norm}{reads}E{capacity}": size
-        for norm in (0, 1)
+        for norm in NORMS
         for reads, pairs in ((0, PAIRS), (1, OWN_PAIRS))
         for pair in pairs
         for kind, sizes in norm_capacities(pair).items()
         for capacity, size in sizes.items()
     }
-    | {f"finish_norm_kernel{norm}": MANY for norm in (0, 1)},
+    | {f"finish_norm_kernel{norm}": MANY for norm in NORMS},
     # By pair, aligned or not, the first launch and the second.
     "rows": {f"row_kernel{pair}E{which}": 0 for pair in PAIRS for which in ("00", "01", "10", "11")},
 }
 
 
 @functools.cache
-def compiled(name: str) -> Path:
-    """Compile a source of `csrc/cuda/` for sm_90, once for all runs of the tests.
-
-    Returns:
-        A folder with its PTX, its machine code, and what the assembler has said of each kernel.
-    """
-    source = ROOT / "csrc" / "cuda" / f"{name}.cu"
-
-    def compile_in(folder: Path) -> None:
-        with tempfile.TemporaryDirectory() as kept:
-            command = [
-                str(NVCC),
-                *FLAGS,
-                "-cubin",
-                "-Xptxas",
-                "-v",
-                "--keep",
-                "--keep-dir",
-                kept,
-                str(source),
-            ]
-            result = subprocess.run(
-                [*command, "-o", str(folder / f"{name}.cubin")], capture_output=True, text=True
-            )
-            assert result.returncode == 0, result.stderr
-            shutil.copy(Path(kept) / f"{name}.ptx", folder)
-        (folder / "said").write_text(result.stdout + result.stderr)
-
-    made_from = [name, *FLAGS, version_of(str(NVCC)), *contents(source.parent, ROOT / "csrc" / "common")]
-    return cached(f"cuda-{name}", made_from, compile_in)
-
-
-@functools.cache
 def kernels(name: str) -> dict[str, str]:
     """Each kernel's PTX by its name."""
     found = {}
-    for body in re.split(r"(?=\.visible \.entry|\.entry )", (compiled(name) / f"{name}.ptx").read_text())[1:]:
+    for body in re.split(
+        r"(?=\.visible \.entry|\.entry )", (nvcc_compiled(name) / f"{name}.ptx").read_text()
+    )[1:]:
         match = re.search(NAMES[name], body)
         assert match is not None
         found["".join(filter(None, match.groups()))] = body
@@ -149,7 +102,7 @@ def test_kernels_arguments_registers_and_spills(name: str) -> None:
             size = re.search(r"\.param \.align 8 \.b8 \w+\[(\d+)\]", body)
             assert size is not None
             assert most - 200 < int(size[1]) <= most
-    said = (compiled(name) / "said").read_text()
+    said = (nvcc_compiled(name) / "said").read_text()
     assert "warning" not in said
     registers = [int(count) for count in re.findall(r"Used (\d+) registers", said)]
     assert len(registers) == len(KERNELS[name])
@@ -177,37 +130,7 @@ def test_the_wider_side_moves_16_bytes_at_a_time(pair: int) -> None:
     assert made <= len(re.findall(MULTIPLIER, body)) <= most
 
 
-@pytest.mark.skipif(CUOBJDUMP is None, reason="cuobjdump not found")
-def test_all_loads_of_several_steps_are_issued_before_the_first_is_used() -> None:
-    """In the machine code: somewhere between two stores or jumps, all of a loop's loads, then arithmetic."""
-    cubin = compiled("accumulate") / "accumulate.cubin"
-    wanted = r"flat_kernelILi(\d)E\w*BatchILi(?:1167|907)E"
-
-    def disassemble(folder: Path) -> None:
-        command = [str(CUOBJDUMP), "--dump-sass", cubin]
-        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        bodies = [
-            body for body in code.split("Function : ")[1:] if re.search(wanted, body.partition("\n")[0])
-        ]
-        (folder / "code").write_text("Function : ".join(bodies))
-
-    made_from = [version_of(str(CUOBJDUMP)), wanted, cubin.read_bytes()]
-    code = (cached("cuda-disassembly", made_from, disassemble) / "code").read_text()
-    found = {}
-    for body in code.split("Function : "):
-        name = re.search(wanted, body)
-        assert name is not None
-        loops = re.split(r"\b(?:BRA|EXIT|STG[.\w]*)\b", body)
-        issued = [re.split(r"[FD]MUL|[FD]FMA", loop)[0] for loop in loops]
-        found[int(name[1])] = max(len(re.findall(r"LDG\.E\.\S*(?:64|128)", part)) for part in issued)
-    # Of eight, for four steps; bfloat16 into its own leaves no register for the last, and where its random
-    # bits are made too, none for half of them.
-    assert set(found) == set(PAIRS)
-    assert found.pop(8) >= 4
-    assert min(found.values()) >= 7
-
-
-@pytest.mark.parametrize("norm", [0, 1])
+@pytest.mark.parametrize("norm", NORMS)
 def test_norms_read_16_bytes_at_a_time(norm: int) -> None:
     for pair in OWN_PAIRS:
         body = kernels("norm")[f"flat_norm_kernel{pair}E{norm}1E907"]
@@ -232,15 +155,3 @@ def test_rows_move_16_bytes_at_a_time_and_are_added_by_one_fma_after_a_correct_d
         assert f"fma.rn.{kind}" in body
         assert f"div.rn.{kind}" in body
         assert not re.search(r"div\.(full|approx)|\.ftz", body)
-
-
-def test_the_bench_of_variants_compiles_without_warnings() -> None:
-    source = ROOT / "benchmarks" / "suites" / "gpu_variants.cu"
-
-    def compile_in(folder: Path) -> None:
-        command = [str(NVCC), *FLAGS, str(source), "-o", str(folder / "variants")]
-        result = subprocess.run(command, capture_output=True, text=True)
-        assert result.returncode == 0, result.stderr
-
-    made_from = [*FLAGS, version_of(str(NVCC)), source.read_bytes()]
-    assert (cached("cuda-variants", made_from, compile_in) / "variants").exists()

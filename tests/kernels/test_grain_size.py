@@ -7,7 +7,7 @@ import torch
 from answers import answer
 
 from fusedacc import AccumulatingOptimizer, functional
-from fusedacc.kernels import grain_size, library
+from fusedacc.kernels import library, loop_settings
 
 pytestmark = pytest.mark.skipif(library.load_error() is not None, reason=str(library.load_error()))
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(library.load_error() is not None, reason=str(lib
 def two_threads(threads):
     threads(2)
     yield
-    grain_size.set_grain_size(grain_size.GRAIN_SIZES[-1])
+    loop_settings.set_grain_size(loop_settings.GRAIN_SIZES[-1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -24,8 +24,8 @@ def test_every_size_gives_the_same_bits(two_threads, dtype, generator):
     shapes = [5, 40_000, 131_073, 300_001]
     gradients = [torch.randn(elements, generator=generator).to(dtype) for elements in shapes]
     results = []
-    for size in (1, *grain_size.GRAIN_SIZES, 2**40):
-        grain_size.set_grain_size(size)
+    for size in (1, *loop_settings.GRAIN_SIZES, 2**40):
+        loop_settings.set_grain_size(size)
         totals = [torch.linspace(-1, 1, elements) for elements in shapes]
         functional.scale_accumulate_(totals, gradients, 0.3)
         results.append((totals, functional.total_norm(totals)))
@@ -34,19 +34,19 @@ def test_every_size_gives_the_same_bits(two_threads, dtype, generator):
         assert torch.equal(norm, results[0][1])
 
 
-@pytest.mark.parametrize("way", list(map(str, grain_size.GRAIN_SIZES)))
+@pytest.mark.parametrize("way", list(map(str, loop_settings.GRAIN_SIZES)))
 def test_what_is_found_is_set(two_threads, way, monkeypatch):
     told = []
-    monkeypatch.setattr(grain_size, "set_grain_size", told.append)
+    monkeypatch.setattr(loop_settings, "set_grain_size", told.append)
     with answer("elements of a thread's least share", way):
-        grain_size.tune()
+        loop_settings.tune_grain_size()
     assert told == [int(way)]
 
 
 def test_every_wrapper_asks_and_the_functions_ask_once(two_threads, monkeypatch):
     calls = []
-    grain_size.tune_once.cache_clear()
-    monkeypatch.setattr(grain_size, "tune", lambda: calls.append(1))
+    loop_settings.tune_grain_size_once.cache_clear()
+    monkeypatch.setattr(loop_settings, "tune_grain_size", lambda: calls.append(1))
     AccumulatingOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=1.0)).close()
     functional.scale_accumulate_([torch.zeros(2)], [torch.ones(2)])
     functional.prepare([torch.zeros(2)])
@@ -54,11 +54,11 @@ def test_every_wrapper_asks_and_the_functions_ask_once(two_threads, monkeypatch)
 
 
 def test_a_trial_adds_by_every_size(two_threads):
-    for run in grain_size.question().trial().values():
+    for run in loop_settings.grain_choice().trial().values():
         run()
-    assert grain_size.question().default in grain_size.question().ways
+    assert loop_settings.grain_choice().default in loop_settings.grain_choice().candidates
 
 
 def test_one_thread_is_not_asked(threads):
     threads(1)
-    assert grain_size.question() is None
+    assert loop_settings.grain_choice() is None

@@ -11,8 +11,7 @@ from gemm_cases import BACKENDS
 from grouped_cases import THRESHOLDS, groups, operator
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fusedacc.kernels.grouped import grouped_accumulate_
-from fusedacc.kernels.grouped_ways import NEVER
+from fusedacc.kernels.grouped import NEVER, grouped_accumulate_
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 

@@ -9,9 +9,8 @@ from cases import PAIR_IDS, native
 from gemm_cases import GEMM_PAIRS
 from grouped_cases import groups, operator
 
-from fusedacc.kernels import grouped, grouped_ways, library
-from fusedacc.kernels.grouped import grouped_accumulate_
-from fusedacc.kernels.grouped_ways import NEVER
+from fusedacc.kernels import grouped, library
+from fusedacc.kernels.grouped import NEVER, grouped_accumulate_
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 CPU = torch.device("cpu")
@@ -37,8 +36,8 @@ def test_selection_says_who_and_why(monkeypatch):
 @pytest.mark.parametrize("has", [True, False])
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
 def test_without_trials_the_processor_says_whether_products_are_rounded(pair, has, monkeypatch):
-    monkeypatch.setattr(grouped_ways, "multiplies_bfloat16", lambda: has)
-    found = grouped_ways.thresholds(pair[1], pair[0])
+    monkeypatch.setattr(grouped, "multiplies_bfloat16", lambda: has)
+    found = grouped.thresholds(pair[1], pair[0])
     assert found.rank_k_tokens == 8
     assert found.rounded_tokens == (16 if has and pair[0] == BF16 else NEVER)
 
@@ -47,9 +46,9 @@ def answers_for(pair, few, rounded):
     """Answers by which those are the thresholds."""
     name = f"grouped products of {str(pair[0])[6:]} into {str(pair[1])[6:]}"
     found = []
-    for tokens in grouped_ways.RANK_K_CLASSES:
+    for tokens in grouped.RANK_K_CLASSES:
         found += [f"{name}, {tokens} tokens each", "rank_k" if tokens <= few else "blas"]
-    for tokens in grouped_ways.ROUNDED_CLASSES:
+    for tokens in grouped.ROUNDED_CLASSES:
         found += [
             f"{name}, {tokens} tokens each, rounded or not",
             "rounded" if tokens >= rounded else "exact",
@@ -79,9 +78,9 @@ def test_answers_become_thresholds(pair, few, rounded):
 
 
 @native
-@pytest.mark.parametrize("question", grouped_ways.questions(), ids=lambda question: question.name)
+@pytest.mark.parametrize("question", grouped.choices(), ids=lambda question: question.name)
 def test_what_a_trial_times_runs(question):
-    assert question.default in question.ways
+    assert question.default in question.candidates
     for run in question.trial().values():
         run()
 

@@ -27,21 +27,21 @@ from loops import NoHostRead
 from memory import largest_allocation
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fusedacc.kernels import dtypes, library, matmul, matmul_eager, matmul_ways
-from fusedacc.kernels.constants import Way
+from fusedacc.kernels import dtypes, library, matmul, matmul_eager
+from fusedacc.kernels.constants import GemmMethod
 from fusedacc.kernels.matmul import gemm_accumulate_
 from fusedacc.traffic import TrafficMeter
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 
 
-def operator(accumulator, left, right, scale=1.0, keep=1.0, *, way=Way.WHOLE):
+def operator(accumulator, left, right, scale=1.0, keep=1.0, *, way=GemmMethod.WHOLE):
     """The operator itself, any way, whatever this processor would choose."""
-    numbers = [argument for value in (scale, keep) for argument in matmul._number(value)]
+    numbers = [argument for value in (scale, keep) for argument in matmul.as_argument(value)]
     torch.ops.fusedacc.gemm_accumulate_(accumulator, left, right, *numbers, int(way))
 
 
-WAYS = ways(gemm_accumulate_, {way.name.lower(): functools.partial(operator, way=way) for way in Way})
+WAYS = ways(gemm_accumulate_, {way.name.lower(): functools.partial(operator, way=way) for way in GemmMethod})
 
 
 def run(way, tensors, scale=1.0, keep=1.0):
@@ -117,7 +117,7 @@ def test_what_is_cut_up_for_threads(way, pair, layout, generator, threads):
 @native
 def test_a_way_that_there_is_not_is_refused_before_anything_is_written():
     accumulator = torch.zeros(2, 2)
-    for way in (-1, len(Way)):
+    for way in (-1, len(GemmMethod)):
         with pytest.raises(RuntimeError, match=f"way is {way}; allowed"):
             operator(accumulator, torch.ones(1, 2), torch.ones(1, 2), way=way)
     assert accumulator.eq(0).all()
@@ -143,7 +143,7 @@ def test_rounded_products_are_stocks_bit_for_bit(generator):
     """As a loop that adds bfloat16 gradients into float32 sums, where one part holds all."""
     accumulator, left, right = matrices((BF16, F32), (64, 128, 64), generator)
     expected = accumulator + left.t() @ right
-    operator(accumulator, left, right, way=Way.ROUNDED)
+    operator(accumulator, left, right, way=GemmMethod.ROUNDED)
     assert torch.equal(accumulator, expected)
 
 
@@ -211,7 +211,7 @@ def test_selection_says_who_and_why(monkeypatch):
 @pytest.mark.parametrize("has", [True, False])
 @pytest.mark.parametrize("pair", GEMM_PAIRS, ids=PAIR_IDS)
 def test_without_trials_the_processor_says_whether_products_are_rounded(pair, has, monkeypatch):
-    monkeypatch.setattr(matmul_ways, "multiplies_bfloat16", lambda: has)
+    monkeypatch.setattr(matmul, "multiplies_bfloat16", lambda: has)
     how = matmul.select(torch.device("cpu"), pair[1], pair[0], tokens=200).how
     assert ("bfloat16 product" in how) == (has and pair == (BF16, F32))
     assert ("oneDNN" in how) == (has and pair == (BF16, BF16))
@@ -227,7 +227,7 @@ def test_loops_of_our_own_give_the_same_bits_on_any_number_of_threads(tokens, ge
     for count in (1, 2):
         threads(count)
         total = accumulator.clone()
-        operator(total, left, right, 0.5, 0.25, way=Way.RANK_K)
+        operator(total, left, right, 0.5, 0.25, way=GemmMethod.RANK_K)
         found.append(total)
     assert torch.equal(*found)
     assert_is_product(found[0], accumulator, left, right, 0.5, 0.25)
@@ -236,23 +236,23 @@ def test_loops_of_our_own_give_the_same_bits_on_any_number_of_threads(tokens, ge
 @native
 def test_loops_of_our_own_allocate_nothing(generator):
     tensors = matrices((BF16, F32), (300, 700, 16), generator)
-    assert largest_allocation(lambda: operator(*tensors, way=Way.RANK_K)) == 0
+    assert largest_allocation(lambda: operator(*tensors, way=GemmMethod.RANK_K)) == 0
 
 
 @native
-@pytest.mark.parametrize("question", matmul_ways.questions(), ids=lambda question: question.name)
+@pytest.mark.parametrize("question", matmul.choices(), ids=lambda question: question.name)
 def test_every_answer_to_every_question_is_followed(question, generator, threads):
     """And what a trial times is what is then run."""
     threads(2)  # one has nothing to split for
     operand, accumulator = (
         getattr(torch, name) for name in re.match(r"product of (\w+) into (\w+),", question.name).groups()
     )
-    number = [matmul_ways.in_words(n) for n in range(4)].index(question.name.partition(", ")[2])
+    number = [matmul.in_words(n) for n in range(4)].index(question.name.partition(", ")[2])
     tokens = (8, 32, 64, 192)[number]
     for run in question.trial().values():
         run()
     results = {}
-    for way in question.ways:
+    for way in question.candidates:
         with answer(question.name, way):
             chosen = matmul.select(torch.device("cpu"), accumulator, operand, tokens=tokens)
             assert way in chosen.reason
@@ -262,7 +262,7 @@ def test_every_answer_to_every_question_is_followed(question, generator, threads
         rounded = BF16 if way == "rounded" and accumulator == F32 else None
         assert_is_product(tensors[0], before, *tensors[1:], 0.5, 0.25, product_dtype=rounded)
         results[way] = chosen.multiplier
-    assert len(set(results.values())) == len(question.ways)
+    assert len(set(results.values())) == len(question.candidates)
 
 
 def test_refused_backends():
@@ -319,7 +319,7 @@ def test_the_operator_checks_by_itself(arguments, says):
 )
 def test_opcheck(pair, numbers, generator):
     tensors = matrices(pair, (5, 7, 3), generator, ("columns", "rows", "gaps"))
-    arguments = *tensors, *numbers, int(Way.ROUNDED)
+    arguments = *tensors, *numbers, int(GemmMethod.ROUNDED)
     torch.library.opcheck(torch.ops.fusedacc.gemm_accumulate_.default, arguments)
 
 

@@ -21,7 +21,8 @@ from cases import (
 from loops import NoHostRead
 
 from fusedacc import functional
-from fusedacc.kernels import norms, registry
+from fusedacc.distributed import mesh_norm
+from fusedacc.kernels import norms, reference, registry
 from fusedacc.kernels.dtypes import computation_dtype
 
 INF, NAN = math.inf, math.nan
@@ -205,6 +206,33 @@ def test_bad_tensors(case, cpu_backend):
 def test_other_norms_are_refused(norm_type, cpu_backend):
     with pytest.raises(ValueError, match=r"norm_type is .*; allowed: 2\.0 and inf"):
         functional.total_norm([torch.ones(3)], norm_type, backend=cpu_backend)
+
+
+def test_each_function_of_a_backend_refuses_other_norms(cpu_backend):
+    """Beside the check of the public function: no norm without a kernel becomes another one."""
+    backend, ones = registry.get(cpu_backend), [torch.ones(3)]
+    partials = [torch.ones(3, dtype=torch.float64)]
+    for call in (
+        lambda: backend.norm_partials(ones, 1.0),
+        lambda: backend.finish_norm(partials, 1.0, torch.float32),
+        lambda: backend.accumulate_(ones, ones, 1.0, False, 1.0, 1.0),
+    ):
+        with pytest.raises((ValueError, RuntimeError), match=r"norm_type is 1\.0\d*; allowed: 2"):
+            call()
+
+
+def test_no_part_takes_another_norm_for_one_that_it_knows():
+    """Norm 1 was inf in Triton's kernels, and a maximum over ranks."""
+    vector = torch.ones(3, dtype=torch.float64)
+    triton = pytest.importorskip("fusedacc.kernels.triton.backend")
+    for call in (
+        lambda: reference.norm_partials([vector], 1.0),
+        lambda: reference.finish_norm([vector], 1.0, torch.float64),
+        lambda: triton._finish_norm([vector], 1.0, torch.float64),
+        lambda: mesh_norm._over_mesh(None, [(0,)], vector, 1.0),
+    ):
+        with pytest.raises(ValueError, match=r"norm_type is 1\.0; allowed: 2\.0 and inf"):
+            call()
 
 
 # The norm that an accumulation leaves

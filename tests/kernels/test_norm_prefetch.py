@@ -7,23 +7,25 @@ import torch
 from answers import answer, trials
 
 from fusedacc import AccumulatingOptimizer, functional
-from fusedacc.kernels import library, norm_prefetch, registry, tuning, undispatched
+from fusedacc.kernels import library, loop_settings, native_module, registry, tuning
 
 pytestmark = pytest.mark.skipif(library.load_error() is not None, reason=str(library.load_error()))
 QUESTION = "reading large norms"
-WAYS = tuple(norm_prefetch.PREFETCH_BYTES)
-LARGE = norm_prefetch.LARGE_NORM
+WAYS = tuple(loop_settings.PREFETCH_BYTES)
+LARGE = loop_settings.LARGE_NORM
 
 
 @pytest.fixture
 def asked(monkeypatch):
     """The tensors of every trial that is asked for, as if no large norm was taken in this process so far."""
-    found, tune = [], norm_prefetch.tune
-    monkeypatch.setattr(norm_prefetch, "_done", False)
-    norm_prefetch._large_norm_ran().value = 0
-    monkeypatch.setattr(norm_prefetch, "tune", lambda tensors: (found.append(list(tensors)), tune(tensors)))
+    found, tune = [], loop_settings.tune_prefetch
+    monkeypatch.setattr(loop_settings, "_prefetch_tuned", False)
+    loop_settings._large_norm_ran().value = 0
+    monkeypatch.setattr(
+        loop_settings, "tune_prefetch", lambda tensors: (found.append(list(tensors)), tune(tensors))
+    )
     yield found
-    norm_prefetch.set_prefetch(norm_prefetch.DEFAULT)
+    loop_settings.set_prefetch(loop_settings.DEFAULT_PREFETCH)
 
 
 @pytest.mark.parametrize("dispatched", [False, True])
@@ -32,15 +34,15 @@ def test_every_way_gives_the_same_bits(dtype, dispatched, generator, monkeypatch
     """Alone and while it is added to, through the operators and past the dispatcher."""
     if dispatched:
         for name in ("accumulate", "norm_partials", "total_norm"):
-            monkeypatch.setattr(undispatched, name, undispatched._left_to_the_operator)
+            monkeypatch.setattr(native_module, name, native_module._left_to_the_operator)
     gradients = [torch.randn(size, generator=generator).to(dtype) for size in (5, 40_000, 131_073)]
     results = []
     for way in WAYS:
-        norm_prefetch.set_prefetch(way)
+        loop_settings.set_prefetch(way)
         sums = [torch.ones(gradient.shape) for gradient in gradients]
         partials = registry.get("cpu").accumulate_(sums, gradients, 0.3, False, 1.0, 2.0)
         results.append([partials, functional.total_norm(gradients), functional.total_norm(sums)])
-    norm_prefetch.set_prefetch(norm_prefetch.DEFAULT)
+    loop_settings.set_prefetch(loop_settings.DEFAULT_PREFETCH)
     assert all(map(torch.equal, *results))
 
 
@@ -80,24 +82,24 @@ def test_a_norm_inside_a_trace_leaves_the_question_open(asked):
 @pytest.mark.parametrize("way", WAYS)
 def test_the_answer_is_set(way, monkeypatch):
     told = []
-    monkeypatch.setattr(norm_prefetch, "set_prefetch", told.append)
+    monkeypatch.setattr(loop_settings, "set_prefetch", told.append)
     with answer(QUESTION, way):
-        norm_prefetch.tune()
+        loop_settings.tune_prefetch()
     assert told == [way]
 
 
 def test_a_trial_reads_every_stretch_in_each_way(monkeypatch):
     """The tensors at hand, in lists of the same size."""
-    monkeypatch.setattr(norm_prefetch, "_STRETCH", 100)
+    monkeypatch.setattr(loop_settings, "_STRETCH", 100)
     tensors = [torch.arange(130.0).view(13, 10), torch.ones(120, requires_grad=True), torch.ones(60)]
-    found = norm_prefetch._stretches(tensors)
+    found = loop_settings._stretches(tensors)
     assert [[piece.numel() for piece in stretch] for stretch in found] == [[100], [30, 70], [50, 50]]
     assert torch.equal(found[1][0], tensors[0].flatten()[100:])
-    ways = norm_prefetch.question(tensors).trial()
+    ways = loop_settings.prefetch_choice(tensors).trial()
     assert tuple(ways) == WAYS
     for run in ways.values():
         run()
-    norm_prefetch.set_prefetch(norm_prefetch.DEFAULT)
+    loop_settings.set_prefetch(loop_settings.DEFAULT_PREFETCH)
 
 
 def test_a_real_trial_is_made(asked, tmp_path):

@@ -80,7 +80,7 @@ def gpu(monkeypatch):
         triton = registry.get("triton")
         monkeypatch.setattr(triton, "unavailable", lambda: None)
         monkeypatch.setattr(triton, "unsupported", lambda *where: None)
-        return registry._selection.__wrapped__("auto", "backend", torch.device("cuda", 0), FLOAT, FLOAT)
+        return registry._untested.__wrapped__("auto", "backend", torch.device("cuda", 0), FLOAT, FLOAT)
 
     return pretend
 

@@ -14,7 +14,7 @@ PROBLEM = registry.obstacle("triton", torch.device(DEVICE), torch.float32, torch
 if PROBLEM is not None:
     pytest.skip(f"the triton backend cannot run here: {PROBLEM}", allow_module_level=True)
 
-from fusedacc.kernels.triton import address_table, backend, kernels, norms  # noqa: E402
+from fusedacc.kernels.triton import backend, kernels  # noqa: E402
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # the interpreter's numpy says so
@@ -72,13 +72,13 @@ def test_hundreds_of_tensors_are_one_launch_per_pair(monkeypatch, generator):
 
 def test_a_plan_uploads_only_what_changed(monkeypatch):
     uploads = []
-    upload = address_table.upload
+    upload = backend.upload
 
     def counted(words, device):
         uploads.append(len(words))
         return upload(words, device)
 
-    monkeypatch.setattr(address_table, "upload", counted)
+    monkeypatch.setattr(backend, "upload", counted)
     accumulators = [torch.zeros(8, device=DEVICE) for _ in range(3)]
     gradients = [torch.ones(8, device=DEVICE) for _ in range(3)]
     plan = functional.prepare(accumulators, backend="triton")
@@ -104,12 +104,12 @@ def test_many_partial_norms_end_in_one_norm(norm_type, monkeypatch, generator):
     monkeypatch.setattr(kernels, "MOST_PARTIALS", chunk)
     for count in (chunk, chunk + 1, 3 * chunk + 5):
         found = torch.rand(count, dtype=torch.float64, generator=generator).to(DEVICE)
-        norm, bad = norms.finish([found[:7].clone(), found[7:]], norm_type, torch.float64)
+        norm, bad = backend._finish_norm([found[:7].clone(), found[7:]], norm_type, torch.float64)
         expected = torch.linalg.vector_norm(found, norm_type)
         torch.testing.assert_close(norm, expected, rtol=1e-14, atol=0)
         assert bad.item() == 0
-        again, _ = norms.finish([found], norm_type, torch.float64)
+        again, _ = backend._finish_norm([found], norm_type, torch.float64)
         assert torch.equal(norm, again)
         found[count - 2] = torch.inf
-        norm, bad = norms.finish([found], norm_type, torch.float64)
+        norm, bad = backend._finish_norm([found], norm_type, torch.float64)
         assert (norm.item(), bad.item()) == (torch.inf, 1)

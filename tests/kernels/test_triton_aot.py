@@ -1,32 +1,22 @@
 """The Triton kernels compiled ahead of time, with no GPU: for sm_90 (vector accesses, registers, spills), and
 for AMD's gfx942.
-
-The compiler runs in a process of its own, because this one may have Triton interpreted.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.metadata
-import importlib.util
 import json
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import sweeps
-from build_cache import cached, contents
 from cases import PAIR_IDS, PAIRS
 
-import fusedacc
+from machine_code.compile import obstacle, resources, triton_compiled
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+pytestmark = pytest.mark.skipif(obstacle("triton") is not None, reason=str(obstacle("triton")))
 
-ROOT = Path(fusedacc.__file__).parents[1]
 NAMES = [(str(gradient)[6:], str(accumulator)[6:]) for gradient, accumulator in PAIRS]
 NOISY_GRADIENTS = ("bfloat16", "float32")
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -37,112 +27,6 @@ MOST_REGISTERS = 64
 MOST_GROUPED_REGISTERS = {8: 128, 4: 80, 2: 128}
 
 NORM_DTYPES = {"float64": 4, "float32": 2, "bfloat16": 1, "float16": 1}
-
-COMPILE = """
-import json, subprocess, sys, tempfile
-import triton
-import triton.language as tl
-from triton import knobs
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from fusedacc.kernels.triton.kernels import (
-    ADDING, WARPS, finish_norm, join_partials, norm_partials, scale_accumulate,
-)
-from fusedacc.kernels.triton.grouped_kernels import TILES, grouped_accumulate
-from fusedacc.kernels.triton.row_kernels import add_long_rows, add_runs
-
-def wide(dtype):
-    return tl.float64 if dtype == "float64" else tl.float32
-
-def accumulation(gradient, accumulator, noisy=False):
-    types = {"table": "*i64", "calls": "*i64", "scale": "*fp64", "beta": "*fp64", "count": "i32"}
-    constants = {
-        "accumulator_dtype": getattr(tl, accumulator),
-        "gradient_dtype": getattr(tl, gradient),
-        "wide": wide(accumulator),
-        "noisy": noisy,
-    }
-    return compiled(scale_accumulate, types, constants, 2, ADDING)
-
-def norm(dtype, infinity):
-    types = {"table": "*i64", "partials": "*fp64", "count": "i32"}
-    constants = {"dtype": getattr(tl, dtype), "wide": wide(dtype), "infinity": infinity == "inf"}
-    return compiled(norm_partials, types, constants, 2)
-
-def end(dtype, infinity):
-    types = {"partials": "*fp64", "count": "i32", "norm": "*fp" + dtype[-2:], "found": "*fp32"}
-    return compiled(finish_norm, types, {"infinity": infinity == "inf"}, 1)
-
-def join(infinity):
-    types = {"partials": "*fp64", "count": "i32", "joined": "*fp64"}
-    return compiled(join_partials, types, {"infinity": infinity == "inf"}, 1)
-
-SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-ROWS = {"table_stride": "i32", "table_rows": "i32", "width": "i32", "rows": "*i64"}
-
-def rows(gradient, accumulator, kernel, noisy=False, eights=False):
-    sums = "fp64" if accumulator == "float64" else "fp32"
-    table = {"table": "*" + SHORT[accumulator], **ROWS}
-    if kernel == "add_runs":
-        fresh = {"gradients": "*" + SHORT[gradient], "gradient_stride": "i32"}
-        table |= {"order": "*i64", "count": "i32", **fresh}
-    else:
-        table |= {"count": "i32"}
-    table |= {"scale": "*fp64", "padding": "i32", "sums": "*" + sums, "sum_stride": "i32"}
-    table |= {"seed": "i64", "stream": "i64"}
-    constants = {"by_frequency": True, "block": 1024, "noisy": noisy, "eights": eights}
-    if kernel == "add_runs":
-        constants["wide"] = wide(accumulator)
-    other = ("table_rows", "count", "scale", "padding", "seed", "stream")
-    whole = [name for name in table if name not in other]
-    return compiled(globals()[kernel], table, constants, [list(table).index(name) for name in whole])
-
-BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-
-def grouped(operand, accumulator, on_device, precision, noisy=False, eights=False):
-    *blocks, warps = TILES[BYTES[operand]]
-    number = "*fp32" if on_device else "fp32"
-    types = {"accumulator": "*" + SHORT[accumulator], "left": "*" + SHORT[operand]}
-    types |= {"right": "*" + SHORT[operand], "offsets": "*i32", "scale": number, "keep": number}
-    numbers = ("rows", "columns", "tokens", "expert_stride", "row_stride", "left_stride", "right_stride")
-    types |= dict.fromkeys(numbers, "i32") | {"seed": "i64", "stream": "i64"}
-    constants = {"scale_on_device": on_device, "keep_on_device": on_device, "wide": wide(accumulator)}
-    constants |= dict(zip(("block_rows", "block_columns", "block_tokens"), blocks), precision=precision)
-    constants |= {"noisy": noisy, "eights": eights}
-    whole = [name for name in types if name not in ("scale", "keep", "tokens", "seed", "stream")]
-    places = [list(types).index(name) for name in whole]
-    result = compiled(grouped_accumulate, types, constants, places, {"num_warps": warps})
-    return result | {"tile": TILES[BYTES[operand]]}
-
-def compiled(function, types, constants, aligned, options={"num_warps": WARPS}):
-    source = ASTSource(
-        function,
-        {**types, **{name: "constexpr" for name in constants}},
-        constexprs=constants,
-        attrs={
-            (index,): [["tt.divisibility", 16]]
-            for index in (range(aligned) if isinstance(aligned, int) else aligned)
-        },
-    )
-    if target == "gfx942":
-        # As launches on ROCm have it: no number of registers.
-        hip = {"num_warps": options["num_warps"]}
-        kernel = triton.compile(source, target=GPUTarget("hip", target, 64), options=hip)
-        return {"amdgcn": kernel.asm["amdgcn"], "shared": kernel.metadata.shared}
-    kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:
-        ptx.write(kernel.asm["ptx"])
-        ptx.flush()
-        command = [knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", ptx.name, "-o", "/dev/null"]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    return {"ptx": kernel.asm["ptx"], "shared": kernel.metadata.shared, "usage": usage}
-
-results = []
-for target, name, *arguments in json.loads(sys.argv[1]):
-    results.append(globals()[name](*arguments))
-with open(sys.argv[2], "w") as file:
-    json.dump(results, file)
-"""
 
 BOTH = ("add_runs", "add_long_rows")
 #: What is compiled: the target, a function of the program, and its arguments.
@@ -183,19 +67,11 @@ AMD = [
 def compiled() -> dict[tuple, dict]:
     """Compile all that is wanted, once for all runs of the tests."""
     wanted = WANTED + NOISY + AMD
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-
-    def compile_in(folder: Path) -> None:
-        command = [sys.executable, "-c", COMPILE, json.dumps(wanted), str(folder / "compiled.json")]
-        done = subprocess.run(
-            command, env={**environment, "PYTHONPATH": path}, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-
-    triton = importlib.metadata.version("triton")
-    made_from = [COMPILE, json.dumps(wanted), triton, *contents(ROOT / "fusedacc" / "kernels")]
-    results = json.loads((cached("triton", made_from, compile_in) / "compiled.json").read_text())
+    folder = triton_compiled(tuple(wanted))
+    results = json.loads((folder / "compiled.json").read_text())
+    for result in results:
+        if result["cubin"] is not None:
+            (result["usage"],) = resources(folder / result["cubin"]).values()
     return dict(zip(wanted, results, strict=True))
 
 
@@ -214,9 +90,9 @@ def wide_accesses(ptx):
 
 def registers_of(result):
     """How many registers a kernel uses that spills none and has no local memory."""
-    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in result["usage"]
+    assert result["usage"]["STACK"] == result["usage"]["LOCAL"] == 0
     assert ".local" not in result["ptx"]
-    return int(re.search(r"Used (\d+) registers", result["usage"])[1])
+    return result["usage"]["REG"]
 
 
 @pytest.mark.parametrize("pair", NAMES, ids=PAIR_IDS)

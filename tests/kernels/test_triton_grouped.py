@@ -23,8 +23,8 @@ from grouped_cases import (
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusedacc.kernels import launch_events, registry
-from fusedacc.kernels.triton import grouped
-from fusedacc.kernels.triton.grouped import grouped_accumulate_
+from fusedacc.kernels.triton import backend
+from fusedacc.kernels.triton.backend import grouped_accumulate_
 from fusedacc.traffic import TrafficMeter
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -118,11 +118,11 @@ def test_gaps_in_rows_and_columns_are_refused():
     ("name", "allowed", "refused"), [("allow_tf32", True, False), ("fp32_precision", "tf32", "ieee")]
 )
 def test_float32_is_multiplied_as_torch_is_set(name, allowed, refused):
-    assert grouped._precision() == "ieee"
+    assert backend._precision() == "ieee"
     with float32_setting(name, allowed):
-        assert grouped._precision() == ("tf32" if torch.version.hip is None else "ieee")
+        assert backend._precision() == ("tf32" if torch.version.hip is None else "ieee")
     with float32_setting(name, refused):
-        assert grouped._precision() == "ieee"
+        assert backend._precision() == "ieee"
 
 
 @pytest.mark.parametrize("keep", [1.0, 0.0, 0.5, number(0.5)], ids=str)

@@ -12,7 +12,7 @@ from cases import LAYOUTS, random_tensor
 from grouped_cases import offsets_of
 from row_cases import TABLES, lay_out, random_indices
 
-from fusedacc.kernels import grouped_eager, reference, registry
+from fusedacc.kernels import grouped, reference, registry
 from fusedacc.kernels.rounding import Noise, stream_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -20,7 +20,7 @@ PROBLEM = registry.obstacle("triton", torch.device(DEVICE), torch.bfloat16, torc
 if PROBLEM is not None:
     pytest.skip(f"the triton backend cannot run here: {PROBLEM}", allow_module_level=True)
 
-from fusedacc.kernels.triton import backend, grouped, kernels  # noqa: E402
+from fusedacc.kernels.triton import backend, kernels  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
@@ -106,7 +106,7 @@ def test_products_of_groups(dtype, layout, shape, on_device, generator):
     )
     for scale, keep in ((1.0, 1.0), (0.0625, 0.5), (0.0625, 0.0)):
         expected = None
-        for accumulate_ in (grouped_eager.accumulate_, grouped.grouped_accumulate_):
+        for accumulate_ in (grouped._accumulate_eagerly_, backend.grouped_accumulate_):
             if layout == "transposed":
                 sums = matrices.mT.contiguous().mT
             else:

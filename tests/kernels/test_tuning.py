@@ -14,15 +14,20 @@ from answers import ScriptedClock, answer, trials
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedacc import AccumulatingOptimizer
-from fusedacc.kernels import library, tuning
+from fusedacc.kernels import choices, library, tuning, tuning_cache
 from fusedacc.kernels.interruptions import Interruptions
-from fusedacc.kernels.tuning import Choice, Question, choose
+from fusedacc.kernels.tuning import Choice, Decision, choose
 
 BF16 = torch.bfloat16
 SMALL = "product of bfloat16 into float32, 1 to 16 tokens"
 MANY = "product of bfloat16 into float32, over 100 tokens"
 CLOCK = ScriptedClock()
 needs_library = pytest.mark.skipif(library.load_error() is not None, reason=str(library.load_error()))
+
+
+def in_file(folder):
+    """All that the cache file holds."""
+    return json.loads((folder / tuning_cache.CACHE_FILE).read_text())
 
 
 def question(*, slow="first", calls=None, name="how"):
@@ -38,7 +43,7 @@ def question(*, slow="first", calls=None, name="how"):
             calls.append(name)
         return {way: CLOCK.way(2e-3 if way == slow else 2e-6) for way in ("first", "second")}
 
-    return Question(name, ("first", "second"), "first", trial)
+    return Choice(name, ("first", "second"), "first", trial)
 
 
 def question_of_tensors():
@@ -46,13 +51,13 @@ def question_of_tensors():
         x = torch.ones(3, 3, device="cpu")
         return {"first": lambda: x @ x, "second": lambda: x @ x}
 
-    return Question("products", ("first", "second"), "first", trial)
+    return Choice("products", ("first", "second"), "first", trial)
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv(tuning.VARIABLE, "1")
-    monkeypatch.setenv(tuning.FOLDER, str(tmp_path / "cache"))
+    monkeypatch.setenv(tuning.TUNE_ENV, "1")
+    monkeypatch.setenv(tuning_cache.CACHE_DIR_ENV, str(tmp_path / "cache"))
     monkeypatch.setattr(tuning, "_found", {})
     CLOCK.install(monkeypatch)
     return tmp_path / "cache"
@@ -67,19 +72,19 @@ def now(monkeypatch):
 
 
 def written(folder):
-    return json.loads((folder / tuning.FILE).read_text())[tuning.machine()]
+    return in_file(folder)[tuning.machine()]
 
 
 def test_the_faster_way_is_found_once_and_kept(folder):
     calls = []
     found = choose(question(calls=calls))
-    assert (found.way, found.why) == ("second", "the fastest in a trial")
+    assert (found.candidate, found.reason) == ("second", "the fastest in a trial")
     assert found.microseconds == {"first": 2000, "second": 2}
     assert choose(question(calls=calls, slow="second")) is found
     assert len(calls) == 1
     entry = {
         "way": "second",
-        "why": found.why,
+        "why": found.reason,
         "microseconds": {"first": 2000, "second": 2},
         "conclusive": True,
         "tries": 1,
@@ -97,14 +102,12 @@ def test_the_faster_way_is_found_once_and_kept(folder):
 
 
 def test_an_answer_is_of_the_machine_it_was_found_on(folder, monkeypatch):
-    assert choose(question()).way == "second"
+    assert choose(question()).candidate == "second"
     monkeypatch.setattr(tuning, "machine", lambda: "another")
-    assert choose(question(slow="second")).way == "first"
-    assert {
-        name: entry["how"]["way"] for name, entry in json.loads((folder / tuning.FILE).read_text()).items()
-    } == {
+    assert choose(question(slow="second")).candidate == "first"
+    assert {name: entry["how"]["way"] for name, entry in in_file(folder).items()} == {
         "another": "first",
-        **{name: "second" for name in json.loads((folder / tuning.FILE).read_text()) if name != "another"},
+        **{name: "second" for name in in_file(folder) if name != "another"},
     }
 
 
@@ -125,15 +128,15 @@ def test_the_first_to_write_is_followed(folder):
 
     def trial():
         # Another process is done while this one still tries.
-        tuning._save(tuning.machine(), asked, Choice("first", "somebody else's trial"))
+        tuning_cache.save(tuning.machine(), asked, Decision("first", "somebody else's trial"))
         return asked.trial()
 
-    assert choose(Question("how", asked.ways, "first", trial)).why == "somebody else's trial"
+    assert choose(Choice("how", asked.candidates, "first", trial)).reason == "somebody else's trial"
     assert written(folder)["how"]["way"] == "first"
 
 
 def _choose_there(folder, name):
-    os.environ |= {tuning.VARIABLE: "1", tuning.FOLDER: folder}
+    os.environ |= {tuning.TUNE_ENV: "1", tuning_cache.CACHE_DIR_ENV: folder}
     choose(question(name=name))
 
 
@@ -145,37 +148,40 @@ def test_processes_that_write_at_once_lose_nothing(folder):
     for worker in workers:
         worker.join(120)
     assert [worker.exitcode for worker in workers] == [0] * len(names)
-    stored = json.loads((folder / tuning.FILE).read_text())
+    stored = in_file(folder)
     assert sorted(itertools.chain.from_iterable(stored.values())) == names
-    assert sorted(path.name for path in folder.iterdir()) == [tuning.FILE, f"{tuning.FILE}.lock"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        tuning_cache.CACHE_FILE,
+        f"{tuning_cache.CACHE_FILE}.lock",
+    ]
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"x": 3}', '{"MACHINE": {"how": {"way": "third"}}}'])
 def test_a_damaged_file_is_written_anew(folder, content):
     folder.mkdir()
-    (folder / tuning.FILE).write_text(content.replace("MACHINE", tuning.machine()))
-    assert choose(question()).way == "second"
+    (folder / tuning_cache.CACHE_FILE).write_text(content.replace("MACHINE", tuning.machine()))
+    assert choose(question()).candidate == "second"
     assert written(folder)["how"]["way"] == "second"
 
 
 def test_a_folder_that_cannot_be_written_leaves_answers_to_the_process(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(tuning, "_unsaved", "")
+    monkeypatch.setattr(tuning_cache, "_unsaved", "")
     CLOCK.install(monkeypatch)
     with trials(FUSEDACC_CACHE=str(tmp_path / "file" / "below")):
         calls = []
-        assert choose(question(calls=calls)).way == choose(question(calls=calls)).way == "second"
+        assert choose(question(calls=calls)).candidate == choose(question(calls=calls)).candidate == "second"
         assert len(calls) == 1
         assert "not written: NotADirectoryError" in tuning.kept_where()
 
 
 def test_where_it_is_kept(monkeypatch):
-    monkeypatch.delenv(tuning.FOLDER, raising=False)
+    monkeypatch.delenv(tuning_cache.CACHE_DIR_ENV, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert str(tuning.folder()) == "/somewhere/fusedacc"
+    assert str(tuning_cache.folder()) == "/somewhere/fusedacc"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/she")
-    assert str(tuning.folder()) == "/home/she/.cache/fusedacc"
+    assert str(tuning_cache.folder()) == "/home/she/.cache/fusedacc"
 
 
 # Who decides
@@ -188,23 +194,23 @@ def test_the_environment_and_determinism_forbid_trials(folder, monkeypatch):
         chosen = choose(question(calls=calls), {"how": "second"})
     finally:
         torch.use_deterministic_algorithms(False)
-    assert chosen.way == "first"
-    assert "torch.use_deterministic_algorithms forbids trials" in chosen.why
-    monkeypatch.setenv(tuning.VARIABLE, "0")
-    assert "FUSEDACC_TUNE=0 forbids" in choose(question(calls=calls)).why
+    assert chosen.candidate == "first"
+    assert "torch.use_deterministic_algorithms forbids trials" in chosen.reason
+    monkeypatch.setenv(tuning.TUNE_ENV, "0")
+    assert "FUSEDACC_TUNE=0 forbids" in choose(question(calls=calls)).reason
     assert not calls
     assert not folder.exists()
-    monkeypatch.setenv(tuning.VARIABLE, "yes")
+    monkeypatch.setenv(tuning.TUNE_ENV, "yes")
     with pytest.raises(ValueError, match="FUSEDACC_TUNE='yes': allowed are '0'"):
         choose(question(calls=calls))
 
 
 def test_what_somebody_keeps_is_kept(folder):
     kept = {"how": "first"}
-    assert choose(question(), kept).way == "first"
-    assert choose(question(name="other"), kept).way == "second"
+    assert choose(question(), kept).candidate == "first"
+    assert choose(question(name="other"), kept).candidate == "second"
     assert kept == {"how": "first", "other": "second"}
-    assert choose(question(), {"how": "of a later release"}).way == "second"
+    assert choose(question(), {"how": "of a later release"}).candidate == "second"
 
 
 # Trials that could not tell
@@ -215,11 +221,11 @@ def test_an_inconclusive_trial_is_repeated_by_a_later_process(folder, now, monke
     with monkeypatch.context() as busy:
         busy.setattr(Interruptions, "since_mark", lambda self: True)
         found = choose(question(calls=calls))
-        assert (found.way, found.conclusive, found.tries) == ("first", False, 1)
-        assert found.why == "by the processor's features: other processes disturbed the trial"
+        assert (found.candidate, found.conclusive, found.tries) == ("first", False, 1)
+        assert found.reason == "by the processor's features: other processes disturbed the trial"
         assert choose(question(calls=calls)) is found
         tuning.forget()  # as in another process
-        now[0] += tuning.FIRST_PAUSE - 1
+        now[0] += choices.FIRST_PAUSE - 1
         assert choose(question(calls=calls)) == found
         assert len(calls) == 1
         tuning.forget()
@@ -227,9 +233,9 @@ def test_an_inconclusive_trial_is_repeated_by_a_later_process(folder, now, monke
         assert choose(question(calls=calls)).tries == 2
         assert "; default first; inconclusive after 2 tries)" in tuning.describe(tuning.report()[0])
     tuning.forget()
-    now[0] += 2 * tuning.FIRST_PAUSE
+    now[0] += 2 * choices.FIRST_PAUSE
     found = choose(question(calls=calls))
-    assert (found.way, found.conclusive, found.tries) == ("second", True, 3)
+    assert (found.candidate, found.conclusive, found.tries) == ("second", True, 3)
     assert written(folder)["how"]["conclusive"]
     tuning.forget()
     now[0] += 1e6
@@ -258,18 +264,21 @@ def test_a_new_wrapper_asks_again_and_an_old_one_keeps_its_answer(folder, now, m
     with monkeypatch.context() as busy:
         busy.setattr(Interruptions, "since_mark", lambda self: True)
         choose(question(calls=calls), old)
-    now[0] += tuning.FIRST_PAUSE
-    assert choose(question(calls=calls), old).way == "first"
-    assert choose(question(calls=calls)).way == "first"  # a function that keeps nothing
+    now[0] += choices.FIRST_PAUSE
+    assert choose(question(calls=calls), old).candidate == "first"
+    assert choose(question(calls=calls)).candidate == "first"  # a function that keeps nothing
     assert len(calls) == 1
-    assert choose(question(calls=calls), new).way == "second"
-    assert (choose(question(calls=calls), old).way, choose(question(calls=calls)).way) == ("first", "second")
+    assert choose(question(calls=calls), new).candidate == "second"
+    assert (choose(question(calls=calls), old).candidate, choose(question(calls=calls)).candidate) == (
+        "first",
+        "second",
+    )
     assert (old, new, len(calls)) == ({"how": "first"}, {"how": "second"}, 2)
 
 
 def saved(way, conclusive, tries):
-    choice = Choice(way, "of another process", {}, "first", conclusive, tries, 0.0)
-    return tuning._save(tuning.machine(), question(), choice)
+    choice = Decision(way, "of another process", {}, "first", conclusive, tries, 0.0)
+    return tuning_cache.save(tuning.machine(), question(), choice)
 
 
 def test_a_conclusive_answer_replaces_an_inconclusive_one_and_stays(folder):
@@ -277,11 +286,11 @@ def test_a_conclusive_answer_replaces_an_inconclusive_one_and_stays(folder):
     assert saved("first", False, 1).tries == 1  # two processes that tried at once
     assert saved("first", False, 2).tries == 2
     assert saved("first", False, 1).tries == 2
-    assert saved("second", True, 1).way == "second"
-    assert saved("first", True, 4).way == "second"
-    assert saved("first", False, 4).way == "second"
+    assert saved("second", True, 1).candidate == "second"
+    assert saved("first", True, 4).candidate == "second"
+    assert saved("first", False, 4).candidate == "second"
     assert written(folder)["how"]["tries"] == 1
-    assert choose(question(slow="second")).way == "second"
+    assert choose(question(slow="second")).candidate == "second"
 
 
 DISTURBED = "by the processor's features: other processes disturbed the trial"
@@ -301,9 +310,9 @@ DISTURBED = "by the processor's features: other processes disturbed the trial"
 def test_files_of_earlier_releases_and_damaged_entries(folder, entry, way):
     """`second` is the faster way: it is found where the entry calls for another trial."""
     folder.mkdir()
-    (folder / tuning.FILE).write_text(json.dumps({tuning.machine(): {"how": entry}}))
+    (folder / tuning_cache.CACHE_FILE).write_text(json.dumps({tuning.machine(): {"how": entry}}))
     found = choose(question())
-    assert (found.way, found.conclusive) == (way, True)
+    assert (found.candidate, found.conclusive) == (way, True)
 
 
 def test_a_trial_is_seen_by_nobody(folder):
@@ -327,7 +336,7 @@ def test_a_trial_is_seen_by_nobody(folder):
 
         return {"first": run, "second": run}
 
-    asked = Question("how", ("first", "second"), "first", trial)
+    asked = Choice("how", ("first", "second"), "first", trial)
     state = torch.get_rng_state()
     with Counting(), torch.device("meta"), torch.autocast("cpu", BF16), torch.inference_mode():
         choose(asked)
@@ -344,7 +353,7 @@ def test_no_trial_is_made_under_a_transform_or_a_trace(folder, run):
     why = set()
 
     def asks(x):
-        why.add(choose(question_of_tensors()).why)
+        why.add(choose(question_of_tensors()).reason)
         return x + 1
 
     assert torch.equal(run(asks, torch.ones(2)), torch.full((2,), 2.0))
@@ -358,10 +367,10 @@ def test_a_question_within_a_trial_takes_the_fixed_way(folder):
     asked = question(name="inner")
 
     def trial():
-        inner.append(choose(asked).why)
+        inner.append(choose(asked).reason)
         return asked.trial()
 
-    choose(Question("outer", asked.ways, "first", trial))
+    choose(Choice("outer", asked.candidates, "first", trial))
     assert inner == ["by the processor's features: this is no place for a trial"]
     assert set(written(folder)) == {"outer"}
 

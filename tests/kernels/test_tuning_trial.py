@@ -14,7 +14,7 @@ from answers import ScriptedClock
 
 from fusedacc.kernels import interruptions, tuning_trial
 from fusedacc.kernels.interruptions import Interruptions
-from fusedacc.kernels.tuning_trial import MIN_ROUNDS, ROUNDS, Trial, decide, time_ways
+from fusedacc.kernels.tuning_trial import MIN_ROUNDS, ROUNDS, Trial, decide, time_candidates
 
 #: Calls before the first round, for each way.
 UNTIMED = 4
@@ -91,9 +91,11 @@ def test_delays_that_go_unnoticed_do_not_choose(clock, pattern, decided):
             chance = random.Random(seed)
             clock.delay(pattern(chance), lambda chance=chance: chance.gauss(1, 0.01))
             ways = {"default": clock.way(50e-6), "other": clock.way(other)}
-            verdict = decide("default", time_ways(ways, "default"))
+            verdict = decide("default", time_candidates(ways, "default"))
             right = "other" if other < 50e-6 else "default"
-            assert verdict.way == right or (verdict.way == "default" and not verdict.conclusive), seed
+            assert verdict.candidate == right or (
+                verdict.candidate == "default" and not verdict.conclusive
+            ), seed
             found.append(verdict.conclusive)
     assert sum(found) >= decided * len(found)
 
@@ -109,24 +111,28 @@ def test_a_quiet_machine_finds_the_faster_way(clock):
             ({"default": 500e-6, "other": 50e-6}, "other"),
             ({"default": 50e-6, "other": 49e-6, "third": 40e-6, "fourth": 500e-6}, "third"),
         ):
-            trial = time_ways({name: clock.way(own) for name, own in times.items()}, "default")
+            trial = time_candidates({name: clock.way(own) for name, own in times.items()}, "default")
             verdict = decide("default", trial)
-            assert (verdict.way, verdict.conclusive) == (way, True), (seed, times)
+            assert (verdict.candidate, verdict.conclusive) == (way, True), (seed, times)
             assert len(trial.times["default"]) == ROUNDS
 
 
 def test_a_hopeless_way_is_left_out_early(clock):
     slow = clock.way(500e-6)
-    trial = time_ways({"default": clock.way(50e-6), "other": clock.way(60e-6), "slow": slow}, "default")
+    trial = time_candidates({"default": clock.way(50e-6), "other": clock.way(60e-6), "slow": slow}, "default")
     assert {name: len(own) for name, own in trial.times.items()} == {
         "default": ROUNDS,
         "other": ROUNDS,
         "slow": MIN_ROUNDS,
     }
-    trial = time_ways({"default": clock.way(50e-6), "slow": slow}, "default")
+    trial = time_candidates({"default": clock.way(50e-6), "slow": slow}, "default")
     assert set(map(len, trial.times.values())) == {MIN_ROUNDS}
     verdict = decide("default", trial)
-    assert (verdict.way, verdict.conclusive, verdict.why) == ("default", True, "the fastest in a trial")
+    assert (verdict.candidate, verdict.conclusive, verdict.reason) == (
+        "default",
+        True,
+        "the fastest in a trial",
+    )
 
 
 def test_a_way_is_not_hopeless_by_its_first_samples(clock):
@@ -136,17 +142,17 @@ def test_a_way_is_not_hopeless_by_its_first_samples(clock):
         "default": clock.way(50e-6),
         "other": lambda: clock.pass_by(1e-3 if next(index) in (UNTIMED, UNTIMED + 1) else 40e-6),
     }
-    verdict = decide("default", time_ways(ways, "default"))
-    assert (verdict.way, verdict.conclusive) == ("other", True)
+    verdict = decide("default", time_candidates(ways, "default"))
+    assert (verdict.candidate, verdict.conclusive) == ("other", True)
 
 
 def test_a_trial_without_time_for_its_rounds_changes_nothing(clock):
     ways = {"default": clock.way(20e-3), "other": clock.way(10e-3)}
-    trial = time_ways(ways, "default")
+    trial = time_candidates(ways, "default")
     assert MIN_ROUNDS < len(trial.times["other"]) < ROUNDS
     verdict = decide("default", trial)
-    assert (verdict.way, verdict.conclusive) == ("default", False)
-    assert verdict.why.endswith("the trial took too long")
+    assert (verdict.candidate, verdict.conclusive) == ("default", False)
+    assert verdict.reason.endswith("the trial took too long")
     assert verdict.microseconds == {"default": 20000.0, "other": 10000.0}
 
 
@@ -163,7 +169,7 @@ def test_a_trial_without_time_for_its_rounds_changes_nothing(clock):
 )
 def test_rounds_that_disagree_are_inconclusive(other, conclusive):
     verdict = decide("default", Trial({"default": [1.0] * ROUNDS, "other": other}))
-    assert (verdict.way, verdict.conclusive) == ("other" if other[-1] == 0.9 else "default", conclusive)
+    assert (verdict.candidate, verdict.conclusive) == ("other" if other[-1] == 0.9 else "default", conclusive)
 
 
 # Interruptions that the system tells
@@ -182,29 +188,31 @@ def test_interrupted_rounds_do_not_count(clock, monkeypatch):
     def default():
         clock.pass_by(500e-6 if len(interrupted) % 3 > 0 else 50e-6)
 
-    trial = time_ways({"default": default, "other": clock.way(60e-6)}, "default")
+    trial = time_candidates({"default": default, "other": clock.way(60e-6)}, "default")
     assert len(trial.discarded["default"]) >= 2 * ROUNDS - 2
     verdict = decide("default", trial)
-    assert (verdict.way, verdict.conclusive) == ("default", True)
+    assert (verdict.candidate, verdict.conclusive) == ("default", True)
     assert verdict.microseconds["default"] == 50
 
 
 def test_a_trial_that_is_always_interrupted_ends_and_changes_nothing(clock, monkeypatch):
     monkeypatch.setattr(Interruptions, "since_mark", lambda self: True)
-    trial = time_ways({"default": clock.way(50e-6), "other": clock.way(5e-6)}, "default")
+    trial = time_candidates({"default": clock.way(50e-6), "other": clock.way(5e-6)}, "default")
     assert clock.now < 1.1 * tuning_trial.TRIAL_SECONDS
     verdict = decide("default", trial)
-    assert (verdict.way, verdict.conclusive) == ("default", False)
-    assert verdict.why.endswith("other processes disturbed the trial")
+    assert (verdict.candidate, verdict.conclusive) == ("default", False)
+    assert verdict.reason.endswith("other processes disturbed the trial")
     assert verdict.microseconds == {"default": 50, "other": 5}
 
 
 def test_a_trial_whose_time_the_host_took_changes_nothing(clock, monkeypatch):
     ticks = iter([[0] * 8, [90, 0, 0, 0, 0, 0, 0, 10]])
     monkeypatch.setattr(interruptions, "_processor_ticks", lambda: next(ticks))
-    verdict = decide("default", time_ways({"default": clock.way(50e-6), "other": clock.way(5e-6)}, "default"))
-    assert (verdict.way, verdict.conclusive) == ("default", False)
-    assert "the virtual machine's host took 10% of the cores' time" in verdict.why
+    verdict = decide(
+        "default", time_candidates({"default": clock.way(50e-6), "other": clock.way(5e-6)}, "default")
+    )
+    assert (verdict.candidate, verdict.conclusive) == ("default", False)
+    assert "the virtual machine's host took 10% of the cores' time" in verdict.reason
 
 
 def test_a_core_that_is_shared_is_an_interruption():

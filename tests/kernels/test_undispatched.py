@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedacc import functional
-from fusedacc.kernels import native_module, registry, undispatched
+from fusedacc.kernels import native_module, registry
 from fusedacc.kernels.dtypes import PAIRS
 from fusedacc.traffic import TrafficMeter
 
@@ -32,7 +32,7 @@ def made(dtype: torch.dtype, shapes=SHAPES, seed: int = 0) -> list[Tensor]:
 
 def accumulate(accumulators, gradients, scale=1.0, overwrite=False, keep=1.0, norm_type=None, bumps=False):
     chosen = norm_type, False, bumps, None
-    return undispatched.accumulate(accumulators, gradients, scale, overwrite, keep, *chosen)
+    return native_module.accumulate(accumulators, gradients, scale, overwrite, keep, *chosen)
 
 
 def same(ours: list[Tensor], theirs: list[Tensor]) -> None:
@@ -50,7 +50,7 @@ def test_the_bits_of_the_operators(gradient: torch.dtype, accumulator: torch.dty
                 ours, fresh = made(accumulator), made(gradient, seed=1)
                 ours[5][0, 0], fresh[5][1, 1], fresh[7][3] = INF, -INF, float("nan")
                 theirs = [total.clone() for total in ours]
-                plan = undispatched.prepare(ours, ()) if prepared else None
+                plan = native_module.prepare(ours, ()) if prepared else None
                 if plan is None:
                     done = accumulate(ours, tuple(fresh), scale, flags, keep, norm_type)
                 else:
@@ -76,11 +76,11 @@ def test_the_norms_of_the_operators(dtype: torch.dtype, norm_type: float) -> Non
         torch.randn(2, 3, 4, 5).to(dtype, memory_format=torch.channels_last),
     ]
     partials = torch.ops.fusedacc.norm_partials(tensors, norm_type)
-    same([undispatched.norm_partials(tensors, norm_type)], [partials])
+    same([native_module.norm_partials(tensors, norm_type)], [partials])
     wanted = torch.ops.fusedacc.finish_norm([partials], norm_type, dtype == torch.float64)
-    same(list(undispatched.total_norm(tensors, norm_type)), list(wanted))
+    same(list(native_module.total_norm(tensors, norm_type)), list(wanted))
     tensors[3][1] = float("nan")
-    norm, found = undispatched.total_norm(tensors, norm_type)
+    norm, found = native_module.total_norm(tensors, norm_type)
     assert norm.isnan()
     assert found.item() == 1.0
     assert norm.dtype == wanted[0].dtype
@@ -106,7 +106,7 @@ def test_lists_in_any_order_of_addresses_and_dense_layouts_of_any_kind() -> None
     assert block.eq(2).all()
     assert accumulate(views, views, 3.0, True) is True
     assert block.eq(6).all()
-    plan = undispatched.prepare(views, ())
+    plan = native_module.prepare(views, ())
     assert plan(fresh, 1.0, False, 1.0, None, None) is True
     assert block.eq(7).all()
 
@@ -177,7 +177,7 @@ def test_left_to_the_operators_untouched(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["expanded", "twice", "overlap"])
 def test_accumulators_that_no_plan_is_made_for(name: str) -> None:
-    assert undispatched.prepare(unusual()[name][0], ()) is False
+    assert native_module.prepare(unusual()[name][0], ()) is False
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_accumulators_that_no_plan_is_made_for(name: str) -> None:
 )
 def test_gradients_that_no_plan_takes(name: str) -> None:
     sums, fresh = unusual()[name]
-    plan = undispatched.prepare(sums, sums)
+    plan = native_module.prepare(sums, sums)
     assert plan(fresh, 1.0, False, 1.0, None, None) is False
     assert all(total.eq(0).all() and total._version == 0 for total in sums)
 
@@ -231,13 +231,13 @@ def test_the_environment_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     lists = [torch.zeros(3)], [torch.ones(3)]
     automatic = (1.0, False, 1.0, None, True, False, None)
     monkeypatch.setenv("FUSEDACC_BACKEND", "eager")
-    assert undispatched.accumulate(*lists, *automatic) is False
-    assert undispatched.total_norm(lists[0], 2.0) is False
+    assert native_module.accumulate(*lists, *automatic) is False
+    assert native_module.total_norm(lists[0], 2.0) is False
     assert accumulate(*lists) is True  # who calls has chosen
     monkeypatch.delenv("FUSEDACC_BACKEND")
-    assert undispatched.accumulate(*lists, *automatic) is True
+    assert native_module.accumulate(*lists, *automatic) is True
     monkeypatch.setenv(native_module.VARIABLE, "0")
-    assert undispatched.accumulate(*lists, *automatic) is False
+    assert native_module.accumulate(*lists, *automatic) is False
 
 
 def test_versions_are_bumped_as_the_operators_bump_them() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import fusedacc
-from fusedacc.optimizer import parameters
+from fusedacc.optimizer import small_layers
 
 WIDTH = 8
 PACKAGE = Path(fusedacc.__file__).parent
@@ -30,7 +30,7 @@ def _fresh_compiler():
 
 @pytest.fixture(autouse=True)
 def _small_layers_too():
-    with mock.patch.object(parameters, "why_left", return_value=""):
+    with mock.patch.object(small_layers, "why_left", return_value=""):
         yield
 
 

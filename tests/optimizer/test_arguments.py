@@ -10,7 +10,8 @@ from loops import network, scalar, wrap
 from torch import nn
 
 import fusedacc
-from fusedacc.optimizer.micro_batch import check_weight
+from fusedacc.accumulators.reduction import WEIGHING
+from fusedacc.optimizer.window import check_weight
 
 
 def run_micro_batch(weight, optimizer, context=None) -> None:
@@ -35,7 +36,7 @@ BAD = [
     ({"max_grad_norm": -1.0}, ValueError, "max_grad_norm must be above 0"),
     ({"max_grad_norm": float("nan")}, ValueError, "max_grad_norm must be above 0"),
     ({"max_grad_norm": "1"}, TypeError, "max_grad_norm must be a number"),
-    ({"max_grad_norm": 1.0, "norm_type": 1}, ValueError, r"norm_type must be 2\.0 or inf; got 1"),
+    ({"max_grad_norm": 1.0, "norm_type": 1}, ValueError, r"norm_type is 1; allowed: 2\.0 and inf"),
 ]
 
 
@@ -70,7 +71,7 @@ def test_a_schedule_that_returns_no_count(result):
 
 
 @pytest.mark.parametrize("steps", [None, 2])
-@pytest.mark.parametrize("reduction", ["weighted", "normalized"])
+@pytest.mark.parametrize("reduction", WEIGHING)
 def test_a_missing_weight(reduction, steps):
     weight, optimizer = scalar(steps, reduction=reduction)
     with pytest.raises(RuntimeError, match="weight"):
@@ -111,7 +112,7 @@ def test_a_bad_weight(bad, kind, message):
 
 def test_a_weight_after_the_backward():
     """ "normalized" takes it until step(), for the first time and not 0; "weighted" before only."""
-    for reduction in ("weighted", "normalized"):
+    for reduction in WEIGHING:
         weight, optimizer = scalar(2, reduction=reduction)
         with optimizer.accumulate(weight=1.0 if reduction == "weighted" else None) as micro_batch:
             (weight * 1.0).backward()

@@ -13,6 +13,7 @@ from loops import LOW, WAYS
 from torch import Tensor, nn
 
 import fusedacc
+from fusedacc.accumulators.reduction import WEIGHING
 
 K = 4
 
@@ -155,7 +156,7 @@ def test_a_parameter_put_in_by_hand_is_hooked_clipped_and_cleared(kind, edit):
     assert sum("multi_tensor" in row for row in rows) == 2
 
 
-@pytest.mark.parametrize("reduction", ["weighted", "normalized"])
+@pytest.mark.parametrize("reduction", WEIGHING)
 @pytest.mark.parametrize("steps", [K, None], ids=["counted", "manual"])
 def test_gradients_stored_before_a_parameter_is_followed_are_weighed(steps, reduction):
     net = Net(torch.float32)

@@ -52,7 +52,7 @@ KINDS: dict[str, Callable[[], tuple]] = {
 
 
 def train(model: nn.Module, optimizer: fusedacc.AccumulatingOptimizer, seeds: range) -> None:
-    weighted = optimizer._window.weighs
+    weighted = optimizer._window.reduction.weighs
     for seed in seeds:
         with optimizer.accumulate(weight=seed + 1 if weighted else None):
             loss_of(model, seed).backward()
@@ -233,7 +233,7 @@ DAMAGE = {
     "a count that is a string": (lambda s: s[OWN]["window"].update(micro_step="2"), "micro_step is '2'"),
     "a count that is no int": (
         lambda s: s[OWN]["window"].update(carried=1.5),
-        "carried is 1.5; allowed: an int >= -2",
+        "carried is 1.5; allowed: an int",
     ),
     "a count below what is there": (
         lambda s: s[OWN]["window"].update(carried=-3),

@@ -10,7 +10,8 @@ import torch
 from loops import LOW, NoHostRead, assert_close_weights, loss_of, network
 
 import fusedacc
-from fusedacc.optimizer import micro_batch
+from fusedacc.accumulators.reduction import WEIGHING
+from fusedacc.optimizer import window as window_module
 
 F32 = torch.float32
 WEIGHTS = [3.0, 17.0, 9.0, 40.0]
@@ -18,7 +19,7 @@ WEIGHTS = [3.0, 17.0, 9.0, 40.0]
 
 @pytest.fixture
 def _on_device(monkeypatch):
-    monkeypatch.setattr(micro_batch, "_on_host", lambda tensor: False)
+    monkeypatch.setattr(window_module, "_on_host", lambda tensor: False)
 
 
 pytestmark = pytest.mark.usefixtures("_on_device")
@@ -49,7 +50,7 @@ def on_device(weights):
 
 @pytest.mark.parametrize("steps", [4, None])
 @pytest.mark.parametrize("dtype", [F32, LOW])
-@pytest.mark.parametrize("reduction", ["weighted", "normalized"])
+@pytest.mark.parametrize("reduction", WEIGHING)
 def test_they_weigh_as_numbers_do(reduction, dtype, steps):
     wanted, reference = build(reduction, dtype, steps)
     ours, optimizer = build(reduction, dtype, steps)
@@ -68,7 +69,7 @@ def test_integers_and_late_weights():
     assert_close_weights(ours, wanted)
 
 
-@pytest.mark.parametrize("reduction", ["weighted", "normalized"])
+@pytest.mark.parametrize("reduction", WEIGHING)
 def test_nothing_is_read_by_the_host(reduction):
     model, optimizer = build(reduction, max_grad_norm=0.1)
     run(model, optimizer, on_device(WEIGHTS))
@@ -80,7 +81,7 @@ def test_nothing_is_read_by_the_host(reduction):
 
 @pytest.mark.parametrize("weights", [[0, 0, 0, 0], [1, -1, 2, 3], [1, math.nan, 1, 1], [1, math.inf, 1, 1]])
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("reduction", ["weighted", "normalized"])
+@pytest.mark.parametrize("reduction", WEIGHING)
 def test_weights_that_make_no_mean_drop_the_update(reduction, fused, weights):
     model, optimizer = build(reduction, fused=fused)
     run(model, optimizer, on_device(WEIGHTS))

@@ -14,7 +14,7 @@ from loops import cleared_micro_batch as micro_batch
 from torch import nn
 
 from fusedacc.autograd.python_hooks import references
-from fusedacc.optimizer import pickling
+from fusedacc.optimizer import checkpoint
 
 
 def assert_exact(model: nn.Module, wanted: list[torch.Tensor]) -> None:
@@ -113,7 +113,7 @@ COPIES = {
 def test_a_copy_carries_no_part_that_is_made_anew(masters):
     optimizer = wrap(network(LOW), 3, master_weights=masters)
     optimizer.note = "mine"
-    wanted = {*pickling.NAMES, "optimizer", "_accumulate_dtype", "_finishing", "note"}
+    wanted = {*checkpoint.SNAPSHOT, "optimizer", "_accumulate_dtype", "_finishing", "note"}
     assert optimizer.__getstate__().keys() == wanted
 
 

@@ -102,7 +102,7 @@ def test_the_last_backward_of_a_window_begins_as_those_before(options):
     """But where it leaves norms behind, and where a checkpoint has brought sums of other ranks."""
     for carried in (0, 2):
         training = Training(**options)
-        training.opt._window.carried = carried
+        training.opt._window.extra_micro_batches = carried
         for number in range(STEPS):
             loss = training.loss()
             with python_calls() as called:

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fusedacc
+from fusedacc.accumulators.reduction import NAMES, WEIGHING
 
 
 def assert_close(got: torch.Tensor, exact: torch.Tensor, magnitude: torch.Tensor, terms: int) -> None:
@@ -17,7 +18,7 @@ def assert_close(got: torch.Tensor, exact: torch.Tensor, magnitude: torch.Tensor
 
 
 @pytest.mark.parametrize("steps", [None, 4])
-@pytest.mark.parametrize("reduction", ["weighted", "normalized"])
+@pytest.mark.parametrize("reduction", WEIGHING)
 def test_ragged_lengths_equal_one_full_batch(reduction, steps):
     """Token counts 3, 17, 9, 40: a mean of means would be far off; the weighted ones are the full batch's."""
     torch.manual_seed(0)
@@ -79,11 +80,11 @@ def test_steps_may_be_a_schedule_of_the_update():
     assert sorted(set(asked)) in ([0, 1, 2], [0, 1, 2, 3])
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "weighted", "normalized"])
+@pytest.mark.parametrize("reduction", NAMES)
 def test_flush_takes_the_true_reduction_of_a_ragged_window(reduction):
     weight = nn.Parameter(torch.zeros(()))
     optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight], lr=1.0), 4, reduction=reduction)
-    weighs = reduction in ("weighted", "normalized")
+    weighs = reduction in WEIGHING
     values, weights = [2.0, 3.0, 7.0], [1.0, 4.0, 2.0]
     for value, w in zip(values, weights, strict=True):
         with optimizer.accumulate(weight=w if weighs else None):
@@ -130,7 +131,7 @@ def test_low_precision_sums_are_float32_and_cast_once(dtype, kept, steps):
 
 
 def test_weight_zero_adds_nothing_even_where_the_gradient_is_nan():
-    for reduction in ("weighted", "normalized"):
+    for reduction in WEIGHING:
         weight = nn.Parameter(torch.zeros(()))
         inner = torch.optim.SGD([weight], lr=1.0)
         optimizer = fusedacc.AccumulatingOptimizer(inner, 3, reduction=reduction)

@@ -14,9 +14,12 @@ from fusedacc.kernels import native_module
 from fusedacc.optimizer import small_layers
 
 needs_hooks = pytest.mark.skipif(native_module.why_not() is not None, reason=str(native_module.why_not()))
-SMALLEST = small_layers.questions()[0].name
+SMALLEST = small_layers.questions(AccumulatingOptimizer)[0].name
 #: The second layer's, so that its trial is none of a test's business.
-SECOND = small_layers.question_of(torch.empty(200, 30)).name, small_layers.INSIDE
+SECOND = (
+    small_layers.question_of(torch.empty(200, 30), AccumulatingOptimizer).name,
+    small_layers.INSIDE,
+)
 
 
 def made(seed=0):
@@ -47,14 +50,14 @@ def assert_trains_as_without(model, optimizer) -> None:
 
 def test_what_is_asked_about():
     def name(*shape, **options):
-        question = small_layers.question_of(torch.empty(*shape, **options))
+        question = small_layers.question_of(torch.empty(*shape, **options), AccumulatingOptimizer)
         return None if question is None else question.name
 
     assert name(32, 32) == name(1, 2) == SMALLEST == "model= for a Linear of up to 1024 weights of float32"
     assert name(32, 33, dtype=torch.bfloat16) == "model= for a Linear of up to 4096 weights of bfloat16"
     assert name(128, 128) is not None
     assert name(128, 129) is name(2, 2, device="meta") is name(2, 2, dtype=torch.float64) is None
-    assert name(32, 32) in {question.name for question in small_layers.questions()}
+    assert name(32, 32) in {question.name for question in small_layers.questions(AccumulatingOptimizer)}
 
 
 @pytest.mark.parametrize("way", [small_layers.INSIDE, small_layers.STOCK])
@@ -103,11 +106,13 @@ def test_a_checkpoint_lets_alone_what_its_answers_do_not_change():
     assert_trains_as_without(model, optimizer)
 
 
-@pytest.mark.parametrize("question", small_layers.questions(), ids=lambda question: question.name)
+@pytest.mark.parametrize(
+    "question", small_layers.questions(AccumulatingOptimizer), ids=lambda question: question.name
+)
 def test_a_trial_trains_both_ways_and_leaves_no_trace(question):
     state, threads = torch.get_rng_state(), torch.get_num_threads()
     ways = question.trial()
-    assert tuple(ways) == question.ways
+    assert tuple(ways) == question.candidates
     for run in ways.values():
         for _ in range(3):
             run()

@@ -15,6 +15,7 @@ from test_resume import assert_identical
 from torch import Tensor, nn
 
 import fusedacc
+from fusedacc.accumulators.reduction import WEIGHING
 from fusedacc.amp import GradScaler
 from fusedacc.autograd import python_hooks
 from fusedacc.kernels import torch_state
@@ -146,7 +147,7 @@ MEANS: dict[str, Callable[[Sequence[float], Sequence[float]], float]] = {
 @pytest.mark.parametrize("steps", [7, 9, None], ids=["counted", "flushed", "manual"])
 @pytest.mark.parametrize("reduction", MEANS)
 def test_the_final_gradient_is_right_on_average(reduction, steps, dtype, cpu_backend):
-    weights = WEIGHTS if reduction in ("weighted", "normalized") else None
+    weights = WEIGHTS if reduction in WEIGHING else None
     window = Window(dtype, steps=steps, reduction=reduction, backend=cpu_backend)
     assert_mean(window.run(GRADIENTS, weights), MEANS[reduction](GRADIENTS, WEIGHTS))
 

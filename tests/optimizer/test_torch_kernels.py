@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fusedacc
-from fusedacc.optimizer import torch_kernels
+from fusedacc.optimizer import update
 from fusedacc.traffic import TrafficMeter
 
 LOW = [torch.bfloat16, torch.float16]
@@ -69,7 +69,7 @@ def test_masters_are_float32_and_are_written(dtype):
     assert param.tolist() == [-1.0] * 100
 
 
-@pytest.mark.skipif(torch_kernels.unwritten_from(torch.bfloat16) is None, reason="torch writes them")
+@pytest.mark.skipif(update.unwritten_from(torch.bfloat16) is None, reason="torch writes them")
 def test_a_group_that_is_added_is_looked_at_too():
     inner = torch.optim.SGD([nn.Parameter(torch.zeros(100))], lr=1.0, fused=True)
     optimizer = fusedacc.AccumulatingOptimizer(inner)
@@ -79,7 +79,7 @@ def test_a_group_that_is_added_is_looked_at_too():
 
 
 def test_a_meter_does_not_count_the_trial():
-    torch_kernels.unwritten_from.cache_clear()
+    update.unwritten_from.cache_clear()
     with TrafficMeter() as meter:
-        torch_kernels.unwritten_from(torch.bfloat16)
+        update.unwritten_from(torch.bfloat16)
     assert meter.calls == 0

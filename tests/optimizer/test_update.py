@@ -232,7 +232,7 @@ def test_gradient_bytes_at_the_update(inner, dtype, steps, private, gradient_byt
 def test_settings_and_counts_survive_pickling_and_checkpoints():
     model = network()
     optimizer = wrap(model, 1, max_grad_norm=0.5)
-    assert copy.deepcopy(optimizer)._finishing == (0.5, 2.0, False)
+    assert copy.deepcopy(optimizer)._update_settings == optimizer._update_settings
     skipper = made(network(), "adamw fused", skip_nonfinite=True)
     for value in (1.0, math.nan):
         for p in skipper.param_groups[0]["params"]:

@@ -72,7 +72,7 @@ def test_pytorch():
 
 
 def test_memory(monkeypatch, capsys):
-    monkeypatch.setattr("fusedacc.planner.libraries.scratch_bytes", lambda: 0)
+    monkeypatch.setattr("fusedacc.planner.budget.scratch_bytes", lambda: 0)
     (batch, _), *_ = data(1)
     given = {"model": nn.Linear(4, 2), "batch": batch, "loss_fn": lambda model, batch: model(batch).sum()}
     found = pages.run("../memory", torch=torch, **given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import graphlib
 import subprocess
 from pathlib import Path
 
@@ -40,12 +41,17 @@ def room_of(module: str) -> str:
     return parts[1] if len(parts) > 1 else "__init__"
 
 
-def imports(path: Path) -> set[str]:
+def module_of(path: Path) -> str:
+    """The name of the module that a file is; a package is its `__init__.py`."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+@functools.cache
+def imports(path: Path) -> frozenset[str]:
     """The modules of ours that a file imports, anywhere in it."""
-    module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    package = module.removesuffix(".__init__") if path.name == "__init__.py" else module.rpartition(".")[0]
-    known = {".".join(each.relative_to(ROOT).with_suffix("").parts) for each in files("fusedacc")}
-    known |= {each.removesuffix(".__init__") for each in known}
+    module = module_of(path)
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    known = {module_of(each) for each in files("fusedacc")}
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -56,7 +62,16 @@ def imports(path: Path) -> set[str]:
             target = ".".join(filter(None, (base, node.module)))
             names = {f"{target}.{alias.name}" for alias in node.names}
             found |= (names & known) or {target}
-    return {name for name in found if name.split(".")[0] == "fusedacc" and name != "fusedacc"}
+    return frozenset(name for name in found if name.split(".")[0] == "fusedacc")
+
+
+def cycle_in(graph: dict[str, set[str]]) -> list[str]:
+    """The modules of one cycle of imports; empty where there is none."""
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
 
 
 def test_every_room_has_a_floor_and_there_are_twelve_at_most():
@@ -75,3 +90,12 @@ def test_rooms_import_lower_floors_only():
             if other != room and floor_of[other] >= floor_of[room]:
                 wrong.append(f"{path.relative_to(ROOT)} imports {module}")
     assert wrong == []
+
+
+def test_a_cycle_is_found():
+    assert set(cycle_in({"a": {"b"}, "b": {"c"}, "c": {"b"}})) == {"b", "c"}
+
+
+def test_no_file_imports_itself_by_way_of_others():
+    """Imports inside functions, under TYPE_CHECKING and of a package's `__init__` count."""
+    assert cycle_in({module_of(path): set(imports(path)) for path in files("fusedacc")}) == []

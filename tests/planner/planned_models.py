@@ -13,10 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedacc
 from fusedacc.planner import Plan, plan
-from fusedacc.planner.batches import Batch
-from fusedacc.planner.copies import recipe_of
 from fusedacc.planner.prediction import Predictor
-from fusedacc.planner.verification import measured_peak
+from fusedacc.planner.training import Batch, recipe_of
 
 CPU = torch.device("cpu")
 
@@ -152,9 +150,7 @@ def predicted_and_measured(
     batch = Batch(sample)
     predictor = Predictor(model, recipe_of(optimizer), batch, loss_fn, CPU, lambda size: None)
     predicted = predictor.peak(batch.size, steps).bytes
-    measured, why = measured_peak(
-        model, recipe_of(optimizer), batch, loss_fn, CPU, batch.size, steps, predicted
-    )
+    measured, why = predictor.measured_peak(batch.size, steps)
     assert measured is not None, why
     return predicted, measured
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from fusedacc.planner.batches import Batch
+from fusedacc.planner.training import Batch
 
 CPU = torch.device("cpu")
 

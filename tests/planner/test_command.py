@@ -13,7 +13,6 @@ from torch import nn
 import fusedacc
 from fusedacc import __main__
 from fusedacc.commands import plan as command
-from fusedacc.commands.plan import devices
 from fusedacc.planner import KINDS
 
 MODULE = "planned_by_tests"
@@ -75,7 +74,7 @@ FACTORIES = types.SimpleNamespace(
 @pytest.fixture(autouse=True)
 def module(monkeypatch):
     monkeypatch.setitem(sys.modules, MODULE, FACTORIES)
-    monkeypatch.setattr("fusedacc.planner.libraries.scratch_bytes", lambda: 1000)
+    monkeypatch.setattr("fusedacc.planner.budget.scratch_bytes", lambda: 1000)
 
 
 def run(name, *options, batch=BATCH):
@@ -119,7 +118,7 @@ def test_the_stock_loop_is_planned(capsys, name, options):
 
 def test_a_gpu_that_is_not_here(capsys):
     printed = found(capsys, "meta", "--device", "H200", verify=True)
-    assert printed["memory_budget"] == devices.memory_of("h200")
+    assert printed["memory_budget"] == command.memory_of("h200")
     assert 120 * 2**30 < printed["memory_budget"] < 141 * 2**30
     assert printed["measured_peak_bytes"] is None
     assert printed["micro_batch_size"] == BATCH
@@ -143,7 +142,7 @@ def test_a_picture(capsys, tmp_path):
 
 
 def test_a_peak_above_the_budget_fails(monkeypatch, capsys):
-    monkeypatch.setattr("fusedacc.planner.plans.measured_peak", lambda *_: (2**40, ""))
+    monkeypatch.setattr("fusedacc.planner.prediction.Predictor.measured_peak", lambda *_: (2**40, ""))
     assert run("wrapped", "--memory", "1MiB", "--json") == command.WRONG
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from searched_steps import MIB, Run, WeirdError, blocks
 
-from fusedacc.planner import child, find, find_micro_batch_size, trial
+from fusedacc.planner import find, find_micro_batch_size, trial
 
 # The search itself, without processes
 
@@ -20,9 +20,9 @@ from fusedacc.planner import child, find, find_micro_batch_size, trial
 def searched(start: int, maximum: int, largest: int, doubtful: bool = False) -> tuple[int, list[int]]:
     asked: list[int] = []
 
-    def attempt(size: int) -> child.Outcome:
+    def attempt(size: int) -> find.Outcome:
         asked.append(size)
-        return child.Outcome(size <= largest, doubtful=doubtful)
+        return find.Outcome(size <= largest, doubtful=doubtful)
 
     return find.search(attempt, start, maximum), asked
 
@@ -55,9 +55,9 @@ class Confirmed(find._Finder):
 
     largest, lasting = 9, 7
 
-    def attempt(self, size: int, updates: int = find.TRIED_UPDATES) -> child.Outcome:
+    def attempt(self, size: int, updates: int = find.TRIED_UPDATES) -> find.Outcome:
         fits = size <= (self.largest if updates == find.TRIED_UPDATES else self.lasting)
-        self.outcomes[size] = child.Outcome(fits, why="too large")
+        self.outcomes[size] = find.Outcome(fits, why="too large")
         self.tries.append(find.Try(size, fits, 1.0))
         return self.outcomes[size]
 
@@ -83,21 +83,21 @@ def test_a_size_little_below_is_found_in_few_tries():
         for fits in range(largest + 1):
             asked: list[int] = []
 
-            def attempt(size: int, asked: list[int] = asked, fits: int = fits) -> child.Outcome:
+            def attempt(size: int, asked: list[int] = asked, fits: int = fits) -> find.Outcome:
                 asked.append(size)
-                return child.Outcome(size <= fits)
+                return find.Outcome(size <= fits)
 
-            assert find.descend(attempt, largest) == fits
+            assert find.search_downwards(attempt, largest) == fits
             assert asked[:2] in ([largest], [largest, largest - 1], [1])
             assert len(asked) == len(set(asked)) <= 9
 
 
 @pytest.mark.parametrize("free", [1000 * MIB, 4000 * MIB])
-@pytest.mark.parametrize("end", [child.Outcome(True), child.Outcome(False, doubtful=True, why="SIGSEGV")])
+@pytest.mark.parametrize("end", [find.Outcome(True), find.Outcome(False, doubtful=True, why="SIGSEGV")])
 def test_a_death_is_for_want_of_memory_unless_far_more_is_no_help(
-    monkeypatch: pytest.MonkeyPatch, free: int, end: child.Outcome
+    monkeypatch: pytest.MonkeyPatch, free: int, end: find.Outcome
 ):
-    class Asked(child.Child):
+    class Asked(find.Child):
         budget = free
 
         def __init__(self, order: trial.Order, *others: object) -> None:
@@ -109,7 +109,7 @@ def test_a_death_is_for_want_of_memory_unless_far_more_is_no_help(
         def __exit__(self, *error: object) -> None:
             pass
 
-        def outcome(self) -> child.Outcome:
+        def outcome(self) -> find.Outcome:
             return end
 
     monkeypatch.setattr(find, "Child", Asked)
@@ -150,8 +150,8 @@ def test_what_an_exception_means(problem: BaseException, kind: str):
 def test_an_exception_that_cannot_be_made_again_is_told_all_the_same(monkeypatch: pytest.MonkeyPatch):
     said = trial._failure(WeirdError("a", "b"), limited=True, lacked=0)
     assert (said.kind, said.what) == ("error", "WeirdError: ab")
-    monkeypatch.setattr(child.Child, "_tail", lambda self: "")
-    one = child.Child(dataclasses.replace(ORDER, size=5), 1.0, lambda *update: None)
+    monkeypatch.setattr(find.Child, "_tail", lambda self: "")
+    one = find.Child(dataclasses.replace(ORDER, size=5), 1.0, lambda *update: None)
     one.budget = 1
     with pytest.raises(RuntimeError, match="with micro-batch size 5 failed: WeirdError: ab") as raised:
         one._failed(said)

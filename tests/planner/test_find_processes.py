@@ -23,7 +23,7 @@ import pytest
 import torch
 from searched_steps import UNIT, blocks, gpu_blocks
 
-from fusedacc.planner import child, find, find_micro_batch_size, trial
+from fusedacc.planner import find, find_micro_batch_size, trial
 
 #: Seconds after which a process that should write something, or end, has failed.
 PATIENCE = 120
@@ -68,7 +68,7 @@ def has_ended(number: str) -> bool:
 
 def test_the_largest_that_fits_is_found():
     budget = int((8 * UNIT + UNIT // 2) / 0.95)
-    finder = find._Finder(find._order(blocks, "cpu", budget, 0.05), PATIENCE, 20, 9)
+    finder = find._Finder(find._trial_spec(blocks, "cpu", budget, 0.05), PATIENCE, 20, 9)
     with find._bar(True) as finder.bar:
         found = finder.find(8)
     assert found.micro_batch_size == 8
@@ -148,8 +148,8 @@ def test_a_process_that_dies_with_size_1_is_an_error(tmp_path, monkeypatch):
 
 def test_an_update_that_hangs(tmp_path, monkeypatch):
     where = stand_in(monkeypatch, tmp_path, "hangs")
-    order = dataclasses.replace(find._order(blocks, "cpu", "1GiB", 0.0), size=3)
-    with child.Child(order, PATIENCE, lambda *update: None) as one:
+    order = dataclasses.replace(find._trial_spec(blocks, "cpu", "1GiB", 0.0), size=3)
+    with find.Child(order, PATIENCE, lambda *update: None) as one:
 
         def hasten() -> None:
             until(where.exists)

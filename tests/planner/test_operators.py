@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from fusedacc.planner import operators
+from fusedacc.planner import fake_tensors
 from fusedacc.planner.allocations import Inside
-from fusedacc.planner.operators import Trials, signature
+from fusedacc.planner.fake_tensors import OperatorTrials, signature
 
 aten = torch.ops.aten
 PRODUCT = aten.mm.default
@@ -20,25 +20,25 @@ def asked_of(func, *args):
 
 def test_each_is_tried_once_and_those_that_fail_are_left_out(monkeypatch):
     calls = []
-    real = operators.inside_of_calls
-    monkeypatch.setattr(operators, "inside_of_calls", lambda own: calls.append(len(own)) or real(own))
+    real = fake_tensors.inside_of_calls
+    monkeypatch.setattr(fake_tensors, "inside_of_calls", lambda own: calls.append(len(own)) or real(own))
     x = torch.ones(8, 8, dtype=torch.bfloat16)
     good, bad = asked_of(PRODUCT, x, x), asked_of(PRODUCT, x, torch.ones(3, 3, dtype=torch.bfloat16))
-    trials = Trials()
+    trials = OperatorTrials()
     assert set(trials([good, bad, good])) == {good}
     assert set(trials([good])) == {good}
     assert calls == [2, 0]
 
 
 def test_of_large_ones_a_share_of_the_samples_is_tried(monkeypatch):
-    monkeypatch.setattr(operators, "MOST_BYTES", 10_000)
+    monkeypatch.setattr(fake_tensors, "MOST_BYTES", 10_000)
     tried = []
 
     def inside(calls):
         tried.extend(call.args[0].operands[0].shape for call in calls)
         return [Inside(700, 200)] * len(calls)
 
-    monkeypatch.setattr(operators, "inside_of_calls", inside)
+    monkeypatch.setattr(fake_tensors, "inside_of_calls", inside)
     weight = torch.ones(4, 4, 3, 3)
 
     def of(rows):
@@ -48,7 +48,7 @@ def test_of_large_ones_a_share_of_the_samples_is_tried(monkeypatch):
 
     small, large = of(4), of(64)
     assert small.bytes <= 10_000 < large.bytes
-    found = Trials()([small, large])
+    found = OperatorTrials()([small, large])
     assert found[small] == Inside(700, 200)
     assert found[large] == Inside(700 * 8, 200 * 8)
     assert sorted(tried) == [(4, 4, 8, 8), (8, 4, 8, 8)]

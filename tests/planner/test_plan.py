@@ -13,7 +13,7 @@ from torch import nn
 
 import fusedacc
 from fusedacc.planner import KINDS as MEMORY_KINDS
-from fusedacc.planner import Plan, libraries
+from fusedacc.planner import Plan, budget
 
 MIB = 2**20
 
@@ -21,7 +21,7 @@ MIB = 2**20
 @pytest.fixture(autouse=True)
 def _known_scratch(monkeypatch):
     """What libraries keep is measured in a process of its own, and is tested elsewhere."""
-    monkeypatch.setattr(libraries, "scratch_bytes", lambda: 3 * MIB)
+    monkeypatch.setattr(budget, "scratch_bytes", lambda: 3 * MIB)
 
 
 def wide() -> nn.Module:

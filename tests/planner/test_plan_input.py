@@ -12,13 +12,13 @@ from planned_models import adamw, classified, mlp, planned, rows, wrapped
 from torch import nn
 
 import fusedacc
-from fusedacc.planner import DataDependentError, libraries, plan
+from fusedacc.planner import DataDependentError, budget, plan
 
 
 @pytest.fixture(autouse=True)
 def _known_scratch(monkeypatch):
     """What libraries keep is measured in a process of its own, and is tested elsewhere."""
-    monkeypatch.setattr(libraries, "scratch_bytes", lambda: 3 * 2**20)
+    monkeypatch.setattr(budget, "scratch_bytes", lambda: 3 * 2**20)
 
 
 class Counts(nn.Module):
@@ -149,9 +149,9 @@ def test_bad_models():
             ValueError,
             "global_batch_size=3 is less than world_size=4",
         ),
-        ({"global_batch_size": 0}, ValueError, "global_batch_size must be at least 1, got 0"),
-        ({"global_batch_size": 2.0}, TypeError, "global_batch_size must be an int, got 2.0"),
-        ({"world_size": True}, TypeError, "world_size must be an int, got True"),
+        ({"global_batch_size": 0}, ValueError, "global_batch_size is an int of at least 1; it was 0"),
+        ({"global_batch_size": 2.0}, TypeError, "global_batch_size is an int of at least 1; it was 2.0"),
+        ({"world_size": True}, TypeError, "world_size is an int of at least 1; it was True"),
         ({"memory_budget": "much"}, ValueError, "memory_budget is"),
         ({"memory_budget": 1.5}, TypeError, "memory_budget is"),
         ({"model": "resnet"}, TypeError, "model must be a torch.nn.Module, got str"),

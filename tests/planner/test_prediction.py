@@ -7,9 +7,8 @@ import torch
 from planned_models import CPU, KINDS, adamw, classified, mlp, rows, under_autocast, wrapped
 from planned_models import predicted_and_measured as both
 
-from fusedacc.planner.batches import Batch
-from fusedacc.planner.copies import recipe_of
 from fusedacc.planner.prediction import Predictor
+from fusedacc.planner.training import Batch, recipe_of
 
 #: The share by which a prediction may be off.
 CLOSE = 0.02

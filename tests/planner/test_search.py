@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from fusedacc.planner.search import TooSmallError, largest
+from fusedacc.planner.plans import TooSmallError, largest
 
 
 def counted(cost):

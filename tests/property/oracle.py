@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedacc.accumulators.reduction import WEIGHING
+
 from . import regrouping
 from .edits import changed, edit
 from .ignoring import Ignoring
@@ -56,11 +58,11 @@ class Loop:
 
     @property
     def needs_context(self) -> bool:
-        return self.reduction in ("weighted", "normalized") or (not self.counted and self.reduction == "mean")
+        return self.reduction in WEIGHING or (not self.counted and self.reduction == "mean")
 
     @property
     def weighs(self) -> bool:
-        return self.reduction in ("weighted", "normalized")
+        return self.reduction in WEIGHING
 
     @property
     def watches(self) -> bool:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fusedacc
-from fusedacc.accumulators.finals import Finals
+from fusedacc.accumulators.p_grad import SumsForUpdate
 from fusedacc.autograd import python_hooks
 from fusedacc.kernels import native_module
 from fusedacc.optimizer.update import Update
@@ -80,12 +80,12 @@ def check_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hold every norm that clipping takes, left by an addition or read, to the sums in float64."""
     taken = Update._norm
 
-    def checked(update: Update, finals: Finals) -> tuple[torch.Tensor, torch.Tensor]:
-        norm, nonfinite = taken(update, finals)
-        dense = [total.to_dense() if total.is_sparse else total for total in finals.tensors]
+    def checked(update: Update, sums: SumsForUpdate) -> tuple[torch.Tensor, torch.Tensor]:
+        norm, nonfinite = taken(update, sums)
+        dense = [total.to_dense() if total.is_sparse else total for total in sums.tensors]
         flat = torch.cat([total.to(torch.complex128).flatten() for total in dense])
-        wanted = torch.linalg.vector_norm(flat, update.norm_type).double()
-        repeated = [total.dtype for total in finals.tensors if total.is_sparse]  # rows that are added at last
+        wanted = torch.linalg.vector_norm(flat, update.settings.norm_type).double()
+        repeated = [total.dtype for total in sums.tensors if total.is_sparse]  # rows that are added at last
         rounding = max([1e-5, *(torch.finfo(dtype).eps for dtype in repeated)])
         torch.testing.assert_close(norm.double(), wanted, rtol=rounding, atol=1e-12, equal_nan=True)
         assert bool(nonfinite) == any(not bool(total.isfinite().all()) for total in dense)

@@ -9,7 +9,7 @@
 
 #include <type_traits>
 
-#include "../../common/row_work.h"
+#include "../../common/work.h"
 #include "accumulate_block.h"
 
 namespace fusedacc::cuda {

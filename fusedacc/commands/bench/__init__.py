@@ -1,6 +1,6 @@
 """`python -m fusedacc bench`: our kernels against every stock form, on this machine.
 
-Ways are checked against a float64 reference before they are timed, and take turns with a copy of as many
+Variants are checked against a float64 reference before they are timed, and take turns with a copy of as many
 bytes. Bytes are counted by `fusedacc.traffic.TrafficMeter`.
 """
 
@@ -18,7 +18,8 @@ from typing import Any, TextIO
 import torch
 
 from ...kernels import registry, tuning
-from . import cases, conditions, measuring, plot, report, timing
+from ..measuring import machine, plots
+from . import cases, comparison, plot, report
 
 #: Exit statuses: a result is wrong; an argument or variable is; the user has stopped it.
 WRONG, MISUSED, STOPPED = 1, 2, 130
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print everything, each sample too, as JSON")
     parser.add_argument(
         "--plot",
-        type=plot.picture,
+        type=plots.picture,
         metavar="FILE",
         help="draw the speeds too (.png, .svg, ...; needs matplotlib)",
     )
@@ -55,15 +56,15 @@ def _threads(text: str) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures and prints; returns the exit status: 1 where a result of any way is wrong, else 0."""
+    """Measures and prints; returns the exit status: 1 where any result is wrong, else 0."""
     device = options.device or _device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         registry.select(device, torch.float32, torch.float32)
-        tuning.fixed_by()
+        tuning.trials_disabled_by()
     except (RuntimeError, ValueError) as problem:  # by FUSEDACC_BACKEND or FUSEDACC_TUNE
         print(f"python -m fusedacc bench: error: {problem}", file=sys.stderr)
         return MISUSED
-    effort = timing.FULL if options.full else timing.SHORT
+    effort = comparison.FULL if options.full else comparison.SHORT
     before = torch.get_num_threads()
     torch.set_num_threads(options.threads or before)
     try:
@@ -80,8 +81,8 @@ def run(options: argparse.Namespace) -> int:
     return WRONG if report.wrong(found) else 0
 
 
-def collect(device: torch.device, effort: timing.Effort, stream: TextIO | None = None) -> dict[str, Any]:
-    """All figures as plain values: `machine`, `effort`, `seconds`, `choices`, `cases` (`measuring.measure`).
+def collect(device: torch.device, effort: comparison.Effort, stream: TextIO | None = None) -> dict[str, Any]:
+    """All figures as plain values: `machine`, `effort`, `seconds`, `choices`, `cases` (`comparison.measure`).
 
     Args:
         device: where to measure.
@@ -89,11 +90,7 @@ def collect(device: torch.device, effort: timing.Effort, stream: TextIO | None =
         stream: where a table of each case is printed as soon as it is measured; None: nowhere.
     """
     start = time.perf_counter()
-    found: dict[str, Any] = {
-        "machine": conditions.collect(device),
-        "effort": effort.name,
-        "cases": [],
-    }
+    found: dict[str, Any] = {"machine": machine.collect(device), "effort": effort.name, "cases": []}
     if stream is not None:
         print(report.beginning(found), file=stream, flush=True)
     on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
@@ -101,13 +98,13 @@ def collect(device: torch.device, effort: timing.Effort, stream: TextIO | None =
     with warnings.catch_warnings(), on_device, forked, report.Progress(sys.stderr) as progress:
         warnings.filterwarnings("ignore", "Sparse invariant checks")  # they are left out on purpose
         torch.manual_seed(0)
-        names = measuring.our_backends(device, effort.name)
-        works = deque(cases.of(effort.name, device, measuring.limit(device)))
+        names = comparison.our_backends(device, effort.name)
+        works = deque(cases.of(effort.name, device, comparison.limit(device)))
         total = len(works)
         while works:
             work = works.popleft()  # what the last one has kept goes
             progress.show(total - len(works), total, work.title)
-            case = measuring.measure(work, names, effort, measuring.limit(device))
+            case = comparison.measure(work, work.variants(names), effort, comparison.limit(device))
             found["cases"].append(case)
             if stream is not None:
                 progress.clear()

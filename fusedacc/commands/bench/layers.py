@@ -1,4 +1,4 @@
-"""Ways to add a layer's weight gradient into its sum: a Linear's product, an Embedding's rows."""
+"""Variants that add a layer's weight gradient into its sum: a Linear's product, an Embedding's rows."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ...kernels import matmul, rows
+from ..measuring.timing import Run
 from .work import (
     STOCK,
-    Run,
-    Way,
+    BenchVariant,
     Work,
     filled,
     grad_dtype_obstacle,
@@ -66,7 +66,7 @@ class Products(Work):
         found = matmul.select(self.device, self.accumulator, self.gradient, tokens=self.shape[0])
         return f"{found.name} ({found.how})", found.reason
 
-    def ways(self, backends: Sequence[str]) -> list[Way]:
+    def variants(self, backends: Sequence[str]) -> list[BenchVariant]:
         equal, wide = self.gradient == self.accumulator, self.accumulator
         one = None if equal else "needs operands of the accumulator's dtype"
         mixed = "the dtypes are equal: nothing to cast" if equal else None
@@ -95,7 +95,7 @@ class Products(Work):
                 lambda acc, dy, x: torch.addmm(acc, dy.t(), x, out_dtype=wide, out=acc),
                 obstacle=mixed,
             ),
-            Way(
+            BenchVariant(
                 "autograd of F.linear into .grad",
                 STOCK,
                 self._autograd,
@@ -118,7 +118,7 @@ class Products(Work):
         output = torch.nn.functional.linear(x, weight)
         return lambda: torch.autograd.backward(output, dy, retain_graph=True)
 
-    def check(self, way: Way, run: Run, operands: Three) -> str | None:
+    def check(self, variant: BenchVariant, run: Run, operands: Three) -> str | None:
         """Held to a rounding of each term of the sums in float32, and where operands are of 16 bits to two
         of the product in their dtype: torch rounds it so before anybody can add it."""
         accumulator, dy, x = operands
@@ -179,7 +179,7 @@ class Rows(Work):
         found = rows.select(torch.empty(1, 1, dtype=self.accumulator, device=self.device), self.gradient)
         return found.backend.name, found.reason
 
-    def ways(self, backends: Sequence[str]) -> list[Way]:
+    def variants(self, backends: Sequence[str]) -> list[BenchVariant]:
         height, wide = self.shape[0], self.accumulator
         dense = torch.ops.aten.embedding_dense_backward.default
         narrow = f"sums of rows in {name_of(self.gradient)}" if self.gradient.itemsize < 4 else None
@@ -200,7 +200,7 @@ class Rows(Work):
                 "acc.add_(dense gradient)",
                 lambda acc, tokens, g: acc.add_(dense(g.to(wide), tokens, height, -1, False)),
             ),
-            Way(
+            BenchVariant(
                 "autograd of F.embedding into .grad",
                 STOCK,
                 self._autograd,
@@ -214,7 +214,7 @@ class Rows(Work):
         output = torch.nn.functional.embedding(tokens, parameter_with(self._weight, accumulator))
         return lambda: torch.autograd.backward(output, gradients, retain_graph=True)
 
-    def check(self, way: Way, run: Run, lookup: Three) -> str | None:
+    def check(self, variant: BenchVariant, run: Run, lookup: Three) -> str | None:
         """Held to a rounding of each term of a row's sum; rows that were not looked up keep their bits."""
         accumulator, tokens, gradients = lookup
         named, place, count = torch.unique(tokens, return_inverse=True, return_counts=True)
@@ -224,7 +224,7 @@ class Rows(Work):
         old = before[named].double()
         sums = torch.zeros_like(old).index_add_(0, place, fresh)
         magnitude = torch.zeros_like(old).index_add_(0, place, fresh.abs_()).add_(old.abs())
-        inner = torch.finfo(self.gradient if way.inexact else torch.float32).eps
+        inner = torch.finfo(self.gradient if variant.inexact else torch.float32).eps
         terms = (count + 2).double().mul_(inner).add_(2 * torch.finfo(self.accumulator).eps)
         bad = off(old.add_(sums).sub_(accumulator[named]).abs_(), magnitude * terms[:, None])
         before[named] = accumulator[named]

@@ -1,4 +1,4 @@
-"""Ways to do `accumulator += scale * gradient` over a list of tensors, and to take the norm of one."""
+"""Variants that do `accumulator += scale * gradient` over a list of tensors, and to take the norm of one."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 
 from ...functional import prepare, scale_accumulate_, total_norm
 from ...kernels.dtypes import computation_dtype
+from ..measuring.timing import Run
 from .work import (
     BLOCK,
     OURS,
     STOCK,
     YARDSTICK,
-    Run,
-    Way,
+    BenchVariant,
     Work,
     calling,
     filled,
@@ -77,11 +77,11 @@ class Additions(Work):
             [filled(shape, self.gradient, self.device) for shape in self.shapes],
         )
 
-    def ways(self, backends: Sequence[str]) -> list[Way]:
+    def variants(self, backends: Sequence[str]) -> list[BenchVariant]:
         of_ours = []
         for backend in backends:
             of_ours += [
-                Way(label("prepared", backend), OURS, functools.partial(_prepared, backend), SCALE),
+                BenchVariant(label("prepared", backend), OURS, functools.partial(_prepared, backend), SCALE),
                 ours("fresh lists", backend, _fresh_lists, SCALE),
             ]
         same = "the dtypes are equal: nothing to cast" if self.gradient == self.accumulator else None
@@ -96,8 +96,10 @@ class Additions(Work):
             stock("acc.add_(g.to(acc.dtype), alpha=s)", cast_add, SCALE, same),
             stock("torch._foreach_copy_ to casts, _foreach_add_", self._foreach_cast, SCALE, same),
             stock(f"acc += g.to({name_of(wide)}) * s", _each(lambda a, g: a.add_(g.to(wide) * SCALE)), SCALE),
-            Way("autograd into .grad", STOCK, _autograd, obstacle=None if same else grad_dtype_obstacle()),
-            Way("torch.compile of _foreach_add_", STOCK, _compiled, SCALE, self._not_compiled()),
+            BenchVariant(
+                "autograd into .grad", STOCK, _autograd, obstacle=None if same else grad_dtype_obstacle()
+            ),
+            BenchVariant("torch.compile of _foreach_add_", STOCK, _compiled, SCALE, self._not_compiled()),
         ]
 
     def _not_compiled(self) -> str | None:
@@ -115,7 +117,7 @@ class Additions(Work):
         torch._foreach_copy_(self._casts, gradients)
         _foreach_alpha(accumulators, self._casts)
 
-    def check(self, way: Way, run: Run, tensors: Lists) -> str | None:
+    def check(self, variant: BenchVariant, run: Run, tensors: Lists) -> str | None:
         """An element may be off by one unit in the last place of the larger term: some forms round the
         product before they add it."""
         accumulators, gradients = tensors
@@ -125,7 +127,7 @@ class Additions(Work):
         share = 2 * eps + torch.finfo(computation_dtype(self.accumulator)).eps
         bad = 0
         for old, gradient, found in zip(*map(_blocks, (before, gradients, accumulators)), strict=True):
-            product = gradient.double().mul_(way.scale)
+            product = gradient.double().mul_(variant.scale)
             expected = old.double()
             allowed = torch.maximum(expected.abs(), product.abs()).mul_(share)
             bad += off(expected.add_(product).sub_(found).abs_(), allowed)
@@ -148,7 +150,7 @@ class Norms(Work):
     def make(self) -> tuple[list[Tensor]]:
         return ([filled(shape, self.gradient, self.device) for shape in self.shapes],)
 
-    def ways(self, backends: Sequence[str]) -> list[Way]:
+    def variants(self, backends: Sequence[str]) -> list[BenchVariant]:
         narrow = f"norms rounded to {self.dtypes}" if self.gradient.itemsize < 4 else None
         norm, f32 = torch.linalg.vector_norm, torch.float32
         return [
@@ -177,29 +179,27 @@ class Norms(Work):
                 lambda tensors: norm(torch.cat([tensor.view(-1) for tensor in tensors]), dtype=f32),
                 inexact="one sum in float32 over all elements",
             ),
-            Way(
+            BenchVariant(
                 "g.sum() of each: a read, no norm",
                 YARDSTICK,
                 calling(lambda tensors: [tensor.sum() for tensor in tensors]),
             ),
         ]
 
-    def check(self, way: Way, run: Run, tensors: tuple[list[Tensor]]) -> str | None:
+    def check(self, variant: BenchVariant, run: Run, tensors: tuple[list[Tensor]]) -> str | None:
         """Ours is held to a few roundings. Stock adds squares up in float32, in its own order, which puts it
         off by a thousandth for tens of millions of elements in one tensor: that is noted, and not wrong."""
         found = run()
-        if way.role == YARDSTICK:
-            return None
         assert isinstance(found, Tensor)
         expected = math.sqrt(sum(float(part.double().square_().sum()) for part in _blocks(*tensors)))
         value, roundings = float(found), 16 * torch.finfo(torch.float32).eps
         error = abs(value - expected)
-        of_stock = _INEXACT_ERROR if way.inexact else _STOCK_ERROR
-        allowed = roundings if way.role == OURS else of_stock
+        of_stock = _INEXACT_ERROR if variant.inexact else _STOCK_ERROR
+        allowed = roundings if variant.role == OURS else of_stock
         if not error <= allowed * expected:
             return f"the norm is {value!r} instead of {expected!r}"
         if error > roundings * expected:
-            self.notes[way.name] = f"off by {error / expected:.1g}"
+            self.notes[variant.name] = f"off by {error / expected:.1g}"
         return None
 
 

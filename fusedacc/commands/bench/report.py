@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any, TextIO
 
 from ...kernels import tuning
-from .measuring import NOT_MEASURED, WRONG, Entry, fastest
+from .comparison import NOT_MEASURED, WRONG, Entry, fastest
 from .work import OURS, STOCK
 
 #: What a kind of case does.
@@ -44,7 +44,7 @@ class Progress:
 
 def choices() -> dict[str, Any]:
     """What `kernels.tuning` has `found` by trial in this run; `fixed_by`: what forbids trials."""
-    fixed = tuning.fixed_by()
+    fixed = tuning.trials_disabled_by()
     return {"fixed_by": fixed, "found": [] if fixed else tuning.report()}
 
 
@@ -124,9 +124,8 @@ def _line(entry: Entry, device: bool) -> str:
 
 
 def _speed(entry: Entry) -> str:
-    spread = entry["interval"]
-    within = f" [{spread[0]:.2f}, {spread[1]:.2f}]" if spread else ""
-    return f"{entry['speed']:.2f}{within} x {entry['against']}"
+    low, high = entry["interval"]
+    return f"{entry['speed']:.2f} [{low:.2f}, {high:.2f}] x {entry['against']}"
 
 
 def _time(seconds: float) -> str:

@@ -1,11 +1,10 @@
-"""What a case is made of: the work, the ways to do it, and whether a result is right."""
+"""What a case is made of: the work, the variants that do it, and whether a result is right."""
 
 from __future__ import annotations
 
 import abc
 import functools
 import math
-import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import registry
-from .timing import Run
+from ..measuring.timing import Run
 
 #: A set of tensors: the arguments of what works on them.
 Tensors = tuple[Any, ...]
@@ -26,13 +25,13 @@ BLOCK = 2**18
 
 
 @dataclass(frozen=True)
-class Way:
+class BenchVariant:
     """One way to do a case's work.
 
     `make(tensors)` returns a function that does it once with one set of tensors; its result is checked by
     `Work.check`. `role`: `OURS`, `STOCK` or `YARDSTICK`. `scale`: of the gradients, in the sums that are to
     come out. `obstacle`: why it does not apply to this case, or None. `inexact`: what makes its result less
-    exact than a sum in the accumulator's dtype; such a way is no baseline.
+    exact than a sum in the accumulator's dtype; such a variant is no baseline.
     """
 
     name: str
@@ -43,9 +42,9 @@ class Way:
     inexact: str | None = None
 
 
-def ours(way: str, backend: str, step: Callable[..., object], scale: float = 1.0) -> Way:
-    """One of our ways: `step(*tensors, backend=backend)`."""
-    return Way(label(way, backend), OURS, calling(functools.partial(step, backend=backend)), scale)
+def ours(way: str, backend: str, step: Callable[..., object], scale: float = 1.0) -> BenchVariant:
+    """One of our variants: `step(*tensors, backend=backend)`."""
+    return BenchVariant(label(way, backend), OURS, calling(functools.partial(step, backend=backend)), scale)
 
 
 def stock(
@@ -54,9 +53,9 @@ def stock(
     scale: float = 1.0,
     obstacle: str | None = None,
     inexact: str | None = None,
-) -> Way:
+) -> BenchVariant:
     """A form of stock torch: `step(*tensors)`."""
-    return Way(name, STOCK, calling(step), scale, obstacle, inexact)
+    return BenchVariant(name, STOCK, calling(step), scale, obstacle, inexact)
 
 
 def calling(step: Callable[..., object]) -> Callable[[Tensors], Run]:
@@ -69,10 +68,10 @@ class Work(abc.ABC):
 
     `what`: the kind ("add", "norm", "product", "rows"). `dtypes`: of gradients, and of the accumulator where
     there is one. `sizes`: in words that a reader can check. `set_bytes`: of one set of tensors. `moved`: what
-    an ideal pass reads and writes: a copy that moves as much is timed beside the ways. `working_bytes`: what
-    ways and checks need at the most beside the sets. `tensors`: how many a set has. `warm`: whether every
+    an ideal pass reads and writes: a copy that moves as much is timed beside them. `working_bytes`: what
+    variants and checks need at the most beside the sets. `tensors`: how many a set has. `warm`: whether every
     call takes the same tensors, so that caches hold what fits there. `notes`: what `check` has found worth
-    telling of a result that is not wrong, by the way's name.
+    telling of a result that is not wrong, by the variant's name.
     """
 
     what: str
@@ -97,7 +96,7 @@ class Work(abc.ABC):
         """A set of tensors."""
 
     @abc.abstractmethod
-    def ways(self, backends: Sequence[str]) -> list[Way]:
+    def variants(self, backends: Sequence[str]) -> list[BenchVariant]:
         """Ours by each of those backends ("auto" first), and every form of stock torch."""
 
     def chosen(self) -> tuple[str, str]:
@@ -106,7 +105,7 @@ class Work(abc.ABC):
         return found.backend.name, found.reason
 
     @abc.abstractmethod
-    def check(self, way: Way, run: Run, tensors: Any) -> str | None:
+    def check(self, variant: BenchVariant, run: Run, tensors: Any) -> str | None:
         """Runs once; returns what is wrong with the result, by a reference in float64, if anything is."""
 
 
@@ -124,7 +123,7 @@ def filled(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Te
 
 
 def label(way: str, backend: str) -> str:
-    """The name of one of our ways: "fusedacc, prepared", "fusedacc eager, prepared"."""
+    """The name of one of our variants: "fusedacc, prepared", "fusedacc eager, prepared"."""
     return f"{OURS if backend == 'auto' else f'{OURS} {backend}'}, {way}"
 
 
@@ -135,13 +134,6 @@ def off(error: Tensor, allowed: Tensor) -> int:
 
 def wrong(bad: int, elements: int) -> str | None:
     return f"{bad} of {elements} elements are wrong" if bad else None
-
-
-def first_line(error: BaseException) -> str:
-    """An error in one line: its first sentence, as far as that is short."""
-    lines = str(error).strip().splitlines() or [""]
-    text = lines[0].partition(". ")[0]
-    return f"{type(error).__name__}: {textwrap.shorten(text, 120, placeholder=' ...')}"
 
 
 def grad_dtype_obstacle() -> str | None:

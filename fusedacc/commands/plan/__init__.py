@@ -12,12 +12,30 @@ import torch
 
 from ...planner import Plan, plan
 from ...planner.budget import format_bytes, parse_bytes
-from ...planner.search import TooSmallError
+from ...planner.plans import RESERVE, TooSmallError
 from ..bench import MISUSED, STOPPED, WRONG
-from ..bench import plot as pictures
 from ..bench.report import Progress
-from . import curves, devices, plot
+from ..measuring import plots
+from . import plot
 from .factory import InputError, NothingFitsError, Training, is_the_users, load, one_line
+
+#: MiB that the vendor's `nvidia-smi` calls the total of each. What is sold as 80 GB is no round number.
+TOTAL_MIB = {
+    "b200": 183_359,
+    "h200": 143_771,
+    "h100": 81_559,
+    "a100-80": 81_920,
+    "a100-40": 40_960,
+    "l40s": 46_068,
+    "l4": 23_034,
+    "a10": 23_028,
+    "t4": 15_360,
+    "rtx5090": 32_607,
+    "rtx4090": 24_564,
+    "rtx3090": 24_576,
+}
+#: What the driver, the context of one process and the libraries' workspaces take of it.
+DRIVER_MIB = 1024
 
 #: The two loops.
 OURS, STOCK = "wrapped", "stock"
@@ -34,7 +52,7 @@ loss_fn and batch_dims after them:
   batch_dims    the dimension that counts samples, where it is not the first of every tensor
 """
 EPILOGUE = f"""\
-A GPU by name need not be here. Of its total {devices.DRIVER_MIB} MiB are left to driver, context and
+A GPU by name need not be here. Of its total {DRIVER_MIB} MiB are left to driver, context and
 libraries, and of the rest 5 %. Exit status: 0; 1 where the measured peak exceeds the budget; 2 where what was
 given cannot be used; 130 where it was stopped.
 """
@@ -61,14 +79,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device",
         type=_device,
         metavar="NAME",
-        help=f"cpu, cuda, cuda:N, or a GPU that need not be here: {', '.join(devices.TOTAL_MIB)} "
+        help=f"cpu, cuda, cuda:N, or a GPU that need not be here: {', '.join(TOTAL_MIB)} "
         "(default: where the model is)",
     )
     parser.add_argument("--stock", action="store_true", help="plan the stock loop, without the wrapper")
     parser.add_argument("--json", action="store_true", help="print the plan's figures as JSON")
     parser.add_argument(
         "--plot",
-        type=pictures.picture,
+        type=plots.picture,
         metavar="FILE",
         help="draw memory by kind against the micro-batch, in both loops (.png, .svg, ...; needs matplotlib)",
     )
@@ -90,10 +108,16 @@ def _memory(text: str) -> int:
 
 def _device(text: str) -> str:
     allowed = ["cpu", "cuda", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
-    allowed += devices.TOTAL_MIB
+    allowed += TOTAL_MIB
     if text.lower() not in allowed:
         raise argparse.ArgumentTypeError(f"{text!r} is no device; allowed: {', '.join(allowed)}")
     return text.lower()
+
+
+def memory_of(name: str) -> int:
+    """Bytes that training may take on a GPU of this name: its total, less `DRIVER_MIB`, less the share that
+    `plan` leaves alone of what a device has free."""
+    return int((1 - RESERVE) * (TOTAL_MIB[name] - DRIVER_MIB) * 2**20)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -138,14 +162,14 @@ def _run(options: argparse.Namespace) -> int:
 def _where(options: argparse.Namespace) -> tuple[torch.device | None, int | None]:
     """The device and the budget, None where it is not said."""
     name: str | None = options.device
-    if name in devices.TOTAL_MIB:
-        return torch.device("cuda"), options.memory or devices.memory_of(name)
+    if name in TOTAL_MIB:
+        return torch.device("cuda"), options.memory or memory_of(name)
     if name == "cuda" and options.memory is None and not torch.cuda.is_available():
         raise InputError("--device cuda: there is no GPU here; allowed: the name of a GPU, or --memory too")
     return torch.device(name) if name else None, options.memory
 
 
-def _draw(options: argparse.Namespace, found: list[curves.Curve], budget: int, device: str) -> None:
+def _draw(options: argparse.Namespace, found: list[plot.Curve], budget: int, device: str) -> None:
     ranks = f" on {options.world} ranks" if options.world > 1 else ""
     about = (
         f"{options.model}, a batch of {options.batch}{ranks}, {device}, torch {torch.__version__}; predicted"
@@ -175,7 +199,7 @@ class _Loops:
         self.planned: Plan | None = None
         #: A line for each loop.
         self.lines: list[str] = []
-        self.curves: list[curves.Curve] = []
+        self.curves: list[plot.Curve] = []
 
     def add(self, title: str, training: Training, asked_for: bool) -> None:
         """Plan a loop, and draw its curve if there is to be a picture.
@@ -207,9 +231,9 @@ class _Loops:
                 self.planned = found
         if self._options.plot is not None:
             samples = math.ceil(self._options.batch / self._options.world)
-            reach = curves.reach_of(chosen, samples)
+            reach = plot.reach_of(chosen, samples)
             reach = max([reach, *(max(other.by_size) for other in self.curves)])
-            self.curves.append(curves.curve(title, training, samples, chosen, reach, place, note))
+            self.curves.append(plot.curve(title, training, samples, chosen, reach, place, note))
 
     def _plan(
         self, training: Training, place: torch.device, verify: bool, note: Callable[[int], None]

@@ -14,8 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...optimizer import AccumulatingOptimizer
-from ...planner.batches import BatchDims
-from ...planner.training import LossFunction
+from ...planner.training import BatchDims, LossFunction
 
 RETURNS = "(model, optimizer, sample_batch), and if need be loss_fn and batch_dims after them"
 

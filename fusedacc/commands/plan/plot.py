@@ -2,20 +2,89 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from ...planner import budget as amounts
 from ...planner.allocations import KINDS, LIBRARIES
 from ...planner.budget import format_bytes
-from .curves import Curve
+from ...planner.prediction import Predictor
+from ...planner.training import Batch, models_own_loss
+from ..measuring.plots import BLUE, GREEN, GREY, INK, SKY, STYLE, VERMILION, YELLOW, finish, save, swatches
+from .factory import Training
 
-# Okabe and Ito's colours, which the colour-blind can tell apart.
+#: Sizes at which a curve is asked for; it is nearly straight in between.
+POINTS = 6
+#: How far beyond the micro-batch that fits it is drawn.
+BEYOND = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """Bytes by kind at a few micro-batch sizes, and where the whole batch is one."""
+
+    title: str
+    by_size: Mapping[int, Mapping[str, int]]
+    full: Mapping[str, int]
+    samples: int
+    #: The micro-batch that fits; None where not even one sample does.
+    chosen: int | None
+
+
+def sizes_to(reach: int) -> list[int]:
+    """From 1 to `reach`, evenly."""
+    count = min(POINTS, reach)
+    return sorted({round(1 + (reach - 1) * index / max(1, count - 1)) for index in range(count)})
+
+
+def reach_of(chosen: int | None, samples: int) -> int:
+    """The largest micro-batch that is worth drawing, short of the whole batch."""
+    return max(1, min(samples - 1, max(4, BEYOND * (chosen or 1))))
+
+
+def curve(
+    title: str,
+    training: Training,
+    samples: int,
+    chosen: int | None,
+    reach: int,
+    device: torch.device,
+    note: Callable[[int], None],
+) -> Curve:
+    """Predicts by running the step on fake tensors at each size.
+
+    Args:
+        samples: of an update on one rank.
+        chosen: see `Curve`.
+        reach: the largest micro-batch beside the whole batch.
+        note: called with each size that is about to be run.
+    """
+    predictor = Predictor(
+        training.model,
+        training.optimizer,
+        Batch(training.sample_batch, training.batch_dims),
+        training.loss_fn or models_own_loss,
+        device,
+        note,
+    )
+    scratch = amounts.scratch_bytes() if device.type == "cpu" else 0
+
+    def kinds(size: int) -> dict[str, int]:
+        found = predictor.peak(size, math.ceil(samples / size)).by_kind
+        return {kind: found.get(kind, 0) for kind in KINDS} | {LIBRARIES: scratch}
+
+    return Curve(title, {size: kinds(size) for size in sizes_to(reach)}, kinds(samples), samples, chosen)
+
+
 COLOURS = {
-    LIBRARIES: "#222222",
-    **dict(zip(KINDS, ("#B4B4B4", "#0072B2", "#56B4E9", "#009E73", "#F0E442", "#D55E00"), strict=True)),
+    LIBRARIES: INK,
+    **dict(zip(KINDS, (GREY, BLUE, SKY, GREEN, YELLOW, VERMILION), strict=True)),
 }
-INK, QUIET = "#222222", "#555555"
 #: A bar may be so many times as high as all else before it is cut.
 TALLEST = 1.6
 
@@ -25,34 +94,24 @@ def draw(curves: Sequence[Curve], budget: int, title: str, about: str, path: Pat
 
     Raises OSError where the file cannot be written.
     """
+    import matplotlib
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(2.2 + 4.4 * len(curves), 5.2), facecolor="white")
-    panels = figure.subplots(1, len(curves), sharey=True, squeeze=False)[0]
     unit, unit_name = _unit(max(budget, *(_total(found.full) for found in curves)))
     areas = max(_total(kinds) for found in curves for kinds in found.by_size.values())
     whole = max(_total(found.full) for found in curves)
     top = 1.12 * min(whole, TALLEST * max(areas, budget))
     top = max(top, 1.12 * areas, 1.08 * min(budget, 2 * max(areas, whole)))
-    for axes, found in zip(panels, curves, strict=True):
-        draw_curve(axes, found, budget, top, unit)
-        fits = "not one sample fits" if found.chosen is None else f"{found.chosen} samples fit"
-        axes.set_title(f"{found.title}: {fits}", loc="left", fontsize=11, weight="bold", color=INK)
-    panels[0].set_ylabel(f"{unit_name} at the peak")
-    figure.text(0.012, 0.985, title, fontsize=13, weight="bold", color=INK, va="top")
-    key(figure, panels[0], 0.012, 0.925)
-    figure.text(0.012, 0.015, about, fontsize=8.5, color=QUIET)
-    figure.tight_layout(rect=(0, 0.05, 1, 0.89))
-    figure.savefig(path, dpi=150)
-
-
-def key(figure: Any, axes: Any, x: float, y: float) -> None:
-    """What the colours are, above the axes."""
-    handles, names = axes.get_legend_handles_labels()
-    figure.legend(
-        handles, names, loc="upper left", bbox_to_anchor=(x, y), ncols=len(names), frameon=False,
-        fontsize=9, borderaxespad=0, borderpad=0, columnspacing=1.2, handlelength=1.1, handletextpad=0.5,
-    )  # fmt: skip
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(2.2 + 4.4 * len(curves), 5.2))
+        panels = figure.subplots(1, len(curves), sharey=True, squeeze=False)[0]
+        for axes, found in zip(panels, curves, strict=True):
+            draw_curve(axes, found, budget, top, unit)
+            fits = "not one sample fits" if found.chosen is None else f"{found.chosen} samples fit"
+            axes.set_title(f"{found.title}: {fits}", color=INK)
+        panels[0].set_ylabel(f"{unit_name} at the peak")
+        shown = {kind: colour for kind, colour in COLOURS.items() if kind in curves[0].full}
+        save(finish(figure, title, [about], swatches(shown)), [path])
 
 
 def draw_curve(axes: Any, found: Curve, budget: int, top: float, unit: int) -> None:
@@ -62,12 +121,12 @@ def draw_curve(axes: Any, found: Curve, budget: int, top: float, unit: int) -> N
     stacked = [[found.by_size[size][kind] / unit for size in sizes] for kind in shown]
     colours = [COLOURS[kind] for kind in shown]
     if len(sizes) > 1:
-        axes.stackplot(sizes, stacked, colors=colours, labels=shown, linewidth=0)
+        axes.stackplot(sizes, stacked, colors=colours, linewidth=0)
     else:
-        _bar(axes, sizes[0], 0.6, found.by_size[sizes[0]], shown, unit, True)
+        _bar(axes, sizes[0], 0.6, found.by_size[sizes[0]], shown, unit)
     wide = max(1.0, 0.09 * sizes[-1])
     place = sizes[-1] + 1.6 * wide
-    _bar(axes, place, wide, found.full, shown, unit, False)
+    _bar(axes, place, wide, found.full, shown, unit)
     height = _total(found.full)
     cut = height > top
     words = f"whole: {format_bytes(height)}" + (", cut" if cut else "")
@@ -87,18 +146,15 @@ def draw_curve(axes: Any, found: Curve, budget: int, top: float, unit: int) -> N
     axes.set_xticks([*ticks, place], [*map(str, ticks), str(found.samples)])
     axes.set(xlim=(sizes[0] - (0.5 if len(sizes) == 1 else 0), place + wide), ylim=(0, top / unit))
     axes.set_xlabel("samples in a micro-batch; the bar: all in one")
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
 
 
 def _bar(
-    axes: Any, x: float, width: float, kinds: Mapping[str, int], shown: Sequence[str], unit: int, named: bool
+    axes: Any, x: float, width: float, kinds: Mapping[str, int], shown: Sequence[str], unit: int
 ) -> None:
     base = 0.0
     for kind in shown:
         size = kinds[kind] / unit
-        label = {"label": kind} if named else {}
-        axes.bar(x, size, width, base, color=COLOURS[kind], linewidth=0, **label)
+        axes.bar(x, size, width, base, color=COLOURS[kind], linewidth=0)
         base += size
 
 

@@ -14,25 +14,29 @@ graph.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib.util
 import os
 import shutil
 import struct
+import warnings
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .. import launch_events, reference
-from ..checks import overwrite_flags
+from .. import flops, launch_events, reference
+from ..checks import overlaps_itself, overwrite_flags, reach
+from ..constants import ROW_RUN
 from ..dtypes import computation_dtype
+from ..norm_kind import INFINITY, norm_kind
 from ..registry import Backend
-from ..rounding import Noise
+from ..rounding import BLOCK, Noise
 from ..torch_state import raw_stream
-from . import address_table as shared
-from . import norms, rows
 
 _MINIMUM_CAPABILITY = (8, 0)
 
@@ -66,7 +70,7 @@ class _Group:
         self._keeps_table = keeps_table
         self._captured = captured
         self._addresses = [tensor.data_ptr() for tensor in self.accumulators]
-        self._words, self._programs = shared.address_table(self.accumulators)
+        self._words, self._programs = address_table(self.accumulators)
         self._device = self.accumulators[0].device
         self._table: Tensor | None = None
         #: The stream on which the table was allocated.
@@ -76,18 +80,18 @@ class _Group:
 
     def _upload(self, words: Tensor) -> Tensor:
         """A copy for this launch, or for the graph that it is captured in."""
-        table, pinned = shared.upload(words, self._device)
-        if shared.capturing(self._device):
+        table, pinned = upload(words, self._device)
+        if capturing(self._device):
             self._captured.append(pinned)
         return table
 
     def _own_table(self) -> Tensor:
-        if self._table is None and self._keeps_table and not shared.capturing(self._device):
+        if self._table is None and self._keeps_table and not capturing(self._device):
             self._table = self._words.to(self._device)  # visible to every stream
             self._made_on = raw_stream(self._table)
         if self._table is None:
             return self._upload(self._words)
-        if self._made_on != raw_stream(self._table) and not shared.capturing(self._device):
+        if self._made_on != raw_stream(self._table) and not capturing(self._device):
             # Else a launch there might still read it when the plan is gone and its memory has a new owner.
             self._table.record_stream(torch.cuda.current_stream(self._device))
         return self._table
@@ -99,7 +103,7 @@ class _Group:
         factors: Sequence[float | Tensor],
         noise: Noise | None,
     ) -> Tensor:
-        kernels = shared.kernels()
+        kernels = loaded_kernels()
         words = []
         for address, gradient, overwrite in zip(self._addresses, gradients, flags, strict=True):
             pointer = gradient.data_ptr()
@@ -113,7 +117,7 @@ class _Group:
         stream = torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else 0
         # A table uploaded on another stream may not have arrived yet; one from outside a graph may be freed
         # before the graph is.
-        if shared.capturing(self._device):
+        if capturing(self._device):
             return self._upload(torch.tensor(words, dtype=torch.int64))
         if self._last is None or self._last[:2] != (words, stream):
             self._last = words, stream, self._upload(torch.tensor(words, dtype=torch.int64))
@@ -140,19 +144,19 @@ class _Group:
         if self._programs == 0:
             return
         accumulator_dtype = self.accumulators[0].dtype
-        with shared.on_device(self._device):
+        with on_device(self._device):
             table, calls = self._own_table(), self._call_table(ready, flags, (scale, beta), noise)
             numbers = calls[2 * len(ready) :][:2].view(torch.float64)
-            kernels = shared.kernels()
+            kernels = loaded_kernels()
             kernels.scale_accumulate[(self._programs,)](
                 table,
                 calls,
                 scale if isinstance(scale, Tensor) else numbers,
                 beta if isinstance(beta, Tensor) else numbers[1:],
                 len(ready),
-                accumulator_dtype=shared.triton_dtype(accumulator_dtype),
-                gradient_dtype=shared.triton_dtype(self._gradient_dtype),
-                wide=shared.triton_dtype(computation_dtype(accumulator_dtype)),
+                accumulator_dtype=triton_dtype(accumulator_dtype),
+                gradient_dtype=triton_dtype(self._gradient_dtype),
+                wide=triton_dtype(computation_dtype(accumulator_dtype)),
                 noisy=noise is not None,
                 **kernels.ADDING,
             )
@@ -183,7 +187,7 @@ class _Bound:
         """For gradients of these dtypes: indices, and what adds there (torch, where there are gaps)."""
         pairs: dict[tuple[torch.dtype, torch.dtype] | None, list[int]] = {}
         for index, (accumulator, dtype) in enumerate(zip(self._accumulators, dtypes, strict=True)):
-            pair = (accumulator.dtype, dtype) if shared.is_dense(accumulator) else None
+            pair = (accumulator.dtype, dtype) if is_dense(accumulator) else None
             pairs.setdefault(pair, []).append(index)
         found: list[tuple[list[int], Callable[..., Any]]] = []
         for pair, indices in pairs.items():
@@ -215,13 +219,13 @@ class _Bound:
             run(chosen[0], scale, chosen[1], beta, **options)
         if norm_type is None:
             return None
-        found, pinned = norms.partials(self._accumulators, norm_type)
+        found, pinned = _partials_of(self._accumulators, norm_type)
         self.captured += pinned
         return found
 
 
 def _unavailable() -> str | None:
-    kernels, problem = shared.load()
+    kernels, problem = load()
     if kernels is None:
         return problem
     if kernels.INTERPRETED:
@@ -236,7 +240,7 @@ def _unavailable() -> str | None:
 def _unsupported(
     device: torch.device, accumulator_dtype: torch.dtype, gradient_dtype: torch.dtype
 ) -> str | None:
-    kernels = shared.kernels()
+    kernels = loaded_kernels()
     if device.type != ("cpu" if kernels.INTERPRETED else "cuda"):
         where = "interpreted, it takes CPU tensors" if kernels.INTERPRETED else "it takes CUDA tensors"
         return f"{where}, not {device.type}"
@@ -255,7 +259,7 @@ def _accumulate_(accumulators: Sequence[Tensor], *arguments: Any, **named: Any) 
 
 
 def _norm_partials(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
-    found, pinned = norms.partials(tensors, norm_type)
+    found, pinned = _partials_of(tensors, norm_type)
     _keep_captured(tensors, pinned)
     return found
 
@@ -269,6 +273,283 @@ def _keep_captured(tensors: Sequence[Tensor], pinned: list[Tensor]) -> None:
         _captured.setdefault(tensors[0], []).extend(pinned)
 
 
+@functools.cache
+def load() -> tuple[ModuleType | None, str | None]:
+    """The kernels, or why they cannot be had. A Triton that is there and fails to import warns, once."""
+    if importlib.util.find_spec("triton") is None:
+        return None, "Triton is not installed (pip install triton)"
+    try:
+        from . import kernels as found
+    except Exception as error:
+        problem = f"Triton fails to import ({type(error).__name__}: {error}); reinstall it"
+        warnings.warn(f"fusedacc: {problem}. Another backend is used instead.", stacklevel=2)
+        return None, problem
+    return found, None
+
+
+def loaded_kernels() -> ModuleType:
+    """The kernels' module.
+
+    Raises:
+        RuntimeError: they cannot be had.
+    """
+    module, problem = load()
+    if module is None:
+        raise RuntimeError(problem)
+    return module
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one stretch of memory (given that none overlap)."""
+    return reach(tensor) == tensor.numel()
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def upload(words: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The table on the device and the pinned host memory that it is copied from (itself, on a CPU)."""
+    if device.type == "cpu":
+        return words, words
+    pinned = words.pin_memory()
+    return pinned.to(device, non_blocking=True), pinned
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager:
+    """A launch goes to the current device, which this makes it."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def address_table(tensors: Sequence[Tensor]) -> tuple[Tensor, int]:
+    """The table of `kernels.scale_accumulate`, on the host, and the number of programs."""
+    chunk = loaded_kernels().CHUNK
+    addresses = torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64)
+    sizes = torch.tensor([tensor.numel() for tensor in tensors], dtype=torch.int64)
+    programs = (sizes + chunk - 1) // chunk
+    first = programs.cumsum(0) - programs
+    rows = torch.stack([addresses, sizes, first], dim=1)
+    owner = torch.repeat_interleave(torch.arange(len(sizes)), programs)
+    return torch.cat([rows.flatten(), owner]), len(owner)
+
+
+def triton_dtype(dtype: torch.dtype) -> Any:
+    """Triton's name for a dtype."""
+    import triton.language as tl
+
+    return getattr(tl, str(dtype).removeprefix("torch."))
+
+
+def _partials_of(tensors: Sequence[Tensor], norm_type: float) -> tuple[Tensor, list[Tensor]]:
+    """A float64 norm for each program's chunk, and, in a graph capture, the pinned memory that it reads."""
+    kernels = loaded_kernels()
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        plain = tensor.detach()
+        if not is_dense(plain) or overlaps_itself(plain):
+            plain = plain.contiguous()
+        by_dtype.setdefault(plain.dtype, []).append(plain)
+    tables = [(group, *address_table(group)) for group in by_dtype.values()]
+    device = tensors[0].device
+    found = torch.empty(sum(programs for *_, programs in tables), dtype=torch.float64, device=device)
+    pinned, first = [], 0
+    for group, words, programs in tables:
+        if programs == 0:
+            continue
+        dtype = group[0].dtype
+        with on_device(device):
+            table, source = upload(words, device)
+            if capturing(device):
+                pinned.append(source)
+            kernels.norm_partials[(programs,)](
+                table,
+                found[first : first + programs],
+                len(group),
+                dtype=triton_dtype(dtype),
+                wide=triton_dtype(computation_dtype(dtype)),
+                infinity=norm_kind(norm_type) is INFINITY,
+                num_warps=kernels.WARPS,
+            )
+        if launch_events.watching:
+            launch_events.launched("triton::norm_partials", group, [found[first : first + programs]])
+        first += programs
+    return found, pinned
+
+
+def _finish_norm(partials: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The norm of all partials, and 1.0 or 0.0: whether one is not finite."""
+    kernels = loaded_kernels()
+    together = torch.cat(list(partials)) if len(partials) > 1 else partials[0].contiguous()
+    norm = together.new_empty((), dtype=dtype)
+    found = together.new_empty((), dtype=torch.float32)
+    options = {"infinity": norm_kind(norm_type) is INFINITY, "num_warps": kernels.WARPS}
+    last = together
+    with on_device(together.device):
+        if together.numel() > kernels.MOST_PARTIALS:
+            last = together.new_empty(-(-together.numel() // kernels.CHUNK))
+            kernels.join_partials[(last.numel(),)](together, together.numel(), last, **options)
+        kernels.finish_norm[(1,)](last, last.numel(), norm, found, **options)
+    if launch_events.watching:
+        launch_events.launched("triton::finish_norm", [together], [norm, found])
+    return norm, found
+
+
+#: Columns of one program, at most: 8 for each thread.
+_MOST_COLUMNS = 1024
+_FEWEST_COLUMNS = 128
+
+
+def _accumulate_rows_(
+    table: Tensor,
+    indices: Tensor,
+    gradients: Tensor,
+    scale: float | Tensor,
+    padding: int,
+    by_frequency: bool,
+    noise: Noise | None = None,
+) -> None:
+    """As `registry.Backend.accumulate_rows_`."""
+    kernels = loaded_kernels()
+    if table.shape[1] > 1 and table.stride(1) != 1:
+        raise RuntimeError(f"table has stride {table.stride(1)} in its second dimension; it must be 1")
+    count, width = gradients.shape
+    if count == 0 or width == 0:
+        return
+    wide = computation_dtype(table.dtype)
+    rows, order = torch.sort(indices, stable=True)
+    # A number goes to the device as an argument of a fill, not as a copy that would be waited for.
+    factor = scale if isinstance(scale, Tensor) else torch.full((), scale, dtype=wide, device=table.device)
+    stride = (width + 7) // 8 * 8
+    stretches = -(-count // ROW_RUN)
+    sums = torch.empty(2 * stretches * stride if count > ROW_RUN else 0, dtype=wide, device=table.device)
+    next_power_of_two = 1 << (width - 1).bit_length()
+    block = min(max(next_power_of_two, _FEWEST_COLUMNS), _MOST_COLUMNS)
+    across = -(-width // block)
+    seed, stream = (0, 0) if noise is None else (noise.seed, noise.streams[0])
+    rounding = {"noisy": noise is not None, "eights": noise is not None and table.stride(0) % BLOCK == 0}
+    common = {"by_frequency": by_frequency, "block": block, "num_warps": kernels.WARPS, **rounding}
+    where = table.detach(), table.stride(0), table.shape[0], width, rows
+    with on_device(table.device):
+        kernels.add_runs[(count, across)](
+            *where,
+            order,
+            count,
+            gradients,
+            gradients.stride(0),
+            factor,
+            padding,
+            sums,
+            stride,
+            seed,
+            stream,
+            wide=triton_dtype(wide),
+            **common,
+        )
+        if count > ROW_RUN:
+            kernels.add_long_rows[(count // ROW_RUN, across)](
+                *where, count, factor, padding, sums, stride, seed, stream, **common
+            )
+    if launch_events.watching:
+        launch_events.launched("triton::add_rows", table, indices, gradients, scale, padding)
+
+
+Number = float | Tensor
+
+
+def grouped_accumulate_(
+    accumulator: Tensor,
+    left: Tensor,
+    right: Tensor,
+    offsets: Tensor,
+    scale: Number,
+    keep: Number,
+    noise: Noise | None = None,
+) -> None:
+    """accumulator[e] <- keep * accumulator[e] + scale * left[s_e:t_e]^T right[s_e:t_e] for all experts.
+
+    Summed in float32 (float64 for float64) and rounded once; the same bits on every run. float32 operands are
+    multiplied as torch's setting for products of float32 has it. The host waits for nothing. An operand whose
+    rows have gaps is copied; nothing else is allocated.
+
+    Args:
+        accumulator: [E, M, N], each matrix with rows or columns without gaps.
+        left: [S, M]; right: [S, N], of left's dtype. What they hold from `offsets[-1]` on is not read.
+        offsets: int32 [E], on the device: t_e, where the rows of expert e end; s_e is t_(e-1), or 0.
+        scale: a number, or a 0-dim floating tensor on the device, read there.
+        keep: likewise. Where it is 0, the accumulator is not read, and experts without rows become zeros.
+        noise: with it, the accumulator is bfloat16 and is rounded stochastically; one stream.
+
+    Raises:
+        RuntimeError: a matrix of the accumulator has gaps in rows and in columns.
+    """
+    from . import grouped_kernels as kernels
+
+    if not _has_whole_rows(accumulator):
+        if not _has_whole_rows(accumulator.mT):
+            raise RuntimeError(
+                f"accumulator has strides {accumulator.stride()}: one of the last two must be 1"
+            )
+        accumulator, left, right = accumulator.mT, right, left
+    experts, rows, columns = accumulator.shape
+    block_rows, block_columns, block_tokens, warps = kernels.TILES[left.element_size()]
+    programs = experts * -(-rows // block_rows) * -(-columns // block_columns)
+    if programs == 0:
+        return
+    left, right = (each if _has_whole_rows(each) else each.contiguous() for each in (left, right))
+    wide = computation_dtype(accumulator.dtype)
+    seed, stream = (0, 0) if noise is None else (noise.seed, noise.streams[0])
+    aligned = all(stride % BLOCK == 0 for stride in accumulator.stride()[:2])
+    with on_device(accumulator.device):
+        kernels.grouped_accumulate[(programs,)](
+            accumulator.detach(),
+            left.detach(),
+            right.detach(),
+            offsets.contiguous(),
+            _argument(scale, wide, accumulator.device),
+            _argument(keep, wide, accumulator.device),
+            rows,
+            columns,
+            left.shape[0],
+            accumulator.stride(0),
+            accumulator.stride(1),
+            left.stride(0),
+            right.stride(0),
+            seed,
+            stream,
+            scale_on_device=isinstance(scale, Tensor) or wide == torch.float64,
+            keep_on_device=isinstance(keep, Tensor) or wide == torch.float64,
+            wide=triton_dtype(wide),
+            precision=_precision(),
+            block_rows=block_rows,
+            block_columns=block_columns,
+            block_tokens=block_tokens,
+            noisy=noise is not None,
+            eights=noise is not None and aligned,
+            num_warps=warps,
+        )
+    flops.show_launch(left, right)
+    if launch_events.watching:
+        launch_events.launched("triton::grouped_accumulate", accumulator, left, right, offsets, scale, keep)
+
+
+def _has_whole_rows(tensor: Tensor) -> bool:
+    return tensor.stride(-1) == 1 or tensor.shape[-1] <= 1
+
+
+def _argument(number: Number, wide: torch.dtype, device: torch.device) -> Number:
+    """Triton takes numbers as float32; those of float64 go to the device as the argument of a fill."""
+    if isinstance(number, Tensor):
+        return number.detach()
+    return torch.full((), number, dtype=wide, device=device) if wide == torch.float64 else float(number)
+
+
+def _precision() -> str:
+    """How float32 operands are multiplied: torch's setting, which both its interfaces let be read here."""
+    allowed = torch.version.hip is None and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return "tf32" if allowed else "ieee"
+
+
 triton = Backend(
     name="triton",
     unavailable=_unavailable,
@@ -276,6 +557,6 @@ triton = Backend(
     accumulate_=_accumulate_,
     prepare=functools.partial(_Bound, keep_tables=True),
     norm_partials=_norm_partials,
-    finish_norm=norms.finish,
-    accumulate_rows_=rows.accumulate_rows_,
+    finish_norm=_finish_norm,
+    accumulate_rows_=_accumulate_rows_,
 )

@@ -16,8 +16,7 @@ thread; the tensor cores' results are brought into that layout once, at the end.
 import triton
 import triton.language as tl
 
-from .kernels import INTERPRETED, combine, narrow, widen
-from .rounding_kernels import bits_of_blocks, bits_of_elements, round_by
+from .kernels import INTERPRETED, bits_of_blocks, bits_of_elements, combine, narrow, round_by, widen
 
 #: Rows and columns of a tile, tokens of a step, and warps, by the bytes of an operand's element. 32 tokens of
 #: 16 bits leave a Hopper multiprocessor as many programs as 16 do, four, with half the barriers. Without

@@ -1,0 +1,249 @@
+"""One case: every variant checked against a reference, its bytes counted, all timed in turns with a copy."""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...kernels import registry
+from ...traffic import TrafficMeter
+from ..measuring import machine, timing
+from ..measuring.records import first_line
+from ..measuring.timing import Run, Timer, rotated
+from .work import OURS, STOCK, YARDSTICK, BenchVariant, Work
+
+COPY = "copy of as many bytes as an ideal pass"
+MEASURED, NOT_MEASURED, WRONG = "measured", "not measured", "wrong"
+
+_MOST_CALLS = 1000
+#: The fewest calls of a sample where all take the same tensors: the first finds others' data in the caches.
+_LEAST_WARM_CALLS = 10
+#: Of the memory that is free: what a case may take.
+SHARE = 0.25
+#: Seconds of untimed calls with the other sets.
+_WARMING = 0.5
+#: Tensors of all sets together.
+_MOST_TENSORS = 40_000
+
+Entry = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much to measure.
+
+    `seconds`: of timing in each case, within `least_rounds` and `most_rounds`. `sample_seconds`: one sample
+    makes as many calls as take that long. `cold_bytes`: sets of tensors that take turns hold so many bytes
+    together, if `most_sets` are enough; where the caches are larger, up to `most_times_cold` times as many.
+    """
+
+    name: str
+    seconds: float
+    least_rounds: int
+    most_rounds: int
+    sample_seconds: float
+    cold_bytes: int
+    most_sets: int
+    most_times_cold: int = 8
+
+
+SHORT = Effort("short", 1.8, 11, 61, 0.5e-3, 64 * 2**20, 128)
+FULL = Effort("full", 4.0, 21, 101, 1e-3, 64 * 2**20, 128)
+#: What an entry holds once its way was checked, counted, timed and compared.
+_FIGURES = (
+    *("inexact", "note", "bytes", "calls", "uncounted", "seconds", "samples"),
+    *("gb_per_s", "percent_of_copy", "host_seconds", "against", "speed", "interval"),
+)
+
+
+def limit(device: torch.device) -> int:
+    """Bytes that a case may take now."""
+    return int(SHARE * machine.available_memory(device))
+
+
+def our_backends(device: torch.device, effort: str) -> list[str]:
+    """Those to measure: what "auto" takes, and in a full run every other that can run there."""
+    if effort != "full":
+        return ["auto"]
+    taken = registry.select(device, torch.float32, torch.float32).backend.name
+    others = [name for name in registry.order(device) if name != taken]
+    able = [name for name in others if registry.obstacle(name, device, torch.float32, torch.float32) is None]
+    return ["auto", *able]
+
+
+def measure(work: Work, variants: Sequence[BenchVariant], effort: Effort, most: int) -> dict[str, Any]:
+    """The figures of one case, as plain values.
+
+    Args:
+        work: the case.
+        variants: those of it to measure, beside a copy.
+        effort: how much to measure.
+        most: bytes that it may take.
+
+    Returns:
+        What is measured (`what`, `name`, `dtypes`, `sizes`, `warm`, `sets`), who runs "auto" (`backend`,
+        `reason`), `why` where nothing could be measured, else None, `rounds`, and `ways`: see `_entry`.
+        Those of role "fusedacc" have `speed`, how many times as fast they are as the fastest stock form
+        (`against`), in the median over rounds, and its 95 % `interval`.
+    """
+    backend, reason = work.chosen()
+    facts: dict[str, Any] = {
+        **{name: getattr(work, name) for name in ("what", "name", "title", "dtypes", "sizes", "warm")},
+        "sets": _sets(work, effort, most),
+        "backend": backend,
+        "reason": reason,
+        "why": None,
+        "rounds": 0,
+        "ways": [],
+    }
+    if facts["sets"] == 0:
+        needed = work.set_bytes + work.moved + work.working_bytes
+        facts["why"] = f"needs {needed} bytes; allowed are {most}, a quarter of the free memory"
+        return facts
+    try:
+        facts["ways"] = _entries(work, variants, effort, facts["sets"])
+    except (MemoryError, RuntimeError) as error:  # out of memory, say: the other cases are still measured
+        facts["why"] = first_line(error)
+    facts["rounds"] = max((len(entry["samples"]) for entry in facts["ways"]), default=0)
+    return facts
+
+
+def _sets(work: Work, effort: Effort, most: int) -> int:
+    """How many sets of tensors take turns, so that a call finds none that it just left in a cache."""
+    room = (most - work.working_bytes) // max(1, work.set_bytes + work.moved)
+    if room < 1 or work.warm:
+        return max(0, min(1, room))
+    caches = (4 if work.device.type == "cuda" else 2) * machine.cache_bytes(work.device)
+    cold = max(effort.cold_bytes, min(caches, effort.most_times_cold * effort.cold_bytes))
+    wanted = math.ceil(cold / max(1, work.set_bytes))
+    return max(1, min(wanted, effort.most_sets, room, _MOST_TENSORS // work.tensors))
+
+
+def _entries(work: Work, variants: Sequence[BenchVariant], effort: Effort, sets: int) -> list[Entry]:
+    tensors = [work.make() for _ in range(sets)]
+    copies = [_copy(work) for _ in range(sets)]
+    entries, runs = [], {}
+    for variant in variants:
+        entry, run = _checked(work, variant, tensors)
+        entries.append(entry)
+        if run is not None:
+            runs[variant.name] = run
+    entries.append(_entry(COPY, YARDSTICK, MEASURED))
+    runs[COPY] = rotated(copies)
+    _count(entries[-1], runs[COPY])
+    if work.device.type == "cuda":
+        for entry in entries:
+            if entry["name"] in runs:
+                entry["host_seconds"] = timing.host_seconds(runs[entry["name"]])
+    timer = timing.timer_for(work.device)
+    calls, rounds = samples_and_rounds(runs, timer, effort, _LEAST_WARM_CALLS if work.warm else 1)
+    times = timing.take_turns(runs, range(-1, rounds), timer, calls)
+    for entry in entries:
+        if entry["name"] in times:
+            _add_times(entry, times[entry["name"]])
+    _compare(entries)
+    return entries
+
+
+def samples_and_rounds(
+    runs: Mapping[str, Run], timer: Timer, effort: Effort, least_calls: int = 1
+) -> tuple[dict[str, int], int]:
+    """How many calls a sample of each makes, and how many rounds there is time for."""
+    with timing.garbage_uncollected():
+        once = {name: statistics.median(timer(run, 1) for _ in range(3)) for name, run in runs.items()}
+    calls = {
+        name: max(least_calls, min(_MOST_CALLS, math.ceil(effort.sample_seconds / max(seconds, 1e-7))))
+        for name, seconds in once.items()
+    }
+    rounds = int(effort.seconds / max(sum(calls[name] * once[name] for name in runs), 1e-7))
+    return calls, max(effort.least_rounds, min(effort.most_rounds, rounds))
+
+
+def _copy(work: Work) -> Run:
+    source = torch.ones(max(1, work.moved // 8), device=work.device)
+    return functools.partial(torch.zeros_like(source).copy_, source)
+
+
+def _entry(name: str, role: str, status: str, why: str | None = None) -> Entry:
+    """What is known of a way: `status` and `why` not or what is wrong; `inexact`: why it is no baseline;
+    `note`: what else is worth telling of its result.
+
+    Bytes and operator calls are of one call; `bytes` is None where operators in `uncounted` have no rule.
+    `samples`: seconds per call, one for each round. `host_seconds`: to issue a call, on a GPU.
+    """
+    figures = dict.fromkeys(_FIGURES) | {"uncounted": {}, "samples": []}
+    return {"name": name, "role": role, "status": status, "why": why, **figures}
+
+
+def _checked(work: Work, variant: BenchVariant, tensors: Sequence[Any]) -> tuple[Entry, Run | None]:
+    """The variant's entry, and what calls it with each set in turn unless it cannot run or is wrong."""
+    if variant.obstacle is not None:
+        return _entry(variant.name, variant.role, NOT_MEASURED, variant.obstacle), None
+    try:
+        runs = [variant.make(each) for each in tensors]
+        problem = None
+        if variant.role == YARDSTICK:
+            runs[0]()
+        else:
+            problem = work.check(variant, runs[0], tensors[0])
+    except Exception as error:  # whatever this torch, or a broken installation, raises is what is reported
+        status = WRONG if variant.role == OURS else NOT_MEASURED
+        return _entry(variant.name, variant.role, status, first_line(error)), None
+    if problem is not None:
+        return _entry(variant.name, variant.role, WRONG, problem), None
+    start = time.perf_counter()
+    for run in runs[1:]:
+        if time.perf_counter() - start > _WARMING:  # hundreds of sets of a slow form
+            break
+        run()
+    entry = _entry(variant.name, variant.role, MEASURED)
+    entry["inexact"], entry["note"] = variant.inexact, work.notes.get(variant.name)
+    _count(entry, runs[0])
+    return entry, rotated(runs)
+
+
+def _count(entry: Entry, run: Run) -> None:
+    with TrafficMeter() as meter:
+        run()
+    entry["calls"], entry["uncounted"] = meter.calls, meter.uncounted
+    entry["bytes"] = None if meter.uncounted else meter.total_bytes
+
+
+def _add_times(entry: Entry, samples: list[float]) -> None:
+    median = statistics.median(samples)
+    entry["samples"] = samples
+    entry["seconds"] = {
+        "median": median,
+        "p20": timing.quantile(samples, 0.2),
+        "p80": timing.quantile(samples, 0.8),
+    }
+    if entry["bytes"] is not None:
+        entry["gb_per_s"] = entry["bytes"] / median / 1e9
+
+
+def _compare(entries: Sequence[Entry]) -> None:
+    """Adds the share of the copy's bandwidth to each, and to ours the speed against the fastest of stock."""
+    copy = entries[-1]["gb_per_s"]
+    for entry in entries:
+        if entry["gb_per_s"] is not None:
+            entry["percent_of_copy"] = 100 * entry["gb_per_s"] / copy
+    base = fastest([entry for entry in entries if entry["role"] == STOCK and not entry["inexact"]])
+    if base is None:
+        return
+    for entry in entries:
+        if entry["role"] == OURS and entry["samples"]:
+            entry["against"] = base["name"]
+            entry["speed"], *entry["interval"] = timing.ratio(base["samples"], entry["samples"])
+
+
+def fastest(entries: Sequence[Entry]) -> Entry | None:
+    """The entry of the lowest median; None where nothing was measured."""
+    timed = [entry for entry in entries if entry["seconds"]]
+    return min(timed, key=lambda entry: entry["seconds"]["median"], default=None)

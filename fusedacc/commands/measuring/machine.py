@@ -1,0 +1,116 @@
+"""The machine that is measured: its names, its memory and caches, and what a figure on it depends on."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_MIB = 2**20
+#: Taken to be free where the system does not say.
+_UNKNOWN_MEMORY = 2**31
+
+
+def version(package: str) -> str | None:
+    """An installed package's version; None where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def cpu_name() -> str:
+    """The CPU's model and how many of them the system counts."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {len(names) or os.cpu_count()} cores"
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that can still be allocated, a tenth being left alone."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device)[0] * 9 // 10
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return _UNKNOWN_MEMORY
+    free = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    group = Path("/sys/fs/cgroup")
+    if (group / "memory.max").exists() and (most := (group / "memory.max").read_text().strip()) != "max":
+        free = min(free, int(most) - int((group / "memory.current").read_text()))
+    return free * 9 // 10
+
+
+def cache_bytes(device: torch.device) -> int:
+    """The size of the last cache before memory, as far as the system tells; 32 MiB where it does not."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    try:
+        text = Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text().strip()
+        return int(text.removesuffix("K")) * 1024
+    except (OSError, ValueError):
+        return 32 * _MIB
+
+
+def collect(device: torch.device) -> dict[str, Any]:
+    """What the figures depend on, as plain values."""
+    prefixes = ("OMP_", "GOMP_", "KMP_", "MKL_", "ONEDNN_", "ATEN_", "MALLOC_", "LD_PRELOAD", "FUSEDACC_")
+    return {
+        "device": str(device),
+        "name": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "environment": {key: value for key, value in sorted(os.environ.items()) if key.startswith(prefixes)},
+        "fusedacc": version("fusedacc"),
+        "torch": torch.__version__,
+        "triton": version("triton"),
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+#: The columns of a figure's conditions.
+CONDITIONS = ("device", "threads", "allocator", "torch", "triton", "cuda", "python", "commit", "date")
+
+
+def columns(device: torch.device) -> dict[str, str]:
+    """What a figure depends on, by `CONDITIONS`; `date` is that of the run."""
+    found = collect(device)
+    set_here = [f"{name}={value}" for name, value in sorted(os.environ.items())]
+    malloc = [text for text in set_here if text.startswith(("MALLOC_", "LD_PRELOAD="))]
+    threads = [text for text in set_here if text.startswith(("OMP_", "GOMP_", "KMP_"))]
+    return {
+        "device": found["name"],
+        "threads": " ".join([str(torch.get_num_threads()), *threads]),
+        "allocator": " ".join(malloc) or "libc, defaults",
+        **{name: found[name] or "" for name in ("torch", "triton", "cuda", "python")},
+        "commit": commit(),
+        "date": found["date"],
+    }
+
+
+def commit() -> str:
+    """The commit measured, with "+" if files differ from it; "unknown" outside a git checkout.
+
+    The environment variable FUSEDACC_COMMIT tells it for a copy that is no checkout.
+    """
+    told = os.environ.get("FUSEDACC_COMMIT")
+    if told:
+        return told
+    command = ["git", "describe", "--always", "--dirty=+", "--abbrev=10", "--exclude=*"]
+    try:
+        found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    except OSError:  # no git
+        return "unknown"
+    return found.stdout.strip() or "unknown"

@@ -1,0 +1,183 @@
+"""What all pictures share: style, colors, titles, keys, bars in groups, and labels beside lines.
+
+matplotlib is optional: it is imported when something is drawn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+STYLE: dict[Any, Any] = {
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#555555",
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlesize": 11,
+    "figure.facecolor": "white",
+    "savefig.facecolor": "white",
+    "svg.hashsalt": "fusedacc",
+}
+INK, QUIET, FAINT = "#222222", "#555555", "#E6E6E6"
+# The colors of Okabe and Ito, which color-blind readers can tell apart.
+BLUE, SKY, GREEN, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#E69F00"
+VERMILION, PINK, YELLOW, GREY = "#D55E00", "#CC79A7", "#F0E442", "#B4B4B4"
+#: Providers whose names begin so are drawn bold.
+OURS = "fusedacc"
+LEFT = 0.012
+
+
+def problem(path: Path) -> str | None:
+    """Return why no picture can be drawn there; None if one can."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return "the package matplotlib, which draws, is not installed: pip install matplotlib"
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    allowed = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix.removeprefix(".") not in allowed:
+        return f"{str(path)!r} has no ending of a picture; allowed: .{', .'.join(allowed)}"
+    if not path.parent.is_dir():
+        return f"{str(path)!r} is in no folder that exists; allowed: a file in an existing folder"
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        return f"{str(path)!r} cannot be written; allowed: a file that can"
+    return None
+
+
+def picture(text: str) -> Path:
+    """A file to draw, as the type of a command's argument."""
+    why = problem(Path(text))
+    if why is not None:
+        raise argparse.ArgumentTypeError(why)
+    return Path(text)
+
+
+def conditions(about: Mapping[str, str]) -> str:
+    """The conditions of a row of results, in words."""
+    words = [about["device"], f"threads {about['threads']}", f"torch {about['torch']}"]
+    words += [f"CUDA {about['cuda']}"] if about["cuda"] else []
+    return ", ".join([*words, f"commit {about['commit']}", about["date"][:10]])
+
+
+def swatches(colours: Mapping[str, str]) -> dict[str, Any]:
+    """Handles of a key: a rectangle of each color."""
+    from matplotlib.patches import Rectangle
+
+    return {name: Rectangle((0, 0), 1, 1, color=colour) for name, colour in colours.items()}
+
+
+def finish(figure: Figure, title: str, notes: Sequence[str], key: Mapping[str, Any] | None = None) -> Figure:
+    """Put the title and the key above the axes and the notes beneath them.
+
+    Args:
+        figure: with its axes.
+        title: in bold.
+        notes: each begins a line.
+        key: handles by name; see `swatches`.
+    """
+    width = int(figure.get_figwidth() * 13)  # characters, capitals among them
+    lines = [line for note in notes for line in textwrap.wrap(note, width)]
+    inch = 1 / figure.get_figheight()
+    figure.text(LEFT, 0.1 * inch, "\n".join(lines), fontsize=8.5, color=QUIET, ha="left", va="bottom")
+    figure.text(LEFT, 1 - 0.12 * inch, title, fontsize=13, fontweight="bold", ha="left", va="top")
+    top = 0.45
+    if key:
+        figure.legend(
+            list(key.values()), list(key), frameon=False, loc="upper left",
+            bbox_to_anchor=(LEFT, 1 - top * inch), ncols=len(key), borderaxespad=0, borderpad=0,
+            columnspacing=1.3, handlelength=1.1, handletextpad=0.5, fontsize=9,
+        )  # fmt: skip
+        top += 0.25
+    beneath = 0.19 * len(lines) + 0.16
+    figure.tight_layout(rect=(0, beneath * inch, 1, 1 - top * inch), w_pad=2.0)
+    return figure
+
+
+def save(figure: Figure, paths: Iterable[Path], dpi: int = 150) -> None:
+    """Write the figure. The same figure gives the same bytes: an SVG has no date."""
+    for path in paths:
+        figure.savefig(path, dpi=dpi, metadata={"Date": None} if path.suffix == ".svg" else {})
+
+
+class Bars:
+    """Horizontal bars from top to bottom, in groups with headings."""
+
+    def __init__(self, axes: Axes, most: float) -> None:
+        self.axes, self.most = axes, most
+        self.position = -1.3
+        self.ticks: dict[float, str] = {}
+
+    def heading(self, text: str) -> None:
+        self.position += 1.3
+        self.axes.text(0, self.position, text, va="center", fontweight="bold", color=INK)
+
+    def add(self, name: str, parts: dict[str, float], colours: dict[str, str], sizes: bool = True) -> float:
+        """A bar of parts, with its size in each that has room for it. Returns where the bar ends."""
+        self.position += 1
+        self.ticks[self.position] = name
+        left = 0.0
+        for part, size in parts.items():
+            colour = colours[part]
+            self.axes.barh(
+                self.position, size, left=left, height=0.76, color=colour, edgecolor="white", linewidth=0.8
+            )
+            if sizes and size >= self.most / 26:
+                ink = "white" if colour == BLUE else INK
+                middle = left + size / 2
+                self.axes.text(
+                    middle, self.position, f"{size:.3g}", ha="center", va="center", fontsize=8.5, color=ink
+                )
+            left += size
+        return left
+
+    def tell(self, end: float, text: str) -> None:
+        """Text beside the last bar, which ends there."""
+        self.axes.text(end + self.most / 120, self.position, text, va="center", color=INK)
+
+    def finish(self, unit: str, room: float) -> None:
+        """Ticks and limits; the axis is `room` times as long as the longest bar."""
+        self.axes.set_yticks(list(self.ticks), list(self.ticks.values()))
+        for label in self.axes.get_yticklabels():
+            label.set_fontweight("bold" if label.get_text().startswith(OURS) else "normal")
+        self.axes.set(xlim=(0, room * self.most), ylim=(self.position + 0.55, -0.55), xlabel=unit)
+        self.axes.tick_params(axis="y", length=0)
+        self.axes.spines["left"].set_visible(False)
+        self.axes.grid(axis="x", color=FAINT)
+        self.axes.set_axisbelow(True)
+
+
+def label_ends(axes: Axes, ends: dict[str, float], colours: dict[str, str], x: float, top: float) -> None:
+    """Names beside the lines' last points, moved apart where they would overlap. The y axis is (0, `top`)."""
+    names = sorted(ends, key=ends.__getitem__)
+    gap = 0.05 * top
+    places: list[float] = []
+    for name in names:
+        places.append(max(ends[name], places[-1] + gap if places else 0.01 * top))
+    limit = 0.99 * top
+    for index in reversed(range(len(places))):
+        places[index] = min(places[index], limit)
+        limit = places[index] - gap
+    for name, place in zip(names, places, strict=True):
+        line = {"arrowstyle": "-", "color": colours[name], "linewidth": 1.2}
+        axes.annotate(
+            name,
+            (x, ends[name]),
+            xytext=(1.05, place / top),
+            textcoords="axes fraction",
+            va="center",
+            fontsize=9,
+            color=INK,
+            fontweight="bold" if name.startswith(OURS) else "normal",
+            annotation_clip=False,
+            arrowprops={**line, "relpos": (0, 0.5), "shrinkA": 0, "shrinkB": 4},
+        )

@@ -1,0 +1,349 @@
+"""Figures as rows: measured in turns, held against goals, appended to a CSV file and printed as a table."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import math
+import os
+import statistics
+import sys
+import textwrap
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from . import machine
+from .timing import Run, Timer, cpu_timer, quantile, ratio, take_turns
+
+#: Variants of these names measure the machine: the peak is the faster of them.
+PEAK = ("copy", "triad")
+#: A line of a results file, by column.
+Line = dict[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is worked on. `mode`: what one call does ("accumulate", "window", ...); `shapes`: in words that a
+    reader can check; `dtypes`: "bfloat16 into float32"."""
+
+    benchmark: str
+    case: str
+    mode: str = ""
+    shapes: str = ""
+    dtypes: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One figure against at most one goal: a line of the CSV.
+
+    `median`, `p20` and `p80` are in `unit`; empty where the provider could not run, and `note` says why.
+    `speedup` is the median over rounds of the ratio within a round. `percent_of_peak` is of the faster of a
+    copy and a triad in the same rounds. `host_us` is the time to issue one call on a GPU.
+    """
+
+    benchmark: str
+    case: str
+    provider: str
+    mode: str = ""
+    shapes: str = ""
+    dtypes: str = ""
+    metric: str = "time"
+    unit: str = "us"
+    median: float | None = None
+    p20: float | None = None
+    p80: float | None = None
+    rounds: int | None = None
+    bytes: int | None = None
+    gb_per_s: float | None = None
+    percent_of_peak: float | None = None
+    launches: int | None = None
+    host_us: float | None = None
+    against: str = ""
+    speedup: float | None = None
+    goal: float | None = None
+    reached: str = ""
+    note: str = ""
+
+
+COLUMNS = tuple(field.name for field in dataclasses.fields(Row))
+
+
+def row(case: Case, provider: str, **columns: object) -> Row:
+    """A row of a case."""
+    return Row(**dataclasses.asdict(case), provider=provider, **columns)  # type: ignore[arg-type]
+
+
+def cannot_run(case: Case, provider: str, why: str) -> Row:
+    """The row of a provider that cannot run here."""
+    return row(case, provider, note=f"not run: {why}")
+
+
+def first_line(error: BaseException) -> str:
+    """An error in one line: its type and its first sentence, shortened."""
+    lines = str(error).strip().splitlines() or [""]
+    text = lines[0].partition(". ")[0]
+    return f"{type(error).__name__}: {textwrap.shorten(text, 120, placeholder=' ...')}"
+
+
+def reached(value: float | None, goal: float) -> str:
+    return "" if value is None or not goal else "yes" if value >= goal else "no"
+
+
+def spread(values: Sequence[float], scale: float = 1.0) -> dict[str, float | int]:
+    """The columns of what was measured in each round."""
+    scaled = [scale * value for value in values]
+    ends = {"p20": quantile(scaled, 0.2), "p80": quantile(scaled, 0.8)}
+    return {"median": statistics.median(scaled), **ends, "rounds": len(scaled)}
+
+
+def at_most(
+    limit: float, found: float, against: str = "limit", tolerance: float = 0.0
+) -> dict[str, str | float]:
+    """The columns of a figure that may be at most `limit`, or exceed it by a share of `tolerance`."""
+    room = limit / found
+    return {"against": against, "speedup": room, "goal": 1.0, "reached": reached(room, 1.0 - tolerance)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Goal:
+    """To be `at_least` so many times as fast as the variant `against` (0: no goal, only the ratio),
+    in bytes per second if `by_bandwidth`, else in calls per second."""
+
+    against: str
+    at_least: float = 0.0
+    by_bandwidth: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One way to do the work.
+
+    `bytes`: read and written by one call, each operand counted once (0: show no bandwidth). `launches`:
+    operators (CPU) or kernels (CUDA) of one call. `host_us`: see `Row`. `note`: what a reader must know.
+    """
+
+    name: str
+    run: Run = lambda: None
+    bytes: int = 0
+    goals: tuple[Goal, ...] = ()
+    launches: int | None = None
+    host_us: float | None = None
+    note: str = ""
+
+
+def measure(
+    case: Case, variants: Sequence[Variant], rounds: Iterable[int], calls: int = 1, timer: Timer = cpu_timer
+) -> list[Row]:
+    """Time the variants in turns and return their rows."""
+    times = take_turns({variant.name: variant.run for variant in variants}, rounds, timer, calls)
+    return rows_of(case, variants, times)
+
+
+def rows_of(case: Case, variants: Sequence[Variant], times: Mapping[str, Sequence[float]]) -> list[Row]:
+    """Rows of the seconds that each variant took in each round; one for each goal."""
+    moved = {variant.name: variant.bytes for variant in variants}
+    peaks = [moved[name] / statistics.median(times[name]) for name in PEAK if name in moved]
+    rows = []
+    for variant in variants:
+        own = {name: getattr(variant, name) for name in ("launches", "host_us", "note")}
+        if variant.bytes:
+            bandwidth = variant.bytes / statistics.median(times[variant.name])
+            own |= {"bytes": variant.bytes, "gb_per_s": bandwidth / 1e9}
+            own["percent_of_peak"] = 100 * bandwidth / max(peaks) if peaks else None
+        figure = row(case, variant.name, **spread(times[variant.name], 1e6), **own)
+        rows += [_against(figure, goal, times, moved) for goal in variant.goals] or [figure]
+    return rows
+
+
+def _against(figure: Row, goal: Goal, times: Mapping[str, Sequence[float]], moved: Mapping[str, int]) -> Row:
+    speedup, *_ = ratio(times[goal.against], times[figure.provider])
+    if goal.by_bandwidth:
+        speedup *= moved[figure.provider] / moved[goal.against]
+    return dataclasses.replace(
+        figure,
+        against=goal.against + (" (bytes/s)" if goal.by_bandwidth else ""),
+        speedup=speedup,
+        goal=goal.at_least or None,
+        reached=reached(speedup, goal.at_least),
+    )
+
+
+class Results:
+    """The rows of one run, each appended to the CSV as soon as it is measured.
+
+    Args:
+        path: the CSV, made with its header if it is not there; None records nothing.
+        device: whose name goes into the rows.
+        columns: the rows' own, before those of the conditions; attributes of what is added.
+
+    Raises:
+        ValueError: `path` holds a table with other columns.
+    """
+
+    def __init__(
+        self, path: Path | None, device: torch.device | str = "cpu", columns: Sequence[str] = COLUMNS
+    ) -> None:
+        self.path, self.device, self.columns = path, torch.device(device), columns
+        self.conditions = machine.columns(self.device)
+        self.rows: list[Row] = []
+        header = [*columns, *machine.CONDITIONS]
+        if path is not None and path.exists() and path.stat().st_size:
+            with path.open(newline="") as file:
+                found = next(csv.reader(file))
+            if found != header:
+                raise ValueError(
+                    f"{path} has other columns ({', '.join(found)}); allowed: {', '.join(header)}"
+                )
+        elif path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._append([header])
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Keep the rows and append them to the file; they are on the disk when this returns.
+
+        If the disk is full the file is cut back to its last whole row, the rows are printed as CSV instead,
+        and OSError is raised.
+        """
+        self.rows += rows
+        if self.path is None:
+            return
+        conditions = [self.conditions[name] for name in machine.CONDITIONS]
+        lines = [[*(_short(getattr(row, name)) for name in self.columns), *conditions] for row in rows]
+        try:
+            self._append(lines)
+        except OSError:
+            csv.writer(sys.stdout, lineterminator="\n").writerows(lines)
+            raise
+
+    def _append(self, lines: Sequence[Sequence[str]]) -> None:
+        assert self.path is not None
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows(lines)
+        with self.path.open("ab", buffering=0) as file:
+            end = file.seek(0, os.SEEK_END)
+            try:
+                data = memoryview(text.getvalue().encode())
+                while data:
+                    data = data[file.write(data) :]
+                os.fsync(file.fileno())
+            except BaseException:
+                file.truncate(end)
+                raise
+
+    def drop_older_runs(self, benchmarks: Collection[str]) -> None:
+        """Remove this device's older runs of these benchmarks from the file, once this run is complete.
+
+        The file is replaced as a whole, so an interruption leaves the old one.
+        """
+        if self.path is None:
+            return
+        own = {(name, self.conditions["device"]) for name in benchmarks}
+        lines = read(self.path)
+        kept = newest_runs(lines, own)
+        if len(kept) == len(lines):
+            return
+        beside = self.path.with_suffix(".new")
+        with beside.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(kept)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(self.path)
+
+    def report(self) -> None:
+        """Print the table with its conditions, and which goals were missed."""
+        print(table(self.rows))
+        print("\n" + ", ".join(f"{key} {value}" for key, value in self.conditions.items() if value))
+        missed = [
+            f"{r.case}, {r.dtypes}: {r.provider} against {r.against}" for r in self.rows if r.reached == "no"
+        ]
+        count = sum(r.reached == "yes" for r in self.rows)
+        print(f"{count} goals reached, {len(missed)} missed" + "".join(f"\n  {line}" for line in missed))
+        if self.path is not None:
+            print(f"appended to {os.path.relpath(self.path)}")
+
+
+def _short(value: object) -> str:
+    return f"{value:.5g}" if isinstance(value, float) else "" if value is None else str(value)
+
+
+def read(path: Path) -> list[Line]:
+    """All rows of a results file, as text."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def newest(rows: Sequence[Line], benchmark: str) -> list[Line]:
+    """The rows of a benchmark's last run."""
+    own = [found for found in rows if found["benchmark"] == benchmark]
+    return [found for found in own if found["date"] == own[-1]["date"]]
+
+
+def newest_runs(rows: Sequence[Line], of: Collection[tuple[str, str]] | None = None) -> list[Line]:
+    """The rows without older runs of the same benchmark on the same device.
+
+    of: benchmarks and devices whose older runs go; None: all.
+    """
+
+    def run(found: Line) -> tuple[str, str]:
+        return found["benchmark"], found["device"]
+
+    last = {run(found): found["date"] for found in rows}
+    chosen = last if of is None else of
+    return [found for found in rows if run(found) not in chosen or found["date"] == last[run(found)]]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as aligned text, one block per case."""
+
+    def key(row: Row) -> tuple[str, ...]:
+        return row.benchmark, row.case, row.mode, row.dtypes, row.metric
+
+    lines: list[str] = []
+    previous: Row | None = None
+    for row in rows:
+        if previous is None or key(row) != key(previous):
+            metric = row.metric if row.metric != "time" else ""
+            title = ", ".join(filter(None, (f"{row.benchmark}: {row.case}", row.mode, row.dtypes, metric)))
+            lines += ["", title, f"  {'':<42}{'median':>12}{'p20':>10}{'p80':>10}   GB/s % peak  calls"]
+            previous = None
+        if row.median is None:
+            lines.append(f"  {row.provider:<42}  {row.note}")
+        else:
+            line = " " * 99
+            if previous is None or previous.provider != row.provider:
+                rate = f"{row.gb_per_s:>7.1f}" if row.gb_per_s else " " * 7
+                share = f"{row.percent_of_peak:>7.0f}" if row.percent_of_peak else " " * 7
+                calls = f"{row.launches:>7}" if row.launches is not None else " " * 7
+                line = f"  {row.provider:<42}{f'{_figure(row.median)} {row.unit:<3}':>13}"
+                line += f"{_figure(row.p20):>9}{_figure(row.p80):>10}{rate}{share}{calls}"
+            if row.speedup is not None:
+                line = f"{line:<99}  {row.speedup:.2f} x {row.against}"
+            if row.reached:
+                line += f"; goal {row.goal:.3g} {'reached' if row.reached == 'yes' else 'MISSED'}"
+            lines.append((line + (f"  ({row.note})" if row.note else "")).rstrip())
+        previous = row
+    return "\n".join(lines)
+
+
+def markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A table of Markdown."""
+    body = [f"| {' | '.join(cells)} |" for cells in lines]
+    return "\n".join([f"| {' | '.join(head)} |", "|" + "---|" * len(head), *body])
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}" if abs(value) < 1e6 else f"{value:.3g}"
+
+
+def count(elements: float) -> str:
+    """A number of elements, short: 1 Ki, 64 Mi, 1 Gi."""
+    for power, suffix in ((30, "Gi"), (20, "Mi"), (10, "Ki")):
+        if elements >= 2**power:
+            return f"{elements / 2**power:g} {suffix}"
+    return f"{elements:g}" if math.isfinite(elements) else str(elements)

@@ -1,0 +1,158 @@
+"""Time variants in turns, and say how certain the results are."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+Run = Callable[[], object]
+#: Takes a function and the number of calls; returns the seconds per call, or another measure of them.
+Timer = Callable[[Run, int], Any]
+
+
+def cpu_timer(run: Run, calls: int) -> float:
+    """Seconds per call on the host."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        run()
+    return (time.perf_counter() - start) / calls
+
+
+def queued_timer(run: Run, calls: int) -> float:
+    """Seconds per call on the current CUDA device.
+
+    The calls are queued behind a kernel that waits, so the host's time does not count. A call that
+    synchronizes, or fills the queue, shows as the time it takes.
+    """
+    torch.cuda.synchronize()
+    issue = cpu_timer(run, 1)
+    return device_seconds(run, calls, min(0.05, 20e-6 + 1.5 * calls * issue))
+
+
+def timer_for(device: torch.device | str) -> Timer:
+    """`queued_timer` for a GPU, else `cpu_timer`."""
+    return queued_timer if torch.device(device).type == "cuda" else cpu_timer
+
+
+def device_seconds(run: Run, calls: int, ahead: float) -> float:
+    """Seconds per call on the current CUDA device, which waits for `ahead` seconds before the first."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    cycles_per_second = 2e9  # at most that, on any GPU of today: it waits too long rather than too short
+    torch.cuda._sleep(int(cycles_per_second * ahead))
+    start.record()
+    for _ in range(calls):
+        run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / calls
+
+
+def host_seconds(run: Run) -> float:
+    """Median seconds to issue one call into an empty queue of the current CUDA device."""
+    times = []
+    for _ in range(7):
+        torch.cuda.synchronize()
+        times.append(cpu_timer(run, 1))
+    torch.cuda.synchronize()
+    return statistics.median(times)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU; do nothing for a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def rotated(runs: Sequence[Run]) -> Run:
+    """Return a function that calls the next of `runs` each time."""
+    if len(runs) == 1:
+        return runs[0]
+    following: Callable[[], Run] = itertools.cycle(runs).__next__
+    return lambda: following()()
+
+
+def in_turn(names: Sequence[str], index: int) -> list[str]:
+    """The order of round `index`.
+
+    It shifts by one each round and runs backwards in every second one, so no variant always follows the
+    same other.
+    """
+    turn = index % len(names)
+    order = [*names[turn:], *names[:turn]]
+    return order[::-1] if index % 2 else order
+
+
+@contextlib.contextmanager
+def garbage_uncollected() -> Iterator[None]:
+    """Keep the garbage collector from running."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def take_turns(
+    runs: Mapping[str, Run],
+    rounds: Iterable[int],
+    timer: Timer = cpu_timer,
+    calls: int | Mapping[str, int] = 1,
+) -> dict[str, list[Any]]:
+    """Time every variant once per round, in the order of `in_turn`.
+
+    Args:
+        runs: the variants by name.
+        rounds: the numbers of the rounds. Negative ones warm up and are not recorded.
+        timer: measures a sample.
+        calls: of each sample; by name if they differ.
+
+    Returns:
+        What `timer` returned in each recorded round, by name.
+    """
+    found: dict[str, list[Any]] = {name: [] for name in runs}
+    with garbage_uncollected():
+        for index in rounds:
+            for name in in_turn(list(runs), index):
+                sample = timer(runs[name], calls if isinstance(calls, int) else calls[name])
+                if index >= 0:
+                    found[name].append(sample)
+    return found
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The nearest-rank quantile."""
+    return sorted(values)[round(share * (len(values) - 1))]
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """A 95 % interval of the median of what the values are drawn from, whatever its distribution.
+
+    It reaches from one order statistic to another: by the binomial distribution the median lies outside in at
+    most 5 of 100 cases. Fewer than six values cannot tell: then it is their whole range.
+    """
+    count, rank, outside = len(values), 0, 0.5 ** len(values)
+    while outside <= 0.025:
+        rank += 1
+        outside += math.comb(count, rank) * 0.5**count
+    ordered = sorted(values)
+    return ordered[max(rank, 1) - 1], ordered[-max(rank, 1)]
+
+
+def ratio(over: Sequence[float], under: Sequence[float]) -> tuple[float, float, float]:
+    """The median over rounds of the ratio within a round, and the ends of its `interval`.
+
+    Other programs slow neighbors in time alike, so such a ratio is steadier than a ratio of medians.
+    """
+    ratios = [a / b for a, b in zip(over, under, strict=True)]
+    return (statistics.median(ratios), *interval(ratios))

@@ -1,0 +1,294 @@
+"""`python -m fusedacc selftest`: checks every backend on every device, measures them, and writes a report."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels import dtypes, grouped, library, matmul, matmul_eager, registry, selftest, selftest_checks
+from ..optimizer import AccumulatingOptimizer
+from .bench import MISUSED, WRONG
+from .bench.report import Progress
+from .bench.work import name_of
+from .measuring import machine, timing
+
+FILE = "fusedacc-selftest.json"
+DESCRIPTION = (
+    "Checks the results of every backend on every device against plain torch, and measures its bandwidth "
+    "against a copy, in about a minute. Writes one file, to attach to an issue. On a GPU the results also "
+    "replace those of the self-tests at first use. FUSEDACC_BACKEND and FUSEDACC_SELFTEST change nothing. "
+    "Exit status: 0; 1 where something fails that is used by default; 2 where the report cannot be written."
+)
+#: Elements of the lists that are measured, by the device's type: more than its caches hold.
+ELEMENTS = {"cpu": 2**23, "cuda": 2**26}
+ROUNDS = 9
+
+Entry = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One check.
+
+    Attributes:
+        who, what: as `kernels.selftest.problem_of` has them.
+        is_default: whether it is used where nobody asks for a backend.
+        check: returns what is wrong, or None.
+    """
+
+    who: str
+    what: str
+    is_default: bool
+    check: Callable[[], str | None]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.add_argument(
+        "--output", type=Path, default=Path(FILE), metavar="FILE", help="the report (default: %(default)s)"
+    )
+    parser.add_argument("--no-benchmark", action="store_true", help="check only")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Check, measure, write the report and print a summary; returns the exit status."""
+    try:
+        options.output.touch()
+    except OSError as problem:
+        print(f"python -m fusedacc selftest: error: {problem}", file=sys.stderr)
+        return MISUSED
+    report = collect(not options.no_benchmark)
+    options.output.write_text(json.dumps(report, indent=2) + "\n")
+    print(summary(report))
+    print(f"report: {options.output}")
+    return 0 if report["passed"] else WRONG
+
+
+def devices() -> list[torch.device]:
+    """The CPU and every GPU that torch can see."""
+    return [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
+
+
+def collect(measures: bool = True) -> dict[str, Any]:
+    """Return the whole report, as plain values."""
+    problem = library.load_error()
+    found: dict[str, Any] = {
+        "library": library.built_with() if problem is None else {"why_not": problem},
+        "driver": selftest.driver(),
+        "devices": [],
+    }
+    machines = {device: machine.collect(device) for device in devices()}
+    # What was found before must not keep a backend from being checked.
+    with selftest.suspended(), _without(registry.VARIABLE), Progress(sys.stderr) as progress:
+        for device, facts in machines.items():
+            entry: Entry = {"machine": facts, "checks": [], "bandwidth": []}
+            entry["unavailable"] = _unavailable(device)
+            cases = list(cases_on(device))
+            for number, case in enumerate(cases, 1):
+                progress.show(number, len(cases), f"{device}: {case.who}: {case.what}")
+                entry["checks"].append(_checked(case, device))
+            if measures:
+                for name in _able(device):
+                    progress.show(1, None, f"{device}: bandwidth of {name}")
+                    entry["bandwidth"] += bandwidth(name, device)
+            found["devices"].append(entry)
+    found["passed"] = not any(
+        check["problem"] and check["is_default"] for entry in found["devices"] for check in entry["checks"]
+    )
+    return found
+
+
+@contextlib.contextmanager
+def _without(variable: str) -> Iterator[None]:
+    """Context: this environment variable is not set."""
+    value = os.environ.pop(variable, None)
+    try:
+        yield
+    finally:
+        if value is not None:
+            os.environ[variable] = value
+
+
+def _checked(case: Case, device: torch.device) -> Entry:
+    start = time.perf_counter()
+    try:
+        with selftest.undisturbed(device):
+            problem = case.check()
+    except Exception as error:  # whatever a broken kernel or installation raises
+        problem = selftest.first_line(error)
+    if device.type in selftest.DEVICE_TYPES:
+        selftest.record(case.who, case.what, device, problem)
+    return {
+        "who": case.who,
+        "what": case.what,
+        "is_default": case.is_default,
+        "problem": problem,
+        "seconds": round(time.perf_counter() - start, 3),
+    }
+
+
+# What is checked
+
+
+def cases_on(device: torch.device) -> Iterator[Case]:
+    """Everything that can run on a device."""
+    for gradient, accumulator in sorted(dtypes.PAIRS, key=str):
+        what = f"{name_of(gradient)} into {name_of(accumulator)}"
+        default = registry.select(device, accumulator, gradient).backend.name
+        for name in _able(device):
+            check = functools.partial(selftest_checks.sums, registry.get(name), device, gradient, accumulator)
+            yield Case(name, what, name == default, check)
+        yield from _products(device, gradient, accumulator, what)
+    for dtype in (torch.float32, torch.bfloat16):
+        check = functools.partial(_training, device, dtype)
+        yield Case("AccumulatingOptimizer", f"training in {name_of(dtype)}", True, check)
+
+
+def _products(
+    device: torch.device, operand: torch.dtype, accumulator: torch.dtype, what: str
+) -> Iterator[Case]:
+    multiply = functools.partial(matmul.gemm_accumulate_, backend="auto")
+    check = functools.partial(selftest_checks.product, multiply, device, operand, accumulator)
+    on_gpu = device.type in selftest.DEVICE_TYPES
+    yield Case(matmul_eager.WIDENING if on_gpu else "model= product", what, True, check)
+    default = grouped.select(device, accumulator, operand).name
+    for name in dict.fromkeys((default, "eager")):
+        multiply = functools.partial(grouped.grouped_accumulate_, backend=name)
+        check = functools.partial(selftest_checks.grouped, multiply, device, operand, accumulator)
+        who = grouped.KERNEL if name == "triton" else f"{name}, grouped products"
+        yield Case(who, what, name == default, check)
+
+
+def _training(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Train a model with the wrapper, and the same by hand."""
+    steps, windows = 2, 3
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    weights = [torch.randn(sizes, generator=generator) / 4 for sizes in ((20, 24), (30, 24), (30,))]
+    words = torch.randint(0, 20, (steps * windows, 50), generator=generator)
+    trained = []
+    for wrapped in (False, True):
+        model = torch.nn.Sequential(torch.nn.Embedding(20, 24), torch.nn.Linear(24, 30)).to(device, dtype)
+        for parameter, value in zip(model.parameters(), weights, strict=True):
+            torch.nn.init.zeros_(parameter).add_(value.to(device))
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5)
+        if wrapped:
+            optimizer = AccumulatingOptimizer(optimizer, steps, model=model, max_grad_norm=1.0)
+        for number, micro_batch in enumerate(words.to(device), 1):
+            with torch.enable_grad():
+                loss = model(micro_batch).float().square().mean()
+                (loss if wrapped else loss / steps).backward()
+            if wrapped:
+                optimizer.step(), optimizer.zero_grad()
+            elif number % steps == 0:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step(), optimizer.zero_grad()
+        trained.append(
+            torch.cat([parameter.detach().cpu().double().flatten() for parameter in model.parameters()])
+        )
+    expected, found = trained
+    moved = (expected - torch.cat([value.double().flatten() for value in weights])).abs().max()
+    # Each window's gradient is rounded, and each update.
+    allowed = windows * torch.finfo(dtype).eps * (2 * expected.abs() + 8 * moved)
+    return selftest_checks.differences(found, expected, allowed)
+
+
+def _able(device: torch.device) -> list[str]:
+    """The backends that run on a device."""
+    one = torch.float32
+    return [name for name in registry.order(device) if registry.obstacle(name, device, one, one) is None]
+
+
+def _unavailable(device: torch.device) -> dict[str, str]:
+    reasons = {
+        name: registry.obstacle(name, device, torch.float32, torch.float32) for name in registry.order(device)
+    }
+    return {name: reason for name, reason in reasons.items() if reason is not None}
+
+
+# Bandwidth
+
+
+def bandwidth(name: str, device: torch.device) -> list[Entry]:
+    """Return the bandwidth of a backend's kernels, each beside a copy of as many bytes."""
+    backend, count = registry.get(name), ELEMENTS[device.type]
+    low = torch.ones(count, dtype=torch.bfloat16, device=device)
+    high, total = (torch.ones(count, dtype=torch.float32, device=device) for _ in range(2))
+
+    def add(into: Tensor, gradient: Tensor, overwrite: bool = False) -> Callable[[], object]:
+        return lambda: backend.accumulate_([into], [gradient], 0.125, overwrite)
+
+    kernels: dict[str, tuple[int, Callable[[], object]]] = {
+        "add bfloat16 into float32": (10 * count, add(total, low)),
+        "add float32 into float32": (12 * count, add(total, high)),
+        "cast float32 to bfloat16": (6 * count, add(low, high, True)),
+        "norm of float32": (4 * count, lambda: backend.norm_partials([total], 2.0)),
+    }
+    found: list[Entry] = []
+    for kernel, (moved, call) in kernels.items():
+        try:
+            own, copy = _seconds(device, call, _copy(moved, device))
+        except Exception as error:  # what is broken was checked already
+            found.append({"backend": name, "kernel": kernel, "problem": selftest.first_line(error)})
+            continue
+        found.append(
+            {
+                "backend": name,
+                "kernel": kernel,
+                "microseconds": own * 1e6,
+                "gb_per_s": moved / own / 1e9,
+                "percent_of_copy": 100 * copy / own,
+            }
+        )
+    return found
+
+
+def _copy(moved: int, device: torch.device) -> Callable[[], object]:
+    source = torch.ones(moved // 8, dtype=torch.float32, device=device)
+    return functools.partial(torch.empty_like(source).copy_, source)
+
+
+def _seconds(device: torch.device, *calls: Callable[[], object]) -> list[float]:
+    """Median seconds of each call; they take turns."""
+    timer = timing.timer_for(device)
+    with selftest.undisturbed(device):
+        rounds = [[timer(call, 1) for call in calls] for _ in range(ROUNDS + 1)]
+    return [statistics.median(each) for each in zip(*rounds[1:], strict=True)]  # the first one compiles
+
+
+# The summary
+
+
+def summary(report: dict[str, Any]) -> str:
+    """Return what has passed and failed on each device, and the bandwidths."""
+    lines = []
+    for entry in report["devices"]:
+        facts = entry["machine"]
+        lines.append(f"{facts['device']}: {facts['name']}")
+        for who in dict.fromkeys(check["who"] for check in entry["checks"]):
+            own = [check for check in entry["checks"] if check["who"] == who]
+            failed = [check for check in own if check["problem"]]
+            state = f"{len(failed)} of {len(own)} checks FAILED" if failed else f"{len(own)} checks passed"
+            default = ", used by default" if any(check["is_default"] for check in own) else ""
+            lines.append(f"  {who}{default}: {state}")
+            lines += [f"    {check['what']}: {check['problem']}" for check in failed]
+        lines += [f"  {name}: unavailable: {why}" for name, why in entry["unavailable"].items()]
+        for row in entry["bandwidth"]:
+            told = (
+                row.get("problem") or f"{row['gb_per_s']:.0f} GB/s, {row['percent_of_copy']:.0f} % of a copy"
+            )
+            lines.append(f"  {row['backend']:<7} {row['kernel']:<26} {told}")
+    passed = "passed" if report["passed"] else f"FAILED: please report it: {selftest.HOW_TO_REPORT}"
+    return "\n".join([*lines, f"self-test {passed}"])

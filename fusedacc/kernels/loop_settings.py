@@ -1,0 +1,151 @@
+"""Settings of the CPU loops that trials decide, for the whole process: the grain size, and prefetching.
+
+Every setting gives the same bits. A thread that gets fewer elements than the grain size takes longer to wake
+than it saves. Prefetching what norms read makes some processors faster and others slower.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from . import checks, library, tuning
+from .choices import Choice
+
+#: Elements. Torch's own additions take the first; the second suits processors that wake slowly.
+GRAIN_SIZES = (32768, 131072)
+#: Elements of a trial: two of torch's grains for each of two threads.
+_TRIED_ELEMENTS = 131072
+
+
+def set_grain_size(elements: int) -> None:
+    """From now on a thread of the extension gets no fewer elements, in the whole process."""
+    library.functions().fusedacc_set_grain(ctypes.c_int64(elements))
+
+
+def grain_choice() -> Choice | None:
+    """The choice of the grain size; None with one thread, or without the extension."""
+    if library.load_error() is not None or torch.get_num_threads() == 1:
+        return None
+    return Choice(
+        "elements of a thread's least share", tuple(map(str, GRAIN_SIZES)), str(GRAIN_SIZES[-1]), _grain_trial
+    )
+
+
+def _grain_trial() -> dict[str, Callable[[], object]]:
+    total, gradient = torch.zeros(_TRIED_ELEMENTS, device="cpu"), torch.ones(_TRIED_ELEMENTS, device="cpu")
+    operator = torch.ops.fusedacc.scale_accumulate_.default
+
+    def run(elements: int) -> None:
+        set_grain_size(elements)
+        operator([total], [gradient], None, 1.0, [])
+
+    return {str(elements): functools.partial(run, elements) for elements in GRAIN_SIZES}
+
+
+def tune_grain_size() -> None:
+    """Set what a trial decides, or has decided. Every size gives the same bits: an inconclusive trial is
+    repeated when it is due."""
+    choice = grain_choice()
+    if choice is not None:
+        set_grain_size(int(tuning.choose(choice, kept={}).candidate))
+
+
+@functools.cache
+def tune_grain_size_once() -> None:
+    """Do the same once a process."""
+    tune_grain_size()
+
+
+#: How many bytes ahead of what it reads a norm prefetches, by candidate. All give the same bits.
+PREFETCH_BYTES = {"prefetch": 2048, "no prefetch": 0}
+DEFAULT_PREFETCH = "prefetch"
+#: Elements: a norm of fewer float32 numbers is not worth a trial.
+LARGE_NORM = 2**22
+#: Elements that a sample of a trial reads. Each sample reads the next stretch of the tensors, since the one
+#: before is in a cache now.
+_STRETCH = 2**21
+#: Elements that are made for a trial where no tensors are at hand.
+_MADE = 2**24
+_prefetch_tuned = False
+
+
+def set_prefetch(candidate: str) -> None:
+    """Read norms so from now on, in the whole process."""
+    library.functions().fusedacc_set_norm_ahead(ctypes.c_int64(PREFETCH_BYTES[candidate]))
+
+
+def prefetch_choice(tensors: Sequence[Tensor] | None = None) -> Choice | None:
+    """The choice of prefetching, timed on large tensors, or on new ones; None without the extension."""
+    if library.load_error() is not None:
+        return None
+    trial = functools.partial(_prefetch_trial, tensors)
+    return Choice("reading large norms", tuple(PREFETCH_BYTES), DEFAULT_PREFETCH, trial)
+
+
+def tune_prefetch_once(tensors: Sequence[Tensor]) -> None:
+    """Time both ways on tensors whose norm was taken just now, after the first large norm of this process.
+
+    The tensors are read only. They take no memory beside those of the user, and lie in the caches as they do
+    in training.
+    """
+    global _prefetch_tuned
+    if _prefetch_tuned or not _large_norm_ran().value or not tuning.may_try():
+        return
+    own = [tensor for tensor in tensors if _is_usual(tensor)]
+    if sum(tensor.numel() for tensor in own) >= LARGE_NORM:
+        tune_prefetch(own)
+        _prefetch_tuned = True
+
+
+def tune_prefetch(tensors: Sequence[Tensor] | None = None) -> None:
+    """Set what a trial decides, or has decided."""
+    choice = prefetch_choice(tensors)
+    if choice is not None:
+        set_prefetch(tuning.choose(choice).candidate)
+
+
+@functools.cache
+def _large_norm_ran() -> ctypes.c_int32:
+    """Not 0 once the extension has taken the norm of large tensors."""
+    if library.load_error() is not None:
+        return ctypes.c_int32(0)
+    return ctypes.c_int32.in_dll(library.functions(), "fusedacc_large_norm_ran")
+
+
+def _is_usual(tensor: Tensor) -> bool:
+    plain = checks.is_plain(tensor) and tensor.is_contiguous()
+    return plain and tensor.dtype == torch.float32 and tensor.device.type == "cpu"
+
+
+def _prefetch_trial(tensors: Sequence[Tensor] | None) -> dict[str, Callable[[], object]]:
+    # Ones, since the pages of zeros would not be memory yet.
+    stretches = itertools.cycle(_stretches(tensors or [torch.ones(_MADE, device="cpu")]))
+    operator = torch.ops.fusedacc.norm_partials.default
+
+    def run(candidate: str) -> None:
+        set_prefetch(candidate)
+        operator(next(stretches), 2.0)
+
+    return {candidate: functools.partial(run, candidate) for candidate in PREFETCH_BYTES}
+
+
+def _stretches(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """The tensors in lists of `_STRETCH` elements each; what remains is left out."""
+    found: list[list[Tensor]] = []
+    stretch, missing = [], _STRETCH
+    for tensor in tensors:
+        rest = tensor.detach().view(-1)
+        while rest.numel() > 0:
+            stretch.append(rest[:missing])
+            rest = rest[missing:]
+            missing -= stretch[-1].numel()
+            if missing == 0:
+                found.append(stretch)
+                stretch, missing = [], _STRETCH
+    return found

@@ -1,0 +1,343 @@
+"""What a self-test checks of a backend: its results against plain torch in float64, on the CPU.
+
+Each check returns what is wrong, or None. Tensors lie in a larger memory, at aligned and other addresses, and
+nothing around them may change.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .dtypes import computation_dtype
+from .registry import Backend
+from .rounding import Noise, streams
+
+#: Of an accumulator and its gradient: elements from an address that is a multiple of 16 bytes.
+OFFSETS = ((0, 0), (1, 0), (0, 3), (5, 2))
+#: Shapes with offsets: whole vectors of every width and what is left over, several blocks, and more than one
+#: part of a norm. The gradient of the last is the transpose of what lies in memory.
+CASES: tuple[tuple[tuple[int, ...], tuple[int, int]], ...] = (
+    *(((size,), offsets) for size in (1, 2, 7, 8, 63, 513) for offsets in OFFSETS),
+    ((4097,), (1, 0)),
+    ((9001,), (0, 0)),
+    ((33, 65), (0, 0)),
+)
+#: Elements before and behind each tensor that may not change.
+MARGIN = 16
+#: Exact in every dtype, so that no rounding of theirs has to be allowed for.
+SCALE, BETA = 0.375, 0.75
+_SEED = 5
+
+
+@dataclass
+class Lists:
+    """Accumulators and gradients: views of one memory each."""
+
+    memories: tuple[Tensor, Tensor]
+    accumulators: list[Tensor]
+    gradients: list[Tensor]
+
+    def to(self, target: torch.device | torch.dtype) -> Lists:
+        """A copy on another device, or in another dtype."""
+        accumulators, gradients = self.memories
+        return _views(accumulators.to(target, copy=True), gradients.to(target, copy=True))
+
+
+def _views(accumulators: Tensor, gradients: Tensor) -> Lists:
+    found = Lists((accumulators, gradients), [], [])
+    for first, second, shape in _places():
+        size = math.prod(shape)
+        found.accumulators.append(accumulators[first : first + size].view(shape))
+        gradient = gradients[second : second + size]
+        found.gradients.append(gradient if len(shape) == 1 else gradient.view(shape[::-1]).t())
+    return found
+
+
+def _places() -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    """Where each accumulator and its gradient begin in their memories, and their shape."""
+    start = 0
+    for shape, (first, second) in CASES:
+        yield start + MARGIN + first, start + MARGIN + second, shape
+        start += (math.prod(shape) + 3 * MARGIN) // MARGIN * MARGIN
+
+
+def lists(gradient_dtype: torch.dtype, accumulator_dtype: torch.dtype) -> Lists:
+    """Random numbers, the same on every call, on the CPU."""
+    first, _, shape = list(_places())[-1]
+    generator = torch.Generator(device="cpu").manual_seed(_SEED)
+    return _views(
+        *(
+            torch.randn(
+                first + math.prod(shape) + MARGIN, generator=generator, dtype=torch.float32, device="cpu"
+            ).to(dtype)
+            for dtype in (accumulator_dtype, gradient_dtype)
+        )
+    )
+
+
+def differences(found: Tensor, expected: Tensor, allowed: Tensor) -> str | None:
+    """Say how many elements are off by more than is allowed; nan is."""
+    error = (found.detach().cpu().double() - expected).abs()
+    bad = int((~(error <= allowed)).sum())
+    return f"{bad} of {found.numel()} elements are wrong" if bad else None
+
+
+# Sums
+
+
+def sums(
+    backend: Backend, device: torch.device, gradient: torch.dtype, accumulator: torch.dtype
+) -> str | None:
+    """Check all that a backend does with gradients and accumulators of these dtypes."""
+    checks: dict[str, Callable[..., str | None]] = {
+        "addition": _addition,
+        "overwriting": _overwriting,
+        "scale on the device": _device_scale,
+        "prepared list": _prepared,
+        "norm": _norm,
+    }
+    if accumulator == gradient == torch.bfloat16:
+        checks["stochastic rounding"] = _stochastic
+    if device.type == "cuda" and backend.name != "eager":
+        checks["captured window"] = _captured
+    for name, check in checks.items():
+        problem = check(backend, device, lists(gradient, accumulator))
+        if problem is not None:
+            return f"{name}: {problem}"
+    problem = _rows(backend, device, gradient, accumulator)
+    return None if problem is None else f"rows of a table: {problem}"
+
+
+def _wrong_sums(
+    lists: Lists,
+    found: Lists,
+    scale: float | Sequence[float] = SCALE,
+    beta: float | Sequence[float] = 1.0,
+    roundings: int = 1,
+) -> str | None:
+    """Compare what was found on a device with beta * accumulator + scale * gradient, outside too."""
+    wide = lists.to(torch.float64)
+    allowed = _views(*map(torch.zeros_like, wide.memories))
+    own = lists.memories[0].dtype
+    of_sum, of_term = torch.finfo(own), torch.finfo(computation_dtype(own))
+    count = len(lists.accumulators)
+    scales = [scale] * count if isinstance(scale, float) else scale
+    betas = [beta] * count if isinstance(beta, float) else beta
+    for total, term, most, own_scale, own_beta in zip(
+        wide.accumulators, wide.gradients, allowed.accumulators, scales, betas, strict=True
+    ):
+        largest = torch.maximum((own_beta * total).abs(), (own_scale * term).abs())
+        total.mul_(own_beta).add_(term, alpha=own_scale)
+        most.copy_(total.abs() * of_sum.eps + 2 * largest * of_term.eps + of_sum.tiny).mul_(roundings)
+    return differences(found.memories[0], wide.memories[0], allowed.memories[0])
+
+
+def _addition(backend: Backend, device: torch.device, lists: Lists) -> str | None:
+    there = lists.to(device)
+    partials = backend.accumulate_(there.accumulators, there.gradients, SCALE, False, norm_type=2.0)
+    problem = _wrong_sums(lists, there)
+    if problem is None and partials is not None:
+        problem = _wrong_norm(backend, there, [partials], 2.0)
+    return problem
+
+
+def _overwriting(backend: Backend, device: torch.device, lists: Lists) -> str | None:
+    """Every second accumulator is overwritten: it holds nan, and may not be read."""
+    there = lists.to(device)
+    flags = [index % 2 == 0 for index in range(len(lists.accumulators))]
+    for flag, here, other in zip(flags, lists.accumulators, there.accumulators, strict=True):
+        if flag:
+            here.zero_()
+            other.fill_(math.nan)
+    backend.accumulate_(there.accumulators, there.gradients, SCALE, flags, BETA)
+    return _wrong_sums(lists, there, beta=[0.0 if flag else BETA for flag in flags])
+
+
+def _device_scale(backend: Backend, device: torch.device, lists: Lists) -> str | None:
+    there = lists.to(device)
+    scale, beta = (torch.tensor(value, dtype=torch.float32).to(device) for value in (SCALE, BETA))
+    backend.accumulate_(there.accumulators, there.gradients, scale, False, beta)
+    return _wrong_sums(lists, there, beta=BETA)
+
+
+def _prepared(backend: Backend, device: torch.device, lists: Lists) -> str | None:
+    there = lists.to(device)
+    run = backend.prepare(there.accumulators)
+    run(there.gradients, SCALE, True)
+    run(there.gradients, SCALE, False)
+    return _wrong_sums(lists, there, scale=2 * SCALE, beta=0.0, roundings=3)
+
+
+def _stochastic(backend: Backend, device: torch.device, lists: Lists) -> str | None:
+    """Every backend makes the same bits."""
+    there = lists.to(device)
+    noise = Noise(_SEED, streams(len(lists.accumulators), 1))
+    backend.accumulate_(there.accumulators, there.gradients, 1.0, False, noise=noise)
+    reference.scale_accumulate_(lists.accumulators, lists.gradients, 1.0, False, noise=noise)
+    expected = lists.memories[0].double()
+    return differences(there.memories[0], expected, torch.zeros_like(expected))
+
+
+def _norm(backend: Backend, device: torch.device, lists: Lists) -> str | None:
+    there = lists.to(device)
+    for norm_type in (2.0, math.inf):
+        partials = backend.norm_partials(there.accumulators, norm_type)
+        problem = _wrong_norm(backend, there, [partials], norm_type)
+        if problem is not None:
+            return problem
+    there.accumulators[-1].view(-1)[-1] = math.inf
+    norm, not_finite = backend.finish_norm(
+        [backend.norm_partials(there.accumulators, 2.0)], 2.0, torch.float32
+    )
+    if (norm.item(), not_finite.item()) != (math.inf, 1.0):
+        return f"of numbers and inf it is {norm.item()}; whether one is not finite: {not_finite.item()}"
+    return None
+
+
+def _wrong_norm(backend: Backend, found: Lists, partials: Sequence[Tensor], norm_type: float) -> str | None:
+    dtype = computation_dtype(found.accumulators[0].dtype)
+    norm, not_finite = backend.finish_norm(partials, norm_type, dtype)
+    return _unlike(norm, not_finite, found, norm_type)
+
+
+def _unlike(norm: Tensor, not_finite: Tensor, found: Lists, norm_type: float) -> str | None:
+    elements = torch.cat([each.cpu().double().reshape(-1) for each in found.accumulators])
+    expected = torch.linalg.vector_norm(elements, norm_type).item()
+    # Squares are summed in parts in the norm's own dtype.
+    most = 100 * torch.finfo(norm.dtype).eps * expected
+    if not abs(norm.item() - expected) <= most or not_finite.item() != 0.0:
+        return f"the {norm_type:g}-norm is {norm.item()}, not {expected}; not finite: {not_finite.item()}"
+    return None
+
+
+def _captured(backend: Backend, device: torch.device, lists: Lists) -> str | None:
+    """A window in a CUDA graph: the first gradient overwrites, the second is added, then the norm."""
+    there = lists.to(device)
+    scale = torch.ones((), device=device)
+    run = backend.prepare(there.accumulators)
+    dtype = computation_dtype(there.accumulators[0].dtype)
+
+    def window() -> tuple[Tensor, Tensor]:
+        run(there.gradients, scale, True)
+        run(there.gradients, scale, False)
+        partials = backend.norm_partials(there.accumulators, 2.0)
+        return backend.finish_norm([partials], 2.0, dtype)
+
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        window()  # compiles and allocates
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    # Other threads may go on, as one that loads data.
+    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+        norm, not_finite = window()
+    there.memories[0].copy_(lists.memories[0])
+    scale.fill_(SCALE)
+    graph.replay()
+    problem = _wrong_sums(lists, there, scale=2 * SCALE, beta=0.0, roundings=3)
+    return problem or _unlike(norm, not_finite, there, 2.0)
+
+
+def _rows(
+    backend: Backend, device: torch.device, gradient: torch.dtype, accumulator: torch.dtype
+) -> str | None:
+    """Check sums into the rows of a table, some of which come many times."""
+    generator = torch.Generator(device="cpu").manual_seed(_SEED)
+    table = torch.randn(40, 65, generator=generator, dtype=torch.float32, device="cpu").to(accumulator)
+    indices = torch.randint(0, 30, (200,), generator=generator, device="cpu")
+    indices[:90] = 7
+    gradients = torch.randn(200, 65, generator=generator, dtype=torch.float32, device="cpu").to(gradient)
+    there = table.to(device, copy=True)
+    backend.accumulate_rows_(there, indices.to(device), gradients.to(device), SCALE, 3, False)
+    taken = (indices != 3).double().unsqueeze(1)
+    terms, sizes = (
+        torch.zeros(40, 65, dtype=torch.float64, device="cpu").index_add_(0, indices, each * taken)
+        for each in (gradients.double(), gradients.double().abs())
+    )
+    sizes = table.double().abs() + SCALE * sizes
+    wide = torch.finfo(computation_dtype(accumulator))
+    return _wrong_products(there, table.double() + SCALE * terms, sizes * len(indices) * wide.eps)
+
+
+# Products, for `model=`
+
+
+Multiply = Callable[[Tensor, Tensor, Tensor, float | Tensor, float], None]
+
+
+def product(
+    multiply: Multiply, device: torch.device, operand: torch.dtype, accumulator: torch.dtype
+) -> str | None:
+    """Check sum <- keep * sum + scale * left^T right."""
+    return _products(multiply, device, operand, accumulator, (65, 129), 37)
+
+
+GroupedMultiply = Callable[[Tensor, Tensor, Tensor, Tensor, float | Tensor, float], None]
+
+
+def grouped(
+    multiply: GroupedMultiply, device: torch.device, operand: torch.dtype, accumulator: torch.dtype
+) -> str | None:
+    """Check the same for each of some experts: without rows, with one, with many, and rows of none."""
+    ends = (20, 20, 21, 90)
+    offsets = torch.tensor(ends, dtype=torch.int32, device="cpu").to(device)
+
+    def whole(total: Tensor, left: Tensor, right: Tensor, scale: float | Tensor, keep: float) -> None:
+        multiply(total, left, right, offsets, scale, keep)
+
+    return _products(whole, device, operand, accumulator, (4, 33, 65), 100, ends)
+
+
+def _products(
+    multiply: Multiply,
+    device: torch.device,
+    operand: torch.dtype,
+    accumulator: torch.dtype,
+    shape: tuple[int, ...],
+    tokens: int,
+    ends: Sequence[int] = (),
+) -> str | None:
+    generator = torch.Generator(device="cpu").manual_seed(_SEED)
+    total, left, right = (
+        torch.randn(sizes, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
+        for sizes, dtype in (
+            (shape, accumulator),
+            ((tokens, shape[-2]), operand),
+            ((tokens, shape[-1]), operand),
+        )
+    )
+    multiplied = functools.partial(_multiplied, left.double(), right.double(), ends)
+    sizes = _multiplied(left.double().abs(), right.double().abs(), ends)
+    on_device = torch.tensor(SCALE, dtype=torch.float32, device="cpu").to(device)
+    for scale, keep in ((SCALE, 1.0), (on_device, 1.0), (SCALE, 0.0)):
+        there = total.to(device, copy=True) if keep else torch.full_like(total, math.nan, device=device)
+        multiply(there, left.to(device), right.to(device), scale, keep)
+        kept = keep * total.double()
+        # TF32, and the bfloat16 of some CPUs, round operands or products.
+        allowed = (kept.abs() + SCALE * sizes) * 2.0**-8
+        problem = _wrong_products(there, kept + SCALE * multiplied(), allowed)
+        if problem is not None:
+            where = "on the device" if isinstance(scale, Tensor) else "a number"
+            return f"scale {where}, keep {keep:g}: {problem}"
+    return None
+
+
+def _multiplied(left: Tensor, right: Tensor, ends: Sequence[int]) -> Tensor:
+    """left^T right, for each expert where rows are shared out among some."""
+    if not ends:
+        return left.t() @ right
+    starts = (0, *ends[:-1])
+    return torch.stack([left[s:e].t() @ right[s:e] for s, e in zip(starts, ends, strict=True)])
+
+
+def _wrong_products(found: Tensor, expected: Tensor, allowed: Tensor) -> str | None:
+    """Compare, where `allowed` is in the sums; the result may be rounded too."""
+    return differences(found, expected, allowed + expected.abs() * torch.finfo(found.dtype).eps)

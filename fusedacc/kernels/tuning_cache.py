@@ -1,0 +1,126 @@
+"""Decisions of trials in a file, for later processes: by processor, instruction sets, threads and versions.
+
+The file is in `FUSEDACC_CACHE` (default: `fusedacc` in `XDG_CACHE_HOME` or `~/.cache`). If several processes
+decide at once, all use the first decision that is written.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import importlib.metadata
+import json
+import os
+import platform
+import tempfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import library
+from .choices import Choice, Decision, better, decision_of
+
+#: The environment variable that names the folder.
+CACHE_DIR_ENV = "FUSEDACC_CACHE"
+CACHE_FILE = "choices.json"
+#: Of other libraries: which instructions they use, and how threads wait for work.
+_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "OMP_WAIT_POLICY")
+_unsaved = ""
+
+
+def machine() -> str:
+    """What a decision depends on beside the choice: processor, instruction sets, threads and versions."""
+    onednn = torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled()
+    set_by = [f"{name}={os.environ[name]}" for name in _VARIABLES if os.environ.get(name)]
+    return _machine(torch.get_num_threads(), bool(onednn), *set_by)
+
+
+@functools.cache
+def _machine(threads: int, onednn: bool, *set_by: str) -> str:
+    own = library.built_with()["cpu_capability"] if library.load_error() is None else "no library"
+    try:
+        version = importlib.metadata.version("fusedacc")
+    except importlib.metadata.PackageNotFoundError:
+        version = "from its sources"
+    parts = (
+        processor(),
+        f"fusedacc {version}",
+        f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()}",
+        f"kernels {own}",
+        "oneDNN" if onednn else "no oneDNN",
+        f"{threads} thread{'s' if threads > 1 else ''}",
+        *set_by,
+    )
+    return "; ".join(parts)
+
+
+@functools.cache
+def processor() -> str:
+    """Its model, and a number that stands for its features, which virtual machines hide from the name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        lines = []
+    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    name = facts.get("model name") or platform.processor() or platform.machine()
+    details = [facts.get(key, "") for key in ("cpu family", "model", "stepping", "flags", "Features")]
+    return f"{name} ({zlib.crc32(' '.join(details).encode()):08x})"
+
+
+def folder() -> Path:
+    """Where the file is."""
+    own = os.environ.get(CACHE_DIR_ENV)
+    if own:
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fusedacc"
+
+
+def kept_where() -> str:
+    """Where decisions are kept, and why they are not, if so."""
+    return f"{folder() / CACHE_FILE}{f' (not written: {_unsaved})' if _unsaved else ''}"
+
+
+def is_saved() -> bool:
+    """Whether every decision of this process could be written."""
+    return not _unsaved
+
+
+def _read() -> dict[str, dict[str, Any]]:
+    """The file's entries by machine; nothing where there is no file, or it cannot be read."""
+    try:
+        found = json.loads((folder() / CACHE_FILE).read_text())
+    except (OSError, ValueError, RuntimeError):  # the last: no home
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    return {name: entries for name, entries in found.items() if isinstance(entries, dict)}
+
+
+def load(here: str, choice: Choice) -> Decision | None:
+    """The decision that the file has for a machine; None if it has none."""
+    return decision_of(_read().get(here, {}).get(choice.name), choice)
+
+
+def save(here: str, choice: Choice, decision: Decision) -> Decision:
+    """Write a decision; returns the one that counts, which another process may have written before."""
+    global _unsaved
+    try:
+        where = folder()
+        where.mkdir(parents=True, exist_ok=True)
+        with open(where / f"{CACHE_FILE}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            found = _read()
+            known = decision_of(found.get(here, {}).get(choice.name), choice)
+            if known is not None and better(known, decision) is known:
+                return known
+            entry = decision.as_entry()
+            del entry["default"]
+            found.setdefault(here, {})[choice.name] = entry
+            with tempfile.TemporaryDirectory(dir=where) as new:
+                (Path(new) / CACHE_FILE).write_text(json.dumps(found, indent=1))
+                os.replace(Path(new) / CACHE_FILE, where / CACHE_FILE)
+    except (OSError, RuntimeError) as problem:  # read-only, full, no home: then it holds for this process
+        _unsaved = f"{type(problem).__name__}: {problem}"
+    return decision

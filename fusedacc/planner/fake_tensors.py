@@ -1,0 +1,400 @@
+"""A step on fake tensors: what its operators would have allocated, and when it would have been released.
+
+Fake tensors show what operators return. What operators allocate beyond that on a CPU is measured: each shape
+runs once on real tensors (`OperatorTrials`). Some operators run differently on fake CPU tensors than on real
+ones; they are replaced while the step runs (`GroupedProducts`, `RunLstmByOneDnn`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .allocations import GRADIENTS, TEMPORARIES, Block, Inside, Operator, Peak, inside_of_calls, peak
+
+aten = torch.ops.aten
+#: Those that allocate in any dtype, in proportion to their operands.
+_ALWAYS = frozenset(
+    getattr(aten, name)
+    for name in (
+        "convolution",
+        "convolution_backward",
+        "mkldnn_rnn_layer",
+        "mkldnn_rnn_layer_backward",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
+        "embedding_dense_backward",
+        "native_batch_norm_backward",
+        "native_layer_norm_backward",
+        "native_group_norm_backward",
+    )
+)
+#: Our own products into sums: they cut operands up for the threads, or round the product first.
+_OURS = frozenset({"fusedacc::gemm_accumulate_", "fusedacc::grouped_accumulate_"})
+#: Those that do where operands are of 16 bits.
+_NARROW = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm})
+#: Those that do where operands have several dtypes.
+_MIXED = frozenset({aten.add, aten.sub, aten.mul, aten.div, aten.where, aten.addcmul, aten.lerp})
+_KNOWN = _ALWAYS | _NARROW | _MIXED
+#: Operands of more bytes are not made for a trial.
+MOST_BYTES = 2**26
+
+
+class Operand(NamedTuple):
+    """A tensor's layout."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        if 0 in self.shape:
+            return 0
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+        return (1 + last) * self.dtype.itemsize
+
+    def made(self) -> Tensor:
+        """One of zeros."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype).zero_()
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """An operator, and the layouts of what it is called with."""
+
+    text: str
+    func: Any = dataclasses.field(compare=False)
+    args: Any = dataclasses.field(compare=False)
+    kwargs: Any = dataclasses.field(compare=False)
+
+    @property
+    def operands(self) -> list[Operand]:
+        leaves = tree_leaves((self.args, self.kwargs), is_leaf=_is_operand)
+        return [leaf for leaf in leaves if isinstance(leaf, Operand)]
+
+    @property
+    def bytes(self) -> int:
+        """Of all operands."""
+        return sum(operand.bytes for operand in self.operands)
+
+
+#: Given signatures: what is known of them.
+Measure = Callable[[Iterable[Signature]], Mapping[Signature, Inside]]
+
+
+def signature(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Signature | None:
+    """That of a call of CPU tensors which may allocate more than it returns; None of others."""
+    packet = func.overloadpacket
+    if packet not in _KNOWN and packet._qualified_op_name not in _OURS:
+        return None
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    dtypes = {tensor.dtype for tensor in tensors if tensor.dim() > 0}
+    if packet in _NARROW and not any(dtype.itemsize == 2 for dtype in dtypes):
+        return None
+    if packet in _MIXED and len(dtypes - {torch.bool}) < 2:
+        return None
+    args, kwargs = tree_map(_operand, (args, dict(kwargs)))
+    return Signature(f"{func}{args}{kwargs}", func, args, kwargs)
+
+
+def _is_operand(leaf: Any) -> bool:
+    return isinstance(leaf, Operand)
+
+
+def _operand(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return Operand(tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype)
+    return leaf
+
+
+class OperatorTrials:
+    """Runs each signature once in this object's life, on a CPU."""
+
+    def __init__(self) -> None:
+        self._known: dict[Signature, Inside | None] = {}
+
+    def __call__(self, asked: Iterable[Signature]) -> dict[Signature, Inside]:
+        """What is known of these. Where operands are too large to be made, fewer samples tell."""
+        asked = set(asked)
+        smaller = {own: _smaller(own) for own in asked}
+        fresh = list({own for own, _ in smaller.values() if own.bytes <= MOST_BYTES} - set(self._known))
+        self._known.update(zip(fresh, self._try(fresh), strict=True))
+        found = {}
+        for own, (tried, share) in smaller.items():
+            inside = self._known.get(tried)
+            if inside is not None:
+                found[own] = Inside(math.ceil(inside.peak / share), math.ceil(inside.kept / share))
+            elif tried not in self._known and own.func.overloadpacket in _NARROW:
+                found[own] = self._most_of(own.func)
+        return found
+
+    def _most_of(self, func: Any) -> Inside:
+        """What a product of 16 bits needs beside its output at most: scratch does not grow with operands."""
+        tried = [inside for own, inside in self._known.items() if inside is not None and own.func is func]
+        return Inside(max((inside.peak - inside.kept for inside in tried), default=0), 0)
+
+    @staticmethod
+    def _try(signatures: Sequence[Signature]) -> list[Inside | None]:
+        with _disable_current_modes(), torch.enable_grad():  # without, an LSTM keeps no workspace
+            return inside_of_calls([partial(_made, own) for own in signatures])
+
+
+def _smaller(own: Signature) -> tuple[Signature, float]:
+    """The same call of a share of the samples, whose operands can be made, and the share."""
+    batch = own.operands[0].shape[0] if own.operands[0].shape else 0
+    size = batch
+    found = own
+    while found.bytes > MOST_BYTES and size > 1 and own.func.overloadpacket not in _NARROW:
+        size = (size + 1) // 2
+        fewer = partial(_with_samples, batch, size)
+        args, kwargs = tree_map(fewer, (own.args, own.kwargs), is_leaf=_is_operand)
+        found = Signature(f"{own.func}{args}{kwargs}", own.func, args, kwargs)
+    return found, size / max(1, batch)
+
+
+def _with_samples(batch: int, size: int, leaf: Any) -> Any:
+    """An operand of `size` samples for one of `batch`, its strides as they were."""
+    if isinstance(leaf, Operand) and len(leaf.shape) > 2 and leaf.shape[0] == batch:
+        return leaf._replace(shape=(size, *leaf.shape[1:]))
+    return leaf
+
+
+def _made(own: Signature) -> Callable[[], Any]:
+    """The call on real tensors."""
+
+    def made(leaf: Any) -> Any:
+        return leaf.made() if isinstance(leaf, Operand) else leaf
+
+    args, kwargs = tree_map(made, (own.args, own.kwargs), is_leaf=_is_operand)
+    if own.func.overloadpacket is aten.mkldnn_rnn_layer_backward:
+        args = _with_workspace(args)
+    elif own.func.overloadpacket._qualified_op_name == "fusedacc::grouped_accumulate_":
+        args = _with_rows(args)
+    return partial(own.func, *args, **kwargs)
+
+
+def _with_workspace(args: tuple) -> tuple:
+    """The backward's arguments with the workspace of a forward, whose size fakes do not know."""
+    tensors, (reverse, mode, hidden, layers, biases, train, both, sizes, first) = args[:7], args[13:22]
+    made = aten.mkldnn_rnn_layer(*tensors, reverse, sizes, mode, hidden, layers, biases, both, first, train)
+    return (*args[:22], made[3])
+
+
+def _with_rows(args: tuple) -> tuple:
+    """The arguments of a grouped product with offsets that give each expert as many rows."""
+    experts, rows = len(args[3]), len(args[1])
+    ends = [rows * (expert + 1) // experts for expert in range(experts)]
+    return (*args[:3], torch.tensor(ends, dtype=torch.int32), *args[4:])
+
+
+#: Rows of a product begin at multiples of so many bytes.
+_ALIGNMENT = 16
+
+
+class GroupedProducts(TorchDispatchMode):
+    """While it is entered, `grouped_mm` of CPU tensors returns what it does there, in any dtype.
+
+    Enter it inside a `FakeTensorMode`.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._grouped_mm.default and args[0].device.type == "cpu":
+            return _product(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _product(
+    left: Tensor,
+    right: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Rows are those of `left`, columns of `right`; where neither is stacked, each group has a product."""
+    groups = [left.shape[0]] if left.dim() == 3 and right.dim() == 3 else []
+    if left.dim() == 2 and right.dim() == 2:
+        groups = [0 if offs is None else offs.shape[0]]
+    step = _ALIGNMENT // left.element_size()
+    width = right.shape[-1]
+    shape = [*groups, left.shape[-2], -(-width // step) * step]
+    return torch.empty(shape, dtype=out_dtype or left.dtype, device=left.device)[..., :width]
+
+
+#: How many weights a layer has in one direction; those with projections have one more, and no oneDNN.
+_WITH_BIASES = 4
+#: oneDNN's number of the LSTM among recurrent layers.
+_LSTM = 2
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class RunLstmByOneDnn(TorchFunctionMode):
+    """While it is entered, an LSTM of fake CPU tensors calls the operators that one of real tensors would."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch._VF.lstm and not kwargs and len(args) == 9 and _has_onednn(args):
+            return _lstm(*args)
+        return func(*args, **(kwargs or {}))
+
+
+def _has_onednn(args: tuple) -> bool:
+    input, state, weights, biases, layers, _, _, both, _ = args
+    return bool(
+        isinstance(state, (list, tuple))  # else the form for packed sequences
+        and torch.backends.mkldnn.is_available()
+        and torch.backends.mkldnn.enabled
+        and input.device.type == "cpu"
+        and input.dtype in _DTYPES
+        and input.numel() > 0
+        and len(weights) == layers * (1 + both) * (_WITH_BIASES if biases else 2)
+    )
+
+
+def _lstm(
+    input: Tensor,
+    state: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    biases: bool,
+    layers: int,
+    dropout: float,
+    train: bool,
+    both: bool,
+    first: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    own, directions = _WITH_BIASES if biases else 2, 1 + both
+    x = input.transpose(0, 1) if first else input
+    hidden, cells = (part.contiguous() for part in state)
+    lasts: list[tuple[Tensor, Tensor]] = []
+    for layer in range(layers):
+        outputs = []
+        for direction in range(directions):
+            index = layer * directions + direction
+            w = list(weights[index * own : (index + 1) * own])
+            if not biases:
+                w += [torch.zeros(w[0].shape[0], dtype=w[0].dtype, device=w[0].device) for _ in range(2)]
+            output, h, c, _ = torch.ops.aten.mkldnn_rnn_layer(
+                x, *w, hidden[index], cells[index], direction == 1, [], _LSTM, hidden.shape[2], 1, biases,
+                False, False, train,
+            )  # fmt: skip
+            outputs.append(output)
+            lasts.append((h, c))
+        x = outputs[0] if directions == 1 else torch.cat(outputs, -1)
+        if dropout and train and layer < layers - 1:
+            x = functional.dropout(x, dropout)
+    last_hidden, last_cells = (torch.stack(each) for each in zip(*lasts, strict=True))
+    return (x.transpose(0, 1) if first else x), last_hidden, last_cells
+
+
+#: Operators that are handed gradients on their way to a sum.
+_ADDS = (torch.ops.aten._foreach_add_.List, torch.ops.aten._foreach_add_.ScalarList)
+
+
+class Trace(TorchDispatchMode):
+    """While it is entered: every storage that an operator returns is a block, until its last tensor dies.
+
+    Args:
+        device: storages on it count; those elsewhere do not.
+
+    Enter it inside a `FakeTensorMode`. Storages that were there before are told by `mark`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._moment = 0
+        self._alive: dict[int, tuple[Block, weakref.ref]] = {}
+        self.blocks: list[Block] = []
+        self.operators: list[Operator] = []
+        #: What new storages are for.
+        self.kind = TEMPORARIES
+
+    def mark(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Say what these tensors' memory is for, from its beginning on."""
+        for tensor in tensors:
+            block = self._block(tensor)
+            if block is not None:
+                block.kind = kind
+
+    @contextlib.contextmanager
+    def phase(self, kind: str) -> Iterator[None]:
+        """Meanwhile new storages are for this."""
+        before, self.kind = self.kind, kind
+        try:
+            yield
+        finally:
+            self.kind = before
+
+    def peak(self, measure: Measure | None = None) -> Peak:
+        """What was alive at the peak; with `measure`, also inside of operators that it knows."""
+        inside = None if measure is None else measure({call.signature for call in self.operators})
+        return peak(self.blocks, self.operators, inside)
+
+    def bytes(self, kind: str) -> int:
+        """The bytes of a kind that are alive."""
+        return sum(block.bytes for block, _ in self._alive.values() if block.kind == kind)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self._moment += 1
+        start = self._moment
+        result = func(*args, **kwargs)
+        outputs = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+        known = len(self.blocks)
+        for tensor in outputs:
+            self._block(tensor)
+        own = signature(func, args, kwargs)
+        if own is not None:
+            self.operators.append(Operator(start, own, self.blocks[known:]))
+        if func in _ADDS or func.namespace == "fusedacc":
+            self._mark_terms(tree_leaves((args, kwargs)))
+        return result
+
+    def _mark_terms(self, operands: list[Any]) -> None:
+        """Gradients on their way to a sum: what else such an operator is handed has a kind already."""
+        for operand in operands:
+            if isinstance(operand, Tensor):
+                block = self._block(operand)
+                if block is not None and block.kind == TEMPORARIES:
+                    block.kind = GRADIENTS
+
+    def _block(self, tensor: Tensor) -> Block | None:
+        """The block that holds the tensor, which begins now if it is new."""
+        if tensor.device.type != self._device.type:
+            return None
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._alive:
+            self._moment += 1
+            block = Block(storage.nbytes(), self._moment, self.kind)
+            self.blocks.append(block)
+            self._alive[key] = block, weakref.ref(storage, self._ending(key))
+        return self._alive[key][0]
+
+    def _ending(self, key: int) -> Callable[[Any], None]:
+        held = weakref.ref(self)
+
+        def end(_: Any) -> None:
+            trace = held()
+            if trace is not None:
+                trace._moment += 1
+                trace._alive.pop(key)[0].end = trace._moment
+
+        return end

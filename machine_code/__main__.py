@@ -1,0 +1,7 @@
+"""`python -m machine_code`: see tables.py."""
+
+import sys
+
+from .tables import main
+
+sys.exit(main())

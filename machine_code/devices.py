@@ -1,0 +1,99 @@
+"""Architectures and devices: public figures, each with its source."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+LANES = 32
+#: Each multiprocessor has four schedulers, each of which issues one instruction of a warp in a clock cycle.
+#: Source: the tuning guides for Ampere, Ada, Hopper and Blackwell, docs.nvidia.com/cuda.
+SCHEDULERS = 4
+ISSUED = SCHEDULERS * LANES
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """What a multiprocessor holds, and how many results of an instruction it makes in a clock cycle.
+
+    Sources: `cuda_occupancy.h` of the CUDA toolkit for blocks and units; the CUDA programming guide, Compute
+    Capabilities, for warps, registers and shared memory; the CUDA C++ Best Practices Guide, Throughput of
+    Native Arithmetic Instructions, for results.
+
+    `warps`, `blocks`: that it holds at most. `shared`: bytes of shared memory, of which each block takes
+    1 KiB more than it asks for. `float32`, `float64`: results of additions, products and fused multiply-adds.
+    `conversions64`: of conversions from and to 64-bit types.
+    """
+
+    name: str
+    warps: int
+    blocks: int
+    shared: int
+    float32: int
+    float64: int
+    conversions64: int
+    registers: int = 65536
+    #: 32-bit integer additions, shifts, comparisons, logic, selects; and integer multiply-adds. sm_120 makes
+    #: 128 additions, which is left out.
+    integer: int = 64
+    #: Roundings of float32 to 16 bits and other conversions: the lowest of the documented rates.
+    conversions: int = 16
+
+
+#: Registers are given out by so many to a warp, shared memory by so many bytes.
+REGISTER_UNIT, SHARED_UNIT, SHARED_RESERVED = 256, 128, 1024
+
+ARCHITECTURES = {
+    each.name: each
+    for each in (
+        Architecture("sm_80", 64, 32, 164 << 10, 64, 32, 16),
+        Architecture("sm_89", 48, 24, 100 << 10, 128, 2, 2),
+        Architecture("sm_90", 64, 32, 228 << 10, 128, 64, 16),
+        Architecture("sm_100", 64, 32, 228 << 10, 128, 64, 16),
+        Architecture("sm_120", 48, 24, 100 << 10, 128, 2, 2),
+    )
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """`bandwidth`: of its memory at peak, in bytes per second. `clock`: boost, in Hz. `code`: the
+    architecture of the machine code that each backend runs on it."""
+
+    name: str
+    architecture: Architecture
+    multiprocessors: int
+    clock: float
+    bandwidth: float
+    code: Mapping[str, str]
+    source: str
+
+
+def device(
+    name: str, architecture: str, sms: int, mhz: int, gigabytes: int, source: str, cuda: str = ""
+) -> Device:
+    """cuda: the architecture of our library's code that it runs, where that is not its own."""
+    code = {"cuda": cuda or architecture, "triton": architecture}
+    return Device(name, ARCHITECTURES[architecture], sms, mhz * 1e6, gigabytes * 1e9, code, source)
+
+
+DEVICES = (
+    device("A100 80 GB SXM", "sm_80", 108, 1410, 2039, "A100 data sheet; A100 architecture white paper"),
+    device("H100 SXM", "sm_90", 132, 1980, 3350, "H100 data sheet; H100 architecture white paper"),
+    device(
+        "B200",
+        "sm_100",
+        148,
+        1965,
+        8000,
+        "Blackwell architecture brief (bandwidth); techpowerup.com/gpu-specs",
+    ),
+    device("RTX 4090", "sm_89", 128, 2520, 1008, "Ada architecture white paper", cuda="sm_80"),
+    device("RTX 5090", "sm_120", 170, 2407, 1792, "RTX Blackwell architecture white paper"),
+)
+#: Architectures whose code is looked at, by backend. Our library has no code of its own for sm_89: it runs
+#: that for sm_80. For sm_120 the driver compiles its PTX.
+COMPILED = {
+    "cuda": ("sm_80", "sm_90", "sm_100", "sm_120"),
+    "triton": ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120"),
+}

@@ -1,0 +1,264 @@
+"""Self-tests at first use: what they find, and what follows. Here they run on a CPU's backends."""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from pathlib import Path
+
+import forked
+import pytest
+import torch
+from broken_backends import BROKEN, breaks, broken, self_tests
+from torch import nn
+
+import fusedacc
+from fusedacc.kernels import grouped, library, matmul, registry, selftest, selftest_checks
+from fusedacc.kernels.dtypes import PAIRS
+
+CPU = torch.device("cpu")
+FLOAT, LOW = torch.float32, torch.bfloat16
+FIRST = "cpu" if library.load_error() is None else "eager"
+
+pytestmark = pytest.mark.skipif(FIRST == "eager", reason=f"no backend but eager: {library.load_error()}")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Where results are kept; self-tests run on CPUs too."""
+    with self_tests(tmp_path, "cpu"):
+        yield tmp_path
+
+
+def select(dtype=FLOAT, backend="auto"):
+    return registry.select(CPU, dtype, dtype, backend)
+
+
+def wrap(backend="auto"):
+    model = nn.Linear(4, 3)
+    return fusedacc.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), backend=backend)
+
+
+# What is checked
+
+
+@pytest.mark.parametrize("backend", ["cpu", "eager"])
+def test_right_backends_pass(backend):
+    for gradient, accumulator in PAIRS:
+        assert selftest_checks.sums(registry.get(backend), CPU, gradient, accumulator) is None
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_wrong_kernel_is_found(what, folder):
+    with breaks("cpu", what), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        chosen = select(LOW)
+    assert chosen.backend.name == "eager"
+    said = BROKEN[what][1]
+    assert "not cpu: its self-test has failed: bfloat16 into bfloat16: " in chosen.reason
+    assert said in selftest.failure("cpu", CPU)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, LOW])
+@pytest.mark.parametrize("experts", [False, True])
+def test_products_are_checked(dtype, experts):
+    multiply, check = matmul.gemm_accumulate_, selftest_checks.product
+    if experts:
+        multiply, check = grouped.grouped_accumulate_, selftest_checks.grouped
+
+    def spoils_a_corner(total, *others):
+        multiply(total, *others)
+        total[..., -1, -1] += 1.0
+
+    def keeps_always(total, *others):
+        multiply(total, *others[:-1], 1.0)
+
+    assert check(multiply, CPU, dtype, FLOAT) is None
+    assert "scale a number, keep 1: " in check(spoils_a_corner, CPU, dtype, FLOAT)
+    assert "scale a number, keep 0: " in check(keeps_always, CPU, dtype, FLOAT)
+
+
+# What follows
+
+
+def test_auto_warns_once_and_takes_the_next_backend(folder):
+    with breaks("cpu", "tail"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer = wrap()
+        assert select(LOW).backend.name == "eager"
+    (warning,) = caught
+    said = str(warning.message)
+    assert "the self-test of 'cpu' has failed on cpu (" in said
+    assert "float32 into float32: addition: " in said
+    assert "Backend 'eager' is used instead. Please report it: run `python -m fusedacc selftest`" in said
+    assert " eager " in optimizer.explain()
+    assert "its self-test has failed" in optimizer.explain()
+
+
+def test_a_backend_that_was_asked_for_raises(folder, monkeypatch):
+    said = "='cpu' cannot run float32 into float32 on cpu: its self-test has failed: float32 into float32: "
+    with breaks("cpu", "tail"):
+        with pytest.raises(RuntimeError, match="backend" + said + "addition: .*Allowed here: 'auto', "):
+            wrap("cpu")
+        monkeypatch.setenv("FUSEDACC_BACKEND", "cpu")
+        with pytest.raises(RuntimeError, match="FUSEDACC_BACKEND" + said):
+            wrap()
+
+
+def test_a_device_that_is_left_unusable_raises_and_the_next_process_knows(folder, monkeypatch):
+    monkeypatch.setattr(selftest, "_left_unusable", lambda device: RuntimeError("illegal address"))
+    with (
+        breaks("cpu", "raises"),
+        pytest.raises(
+            RuntimeError, match="has left the device unusable in this process: OSError: no such dev"
+        ),
+    ):
+        wrap()
+    selftest.forget()
+    with pytest.warns(RuntimeWarning, match="the self-test of 'cpu' has failed"):
+        assert select().backend.name == "eager"
+
+
+def test_it_can_be_turned_off(folder):
+    with pytest.MonkeyPatch.context() as variables:
+        variables.setenv("FUSEDACC_SELFTEST", "0")
+        with breaks("cpu", "raises"):
+            assert select().backend.name == "cpu"
+        variables.setenv("FUSEDACC_SELFTEST", "no")
+        with pytest.raises(ValueError, match="FUSEDACC_SELFTEST='no': allowed are '0' "):
+            wrap()
+
+
+def test_a_wrapper_on_a_cpu_runs_none(tmp_path):
+    with self_tests(tmp_path), breaks("cpu", "raises"):
+        wrap()
+    assert not any(tmp_path.iterdir())
+
+
+# What is kept
+
+
+@pytest.fixture
+def checks(monkeypatch):
+    """The backends that were checked, one for each time."""
+    found, right = [], selftest_checks.sums
+
+    def counting(backend, *others):
+        found.append(backend.name)
+        return right(backend, *others)
+
+    monkeypatch.setattr(selftest_checks, "sums", counting)
+    return found
+
+
+def test_a_result_is_kept_for_other_wrappers_and_processes(folder, checks, monkeypatch):
+    wrap(), wrap()
+    assert checks == ["cpu"]
+    selftest.forget()  # as in another process
+    wrap()
+    assert checks == ["cpu"]
+    (entries,) = json.loads((folder / selftest.FILE).read_text()).values()
+    assert {name: entry["problem"] for name, entry in entries.items()} == {"cpu: float32 into float32": None}
+    select(LOW)
+    monkeypatch.setattr(selftest, "_kernels", lambda: 1)
+    selftest.forget()
+    wrap()
+    assert checks == ["cpu"] * 3
+    assert len(json.loads((folder / selftest.FILE).read_text())) == 2
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"here": 3}', '{"%s": {"cpu: float32 into float32": 3}}'])
+def test_a_damaged_file_is_replaced(folder, checks, text):
+    (folder / selftest.FILE).write_text(text.replace("%s", selftest.machine(CPU)))
+    wrap()
+    assert checks == ["cpu"]
+    assert selftest.results(CPU) == {"cpu: float32 into float32": None}
+    json.loads((folder / selftest.FILE).read_text())[selftest.machine(CPU)]
+
+
+def test_without_a_folder_it_holds_for_the_process(tmp_path, checks):
+    (tmp_path / "file").touch()
+    with self_tests(tmp_path / "file", "cpu"):
+        wrap(), wrap()
+    assert checks == ["cpu"]
+
+
+AT_ONCE = """
+import sys, time
+from pathlib import Path
+import torch
+from fusedacc.kernels import selftest
+selftest.DEVICE_TYPES = ("cpu",)
+folder, begin = Path(sys.argv[1]), float(sys.argv[2])
+
+def check():
+    with open(folder / "checked", "a") as file:
+        file.write("once\\n")
+    time.sleep(0.2)
+
+time.sleep(max(0.0, begin - time.time()))
+print(selftest.problem_of("cpu", "a pair", torch.device("cpu"), check))
+"""
+
+
+def test_of_processes_that_ask_at_once_one_checks(tmp_path: Path):
+    arguments = str(tmp_path), str(time.time() + 2)
+    variables = {"FUSEDACC_SELFTEST": "1", "FUSEDACC_CACHE": str(tmp_path)}
+    running = [forked.start(AT_ONCE, *arguments, **variables) for _ in range(3)]
+    done = [each.wait() for each in running]
+    assert [each.stdout for each in done] == ["None\n"] * 3, done
+    assert (tmp_path / "checked").read_text() == "once\n"
+
+
+# When it cannot run
+
+
+def test_it_waits_for_the_end_of_a_trace(folder, checks):
+    """What was selected meanwhile does not count as tested."""
+    with torch._subclasses.FakeTensorMode():
+        assert select().backend.name == "cpu"
+    torch.func.vmap(lambda x: select() and x)(torch.zeros(2))
+    assert checks == []
+    assert len(selftest.deferred) == 1
+    optimizer = wrap_on_meta()
+    with breaks("cpu", "tail"), pytest.warns(RuntimeWarning, match="the self-test of 'cpu' has failed"):
+        optimizer.step()
+    assert checks == ["cpu"]
+    assert not selftest.deferred
+    assert select().backend.name == "eager"
+
+
+def wrap_on_meta():
+    """A wrapper without a parameter that needs a backend."""
+    return fusedacc.AccumulatingOptimizer(
+        torch.optim.SGD([nn.Parameter(torch.zeros(1, device="meta"))], lr=1.0)
+    )
+
+
+def test_it_is_deferred_where_memory_lacks(folder, monkeypatch):
+    def takes_too_much(*_):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(selftest_checks, "sums", takes_too_much)
+    assert select().backend.name == "cpu"
+    assert selftest.results(CPU) == {}
+    selftest.retry()
+    assert len(selftest.deferred) == 1
+
+
+def test_plans_of_a_backend_that_failed_later_are_dropped(folder):
+    with torch._subclasses.FakeTensorMode():
+        select()
+    model = nn.Linear(4, 3)
+    with breaks("cpu", "tail"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), 2)
+        optimizer._accumulators.passes.prepared[optimizer._slots[0]] = None
+        selftest.exclude("another", CPU, "says another rank")
+        optimizer.step()
+    assert not optimizer._accumulators.passes.prepared
+
+
+def test_a_copy_of_a_backend_is_broken_alone():
+    assert broken(registry.get("cpu"), "raises").norm_partials is registry.get("cpu").norm_partials
