@@ -290,7 +290,7 @@ FIXES = (
     Mutant(
         "FLOPs of a product that is added to a sum in place are not counted",
         "fusedacc/kernels/flops.py",
-        '    "aten::addmm_": _into_sum,\n',
+        '    "aten::addmm_": into_sum,\n',
         "",
         "tests/nn/test_flops.py",
     ),

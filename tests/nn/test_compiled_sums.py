@@ -30,7 +30,7 @@ from fusedacc.kernels import native_module
 from fusedacc.nn import compiled
 from fusedacc.nn.embedding import PatchedEmbedding
 from fusedacc.nn.linear import PatchedLinear
-from fusedacc.optimizer import parameters
+from fusedacc.optimizer import small_layers
 
 WIDTH = 8
 
@@ -45,7 +45,7 @@ def _fresh_compiler():
 
 @pytest.fixture(autouse=True)
 def _small_layers_too():
-    with mock.patch.object(parameters, "why_left", return_value=""):
+    with mock.patch.object(small_layers, "why_left", return_value=""):
         yield
 
 
