@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fusedacc
+from fusedacc.commands.measuring.records import Case, Results, at_most, row, spread
+from fusedacc.commands.measuring.timing import take_turns
 
-from ..harness import command
-from ..harness.measure import in_turns
-from ..harness.results import Case, Results, at_most, row, spread
+from .. import harness
+from ..harness import one_thread, rounds
 from .gradients import thread_time
-from .layers import one_thread
 
 STEPS = 8
 STOCK, HOOK, WRAPPED, INSIDE = "stock", "stock, hook", "fusedacc", "fusedacc, model="
@@ -182,7 +182,7 @@ def figures(results: Results, effort: str) -> None:
             for run in runs.values():
                 run()
             case = Case("compiled", work.name, "micro-batch", f"{work.shapes}, k={STEPS}", kind)
-            times = in_turns(runs, ROUNDS[effort], case.case, 1, thread_time)
+            times = take_turns(runs, rounds(ROUNDS[effort], case.case), thread_time)
             each = {way: [seconds / STEPS for seconds in own] for way, own in times.items()}
             rows = [row(case, way, **spread(own, 1e3), unit="ms") for way, own in each.items()]
             for way, goal in ((WRAPPED, WITHOUT), (INSIDE, work.goal)):
@@ -193,4 +193,4 @@ def figures(results: Results, effort: str) -> None:
 
 
 if __name__ == "__main__":
-    command.run(figures, command.arguments(__doc__).parse_args())
+    harness.run(figures, harness.arguments(__doc__).parse_args())
