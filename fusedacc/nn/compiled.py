@@ -143,9 +143,8 @@ def _add(holder: Holder, gradient: Callable[[], Tensor], *arguments: Any) -> Non
     node = holder.node
     try:
         hooked = node is not None and torch._C._will_engine_execute_node(node)
-        if (
-            not hooked
-        ):  # not wanted; or the graph ends in another node, as the parameter had before it was moved
+        # Not wanted; or the graph ends in another node, which the parameter had before it was moved.
+        if not hooked:
             node = _end_of_graph(slot.param)
             if node is None or not torch._C._will_engine_execute_node(node):
                 return
