@@ -46,6 +46,9 @@ class Holder(Protocol):
 _SOURCE = __spec__.loader.get_data(__file__)  # type: ignore[union-attr]
 NAMESPACE = f"fusedacc_compiled_{hashlib.sha256(_SOURCE).hexdigest()[:12]}"
 
+#: Weights of up to so many elements stay in PyTorch's graph: an operator of ours costs more than it saves.
+SMALL = 128 * 128
+
 _numbers = itertools.count(1)
 _holders: weakref.WeakValueDictionary[int, Holder] = weakref.WeakValueDictionary()
 

@@ -204,7 +204,8 @@ class PatchedForward(WeightSum):
         # A method of the module: its code is that of all modules of a kind, and Dynamo asks no more of it, so
         # that they share a graph. What copies or pickles it gets the copy's.
         forward = types.MethodType(type(self).forward, self.module)
-        traced = compiled.Traced(self, self.window) if self.path and self.is_ordinary else None
+        large = self.slot.param.numel() > compiled.SMALL
+        traced = compiled.Traced(self, self.window) if self.path and self.is_ordinary and large else None
         self._entries = {"forward": forward, PATCHED: self, TRACED: traced}
         self._entries |= {name: Copying(self, name) for name in COPYING}
         self.module.__dict__.update(self._entries)

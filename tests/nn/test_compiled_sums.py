@@ -45,7 +45,10 @@ def _fresh_compiler():
 
 @pytest.fixture(autouse=True)
 def _small_layers_too():
-    with mock.patch.object(small_layers, "why_left", return_value=""):
+    with (
+        mock.patch.object(small_layers, "why_left", return_value=""),
+        mock.patch("fusedacc.nn.compiled.SMALL", 0),
+    ):
         yield
 
 
@@ -693,3 +696,11 @@ def test_explain_says_what_is_compiled():
     Run(model, optimizer, {"backend": "aot_eager"}).train()
     assert "gemm" in optimizer.explain()
     assert "compiled: an operator in the backward's graph adds it" in optimizer.explain()
+
+
+def test_small_weights_stay_in_pytorchs_graph():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 16))
+    with mock.patch("fusedacc.nn.compiled.SMALL", 64):
+        optimizer = wrap(model)
+    torch.compile(model, backend="aot_eager")(torch.randn(2, 4)).sum().backward()
+    assert [slot.compiled for slot in optimizer._slots] == [False, False, True, False]
