@@ -27,6 +27,7 @@ SHOWN = (
     "linear",
     "embedding",
     "layers",
+    "compiled",
     "training",
     "experts",
     "experts_model",

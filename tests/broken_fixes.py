@@ -35,6 +35,49 @@ FIXES = (
         "tests/autograd/test_ignored.py",
     ),
     Mutant(
+        "equal products of a compiled backward are merged",
+        "fusedacc/nn/compiled.py",
+        '        _library.define(f"{form}({first}, {arguments}) -> ()", tags=_TAGS)\n',
+        '        _library.define(f"{form}(Tensor ticket, {arguments}) -> ()", tags=_TAGS)\n'
+        "        torch.fx.node.has_side_effect(getattr(getattr(torch.ops, NAMESPACE), form).default)\n",
+        "tests/nn/test_compiled_sums.py -k equal",
+    ),
+    Mutant(
+        "a cache on disk has a backward of former code",
+        "fusedacc/nn/compiled.py",
+        "{hashlib.sha256(_SOURCE).hexdigest()[:12]}",
+        "1",
+        "tests/nn/test_compiled_sums.py -k other_code",
+    ),
+    Mutant(
+        "a compiled forward adds another parameter's gradient to the sum of the one before",
+        "fusedacc/nn/compiled.py",
+        "        and weight is traced.weight\n",
+        "",
+        "tests/nn/test_compiled_sums.py -k another",
+    ),
+    Mutant(
+        "a node of another graph is one that nothing wants",
+        "fusedacc/nn/compiled.py",
+        "            node = _end_of_graph(slot.param)\n            if node is None or",
+        "            if node is None or",
+        "tests/nn/test_compiled_sums.py -k cast",
+    ),
+    Mutant(
+        "a compiled forward inside ignore() has no gradient by its weights",
+        "fusedacc/nn/compiled.py",
+        "        and not traced.window.ignoring\n",
+        "",
+        "tests/nn/test_compiled_sums.py -k ignored",
+    ),
+    Mutant(
+        "a hook on a compiled weight gets no gradient",
+        "fusedacc/nn/compiled.py",
+        "        and len(traced.hooks) == 0\n",
+        "",
+        "tests/nn/test_compiled_sums.py -k hooked",
+    ),
+    Mutant(
         "hooks are traced inside a compiled function",
         "fusedacc/autograd",
         "        @runs_as_written\n        def hook",
@@ -247,7 +290,7 @@ FIXES = (
     Mutant(
         "FLOPs of a product that is added to a sum in place are not counted",
         "fusedacc/kernels/flops.py",
-        '    "aten::addmm_": _into_sum,\n',
+        '    "aten::addmm_": into_sum,\n',
         "",
         "tests/nn/test_flops.py",
     ),

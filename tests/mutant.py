@@ -15,6 +15,7 @@ class Mutant:
             tests compile can be broken.
         old, new: the text replaced, which stands there once, and what it becomes.
         tests: paths, or tests as pytest names them, of which one at least must fail; apart by blanks.
+            "-k" and a part of a name may follow.
     """
 
     name: str

@@ -38,6 +38,19 @@ at::Tensor cast_of(const at::Tensor& weight, const at::Tensor& kept) {
 
 namespace {
 
+// Adds these gradients to the rows of the weight's accumulator, where that can be done without Python.
+bool adds_natively(const WeightTarget& destination, const at::Tensor& indices, const at::Tensor& gradient,
+                   int64_t padding, bool by_frequency) {
+  const RecordedCall* call = destination.call();
+  const at::Tensor* weight = destination.weight();
+  const int task = torch::autograd::get_current_graph_task_id();
+  const auto add_rows = [&] {
+    return call->entry->direct->add_rows(task, call->entry->index, indices, gradient, *weight, padding,
+                                         by_frequency);
+  };
+  return weight && call->adds_natively(task, add_rows);
+}
+
 class EmbeddingFunction : public torch::autograd::Function<EmbeddingFunction> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& weight, const at::Tensor& indices,
@@ -61,13 +74,7 @@ class EmbeddingFunction : public torch::autograd::Function<EmbeddingFunction> {
     const auto options = context->saved_data["options"].toIntVector();
     const int64_t rows = options[0], padding = options[1];
     const bool by_frequency = options[2] != 0;
-    const at::Tensor* weight = destination.weight();
-    const int task = torch::autograd::get_current_graph_task_id();
-    const auto add_rows = [&] {
-      return call->entry->direct->add_rows(task, call->entry->index, indices, gradient, *weight, padding,
-                                           by_frequency);
-    };
-    const bool added = (weight && call->adds_natively(task, add_rows)) ||
+    const bool added = adds_natively(destination, indices, gradient, padding, by_frequency) ||
                        (call && !at::GradMode::is_enabled() &&
                         call->site->adds(indices, gradient, destination.armed(), padding, by_frequency));
     if (!added) found[0] = at::embedding_dense_backward(gradient, indices, rows, padding, by_frequency);
@@ -85,22 +92,25 @@ int64_t tokens(const at::Tensor& tensor) {
 
 at::Tensor as_rows(const at::Tensor& tensor) { return tensor.reshape({tokens(tensor), tensor.size(-1)}); }
 
-// Adds left^T right to the weight's accumulator; false where autograd is to have it, as in a backward that is
-// recorded.
+// Adds left^T right to the weight's accumulator, where that can be done without Python.
+bool adds_natively(const WeightTarget& destination, const at::Tensor& left, const at::Tensor& right) {
+  const RecordedCall* call = destination.call();
+  const Multiplier by =
+      call->site->multiplier(left.scalar_type(), call->entry->accumulator_dtype, left.size(0));
+  if (by <= Multiplier::kPython) return false;
+  const at::Tensor* weight = destination.weight();
+  const int task = torch::autograd::get_current_graph_task_id();
+  const auto multiply = [&] {
+    return call->entry->direct->multiply(task, call->entry->index, left, right, *weight, by);
+  };
+  return weight && call->adds_natively(task, multiply);
+}
+
+// The same, by Python if need be; false where autograd is to have it, as in a backward that is recorded.
 bool adds(const WeightTarget& destination, const at::Tensor& left, const at::Tensor& right) {
   const RecordedCall* call = destination.call();
   if (call == nullptr || at::GradMode::is_enabled()) return false;
-  const Multiplier by =
-      call->site->multiplier(left.scalar_type(), call->entry->accumulator_dtype, left.size(0));
-  if (by > Multiplier::kPython) {
-    const at::Tensor* weight = destination.weight();
-    const int task = torch::autograd::get_current_graph_task_id();
-    const auto multiply = [&] {
-      return call->entry->direct->multiply(task, call->entry->index, left, right, *weight, by);
-    };
-    if (weight && call->adds_natively(task, multiply)) return true;
-  }
-  return call->site->adds(left, right, destination.armed());
+  return adds_natively(destination, left, right) || call->site->adds(left, right, destination.armed());
 }
 
 // The same memory, differentiable by the parameter: this backward is recorded.
@@ -165,6 +175,18 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
 };
 
 }  // namespace
+
+bool add_product(const c10::intrusive_ptr<PatchedForward>& site, const std::shared_ptr<HookState>& entry,
+                 const at::Tensor& left, const at::Tensor& right) {
+  const RecordedCall call{site, entry};
+  return adds_natively(WeightTarget(call), left, right);
+}
+
+bool add_rows(const c10::intrusive_ptr<PatchedForward>& site, const std::shared_ptr<HookState>& entry,
+              const at::Tensor& indices, const at::Tensor& gradient, int64_t padding, bool by_frequency) {
+  const RecordedCall call{site, entry};
+  return adds_natively(WeightTarget(call), indices, gradient, padding, by_frequency);
+}
 
 std::optional<at::Tensor> lookup(const c10::intrusive_ptr<PatchedForward>& site,
                                  const std::shared_ptr<HookState>& entry, const at::Tensor& indices,

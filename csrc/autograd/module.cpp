@@ -144,6 +144,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("forget_multipliers", &PatchedForward::forget_multipliers);
   module.def("product", &product, without_gil);
   module.def("lookup", &lookup, without_gil);
+  module.def("add_product", &add_product, without_gil);
+  module.def("add_rows", &add_rows, without_gil);
   module.def("cast_of", &cast_of, without_gil);
   module.attr("CASES") = py::cast(std::vector<std::string>(kCaseNames.begin(), kCaseNames.end()));
   module.def("attach", &attach);

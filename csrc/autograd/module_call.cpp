@@ -3,8 +3,12 @@
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/python_hook.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/jit/frontend/tracer.h>
+
+#include <string_view>
+#include <typeinfo>
 
 namespace py = pybind11;
 
@@ -81,6 +85,28 @@ WeightTarget::WeightTarget(const torch::autograd::AutogradContext* context, uint
   armed_ = call_->entry->active && end_ != nullptr && end_ == call_->entry->node;
 }
 
+WeightTarget::WeightTarget(const RecordedCall& call) : call_(&call), end_(call.entry->node) {
+  const auto* graph = torch::autograd::get_current_graph_task_nodes_in_graph();
+  armed_ =
+      call.entry->active && graph != nullptr && graph->count(const_cast<torch::autograd::Node*>(end_)) != 0;
+}
+
+namespace {
+
+// Whether a hook is registered on the tensor. Where all have been removed, torch keeps an empty dictionary.
+bool has_hooks(const at::Tensor& tensor) {
+  for (const auto& hook : torch::autograd::impl::hooks(tensor)) {
+    const torch::autograd::FunctionPreHook& each = *hook;
+    // torch does not export its type.
+    if (std::string_view(typeid(each).name()) != "N5torch8autograd23PyFunctionTensorPreHookE") return true;
+    PyObject* const dictionary = static_cast<const torch::autograd::PyFunctionTensorPreHook&>(each).dict;
+    if (PyDict_GET_SIZE(dictionary) != 0) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
 const at::Tensor* WeightTarget::weight() const {
   if (!armed_ || call_->entry->needs_eager) return nullptr;
   const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
@@ -89,8 +115,7 @@ const at::Tensor* WeightTarget::weight() const {
     return nullptr;
   }
   const at::Tensor& weight = static_cast<const torch::autograd::AccumulateGrad*>(end_)->variable;
-  const bool watched = !torch::autograd::impl::hooks(weight).empty() ||
-                       torch::autograd::impl::post_acc_grad_hooks(weight) != nullptr;
+  const bool watched = has_hooks(weight) || torch::autograd::impl::post_acc_grad_hooks(weight) != nullptr;
   return weight.requires_grad() && !watched ? &weight : nullptr;
 }
 

@@ -72,6 +72,8 @@ struct RecordedCall {
 class WeightTarget {
  public:
   explicit WeightTarget(const torch::autograd::AutogradContext* context, uint32_t position);
+  // In the backward of a compiled graph, which has no context of ours.
+  explicit WeightTarget(const RecordedCall& call);
 
   // Whether the graph ends in the hooked node.
   bool armed() const { return armed_; }

@@ -85,6 +85,7 @@ class Slot:
         "at_once",
         "buffer",
         "cleared_grad_dtype",
+        "compiled",
         "grad_state",
         "group",
         "in_bucket",
@@ -144,6 +145,8 @@ class Slot:
         #: The `MODULE_PATHS` by which modules of the model add by themselves, and why not where they might.
         self.paths: tuple[str, ...] = ()
         self.left_to = ""
+        #: Whether the backward of a compiled graph has delivered a gradient by an operator of ours.
+        self.compiled = False
         #: Whether a module of the model keeps its cast under autocast over a window.
         self.keeps_cast = False
         #: What the registry of hooks has last seen of the parameter: as long as that is so, its node is the

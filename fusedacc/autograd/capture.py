@@ -419,6 +419,11 @@ class Capture:
         )
 
     @property
+    def window(self) -> Any:
+        """The policy's."""
+        return self._policy.window
+
+    @property
     def num_updates(self) -> int:
         """Updates of the inner optimizer so far; its kernels write parameters and bump no version."""
         return self._policy.num_updates

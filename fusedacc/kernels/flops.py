@@ -31,7 +31,8 @@ def _left_times_right(left: Shape, right: Shape, *others: Any, **more: Any) -> i
     return 2 * prod(left) * right[-1]
 
 
-def _into_sum(accumulator: Shape, left: Shape, right: Shape, *others: Any, **more: Any) -> int:
+def into_sum(accumulator: Shape, left: Shape, right: Shape, *others: Any, **more: Any) -> int:
+    """A product added to a sum, or to what a ticket leads to."""
     return _left_times_right(left, right)
 
 
@@ -42,11 +43,11 @@ def _grouped_mm(left: Shape, right: Shape, *others: Any, **more: Any) -> int:
 
 #: Formulas by the names of operators: of their arguments, in which shapes stand for tensors.
 _FORMULAS: dict[str, Callable[..., int]] = {
-    "fusedacc::gemm_accumulate_": _into_sum,
-    "fusedacc::grouped_accumulate_": _into_sum,
+    "fusedacc::gemm_accumulate_": into_sum,
+    "fusedacc::grouped_accumulate_": into_sum,
     "fusedacc::launched_product": _left_times_right,
-    "aten::addmm": _into_sum,
-    "aten::addmm_": _into_sum,
+    "aten::addmm": into_sum,
+    "aten::addmm_": into_sum,
     "aten::_grouped_mm": _grouped_mm,
 }
 
@@ -59,6 +60,13 @@ def show_launch(left: Tensor, right: Tensor) -> None:
     """Let torch's modes see left^T right, which a launch outside of torch's dispatcher has multiplied."""
     if torch._C._len_torch_dispatch_stack():
         torch.ops.fusedacc.launched_product.default(left.detach(), right.detach())
+
+
+def add_formula(name: str, formula: Callable[..., int]) -> None:
+    """Give torch this formula of an operator as well."""
+    _FORMULAS[name] = formula
+    if _REGISTRY in sys.modules:
+        register()
 
 
 def register() -> None:

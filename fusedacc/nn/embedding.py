@@ -20,7 +20,8 @@ from ..kernels.checks import ORDINARY_TYPES
 from ..kernels.rounding import Noise
 from ..kernels.rows import accumulate_rows_
 from ..kernels.torch_state import runs_as_written
-from .patched_forward import PATCHED, PatchedForward, adds, begins
+from . import compiled
+from .patched_forward import PATCHED, TRACED, PatchedForward, adds, begins
 
 
 class PatchedEmbedding(PatchedForward):
@@ -34,7 +35,7 @@ class PatchedEmbedding(PatchedForward):
         if native is not None:
             own = weakref.ref(self)
             self._native = native.PatchedForward(partial(adds, own), partial(begins, own), False)
-            self._recorded = native.lookup
+            self._recorded, self._added = native.lookup, native.add_rows
 
     def adds(self, indices: Tensor, gradients: Tensor, armed: bool, padding: int, by_frequency: bool) -> bool:
         """What the native function asks in its backward: whether these gradients of rows are done with.
@@ -68,7 +69,7 @@ class PatchedEmbedding(PatchedForward):
     @staticmethod
     def forward(module: Any, input: Tensor) -> Tensor:
         if is_compiling():  # first: of whatever is read before it, a compiler makes guards
-            return type(module).forward(module, input)
+            return _compiled(module, input)
         patched = module.__dict__.get(PATCHED)
         if patched is None:
             return type(module).forward(module, input)
@@ -78,6 +79,15 @@ class PatchedEmbedding(PatchedForward):
         if patched.uses_stock_forward(module, input) or module.sparse:
             return type(module).forward(module, input)
         return EmbeddingFunction.apply(module.weight, input, patched)
+
+
+def _compiled(module: Any, input: Tensor) -> Tensor:
+    """The forward in a graph of torch.compile."""
+    traced, weight = getattr(module, TRACED), module.weight
+    if module.max_norm is not None or module.sparse or not compiled.accumulates(traced, weight):
+        return type(module).forward(module, input)
+    padding = -1 if module.padding_idx is None else module.padding_idx % max(weight.shape[0], 1)
+    return compiled.embedding(input, weight, traced.ticket, padding, module.scale_grad_by_freq)
 
 
 def _writer(

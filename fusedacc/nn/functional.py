@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from . import compiled
+from .patched_forward import TRACED
 from .stacked import apply, plain_of, target_of
 
 __all__ = ["grouped_linear"]
@@ -31,8 +35,11 @@ def grouped_linear(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     Raises:
         RuntimeError, ValueError: as `torch.nn.functional.grouped_mm`.
     """
-    plain = torch.compiler.is_compiling() or not torch.is_grad_enabled()
-    if not (plain or _transform_at_hand() is not None or forward_ad._current_level >= 0):
+    if torch.compiler.is_compiling():
+        traced: Any = getattr(weight, TRACED, None)
+        if compiled.accumulates(traced, weight):
+            return compiled.grouped(input, weight, offs, traced.ticket)
+    elif torch.is_grad_enabled() and _transform_at_hand() is None and forward_ad._current_level < 0:
         target = target_of(plain_of(weight))
         output = None if target is None else apply(input, target, offs, inward=False)
         if output is not None:

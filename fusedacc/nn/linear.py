@@ -21,8 +21,9 @@ from ..kernels.dtypes import PAIRS
 from ..kernels.matmul import class_of
 from ..kernels.rounding import Noise
 from ..kernels.torch_state import frame_compiler, runs_as_written
+from . import compiled
 from .kept_cast import CastFunction
-from .patched_forward import PATCHED, PatchedForward, adds, begins
+from .patched_forward import PATCHED, TRACED, PatchedForward, adds, begins
 
 
 class PatchedLinear(PatchedForward):
@@ -41,7 +42,7 @@ class PatchedLinear(PatchedForward):
         if native is not None:
             own = weakref.ref(self)
             self._native = native.PatchedForward(partial(adds, own), partial(begins, own), self.transposed)
-            self._recorded = native.product
+            self._recorded, self._added = native.product, native.add_product
         self._cast: tuple[Callable[[], Tensor | None], tuple] = (_nothing, ())
 
     def product(self, operand: torch.dtype, tokens: int) -> matmul.Run | None:
@@ -107,7 +108,7 @@ class PatchedLinear(PatchedForward):
     @staticmethod
     def forward(module: Any, input: Tensor) -> Tensor:
         if is_compiling():  # first: of whatever is read before it, a compiler makes guards
-            return type(module).forward(module, input)
+            return _compiled(module, input, False)
         patched = module.__dict__.get(PATCHED)
         if patched is None:
             return type(module).forward(module, input)
@@ -155,6 +156,14 @@ class PatchedLinear(PatchedForward):
         return _apply_linear(input, weight, bias, patched, dtype)
 
 
+def _compiled(module: Any, input: Tensor, transposed: bool) -> Tensor:
+    """The forward in a graph of torch.compile."""
+    traced = getattr(module, TRACED)
+    if compiled.accumulates(traced, module.weight):
+        return compiled.linear(input, module.weight, module.bias, traced.ticket, transposed)
+    return type(module).forward(module, input)
+
+
 def _nothing() -> None:
     """A weak reference to nothing."""
 
@@ -167,7 +176,9 @@ class PatchedConv1D(PatchedLinear):
 
     @staticmethod
     def forward(module: Any, x: Tensor) -> Tensor:
-        if is_compiling() or frame_compiler() is not None:
+        if is_compiling():
+            return _compiled(module, x, True)
+        if frame_compiler() is not None:
             return type(module).forward(module, x)
         return PatchedLinear.forward(module, x)
 

@@ -18,6 +18,7 @@ from ..accumulators.in_place import Write
 from ..autograd.capture import Capture
 from ..kernels.checks import ORDINARY_TYPES
 from ..kernels.torch_state import runs_as_written
+from . import compiled
 from .kept_cast import KeptCasts
 
 _grad_enabled, _tracing = torch.is_grad_enabled, torch._C._is_tracing
@@ -27,6 +28,8 @@ _transform_at_hand = torch._C._functorch.peek_interpreter_stack
 COPYING = ("__reduce_ex__", "__deepcopy__", "_replicate_for_data_parallel", "__prepare_scriptable__")
 #: Where a module's `__dict__` has its patched forward.
 PATCHED = "_accumulating_site"
+#: Where it has what a compiler reads: a `compiled.Traced`, or None.
+TRACED = "_accumulating_traced"
 #: The functions that stand in for a forward.
 _forwards: set[Any] = set()
 
@@ -64,13 +67,25 @@ class WeightSum:
     @property
     def accumulates(self) -> bool:
         """Whether a gradient of the parameter would be added to the sum, as far as a forward can tell."""
-        param = self.slot.param
-        return (
-            self._capture() is not None
-            and param.requires_grad
-            and type(param) in ORDINARY_TYPES
-            and not param.is_meta
-        )
+        return self._capture() is not None and self.slot.param.requires_grad and self.is_ordinary
+
+    @property
+    def is_ordinary(self) -> bool:
+        """Whether the parameter is no subclass and has memory."""
+        return type(self.slot.param) in ORDINARY_TYPES and not self.slot.param.is_meta
+
+    #: What a native function or a compiled graph asks in its backward: whether a gradient is done with.
+    adds: Callable[..., bool]
+
+    def adds_natively(self, *arguments: Any) -> bool:
+        """Whether native code has added in the backward of a compiled graph; `arguments`: of `adds`."""
+        return False
+
+    @property
+    def window(self) -> Any:
+        """The wrapper's."""
+        capture = self._capture()
+        return None if capture is None else capture.window
 
     def declare(self, path: str) -> None:
         """Gradients take this way, as `explain()` shows it."""
@@ -99,6 +114,32 @@ class WeightSum:
             return False
         return capture.take_in_place(self.slot, node, write, by_rows, part)
 
+    def deliver(self, node: Any, gradient: Tensor) -> None:
+        """Do what autograd would do with a gradient that a compiled graph adds by an operator.
+
+        Args:
+            node: the parameter's AccumulateGrad node in the graph that runs.
+            gradient: of the parameter, in the dtype of the products.
+
+        Raises:
+            RuntimeError: a hook was registered on the parameter after the forward.
+        """
+        param, capture = self.slot.param, self._capture()
+        if not param.requires_grad:  # frozen since the forward
+            return
+        if param._backward_hooks:  # the engine will call them without a gradient
+            raise RuntimeError(
+                f"a hook was registered on parameter {self.slot.name!r} between a compiled forward and its "
+                "backward, whose graph has no gradient for it: register hooks before the forward"
+            )
+        gradient = gradient.to(param.device, param.dtype)
+        if capture is not None and capture.receive(self.slot, gradient, True) is not None:
+            return
+        if param.grad is None:
+            param.grad = gradient
+        else:
+            param.grad.add_(gradient)
+
 
 def _share_memory(total: Tensor, operands: tuple[Tensor, ...]) -> bool:
     # torch's stubs lack it; public functions ask for a storage, which sparse gradients have none of.
@@ -126,9 +167,11 @@ class PatchedForward(WeightSum):
     #: Whether its weight's cast under autocast can be kept over a window, and where that is, if it shall be.
     keeps_cast = False
     kept: KeptCasts | None = None
-    #: The native patched forward and its function, where there are any.
+    #: The native patched forward, its function, and what adds in the backward of a compiled graph, where
+    #: there are any.
     _native: Any = None
     _recorded: Any = None
+    _added: Any = None
 
     def __init_subclass__(cls) -> None:
         _forwards.add(runs_as_written(cls.forward, calls_too=not cls.compiled_by_itself))
@@ -161,7 +204,10 @@ class PatchedForward(WeightSum):
         # A method of the module: its code is that of all modules of a kind, and Dynamo asks no more of it, so
         # that they share a graph. What copies or pickles it gets the copy's.
         forward = types.MethodType(type(self).forward, self.module)
-        self._entries = {"forward": forward, PATCHED: self} | {name: Copying(self, name) for name in COPYING}
+        large = self.slot.param.numel() > compiled.SMALL
+        traced = compiled.Traced(self, self.window) if self.path and self.is_ordinary and large else None
+        self._entries = {"forward": forward, PATCHED: self, TRACED: traced}
+        self._entries |= {name: Copying(self, name) for name in COPYING}
         self.module.__dict__.update(self._entries)
 
     def remove(self) -> None:
@@ -173,7 +219,9 @@ class PatchedForward(WeightSum):
         """Take what is ours out of the module; returns it."""
         module = self.module
         own: dict[str, Any] = {} if module is None else module.__dict__
-        return {name: own.pop(name) for name, entry in self._entries.items() if own.get(name) is entry}
+        return {
+            name: own.pop(name) for name, entry in self._entries.items() if name in own and own[name] is entry
+        }
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[Any]:
@@ -213,6 +261,11 @@ class PatchedForward(WeightSum):
             and forward_ad._current_level < 0
             and not _tracing()
         )
+
+    def adds_natively(self, *arguments: Any) -> bool:
+        """As `WeightSum`'s: where Python has nothing to decide."""
+        hook = self.slot.native
+        return hook is not None and self._added is not None and self._added(self._native, hook, *arguments)
 
     def leave(self, slots: Collection[Slot]) -> bool:
         """Have no more to do with the parameters of these slots; whether nothing is left to do then."""

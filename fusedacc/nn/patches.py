@@ -140,7 +140,9 @@ class Replacements:
         for module in [module for module, patched in self._patched.items() if patched.leave(dropped)]:
             self._patched.pop(module).remove()
         for slot in dropped:
-            self._stacked.pop(slot, None)
+            stacked = self._stacked.pop(slot, None)
+            if stacked is not None:
+                stacked.remove()
             slot.paths, slot.keeps_cast = (), False
         if self._casts is not None:
             self._casts.forget(dropped)

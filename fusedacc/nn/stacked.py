@@ -29,8 +29,9 @@ from ..kernels.checks import GRADIENT_TYPES, ORDINARY_TYPES
 from ..kernels.dtypes import PAIRS
 from ..kernels.rounding import Noise
 from ..kernels.torch_state import runs_as_written
+from . import compiled
 from .kept_cast import CastFunction
-from .patched_forward import WeightSum
+from .patched_forward import TRACED, WeightSum
 
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
@@ -169,6 +170,8 @@ class StackedSum(WeightSum):
         super().__init__(slot, capture)
         self._chosen: tuple[Any, Run] | None = None
         _targets[id(slot.param)] = self
+        if self.is_ordinary and (slot.param.dtype, slot.accumulate_dtype) in PAIRS:
+            slot.param.__dict__[TRACED] = compiled.Traced(self, self.window)
 
     def run(self, capture: Capture) -> Run:
         """What multiplies into the sum."""
@@ -184,6 +187,23 @@ class StackedSum(WeightSum):
     def forget_choices(self) -> None:
         """Ask anew how to multiply: a checkpoint has brought other answers."""
         self._chosen = None
+
+    def remove(self) -> None:
+        """Leave what is compiled to PyTorch."""
+        self.slot.param.__dict__.pop(TRACED, None)
+
+    def adds(self, left: Tensor, right: Tensor, armed: bool, offs: Tensor) -> bool:
+        """In the backward of a compiled graph: whether the products left[s:t]^T right[s:t] are done with."""
+        capture = self._capture()
+        if capture is None or not armed:
+            return False
+        run = self.run(capture)
+
+        def write(accumulator: Tensor, scale: Number, beta: Number, noise: Noise | None) -> None:
+            run(accumulator, left, right, offs, scale, beta, noise)
+
+        self.declare("grouped")
+        return self.accumulate_in_place(self.node, write, (left, right))
 
 
 class GroupedFunction(torch.autograd.Function):

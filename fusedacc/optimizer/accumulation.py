@@ -41,8 +41,6 @@ class Accumulation:
     def __init__(self, slots: list[Slot], window: Window, accumulators: Accumulators) -> None:
         self.window = window
         self.accumulators = accumulators
-        #: Whether backwards do not count (`ignore()`).
-        self.ignoring = False
         self._slots = slots
         self._grads, self._noise = accumulators.grads, accumulators.noise
         #: Whether a CUDA graph was being captured when the window began.
@@ -59,15 +57,20 @@ class Accumulation:
     @contextlib.contextmanager
     def ignored(self) -> Iterator[None]:
         """Context: backwards inside do not count."""
-        before, self.ignoring = self.ignoring, True
+        window = self.window
+        before, window.ignoring = window.ignoring, True
         self._grads.drop_consumed()
         self._grads.set_aside(self._slots)
         try:
             yield
         finally:
-            self.ignoring = before
+            window.ignoring = before
             if not before:
                 self.bring_back()
+
+    @property
+    def ignoring(self) -> bool:
+        return self.window.ignoring
 
     def bring_back(self) -> None:
         """Before p.grad is looked at: let what counts stand there, inside `ignored()` too."""
@@ -187,10 +190,10 @@ class Accumulation:
     def assumptions(self) -> Assumptions:
         """The attributes that `middle` depends on."""
         window, grads = self.window, self._grads
-        names = "tainted", "in_context", "unsynchronised", "withheld"
+        names = "tainted", "in_context", "unsynchronised", "withheld", "ignoring"
         is_false: list[Attribute] = [(window, name) for name in names]
         is_false += [(grads, name) for name in ("consumed", "_num_ignored", "_aside")]
-        is_false += [(self, "ignoring"), (self.ranks, "parallel"), *torch_state.process_group()]
+        is_false += [(self.ranks, "parallel"), *torch_state.process_group()]
         deferred, norms = self.accumulators.deferred, self.accumulators.norms
         stays: list[Attribute] = [(grads, "generation"), (deferred, "num_changes"), (window, "sum_scale")]
         stays.append((norms, "wanted"))

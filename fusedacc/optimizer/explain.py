@@ -188,9 +188,10 @@ def _in_backward(slot: Slot, accumulators: Accumulators) -> Route:
     """A module of the model adds to the sum inside its backward; two may where they share the weight."""
     paths = tuple(sorted(map(Path, slot.paths), reverse=True))
     found = [IN_MODULE[path](slot, accumulators) for path in MODULE_PATHS if path in paths]
-    return Route(
-        paths, "+".join(dict.fromkeys(name for name, _ in found)), "; ".join(why for _, why in found)
-    )
+    names, reasons = [name for name, _ in found], [why for _, why in found]
+    if slot.compiled:
+        reasons.append("compiled: an operator in the backward's graph adds it")
+    return Route(paths, "+".join(dict.fromkeys(names)), "; ".join(reasons))
 
 
 def _bytes(slot: Slot, chosen: Route, window: Window, stochastic: bool) -> tuple[str, str]:

@@ -85,6 +85,8 @@ class Window:
                 "allowed: private_gradients=False, or gradient_accumulation_steps of 1 or more"
             )
         self.private = private
+        #: Whether backwards do not count (`ignore()`).
+        self.ignoring = False
         #: How many ranks' gradients come together.
         self.ranks = 1
         self.num_updates = 0

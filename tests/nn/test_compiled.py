@@ -30,7 +30,10 @@ def _fresh_compiler():
 
 @pytest.fixture(autouse=True)
 def _small_layers_too():
-    with mock.patch.object(small_layers, "why_left", return_value=""):
+    with (
+        mock.patch.object(small_layers, "why_left", return_value=""),
+        mock.patch("fusedacc.nn.compiled.SMALL", 0),
+    ):
         yield
 
 

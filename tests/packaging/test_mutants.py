@@ -10,5 +10,9 @@ def test_the_text_of_every_mutant_stands_where_it_says_once():
 
 
 def test_tests_of_every_mutant_are_there():
-    paths = [(m.name, test.partition("::")[0]) for m in mutants.MUTANTS for test in m.tests.split()]
+    paths = [
+        (m.name, test.partition("::")[0])
+        for m in mutants.MUTANTS
+        for test in m.tests.split(" -k ")[0].split()
+    ]
     assert [name for name, path in paths if not (mutants.ROOT / path).exists()] == []

@@ -1,0 +1,196 @@
+"""Compiled models: what a window takes against the same loop of plain compiled PyTorch.
+
+Of each model the CPU time of one thread for a window of eight micro-batches, forward and backward compiled
+by Inductor, without an update; per micro-batch, and as a share of stock's in the same round. Stock's
+float32 loop accumulates in `p.grad`. In bfloat16 there are two: `grad_dtype=float32`, and a hook with a
+mixed `add_`.
+
+    python -m benchmarks.suites.compiled [--quick | --full]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fusedacc
+from fusedacc.commands.measuring.records import Case, Results, at_most, row, spread
+from fusedacc.commands.measuring.timing import take_turns
+
+from .. import harness
+from ..harness import one_thread, rounds
+from .gradients import thread_time
+
+STEPS = 8
+STOCK, HOOK, WRAPPED, INSIDE = "stock", "stock, hook", "fusedacc", "fusedacc, model="
+ROUNDS = {"quick": 2, "short": 31, "full": 101}
+#: The goal without `model=`, as a share of stock's time.
+WITHOUT = 1.02
+
+
+class Block(nn.Module):
+    """Attention and an MLP."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before, self.after = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, tokens, width = x.shape
+        shape = rows, tokens, 3, self.heads, width // self.heads
+        q, k, v = self.qkv(self.before(x)).view(shape).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(rows, tokens, width))
+        return x + self.down(F.gelu(self.up(self.after(x))))
+
+
+class GPT(nn.Module):
+    def __init__(self, width: int, layers: int, vocabulary: int) -> None:
+        super().__init__()
+        self.table, self.places = nn.Embedding(vocabulary, width), nn.Embedding(64, width)
+        self.blocks = nn.ModuleList(Block(width, width // 64) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.table(x) + self.places(torch.arange(x.shape[1]))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden))
+
+
+def mlp(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """One model, its input and its goal: the most of stock's time that `model=` may take."""
+
+    name: str
+    shapes: str
+    make: Callable[[], nn.Module]
+    data: Callable[[], Tensor]
+    goal: float
+    dtype: torch.dtype = torch.float32
+    autocast: bool = False
+
+    def loss(self, model: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            output = model(x)
+        if x.is_floating_point():
+            return output.float().square().mean()
+        return F.cross_entropy(output.float().flatten(0, 1), x.flatten())
+
+
+def _gpt() -> nn.Module:
+    return GPT(512, 3, 2048)
+
+
+def _tokens() -> Tensor:
+    return torch.randint(0, 2048, (1, 64))
+
+
+WORKLOADS = (
+    Workload("MLP 1024", "16 tokens", lambda: mlp(1024), lambda: torch.randn(16, 1024), 0.70),
+    Workload("MLP 512", "32 tokens", lambda: mlp(512), lambda: torch.randn(32, 512), 0.92),
+    Workload(
+        "head", "512 x 8192, 64 tokens", lambda: nn.Linear(512, 8192), lambda: torch.randn(64, 512), 0.82
+    ),
+    Workload("GPT", "3 layers of width 512, 64 tokens", _gpt, _tokens, 0.80),
+    Workload("GPT", "3 layers of width 512, 64 tokens", _gpt, _tokens, 0.88, autocast=True),
+    Workload("MLP 1024", "16 tokens", lambda: mlp(1024), lambda: torch.randn(16, 1024), 0.40, torch.bfloat16),
+)
+QUICK = (Workload("MLP 64", "4 tokens", lambda: mlp(64), lambda: torch.randn(4, 64), 1.0),)
+
+
+def window(way: str, work: Workload, backend: str) -> Callable[[], None]:
+    """What trains one window in one of the ways, compiled by this backend of torch.compile."""
+    torch.manual_seed(0)
+    model = nn.Sequential(work.make()).to(work.dtype)
+    parameters = list(model.parameters())
+    batches = [work.data() for _ in range(STEPS)]
+    if work.dtype is not torch.float32:
+        batches = [x.to(work.dtype) for x in batches]
+    loss = torch.compile(work.loss, backend=backend, fullgraph=True)
+    sums: dict[Tensor, Tensor] = {}
+    if way in (WRAPPED, INSIDE):
+        given: dict[str, Any] = {"model": model} if way == INSIDE else {}
+        optimizer = fusedacc.AccumulatingOptimizer(WithoutUpdate(parameters), STEPS, **given)
+
+        def wrapped() -> None:
+            for x in batches:
+                loss(model, x).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        return wrapped
+
+    def add(parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        if parameter in sums:
+            sums[parameter].add_(gradient)
+        else:
+            sums[parameter] = gradient.float()
+
+    for parameter in parameters:
+        if way == HOOK:
+            parameter.register_post_accumulate_grad_hook(add)
+        elif work.dtype is not torch.float32:
+            parameter.grad_dtype = torch.float32
+
+    def stock() -> None:
+        sums.clear()
+        for parameter in parameters:
+            parameter.grad = None
+        for x in batches:
+            loss(model, x).backward()
+
+    return stock
+
+
+class WithoutUpdate(torch.optim.Optimizer):
+    """Leaves the parameters as they are: the update is every loop's."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:
+        """Do nothing."""
+
+
+def figures(results: Results, effort: str) -> None:
+    """On the CPU."""
+    backend = "aot_eager" if effort == "quick" else "inductor"  # which is slow to compile
+    with one_thread():
+        for work in QUICK if effort == "quick" else WORKLOADS:
+            ways = [STOCK, WRAPPED, INSIDE]
+            if work.dtype is not torch.float32:
+                ways.insert(1, HOOK)
+            kind = "autocast bfloat16" if work.autocast else str(work.dtype)[6:]
+            torch.compiler.reset()
+            runs = {way: window(way, work, backend) for way in ways}
+            for run in runs.values():
+                run()
+            case = Case("compiled", work.name, "micro-batch", f"{work.shapes}, k={STEPS}", kind)
+            times = take_turns(runs, rounds(ROUNDS[effort], case.case), thread_time)
+            each = {way: [seconds / STEPS for seconds in own] for way, own in times.items()}
+            rows = [row(case, way, **spread(own, 1e3), unit="ms") for way, own in each.items()]
+            for way, goal in ((WRAPPED, WITHOUT), (INSIDE, work.goal)):
+                shares = [own / base for own, base in zip(each[way], each[STOCK], strict=True)]
+                held = at_most(goal, statistics.median(shares), "limit, share of stock's time")
+                rows.append(row(case, way, metric="share of stock's time", unit="", **spread(shares), **held))
+            results.add(rows)
+
+
+if __name__ == "__main__":
+    harness.run(figures, harness.arguments(__doc__).parse_args())

@@ -1,0 +1,359 @@
+"""Operators by which a graph of torch.compile adds weight gradients to their sums inside its backward.
+
+The forward has one operator per module. Dynamo sees only its name. Its Autograd kernel is an
+autograd.Function that AOTAutograd traces, so the forward's graph has torch's own operators, which Inductor
+fuses as usual. The backward's graph has one operator of ours per product. Instead of the sum it gets a
+*ticket*: a CPU tensor that holds a number. By that number it finds the parameter at run time, and decides
+then what to do with the gradient.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+
+from ..accumulators import Slot
+from ..kernels import flops
+from ..kernels.torch_state import runs_as_written
+
+
+class Holder(Protocol):
+    """What a ticket leads to."""
+
+    slot: Slot
+
+    @property
+    def node(self) -> Any: ...
+
+    def adds(self, *arguments: Any) -> bool: ...
+
+    def adds_natively(self, *arguments: Any) -> bool: ...
+
+    def deliver(self, node: Any, gradient: Tensor) -> None: ...
+
+
+# Compiled graphs that are cached on disk are found by the names of their operators. AOTAutograd traces the
+# code of this file into them, so a change of that code must change the names.
+_SOURCE = __spec__.loader.get_data(__file__)  # type: ignore[union-attr]
+NAMESPACE = f"fusedacc_compiled_{hashlib.sha256(_SOURCE).hexdigest()[:12]}"
+
+#: Weights of up to so many elements stay in PyTorch's graph: an operator of ours costs more than it saves.
+SMALL = 128 * 128
+
+_numbers = itertools.count(1)
+_holders: weakref.WeakValueDictionary[int, Holder] = weakref.WeakValueDictionary()
+
+
+def ticket_for(holder: Holder) -> Tensor:
+    """Return a tensor that leads to `holder`, and keeps it alive.
+
+    A graph whose backward is still to come keeps the ticket. Graphs get its number as an input, not as a
+    constant, so that equal modules share a graph. Numbers are never used again.
+    """
+    number = next(_numbers)
+    ticket: Any = torch.tensor([number], device="cpu")
+    _holders[number] = holder
+    ticket.holder = holder
+    return ticket
+
+
+class Traced:
+    """What Dynamo reads of a patched module; each value that it reads becomes a guard.
+
+    Args:
+        holder: adds the gradients of `slot`.
+        window: of the wrapper; says whether backward passes count.
+    """
+
+    def __init__(self, holder: Holder, window: Any) -> None:
+        param = holder.slot.param
+        if param._backward_hooks is None:
+            # Dynamo makes no guard for a missing dictionary. Hooks that are registered later go to this one.
+            param._backward_hooks = OrderedDict()
+        self.ticket = ticket_for(holder)
+        self.weight = param
+        self.hooks: Any = param._backward_hooks
+        self.window = window
+
+    def __reduce__(self) -> tuple:
+        # Copies of a module's or a parameter's attributes have nothing of ours, and `torch.load` allows this.
+        return OrderedDict, ()
+
+
+def accumulates(traced: Any, weight: Tensor) -> bool:
+    """Whether the operator of ours goes into the graph that Dynamo is tracing.
+
+    Dynamo traces this function. It compiles again when one of the values that are read here has changed.
+    """
+    return (
+        isinstance(traced, Traced)
+        # Not another parameter that was put into the module, or that functional_call puts there.
+        and weight is traced.weight
+        and torch.is_grad_enabled()
+        and weight.requires_grad
+        and len(traced.hooks) == 0
+        and not traced.window.ignoring
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
+        and not torch.compiler.is_exporting()
+        and not torch._dynamo.config.compiled_autograd
+        and not getattr(torch._dynamo.config, "trace_autograd_ops", False)
+    )
+
+
+# The operators
+
+_library = torch.library.Library(NAMESPACE, "DEF")
+_TAGS = (torch.Tag.flexible_layout, torch._C.Tag.cudagraph_unsafe)
+
+
+def _holder_of(ticket: Tensor) -> Holder:
+    holder = _holders.get(int(ticket.item()))
+    if holder is None:
+        raise RuntimeError(
+            "the backward of a compiled graph has a weight's gradient for an "
+            "AccumulatingOptimizer(model=...) that no longer exists, and neither does the module: run the "
+            "forward again"
+        )
+    return holder
+
+
+@runs_as_written
+def _add(holder: Holder, gradient: Callable[[], Tensor], *arguments: Any) -> None:
+    """Do with a weight's gradient what this backward asks for.
+
+    Args:
+        holder: of the weight.
+        gradient: makes it.
+        arguments: of the holder's `adds`, which adds the gradient without making it, but for `armed`.
+
+    Raises:
+        RuntimeError: `torch.autograd.grad` asks for the gradient itself, which the graph does not return.
+    """
+    slot = holder.slot
+    slot.compiled = True
+    if holder.adds_natively(*arguments):
+        return
+    node = holder.node
+    try:
+        hooked = node is not None and torch._C._will_engine_execute_node(node)
+        # Not wanted; or the graph ends in another node, which the parameter had before it was moved.
+        if not hooked:
+            node = _end_of_graph(slot.param)
+            if node is None or not torch._C._will_engine_execute_node(node):
+                return
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"torch.autograd.grad() asks for the gradient by {slot.name!r}. The compiled forward adds this "
+            "gradient to its sum and does not return it. Call both the forward and torch.autograd.grad() "
+            "inside optimizer.ignore(), or run the forward uncompiled"
+        ) from error
+    first, second, *options = arguments
+    if not (hooked and holder.adds(first, second, True, *options)):
+        holder.deliver(node, gradient())
+
+
+def _end_of_graph(param: Tensor) -> Any:
+    """The parameter's AccumulateGrad node in the graph whose backward runs; None if the graph has none."""
+    current: Any = torch._C._current_autograd_node()
+    ends = () if current is None else current.next_functions
+    return next((node for node, _ in ends if getattr(node, "variable", None) is param), None)
+
+
+def _add_product(ticket: Tensor, left: Tensor, right: Tensor) -> None:
+    _add(_holder_of(ticket), lambda: torch.mm(left.t(), right), left, right)
+
+
+def _add_rows(ticket: Tensor, indices: Tensor, gradients: Tensor, padding: int, by_frequency: bool) -> None:
+    holder = _holder_of(ticket)
+
+    def dense() -> Tensor:
+        rows = holder.slot.param.shape[0]
+        return torch.ops.aten.embedding_dense_backward(gradients, indices, rows, padding, by_frequency)
+
+    _add(holder, dense, indices, gradients, padding, by_frequency)
+
+
+def _define(name: str, arguments: str, function: Callable[..., None]) -> Callable[..., None]:
+    """Define an operator that returns nothing, in the two forms between which a backward chooses.
+
+    A compiler must neither remove a call, nor merge two equal ones. The first form declares that it writes to
+    the ticket. Inductor keeps such a call as it is, and its caches take it. Other backends would write the
+    ticket, and a second backward that waits for its turn would find it changed. They get the second form,
+    which is registered as having an ordered effect.
+    """
+    for form, first in ((f"{name}_", "Tensor(a!) ticket"), (name, "Tensor ticket")):
+        _library.define(f"{form}({first}, {arguments}) -> ()", tags=_TAGS)
+        _library.impl(form, runs_as_written(function), "CompositeExplicitAutograd")
+        _library.impl(form, torch.library.fallthrough_kernel, "ADInplaceOrView")
+        torch.library.register_fake(f"{NAMESPACE}::{form}", lambda *arguments: None, lib=_library)
+    torch.library._register_effectful_op(f"{NAMESPACE}::{name}", _ORDERED, lib=_library)
+    written, ordered = (getattr(getattr(torch.ops, NAMESPACE), form).default for form in (f"{name}_", name))
+
+    def call(*arguments: Any) -> None:
+        # The setting is on while Inductor has AOTAutograd trace.
+        (written if torch._functorch.config.unlift_effect_tokens else ordered)(*arguments)
+
+    return call
+
+
+def _add_grouped(ticket: Tensor, left: Tensor, right: Tensor, offs: Tensor) -> None:
+    _add(_holder_of(ticket), lambda: torch._grouped_mm(left.t(), right, offs=offs), left, right, offs)
+
+
+_ORDERED = torch._library.effects.EffectType.ORDERED
+_add_product_ = _define("add_product", "Tensor left, Tensor right", _add_product)
+_add_rows_ = _define(
+    "add_rows", "Tensor indices, Tensor gradients, int padding, bool by_frequency", _add_rows
+)
+_add_grouped_ = _define("add_grouped", "Tensor left, Tensor right, Tensor offs", _add_grouped)
+for _form in ("add_product_", "add_product", "add_grouped_", "add_grouped"):
+    flops.add_formula(f"{NAMESPACE}::{_form}", flops.into_sum)
+
+
+class _Linear(torch.autograd.Function):
+    """As `linear.LinearFunction`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, ticket: Tensor, transposed: bool
+    ) -> Tensor:
+        ctx.dtype, ctx.transposed = weight.dtype, transposed
+        used = weight.detach().to(input.dtype)
+        ctx.save_for_backward(input, used, ticket)
+        bias = None if bias is None else bias.to(input.dtype)
+        output = F.linear(input, used.t() if transposed else used, bias)
+        # Autograd forbids writing in place to a view that a function of ours returns.
+        return torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        input, used, ticket = ctx.saved_tensors
+        rows, inputs = gradient.reshape(-1, gradient.shape[-1]), input.reshape(-1, input.shape[-1])
+        of_input = of_bias = None
+        if ctx.needs_input_grad[0]:
+            of_input = torch.mm(rows, used.t() if ctx.transposed else used).view(input.shape)
+        if ctx.transposed:
+            _add_product_(ticket, inputs, rows)
+        else:
+            _add_product_(ticket, rows, inputs)
+        if ctx.needs_input_grad[2]:
+            of_bias = rows.sum(0).to(ctx.dtype)
+        return of_input, None, of_bias, None, None
+
+
+class _Embedding(torch.autograd.Function):
+    """As `embedding.EmbeddingFunction`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, indices: Tensor, weight: Tensor, ticket: Tensor, padding: int, by_frequency: bool
+    ) -> Tensor:
+        ctx.save_for_backward(indices, ticket)
+        ctx.options = padding, by_frequency
+        return F.embedding(indices, weight.detach())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        indices, ticket = ctx.saved_tensors
+        _add_rows_(ticket, indices, gradient, *ctx.options)
+        return None, None, None, None, None
+
+
+class _Grouped(torch.autograd.Function):
+    """As `grouped.GroupedFunction`, not inward."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, offs: Tensor, ticket: Tensor) -> Tensor:
+        used = weight.detach()
+        ctx.save_for_backward(rows, used, offs, ticket)
+        return torch._grouped_mm(rows, used.transpose(-2, -1), offs=offs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, used, offs, ticket = ctx.saved_tensors
+        of_rows = torch._grouped_mm(gradient, used, offs=offs) if ctx.needs_input_grad[0] else None
+        _add_grouped_(ticket, gradient, rows, offs)
+        return of_rows, None, None, None
+
+
+def _plain_linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None, ticket: Tensor, transposed: bool
+) -> Tensor:
+    return F.linear(input, weight.t() if transposed else weight, bias)
+
+
+def _plain_embedding(
+    indices: Tensor, weight: Tensor, ticket: Tensor, padding: int, by_frequency: bool
+) -> Tensor:
+    return F.embedding(indices, weight)
+
+
+def _plain_grouped(rows: Tensor, weight: Tensor, offs: Tensor, ticket: Tensor) -> Tensor:
+    return F.grouped_mm(rows, weight.transpose(-2, -1), offs=offs)
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None, ticket: Tensor, transposed: bool) -> Tensor:
+    dtype, device, cast = weight.dtype, input.device.type, input
+    if torch.is_autocast_enabled(device) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        if input.is_floating_point() and input.dtype != torch.float64:
+            cast = input.to(dtype)
+    if (
+        cast.dtype != dtype
+        or dtype.is_complex
+        or not input.shape
+        or input.shape[-1] != weight.shape[0 if transposed else 1]
+        or input.device != weight.device
+        or input.layout is not torch.strided
+        or (bias is not None and (bias.dtype != weight.dtype or bias.dim() != 1))
+    ):
+        return _plain_linear(input, weight, bias, ticket, transposed)  # which may refuse it
+    return _Linear.apply(cast, weight, bias, ticket, transposed)
+
+
+def _embedding(indices: Tensor, weight: Tensor, ticket: Tensor, padding: int, by_frequency: bool) -> Tensor:
+    if indices.dtype not in (torch.int64, torch.int32) or indices.device != weight.device:
+        return _plain_embedding(indices, weight, ticket, padding, by_frequency)
+    return _Embedding.apply(indices, weight, ticket, padding, by_frequency)
+
+
+def _grouped(rows: Tensor, weight: Tensor, offs: Tensor, ticket: Tensor) -> Tensor:
+    if rows.dim() != 2 or rows.dtype != weight.dtype or rows.device != weight.device:
+        return _plain_grouped(rows, weight, offs, ticket)  # which may refuse it
+    return _Grouped.apply(rows, weight, offs, ticket)
+
+
+for _schema, _recorded, _plain in (
+    (
+        "linear(Tensor input, Tensor weight, Tensor? bias, Tensor ticket, bool transposed) -> Tensor",
+        _linear,
+        _plain_linear,
+    ),
+    (
+        "embedding(Tensor indices, Tensor weight, Tensor ticket, int padding, bool by_frequency) -> Tensor",
+        _embedding,
+        _plain_embedding,
+    ),
+    ("grouped(Tensor rows, Tensor weight, Tensor offs, Tensor ticket) -> Tensor", _grouped, _plain_grouped),
+):
+    _name = _library.define(_schema)
+    _library.impl(_name, _recorded, "Autograd")
+    _library.impl(_name, _plain, "CompositeExplicitAutograd")
+
+#: input @ weight.T + bias, or input @ weight + bias if `transposed`:
+#: `(input, weight, bias, ticket, transposed)`.
+linear = getattr(torch.ops, NAMESPACE).linear.default
+#: weight[indices]: `(indices, weight, ticket, padding, by_frequency)`, as in `PatchedEmbedding.adds`.
+embedding = getattr(torch.ops, NAMESPACE).embedding.default
+#: A Linear layer for each group of rows: `(rows, weight, offs, ticket)`, as `functional.grouped_linear`.
+grouped = getattr(torch.ops, NAMESPACE).grouped.default

@@ -1,0 +1,706 @@
+"""Weight gradients that a compiled backward adds to their sums: whatever is done comes out as without it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import importlib.util
+import io
+import pickle
+import threading
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from experts_models import Mixture, loss_of
+from memory import allocated_by
+from one_rank import process_group
+from test_autograd import assert_same_gradients, wrap
+from test_compiled import Conv1D
+from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+import fusedacc
+from fusedacc.kernels import native_module
+from fusedacc.nn import compiled
+from fusedacc.nn.embedding import PatchedEmbedding
+from fusedacc.nn.linear import PatchedLinear
+from fusedacc.optimizer import small_layers
+
+WIDTH = 8
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture(autouse=True)
+def _small_layers_too():
+    with (
+        mock.patch.object(small_layers, "why_left", return_value=""),
+        mock.patch("fusedacc.nn.compiled.SMALL", 0),
+    ):
+        yield
+
+
+class Block(nn.Module):
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH, bias), nn.Linear(2 * WIDTH, WIDTH, bias)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    """Two blocks, of which checkpoints may be made."""
+
+    def __init__(self, how: str = "") -> None:
+        super().__init__()
+        self.blocks, self.how = nn.ModuleList([Block(), Block(bias=False)]), how
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.how == "reentrant") if self.how else block(x)
+        return x
+
+
+class Tied(nn.Module):
+    def __init__(self, padding=None, by_frequency: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, WIDTH, padding, scale_grad_by_freq=by_frequency)
+        self.block, self.head = Block(), nn.Linear(WIDTH, 11, bias=False)
+        if padding is None:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, x):
+        hidden = self.embedding(x.flatten().mul(100).long() % 11)
+        return self.head(self.block(self.block(hidden)))
+
+
+class Equal(nn.Module):
+    """The same product twice, of which a compiler would make one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        hidden = self.one(x)
+        return self.two(hidden) + self.two(hidden)
+
+
+class InPlace(nn.Module):
+    """An output that is written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        return self.two(torch.relu_(self.one(x))).add_(1)
+
+
+def inputs(seed: int = 0, *shape: int, **options):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape or (2, 3, WIDTH), generator=generator, **options)
+
+
+class Run:
+    """One model, stock or ours, compiled or not.
+
+    Args:
+        model: what is trained.
+        optimizer: of a model that accumulates; None: stock.
+        options: of torch.compile; None: not compiled.
+    """
+
+    def __init__(self, model, optimizer, options) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.call = model if options is None else torch.compile(model, **options)
+
+    def train(self, *seeds: int) -> None:
+        for seed in seeds or (0, 1):
+            self.call(inputs(seed)).square().sum().backward()
+
+    def ignored(self):
+        return contextlib.nullcontext() if self.optimizer is None else self.optimizer.ignore()
+
+
+def run_both(make, act, **options):
+    """Act on a compiled model that accumulates and on its stock twin, and compare what comes out."""
+    torch.manual_seed(0)
+    model = make()
+    twin = copy.deepcopy(model)
+    ours = Run(model, wrap(model), {"backend": "aot_eager", "fullgraph": True} | options)
+    stock = Run(twin, None, None)
+    torch.testing.assert_close(act(ours), act(stock), rtol=1e-5, atol=1e-6)
+    assert_same_gradients(model, twin)
+    return ours
+
+
+def operators(ours) -> set[str]:
+    """The parameters whose gradients operators of ours have delivered."""
+    return {slot.name for slot in ours.optimizer._slots if slot.compiled}
+
+
+def train(run):
+    run.train()
+
+
+def shapes(run):
+    for seed, shape in enumerate([(5, WIDTH), (WIDTH,), (0, WIDTH), (2, 0, WIDTH), (2, 3, 2, WIDTH)]):
+        run.call(inputs(seed, *shape)).square().sum().backward()
+    run.call(inputs(9, WIDTH, 6).t()).square().sum().backward()
+
+
+def frozen_for_a_while(run):
+    weight = run.model.blocks[0].up.weight
+    for trained in (False, True):
+        weight.requires_grad_(trained)
+        run.train()
+
+
+def frozen_before_the_backward(run):
+    run.train()
+    loss = run.call(inputs()).square().sum()
+    run.model.blocks[0].up.weight.requires_grad_(False)
+    loss.backward()
+
+
+def without_gradients(run):
+    run.train()
+    with torch.no_grad():
+        outputs = [run.call(inputs())]
+    run.model.eval()
+    with torch.inference_mode():
+        outputs.append(run.call(inputs()).clone())
+    run.model.train()
+    run.train()
+    return outputs
+
+
+def by_the_input(run):
+    run.train()
+    x = inputs().requires_grad_()
+    return torch.autograd.grad(run.call(x).square().sum(), [x])
+
+
+def by_some_inputs(run):
+    x, weight = inputs().requires_grad_(), run.model.blocks[0].up.weight
+    run.call(x).square().sum().backward(inputs=[weight])
+    run.call(x).square().sum().backward(inputs=[x, run.model.blocks[1].down.weight])
+    return x.grad
+
+
+def in_another_order(run):
+    losses = [run.call(inputs(seed)).square().sum() for seed in range(3)]
+    losses[2].backward(retain_graph=True)
+    for loss in reversed(losses):
+        loss.backward()
+
+
+def in_threads(run):
+    run.train()
+    losses = [run.call(inputs(seed)).square().sum() for seed in range(2)]
+    threads = [threading.Thread(target=loss.backward) for loss in losses]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def another_parameter(run):
+    run.train()
+    torch.manual_seed(1)
+    run.model.blocks[0].up.weight = nn.Parameter(torch.randn(2 * WIDTH, WIDTH))
+    run.train()
+
+
+def other_parameters_for_a_call(run):
+    named = {name: (2 * param.detach()).requires_grad_() for name, param in run.model.named_parameters()}
+    run.train()
+
+    def call(x):
+        return functional_call(run.model, named, (x,))
+
+    call = call if run.optimizer is None else torch.compile(call, backend="aot_eager", fullgraph=True)
+    call(inputs()).square().sum().backward()
+    return {name: param.grad for name, param in named.items()}
+
+
+def other_values(run):
+    run.train()
+    state = {name: 2 * value for name, value in run.model.state_dict().items()}
+    run.model.load_state_dict(state)
+    run.train()
+    run.model.blocks[0].up.weight.data = run.model.blocks[0].up.weight.data * 2
+    run.train()
+
+
+def hooked_from_the_start(run):
+    seen = []
+    weight = run.model.blocks[0].up.weight
+    weight.register_hook(lambda gradient: (seen.append(gradient), 2 * gradient)[1])
+    run.train()
+    return seen
+
+
+def hooked_later(run):
+    run.train()
+    seen = []
+    handle = run.model.blocks[0].up.weight.register_hook(lambda gradient: seen.append(gradient))
+    run.train()
+    handle.remove()
+    run.train()
+    return seen
+
+
+def hooked_behind(run):
+    run.train()
+    seen = []
+    weight = run.model.blocks[0].up.weight
+    weight.grad = None
+    weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.clone()))
+    run.train(0)
+    return seen
+
+
+def ignored(run):
+    run.train()
+    with run.ignored():
+        asked = torch.autograd.grad(run.call(inputs()).square().sum(), list(run.model.parameters()))
+        if run.optimizer is not None:
+            run.train()
+    return asked
+
+
+def transformed(run):
+    run.train()
+
+    def slope(x):
+        return torch.func.grad(lambda x: run.model(x).square().sum())(x)
+
+    slope = slope if run.optimizer is None else torch.compile(slope, backend="aot_eager", fullgraph=True)
+    return slope(inputs())
+
+
+def exported(run):
+    run.train()
+    program = torch.export.export(run.model, (inputs(),), strict=True)
+    if run.optimizer is not None:
+        assert compiled.NAMESPACE not in str(program.graph)
+    return program.module()(inputs())
+
+
+def copied(run):
+    run.train()
+    for twin in (copy.deepcopy(run.model), pickle.loads(pickle.dumps(run.model))):
+        call = twin if run.optimizer is None else torch.compile(twin, backend="aot_eager", fullgraph=True)
+        call(inputs()).square().sum().backward()
+    return [param.grad for param in twin.parameters()]
+
+
+def cast_before_the_backward(run):
+    """The graph ends in another node than the one that has the hook by then."""
+    loss = run.call(inputs()).square().sum()
+    weight = run.model.blocks[0].up.weight
+    weight.data = weight.data.double()
+    weight.data = weight.data.float()
+    run.train()
+    loss.backward()
+
+
+CASES = {
+    "shapes": (Net, shapes),
+    "tied": (Tied, train),
+    "padding": (lambda: Tied(0), train),
+    "by frequency": (lambda: Tied(1, True), train),
+    "conv1d": (lambda: nn.Sequential(nn.Flatten(0, 1), Conv1D(), nn.Tanh(), Conv1D()), train),
+    "equal products": (Equal, train),
+    "in place": (InPlace, train),
+    "checkpoints": (lambda: Net("plain"), train),
+    "frozen for a while": (Net, frozen_for_a_while),
+    "frozen before the backward": (Net, frozen_before_the_backward),
+    "without gradients": (Net, without_gradients),
+    "by the input": (Net, by_the_input),
+    "by some inputs": (Net, by_some_inputs),
+    "in another order": (Net, in_another_order),
+    "in threads": (Net, in_threads),
+    "another parameter": (Net, another_parameter),
+    "other parameters for a call": (Net, other_parameters_for_a_call),
+    "other values": (Net, other_values),
+    "hooked from the start": (Net, hooked_from_the_start),
+    "hooked later": (Net, hooked_later),
+    "hooked behind": (Net, hooked_behind),
+    "transformed": (Net, transformed),
+    "exported": (Net, exported),
+    "copied": (Net, copied),
+    "cast before the backward": (Net, cast_before_the_backward),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_stock(case):
+    ours = run_both(*CASES[case])
+    assert operators(ours)
+
+
+@pytest.mark.parametrize("case", ["tied", "equal products", "checkpoints"])
+def test_equals_stock_under_inductor(case):
+    run_both(*CASES[case], backend="inductor")
+
+
+def test_a_gradient_by_a_weight_is_refused_before_anything_is_added():
+    torch.manual_seed(0)
+    model = Net()
+    ours = Run(model, wrap(model), {"backend": "aot_eager", "fullgraph": True})
+    ours.train()
+    before = [param.grad.clone() for param in model.parameters()]
+    wanted = [model.blocks[0].up.weight]
+    with pytest.raises(RuntimeError, match=r"by 'blocks.0.up.weight'.*optimizer.ignore"):
+        torch.autograd.grad(ours.call(inputs()).square().sum(), wanted)
+    loss = ours.call(inputs()).square().sum()
+    with ours.ignored(), pytest.raises(RuntimeError, match=r"both the forward and torch.autograd.grad"):
+        torch.autograd.grad(loss, wanted)
+    assert all(map(torch.equal, before, [param.grad for param in model.parameters()]))
+    ours.train()
+    torch.testing.assert_close([param.grad for param in model.parameters()], [2 * old for old in before])
+
+
+def test_an_ignored_gradient_by_a_weight_is_returned():
+    ours = run_both(Net, ignored)
+    assert len(operators(ours)) == 4
+
+
+def test_a_backward_inside_ignore_is_delivered_to_p_grad():
+    torch.manual_seed(0)
+    model = Net()
+    twin = copy.deepcopy(model)
+    ours, stock = Run(model, wrap(model), {"backend": "aot_eager"}), Run(twin, None, None)
+    ours.train()
+    sums = [param.grad.clone() for param in model.parameters()]
+    loss = ours.call(inputs(3)).square().sum()
+    with ours.ignored():
+        loss.backward()
+        stock.train(3)
+        assert_same_gradients(model, twin)
+    assert all(map(torch.equal, sums, [param.grad for param in model.parameters()]))
+
+
+@pytest.mark.parametrize("how", ["closed", "collected"])
+def test_a_backward_after_the_wrapper_is_gone_fills_p_grad(how):
+    torch.manual_seed(0)
+    model = Net()
+    twin = copy.deepcopy(model)
+    ours, stock = Run(model, wrap(model), {"backend": "aot_eager"}), Run(twin, None, None)
+    for after in range(2):
+        if not after:
+            loss = ours.call(inputs()).square().sum()
+            if how == "closed":
+                ours.optimizer.close()
+            ours.optimizer = None
+            gc.collect()
+            loss.backward()
+        else:
+            ours.train(0)
+        stock.train(0)
+        assert_same_gradients(model, twin)
+
+
+def test_a_hook_that_comes_after_the_forward_is_refused():
+    model = Net()
+    ours = Run(model, wrap(model), {"backend": "aot_eager"})
+    loss = ours.call(inputs()).square().sum()
+    model.blocks[0].up.weight.register_hook(lambda gradient: None)
+    with pytest.raises(RuntimeError, match=r"hook was registered on parameter 'blocks\.0\.up\.weight'"):
+        loss.backward()
+
+
+def train_windows(run):
+    for seed in range(4):
+        run.train(seed)
+        if run.optimizer is not None:
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+
+def lengths(run):
+    for length in (5, 7, 9, 12):
+        run.call(inputs(0, length, WIDTH)).square().sum().backward()
+
+
+def shared(run):
+    """A second model of the class, whose code is the first's."""
+    run.train()
+    model = copy.deepcopy(run.model)
+    call = torch.compile(model, backend="aot_eager", fullgraph=True)
+    optimizer = None if run.optimizer is None else wrap(model)
+    for seed in range(2):
+        call(inputs(seed)).square().sum().backward()
+    assert_same_gradients(model, run.model)
+    return optimizer
+
+
+def by_blocks(run):
+    for block in run.model.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    for seed in range(2):
+        run.model(inputs(seed)).square().sum().backward()
+
+
+def around_checkpoints(run):
+    for block in run.model.blocks:
+        block.compile(backend="aot_eager")
+    run.model.how = "reentrant"
+    for seed in range(2):
+        run.model(inputs(seed).requires_grad_()).square().sum().backward()
+
+
+def with_its_backward(run):
+    """Forward and backward in one function."""
+
+    def micro_batch(x):
+        run.model(x).square().sum().backward()
+
+    micro_batch = torch.compile(micro_batch, backend="aot_eager")
+    for seed in range(3):
+        micro_batch(inputs(seed))
+
+
+#: What is run, and options of torch.compile.
+COUNTED = {
+    "windows": (train_windows, {}),
+    "no_grad, eval": (without_gradients, {}),
+    "lengths": (lengths, {}),
+    "dynamic": (lengths, {"dynamic": True}),
+    "two models": (shared, {}),
+    "blocks": (by_blocks, {}),
+    "checkpoints around": (around_checkpoints, {}),
+    "backward in the function": (with_its_backward, {}),
+}
+
+
+@pytest.mark.parametrize("case", COUNTED)
+def test_graphs_and_breaks_are_stocks(case):
+    act, options = COUNTED[case]
+    counted, models = [], []
+    for accumulates in (False, True):
+        torch.compiler.reset()
+        counters.clear()
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = wrap(model) if accumulates else None
+        run = Run(model, optimizer, {"backend": "aot_eager"} | options)
+        kept = act(run)
+        counted.append((counters["stats"]["unique_graphs"], dict(counters["graph_break"])))
+        models.append((model, optimizer, kept))
+        assert optimizer is None or len(operators(run)) == 4
+    assert counted[1] == counted[0]
+    if case != "windows":
+        assert_same_gradients(models[1][0], models[0][0])
+
+
+def test_one_compiled_model_is_wrapped_and_closed_and_wrapped_again():
+    torch.manual_seed(0)
+    model = Net()
+    twin = copy.deepcopy(model)
+    ours, stock = Run(model, None, {"backend": "aot_eager", "fullgraph": True}), Run(twin, None, None)
+    ours.train()
+    before = counters["stats"]["unique_graphs"]
+    for wraps in (True, False, True, False):
+        optimizer = wrap(model) if wraps else None
+        for net in (model, twin):
+            net.zero_grad()
+        ours.train()
+        stock.train()
+        assert_same_gradients(model, twin)
+        if optimizer is not None:
+            assert all(slot.compiled for slot in optimizer._slots if slot.param.dim() == 2)
+            optimizer.close()
+    assert counters["stats"]["unique_graphs"] == before + 1
+
+
+#: The parameters' dtype, options of the wrapper, and whether the forward runs under autocast.
+KINDS = {
+    "float32": (torch.float32, {}, False),
+    "autocast": (torch.float32, {}, True),
+    "kept casts": (torch.float32, {"keep_casts": True}, True),
+    "bfloat16": (torch.bfloat16, {}, False),
+    "bfloat16, masters": (torch.bfloat16, {"master_weights": True}, False),
+    "bfloat16, stochastic": (
+        torch.bfloat16,
+        {"accumulate_dtype": torch.bfloat16, "rounding": "stochastic"},
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sums_are_as_near_to_float64_as_the_eager_ones(kind):
+    dtype, options, cast = KINDS[kind]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 32)).to(dtype)
+    exact, eager = copy.deepcopy(model).double(), copy.deepcopy(model)
+
+    def sums_of(net, call, optimizer):
+        for seed in range(4):
+            x = inputs(seed, 24, 32).to(dtype)
+            with torch.autocast("cpu", torch.bfloat16, enabled=cast and optimizer is not None):
+                output = call(x if optimizer is not None else x.double())
+            (output * 64 if optimizer is None else output.float() * 64).square().mean().backward()
+            if optimizer is not None:
+                optimizer.step()
+        if optimizer is None:
+            return [param.grad for param in net.parameters()]
+        return [slot.accumulator.double() for slot in optimizer._slots]
+
+    found, compiled_too = [], torch.compile(model, backend="aot_eager", fullgraph=True)
+    for net, call in ((model, compiled_too), (eager, eager)):
+        inner = torch.optim.SGD(net.parameters(), lr=0.0)
+        optimizer = fusedacc.AccumulatingOptimizer(inner, 8, reduction="sum", model=net, **options)
+        found.append(sums_of(net, call, optimizer))
+        if net is model:
+            assert all(slot.compiled for slot in optimizer._slots if slot.param.dim() == 2)
+    truth = sums_of(exact, exact, None)
+    for ours, theirs, right in zip(*found, truth, strict=True):
+        allowed = 1.2 * (theirs - right).abs().max() + 1e-5 * right.abs().max()
+        assert (ours - right).abs().max() <= allowed
+
+
+def test_a_compiled_micro_batch_allocates_nothing_of_a_weights_size():
+    width = 512
+    model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+    _optimizer = wrap(model, 4)
+    call = torch.compile(model, backend="aot_eager")
+    for _ in range(3):
+        allocated = allocated_by(lambda: call(inputs(0, 2, width)).square().mean().backward())
+    assert allocated <= 0.1 * width * width * 4
+
+
+@pytest.mark.skipif(native_module.module() is None, reason="needs the native module")
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_native_code_adds_in_the_middle_of_a_window(is_compiled):
+    model = Tied()
+    optimizer = wrap(model, 8)
+    call = Run(model, optimizer, {"backend": "aot_eager"} if is_compiled else None).call
+    with contextlib.ExitStack() as stack:
+        for seed in range(4):
+            if seed == 2:
+                asked = [
+                    stack.enter_context(mock.patch.object(kind, "adds", wraps=lambda *_: False))
+                    for kind in (PatchedLinear, PatchedEmbedding)
+                ]
+            call(inputs(seed)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert not any(each.called for each in asked)
+
+
+def test_experts_that_grouped_linear_multiplies_add_up():
+    torch.manual_seed(0)
+    model, found = Mixture("grouped", dtype=torch.bfloat16), []
+    eager = copy.deepcopy(model)
+    for net, call in ((model, torch.compile(model, backend="aot_eager", dynamic=True)), (eager, eager)):
+        inner = torch.optim.SGD(net.parameters(), lr=0.0)
+        optimizer = fusedacc.AccumulatingOptimizer(inner, 8, reduction="sum", model=net)
+        for index in range(3):
+            loss_of(call, index).backward()
+            optimizer.step()
+        found.append([slot.accumulator for slot in optimizer._slots])
+        stacked = [slot for slot in optimizer._slots if slot.param.dim() == 3 and slot.paths]
+        assert len(stacked) == 2
+        assert all(slot.compiled is (net is model) for slot in stacked)
+        state = io.BytesIO()
+        torch.save(list(net.parameters()), state)
+        torch.load(io.BytesIO(state.getvalue()), weights_only=True)
+        optimizer.close()
+    torch.testing.assert_close(found[0], found[1], rtol=2e-2, atol=2e-3)
+
+
+def test_equal_code_is_found_in_the_caches_by_another_wrapper():
+    with fresh_cache():
+        for _ in range(2):
+            torch.compiler.reset()
+            counters.clear()
+            run_both(Net, train, backend="inductor")
+    assert counters["aot_autograd"]["autograd_cache_hit"] == 1
+    assert counters["aot_autograd"]["autograd_cache_miss"] == 0
+
+
+def test_other_code_has_other_names_in_the_caches(tmp_path):
+    source = Path(compiled.__file__).read_text()
+    changed = tmp_path / "changed.py"
+    changed.write_text(source + "# another backward\n")
+    spec = importlib.util.spec_from_file_location("fusedacc.nn.changed", changed)
+    again = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(again)
+    assert str(again.linear) != str(compiled.linear)
+    assert str(again._add_product) != str(compiled._add_product)
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_modes_of_inductor_run(mode):
+    run_both(Equal, train, mode=mode, backend="inductor")
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_under_ddp(named, tmp_path):
+    with process_group("gloo", tmp_path):
+        torch.manual_seed(0)
+        model = Net()
+        twin = copy.deepcopy(model)
+        ddp = nn.parallel.DistributedDataParallel(model)
+        options = {"data_parallel": ddp} if named else {}
+        optimizer = wrap(model, 2, reduction="sum", **options)
+        call = torch.compile(ddp, backend="aot_eager")
+        for seed in range(2):
+            with optimizer.accumulate(ddp):
+                call(inputs(seed)).square().sum().backward()
+            twin(inputs(seed)).square().sum().backward()
+            if seed == 0:
+                optimizer.step()
+        assert_same_gradients(model, twin)
+        optimizer.close()
+
+
+def test_compiled_autograd_gets_stocks_graph():
+    torch.manual_seed(0)
+    model = Net()
+    twin = copy.deepcopy(model)
+    optimizer = wrap(model)
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        ours = Run(model, optimizer, {"backend": "aot_eager"})
+        ours.train(0)
+    assert not operators(ours)
+    optimizer.step()
+    Run(twin, None, None).train(0)
+    inner = torch.optim.SGD(twin.parameters(), lr=0.1)
+    inner.step()
+    torch.testing.assert_close(list(model.parameters()), list(twin.parameters()))
+
+
+def test_explain_says_what_is_compiled():
+    model = Net()
+    optimizer = wrap(model)
+    assert "compiled" not in optimizer.explain()
+    Run(model, optimizer, {"backend": "aot_eager"}).train()
+    assert "gemm" in optimizer.explain()
+    assert "compiled: an operator in the backward's graph adds it" in optimizer.explain()
+
+
+def test_small_weights_stay_in_pytorchs_graph():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 16))
+    with mock.patch("fusedacc.nn.compiled.SMALL", 64):
+        optimizer = wrap(model)
+    torch.compile(model, backend="aot_eager")(torch.randn(2, 4)).sum().backward()
+    assert [slot.compiled for slot in optimizer._slots] == [False, False, True, False]
