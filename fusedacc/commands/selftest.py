@@ -45,7 +45,7 @@ class Case:
 
     Attributes:
         who, what: as `kernels.selftest.problem_of` has them.
-        is_default: whether it is used where nobody asks for a backend.
+        is_default: whether it is used by default, without a named backend.
         check: returns what is wrong, or None.
     """
 

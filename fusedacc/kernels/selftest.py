@@ -106,7 +106,7 @@ def checks() -> Any:
 
 
 def problem_of(who: str, what: str, device: torch.device, check: Check) -> str | None:
-    """Return what is wrong with somebody's results on a device, from an earlier check or a new one.
+    """Return what is wrong with results on a device, from an earlier check or a new one.
 
     Args:
         who: what is not used any more after a failure, such as a backend's name.
@@ -136,7 +136,7 @@ def problem_of(who: str, what: str, device: torch.device, check: Check) -> str |
 
 
 def failure(who: str, device: torch.device) -> str | None:
-    """Return why somebody's results are not trusted on a device, as far as checks have run."""
+    """Return why results on a device are not trusted, as far as checks have run."""
     if not _applies_to(device):
         return None
     here = machine(device)
@@ -212,7 +212,7 @@ def retry() -> None:
 
 
 def warn_once(who: str, device: torch.device, instead: str) -> None:
-    """Warn that somebody has failed on a device: once for each kind of device."""
+    """Warn of a failure on a device, once for each kind of device."""
     why = failure(who, device)
     if why is None or (machine(device), who) in _warned:
         return
