@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 import warnings
 from pathlib import Path
 
@@ -190,22 +189,23 @@ from pathlib import Path
 import torch
 from fusedacc.kernels import selftest
 selftest.DEVICE_TYPES = ("cpu",)
-folder, begin = Path(sys.argv[1]), float(sys.argv[2])
+folder, own, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 
 def check():
     with open(folder / "checked", "a") as file:
         file.write("once\\n")
     time.sleep(0.2)
 
-time.sleep(max(0.0, begin - time.time()))
+(folder / f"ready {own}").touch()
+while len(list(folder.glob("ready *"))) < count:
+    time.sleep(0.01)
 print(selftest.problem_of("cpu", "a pair", torch.device("cpu"), check))
 """
 
 
 def test_of_processes_that_ask_at_once_one_checks(tmp_path: Path):
-    arguments = str(tmp_path), str(time.time() + 2)
     variables = {"FUSEDACC_SELFTEST": "1", "FUSEDACC_CACHE": str(tmp_path)}
-    running = [forked.start(AT_ONCE, *arguments, **variables) for _ in range(3)]
+    running = [forked.start(AT_ONCE, str(tmp_path), str(own), "3", **variables) for own in range(3)]
     done = [each.wait() for each in running]
     assert [each.stdout for each in done] == ["None\n"] * 3, done
     assert (tmp_path / "checked").read_text() == "once\n"
