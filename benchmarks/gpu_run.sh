@@ -3,8 +3,8 @@
 #
 #   benchmarks/gpu_run.sh [PART]
 #
-#   first  what a first run on a new machine is to settle: the cuda tests, L2 and DRAM counters, kernels
-#          and two models, memcheck, from how many bytes on a gradient is best added at once
+#   first  what a first run on a new machine is to settle: the self-test, the cuda tests, L2 and DRAM
+#          counters, kernels and two models, memcheck, from how many bytes on a gradient is best added at once
 #   1  build, what runs here, the cuda tests, the demo
 #   2  a few small tests under compute-sanitizer: memcheck, racecheck, initcheck
 #   3  the kernels' and the update's figures, and the byte counter against the DRAM counters where ncu can read them
@@ -161,6 +161,7 @@ part_first() {
   step machine 10 nvidia-smi
   build 75
   step info 30 "$PYTHON" -m fusedacc info --verbose
+  step selftest 45 "$PYTHON" -m fusedacc selftest --output "$scratch/selftest.json"
   backends
   gpu_tests 120
   figures dram_check 60 --elements $((1 << 28)) --cases "fusedacc cuda bf16,torch mixed add_"
