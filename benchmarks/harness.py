@@ -1,4 +1,4 @@
-"""What every suite needs: its command line, bars that show progress, and processes of its own."""
+"""What every suite needs: its command line, progress bars, and child processes."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def one_thread() -> Iterator[None]:
 
 @contextlib.contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """These variables for processes that start meanwhile."""
+    """Context: processes that start inside get these environment variables."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

@@ -115,8 +115,8 @@ class Task:
         steps: micro-batches of a window.
         backend: the wrapper's.
         max_grad_norm: gradients are clipped to this norm.
-        clips_sums: stock clips float32 sums in one pass each, before it casts them; else it clips p.grad by
-            `clip_grad_norm_`.
+        clips_sums: whether stock's loop clips each float32 sum in one pass before the cast. Otherwise
+            `clip_grad_norm_` clips p.grad.
         accumulate_dtype: the wrapper's.
     """
 

@@ -340,7 +340,7 @@ def need(setting: str, of: Sequence[WindowVariant]) -> int:
 
 #: The parts of a window in order, as `part_of` makes them of a meter's phases and operators. "forward": casts
 #: of the weights; "weight gradients": the provided gradients are written; "cast": each of them into float32;
-#: "accumulate": added or stored, and divided where that is a pass of its own; "first touch": sums set to
+#: "accumulate": added or stored, and divided where that takes a separate pass; "first touch": sums set to
 #: zero; "update: cast": sums into gradients of the weights' dtype; "update: clip"; "update: optimizer".
 PARTS = (
     *("forward", "weight gradients", "cast", "accumulate", "first touch"),

@@ -48,6 +48,7 @@ class Training(Task):
         """Of the parameters, and of what is no integer in a model's arguments."""
         return BF16 if self.precision.startswith("bfloat16") else F32
 
+    # The base class has a field here; this class derives it from the precision.
     @property
     def accumulate_dtype(self) -> torch.dtype | None:  # type: ignore[override]
         return BF16 if self.precision == "bfloat16 sums" else None

@@ -145,6 +145,7 @@ class Provided(torch.autograd.Function):
 
 def timed(run: Callable[[], object], calls: int) -> float:
     """Seconds of one `run` of a way, made ready before."""
+    # `run` is a bound method, which the type of a callable does not say.
     way: UpdateVariant = run.__self__  # type: ignore[attr-defined]
     way.ready()
     on_gpu = way.parameters[0].device.type == "cuda"

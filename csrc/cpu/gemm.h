@@ -71,7 +71,7 @@ struct GemmRequest {
   }
 };
 
-// Products of groups of rows, each into an accumulator of its own: those of a mixture of experts. Of expert e
+// Products of groups of rows, each into a separate accumulator, as in a mixture of experts. Of expert e
 // the accumulator is `all.accumulator`, e times `stride` elements further, and the rows of left
 // and right are those from ends[e - 1] (or 0) to ends[e].
 struct GroupedRequest {

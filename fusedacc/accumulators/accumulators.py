@@ -269,6 +269,7 @@ def _is_sole_sum(slot: Slot) -> bool:
         return False
     # Python's references: one or two of the slot's, p.grad's, and the argument's.
     held = sys.getrefcount(slot.buffer) > 2 + private + SHOWN * shown
+    # A sum or a gradient is the buffer, so there is one.
     return not held and tensor_references(slot.buffer) == 1 + shown  # type: ignore[arg-type]
 
 
@@ -299,6 +300,7 @@ def cast_over(slots: Sequence[Slot], dtype: torch.dtype, cast: Cast) -> list[Ten
                 cast([casts[each] for each in ready], [accumulators[each] for each in ready])
                 done, ready = ready, []
             freed = done.pop()
+            # `reusable` has chosen slots with a segment.
             segment: Segment = slots[freed].segment  # type: ignore[assignment]
             if segment not in vectors:
                 vectors[segment] = segment.memory.view(dtype)

@@ -136,8 +136,8 @@ class NoiseSource:
     def next_streams(self, slots: Sequence[Slot], accumulators: Sequence[Tensor | None]) -> list[int]:
         """The stream of each slot's next addition, for native code; -1 where it is rounded to nearest.
 
-        It numbers further additions itself, and `skip` is to be told of all. A parameter that was cast has
-        sums of another dtype, and native code would write bfloat16 into them.
+        Native code numbers further additions itself. Call `skip` with all of them afterwards. A parameter
+        that was cast has sums of another dtype, and native code would write bfloat16 into them.
         """
         if self.seed is None:
             return []

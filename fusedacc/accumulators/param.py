@@ -252,6 +252,7 @@ def buffers(slots: Sequence[Slot], lacks_sum: Sequence[bool]) -> list[Any]:
     for slot, lacks in zip(slots, lacks_sum, strict=True):
         # Two references to a buffer that only the slot knows: the slot's and the argument's.
         held = slot.segment not in free or sys.getrefcount(slot.buffer) > 2
+        # A segment that is free has the slot's buffer, so there is one.
         if lacks and (held or tensor_references(slot.buffer) > 1):  # type: ignore[arg-type]
             lacking.append(slot)
     if lacking:

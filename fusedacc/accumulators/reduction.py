@@ -30,7 +30,7 @@ class Reduction:
 
     @cached_property
     def divides(self) -> bool:
-        """Whether the sum is divided by anything; else it is final as soon as the last gradient is added."""
+        """Whether the sum is divided. A sum that is not divided is final once the last gradient is added."""
         return self.counts or self.weighs
 
     def final_scale(

@@ -279,7 +279,7 @@ def in_words(number: int) -> str:
 
 
 def choice_of(accumulator: torch.dtype, operand: torch.dtype, number: int) -> Choice | None:
-    """The choice of a method for such a product; None where there is one only."""
+    """The choice of a method for this product; None where only one exists."""
     return _choice(accumulator, operand, number, torch.get_num_threads(), multiplies_bfloat16())
 
 

@@ -94,7 +94,7 @@ def remembered(function: Function) -> Function:
     """`functools.cache` that forgets when a backend is found to fail."""
     cached = functools.cache(function)
     _caches.append(cached)
-    return cached  # type: ignore[return-value]
+    return cached  # type: ignore[return-value]  # mypy knows a cached function by another type
 
 
 # Results

@@ -43,6 +43,7 @@ class Holder(Protocol):
 
 # Compiled graphs that are cached on disk are found by the names of their operators. AOTAutograd traces the
 # code of this file into them, so a change of that code must change the names.
+# A module that was imported has a loader, and one from a file or an archive can read it.
 _SOURCE = __spec__.loader.get_data(__file__)  # type: ignore[union-attr]
 NAMESPACE = f"fusedacc_compiled_{hashlib.sha256(_SOURCE).hexdigest()[:12]}"
 

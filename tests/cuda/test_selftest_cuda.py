@@ -57,8 +57,9 @@ def test_a_wrapper_tests_what_it_uses_and_its_steps_wait_for_nothing(device):
 
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
 def test_each_backend_passes(device, backend):
-    if registry.obstacle(backend, device, FLOAT, FLOAT) is not None:
-        pytest.skip(registry.obstacle(backend, device, FLOAT, FLOAT))
+    problem = registry.obstacle(backend, device, FLOAT, FLOAT)
+    if problem is not None:
+        pytest.skip(f"backend {backend!r} cannot run here: {problem}")
     chosen = registry.select(device, torch.bfloat16, torch.bfloat16, backend).backend
     assert selftest.results(device) == {f"{chosen.name}: bfloat16 into bfloat16": None}
 

@@ -151,7 +151,7 @@ def test_occupancy_is_that_of_nvidias_calculator():
     folders = [Path("/usr/local/cuda/include"), *([compilers.TRITON / "include"] if compilers.TRITON else [])]
     header = next((folder for folder in folders if (folder / "cuda_occupancy.h").exists()), None)
     if header is None:
-        pytest.skip("cuda_occupancy.h was not found: neither in a CUDA toolkit nor in Triton's package")
+        pytest.skip("needs NVIDIA's cuda_occupancy.h, which a CUDA toolkit or Triton's package would bring")
 
     def compile_in(folder: Path) -> None:
         (folder / "occupancy.cpp").write_text(OCCUPANCY)

@@ -20,7 +20,7 @@ PROBLEM = registry.obstacle("triton", torch.device(DEVICE), torch.bfloat16, torc
 if PROBLEM is not None:
     pytest.skip(f"the triton backend cannot run here: {PROBLEM}", allow_module_level=True)
 
-from fusedacc.kernels.triton import backend, kernels  # noqa: E402
+from fusedacc.kernels.triton import backend, kernels  # noqa: E402  (only where Triton can be imported)
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 

@@ -14,27 +14,12 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import fusedacc
-from fusedacc.optimizer import small_layers
 
 WIDTH = 8
 PACKAGE = Path(fusedacc.__file__).parent
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch.compiler.reset()
-    counters.clear()
-    yield
-    torch.compiler.reset()
-
-
-@pytest.fixture(autouse=True)
-def _small_layers_too():
-    with (
-        mock.patch.object(small_layers, "why_left", return_value=""),
-        mock.patch("fusedacc.nn.compiled.SMALL", 0),
-    ):
-        yield
+pytestmark = pytest.mark.usefixtures("fresh_compiler", "small_layers_too")
 
 
 def torch_only():

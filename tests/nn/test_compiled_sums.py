@@ -30,26 +30,11 @@ from fusedacc.kernels import native_module
 from fusedacc.nn import compiled
 from fusedacc.nn.embedding import PatchedEmbedding
 from fusedacc.nn.linear import PatchedLinear
-from fusedacc.optimizer import small_layers
 
 WIDTH = 8
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch.compiler.reset()
-    counters.clear()
-    yield
-    torch.compiler.reset()
-
-
-@pytest.fixture(autouse=True)
-def _small_layers_too():
-    with (
-        mock.patch.object(small_layers, "why_left", return_value=""),
-        mock.patch("fusedacc.nn.compiled.SMALL", 0),
-    ):
-        yield
+pytestmark = pytest.mark.usefixtures("fresh_compiler", "small_layers_too")
 
 
 class Block(nn.Module):

@@ -31,7 +31,7 @@ class BenchVariant:
     `make(tensors)` returns a function that does it once with one set of tensors; its result is checked by
     `Work.check`. `role`: `OURS`, `STOCK` or `YARDSTICK`. `scale`: of the gradients, in the sums that are to
     come out. `obstacle`: why it does not apply to this case, or None. `inexact`: what makes its result less
-    exact than a sum in the accumulator's dtype; such a variant is no baseline.
+    exact than a sum in the accumulator's dtype; this variant is no baseline.
     """
 
     name: str

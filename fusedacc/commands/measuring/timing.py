@@ -152,7 +152,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 def ratio(over: Sequence[float], under: Sequence[float]) -> tuple[float, float, float]:
     """The median over rounds of the ratio within a round, and the ends of its `interval`.
 
-    Other programs slow neighbors in time alike, so such a ratio is steadier than a ratio of medians.
+    Other programs slow both runs of a pair, so the median of ratios is steadier than a ratio of medians.
     """
     ratios = [a / b for a, b in zip(over, under, strict=True)]
     return (statistics.median(ratios), *interval(ratios))
