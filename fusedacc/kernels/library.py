@@ -218,6 +218,8 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "gemm_accumulate_": _gemm_accumulate,
     "grouped_accumulate_": _grouped_accumulate,
     "accumulate_rows_": _accumulate_rows,
+    "softmax_statistics_": _check_not_meta,
+    "softmax_gradient_": _check_not_meta,
 }
 
 

@@ -17,6 +17,7 @@ from ..autograd.capture import Capture
 from .convolution import kind_of as kind_of_convolution
 from .embedding import PatchedEmbedding
 from .experts import PatchedExperts, may_read_experts
+from .head import HeadSum
 from .kept_cast import KeptCasts
 from .linear import PatchedConv1D, PatchedLinear
 from .patched_forward import PatchedForward, is_stock
@@ -44,12 +45,15 @@ class Replacements:
         self._patched: dict[nn.Module, PatchedForward] = {}
         #: Of stacked weights (experts, ...).
         self._stacked: dict[Slot, StackedSum] = {}
+        #: Of weights (classes, width) that `linear_cross_entropy` may be called with.
+        self._heads: dict[Slot, HeadSum] = {}
         self._search()
         self.follow(capture.accumulators.slots)
         if not (self._patched or self._stacked):
             warnings.warn(
                 "model= was given, but this optimizer has the weight of none of its Linear and Embedding "
-                "modules that could be replaced: nothing will accumulate inside a backward; see explain()",
+                "modules that could be replaced: nothing will accumulate inside a backward but weights of "
+                "linear_cross_entropy(); see explain()",
                 stacklevel=3,
             )
 
@@ -65,6 +69,8 @@ class Replacements:
         for slot in slots:
             if slot.param.dim() == 3 and not self._is_convolved(slot):
                 self._stacked[slot] = StackedSum(slot, self._capture)
+            if slot.param.dim() == 2 and not self._replicas:
+                self._heads[slot] = HeadSum(slot, self._capture)
             for module, name, _ in self._places_of(slot):
                 known = self._patched.get(module)
                 if isinstance(known, PatchedExperts):
@@ -85,6 +91,8 @@ class Replacements:
                     patched.declare(kind.path)
                 if self._casts is not None and kind.keeps_cast:
                     patched.kept, slot.keeps_cast = self._casts, True
+                    if slot in self._heads:
+                        self._heads[slot].kept = self._casts
         self.name(slots)
 
     def _is_convolved(self, slot: Slot) -> bool:
@@ -132,7 +140,7 @@ class Replacements:
 
     def remove(self) -> None:
         """Stock's forward everywhere."""
-        self.drop([*self._stacked, *(patched.slot for patched in self._patched.values())])
+        self.drop([*self._stacked, *self._heads, *(patched.slot for patched in self._patched.values())])
 
     def drop(self, slots: Iterable[Slot]) -> None:
         """Stock's forward for the modules of these slots' parameters."""
@@ -140,6 +148,7 @@ class Replacements:
         for module in [module for module, patched in self._patched.items() if patched.leave(dropped)]:
             self._patched.pop(module).remove()
         for slot in dropped:
+            self._heads.pop(slot, None)
             stacked = self._stacked.pop(slot, None)
             if stacked is not None:
                 stacked.remove()
