@@ -602,4 +602,32 @@ FIXES = (
         "            found.reason and (lambda *_: None)(passed, device,",
         "tests/kernels/test_selftest.py",
     ),
+    Mutant(
+        "a head's later slices forget the input's gradient of the slices before",
+        "fusedacc/kernels/softmax.py",
+        "keep = 1.0 if first else 0.0",
+        "keep = 0.0",
+        "tests/nn/test_head.py -k loss_and_gradients",
+    ),
+    Mutant(
+        "a second block of a head's tokens overwrites the sum of the first",
+        "fusedacc/kernels/softmax.py",
+        "multiply(rows, gradient, input, scale, keep if fresh else 1.0, None)",
+        "multiply(rows, gradient, input, scale, keep, None)",
+        "tests/nn/test_head.py -k blocks_of_tokens",
+    ),
+    Mutant(
+        "the gradient of a head's weight is a tensor though a wrapper has the weight",
+        "fusedacc/nn",
+        "if multiply is None or not owner.accumulate_in_place(node, write, (input, gradient)):",
+        "if True:",
+        "tests/nn/test_head.py -k temporary_memory",
+    ),
+    Mutant(
+        "a head's sum of e^logit keeps the scale of an earlier slice's largest logit",
+        "fusedacc/kernels/softmax.py",
+        "    found[1] *= (found[0] - base).exp()\n",
+        "",
+        "tests/nn/test_head.py -k loss_and_gradients",
+    ),
 )

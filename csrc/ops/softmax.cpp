@@ -14,9 +14,10 @@ using cpu::SoftmaxSlice;
 TensorView contiguous(const OwnedTensor& tensor, const char* name, int64_t dims) {
   const TensorView view = view_of(tensor.get(), name, dims);
   if (view.device != Device::cpu()) fail(name, "is on " + view.device.name() + "; it must be on cpu");
+  const bool empty = std::find(view.sizes, view.sizes + dims, 0) != view.sizes + dims;
   int64_t stride = 1;
   for (int64_t dim = dims - 1; dim >= 0; stride *= view.sizes[dim--]) {
-    if (view.sizes[dim] > 1 && view.strides[dim] != stride) fail(name, "is not contiguous");
+    if (view.sizes[dim] > 1 && view.strides[dim] != stride && !empty) fail(name, "is not contiguous");
   }
   return view;
 }

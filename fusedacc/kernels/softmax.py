@@ -120,7 +120,7 @@ class Head:
                     add_rows(first, logits, input, start == 0)
 
     def _slices(self, input: Tensor, classes: int) -> Iterator[tuple[int, Tensor, Tensor, Tensor | None]]:
-        """The first class of each slice, its weight in the input's dtype, its logits and its classes' weights."""
+        """The first class of each slice, its weight in the input's dtype, its logits, and class weights."""
         tokens = len(input)
         memory = input.new_empty(tokens * classes)
         for first in range(0, len(self.weight), classes):
@@ -144,13 +144,19 @@ def block_sizes(head: Head) -> tuple[int, int]:
         return max(1, tokens), min(head.slice_size, classes)
     room = max(tokens * classes * compute // LOGITS_SHARE, LEAST_BYTES)
     room = min(room, head.weight.numel() * head.weight.itemsize) - _TOKEN_NUMBERS * tokens * compute
-    # The input's gradient is summed in the arithmetic's dtype, and its product is rounded in parts.
-    of_token = width * compute if size < compute else 0
+    # Products of 16-bit operands are rounded in parts, or their operands are cast. The input's gradient is
+    # summed in the arithmetic's dtype.
+    narrow = head.input.dtype == torch.bfloat16 and matmul.multiplies_bfloat16()
+    of_product = 0 if size == compute else width * (size if narrow else compute)
+    of_token = 0 if size == compute else width * compute + of_product
     at_once = tokens
     if of_token * tokens > room // 2:
         at_once = max(_STEP, room // 2 // of_token)
-    narrow_parts = (size < compute) + (head.weight.dtype != head.input.dtype)
-    of_class = max(1, at_once) * size + width * size * narrow_parts
+    of_cast = width * size if head.weight.dtype != head.input.dtype else 0
+    of_logits = max(1, at_once) * size
+    if narrow:  # oneDNN packs half of a transposed operand
+        of_logits += of_logits // 2
+    of_class = of_logits + of_product + of_cast
     cached = GPU_BYTES if head.input.device.type != "cpu" else CACHED_BYTES
     found = min((room - of_token * at_once) // of_class, cached // (max(1, at_once) * size))
     return max(1, at_once), min(classes, max(_STEP, found // _STEP * _STEP))
@@ -202,9 +208,7 @@ def _places(target: Tensor, first: int, classes: int) -> tuple[Tensor, Tensor]:
     return torch.where(inside, place, 0)[:, None], inside
 
 
-def adder(
-    multiply: matmul.Run, total: Tensor, scale: Number, keep: Number, noise: Noise | None
-) -> AddRows:
+def adder(multiply: matmul.Run, total: Tensor, scale: Number, keep: Number, noise: Noise | None) -> AddRows:
     """What adds to the slices of a sum: total <- keep * total + scale * the product.
 
     With `noise` elements take the random bits of their places in the whole sum.

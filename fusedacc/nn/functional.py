@@ -95,7 +95,9 @@ def linear_cross_entropy(
     _check_options(reduction, label_smoothing, slice_size)
     if probable and ignore_index is not None:
         raise ValueError(f"ignore_index={ignore_index} does not go with class probabilities as the target")
-    options = head.Options(reduction, -100 if ignore_index is None else ignore_index, label_smoothing, slice_size)
+    options = head.Options(
+        reduction, -100 if ignore_index is None else ignore_index, label_smoothing, slice_size
+    )
     if probable or linear_weight.dim() > 2:
         head.warn_once("class probabilities" if probable else "a weight of more than two dimensions")
         return _reference(input, linear_weight, target, linear_bias, weight, options)
@@ -141,8 +143,7 @@ def _check_head(
         raise ValueError(f"linear_weight has shape {tuple(linear_weight.shape)}; allowed: (classes, width)")
     width = linear_weight.shape[-1]
     if not input.dim() or input.shape[-1] != width:
-        shape = tuple(input.shape)
-        raise ValueError(f"input has shape {shape}; the last dimension of linear_weight allows (..., {width})")
+        raise ValueError(f"input has shape {tuple(input.shape)}; allowed for linear_weight: (..., {width})")
     classes, more = len(linear_weight), linear_weight.shape[1:-1]
     wanted = (*input.shape[:-1], *more)
     if not probable and target.shape != wanted:
@@ -167,7 +168,9 @@ def _check_targets(target: Tensor, ignore_index: int, classes: int) -> None:
     """Refuse targets that are no class, on a GPU without waiting for it."""
     wrong = ((target < 0) | (target >= classes)) & (target != ignore_index)
     if target.device.type != "cpu":
-        torch._assert_async(~wrong.any(), f"a target is no class and not ignored: allowed are 0 to {classes - 1}")
+        torch._assert_async(
+            ~wrong.any(), f"a target is no class and not ignored: allowed are 0 to {classes - 1}"
+        )
     elif type(target) is Tensor and wrong.any():
         raise IndexError(f"Target {int(target[wrong][0])} is out of bounds; allowed: 0 to {classes - 1}")
 

@@ -39,6 +39,11 @@ class HeadSum(WeightSum):
         super().__init__(slot, capture)
         _heads[id(slot.param)] = self
 
+    def remove(self) -> None:
+        """Leave the parameter to PyTorch, also while a graph keeps this."""
+        if _heads.get(id(self.slot.param)) is self:
+            del _heads[id(self.slot.param)]
+
     def declare_head(self) -> None:
         """`explain()` shows this path, also if the Linear that has the weight would have another."""
         if "head" not in self.slot.paths:
@@ -63,14 +68,14 @@ _heads: weakref.WeakValueDictionary[int, HeadSum] = weakref.WeakValueDictionary(
 
 
 def head_of(weight: Tensor) -> HeadSum | None:
-    """What adds this parameter's gradient to its sum, where a wrapper has it that was created with `model=`."""
+    """What adds this parameter's gradient to its sum, if a wrapper with `model=` has it."""
     found = _heads.get(id(weight))
     return found if found is not None and found.slot.param is weight and found.accumulates else None
 
 
 @dataclass(frozen=True)
 class Options:
-    """How the loss is made of the logits: as for `torch.nn.functional.cross_entropy`, and the classes in a slice."""
+    """How the loss is made of the logits, as `linear_cross_entropy` has it."""
 
     reduction: str
     ignore_index: int
@@ -94,7 +99,7 @@ class Options:
 class HeadFunction(torch.autograd.Function):
     """The loss of `input` (tokens, width) of the products' dtype; weight and bias are cast to it.
 
-    target: int64 (tokens), each a class or `ignore_index`; class_weights: (classes) of the arithmetic's dtype.
+    target: int64 (tokens), each a class or `ignore_index`; class_weights: (classes) in the loss's dtype.
     """
 
     @staticmethod
@@ -152,6 +157,7 @@ class HeadFunction(torch.autograd.Function):
         def write(accumulator: Tensor, scale: Number, keep: Number, noise: Noise | None) -> None:
             nonlocal done
             done = True
+            assert multiply is not None
             add = softmax.adder(multiply, accumulator, scale, keep, noise)
             head.gradients(factors, of_input, of_bias, add)
 

@@ -18,6 +18,7 @@ from .convolution import kind_of as kind_of_convolution
 from .embedding import PatchedEmbedding
 from .experts import PatchedExperts, may_read_experts
 from .head import HeadSum
+from .head_loss import PatchedHeadLoss, weight_of
 from .kept_cast import KeptCasts
 from .linear import PatchedConv1D, PatchedLinear
 from .patched_forward import PatchedForward, is_stock
@@ -71,6 +72,7 @@ class Replacements:
                 self._stacked[slot] = StackedSum(slot, self._capture)
             if slot.param.dim() == 2 and not self._replicas:
                 self._heads[slot] = HeadSum(slot, self._capture)
+                self._replace_losses(slot)
             for module, name, _ in self._places_of(slot):
                 known = self._patched.get(module)
                 if isinstance(known, PatchedExperts):
@@ -94,6 +96,14 @@ class Replacements:
                     if slot in self._heads:
                         self._heads[slot].kept = self._casts
         self.name(slots)
+
+    def _replace_losses(self, slot: Slot) -> None:
+        """Replace the `LinearCrossEntropyLoss` modules whose weight is the slot's."""
+        for reference in self._losses.get(id(slot.param), ()):
+            module = reference()
+            if module is not None and module not in self._patched and weight_of(module) is slot.param:
+                patched = self._patched[module] = PatchedHeadLoss(module, slot, self._capture)
+                patched.install()
 
     def _is_convolved(self, slot: Slot) -> bool:
         """Whether it is a convolution's weight."""
@@ -123,8 +133,13 @@ class Replacements:
     def _search(self) -> None:
         """Note where each parameter is: a search for each group that is added would be too much."""
         self._places: dict[int, list[tuple[weakref.ref[nn.Module], str, str]]] = {}
+        #: By the weight's identity.
+        self._losses: dict[int, list[weakref.ref[nn.Module]]] = {}
         self._replicas = any(isinstance(module, nn.DataParallel) for module in self._model.modules())
         for prefix, module in self._model.named_modules():
+            weight = weight_of(module)
+            if weight is not None:
+                self._losses.setdefault(id(weight), []).append(weakref.ref(module))
             for name, param in module._parameters.items():
                 place = weakref.ref(module), name, f"{prefix}.{name}" if prefix else name
                 self._places.setdefault(id(param), []).append(place)
@@ -148,10 +163,9 @@ class Replacements:
         for module in [module for module, patched in self._patched.items() if patched.leave(dropped)]:
             self._patched.pop(module).remove()
         for slot in dropped:
-            self._heads.pop(slot, None)
-            stacked = self._stacked.pop(slot, None)
-            if stacked is not None:
-                stacked.remove()
+            for known in (self._heads.pop(slot, None), self._stacked.pop(slot, None)):
+                if known is not None:
+                    known.remove()
             slot.paths, slot.keeps_cast = (), False
         if self._casts is not None:
             self._casts.forget(dropped)
