@@ -305,6 +305,8 @@ _OUR_RULES: dict[str, Rule] = {
     "norm_partials": whole,
     "finish_norm": whole,
     "accumulate_rows_": _accumulate_rows,
+    "softmax_statistics_": whole,
+    "softmax_gradient_": whole,
 }
 
 #: Launches outside the dispatcher, and what their operands are to these.
