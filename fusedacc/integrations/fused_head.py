@@ -1,8 +1,8 @@
 """A causal language model of Transformers whose loss in training needs no logits: `fuse_head`.
 
 While such a model's forward runs, its head returns a stand-in for the logits, which knows the head's input.
-The model's own loss function shifts labels and picks tokens as always, and what it does with the logits is
-done with the input. At `cross_entropy` the stand-in calls `linear_cross_entropy`. What stands between head and
+The model's own loss function shifts labels and picks tokens as always. What it does with the logits is done
+with the input. At `cross_entropy` the stand-in calls `linear_cross_entropy`. What stands between head and
 loss and cannot be done with the input is refused.
 """
 
@@ -159,21 +159,24 @@ class FusedHead:
         self._model: Any = weakref.ref(model)
         self.head, self._eval = _checked_head(model), eval
         self._name = type(model).__name__
-        self._compared, self._before = False, None
+        self._compared = False
+        #: What the head ran before the stand-in's place was taken: of a wrapper, or None for its class's.
+        self._before: Any = None
         #: Whether the forward that runs has a stand-in, and whether the loss has been made of it.
-        self._active = self.used = False
+        self._active: Any = False
+        self.used = False
         self._takes = inspect.signature(type(model).forward)
         self._hooks = [
             model.register_forward_pre_hook(self._enter, with_kwargs=True),
-            model.register_forward_hook(self._leave, with_kwargs=True, always_call=True),
+            model.register_forward_hook(self._leave, prepend=True, with_kwargs=True, always_call=True),
         ]
         model.__dict__[_FUSED] = self
 
-    def __deepcopy__(self, memo: Any) -> None:
-        return None
+    def __deepcopy__(self, memo: Any) -> FusedHead:
+        return _of_a_copy()
 
     def __reduce__(self) -> tuple:
-        return type(None), ()
+        return _of_a_copy, ()
 
     def remove(self) -> None:
         """Give the model its logits back."""
@@ -240,10 +243,17 @@ class FusedHead:
                 few = _NARROW_TOLERANCE
             if not torch.allclose(ours.double(), theirs.double(), rtol=few, atol=few, equal_nan=True):
                 raise RuntimeError(
-                    f"fuse_head: the losses of {len(some)} tokens of {self._name} differ: {float(ours)} without "
-                    f"logits, and {float(theirs)} by PyTorch. Please report this, and call remove()"
+                    f"fuse_head: the losses of {len(some)} tokens of {self._name} differ: {float(ours)} "
+                    f"without logits, {float(theirs)} by PyTorch. Please report this, and call remove()"
                 )
         self._compared = True
+
+
+def _of_a_copy() -> FusedHead:
+    """What the hooks of a copied model belong to: they do nothing."""
+    fused = FusedHead.__new__(FusedHead)
+    fused._model, fused._hooks, fused._active = type(None), [], False
+    return fused
 
 
 def fuse_head(model: PreTrainedModel, *, eval: bool = False) -> FusedHead:
@@ -268,7 +278,8 @@ def fuse_head(model: PreTrainedModel, *, eval: bool = False) -> FusedHead:
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"fuse_head takes a transformers.PreTrainedModel, got {type(model).__name__}")
-    if isinstance(model.__dict__.get(_FUSED), FusedHead):
+    known = model.__dict__.get(_FUSED)
+    if known is not None and known._model() is model:
         raise ValueError(f"the head of this {type(model).__name__} is fused already")
     return FusedHead(model, eval)
 
