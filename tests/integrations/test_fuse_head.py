@@ -6,6 +6,7 @@ import copy
 import pickle
 
 import case_transformers as case
+import pages
 import pytest
 import torch
 from torch import nn
@@ -209,3 +210,8 @@ def test_the_trainer_fuses():
     losses = [model.eval()(**given).loss for model in models]
     torch.testing.assert_close(*losses, rtol=1e-3, atol=0)
     assert models[1].train()(**given).logits is not None
+
+
+def test_the_page():
+    found = pages.run("../head", torch=torch)
+    assert found["output"].logits is None
