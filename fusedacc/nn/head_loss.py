@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from .functional import linear_cross_entropy
+from .cross_entropy import linear_cross_entropy
 from .patched_forward import PATCHED, PatchedForward, is_stock
 
 #: Read at import, before a user can have replaced it. None before torch 2.13.
