@@ -8,7 +8,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from ..kernels import softmax
-from . import head
+from . import compiled_head, head
 
 _transform_at_hand = torch._C._functorch.peek_interpreter_stack
 
@@ -68,25 +68,30 @@ def linear_cross_entropy(
     dtype, device = linear_weight.dtype, input.device.type
     if torch.is_autocast_enabled(device) and torch.float64 not in (dtype, input.dtype):
         dtype = torch.get_autocast_dtype(device)
+    compiling = torch.compiler.is_compiling()
     if (
-        torch.compiler.is_compiling()
-        or _transform_at_hand() is not None
+        (torch._C._are_functorch_transforms_active() if compiling else _transform_at_hand() is not None)
         or forward_ad._current_level >= 0
-        or torch._C._is_tracing()
+        or (not compiling and torch._C._is_tracing())
         or not softmax.is_plain(input, linear_weight, target, linear_bias, weight)
         or dtype not in _DTYPES
         or target.dtype != torch.int64
         or (input.dtype != dtype and not torch.is_autocast_enabled(device))
     ):
         return _reference(input, linear_weight, target, linear_bias, weight, options)
-    _check_targets(target, options.ignore_index, len(linear_weight))
+    weight = None if weight is None else weight.to(softmax.compute_dtype(dtype))
+    rows = input.reshape(-1, input.shape[-1]).to(dtype)
+    operands = rows, linear_weight, linear_bias, target.reshape(-1), weight
+    if compiling:
+        compiled, *_ = compiled_head.loss(
+            *operands, reduction, options.ignore_index, label_smoothing, slice_size
+        )
+        return compiled.view(target.shape) if reduction == "none" else compiled
+    head.check_targets(target, options.ignore_index, len(linear_weight))
     owner = head.head_of(linear_weight) if torch.is_grad_enabled() else None
     if owner is not None:
         owner.declare_head()
-    weight = None if weight is None else weight.to(softmax.compute_dtype(dtype))
-    rows = input.reshape(-1, input.shape[-1]).to(dtype)
-    arguments = rows, linear_weight, linear_bias, target.reshape(-1), weight, options, owner
-    loss = head.HeadFunction.apply(*arguments)
+    loss = head.HeadFunction.apply(*operands, options, owner)
     return loss.view(target.shape) if reduction == "none" else loss
 
 
@@ -126,17 +131,6 @@ def _check_options(reduction: str, label_smoothing: float, slice_size: int | Non
         raise ValueError(f"label_smoothing={label_smoothing}; allowed: 0 to 1")
     if slice_size is not None and slice_size < 1:
         raise ValueError(f"slice_size={slice_size}; allowed: at least 1, or None")
-
-
-def _check_targets(target: Tensor, ignore_index: int, classes: int) -> None:
-    """Refuse targets that are no class, on a GPU without waiting for it."""
-    wrong = ((target < 0) | (target >= classes)) & (target != ignore_index)
-    if target.device.type != "cpu":
-        torch._assert_async(
-            ~wrong.any(), f"a target is no class and not ignored: allowed are 0 to {classes - 1}"
-        )
-    elif type(target) is Tensor and wrong.any():
-        raise IndexError(f"Target {int(target[wrong][0])} is out of bounds; allowed: 0 to {classes - 1}")
 
 
 def _reference(

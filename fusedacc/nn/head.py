@@ -96,6 +96,17 @@ class Options:
         )
 
 
+def check_targets(target: Tensor, ignore_index: int, classes: int) -> None:
+    """Refuse targets that are no class, on a GPU without waiting for it."""
+    wrong = ((target < 0) | (target >= classes)) & (target != ignore_index)
+    if target.device.type != "cpu":
+        torch._assert_async(
+            ~wrong.any(), f"a target is no class and not ignored: allowed are 0 to {classes - 1}"
+        )
+    elif type(target) is Tensor and wrong.any():
+        raise IndexError(f"Target {int(target[wrong][0])} is out of bounds; allowed: 0 to {classes - 1}")
+
+
 class HeadFunction(torch.autograd.Function):
     """The loss of `input` (tokens, width) of the products' dtype; weight and bias are cast to it.
 
@@ -117,21 +128,11 @@ class HeadFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         # Not the parameter itself, whose `.data` may be swapped.
         used = weight.detach() if owner is None else owner.used(weight, input.dtype)
-        head = _head(input.detach(), used, bias, target, class_weights, options, owner)
-        top, total, own, *weighted = head.statistics()
-        log_sum = top + total.log()
-        hits, spread = _shares(head, options)
-        losses = hits * (log_sum - own)
-        if weighted:
-            whole = len(used) if class_weights is None else class_weights.sum()
-            losses = losses + spread * (whole * log_sum - weighted[0])
-        losses = torch.where(target == options.ignore_index, 0, losses)
-        divisor = _divisor(head, options)
+        head = head_with(input.detach(), used, bias, target, class_weights, options, owner)
+        loss, log_sum, divisor = loss_of(head, options)
         saved = weight if owner is None else used
         ctx.save_for_backward(input, saved, bias, target, class_weights, log_sum, divisor)
-        if options.reduction == "none":
-            return losses
-        return losses.sum() if divisor is None else losses.sum() / divisor
+        return loss
 
     @staticmethod
     @runs_as_written
@@ -146,10 +147,10 @@ class HeadFunction(torch.autograd.Function):
                 weight = CastFunction.apply(owner.slot.param, weight)
             return _differentiable(ctx, gradient, input, weight, bias, target, class_weights)
         used = weight.detach()
-        head = _head(input, used, bias, target, class_weights, options, owner)
-        factors = _factors(head, options, gradient, log_sum, divisor)
+        head = head_with(input, used, bias, target, class_weights, options, owner)
+        factors = factors_of(head, options, gradient, log_sum, divisor)
         of_input, of_bias = (
-            torch.empty(like.shape, dtype=head.compute_dtype, device=like.device) if wanted else None
+            like.new_empty(like.shape, dtype=head.compute_dtype) if wanted else None
             for like, wanted in ((input, wants_input), (bias, wants_bias))
         )
         of_weight, done = None, False
@@ -166,7 +167,7 @@ class HeadFunction(torch.autograd.Function):
             node = ctx.next_functions[1][0]
             if multiply is None or not owner.accumulate_in_place(node, write, (input, gradient)):
                 of_weight = torch.empty_like(used if owner is None else owner.slot.param)
-                head.gradients(factors, of_input, of_bias, _writer(of_weight))
+                head.gradients(factors, of_input, of_bias, gradient_writer(of_weight))
                 done = True
         if not done and (wants_input or wants_bias):
             head.gradients(factors, of_input, of_bias, None)
@@ -177,19 +178,36 @@ class HeadFunction(torch.autograd.Function):
         return of_input, of_weight, of_bias, None, None, None, None
 
 
-def _head(
+def head_with(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor,
     class_weights: Tensor | None,
     options: Options,
-    owner: HeadSum | None,
+    owner: HeadSum | None = None,
 ) -> Head:
+    """A head with its backend; arguments as `HeadFunction`."""
     backend = softmax.backend_for(input.device, input.dtype, "auto" if owner is None else owner.backend)
     size, smooths = options.slice_size, options.label_smoothing > 0
     bias = None if bias is None else bias.detach()
     return Head(input.contiguous(), weight, bias, target, class_weights, smooths, size, backend)
+
+
+def loss_of(head: Head, options: Options) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The loss, each token's log of the sum of e^logit, and what the mean divides by: 0 if all is ignored."""
+    top, total, own, *weighted = head.statistics()
+    log_sum = top + total.log()
+    hits, spread = _shares(head, options)
+    losses = hits * (log_sum - own)
+    if weighted:
+        whole = len(head.weight) if head.class_weights is None else head.class_weights.sum()
+        losses = losses + spread * (whole * log_sum - weighted[0])
+    losses = torch.where(head.target == options.ignore_index, 0, losses)
+    if options.reduction == "none":
+        return losses, log_sum, None
+    divisor = _weights_of_targets(head, options).sum() if options.reduction == "mean" else None
+    return losses.sum() if divisor is None else losses.sum() / divisor, log_sum, divisor
 
 
 def _weights_of_targets(head: Head, options: Options) -> Tensor:
@@ -206,12 +224,7 @@ def _shares(head: Head, options: Options) -> tuple[Tensor, float]:
     return _weights_of_targets(head, options) * (1 - smoothing), smoothing / len(head.weight)
 
 
-def _divisor(head: Head, options: Options) -> Tensor | None:
-    """What the mean divides by: 0 where all is ignored."""
-    return _weights_of_targets(head, options).sum() if options.reduction == "mean" else None
-
-
-def _factors(
+def factors_of(
     head: Head, options: Options, gradient: Tensor, log_sum: Tensor, divisor: Tensor | None
 ) -> Tensor:
     """As csrc/common/softmax.h has them, (4, tokens)."""
@@ -222,7 +235,7 @@ def _factors(
     return torch.stack([log_sum, by * (hits + spread * whole), by * hits, by * spread])
 
 
-def _writer(of_weight: Tensor) -> softmax.AddRows:
+def gradient_writer(of_weight: Tensor) -> softmax.AddRows:
     """Writes the slices of a gradient that has to be a tensor."""
 
     def write(first: int, gradient: Tensor, input: Tensor, fresh: bool) -> None:

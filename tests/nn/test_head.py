@@ -321,6 +321,24 @@ def test_loss_modules(case):
     assert "forward" not in loss.__dict__
 
 
+def test_compiled():
+    """In one graph, without logits; the weight's gradient takes the usual path."""
+    torch.compiler.reset()
+    weight, _optimizer, input, target = wrapped(torch.float32, 8192, 32)
+    input.requires_grad_()
+
+    def loss() -> Tensor:
+        return linear_cross_entropy(input, weight, target, label_smoothing=0.1)
+
+    run = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    found, wanted = gradients(run(), input, weight), gradients(loss(), input, weight)
+    torch.testing.assert_close(found, wanted)
+    assert memory.largest_allocation(lambda: run().backward()) == weight.numel() * 4
+    target[0] = 8192
+    with pytest.raises(IndexError, match="Target 8192 is out of bounds"):
+        run()
+
+
 MEMORY = [
     (torch.float32, 64, 4096, 64, False),
     (torch.float32, 512, 8192, 64, False),
