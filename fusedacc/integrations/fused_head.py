@@ -22,10 +22,8 @@ from transformers import PreTrainedModel
 
 from ..nn.functional import linear_cross_entropy
 
-#: Tokens of the one comparison with PyTorch's loss, and how much the losses may differ, by the head's dtype.
+#: Tokens of the one comparison with PyTorch's loss.
 _COMPARED = 8
-_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
-_NARROW_TOLERANCE = 0.05
 #: Where a model has its `FusedHead`.
 _FUSED = "_fusedacc_fused_head"
 
@@ -117,33 +115,18 @@ class HeadLogits:
         own = next(each for each in (*args, *(kwargs or {}).values()) if isinstance(each, HeadLogits))
         if func is not F.cross_entropy:
             raise own._fused.refusal(f"calls {getattr(func, '__name__', func)} with the logits")
-        given = _CROSS_ENTROPY.bind(*args, **(kwargs or {}))
-        given.apply_defaults()
-        return own._loss(**given.arguments)
-
-    def _loss(
-        self,
-        input: Any,
-        target: Any,
-        weight: Any,
-        size_average: Any,
-        ignore_index: int,
-        reduce: Any,
-        reduction: str,
-        label_smoothing: builtins.float,
-    ) -> Tensor:
-        if self.dim() != 2 or size_average is not None or reduce is not None:
-            raise self._fused.refusal("calls cross_entropy other than with (tokens, classes)")
-        head = self._fused.head
-        hidden = self._hidden if self._scale == 1 else self._hidden * self._scale
-        options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
-        options |= {"weight": weight}
-        self._fused.compare(self, hidden, target, options)
-        self._fused.used = True
-        bias = head.bias
-        return linear_cross_entropy(
-            hidden, head.weight, target, linear_bias=bias, reduction=reduction, **options
-        )
+        found = _CROSS_ENTROPY.bind(*args, **(kwargs or {}))
+        found.apply_defaults()
+        given = found.arguments
+        if own.dim() != 2 or given["size_average"] is not None or given["reduce"] is not None:
+            raise own._fused.refusal("calls cross_entropy other than with (tokens, classes)")
+        names = ("weight", "ignore_index", "label_smoothing")
+        options = {name: given[name] for name in names}
+        hidden = own._hidden if own._scale == 1 else own._hidden * own._scale
+        fused, target = own._fused, given["target"]
+        fused.compare(own, hidden, target, options)
+        fused.used = True
+        return fused.loss(hidden, target, reduction=given["reduction"], **options)
 
 
 _CROSS_ENTROPY = inspect.signature(F.cross_entropy)
@@ -219,6 +202,10 @@ class FusedHead:
         kept = {name: value for name, value in output.items() if not isinstance(value, HeadLogits)}
         return type(output)(**kept)
 
+    def loss(self, hidden: Tensor, target: Tensor, **options: Any) -> Tensor:
+        """Of tokens (tokens, width)."""
+        return linear_cross_entropy(hidden, self.head.weight, target, linear_bias=self.head.bias, **options)
+
     def compare(self, logits: HeadLogits, hidden: Tensor, target: Tensor, options: Any) -> None:
         """At the first loss, compare with PyTorch's of a few tokens.
 
@@ -229,18 +216,15 @@ class FusedHead:
             return
         with torch.no_grad():
             some = (target != options["ignore_index"]).nonzero()[:_COMPARED, 0]
-            rows, wanted, bias = hidden[some], target[some], self.head.bias
+            rows, wanted = hidden[some], target[some]
             if not len(some):
                 return
             forward = self._before or type(self.head).forward.__get__(self.head)
             full = forward(logits._hidden[some]).float() * logits._scale
             theirs = F.cross_entropy(full, wanted, reduction="sum", **options)
-            ours = linear_cross_entropy(
-                rows, self.head.weight, wanted, linear_bias=bias, reduction="sum", **options
-            )
-            few = _TOLERANCE.get(full.dtype if hidden.itemsize > 2 else hidden.dtype, _NARROW_TOLERANCE)
-            if torch.is_autocast_enabled(hidden.device.type):
-                few = _NARROW_TOLERANCE
+            ours = self.loss(rows, wanted, reduction="sum", **options)
+            narrow = hidden.itemsize == 2 or torch.is_autocast_enabled(hidden.device.type)
+            few = 0.05 if narrow else 1e-4
             if not torch.allclose(ours.double(), theirs.double(), rtol=few, atol=few, equal_nan=True):
                 raise RuntimeError(
                     f"fuse_head: the losses of {len(some)} tokens of {self._name} differ: {float(ours)} "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,7 +79,9 @@ class Head:
         tokens = self.input.shape[0]
         found = self.input.new_zeros(4 if self.smooths else 3, tokens, dtype=self.compute_dtype)
         found[0] = -torch.inf
-        own = _statistics_natively if self.backend == "cpu" else _statistics_eagerly
+        own: Any = _statistics_eagerly
+        if self.backend == "cpu":
+            own = torch.ops.fusedacc.softmax_statistics_.default
         for first, _, logits, class_weights in self._slices(self.input, block_sizes(self)[1]):
             own(found, logits, self.target, first, class_weights)
         return found
@@ -94,7 +97,9 @@ class Head:
             of_bias: (classes) likewise.
             add_rows: called for each slice, and block of tokens.
         """
-        own = _gradient_natively if self.backend == "cpu" else _gradient_eagerly
+        own: Any = _gradient_eagerly
+        if self.backend == "cpu":
+            own = torch.ops.fusedacc.softmax_gradient_.default
         tokens_at_once, classes = block_sizes(self)
         multiply = None
         if of_input is not None and self.input.dtype != of_input.dtype:
@@ -160,18 +165,6 @@ def block_sizes(head: Head) -> tuple[int, int]:
     cached = GPU_BYTES if head.input.device.type != "cpu" else CACHED_BYTES
     found = min((room - of_token * at_once) // of_class, cached // (max(1, at_once) * size))
     return max(1, at_once), min(classes, max(_STEP, found // _STEP * _STEP))
-
-
-def _statistics_natively(
-    found: Tensor, logits: Tensor, target: Tensor, first: int, class_weights: Tensor | None
-) -> None:
-    torch.ops.fusedacc.softmax_statistics_.default(found, logits, target, first, class_weights)
-
-
-def _gradient_natively(
-    logits: Tensor, factors: Tensor, target: Tensor, first: int, class_weights: Tensor | None
-) -> None:
-    torch.ops.fusedacc.softmax_gradient_.default(logits, factors, target, first, class_weights)
 
 
 def _statistics_eagerly(

@@ -30,7 +30,7 @@ def loss(
     """The loss, and what the backward needs: as `head.loss_of`."""
     options = Options(reduction, ignore_index, label_smoothing, slice_size)
     head.check_targets(target, ignore_index, len(weight))
-    own = head.head_with(input, weight, bias, target, class_weights, options)
+    own = head.head_with(options, None, input, weight, bias, target, class_weights)
     found, log_sum, divisor = head.loss_of(own, options)
     return found, log_sum, log_sum.new_ones(()) if divisor is None else divisor
 
@@ -53,7 +53,7 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of input, weight and bias; without elements where one is not wanted."""
     options = Options(reduction, ignore_index, label_smoothing, slice_size)
-    own = head.head_with(input, weight, bias, target, class_weights, options)
+    own = head.head_with(options, None, input, weight, bias, target, class_weights)
     factors = head.factors_of(own, options, gradient, log_sum, divisor)
     of_input, of_weight, of_bias = _room(input, weight, bias, wanted, own.compute_dtype)
     add_rows = head.gradient_writer(of_weight) if wanted[1] else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -64,7 +66,7 @@ def linear_cross_entropy(
     )
     if probable or linear_weight.dim() > 2:
         head.warn_once("class probabilities" if probable else "a weight of more than two dimensions")
-        return _reference(input, linear_weight, target, linear_bias, weight, options)
+        return _reference(options, input, linear_weight, target, linear_bias, weight)
     dtype, device = linear_weight.dtype, input.device.type
     if torch.is_autocast_enabled(device) and torch.float64 not in (dtype, input.dtype):
         dtype = torch.get_autocast_dtype(device)
@@ -78,7 +80,7 @@ def linear_cross_entropy(
         or target.dtype != torch.int64
         or (input.dtype != dtype and not torch.is_autocast_enabled(device))
     ):
-        return _reference(input, linear_weight, target, linear_bias, weight, options)
+        return _reference(options, input, linear_weight, target, linear_bias, weight)
     weight = None if weight is None else weight.to(softmax.compute_dtype(dtype))
     rows = input.reshape(-1, input.shape[-1]).to(dtype)
     operands = rows, linear_weight, linear_bias, target.reshape(-1), weight
@@ -100,12 +102,7 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def _check_head(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None,
-    weight: Tensor | None,
-    probable: bool,
+    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Any, weight: Any, probable: bool
 ) -> None:
     """Raise ValueError for shapes that do not go together."""
     if linear_weight.dim() < 2 or not len(linear_weight):
@@ -133,15 +130,9 @@ def _check_options(reduction: str, label_smoothing: float, slice_size: int | Non
         raise ValueError(f"slice_size={slice_size}; allowed: at least 1, or None")
 
 
-def _reference(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None,
-    weight: Tensor | None,
-    options: head.Options,
-) -> Tensor:
-    """PyTorch's own loss, which holds all logits."""
+def _reference(options: head.Options, input: Tensor, linear_weight: Tensor, *others: Any) -> Tensor:
+    """PyTorch's own loss, which holds all logits; `others`: target, bias and class weights."""
+    target, linear_bias, weight = others
     classes, *more = linear_weight.shape[:-1]
     logits = F.linear(
         input.reshape(-1, input.shape[-1]),

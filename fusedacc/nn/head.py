@@ -110,25 +110,18 @@ def check_targets(target: Tensor, ignore_index: int, classes: int) -> None:
 class HeadFunction(torch.autograd.Function):
     """The loss of `input` (tokens, width) of the products' dtype; weight and bias are cast to it.
 
-    target: int64 (tokens), each a class or `ignore_index`; class_weights: (classes) in the loss's dtype.
+    others: bias or None; target, int64 (tokens), each a class or `ignore_index`; class weights in the loss's
+    dtype, or None; `Options`; a `HeadSum`, or None.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: Tensor,
-        class_weights: Tensor | None,
-        options: Options,
-        owner: HeadSum | None,
-    ) -> Tensor:
+    def forward(ctx: Any, input: Tensor, weight: Tensor, *others: Any) -> Tensor:
+        bias, target, class_weights, options, owner = others
         ctx.options, ctx.owner = options, owner
         ctx.set_materialize_grads(False)
         # Not the parameter itself, whose `.data` may be swapped.
         used = weight.detach() if owner is None else owner.used(weight, input.dtype)
-        head = head_with(input.detach(), used, bias, target, class_weights, options, owner)
+        head = head_with(options, owner, input.detach(), used, bias, target, class_weights)
         loss, log_sum, divisor = loss_of(head, options)
         saved = weight if owner is None else used
         ctx.save_for_backward(input, saved, bias, target, class_weights, log_sum, divisor)
@@ -147,7 +140,7 @@ class HeadFunction(torch.autograd.Function):
                 weight = CastFunction.apply(owner.slot.param, weight)
             return _differentiable(ctx, gradient, input, weight, bias, target, class_weights)
         used = weight.detach()
-        head = head_with(input, used, bias, target, class_weights, options, owner)
+        head = head_with(options, owner, input, used, bias, target, class_weights)
         factors = factors_of(head, options, gradient, log_sum, divisor)
         of_input, of_bias = (
             like.new_empty(like.shape, dtype=head.compute_dtype) if wanted else None
@@ -178,16 +171,9 @@ class HeadFunction(torch.autograd.Function):
         return of_input, of_weight, of_bias, None, None, None, None
 
 
-def head_with(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weights: Tensor | None,
-    options: Options,
-    owner: HeadSum | None = None,
-) -> Head:
-    """A head with its backend; arguments as `HeadFunction`."""
+def head_with(options: Options, owner: HeadSum | None, input: Tensor, *others: Any) -> Head:
+    """A head with its backend; `others`: weight, bias, target and class weights, as `HeadFunction`'s."""
+    weight, bias, target, class_weights = others
     backend = softmax.backend_for(input.device, input.dtype, "auto" if owner is None else owner.backend)
     size, smooths = options.slice_size, options.label_smoothing > 0
     bias = None if bias is None else bias.detach()
@@ -250,21 +236,13 @@ def gradient_writer(of_weight: Tensor) -> softmax.AddRows:
     return write
 
 
-def _differentiable(
-    ctx: Any,
-    gradient: Tensor,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weights: Tensor | None,
-) -> tuple[Tensor | None, ...]:
+def _differentiable(ctx: Any, gradient: Tensor, *operands: Any) -> tuple[Tensor | None, ...]:
     """The gradients with a graph, by PyTorch's own functions."""
-    operands = input, weight, bias
+    input, weight, bias, target, class_weights = operands
     wanted = [own for own, needed in zip(operands, ctx.needs_input_grad, strict=False) if needed]
     used = weight.to(input.dtype), None if bias is None else bias.to(input.dtype)
     loss = ctx.options.loss(F.linear(input, *used), target, class_weights)
-    found = iter(torch.autograd.grad(loss, wanted, gradient, create_graph=True))  # type: ignore[arg-type]
+    found = iter(torch.autograd.grad(loss, wanted, gradient, create_graph=True))
     needed = ctx.needs_input_grad[:3]
     return (*(next(found) if wants else None for wants in needed), None, None, None, None)
 

@@ -381,6 +381,7 @@ def test_blocks_of_tokens(dtype, monkeypatch):
 
 def compare_native_passes() -> None:
     """The statistics and the gradient of one slice, whatever the loops' block size."""
+    operators = torch.ops.fusedacc
     for dtype, classes in itertools.product(DTYPES, (1, 33, 512, 1200)):
         compute = softmax.compute_dtype(dtype)
         logits, weights = (torch.randn(5, classes) * 5).to(dtype), torch.rand(classes, dtype=compute)
@@ -394,10 +395,10 @@ def compare_native_passes() -> None:
             made = logits.clone(), logits.clone()
             for own, into, change in zip((0, 1), found, made, strict=True):
                 into[0] = -torch.inf
-                (softmax._statistics_eagerly if own else softmax._statistics_natively)(
+                (softmax._statistics_eagerly if own else operators.softmax_statistics_)(
                     into, logits, target, 7, by_class
                 )
-                (softmax._gradient_eagerly if own else softmax._gradient_natively)(
+                (softmax._gradient_eagerly if own else operators.softmax_gradient_)(
                     change, factors, target, 7, by_class
                 )
             torch.testing.assert_close(*found, rtol=wide, atol=10 * wide)
