@@ -1,5 +1,6 @@
 #include "middle_of_window.h"
 
+#include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -152,7 +153,27 @@ void MiddleOfWindow::arm(double scale, int64_t steps, bool begins_last, py::obje
   owes_ = owes;
   steps_ = steps;
   begins_last_ = begins_last;
+  awaits_first_ = false;
+  opens_ = true;
   armed_ = assumptions_.note(std::move(not_imported));
+}
+
+void MiddleOfWindow::await_first(double scale, bool opens, py::object not_imported) {
+  scale_ = scale;
+  owes_ = false;
+  steps_ = 0;
+  begins_last_ = false;
+  awaits_first_ = true;
+  opens_ = opens;
+  armed_ = assumptions_.note(std::move(not_imported));
+}
+
+void MiddleOfWindow::set_lanes(const py::list& lanes) {
+  lanes_.clear();
+  for (const py::handle lane : lanes) {
+    auto [key, buckets, limit] = lane.cast<std::tuple<int64_t, std::shared_ptr<BucketMap>, int64_t>>();
+    lanes_.push_back({key, std::move(buckets), limit});
+  }
 }
 
 bool MiddleOfWindow::enter(int task) {
@@ -161,10 +182,13 @@ bool MiddleOfWindow::enter(int task) {
   const py::gil_scoped_acquire gil;
   const py::object window = alive(window_);
   if (!armed_ || runs() || window.is_none() || !may_begin(window)) return false;
-  const bool is_last = steps_ != 0 && micro_step(window) + 1 >= steps_;
+  const int64_t ended = awaits_first_ || steps_ != 0 ? micro_step(window) : 0;
+  const bool is_last = steps_ != 0 && ended + 1 >= steps_;
   if (is_last && !begins_last_) return false;
-  armed_ = !is_last;
-  auto run = std::make_shared<Run>(Run{task, /*is_pythons=*/is_last});
+  if (awaits_first_ && (ended != 0 || has_run(window))) return false;
+  const bool is_pythons = is_last || awaits_first_;
+  armed_ = !is_pythons;
+  auto run = std::make_shared<Run>(Run{task, is_pythons});
   torch::autograd::Engine::get_default_engine().queue_callback([middle = weak_from_this(), run] {
     const std::shared_ptr<MiddleOfWindow> found = middle.lock();
     if (found) found->leave(*run);
@@ -172,8 +196,15 @@ bool MiddleOfWindow::enter(int task) {
   run_task_ = task;
   run_ = run;
   tasks_->add(task);
-  adder_->open(task, scale_);
-  return true;
+  if (awaits_first_) {
+    for (const Lane& lane : lanes_) {
+      auto bucket = std::make_shared<Bucket>(/*stream=*/0, lane.limit);
+      buckets_.emplace_back(lane.key, bucket);
+      lane.buckets->open(task, std::move(bucket));
+    }
+  }
+  if (opens_) adder_->open(task, scale_);
+  return opens_;
 }
 
 bool MiddleOfWindow::may_begin(const py::object& window) {
@@ -181,6 +212,10 @@ bool MiddleOfWindow::may_begin(const py::object& window) {
   armed_ = !is_true(py::getattr(micro, names().in_schedule)) &&
            !is_true(py::getattr(micro, names().deferred)) && assumptions_.hold();
   return armed_;
+}
+
+bool MiddleOfWindow::has_run(const py::object& window) {
+  return is_true(py::getattr(py::getattr(window, names().micro), names().ran));
 }
 
 int64_t MiddleOfWindow::micro_step(const py::object& window) {
@@ -257,17 +292,17 @@ bool MiddleOfWindow::zero_grad() {
   const py::object window = alive(window_);
   if (window.is_none()) return false;
   const int64_t ended = micro_step(window);
-  const bool ran = is_true(py::getattr(py::getattr(window, names().micro), names().ran));
-  return 0 < ended && ended < steps_ && !ran && assumptions_.hold();
+  return 0 < ended && ended < steps_ && !has_run(window) && assumptions_.hold();
 }
 
 py::object MiddleOfWindow::running() {
   if (!runs()) return py::none();
   const std::shared_ptr<Run> run = run_.lock();
   if (run) run->is_pythons = true;
-  return py::make_tuple(run_task_, py::cpp_function([run = run_]() -> py::object {
-                          return run.expired() ? py::object(py::none()) : py::object(py::bool_(true));
-                        }));
+  const py::cpp_function lives([run = run_]() -> py::object {
+    return run.expired() ? py::object(py::none()) : py::object(py::bool_(true));
+  });
+  return py::make_tuple(run_task_, lives, buckets_, opens_);
 }
 
 }  // namespace fusedacc::autograd

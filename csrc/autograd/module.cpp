@@ -115,6 +115,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::class_<MiddleOfWindow, std::shared_ptr<MiddleOfWindow>>(module, "MiddleOfWindow")
       .def(py::init(&MiddleOfWindow::make))
       .def("arm", &MiddleOfWindow::arm)
+      .def("await_first", &MiddleOfWindow::await_first)
+      .def("set_lanes", &MiddleOfWindow::set_lanes)
       .def("disarm", &MiddleOfWindow::disarm)
       .def("step", &MiddleOfWindow::step)
       .def("zero_grad", &MiddleOfWindow::zero_grad)

@@ -135,8 +135,7 @@ class Accumulators:
 
     def end_update(self) -> None:
         """After an update: as `ParamGrads.end_update`, and no norm holds any more."""
-        if self.norms.latest:
-            self.norms.clear()
+        self.norms.clear()
         if self.noise.seed is not None:
             self.noise.end_window()
         self.grads.end_update()

@@ -162,6 +162,7 @@ class PartialNorms:
     def clear(self) -> None:
         """All accumulators have been changed, or are let go."""
         self.latest.clear()
+        self.norm_type = None
 
     def take(self, slots: Sequence[Slot], accumulators: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """The partial norms that still hold, and those of the accumulators that have to be read. None holds

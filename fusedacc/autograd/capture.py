@@ -26,7 +26,7 @@ from ..kernels.torch_state import raw_stream, runs_as_written
 from . import eligibility, graph_task
 from .eligibility import Taker
 from .graph_task import Bucket, GraphTask
-from .middle import Assumptions, Middle, Owners
+from .middle import Assumptions, First, Middle, Owners
 from .native_hooks import hooks_for
 from .python_hooks import LET_THROUGH, SWALLOWED, task_id
 from .registration import HookRegistry, Shards
@@ -51,6 +51,8 @@ class Policy(Protocol):
     def window(self) -> Any: ...
 
     def begin_backward(self, outermost: bool) -> GraphTask: ...
+
+    def first(self) -> First | None: ...
 
     def middle(self) -> Middle | None: ...
 
@@ -400,6 +402,12 @@ class Capture:
                     self.accumulators.partial.forget()
 
     # Between backwards
+
+    def await_first(self) -> None:
+        """A window was emptied: let native code begin its first backward, while nothing unusual happens."""
+        first = None if self._tasks else self._policy.first()
+        if first is not None:
+            self.hooks.await_first(first)
 
     def note_stored(self, is_raw: bool) -> None:
         """Gradients were in p.grad at `step()`; say once what they were if no hook could make them final.

@@ -5,6 +5,10 @@ Python has handled ends, Python decides how native code handles those that follo
 which this depends. `MiddleOfWindow` (csrc/autograd/middle_of_window.h) then begins and ends their backward
 passes, and does their `step()` and `zero_grad()`, until one of these attributes changes. Where the last
 micro-batch adds as they do, native code begins its backward too, and Python ends it.
+
+When `zero_grad()` has emptied a window, Python decides likewise how native code begins the backward of its
+first micro-batch: gradients wait in buckets, products are written over the memory of the last window's sums.
+Python ends that backward too.
 """
 
 from __future__ import annotations
@@ -38,6 +42,15 @@ class Owners(NamedTuple):
     parameters: Any
     #: Called with the identity of a graph task at its end, where Python has taken it over.
     on_end: Callable[[int], None]
+
+
+class First(NamedTuple):
+    """What is done when the first backward of a window begins."""
+
+    #: By what gradients are multiplied.
+    scale: float
+    #: A module whose import ends this; None: there is none.
+    not_imported: str | None
 
 
 class Middle(NamedTuple):

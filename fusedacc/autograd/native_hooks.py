@@ -17,7 +17,7 @@ from ..accumulators.param import nothing
 from ..kernels import launch_events, native_module
 from . import python_hooks
 from .graph_task import GraphTask
-from .middle import Assumptions, Middle, Owners
+from .middle import Assumptions, First, Middle, Owners
 from .python_hooks import PythonHooks
 
 #: Stands where a slot was: it has no accumulator.
@@ -53,6 +53,8 @@ class NativeHooks(PythonHooks):
         self._loaded = -1
         #: Whether a sum that was loaded may have to be multiplied first, or to be written over.
         self._owes = False
+        #: Whether native code knows the lanes whose gradients it may let wait in buckets.
+        self._knows_lanes = False
         #: What was loaded of random bits: by number, negative where sums are rounded to nearest.
         self._streams: list[int] = []
         self._tasks = native.GraphTasks()
@@ -82,7 +84,7 @@ class NativeHooks(PythonHooks):
 
     def _forget_known(self) -> None:
         """What was loaded is not what there is now."""
-        self._known = None
+        self._known, self._knows_lanes = None, False
         self.middle.disarm()
 
     def _number(self, slot: Slot) -> int:
@@ -160,13 +162,28 @@ class NativeHooks(PythonHooks):
                 if self._load():
                     self.middle.arm(*middle, self._owes)
 
+    def await_first(self, first: First) -> None:
+        if self._may_add(first.scale) and self._accumulators.noise.seed is None:
+            with self._lock:
+                if not self._knows_lanes:
+                    self._tell_lanes()
+                self.middle.await_first(first.scale, self._load(), first.not_imported)
+
+    def _tell_lanes(self) -> None:
+        lanes = {slot.lane_key: slot for slot in self._order}
+        limits = python_hooks.bucket_bytes
+        self.middle.set_lanes([(key, self.buckets_for(slot), limits(slot)) for key, slot in lanes.items()])
+        self._knows_lanes = True
+
     def take_over(self, task: GraphTask) -> int | None:
         running = self.middle.running()
         if running is None:
             return None
-        identity, task.callback = running
-        with self._lock:
-            self._task = task
+        identity, task.callback, buckets, is_open = running
+        task.buckets.update(buckets)
+        if is_open:
+            with self._lock:
+                self._task = task
         return identity
 
     def add_now(self, slot: Slot, identity: int, gradient: Tensor) -> bool:

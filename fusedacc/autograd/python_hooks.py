@@ -15,7 +15,7 @@ from ..accumulators import Accumulators, Slot
 from ..accumulators.memory import tensor_references
 from ..kernels.torch_state import raw_stream, runs_as_written
 from .graph_task import Bucket, GraphTask
-from .middle import Assumptions, LeftToPython, Middle, Owners
+from .middle import Assumptions, First, LeftToPython, Middle, Owners
 
 #: Pending gradients are added when a bucket holds this many bytes.
 BUCKET_BYTES = 25 * 2**20
@@ -178,6 +178,9 @@ class PythonHooks:
 
     def go_on(self, middle: Middle) -> None:
         """Further micro-batches are in the middle of the window."""
+
+    def await_first(self, first: First) -> None:
+        """A window is empty: the next backward is its first."""
 
     def take_over(self, task: GraphTask) -> int | None:
         """Make `task` the record of the graph task that native code has begun, as if `begin` had been called.

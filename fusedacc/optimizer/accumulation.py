@@ -17,7 +17,7 @@ from torch import Tensor
 from ..accumulators import Accumulators, Slot
 from ..autograd.capture import Capture
 from ..autograd.graph_task import GraphTask
-from ..autograd.middle import Assumptions, Attribute, Middle
+from ..autograd.middle import Assumptions, Attribute, First, Middle
 from ..autograd.unattached_ddp import Reducers
 from ..distributed import pipelines
 from ..distributed.fsdp import Shards
@@ -160,16 +160,35 @@ class Accumulation:
             task.host_scale = scale * window.sum_scale
         return task
 
+    def first(self) -> First | None:
+        """What is done when the first backward of a window begins, which is empty now.
+
+        None where Python has to begin it: where it is the window's last too, and where a schedule is asked
+        for the number of its micro-batches.
+        """
+        window = self.window
+        if not self._has_like_micro_batches() or not window.empty or self._grads.consumed:
+            return None
+        if window.counted and (callable(window.schedule) or window.will_update or self._grads.exposed):
+            return None
+        return First(1.0 / window.divided_by, pipelines.unseen_module())
+
+    def _has_like_micro_batches(self) -> bool:
+        """Whether gradients of all micro-batches of a window are multiplied by one number, on the host."""
+        window = self.window
+        if window.reduction.weighs or self.shards or (window.reduction.divides and not window.counted):
+            return False
+        # The thread of a GPU would begin the same backward beside the CPU's.
+        return not any(slot.on_cuda for slot in self._slots)
+
     def middle(self) -> Middle | None:
         """What is done with the next micro-batch, a backward of this one having ended.
 
         None where it is no micro-batch in the middle of the window, or these are not all alike.
         """
         window = self.window
-        if window.reduction.weighs or self.shards or (window.reduction.divides and not window.counted):
+        if not self._has_like_micro_batches():
             return None
-        if any(slot.on_cuda for slot in self._slots):
-            return None  # its thread would begin the same backward beside the CPU's
         factor, steps = window.sum_scale, window.steps if window.counted else 0
         scale = window.gradient_scale * factor
         if isinstance(factor, Tensor) or isinstance(scale, Tensor):
