@@ -299,10 +299,7 @@ py::object MiddleOfWindow::running() {
   if (!runs()) return py::none();
   const std::shared_ptr<Run> run = run_.lock();
   if (run) run->is_pythons = true;
-  const py::cpp_function lives([run = run_]() -> py::object {
-    return run.expired() ? py::object(py::none()) : py::object(py::bool_(true));
-  });
-  return py::make_tuple(run_task_, lives, buckets_, opens_);
+  return py::make_tuple(run_task_, RunWatch(run_), buckets_, opens_);
 }
 
 }  // namespace fusedacc::autograd

@@ -38,6 +38,22 @@ class Assumptions {
   size_t num_false_;  // the first ones, which must be false
 };
 
+// A backward pass that native code has begun.
+struct Run {
+  const int task;
+  bool is_pythons;  // Python ends it
+};
+
+// Returns None once the backward pass has ended or failed.
+class RunWatch {
+ public:
+  explicit RunWatch(std::weak_ptr<Run> run) : run_(std::move(run)) {}
+  std::optional<bool> operator()() const { return run_.expired() ? std::nullopt : std::optional(true); }
+
+ private:
+  std::weak_ptr<Run> run_;
+};
+
 // One wrapper's. Its state is guarded by the GIL.
 class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
  public:
@@ -86,10 +102,6 @@ class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
 
  private:
   static constexpr int kNone = -1;
-  struct Run {
-    const int task;
-    bool is_pythons;  // Python ends it
-  };
 
   MiddleOfWindow(const pybind11::object& window, const pybind11::object& inner,
                  const pybind11::object& parameters, pybind11::object on_end, pybind11::object on_paid,

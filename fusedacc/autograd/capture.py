@@ -438,7 +438,10 @@ class Capture:
 
     def drop_failed_backwards(self) -> None:
         """Forget backwards that an exception has ended."""
-        for identity in [key for key, task in list(self.tasks.items()) if task.callback() is None]:
+        tasks = self.tasks
+        if not tasks:
+            return
+        for identity in [key for key, task in list(tasks.items()) if task.callback() is None]:
             self._drop(identity, failed=True)
         for task in list(self.tasks.values()):
             self._complete(task)  # they run, and somebody wants to know the sums

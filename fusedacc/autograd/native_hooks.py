@@ -70,6 +70,9 @@ class NativeHooks(PythonHooks):
     def _new_bucket(self, slot: Slot, stream: int) -> Any:
         return self._native.Bucket(stream, python_hooks.bucket_bytes(slot))
 
+    def look_at(self, params: list[Tensor]) -> Any:
+        return self._native.SeenParameters.look_at(params)
+
     def attach(self, slot: Slot, node: Any) -> None:
         """Put a native hook before the Python hook of the slot's node, which has no other."""
         at_once = self._at_once.get(slot.lane_key)
@@ -145,9 +148,12 @@ class NativeHooks(PythonHooks):
         changes = accumulators.deferred.scales or grads.exposed or noise.seed is not None
         known = None if changes else (grads.generation,)
         if known is None or known != self._known:
-            ends = accumulators.slots[:1] + accumulators.slots[-1:]
-            written = grads.exposed or accumulators.in_place.any_written
-            if not written and all(slot.accumulator is None for slot in ends):
+            slots = accumulators.slots
+            if (
+                not (grads.exposed or accumulators.in_place.any_written)
+                and slots[0].accumulator is None
+                and slots[-1].accumulator is None
+            ):
                 return False  # the window's first backward
             addable, betas = accumulators.in_place.addable(self._numbered)
             streams = self._streams = noise.next_streams(self._numbered, addable)

@@ -164,6 +164,12 @@ class PythonHooks:
     def _new_bucket(self, slot: Slot, stream: int) -> Bucket:
         return Bucket(stream)
 
+    def look_at(self, params: list[Tensor]) -> Any:
+        """What `hold(params)` of the result compares with later: the parameters' memory, dtype, shape and
+        whether they require gradients. None where only Python can look.
+        """
+        return None
+
     def attach(self, slot: Slot, node: Any) -> None:
         """The slot's node has got its hook in Python."""
 

@@ -179,7 +179,7 @@ class Accumulation:
         if window.reduction.weighs or self.shards or (window.reduction.divides and not window.counted):
             return False
         # The thread of a GPU would begin the same backward beside the CPU's.
-        return not any(slot.on_cuda for slot in self._slots)
+        return True not in [slot.on_cuda for slot in self._slots]
 
     def middle(self) -> Middle | None:
         """What is done with the next micro-batch, a backward of this one having ended.
@@ -187,7 +187,7 @@ class Accumulation:
         None where it is no micro-batch in the middle of the window, or these are not all alike.
         """
         window = self.window
-        if not self._has_like_micro_batches():
+        if (window.counted and window.will_update) or not self._has_like_micro_batches():
             return None
         factor, steps = window.sum_scale, window.steps if window.counted else 0
         scale = window.gradient_scale * factor
@@ -420,10 +420,9 @@ class Accumulation:
         final = self.window.final_scale(ending)
         if final is None:
             return False
-        with torch.no_grad():
-            self._change_sum_scale(final)
-            self._apply_scales()
-            self.accumulators.publish()
+        self._change_sum_scale(final)
+        self._apply_scales()
+        self.accumulators.publish()
         self._noise.finish_numbering()
         return True
 
@@ -442,8 +441,7 @@ class Accumulation:
         final = window.final_scale(False, partial)
         if final is None or (window.totals is not None and window.totals.nothing_came):
             return None
-        with torch.no_grad():
-            self._apply_scales()
+        self._apply_scales()
         known = not (isinstance(final, Tensor) or isinstance(window.sum_scale, Tensor))
         return 1.0 if known and final == window.sum_scale else final / window.sum_scale
 
@@ -453,7 +451,8 @@ class Accumulation:
         if scale is None or scale is window.sum_scale:
             return
         if isinstance(scale, Tensor) or isinstance(window.sum_scale, Tensor) or scale != window.sum_scale:
-            self.accumulators.rescaler.defer(scale / window.sum_scale)
+            with torch.no_grad():
+                self.accumulators.rescaler.defer(scale / window.sum_scale)
             window.sum_scale = scale
             if isinstance(scale, Tensor) and scale.is_cuda:
                 self._sum_scale_stream = torch.cuda.current_stream(scale.device)
@@ -461,7 +460,7 @@ class Accumulation:
     def _apply_scales(self) -> None:
         """Multiply the accumulators by what is deferred."""
         if self.accumulators.deferred.scales:
-            with self.window.tainted_by("an exception has interrupted the scaling of the sums"):
+            with torch.no_grad(), self.window.tainted_by("an exception has interrupted the scaling of the sums"):
                 self.accumulators.rescaler.apply()
 
 
