@@ -116,13 +116,14 @@ bool Assumptions::hold() const {
 }
 
 MiddleOfWindow::MiddleOfWindow(const py::object& window, const py::object& inner,
-                               const py::object& parameters, py::object on_end, py::object on_paid,
-                               Assumptions assumptions, std::shared_ptr<ImmediateAdder> adder,
+                               const py::object& parameters, py::object on_end, py::object on_edge,
+                               py::object on_paid, Assumptions assumptions, std::shared_ptr<ImmediateAdder> adder,
                                std::shared_ptr<GraphTasks> tasks)
     : window_(weak(window)),
       inner_(weak(inner)),
       parameters_(weak(parameters)),
       on_end_(std::move(on_end)),
+      on_edge_(std::move(on_edge)),
       on_paid_(std::move(on_paid)),
       assumptions_(std::move(assumptions)),
       adder_(std::move(adder)),
@@ -130,13 +131,14 @@ MiddleOfWindow::MiddleOfWindow(const py::object& window, const py::object& inner
 
 std::shared_ptr<MiddleOfWindow> MiddleOfWindow::make(const py::object& window, const py::object& inner,
                                                      const py::object& parameters, py::object on_end,
-                                                     py::object on_paid, const py::list& is_false,
+                                                     py::object on_edge, py::object on_paid,
+                                                     const py::list& is_false,
                                                      const py::list& stays,
                                                      std::shared_ptr<ImmediateAdder> adder,
                                                      std::shared_ptr<GraphTasks> tasks) {
   const std::shared_ptr<MiddleOfWindow> made(
-      new MiddleOfWindow(window, inner, parameters, std::move(on_end), std::move(on_paid),
-                         Assumptions(is_false, stays), std::move(adder), std::move(tasks)),
+      new MiddleOfWindow(window, inner, parameters, std::move(on_end), std::move(on_edge),
+                         std::move(on_paid), Assumptions(is_false, stays), std::move(adder), std::move(tasks)),
       [](MiddleOfWindow* middle) {
         const py::gil_scoped_acquire gil;
         delete middle;
@@ -186,9 +188,9 @@ bool MiddleOfWindow::enter(int task) {
   const bool is_last = steps_ != 0 && ended + 1 >= steps_;
   if (is_last && !begins_last_) return false;
   if (awaits_first_ && (ended != 0 || has_run(window))) return false;
-  const bool is_pythons = is_last || awaits_first_;
-  armed_ = !is_pythons;
-  auto run = std::make_shared<Run>(Run{task, is_pythons});
+  const bool is_alike = !(is_last || awaits_first_);
+  armed_ = is_alike;
+  auto run = std::make_shared<Run>(Run{task, is_alike, /*is_pythons=*/false});
   torch::autograd::Engine::get_default_engine().queue_callback([middle = weak_from_this(), run] {
     const std::shared_ptr<MiddleOfWindow> found = middle.lock();
     if (found) found->leave(*run);
@@ -223,28 +225,39 @@ int64_t MiddleOfWindow::micro_step(const py::object& window) {
 }
 
 void MiddleOfWindow::leave(const Run& run) {
+  std::vector<int64_t> added;
+  std::vector<std::shared_ptr<Bucket>> waiting;
   try {
-    const auto held = adder_->hold();
-    const py::gil_scoped_acquire gil;
-    if (!run.is_pythons) {
-      end_by_ourselves(run.task);
-      return;
+    {
+      const auto held = adder_->hold();
+      const py::gil_scoped_acquire gil;
+      if (!run.is_pythons) {
+        for (const auto& each : buckets_) waiting.push_back(each.second);
+        added = close(run.task);
+      }
+      if (run.is_alike && !run.is_pythons) return count(std::move(added));
     }
-  } catch (py::error_already_set& error) {
-    throw as_engines_own(error);
-  }
-  const py::gil_scoped_acquire gil;
-  try {
-    on_end_(run.task);
+    // Without the adder's lock: Python takes others.
+    const py::gil_scoped_acquire gil;
+    if (run.is_pythons) {
+      on_end_(run.task);
+    } else {
+      on_edge_(scale_, added, waiting);
+    }
   } catch (py::error_already_set& error) {
     throw as_engines_own(error);
   }
 }
 
-void MiddleOfWindow::end_by_ourselves(int task) {
+std::vector<int64_t> MiddleOfWindow::close(int task) {
   std::vector<int64_t> added = adder_->close();
   tasks_->drop(task);
-  run_task_ = kNone;
+  for (const Lane& lane : lanes_) lane.buckets->drop(task);
+  let_go();
+  return added;
+}
+
+void MiddleOfWindow::count(std::vector<int64_t> added) {
   if (owes_) {
     on_paid_(std::move(added));
     owes_ = adder_->owes();

@@ -1,7 +1,6 @@
 // Micro-batches in the middle of a window: neither the first, which makes the sums, nor the last, at whose
 // end they are finished. All of them are alike, so that Python decides once a window what is done with them,
-// and none of it runs in their backward passes. The backward of the first and of the last may begin in the
-// same way; Python ends it.
+// and none of it runs in their backward passes. In those of the first and of the last Python runs at the end.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -41,7 +40,8 @@ class Assumptions {
 // A backward pass that native code has begun.
 struct Run {
   const int task;
-  bool is_pythons;  // Python ends it
+  const bool is_alike;  // it is neither the window's first nor its last
+  bool is_pythons;      // Python has taken it over
 };
 
 // Returns None once the backward pass has ended or failed.
@@ -59,12 +59,14 @@ class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
  public:
   // window: Python's Window. inner: the inner optimizer, whose groups are to have the parameters that `_seen`
   // of `parameters`, Python's ParameterSet, has. on_end: called with a graph task's number when one ends that
-  // Python has taken over. on_paid: called with the indices of sums that have been multiplied, or written
-  // over, by the first addition to them. is_false, stays: as in Assumptions. The adder asks what is made
-  // here.
+  // Python has taken over. on_edge: called at the end of a window's first or last one with the scale, the
+  // indices of sums that were added to, and the buckets. on_paid: called with the indices of sums that have
+  // been multiplied, or written over, by the first addition to them. is_false, stays: as in Assumptions. The
+  // adder asks what is made here.
   static std::shared_ptr<MiddleOfWindow> make(const pybind11::object& window, const pybind11::object& inner,
                                               const pybind11::object& parameters, pybind11::object on_end,
-                                              pybind11::object on_paid, const pybind11::list& is_false,
+                                              pybind11::object on_edge, pybind11::object on_paid,
+                                              const pybind11::list& is_false,
                                               const pybind11::list& stays,
                                               std::shared_ptr<ImmediateAdder> adder,
                                               std::shared_ptr<GraphTasks> tasks);
@@ -104,8 +106,8 @@ class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
   static constexpr int kNone = -1;
 
   MiddleOfWindow(const pybind11::object& window, const pybind11::object& inner,
-                 const pybind11::object& parameters, pybind11::object on_end, pybind11::object on_paid,
-                 Assumptions assumptions, std::shared_ptr<ImmediateAdder> adder,
+                 const pybind11::object& parameters, pybind11::object on_end, pybind11::object on_edge,
+                 pybind11::object on_paid, Assumptions assumptions, std::shared_ptr<ImmediateAdder> adder,
                  std::shared_ptr<GraphTasks> tasks);
   struct Lane {
     const int64_t key;
@@ -121,11 +123,14 @@ class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
   // Whether the groups have the parameters that Python has seen, and nothing stands in their p.grad.
   bool is_in_step();
   void leave(const Run& run);
-  // The end of a task that Python has not taken over. Needs the adder's lock and the GIL.
-  void end_by_ourselves(int task);
+  // The end of a task that Python has not taken over. Needs the adder's lock and the GIL. Returns what was
+  // added to.
+  std::vector<int64_t> close(int task);
+  // The rest of it where the task is neither the window's first nor its last.
+  void count(std::vector<int64_t> added);
 
   const pybind11::object window_, inner_, parameters_;  // weak references
-  const pybind11::object on_end_, on_paid_;
+  const pybind11::object on_end_, on_edge_, on_paid_;
   Assumptions assumptions_;
   const std::shared_ptr<ImmediateAdder> adder_;
   const std::shared_ptr<GraphTasks> tasks_;

@@ -181,6 +181,11 @@ class NativeHooks(PythonHooks):
         self.middle.set_lanes([(key, self.buckets_for(slot), limits(slot)) for key, slot in lanes.items()])
         self._knows_lanes = True
 
+    def note_added(self, added: list[int]) -> None:
+        if added:
+            self._note_paid(added)
+        self._note_known()
+
     def take_over(self, task: GraphTask) -> int | None:
         running = self.middle.running()
         if running is None:
@@ -211,8 +216,9 @@ class NativeHooks(PythonHooks):
                 return
             task, self._task = self._task, None
             self._accumulators.noise.release = nothing
-            self._note(task, self._direct.close())
-            self._note_known()
+            added = self._direct.close()
+            task.added = task.added or bool(added)
+            self.note_added(added)
 
     def _note_known(self) -> None:
         """What was loaded holds for the next backward too, if no sum was replaced and none owes anything."""
@@ -224,17 +230,15 @@ class NativeHooks(PythonHooks):
         """Python is about to deal with the slot's sum: note what has been added to it, and add no more."""
         with self._lock:
             if self._task is not None:
-                self._note(self._task, self._direct.added())
+                added = self._direct.added()
+                if added:
+                    self._task.added = True
+                    self._note_paid(added)
                 self._direct.skip(self._order.get(slot, -1))
                 self._loaded, self._known = -1, None
 
-    def _note(self, task: GraphTask, added: list[int]) -> None:
-        """What sums owed is paid, and memory that was written first is a sum."""
-        if added:
-            task.added = True
-            self._note_paid(added)
-
     def _note_paid(self, added: list[int]) -> None:
+        """What sums owed is paid, and memory that was written first is a sum."""
         accumulators = self._accumulators
         streams = self._streams
         if streams:
@@ -254,8 +258,7 @@ def _paid(hooks: weakref.ref[NativeHooks], added: list[int]) -> None:
     """Native code has added to these sums in a backward that it has ended by itself."""
     owner = hooks()
     if owner is not None:
-        owner._note_paid(added)
-        owner._note_known()
+        owner.note_added(added)
 
 
 def hooks_for(accumulators: Accumulators) -> PythonHooks:

@@ -188,6 +188,9 @@ class PythonHooks:
     def await_first(self, first: First) -> None:
         """A window is empty: the next backward is its first."""
 
+    def note_added(self, added: list[int]) -> None:
+        """Native code has added to the sums of these numbers in a backward that it has begun by itself."""
+
     def take_over(self, task: GraphTask) -> int | None:
         """Make `task` the record of the graph task that native code has begun, as if `begin` had been called.
 
