@@ -465,7 +465,7 @@ FIXES = (
     Mutant(
         "in mid-window step() passes by a scaler of ours",
         "fusedacc/optimizer/loss_scale.py",
-        '[(self, "_scaling"), (self, "_scaled_by")]',
+        '[(self, "_scaling"), (self, "_is_scaled")]',
         '[(self, "_scaling")]',
         "tests/optimizer/test_middle_of_window.py",
     ),

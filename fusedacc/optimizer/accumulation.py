@@ -163,15 +163,15 @@ class Accumulation:
     def first(self) -> First | None:
         """What is done when the first backward of a window begins, which is empty now.
 
-        None where Python has to begin it: where it is the window's last too, and where a schedule is asked
-        for the number of its micro-batches.
+        None where Python has to begin it.
         """
         window = self.window
         if not self._has_like_micro_batches() or not window.empty or self._grads.consumed:
             return None
-        if window.counted and (callable(window.schedule) or window.will_update or self._grads.exposed):
+        if torch_state.capturing() or self._began_in_graph or (window.counted and self._grads.exposed):
             return None
-        return First(1.0 / window.divided_by, pipelines.unseen_module())
+        scale = window.scale_to_come()
+        return None if scale is None else First(scale, pipelines.unseen_module())
 
     def _has_like_micro_batches(self) -> bool:
         """Whether gradients of all micro-batches of a window are multiplied by one number, on the host."""

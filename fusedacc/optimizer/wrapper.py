@@ -201,7 +201,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         self._inner_update = Update(optimizer, *parts, update_settings)
         loop = CountedLoop if window.counted else ManualLoop
         self._loop = loop(optimizer, parameters, capture, accumulation, self._inner_update, self._masters)
-        self._loss_scale = LossScaleLink(self._loop, self._inner_update, self._accumulators.norms)
+        self._loss_scale = LossScaleLink(self._loop, self._inner_update, self._accumulators.norms, window)
         self._closed = False
         assumptions = accumulation.assumptions()
         assumptions.is_false.extend(self._loss_scale.is_false_in_middle())
@@ -356,6 +356,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         self._parameter_set.forget_casts()
         self._accumulators.clear()
         self._window.reset()
+        self._loss_scale.set_scaled(False)
         self._capture.registry.refresh()
 
     def _sync_param_groups(self) -> None:
