@@ -143,9 +143,11 @@ class ParamGrads:
         self._set(slot, FOREIGN)
 
     def _set(self, slot: Slot, state: GradState, placed: Tensor | None = None) -> None:
-        self.num_published += (state is PUBLISHED) - (slot.grad_state is PUBLISHED)
-        self._num_ignored += (state is IGNORED) - (slot.grad_state is IGNORED)
-        slot.grad_state = state
+        former = slot.grad_state
+        if state is not former:
+            self.num_published += (state is PUBLISHED) - (former is PUBLISHED)
+            self._num_ignored += (state is IGNORED) - (former is IGNORED)
+            slot.grad_state = state
         if placed is None:
             slot.placed = nothing
         else:
@@ -171,7 +173,7 @@ class ParamGrads:
         self.clear_ignored()
         for slot in self.slots:
             accumulator, param = slot.accumulator, slot.param
-            if accumulator is None or not slot.may_publish():
+            if accumulator is None or not (slot.lane[2] == param.dtype or slot.may_publish()):
                 continue
             present = param.grad
             if present is None or not slot.is_foreign(present):
@@ -238,14 +240,13 @@ class ParamGrads:
         In a counted loop it is consumed then.
         """
         self.generation += 1
-        self.consumed = consumed = not self.visible
+        self.consumed = not self.visible
         for slot in self.slots:
             if slot.grad_state is DTYPE_COPY and slot.may_publish():
                 self._drop_cast(slot)
-            if consumed:
-                left = slot.param.grad
-                if left is not None:
-                    slot.placed_version = left._version  # the update has scaled it, perhaps
+            left = None if self.visible else slot.param.grad
+            if left is not None:
+                slot.placed_version = left._version  # the update has scaled it, perhaps
 
     def _drop_cast(self, slot: Slot) -> None:
         gradient = slot.param.grad

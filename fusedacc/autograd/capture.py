@@ -369,7 +369,7 @@ class Capture:
             self._go_on()
 
     def finish_edge(self, scale: float, added: list[int], buckets: list[Bucket]) -> None:
-        """The end of a window's first or last backward, which native code has begun: arguments as `on_edge`."""
+        """End a window's first or last backward, which native code has begun; arguments as `on_edge`."""
         try:
             self.hooks.note_added(added)
             for bucket in buckets:

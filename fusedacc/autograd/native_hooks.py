@@ -258,7 +258,7 @@ def _paid(hooks: weakref.ref[NativeHooks], added: list[int]) -> None:
     """Native code has added to these sums in a backward that it has ended by itself."""
     owner = hooks()
     if owner is not None:
-        owner.note_added(added)
+        owner.note_added(added)  # and a deferred scale is paid once
 
 
 def hooks_for(accumulators: Accumulators) -> PythonHooks:

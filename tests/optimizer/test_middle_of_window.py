@@ -117,7 +117,7 @@ def test_the_first_and_last_backward_of_a_window_begin_as_those_between(options,
 
 
 @needs_native
-@pytest.mark.parametrize(("with_model", "limit"), [(False, 160), (True, 195)])
+@pytest.mark.parametrize(("with_model", "limit"), [(False, 185), (True, 235)])
 def test_few_functions_of_the_package_are_called_in_a_window(with_model, limit):
     training = Training(with_model=with_model)
     for number in range(2):
