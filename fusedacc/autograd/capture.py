@@ -113,8 +113,8 @@ class Capture:
         own = [(self, "bypassed"), (self, "_tasks"), (launch_events, "watching")]
         own += [(self.registry, name) for name in ("closed", "reshaped", "on_delivery")]
         all_of_them = Assumptions(own + assumptions.is_false, assumptions.stays)
-        own = weakref.ref(self)
-        ends = functools.partial(_finish, own), functools.partial(_finish_edge, own)
+        capture = weakref.ref(self)
+        ends = functools.partial(_finish, capture), functools.partial(_finish_edge, capture)
         self.hooks.deal_with_middle(Owners(self._policy.window, inner, parameters, *ends), all_of_them)
 
     @property

@@ -460,10 +460,8 @@ class Accumulation:
     def _apply_scales(self) -> None:
         """Multiply the accumulators by what is deferred."""
         if self.accumulators.deferred.scales:
-            with (
-                torch.no_grad(),
-                self.window.tainted_by("an exception has interrupted the scaling of the sums"),
-            ):
+            reason = "an exception has interrupted the scaling of the sums"
+            with torch.no_grad(), self.window.tainted_by(reason):
                 self.accumulators.rescaler.apply()
 
 

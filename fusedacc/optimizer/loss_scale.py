@@ -21,7 +21,7 @@ class LossScaleLink:
     def __init__(self, loop: Loop, update: Update, norms: PartialNorms, window: Window) -> None:
         self._loop, self._update, self._norms, self._window = loop, update, norms, window
         self._scaling: Scaling | None = None
-        #: Whether a loss of the window at hand is scaled, and a weak reference to the scaler of ours that did so.
+        #: Whether a loss of the window at hand is scaled, and a weak reference to the scaler that did so.
         self._is_scaled = False
         self._scaled_by: Callable[[], Any] = nothing
         #: Raises where losses may not be scaled.

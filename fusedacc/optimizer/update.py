@@ -71,7 +71,7 @@ class UpdateSettings:
 
 def takes_scale(inner: Optimizer) -> bool:
     """Whether the inner optimizer's kernel applies `grad_scale` and honours `found_inf`."""
-    return type(inner) in FUSED and all([group.get("fused") for group in inner.param_groups])
+    return type(inner) in FUSED and all(group.get("fused") for group in inner.param_groups)
 
 
 class Scaling:
