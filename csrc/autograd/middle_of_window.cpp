@@ -117,8 +117,8 @@ bool Assumptions::hold() const {
 
 MiddleOfWindow::MiddleOfWindow(const py::object& window, const py::object& inner,
                                const py::object& parameters, py::object on_end, py::object on_edge,
-                               py::object on_paid, Assumptions assumptions, std::shared_ptr<ImmediateAdder> adder,
-                               std::shared_ptr<GraphTasks> tasks)
+                               py::object on_paid, Assumptions assumptions,
+                               std::shared_ptr<ImmediateAdder> adder, std::shared_ptr<GraphTasks> tasks)
     : window_(weak(window)),
       inner_(weak(inner)),
       parameters_(weak(parameters)),
@@ -132,13 +132,12 @@ MiddleOfWindow::MiddleOfWindow(const py::object& window, const py::object& inner
 std::shared_ptr<MiddleOfWindow> MiddleOfWindow::make(const py::object& window, const py::object& inner,
                                                      const py::object& parameters, py::object on_end,
                                                      py::object on_edge, py::object on_paid,
-                                                     const py::list& is_false,
-                                                     const py::list& stays,
+                                                     const py::list& is_false, const py::list& stays,
                                                      std::shared_ptr<ImmediateAdder> adder,
                                                      std::shared_ptr<GraphTasks> tasks) {
   const std::shared_ptr<MiddleOfWindow> made(
-      new MiddleOfWindow(window, inner, parameters, std::move(on_end), std::move(on_edge),
-                         std::move(on_paid), Assumptions(is_false, stays), std::move(adder), std::move(tasks)),
+      new MiddleOfWindow(window, inner, parameters, std::move(on_end), std::move(on_edge), std::move(on_paid),
+                         Assumptions(is_false, stays), std::move(adder), std::move(tasks)),
       [](MiddleOfWindow* middle) {
         const py::gil_scoped_acquire gil;
         delete middle;
@@ -200,7 +199,7 @@ bool MiddleOfWindow::enter(int task) {
   tasks_->add(task);
   if (awaits_first_) {
     for (const Lane& lane : lanes_) {
-      auto bucket = std::make_shared<Bucket>(/*stream=*/0, lane.limit);
+      auto bucket = std::make_shared<Bucket>(/*stream=*/0, lane.limit, /*makes_sums=*/true);
       buckets_.emplace_back(lane.key, bucket);
       lane.buckets->open(task, std::move(bucket));
     }

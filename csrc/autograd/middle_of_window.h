@@ -66,8 +66,7 @@ class MiddleOfWindow : public std::enable_shared_from_this<MiddleOfWindow> {
   static std::shared_ptr<MiddleOfWindow> make(const pybind11::object& window, const pybind11::object& inner,
                                               const pybind11::object& parameters, pybind11::object on_end,
                                               pybind11::object on_edge, pybind11::object on_paid,
-                                              const pybind11::list& is_false,
-                                              const pybind11::list& stays,
+                                              const pybind11::list& is_false, const pybind11::list& stays,
                                               std::shared_ptr<ImmediateAdder> adder,
                                               std::shared_ptr<GraphTasks> tasks);
 
