@@ -2,6 +2,7 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
 namespace fusedacc::autograd {
@@ -11,11 +12,12 @@ c10::Stream current_stream(const at::Tensor& tensor) {
   return c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device());
 }
 
-// Whether nothing refers to a tensor's wrapper in Python but the tensor.
+// Whether nothing refers to a tensor's wrapper in Python but the tensor, and it is of no subclass.
 template <class Slot>
 bool is_idle(const Slot& wrapper) {
   if constexpr (requires { wrapper.has_unique_reference(); }) {
-    return wrapper.has_unique_reference();
+    return wrapper.has_unique_reference() &&
+           reinterpret_cast<PyObject*>(Py_TYPE(wrapper.load_pyobj())) == THPVariableClass;
   } else {
     return false;  // a torch for which such a wrapper does not count as a reference
   }
