@@ -299,6 +299,36 @@ def test_what_happens_in_one_of_the_first_backwards_counts(event, with_model, at
         torch.testing.assert_close(mine, its, rtol=1e-6, atol=1e-7)
 
 
+class Same(torch.autograd.Function):
+    """Its gradients are made in Python, as those of compiled graphs are."""
+
+    @staticmethod
+    def forward(ctx, weight: torch.Tensor) -> torch.Tensor:
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.clone()
+
+
+@needs_native
+@pytest.mark.parametrize("rows", [3, 700], ids=["small", "large"])
+@pytest.mark.parametrize("same", [Same.apply, torch.clone], ids=["from Python", "from autograd"])
+def test_no_gradient_of_a_windows_first_backward_goes_through_python(same, rows):
+    weight, given = nn.Parameter(torch.zeros(rows, 400)), torch.ones(2, 400)
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight], lr=1.0), 2)
+    for _ in range(3):
+        loss = nn.functional.linear(given, same(weight)).sum()
+        with python_calls() as called:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert "finish_edge" in called
+    assert {"hook", "receive"}.isdisjoint(called)
+    optimizer.flush()
+    assert torch.equal(weight, torch.full_like(weight, -4.0))
+
+
 @needs_native
 @pytest.mark.parametrize("with_model", [False, True])
 def test_what_the_user_still_holds_of_a_window_is_not_written(with_model):
