@@ -251,7 +251,9 @@ void MiddleOfWindow::leave(const Run& run) {
 std::vector<int64_t> MiddleOfWindow::close(int task) {
   std::vector<int64_t> added = adder_->close();
   tasks_->drop(task);
-  for (const Lane& lane : lanes_) lane.buckets->drop(task);
+  if (!buckets_.empty()) {
+    for (const Lane& lane : lanes_) lane.buckets->drop(task);
+  }
   let_go();
   return added;
 }

@@ -161,10 +161,7 @@ class Accumulation:
         return task
 
     def first(self) -> First | None:
-        """What is done when the first backward of a window begins, which is empty now.
-
-        None where Python has to begin it.
-        """
+        """What is done when the first backward of a window begins; None where Python has to begin it."""
         window = self.window
         if not self._has_like_micro_batches() or not window.empty or self._grads.consumed:
             return None

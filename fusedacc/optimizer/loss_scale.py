@@ -44,7 +44,7 @@ class LossScaleLink:
         self._update.expect_norm(is_scaled)
 
     def is_false_in_middle(self) -> list[tuple[object, str]]:
-        """Attributes that are None while no GradScaler of ours scales losses."""
+        """Attributes that are false while no GradScaler of ours scales losses."""
         return [(self, "_scaling"), (self, "_is_scaled")]
 
     def closes_window(self) -> bool:
