@@ -67,7 +67,9 @@ class Accumulators:
     def publish(self) -> None:
         """Put every accumulator into p.grad, where it may stand there. No scale is deferred any more."""
         with self._lock:  # another thread's backward may be adding
-            self.rescaler.apply()
+            if self.deferred.scales:
+                with torch.no_grad():
+                    self.rescaler.apply()
             self.grads.publish_all()
 
     def scale_of(self, slot: Slot) -> float:
@@ -135,8 +137,7 @@ class Accumulators:
 
     def end_update(self) -> None:
         """After an update: as `ParamGrads.end_update`, and no norm holds any more."""
-        if self.norms.latest:
-            self.norms.clear()
+        self.norms.clear()
         if self.noise.seed is not None:
             self.noise.end_window()
         self.grads.end_update()

@@ -210,7 +210,7 @@ class Slot:
 
     def may_publish(self) -> bool:
         """Whether autograd allows the accumulator to stand in p.grad."""
-        return self.accumulate_dtype == self.param.dtype or self.param.grad_dtype is None
+        return self.lane[2] == self.param.dtype or self.param.grad_dtype is None
 
     def is_foreign(self, gradient: Tensor) -> bool:
         """Whether what stands in p.grad was put there by somebody else, and counts."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ..accumulators import Accumulators, GradState, Slot
@@ -86,6 +87,10 @@ class HookRegistry:
         self._moved = functools.partial(_moved, weakref.ref(self))
         #: Parameters whose shape has changed since the last update, and the shapes that they had.
         self.reshaped: dict[Slot, set[torch.Size]] = {}
+        #: All parameters, and what native code has seen of them when nothing was left to do; None: Python has
+        #: to look at each.
+        self._params: list[Tensor] = []
+        self._seen: Any = None
         #: What makes the hooks of each lane, by its key.
         self._makers: dict[int, Callable[[Slot], Hook]] = {}
         #: Whether a CUDA graph was being captured when the nodes were made.
@@ -140,6 +145,16 @@ class HookRegistry:
                 for slot in slots:
                     self._disarm(slot)
             self._leave_former_streams()
+            if self._seen is not None and self._seen.hold(self._params):
+                return
+        is_done = self._look_at_each(slots)
+        if slots is self.slots and is_done:
+            self._params = [slot.param for slot in slots]
+            self._seen = self._hooks.look_at(self._params)
+
+    def _look_at_each(self, slots: Sequence[Slot]) -> bool:
+        """`refresh` of these slots; whether there is nothing left to do as long as they do not change."""
+        self._seen, is_done = None, True
         for slot in slots:
             param = slot.param
             # A change of device or layout comes with other memory.
@@ -153,6 +168,8 @@ class HookRegistry:
                 self._disarm(slot)
             elif changed or slot not in self.nodes:
                 self._arm(slot)
+                is_done = is_done and slot in self.nodes
+        return is_done
 
     def _leave_former_streams(self) -> None:
         """Drop the nodes of GPUs whose current stream has changed since they were made; not within a window.
@@ -281,6 +298,7 @@ class HookRegistry:
         self.reregister(self.slots)
 
     def _disarm(self, slot: Slot) -> None:
+        self._seen = None
         self._shards.disarm(slot)
         self._memory.pop(slot, None)
         counter = self._counters.pop(slot, None)

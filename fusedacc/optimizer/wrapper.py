@@ -201,7 +201,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         self._inner_update = Update(optimizer, *parts, update_settings)
         loop = CountedLoop if window.counted else ManualLoop
         self._loop = loop(optimizer, parameters, capture, accumulation, self._inner_update, self._masters)
-        self._loss_scale = LossScaleLink(self._loop, self._inner_update, self._accumulators.norms)
+        self._loss_scale = LossScaleLink(self._loop, self._inner_update, self._accumulators.norms, window)
         self._closed = False
         assumptions = accumulation.assumptions()
         assumptions.is_false.extend(self._loss_scale.is_false_in_middle())
@@ -232,12 +232,14 @@ class AccumulatingOptimizer(Optimizer, Joinable):
                 had before (nothing is changed: mend it and call again); an exception has left sums that are
                 neither old nor new, or a parameter's shape has changed in mid-window (see `discard`).
         """
+        if torch.compiler.is_compiling():
+            return self._step_uncompiled(closure, arguments)
         plain = closure is None and not arguments and "grad_scale" not in self.__dict__
-        if plain and not torch.compiler.is_compiling() and self._middle.step():
+        if plain and self._middle.step():
             return None
-        return self._step(closure, arguments)
+        run = self._step if torch_state.frame_compiler() is None else self._step_uncompiled
+        return run(closure, arguments)
 
-    @_disable_dynamo
     def _step(self, closure: Callable[[], Any] | None, arguments: dict[str, Any]) -> Any:
         if self._closed:
             return self.optimizer.step(closure, **arguments)
@@ -245,6 +247,8 @@ class AccumulatingOptimizer(Optimizer, Joinable):
             self._check_arguments(arguments)
         scaling = self._loss_scale.take("step", self.__dict__, self._window.counted)
         return self._loop.step(closure, scaling, arguments)
+
+    _step_uncompiled = _disable_dynamo(_step)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients: of the last update (counted; nothing in mid-window), or all (manual).
@@ -256,16 +260,20 @@ class AccumulatingOptimizer(Optimizer, Joinable):
             RuntimeError: counted loop: a backward has not been ended by `step()`; its gradients are in the
                 sums and cannot be taken back (see `ignore` and `discard`).
         """
-        if torch.compiler.is_compiling() or not self._middle.zero_grad():
-            self._zero_grad(set_to_none)
+        if torch.compiler.is_compiling():
+            self._zero_grad_uncompiled(set_to_none)
+        elif not self._middle.zero_grad():
+            run = self._zero_grad if torch_state.frame_compiler() is None else self._zero_grad_uncompiled
+            run(set_to_none)
 
-    @_disable_dynamo
     def _zero_grad(self, set_to_none: bool) -> None:
         if self._closed:
             return self.optimizer.zero_grad(set_to_none)
         self._capture.drop_failed_backwards()
         self._accumulation.bring_back()
         return self._loop.zero_grad(set_to_none)
+
+    _zero_grad_uncompiled = _disable_dynamo(_zero_grad)
 
     @contextlib.contextmanager
     def accumulate(
@@ -356,6 +364,7 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         self._parameter_set.forget_casts()
         self._accumulators.clear()
         self._window.reset()
+        self._loss_scale.set_scaled(False)
         self._capture.registry.refresh()
 
     def _sync_param_groups(self) -> None:
