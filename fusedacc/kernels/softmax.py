@@ -82,7 +82,9 @@ class Head:
         own: Any = _statistics_eagerly
         if self.backend == "cpu":
             own = torch.ops.fusedacc.softmax_statistics_.default
-        for first, _, logits, class_weights in self._slices(self.input, block_sizes(self)[1]):
+        tokens_at_once, classes = block_sizes(self)
+        classes = max(1, classes * tokens_at_once // max(1, tokens))
+        for first, _, logits, class_weights in self._slices(self.input, classes):
             own(found, logits, self.target, first, class_weights)
         return found
 

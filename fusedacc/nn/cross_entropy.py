@@ -67,23 +67,25 @@ def linear_cross_entropy(
     if probable or linear_weight.dim() > 2:
         head.warn_once("class probabilities" if probable else "a weight of more than two dimensions")
         return _reference(options, input, linear_weight, target, linear_bias, weight)
-    dtype, device = linear_weight.dtype, input.device.type
-    if torch.is_autocast_enabled(device) and torch.float64 not in (dtype, input.dtype):
+    dtype, device, compiling = linear_weight.dtype, input.device.type, torch.compiler.is_compiling()
+    plain = softmax.is_plain(input, linear_weight, target, linear_bias, weight)
+    autocasts = plain and torch.is_autocast_enabled(device)
+    if autocasts and torch.float64 not in (dtype, input.dtype):
         dtype = torch.get_autocast_dtype(device)
-    compiling = torch.compiler.is_compiling()
     if (
         (torch._C._are_functorch_transforms_active() if compiling else _transform_at_hand() is not None)
         or forward_ad._current_level >= 0
         or (not compiling and torch._C._is_tracing())
-        or not softmax.is_plain(input, linear_weight, target, linear_bias, weight)
+        or not plain
         or dtype not in _DTYPES
         or target.dtype != torch.int64
-        or (input.dtype != dtype and not torch.is_autocast_enabled(device))
+        or (input.dtype != dtype and not autocasts)
+        or (weight is not None and weight.requires_grad)
     ):
         return _reference(options, input, linear_weight, target, linear_bias, weight)
-    weight = None if weight is None else weight.to(softmax.compute_dtype(dtype))
+    weight = None if weight is None else weight.to(softmax.compute_dtype(dtype)).contiguous()
     rows = input.reshape(-1, input.shape[-1]).to(dtype)
-    operands = rows, linear_weight, linear_bias, target.reshape(-1), weight
+    operands = rows, linear_weight, linear_bias, target.reshape(-1).contiguous(), weight
     if compiling:
         compiled, *_ = compiled_head.loss(
             *operands, reduction, options.ignore_index, label_smoothing, slice_size
@@ -139,8 +141,6 @@ def _reference(options: head.Options, input: Tensor, linear_weight: Tensor, *oth
         linear_weight.reshape(-1, linear_weight.shape[-1]),
         None if linear_bias is None else linear_bias.reshape(-1),
     )
-    batch = input.shape[:-1]
-    probable = target.is_floating_point()
-    shape = (len(logits), classes, *more) if probable else (len(logits), *more)
+    shape = (len(logits), classes, *more) if target.is_floating_point() else (len(logits), *more)
     loss = options.loss(logits.view(-1, classes, *more), target.reshape(shape), weight)
-    return loss.view(*batch, *more) if options.reduction == "none" else loss
+    return loss.view(*input.shape[:-1], *more) if options.reduction == "none" else loss

@@ -20,13 +20,12 @@ from ..accumulators import Slot
 from ..autograd.capture import Capture
 from ..kernels import matmul, softmax
 from ..kernels.dtypes import PAIRS
+from ..kernels.matmul_eager import Number
 from ..kernels.rounding import Noise
 from ..kernels.softmax import Head
 from ..kernels.torch_state import runs_as_written
 from .kept_cast import CastFunction, KeptCasts
 from .patched_forward import WeightSum
-
-Number = float | Tensor
 
 
 class HeadSum(WeightSum):

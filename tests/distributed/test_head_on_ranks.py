@@ -8,8 +8,10 @@ import torch.distributed as dist
 from ranks import on_ranks
 from ranks_setting import assert_nets_close, assert_ranks_equal, given, inner_of, small_buckets, wrap
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
+import fusedacc
 from fusedacc.nn.functional import linear_cross_entropy
 
 RANKS, UPDATES, CLASSES = 2, 3, 50
@@ -57,3 +59,23 @@ def trains(kind: str, steps: int) -> None:
 @pytest.mark.parametrize("kind", ["ddp", "group"])
 def test_heads_of_two_ranks(kind, steps):
     on_ranks(RANKS, trains, kind, steps)
+
+
+def trains_shards() -> None:
+    """FSDP2 has the gradient of the weight that it has gathered; this rank's shard accumulates."""
+    rank, net, wanted = dist.get_rank(), Model(True), Model(False)
+    fully_shard(net)
+    optimizer, stock = fusedacc.AccumulatingOptimizer(inner_of(net), 2, model=net), inner_of(wanted)
+    for index in range(4):
+        net(tokens_of(2 * index + rank)).backward()
+        optimizer.step(), optimizer.zero_grad()
+        for each in range(RANKS):
+            (wanted(tokens_of(2 * index + each)) / (2 * RANKS)).backward()
+        if index % 2:
+            stock.step(), stock.zero_grad()
+    for one, other in zip(net.parameters(), wanted.parameters(), strict=True):
+        torch.testing.assert_close(one.full_tensor(), other)
+
+
+def test_heads_of_fsdp2():
+    on_ranks(RANKS, trains_shards)

@@ -19,6 +19,8 @@ import fusedacc
 from fusedacc.kernels import softmax
 from fusedacc.nn import head
 from fusedacc.nn.functional import linear_cross_entropy
+from fusedacc.planner import plan
+from fusedacc.traffic import TrafficMeter
 
 CLASSES, WIDTH, TOKENS = 200, 24, 30
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -84,6 +86,10 @@ def test_shapes_of_input_and_target():
     parts = linear_cross_entropy(input.view(5, 6, WIDTH), weight, target.view(5, 6), reduction="none")
     torch.testing.assert_close(parts, whole.view(5, 6), rtol=0, atol=0)
     torch.testing.assert_close(linear_cross_entropy(input[1], weight, target[1], reduction="none"), whole[1])
+    by_class = torch.rand(CLASSES, 2)[:, 0]
+    apart = linear_cross_entropy(input[::2], weight, target[::2], weight=by_class, label_smoothing=0.1)
+    wanted = exact(input[::2], weight, target[::2], None, by_class, label_smoothing=0.1)
+    torch.testing.assert_close(apart.double(), wanted)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -366,6 +372,26 @@ def test_temporary_memory(dtype, tokens, classes, width, autocast):
     kept = input.numel() * (4 + 2 * 3 * autocast) if dtype == torch.float32 else 2 * input.numel()
     allowed = max(tokens * classes * 4 // 16, 2**20)
     assert memory.peak_of(run) <= min(allowed, weight.numel() * weight.itemsize) + kept
+
+
+def test_bytes_and_the_planned_peak():
+    """All operators have a rule, and fake tensors show what a head takes."""
+    model = Model()
+    optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), 0.1), 2, model=model)
+    tokens = torch.randint(CLASSES, (20,))
+    with TrafficMeter() as meter:
+        model(tokens).backward()
+    assert not meter.uncounted
+    optimizer.discard()
+    found = plan(
+        model,
+        optimizer,
+        tokens,
+        global_batch_size=64,
+        loss_fn=lambda model, batch: model(batch),
+        device="cpu",
+    )
+    assert found.measured_peak_bytes == pytest.approx(found.peak_bytes, rel=0.02)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
