@@ -86,9 +86,23 @@ RANK_FIXES = (
     Mutant(
         "what was unfrozen in a manual loop takes no float32 sum",
         "fusedacc/autograd",
-        "slot.in_bucket or self.on_delivery is not None or",
-        "slot.in_bucket or",
+        "if not (self._may_be_reduced_outside(slot) and native_module.any_post_hook([node])):",
+        "if slot.in_bucket or not process_group_up():",
         "tests/distributed/test_changed_training.py",
+    ),
+    Mutant(
+        "a reducer outside the wrapper goes unseen",
+        "fusedacc/autograd",
+        "found = found and native_module.any_post_hook([node for node, _ in self.nodes.values()])",
+        "found = False",
+        "tests/distributed/test_reduced_outside.py",
+    ),
+    Mutant(
+        "any process group is a reducer",
+        "fusedacc/autograd",
+        "found = found and native_module.any_post_hook([node for node, _ in self.nodes.values()])",
+        "pass",
+        "tests/distributed/test_reduced_outside.py",
     ),
     Mutant(
         "each backward pass of a pipeline schedule is taken for the last",
