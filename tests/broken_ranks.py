@@ -98,6 +98,20 @@ RANK_FIXES = (
         "tests/distributed/test_reduced_outside.py",
     ),
     Mutant(
+        "FSDP2 gets an unsharded sum before what waits is added to it",
+        "fusedacc/optimizer/unsharded.py",
+        "            self._capture.add_pending(slots)\n",
+        "            pass\n",
+        "tests/distributed/test_fsdp_unsharded.py",
+    ),
+    Mutant(
+        "FSDP2 sends unsharded sums in float32 whatever was asked for",
+        "fusedacc/optimizer/unsharded.py",
+        "return sharded._unsharded_param.dtype if sharded.reduce_dtype is None else total.dtype",
+        "return total.dtype",
+        "tests/distributed/test_fsdp_unsharded.py",
+    ),
+    Mutant(
         "any process group is a reducer",
         "fusedacc/autograd",
         "found = found and native_module.any_post_hook([node for node, _ in self.nodes.values()])",

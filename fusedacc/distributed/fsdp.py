@@ -289,8 +289,8 @@ class Shards:
         return (
             f"FSDP2: {elements:,} parameters; synchronised in every micro-batch, each keeps the sum of its "
             "shard only. With set_requires_gradient_sync(False) before the last, or `with "
-            "optimizer.accumulate(model):`, gradients go over the wire once a window, and their unsharded sums "
-            f"are kept until then: up to {nbytes:,} bytes on each rank"
+            "optimizer.accumulate(model):`, gradients go over the wire once a window, and their unsharded "
+            f"sums are kept until then: up to {nbytes:,} bytes on each rank"
         )
 
 
@@ -320,10 +320,15 @@ def _states() -> Iterator[tuple[torch.nn.Module, Any]]:
 def _groups() -> Iterator[Any]:
     """All groups of parameters that FSDP2 has sharded in this process."""
     for _, state in _states():
-        if hasattr(state, "_fsdp_param_groups"):
-            yield from state._fsdp_param_groups
-        elif getattr(state, "_fsdp_param_group", None) is not None:  # before torch 2.12
-            yield state._fsdp_param_group
+        yield from _groups_of(state)
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """The groups of a module's state."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    group = getattr(state, "_fsdp_param_group", None)  # before torch 2.12
+    return [] if group is None else [group]
 
 
 def _process_groups(info: Any) -> list[Any]:
