@@ -70,6 +70,7 @@ class Shards:
         self.sums: Sums | None = None
         self.make_sums: Callable[[], Sums] | None = None
         self._reduction = reduction
+        self._in_schedule = False
         #: Whether FSDP2 delivers outside of any backward.
         self._synchronises = False
         #: The slots with our hook on their parameters, by the parameters' ids.
@@ -159,9 +160,18 @@ class Shards:
 
     # A forward and a backward run
 
+    @contextlib.contextmanager
+    def in_schedule(self) -> Iterator[None]:
+        """Context: a pipeline schedule's `step()`, which has FSDP2 synchronise in its last backward alone."""
+        before, self._in_schedule = self._in_schedule, True
+        try:
+            yield
+        finally:
+            self._in_schedule = before
+
     def begin_forward(self, group: Any) -> None:
         """The forward of a module of FSDP2's begins, whose parameters it has gathered."""
-        if self.make_sums is not None and not group.reduce_grads:
+        if self.make_sums is not None and (self._in_schedule or not group.reduce_grads):
             if self.sums is None:
                 self.sums = self.make_sums()
             self.sums.prepare(group, lambda param: self._slots.get(id(param)))

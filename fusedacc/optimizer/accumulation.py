@@ -477,6 +477,10 @@ class PipelineSteps:
         Raises:
             RuntimeError: as `Accumulation.begin_backward`, on entering; nothing is changed then.
         """
+        with self._accumulation.shards.in_schedule():
+            yield from self._around(parameters)
+
+    def _around(self, parameters: set[int]) -> Iterator[None]:
         accumulation, registry = self._accumulation, self._capture.registry
         concerned = accumulation.window.counted or accumulation.ranks.parallel is not None
         if not concerned or parameters.isdisjoint(id(slot.param) for slot in registry.slots):

@@ -49,18 +49,18 @@ class Net(nn.Module):
         if tied:
             self.head.weight = self.rows.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, num_blocks: int = 2) -> Tensor:
         x = self.rows(tokens)
-        for block in self.blocks:
+        for block in self.blocks[:num_blocks]:
             x = block(x)
         return self.head(x)
 
 
-def loss_of(model: nn.Module, index: int, rank: int | None = None) -> Tensor:
+def loss_of(model: nn.Module, index: int, rank: int | None = None, num_blocks: int = 2) -> Tensor:
     """The mean loss of a rank's micro-batch of that number; None: of this rank's."""
     rank = dist.get_rank() if rank is None else rank
     tokens = torch.randint(300, (8,), generator=torch.Generator().manual_seed(10 * index + rank))
-    return model(tokens).float().pow(2).mean()
+    return model(tokens, num_blocks).float().pow(2).mean()
 
 
 def sharded(
@@ -199,6 +199,34 @@ def the_hybrid_kind(replicas: int, shards: int) -> None:
 @pytest.mark.parametrize(("replicas", "shards"), [(2, 1), (1, 2)])
 def test_replicas_of_shards(replicas, shards):
     on_ranks(RANKS, the_hybrid_kind, replicas, shards)
+
+
+def first_used_in_the_last() -> None:
+    """A block whose gradients come in the last micro-batch of the second and third window alone."""
+    model = sharded()
+    optimizer = wrap(model, 2)
+    names = [name for name, _ in model.named_parameters() if name.startswith("blocks.1")]
+    for index in (8, 9):
+        with optimizer.accumulate(model):
+            loss_of(model, index).backward()
+        optimizer.step(), optimizer.zero_grad()
+    for window in range(2):
+        wanted = exact(model, torch.float32, {}, range(2 * window + 1, 2 * window + 2), 0.5)
+        for index in (2 * window, 2 * window + 1):
+            with optimizer.accumulate(model):
+                loss_of(model, index, num_blocks=1 + index % 2).backward()
+            if index % 2 == 0:
+                optimizer.step(), optimizer.zero_grad()
+        params = dict(model.named_parameters())
+        for name in names:
+            gradient = whole(params[name].grad).double()
+            torch.testing.assert_close(gradient, wanted[name], rtol=1e-5, atol=1e-7)
+        optimizer.step(), optimizer.zero_grad()
+    optimizer.close()
+
+
+def test_what_is_first_used_in_the_last_micro_batch():
+    on_ranks(RANKS, first_used_in_the_last)
 
 
 class _Failure(Exception):
