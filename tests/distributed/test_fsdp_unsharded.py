@@ -134,6 +134,8 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "kept": ({"reshard_after_forward": False}, {}),
     "checkpointed": ({}, {"checkpoints": True}),
     "tied": ({}, {"tied": True}),
+    "prefetched": ({}, {}),
+    "compiled": ({}, {}),
 }
 
 
@@ -142,6 +144,13 @@ def a_window(policy: str, way: str, counted: bool) -> None:
     options, made = WAYS[way]
     model = sharded(dtype, made, mp_policy=MixedPrecisionPolicy(**settings), **options)
     optimizer = wrap(model, K if counted else None)
+    first, second = model.blocks
+    if way == "prefetched":
+        first.set_modules_to_forward_prefetch([second])
+        second.set_modules_to_backward_prefetch([first])
+    elif way == "compiled":
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
     for window in range(2):
         indices = range(window * K, window * K + K)
         wanted = exact(model, compute, made, indices, 1 / K if counted else 1.0)
