@@ -19,7 +19,7 @@ override PYTHON := .venv/bin/python
 DEPENDENCIES := .venv/dependencies.stamp
 BUILT := .venv/built.stamp
 BUILT_CUDA := .venv/built-cuda.stamp
-INTEGRATIONS := .venv-integrations/suites.stamp
+INTEGRATIONS := .venv-integrations/dependencies.stamp
 INTEGRATIONS_PYTHON := .venv-integrations/bin/python
 # pytest-xdist, which a system's Python may lack. Stretches of tests stay together, and with what their module made.
 PARALLEL := -n auto --dist worksteal
@@ -78,16 +78,6 @@ build-integrations: $(BUILT) $(INTEGRATIONS)  ## the second environment, with th
 	.venv-integrations/bin/python -m pip install -c constraints.txt torch
 	.venv-integrations/bin/python -m pip install -c constraints.txt -c constraints-integrations.txt -r requirements.txt -r requirements-integrations.txt
 	.venv-integrations/bin/python -m pip uninstall --quiet --yes torchvision
-	touch $@
-
-# Optimizer packages whose own tests are run with every optimizer wrapped; wheels hold no tests.
-SUITES := pytorch_optimizer schedulefree
-
-.venv-integrations/suites.stamp: .venv-integrations/dependencies.stamp
-	rm -rf .venv-integrations/suites && mkdir .venv-integrations/suites
-	.venv-integrations/bin/python -m pip download --quiet --no-deps $(addprefix --no-binary ,$(SUITES)) \
-		-c constraints-integrations.txt -d .venv-integrations/suites $(SUITES)
-	for archive in .venv-integrations/suites/*.tar.gz; do tar -xzf $$archive -C .venv-integrations/suites; done
 	touch $@
 
 build/system.stamp: $(SOURCES)
