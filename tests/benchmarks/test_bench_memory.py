@@ -11,7 +11,6 @@ from bench_setup import page_of, run_main
 
 from benchmarks import harness
 from benchmarks.contestants import normed
-from benchmarks.machines.zoo import entries
 from benchmarks.suites import memory
 from fusedacc.commands.measuring.records import Results
 
@@ -27,14 +26,6 @@ def figures(kept, metric):
     return {(row.provider, row.micro_batch): row.median for row in kept.rows if row.metric == metric}
 
 
-def test_a_batch_has_as_many_different_samples():
-    for name in {*memory.GROWS, *memory.HALVES, *memory.PER_SAMPLE}:
-        inputs, targets = memory.batch_of(entries(quick=True)[name], 7)
-        assert len(targets) == 7
-        assert {len(each) for each in inputs} == {7}
-        assert len({str(sample.tolist()) for sample in inputs[0]}) == 7
-
-
 def test_halves_make_the_same_step_in_less_memory(monkeypatch, kept):
     monkeypatch.setattr(memory, "HALVES", ("vit",))
     memory.halves(kept, "quick")
@@ -48,17 +39,6 @@ def test_halves_make_the_same_step_in_less_memory(monkeypatch, kept):
     assert figures(kept, "time, share")["stock, 1 x 64", 64] == 1
 
 
-def test_what_grows_is_predicted_for_both_loops(monkeypatch, kept):
-    monkeypatch.setattr(memory, "GROWS", ("gpt-64",))
-    monkeypatch.setattr("fusedacc.planner.budget.scratch_bytes", lambda: 1000)
-    memory.grows(kept, "quick")
-    activations = figures(kept, "activations")
-    assert activations["fusedacc", 3] > activations["fusedacc", 1]
-    assert activations["stock", 64] > activations["stock", 3]
-    sums = figures(kept, "accumulators")
-    assert sums["fusedacc", 1] == sums["fusedacc", 3] > sums["stock", 3] == 0
-
-
 def test_a_norm_over_samples_changes_the_gradient():
     pytest.importorskip("sklearn")
     images, labels = (each[:16] for each in normed.digits())
@@ -68,15 +48,6 @@ def test_a_norm_over_samples_changes_the_gradient():
         whole, parts = (normed.gradient(model, images, labels, size) for size in (16, 4))
         assert (memory.apart([parts], [whole]) > 0.01) == changes
         assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-
-
-def test_per_sample_updates_nothing(monkeypatch, kept):
-    monkeypatch.setattr(memory, "PER_SAMPLE", ("mlp",))
-    memory.per_sample(kept, "quick")
-    time, share = figures(kept, "time"), figures(kept, "time, share")
-    assert list(time) == list(share) == [("fusedacc", 1), ("fusedacc", 2)]
-    assert min(time.values()) > 0
-    assert share["fusedacc", 2] == 1
 
 
 def test_plots_and_tables_of_the_recorded_figures(tmp_path):

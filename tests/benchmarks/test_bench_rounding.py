@@ -45,24 +45,6 @@ def test_ways_have_the_sums_that_they_are_named_after(text):
             loop.optimizer.close()
 
 
-def test_training_compares_seeds_with_their_own_run(text, kept):
-    config = dataclasses.replace(TINY, seed=1)
-    found = rounding.losses_of(config, 4)
-    assert found == rounding.losses_of(config, 4)
-    assert {len(losses) for losses in found.values()} == {5}
-    first = [losses[0] for losses in found.values()]
-    assert first[0] == first[1] == first[2]  # the same weights and data
-    kept.add(rounding.training_rows(config, found, 2))
-    assert {row.seed for row in kept.rows} == {1}
-    means = figures(kept, "loss")
-    assert means[NEAREST, 4] == pytest.approx(sum(found[NEAREST][2:4]) / 2)
-    above = figures(kept, f"loss above {FLOAT32}")
-    assert set(above) == {(name, at) for name in (NEAREST, STOCHASTIC) for at in (2, 4)}
-    assert above[STOCHASTIC, 4] == pytest.approx(means[STOCHASTIC, 4] - means[FLOAT32, 4], abs=1e-9)
-    off = figures(kept, f"unseen loss above {FLOAT32}")
-    assert off[NEAREST, 4] == found[NEAREST][-1] - found[FLOAT32][-1]
-
-
 PAGE = page_of("rounding-figures", *PARTS)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import json
 import math
 import shutil
@@ -13,7 +12,6 @@ from pathlib import Path
 import forked
 import pytest
 import torch
-from answers import trials
 
 import fusedacc
 from fusedacc import __main__
@@ -22,7 +20,7 @@ from fusedacc.commands.bench import cases, comparison, plot, report
 from fusedacc.commands.bench.lists import Additions, Norms
 from fusedacc.commands.bench.work import OURS, STOCK, BenchVariant
 from fusedacc.commands.measuring import machine, timing
-from fusedacc.kernels import library, matmul_eager, registry, tuning, tuning_cache
+from fusedacc.kernels import matmul_eager, registry, tuning
 
 TINY = comparison.Effort("tiny", 0.0, 7, 7, 0.0, 1024, 2)
 CPU = torch.device("cpu")
@@ -94,14 +92,6 @@ def test_every_figure_is_there(found):
             assert entry["against"] in stock_forms(case)
         else:
             assert entry["speed"] is None
-
-
-def test_ours_is_held_against_the_fastest_of_stock_that_is_exact(found):
-    for case in found["cases"]:
-        exact = [e for e in case["ways"] if e["role"] == STOCK and e["seconds"] and not e["inexact"]]
-        fastest = min(exact, key=lambda e: e["seconds"]["median"])
-        ours = [e for e in case["ways"] if e["role"] == OURS]
-        assert {e["against"] for e in ours} == {fastest["name"]}
 
 
 def test_the_lists_are_those_of_the_models():
@@ -304,17 +294,6 @@ def test_wrong_arguments_are_refused_before_anything_is_measured(capsys, nothing
     assert said in capsys.readouterr().err
 
 
-def test_a_missing_matplotlib_is_named_before_anything_is_measured(monkeypatch, capsys, nothing_measured):
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *_: None if name == "matplotlib" else find_spec(name)
-    )
-    with pytest.raises(SystemExit):
-        __main__.main(["bench", "--plot", "b.png"])
-    said = capsys.readouterr().err
-    assert "argument --plot: the package matplotlib, which draws, is not installed" in said
-
-
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
@@ -327,20 +306,6 @@ def test_wrong_variables_are_refused(monkeypatch, capsys, nothing_measured, name
     monkeypatch.setenv(name, value)
     assert __main__.main(["bench", "--device", "cpu"]) == 2
     assert said in capsys.readouterr().err
-
-
-@pytest.mark.skipif(library.load_error() is not None, reason=f"{library.load_error()}")
-def test_what_trials_have_found_is_told(monkeypatch, tmp_path, capsys, tiny):
-    with trials(**{tuning_cache.CACHE_DIR_ENV: str(tmp_path)}):
-        assert __main__.main(["bench", "--device", "cpu"]) == 0
-        asked = tuning.report()
-    text = capsys.readouterr().out
-    assert asked
-    told = text[text.index("\nchosen by trial\n") : text.index("\nnot measured\n")]
-    for found in asked:
-        assert f"  {found['question']}: {found['way']}: {found['why']} (" in told
-    assert __main__.main(["bench", "--device", "cpu"]) == 0
-    assert "  nothing: FUSEDACC_TUNE=0 forbids trials" in capsys.readouterr().out
 
 
 def test_stopping_it_is_no_traceback(monkeypatch, capsys, tiny):

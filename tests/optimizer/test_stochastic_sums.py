@@ -84,22 +84,6 @@ def test_hooks_backends_and_buckets_change_nothing(options, monkeypatch):
     assert_identical(trained(**options), wanted)
 
 
-def test_threads_change_nothing():
-    """The sum of a parameter that several threads add to at once."""
-    found, before = [], torch.get_num_threads()
-    ramp = torch.arange(1 << 18).remainder(1000).to(LOW)
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
-        weight = nn.Parameter(torch.zeros(1 << 18, dtype=LOW))
-        optimizer = fusedacc.AccumulatingOptimizer(torch.optim.SGD([weight], lr=1.0), 4, seed=2, **STOCHASTIC)
-        for number in range(4):
-            (weight * ramp * (1 + number)).sum().backward()
-            optimizer.step()
-        found.append(weight.detach())
-    torch.set_num_threads(before)
-    assert torch.equal(*found)
-
-
 # On average
 
 
