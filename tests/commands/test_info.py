@@ -130,18 +130,6 @@ def test_a_wrong_variable_is_shown_and_fails(monkeypatch, capsys, name, value, s
         fusedacc.AccumulatingOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))
 
 
-def test_json_says_the_same(capsys):
-    assert __main__.main(["info", "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["devices"][0]["device"] == "cpu"
-    eager = by_name(facts, "eager")
-    assert eager["runs"]
-    assert len(eager["pairs"]) == 8
-    assert facts["devices"][0]["auto"]["backend"] in ("cpu", "eager")
-    assert facts["library"]["loaded"] == (library.load_error() is None)
-    assert facts["hooks"]["native"] == (native_module.why_not() is None)
-
-
 def forgets_the_scale(accumulators, gradients, scale, overwrite):
     for accumulator, gradient in zip(accumulators, gradients, strict=True):
         accumulator.add_(gradient)

@@ -175,15 +175,6 @@ def test_a_folder_that_cannot_be_written_leaves_answers_to_the_process(tmp_path,
         assert "not written: NotADirectoryError" in tuning.kept_where()
 
 
-def test_where_it_is_kept(monkeypatch):
-    monkeypatch.delenv(tuning_cache.CACHE_DIR_ENV, raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert str(tuning_cache.folder()) == "/somewhere/fusedacc"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/she")
-    assert str(tuning_cache.folder()) == "/home/she/.cache/fusedacc"
-
-
 # Who decides
 
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import fusedacc
 from fusedacc.accumulators.reduction import WEIGHING
-from fusedacc.amp import GradScaler
 from fusedacc.autograd import python_hooks
 from fusedacc.kernels import torch_state
 
@@ -166,22 +165,6 @@ def test_clipping_and_masters_keep_the_mean(options, dtype):
     clip = 1.0 if most is None else min(1.0, most / norm.item())
     assert most is None or clip < 1.0
     assert_mean(found, clip * sum(GRADIENTS) / 7)
-
-
-@pytest.mark.parametrize("steps", [7, None])
-def test_a_grad_scaler_s_scale_is_taken_off_on_average(steps):
-    window = Window(steps=steps, reduction="sum")
-    scaler = GradScaler("cpu", init_scale=1024.0 * 3)
-    for gradient in GRADIENTS:
-        loss = (window.weight * torch.full_like(window.weight, gradient)).sum()
-        scaler.scale(loss).backward()
-        if steps:
-            scaler.step(window.optimizer), scaler.update()
-    if not steps:
-        scaler.step(window.optimizer), scaler.update()
-    assert window.optimizer.num_updates == 1
-    scaled = (torch.tensor(3072.0) * torch.tensor(GRADIENTS)).to(LOW).double() / 3072  # the backward rounds
-    assert_mean(window.weight.grad, scaled.sum().item())
 
 
 def test_the_first_gradient_s_scale_is_no_rounding_of_its_own():
