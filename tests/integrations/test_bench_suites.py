@@ -1,5 +1,5 @@
-"""The benchmarks that need the frameworks: peaks of every architecture, and a whole mixture of experts, at tiny
-sizes. No time is asserted."""
+"""The benchmarks that need the frameworks, at tiny sizes: peaks of every architecture, and whole mixtures of
+experts. No time is asserted."""
 
 from __future__ import annotations
 
