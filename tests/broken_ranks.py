@@ -1,7 +1,5 @@
 """Mistakes over ranks."""
 
-from __future__ import annotations
-
 from mutant import Mutant
 
 #: Mistakes that were once made here, taken back.

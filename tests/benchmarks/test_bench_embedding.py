@@ -1,7 +1,5 @@
 """embedding.py: every way adds the same, and its bytes are those of the rows. No time is asserted."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from bench_setup import CPU

@@ -1,7 +1,5 @@
 """What the benchmarks share. No time is asserted."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 

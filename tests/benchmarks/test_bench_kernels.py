@@ -1,7 +1,5 @@
 """The kernel benchmark: every provider computes the sum, moves the bytes it claims, and may be missing."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

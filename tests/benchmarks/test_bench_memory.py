@@ -1,7 +1,5 @@
 """The suite of docs/memory.md, and what is drawn of the recorded rows."""
 
-from __future__ import annotations
-
 import importlib
 import re
 

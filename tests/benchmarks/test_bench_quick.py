@@ -1,7 +1,5 @@
 """All benchmarks on the smallest sizes, once: which rows they have. No time is asserted."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import re

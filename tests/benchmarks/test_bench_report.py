@@ -1,7 +1,5 @@
 """What is drawn, and written into the documents, of rows that are made up."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

@@ -1,7 +1,5 @@
 """The suite of docs/rounding.md, and what is drawn of rows that are made up."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 

@@ -1,7 +1,5 @@
 """`python -m fusedacc bench`: what is measured, checked and told, on sizes that only try the code."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

@@ -1,7 +1,5 @@
 """`python -m fusedacc info`, with and without the extension, and where something is wrong."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Norms on a GPU, by the CUDA kernels and by Triton: against float64, in one read, in graphs."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,8 +1,6 @@
 """The benchmarks that need the frameworks, at tiny sizes: peaks of every architecture, and whole mixtures of
 experts. No time is asserted."""
 
-from __future__ import annotations
-
 import importlib
 import os
 from unittest import mock

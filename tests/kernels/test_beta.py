@@ -1,7 +1,5 @@
 """What a pass multiplies a sum by before it adds (beta, `keep`): the bits of a pass of its own for that."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases import PAIR_IDS, PAIRS, bits, copies, native, random_lists

@@ -1,7 +1,5 @@
 """The total norm on a CPU, on every backend that can run here: its value, its flag, its determinism."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """The eager backend's arithmetic: rounded as the contract says, with no more temporaries than promised."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases import PAIR_IDS, PAIRS

@@ -1,7 +1,5 @@
 """The Triton backend beyond what every backend's tests cover: its table, its groups, its own rounding."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases import copies, random_lists, random_tensor

@@ -1,7 +1,5 @@
 """Choices by trial: who decides, what is remembered where, and that nothing of a trial is seen outside."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json
