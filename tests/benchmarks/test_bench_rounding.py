@@ -4,14 +4,10 @@ import dataclasses
 import importlib
 
 import pytest
-import torch
 from bench_setup import page_of, run_main
 
-from benchmarks.contestants import rounded
-from benchmarks.contestants.rounded import FLOAT32, NEAREST, STOCHASTIC, STOCK
+from benchmarks.contestants.rounded import FLOAT32, NEAREST, STOCHASTIC
 from benchmarks.suites import rounding
-from examples.demo.measure import batches
-from examples.demo.model import load_text
 from fusedacc.commands.measuring.records import Results, read
 
 TINY = dataclasses.replace(rounding.SMALL, **rounding.TINY, steps=2)
@@ -21,26 +17,6 @@ PARTS = ("training", "sums", "statistics", "speed", "lists", "memory")
 @pytest.fixture
 def kept(tmp_path):
     return Results(tmp_path / "rounding.csv", "cpu", rounding.COLUMNS)
-
-
-@pytest.fixture(scope="module")
-def text():
-    return load_text()
-
-
-def figures(kept, metric):
-    return {(row.provider, row.at): row.median for row in kept.rows if row.metric == metric}
-
-
-def test_ways_have_the_sums_that_they_are_named_after(text):
-    for way in rounded.WITH_STOCK:
-        loop = way.make(TINY)
-        loop.update(batches(text, TINY, 0))
-        if way.name != STOCK:
-            sums = torch.float32 if way.name == FLOAT32 else torch.bfloat16
-            assert {slot.accumulate_dtype for slot in loop.optimizer._slots} == {sums}
-            assert ("rounded stochastically" in str(loop.optimizer.explain())) == (way.name == STOCHASTIC)
-            loop.optimizer.close()
 
 
 PAGE = page_of("rounding-figures", *PARTS)
