@@ -13,7 +13,7 @@ from torch import nn
 
 import fusedacc
 
-F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+F32 = torch.float32
 STEPS, CLIP = 3, 0.05
 SETTINGS = {"init_scale": 2.0**10, "growth_interval": 2}
 INNER = {
