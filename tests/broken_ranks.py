@@ -1,7 +1,5 @@
 """Mistakes over ranks."""
 
-from __future__ import annotations
-
 from mutant import Mutant
 
 #: Mistakes that were once made here, taken back.
@@ -330,7 +328,7 @@ RANK_BREAKS = (
         "fusedacc/optimizer/rank_reduction.py",
         "weight = weight + added",
         "weight = weight + 0.0",
-        "tests/distributed/test_data_parallel.py",
+        "tests/distributed/test_random_ranks.py",
     ),
     Mutant(
         "sums are opened again whole",
@@ -344,7 +342,7 @@ RANK_BREAKS = (
         "fusedacc/optimizer/rank_reduction.py",
         "int(totals.num_flushing) == parallel.world_size",
         "int(totals.num_flushing) > 0",
-        "tests/distributed/test_data_parallel.py",
+        "tests/distributed/test_random_ranks.py",
     ),
     Mutant(
         "a rank uses a backend that has failed its self-test on another rank",
