@@ -1,7 +1,5 @@
 """Mistakes that were once made here, taken back; those of many ranks are in `broken_ranks.py`."""
 
-from __future__ import annotations
-
 from mutant import Mutant
 
 #: Each is one replacement.

@@ -83,6 +83,23 @@ class SeenParameters {
   std::vector<Seen> each_;
 };
 
+// Whether all that a Python hook would have called was removed.
+bool is_empty(const std::unique_ptr<torch::autograd::FunctionPostHook>& hook) {
+  // By its name: torch does not export what a dynamic_cast would need.
+  if (std::string_view(typeid(*hook).name()) != "N5torch8autograd18PyFunctionPostHookE") return false;
+  return PyDict_Size(static_cast<const torch::autograd::PyFunctionPostHook&>(*hook).dict) == 0;
+}
+
+// Whether a hook runs behind any of these nodes.
+bool any_post_hook(const py::list& nodes) {
+  for (const py::handle node : nodes) {
+    if (!torch::autograd::THPCppFunction_Check(node.ptr())) continue;
+    const auto& hooks = reinterpret_cast<torch::autograd::THPCppFunction*>(node.ptr())->cdata->post_hooks();
+    if (!std::all_of(hooks.begin(), hooks.end(), is_empty)) return true;
+  }
+  return false;
+}
+
 // Whether it is a hook of ours that its wrapper has let go: such a one does nothing.
 bool is_over(const std::unique_ptr<torch::autograd::FunctionPreHook>& hook) {
   const auto* ours = dynamic_cast<const TakingHook*>(hook.get());
@@ -201,5 +218,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.attr("CASES") = py::cast(std::vector<std::string>(kCaseNames.begin(), kCaseNames.end()));
   module.def("attach", &attach);
   module.def("any_gradient", &any_gradient);
+  module.def("any_post_hook", &any_post_hook);
   define_lists(module.ptr());
 }

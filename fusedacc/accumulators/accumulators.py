@@ -20,7 +20,6 @@ from ..kernels import checks, loop_settings, registry, torch_state
 from ..kernels.dtypes import PAIRS
 from ..kernels.local_parts import distributed_as, is_distributed, local, placed_as
 from ..kernels.registry import Backend
-from ..kernels.torch_state import process_group_up
 from .add import Adder
 from .in_place import InPlaceWriter
 from .memory import ALIGNMENT, SHOWN, Segment, like, tensor_references
@@ -180,7 +179,7 @@ class Accumulators:
             slot.set_needs_eager(True)
         if scale != 1.0:
             self.deferred.defer([slot], scale)
-        if slot.in_bucket or not process_group_up():
+        if not (slot.reduced_outside or slot.sharded):
             slot.widen()  # which the hooks' registration has not done where the parameter is frozen
         grads.restore(slot, kept, published)
 

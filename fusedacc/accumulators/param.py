@@ -106,6 +106,7 @@ class Slot:
         "paths",
         "placed",
         "placed_version",
+        "reduced_outside",
         "requested_dtype",
         "seen",
         "segment",
@@ -131,6 +132,8 @@ class Slot:
         self.segment: Segment | None = None
         #: Whether the accumulator is to be made in the buffer whatever its dtype: it is reduced with others.
         self.in_bucket = False
+        #: Whether a reducer outside the wrapper reads p.grad within a backward.
+        self.reduced_outside = False
         #: What stands in p.grad; a weak reference to what was last put or noted there, and its version then.
         self.grad_state = GradState.FOREIGN
         self.placed: Callable[[], Tensor | None] = nothing

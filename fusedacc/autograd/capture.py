@@ -50,7 +50,7 @@ class Policy(Protocol):
     @property
     def window(self) -> Any: ...
 
-    def begin_backward(self, outermost: bool) -> GraphTask: ...
+    def begin_backward(self, outermost: bool, reduced_outside: bool) -> GraphTask: ...
 
     def first(self) -> First | None: ...
 
@@ -284,7 +284,7 @@ class Capture:
                 self.accumulators.partial.forget()
         self.registry.check_graph()
         self.hooks.stop_adding()  # another task's hooks must not add to accumulators that change here
-        task = self._policy.begin_backward(len(self.tasks) == 0)
+        task = self._policy.begin_backward(len(self.tasks) == 0, self.registry.find_reducers())
         self._tasks[identity] = task  # from here on native code begins no other
         if len(self.tasks) > 1:
             self.hooks.stop_adding()

@@ -88,9 +88,10 @@ class Accumulation:
         """Updates of the inner optimizer so far."""
         return self.window.num_updates
 
-    def begin_backward(self, outermost: bool, schedule: bool = False) -> GraphTask:
+    def begin_backward(self, outermost: bool, reduced_outside: bool, schedule: bool = False) -> GraphTask:
         """What is done with all the gradients of a backward that begins. `outermost`: no other is running.
 
+        reduced_outside: code outside the wrapper reduces p.grad within it.
         schedule: it is no backward, but a pipeline schedule's `step()`, which counts as one.
 
         Raises:
@@ -115,7 +116,7 @@ class Accumulation:
         self._began_in_graph = inside
         if outermost and not self.ignoring:
             self._noise.begin_own()
-        task = self._begin_ignored() if self.ignoring else self._begin_counted(schedule)
+        task = self._begin_ignored() if self.ignoring else self._begin_counted(reduced_outside, schedule)
         if self.ranks.parallel is not None and outermost and not self.ignoring:
             self.ranks.begin_backward(self.ranks.parallel, task.captures and not schedule)
         norms = self.accumulators.norms
@@ -130,11 +131,10 @@ class Accumulation:
             window.check_synchronised("a backward inside ignore() would be mixed with them")
         return GraphTask(captures=False, ignored=True)
 
-    def _begin_counted(self, schedule: bool) -> GraphTask:
+    def _begin_counted(self, reduced: bool, schedule: bool) -> GraphTask:
         window = self.window
         scale = window.gradient_scale
         differentiable = torch.is_grad_enabled()
-        reduced = torch_state.reduced_from_p_grad(self.ranks.parallel is not None)
         # The schedule divides p.grad before its `step()` ends: what is in private sums would escape it.
         scheduled = schedule or (window.counted and window.micro.in_schedule)
         captures = schedule or not (differentiable or reduced or scheduled)
@@ -339,14 +339,14 @@ class Accumulation:
 
     # A pipeline schedule's `step()`, which counts as one backward
 
-    def begin_schedule(self, refresh: Refresh) -> GraphTask:
+    def begin_schedule(self, refresh: Refresh, reduced_outside: bool) -> GraphTask:
         """A schedule's `step()` begins. Counted loop: ready p.grad for all of its gradients.
 
         Raises:
             RuntimeError: as `begin_backward`; nothing is changed then.
         """
         window = self.window
-        task = self.begin_backward(outermost=True, schedule=True)
+        task = self.begin_backward(True, reduced_outside, schedule=True)
         if window.counted and not (task.ignored or window.unsynchronised or window.micro.deferred):
             self.collect(self._slots, refresh)  # the schedule would divide it
         for slot in self._slots if window.counted or task.ignored else ():
@@ -493,6 +493,10 @@ class PipelineSteps:
         Raises:
             RuntimeError: as `Accumulation.begin_backward`, on entering; nothing is changed then.
         """
+        with self._accumulation.shards.in_schedule():
+            yield from self._around(parameters)
+
+    def _around(self, parameters: set[int]) -> Iterator[None]:
         accumulation, registry = self._accumulation, self._capture.registry
         concerned = accumulation.window.counted or accumulation.ranks.parallel is not None
         if not concerned or parameters.isdisjoint(id(slot.param) for slot in registry.slots):
@@ -500,7 +504,7 @@ class PipelineSteps:
             return
         self.hold_back = accumulation.window.counted
         self._capture.drop_failed_backwards()
-        task, failed = accumulation.begin_schedule(registry.refresh), True
+        task, failed = accumulation.begin_schedule(registry.refresh, registry.find_reducers()), True
         try:
             yield
             accumulation.end_schedule(task, registry.refresh)

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -30,6 +31,7 @@ from .loops import CountedLoop, ManualLoop
 from .loss_scale import LossScaleLink
 from .master_weights import MasterWeights
 from .parameters import ParameterSet
+from .unsharded import UnshardedSums
 from .update import Scaling, Update, UpdateSettings, warn_of_unwritten
 from .window import MicroBatch, Schedule, Window
 
@@ -163,6 +165,9 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         if model is not None:
             why_left = partial(small_layers.why_left, AccumulatingOptimizer)
             self._parameter_set.replace_in(model, self._capture, why_left, bool(keep_casts))
+            self._accumulation.shards.make_sums = partial(
+                UnshardedSums, model, weakref.ref(window), backend, why_left
+            )
         if reduce_dtype is not None:
             self._reduce_dtype = reduce_dtype
         if data_parallel is not None:
@@ -395,6 +400,8 @@ class AccumulatingOptimizer(Optimizer, Joinable):
         self._capture.drop_failed_backwards()
         self._accumulation.bring_back()
         self._parameter_set.restore_modules()
+        if self._accumulation.shards.sums is not None:
+            self._accumulation.shards.sums.close()
         self._pipeline_steps.close()
         self._capture.close()
         if self._accumulation.ranks.parallel is not None:
