@@ -52,8 +52,6 @@ class HeadLogits:
         """As a tensor's."""
         return len(self.shape)
 
-    ndim = property(dim)
-
     def float(self) -> HeadLogits:
         """As a tensor's: the loss is made in float32 anyway."""
         return self._with(dtype=torch.float32)
