@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 #: Seconds from an inconclusive trial to the next one: the first time, and at most. They double in between.
@@ -110,15 +110,8 @@ class Decision:
 
     def as_entry(self) -> dict[str, Any]:
         """The decision as plain values, by the names that cache files and reports have."""
-        return {
-            "way": self.candidate,
-            "why": self.reason,
-            "microseconds": self.microseconds,
-            "default": self.default,
-            "conclusive": self.conclusive,
-            "tries": self.tries,
-            "tried_at": self.tried_at,
-        }
+        facts = asdict(self)
+        return {"way": facts.pop("candidate"), "why": facts.pop("reason"), **facts}
 
 
 def decision_of(entry: Any, choice: Choice) -> Decision | None:

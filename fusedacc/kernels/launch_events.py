@@ -6,7 +6,6 @@ Nobody, as a rule: then a report costs one look at an empty list.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any, Protocol
 
 
@@ -16,9 +15,8 @@ class Observer(Protocol):
     def launched(self, kernel: str, *operands: Any) -> None:
         """A kernel has been launched; `fusedacc.traffic.rules` has what each kernel's operands are."""
 
-    def enter_phase(self, name: str) -> None: ...
-
-    def leave_phase(self) -> None: ...
+    def during(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Context: fusedacc does work of this phase."""
 
 
 #: The observers that are watching now.
@@ -33,15 +31,9 @@ def launched(kernel: str, *operands: Any) -> None:
 
 def phase(name: str) -> contextlib.AbstractContextManager[None]:
     """Context: tell observers what the work inside is for, where they cannot see it."""
-    return _told(name, list(watching)) if watching else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _told(name: str, observers: list[Observer]) -> Iterator[None]:
-    for observer in observers:
-        observer.enter_phase(name)
-    try:
-        yield
-    finally:
-        for observer in observers:
-            observer.leave_phase()
+    if not watching:
+        return contextlib.nullcontext()
+    with contextlib.ExitStack() as stack:
+        for observer in watching:
+            stack.enter_context(observer.during(name))
+        return stack.pop_all()

@@ -53,6 +53,11 @@ def process_group() -> list[tuple[object, str]]:
     return [(torch.distributed.distributed_c10d._world, "_default_pg")]
 
 
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Context: a GPU is the current device, to which launches go."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
 def raw_stream(tensor: Tensor) -> int:
     """The address of the stream that is current where the tensor is; 0 on a CPU."""
     return torch._C._cuda_getCurrentRawStream(tensor.device.index) if tensor.is_cuda else 0

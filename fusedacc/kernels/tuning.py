@@ -136,13 +136,24 @@ def may_try() -> bool:
 
 
 @contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """Keep a trial from what surrounds it: modes, autocast, the graph and garbage collection."""
-    _this_thread.trying = True
+def garbage_uncollected() -> Iterator[None]:
+    """Keep the garbage collector from running."""
     collects = gc.isenabled()
     gc.disable()
     try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Keep a trial from what surrounds it: modes, autocast, the graph and garbage collection."""
+    _this_thread.trying = True
+    try:
         with (
+            garbage_uncollected(),
             _disable_current_modes(),
             torch._C.DisableTorchFunction(),
             torch.autocast("cpu", enabled=False),
@@ -151,6 +162,4 @@ def undisturbed() -> Iterator[None]:
         ):
             yield
     finally:
-        if collects:
-            gc.enable()
         _this_thread.trying = False

@@ -295,11 +295,7 @@ def _render(plan: Plan) -> str:
     moved = f"{format_bytes(plan.bytes_per_update)}, {share:.0%} of it to accumulate gradients"
     if plan.wrapper_arguments().get("model") is not None:
         moved += ", beside what products add by themselves"
-    lines += [
-        "",
-        f"an update moves {moved}",
-        "shares of kinds are of the peak, the others of the budget",
-    ]
+    lines += ["", f"an update moves {moved}", "shares of kinds are of the peak, the others of the budget"]
     if plan.bytes_by_kind[LIBRARIES]:
         lines.append(
             "counted is what is alive: the C library may keep more of a CPU's memory (docs/memory.md)"

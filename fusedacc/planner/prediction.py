@@ -39,11 +39,7 @@ from .training import (
 )
 
 #: What fake tensors raise at an operator whose result they cannot tell.
-_UNKNOWN_TO_FAKES = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-)
+_UNKNOWN_TO_FAKES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
 class DataDependentError(RuntimeError):

@@ -148,12 +148,12 @@ def test_json_says_the_same(capsys):
     assert facts["hooks"]["native"] == (native_module.why_not() is None)
 
 
-def forgets_the_scale(accumulators, gradients, scale, overwrite):
+def forgets_the_scale(accumulators, gradients, *_, **__):
     for accumulator, gradient in zip(accumulators, gradients, strict=True):
         accumulator.add_(gradient)
 
 
-def breaks(*_):
+def breaks(*_, **__):
     raise OSError("no such device")
 
 

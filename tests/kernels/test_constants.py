@@ -68,7 +68,7 @@ def test_dtypes_and_their_pairs():
 
 
 def test_random_bits():
-    file = "common/random.h"
+    file = "common/functors.h"
     assert int(found(file, r"kRounds = (\d+);")) == rounding.ROUNDS
     assert int(found(file, r"kElements = (\d+);")) == rounding.BLOCK
     numbers = rounding._MULTIPLIERS, rounding._WEYL

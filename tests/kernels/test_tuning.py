@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedacc import AccumulatingOptimizer
 from fusedacc.kernels import choices, library, tuning, tuning_cache
-from fusedacc.kernels.interruptions import Interruptions
 from fusedacc.kernels.tuning import Choice, Decision, choose
+from fusedacc.kernels.tuning_trial import Interruptions
 
 BF16 = torch.bfloat16
 SMALL = "product of bfloat16 into float32, 1 to 16 tokens"

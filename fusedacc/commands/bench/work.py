@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import registry
+from ...kernels.dtypes import dtype_name
 from ..measuring.timing import Run
 
 #: A set of tensors: the arguments of what works on them.
@@ -84,7 +85,7 @@ class Work(abc.ABC):
 
     def __init__(self, name: str, device: torch.device, *dtypes: torch.dtype) -> None:
         self.name, self.device, self.gradient, self.accumulator = name, device, dtypes[0], dtypes[-1]
-        self.dtypes = " into ".join(map(name_of, dtypes))
+        self.dtypes = " into ".join(map(dtype_name, dtypes))
         self.notes: dict[str, str] = {}
 
     @property
@@ -107,10 +108,6 @@ class Work(abc.ABC):
     @abc.abstractmethod
     def check(self, variant: BenchVariant, run: Run, tensors: Any) -> str | None:
         """Runs once; returns what is wrong with the result, by a reference in float64, if anything is."""
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def filled(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from ...planner import Plan, plan
 from ...planner.budget import format_bytes, parse_bytes
 from ...planner.plans import RESERVE, TooSmallError
-from ..bench import MISUSED, STOPPED, WRONG
+from ..bench import MISUSED, STOPPED, WRONG, count
 from ..bench.report import Progress
 from ..measuring import plots
 from . import plot
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOGUE
     parser.add_argument("--model", required=True, metavar="FACTORY", help="package.module:factory")
     parser.add_argument(
-        "--batch", required=True, type=_count, metavar="N", help="samples of an update, on all ranks together"
+        "--batch", required=True, type=count, metavar="N", help="samples of an update, on all ranks together"
     )
     parser.add_argument(
         "--memory",
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='bytes, or as "24GiB"; parameters count (default: what the device has free, or by its name)',
     )
     parser.add_argument(
-        "--world", type=_count, default=1, metavar="N", help="data-parallel ranks (default: %(default)s)"
+        "--world", type=count, default=1, metavar="N", help="data-parallel ranks (default: %(default)s)"
     )
     parser.add_argument(
         "--device",
@@ -91,12 +91,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="draw memory by kind against the micro-batch, in both loops (.png, .svg, ...; needs matplotlib)",
     )
     parser.add_argument("--no-verify", action="store_true", help="run no real update")
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no count; allowed: integers from 1 on")
-    return int(text)
 
 
 def _memory(text: str) -> int:
@@ -185,11 +179,7 @@ class _Loops:
     """Plans of the wrapped and the stock loop: one is asked for, the other is to compare."""
 
     def __init__(
-        self,
-        options: argparse.Namespace,
-        device: torch.device | None,
-        memory: int | None,
-        progress: Progress,
+        self, options: argparse.Namespace, device: torch.device | None, memory: int | None, progress: Progress
     ) -> None:
         self._options, self._device, self._memory, self._progress = options, device, memory, progress
         self._count = 0

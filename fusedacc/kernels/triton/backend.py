@@ -14,7 +14,6 @@ graph.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import os
@@ -36,7 +35,7 @@ from ..dtypes import computation_dtype
 from ..norm_kind import INFINITY, norm_kind
 from ..registry import Backend
 from ..rounding import BLOCK, Noise
-from ..torch_state import raw_stream
+from ..torch_state import on_device, raw_stream
 
 _MINIMUM_CAPABILITY = (8, 0)
 
@@ -317,11 +316,6 @@ def upload(words: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     return pinned.to(device, non_blocking=True), pinned
 
 
-def on_device(device: torch.device) -> contextlib.AbstractContextManager:
-    """A launch goes to the current device, which this makes it."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
 def address_table(tensors: Sequence[Tensor]) -> tuple[Tensor, int]:
     """The table of `kernels.scale_accumulate`, on the host, and the number of programs."""
     chunk = loaded_kernels().CHUNK
@@ -466,19 +460,11 @@ def grouped_accumulate_(
     keep: Number,
     noise: Noise | None = None,
 ) -> None:
-    """accumulator[e] <- keep * accumulator[e] + scale * left[s_e:t_e]^T right[s_e:t_e] for all experts.
+    """As `grouped.grouped_accumulate_`, on one GPU.
 
     Summed in float32 (float64 for float64) and rounded once; the same bits on every run. float32 operands are
     multiplied as torch's setting for products of float32 has it. The host waits for nothing. An operand whose
     rows have gaps is copied; nothing else is allocated.
-
-    Args:
-        accumulator: [E, M, N], each matrix with rows or columns without gaps.
-        left: [S, M]; right: [S, N], of left's dtype. What they hold from `offsets[-1]` on is not read.
-        offsets: int32 [E], on the device: t_e, where the rows of expert e end; s_e is t_(e-1), or 0.
-        scale: a number, or a 0-dim floating tensor on the device, read there.
-        keep: likewise. Where it is 0, the accumulator is not read, and experts without rows become zeros.
-        noise: with it, the accumulator is bfloat16 and is rounded stochastically; one stream.
 
     Raises:
         RuntimeError: a matrix of the accumulator has gaps in rows and in columns.
