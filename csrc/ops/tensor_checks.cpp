@@ -344,23 +344,6 @@ Device read_tensors(const TensorList& tensors, Work& work) {
 
 }  // namespace fusedacc
 
-// The table of common/dtypes.h, which tests compare with fusedacc/kernels/dtypes.py: a line for each dtype
-// with its size, then one for each pair.
-extern "C" __attribute__((visibility("default"))) const char* fusedacc_dtype_table() {
-  using namespace fusedacc;
-  static const std::string table = [] {
-    std::string lines;
-    for (const DtypeFacts& dtype : kDtypes) {
-      lines += std::string(dtype.name) + " of " + std::to_string(dtype.size) + " bytes\n";
-    }
-    for (const DtypePair& pair : kPairs) {
-      lines += std::string(dtype_name(pair.gradient)) + " into " + dtype_name(pair.accumulator) + "\n";
-    }
-    return lines;
-  }();
-  return table.c_str();
-}
-
 // Recent releases of torch take the GIL whenever the last reference but Python's goes: once per tensor if
 // that happens inside an operator, which runs without the GIL, and at half of the cost of a whole call over
 // small tensors. A caller that holds the GIL brackets its call with these two and has it happen in the

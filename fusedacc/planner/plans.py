@@ -175,7 +175,7 @@ def plan(
     """
     _check(model, optimizer, global_batch_size, world_size)
     batch = Batch(sample_batch, batch_dims)
-    place = _place(model, device)
+    place = place_of(model, device)
     held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()) if t.device.type == place.type)
     budget = parse_bytes(memory_budget, "memory_budget") if memory_budget is not None else None
     if budget is None:
@@ -261,7 +261,8 @@ def _least(peak: Callable[[int], Peak], most: int) -> int:
     return 1
 
 
-def _place(model: nn.Module, device: torch.device | str | None) -> torch.device:
+def place_of(model: nn.Module, device: torch.device | str | None) -> torch.device:
+    """Where training is to run; with no device, where the model is, and a CPU for one on meta."""
     if device is not None:
         return torch.device(device)
     first = next(model.parameters()).device
