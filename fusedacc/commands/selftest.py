@@ -40,13 +40,7 @@ Entry = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """One check.
-
-    Attributes:
-        who, what: as `kernels.selftest.problem_of` has them.
-        is_default: whether it is used by default, without a named backend.
-        check: returns what is wrong, or None.
-    """
+    """One check, as `kernels.selftest.problem_of` has it; `is_default`: used without a named backend."""
 
     who: str
     what: str

@@ -39,11 +39,9 @@ class Choice:
     obstacle: Callable[[str], str | None] = field(default=lambda candidate: None, compare=False)
 
     def select(self, requested: str, source: str) -> Decision:
-        """Take the requested candidate, or the first that can for "auto".
+        """Take the requested candidate, which need not be one of ours, or the first that can for "auto".
 
-        Args:
-            requested: "auto", or a name, which need not be among the candidates.
-            source: what requested it, for the reason: an argument or an environment variable.
+        source: what requested it, for the reason: an argument or an environment variable.
 
         Raises:
             RuntimeError: the requested candidate cannot; or none can.

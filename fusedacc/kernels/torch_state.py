@@ -79,9 +79,7 @@ def runs_as_written(function: _Function, calls_too: bool = True) -> _Function:
     function of ours in its place, or in a backward, would be compiled with further guards. It is still
     inlined into a forward that is compiled. Imports no compiler.
 
-    Args:
-        function: what is marked, and returned.
-        calls_too: whether Dynamo also leaves alone what the function calls.
+    calls_too: whether Dynamo also leaves alone what the function calls.
     """
     with contextlib.suppress(AttributeError):
         skip, default = _compiler._FrameAction.SKIP, _compiler._FrameAction.DEFAULT

@@ -85,10 +85,7 @@ def run(options: argparse.Namespace) -> int:
 def collect(device: torch.device, effort: comparison.Effort, stream: TextIO | None = None) -> dict[str, Any]:
     """All figures as plain values: `machine`, `effort`, `seconds`, `choices`, `cases` (`comparison.measure`).
 
-    Args:
-        device: where to measure.
-        effort: how much.
-        stream: where a table of each case is printed as soon as it is measured; None: nowhere.
+    A table of each case is printed to the stream as soon as it is measured.
     """
     start = time.perf_counter()
     found: dict[str, Any] = {"machine": machine.collect(device), "effort": effort.name, "cases": []}

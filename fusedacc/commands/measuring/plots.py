@@ -73,14 +73,7 @@ def swatches(colours: Mapping[str, str]) -> dict[str, Any]:
 
 
 def finish(figure: Figure, title: str, notes: Sequence[str], key: Mapping[str, Any] | None = None) -> Figure:
-    """Put the title and the key above the axes and the notes beneath them.
-
-    Args:
-        figure: with its axes.
-        title: in bold.
-        notes: each begins a line.
-        key: handles by name; see `swatches`.
-    """
+    """Put the title and the key (handles by name; see `swatches`) above the axes, each note beneath them."""
     width = int(figure.get_figwidth() * 13)  # characters, capitals among them
     lines = [line for note in notes for line in textwrap.wrap(note, width)]
     inch = 1 / figure.get_figheight()

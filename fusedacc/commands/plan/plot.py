@@ -56,13 +56,9 @@ def curve(
     device: torch.device,
     note: Callable[[int], None],
 ) -> Curve:
-    """Predicts by running the step on fake tensors at each size.
+    """Predicts by running the step on fake tensors at each size up to `reach`, and with all samples at once.
 
-    Args:
-        samples: of an update on one rank.
-        chosen: see `Curve`.
-        reach: the largest micro-batch beside the whole batch.
-        note: called with each size that is about to be run.
+    samples: of an update on one rank. note: called with each size that is about to be run.
     """
     predictor = Predictor(
         training.model,
