@@ -105,8 +105,8 @@ def _choices() -> dict[str, Any]:
         return {"problem": str(problem)}
     return {
         "machine": tuning.machine(),
-        "kept_in": tuning.kept_where(),
-        "is_saved": tuning.is_saved(),
+        "kept_in": tuning_cache.kept_where(),
+        "is_saved": tuning_cache.is_saved(),
         **report.choices(),
     }
 

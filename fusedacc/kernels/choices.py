@@ -87,18 +87,8 @@ class Decision:
     tried_at: float = 0.0
 
     def __str__(self) -> str:
-        times = self._times()
+        times = times_of(self.microseconds)
         return f"{self.candidate}: {self.reason}{f' ({times})' if times else ''}"
-
-    def _times(self) -> str:
-        return ", ".join(f"{name} {own:g} us" for name, own in self.microseconds.items())
-
-    def in_full(self) -> str:
-        """The same with the default, the number of tries, and whether the decision is final."""
-        kind = "conclusive" if self.conclusive else "inconclusive"
-        tries = f"{self.tries} {'try' if self.tries == 1 else 'tries'}"
-        facts = filter(None, (self._times(), f"default {self.default}", f"{kind} after {tries}"))
-        return f"{self.candidate}: {self.reason} ({'; '.join(facts)})"
 
     def is_due(self) -> bool:
         """Whether the trial should be repeated now."""
@@ -110,6 +100,11 @@ class Decision:
         """The decision as plain values, by the names that cache files and reports have."""
         facts = asdict(self)
         return {"way": facts.pop("candidate"), "why": facts.pop("reason"), **facts}
+
+
+def times_of(microseconds: Mapping[str, float]) -> str:
+    """The medians of a trial in words."""
+    return ", ".join(f"{name} {own:g} us" for name, own in microseconds.items())
 
 
 def decision_of(entry: Any, choice: Choice) -> Decision | None:

@@ -172,7 +172,7 @@ def test_a_folder_that_cannot_be_written_leaves_answers_to_the_process(tmp_path,
         calls = []
         assert choose(question(calls=calls)).candidate == choose(question(calls=calls)).candidate == "second"
         assert len(calls) == 1
-        assert "not written: NotADirectoryError" in tuning.kept_where()
+        assert "not written: NotADirectoryError" in tuning_cache.kept_where()
 
 
 def test_where_it_is_kept(monkeypatch):
