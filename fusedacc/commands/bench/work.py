@@ -48,15 +48,9 @@ def ours(way: str, backend: str, step: Callable[..., object], scale: float = 1.0
     return BenchVariant(label(way, backend), OURS, calling(functools.partial(step, backend=backend)), scale)
 
 
-def stock(
-    name: str,
-    step: Callable[..., object],
-    scale: float = 1.0,
-    obstacle: str | None = None,
-    inexact: str | None = None,
-) -> BenchVariant:
-    """A form of stock torch: `step(*tensors)`."""
-    return BenchVariant(name, STOCK, calling(step), scale, obstacle, inexact)
+def stock(name: str, step: Callable[..., object], *more: Any, **named: Any) -> BenchVariant:
+    """A form of stock torch: `step(*tensors)`; `more` and `named` are as `BenchVariant` has them."""
+    return BenchVariant(name, STOCK, calling(step), *more, **named)
 
 
 def calling(step: Callable[..., object]) -> Callable[[Tensors], Run]:
