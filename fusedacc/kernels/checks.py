@@ -263,16 +263,12 @@ def check_pairs(accumulators: Sequence[Tensor], gradients: Sequence[Tensor]) -> 
                 f"gradients[{index}] is {gradient.dtype} and accumulators[{index}] is {accumulator.dtype}; "
                 f"allowed: {allowed_pairs()}"
             )
-        if gradient.shape != accumulator.shape:
-            raise ValueError(
-                f"gradients[{index}] has shape {tuple(gradient.shape)}, "
-                f"but accumulators[{index}] has {tuple(accumulator.shape)}"
-            )
-        if gradient.device != accumulator.device:
-            raise ValueError(
-                f"gradients[{index}] is on {gradient.device}, "
-                f"but accumulators[{index}] is on {accumulator.device}"
-            )
+        for verb, own, other in (
+            ("has shape", tuple(gradient.shape), tuple(accumulator.shape)),
+            ("is on", gradient.device, accumulator.device),
+        ):
+            if own != other:
+                raise ValueError(f"gradients[{index}] {verb} {own}, but accumulators[{index}] {verb} {other}")
 
 
 def check_lists(accumulators: Any, gradients: Any, scale: Any, overwrite: Any) -> None:
