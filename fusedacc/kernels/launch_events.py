@@ -6,6 +6,7 @@ Nobody, as a rule: then a report costs one look at an empty list.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 
@@ -31,9 +32,12 @@ def launched(kernel: str, *operands: Any) -> None:
 
 def phase(name: str) -> contextlib.AbstractContextManager[None]:
     """Context: tell observers what the work inside is for, where they cannot see it."""
-    if not watching:
-        return contextlib.nullcontext()
-    with contextlib.ExitStack() as stack:
+    return _told(name) if watching else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _told(name: str) -> Iterator[None]:
+    with contextlib.ExitStack() as told:
         for observer in watching:
-            stack.enter_context(observer.during(name))
-        return stack.pop_all()
+            told.enter_context(observer.during(name))
+        yield

@@ -97,7 +97,7 @@ def _left_to_the_operator(*arguments: Any) -> bool:
     return False
 
 
-_module = loaded()
+_module: Any = loaded()
 if hasattr(_module, "set_kernels"):  # else it was not built, or by an older release
     _module.set_kernels(
         *map(library.address_of, ("fusedacc_run", "fusedacc_run_norm", "fusedacc_join_norms"))

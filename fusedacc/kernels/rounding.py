@@ -174,7 +174,8 @@ def checked_seed(rounding: Any, seed: Any) -> int | None:
     if rounding not in (NEAREST, STOCHASTIC):
         raise ValueError(f"rounding is {rounding!r}; allowed: {NEAREST!r}, {STOCHASTIC!r}")
     if rounding == NEAREST:
-        return _check_unused("seed", seed)
+        _check_unused("seed", seed)
+        return None
     if seed is None:
         return torch.initial_seed() % MOST_SEEDS
     return _checked("seed", seed, MOST_SEEDS)
@@ -223,7 +224,8 @@ def noise_for(accumulators: Any, rounding: Any, seed: Any, offset: Any) -> Noise
     """
     known = checked_seed(rounding, seed)
     if known is None:
-        return _check_unused("offset", offset)
+        _check_unused("offset", offset)
+        return None
     number = checked_offset(0 if offset is None else offset)
     if not isinstance(accumulators, (list, tuple)):
         kind = type(accumulators).__name__
