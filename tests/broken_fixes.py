@@ -371,7 +371,7 @@ FIXES = (
     ),
     Mutant(
         "waiting for a core is no interruption",
-        "fusedacc/kernels/interruptions.py",
+        "fusedacc/kernels/tuning_trial.py",
         "return preemptions > 0 or waited > WAKE_UP_SECONDS * max(1, runs)",
         "return False",
         "tests/kernels/test_tuning_trial.py",
@@ -623,7 +623,7 @@ FIXES = (
     ),
     Mutant(
         "processes that begin at the same time all run the self-test",
-        "fusedacc/kernels/selftest.py",
+        "fusedacc/kernels/tuning_cache.py",
         "            fcntl.flock(lock, fcntl.LOCK_EX)\n",
         "            lock.flush()\n",
         "tests/kernels/test_selftest.py",
