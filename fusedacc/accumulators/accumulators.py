@@ -34,11 +34,8 @@ from .record import DeferredScales, PartialNorms, Record, is_one, to_device_of
 class Accumulators:
     """The accumulator of each parameter.
 
-    Args:
-        slots: the parameters; a list shared with its owner, who may append.
-        visible: p.grad is the accumulator (manual loop); else accumulators are private (counted loop).
-        backend: as in `AccumulatingOptimizer`.
-        seed: of sums of bfloat16 that are rounded stochastically; None: to nearest.
+    `slots` is shared with its owner, who may append. `visible`: p.grad is the accumulator (manual loop).
+    `seed`: of sums of bfloat16 that are rounded stochastically; None: to nearest.
     """
 
     def __init__(self, slots: list[Slot], visible: bool, backend: str, seed: int | None = None) -> None:
@@ -161,11 +158,7 @@ class Accumulators:
     def restore(self, slot: Slot, saved: Tensor, published: bool, scale: float = 1.0) -> None:
         """Make a copy of a saved accumulator the slot's, in its layout, dtype and device.
 
-        Args:
-            slot: whose it is.
-            saved: its value, of any dtype, layout and device.
-            published: whether it stood in p.grad.
-            scale: its deferred scale.
+        `published`: whether it stood in p.grad. `scale`: its deferred scale.
         """
         grads, (device, _, dtype) = self.grads, slot.lane
         if is_distributed(slot.param):

@@ -36,11 +36,7 @@ MAX_ALL_REDUCES = MOST_ADDITIONS // _AFTER_REDUCTION
 
 
 class NoiseSource:
-    """Hands out random bits to whoever adds to sums.
-
-    Args:
-        seed: 0 to 2**63 - 1; None: sums are rounded to nearest, and there are no random bits.
-    """
+    """Hands out random bits to whoever adds to sums."""
 
     def __init__(self, seed: int | None) -> None:
         self.seed, self._rank = seed, 0

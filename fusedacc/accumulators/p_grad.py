@@ -51,12 +51,7 @@ FOREIGN, PUBLISHED, DTYPE_COPY, AUTOGRAD_PENDING, IGNORED = GradState
 
 
 class ParamGrads:
-    """The p.grad of each parameter.
-
-    Args:
-        slots: the parameters; a list shared with its owner, who may append.
-        visible: p.grad is the accumulator (manual loop); else accumulators are private (counted loop).
-    """
+    """The p.grad of each parameter; `slots` and `visible` as in `Accumulators`."""
 
     def __init__(self, slots: list[Slot], visible: bool) -> None:
         self.slots = slots
@@ -271,13 +266,9 @@ class ParamGrads:
     def keep_consumed(self, slot: Slot, moved: bool, hooked: bool) -> None:
         """Between windows, after a parameter has changed: a consumed gradient stays so in its new place.
 
-        Args:
-            slot: the parameter's.
-            moved: to another dtype or device, and p.grad with it.
-            hooked: autograd cannot have stored a gradient meanwhile.
-
-        Raises:
-            RuntimeError: something was added to a consumed gradient; both can no longer be told apart.
+        `moved`: to another dtype or device, and p.grad with it. `hooked`: autograd cannot have stored a
+        gradient since. Raises RuntimeError where it may have added to a consumed one: the two can no longer
+        be told apart.
         """
         gradient, placed = slot.param.grad, slot.placed()
         if gradient is None or placed is None or (gradient is not placed and not moved):
@@ -293,7 +284,7 @@ class ParamGrads:
             self.publish(slot, gradient)
 
     def drop_wrong_shape(self, slot: Slot) -> bool:
-        """Counted loop, between windows: clear what an update has left, if it has another shape than now.
+        """Between windows of a counted loop: clear what an update has left, if it has another shape than now.
 
         Returns whether the accumulator is to be forgotten.
         """

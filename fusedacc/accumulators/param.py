@@ -238,13 +238,9 @@ class Slot:
 
 
 def buffers(slots: Sequence[Slot], lacks_sum: Sequence[bool]) -> list[Any]:
-    """The slots' buffers; where a slot has no sum, one to which no other object refers.
+    """The buffers of slots of one lane; where a slot lacks a sum, one to which no other object refers.
 
     Slots that have none, or whose buffer a user still sees as an old p.grad, get a new segment together.
-
-    Args:
-        slots: of one lane.
-        lacks_sum: which of them have no sum yet.
     """
     segments = {slot.segment for slot in slots if slot.segment is not None}
     free = {segment for segment in segments if not segment.is_shared()}

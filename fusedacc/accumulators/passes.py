@@ -30,12 +30,6 @@ class PreparedPass:
 
     An accumulator is known by its identity and its address: the memory of a tensor can be swapped under it
     (`Module.to` does so with p.grad). Prepared on the second use, since adopted gradients may last for one.
-
-    Args:
-        backend: who adds.
-        slots: whose accumulators they are.
-        accumulators: tensors without overlap, of one device and dtype.
-        generation: of `ParamGrads`, when they were private; -1 where they were not.
     """
 
     def __init__(
@@ -79,12 +73,7 @@ class PreparedPass:
 
 
 class Passes:
-    """Chooses backends and runs them.
-
-    Args:
-        record: kept right by each pass.
-        backend: as in `AccumulatingOptimizer`.
-    """
+    """Chooses backends and runs them."""
 
     def __init__(self, record: Record, backend: str) -> None:
         self._slots, self._backend = record.grads.slots, backend
@@ -189,12 +178,7 @@ class Passes:
 
 
 class Rescaler:
-    """Multiplies accumulators.
-
-    Args:
-        record: kept right.
-        passes: runs them.
-    """
+    """Multiplies accumulators."""
 
     def __init__(self, record: Record, passes: Passes) -> None:
         self._grads, self._deferred, self._norms = record.grads, record.deferred, record.norms

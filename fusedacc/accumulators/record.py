@@ -190,15 +190,7 @@ class _Launch:
 
 @dataclass(frozen=True)
 class Record:
-    """What code that writes accumulators has to keep right.
-
-    Attributes:
-        grads: where the accumulators are.
-        deferred: by what they are yet to be multiplied.
-        norms: the partial norms of what they hold now.
-        noise: by which they are rounded; every write takes the parameter's next number.
-        lock: held while accumulators are added to.
-    """
+    """What code that writes accumulators has to keep right, and the lock to hold while it adds."""
 
     grads: ParamGrads
     deferred: DeferredScales

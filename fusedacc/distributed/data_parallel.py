@@ -60,13 +60,8 @@ def check(given: Any, slots: list[Slot], dtype: torch.dtype | None) -> None:
 class DataParallel:
     """A wrapper's ranks.
 
-    Args:
-        given: a DistributedDataParallel, or a process group; `check` has passed it.
-        slots: the wrapper's parameters; a list shared with its owner, who may append.
-        accumulators: of these.
-        dtype: on the wire; None: as `Reducer` has it.
-        finish: adds what is pending for these slots.
-        settings: the wrapper's arguments that all ranks must share, by name.
+    `given` is what `check` has passed, `dtype` that on the wire, as `Reducer` has it. `finish` adds what is
+    pending for these slots. `settings`: the wrapper's arguments that all ranks must share, by name.
 
     Raises:
         ValueError: the ranks have different parameters or settings, one parameter cannot be reduced, or

@@ -65,11 +65,7 @@ def check(parallel: DistributedDataParallel) -> None:
 
 
 class UnarmedDDP:
-    """One DistributedDataParallel as long as wrappers reduce for it; made by `unarm`.
-
-    Args:
-        parallel: the module; `check` has passed it.
-    """
+    """One DistributedDataParallel as long as wrappers reduce for it; made by `unarm`."""
 
     def __init__(self, parallel: DistributedDataParallel) -> None:
         self.parallel = parallel
@@ -117,10 +113,6 @@ class UnarmedDDP:
 
         The module's own reducer is put away for all of its parameters, and wrappers reduce those that they
         have. A parameter that no optimizer updates may be left over.
-
-        Args:
-            optimizer: whose `step()` begins.
-            evaluates: whether that runs backward passes itself.
         """
         counts = [len(each.slots) for each in reducing]
         if counts != self._counts:
@@ -249,15 +241,12 @@ class IdleReducer:
     """Takes the place of a DistributedDataParallel's reducer, and of its logger, which refers to it."""
 
     def _rebuild_buckets(self) -> bool:
-        """Asked by every forward; there are none."""
         return False
 
     def get_backward_stats(self) -> list[int]:
-        """No backward is ever reduced."""
         return []
 
     def _get_ddp_logging_data(self) -> SimpleNamespace:
-        """Nothing was logged; Lightning asks at its end."""
         return SimpleNamespace(strs_map={}, ints_map={})
 
     def _set_uneven_input_join(self) -> None:

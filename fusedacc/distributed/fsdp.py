@@ -40,11 +40,7 @@ class Receiver(Protocol):
 
 
 class Shards:
-    """The parameters that FSDP2 has sharded, among those of a wrapper.
-
-    Args:
-        reduction: the wrapper's.
-    """
+    """The parameters that FSDP2 has sharded, among those of a wrapper."""
 
     def __init__(self, reduction: Reduction) -> None:
         #: A weak reference to who is told.
@@ -198,10 +194,7 @@ class Shards:
     def factor(self, weight: float) -> float | None:
         """By what sums of gradients become the mean over the weights of all ranks; None if these are 0.
 
-        Every rank calls it: the weights are summed over the ranks whose gradients FSDP2 averages.
-
-        Args:
-            weight: this rank's, of the window; nan for one that is no weight.
+        Every rank calls it. `weight`: this rank's, of the window; nan for one that is no weight.
         """
         (together,) = self.summed([weight])
         return self.divisor / together if 0 < together < math.inf else None

@@ -66,13 +66,7 @@ _FLAGS, _NUMBERS = 3, 3
 
 
 class ReduceBucket:
-    """Accumulators of one lane that one collective reduces.
-
-    Args:
-        slots: whose they are.
-        carries: whether the window's numbers are behind them.
-        backend: as in `AccumulatingOptimizer`.
-    """
+    """Accumulators of one lane that one collective reduces; `carries`: with the window's numbers."""
 
     def __init__(self, slots: Sequence[Slot], carries: bool, backend: str) -> None:
         self.slots, self._backend = list(slots), backend
@@ -171,14 +165,8 @@ class ReduceBucket:
 class Reducer:
     """The buckets of a wrapper, and what they have added up.
 
-    Args:
-        slots: the wrapper's parameters; a list shared with its owner, who may append.
-        accumulators: of these.
-        group: whose ranks take part.
-        dtype: on the wire; None: that of the accumulators, or float32 where they are rounded stochastically.
-
-    Raises:
-        ValueError: a parameter cannot be reduced, or there are more ranks than `dtype` counts exactly.
+    `dtype` is that on the wire. None: that of the accumulators, or float32 where they are rounded
+    stochastically. Raises ValueError where a parameter cannot be reduced over so many ranks.
     """
 
     def __init__(
@@ -380,11 +368,7 @@ class Reducer:
 
 
 class Deliveries:
-    """Counts the deliveries of each parameter, whatever was delivered.
-
-    Args:
-        finish: adds what is pending for these slots, so that nothing is left to be added.
-    """
+    """Counts the deliveries of each parameter, whatever was delivered; `finish` adds what is pending."""
 
     def __init__(self, finish: Callable[[list[Slot]], None]) -> None:
         self._finish = finish

@@ -30,13 +30,7 @@ Refresh = Callable[[], None]
 
 
 class Accumulation:
-    """The window applied to the accumulators; `Capture` asks it what to do with each backward.
-
-    Args:
-        slots: the parameters; a list shared with its owner, who may append.
-        window: counts, and knows the scales.
-        accumulators: of these parameters.
-    """
+    """The window applied to the accumulators; `Capture` asks it what to do with each backward."""
 
     def __init__(self, slots: list[Slot], window: Window, accumulators: Accumulators) -> None:
         self.window = window
@@ -447,12 +441,7 @@ class Accumulation:
 
 
 class PipelineSteps:
-    """Tells `Accumulation` when a pipeline schedule's `step()` begins and ends.
-
-    Args:
-        accumulation: the window and its accumulators.
-        capture: the parameters' hooks.
-    """
+    """Tells `Accumulation` when a pipeline schedule's `step()` begins and ends."""
 
     def __init__(self, accumulation: Accumulation, capture: Capture) -> None:
         self._accumulation, self._capture = accumulation, capture

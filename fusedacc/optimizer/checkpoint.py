@@ -160,12 +160,7 @@ def _stands_apart(optimizer: Optimizer, state_dict: Any) -> bool:
 class _Parts:
     """A checkpoint taken to pieces: what is the inner optimizer's, and what is ours.
 
-    Args:
-        state_dict: as `load` has it.
-        count: of the inner optimizer's parameters, where ours stands apart; None where it does not.
-
-    Raises:
-        ValueError: it is damaged.
+    `count`: of the inner optimizer's parameters, where ours stands apart. ValueError where it is damaged.
     """
 
     def __init__(self, state_dict: dict[str, Any], count: int | None) -> None:
@@ -253,16 +248,9 @@ class _Parts:
         return {key: value for key, value in entry.items() if key not in OURS}
 
     def check(self, slots: dict[Any, Slot], window: Window, masters: bool, place: RankPlace) -> None:
-        """Take of the sums of many ranks this one's.
+        """Raise ValueError where it does not fit; take of the sums of many ranks this one's.
 
-        Args:
-            slots: the parameters, by their saved names.
-            window: that is to take them over.
-            masters: whether the wrapper keeps some.
-            place: of this rank.
-
-        Raises:
-            ValueError: it does not fit.
+        `slots`: by the parameters' saved names. `masters`: whether the wrapper keeps some.
         """
         if self.own is not None and self.rank_counters:
             checks.check_over_ranks(self.own)

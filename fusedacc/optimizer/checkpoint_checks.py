@@ -280,9 +280,7 @@ SHAPED = frozenset(
 def check_inner_state(inner: Optimizer, names: dict[int, Any]) -> None:
     """State of torch's own optimizers must fit the parameters, which torch does not look at.
 
-    Args:
-        inner: the inner optimizer, which has loaded it.
-        names: those of the checkpoint, by the parameters' ids.
+    `names`: those of the checkpoint, by the parameters' ids.
     """
     kind = type(inner)
     if not kind.__module__.startswith("torch.optim") or kind is torch.optim.LBFGS:

@@ -77,10 +77,7 @@ _SCHEDULED = (
 def explain(
     slots: Sequence[Slot], window: Window, accumulators: Accumulators, update: str, scheduled: bool = False
 ) -> str:
-    """One row per parameter: path, backend, dtypes, bytes per element; the reasons and the update beneath.
-
-    `scheduled`: a pipeline schedule has the gradients in p.grad until its `step()` ends.
-    """
+    """One row per parameter: path, backend, dtypes, bytes per element; the reasons and the update beneath."""
     routes = [route(slot, accumulators, scheduled) for slot in slots]
     reasons = list(dict.fromkeys(chosen.why for chosen in routes))
     rows = [tuple(field.name for field in fields(Row))]

@@ -25,15 +25,7 @@ from .master_weights import MasterWeights
 class ParameterSet:
     """The slots of every parameter in the groups of `inner`, each parameter once, in the groups' order.
 
-    Args:
-        inner: the inner optimizer.
-        accumulate_dtype, backend, model: as in `AccumulatingOptimizer`.
-        lenient: let in a parameter that was cast since it was accepted.
-
-    Raises:
-        TypeError: `accumulate_dtype` is no dtype. ValueError: it does not go with a parameter, or a parameter
-            has no shape yet.
-        RuntimeError: the backend asked for cannot run here.
+    `lenient`: let in a parameter that was cast since it was accepted. Raises as `AccumulatingOptimizer`.
     """
 
     def __init__(

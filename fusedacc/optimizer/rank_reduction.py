@@ -10,12 +10,7 @@ from .window import Window
 
 
 class RankReduction:
-    """The window over the ranks of a `DataParallel`, if there are any.
-
-    Args:
-        window: whose sums are reduced once.
-        accumulators: the sums.
-    """
+    """The window over the ranks of a `DataParallel`, if there are any."""
 
     def __init__(self, window: Window, accumulators: Accumulators) -> None:
         self.window, self._accumulators = window, accumulators

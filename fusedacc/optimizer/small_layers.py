@@ -43,12 +43,9 @@ def questions(wrap: Wrap) -> list[Choice]:
 
 
 def why_left(wrap: Wrap, weight: torch.Tensor, kept: MutableMapping[str, str]) -> str | None:
-    """Why a Linear is better left to stock's node; None where it is replaced.
+    """Why a Linear of this weight is better left to stock's node; None where it is replaced.
 
-    Args:
-        wrap: `AccumulatingOptimizer`, which a trial trains with.
-        weight: the Linear's.
-        kept: decisions to stay with, as for `tuning.choose`.
+    `wrap`: `AccumulatingOptimizer`, which a trial trains with. `kept`: as for `tuning.choose`.
     """
     choice = question_of(weight, wrap)
     if choice is None:

@@ -77,10 +77,8 @@ def takes_scale(inner: Optimizer) -> bool:
 class Scaling:
     """What is known on the device only: by what the sums are multiplied, and whether they are finite.
 
-    Args:
-        loss_scale: 0-dim; the sums are divided by it. None: they are not scaled.
-        found_inf: 0-dim float32, 1 where the update must be dropped; None where it is not known yet.
-        checks: whether the caller needs `found_inf`.
+    `loss_scale`, 0-dim, divides the sums. `found_inf`, 0-dim float32, is 1 where the update must be dropped,
+    and None where that is not known yet. `checks`: the caller needs `found_inf`.
     """
 
     def __init__(
@@ -116,16 +114,7 @@ def near(scale: float | Tensor, other: float | Tensor) -> float | Tensor:
 
 
 class Update:
-    """Runs the inner optimizer on the final gradients.
-
-    Args:
-        inner: the inner optimizer.
-        accumulators: where the sums are.
-        window: tainted where an update fails that has scaled its gradients.
-        registry: the parameters' hooks, which masters take along.
-        masters: the parameters' float32 masters, if there are any.
-        settings: what it does with them.
-    """
+    """Runs the inner optimizer on the final gradients."""
 
     def __init__(
         self,
@@ -156,9 +145,8 @@ class Update:
     def describe(self, casts: bool, private: bool) -> str:
         """In words: what happens between the final sums and the inner optimizer, and where.
 
-        Args:
-            casts: whether sums are cast where the parameter has another dtype; with masters they are not.
-            private: whether gradients are private until `step()`.
+        `casts`: whether sums are cast to the parameter's dtype; with masters they are not. `private`: whether
+        gradients are private until `step()`.
         """
         asked = []
         if self.settings.max_grad_norm is not None:
@@ -184,14 +172,8 @@ class Update:
     ) -> tuple[Any, bool]:
         """The inner optimizer's step on the sums times `ratio`; None drops it, for all weights are 0.
 
-        Args:
-            ratio: by what the sums are still to be multiplied.
-            scaling: what a GradScaler has said of this update; its `found_inf` is set where somebody asks for
-                it.
-            arguments: the inner optimizer's own, of this step.
-
-        Returns:
-            What the inner step returned, and whether the host has decided to drop it.
+        `scaling` is what a GradScaler has said of this update; its `found_inf` is set where it is asked for.
+        Returns what the inner step returned, and whether the host has decided to drop it.
         """
         if ratio is None:
             return None, True
@@ -398,11 +380,7 @@ def unwritten_from(dtype: torch.dtype) -> int | None:
 
 
 def warn_of_unwritten(inner: Optimizer, groups: Iterable[dict[str, Any]], stacklevel: int) -> None:
-    """Warn where a step of `inner` leaves a parameter of these groups of it unwritten.
-
-    Args:
-        stacklevel: the caller's, as of `warnings.warn`.
-    """
+    """Warn where a step of `inner` leaves a parameter of these groups of it unwritten."""
     if not isinstance(inner, torch.optim.SGD):
         return
     for param in itertools.chain.from_iterable(group["params"] for group in groups if group.get("fused")):
