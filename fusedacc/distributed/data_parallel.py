@@ -15,13 +15,13 @@ from ..kernels.dtypes import SUM_DTYPES
 from ..kernels.local_parts import is_distributed
 from . import ddp
 from .agreement import (
+    agree_on_backends,
     agree_on_parameters,
     agree_on_settings,
     compare_parameters,
     compares_parameters,
     share_parameters,
 )
-from .backends import agree_on_backends
 from .ddp import UnarmedDDP, unarm
 from .reducer import Deliveries, RankNumbers, Reducer, Totals
 from .rows import RankPlace
